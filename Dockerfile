@@ -18,8 +18,8 @@ RUN pip install --no-cache-dir ".[postgres,redact,otel]" \
 # By number, so that Kubernetes' runAsNonRoot can see that it is not root.
 USER 10001
 WORKDIR /state
-# State stands in /state/default: RATCHET_PROJECT and RATCHET_FOLDER say otherwise.
-ENV RATCHET_FOLDER=/state
+# State stands in /state/default: RATCHET_PROJECT and RATCHET_STATE_DIR say otherwise.
+ENV RATCHET_STATE_DIR=/state
 VOLUME /state
 EXPOSE 8000
 HEALTHCHECK --start-period=30s CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health/live', timeout=3)"]

@@ -102,7 +102,7 @@ def options(way: str, url: str, rounds: int, seed: int, folder: Path) -> DemoOpt
         changes = {("trainer", "ungrouped"): "baseline", ("trainer", "group_wait_seconds"): 0.5}
         tasks, attempts = _TASKS * _ATTEMPTS, 1
     return DemoOptions(
-        seed=seed, rounds=rounds, tasks_per_round=tasks, attempts=attempts, folder=folder / way, changes=changes
+        seed=seed, rounds=rounds, tasks_per_round=tasks, attempts=attempts, state_dir=folder / way, changes=changes
     )
 
 
@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=Path(".ratchet/credit"))
     chosen = parser.parse_args()
-    signals.install()
+    signals.install_handlers()
     with ranking_model() as url:
         for way in chosen.ways.split(","):
             figures = Demo(options(way, url, chosen.rounds, chosen.seed, chosen.folder)).play()

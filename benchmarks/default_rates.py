@@ -51,7 +51,7 @@ class Run:
     def __init__(self, example: str, folder: Path, rate: float | None, python: str) -> None:
         self._example, self._folder, self._python = example, folder, python
         folder.mkdir(parents=True, exist_ok=True)
-        self._environ = os.environ | {"RATCHET_FOLDER": str(folder / "state")}
+        self._environ = os.environ | {"RATCHET_STATE_DIR": str(folder / "state")}
         self._own: list[str] = []
         given: dict[str, Any] = yaml.safe_load((ROOT / "examples" / example / "ratchet.yaml").read_text())
         self._alias, self._project = given["model"], given["project"]
@@ -156,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--folder", type=Path)
     chosen = parser.parse_args(arguments)
-    signals.install()
+    signals.install_handlers()
     folder = chosen.folder or Path(tempfile.mkdtemp(prefix="default-rates-"))
     rounds, every, attempts = chosen.rounds, max(1, chosen.rounds // 2), chosen.eval_attempts
     if chosen.quick:

@@ -64,7 +64,7 @@ def tuned(name: str, folder: Path, seed: int, rounds: int) -> Mapping[str, Any]:
     command += ["--tasks", home, "--workflow", WORKFLOW, "--concurrency", "32", "--eval-attempts", "2"]
     command += ["--eval-every", "4", "--patience", "0", "--seed", str(seed), "--json"]
     command += ["--png", str(folder / f"{name}-{seed}.png"), *own]
-    environment = os.environ | {"EMAIL_SEARCH_HOME": home, "RATCHET_FOLDER": str(folder / "state")}
+    environment = os.environ | {"EMAIL_SEARCH_HOME": home, "RATCHET_STATE_DIR": str(folder / "state")}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode not in (0, 3):
         raise SystemExit(f"{name} ended with {done.returncode}")
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path)
     chosen = parser.parse_args()
-    signals.install()
+    signals.install_handlers()
     folder = chosen.folder or Path(tempfile.mkdtemp(prefix="recipes-"))
     home = os.environ | {"EMAIL_SEARCH_HOME": str(folder / "home")}
     subprocess.run([sys.executable, "-m", "ratchet.demo.email_search", "build-db"], env=home, check=True)

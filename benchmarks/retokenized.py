@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 
-from ratchet.output.plots import pyplot
+from ratchet.output.files import pyplot
 from ratchet.trainer.controller.advantages.advantage import group_advantages
 from ratchet.trainer.errors import RowError
 from ratchet.trainer.learner.learner import Learner

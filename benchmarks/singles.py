@@ -44,11 +44,12 @@ from ratchet.demo.email_search.prompt import opening
 from ratchet.demo.email_search.tasks import FILES, Task, home, read_tasks
 from ratchet.demo.email_search.tools import TOOLS
 from ratchet.demo.run import TINY
-from ratchet.settings import Settings, load
+from ratchet.settings.load_settings import load
+from ratchet.settings.project_settings import Settings
 from ratchet.store.states import ResampleState
 from ratchet.store.store import Store, open_store
 from ratchet.supervisor import signals
-from ratchet.supervisor.attach import started
+from ratchet.supervisor.up import start_services
 from ratchet.trainer.controller.rounds.drained import is_drained
 
 _AT_ONCE = 32  # held-out calls
@@ -164,7 +165,7 @@ def settings_of(way: str, folder: Path, seed: int, url: str, held_out_share: flo
     } | _WAYS[way]  # fmt: skip
     values: dict[tuple[str, ...], tuple[str, Any]] = {
         ("project",): ("", way),
-        ("folder",): ("", str(folder)),
+        ("state_dir",): ("", str(folder)),
         ("vllm", "extra_args"): ("", []),  # its metrics say whether it is idle
         ("trainer", "learner", "seed"): ("", seed),
     }
@@ -182,7 +183,7 @@ def run(way: str, calls: int, rate: float, seed: int, folder: Path, share: float
         settings = settings_of(way, folder, seed, url, share)
         settings.state.make(min_free_disk_mb=0)
         began = time.monotonic()
-        supervisor = rooms.enter_context(started(settings, say=lambda text: None))
+        supervisor = rooms.enter_context(start_services(settings, announce=lambda text: None))
         base_url, alias = supervisor.plan.base_url, settings.model
         tasks = {split: read_tasks(home(), split) for split in ("train", "test")}
         store = open_store(settings.store_url)
@@ -264,7 +265,7 @@ def main() -> None:
     parser.add_argument("--gate", type=float, default=0.0, help="share of the prompts that candidates are evaluated on")
     parser.add_argument("--folder", type=Path, default=Path(".ratchet/singles"))
     chosen = parser.parse_args()
-    signals.install()
+    signals.install_handlers()
     os.environ["EMAIL_SEARCH_HOME"] = str((chosen.folder / "mail").absolute())
     made = [sys.executable, "-m", "ratchet.demo.email_search", "build-db", "--seed", str(chosen.seed)]
     before: Sequence[Served] = []

@@ -39,7 +39,7 @@ class Run:
     def __init__(self, example: str, folder: Path, python: str) -> None:
         self._python = python
         self._config = ["-m", "ratchet", "--config", f"examples/{example}/ratchet.yaml"]
-        self._environ = os.environ | {"RATCHET_FOLDER": str(folder / "state")}
+        self._environ = os.environ | {"RATCHET_STATE_DIR": str(folder / "state")}
         self._own: list[str] = []
         if example == "email_search":
             home = str(folder / "mail")
@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--folder", type=Path)
     chosen = parser.parse_args(arguments)
-    signals.install()
+    signals.install_handlers()
     run = Run(chosen.example, chosen.folder or Path(tempfile.mkdtemp(prefix="tune-weights-")), chosen.python)
     began = time.monotonic()
     try:

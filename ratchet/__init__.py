@@ -1,4 +1,4 @@
-"""The face: the `ratchet` command, and what it needs to start, watch and stop the rooms. Thin.
+"""The face: the `ratchet` command, and what it needs to start, watch and stop the services. Thin.
 
 Promises that importing it costs next to nothing: `ratchet --help` answers in well under half a second.
 """

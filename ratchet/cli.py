@@ -33,7 +33,7 @@ from ratchet.commands import (
 from ratchet.commands.suggestions import SuggestingGroup
 from ratchet.errors import CliError
 
-# The roots of the rooms' error trees: what they raise on purpose is told in one line, like our own.
+# The roots of the services' error trees: what they raise on purpose is told in one line, like our own.
 _OWN_ERRORS = {"StoreError", "ProxyError", "TrainerError"}
 # What a path that was given may be: not there, not allowed, a folder or none, on a file system that is only read.
 _THE_USERS = (errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.EISDIR, errno.EROFS, errno.ENAMETOOLONG)

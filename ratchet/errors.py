@@ -1,70 +1,50 @@
-"""Every error that the face raises on purpose. Each message names the thing and the remedy.
-
-CliError
-|-- SettingsError    ratchet.yaml, a RATCHET_* variable or an option holds what it must not
-|-- VllmNotFound    vLLM cannot be started from here
-|-- BaseModelNotFound     the base model is no model folder and no hub name
-|-- OtherBaseModel   the project's versions belong to another base model
-|-- GpuMemoryTooLow          the GPU that vLLM would use has too little free memory
-|-- PortInUse         a port that the user chose is taken
-|-- DiskFull         the state folder has too little room
-|-- AlreadyRunning   another `ratchet up` holds the project
-|-- NotRunning       the command needs a running project
-|-- ServiceExited         a process ended that should run
-|-- ServiceStartTimeout         a process did not become ready in time
-|-- BenchmarkFailed  `ratchet bench` could not measure
-`-- DemoFailed       the demo could not run
-"""
+"""Every error that the command line raises on purpose. Each message names the problem and the remedy."""
 
 from __future__ import annotations
 
 
 class CliError(Exception):
-    """Root of everything that the face raises on purpose."""
+    """Root of the errors that the command line raises on purpose."""
 
 
 class SettingsError(CliError):
-    """A setting is unknown or out of its range."""
+    """A setting is unknown or has a wrong value."""
 
 
 class VllmNotFound(CliError):
-    """vLLM cannot be started from here."""
+    """vLLM cannot be started."""
 
 
 class BaseModelNotFound(CliError):
-    """The base model is no model folder and no hub name."""
+    """The base model is neither a model folder nor a hub name."""
 
 
-class OtherBaseModel(CliError):
-    """The project's versions belong to another base model than the one that is named."""
+class BaseModelConflict(CliError):
+    """The project's versions belong to another base model."""
 
 
 class GpuMemoryTooLow(CliError):
-    """The GPU that vLLM would use has too little free memory; names who holds it."""
+    """The GPU for vLLM has too little free memory. Names the processes that use it."""
 
 
 class PortInUse(CliError):
-    """A port that the user chose is taken."""
+    """A port that the user chose is in use."""
 
 
 class DiskFull(CliError):
-    """The state folder has too little room."""
+    """The disk of the state folder has too little free space."""
 
 
 class AlreadyRunning(CliError):
-    """Another `ratchet up` holds the project."""
-
-
-class NotRunning(CliError):
-    """The command needs a running project."""
+    """Another `ratchet up` runs the project."""
 
 
 class ServiceExited(CliError):
-    """A process ended that should run; the message holds the end of its log."""
+    """A required service exited. The message includes the end of its log."""
 
 
 class ServiceStartTimeout(CliError):
-    """A process did not become ready in time; the message holds the end of its log."""
+    """A service did not become ready in time. The message includes the end of its log."""
 
 
 class BenchmarkFailed(CliError):
@@ -72,4 +52,4 @@ class BenchmarkFailed(CliError):
 
 
 class DemoFailed(CliError):
-    """The demo, or its agent, could not do its work."""
+    """The demo's agent failed."""

@@ -44,8 +44,9 @@ def first_sentence(file: Path) -> str:
 def settings_rows() -> Iterator[tuple[str, str, str]]:
     """Yield (dotted key, default as in YAML, description) of every setting."""
     from ratchet.proxy.settings import ProxySettings
-    from ratchet.settings import Settings, VllmSettings, known_keys
-    from ratchet.settings.layers import leaves
+    from ratchet.settings.load_settings import known_keys
+    from ratchet.settings.project_settings import Settings, VllmSettings
+    from ratchet.settings.setting_errors import leaves
     from ratchet.trainer.settings.trainer_settings import TrainerSettings
     from ratchet.tuner.settings.tuner_settings import TunerSettings
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ratchet.settings import load
+from ratchet.settings.load_settings import load
 from ratchet.settings.state_folder import StateFolder
 from ratchet.supervisor import vllm_command
 
@@ -36,7 +36,7 @@ def test_vllm_is_started_as_up_starts_it(services: dict[str, Any], tmp_path: Pat
         ("base_model",): ("x", str(tmp_path)),
         ("model",): ("x", "agent"),
     }
-    planned = vllm_command.plan(load(None, options, {}), 8000, gpu=True)
+    planned = vllm_command.build_command(load(None, options, {}), 8000, gpu=True)
     given = iter(planned.arguments[3:])
     wanted = re.findall(r"--[\w-]+(?:=(?!-)[^\s]+)?", " ".join(given).replace(" ", "=").replace("=--", " --"))
     theirs = {"--host", "--dtype", "--model", "--tool-call-parser", "--gpu-memory-utilization"}  # by image, or .env
@@ -75,7 +75,7 @@ def test_every_service_starts_again_and_has_its_secrets_from_outside(services: d
 
 
 def test_vllm_sees_the_adapters_where_the_trainer_writes_them(services: dict[str, Any]) -> None:
-    folder = re.search(r"^ENV RATCHET_FOLDER=(\S+)$", DOCKERFILE, re.MULTILINE)
+    folder = re.search(r"^ENV RATCHET_STATE_DIR=(\S+)$", DOCKERFILE, re.MULTILINE)
     assert folder is not None
     written = StateFolder(Path(folder[1]) / "default").checkpoints("agent")
     assert written.is_relative_to("/state")
@@ -95,11 +95,11 @@ def test_images_run_as_a_user_that_kubernetes_knows_for_no_root() -> None:
 
 
 def test_the_unit_gives_up_longer_to_stop_than_up_takes() -> None:
-    from ratchet.supervisor.supervisor import _STOP_WITHIN
+    from ratchet.supervisor.supervisor import _STOP_TIMEOUT
 
     stop = re.search(r"^TimeoutStopSec=(\d+)$", UNIT, re.MULTILINE)
     assert stop is not None
-    assert float(stop[1]) > 2 * _STOP_WITHIN
+    assert float(stop[1]) > 2 * _STOP_TIMEOUT
     assert "Restart=on-failure" in UNIT
     assert not re.search(r"^User=root$", UNIT, re.MULTILINE)
 

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-_SOURCES = ("pyproject.toml", "README.md", "LICENSE", "store", "proxy", "trainer", "ratchet")
+_SOURCES = ("pyproject.toml", "README.md", "LICENSE", "store", "proxy", "trainer", "tuner", "ratchet")
 # What `ratchet up` gives vLLM, and whether vLLM would find the plug-in there.
 PROGRAM = """
 import importlib.metadata, json, sys
-from ratchet.running.engine import CPU_PLUGIN, check_installed, plan
-from ratchet.settings import Settings
+from ratchet.supervisor.vllm_command import build_command, check_installed
+from ratchet.settings.project_settings import Settings
 settings = Settings.model_validate({"base_model": sys.argv[1], "vllm": {"command": [sys.executable]}})
 check_installed(settings)
-path = plan(settings, 8001, gpu=False).environment["PYTHONPATH"].split(":")[0]
+path = build_command(settings, 8001, gpu=False).environment["PYTHONPATH"].split(":")[0]
 sys.path.insert(0, path)
 found = [point.value for point in importlib.metadata.entry_points(group="vllm.general_plugins")]
 import ratchet_vllm_cpu
@@ -75,7 +75,8 @@ def test_an_installed_wheel_gives_vllm_on_cpus_a_plugin_that_is_there(installed:
 def test_without_its_plugin_vllm_on_cpus_is_not_started(installed: Path, tmp_path: Path) -> None:
     shutil.copytree(installed, tmp_path / "broken", ignore=shutil.ignore_patterns("ratchet_vllm_cpu*.dist-info"))
     program = (
-        "from ratchet.supervisor.vllm_command import check_installed\nfrom ratchet.settings import Settings\n"
+        "from ratchet.supervisor.vllm_command import check_installed\n"
+        "from ratchet.settings.project_settings import Settings\n"
         "import sys\ncheck_installed(Settings.model_validate({'vllm': {'command': [sys.executable], 'devices': ''}}))"
     )
     done = subprocess.run(

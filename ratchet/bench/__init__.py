@@ -1,1 +1,1 @@
-"""Measuring: what the proxy costs its user, on their own machine and vLLM"""
+"""`ratchet bench`: the latency that the proxy adds, measured on the user's machine and vLLM."""

@@ -6,20 +6,20 @@ from typing import Any
 
 import msgspec
 
-from ratchet.bench.latency_statistics import Added, TargetStatistics, Times
-from ratchet.bench.measurement import PROXIED, STRAIGHT, WITH_IDS, Measured
-from ratchet.output.tables import printed
+from ratchet.bench.latency_statistics import Overhead, Percentiles, TargetStatistics
+from ratchet.bench.measurement import DIRECT, DIRECT_WITH_IDS, PROXIED, Measurement
+from ratchet.output.terminal import print_table
 
 _UNKNOWN = "unknown"
 
 
-def plain(measured: Measured) -> dict[str, Any]:
+def plain(measured: Measurement) -> dict[str, Any]:
     """Return the measurement as JSON can hold it."""
     content: dict[str, Any] = msgspec.to_builtins(measured)
     return content
 
 
-def show(measured: Measured) -> None:
+def show(measured: Measurement) -> None:
     """Print the table, and what it means."""
     from rich.table import Table
 
@@ -29,7 +29,7 @@ def show(measured: Measured) -> None:
         table.add_column(way.name, justify="right")
     for name, *cells in zip(*[("calls, failed", *_ROWS), *(_cells(way) for way in measured.ways)], strict=True):
         table.add_row(name, *cells)
-    printed(table, lines(measured))
+    print_table(table, lines(measured))
 
 
 _ROWS = (
@@ -47,11 +47,11 @@ def _cells(way: TargetStatistics) -> list[str]:
     ]  # fmt: skip
 
 
-def _times(found: Times | None) -> str:
+def _times(found: Percentiles | None) -> str:
     return f"{found.p50:.1f}  {found.p95:.1f}  {found.p99:.1f}" if found else _UNKNOWN
 
 
-def lines(measured: Measured) -> list[str]:
+def lines(measured: Measurement) -> list[str]:
     """Return what the table means."""
     told = [_line(one) for one in measured.added]
     for way in measured.ways:
@@ -67,13 +67,13 @@ def lines(measured: Measured) -> list[str]:
 
 
 _MEANS = {
-    (PROXIED, STRAIGHT): "the proxy and all it asks for add",
-    (WITH_IDS, STRAIGHT): "  of that, vLLM for ids and logprobs",
-    (PROXIED, WITH_IDS): "  of that, the proxy itself",
+    (PROXIED, DIRECT): "the proxy and all it asks for add",
+    (DIRECT_WITH_IDS, DIRECT): "  of that, vLLM for ids and logprobs",
+    (PROXIED, DIRECT_WITH_IDS): "  of that, the proxy itself",
 }
 
 
-def _line(one: Added) -> str:
+def _line(one: Overhead) -> str:
     known = one.low is not None and one.high is not None
     reach = f"95% {one.low:+.2f} to {one.high:+.2f}" if known else "too few turns for an interval"
     return f"{_MEANS[one.way, one.to]}: {one.value:+.2f} ms to the {one.what} ({reach}, {one.turns} turns)"

@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from ratchet.bench.timed_calls import Block, Call
+from ratchet.bench.timed_calls import CallBlock, TimedCall
 
 _ERROR = 0.05  # chance that an interval misses
 
 
-class Times(msgspec.Struct, frozen=True):
+class Percentiles(msgspec.Struct, frozen=True):
     """Milliseconds."""
 
     p50: float
@@ -28,22 +28,22 @@ class Times(msgspec.Struct, frozen=True):
 
 
 class TargetStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """What one way cost. Times are None where no call was answered."""
+    """What one way cost. Percentiles are None where no call was answered."""
 
     name: str
     calls: int
     failed: int
     commonest_failure: str | None
-    first_byte: Times | None
-    whole: Times | None
+    first_byte: Percentiles | None
+    whole: Percentiles | None
     calls_per_second: float
     tokens_per_second: float
-    overhead: Times | None  # what the proxy says of itself, x-ratchet-overhead-ms
+    overhead: Percentiles | None  # what the proxy says of itself, x-ratchet-overhead-ms
     cpu_us: float | None  # of the proxy's process per call, microseconds
     client_cpu_share: float  # of one core, that the measurement itself used
 
 
-class Added(msgspec.Struct, frozen=True, kw_only=True):
+class Overhead(msgspec.Struct, frozen=True, kw_only=True):
     """Milliseconds that a way adds to another: the median over turns, with its 95% interval."""
 
     way: str
@@ -55,7 +55,7 @@ class Added(msgspec.Struct, frozen=True, kw_only=True):
     turns: int
 
 
-def figures(name: str, blocks: Sequence[Block]) -> TargetStatistics:
+def figures(name: str, blocks: Sequence[CallBlock]) -> TargetStatistics:
     """Return the figures of one way from its blocks."""
     calls = [call for block in blocks for call in block.calls]
     good = [call for call in calls if call.failure is None]
@@ -73,17 +73,19 @@ def figures(name: str, blocks: Sequence[Block]) -> TargetStatistics:
     )  # fmt: skip
 
 
-def times(seconds: Sequence[float]) -> Times | None:
+def times(seconds: Sequence[float]) -> Percentiles | None:
     """Return percentiles in milliseconds (nearest rank); None of nothing."""
     if not seconds:
         return None
     order = sorted(seconds)
-    return Times(*(1000 * order[max(0, math.ceil(share * len(order)) - 1)] for share in (0.5, 0.95, 0.99)))
+    return Percentiles(*(1000 * order[max(0, math.ceil(share * len(order)) - 1)] for share in (0.5, 0.95, 0.99)))
 
 
-def added(way: str, to: str, what: str, ours: Sequence[Block], theirs: Sequence[Block]) -> Added | None:
+def added(way: str, to: str, what: str, ours: Sequence[CallBlock], theirs: Sequence[CallBlock]) -> Overhead | None:
     """Return what a way adds to the median of `what` ("first byte" or "whole call"); None where no turn can tell."""
-    pick: Callable[[Call], float] = (lambda call: call.first) if what == "first byte" else (lambda call: call.whole)
+    pick: Callable[[TimedCall], float] = (
+        (lambda call: call.first) if what == "first byte" else (lambda call: call.whole)
+    )
     differences = []
     for one, other in zip(ours, theirs, strict=True):
         sides = [[pick(call) for call in block.calls if call.failure is None] for block in (one, other)]
@@ -93,7 +95,7 @@ def added(way: str, to: str, what: str, ours: Sequence[Block], theirs: Sequence[
         return None
     low, high = interval(differences)
     value = statistics.median(differences)
-    return Added(way=way, to=to, what=what, value=value, low=low, high=high, turns=len(differences))
+    return Overhead(way=way, to=to, what=what, value=value, low=low, high=high, turns=len(differences))
 
 
 def interval(values: Sequence[float]) -> tuple[float, float] | tuple[None, None]:

@@ -17,23 +17,23 @@ from typing import Any
 import msgspec
 import uvloop
 
-from ratchet.bench.latency_statistics import Added, TargetStatistics, added, figures
-from ratchet.bench.timed_calls import Block, CallTarget, Shape, block
+from ratchet.bench.latency_statistics import Overhead, TargetStatistics, added, figures
+from ratchet.bench.timed_calls import CallBlock, CallTarget, RequestShape, block
 from ratchet.errors import BenchmarkFailed
 from ratchet.proxy.upstreams.http_client import HttpClient
 from ratchet.proxy.upstreams.http_connection import ResponseLimits
 
-STRAIGHT, WITH_IDS, PROXIED = "straight", "straight, ids and logprobs", "through the proxy"
+DIRECT, DIRECT_WITH_IDS, PROXIED = "straight", "straight, ids and logprobs", "through the proxy"
 IDS: dict[str, Any] = {"return_token_ids": True, "logprobs": True, "top_logprobs": 0}
-_COMPARED = ((PROXIED, STRAIGHT), (WITH_IDS, STRAIGHT), (PROXIED, WITH_IDS))
+_COMPARED = ((PROXIED, DIRECT), (DIRECT_WITH_IDS, DIRECT), (PROXIED, DIRECT_WITH_IDS))
 _CONNECT = 10.0  # seconds
 _LARGEST_ANSWER = 2**28  # bytes
 _BUSY = 0.8  # share of a core from where on the measurement itself may be what is slow
 
-Told = Callable[[str, int, int], None]
+OnProgress = Callable[[str, int, int], None]
 
 
-class Plan(msgspec.Struct, frozen=True):
+class MeasurementPlan(msgspec.Struct, frozen=True):
     """How much is measured: calls of each way in all, at a time, in how many turns, and seconds for one call."""
 
     calls: int
@@ -42,12 +42,12 @@ class Plan(msgspec.Struct, frozen=True):
     timeout: float
 
 
-class Measured(msgspec.Struct, frozen=True):
+class Measurement(msgspec.Struct, frozen=True):
     """What was measured."""
 
-    plan: Plan
+    plan: MeasurementPlan
     ways: tuple[TargetStatistics, ...]
-    added: tuple[Added, ...]
+    added: tuple[Overhead, ...]
 
     @property
     def failed(self) -> int:
@@ -61,17 +61,25 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 def measure(
-    ways: Sequence[CallTarget], shape: Shape, plan: Plan, cpu: Callable[[], float] | None, told: Told = lambda *_: None
-) -> Measured:
+    ways: Sequence[CallTarget],
+    shape: RequestShape,
+    plan: MeasurementPlan,
+    cpu: Callable[[], float] | None,
+    told: OnProgress = lambda *_: None,
+) -> Measurement:
     """Measure the ways; `cpu` tells the proxy's CPU seconds so far. Raises BenchmarkFailed."""
     return uvloop.run(_measure(ways, shape, plan, cpu, told))
 
 
 async def _measure(
-    ways: Sequence[CallTarget], shape: Shape, plan: Plan, cpu: Callable[[], float] | None, told: Told
-) -> Measured:
+    ways: Sequence[CallTarget],
+    shape: RequestShape,
+    plan: MeasurementPlan,
+    cpu: Callable[[], float] | None,
+    told: OnProgress,
+) -> Measurement:
     client = HttpClient(ResponseLimits(plan.timeout, plan.timeout, _LARGEST_ANSWER), _CONNECT)
-    blocks: dict[str, list[Block]] = {way.name: [] for way in ways}
+    blocks: dict[str, list[CallBlock]] = {way.name: [] for way in ways}
     size = max(1, plan.calls // plan.turns)
     try:
         for way in ways:
@@ -89,10 +97,10 @@ async def _measure(
     told_of = ("first byte", "whole call") if shape.stream else ("whole call",)
     gains = (added(one, other, what, blocks[one], blocks[other]) for one, other in pairs for what in told_of)
     found = tuple(figures(way.name, blocks[way.name]) for way in ways)
-    return Measured(plan, found, tuple(gain for gain in gains if gain is not None))
+    return Measurement(plan, found, tuple(gain for gain in gains if gain is not None))
 
 
-async def _warm_up(client: HttpClient, way: CallTarget, shape: Shape, concurrency: int) -> None:
+async def _warm_up(client: HttpClient, way: CallTarget, shape: RequestShape, concurrency: int) -> None:
     tried = await block(client, way, shape, concurrency, concurrency)
     failures = [call.failure for call in tried.calls if call.failure is not None]
     if len(failures) == len(tried.calls):

@@ -58,7 +58,7 @@ def vllm_model_name(version: str, listed: list[dict[str, Any]]) -> str:
 def cpu_seconds_of(url: str) -> Callable[[], float] | None:
     """Return what tells the CPU seconds of the process that listens at a URL; None where that cannot be seen."""
     parts = urlsplit(url)
-    who = ports.holder(parts.port or 80) if parts.hostname in _LOCAL else None
+    who = ports.port_holder(parts.port or 80) if parts.hostname in _LOCAL else None
     if who is None:
         return None
     process = psutil.Process(who.pid)

@@ -26,7 +26,7 @@ _FAULT = b'{"error"'  # unescaped, so no word of the model's
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class RequestShape:
     """What every call is like."""
 
     stream: bool = True
@@ -52,7 +52,7 @@ class CallTarget:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class TimedCall:
     """One call that ended. Seconds to its first byte and its last; `overhead`: what the proxy said it took itself."""
 
     first: float = 0.0
@@ -63,10 +63,10 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class CallBlock:
     """Calls that were made side by side, the seconds that they took together, and the processes' CPU seconds."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[TimedCall, ...]
     seconds: float
     proxy_cpu: float | None
     own_cpu: float
@@ -75,7 +75,7 @@ class Block:
 _numbers = itertools.count()
 
 
-def body(way: CallTarget, shape: Shape, number: int) -> bytes:
+def body(way: CallTarget, shape: RequestShape, number: int) -> bytes:
     """Return the body of a call; the number makes it another one."""
     text = " ".join(itertools.islice(itertools.cycle(_WORDS), shape.words))
     message = {"role": "user", "content": f"{time.time_ns() % 10**9:09d}{number:06d} {text}"}
@@ -87,26 +87,28 @@ def body(way: CallTarget, shape: Shape, number: int) -> bytes:
 async def block(
     client: HttpClient,
     way: CallTarget,
-    shape: Shape,
+    shape: RequestShape,
     count: int,
     concurrency: int,
     cpu: Callable[[], float] | None = None,
-) -> Block:
+) -> CallBlock:
     """Make so many calls, so many at a time. `cpu` tells the CPU seconds that the proxy has used so far."""
     left = iter(range(count))
-    calls: list[Call] = []
+    calls: list[TimedCall] = []
     before, own, began = cpu() if cpu else None, time.process_time(), time.perf_counter()
     await asyncio.gather(*(_worker(client, way, shape, left, calls) for _ in range(min(concurrency, count))))
     seconds, used = time.perf_counter() - began, time.process_time() - own
-    return Block(tuple(calls), seconds, cpu() - before if cpu and before is not None else None, used)
+    return CallBlock(tuple(calls), seconds, cpu() - before if cpu and before is not None else None, used)
 
 
-async def _worker(client: HttpClient, way: CallTarget, shape: Shape, left: Iterator[int], calls: list[Call]) -> None:
+async def _worker(
+    client: HttpClient, way: CallTarget, shape: RequestShape, left: Iterator[int], calls: list[TimedCall]
+) -> None:
     while next(left, None) is not None:
         calls.append(await _call(client, way, body(way, shape, next(_numbers))))
 
 
-async def _call(client: HttpClient, way: CallTarget, data: bytes) -> Call:
+async def _call(client: HttpClient, way: CallTarget, data: bytes) -> TimedCall:
     began = time.perf_counter()
     try:
         answer = await client.send(way.url, "POST", "/v1/chat/completions", data, way.headers)
@@ -115,10 +117,12 @@ async def _call(client: HttpClient, way: CallTarget, data: bytes) -> Call:
         finally:
             answer.close()
     except UpstreamError as error:
-        return Call(failure=str(error).replace(" (the proxy's setting request_timeout_seconds)", "")[:_LONGEST_REASON])
+        return TimedCall(
+            failure=str(error).replace(" (the proxy's setting request_timeout_seconds)", "")[:_LONGEST_REASON]
+        )
 
 
-async def _read(answer: UpstreamResponse, began: float) -> Call:
+async def _read(answer: UpstreamResponse, began: float) -> TimedCall:
     first, parts = 0.0, []
     async for piece in answer.pieces():
         first = first or time.perf_counter() - began
@@ -126,6 +130,6 @@ async def _read(answer: UpstreamResponse, began: float) -> Call:
     whole, said = time.perf_counter() - began, b"".join(parts)
     if answer.status != 200 or _FAULT in said:
         text = " ".join(said.decode("utf-8", "replace").split())
-        return Call(failure=f"{answer.status}: {text[:_LONGEST_REASON]}")
+        return TimedCall(failure=f"{answer.status}: {text[:_LONGEST_REASON]}")
     counted, overhead = _USAGE.findall(said), answer.headers.get("x-ratchet-overhead-ms")
-    return Call(first, whole, int(counted[-1]) if counted else 0, float(overhead) / 1000 if overhead else None)
+    return TimedCall(first, whole, int(counted[-1]) if counted else 0, float(overhead) / 1000 if overhead else None)

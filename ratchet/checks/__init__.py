@@ -1,1 +1,1 @@
-"""ratchet/checks."""
+"""The checks of `ratchet doctor`."""

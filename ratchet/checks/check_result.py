@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckResult:
     """One proof: what was seen, or why it failed and what to do."""
 
     name: str

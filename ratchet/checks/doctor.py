@@ -21,9 +21,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ratchet.checks.check_result import Finding
+from ratchet.checks.check_result import CheckResult
 from ratchet.errors import CliError
-from ratchet.settings import Settings
+from ratchet.settings.project_settings import Settings
 from ratchet.supervisor import vllm_command
 from ratchet.supervisor.up import read_run_state
 
@@ -39,7 +39,7 @@ _WITH_A_KEY = (
 _NO_PROJECT = "start the project with `ratchet up --detach`, then run `ratchet doctor` again"
 
 
-def examine(settings: Settings) -> Iterator[Finding]:
+def run_checks(settings: Settings) -> Iterator[CheckResult]:
     """Yield the findings in order, each as soon as it is known."""
     running = read_run_state(settings.state)
     if not running.get("ready"):
@@ -62,15 +62,15 @@ def examine(settings: Settings) -> Iterator[Finding]:
         yield check_resampling(settings, running)
 
 
-def _vllm(settings: Settings, running: dict[str, Any]) -> Finding:
+def _vllm(settings: Settings, running: dict[str, Any]) -> CheckResult:
     import httpx
 
     try:
         vllm_command.check_installed(settings)
     except CliError as error:
-        return Finding("vllm", False, "vLLM cannot be started", str(error))
+        return CheckResult("vllm", False, "vLLM cannot be started", str(error))
     if not running:
-        return Finding(
+        return CheckResult(
             "vllm", False, f"installed; project {settings.project} is not up, so nothing is served", _NO_PROJECT
         )
     url = running["vllm_url"]
@@ -80,27 +80,27 @@ def _vllm(settings: Settings, running: dict[str, Any]) -> Finding:
             # An empty request: a server with the route refuses its body, one without it knows no such route.
             loading = client.post("/v1/load_lora_adapter", json={}).status_code
     except (httpx.HTTPError, ValueError, KeyError) as error:
-        return Finding(
+        return CheckResult(
             "vllm", False, f"{url} does not answer as vLLM does: {error}", f"look at {settings.state.log('vllm')}"
         )
     if loading == httpx.codes.NOT_FOUND:
-        return Finding(
+        return CheckResult(
             "vllm",
             False,
             f"{url} cannot load adapters while it runs",
             "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, as `ratchet up` does",
         )
-    return Finding("vllm", True, f"{url} serves {', '.join(names)} and loads adapters while it runs")
+    return CheckResult("vllm", True, f"{url} serves {', '.join(names)} and loads adapters while it runs")
 
 
-def _capture(settings: Settings, running: dict[str, Any]) -> tuple[tuple[int, ...], Finding]:
+def _capture(settings: Settings, running: dict[str, Any]) -> tuple[tuple[int, ...], CheckResult]:
     """Return the ids of a recorded call, prompt and answer, and the finding."""
     import httpx
 
     from ratchet.store.store import open_store
 
     if not running:
-        return (), Finding("capture", False, "not proven: no project is up", _NO_PROJECT)
+        return (), CheckResult("capture", False, "not proven: no project is up", _NO_PROJECT)
     body = {
         "model": settings.model,
         "max_tokens": 8,
@@ -112,11 +112,11 @@ def _capture(settings: Settings, running: dict[str, Any]) -> tuple[tuple[int, ..
             f"{running['base_url']}/chat/completions", json=body, headers=_key(), timeout=120, trust_env=False
         )
     except httpx.HTTPError as error:
-        return (), Finding("capture", False, f"{running['base_url']} does not answer: {error}", f"look at {log}")
+        return (), CheckResult("capture", False, f"{running['base_url']} does not answer: {error}", f"look at {log}")
     if answer.status_code == httpx.codes.UNAUTHORIZED:
-        return (), Finding("capture", False, missing_key_kinds(settings.store_url), _WITH_A_KEY)
+        return (), CheckResult("capture", False, missing_key_kinds(settings.store_url), _WITH_A_KEY)
     if answer.status_code != httpx.codes.OK:
-        return (), Finding(
+        return (), CheckResult(
             "capture", False, f"the call failed: {answer.status_code} {answer.text[:300]}", f"look at {log}"
         )
     store = open_store(settings.store_url)
@@ -149,8 +149,9 @@ def missing_key_kinds(store_url: str) -> str:
     return f"the proxy wants a key: {known}, and {given}"
 
 
-def _read_back(store: Any, call_id: str, log: str) -> tuple[tuple[int, ...], Finding]:
+def _read_back(store: Any, call_id: str, log: str) -> tuple[tuple[int, ...], CheckResult]:
     from ratchet.store.errors import RecordNotFound
+    from ratchet.store.reasons import DropReason
     from ratchet.store.records import unpack_ids, unpack_logprobs
     from ratchet.store.states import CallState
 
@@ -165,23 +166,23 @@ def _read_back(store: Any, call_id: str, log: str) -> tuple[tuple[int, ...], Fin
         time.sleep(0.1)
     if call is None or call.state is not CallState.ANSWERED:
         seen = f"call {call_id or 'without id'} was answered and is not in the store"
-        return (), Finding("capture", False, seen, f"look at {log} for the shipper's errors")
+        return (), CheckResult("capture", False, seen, f"look at {log} for the shipper's errors")
     store.trajectories.seal(call.trajectory_id, time.time())
-    store.trajectories.drop([call.trajectory_id], "doctor")
+    store.trajectories.drop([call.trajectory_id], DropReason.DOCTOR)
     prompt, ids = unpack_ids(call.prompt_ids), unpack_ids(call.choices[0].ids)
     logprobs = unpack_logprobs(call.choices[0].logprobs)
     if not prompt or not ids or len(ids) != len(logprobs):
         seen = f"{call.id} has {len(prompt)} prompt ids, {len(ids)} sampled ids, {len(logprobs)} logprobs"
-        return (), Finding(
+        return (), CheckResult(
             "capture", False, seen, "the engine gave no ids: use vLLM 0.32, which answers return_token_ids"
         )
     seen = f"{call.id}: {len(prompt)} prompt ids, {len(ids)} sampled ids with logprobs"
-    return (*prompt, *ids), Finding("capture", True, seen)
+    return (*prompt, *ids), CheckResult("capture", True, seen)
 
 
 def _gradient(
     settings: Settings, running: dict[str, Any], captured: tuple[int, ...], folder: Path
-) -> tuple[Any, Finding]:
+) -> tuple[Any, CheckResult]:
     """Return a learner after one round, and the finding."""
     try:
         base_model = vllm_command.check_model(running.get("base_model") or settings.base_model)
@@ -200,27 +201,27 @@ def _gradient(
         ]
         report = learner.train_round(rows)
     except ImportError as error:
-        return None, Finding(
+        return None, CheckResult(
             "gradient", False, f"the learner cannot be imported: {error}", "pip install 'ratchet-rl[trainer]'"
         )
     except Exception as error:  # noqa: BLE001 -- whatever keeps a gradient from flowing is the finding
-        return None, Finding(
+        return None, CheckResult(
             "gradient", False, f"{type(error).__name__}: {error}", "set the base model right, or free memory"
         )
     if not report.weight_change > 0:
         remedy = "check trainer.learner.target_modules against the base model's layers"
-        return None, Finding("gradient", False, "one round left every weight as it was", remedy)
+        return None, CheckResult("gradient", False, "one round left every weight as it was", remedy)
     seen = f"one round on {report.tokens_trained} tokens moved the adapter by {report.weight_change:.4f} (norm)"
-    return learner, Finding("gradient", True, seen)
+    return learner, CheckResult("gradient", True, seen)
 
 
 def _swap(
     settings: Settings, running: dict[str, Any], learner: Any, captured: tuple[int, ...], folder: Path
-) -> Finding:
+) -> CheckResult:
     if not running:
-        return Finding("swap", False, "not proven: no project is up", _NO_PROJECT)
+        return CheckResult("swap", False, "not proven: no project is up", _NO_PROJECT)
     if learner is None:
-        return Finding("swap", False, "not proven: there is no trained adapter", "mend the gradient first")
+        return CheckResult("swap", False, "not proven: there is no trained adapter", "mend the gradient first")
     from ratchet.trainer.adapters.vllm_api import Replica
     from ratchet.trainer.errors import TrainerError
     from ratchet.trainer.release.proof import Outcome
@@ -239,22 +240,22 @@ def _swap(
         finally:
             replica.unload(name)
     except TrainerError as error:
-        return Finding("swap", False, str(error), f"look at {settings.state.log('vllm')}")
+        return CheckResult("swap", False, str(error), f"look at {settings.state.log('vllm')}")
     finally:
         replica.close()
     if not proof.holds:
         remedy = "check that vLLM serves the same base model as the trainer loads"
         if proof.outcome is Outcome.UNPROVEN:
             remedy = "serve and train in float32, or check that both round alike (quantisation, attention kernels)"
-        return Finding("swap", False, str(proof.reason), remedy)
+        return CheckResult("swap", False, str(proof.reason), remedy)
     seen = (
         f"served logprobs moved by {proof.served_change:.4f} nats, the learner's by {proof.trained_change:.4f}; they "
         f"lie {proof.served_vs_trainer:.4f} apart ({proof.tokens} tokens)"
     )
-    return Finding("swap", True, seen)
+    return CheckResult("swap", True, seen)
 
 
-def _batches(settings: Settings, running: dict[str, Any], captured: tuple[int, ...], folder: Path) -> Finding:
+def _batches(settings: Settings, running: dict[str, Any], captured: tuple[int, ...], folder: Path) -> CheckResult:
     """Return the finding about batches of both kinds; the adapter is the one that the swap has proven."""
     from ratchet.checks.mixed_batch_check import check_batches
     from ratchet.trainer.adapters.vllm_api import Replica

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ratchet.checks.check_result import Finding
-from ratchet.settings import Settings
+from ratchet.checks.check_result import CheckResult
+from ratchet.settings.project_settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ _ASK = "let the agent work and run this again, or ask it with `ratchet judge lin
 _WAITS = ("feedback", "next_state", "workflow")  # kinds that score what only traffic brings
 
 
-def check_judge_quality(settings: Settings) -> Finding:
+def check_judge_quality(settings: Settings) -> CheckResult:
     """Return the finding on the project's judge."""
     import os
 
@@ -40,12 +40,12 @@ def check_judge_quality(settings: Settings) -> Finding:
 
     if not settings.has_judge:
         seen = "no judge is named: calls are recorded and nothing is trained"
-        return Finding(_NAME, False, seen, "give --judge module:function or a YAML file, or set trainer.judge")
+        return CheckResult(_NAME, False, seen, "give --judge module:function or a YAML file, or set trainer.judge")
     try:
         spec = settings.trainer_settings(base_model=settings.base_model or "unused").judge
         judge = make_judge(spec, os.environ)
     except TrainerError as error:
-        return Finding(_NAME, False, f"it cannot be made: {error}", "mend it, or name another one (trainer.judge)")
+        return CheckResult(_NAME, False, f"it cannot be made: {error}", "mend it, or name another one (trainer.judge)")
     try:
         store = open_store(settings.store_url)
         try:
@@ -53,12 +53,12 @@ def check_judge_quality(settings: Settings) -> Finding:
         finally:
             store.close()
     except StoreError as error:
-        return Finding(_NAME, False, f"the store cannot be read: {error}", "see `ratchet store verify`")
+        return CheckResult(_NAME, False, f"the store cannot be read: {error}", "see `ratchet store verify`")
     finally:
         judge.close()
 
 
-def proof(judge: Judge, kind: str, store: Store, alias: str) -> Finding:
+def proof(judge: Judge, kind: str, store: Store, alias: str) -> CheckResult:
     """Return the finding on a judge of a kind by what a store holds of an alias."""
     groups = list(_recorded(store, alias))
     if not groups:
@@ -69,12 +69,12 @@ def proof(judge: Judge, kind: str, store: Store, alias: str) -> Finding:
     if failed and kind in _WAITS:
         return _waits(judge)
     if failed:
-        return Finding(_NAME, False, f"{judge.name} fails on {len(failed)} of {len(verdicts)}: {failed[0]}", _MEND)
+        return CheckResult(_NAME, False, f"{judge.name} fails on {len(failed)} of {len(verdicts)}: {failed[0]}", _MEND)
     if not _differ(verdicts) and (reason := _blind(judge, groups[0][0])):
-        return Finding(_NAME, False, reason, _TELL_APART)
+        return CheckResult(_NAME, False, reason, _TELL_APART)
     scores = [verdict.score for verdict in verdicts if verdict.score is not None]
     seen = f"{judge.name} scored {len(scores)} recorded trajectories, {min(scores):g} to {max(scores):g}"
-    return Finding(_NAME, True, f"{seen}, and tells answers apart")
+    return CheckResult(_NAME, True, f"{seen}, and tells answers apart")
 
 
 def _recorded(store: Store, alias: str) -> Iterator[Sequence[Transcript]]:
@@ -107,17 +107,19 @@ def _blind(judge: Judge, member: Transcript) -> str | None:
     return next((reason.seen for reason in of_judge(judge, member)), None)
 
 
-def _waits(judge: Judge) -> Finding:
-    return Finding(_NAME, True, f"{judge.name} scores what only traffic brings: there is nothing yet to ask it about")
+def _waits(judge: Judge) -> CheckResult:
+    return CheckResult(
+        _NAME, True, f"{judge.name} scores what only traffic brings: there is nothing yet to ask it about"
+    )
 
 
-def _by_lint(judge: Judge) -> Finding:
+def _by_lint(judge: Judge) -> CheckResult:
     from ratchet.trainer.controller.judges.audit.lint import Outcome, lint
     from ratchet.trainer.controller.judges.audit.lint_transcripts import Place, made_up
 
     report = lint(judge, made_up(None, "What is the capital of Norway?", "Oslo", Place()), ["Rome", "Paris"])
     if report.outcome is Outcome.SOUND:
-        return Finding(_NAME, True, f"nothing is recorded yet; {report.reason}")
+        return CheckResult(_NAME, True, f"nothing is recorded yet; {report.reason}")
     if report.outcome is Outcome.FOOLED:
-        return Finding(_NAME, False, f"nothing is recorded yet; {report.reason}", "see `ratchet judge lint`")
-    return Finding(_NAME, False, f"not proven: nothing is recorded yet, and {report.reason}", _ASK)
+        return CheckResult(_NAME, False, f"nothing is recorded yet; {report.reason}", "see `ratchet judge lint`")
+    return CheckResult(_NAME, False, f"not proven: nothing is recorded yet, and {report.reason}", _ASK)

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from statistics import fmean
 
-from ratchet.checks.check_result import Finding
+from ratchet.checks.check_result import CheckResult
 from ratchet.trainer.adapters.vllm_api import Replica
 from ratchet.trainer.errors import TrainerError
 
@@ -25,7 +25,9 @@ _ASKED = ({"role": "user", "content": "Tell a long story."},)
 Likeliest = Sequence[Mapping[int, float]]
 
 
-def check_batches(replica: Replica, base: str, adapter: Path, slots: int, probes: Sequence[Sequence[int]]) -> Finding:
+def check_batches(
+    replica: Replica, base: str, adapter: Path, slots: int, probes: Sequence[Sequence[int]]
+) -> CheckResult:
     """Ask the base model alone and beside `slots` adapters, and compare. `probes` are id sequences."""
     names = [f"{base}-beside-{number}" for number in range(slots)]
     try:
@@ -35,7 +37,7 @@ def check_batches(replica: Replica, base: str, adapter: Path, slots: int, probes
         adapted = replica.next_logprobs(names[-1], probes, _TOKENS)
         beside = _beside(replica, base, names, probes)
     except TrainerError as error:
-        return Finding(_NAME, False, str(error), "look at vLLM's log")
+        return CheckResult(_NAME, False, str(error), "look at vLLM's log")
     finally:
         for name in names:
             replica.unload(name)
@@ -54,14 +56,14 @@ def _beside(replica: Replica, base: str, names: Sequence[str], probes: Sequence[
     return found
 
 
-def verdict(alone: Likeliest, adapted: Likeliest, beside: Sequence[Likeliest]) -> Finding:
+def verdict(alone: Likeliest, adapted: Likeliest, beside: Sequence[Likeliest]) -> CheckResult:
     """Say whether the base model's answers beside adapters are nearer to its own than to the adapter's."""
     change = distance(alone, adapted)
     moved = max(distance(alone, answer) for answer in beside)
     if change == 0.0:
-        return Finding(_NAME, False, "not proven: the adapter changes nothing", "mend the swap first")
+        return CheckResult(_NAME, False, "not proven: the adapter changes nothing", "mend the swap first")
     if moved > change / 2:
-        return Finding(
+        return CheckResult(
             _NAME,
             False,
             f"beside adapters the base model's logprobs move by {moved:.4f} nats, where the adapter's differ by "
@@ -73,7 +75,7 @@ def verdict(alone: Likeliest, adapted: Likeliest, beside: Sequence[Likeliest]) -
         f"beside adapters the base model's logprobs move by {moved:.4f} nats at most, where the adapter's differ by "
         f"{change:.4f} ({len(beside)} looks)"
     )
-    return Finding(_NAME, True, seen)
+    return CheckResult(_NAME, True, seen)
 
 
 def distance(one: Likeliest, other: Likeliest) -> float:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ratchet.checks.check_result import Finding
-from ratchet.settings import Settings
+from ratchet.checks.check_result import CheckResult
+from ratchet.settings.project_settings import Settings
 
 _NAME = "shadow"
 
@@ -19,7 +19,7 @@ def wants_resampling(settings: Settings) -> bool:
     return bool((settings.trainer.get("resample") or {}).get("samples"))
 
 
-def check_resampling(settings: Settings, running: dict[str, Any]) -> Finding:
+def check_resampling(settings: Settings, running: dict[str, Any]) -> CheckResult:
     """Return the finding on a running project."""
     import httpx
 
@@ -27,18 +27,20 @@ def check_resampling(settings: Settings, running: dict[str, Any]) -> Finding:
     from ratchet.trainer.controller.collect.resampling.resample_call import KEY_VARIABLE
 
     if not running:
-        return Finding(_NAME, False, "not proven: no project is up", "start it with `ratchet up --detach`")
+        return CheckResult(_NAME, False, "not proven: no project is up", "start it with `ratchet up --detach`")
     load = load_of([running["vllm_url"]], os.environ.get("RATCHET_UPSTREAM_API_KEY"))
     if load.unknown is not None:
-        return Finding(_NAME, False, load.unknown, "take --disable-log-stats out of vllm.extra_args")
+        return CheckResult(_NAME, False, load.unknown, "take --disable-log-stats out of vllm.extra_args")
     key = os.environ.get(KEY_VARIABLE, "none")
     try:
         answer = httpx.get(
             f"{running['base_url']}/models", headers={"authorization": f"Bearer {key}"}, timeout=30, trust_env=False
         )
     except httpx.HTTPError as error:
-        return Finding(_NAME, False, f"{running['base_url']} does not answer: {error}", "look at the proxy's log")
+        return CheckResult(_NAME, False, f"{running['base_url']} does not answer: {error}", "look at the proxy's log")
     if answer.status_code != httpx.codes.OK:
         seen = f"the proxy refuses the trainer's key ({answer.status_code})"
-        return Finding(_NAME, False, seen, f"`ratchet keys create --name shadow`, and start with {KEY_VARIABLE}=KEY")
-    return Finding(_NAME, True, f"vLLM runs {load.running} calls now, {load.waiting} wait; the proxy takes the key")
+        return CheckResult(
+            _NAME, False, seen, f"`ratchet keys create --name shadow`, and start with {KEY_VARIABLE}=KEY"
+        )
+    return CheckResult(_NAME, True, f"vLLM runs {load.running} calls now, {load.waiting} wait; the proxy takes the key")

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import click
 import httpx
 
-from ratchet.checks.check_result import Finding
-from ratchet.settings import Settings
+from ratchet.checks.check_result import CheckResult
+from ratchet.settings.project_settings import Settings
 from ratchet.store.reasons import DropReason
 from ratchet.tuning import context
 
@@ -70,7 +70,7 @@ def _object(text: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def examine(settings: Settings, task: Task) -> Iterator[Finding]:
+def run_checks(settings: Settings, task: Task) -> Iterator[CheckResult]:
     """Yield what was found at each step. Raises WorkflowError, JudgeError where these cannot be loaded."""
     with context.opened(_to_the_end(settings)) as bench:
         proxy = _proxy(bench.proxy_url)
@@ -95,12 +95,12 @@ def _to_the_end(settings: Settings) -> Settings:
     return settings.model_copy(update={"tuner": {"max_failures": attempts} | settings.tuner})
 
 
-def _proxy(url: str) -> Finding:
+def _proxy(url: str) -> CheckResult:
     try:
         httpx.get(f"{url}/health/live", timeout=_PATIENCE, trust_env=False).raise_for_status()
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        return Finding("proxy", False, f"{url} does not answer as a proxy does: {error}", _NO_PROXY)
-    return Finding("proxy", True, f"{url} answers")
+        return CheckResult("proxy", False, f"{url} does not answer as a proxy does: {error}", _NO_PROXY)
+    return CheckResult("proxy", True, f"{url} answers")
 
 
 def _jobs(task: Task, attempts: int) -> list[Any]:
@@ -165,12 +165,12 @@ def _seen(rollouts: list[Rollout], transcripts: list[Transcript], blind: bool) -
     return {step: seen for step, seen in known.items() if not unseen.get(step)}
 
 
-def _by_step(reasons: list[Reason], seen: dict[str, str]) -> Iterator[Finding]:
+def _by_step(reasons: list[Reason], seen: dict[str, str]) -> Iterator[CheckResult]:
     for step in _STEPS:
         here = [reason for reason in reasons if reason.about == step]
         if not here and step in seen:
-            yield Finding(step, True, seen[step])
-        yield from (Finding(step, False, reason.seen, reason.remedy) for reason in here)
+            yield CheckResult(step, True, seen[step])
+        yield from (CheckResult(step, False, reason.seen, reason.remedy) for reason in here)
 
 
 def _forget(store: Store, transcripts: list[Transcript]) -> None:

@@ -9,8 +9,8 @@ import click
 from ratchet import options
 
 if TYPE_CHECKING:
-    from ratchet.bench.timed_calls import CallTarget, Shape
-    from ratchet.settings import Settings
+    from ratchet.bench.timed_calls import CallTarget, RequestShape
+    from ratchet.settings.project_settings import Settings
 
 
 @click.command()
@@ -38,8 +38,8 @@ def bench(
 ) -> int:  # fmt: skip
     """Measure what the proxy costs here: calls straight to your vLLM and through the proxy, in turns.
 
-    Added latency with its interval, tokens per second, the proxy's CPU per call. The version that is live is asked by
-    name, so that nothing is judged or trained; the calls are recorded with the tag `bench`. They are load: measure
+    Overhead latency with its interval, tokens per second, the proxy's CPU per call. The version that is live is asked
+    by name, so that nothing is judged or trained; the calls are recorded with the tag `bench`. They are load: measure
     while nobody waits for answers. Ends with 1 where a call failed. Keys: RATCHET_API_KEYS, RATCHET_UPSTREAM_API_KEY.
 
     \b
@@ -48,25 +48,28 @@ def bench(
       ratchet bench --proxy http://10.0.0.5:8000 --upstream http://10.0.0.6:8001 --model mail --json
     """
     from ratchet.bench import bench_report
-    from ratchet.bench.measurement import Plan, measure
+    from ratchet.bench.measurement import MeasurementPlan, measure
     from ratchet.bench.targets import cpu_seconds_of
-    from ratchet.bench.timed_calls import Shape
-    from ratchet.output.progress_bars import bars
+    from ratchet.bench.timed_calls import RequestShape
+    from ratchet.output.terminal import progress_bars
 
     if calls is not None and calls < concurrency * turns:
         raise click.UsageError(
             f"--calls {calls}: {turns} turns of {concurrency} calls at a time need {turns * concurrency} or more; "
             "with fewer, give less --turns or --concurrency"
         )
-    settings = options.project_settings_of(context, {"model": model, "project": project})
+    settings = options.read_project_settings(context, {"model": model, "project": project})
     ways = _ways(settings, proxy, upstream, upstream_model)
-    shape, plan = Shape(stream, words, max_tokens), Plan(calls or 2 * concurrency * turns, concurrency, turns, timeout)
+    shape, plan = (
+        RequestShape(stream, words, max_tokens),
+        MeasurementPlan(calls or 2 * concurrency * turns, concurrency, turns, timeout),
+    )
     if not as_json:
         click.echo(_told(ways, shape), err=True)
-    with bars() as told:
+    with progress_bars() as told:
         measured = measure(ways, shape, plan, cpu_seconds_of(ways[-1].url), told)
     if as_json:
-        options.emit(bench_report.plain(measured))
+        options.print_json(bench_report.plain(measured))
     else:
         bench_report.show(measured)
     return 1 if measured.failed else 0
@@ -78,7 +81,7 @@ def _ways(
     import os
 
     from ratchet.bench import targets
-    from ratchet.bench.measurement import IDS, PROXIED, STRAIGHT, WITH_IDS
+    from ratchet.bench.measurement import DIRECT, DIRECT_WITH_IDS, IDS, PROXIED
     from ratchet.bench.timed_calls import CallTarget
     from ratchet.supervisor.up import read_run_state
     from ratchet.tuning import context as tuning
@@ -97,8 +100,8 @@ def _ways(
         asked, targets.cards(vllm_url, vllm_key, "is --upstream its URL, and RATCHET_UPSTREAM_API_KEY its key?")
     )
     return (
-        CallTarget(STRAIGHT, vllm_url, name, vllm_key),
-        CallTarget(WITH_IDS, vllm_url, name, vllm_key, IDS),
+        CallTarget(DIRECT, vllm_url, name, vllm_key),
+        CallTarget(DIRECT_WITH_IDS, vllm_url, name, vllm_key, IDS),
         CallTarget(PROXIED, proxy_url, asked, key),
     )
 
@@ -107,7 +110,7 @@ def _base(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-def _told(ways: tuple[CallTarget, ...], shape: Shape) -> str:
+def _told(ways: tuple[CallTarget, ...], shape: RequestShape) -> str:
     straight, proxied = ways[0], ways[-1]
     return (
         f"{proxied.model} at {proxied.url} beside {straight.model} at {straight.url}: "

@@ -16,7 +16,7 @@ import click
 @click.option("--concurrency", type=click.IntRange(min=1), default=32, show_default=True, help="Agents at once.")
 @click.option("--held-out-tasks", type=click.IntRange(min=1), default=150, show_default=True, help="Unseen tasks.")
 @click.option("--held-out-attempts", type=click.IntRange(min=1), default=2, show_default=True, help="Tries of each.")
-@click.option("--folder", type=click.Path(path_type=Path), help="Where state goes.  [default: .ratchet]")
+@click.option("--state-dir", type=click.Path(path_type=Path), help="Folder of the state.  [default: .ratchet]")
 def demo(
     seed: int,
     model: str | None,
@@ -24,7 +24,7 @@ def demo(
     concurrency: int,
     held_out_tasks: int,
     held_out_attempts: int,
-    folder: Path | None,
+    state_dir: Path | None,
 ) -> int:
     """Watch an agent that knows nothing of Ratchet get better, on the real vLLM.
 
@@ -45,6 +45,6 @@ def demo(
             concurrency=concurrency,
             held_out_tasks=held_out_tasks,
             held_out_attempts=held_out_attempts,
-            folder=folder,
+            state_dir=state_dir,
         )
     )

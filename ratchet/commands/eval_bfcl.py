@@ -11,7 +11,7 @@ import click
 from ratchet import options
 
 if TYPE_CHECKING:
-    from ratchet.settings import Settings
+    from ratchet.settings.project_settings import Settings
     from ratchet.store.store import Store
     from ratchet.trainer.statistics.paired_comparison import Ranking
     from ratchet.tuner.environments.bfcl.evaluation import Asked
@@ -59,8 +59,8 @@ def bfcl(
     from ratchet.tuner.environments.bfcl import VERSION
     from ratchet.tuner.environments.bfcl.virtual_env import find, set_up
 
-    settings = options.project_settings_of(context, {"project": project, "store": store, "model": model})
-    folder = environment or settings.folder.absolute() / "environments" / f"bfcl-{VERSION}"
+    settings = options.read_project_settings(context, {"project": project, "store": store, "model": model})
+    folder = environment or settings.state_dir.absolute() / "environments" / f"bfcl-{VERSION}"
     if settings.model in versions:
         raise click.UsageError(f"{settings.model} is trained on what it is asked: name a version, {settings.model}@0")
     if setup:
@@ -76,7 +76,7 @@ def bfcl(
     if as_json:
         from ratchet.tuner.reports.tuning_result import plain
 
-        options.emit(plain(found))
+        options.print_json(plain(found))
     else:
         click.echo("\n".join(_lines(found, ranked)))
 
@@ -108,7 +108,7 @@ def _evaluate(
     """Ask each version, and keep the result in the store."""
     import msgspec
 
-    from ratchet.output.progress_bars import bars
+    from ratchet.output.terminal import progress_bars
     from ratchet.tuner.environments.bfcl.evaluation import ask, ranking, result
     from ratchet.tuner.reports.tuning_result import plain
     from ratchet.tuner.rollouts.prices import prices_of
@@ -122,7 +122,7 @@ def _evaluate(
     key = first_api_key() or "x"
     answers = {}
     with Hold(store).on(tuning.id):
-        with bars() as told:
+        with progress_bars() as told:
             for version in versions:
                 name = folder / version.replace("/", "_")
                 answers[version] = ask(python, version, asked, base_url=base_url, key=key, folder=name)

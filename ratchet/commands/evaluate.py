@@ -97,7 +97,8 @@ def _compare(
     if as_json:
         import msgspec
 
-        options.emit(compare_models.plain(found) | {"pair": msgspec.to_builtins(pair), "verdict": str(pair.verdict)})
+        both = {"pair": msgspec.to_builtins(pair), "verdict": str(pair.verdict)}
+        options.print_json(compare_models.plain(found) | both)
     else:
         reports.show_selection(found, with_choice=False)
         click.echo(f"{pair.candidate} against {pair.against}: {pair.verdict}: {pair.describe()}")

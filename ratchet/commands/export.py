@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ratchet import options
-from ratchet.options.trajectory_filter import filters
+from ratchet.options import trajectory_filters
 
 if TYPE_CHECKING:
     from ratchet.store.calls.trajectory_filter import TrajectoryFilter
@@ -30,7 +30,7 @@ _PAGE = 100
     help="A trajectory a line or a row; or a training row a line, in TRL's columns.  [default: jsonl]",
 )
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="File; without it, standard output.")
-@filters
+@trajectory_filters
 @options.store_url
 @options.project
 @click.pass_context
@@ -45,18 +45,18 @@ def export(
     Example:
       ratchet store export --format parquet --state trained --out trained.parquet
     """
-    from ratchet.output.export_files import write_lines, write_parquet
+    from ratchet.output.files import write_lines, write_parquet
     from ratchet.store.calls.trajectory_filter import TrajectoryFilter
     from ratchet.trainer.rows.trajectory_export import training_records, trajectory_record
 
     if shape == "parquet" and out is None:
         raise click.UsageError("Parquet needs a file: give --out FILE")
-    settings = options.project_settings_of(context, {"store": store, "project": project})
+    settings = options.read_project_settings(context, {"store": store, "project": project})
     with options.open_store_for_command(settings.store_url, create=False) as opened:
         found = _chosen(opened, TrajectoryFilter(**filters))
         records: Iterable[dict[str, Any]] = map(trajectory_record, found)
         if shape == "trl":
-            held_out = options.held_out(settings)
+            held_out = options.held_out_share(settings)
             records = (row for one in _trainable(found, held_out) for row in training_records(one, held_out))
         count = write_parquet(records, out) if shape == "parquet" and out else write_lines(records, out)
     click.echo(f"{count} {'training rows' if shape == 'trl' else 'trajectories'}: {out or 'standard output'}", err=True)
@@ -78,14 +78,14 @@ def _trainable(found: Iterable[Exported], held_out: float) -> Iterator[Exported]
 
 def _chosen(store: Store, chosen: TrajectoryFilter) -> Iterator[Exported]:
     """Yield the chosen trajectories, one at a time; one that is deleted meanwhile is left out."""
-    from ratchet.output.progress_bars import bars
+    from ratchet.output.terminal import progress_bars
     from ratchet.store.errors import RecordNotFound
     from ratchet.trainer.rows.trajectory_export import Exported
 
     advantages = lru_cache(maxsize=256)(lambda group: _advantages(store, group))
     total = store.deletions.count(chosen)
     last: str | None = None
-    with bars() as told:
+    with progress_bars() as told:
         while page := store.trajectories.page(_PAGE, last, chosen=chosen):
             verdicts = store.groups.verdicts([run.id for run in page])
             for run in page:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ratchet import options
-from ratchet.output.tables import strip_control_characters
+from ratchet.output.terminal import strip_control_characters
 
 if TYPE_CHECKING:
     from ratchet.store.records import Transcript
@@ -77,7 +77,7 @@ def add(
         store.feedback.add([said])
         trained = store.lineage.of([place[0]]).get(place[0], ())
     if as_json:
-        options.emit({"id": said.id, "trajectory_id": place[0], "call_id": place[1], "trained": trained})
+        options.print_json({"id": said.id, "trajectory_id": place[0], "call_id": place[1], "trained": trained})
         return
     click.echo(f"{said.id}: said of {place[0]}" + (f", which trained {', '.join(trained)}" if trained else ""))
 
@@ -102,7 +102,9 @@ def list_feedback(context: click.Context, /, trajectory: str | None, limit: int,
         found = store.feedback.page(limit, trajectory=trajectory)
         trained = store.lineage.of(list({said.trajectory_id for said in found if said.trajectory_id}))
     if as_json:
-        options.emit([msgspec.structs.asdict(s) | {"trained": trained.get(s.trajectory_id or "", ())} for s in found])
+        options.print_json(
+            [msgspec.structs.asdict(s) | {"trained": trained.get(s.trajectory_id or "", ())} for s in found]
+        )
         return
     for said in found:
         click.echo(line(said, trained.get(said.trajectory_id or "", ())))
@@ -117,7 +119,9 @@ def list_feedback(context: click.Context, /, trajectory: str | None, limit: int,
     required=True,
     help="unpaired: liked or not (KTO); pairs: best and worst of a group (DPO); shown: demonstrations (SFT).",
 )
-@click.option("--out", type=click.Path(dir_okay=False, writable=True), required=True, help="JSON Lines file to write.")
+@click.option(
+    "--out", type=click.Path(dir_okay=False, writable=True), required=True, help="JSON ProgressLines file to write."
+)
 @click.option("--limit", type=click.IntRange(min=1), default=100_000, show_default=True, help="Newest to look at.")
 @options.alias
 @options.store_url
@@ -135,20 +139,20 @@ def export(context: click.Context, /, form: str, out: str, limit: int, as_json: 
 
     from ratchet.trainer.rows import preference_rows
 
-    settings = options.project_settings_of(context, given)
+    settings = options.read_project_settings(context, given)
     alias, held_out = settings.model, Counter[str]()
     with options.open_store_for_command(settings.store_url) as store:
         if form == "pairs":
-            found = preference_rows.pairs(_judged_groups(store, alias, limit, options.held_out(settings)))
+            found = preference_rows.pairs(_judged_groups(store, alias, limit, options.held_out_share(settings)))
         else:
             make = preference_rows.unpaired if form == "unpaired" else preference_rows.shown
             spoken = _spoken_of(store, alias, limit)
-            found = make(_learnable(spoken, options.held_out(settings), held_out), store.trajectories.path)
+            found = make(_learnable(spoken, options.held_out_share(settings), held_out), store.trajectories.path)
     if held_out:
         found.left_out["of a held-out task"] = held_out.total()
     Path(out).write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in found.rows))
     if as_json:
-        options.emit({"rows": len(found.rows), "left_out": dict(found.left_out)})
+        options.print_json({"rows": len(found.rows), "left_out": dict(found.left_out)})
         return
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(found.left_out.items()))
     click.echo(f"{out}: {len(found.rows)} rows" + (f"; left out: {reasons}" if reasons else ""))

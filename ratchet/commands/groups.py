@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ratchet import options
-from ratchet.output.tables import print_records, strip_control_characters
+from ratchet.output.terminal import print_records, strip_control_characters
 
 if TYPE_CHECKING:
     from ratchet.store.records import Group, Verdict
@@ -63,7 +63,7 @@ def list_groups(
         found = opened.groups.page(limit, before, state=state, alias=model, drop_reason=reason)
         verdicts = opened.groups.verdicts([name for group in found for name in group.members])
     if as_json:
-        options.emit([_plain(group, verdicts) for group in found])
+        options.print_json([_plain(group, verdicts) for group in found])
     elif found:
         print_records(_COLUMNS, (_cells(group, verdicts) for group in found))
         if len(found) == limit:
@@ -91,7 +91,7 @@ def show(context: click.Context, group_id: str, store: str | None, project: str 
         group = opened.groups.get(group_id)
         verdicts = opened.groups.verdicts(group.members)
     if as_json:
-        options.emit(_plain(group, verdicts))
+        options.print_json(_plain(group, verdicts))
         return
     for line in _lines(group, verdicts):
         click.echo(strip_control_characters(line))
@@ -112,7 +112,7 @@ def _state(group: Group) -> str:
 
 def _cells(group: Group, verdicts: Mapping[str, Verdict]) -> tuple[Any, ...]:
     from ratchet.commands.trajectories import format_score
-    from ratchet.output.tables import format_time
+    from ratchet.output.terminal import format_time
 
     scores = ", ".join(format_score(verdicts.get(name)) or "-" for name in group.members)
     formed = format_time(group.formed_at)
@@ -121,7 +121,7 @@ def _cells(group: Group, verdicts: Mapping[str, Verdict]) -> tuple[Any, ...]:
 
 def _lines(group: Group, verdicts: Mapping[str, Verdict]) -> Iterator[str]:
     from ratchet.commands.trajectories import format_score
-    from ratchet.output.tables import format_time
+    from ratchet.output.terminal import format_time
 
     yield f"{group.id}  {group.alias}  {_state(group)}  formed {format_time(group.formed_at)}"
     yield f"  compared by {compared_by(group.key)}"

@@ -11,11 +11,11 @@ import click
 
 from ratchet import options
 from ratchet.commands.feedback import line as feedback_line
-from ratchet.output.tables import strip_control_characters
+from ratchet.output.terminal import strip_control_characters
 from ratchet.tuning.context import judge_of
 
 if TYPE_CHECKING:
-    from ratchet.settings import Settings
+    from ratchet.settings.project_settings import Settings
     from ratchet.store.records.tuning import Rollout
     from ratchet.trainer.controller.judges import Judge
     from ratchet.trainer.controller.judges.audit.calibration import Calibration
@@ -54,7 +54,9 @@ def try_(context: click.Context, /, names: tuple[str, ...], as_json: bool, **giv
     with options.open_store_for_command(settings.store_url) as store, _judge(settings) as made:
         judgement = made.judge(None, [store.trajectories.read(name) for name in names])
     if as_json:
-        options.emit({"judge": made.name, "version": made.version, "verdicts": [_plain(v) for v in judgement.verdicts]})
+        options.print_json(
+            {"judge": made.name, "version": made.version, "verdicts": [_plain(v) for v in judgement.verdicts]}
+        )
     else:
         click.echo(f"{made.name} (version {made.version})")
         for verdict in judgement.verdicts:
@@ -84,7 +86,7 @@ def show(context: click.Context, /, group: str, as_json: bool, **given: Any) -> 
         trained = store.lineage.of(found.members)
         said = [one for name in found.members for one in reversed(store.feedback.page(trajectory=name))]
     if as_json:
-        options.emit(
+        options.print_json(
             {
                 "group": _plain(found),
                 "members": [_plain(member) for member in members],
@@ -149,7 +151,7 @@ def lint(context: click.Context, /, as_json: bool, **given: Any) -> int:
     code = {Outcome.SOUND: 0, Outcome.NOT_EXAMINED: NOT_EXAMINED}.get(report.outcome, 1)
     if as_json:
         plain = dataclasses.asdict(report)
-        options.emit({"judge": made.name, "version": made.version, "sound": code == 0} | plain)
+        options.print_json({"judge": made.name, "version": made.version, "sound": code == 0} | plain)
         return code
     for finding in report.findings:
         score = "-" if finding.score is None else f"{finding.score:g}"
@@ -209,7 +211,9 @@ def rescore(context: click.Context, /, limit: int, as_json: bool, **given: Any) 
     if as_json:
         import dataclasses
 
-        options.emit({"judge": made.name, "version": made.version, "groups": len(compared)} | dataclasses.asdict(told))
+        options.print_json(
+            {"judge": made.name, "version": made.version, "groups": len(compared)} | dataclasses.asdict(told)
+        )
     else:
         order = "unknown" if told.tau is None else f"{told.tau:+.2f}"
         click.echo(f"{made.name}: {told.judged} trajectories of {len(compared)} groups, {told.failures} failures")
@@ -278,7 +282,9 @@ def calibrate(
     if as_json:
         import dataclasses
 
-        options.emit({"judge": made.name, "version": made.version, "truth": truth.name} | dataclasses.asdict(found))
+        options.print_json(
+            {"judge": made.name, "version": made.version, "truth": truth.name} | dataclasses.asdict(found)
+        )
     else:
         for line in _calibration_lines(made.name, truth.name, found):
             click.echo(line)
@@ -300,7 +306,7 @@ def _calibration_lines(judge_name: str, truth_name: str, found: Calibration) -> 
 
 def _settings(context: click.Context, given: dict[str, Any]) -> Settings:
     values = {"trainer.judge" if name == "judge" else name: value for name, value in given.items()}
-    return options.project_settings_of(context, values)
+    return options.read_project_settings(context, values)
 
 
 @contextmanager

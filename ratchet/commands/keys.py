@@ -71,7 +71,7 @@ def list_keys(context: click.Context, store: str | None, project: str | None, as
     with options.open_project_store(context, create=True, store=store, project=project) as opened:
         found = opened.keys.all()
     if as_json:
-        options.emit([{k: v for k, v in msgspec.structs.asdict(key).items() if k != "hash"} for key in found])
+        options.print_json([{k: v for k, v in msgspec.structs.asdict(key).items() if k != "hash"} for key in found])
         return
     for key in found:
         state = f"revoked {_when(key.revoked_at)}" if key.revoked_at else f"used {_when(key.last_used_at)}"

@@ -9,7 +9,7 @@ import click
 
 from ratchet import options
 from ratchet.commands.policies_export import export
-from ratchet.output.tables import strip_control_characters
+from ratchet.output.terminal import strip_control_characters
 
 if TYPE_CHECKING:
     from ratchet.store.policies.decisions import Decision
@@ -49,7 +49,7 @@ def list_policies(
         found, decided = opened.policies.all(model), opened.decisions.latest(model)
         learnt = {(one.alias, one.version) for one in opened.deletions.inherited()}
     if as_json:
-        options.emit(
+        options.print_json(
             [
                 _plain(one)
                 | _last_decision(decided.get((one.alias, one.version)))
@@ -99,7 +99,9 @@ def show(
         raise click.UsageError(f"{alias}: no version of it is known; known are {', '.join(known) or 'none'}")
     if as_json:
         told = {str(number): _plain(prompt) for number, prompt in prompts.items()}
-        options.emit({"decisions": [_plain(decision) for decision in decisions], "canary": scores, "prompts": told})
+        options.print_json(
+            {"decisions": [_plain(decision) for decision in decisions], "canary": scores, "prompts": told}
+        )
         return
     for number, prompt in prompts.items():
         click.echo("\n".join(_prompt_lines(prompt, f"{alias}@{number}")))
@@ -142,7 +144,9 @@ def promote(
     """
     alias, version = _named(alias, version)
     with options.open_project_store(context, store=store, project=project) as opened:
-        done = opened.policies.promote_manually(alias, version, by=options.person(), reason=reason, rejected=rejected)
+        done = opened.policies.promote_manually(
+            alias, version, by=options.current_user(), reason=reason, rejected=rejected
+        )
     click.echo(f"{done.alias}@{done.version} is live")
 
 
@@ -167,7 +171,7 @@ def rollback(
     """
     alias, version = _named(alias, version)
     with options.open_project_store(context, store=store, project=project) as opened:
-        rejected = opened.policies.roll_back_manually(alias, version, by=options.person(), reason=reason)
+        rejected = opened.policies.roll_back_manually(alias, version, by=options.current_user(), reason=reason)
         live = opened.policies.live()[alias]
     names = ", ".join(f"{policy.alias}@{policy.version}" for policy in rejected)
     click.echo(f"{alias}@{live.version} is live; rejected: {names}")

@@ -61,7 +61,7 @@ def export(
 
     if folder.exists():
         raise click.UsageError(f"{folder} is there already: name a new folder")
-    settings = options.project_settings_of(context, {"base_model": base_model, "store": store, "project": project})
+    settings = options.read_project_settings(context, {"base_model": base_model, "store": store, "project": project})
     base = check_model(settings.base_model)
     with options.open_store_for_command(settings.store_url, create=False) as opened:
         found, source = _exportable(opened, name)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ratchet import options
-from ratchet.output.tables import strip_control_characters
+from ratchet.output.terminal import strip_control_characters
 
 if TYPE_CHECKING:
-    from ratchet.checks.check_result import Finding
-    from ratchet.settings import Settings
+    from ratchet.checks.check_result import CheckResult
+    from ratchet.settings.project_settings import Settings
 
 
 @click.command()
@@ -38,7 +38,7 @@ def up(context: click.Context, /, detach: bool, as_json: bool, vllm_port: int | 
     Example:
       ratchet up --base-model Qwen/Qwen2.5-0.5B-Instruct --judge my_agent.judge:judge
     """
-    from ratchet.supervisor import up as starting
+    from ratchet.supervisor import up as supervision
 
     values = {
         "project": given["project"],
@@ -49,14 +49,14 @@ def up(context: click.Context, /, detach: bool, as_json: bool, vllm_port: int | 
         "proxy.port": given["port"],
         "vllm.port": vllm_port,
     }
-    settings = options.settings_of(context, values)
+    settings = options.read_settings(context, values)
     if not detach:
-        starting.run(settings)
+        supervision.run_foreground(settings)
         return
     # The same command line again, without --detach: one way to start, whoever holds it.
-    running = starting.run_detached(settings, [argument for argument in sys.argv[1:] if argument != "--detach"])
+    running = supervision.run_detached(settings, [argument for argument in sys.argv[1:] if argument != "--detach"])
     if as_json:
-        options.emit(running)
+        options.print_json(running)
     else:
         click.echo(f"base_url: {running['base_url']}   model: {settings.model}   (`ratchet down` stops everything)")
         if running["console"]:
@@ -74,12 +74,12 @@ def down(context: click.Context, project: str | None, as_json: bool) -> None:
     Example:
       ratchet down --project mail
     """
-    from ratchet.supervisor import up as starting
+    from ratchet.supervisor import up as supervision
 
-    settings = options.settings_of(context, {"project": project})
-    stopped = starting.down(settings)
+    settings = options.read_settings(context, {"project": project})
+    stopped = supervision.down(settings)
     if as_json:
-        options.emit({"project": settings.project, "stopped": stopped})
+        options.print_json({"project": settings.project, "stopped": stopped})
     elif stopped:
         click.echo(f"project {settings.project}: stopped {', '.join(stopped)}")
     else:
@@ -116,9 +116,9 @@ def status(
     Example:
       ratchet status --report --png learning_report.png
     """
-    settings = options.project_settings_of(context, {"project": project, "store": store, "model": model})
+    settings = options.read_project_settings(context, {"project": project, "store": store, "model": model})
     if tensorboard is not None:
-        from ratchet.status.tensorboard import write_tensorboard
+        from ratchet.status.training_reports import write_tensorboard
 
         click.echo(f"{write_tensorboard(settings, tensorboard)} points: tensorboard --logdir {tensorboard}")
         return
@@ -127,27 +127,27 @@ def status(
         return
     if png is not None:
         raise click.UsageError("--png draws the report: give --report with it")
-    from ratchet.status import project_status as looking
+    from ratchet.status.project_status import collect_status, status_lines
 
-    found = looking.collect(settings)
+    found = collect_status(settings)
     if as_json:
-        options.emit(found)
+        options.print_json(found)
     else:
-        click.echo("\n".join(looking.lines(found)))
+        click.echo("\n".join(status_lines(found)))
 
 
 def _report(settings: Settings, png: Path | None, as_json: bool) -> None:
-    from ratchet.status import learning_report
+    from ratchet.status import training_reports
     from ratchet.store.reports.learning_report import plain
 
-    found = learning_report.read(settings)
+    found = training_reports.read_report(settings)
     if as_json:
-        options.emit(plain(found))
+        options.print_json(plain(found))
     else:
-        click.echo("\n".join(learning_report.lines(found)))
+        click.echo("\n".join(training_reports.report_lines(found)))
     if png is not None:
-        learning_report.draw(found, png)
-        click.echo(f"drawn: {png}", err=True)
+        training_reports.save_report_plot(found, png)
+        click.echo(f"plot: {png}", err=True)
 
 
 @click.command()
@@ -181,21 +181,21 @@ def doctor(context: click.Context, /, base_model: str | None, task: str | None, 
         if not as_json:
             click.echo(strip_control_characters(finding.line()))
     if as_json:
-        options.emit([finding.as_data() for finding in findings])
+        options.print_json([finding.as_data() for finding in findings])
     return 0 if all(finding.passed for finding in findings) else 1
 
 
 def _examination(
     context: click.Context, base_model: str | None, task: str | None, given: dict[str, Any]
-) -> Iterator[Finding]:
+) -> Iterator[CheckResult]:
     if given["workflow"] is None and task is None:
         from ratchet.checks import doctor as proving
         from ratchet.trainer.settings.devices import pinned
 
         own = {"project": given["project"], "base_model": base_model, "trainer.judge": given["judge"]}
-        settings = options.project_settings_of(context, own)
+        settings = options.read_project_settings(context, own)
         os.environ.update(pinned(settings.trainer_devices))  # it learns as the trainer would
-        yield from proving.examine(settings)
+        yield from proving.run_checks(settings)
         return
     from ratchet.checks import workflow_check
     from ratchet.tuning import context as tuning
@@ -204,4 +204,4 @@ def _examination(
     asked = task or settings.tuner_settings().tasks
     if asked is None:
         raise click.UsageError("the workflow needs a task to work on: give --task JSON or a file, or set tuner.tasks")
-    yield from workflow_check.examine(settings, workflow_check.task_of(asked, settings))
+    yield from workflow_check.run_checks(settings, workflow_check.task_of(asked, settings))

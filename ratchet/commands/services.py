@@ -1,4 +1,4 @@
-"""The commands for one room alone: proxy and trainer."""
+"""The commands for one service alone: proxy and trainer."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def proxy(
     values: dict[str, Any] = {"project": project, "model": model, "store": store}
     values |= {"proxy.host": host, "proxy.port": port, "proxy.capture": capture}
     context.obj = config or context.obj
-    settings = options.settings_of(context, values)
+    settings = options.read_settings(context, values)
     derived: dict[str, Any] = {"upstreams": upstreams, "journal": journal}
     own = settings.proxy_settings(**{key: value for key, value in derived.items() if value})
     from ratchet.proxy.server import serve
@@ -81,7 +81,7 @@ def trainer(
     """
     values: dict[str, Any] = {"project": project, "model": model, "store": store, "base_model": base_model}
     values["trainer.judge"] = judge
-    settings = options.settings_of(context, values)
+    settings = options.read_settings(context, values)
     if not settings.has_judge:
         raise click.UsageError("no judge is named: give --judge module:function or a YAML file, or set trainer.judge")
     from ratchet.proxy.telemetry import logs

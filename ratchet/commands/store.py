@@ -8,7 +8,7 @@ import click
 
 from ratchet import options
 from ratchet.commands.export import export
-from ratchet.options.time_types import Age, Moment
+from ratchet.options import Duration, Timestamp
 
 if TYPE_CHECKING:
     from ratchet.store.calls.trajectory_filter import TrajectoryFilter
@@ -70,14 +70,14 @@ def verify(context: click.Context, store: str | None, project: str | None, as_js
     """
     import msgspec
 
-    from ratchet.output.progress_bars import bars
+    from ratchet.output.terminal import progress_bars
     from ratchet.store.verify import verify as look_at_everything
 
-    with bars() as told:
+    with progress_bars() as told:
         found = look_at_everything(store_url_of(context, store, project), told)
     if as_json:
         findings = [msgspec.structs.asdict(finding) for finding in found.findings]
-        options.emit({"rows": found.rows, "findings": findings, "count": found.count, "sound": found.sound})
+        options.print_json({"rows": found.rows, "findings": findings, "count": found.count, "sound": found.sound})
     else:
         looked_at = ", ".join(f"{count} {table}" for table, count in found.rows.items())
         click.echo(f"{looked_at}: {found.count or 'no'} findings")
@@ -89,7 +89,9 @@ def verify(context: click.Context, store: str | None, project: str | None, as_js
 
 
 @store.command()
-@click.option("--older-than", type=Age(), required=True, metavar="AGE", help="Without a call for so long: 30d, 12h.")
+@click.option(
+    "--older-than", type=Duration(), required=True, metavar="AGE", help="Without a call for so long: 30d, 12h."
+)
 @click.option("--keep-trained", is_flag=True, help="Keep what a round has trained.")
 @_dry_run
 @options.store_url
@@ -126,7 +128,7 @@ def prune(
 @click.option("--key", metavar="ID", help="Those of an API key.")
 @click.option("--task", help="Those of a task.")
 @click.option("--tag", help="Those with a tag.")
-@click.option("--before", type=Moment(), metavar="TIME", help="Those opened before then: 2026-11-21.")
+@click.option("--before", type=Timestamp(), metavar="TIME", help="Those opened before then: 2026-11-21.")
 @click.option(
     "--reject-policies", is_flag=True, help="Reject the versions that learnt it; the newest other one serves."
 )
@@ -183,7 +185,9 @@ def _reject(store: Store, *, as_json: bool) -> None:
     """Take every version that holds something deleted out of service."""
     from ratchet.store.deletion.affected_versions import reject_affected
 
-    for alias, rejected in reject_affected(store.policies, store.deletions.inherited(), by=options.person()).items():
+    for alias, rejected in reject_affected(
+        store.policies, store.deletions.inherited(), by=options.current_user()
+    ).items():
         if not as_json:
             live = store.policies.live()[alias]
             names = ", ".join(f"{alias}@{policy.version}" for policy in rejected)
@@ -192,7 +196,7 @@ def _reject(store: Store, *, as_json: bool) -> None:
 
 def store_url_of(context: click.Context, store: str | None, project: str | None) -> str:
     """Return the store that a command is about."""
-    return options.project_settings_of(context, {"store": store, "project": project}).store_url
+    return options.read_project_settings(context, {"store": store, "project": project}).store_url
 
 
 def _delete(store: Store, chosen: list[TrajectoryFilter], why: str, *, dry_run: bool, as_json: bool) -> int:
@@ -205,23 +209,25 @@ def _delete(store: Store, chosen: list[TrajectoryFilter], why: str, *, dry_run: 
     if as_json:
         import msgspec
 
-        options.emit([msgspec.structs.asdict(one) | {"policies": list(map(_plain, one.policies))} for one in done])
+        options.print_json(
+            [msgspec.structs.asdict(one) | {"policies": list(map(_plain, one.policies))} for one in done]
+        )
     else:
         _tell(done)
     return 1 if any(one.unswept_messages for one in done) else 0
 
 
 def _with_bar(store: Store, chosen: TrajectoryFilter, why: str) -> Deletion:
-    from ratchet.output.progress_bars import bars
+    from ratchet.output.terminal import progress_bars
 
     total = store.deletions.count(chosen)
-    with bars() as told:
+    with progress_bars() as told:
         return store.deletions.delete(chosen, why, lambda count: told("deleting", count, total))
 
 
 def _tell_plan(count: int, policies: list[AffectedVersion], as_json: bool) -> None:
     if as_json:
-        options.emit({"trajectories": count, "policies": list(map(_plain, policies))})
+        options.print_json({"trajectories": count, "policies": list(map(_plain, policies))})
         return
     click.echo(f"{count} trajectories would be deleted")
     _tell_policies(policies)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ratchet import options
-from ratchet.output.tables import strip_control_characters
+from ratchet.output.terminal import strip_control_characters
 
 if TYPE_CHECKING:
     from ratchet.tuner.tasks.imported import ImportedTasks
@@ -89,7 +89,7 @@ def import_(
     with tqdm(unit=" tasks", mininterval=0.5, leave=False, disable=not sys.stderr.isatty()) as bar:
         made = _imported(context, project).add(opened, name or opened.name, replace=replace, on_row=bar.update)
     if as_json:
-        options.emit(dataclasses.asdict(made))
+        options.print_json(dataclasses.asdict(made))
         return
     click.echo(f"{made.name}: {_counts(made.splits)}")
     for split, rows in made.duplicates.items():
@@ -113,7 +113,7 @@ def list_(context: click.Context, project: str | None, as_json: bool) -> None:
 
     found = _imported(context, project).all()
     if as_json:
-        options.emit([dataclasses.asdict(one) for one in found])
+        options.print_json([dataclasses.asdict(one) for one in found])
         return
     for one in found:
         click.echo(f"{one.name}  {_counts(one.splits)}  from {strip_control_characters(one.source)}")
@@ -124,7 +124,7 @@ def list_(context: click.Context, project: str | None, as_json: bool) -> None:
 def _imported(context: click.Context, project: str | None) -> ImportedTasks:
     from ratchet.tuner.tasks.imported import ImportedTasks
 
-    return ImportedTasks(options.settings_of(context, {"project": project}).state.tasks)
+    return ImportedTasks(options.read_settings(context, {"project": project}).state.tasks)
 
 
 def _counts(splits: dict[str, Any]) -> str:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ratchet import options
-from ratchet.options.trajectory_filter import filters
-from ratchet.output.tables import print_records, strip_control_characters
+from ratchet.options import trajectory_filters
+from ratchet.output.terminal import print_records, strip_control_characters
 
 if TYPE_CHECKING:
     from ratchet.store.records import Call, Trajectory, Transcript, Verdict
@@ -29,7 +29,7 @@ def trajectories() -> None:
 
 
 @trajectories.command("list")
-@filters
+@trajectory_filters
 @click.option("--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="The newest so many.")
 @click.option("--before", metavar="ID", help="Older ones than this trajectory: the next page.")
 @options.store_url
@@ -59,7 +59,7 @@ def list_trajectories(
         found = opened.trajectories.page(limit, before, chosen=TrajectoryFilter(**chosen))
         verdicts = opened.groups.verdicts([run.id for run in found])
     if as_json:
-        options.emit([_plain(run, verdicts.get(run.id)) for run in found])
+        options.print_json([_plain(run, verdicts.get(run.id)) for run in found])
     elif found:
         print_records(_COLUMNS, (_cells(run, verdicts.get(run.id)) for run in found))
         if len(found) == limit:
@@ -76,7 +76,7 @@ def _plain(run: Trajectory, verdict: Verdict | None) -> dict[str, Any]:
 
 
 def _cells(run: Trajectory, verdict: Verdict | None) -> tuple[Any, ...]:
-    from ratchet.output.tables import format_time
+    from ratchet.output.terminal import format_time
 
     state = f"{run.state}: {run.drop_reason}" if run.drop_reason else str(run.state)
     version = f"{run.alias}@{run.version}"
@@ -107,7 +107,7 @@ def show(context: click.Context, trajectory_id: str, store: str | None, project:
         found = opened.trajectories.read(trajectory_id)
         verdict = opened.groups.verdicts([trajectory_id]).get(trajectory_id)
         if as_json:
-            options.emit(_record(opened, found, verdict))
+            options.print_json(_record(opened, found, verdict))
             return
     for line in _lines(found, verdict):
         click.echo(strip_control_characters(line))
@@ -121,7 +121,7 @@ def _record(store: Store, found: Transcript, verdict: Verdict | None) -> dict[st
 
 
 def _lines(found: Transcript, verdict: Verdict | None) -> Iterator[str]:
-    from ratchet.output.tables import format_time
+    from ratchet.output.terminal import format_time
     from ratchet.trainer.rows.trajectory_export import chat
 
     run = found.trajectory

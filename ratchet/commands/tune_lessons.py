@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ratchet import options
-from ratchet.output.tables import strip_control_characters
+from ratchet.output.terminal import strip_control_characters
 
 if TYPE_CHECKING:
     from ratchet.tuner.prompts.lessons.reflexion import LearnedLessons
@@ -43,7 +43,7 @@ def lessons(context: click.Context, /, dry_run: bool, as_json: bool, **given: An
     from ratchet.tuner.prompts.lessons.reflexion import check, learn, start_canary
     from ratchet.tuning.run_lease import Hold
 
-    settings = options.project_settings_of(context, _named(given))
+    settings = options.read_project_settings(context, _named(given))
     tuner, alias = settings.tuner_settings(), settings.model
     if tuner.reflection is None:
         raise click.UsageError("no language model is named: give --reflection-url and --reflection-model, or set "
@@ -65,7 +65,7 @@ def lessons(context: click.Context, /, dry_run: bool, as_json: bool, **given: An
     finally:
         model.close()
     if as_json:
-        options.emit(learned.plain() | {"run": run, "version": version})
+        options.print_json(learned.plain() | {"run": run, "version": version})
         return
     _show(learned)
     if version is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from ratchet import options
-from ratchet.output.tables import strip_control_characters
+from ratchet.output.terminal import strip_control_characters
 from ratchet.tuning.context import EXIT_NOT_BETTER, add_rollout_options, fail_unless_better
 
 
@@ -64,7 +64,7 @@ def prompt(
     if out is not None:
         out.write_text(found.prompt)
     if as_json:
-        options.emit(found.content | {"promoted": version})
+        options.print_json(found.content | {"promoted": version})
         return EXIT_NOT_BETTER if fails and not found.better else 0
     for line in found.lines():
         click.echo(strip_control_characters(line))
@@ -94,6 +94,6 @@ def promote_(
     with options.open_project_store(context, store=store, project=project) as opened:
         version = tune_prompt.create_candidate(opened, run, force=force)
     if as_json:
-        options.emit({"run": run, "promoted": version})
+        options.print_json({"run": run, "promoted": version})
     else:
         click.echo(f"candidate {version}: released by the running trainer, or by `ratchet policies promote`")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ratchet import options
-from ratchet.output.tables import format_time, strip_control_characters
+from ratchet.output.terminal import format_time, strip_control_characters
 
 if TYPE_CHECKING:
     from ratchet.store.records.tuning import Tuning
@@ -65,7 +65,7 @@ def report(
         raise TuningError(reason)
     found = made(newest, live=live, alias=model, tasks=tasks, judge=judged_by)
     if as_json:
-        options.emit(msgspec.to_builtins(found))
+        options.print_json(msgspec.to_builtins(found))
     elif markdown:
         click.echo(reports.markdown(found), nl=False)
     else:
@@ -104,7 +104,7 @@ def runs(
         found = opened.tunings.page(kind=method, limit=limit)
         held = {one.name.removeprefix(LEASES) for one in opened.leases.held(LEASES)}
     if as_json:
-        options.emit([msgspec.to_builtins(one) for one in found])
+        options.print_json([msgspec.to_builtins(one) for one in found])
         return
     for one in found:
         click.echo(strip_control_characters(_run_line(one, is_active=one.id in held)))

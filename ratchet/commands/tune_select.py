@@ -58,7 +58,7 @@ def select_model(context: click.Context, /, png: Path | None, as_json: bool, **g
     _check(chosen_options)
     _, found = compare_models.compare(tuning.settings_of(context, given), chosen_options)
     if as_json:
-        options.emit(compare_models.plain(found))
+        options.print_json(compare_models.plain(found))
     else:
         reports.show_selection(found)
         alias, at, version = (found.chosen or "").partition("@")

@@ -84,7 +84,7 @@ def weights(context: click.Context, /, png: Path | None, as_json: bool, fail_unl
     own = {name: given.pop(name) for name in _OWN}
     result = tune_weights.run_weight_tuning(tune_weights.settings_of(context, given), own, quiet=as_json)
     if as_json:
-        options.emit(plain(result))
+        options.print_json(plain(result))
     else:
         reports.show_weights(result)
     if png is not None:

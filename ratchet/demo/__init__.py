@@ -1,1 +1,1 @@
-"""`ratchet demo`: the run, its figures and its report."""
+"""`ratchet demo`: the run, its results and its report."""

@@ -8,15 +8,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ratchet.demo.demo_results import Evaluation, Figures
-from ratchet.output.plots import pyplot
+from ratchet.demo.demo_results import DemoResults, HeldOutEvaluation
+from ratchet.output.files import pyplot
 
 RESULT = "result.json"
 CURVE = "learning_curve.png"
 _WIDTH = 132  # columns of the tables where no terminal says
 
 
-def show(figures: Figures) -> None:
+def show(figures: DemoResults) -> None:
     """Print the tables and the verdict."""
     from rich.console import Console
 
@@ -29,7 +29,7 @@ def show(figures: Figures) -> None:
         console.print(line, soft_wrap=True, markup=False)
 
 
-def write(figures: Figures, folder: Path) -> None:
+def write(figures: DemoResults, folder: Path) -> None:
     """Write result.json and the learning curve into the demo's folder; say where."""
     path = folder / RESULT
     path.write_text(json.dumps(result(figures), indent=2) + "\n")
@@ -40,12 +40,12 @@ def write(figures: Figures, folder: Path) -> None:
 
 def describe_next_steps(program: str, folder: Path) -> str:
     """Return what shows more of the run; `program` as it was started, since `make` does not put it on the path."""
-    where = "" if folder.parent == Path(".ratchet").resolve() else f"RATCHET_FOLDER={folder.parent} "
+    where = "" if folder.parent == Path(".ratchet").resolve() else f"RATCHET_STATE_DIR={folder.parent} "
     command = where + (program if Path(program).name == "ratchet" else "ratchet")
     return f"more:    {command} status --project demo, {command} trajectories list --project demo"
 
 
-def result(figures: Figures) -> dict[str, Any]:
+def result(figures: DemoResults) -> dict[str, Any]:
     """Return the figures as result.json holds them."""
     seconds = {name: round(value, 2) for name, value in figures.seconds.items()}
     flat = {
@@ -64,7 +64,7 @@ def result(figures: Figures) -> dict[str, Any]:
     return flat | {name: _plain(value) for name, value in content.items()}
 
 
-def draw(figures: Figures, path: Path) -> None:
+def draw(figures: DemoResults, path: Path) -> None:
     """Draw success over the agent's rollouts, with the held-out points before and after."""
     plots = pyplot()
     figure, axes = plots.subplots(figsize=(8, 4.5), dpi=120)
@@ -85,7 +85,7 @@ def draw(figures: Figures, path: Path) -> None:
     plots.close(figure)
 
 
-def _rounds_table(figures: Figures) -> Any:
+def _rounds_table(figures: DemoResults) -> Any:
     columns = ("version", "state", "groups", "rollouts", "reward", "tokens", "loss", "mismatch", "proof", "s")
     table = _table("Rounds: what the trainer learnt from (mismatch and proof in nats per token)", columns)
     for row in figures.rounds:
@@ -97,7 +97,7 @@ def _rounds_table(figures: Figures) -> Any:
     return table
 
 
-def _versions_table(figures: Figures) -> Any:
+def _versions_table(figures: DemoResults) -> Any:
     columns = (
         "policy",
         "rollouts",
@@ -117,7 +117,7 @@ def _versions_table(figures: Figures) -> Any:
     return table
 
 
-def _heldout_table(figures: Figures) -> Any:
+def _heldout_table(figures: DemoResults) -> Any:
     columns = ("held-out", "tasks", "rollouts", "success", "95% interval", "greedy", "tool failures", "turns", "tokens")
     table = _table("Held-out tasks, sampled at temperature 1", columns)
     for name, row in (("before", figures.before), ("after", figures.after)):
@@ -125,14 +125,14 @@ def _heldout_table(figures: Figures) -> Any:
     return table
 
 
-def _evaluation_cells(row: Evaluation) -> tuple[str, ...]:
+def _evaluation_cells(row: HeldOutEvaluation) -> tuple[str, ...]:
     return (
         str(row.tasks), str(row.rollouts), f"{row.success:.3f}", f"{row.low:.3f} to {row.high:.3f}",
         f"{row.greedy_success:.3f}", f"{row.tool_failures:.2f}", f"{row.turns:.2f}", f"{row.completion_tokens:.0f}",
     )  # fmt: skip
 
 
-def _summary(figures: Figures) -> list[str]:
+def _summary(figures: DemoResults) -> list[str]:
     share = figures.tokens_trained_from_engine / figures.tokens_trained if figures.tokens_trained else 0.0
     stages = ", ".join(f"{name} {value:.0f} s" for name, value in figures.seconds.items() if name != "total")
     verdict = "the agent got better" if figures.learned else "NO proven improvement: the intervals touch"

@@ -1,6 +1,6 @@
 """The demo's figures: read from the agent's own results and from the store, never from what we hoped for.
 
-Every figure is a count or a mean of recorded rows. `read_figures` fails rather than guess where a row is missing.
+Every figure is a count or a mean of recorded rows. `read_results` fails rather than guess where a row is missing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ratchet.store.store import Store
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class HeldOutEvaluation:
     """Held-out tasks under one version: success at temperature 1 with its 95% interval, and greedily."""
 
     model: str
@@ -66,13 +66,13 @@ class RoundRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class DemoResults:
     """Everything that the demo shows and writes."""
 
     seed: int
     base_model: str
-    before: Evaluation
-    after: Evaluation
+    before: HeldOutEvaluation
+    after: HeldOutEvaluation
     curve: tuple[tuple[int, float], ...]  # (rollouts so far, success over the last window of them)
     versions: tuple[VersionRow, ...]
     rounds: tuple[RoundRow, ...]
@@ -105,12 +105,12 @@ def wilson(successes: int, count: int, confidence: float = 0.95) -> tuple[float,
     return max(0.0, middle - reach), min(1.0, middle + reach)
 
 
-def read_evaluation(model: str, sampled: Path, greedy: Path) -> Evaluation:
+def read_evaluation(model: str, sampled: Path, greedy: Path) -> HeldOutEvaluation:
     """Return what the held-out results say."""
     rows = read_rows(sampled)
     right = sum(row["success"] for row in rows)
     low, high = wilson(right, len(rows))
-    return Evaluation(
+    return HeldOutEvaluation(
         model=model,
         tasks=len({row["task_id"] for row in rows}),
         rollouts=len(rows),
@@ -125,17 +125,17 @@ def read_evaluation(model: str, sampled: Path, greedy: Path) -> Evaluation:
     )
 
 
-def read_figures(
+def read_results(
     store: Store,
     *,
     alias: str,
-    before: Evaluation,
-    after: Evaluation,
+    before: HeldOutEvaluation,
+    after: HeldOutEvaluation,
     train: Path,
     seed: int,
     base_model: str,
     seconds: Mapping[str, float],
-) -> Figures:
+) -> DemoResults:
     """Return the figures of a finished run."""
     rows = read_rows(train)
     rounds = [held for held in store.rounds.page(alias, limit=1000) if held.state is RoundState.COMMITTED][::-1]
@@ -144,7 +144,7 @@ def read_figures(
     trained = sum(int(held.metrics["tokens_trained"]) for held in rounds)
     left_out = _sum_counts(held.metrics["untrained_tokens"] for held in rounds)
     continued = [call for call in calls if call.parent_call and call.state is CallState.ANSWERED]
-    return Figures(
+    return DemoResults(
         seed=seed,
         base_model=base_model,
         before=before,

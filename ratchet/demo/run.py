@@ -1,7 +1,7 @@
 """`ratchet demo`: an agent that knows nothing of Ratchet gets better, and the figures that show it.
 
-The demo is a user: it starts the rooms as `up` does, runs `ratchet.demo.email_search` as separate processes with
-nothing but OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and reads the store. The rooms hold no branch for it.
+The demo is a user: it starts the services as `up` does, runs `ratchet.demo.email_search` as separate processes with
+nothing but OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and reads the store. The services hold no branch for it.
 
 Promises: exit code 0 only if held-out success rose; whatever happens, everything that it started is stopped, and what
 was recorded stays in `.ratchet/demo`. It touches no other project: it is always the project `demo` on an SQLite store
@@ -21,16 +21,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ratchet.demo.demo_results import Evaluation, Figures, read_evaluation, read_figures
+from ratchet.demo.demo_results import DemoResults, HeldOutEvaluation, read_evaluation, read_results
 from ratchet.errors import AlreadyRunning, DemoFailed
-from ratchet.settings import SECRETS, Settings, load
+from ratchet.settings.load_settings import load
+from ratchet.settings.project_settings import SECRETS, Settings
 from ratchet.settings.state_folder import StateFolder
 from ratchet.store.store import Store, open_store
 from ratchet.supervisor import pidfile, signals, vllm_command
-from ratchet.supervisor.attach import started
 from ratchet.supervisor.leftover_processes import stop_leftover_processes
 from ratchet.supervisor.project_lock import ProjectLock
 from ratchet.supervisor.supervisor import Supervisor
+from ratchet.supervisor.up import start_services
 from ratchet.trainer.controller.rounds.drained import is_drained
 from ratchet.tuning.context import first_api_key
 
@@ -54,13 +55,13 @@ class DemoOptions:
     concurrency: int = 32
     held_out_tasks: int = 150
     held_out_attempts: int = 2  # at temperature 1; the greedy run tries each task once
-    folder: Path | None = None  # of the state of all projects
+    state_dir: Path | None = None  # folder of the state of all projects
     changes: Mapping[tuple[str, ...], Any] = field(default_factory=dict)  # settings that an experiment sets, by path
 
 
 def run(options: DemoOptions) -> int:
     """Run the demo; return 0 if held-out success rose, 1 if not. Raises what stopped it."""
-    signals.install()
+    signals.install_handlers()
     demo = Demo(options)
     figures = demo.play()
     from ratchet.demo import demo_report
@@ -82,8 +83,8 @@ class Demo:
         self.folder = self._settings.state.root
         self._home = self.folder / "email_search"
 
-    def play(self) -> Figures:
-        """Run every stage; return the figures. The rooms are stopped also when a stage fails."""
+    def play(self) -> DemoResults:
+        """Run every stage; return the figures. The services are stopped also when a stage fails."""
         lock = self._take_folder()
         try:
             with self._stage("prepare", "make the mailbox and the task set"):
@@ -93,13 +94,13 @@ class Demo:
         finally:
             lock.release()
 
-    def _with_services(self, lock: ProjectLock) -> tuple[Evaluation, Evaluation]:
-        """Run the stages that need the rooms; return the evaluations before and after."""
+    def _with_services(self, lock: ProjectLock) -> tuple[HeldOutEvaluation, HeldOutEvaluation]:
+        """Run the stages that need the services; return the evaluations before and after."""
         alias = self._settings.model
-        rooms = ExitStack()
+        services = ExitStack()
         try:
             with self._stage("start", "start vLLM, the proxy and the trainer"):
-                supervisor = rooms.enter_context(started(self._settings, lock, self._say))
+                supervisor = services.enter_context(start_services(self._settings, lock, self._say))
             with self._stage("evaluate_before", "held-out tasks under the base model"):
                 before = self._evaluate(supervisor, "before", f"{alias}@0")
             with self._stage("train", "the agent works; the trainer trains and swaps in the background"):
@@ -109,7 +110,7 @@ class Demo:
                 after = self._evaluate(supervisor, "after", f"{alias}@{live}")
         finally:
             with self._stage("stop", "stop everything"):
-                rooms.close()
+                services.close()
         return before, after
 
     def _take_folder(self) -> ProjectLock:
@@ -144,7 +145,7 @@ class Demo:
             f"the demo is already running ({pid}): wait for its end, or stop it with `ratchet down --project demo`"
         )
 
-    def _evaluate(self, supervisor: Supervisor, name: str, model: str) -> Evaluation:
+    def _evaluate(self, supervisor: Supervisor, name: str, model: str) -> HeldOutEvaluation:
         """Run the held-out tasks at temperature 1, as the agent samples, and greedily beside it."""
         files = {"sampled": self.folder / f"{name}_sampled.jsonl", "greedy": self.folder / f"{name}_greedy.jsonl"}
         common = ["test", "--tasks", str(self._options.held_out_tasks), "--concurrency", str(self._options.concurrency)]
@@ -185,7 +186,7 @@ class Demo:
         )
 
     def _agent(self, arguments: list[str], model: str, supervisor: Supervisor | None = None) -> None:
-        """Run the agent's own command as any user would, and watch the rooms meanwhile."""
+        """Run the agent's own command as any user would, and watch the services meanwhile."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RATCHET_")}
         environment |= {
             "OPENAI_API_KEY": first_api_key() or "demo",
@@ -207,10 +208,10 @@ class Demo:
         if process.returncode:
             raise DemoFailed(f"the agent ended with exit code {process.returncode}: {' '.join(command)}")
 
-    def _figures(self, before: Evaluation, after: Evaluation) -> Figures:
+    def _figures(self, before: HeldOutEvaluation, after: HeldOutEvaluation) -> DemoResults:
         store = open_store(self._settings.store_url)
         try:
-            return read_figures(
+            return read_results(
                 store,
                 alias=self._settings.model,
                 before=before,
@@ -239,7 +240,7 @@ def _settings(options: DemoOptions) -> Settings:
         ("project",): ("the demo", "demo"),
         ("base_model",): ("--model", options.base_model or str(TINY_POLICY)),
         ("trainer", "learner", "seed"): ("--seed", options.seed),
-        ("folder",): ("--folder", str(options.folder) if options.folder else None),
+        ("state_dir",): ("--state-dir", str(options.state_dir) if options.state_dir else None),
     } | {path: (".".join(path), value) for path, value in options.changes.items()}
     secrets = {name: value for name, value in os.environ.items() if name in SECRETS}
     return load(TINY if options.base_model is None else REAL, values, secrets)

@@ -1,1 +1,1 @@
-"""ratchet/output."""
+"""Output of the commands: the terminal, and files."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-HIDDEN = "***"
+MASK = "***"
 # TOKENIZERS_PARALLELISM is no secret.
 _SECRET_VARIABLE = re.compile(r"TOKEN(?!IZ)|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 # Arguments are told word by word: --max-num-batched-tokens and --tokenizer are no secrets.
@@ -20,7 +20,7 @@ _QUERY = re.compile(r"([?&][^=&]*(?:password|secret|token)[^=&]*=)[^&]*", re.IGN
 
 def mask_store_url(url: str) -> str:
     """Return a store URL with its password hidden; without one it comes back as it is."""
-    return _QUERY.sub(rf"\g<1>{HIDDEN}", _USERINFO.sub(rf"\g<1>{HIDDEN}", url))
+    return _QUERY.sub(rf"\g<1>{MASK}", _USERINFO.sub(rf"\g<1>{MASK}", url))
 
 
 def has_password(url: str) -> bool:
@@ -30,7 +30,7 @@ def has_password(url: str) -> bool:
 
 def mask_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """Return variables with the values of secret ones hidden."""
-    return {name: HIDDEN if _SECRET_VARIABLE.search(name) else value for name, value in variables.items()}
+    return {name: MASK if _SECRET_VARIABLE.search(name) else value for name, value in variables.items()}
 
 
 def mask_arguments(arguments: Iterable[str]) -> Iterator[str]:
@@ -40,7 +40,7 @@ def mask_arguments(arguments: Iterable[str]) -> Iterator[str]:
         name, equals, _ = argument.partition("=")
         is_secret = _SECRET_OPTION.fullmatch(name) is not None
         if hide and not argument.startswith("--"):
-            yield HIDDEN
+            yield MASK
         else:
-            yield f"{name}={HIDDEN}" if is_secret and equals else argument
+            yield f"{name}={MASK}" if is_secret and equals else argument
         hide = (is_secret and not equals) or (hide and not argument.startswith("--"))

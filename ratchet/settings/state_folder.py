@@ -1,6 +1,6 @@
-"""Where a project's state lives: `.ratchet/<project>/`. Names only; nothing is read or written but the folders.
+"""The paths of a project's state: `.ratchet/<project>/`.
 
-The state folder is for its owner alone (0700): it holds what agents said.
+The folder is readable by its owner only (0700), since it holds recorded conversations.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ratchet.errors import DiskFull
 
-ROOMS = ("vllm", "proxy", "trainer")
+SERVICES = ("vllm", "proxy", "trainer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class StateFolder:
 
     @property
     def store(self) -> Path:
-        """The SQLite file of a project that names no other store."""
+        """The SQLite file of a project that sets no other store."""
         return self.root / "store.db"
 
     @property
@@ -36,7 +36,7 @@ class StateFolder:
         return self.root / "models" / alias / "checkpoints"
 
     def base_digests(self, alias: str) -> Path:
-        """The digests of the base model's files, as they were when they were read."""
+        """The cached digests of the base model's files."""
         return self.checkpoints(alias).with_name("base_model.json")
 
     @property
@@ -44,31 +44,31 @@ class StateFolder:
         """The imported task sets, one folder each."""
         return self.root / "tasks"
 
-    def log(self, room: str) -> Path:
-        """A room's log."""
-        return self.root / "logs" / f"{room}.log"
+    def log(self, service: str) -> Path:
+        """A service's log."""
+        return self.root / "logs" / f"{service}.log"
 
     def pid(self, name: str) -> Path:
-        """A pid file: of a room, of its process_guard (`<room>.process_guard`), or of `ratchet up` itself (`up`)."""
+        """A pid file: of a service, of its guard (`<service>.process_guard`), or of `ratchet up` itself (`up`)."""
         return self.root / "run" / f"{name}.pid"
 
     @property
     def running(self) -> Path:
-        """What `ratchet up` started: ports, commands, versions (JSON)."""
+        """The run state that `ratchet up` writes: URLs, pids, exits (JSON)."""
         return self.root / "run" / "running.json"
 
     @property
     def resolved(self) -> Path:
-        """The settings that the rooms were started with, without secrets (YAML)."""
+        """The resolved settings of the services, without secrets (YAML)."""
         return self.root / "run" / "settings.yaml"
 
     @property
     def lock(self) -> Path:
-        """Held by `ratchet up` as long as it lives."""
+        """The lock file of `ratchet up`."""
         return self.root / "run" / "up.lock"
 
     def make(self, *, min_free_disk_mb: int) -> None:
-        """Make the folders. Raises DiskFull where fewer than `min_free_disk_mb` megabytes are free or writing fails."""
+        """Create the folders. Raises DiskFull if this fails or fewer than `min_free_disk_mb` megabytes are free."""
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.root.chmod(0o700)
@@ -79,11 +79,11 @@ class StateFolder:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             remedy = "free the disk, or set" if full else "set"
             raise DiskFull(
-                f"the state folder {self.root} cannot be made: {error.strerror} ({error.filename}); {remedy} `folder` "
-                "(RATCHET_FOLDER) to one that this user may write"
+                f"the state folder {self.root} cannot be created: {error.strerror} ({error.filename}); {remedy} "
+                "`state_dir` (RATCHET_STATE_DIR) to a folder that this user may write"
             ) from error
         if free < min_free_disk_mb * 1_000_000:
             raise DiskFull(
-                f"the disk of {self.root} has {free // 1_000_000} MB free and {min_free_disk_mb} MB are wanted "
-                "(min_free_disk_mb): free the disk, or set `folder` to another one"
+                f"the disk of {self.root} has {free // 1_000_000} MB free, and {min_free_disk_mb} MB are required "
+                "(min_free_disk_mb): free the disk, or set `state_dir` to another folder"
             )

@@ -1,1 +1,1 @@
-"""ratchet/status."""
+"""What `ratchet status` shows."""

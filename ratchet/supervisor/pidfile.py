@@ -1,6 +1,6 @@
-"""Pid files that name one process and never another: the pid with the time at which that process was born.
+"""Pid files that identify one process and never another: the pid and the time when that process started.
 
-A pid is recycled; the pair is not. Promises that nothing is signalled that this project did not start.
+The kernel reuses pids, but not with the same start time: nothing is signalled that this project did not start.
 """
 
 from __future__ import annotations
@@ -12,22 +12,24 @@ from pathlib import Path
 
 import psutil
 
-# The kernel's boot time, from which births are counted, may be corrected by a second while the machine runs.
-_SAME_BIRTH = 2.0
+# The kernel's boot time, which start times are relative to, may be corrected by a second while the machine runs.
+_START_TOLERANCE = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """A process: its pid and when it was born (Unix seconds)."""
+    """A process: its pid and its start time (Unix seconds)."""
 
     pid: int
-    born: float
+    started_at: float
 
     def process(self) -> psutil.Process | None:
-        """Return the process if it still runs, else None; a recycled pid is None."""
+        """Return the process if it still runs, else None. A process that reuses the pid is None."""
         try:
             process = psutil.Process(self.pid)
-            if process.status() == psutil.STATUS_ZOMBIE or abs(process.create_time() - self.born) > _SAME_BIRTH:
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return None
+            if abs(process.create_time() - self.started_at) > _START_TOLERANCE:
                 return None
         except psutil.Error:
             return None
@@ -35,33 +37,33 @@ class ProcessIdentity:
 
 
 def write(path: Path, pid: int) -> ProcessIdentity | None:
-    """Record a running process; None where it has already ended."""
+    """Record a running process; return None if it has already ended."""
     try:
-        birth = ProcessIdentity(pid, psutil.Process(pid).create_time())
+        identity = ProcessIdentity(pid, psutil.Process(pid).create_time())
     except psutil.Error:
         return None
-    aside = path.with_name(f"{path.name}.{os.getpid()}")
-    aside.write_text(f"{birth.pid} {birth.born:.2f}\n")
-    aside.replace(path)
-    return birth
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_text(f"{identity.pid} {identity.started_at:.2f}\n")
+    temporary.replace(path)
+    return identity
 
 
 def read(path: Path) -> ProcessIdentity | None:
-    """Return what a pid file names, running or not; None where there is none or it is no pid file."""
+    """Return the process that a pid file names, running or not; None if there is no valid pid file."""
     try:
-        pid, born = path.read_text().split()
-        return ProcessIdentity(int(pid), float(born))
+        pid, started_at = path.read_text().split()
+        return ProcessIdentity(int(pid), float(started_at))
     except (OSError, ValueError):
         return None
 
 
 def running(path: Path) -> psutil.Process | None:
     """Return the process that a pid file names, if it still runs."""
-    birth = read(path)
-    return birth.process() if birth else None
+    identity = read(path)
+    return identity.process() if identity else None
 
 
 def remove(path: Path) -> None:
-    """Remove a pid file; one that is gone is no error."""
+    """Remove a pid file; a missing one is no error."""
     with contextlib.suppress(FileNotFoundError):
         path.unlink()

@@ -1,6 +1,6 @@
-"""Ports: is one free, who holds it, which is the next free one.
+"""Ports: is one free, which process listens on it, which is the next free one.
 
-A free port can be taken by another program between the look and its use: the room that then fails to bind says so.
+Another program may take a free port before the service binds it; the service then fails with its own message.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def is_free(host: str, port: int) -> bool:
     """Return whether a server could listen on `host:port` now."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # As servers do: a port whose last connections are only fading away counts as free.
+        # As servers do: a port whose last connections are in TIME_WAIT counts as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -37,8 +37,8 @@ def is_free(host: str, port: int) -> bool:
     return True
 
 
-def holder(port: int) -> Holder | None:
-    """Return who listens on a port; None where nobody does or the system does not tell."""
+def port_holder(port: int) -> Holder | None:
+    """Return the process that listens on a port; None if there is none or it is not visible."""
     try:
         connections = psutil.net_connections(kind="tcp")
     except psutil.Error:
@@ -53,22 +53,22 @@ def holder(port: int) -> Holder | None:
     return None
 
 
-def choose(name: str, setting: str, host: str, port: int, *, fixed: bool, taken: set[int]) -> int:
-    """Return the port for a room: `port` if it is free, else the next free one unless the user fixed it.
+def choose_port(name: str, setting: str, host: str, port: int, *, fixed: bool, taken: set[int]) -> int:
+    """Return the port for a service: `port` if it is free, else the next free one unless the user set it.
 
-    0 takes any free port. `taken` are ports that other rooms of this project are about to use. Raises PortInUse, naming
-    the holder.
+    0 takes any free port. `taken` are ports that other services of this project will use. Raises PortInUse, naming
+    the process on the port.
     """
     if port == 0:
         return _any_free(host, taken)
     if port not in taken and is_free(host, port):
         return port
     if fixed:
-        who = holder(port)
-        by = f"held by pid {who.pid} ({who.command[:200]})" if who else "held by a process that this user cannot see"
+        owner = port_holder(port)
+        reason = f"used by pid {owner.pid} ({owner.command[:200]})" if owner else "used by a process of another user"
         if port in taken:
-            by = "given to another room of this project"
-        raise PortInUse(f"{name}: port {port} is {by}; stop it, or set {setting} to a free port")
+            reason = "used by another service of this project"
+        raise PortInUse(f"{name}: port {port} is {reason}; stop it, or set {setting} to a free port")
     for candidate in range(port + 1, port + _TRIES):
         if candidate not in taken and is_free(host, candidate):
             return candidate
@@ -76,7 +76,7 @@ def choose(name: str, setting: str, host: str, port: int, *, fixed: bool, taken:
 
 
 def _any_free(host: str, taken: set[int]) -> int:
-    """Return a port that the system calls free."""
+    """Return a free port that the system chooses."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     while True:
         with socket.socket(family, socket.SOCK_STREAM) as probe:

@@ -1,15 +1,14 @@
-"""The process_guard: a small parent process that no room outlives.
+"""The process guard: a small parent process that stops a service when the supervisor ends.
 
-    python -I -S process_guard.py GRACE COMMAND...          (stdin: a pipe whose other end only the supervisor holds)
+    python -I -S process_guard.py STOP_TIMEOUT COMMAND...   (stdin: a pipe whose other end only the supervisor has)
 
-Promises, on Linux: when the supervisor ends in any way, SIGKILL among them, the pipe closes and the room gets SIGTERM,
-then SIGKILL after GRACE seconds, and so does everything that the room started, also what left its process group. When
-the process_guard itself is killed, the kernel sends the room SIGTERM. SIGTERM to the process_guard ends the room in
-the same way. The
-process_guard ends last, with the room's exit code (128 + number for a signal). The first line on stdout is the room's
-pid; after it, stdout is not used. Elsewhere than on Linux only the room's process group is ended.
+On Linux: when the supervisor ends in any way, including SIGKILL, the pipe closes. The guard then sends the service
+SIGTERM, and SIGKILL after STOP_TIMEOUT seconds; every descendant of the service is stopped too, also one that left its
+process group. If the guard itself is killed, the kernel sends the service SIGTERM. SIGTERM to the guard stops the
+service in the same way. The guard exits last, with the service's exit code (128 + number for a signal). The first line
+on stdout is the service's pid; after it, stdout is not used. On other systems only the process group is stopped.
 
-Stands alone: only the standard library, no other module of Ratchet, so that it starts in some 30 ms.
+Imports only the standard library and no module of Ratchet, so that it starts in about 30 ms.
 """
 
 from __future__ import annotations
@@ -27,32 +26,32 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LINUX = sys.platform.startswith("linux")
-_LEFTOVER_GRACE = 3.0  # seconds that a room's children get once the room itself has ended
+_LEFTOVER_TIMEOUT = 3.0  # seconds that a service's children get after the service has ended
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command on the process_guard; return its exit code."""
-    grace, command = float(arguments[0]), arguments[1:]
+    """Run the command under the guard; return its exit code."""
+    stop_timeout, command = float(arguments[0]), arguments[1:]
     wake = _wake_on(signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the supervisor starts it with signals held back
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the supervisor starts it with signals blocked
     if _LINUX:
-        # Orphans of the room become children of the process_guard, so that it finds them whatever group they are in.
+        # Orphans of the service become children of the guard, which finds them whatever group they are in.
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    room = subprocess.Popen(
+    service = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=sys.stderr, process_group=0, preexec_fn=_die_with_parent(os.getpid())
     )
-    os.write(1, f"{room.pid}\n".encode())
+    os.write(1, f"{service.pid}\n".encode())
     os.close(1)
-    _wait_for_end(room, wake)
-    if room.poll() is None:
-        _stop(room, grace)
-    _stop_leftovers(room.pid)
-    code = room.returncode
+    _wait_for_end(service, wake)
+    if service.poll() is None:
+        _stop(service, stop_timeout)
+    _stop_leftovers(service.pid)
+    code = service.returncode
     return code if code >= 0 else 128 - code
 
 
 def _wake_on(*signals: int) -> int:
-    """Turn signals into bytes on a pipe; return its reading end."""
+    """Turn signals into bytes on a pipe; return the read end."""
     reader, writer = os.pipe()
     for end in (reader, writer):
         os.set_blocking(end, False)
@@ -62,9 +61,9 @@ def _wake_on(*signals: int) -> int:
     return reader
 
 
-def _wait_for_end(room: subprocess.Popen[bytes], wake: int) -> None:
-    """Return when the room has ended, the pipe has closed, or the process_guard was told to stop."""
-    while room.poll() is None:
+def _wait_for_end(service: subprocess.Popen[bytes], wake: int) -> None:
+    """Return when the service has ended, the pipe has closed, or the guard received a signal to stop."""
+    while service.poll() is None:
         readable, _, _ = select.select([0, wake], [], [])
         if 0 in readable and not os.read(0, 4096):
             return
@@ -72,19 +71,19 @@ def _wait_for_end(room: subprocess.Popen[bytes], wake: int) -> None:
             return
 
 
-def _stop(room: subprocess.Popen[bytes], grace: float) -> None:
-    room.terminate()
+def _stop(service: subprocess.Popen[bytes], stop_timeout: float) -> None:
+    service.terminate()
     try:
-        room.wait(grace)
+        service.wait(stop_timeout)
     except subprocess.TimeoutExpired:
-        _signal_all(room.pid, signal.SIGKILL)
-        room.wait()
+        _signal_all(service.pid, signal.SIGKILL)
+        service.wait()
 
 
 def _stop_leftovers(group: int) -> None:
-    """End what the room left behind: first kindly, then not."""
+    """Stop the descendants of the service: SIGTERM, then SIGKILL."""
     _signal_all(group, signal.SIGTERM)
-    deadline = time.monotonic() + _LEFTOVER_GRACE
+    deadline = time.monotonic() + _LEFTOVER_TIMEOUT
     while _alive(group) and time.monotonic() < deadline:
         time.sleep(0.02)
     while _alive(group):
@@ -112,7 +111,7 @@ def _signal_all(group: int, number: int) -> None:
 
 
 def _reap() -> None:
-    """Take in every child that has ended; the process_guard is their last parent."""
+    """Reap every child that has ended; the guard is their last parent."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -121,14 +120,14 @@ def _reap() -> None:
 
 
 def _descendants(ancestor: int) -> Iterator[int]:
-    """Every living process below `ancestor`, read from /proc; none where there is no /proc."""
+    """Yield every living descendant of `ancestor`, read from /proc; none without /proc."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
             # pid (command) state parent ...; the command may hold spaces and brackets.
             state, parent = entry.read_bytes().rpartition(b") ")[2].split()[:2]
         except (OSError, ValueError):
-            continue  # it ended while we looked
+            continue  # it has ended meanwhile
         if state != b"Z":
             children.setdefault(int(parent), []).append(int(entry.parent.name))
     found = children.get(ancestor, [])
@@ -139,7 +138,7 @@ def _descendants(ancestor: int) -> Iterator[int]:
 
 
 def _die_with_parent(parent: int) -> Callable[[], None] | None:
-    """For between fork and exec: ask the kernel to end the room when the process_guard ends."""
+    """Return a function to run between fork and exec that makes the kernel signal the service when the guard ends."""
     if not _LINUX:
         return None
 

@@ -1,13 +1,14 @@
-"""Keeps started rooms up: one that died is started again, after a pause that grows, a bounded number of times.
+"""Restart services that exit, after a growing delay and a bounded number of times, and raise an alarm meanwhile.
 
-Promises: the other rooms are left alone meanwhile; each death is told at once, with the end of the room's log, and is
-an alarm in the store until the room is back; a room that dies more often than `most` times within `WINDOW` is given up.
-Without its trainer a project goes on serving and recording, and says so; without vLLM or the proxy it ends
-(ServiceExited).
+The other services keep running. Each exit is reported with the end of the service's log. A service that exits more than
+`max_restarts` times within RESTART_WINDOW_SECONDS is given up: without its trainer a project keeps serving and
+recording; without vLLM or the proxy it stops (ServiceExited).
 """
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,136 +16,185 @@ from dataclasses import dataclass
 from typing import Any
 
 from ratchet.errors import ServiceExited
-from ratchet.settings.state_folder import StateFolder
+from ratchet.settings.state_folder import SERVICES, StateFolder
+from ratchet.store.errors import StoreError
+from ratchet.store.store import Store
 from ratchet.supervisor import signals
-from ratchet.supervisor.events import Event
 from ratchet.supervisor.service_process import ServiceProcess
+from ratchet.supervisor.startup_display import Event
 
-WINDOW = 600.0  # seconds in which deaths are counted
-_LONGEST_PAUSE = 30.0  # seconds
-_DISPENSABLE = ("trainer",)
+RESTART_WINDOW_SECONDS = 600.0
+_MAX_DELAY = 30.0  # seconds
+_OPTIONAL_SERVICES = ("trainer",)
 
-RaiseAlarm = Callable[[str, str | None], None]  # room, reason; None: the alarm is over
+RaiseAlarm = Callable[[str, str | None], None]  # service, reason; None clears the alarm
+
+
+def alarm_name(service: str) -> str:
+    """Return the name of a service's alarm."""
+    return f"service_down:{service}"
+
+
+def clear_service_alarms(store: Store) -> None:
+    """Clear the alarms of an earlier run. Raises StoreError."""
+    for service in SERVICES:
+        store.alarms.clear(alarm_name(service))
+
+
+class ServiceAlarms:
+    """Writes the alarms of services in a thread of its own: a store that does not answer delays no restart.
+
+    An alarm that cannot be written is reported as a note and dropped; `up` prints the exit in any case.
+    """
+
+    def __init__(self, open_store: Callable[[], Store], on_event: Callable[[Event], None]) -> None:
+        self._open = open_store
+        self._on_event = on_event
+        self._queue: queue.SimpleQueue[tuple[str, str | None]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def __call__(self, service: str, reason: str | None) -> None:
+        """Raise the alarm of a service, or clear it if the reason is None. Returns at once."""
+        self._queue.put((service, reason))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="service-alarms", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            service, reason = self._queue.get()
+            try:
+                self._write(alarm_name(service), reason)
+            except StoreError as error:
+                self._on_event(Event("note", text=f"the alarm {alarm_name(service)} was not stored: {error}"))
+
+    def _write(self, name: str, reason: str | None) -> None:
+        store = self._open()
+        try:
+            if reason is None:
+                store.alarms.clear(name)
+            else:
+                store.alarms.raise_(name, reason)
+        finally:
+            store.close()
 
 
 class RestartBackoff:
-    """How often one room died. Pure; `now` is monotonic seconds."""
+    """Counts the exits of one service. Pure; `now` is monotonic seconds."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, max_restarts: int) -> None:
         self.count = 0
-        self._most = most
-        self._at: deque[float] = deque()
+        self._max_restarts = max_restarts
+        self._times: deque[float] = deque()
 
-    def died(self, now: float) -> float | None:
-        """Take note of a death; return the pause in seconds before it is started again, None to give it up."""
+    def record_exit(self, now: float) -> float | None:
+        """Record an exit; return the delay in seconds before the restart, None to give the service up."""
         self.count += 1
-        self._at.append(now)
-        while now - self._at[0] > WINDOW:
-            self._at.popleft()
-        if len(self._at) > self._most:
+        self._times.append(now)
+        while now - self._times[0] > RESTART_WINDOW_SECONDS:
+            self._times.popleft()
+        if len(self._times) > self._max_restarts:
             return None
-        return float(min(_LONGEST_PAUSE, 2 ** (len(self._at) - 1)))
+        return float(min(_MAX_DELAY, 2 ** (len(self._times) - 1)))
 
 
 @dataclass(slots=True)
 class _ManagedService:
-    """A room under upkeep: it runs and is ready, or is starting, or starts again at `again_at`, or was given up."""
+    """The state of one service: ready, starting, waiting to restart at `restart_at`, or given up."""
 
-    deaths: RestartBackoff
+    exits: RestartBackoff
     starting: bool = False
-    again_at: float | None = None
+    restart_at: float | None = None
     given_up: bool = False
     reason: str = ""
 
 
 class RestartManager:
-    """The upkeep of `children`, in which a room that is started again takes the place of the one that died."""
+    """Restarts the processes in `children`; a restarted process replaces the one that exited in that list."""
 
     def __init__(
         self,
         children: list[ServiceProcess],
         state: StateFolder,
-        most: int,
+        max_restarts: int,
         on_event: Callable[[Event], None],
         alarm: RaiseAlarm,
     ) -> None:
         self._children = children
         self._state = state
-        self._most = most
+        self._max_restarts = max_restarts
         self._on_event = on_event
         self._alarm = alarm
-        self._kept = {child.room.name: _ManagedService(RestartBackoff(most)) for child in children}
+        self._managed = {child.service.name: _ManagedService(RestartBackoff(max_restarts)) for child in children}
 
-    def deaths(self) -> dict[str, dict[str, Any]]:
-        """Return, by room that died, how often, why last, and whether it was given up."""
+    def exits(self) -> dict[str, dict[str, Any]]:
+        """Return, by service that exited: how often, the last reason, and whether it was given up."""
         return {
-            name: {"count": kept.deaths.count, "reason": kept.reason, "given_up": kept.given_up}
-            for name, kept in self._kept.items()
-            if kept.deaths.count
+            name: {"count": managed.exits.count, "reason": managed.reason, "given_up": managed.given_up}
+            for name, managed in self._managed.items()
+            if managed.exits.count
         }
 
-    def turn(self, now: float) -> bool:
-        """Do what is due; return whether a room died or was started. Raises ServiceExited."""
-        changed = [self._look(place, now) for place in range(len(self._children))]
+    def run_once(self, now: float) -> bool:
+        """Do what is due; return whether a service exited or was started. Raises ServiceExited."""
+        changed = [self._check_service(index, now) for index in range(len(self._children))]
         return any(changed)
 
-    def _look(self, place: int, now: float) -> bool:
-        child = self._children[place]
-        kept = self._kept[child.room.name]
-        if kept.given_up:
+    def _check_service(self, index: int, now: float) -> bool:
+        child = self._children[index]
+        managed = self._managed[child.service.name]
+        if managed.given_up:
             return False
-        if kept.again_at is not None:
-            return now >= kept.again_at and self._start(place, kept)
+        if managed.restart_at is not None:
+            return now >= managed.restart_at and self._start(index, managed)
         if child.exit_code is not None:
-            return self._died(child, kept, child.ending(), now)
-        return kept.starting and self._wait(child, kept, now)
+            return self._on_exit(child, managed, child.ending(), now)
+        return managed.starting and self._check_ready(child, managed, now)
 
-    def _start(self, place: int, kept: _ManagedService) -> bool:
-        room = self._children[place].room
-        with signals.defer_signals():  # a child that was started is a child that will be stopped
-            self._children[place] = ServiceProcess(room, self._state)
-        kept.starting, kept.again_at = True, None
+    def _start(self, index: int, managed: _ManagedService) -> bool:
+        service = self._children[index].service
+        with signals.defer_signals():  # a signal must not separate starting a process from recording it
+            self._children[index] = ServiceProcess(service, self._state)
+        managed.starting, managed.restart_at = True, None
         return True
 
-    def _wait(self, child: ServiceProcess, kept: _ManagedService, now: float) -> bool:
-        """Look whether a room that was started again is ready; one that takes too long is ended, as if it had died."""
+    def _check_ready(self, child: ServiceProcess, managed: _ManagedService, now: float) -> bool:
+        """Check whether a restarted service is ready. One that takes too long is stopped and counts as an exit."""
         seconds = now - child.started_at
-        if child.room.ready():
-            kept.starting = False
-            self._on_event(Event("back", child.room.name, seconds=seconds))
-            self._alarm(child.room.name, None)
+        if child.service.ready():
+            managed.starting = False
+            self._on_event(Event("recovered", child.service.name, seconds=seconds))
+            self._alarm(child.service.name, None)
             return True
-        if seconds < child.room.start_timeout_seconds:
+        if seconds < child.service.start_timeout_seconds:
             return False
-        child.finish_stop(time.monotonic() + child.room.grace)
-        return self._died(child, kept, f"was not ready within {child.room.start_timeout_seconds:.0f} s", now)
+        child.finish_stop(time.monotonic() + child.service.stop_timeout_seconds)
+        reason = f"was not ready within {child.service.start_timeout_seconds:.0f} s"
+        return self._on_exit(child, managed, reason, now)
 
-    def _died(self, child: ServiceProcess, kept: _ManagedService, ending: str, now: float) -> bool:
-        child.finish_stop(time.monotonic() + child.room.grace)
-        name, pause = child.room.name, kept.deaths.died(now)
-        kept.reason = f"{name} (pid {child.pid}) {ending}"
-        log = f"Its log is {child.log}; it ends with:\n{child.tail()}"
-        if pause is not None:
-            kept.again_at = now + pause
-            self._on_event(Event("died", name, text=f"{kept.reason}; it is started again in {pause:.0f} s. {log}"))
-            self._alarm(name, f"{kept.reason}; `ratchet up` starts it again, and this is cleared once it is ready")
+    def _on_exit(self, child: ServiceProcess, managed: _ManagedService, ending: str, now: float) -> bool:
+        child.finish_stop(time.monotonic() + child.service.stop_timeout_seconds)
+        name, delay = child.service.name, managed.exits.record_exit(now)
+        managed.reason = f"{name} (pid {child.pid}) {ending}"
+        log = f"Its log {child.log} ends with:\n{child.tail()}"
+        if delay is not None:
+            managed.restart_at = now + delay
+            self._on_event(Event("exited", name, text=f"{managed.reason}; it restarts in {delay:.0f} s. {log}"))
+            self._alarm(name, f"{managed.reason}; `ratchet up` restarts it, and clears this alarm once it is ready")
             return True
-        kept.given_up = True
-        if name not in _DISPENSABLE:
-            raise ServiceExited(f"{self._too_often(kept)}; the others are being stopped. {log}")
-        self._tell(
-            name,
-            f"{self._too_often(kept)}; it is not started again: agents are served and recorded, nothing is trained "
-            "until `ratchet down` and `ratchet up`",
-            log,
+        managed.given_up = True
+        if name not in _OPTIONAL_SERVICES:
+            raise ServiceExited(f"{self._too_often(managed)}; stopping the other services. {log}")
+        reason = (
+            f"{self._too_often(managed)}; it is not restarted: agents are served and recorded, but nothing is trained "
+            "until `ratchet down` and `ratchet up`"
         )
+        self._on_event(Event("exited", name, text=f"{reason}. {log}"))
+        self._alarm(name, reason)
         return True
 
-    def _too_often(self, kept: _ManagedService) -> str:
-        if not self._most:
-            return kept.reason
-        return f"{kept.reason}; it has died {self._most + 1} times within {WINDOW / 60:.0f} minutes (restarts)"
-
-    def _tell(self, name: str, what: str, log: str) -> None:
-        self._on_event(Event("died", name, text=f"{what}. {log}"))
-        self._alarm(name, what)
+    def _too_often(self, managed: _ManagedService) -> str:
+        if not self._max_restarts:
+            return managed.reason
+        minutes = RESTART_WINDOW_SECONDS / 60
+        return f"{managed.reason}; it exited {self._max_restarts + 1} times within {minutes:.0f} minutes (max_restarts)"

@@ -1,7 +1,7 @@
-"""One room as a child process on its process_guard: started, watched, stopped.
+"""One service as a child process below its process guard: start it, watch it, stop it.
 
-Promises: the room and its process_guard are recorded by pid and birth before `start` returns; closing this process's
-end of the pipe, on purpose or by its death, ends the room and all that it started.
+The pid files of the service and its guard exist before the constructor returns. Closing this process's end of the pipe,
+on purpose or by exiting, stops the service and its descendants.
 """
 
 from __future__ import annotations
@@ -18,54 +18,57 @@ import psutil
 from ratchet.settings.state_folder import StateFolder
 from ratchet.supervisor import pidfile
 from ratchet.supervisor.leftover_processes import kill_tree
-from ratchet.supervisor.services import Room
+from ratchet.supervisor.services import Service
 
 _PROCESS_GUARD = Path(__file__).with_name("process_guard.py")
 _TAIL_LINES = 12
-_KILL_TIME = 3.0  # seconds
 _TAIL_BYTES = 16_384
+_KILL_TIMEOUT = 3.0  # seconds
 
 
 class ServiceProcess:
-    """A started room."""
+    """A started service."""
 
-    def __init__(self, room: Room, state: StateFolder) -> None:
-        self.room = room
-        self.log = state.log(room.name)
+    def __init__(self, service: Service, state: StateFolder) -> None:
+        self.service = service
+        self.log = state.log(service.name)
         self.started_at = time.monotonic()
-        self._pids = (state.pid(room.name), state.pid(f"{room.name}.process_guard"))
+        self._pidfiles = (state.pid(service.name), state.pid(f"{service.name}.process_guard"))
         if self.log.exists():
-            self.log.replace(self.log.with_suffix(".1.log"))  # why the last run ended stays readable
+            self.log.replace(self.log.with_suffix(".1.log"))  # keeps the reason why the last run ended
         with self.log.open("wb") as log:
-            if room.heading:
-                log.write(f"{room.heading}\n".encode())
+            if service.heading:
+                log.write(f"{service.heading}\n".encode())
                 log.flush()
-            self._leash = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_PROCESS_GUARD), str(room.grace), *room.command],
+            self._guard = subprocess.Popen(
+                [
+                    *(sys.executable, "-I", "-S", str(_PROCESS_GUARD), str(service.stop_timeout_seconds)),
+                    *service.command,
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=dict(room.environment),
+                env=dict(service.environment),
                 start_new_session=True,
             )
-        births = [pidfile.write(self._pids[1], self._leash.pid)]
-        assert self._leash.stdout is not None
-        with self._leash.stdout as said:
-            line = said.readline()
-        self.pid = int(line) if line.strip() else self._leash.pid
-        births.append(pidfile.write(self._pids[0], self.pid))
-        self._births = [birth for birth in births if birth is not None]
+        identities = [pidfile.write(self._pidfiles[1], self._guard.pid)]
+        assert self._guard.stdout is not None
+        with self._guard.stdout as stdout:
+            line = stdout.readline()
+        self.pid = int(line) if line.strip() else self._guard.pid
+        identities.append(pidfile.write(self._pidfiles[0], self.pid))
+        self._identities = [identity for identity in identities if identity is not None]
 
     @property
     def exit_code(self) -> int | None:
-        """The room's exit code; None while it runs."""
-        return self._leash.poll()
+        """The service's exit code; None while it runs."""
+        return self._guard.poll()
 
     def ending(self) -> str:
-        """Return in words how the room ended."""
+        """Describe how the service ended."""
         code = self.exit_code
         if code is None:
-            return "still runs"
+            return "is running"
         number = code - 128 if code > 128 else -code
         if code < 0 or code > 128:
             try:
@@ -85,26 +88,26 @@ class ServiceProcess:
         return "\n".join(f"    {line}" for line in lines[-_TAIL_LINES:])
 
     def begin_stop(self) -> None:
-        """Close the pipe: the process_guard now ends the room."""
-        if self._leash.stdin and not self._leash.stdin.closed:
-            self._leash.stdin.close()
+        """Close the pipe: the process guard stops the service."""
+        if self._guard.stdin and not self._guard.stdin.closed:
+            self._guard.stdin.close()
 
     def finish_stop(self, deadline: float) -> None:
-        """Wait for the end until `deadline` (monotonic), then end process_guard and room by force."""
+        """Wait for the end until `deadline` (monotonic), then kill guard and service."""
         self.begin_stop()
         try:
-            self._leash.wait(max(0.1, deadline - time.monotonic()))
+            self._guard.wait(max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             self._kill(deadline)
-            self._leash.wait()
-        self._kill(deadline)  # a process_guard that was killed has only asked the room to end
-        for path in self._pids:
+            self._guard.wait()
+        self._kill(deadline)  # if the guard itself was killed, the service has only received SIGTERM
+        for path in self._pidfiles:
             pidfile.remove(path)
 
     def _kill(self, deadline: float) -> None:
-        """End what still runs of process_guard and room by force, at `deadline`."""
-        running = [process for birth in self._births if (process := birth.process()) is not None]
+        """Kill whatever of guard and service still runs at `deadline`."""
+        running = [process for identity in self._identities if (process := identity.process()) is not None]
         _, alive = psutil.wait_procs(running, max(0.0, deadline - time.monotonic()))
         for process in alive:
             kill_tree(process)
-        psutil.wait_procs(alive, _KILL_TIME)
+        psutil.wait_procs(alive, _KILL_TIMEOUT)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM at any moment: the first one stops everything cleanly, further ones do not break the stopping."""
+"""Ctrl-C and SIGTERM at any moment: the first one stops everything cleanly, later ones do not interrupt the stop."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Terminated(SystemExit):
     """SIGTERM arrived."""
 
 
-def install() -> None:
-    """From now on SIGINT raises KeyboardInterrupt, SIGTERM and SIGHUP raise Terminated, once. Main thread only."""
+def install_handlers() -> None:
+    """Make SIGINT raise KeyboardInterrupt, and SIGTERM and SIGHUP raise Terminated, once. Main thread only."""
     for number in _SIGNALS:
-        signal.signal(number, _first)
+        signal.signal(number, _raise_once)
 
 
-def _first(number: int, _: FrameType | None) -> None:
+def _raise_once(number: int, _: FrameType | None) -> None:
     for other in _SIGNALS:
         signal.signal(other, signal.SIG_IGN)
     if number == signal.SIGINT:
@@ -33,7 +33,7 @@ def _first(number: int, _: FrameType | None) -> None:
 
 @contextmanager
 def defer_signals() -> Iterator[None]:
-    """Let no signal come between the lines of the block; it arrives after them. Children inherit this."""
+    """Defer signals until the end of the block. Child processes inherit the blocked mask."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield
@@ -42,9 +42,10 @@ def defer_signals() -> Iterator[None]:
 
 
 @contextmanager
-def ignored() -> Iterator[None]:
-    """Let no signal break the block: for stopping, which is what a signal would ask for. Outside the main thread, where
-    no signal is raised, nothing changes.
+def ignore_signals() -> Iterator[None]:
+    """Ignore signals in the block: for stopping, which is what a signal asks for.
+
+    Does nothing outside the main thread, where no signal handler runs.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,27 +1,33 @@
-"""What the user sees while something takes long: moving bars on a terminal; elsewhere one line per event of a room."""
+"""Events of the supervisor, and their display: moving bars on a terminal, else one line per event."""
 
 from __future__ import annotations
 
 import sys
 import time
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    SpinnerColumn,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from ratchet.supervisor.events import Event
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What the supervisor does; `seconds` since the start of the service, or of the whole project."""
+
+    kind: Literal["note", "starting", "waiting", "ready", "all_ready", "exited", "recovered", "stopping", "stopped"]
+    service: str = ""
+    text: str = ""
+    seconds: float = 0.0
+
+
+def discard_event(_: Event) -> None:
+    """Ignore an event."""
 
 
 class StartupDisplay:
-    """Call it with each event; use it as a context so that the cursor comes back."""
+    """Call it with each event. A context manager, which restores the cursor."""
 
     def __init__(self) -> None:
         self._console = Console(file=sys.stderr, highlight=False)
@@ -47,33 +53,33 @@ class StartupDisplay:
 
     def __call__(self, event: Event) -> None:
         """Show one event."""
-        moving = not self._progress.disable
+        on_terminal = not self._progress.disable
         if event.kind == "note":
-            self._console.print(event.text, soft_wrap=True, markup=False)
+            self._print(event.text)
         elif event.kind == "starting":
-            self._tasks[event.room] = self._progress.add_task(event.room, total=None, state="starting")
-            if not moving:
-                self._say(f"{event.room}: starting")
+            self._tasks[event.service] = self._progress.add_task(event.service, total=None, state="starting")
+            if not on_terminal:
+                self._print(f"{event.service}: starting")
         elif event.kind == "ready":
-            self._progress.update(self._tasks[event.room], total=1, completed=1, state="ready")
-            if not moving:
-                self._say(f"{event.room}: ready after {event.seconds:.1f} s")
+            self._progress.update(self._tasks[event.service], total=1, completed=1, state="ready")
+            if not on_terminal:
+                self._print(f"{event.service}: ready after {event.seconds:.1f} s")
         elif event.kind == "all_ready":
             self._progress.stop()
-        elif event.kind == "died":
-            self._say(f"{_now()} {event.text}")
-        elif event.kind == "back":
-            self._say(f"{_now()} {event.room}: ready again after {event.seconds:.1f} s")
+        elif event.kind == "exited":
+            self._print(f"{_now()} {event.text}")
+        elif event.kind == "recovered":
+            self._print(f"{_now()} {event.service}: ready again after {event.seconds:.1f} s")
         elif event.kind == "stopping":
             self._progress.stop()
-            self._say("stopping ...")
+            self._print("stopping ...")
         elif event.kind == "stopped":
-            self._say(f"{event.room}: stopped after {event.seconds:.1f} s")
+            self._print(f"{event.service}: stopped after {event.seconds:.1f} s")
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, markup=False)
 
 
 def _now() -> str:
-    """Return the time as a line of what runs for days needs it."""
+    """Return the time, for lines of a process that runs for days."""
     return time.strftime("%Y-%m-%d %H:%M:%S")

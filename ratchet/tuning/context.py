@@ -13,10 +13,9 @@ import click
 
 from ratchet import options
 from ratchet.tuning.run_lease import Hold
-from ratchet.urls import url
 
 if TYPE_CHECKING:
-    from ratchet.settings import Settings
+    from ratchet.settings.project_settings import Settings
     from ratchet.store.store import Store
     from ratchet.trainer.controller.judges import Judge
     from ratchet.trainer.observability.progress import Progress
@@ -61,7 +60,7 @@ def settings_of(context: click.Context, given: dict[str, Any]) -> Settings:
     """Return the settings of the running project, with the options that `add_rollout_options` gave laid over them."""
     tuner = ("tasks", "test_size", "workflow", "attempts", "concurrency", "seed")
     names = {"judge": "trainer.judge", "proxy": "tuner.proxy_url"} | {name: f"tuner.{name}" for name in tuner}
-    return options.project_settings_of(context, {names.get(key, key): value for key, value in given.items()})
+    return options.read_project_settings(context, {names.get(key, key): value for key, value in given.items()})
 
 
 def with_run_settings(settings: Settings, run: str | None) -> Settings:
@@ -166,7 +165,9 @@ def proxy_of(settings: Settings) -> str:
         return str(running["base_url"]).removesuffix("/v1")
     except (OSError, ValueError, KeyError, TypeError):
         own = settings.proxy_settings()
-        return url(own.host, own.port)
+        from ratchet.settings.project_settings import local_url
+
+        return local_url(own.host, own.port)
 
 
 def first_api_key() -> str | None:

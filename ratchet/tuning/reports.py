@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ratchet.output.plots import pyplot
-from ratchet.output.tables import printed, strip_control_characters
+from ratchet.output.files import pyplot
+from ratchet.output.terminal import print_table, strip_control_characters
 
 if TYPE_CHECKING:
     from ratchet.trainer.statistics.paired_comparison import Standing
@@ -149,7 +149,7 @@ def _report_table(report: Report) -> Any:
 
 def show_report(report: Report) -> None:
     """Print the table and its notes."""
-    printed(_report_table(report), footnotes(report))
+    print_table(_report_table(report), footnotes(report))
 
 
 def show_selection(selection: Selection, with_choice: bool = True) -> None:
@@ -164,7 +164,7 @@ def show_selection(selection: Selection, with_choice: bool = True) -> None:
         drawn.add_row(
             *(Text(strip_control_characters(cell)) for cell in _selection_cells(selection, standing, figures))
         )
-    printed(drawn, [*_selection_failures(selection), *([_choice(selection)] if with_choice else [])])
+    print_table(drawn, [*_selection_failures(selection), *([_choice(selection)] if with_choice else [])])
 
 
 def _selection_failures(selection: Selection) -> list[str]:
@@ -250,7 +250,7 @@ def show_weights(result: TuningResult) -> None:
     for one in curve if curve == tested else [*curve, *tested]:
         means = [number(one["families"].get(name)) for name in several]
         drawn.add_row(*_curve_cells(result.alias, one), *means)
-    printed(drawn, _weights_lines(result))
+    print_table(drawn, _weights_lines(result))
 
 
 def _weights_lines(result: TuningResult) -> list[str]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ratchet.output.tables import strip_control_characters
+from ratchet.output.terminal import strip_control_characters
 
 if TYPE_CHECKING:
     from ratchet.store.records.tuning import Tuning

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ratchet import options
-from ratchet.output.tables import strip_control_characters
-from ratchet.settings import Settings
+from ratchet.output.terminal import strip_control_characters
+from ratchet.settings.project_settings import Settings
 from ratchet.tuning import context as tuning
 
 if TYPE_CHECKING:

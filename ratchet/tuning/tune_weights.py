@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ratchet import options
-from ratchet.settings import last_run
-from ratchet.supervisor.attach import attached
-from ratchet.supervisor.up import read_run_state
+from ratchet.settings import load_settings
+from ratchet.supervisor.up import attach_or_start, read_run_state
 from ratchet.tuning import context as tuning
 
 if TYPE_CHECKING:
-    from ratchet.settings import Settings
+    from ratchet.settings.project_settings import Settings
     from ratchet.store.records.tuning import Tuning
     from ratchet.store.store import Store
     from ratchet.tuner.reports.tuning_result import TuningResult
@@ -34,7 +33,7 @@ def settings_of(context: click.Context, given: dict[str, Any]) -> Settings:
     """Return the project's settings with the command's options laid over them. Raises SettingsError."""
     names = {name: f"tuner.{name}" for name in _TUNER}
     names |= {"judge": "trainer.judge", "attempts": "trainer.num_generations"}
-    settings = options.project_settings_of(context, {names.get(name, name): value for name, value in given.items()})
+    settings = options.read_project_settings(context, {names.get(name, name): value for name, value in given.items()})
     if not settings.has_judge:
         raise click.UsageError("no judge is set: give --judge, or set trainer.judge in ratchet.yaml")
     if settings.base_model is None:
@@ -50,7 +49,7 @@ def run_weight_tuning(settings: Settings, own: dict[str, Any], *, quiet: bool = 
     _check(settings, own)
     _check_group_size(settings)
     say = partial(click.echo, file=sys.stderr) if quiet else click.echo
-    with attached(settings, say=say) as services, tuning.opened(settings) as bench:
+    with attach_or_start(settings, announce=say) as services, tuning.opened(settings) as bench:
         name = _check_kind(bench.store, own["resume"]) if own["resume"] else _start(bench, own).id
         with bench.hold.on(name, "ratchet tune weights", resume=own["resume"] is not None) as run:
             click.echo(f"{run.id} on {services.base_url}", err=True)
@@ -165,7 +164,7 @@ def _check_group_size(settings: Settings) -> None:
     if not read_run_state(settings.state):
         return
     default = TrainerSettings.model_fields["num_generations"].default
-    running = (last_run.read(settings).get("trainer") or {}).get("num_generations", default)
+    running = (load_settings.read_last_run(settings).get("trainer") or {}).get("num_generations", default)
     wanted = settings.trainer_settings(base_model=settings.base_model).num_generations
     if wanted != running:
         raise click.UsageError(

@@ -20,7 +20,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, dict[str, 
     folder = tmp_path_factory.mktemp("state")
     command = [
         sys.executable, "-m", "ratchet", "demo", "--seed", "3", "--rounds", ROUNDS,
-        "--held-out-tasks", "60", "--held-out-attempts", "2", "--folder", str(folder),
+        "--held-out-tasks", "60", "--held-out-attempts", "2", "--state-dir", str(folder),
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     said = done.stdout + done.stderr

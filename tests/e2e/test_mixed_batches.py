@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ratchet.settings import Settings
+from ratchet.settings.project_settings import Settings
 from ratchet.supervisor.vllm_command import served_name
 from tests.harness.cli.project import ROOT
 from tests.harness.vllm.engine import vllm

@@ -10,7 +10,7 @@ import click
 import pytest
 
 from ratchet.cli import cli
-from ratchet.settings import load
+from ratchet.settings.load_settings import load
 from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.tasks.task_set import TaskSet
 

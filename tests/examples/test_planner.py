@@ -16,7 +16,7 @@ from examples.planner.judge import judge
 from examples.planner.problems import SIZES, task_set
 from examples.planner.prompt import PLANNER
 from examples.planner.workflow import workflow
-from ratchet.settings import load
+from ratchet.settings.load_settings import load
 from ratchet.trainer.controller.collect.role_resolution import RoleResolver
 from ratchet.trainer.rows.build_rows import build_rows
 from ratchet.trainer.rows.roles import UNTRAINED_ROLE, Roles

@@ -274,7 +274,7 @@ def test_a_base_without_a_path_gets_the_usual_one(given: str, base: str) -> None
 
 
 def test_a_litellm_file_serves(tmp_path: Any) -> None:
-    from ratchet.settings import load
+    from ratchet.settings.load_settings import load
 
     file = tmp_path / "litellm.yaml"
     file.write_text(

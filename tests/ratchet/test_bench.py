@@ -11,9 +11,9 @@ import pytest
 from starlette.types import Receive, Send
 
 from ratchet.bench.latency_statistics import added, figures, interval
-from ratchet.bench.timed_calls import Block, Call
+from ratchet.bench.timed_calls import CallBlock, TimedCall
 from ratchet.cli import run
-from ratchet.output.progress_bars import Lines
+from ratchet.output.terminal import ProgressLines
 from ratchet.store.store import Store, open_store
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import eventually, served
@@ -128,7 +128,7 @@ def test_the_interval_of_the_median_holds_it_in_95_of_100_and_is_not_told_of_fiv
 
 def test_off_the_terminal_it_is_told_now_and_then_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     now = [0.0]
-    told = Lines(lambda: now[0])
+    told = ProgressLines(lambda: now[0])
     for _ in range(30):
         now[0] += 1.0
         told("measuring", 1, 30)
@@ -139,8 +139,11 @@ def test_off_the_terminal_it_is_told_now_and_then_how_far_it_is(capsys: pytest.C
 
 
 def test_a_failed_call_is_no_time_and_a_turn_without_an_answer_no_difference() -> None:
-    good, bad = Call(0.1, 0.2, 5), Call(failure="400: no")
-    ours, theirs = [Block((good, bad), 1.0, 0.5, 0.1), Block((bad,), 1.0, None, 0.1)], [_block(0.15), _block(0.1)]
+    good, bad = TimedCall(0.1, 0.2, 5), TimedCall(failure="400: no")
+    ours, theirs = (
+        [CallBlock((good, bad), 1.0, 0.5, 0.1), CallBlock((bad,), 1.0, None, 0.1)],
+        [_block(0.15), _block(0.1)],
+    )
     found = figures("x", ours)
     assert (found.calls, found.failed, found.commonest_failure) == (3, 2, "400: no")
     assert found.whole is not None
@@ -152,5 +155,5 @@ def test_a_failed_call_is_no_time_and_a_turn_without_an_answer_no_difference() -
     assert (gain.low, gain.turns) == (None, 1)
 
 
-def _block(seconds: float) -> Block:
-    return Block((Call(seconds, seconds, 5),), 1.0, None, 0.0)
+def _block(seconds: float) -> CallBlock:
+    return CallBlock((TimedCall(seconds, seconds, 5),), 1.0, None, 0.0)

@@ -83,7 +83,7 @@ def test_a_word_that_is_no_command_is_answered_with_the_nearest_ones(project: Pr
 def test_status_without_a_run_names_the_projects_that_there_are(project: Project) -> None:
     assert "--project NAME" not in project.run("status").stdout
     (project.folder / ".ratchet" / "demo" / "run").mkdir(parents=True)
-    assert "projects  demo: look at one with --project NAME" in project.run("status").stdout
+    assert "projects  demo: select one with --project NAME" in project.run("status").stdout
     pidfile.write(project.folder / ".ratchet/demo/run/up.pid", os.getpid())
     assert "up is     demo: look there with --project NAME" in project.run("status").stdout
 
@@ -147,10 +147,6 @@ def test_a_command_that_reads_makes_no_store_of_a_misspelt_name(project: Project
         asked = project.run(*command, "--store", "typo.db")
         assert (asked.returncode, "there is no store at" in asked.stdout) == (1, True), command
     assert not (project.folder / "typo.db").exists()
-
-
-def test_a_demo_away_from_the_repository_says_where_it_runs(project: Project) -> None:
-    assert "run the demo in the folder of Ratchet's repository" in project.run("demo").stdout
 
 
 def test_a_damaged_message_fails_the_verification(project: Project) -> None:

@@ -7,8 +7,8 @@ import os
 import subprocess
 import sys
 
-from ratchet.settings import Settings
-from ratchet.supervisor.vllm_command import CPU_PLUGIN, plan
+from ratchet.settings.project_settings import Settings
+from ratchet.supervisor.vllm_command import CPU_PLUGIN, build_command
 from tests.harness.cli.project import ROOT
 
 POLICY = ROOT / "ratchet" / "demo" / "email_search" / "policy"
@@ -31,7 +31,7 @@ print(json.dumps([out.flatten().tolist(), other.flatten().tolist()]))
 
 
 def test_a_token_without_an_adapter_gets_nothing_of_the_one_in_the_last_slot() -> None:
-    engine = plan(Settings.model_validate({"base_model": str(POLICY)}), 8001, gpu=False)
+    engine = build_command(Settings.model_validate({"base_model": str(POLICY)}), 8001, gpu=False)
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         env=os.environ | dict(engine.environment),
@@ -45,7 +45,7 @@ def test_a_token_without_an_adapter_gets_nothing_of_the_one_in_the_last_slot() -
 
 
 def test_on_a_gpu_vllm_is_left_as_it_is() -> None:
-    engine = plan(Settings.model_validate({"base_model": str(POLICY)}), 8001, gpu=True)
+    engine = build_command(Settings.model_validate({"base_model": str(POLICY)}), 8001, gpu=True)
     assert "PYTHONPATH" not in engine.environment
 
 

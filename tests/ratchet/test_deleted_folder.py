@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ratchet.settings.state_folder import StateFolder
-from ratchet.supervisor import user_pidfile
+from ratchet.supervisor import project_lock
 from tests.harness.cli.project import Project, is_alive
 
 
@@ -27,7 +27,7 @@ def test_a_project_whose_folder_was_deleted_is_named_refused_and_ended(project: 
     assert "`ratchet down --project default`" in second.stdout
     down = project.run("down")
     assert down.returncode == 0
-    assert f"up (pid {up.pid}) with its rooms" in down.stdout
+    assert f"up (pid {up.pid}) with its services" in down.stdout
     up.communicate(timeout=30)
     assert not [pid for pid in pids if is_alive(pid)]
     assert project.run("down").stdout == "project default: nothing was running\n"
@@ -37,14 +37,14 @@ def test_a_project_whose_folder_was_deleted_is_named_refused_and_ended(project: 
 def test_a_folder_of_another_user_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     state = StateFolder(tmp_path / "state")
-    user_pidfile.write(state)
+    project_lock.write_user_pidfile(state)
     (folder,) = tmp_path.glob("ratchet-*")
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert user_pidfile.orphaned_pid(state) is not None
+    assert project_lock.orphaned_pid(state) is not None
     folder.chmod(0o777)  # anybody could have written it
-    assert user_pidfile.running(state) is None
-    user_pidfile.write(state)
-    user_pidfile.remove(state)
+    assert project_lock.running_supervisor(state) is None
+    project_lock.write_user_pidfile(state)
+    project_lock.remove_user_pidfile(state)
     folder.chmod(0o700)
-    user_pidfile.remove(state)
-    assert user_pidfile.running(state) is None
+    project_lock.remove_user_pidfile(state)
+    assert project_lock.running_supervisor(state) is None

@@ -35,7 +35,7 @@ class DemoRun:
         """Start `ratchet demo`."""
         path = f"{self._folder / 'packages'}{os.pathsep}{ROOT}"
         process = subprocess.Popen(
-            [sys.executable, "-m", "ratchet", "demo", "--folder", str(self._folder / "state")],
+            [sys.executable, "-m", "ratchet", "demo", "--state-dir", str(self._folder / "state")],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": path, **environ},
             stdout=subprocess.PIPE,
@@ -89,7 +89,7 @@ def test_the_users_own_variables_do_not_reach_the_demo(demo: DemoRun, tmp_path: 
     own.mkdir(parents=True)
     process = demo.start(RATCHET_PROJECT="mail", RATCHET_STORE=f"sqlite:///{tmp_path / 'mine.db'}", RATCHET_MODEL="m")
     recorded = demo.state / "run" / "running.json"
-    wait_for("the rooms are started", recorded.exists, seconds=40)
+    wait_for("the services are started", recorded.exists, seconds=40)
     running = json.loads(recorded.read_text())
     interrupt(process)
     assert (running["project"], running["model"]) == ("demo", "email-agent")
@@ -119,5 +119,5 @@ def test_a_demo_after_a_demo_keeps_the_last_one(demo: DemoRun) -> None:
 def test_the_demo_says_what_shows_more_of_it_where_it_left_it(tmp_path: Path) -> None:
     here = describe_next_steps("/x/.venv/bin/ratchet", Path(".ratchet").resolve() / "demo")
     assert "/x/.venv/bin/ratchet status --project demo" in here
-    assert "RATCHET_FOLDER" not in here
-    assert f"RATCHET_FOLDER={tmp_path} ratchet status" in describe_next_steps("__main__.py", tmp_path / "demo")
+    assert "RATCHET_STATE_DIR" not in here
+    assert f"RATCHET_STATE_DIR={tmp_path} ratchet status" in describe_next_steps("__main__.py", tmp_path / "demo")

@@ -8,8 +8,8 @@ import psutil
 import pytest
 
 from ratchet.errors import GpuMemoryTooLow, SettingsError
-from ratchet.settings import load
-from ratchet.supervisor import gpu_memory, services, vllm_command
+from ratchet.settings.load_settings import load
+from ratchet.supervisor import preflight_checks, services, vllm_command
 from ratchet.trainer.settings.devices import VARIABLE
 from tests.harness.cli.project import Project
 
@@ -18,10 +18,10 @@ Environments = dict[str, dict[str, str]]
 
 
 def environments(project: Project) -> Environments:
-    """What each room of the project would be started with."""
+    """What each service of the project would be started with."""
     settings = load(project.folder / "ratchet.yaml", environ={})
-    found = services.plan(settings, config=project.folder / "resolved.yaml").rooms
-    return {room.name: dict(room.environment) for room in found}
+    found = services.plan_services(settings, config=project.folder / "resolved.yaml").services
+    return {service.name: dict(service.environment) for service in found}
 
 
 def test_trainer_and_vllm_are_pinned_each_to_its_own_devices(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,15 +29,15 @@ def test_trainer_and_vllm_are_pinned_each_to_its_own_devices(project: Project, m
     content = {"judge": JUDGE, "devices": "2"}
     project.write(vllm={**project.content["vllm"], "devices": [0, 1]}, trainer=content)
     found = environments(project)
-    assert {name: room[VARIABLE] for name, room in found.items()} == {"vllm": "0,1", "proxy": "3", "trainer": "2"}
+    assert {name: service[VARIABLE] for name, service in found.items()} == {"vllm": "0,1", "proxy": "3", "trainer": "2"}
 
 
 def test_without_settings_the_variable_holds_for_both(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     project.write(trainer={"judge": JUDGE})
     monkeypatch.setenv(VARIABLE, "GPU-8f2c,1")
-    assert {room[VARIABLE] for room in environments(project).values()} == {"GPU-8f2c,1"}
+    assert {service[VARIABLE] for service in environments(project).values()} == {"GPU-8f2c,1"}
     monkeypatch.delenv(VARIABLE)
-    assert not [room for room in environments(project).values() if VARIABLE in room]
+    assert not [service for service in environments(project).values() if VARIABLE in service]
 
 
 def test_the_hubs_variables_reach_vllm_and_the_trainer(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,8 +45,12 @@ def test_the_hubs_variables_reach_vllm_and_the_trainer(project: Project, monkeyp
     for name, value in (("HF_ENDPOINT", "http://mirror"), ("HF_HUB_OFFLINE", "1"), ("HF_HOME", "/cache")):
         monkeypatch.setenv(name, value)
     for name in ("vllm", "trainer"):
-        room = environments(project)[name]
-        assert (room["HF_ENDPOINT"], room["HF_HUB_OFFLINE"], room["HF_HOME"]) == ("http://mirror", "1", "/cache")
+        service = environments(project)[name]
+        assert (service["HF_ENDPOINT"], service["HF_HUB_OFFLINE"], service["HF_HOME"]) == (
+            "http://mirror",
+            "1",
+            "/cache",
+        )
 
 
 def test_the_started_vllm_sees_its_devices_and_its_command_is_told(project: Project) -> None:
@@ -70,7 +74,7 @@ def test_hidden_gpus_are_none(project: Project) -> None:
     project.write(vllm={**project.content["vllm"], "devices": ""})
     settings = load(project.folder / "ratchet.yaml", environ={})
     assert not vllm_command.has_visible_gpu(settings)
-    assert "--enforce-eager" in str(vllm_command.plan(settings, 8235))
+    assert "--enforce-eager" in str(vllm_command.build_command(settings, 8235))
 
 
 @pytest.fixture
@@ -93,19 +97,19 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("devices", [None, "0", "GPU-aaa", "0,1"])
 def test_a_busy_gpu_is_reported_with_the_pid_that_holds_it(devices: str | None) -> None:
     with pytest.raises(GpuMemoryTooLow, match=r"GPU 0 has 19000 of 80000 MiB free .* pid 4711 \(python, 60990 MiB\)"):
-        gpu_memory.check_gpu_memory(devices, 0.5)
+        preflight_checks.check_gpu_memory(devices, 0.5)
 
 
 @pytest.mark.usefixtures("nvidia_smi")
-def test_a_gpu_with_room_is_taken() -> None:
-    gpu_memory.check_gpu_memory("1", 0.9)
-    gpu_memory.check_gpu_memory("0", 0.2)
+def test_a_gpu_with_service_is_taken() -> None:
+    preflight_checks.check_gpu_memory("1", 0.9)
+    preflight_checks.check_gpu_memory("0", 0.2)
 
 
 def test_several_processes_of_the_trainer_are_started_by_the_launcher(project: Project) -> None:
     project.write(trainer={"judge": JUDGE, "num_processes": 3})
     settings = load(project.folder / "ratchet.yaml", environ={})
-    room = services.plan(settings, config=project.folder / "resolved.yaml").rooms[-1]
-    told = " ".join(room.command[1:])
+    service = services.plan_services(settings, config=project.folder / "resolved.yaml").services[-1]
+    told = " ".join(service.command[1:])
     assert "-m accelerate.commands.launch --multi_gpu --num_processes 3" in told
     assert told.endswith("-m ratchet --config " + str(project.folder / "resolved.yaml") + " trainer")

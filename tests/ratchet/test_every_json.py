@@ -129,6 +129,6 @@ def test_a_command_prints_json_and_nothing_else(
         model.answers = [GOOD]
         words = [(ids | {"URL": model.url}).get(word, word) for word in READS[command]]
         code = run([*command.split(), *words, "--json"])
-    printed, said = capfd.readouterr()
+    stdout, said = capfd.readouterr()
     assert code in (0, 1, 3), said
-    json.loads(printed)
+    json.loads(stdout)

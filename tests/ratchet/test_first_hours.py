@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.settings import load
+from ratchet.settings.load_settings import load
 from ratchet.status import project_status
 from ratchet.store.records import ProxyInstance
 from ratchet.store.store import open_store
@@ -58,11 +58,11 @@ def test_a_tool_call_parser_that_vllm_does_not_know_is_named_with_those_that_it_
 
 
 def test_a_state_folder_that_cannot_be_made_is_not_blamed_on_a_full_disk(project: Project) -> None:
-    project.write(folder="/proc/nowhere")
+    project.write(state_dir="/proc/nowhere")
     up = project.run("up")
     assert up.returncode == 1
     assert "cannot be made" in up.stdout
-    assert "set `folder` (RATCHET_FOLDER) to one that this user may write" in up.stdout
+    assert "set `folder` (RATCHET_STATE_DIR) to one that this user may write" in up.stdout
     assert "free the disk" not in up.stdout
 
 
@@ -93,17 +93,17 @@ def test_a_process_that_has_just_ended_is_told_to_be_coming_back(
     run = project.state / "run"
     run.mkdir(parents=True)
     pidfile.write(run / "up.pid", os.getpid())
-    rooms = {"vllm": 1, "proxy": 1}
-    record = {"pid": os.getpid(), "ready": True, "rooms": rooms, "died": {}}
+    services = {"vllm": 1, "proxy": 1}
+    record = {"pid": os.getpid(), "ready": True, "services": services, "exits": {}}
     (run / "running.json").write_text(json.dumps(record))
-    found = project_status.collect(load(project.folder / "ratchet.yaml", environ={}))
-    assert found["rooms"]["vllm"]["state"] == "restarting"
-    assert found["rooms"]["trainer"]["state"] == "stopped"  # it was never started
-    assert any("has ended; `ratchet up` starts it again" in line for line in project_status.lines(found))
+    found = project_status.collect_status(load(project.folder / "ratchet.yaml", environ={}))
+    assert found["services"]["vllm"]["state"] == "restarting"
+    assert found["services"]["trainer"]["state"] == "stopped"  # it was never started
+    assert any("exited; `ratchet up` restarts it" in line for line in project_status.status_lines(found))
     given_up = {"vllm": {"count": 6, "reason": "no memory", "given_up": True}}
-    (run / "running.json").write_text(json.dumps(record | {"died": given_up}))
-    found = project_status.collect(load(project.folder / "ratchet.yaml", environ={}))
-    assert found["rooms"]["vllm"]["state"] == "stopped"
+    (run / "running.json").write_text(json.dumps(record | {"exits": given_up}))
+    found = project_status.collect_status(load(project.folder / "ratchet.yaml", environ={}))
+    assert found["services"]["vllm"]["state"] == "stopped"
     (run / "up.pid").unlink()
 
 

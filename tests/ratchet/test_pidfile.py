@@ -25,7 +25,7 @@ def test_a_recycled_pid_is_not_the_process_that_was_recorded(tmp_path: Path) -> 
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         birth = pidfile.write(state.pid("vllm"), other.pid)
         assert birth is not None
-        state.pid("vllm").write_text(f"{other.pid} {birth.born - 60}\n")
+        state.pid("vllm").write_text(f"{other.pid} {birth.started_at - 60}\n")
         assert stop_leftover_processes(state) == []
         assert other.poll() is None
         other.kill()

@@ -14,25 +14,25 @@ from ratchet.supervisor import ports
 def test_a_default_port_that_is_busy_moves_to_the_next_free_one() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         busy = server.getsockname()[1]
-        assert ports.choose("vllm", "vllm.port", "127.0.0.1", busy, fixed=False, taken=set()) > busy
+        assert ports.choose_port("vllm", "vllm.port", "127.0.0.1", busy, fixed=False, taken=set()) > busy
 
 
 def test_a_chosen_port_that_is_busy_names_pid_and_setting() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         busy = server.getsockname()[1]
-        with pytest.raises(PortInUse, match=rf"vllm: port {busy} is held by pid {os.getpid()} .* set vllm.port"):
-            ports.choose("vllm", "vllm.port", "127.0.0.1", busy, fixed=True, taken=set())
+        with pytest.raises(PortInUse, match=rf"vllm: port {busy} is used by pid {os.getpid()} .* set vllm.port"):
+            ports.choose_port("vllm", "vllm.port", "127.0.0.1", busy, fixed=True, taken=set())
 
 
-def test_two_rooms_never_get_the_same_port() -> None:
+def test_two_services_never_get_the_same_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         free = server.getsockname()[1] + 1
-    assert ports.choose("vllm", "vllm.port", "127.0.0.1", free, fixed=False, taken={free}) != free
-    with pytest.raises(PortInUse, match="another room"):
-        ports.choose("vllm", "vllm.port", "127.0.0.1", free, fixed=True, taken={free})
+    assert ports.choose_port("vllm", "vllm.port", "127.0.0.1", free, fixed=False, taken={free}) != free
+    with pytest.raises(PortInUse, match="another service"):
+        ports.choose_port("vllm", "vllm.port", "127.0.0.1", free, fixed=True, taken={free})
 
 
 def test_port_0_takes_a_free_one() -> None:
-    port = ports.choose("vllm", "vllm.port", "127.0.0.1", 0, fixed=True, taken=set())
+    port = ports.choose_port("vllm", "vllm.port", "127.0.0.1", 0, fixed=True, taken=set())
     assert port > 0
     assert ports.is_free("127.0.0.1", port)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ratchet import urls
 from ratchet.errors import SettingsError
-from ratchet.settings import Settings, load
+from ratchet.settings.load_settings import load
+from ratchet.settings.project_settings import Settings, local_url
 from ratchet.trainer.settings.judge_specs import FunctionSpec
 from ratchet.trainer.tasks.task_set import TaskSet
 from ratchet.tuner.tasks.imported import ImportedTasks
@@ -28,8 +28,8 @@ def test_later_layers_win_and_defaults_fill(tmp_path: Path) -> None:
     proxy = settings.proxy_settings({})
     assert (proxy.port, proxy.host, settings.vllm.max_loras) == (9200, "127.0.0.2", 8)
     assert (settings.project, settings.model, proxy.capture) == ("mail", "policy", "strict")
-    assert settings.chosen("proxy", "port")
-    assert not settings.chosen("vllm", "port")
+    assert settings.is_set("proxy", "port")
+    assert not settings.is_set("vllm", "port")
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_later_layers_win_and_defaults_fill(tmp_path: Path) -> None:
         ("prject: a", {}, "ratchet.yaml: unknown key prject; the nearest known key is project"),
         ("proxy: {prt: 1}", {}, "unknown key proxy.prt; the nearest known key is proxy.port"),
         ("trainer: {learner: {lerning_rate: 1}}", {}, "the nearest known key is trainer.learner.learning_rate"),
-        ("trainer: {lora_r: 4}", {}, "unknown key trainer.lora_r; the nearest known key is trainer.learner.lora_r"),
+        ("trainer: {lora_rr: 4}", {}, "unknown key trainer.lora_rr; the nearest known key is trainer.learner.lora_r"),
         ("proxy: {store: a.db}", {}, "unknown key proxy.store; the nearest known key is store"),
         ("proxy: 8000", {}, "proxy is a section"),
         ("vllm: {port: {a: 1}}", {}, "vllm.port: input should be a valid integer"),
@@ -46,7 +46,7 @@ def test_later_layers_win_and_defaults_fill(tmp_path: Path) -> None:
         ("trainer: {learner: {lora_r: 0}}", {}, "learner setting lora_r is 0"),
         ("vllm: {host: 0.0.0.0}", {}, "vllm.host: 0.0.0.0 can be reached from other machines"),
         ("vllm: {host: '::'}", {}, "use 127.0.0.1 or ::1, and proxy.host"),
-        ("vllm: {extra_args: [--host=0.0.0.0]}", {}, "--host is chosen by Ratchet; set vllm.host"),
+        ("vllm: {extra_args: [--host=0.0.0.0]}", {}, "--host is set by Ratchet; use vllm.host"),
         ("a: [", {}, "is not YAML"),
         ("- a", {}, "must hold keys and values"),
         ("", {"RATCHET_PROXY__PRT": "1"}, "variable RATCHET_PROXY__PRT: unknown key proxy.prt"),
@@ -112,13 +112,13 @@ def test_an_ipv6_address_is_bracketed_wherever_it_stands_in_a_url(tmp_path: Path
     settings = read(tmp_path, "vllm: {host: '::1'}")
     assert settings.proxy_settings({}).upstreams == ("http://[::1]:8001",)
     assert settings.trainer_settings(base_model="m", judge="a:b").vllm == ("http://[::1]:8001",)
-    assert urls.url("::", 80) == "http://[::1]:80"
-    assert urls.url("0.0.0.0", 80) == "http://127.0.0.1:80"
+    assert local_url("::", 80) == "http://[::1]:80"
+    assert local_url("0.0.0.0", 80) == "http://127.0.0.1:80"
 
 
 def test_shadows_are_refused_beside_a_vllm_that_does_not_tell_whether_it_is_idle(tmp_path: Path) -> None:
     resamples, silent = "trainer: {resample: {samples: 2}}", "vllm: {extra_args: [--disable-log-stats]}"
-    with pytest.raises(SettingsError, match=r"take that out of vllm\.extra_args"):
+    with pytest.raises(SettingsError, match=r"remove that from vllm\.extra_args"):
         read(tmp_path, f"{resamples}\n{silent}")
     read(tmp_path, resamples)
     read(tmp_path, silent)
@@ -127,7 +127,7 @@ def test_shadows_are_refused_beside_a_vllm_that_does_not_tell_whether_it_is_idle
 def test_the_gates_task_set_may_be_an_imported_one(tmp_path: Path) -> None:
     file, rows = tmp_path / "ratchet.yaml", tmp_path / "test.jsonl"
     file.write_text("base_model: tiny\ntrainer: {judge: 'a:b', release: {workflow: 'a:b', tasks: mail}}")
-    settings = load(file, {("folder",): ("", str(tmp_path))}, {})
+    settings = load(file, {("state_dir",): ("", str(tmp_path))}, {})
     assert settings.trainer_settings().release.tasks == "mail"  # of the hub, as long as none of that name is imported
     rows.write_text('{"question": "who?"}\n')
     ImportedTasks(settings.state.tasks).add(TaskSet.of_files("mail", {"test": rows}), "mail")

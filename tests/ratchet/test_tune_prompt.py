@@ -43,7 +43,8 @@ class Circle:
     def arguments(self, agent: str = "agent", **given: Any) -> list[str]:
         options = {
             "tasks": "world", "workflow": f"{AGENT}:{agent}", "judge": f"{AGENT}:judge", "seed": 1,
-            "reflection-url": self.reflection.url, "reflection-model": "scripted-reflection", "max_rollouts": 200, **given,
+            "reflection-url": self.reflection.url, "reflection-model": "scripted-reflection", "max_rollouts": 200,
+            **given,
         }  # fmt: skip
         return [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 

@@ -1,4 +1,4 @@
-"""`ratchet tune weights`: what it refuses, whose rooms it works in, and what it leaves."""
+"""`ratchet tune weights`: what it refuses, whose services it works in, and what it leaves."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import sys
 import pytest
 
 from ratchet.cli import run
-from ratchet.settings import load
-from ratchet.settings.last_run import adopt
+from ratchet.settings.load_settings import load, with_last_run
 from ratchet.store.store import open_store
 from tests.harness.cli.project import Project
 from tests.harness.trainer.tiny import build_tiny_model
@@ -37,7 +36,7 @@ def tuned(project: Project) -> Project:
     return project
 
 
-def test_it_starts_the_rooms_where_nothing_runs_and_leaves_a_result_and_no_process(tuned: Project) -> None:
+def test_it_starts_the_services_where_nothing_runs_and_leaves_a_result_and_no_process(tuned: Project) -> None:
     done = tuned.run("tune", "weights", *SMALL, "--json", "--png", "curve.png", "--fail-unless-better", seconds=120)
     assert done.returncode == 3, done.stdout
     assert list((tuned.state / "run").glob("*.pid")) == []
@@ -97,10 +96,13 @@ def test_the_judge_that_a_project_was_started_with_judges_where_no_other_is_name
     file = project.state / "run" / "settings.yaml"
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps({"trainer": {"judge": JUDGE, "num_generations": 4}}))
-    settings = load(project.folder / "ratchet.yaml", {("folder",): ("--folder", str(project.folder / ".ratchet"))}, {})
-    assert adopt(settings).trainer == {"judge": JUDGE}
+    options: dict[tuple[str, ...], tuple[str, str]] = {
+        ("state_dir",): ("--state-dir", str(project.folder / ".ratchet"))
+    }
+    settings = load(project.folder / "ratchet.yaml", options, {})
+    assert with_last_run(settings).trainer == {"judge": JUDGE}
     own = settings.model_copy(update={"trainer": {"judge": "mine:judge"}})
-    assert adopt(own).trainer == {"judge": "mine:judge"}
+    assert with_last_run(own).trainer == {"judge": "mine:judge"}
 
 
 def test_attempts_that_the_running_trainer_would_wait_for_more_of_are_refused(
@@ -113,4 +115,4 @@ def test_attempts_that_the_running_trainer_would_wait_for_more_of_are_refused(
     done = tuned.run("tune", "weights", "--rounds", "0", "--eval-tasks", "4", seconds=60)
     assert done.returncode == 0, done.stdout  # it came to its end
     assert "on http://127.0.0.1" in done.stdout
-    assert tuned.running()["ready"], "the rooms go on"
+    assert tuned.running()["ready"], "the services go on"

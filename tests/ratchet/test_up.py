@@ -46,7 +46,7 @@ def test_up_says_the_base_url_and_where_the_vllm_command_stands_and_ctrl_c_stops
 def test_nothing_outlives_a_sigkill_of_up(project: Project) -> None:
     up = project.up(SCRIPTED_VLLM="ignores_sigterm")
     pids = project.pids()
-    assert len(pids) == 5  # two rooms, two leashes, and what vLLM started in a session of its own
+    assert len(pids) == 5  # two services, two process guards, and what vLLM started in a session of its own
     assert all(is_alive(pid) for pid in pids)
     up.kill()
     up.communicate()
@@ -75,7 +75,7 @@ def test_down_ends_all_and_is_idempotent(project: Project) -> None:
     assert json.loads(detached.stdout)["base_url"].endswith("/v1")
     status = json.loads(project.run("status", "--json").stdout)
     assert status["ready"]
-    assert status["rooms"]["proxy"]["pid"] in pids
+    assert status["services"]["proxy"]["pid"] in pids
     assert status["store"]["live"] == {"model": "policy", "version": 0}
     began = time.monotonic()
     down = project.run("down")
@@ -97,7 +97,7 @@ def test_a_second_up_is_refused_and_names_the_first(project: Project) -> None:
     finish(up)
 
 
-def test_a_room_that_dies_while_starting_is_named_with_the_end_of_its_log(project: Project) -> None:
+def test_a_service_that_dies_while_starting_is_named_with_the_end_of_its_log(project: Project) -> None:
     up = project.run("up", SCRIPTED_VLLM="dies_at_start")
     assert up.returncode == 1
     assert "vllm (pid" in up.stdout
@@ -108,18 +108,18 @@ def test_a_room_that_dies_while_starting_is_named_with_the_end_of_its_log(projec
     assert "nothing was running" in project.run("down").stdout
 
 
-def test_a_room_that_dies_is_started_again_and_ends_all_only_when_that_is_no_use(project: Project) -> None:
+def test_a_service_that_dies_is_started_again_and_ends_all_only_when_that_is_no_use(project: Project) -> None:
     project.write(restarts=1)
     up = project.up()
-    before = project.running()["rooms"]
+    before = project.running()["services"]
     os.kill(before["vllm"], signal.SIGKILL)
-    wait_for("vLLM is back", lambda: project.running()["rooms"]["vllm"] != before["vllm"])
+    wait_for("vLLM is back", lambda: project.running()["services"]["vllm"] != before["vllm"])
     after = project.running()
-    assert after["rooms"]["proxy"] == before["proxy"]
-    assert "was ended by SIGKILL" in after["died"]["vllm"]["reason"]
+    assert after["services"]["proxy"] == before["proxy"]
+    assert "was ended by SIGKILL" in after["exits"]["vllm"]["reason"]
     assert "died: vllm (pid" in project.run("status").stdout
     pids = project.pids()
-    os.kill(after["rooms"]["vllm"], signal.SIGSEGV)
+    os.kill(after["services"]["vllm"], signal.SIGSEGV)
     code, said = finish(up)
     assert code == 1
     assert "was ended by SIGKILL; it is started again in 1 s" in said
@@ -162,7 +162,7 @@ def test_ctrl_c_while_stopping_does_not_break_the_stopping(project: Project) -> 
     project.write(restarts=0)
     up = project.up(SCRIPTED_VLLM="ignores_sigterm")
     pids = project.pids()
-    os.kill(project.running()["rooms"]["proxy"], signal.SIGKILL)
+    os.kill(project.running()["services"]["proxy"], signal.SIGKILL)
     wait_for("the proxy has ended", lambda: not (project.state / "run" / "proxy.pid").exists())
     up.send_signal(signal.SIGINT)
     code, said = finish(up)

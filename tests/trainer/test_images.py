@@ -16,7 +16,7 @@ import anthropic
 import openai
 import pytest
 
-from ratchet.status.project_status import lines
+from ratchet.status.project_status import status_lines
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges.images import JudgeImages
 from ratchet.trainer.daemon import Daemon
@@ -168,4 +168,4 @@ def test_the_status_names_images_among_what_was_left_out() -> None:
         "project": "p", "running": True, "ready": True, "base_url": None, "console": None, "rooms": {}, "versions": {},
         "other_projects_up": [], "other_projects": [], "orphaned_pid": None, "store": store,
     }  # fmt: skip
-    assert "12 tokens image: images are recorded and judged, never trained" in "\n".join(lines(status))
+    assert "12 tokens image: images are recorded and judged, never trained" in "\n".join(status_lines(status))

@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ratchet.settings import Settings
-from ratchet.status.next_round import line, next_round
+from ratchet.settings.project_settings import Settings
+from ratchet.status.project_status import next_round, next_round_line
 from ratchet.store.records import Group
 from ratchet.store.states import GroupState
 from ratchet.store.store import Store
@@ -118,4 +118,4 @@ def test_status_says_what_the_next_round_waits_for(store: Store) -> None:
     settings = Settings(model="agent", trainer={"judge": "a:b", "groups_per_round": 12, "min_groups_per_round": 3})
     waits = next_round(store, settings)
     assert waits is not None
-    assert line(waits) == "1 of 12 groups judged; with fewer it begins after 600 s, never with fewer than 3"
+    assert next_round_line(waits) == "1 of 12 groups judged; with fewer it begins after 600 s, never with fewer than 3"

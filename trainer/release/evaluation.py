@@ -1,4 +1,4 @@
-"""The result of a paired evaluation: a candidate's answers beside the live version's, judged as one group per prompt."""
+"""The result of a paired evaluation: a candidate's answers and the live version's, judged as one group per prompt."""
 
 from __future__ import annotations
 

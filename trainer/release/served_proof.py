@@ -17,12 +17,12 @@ class Scorer(Protocol):
     """Computes logprobs as the trainer does; `ratchet.trainer.learner.learner.Learner` is one."""
 
     def score(self, rows: Sequence[Sequence[int]], *, adapter: bool | Path = True) -> list[tuple[float, ...]]:
-        """Return the logprob of every id under the newest version (True), the base model (False) or a folder's adapter."""
+        """Return the logprobs of ids under the newest version (True), the base model (False) or a folder's adapter."""
         ...
 
 
 class ProofFailed(Exception):
-    """No replica serves the candidate as the trainer made it, or it cannot be proven; `proofs` are those made so far."""
+    """No replica serves the candidate as the trainer made it, or it is unproven; `proofs` are those made so far."""
 
     def __init__(self, reason: str, outcome: Outcome, proofs: dict[str, Proof]) -> None:
         super().__init__(reason)

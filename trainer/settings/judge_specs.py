@@ -255,7 +255,7 @@ class CompositeSpec(_Spec):
         return self
 
     def _gap(self) -> tuple[float, float]:
-        """Return what a success is ahead by in the weighted mean, and what behavior, good or bad, adds to it at most."""
+        """Return what a success is ahead by in the weighted mean, and what behavior adds to it at most."""
         weights = {
             kind: sum(part.weight or 0.0 for part in self.parts if _is_behavior(part) is kind) for kind in (True, False)
         }

@@ -70,7 +70,7 @@ class SentinelSettings(BaseModel):
     def _something_to_compare_with(self) -> Self:
         if 2 * self.recent_window > self.window:
             raise ValueError(
-                f"recent_window {self.recent_window} is more than half of window {self.window}: nothing is left to compare with; "
-                "lower recent_window or raise window"
+                f"recent_window {self.recent_window} is more than half of window {self.window}: "
+                "nothing is left to compare with; lower recent_window or raise window"
             )
         return self

@@ -17,8 +17,8 @@ class WarmStartSettings(BaseModel):
     sources: tuple[str, ...] = Field(
         (POLICY, DEMONSTRATIONS),
         min_length=1,
-        description="policy: the policy's good trajectories; demonstrations: demonstrations of feedback; else the name of another "
-        "model whose trajectories were recorded",
+        description="policy: the policy's good trajectories; demonstrations: demonstrations of feedback; else the name "
+        "of another model whose trajectories were recorded",
     )
     min_score: float = Field(0.5, description="score from which on a trajectory is good enough to be imitated")
     min_trajectories: int = Field(16, ge=1, description="fewer trajectories than this are refused")

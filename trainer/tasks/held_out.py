@@ -1,7 +1,7 @@
 """Which tasks are set aside for evaluation: they are served and recorded like any, and nothing is learnt from them.
 
-A fixed share of all hashes of a task's key (`trainer.release.held_out_share`). Whatever gives records to a learner asks here:
-grouping, warm starts and exports. Pure.
+A fixed share of all hashes of a task's key (`trainer.release.held_out_share`). Whatever gives records to a learner asks
+here: grouping, warm starts and exports. Pure.
 """
 
 from __future__ import annotations

@@ -111,7 +111,8 @@ class _Run:
             tools.scorer.count_abandoned_tokens(self._tuning.id)
             trials = Trials(
                 tools.store, self._tuning.id, self._tasks, rolled, self._scored, self._budget,
-                max_prompt_chars=settings.prompt.max_prompt_chars, failure_score=settings.failure_score, model=self._model(),
+                max_prompt_chars=settings.prompt.max_prompt_chars, failure_score=settings.failure_score,
+                model=self._model(),
                 said=self._said,
             )  # fmt: skip
             self._work.at(self._budget.begun, self._budget.rollouts)

@@ -84,7 +84,8 @@ class WorkflowEvaluator:
     def _request(self, candidate: Policy, live: Policy) -> Request:
         settings = self._settings
         return Request(
-            kind="eval", alias=self._alias, candidates=(version_name(live), version_name(candidate)), tasks=str(settings.tasks),
+            kind="eval", alias=self._alias, candidates=(version_name(live), version_name(candidate)),
+            tasks=str(settings.tasks),
             split=settings.split, workflow=str(settings.workflow), judge=self._scorer.name,
             limit=settings.evaluation_prompts, attempts=settings.evaluation_samples,
         )  # fmt: skip

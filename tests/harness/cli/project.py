@@ -92,12 +92,12 @@ class Project:
     def json(self, *arguments: str, seconds: float = 60) -> Any:
         """Run `ratchet ARGUMENTS --json` to its end and return what it printed to stdout alone."""
         process = self._start([*arguments, "--json"], {}, subprocess.PIPE)
-        printed, said = process.communicate(timeout=seconds)
+        stdout, said = process.communicate(timeout=seconds)
         assert process.returncode == 0, said
-        return json.loads(printed)
+        return json.loads(stdout)
 
     def up(self, *arguments: str, **environ: str) -> subprocess.Popen[str]:
-        """Start `ratchet up` and return it once every room is ready."""
+        """Start `ratchet up` and return it once every service is ready."""
         process = self.start("up", *arguments, **environ)
 
         def is_ready() -> bool:
@@ -116,7 +116,7 @@ class Project:
             return {}
 
     def pids(self) -> list[int]:
-        """Return every process of the project: rooms, leashes and the vLLM's helper."""
+        """Return every process of the project: services, process guards and the vLLM's helper."""
         files = [file for file in (self.state / "run").glob("*.pid") if file.name != "up.pid"]
         return [int(file.read_text().split()[0]) for file in (*files, self.helper)]
 

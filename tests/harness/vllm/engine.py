@@ -12,9 +12,9 @@ from pathlib import Path
 import httpx
 import psutil
 
-from ratchet.settings import Settings
+from ratchet.settings.project_settings import Settings
 from ratchet.supervisor.leftover_processes import kill_tree
-from ratchet.supervisor.vllm_command import plan
+from ratchet.supervisor.vllm_command import build_command
 from tests.harness.ports import free_port
 
 
@@ -25,7 +25,7 @@ def vllm(model: Path, log: Path, *arguments: str, max_model_len: int = 4096) -> 
     settings = Settings.model_validate(
         {"base_model": str(model), "vllm": {"max_model_len": max_model_len, "extra_args": list(arguments)}}
     )
-    engine = plan(settings, port)
+    engine = build_command(settings, port)
     with log.open("w") as said:
         process = subprocess.Popen(
             engine.arguments, env=os.environ | dict(engine.environment), stdout=said, stderr=subprocess.STDOUT

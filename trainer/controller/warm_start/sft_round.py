@@ -61,8 +61,8 @@ def gather(
     if len(good.scores) < settings.min_trajectories:
         reasons = ", ".join(f"{reason}: {count}" for reason, count in good.left_out.most_common()) or "none were found"
         raise WarmStartRefused(
-            f"{len(good.scores)} trajectories to imitate from {', '.join(settings.sources)}, {settings.min_trajectories} are "
-            f"needed ({reasons}): lower min_score or `least`, or let the agent work first"
+            f"{len(good.scores)} trajectories to imitate from {', '.join(settings.sources)}, "
+            f"{settings.min_trajectories} are needed ({reasons}): lower min_score or min_trajectories"
         )
     kept = general_rows(general, chat, settings) if settings.general is not None else GeneralDataRows()
     return SFTMaterial(good, kept, tuple(mixed(good.rows, kept.learnt, settings.general_ratio, settings.seed)))

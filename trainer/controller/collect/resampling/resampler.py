@@ -1,9 +1,9 @@
 """Resamples of one alias: which singles get further answers, when they are asked for, and the groups that come of them.
 
 Consumes single-call trajectories that found no company, and sealed resamples; produces groups of an original with its
-resamples, as any group. Promises: an original waits at most twice `max_wait_seconds` for an idle vLLM and then goes the way
-of every single; rates are counted in the store, so that a restart does not double them; a shadow that cannot be
-compared is dropped with its reason; one whose original was deleted is deleted. Off: whatever was planned is given up.
+resamples, as any group. Promises: an original waits at most twice `max_wait_seconds` for an idle vLLM and then
+goes the way of every single; rates are counted in the store, so that a restart does not double them; a shadow that cannot
+be compared is dropped with its reason; one whose original was deleted is deleted. Off: whatever was planned is given up.
 """
 
 from __future__ import annotations

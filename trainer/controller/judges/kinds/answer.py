@@ -135,8 +135,8 @@ def _check_reachable(spec: AnswerSpec, right: Sequence[str]) -> None:
         raise JudgeError(f"judge answer: no answer in {spec.answers} holds a number; use match: exact or contains")
     if spec.match == "contains" and all(len(one) > spec.max_chars for one in right):
         raise JudgeError(
-            f"judge answer: every right answer in {spec.answers} is longer than max_chars ({spec.max_chars}), so that none "
-            "can be given: raise max_chars"
+            f"judge answer: every right answer in {spec.answers} is longer than max_chars ({spec.max_chars}), "
+            "so that none can be given: raise max_chars"
         )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.checks.check_result import Finding
+from ratchet.checks.check_result import CheckResult
 from ratchet.checks.judge_quality_check import proof
 from ratchet.store.store import Store, open_store
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
@@ -39,7 +39,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield opened
 
 
-def proven(store: Store, folder: Path, name: str) -> Finding:
+def proven(store: Store, folder: Path, name: str) -> CheckResult:
     (folder / "proved.py").write_text(CODE)
     return proof(FunctionJudge(f"{folder}/proved.py:{name}"), "function", store, "agent")
 

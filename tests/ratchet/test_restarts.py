@@ -1,4 +1,6 @@
-"""Rooms that die are started again, and given up at last; real processes on real leashes, the clock is the test's."""
+"""Services that die are started again, and given up at last; real processes on real process guards, the clock is
+the test's.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,17 @@ import pytest
 from ratchet.errors import ServiceExited
 from ratchet.settings.state_folder import StateFolder
 from ratchet.supervisor import pidfile
-from ratchet.supervisor.events import Event
-from ratchet.supervisor.restarts import WINDOW, RestartBackoff, RestartManager
+from ratchet.supervisor.restarts import RESTART_WINDOW_SECONDS, RestartBackoff, RestartManager
 from ratchet.supervisor.service_process import ServiceProcess
-from ratchet.supervisor.services import Room
+from ratchet.supervisor.services import Service
+from ratchet.supervisor.startup_display import Event
 from tests.harness.cli.project import is_alive, wait_for
 
 SLEEPS = "import time; time.sleep(300)"
 
 
 class Kept:
-    """Rooms under upkeep, and what was told of them."""
+    """Services under upkeep, and what was told of them."""
 
     def __init__(self, folder: Path) -> None:
         self.state = StateFolder(folder)
@@ -36,9 +38,9 @@ class Kept:
         self.now = time.monotonic()
 
     def add(self, name: str, script: str = SLEEPS, ready: Callable[[], bool] = lambda: True) -> None:
-        """Start a room that is a Python script."""
+        """Start a service that is a Python script."""
         command = (sys.executable, "-I", "-S", "-c", script)
-        self.children.append(ServiceProcess(Room(name, command, dict(os.environ), ready, 5.0, 1.0), self.state))
+        self.children.append(ServiceProcess(Service(name, command, dict(os.environ), ready, 5.0, 1.0), self.state))
 
     def upkeep(self, most: int) -> RestartManager:
         """Return the upkeep of what was started."""
@@ -49,10 +51,10 @@ class Kept:
     def turn(self, upkeep: RestartManager, seconds: float = 0.0) -> bool:
         """Let so much time pass, then let upkeep look."""
         self.now += seconds
-        return upkeep.turn(self.now)
+        return upkeep.run_once(self.now)
 
     def end(self, place: int, number: int = signal.SIGKILL) -> int:
-        """End a room; return its pid once its process_guard has ended, too."""
+        """End a service; return its pid once its process_guard has ended, too."""
         child = self.children[place]
         os.kill(child.pid, number)
         wait_for("the process_guard has ended", lambda: child.exit_code is not None)
@@ -61,21 +63,21 @@ class Kept:
 
 @pytest.fixture
 def kept(tmp_path: Path) -> Iterator[Kept]:
-    rooms = Kept(tmp_path / "project")
-    yield rooms
-    for child in rooms.children:
+    services = Kept(tmp_path / "project")
+    yield services
+    for child in services.children:
         child.finish_stop(time.monotonic() + 5)
 
 
 def test_the_pause_before_a_restart_grows_and_old_deaths_are_forgotten() -> None:
-    deaths = RestartBackoff(7)
-    assert [deaths.died(float(at)) for at in range(8)] == [1, 2, 4, 8, 16, 30, 30, None]
-    assert deaths.died(WINDOW + 6.5) == 2  # the one at 7 s counts yet
-    assert deaths.count == 9
-    assert RestartBackoff(0).died(0.0) is None
+    exits = RestartBackoff(7)
+    assert [exits.record_exit(float(at)) for at in range(8)] == [1, 2, 4, 8, 16, 30, 30, None]
+    assert exits.record_exit(RESTART_WINDOW_SECONDS + 6.5) == 2  # the one at 7 s counts yet
+    assert exits.count == 9
+    assert RestartBackoff(0).record_exit(0.0) is None
 
 
-def test_a_room_that_dies_is_started_again_after_its_pause_and_the_others_are_left_alone(kept: Kept) -> None:
+def test_a_service_that_dies_is_started_again_after_its_pause_and_the_others_are_left_alone(kept: Kept) -> None:
     answers: list[bool] = [False]
     kept.add("vllm", ready=lambda: answers[0])
     kept.add("proxy")
@@ -91,10 +93,10 @@ def test_a_room_that_dies_is_started_again_after_its_pause_and_the_others_are_le
     assert not kept.turn(upkeep)
     answers[0] = True
     assert kept.turn(upkeep)
-    assert [(event.kind, event.room) for event in kept.events] == [("died", "vllm"), ("back", "vllm")]
-    assert f"vllm (pid {first}) was ended by SIGSEGV; it is started again in 1 s" in kept.events[0].text
-    assert [(room, bool(reason)) for room, reason in kept.alarms] == [("vllm", True), ("vllm", False)]
-    assert upkeep.deaths()["vllm"]["count"] == 1
+    assert [(event.kind, event.service) for event in kept.events] == [("exited", "vllm"), ("recovered", "vllm")]
+    assert f"vllm (pid {first}) was ended by SIGSEGV; it restarts in 1 s" in kept.events[0].text
+    assert [(service, bool(reason)) for service, reason in kept.alarms] == [("vllm", True), ("vllm", False)]
+    assert upkeep.exits()["vllm"]["count"] == 1
 
 
 def test_a_trainer_that_dies_again_and_again_is_given_up_and_agents_are_served_on(kept: Kept) -> None:
@@ -107,24 +109,24 @@ def test_a_trainer_that_dies_again_and_again_is_given_up_and_agents_are_served_o
     wait_for("it has ended again", lambda: kept.children[1].exit_code is not None)
     assert kept.turn(upkeep)
     assert not kept.turn(upkeep, 100.0)
-    assert upkeep.deaths()["trainer"]["given_up"]
+    assert upkeep.exits()["trainer"]["given_up"]
     told = kept.events[-1].text
-    assert "exited with code 1; it has died 2 times within 10 minutes (restarts); it is not started again" in told
+    assert "exited with code 1; it exited 2 times within 10 minutes (max_restarts); it is not restarted" in told
     assert "the checkpoint is damaged" in told
     assert kept.alarms[-1][1] is not None
     assert is_alive(kept.children[0].pid)
 
 
 @pytest.mark.parametrize("name", ["vllm", "proxy"])
-def test_without_restarts_the_death_of_a_room_that_is_needed_ends_all(kept: Kept, name: str) -> None:
+def test_without_restarts_the_death_of_a_service_that_is_needed_ends_all(kept: Kept, name: str) -> None:
     kept.add(name)
     upkeep = kept.upkeep(0)
     kept.end(0)
-    with pytest.raises(ServiceExited, match="was ended by SIGKILL; the others are being stopped"):
+    with pytest.raises(ServiceExited, match="was ended by SIGKILL; stopping the other services"):
         kept.turn(upkeep)
 
 
-def test_a_room_that_hangs_while_it_starts_again_is_ended_and_counts_as_dead(kept: Kept) -> None:
+def test_a_service_that_hangs_while_it_starts_again_is_ended_and_counts_as_dead(kept: Kept) -> None:
     kept.add("vllm", ready=lambda: False)
     upkeep = kept.upkeep(3)
     kept.end(0)
@@ -133,10 +135,10 @@ def test_a_room_that_hangs_while_it_starts_again_is_ended_and_counts_as_dead(kep
     hung = kept.children[0].pid
     assert kept.turn(upkeep, 10.0)
     assert not is_alive(hung)
-    assert "was not ready within 5 s; it is started again in 2 s" in kept.events[-1].text
+    assert "was not ready within 5 s; it restarts in 2 s" in kept.events[-1].text
 
 
-def test_a_room_whose_leash_is_killed_does_not_run_on_beside_its_successor(kept: Kept) -> None:
+def test_a_service_whose_process_guard_is_killed_does_not_run_on_beside_its_successor(kept: Kept) -> None:
     kept.add("proxy", "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(300)")
     stubborn = kept.children[0]
     wait_for("it ignores SIGTERM", lambda: stubborn.tail() != "")

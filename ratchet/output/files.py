@@ -1,4 +1,4 @@
-"""Files that an export is written to: JSON lines or Parquet, a batch at a time; whole or not there at all."""
+"""Files that commands write: exports as JSON Lines or Parquet, complete or not at all, and plots."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from typing import Any
 import msgspec
 
 from ratchet.errors import CliError
+from ratchet.install_hint import install_hint
 
 _BATCH = 64  # trajectories in one row group
 
 
 class ExportError(CliError):
-    """The export cannot be written; the message names the remedy."""
+    """The export cannot be written. The message names the remedy."""
 
 
 def write_lines(records: Iterable[dict[str, Any]], out: Path | None) -> int:
-    """Write one JSON object a line, to standard output where there is no file; return how many."""
+    """Write one JSON object per line, to standard output without a file; return the count."""
     count = 0
-    with _whole(out) as file:
+    with _AtomicFile(out) as file:
         for record in records:
             file.write(msgspec.json.encode(record) + b"\n")
             count += 1
@@ -31,47 +32,47 @@ def write_lines(records: Iterable[dict[str, Any]], out: Path | None) -> int:
 
 
 def write_parquet(records: Iterable[dict[str, Any]], out: Path) -> int:
-    """Write Parquet, in row groups; return how many rows. Raises ExportError where its library is missing."""
+    """Write Parquet in row groups; return the number of rows. Raises ExportError if pyarrow is missing."""
     try:
         import pyarrow as arrow
         from pyarrow import parquet
     except ModuleNotFoundError as error:
-        raise ExportError("--format parquet needs pyarrow: pip install 'ratchet-rl[export]'") from error
-    schema, count, left = _schema(arrow), 0, iter(records)
-    with _whole(out) as file, parquet.ParquetWriter(file, schema) as writer:
-        while batch := list(islice(left, _BATCH)):
+        raise ExportError(f"--format parquet needs pyarrow: {install_hint('export')}") from error
+    schema, count, remaining = _schema(arrow), 0, iter(records)
+    with _AtomicFile(out) as file, parquet.ParquetWriter(file, schema) as writer:
+        while batch := list(islice(remaining, _BATCH)):
             writer.write_table(arrow.Table.from_pylist(batch, schema=schema))
             count += len(batch)
     return count
 
 
-class _whole:
-    """A file that takes its name when the block has ended well, and is gone where it has not."""
+class _AtomicFile:
+    """A file that gets its name when the block succeeds, and is removed otherwise."""
 
     def __init__(self, out: Path | None) -> None:
         self._out = out
-        self._aside = out.with_name(f".{out.name}.{os.getpid()}") if out else None
+        self._temporary = out.with_name(f".{out.name}.{os.getpid()}") if out else None
 
     def __enter__(self) -> Any:
         try:
-            self._file = self._aside.open("wb") if self._aside else sys.stdout.buffer
+            self._file = self._temporary.open("wb") if self._temporary else sys.stdout.buffer
         except OSError as error:
-            raise ExportError(f"--out {self._out}: {error.strerror}: name a file in a folder that is there") from error
+            raise ExportError(f"--out {self._out}: {error.strerror}: name a file in an existing folder") from error
         return self._file
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._file.flush()
-        if self._aside is None or self._out is None:
+        if self._temporary is None or self._out is None:
             return
         self._file.close()
         if kind is None:
-            self._aside.replace(self._out)
+            self._temporary.replace(self._out)
         else:
-            self._aside.unlink(missing_ok=True)
+            self._temporary.unlink(missing_ok=True)
 
 
 def _schema(arrow: Any) -> Any:
-    """Return the columns of `trainer.exports.trajectory_record`."""
+    """Return the columns of `trajectory_export.trajectory_record`."""
     text, number, whole = arrow.string(), arrow.float64(), arrow.int64()
     ids, logprobs = arrow.list_(arrow.int32()), arrow.list_(arrow.float32())
 
@@ -102,3 +103,15 @@ def _schema(arrow: Any) -> Any:
         }.items()
     )  # fmt: skip
     return arrow.schema(list(columns))
+
+
+def pyplot() -> Any:
+    """Return matplotlib's pyplot, drawing to files only. Raises CliError if matplotlib is missing."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise CliError(f"a plot needs matplotlib: {install_hint('demo')}") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as loaded
+
+    return loaded

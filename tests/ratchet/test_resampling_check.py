@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ratchet.checks.resampling_check import check_resampling, wants_resampling
-from ratchet.settings import Settings
+from ratchet.settings.project_settings import Settings
 from ratchet.store.store import open_store
 from ratchet.trainer.controller.collect.resampling.resample_call import KEY_VARIABLE
 from tests.harness.proxy.scripted_vllm import ScriptedVllm

@@ -7,7 +7,8 @@ import stat
 
 import pytest
 
-from ratchet.settings import load, masking
+from ratchet.settings import masking
+from ratchet.settings.load_settings import load
 from ratchet.supervisor import services
 from tests.harness.cli.project import Project
 
@@ -39,10 +40,10 @@ def test_secret_arguments_are_hidden_and_others_are_not() -> None:
     assert list(masking.mask_arguments(given)) == hidden
 
 
-def test_the_stores_password_reaches_the_rooms_by_variable_and_no_file(project: Project) -> None:
+def test_the_stores_password_reaches_the_services_by_variable_and_no_file(project: Project) -> None:
     settings = load(project.folder / "ratchet.yaml", {("store",): ("--store", "postgresql://u:pw9@db/p")}, {})
-    plan = services.plan(settings, config=project.folder / "settings.yaml")
-    by_name = {room.name: room.environment for room in plan.rooms}
+    plan = services.plan_services(settings, config=project.folder / "settings.yaml")
+    by_name = {service.name: service.environment for service in plan.services}
     assert by_name["proxy"]["RATCHET_STORE"] == "postgresql://u:pw9@db/p"
     assert "RATCHET_STORE" not in by_name["vllm"]
     services.write_resolved_settings(plan.settings, project.folder / "settings.yaml")

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from ratchet import settings as project_settings
-from ratchet.checks.check_result import Finding
-from ratchet.checks.workflow_check import examine, task_of
+from ratchet.checks.check_result import CheckResult
+from ratchet.checks.workflow_check import run_checks, task_of
+from ratchet.settings import load_settings
 from ratchet.store.states import TrajectoryState
 from ratchet.store.store import open_store
 from tests.harness.cli.project import Project
@@ -24,7 +24,7 @@ from tests.proxy.conftest import Proxy, running
 HERE = "tests.harness.tuner.workflows"
 TASK = {"question": "What is 2 + 2? #say=4", "answer": "4"}
 
-Examine = Callable[..., dict[str, list[Finding]]]
+Examine = Callable[..., dict[str, list[CheckResult]]]
 
 
 @pytest.fixture(scope="module")
@@ -53,18 +53,18 @@ def found(proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Exam
             "store": str(tmp_path / "store.db"), "model": "agent", "tuner.workflow": named,
             "tuner.proxy_url": proxy.url, "tuner.attempts": 2, "trainer.judge": judge and f"{HERE}:{judge}",
         } | {name.replace("__", "."): value for name, value in changes.items()}  # fmt: skip
-        settings = project_settings.load(
+        settings = load_settings.load(
             options={tuple(name.split(".")): (name, value) for name, value in values.items()}, environ={}
         )
-        by_step: dict[str, list[Finding]] = {}
-        for finding in examine(settings, task_of(json.dumps(task), settings)):
+        by_step: dict[str, list[CheckResult]] = {}
+        for finding in run_checks(settings, task_of(json.dumps(task), settings)):
             by_step.setdefault(finding.name, []).append(finding)
         return by_step
 
     return examined
 
 
-def failed(found: dict[str, list[Finding]]) -> dict[str, str]:
+def failed(found: dict[str, list[CheckResult]]) -> dict[str, str]:
     return {step: "; ".join(one.seen for one in said) for step, said in found.items() if not said[0].passed}
 
 
@@ -139,7 +139,7 @@ def test_another_store_than_the_proxys_is_named(found: Examine, tmp_path: Path) 
 
 
 def test_the_task_may_be_a_file_a_task_set_or_json(tmp_path: Path) -> None:
-    settings = project_settings.load(options={("folder",): ("folder", str(tmp_path / "state"))}, environ={})
+    settings = load_settings.load(options={("state_dir",): ("state_dir", str(tmp_path / "state"))}, environ={})
     (tmp_path / "task.json").write_text(json.dumps(TASK, indent=2))
     (tmp_path / "tasks.jsonl").write_text(json.dumps(TASK) + "\n")
     given = (json.dumps(TASK), str(tmp_path / "task.json"), str(tmp_path / "tasks.jsonl"))

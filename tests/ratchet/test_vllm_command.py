@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from ratchet.errors import BaseModelNotFound, SettingsError, VllmNotFound
-from ratchet.settings import Settings, load
+from ratchet.settings.load_settings import load
+from ratchet.settings.project_settings import Settings
 from ratchet.supervisor import vllm_command
 from tests.harness.cli.project import Project
 
@@ -52,17 +53,17 @@ def test_vllm_holds_no_tool_calls_to_a_grammar_unless_it_is_told_to_and_the_prox
     told = strict | {"extra_args": ["--tool-strict-level", "function"]}
     for own, variable, level in ((dict[str, Any](), "0", "off"), (strict, "1", "auto"), (told, "1", "function")):
         chosen = settings(model, **own)
-        environment = vllm_command.plan(chosen, 8235, gpu=False).environment
+        environment = vllm_command.build_command(chosen, 8235, gpu=False).environment
         assert environment["VLLM_ENFORCE_STRICT_TOOL_CALLING"] == variable
         assert chosen.proxy_settings({}).tool_strict_level == level
     elsewhere = settings(model).proxy_settings({}, upstreams=("http://127.0.0.1:1",))
     assert elsewhere.tool_strict_level == "auto", "a server that is not ours is taken to have vLLM's own default"
-    with pytest.raises(SettingsError, match="set that instead"):
+    with pytest.raises(SettingsError, match=r"use vllm\.enforce_strict_tool_calling"):
         settings(model, env={"VLLM_ENFORCE_STRICT_TOOL_CALLING": "1"})
 
 
 def test_the_command_allows_adapters_at_run_time_and_keeps_the_models_sampling_out(project: Project) -> None:
-    plan = vllm_command.plan(settings(str(project.folder / "model"), max_loras=3), 8235, gpu=False)
+    plan = vllm_command.build_command(settings(str(project.folder / "model"), max_loras=3), 8235, gpu=False)
     command = str(plan)
     assert command.startswith("VLLM_ALLOW_RUNTIME_LORA_UPDATING=True")
     for part in (
@@ -80,13 +81,15 @@ def test_the_command_allows_adapters_at_run_time_and_keeps_the_models_sampling_o
 
 
 def test_a_gpu_shares_its_memory_with_the_trainer(project: Project) -> None:
-    command = str(vllm_command.plan(settings(str(project.folder / "model")), 8235, gpu=True))
+    command = str(vllm_command.build_command(settings(str(project.folder / "model")), 8235, gpu=True))
     assert "--gpu-memory-utilization 0.5" in command
     assert "--enforce-eager" not in command
 
 
 def test_the_users_own_arguments_come_last(project: Project) -> None:
-    plan = vllm_command.plan(settings(str(project.folder / "model"), extra_args=("--seed", "3")), 8235, gpu=False)
+    plan = vllm_command.build_command(
+        settings(str(project.folder / "model"), extra_args=("--seed", "3")), 8235, gpu=False
+    )
     assert plan.arguments[-2:] == ("--seed", "3")
 
 
@@ -109,7 +112,7 @@ def test_a_vllm_that_cannot_be_started_is_told(project: Project) -> None:
 def test_what_looks_like_a_path_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
-    with pytest.raises(BaseModelNotFound, match="there is no such folder, looked for at /"):
+    with pytest.raises(BaseModelNotFound, match="no such folder: /"):
         vllm_command.check_model(name)
     assert vllm_command.check_model("other/mine") == "other/mine"
 

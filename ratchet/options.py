@@ -1,0 +1,178 @@
+"""What the commands share: options with one meaning everywhere, and the settings and stores that they name.
+
+Importing this is part of `ratchet --help`: everything slow is imported inside the functions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from ratchet.settings.project_settings import Settings
+    from ratchet.store.store import Store
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_STATES = ("open", "sealed", "grouped", "trained", "dropped")
+
+
+class Duration(click.ParamType[float]):
+    """A duration such as `30d`, `12h`, `90m` or `2w`, in seconds."""
+
+    name = "age"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return seconds."""
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", str(value))
+        if match is None:
+            self.fail(f"{value!r} is not a duration; write 30d, 12h or 2w", param, ctx)
+        return float(match[1]) * _SECONDS[match[2]]
+
+
+class Timestamp(click.ParamType[float]):
+    """A time in ISO 8601, UTC unless it names a zone, in Unix seconds."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return Unix seconds."""
+        try:
+            time = datetime.fromisoformat(str(value))
+        except ValueError:
+            self.fail(f"{value!r} is not a time; write 2026-11-21 or 2026-11-21T12:00:00+01:00", param, ctx)
+        return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
+
+
+project = click.option("--project", metavar="NAME", help="Project, and name of its state folder.  [default: default]")
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+store_url = click.option("--store", metavar="URL", help="Store: a database URL or an SQLite path.")
+alias = click.option("--model", metavar="ALIAS", help="Alias that agents send as `model`.  [default: policy]")
+proxy_url = click.option("--proxy", metavar="URL", help="Proxy to use.  [default: the running project's]")
+tasks = click.option("--tasks", metavar="SOURCE", help="Task set: an imported name, a folder, a file or a hub name.")
+split = click.option("--split", metavar="NAME", help="Split of the task set.")
+test_size = click.option(
+    "--test-size",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    help="Share of the tasks to hold out, if the task set has one split.",
+)
+workflow = click.option(
+    "--workflow", metavar="SPEC", help="Agent: module:function, file.py:function, or 'python my_agent.py'."
+)
+attempts = click.option("--attempts", type=click.IntRange(min=1), help="Rollouts per task and candidate.")
+concurrency = click.option("--concurrency", type=click.IntRange(1, 1024), help="Concurrent rollouts.")
+seed = click.option("--seed", type=click.IntRange(min=0), help="Random seed.")
+base_model = click.option("--base-model", metavar="PATH", help="Model to train: a folder or a hub name.")
+
+
+def read_judge(context: click.Context, parameter: click.Parameter, value: str | None) -> Any:
+    """Return `module:function` unchanged, and the content of a YAML file."""
+    if value is None or not value.endswith((".yaml", ".yml", ".json")):
+        return value
+    import yaml
+
+    try:
+        return yaml.safe_load(Path(value).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise click.BadParameter(f"{value}: {' '.join(str(error).split())}") from error
+
+
+judge = click.option(
+    "--judge",
+    metavar="JUDGE",
+    callback=read_judge,
+    help="Judge of trajectories: module:function, or a YAML file (docs/judges.md). Without one nothing is trained.",
+)
+
+_TRAJECTORY_FILTERS = (
+    click.option("--state", type=click.Choice(_STATES), help="In this state."),
+    click.option("--model", "alias", metavar="ALIAS", help="Of this alias."),
+    click.option("--version", type=int, help="Of this policy version."),
+    click.option("--task", help="Of this task."),
+    click.option("--key", metavar="ID", help="Of this API key."),
+    click.option("--tag", help="With this tag."),
+    click.option("--since", type=Timestamp(), metavar="TIME", help="Opened at this time or later: 2026-11-21."),
+    click.option("--until", type=Timestamp(), metavar="TIME", help="Opened before this time."),
+)
+
+
+def trajectory_filters(command: _Command) -> _Command:
+    """Add the options of a TrajectoryFilter to a command, under the names of its fields."""
+    for option in reversed(_TRAJECTORY_FILTERS):
+        command = option(command)
+    return command
+
+
+def read_settings(context: click.Context, values: dict[str, Any]) -> Settings:
+    """Load the settings; `values` maps key paths such as `proxy.port` to options. None is not set.
+
+    Raises SettingsError, which names the option.
+    """
+    from ratchet.settings.load_settings import load
+
+    names = {parameter.name: parameter.opts[0] for parameter in context.command.params}
+    options = {
+        tuple(key.split(".")): (names.get(key.rpartition(".")[2], f"option for {key}"), value)
+        for key, value in values.items()
+    }
+    return load(context.obj, options)
+
+
+def read_project_settings(context: click.Context, values: dict[str, Any]) -> Settings:
+    """Load the settings with model and store of the project's current or last run; options win.
+
+    Raises SettingsError.
+    """
+    from ratchet.settings.load_settings import with_last_run
+
+    given = {key for key, value in values.items() if value is not None}
+    return with_last_run(read_settings(context, values), given)
+
+
+def held_out_share(settings: Settings) -> float:
+    """Return the share of tasks that is held out for evaluation, even if the trainer's settings are incomplete."""
+    release = settings.trainer.get("release")
+    share = release.get("held_out_share", 0.0) if isinstance(release, dict) else 0.0
+    return float(share or 0.0)
+
+
+@contextmanager
+def open_store_for_command(url: str, *, create: bool = True) -> Iterator[Store]:
+    """Open a store for one command. A command that only reads does not create one."""
+    from ratchet.store.store import open_store
+
+    opened = open_store(url, create=create)
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+def open_project_store(
+    context: click.Context, *, create: bool = False, **options: Any
+) -> AbstractContextManager[Store]:
+    """Open the store of the project's current or last run; options win. Raises SettingsError."""
+    return open_store_for_command(read_project_settings(context, options).store_url, create=create)
+
+
+def current_user() -> str:
+    """Return the name of the user who runs the command, for records of decisions."""
+    import getpass
+
+    try:
+        return getpass.getuser()
+    except OSError:  # a container may run under a number without a name
+        return "a person"
+
+
+def print_json(content: Any) -> None:
+    """Print data as JSON."""
+    import json
+
+    click.echo(json.dumps(content, indent=2, default=str))

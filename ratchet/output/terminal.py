@@ -1,0 +1,94 @@
+"""Tables and progress bars on the terminal. rich is imported when something is printed, not before."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+_WIDTH = 160  # columns of a table that is not printed to a terminal
+_LINE_SECONDS = 10.0  # between lines of progress
+
+
+def print_table(table: Any, lines: Iterable[str] = (), *, width: int = _WIDTH) -> None:
+    """Print a rich table, and lines below it. `width` applies if stdout is not a terminal."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=width)
+    console.print(table)
+    for line in lines:
+        console.print(strip_control_characters(line), soft_wrap=True, markup=False)
+
+
+def print_records(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Print a table of recorded data, without control characters. The first column is an id, which is not wrapped."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table()
+    for column in columns:
+        table.add_column(column, overflow="fold", no_wrap=column == columns[0])
+    for cells in rows:
+        table.add_row(*(Text(strip_control_characters(cell)) for cell in cells))
+    print_table(table)
+
+
+def strip_control_characters(text: Any) -> str:
+    """Replace control characters: recorded text of agents and their users must not control the terminal."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in str(text))
+
+
+def format_time(seconds: float) -> str:
+    """Format a time (Unix seconds) in UTC."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+@contextmanager
+def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
+    """Show progress on stderr during the block; call the value with (name, newly done, total).
+
+    If stderr is not a terminal, a line is printed every `_LINE_SECONDS` seconds.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(file=sys.stderr)
+    if not console.is_terminal:
+        yield ProgressLines()
+        return
+    columns = (TextColumn("{task.description:<14}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    tasks: dict[str, TaskID] = {}
+    with Progress(*columns, console=console, transient=True) as progress:
+
+        def advance(name: str, done: int, total: int) -> None:
+            if name not in tasks:
+                tasks[name] = progress.add_task(name, total=total)
+            progress.advance(tasks[name], done)
+
+        yield advance
+
+
+class ProgressLines:
+    """Prints a line of progress now and then, for output that is not a terminal."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._done: dict[str, int] = {}
+        self._printed_at = self._started_at = clock()
+
+    def __call__(self, name: str, done: int, total: int) -> None:
+        """Add `done` to the count of `name`."""
+        so_far = self._done[name] = self._done.get(name, 0) + done
+        now = self._clock()
+        if now - self._printed_at >= _LINE_SECONDS and 0 < so_far < total:
+            self._printed_at = now
+            left = (now - self._started_at) / so_far * (total - so_far)
+            print(f"{name} {so_far:,} of {total:,}, {left:.0f} s left", file=sys.stderr, flush=True)

@@ -1,0 +1,272 @@
+"""Load the settings of a project: `ratchet.yaml`, then RATCHET_* variables, then command-line options. Later wins.
+
+pydantic-settings reads and merges the layers. Ratchet adds what it does not do: it rejects every key that it does not
+know, with the nearest known key, and records which layer set each value, so that an error can name it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import typing
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import yaml
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    YamlConfigSettingsSource,
+)
+
+from ratchet.errors import SettingsError
+from ratchet.settings.masking import MASK, mask_store_url
+from ratchet.settings.project_settings import DERIVED_PROXY, DERIVED_TRAINER, OTHER_VARIABLES, PREFIX, Settings
+from ratchet.settings.setting_errors import key_tree, nearest_variable, readable_errors, type_of_key
+
+CONFIG_FILE = "ratchet.yaml"
+# Kubernetes sets such variables in every container of a namespace with a service named ratchet: RATCHET_PORT=tcp://...
+_SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$")
+_FROM_LAST_RUN = ("model", "base_model", "store")
+
+Options = Mapping[tuple[str, ...], tuple[str, Any]]  # key path -> (name of the option, value); None: not given
+
+
+def known_keys() -> dict[str, Any]:
+    """Return the tree of settings: a key's type, or a mapping for a section."""
+    from ratchet.proxy.settings import ProxySettings
+    from ratchet.trainer.settings.trainer_settings import TrainerSettings
+    from ratchet.tuner.settings.tuner_settings import TunerSettings
+
+    keys = key_tree(Settings)
+    keys["proxy"] = {key: kind for key, kind in key_tree(ProxySettings).items() if key not in DERIVED_PROXY}
+    keys["trainer"] = {key: kind for key, kind in key_tree(TrainerSettings).items() if key not in DERIVED_TRAINER}
+    keys["tuner"] = key_tree(TunerSettings)
+    return keys
+
+
+def load(
+    config: Path | None = None, options: Options | None = None, environ: Mapping[str, str] = os.environ
+) -> Settings:
+    """Load and check the settings of the project in the current folder.
+
+    config   a settings file; None reads `ratchet.yaml` if it exists
+    options  command-line options by key path; a value of None is not set
+
+    Raises SettingsError.
+    """
+    if config is None and Path(CONFIG_FILE).is_file():
+        config = Path(CONFIG_FILE)
+    layers = _Layers(config, options or {}, environ)
+    with readable_errors(layers.sources):
+        settings = Settings(**_LayeredSettings(layers=layers).values())
+    settings._sources.update(layers.sources)
+    _check(settings, environ)
+    return settings
+
+
+def with_last_run(settings: Settings, given: Collection[str] = ()) -> Settings:
+    """Return the settings with model, base model, store and judge of the project's current or last run.
+
+    Keys in `given` keep their value. The judge is taken only if the settings name none. Raises SettingsError if the
+    run's store URL has a password, which is not saved, and `settings` name another store.
+    """
+    run = read_last_run(settings)
+    found = {key: value for key, value in run.items() if key in _FROM_LAST_RUN and key not in given}
+    if not settings.has_judge and (judge := (run.get("trainer") or {}).get("judge")):
+        found["trainer"] = {**settings.trainer, "judge": judge}
+    store = found.get("store")
+    if isinstance(store, str) and MASK in store:
+        if settings.store is None or mask_store_url(settings.store) != store:
+            raise SettingsError(
+                f"store: project {settings.project} uses {store}, and its password is never saved: set RATCHET_STORE "
+                "or give --store"
+            )
+        del found["store"]
+    return settings.model_copy(update=found)
+
+
+def read_last_run(settings: Settings) -> dict[str, Any]:
+    """Return the resolved settings that `up` wrote, which hold no secret; empty if the project never ran."""
+    try:
+        content = yaml.safe_load(settings.state.resolved.read_text())
+    except (OSError, yaml.YAMLError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+class _Layers:
+    """What the sources share: the known keys, and where each value came from."""
+
+    def __init__(self, config: Path | None, options: Options, environ: Mapping[str, str]) -> None:
+        self.config = config
+        self.options = options
+        self.environ = environ
+        self.known = known_keys()
+        self.sources: dict[tuple[str, ...], str] = {}
+
+    def put(self, content: dict[str, Any], path: tuple[str, ...], value: Any, source: str) -> None:
+        """Set one value in nested `content` and record its source."""
+        for key in path[:-1]:
+            content = content.setdefault(key, {})
+        # A mapping that is one value, such as trainer.judge, replaces a weaker layer's: as a dict the two were merged.
+        content[path[-1]] = MappingProxyType(value) if isinstance(value, dict) else value
+        self.sources[path] = source
+
+
+class _LayeredSettings(BaseSettings):
+    """The merged values of the layers, not yet validated."""
+
+    model_config = SettingsConfigDict(extra="allow", env_prefix=PREFIX, env_nested_delimiter="__")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Return the layers, the strongest first. Each records its sources when it is built, the strongest last."""
+        layers = typing.cast(InitSettingsSource, init_settings).init_kwargs["layers"]
+        file = [_FileLayer(settings_cls, layers)] if layers.config is not None else []
+        variables = _VariableLayer(settings_cls, layers)
+        return _OptionLayer(settings_cls, layers), variables, *file
+
+    def values(self) -> dict[str, Any]:
+        """Return the merged values."""
+        return {key: _unfrozen(value) for key, value in (self.model_extra or {}).items()}
+
+
+class _FileLayer(YamlConfigSettingsSource):
+    """The settings file."""
+
+    def __init__(self, settings_cls: type[BaseSettings], layers: _Layers) -> None:
+        self._layers = layers
+        super().__init__(settings_cls, yaml_file=layers.config)
+
+    def _read_files(self, files: Any, deep_merge: bool = False) -> dict[str, Any]:
+        try:
+            content = self._read_file(files)
+        except OSError as error:
+            raise SettingsError(f"{files}: cannot be read: {error.strerror}") from error
+        except yaml.YAMLError as error:
+            raise SettingsError(f"{files}: is not YAML: {' '.join(str(error).split())}") from error
+        if not isinstance(content, dict):
+            raise SettingsError(f"{files}: must hold keys and values, such as `project: demo`")
+        values: dict[str, Any] = {}
+        self._add(values, content, ())
+        return values
+
+    def _add(self, values: dict[str, Any], content: Mapping[Any, Any], path: tuple[str, ...]) -> None:
+        source = str(self._layers.config)
+        for key, value in content.items():
+            here = (*path, str(key))
+            if not isinstance(type_of_key(here, self._layers.known, source), Mapping):
+                self._layers.put(values, here, value, source)
+            elif isinstance(value, dict):
+                self._add(values, value, here)
+            elif value is not None:
+                raise SettingsError(f"{source}: {'.'.join(here)} is a section; put its keys under it, indented")
+
+
+class _VariableLayer(EnvSettingsSource):
+    """RATCHET_* variables: `RATCHET_PROXY__PORT` sets `proxy.port`. Secrets are not settings."""
+
+    def __init__(self, settings_cls: type[BaseSettings], layers: _Layers) -> None:
+        self._layers = layers
+        super().__init__(settings_cls, case_sensitive=True)
+        self._values: dict[str, Any] = {}
+        for name, text in self.env_vars.items():
+            path = tuple(name.removeprefix(self.env_prefix).lower().split(self.env_nested_delimiter))
+            layers.put(self._values, path, _parse(self._type_of(name, path), text or "", name), f"variable {name}")
+
+    def _load_env_vars(self) -> Mapping[str, str | None]:
+        ours = (name for name in sorted(self._layers.environ) if name.startswith(self.env_prefix))
+        named = {name: self._layers.environ[name] for name in ours if name not in OTHER_VARIABLES}
+        return {name: value for name, value in named.items() if not _is_service_link(name, value)}
+
+    def __call__(self) -> dict[str, Any]:
+        return self._values
+
+    def _type_of(self, name: str, path: tuple[str, ...]) -> Any:
+        """Return the type of the key that a variable names. Raises SettingsError with the nearest variable."""
+        try:
+            kind = type_of_key(path, self._layers.known, f"variable {name}")
+        except SettingsError as error:
+            if similar := difflib.get_close_matches(name, OTHER_VARIABLES, n=1, cutoff=0.9):
+                raise SettingsError(f"variable {name} is not known; did you mean {similar[0]}?") from error
+            nearest = nearest_variable(name, self.env_prefix, self._layers.known)
+            raise SettingsError(f"{error}; {nearest}") from error
+        if isinstance(kind, Mapping):
+            key = "__".join((*path, next(iter(kind)))).upper()
+            raise SettingsError(f"variable {name}: names a section; name a key, such as {self.env_prefix}{key}")
+        return kind
+
+
+class _OptionLayer(InitSettingsSource):
+    """Command-line options."""
+
+    def __init__(self, settings_cls: type[BaseSettings], layers: _Layers) -> None:
+        values: dict[str, Any] = {}
+        for path, (name, value) in layers.options.items():
+            if value is not None:
+                layers.put(values, path, value, name)
+        super().__init__(settings_cls, init_kwargs=values)
+
+
+def _unfrozen(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _unfrozen(inner) for key, inner in value.items()}
+    return dict(value) if isinstance(value, MappingProxyType) else value
+
+
+def _is_service_link(name: str, value: str) -> bool:
+    return bool(_SERVICE_LINK.search(name)) or (name.endswith("_PORT") and "://" in value)
+
+
+def _parse(kind: Any, text: str, name: str) -> Any:
+    """Return a variable's value: the text itself for text and paths, else read as YAML."""
+    if kind in (str, Path) or typing.get_origin(kind) is typing.Literal:
+        return text
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise SettingsError(f"variable {name}: cannot be read: {' '.join(str(error).split())}") from error
+
+
+def _check(settings: Settings, environ: Mapping[str, str]) -> None:
+    """Raise SettingsError for whatever any component would reject later: nothing starts with a wrong setting."""
+    _check_store(settings)
+    settings.proxy_settings(environ)
+    settings.tuner_settings()
+    if (settings.trainer.get("resample") or {}).get("samples") and "--disable-log-stats" in settings.vllm.extra_args:
+        raise SettingsError(
+            "trainer.resample.samples: resampling waits for an idle vLLM, and with --disable-log-stats vLLM does not "
+            "report its load; remove that from vllm.extra_args, or set trainer.resample.samples to 0"
+        )
+    # The trainer's settings are checked even if nothing is trained yet.
+    settings.trainer_settings(
+        base_model=settings.base_model or "unset", judge=settings.trainer.get("judge") or "unset:unset"
+    )
+
+
+def _check_store(settings: Settings) -> None:
+    """Raise SettingsError if no store can be at the URL that was given. Opens nothing."""
+    if settings.store is None:
+        return
+    from ratchet.store.db.engine import check_url
+    from ratchet.store.errors import StoreError
+
+    try:
+        check_url(settings.store)
+    except StoreError as error:
+        source = settings._sources.get(("store",), "store")
+        raise SettingsError(f"{source}: {str(error).removeprefix('--store ')}") from error

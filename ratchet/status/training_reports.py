@@ -1,0 +1,97 @@
+"""`ratchet status --report` and `--tensorboard`: the learning report, and what the store holds of training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ratchet import options
+from ratchet.errors import CliError
+from ratchet.output.files import pyplot
+
+if TYPE_CHECKING:
+    from ratchet.settings.project_settings import Settings
+    from ratchet.store.reports.learning_comparison import Gain, Side
+    from ratchet.store.reports.learning_report import LearningReport
+    from ratchet.store.store import Store
+
+
+@contextmanager
+def _existing_store(settings: Settings) -> Iterator[Store]:
+    if settings.store is None and not settings.state.store.exists():
+        raise CliError("nothing has run yet: there is no store to report on")
+    with options.open_store_for_command(settings.store_url, create=False) as store:
+        yield store
+
+
+def read_report(settings: Settings) -> LearningReport:
+    """Return the learning report of the project's alias. Raises CliError if there is no store yet."""
+    from ratchet.store.reports.relative_judges import read_learning_report
+
+    with _existing_store(settings) as store:
+        return read_learning_report(store, settings.model)
+
+
+def report_lines(report: LearningReport) -> list[str]:
+    """Return the report as lines of text."""
+    text = [
+        f"  @{v.version:<5} {v.count:>6} scored   mean {v.mean:.3f}   95% {v.low:.3f} to {v.high:.3f}"
+        for v in report.versions
+    ]
+    if report.missing:
+        return ["is it learning?  not known yet: " + report.missing, *text]
+    for family in report.families:
+        before, after = family.before, family.after
+        text.append(f"{family.family}: before {_window(before)}, after {_window(after)}: {_gain(family.gain)}")
+        if family.same_tasks is not None:
+            text.append(f"  on the {family.same_tasks.count} tasks seen by both: {_gain(family.same_tasks)}")
+    text += [f"  {note}" for note in report.notes]
+    return [f"is it learning?  {report.families[0].gain.verdict}", *text]
+
+
+def save_report_plot(report: LearningReport, path: Path) -> None:
+    """Plot the mean score by version with its intervals. Raises CliError if matplotlib is missing."""
+    plots = pyplot()
+    figure, axes = plots.subplots(figsize=(8, 4.5), dpi=120)
+    versions = [version for version in report.versions if version.count > 1]
+    errors = [[v.mean - v.low for v in versions], [v.high - v.mean for v in versions]]
+    axes.errorbar([v.version for v in versions], [v.mean for v in versions], yerr=errors, fmt="o-", capsize=3)
+    axes.set(xlabel="policy version", ylabel="mean score, 95% interval", title="Scores of live traffic by version")
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path)
+    plots.close(figure)
+
+
+def _window(window: Side) -> str:
+    """Describe a window of scores: its mean and its versions."""
+    first, last = window.first_version, window.last_version
+    versions = f"version {first}" if first == last else f"versions {first} to {last}"
+    return f"{window.mean:.3f} ({versions}, {window.count} scores)"
+
+
+def _gain(gain: Gain) -> str:
+    return f"{gain.value:+.3f} ({gain.low:+.3f} to {gain.high:+.3f}) {gain.verdict}"
+
+
+def write_tensorboard(settings: Settings, folder: Path) -> int:
+    """Write every round and decision of the project's alias into a new folder; return the number of points.
+
+    Raises CliError if there is no store yet or the folder is not empty, SettingError without tensorboard.
+    """
+    from ratchet.trainer.observability.monitors.monitor_thread import check_installed, open_monitor, replay
+
+    check_installed(["tensorboard"])
+    if folder.exists() and any(folder.iterdir()):
+        raise CliError(f"{folder} is not empty, and TensorBoard would draw both runs together: name a new folder")
+    with _existing_store(settings) as store:
+        monitor = open_monitor("tensorboard", folder, settings.model)
+        try:
+            count = replay(store, settings.model, monitor)
+        finally:
+            monitor.close()
+    if not count:
+        raise CliError(f"the store holds no round and no decision of {settings.model}: set `model`")
+    return count
