@@ -41,25 +41,29 @@ def part(judge: dict[str, Any], **role: float) -> dict[str, Any]:
     ("changes", "reason", "remedy"),
     [
         ({"num_generations": 1}, "every advantage would be 0", "ungrouped: baseline"),
-        ({"min_group_size": 1}, "every advantage would be 0", "take 2 or more"),
+        ({"min_group_size": 1}, "every advantage would be 0", "use 2 or more"),
         ({"num_generations": 2, "min_group_size": 4}, "no smaller group is ever compared", "lower it"),
-        ({"ungrouped": "baseline", "min_baseline_samples": 513}, "no single would ever have a baseline", "lower it"),
+        (
+            {"ungrouped": "baseline", "min_baseline_samples": 513},
+            "no ungrouped trajectory would ever have a baseline",
+            "lower it",
+        ),
         ({"ungrouped": "baseline", "judge": RANKS}, "only ranks the members of one group", "ungrouped: drop"),
         ({"ungrouped": "cohort", "judge": RANKS}, "scores of different times and tasks", "ungrouped: drop"),
-        ({"resample": {"samples": 1}, "min_group_size": 3}, "would never be compared", "take 2 resample.samples"),
+        ({"resample": {"samples": 1}, "min_group_size": 3}, "would never be compared", "set resample.samples to 2"),
         (
             {"resample": {"samples": 2}, "judge": {"kind": "feedback"}},
-            "waits for the word of people",
+            "waits for feedback",
             "resample.samples: 0",
         ),
         (
             {"resample": {"samples": 2}, "judge": {"kind": "composite", "parts": [part(NEXT, weight=1.0)]}},
             "waits for the next message",
-            "reads the answer itself",
+            "reads the response itself",
         ),
         ({"ungrouped": "baseline", "judge": RANKS}, "only ranks the members of one group", "resample.samples"),
         ({"proof_tolerance": 1e-7}, "every version would be rejected", "0.01 to 0.2"),
-        ({"learner": {"learning_rate": 1e-12}}, "below what an fp32 weight can change by", "1e-6 to 1e-4"),
+        ({"learner": {"learning_rate": 1e-12}}, "too small to change an fp32 weight", "1e-6 to 1e-4"),
         (
             {"learner": {"learning_rate": 1e-3, "target_kl": 0.01}},
             "target_kl has no effect with learning_rate 0.001",
@@ -68,12 +72,12 @@ def part(judge: dict[str, Any], **role: float) -> dict[str, Any]:
         ({"learner": {"max_grad_norm": 1e-9}}, "below AdamW's epsilon", "1.0 is usual"),
         (
             {"learner": {"steps_per_round": 2, "epsilon": 1e-6, "epsilon_high": 1e-6}},
-            "silence every token after the first of 2 steps",
+            "clip every token after the first of 2 steps",
             "0.2 and 0.28",
         ),
         (
             {"ungrouped": "baseline", "learner": {"loss_type": "dpo"}},
-            "no two answers to one prompt",
+            "only one response to a prompt",
             "apo_zero_unpaired",
         ),
         ({"learner": {"loss_type": "cispo", "epsilon": 0.1}}, "epsilon has no effect with loss cispo", "leave it"),
@@ -85,7 +89,7 @@ def part(judge: dict[str, Any], **role: float) -> dict[str, Any]:
         (
             {"learner": {"loss_type": "grpo", "dr_grpo_length": 9}},
             "dr_grpo_length has no effect",
-            "take a loss that has",
+            "use a loss that has",
         ),
         ({"learner": {"preference_beta": 0.5}}, "preference_beta has no effect with loss dapo", "leave it out"),
         (
@@ -94,7 +98,7 @@ def part(judge: dict[str, Any], **role: float) -> dict[str, Any]:
             "set it to 0",
         ),
         ({"judge": SHORT}, "same score: rule short with limit 1", "longest good length"),
-        ({"judge": ANYTHING}, "matches every answer", "only a good answer"),
+        ({"judge": ANYTHING}, "matches every response", "only a good response"),
         (
             {"judge": {"kind": "composite", "parts": [part(SHORT, weight=1.0), part(ANYTHING, weight=2.0)]}},
             "all parts with a weight are constant",
@@ -102,14 +106,14 @@ def part(judge: dict[str, Any], **role: float) -> dict[str, Any]:
         ),
     ],
 )
-def test_settings_that_teach_nothing_are_refused_with_reason_and_remedy(
+def test_settings_that_train_nothing_are_refused_with_reason_and_remedy(
     changes: dict[str, Any], reason: str, remedy: str
 ) -> None:
     with pytest.raises(ValidationError) as refused:
         settings(**changes)
-    said = str(refused.value)
-    assert reason in said
-    assert remedy in said
+    message = str(refused.value)
+    assert reason in message
+    assert remedy in message
 
 
 def test_a_learning_rate_of_zero_is_refused() -> None:
@@ -132,7 +136,7 @@ def test_a_learning_rate_of_zero_is_refused() -> None:
         {"judge": {"kind": "behavior", "rule": "pattern", "pattern": r"\S.*"}},
     ],
 )  # fmt: skip
-def test_settings_that_can_teach_are_taken(changes: dict[str, Any]) -> None:
+def test_settings_that_can_train_are_accepted(changes: dict[str, Any]) -> None:
     settings(**changes)
 
 

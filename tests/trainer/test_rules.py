@@ -142,7 +142,7 @@ def test_a_changed_rubric_is_another_version(tmp_path: Path) -> None:
         ({"kind": "ruler", "base_url": "host", "model": "m"}, "not an http"),
         ({"kind": "ruler", "base_url": "http://h", "model": "m", "api_key": "sk-1"}, "api_key"),
         ({"kind": "behavior", "rule": "pattern"}, "needs `pattern`"),
-        ({"kind": "behavior", "rule": "pattern", "pattern": "("}, "no regular expression"),
+        ({"kind": "behavior", "rule": "pattern", "pattern": "("}, "not a regular expression"),
     ],
 )
 def test_a_wrong_judge_setting_is_named_without_its_value(spec: dict[str, Any], wrong: str) -> None:

@@ -291,7 +291,7 @@ def test_general_rows_are_so_large_a_share_as_was_asked_or_all_there_are(share: 
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"sources": ["policy", "policy"]}, "names one twice"),
+        ({"sources": ["policy", "policy"]}, "is listed twice"),
         ({"max_loss_increase": 0.1}, "set `general`"),
         ({"general_ratio": 1.0}, "less than 1"),
     ],

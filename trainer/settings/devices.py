@@ -1,7 +1,6 @@
-"""Devices: which GPUs a process may see, as CUDA_VISIBLE_DEVICES has it. Imports nothing heavy.
+"""Devices: the GPUs that a process may use, in the format of CUDA_VISIBLE_DEVICES.
 
-A setting wins over the variable that the process was started with; without one the variable holds, and without either
-every GPU is seen. An empty text hides them all.
+The setting overrides the environment variable. Without either, every GPU is visible; an empty string hides all.
 """
 
 from __future__ import annotations
@@ -13,18 +12,20 @@ from pydantic import BeforeValidator
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 
-_ONE = re.compile(r"\d+|(GPU|MIG)-[\w/.-]+")
+_DEVICE = re.compile(r"\d+|(GPU|MIG)-[\w/.-]+")
 
 
 def _as_text(value: Any) -> Any:
-    """Return `0`, `[0, 1]` and `"0,1"` as CUDA reads them."""
+    """Return `0`, `[0, 1]` or `"0,1"` in the format of CUDA_VISIBLE_DEVICES."""
     if value is None:
         return None
     parts = value if isinstance(value, list | tuple) else str(value).split(",") if str(value).strip() else []
     names = [str(part).strip() for part in parts]
     for name in names:
-        if not _ONE.fullmatch(name):
-            raise ValueError(f"{name!r} is no device: give numbers, or UUIDs as nvidia-smi -L shows them, such as 0,1")
+        if not _DEVICE.fullmatch(name):
+            raise ValueError(
+                f"{name!r} is not a device: give numbers, or UUIDs as nvidia-smi -L prints them, such as 0,1"
+            )
     return ",".join(names)
 
 
@@ -32,5 +33,5 @@ Devices = Annotated[str | None, BeforeValidator(_as_text)]
 
 
 def pinned(devices: str | None) -> dict[str, str]:
-    """Return the variable that pins a process; nothing where the environment's own holds."""
+    """Return the environment variable for these devices; empty if the environment's own applies."""
     return {} if devices is None else {VARIABLE: devices}

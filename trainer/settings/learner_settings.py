@@ -1,7 +1,6 @@
-"""The learner's settings: what they mean, their defaults and their ranges.
+"""The learner's settings: meaning, defaults and ranges. Imports no torch, so the command line can parse them quickly.
 
-Promises that settings that exist are sound; an error names the field and the remedy. Does not import torch, so that
-the command line can parse them in no time.
+An instance is always valid; the error of an invalid one names the field and the remedy.
 """
 
 from __future__ import annotations
@@ -16,46 +15,46 @@ from ratchet.trainer.settings.objectives import OBJECTIVES, Objective
 
 AUTO: Literal["auto"] = "auto"
 
-# What the base model's weights can be held in while it is not trained.
+# Quantizations of the frozen base model.
 QUANTIZATIONS = ("none", "nf4")
 
-# The ranks that vLLM's LoRA kernels serve; any other is padded up to one of them by --max-lora-rank.
+# The largest rank that vLLM's LoRA kernels serve. --max-lora-rank pads other ranks up to one of its ranks.
 MAX_SERVABLE_RANK = 512
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerSettings:
-    """How the LoRA adapter learns.
+    """How the LoRA adapter is trained. Raises SettingError for values out of range.
 
-    lora_r, alpha, target_modules  of the LoRA adapter; alpha / rank scales its output
-    learning_rate                of AdamW; auto: steered round by round towards `target_kl`; a number is kept
-    target_kl                    mean k3 that a round moves the policy by at its trained tokens, nats a token, with
-                                 learning_rate auto; None = 0.3 nats a trajectory, 0.001 to 0.01 a token
-    loss_type                         its standard name; trainer/settings/objectives.py has the formulas and their
-    sources epsilon, epsilon_high    the ratio to the round's first policy is clipped to [1 - low, 1 + high]; for cispo
-                                 `epsilon_high` is the largest weight itself; None = the loss's usual value
-    dr_grpo_length               tokens that dr_grpo divides each row's sum by; a constant, such as the longest answer
-    beta                           weight of the KL penalty towards the base model, 0 = none
-    entropy_coef                weight of the policy's entropy at the trained tokens, which is raised; 0 = none
-    top_entropy_quantile            share of a step's tokens, those of highest entropy, that carry the policy gradient
-    preference_beta              for dpo and apo_zero_unpaired: how dear it is to leave the base model
-    max_grad_norm                the gradient is scaled down to this norm, 0 = never
-    vllm_importance_sampling_clip_max       cap of the weight trainer / engine probability of a token, None = no
-    correction
-    sequence_mask_threshold          a row is left out where the geometric mean of trainer / engine probability over its
-                                 tokens is above this or below 1 / this, None = never; this holds for rows of 7 versions
-                                 ago, a row of k versions ago has its (1 + k) / 8th power: 1.09 for a fresh one
-    steps_per_round              optimiser steps that a round's rows are split into, shuffled by seed and step
-    token_budget                 padded tokens per micro-batch: memory, never the result
-    max_length                   tokens of the longest row that is trained; a longer one is left out, and a trajectory
-                                 that has no other is dropped. None = what fits into memory, found out by trying
-    share_prefixes               compute what rows share at their beginning once, where that is quicker and the model's
-                                 attention allows it; never the result
-    quantization                 of the frozen base model: none, or nf4 (QLoRA; needs the extra `qlora`)
-    gradient_checkpointing       trade a third more time for much less activation memory
-    seed                         of the adapter's first weights and of the shuffle
-    threads                      CPU threads of torch, None = torch's own choice; 1 is by far the fastest for models of
-                                 a few million parameters, and where the engine runs on the same cores
+    lora_r, lora_alpha, target_modules  of the LoRA adapter; lora_alpha / lora_r scales its output
+    learning_rate             of AdamW. auto: adjusted after each round towards `target_kl`; a number stays fixed
+    target_kl                 with learning_rate auto: mean k3 by which a round moves the policy at its trained tokens,
+                              nats per token; None: 0.3 nats per trajectory, limited to 0.001 to 0.01 per token
+    loss_type                 standard name; trainer/settings/objectives.py has the formulas and their sources
+    epsilon, epsilon_high     the ratio to the round's first policy is clipped to [1 - epsilon, 1 + epsilon_high]; for
+                              cispo `epsilon_high` is the largest weight itself; None: the loss's usual value
+    dr_grpo_length            constant number of tokens that dr_grpo divides each row's sum by
+    beta                      weight of the KL penalty towards the base model; 0: none
+    entropy_coef              weight of the entropy bonus at the trained tokens; 0: none
+    top_entropy_quantile      share of a step's tokens, those of highest entropy, that carry the policy gradient
+    preference_beta           beta of dpo and apo_zero_unpaired: the cost of leaving the base model
+    max_grad_norm             limit of the gradient norm; 0: none
+    vllm_importance_sampling_clip_max  cap of a token's weight, its probability under the trainer over that under
+                              vLLM; None: no correction
+    sequence_mask_threshold   masks a row if the geometric mean of trainer / vLLM probability over its tokens is above
+                              this or below 1 / this; None: never. It applies to rows that are 7 versions old; a row of
+                              k versions ago has its (1 + k) / 8th power, 1.09 for a fresh one
+    steps_per_round           optimizer steps that a round's rows are split into, shuffled by seed and step
+    token_budget              padded tokens per micro-batch; affects memory, never the result
+    max_length                tokens of the longest row that is trained; longer rows are skipped, and a trajectory
+                              without other rows is dropped. None: what fits into memory, found by trying
+    share_prefixes            compute the prefix that rows share once, if that is faster and the model's attention
+                              allows it; never affects the result
+    quantization              of the frozen base model: none, or nf4 (QLoRA; needs the extra `qlora`)
+    gradient_checkpointing    a third more time for much less activation memory
+    seed                      of the adapter's initial weights and of the shuffle
+    threads                   CPU threads of torch; None: torch's default. 1 is by far the fastest for models of a few
+                              million parameters, and if vLLM runs on the same cores
     """
 
     lora_r: int = 8
@@ -87,10 +86,12 @@ class LearnerSettings:
         self._require("lora_r", 1 <= self.lora_r <= MAX_SERVABLE_RANK, f"an integer from 1 to {MAX_SERVABLE_RANK}")
         self._require("lora_alpha", self.lora_alpha >= 1, "at least 1")
         self._require("target_modules", bool(self.target_modules), '"all-linear" or the names of linear layers')
-        rate, aim = self.learning_rate, self.target_kl
-        sound = rate == AUTO if isinstance(rate, str) else 0 < rate < math.inf
-        self._require("learning_rate", sound, "auto, or a number above 0, such as 1e-5")
-        self._require("target_kl", aim is None or 0 < aim < 1, "null, or above 0 and below 1, such as 0.005")
+        rate, target_kl = self.learning_rate, self.target_kl
+        valid = rate == AUTO if isinstance(rate, str) else 0 < rate < math.inf
+        self._require("learning_rate", valid, "auto, or a number above 0, such as 1e-5")
+        self._require(
+            "target_kl", target_kl is None or 0 < target_kl < 1, "null, or above 0 and below 1, such as 0.005"
+        )
         self._require("loss_type", self.loss_type in OBJECTIVES, f"one of {', '.join(OBJECTIVES)}")
         low, high = self.clip
         self._require("epsilon", 0 < low < 1, "between 0 and 1, such as 0.2, or null")
@@ -118,18 +119,18 @@ class LearnerSettings:
 
     @property
     def objective(self) -> Objective:
-        """What makes the loss."""
+        """The parts of the loss."""
         return OBJECTIVES[self.loss_type]
 
     @property
     def clip(self) -> tuple[float, float]:
-        """Return epsilon_low and epsilon_high, the loss's usual ones where none is set."""
+        """Return epsilon and epsilon_high, with the loss's usual values for None."""
         low, high = self.epsilon, self.epsilon_high
         return (
             self.objective.epsilon_low if low is None else low,
             self.objective.epsilon_high if high is None else high,
         )
 
-    def _require(self, field: str, sound: bool, remedy: str) -> None:
-        if not sound:
+    def _require(self, field: str, valid: bool, remedy: str) -> None:
+        if not valid:
             raise SettingError(f"learner setting {field} is {getattr(self, field)!r}; it must be {remedy}")

@@ -1,12 +1,12 @@
-"""Objectives: the losses by the names that the field gives them, as data.
+"""Objectives: the losses by their standard names, as data.
 
-With A the advantage of a token, r its probability under the policy over that at the round's start, and every mean over
-the kept rows of one optimiser step:
+A is the advantage of a token, r the ratio of its probability under the policy to that at the start of the round. Means
+are over the rows of one optimizer step that are not masked:
 
     grpo         min(r A, clip(r) A), mean over a row's tokens, then over rows: Shao et al. 2024, "DeepSeekMath",
                  equation 3 (arXiv:2402.03300). Clip 0.2 on both sides
-    dr_grpo      the same, but a row's sum is divided by a constant and not by its length, which would favour long
-                 failures: Liu et al. 2025, "Understanding R1-Zero-like training" (arXiv:2503.20783)
+    dr_grpo      the same, but a row's sum is divided by a constant instead of its length, which would favour
+                 long failures: Liu et al. 2025, "Understanding R1-Zero-like training" (arXiv:2503.20783)
     dapo         the same terms, mean over all tokens; clipped higher than lower, 0.28 and 0.2: Yu et al. 2025, "DAPO",
                  equation 8 (arXiv:2503.14476). With both sides 0.2 it is the PPO clip of Schulman et al. 2017
                  (arXiv:1707.06347)
@@ -16,12 +16,12 @@ the kept rows of one optimiser step:
                  "Group sequence policy optimization", equation 5 (arXiv:2507.18071). Clip 3e-4 and 4e-4
     reinforce++  the terms of dapo with clip 0.2 on both sides, and advantages that are first whitened over the round's
                  tokens: Hu et al. 2025, "REINFORCE++", equation 8 (arXiv:2501.03262)
-    sft          - A log p, mean over all tokens, without any ratio: what a warm start trains with
+    sft          - A log p, mean over all tokens, without a ratio: the loss of a warm start
     dpo, apo_zero_unpaired  preferences between whole answers: trainer/learner/preference_weights.py
 
-What differs from the papers: `grpo` and `gspo` call a row what the papers call an output, so that a trajectory of
-several segments weighs as several; KL is a penalty in the loss for all of them, and never part of the reward. Does not
-compute anything, and does not import torch.
+Differences from the papers: in `grpo` and `gspo` a row is what the papers call an output, so a trajectory of several
+segments counts as several; KL is a penalty in the loss for all of them, never part of the reward. No torch, no
+computation.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What makes a loss.
+    """The parts of a loss.
 
-    shape    clip: the smaller of ratio and clipped ratio times advantage; weight: a constant ratio times log p
-    ratio    token: each token has its own; sequence: the row's geometric mean; none: 1
+    shape    clip: the minimum of ratio and clipped ratio times advantage; weight: a constant ratio times log p
+    ratio    token: per token; sequence: the row's geometric mean; none: 1
     mean     over the tokens of a step, over its rows' means, or over its rows' sums divided by a constant length
     whitened whether advantages are first given mean 0 and variance 1 over the round's tokens
-    preference  whether each step first weighs whole answers against the base model's
+    preference  whether each step first computes weights of whole responses relative to the base model
     """
 
     shape: Literal["clip", "weight"]

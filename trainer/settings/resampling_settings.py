@@ -1,4 +1,4 @@
-"""The settings of shadow re-sampling, section `trainer.resample`: off unless `samples` says how many."""
+"""Settings of resampling, section `trainer.resample`. Off unless `samples` is above 0."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ratchet.trainer.settings.urls import PlainUrl
 
 
 class ResamplingSettings(BaseModel):
-    """What the re-sampling of single-call prompts needs to know."""
+    """How further responses to single-call prompts are sampled."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
@@ -16,22 +16,22 @@ class ResamplingSettings(BaseModel):
         0,
         ge=0,
         le=63,
-        description="further answers to a single-call prompt that found no company; 0: none are asked for",
+        description="further responses to a single-call prompt that is in no group; 0: off",
     )
-    calls_per_minute: int = Field(60, ge=1, description="most shadow calls in a minute")
+    calls_per_minute: int = Field(60, ge=1, description="maximum resample calls per minute")
     tokens_per_minute: int | None = Field(
-        None, ge=1, description="most tokens of shadow calls in a minute, prompts included; null: no limit"
+        None, ge=1, description="maximum tokens of resample calls per minute, prompts included; null: no limit"
     )
-    concurrency: int = Field(2, ge=1, le=64, description="shadow calls at the same time")
+    concurrency: int = Field(2, ge=1, le=64, description="concurrent resample calls")
     max_running_requests: int = Field(
-        0, ge=0, description="no shadow call begins while vLLM runs more other calls than this, or any waits"
+        0, ge=0, description="a resample call starts only while vLLM runs at most this many other calls and none waits"
     )
     max_wait_seconds: float = Field(
         300.0,
         gt=0,
         description="a prompt that no idle moment was found for in this time is handled as `ungrouped` says",
     )
-    timeout_seconds: float = Field(600.0, gt=0, description="longest shadow call")
+    timeout_seconds: float = Field(600.0, gt=0, description="timeout of a resample call")
     proxy_url: PlainUrl | None = Field(
-        None, description="proxy that the shadow calls go through, without /v1; null: one that serves the alias now"
+        None, description="proxy for the resample calls, without /v1; null: one that serves the alias"
     )

@@ -18,103 +18,116 @@ from ratchet.trainer.settings.release_settings import ReleaseSettings
 from ratchet.trainer.settings.resampling_settings import ResamplingSettings
 from ratchet.trainer.settings.sentinel_settings import SentinelSettings
 
-MAX_SCORES_PER_FAMILY = 512  # scores of a family
+MAX_SCORES_PER_FAMILY = 512  # newest scores that a baseline uses
 _LEARNER_FIELDS = {field.name for field in dataclasses.fields(LearnerSettings)}
 
 
 class TrainerFields(BaseModel):
-    """The trainer's settings, each sound by itself."""
+    """The fields of the trainer's settings, each valid by itself."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     store: str = Field(description="URL or SQLite path of the store")
-    model: str = Field(description="alias that agents ask for; versions are alias@1, alias@2, ...")
-    base_model: str = Field(description="folder or hub name of the base model, the one that vLLM serves")
+    model: str = Field(description="alias that agents request; versions are alias@1, alias@2, ...")
+    base_model: str = Field(description="folder or hub name of the base model that vLLM serves")
     vllm: tuple[str, ...] = Field(min_length=1, repr=False, description="base URL of every vLLM replica, without /v1")
-    checkpoints: Path = Field(description="folder that gets one folder per version; vLLM must be able to read it")
+    checkpoints: Path = Field(description="folder for the checkpoints, one per version; vLLM must be able to read it")
     judge: JudgeSpec = Field(description="the judge: module:function, or a mapping with `kind` (docs/judges.md)")
-    judge_attempts: int = Field(5, ge=1, description="tries before what has no score is dropped as judge_failed")
-    judge_retry_seconds: float = Field(
-        5.0, ge=0, description="pause before a failed judge is asked again; it grows fourfold"
+    judge_attempts: int = Field(
+        5, ge=1, description="attempts of the judge before a trajectory without a score is dropped as judge_failed"
     )
-    seal_after_idle_seconds: float = Field(60.0, gt=0, description="a trajectory this still is complete")
-    num_generations: int = Field(8, ge=2, description="attempts at one task that are compared with each other")
-    min_group_size: int = Field(2, ge=2, description="smallest group that is worth comparing")
+    judge_retry_seconds: float = Field(
+        5.0, ge=0, description="wait before a failed judge is called again; it grows fourfold"
+    )
+    seal_after_idle_seconds: float = Field(
+        60.0, gt=0, description="time without calls after which a trajectory is complete"
+    )
+    num_generations: int = Field(8, ge=2, description="attempts at one task that form a group")
+    min_group_size: int = Field(2, ge=2, description="smallest group that is trained")
     group_wait_seconds: float = Field(
         300.0,
         gt=0,
-        description="a smaller group is formed after this long; attempts under way are waited for this long and four "
-        "times the longest complete one's time",
+        description="wait before a group smaller than num_generations is formed; it also waits for running attempts, "
+        "this long plus four times the duration of the longest complete one",
     )
     advantage_estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce++"] = Field(
-        "grpo", description="how scores become advantages: grpo, dr_grpo (no division), rloo or reinforce++"
+        "grpo",
+        description="how scores become advantages: grpo, dr_grpo (not divided by the standard deviation), rloo or "
+        "reinforce++",
     )
     turn_weight: float = Field(
-        0.0, ge=0, description="weight of what a judge says of single calls (components turn:1, turn:2, ...); 0: none"
+        0.0, ge=0, description="weight of the judge's scores of single calls (components turn:1, turn:2, ...); 0: none"
     )
     mask_truncated_completions: bool = Field(
-        True, description="answers that were cut off at their longest (finish reason `length`) carry no loss"
+        True, description="mask responses that reached their maximum length (finish reason `length`)"
     )
-    roles: tuple[str, ...] = Field((), description="roles of a multi-agent system that train; empty: all")
+    roles: tuple[str, ...] = Field((), description="roles of a multi-agent system that are trained; empty: all")
     role_patterns: dict[str, str] = Field(
         default_factory=dict,
-        description="pattern in the system prompt by role, for calls without x-ratchet-role; the first that fits",
+        description="regular expression of the system prompt by role, for calls without x-ratchet-role; the first "
+        "match counts",
     )
     scale_advantages_by_family: bool = Field(
         False, description="scale the advantages of each task family to the same spread"
     )
     ungrouped: Literal["drop", "baseline", "cohort"] = Field(
         "drop",
-        description="what has no company: drop it, compare it with its task family's past (baseline), or, while that "
-        "is too short, with others of the same system prompt and tools (cohort)",
+        description="trajectories without a group: drop them, compare them with past scores of their task family "
+        "(baseline), "
+        "or, while there are too few, with others of the same system prompt and tools (cohort)",
     )
-    min_baseline_samples: int = Field(16, ge=2, description="earlier scores of a task family that make a baseline")
-    groups_per_round: int = Field(16, ge=1, description="groups with a learning signal that start a round")
-    round_wait_seconds: float = Field(600.0, gt=0, description="a round starts with fewer groups after this long")
+    min_baseline_samples: int = Field(16, ge=2, description="minimum past scores of a task family for a baseline")
+    groups_per_round: int = Field(16, ge=1, description="groups with a learning signal in a round")
+    round_wait_seconds: float = Field(600.0, gt=0, description="time after which a round starts with fewer groups")
     min_groups_per_round: int = Field(
-        1, ge=1, description="but never with fewer than this; a single counts 1 / num_generations of a group"
+        1, ge=1, description="minimum groups in a round; an ungrouped trajectory counts as 1 / num_generations"
     )
-    max_staleness: int = Field(8, ge=0, description="groups sampled more versions ago than this are dropped")
-    no_signal_alarm: int = Field(5, ge=1, description="groups in a row without variance that raise an alarm")
+    max_staleness: int = Field(8, ge=0, description="versions after which a group is too old to train and is dropped")
+    no_signal_alarm: int = Field(5, ge=1, description="consecutive groups without variance that raise an alarm")
     proof_tolerance: float = Field(
-        0.1, gt=0, description="mean |served - trainer| logprob, nats, beyond which a swap is refused"
+        0.1,
+        gt=0,
+        description="largest mean |served - trainer| logprob of a new version, nats; otherwise it is rejected",
     )
     keep_loaded_adapters: int = Field(2, ge=0, description="retired versions that stay loaded in vLLM")
     keep_checkpoints: int = Field(
-        8, ge=1, description="newest versions that stay on disk, beside the live and best ones"
+        8, ge=1, description="newest versions kept on disk, in addition to the live and best ones"
     )
     keep_optimizer_states: int = Field(
-        2, ge=1, description="newest, and best, versions that keep their optimiser state on disk"
+        2, ge=1, description="newest, and best, versions whose optimizer state is kept on disk"
     )
-    lease_seconds: float = Field(30.0, gt=0, description="another trainer takes over this long after this one died")
-    poll_interval_seconds: float = Field(
-        0.25, gt=0, description="pause between looks at the store when there is no work"
+    lease_seconds: float = Field(
+        30.0, gt=0, description="time after which another trainer takes over from one that died"
     )
+    poll_interval_seconds: float = Field(0.25, gt=0, description="wait between polls of the store without work")
     devices: Devices = Field(
-        None, description="GPUs that the trainer sees: 0, or 0,1, or UUIDs; null: as CUDA_VISIBLE_DEVICES says"
+        None, description="GPUs of the trainer: 0, or 0,1, or UUIDs; null: as in CUDA_VISIBLE_DEVICES"
     )
-    num_processes: int = Field(1, ge=1, description="processes that train together, as accelerate launch starts them")
+    num_processes: int = Field(1, ge=1, description="training processes, started by accelerate launch")
     metrics_port: int | None = Field(
-        None, ge=0, le=65535, description="port of the trainer's own /metrics; 0 takes any free one; null: none"
+        None, ge=0, le=65535, description="port of the trainer's /metrics; 0: any free port; null: none"
     )
-    metrics_host: str = Field("127.0.0.1", description="address that the trainer's /metrics listens on")
+    metrics_host: str = Field("127.0.0.1", description="listen address of the trainer's /metrics")
     log_format: Literal["text", "json"] = Field(
         "text", description="`text`: logfmt after time and level; `json`: one object per line"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="lines below it are left out; that the trainer is ready is told in any case"
+        "info", description="minimum level of log lines; readiness is always logged"
     )
     report_to: tuple[MonitorName, ...] = Field(
-        (), description="who else is told of rounds and decisions: tensorboard, wandb; off the trainer's path"
+        (), description="monitors that receive rounds and decisions: tensorboard, wandb, or a plug-in"
     )
     sentinel: SentinelSettings = Field(
-        default_factory=lambda: SentinelSettings(), description="what is watched, and from where on it is an alarm"
+        default_factory=lambda: SentinelSettings(),
+        description="checks of the newest trajectories and rounds, and their alarm thresholds",
     )
     resample: ResamplingSettings = Field(
         default_factory=lambda: ResamplingSettings(),
-        description="further answers to single-call prompts, off users' path",
+        description="further responses to single-call prompts, sampled while vLLM is idle",
     )
-    release: ReleaseSettings = Field(default_factory=ReleaseSettings, description="what a proven version must show")
+    release: ReleaseSettings = Field(
+        default_factory=ReleaseSettings, description="evaluation, canary and approval of proven versions"
+    )
     learner: LearnerSettings = Field(default_factory=LearnerSettings, description="the LoRA learner")
 
     @field_validator("learner", mode="before")
@@ -128,22 +141,22 @@ class TrainerFields(BaseModel):
 
     @field_validator("num_generations", "min_group_size", mode="before")
     @classmethod
-    def _more_than_one(cls, value: Any) -> Any:
+    def _is_a_group(cls, value: Any) -> Any:
         if value == 1:
             raise ValueError(
-                "1 member has nothing to be compared with, so that every advantage would be 0: take 2 or more; for "
-                "traffic where nobody tries a task twice set ungrouped: baseline"
+                "a group of 1 has nothing to compare, so every advantage would be 0: use 2 or more; if your traffic "
+                "never repeats a task, set ungrouped: baseline"
             )
         return value
 
     @field_validator("role_patterns")
     @classmethod
-    def _are_patterns(cls, prompts: dict[str, str]) -> dict[str, str]:
+    def _compile(cls, prompts: dict[str, str]) -> dict[str, str]:
         for role, pattern in prompts.items():
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ValueError(f"the pattern of role {role} is no regular expression: {error}") from error
+                raise ValueError(f"the pattern of role {role} is not a regular expression: {error}") from error
         return prompts
 
     @field_validator("vllm")

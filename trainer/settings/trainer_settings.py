@@ -1,7 +1,4 @@
-"""The trainer's settings: parsed once at the door, passed on as values, never read again.
-
-Unknown names are errors. Torch is not imported here.
-"""
+"""The trainer's settings with the checks across fields. Unknown names are errors. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,10 +11,10 @@ from ratchet.trainer.settings.trainer_fields import TrainerFields
 
 
 class TrainerSettings(TrainerFields):
-    """What the trainer needs to know; settings from which nothing can be learnt are refused."""
+    """The settings of one trainer. Settings that cannot train anything are refused with the reason."""
 
     @model_validator(mode="after")
-    def _can_learn(self) -> Self:
+    def _is_trainable(self) -> Self:
         reason = check_trainable(self)
         if reason is not None:
             raise ValueError(reason)

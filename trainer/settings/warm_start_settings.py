@@ -1,4 +1,4 @@
-"""What a warm start is told. Parsed once at the door; unknown names are errors."""
+"""Settings of a warm start (SFT). Unknown names are errors."""
 
 from __future__ import annotations
 
@@ -10,43 +10,50 @@ POLICY, DEMONSTRATIONS = "policy", "demonstrations"
 
 
 class WarmStartSettings(BaseModel):
-    """What is imitated, beside what, and how."""
+    """The data and the hyperparameters of a warm start."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     sources: tuple[str, ...] = Field(
         (POLICY, DEMONSTRATIONS),
         min_length=1,
-        description="policy: the policy's good trajectories; demonstrations: demonstrations of feedback; else the name "
-        "of another model whose trajectories were recorded",
+        description="policy: the policy's own trajectories with a good score; demonstrations: demonstrations from "
+        "feedback; "
+        "any other name: recorded trajectories of that model",
     )
-    min_score: float = Field(0.5, description="score from which on a trajectory is good enough to be imitated")
-    min_trajectories: int = Field(16, ge=1, description="fewer trajectories than this are refused")
-    max_per_source: int = Field(2000, ge=1, description="the newest so many of each source are looked at")
-    max_per_task: int = Field(4, ge=1, description="the best so many trajectories of a task are taken")
+    min_score: float = Field(0.5, description="minimum score of a trajectory")
+    min_trajectories: int = Field(
+        16, ge=1, description="minimum number of trajectories; with fewer the warm start is refused"
+    )
+    max_per_source: int = Field(
+        2000, ge=1, description="number of newest trajectories of each source that are considered"
+    )
+    max_per_task: int = Field(4, ge=1, description="number of best trajectories per task that are used")
     general: str | None = Field(
-        None, description="general chat data mixed in: a task set whose rows hold `messages` (and `tools`)"
+        None, description="general chat data that is mixed in: a task set with a column `messages` (and `tools`)"
     )
-    general_split: str = Field("train", description="split of it that is read")
-    general_ratio: float = Field(0.2, ge=0, lt=1, description="share of general conversations among all")
-    general_held_out: int = Field(64, ge=1, description="general conversations that are only measured")
+    general_split: str = Field("train", description="split of the general data")
+    general_ratio: float = Field(0.2, ge=0, lt=1, description="share of general conversations in the training data")
+    general_held_out: int = Field(
+        64, ge=1, description="general conversations that measure the loss and are not trained"
+    )
     max_loss_increase: float | None = Field(
-        None, gt=0, description="nats per token that the held-out general loss may rise by; null: only shown"
+        None, gt=0, description="largest rise of the held-out general loss, nats per token; null: no limit"
     )
-    num_train_epochs: int = Field(2, ge=1, description="times that each row is learnt from")
-    batch_size: int = Field(32, ge=1, description="rows of an optimiser step")
-    learning_rate: float | None = Field(None, gt=0, description="of AdamW; null: the learner's own")
-    seed: int = Field(0, description="of the mixture")
+    num_train_epochs: int = Field(2, ge=1, description="number of passes over the data")
+    batch_size: int = Field(32, ge=1, description="rows per optimizer step")
+    learning_rate: float | None = Field(None, gt=0, description="learning rate of AdamW; null: the learner's")
+    seed: int = Field(0, description="seed of the data mixture")
 
     @model_validator(mode="after")
-    def _sound(self) -> Self:
+    def _is_consistent(self) -> Self:
         if len(set(self.sources)) < len(self.sources):
-            raise ValueError(f"sources names one twice: {', '.join(self.sources)}")
+            raise ValueError(f"a source is listed twice: {', '.join(self.sources)}")
         if self.max_loss_increase is not None and self.general is None:
             raise ValueError("max_loss_increase is measured on general data: set `general` as well")
         return self
 
     @property
     def teachers(self) -> tuple[str, ...]:
-        """Return the names of other models whose trajectories are imitated."""
+        """Return the names of other models among the sources."""
         return tuple(name for name in self.sources if name not in (POLICY, DEMONSTRATIONS))
