@@ -238,7 +238,7 @@ def told(
     counts = store.resamples.counts(alias)
     answered = counts.get(ResampleState.ANSWERED)
     lately = served[-len(served) // 4 :]
-    decisions = [one.reason for one in store.decisions.of(alias) if "held-out" in (one.reason or "")]
+    decisions = [one.reason for one in store.decisions.decisions_of(alias) if "held-out" in (one.reason or "")]
     return {
         "way": way, "seed": seed, "version": version,
         "held_out_before": [round(first[0] / first[1], 4), round(low_first, 4), round(high_first, 4)],
@@ -247,7 +247,7 @@ def told(
         "live_last_quarter": round(statistics.fmean(one.right for one in lately), 4),
         "live_calls": len(served), "failed": sum(one.failed for one in served),
         "live_ms": {"p50": round(took[len(took) // 2]), "p95": round(took[len(took) * 95 // 100])},
-        "resamples": {str(state): one.resamples for state, one in counts.items()},
+        "resamples": {str(state): one.count for state, one in counts.items()},
         "shadow_tokens": answered.tokens if answered else 0,
         "rounds": len([one for one in store.rounds.page(alias, limit=1000) if one.to_version]),
         "dropped": store.trajectories.drop_counts(), "states": store.trajectories.counts(),

@@ -84,7 +84,7 @@ def killed(run: Run, process: subprocess.Popen[str], store: Store, training: int
     process.kill()
     process.wait()
     (tuning,) = store.tunings.page("weights")
-    before = {one.id for one in store.rollouts.of(tuning.id) if one.counts}
+    before = {one.id for one in store.rollouts.of_tuning(tuning.id) if one.counts}
     began = time.monotonic()
     again = run.tune("--resume", tuning.id)
     while not (gone := _in_state(store, tuning.id, RolloutState.ABANDONED)):
@@ -102,17 +102,17 @@ def killed(run: Run, process: subprocess.Popen[str], store: Store, training: int
 
 def _ended(store: Store, candidate: str) -> list[Rollout]:
     return [
-        one for tuning in store.tunings.page("weights") for one in store.rollouts.of(tuning.id, candidate) if one.counts
+        one for tuning in store.tunings.page("weights") for one in store.rollouts.of_tuning(tuning.id, candidate) if one.counts
     ]
 
 
 def _in_state(store: Store, tuning: str, state: RolloutState) -> list[Rollout]:
-    return [one for one in store.rollouts.of(tuning) if one.state is state]
+    return [one for one in store.rollouts.of_tuning(tuning) if one.state is state]
 
 
 def _check(store: Store, tuning: str, before: set[str]) -> None:
     """Hold that no rollout was made twice, and that nothing learnt of what was cut off."""
-    over = [one for one in store.rollouts.of(tuning) if one.counts]
+    over = [one for one in store.rollouts.of_tuning(tuning) if one.counts]
     places = Counter((one.candidate, one.task_id, one.attempt, one.step) for one in over)
     assert before <= {one.id for one in over}
     assert max(places.values()) == 1, "a rollout that had ended was made again"

@@ -138,7 +138,7 @@ class ResampleState(StrEnum):
     """The life of a further answer to a recorded prompt, for the original to be compared with."""
 
     PLANNED = "planned"  # nobody has asked for it yet
-    ASKED = "asked"  # on its way; also what a killed trainer leaves
+    REQUESTED = "requested"  # on its way; also what a killed trainer leaves
     ANSWERED = "answered"  # the proxy has recorded it, or is about to ship it
     FAILED = "failed"  # it will not be asked for again; `failure` says why
 
@@ -190,8 +190,8 @@ ROLLOUT_TRANSITIONS: Mapping[RolloutState, frozenset[RolloutState]] = {
 }
 
 RESAMPLE_TRANSITIONS: Mapping[ResampleState, frozenset[ResampleState]] = {
-    ResampleState.PLANNED: frozenset({ResampleState.ASKED, ResampleState.FAILED}),
-    ResampleState.ASKED: frozenset({ResampleState.ANSWERED, ResampleState.FAILED}),
+    ResampleState.PLANNED: frozenset({ResampleState.REQUESTED, ResampleState.FAILED}),
+    ResampleState.REQUESTED: frozenset({ResampleState.ANSWERED, ResampleState.FAILED}),
     ResampleState.ANSWERED: frozenset(),
     ResampleState.FAILED: frozenset(),
 }
@@ -199,13 +199,13 @@ RESAMPLE_TRANSITIONS: Mapping[ResampleState, frozenset[ResampleState]] = {
 _State = TypeVar("_State", bound=StrEnum)
 
 
-def check(steps: Mapping[_State, frozenset[_State]], old: _State, new: _State, what: str) -> None:
+def check_transition(steps: Mapping[_State, frozenset[_State]], old: _State, new: _State, what: str) -> None:
     """Raise InvalidTransition unless `old -> new` is in `steps`; `what` names the record in the message."""
     if new not in steps[old]:
         allowed = ", ".join(sorted(steps[old])) or "nothing"
         raise InvalidTransition(f"{what} is {old} and cannot become {new} (allowed from {old}: {allowed})")
 
 
-def origins(steps: Mapping[_State, frozenset[_State]], new: _State) -> tuple[_State, ...]:
+def states_before(steps: Mapping[_State, frozenset[_State]], new: _State) -> tuple[_State, ...]:
     """Return the states from which `new` may be reached, for the WHERE clause of a change."""
     return tuple(state for state, reachable in steps.items() if new in reachable)

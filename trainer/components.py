@@ -58,7 +58,7 @@ def make_judging_components(settings: TrainerSettings, store: Store, progress: P
     """Return who judges the groups of an alias."""
     judge = make_judge(settings.judge, os.environ)
     second = _second_judge(settings, store, judge)
-    book = ScoreHistory(store.groups.scored(settings.model, judge.version))
+    book = ScoreHistory(store.groups.past_scores(settings.model, judge.version))
     credit = AdvantageEstimator(
         settings.advantage_estimator,
         settings.scale_advantages_by_family,

@@ -289,7 +289,7 @@ class Daemon:
         """Return the versions worth a look back, the best first; none where scores do not compare versions."""
         if self._relative:
             return []
-        return best_first(self._store.groups.scored(self.settings.model, self._judge_version))
+        return best_first(self._store.groups.past_scores(self.settings.model, self._judge_version))
 
     def _prune(self) -> None:
         """Remove from the disk what no version in use, no resumption and no look back needs."""

@@ -63,7 +63,7 @@ class Lease:
         """
         first = None
         while not self._take():
-            holder = next((one for one in self._store.leases.held(self._name) if one.name == self._name), None)
+            holder = next((one for one in self._store.leases.holders(self._name) if one.name == self._name), None)
             if holder is not None and first is None:
                 first = holder
                 seen = f"{self._name} was taken by {describe_owner(holder.owner)}"

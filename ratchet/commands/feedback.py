@@ -71,11 +71,11 @@ def add(
     body = named | {"comment": comment, "demonstration": demonstration, "end_user": end_user, "value": _value(value)}
     said = parse_feedback(msgspec.json.encode(body)).record(OPERATOR, None, time.time())
     with options.open_project_store(context, **given) as store:
-        place = store.feedback.place_of(said)
+        place = store.feedback.target_of(said)
         if place is None:
             raise click.ClickException(f"the store holds no {said.kind} {said.target!r}")
         store.feedback.add([said])
-        trained = store.lineage.of([place[0]]).get(place[0], ())
+        trained = store.lineage.versions_of([place[0]]).get(place[0], ())
     if as_json:
         options.print_json({"id": said.id, "trajectory_id": place[0], "call_id": place[1], "trained": trained})
         return
@@ -100,7 +100,7 @@ def list_feedback(context: click.Context, /, trajectory: str | None, limit: int,
 
     with options.open_project_store(context, **given) as store:
         found = store.feedback.page(limit, trajectory=trajectory)
-        trained = store.lineage.of(list({said.trajectory_id for said in found if said.trajectory_id}))
+        trained = store.lineage.versions_of(list({said.trajectory_id for said in found if said.trajectory_id}))
     if as_json:
         options.print_json(
             [msgspec.structs.asdict(s) | {"trained": trained.get(s.trajectory_id or "", ())} for s in found]

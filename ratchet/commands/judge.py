@@ -81,9 +81,9 @@ def show(context: click.Context, /, group: str, as_json: bool, **given: Any) -> 
     with options.open_store_for_command(_settings(context, given).store_url) as store:
         found = store.groups.get(group)
         members = [store.trajectories.get(name) for name in found.members]
-        rollouts = store.rollouts.among(found.members)
-        verdicts, judge_requests = store.groups.history(group), store.groups.judge_requests(group)
-        trained = store.lineage.of(found.members)
+        rollouts = store.rollouts.of_trajectories(found.members)
+        verdicts, judge_requests = store.groups.verdict_history(group), store.groups.judge_requests(group)
+        trained = store.lineage.versions_of(found.members)
         said = [one for name in found.members for one in reversed(store.feedback.page(trajectory=name))]
     if as_json:
         options.print_json(

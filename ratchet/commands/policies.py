@@ -47,7 +47,7 @@ def list_policies(
     """
     with options.open_project_store(context, store=store, project=project) as opened:
         found, decided = opened.policies.all(model), opened.decisions.latest(model)
-        learnt = {(one.alias, one.version) for one in opened.deletions.inherited()}
+        learnt = {(one.alias, one.version) for one in opened.deletions.versions_with_deleted_data()}
     if as_json:
         options.print_json(
             [
@@ -92,7 +92,7 @@ def show(
     with options.open_project_store(context, store=store, project=project) as opened:
         versions = opened.policies.all(alias) if version is None else [opened.policies.get(alias, version)]
         prompts = {one.version: opened.prompts.get(one.prompt_id) for one in versions if one.prompt_id}
-        decisions = opened.decisions.of(alias, version)
+        decisions = opened.decisions.decisions_of(alias, version)
         scores = read_canary_scores(opened, alias)
         known = sorted(opened.policies.live())
     if not versions and not decisions:

@@ -202,7 +202,7 @@ def store_url_of(context: click.Context, store: str | None, project: str | None)
 def _delete(store: Store, chosen: list[TrajectoryFilter], why: str, *, dry_run: bool, as_json: bool) -> int:
     if dry_run:
         count = sum(store.deletions.count(one) for one in chosen)
-        policies = [policy for one in chosen for policy in store.deletions.trained_into(one)]
+        policies = [policy for one in chosen for policy in store.deletions.versions_trained_on(one)]
         _tell_plan(count, list(dict.fromkeys(policies)), as_json)
         return 0
     done = [_with_bar(store, one, why) for one in chosen]
@@ -262,7 +262,7 @@ def _tell_policies(policies: list[AffectedVersion]) -> None:
         "(`ratchet store forget --reject-policies` takes them out of service):"
     )
     for policy in list(kept.values())[:_SHOWN]:
-        how = "trained on them" if policy.directly else "went on from such a version"
+        how = "trained on them" if policy.trained_directly else "went on from such a version"
         click.echo(f"  {policy.alias}@{policy.version}  {policy.state:<9}  {how}  {policy.adapter or ''}")
     if len(kept) > _SHOWN:
         click.echo(f"  and {len(kept) - _SHOWN} more; --json lists them all")

@@ -102,7 +102,7 @@ def runs(
 
     with options.open_project_store(context, store=store, project=project) as opened:
         found = opened.tunings.page(kind=method, limit=limit)
-        held = {one.name.removeprefix(LEASES) for one in opened.leases.held(LEASES)}
+        held = {one.name.removeprefix(LEASES) for one in opened.leases.holders(LEASES)}
     if as_json:
         options.print_json([msgspec.to_builtins(one) for one in found])
         return

@@ -181,7 +181,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def _engine_tokens(store: Store, calls: Sequence[Call], rounds: Sequence[Round]) -> int:
     """Return how many token ids vLLM returned for the trajectories that were trained."""
-    trained = {name for held in rounds for name in store.trajectories.of_round(held.id, limit=100_000)}
+    trained = {name for held in rounds for name in store.trajectories.trained_in_round(held.id, limit=100_000)}
     return sum(len(choice.token_ids) // 4 for call in calls if call.trajectory_id in trained for choice in call.choices)
 
 

@@ -104,13 +104,13 @@ def _store(settings: Settings) -> dict[str, Any] | None:
     store = open_store(settings.store_url, create=False)
     rounds = store.rounds.page(settings.model, limit=100_000)
     live = store.policies.live().get(settings.model)
-    base = store.base_models.of(settings.model)
+    base = store.base_models.base_model_of(settings.model)
     content = {
         "trajectories": {str(state): count for state, count in store.trajectories.counts().items()},
         "dropped": store.trajectories.drop_counts(),
         "dropped_groups": store.groups.drop_counts(settings.model),
         "untrained_tokens": _left_out(rounds),
-        "resamples": {str(state): count.resamples for state, count in store.resamples.counts(settings.model).items()},
+        "resamples": {str(state): count.count for state, count in store.resamples.counts(settings.model).items()},
         "rounds": {str(state): sum(r.state is state for r in rounds) for state in sorted({r.state for r in rounds})},
         "next_round": next_round(store, settings),
         "policy_change": _policy_change(store, settings.model),
@@ -127,9 +127,9 @@ def _store(settings: Settings) -> dict[str, Any] | None:
                 "reason": one.reason,
                 "at": one.decided_at,
             }
-            for one in store.decisions.of(settings.model, limit=_DECISIONS)
+            for one in store.decisions.decisions_of(settings.model, limit=_DECISIONS)
         ],
-        "alarms": [{"name": a.name, "reason": a.reason, "count": a.count} for a in store.alarms.standing()],
+        "alarms": [{"name": a.name, "reason": a.reason, "count": a.count} for a in store.alarms.active()],
     }
     store.close()
     return content

@@ -34,7 +34,7 @@ def check_base_model(settings: Settings, store: Store, note: Callable[[str], Non
     if (size := bytes_to_read(folder, cache)) >= _LARGE:
         note(f"base model {model}: reading its {size / 1e9:.1f} GB of weights once, to compute their digests")
     files = digests(folder, cache)
-    known = store.base_models.of(settings.model)
+    known = store.base_models.base_model_of(settings.model)
     if known is not None and (parts := known.differing_parts(files)):
         if not store.base_models.forget(settings.model):
             raise BaseModelConflict(mismatch_message(settings, store, known, model, files, parts))

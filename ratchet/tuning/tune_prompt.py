@@ -113,7 +113,7 @@ def create_candidate(store: Store, name: str, *, force: bool = False) -> str:
     if details["verdict"] != "better" and not force:
         raise click.UsageError(f"run {name}: {details['verdict']}, {details['why']}; --force promotes it all the same")
     evidence = {"tuning": name, "verdict": details["verdict"], "gain": (run.result or {}).get("gain")}
-    policy = store.policies.with_prompt(run.alias, details["prompt_id"], evidence)
+    policy = store.policies.register_prompt_version(run.alias, details["prompt_id"], evidence)
     return f"{policy.alias}@{policy.version}"
 
 

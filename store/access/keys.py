@@ -68,7 +68,7 @@ class Keys:
             raise RecordNotFound(f"no key {key_id}; `ratchet keys list` shows the ids")
         return _key(row)
 
-    def used(self, key_ids: Collection[str], at: float) -> None:
+    def record_use(self, key_ids: Collection[str], at: float) -> None:
         """Note that keys were used about then (Unix seconds)."""
         table = schema.keys
         with write(self._engine) as connection:

@@ -44,7 +44,7 @@ class Calls:
                 attach_pending_feedback(connection, calls)
             add(connection, said)
 
-    def interrupt(self, call_ids: Iterable[str]) -> None:
+    def mark_interrupted(self, call_ids: Iterable[str]) -> None:
         """Mark calls whose proxy died before their end; calls that have an end stay as they are."""
         with write(self._engine) as connection:
             connection.execute(
@@ -88,7 +88,7 @@ class Calls:
             found = load_calls(connection, table.c.id.in_(chosen.subquery().select()), tokens=tokens)
         return sorted(found, key=lambda call: call.id, reverse=True)
 
-    def whole(self, call_ids: Sequence[str]) -> dict[str, Call]:
+    def read_with_tokens(self, call_ids: Sequence[str]) -> dict[str, Call]:
         """Return calls with their tokens, by id; those that are not there are left out."""
         with read(self._engine) as connection:
             return {call.id: call for call in load_calls(connection, schema.calls.c.id.in_(call_ids))}
@@ -112,7 +112,7 @@ def load_calls(connection: sa.Connection, where: sa.ColumnElement[bool], *, toke
         for answer in connection.execute(found):
             answers.setdefault(answer.call_id, []).append(_choice(answer))
     prompts = Blocks(connection, rows)
-    return [_call(row, prompts.whole(row), tuple(answers.get(row.id, ()))) for row in rows]
+    return [_call(row, prompts.full_prompt(row), tuple(answers.get(row.id, ()))) for row in rows]
 
 
 def _columns(table: sa.Table, tokens: bool) -> list[sa.ColumnElement[Any]]:

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 
 from ratchet.store.content.messages import ROOT
 from ratchet.store.db import schema
-from ratchet.store.db.bulk import among
+from ratchet.store.db.bulk import in_values
 
 
 def incomplete(connection: sa.Connection, trajectory_ids: Sequence[str]) -> set[str]:
@@ -20,7 +20,7 @@ def incomplete(connection: sa.Connection, trajectory_ids: Sequence[str]) -> set[
     if not trajectory_ids:
         return set()
     calls, messages, toolsets = schema.calls, schema.messages, schema.toolsets
-    ours = among(connection, calls.c.trajectory_id, list(trajectory_ids))
+    ours = in_values(connection, calls.c.trajectory_id, list(trajectory_ids))
     prompts = sa.select(calls.c.trajectory_id.label("run"), calls.c.prompt_node.label("hash"))
     path = prompts.where(ours, calls.c.prompt_node != ROOT).cte("path", recursive=True)
     above = sa.select(path.c.run, messages.c.parent).join(messages, messages.c.hash == path.c.hash)

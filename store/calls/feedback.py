@@ -52,7 +52,7 @@ class FeedbackVerbs:
             lock_feedback_order(connection, feedback=True)
             add(connection, said)
 
-    def place_of(self, said: Feedback) -> Place | None:
+    def target_of(self, said: Feedback) -> Place | None:
         """Return where it belongs; None where that is not stored, or is another key's."""
         with read(self._engine) as connection:
             return _place(connection, said)
@@ -74,7 +74,7 @@ class FeedbackVerbs:
             where.append(sa.tuple_(table.c.given_at, table.c.id) < at)
         return self._select(sa.and_(sa.true(), *where), min(limit, 1000))
 
-    def first_given(self, trajectory_ids: Sequence[str]) -> dict[str, float]:
+    def first_value_at(self, trajectory_ids: Sequence[str]) -> dict[str, float]:
         """Return when somebody first gave a value, for each of these trajectories that has one."""
         table = schema.feedback
         found: dict[str, float] = {}
@@ -86,7 +86,7 @@ class FeedbackVerbs:
                 found |= {row[0]: row[1] for row in connection.execute(query)}
         return found
 
-    def heard(self, names: Sequence[str], now: float) -> None:
+    def mark_applied(self, names: Sequence[str], now: float) -> None:
         """Note that a verdict took these into account."""
         table = schema.feedback
         with write(self._engine) as connection:
@@ -94,7 +94,7 @@ class FeedbackVerbs:
                 chosen = table.c.id.in_(names[start : start + MAX_IN_VALUES])
                 connection.execute(sa.update(table).where(chosen, table.c.applied_at.is_(None)).values(applied_at=now))
 
-    def late(self, alias: str, limit: int = 100) -> list[str]:
+    def applied_too_late(self, alias: str, limit: int = 100) -> list[str]:
         """Return an alias's trajectories that were judged or put aside before somebody gave a value for them."""
         table, runs, groups = schema.feedback, schema.trajectories, schema.groups
         state = unindexed(runs.c.state)

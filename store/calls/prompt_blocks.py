@@ -19,7 +19,7 @@ _BLOCK = 256 * 4  # bytes of int32 ids
 _DIGEST = 16
 
 
-def cut(context: str, prompt_ids: bytes) -> tuple[tuple[bytes, ...], bytes]:
+def split_prompt(context: str, prompt_ids: bytes) -> tuple[tuple[bytes, ...], bytes]:
     """Return (whole blocks, rest) of a call's prompt; only forks are cut."""
     if context != "fork":
         return (), prompt_ids
@@ -32,7 +32,7 @@ def digest(block: bytes) -> bytes:
     return blake2b(block, digest_size=_DIGEST).digest()
 
 
-def digests(named: bytes | None) -> list[bytes]:
+def block_digests(named: bytes | None) -> list[bytes]:
     """Return the names of a call's blocks, in order."""
     return [named[at : at + _DIGEST] for at in range(0, len(named), _DIGEST)] if named else []
 
@@ -41,7 +41,7 @@ class Blocks:
     """The blocks of some calls, loaded together."""
 
     def __init__(self, connection: sa.Connection, rows: Iterable[Any]) -> None:
-        wanted = {(row.trajectory_id, name) for row in rows for name in digests(row.prompt_blocks)}
+        wanted = {(row.trajectory_id, name) for row in rows for name in block_digests(row.prompt_blocks)}
         table = schema.prompt_blocks
         self._ids: dict[tuple[str, bytes], bytes] = {}
         runs = sorted({run for run, _ in wanted})
@@ -51,9 +51,11 @@ class Blocks:
                 if (row.trajectory_id, row.digest) in wanted:
                     self._ids[row.trajectory_id, row.digest] = row.token_ids
 
-    def whole(self, row: Any) -> bytes:
+    def full_prompt(self, row: Any) -> bytes:
         """Return the whole prompt of a call. Raises KeyError where a block is missing."""
         if not row.prompt_blocks:
             ids: bytes = row.prompt_ids
             return ids
-        return b"".join([*(self._ids[row.trajectory_id, name] for name in digests(row.prompt_blocks)), row.prompt_ids])
+        return b"".join(
+            [*(self._ids[row.trajectory_id, name] for name in block_digests(row.prompt_blocks)), row.prompt_ids]
+        )

@@ -18,14 +18,14 @@ from ratchet.store.db import schema
 from ratchet.store.db.bulk import insert_or_ignore
 from ratchet.store.db.count_cache import CachedCount
 from ratchet.store.db.engine import read, write
-from ratchet.store.db.text_limits import fitting
+from ratchet.store.db.text_limits import truncate_row
 from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.ids import new_id
 from ratchet.store.records import RESAMPLE, Trajectory
 from ratchet.store.records.base import Record
-from ratchet.store.states import RESAMPLE_TRANSITIONS, ResampleState, TrajectoryState, origins
+from ratchet.store.states import RESAMPLE_TRANSITIONS, ResampleState, TrajectoryState, states_before
 
-PREFIX = "shad"  # of the ids; the proxy knows a shadow by it
+RESAMPLE_ID_PREFIX = "shad"  # of the ids; the proxy knows a shadow by it
 
 
 class Resample(Record, frozen=True):
@@ -51,7 +51,7 @@ class Resample(Record, frozen=True):
 class ResampleCount(Record, frozen=True):
     """How many resamples there are and how many tokens they took."""
 
-    resamples: int = 0
+    count: int = 0
     tokens: int = 0
 
 
@@ -69,7 +69,7 @@ class Resamples:
         values = {"original_id": original.id, "alias": original.alias, "version": original.version, "tokens": tokens}
         planned = {"planned_at": now, "requested_at": None, "ended_at": None, "failure": None}
         rows = [
-            {"id": new_id(PREFIX), "number": number, "state": ResampleState.PLANNED, **values, **planned}
+            {"id": new_id(RESAMPLE_ID_PREFIX), "number": number, "state": ResampleState.PLANNED, **values, **planned}
             for number in range(count)
         ]
         with write(self._engine) as connection:
@@ -78,29 +78,29 @@ class Resamples:
                 raise InvalidTransition(f"the resamples of trajectory {original.id} were planned before")
             insert_or_ignore(connection, schema.resamples, rows)
 
-    def ask(self, shadow_id: str, now: float) -> None:
+    def mark_requested(self, resample_id: str, now: float) -> None:
         """Write down that a shadow is asked for now. Raises InvalidTransition where it is not planned any more."""
-        self._move(shadow_id, ResampleState.ASKED, requested_at=now)
+        self._move(resample_id, ResampleState.REQUESTED, requested_at=now)
 
-    def answer(self, shadow_id: str, now: float, tokens: int) -> None:
+    def mark_answered(self, resample_id: str, now: float, tokens: int) -> None:
         """Write down that the proxy gave the whole answer. Raises InvalidTransition where its end is known."""
-        self._move(shadow_id, ResampleState.ANSWERED, ended_at=now, tokens=tokens)
+        self._move(resample_id, ResampleState.ANSWERED, ended_at=now, tokens=tokens)
 
-    def fail(self, shadow_id: str, now: float, failure: str) -> None:
+    def mark_failed(self, resample_id: str, now: float, failure: str) -> None:
         """Write down why there is no answer. Raises InvalidTransition where its end is known."""
-        self._move(shadow_id, ResampleState.FAILED, ended_at=now, failure=failure)
+        self._move(resample_id, ResampleState.FAILED, ended_at=now, failure=failure)
 
-    def get(self, shadow_id: str) -> Resample:
+    def get(self, resample_id: str) -> Resample:
         """Return one. Raises RecordNotFound."""
         with read(self._engine) as connection:
             row = connection.execute(
-                sa.select(schema.resamples).where(schema.resamples.c.id == shadow_id)
+                sa.select(schema.resamples).where(schema.resamples.c.id == resample_id)
             ).one_or_none()
         if row is None:
-            raise RecordNotFound(f"no shadow {shadow_id}")
-        return _shadow(row)
+            raise RecordNotFound(f"no shadow {resample_id}")
+        return _resample(row)
 
-    def waiting(self, alias: str, originals: Collection[str] | None = None) -> list[Resample]:
+    def pending(self, alias: str, originals: Collection[str] | None = None) -> list[Resample]:
         """Return the resamples whose original still waits for a group, those of one original together, oldest first.
 
         Of all originals, which looks at every shadow of the alias, or of these alone.
@@ -118,17 +118,17 @@ class Resamples:
             .order_by(schema.resamples.c.original_id, schema.resamples.c.number)
         )
         with read(self._engine) as connection:
-            return [_shadow(row) for row in connection.execute(query)]
+            return [_resample(row) for row in connection.execute(query)]
 
-    def originals(self, shadow_ids: Sequence[str]) -> dict[str, str]:
+    def originals_of(self, resample_ids: Sequence[str]) -> dict[str, str]:
         """Return the original of each of these resamples; those that nobody planned, or any more, are left out."""
         query = sa.select(schema.resamples.c.id, schema.resamples.c.original_id).where(
-            schema.resamples.c.id.in_(list(shadow_ids))
+            schema.resamples.c.id.in_(list(resample_ids))
         )
         with read(self._engine) as connection:
             return {row.id: row.original_id for row in connection.execute(query)}
 
-    def sealed(self, original_id: str) -> list[str]:
+    def sealed_of(self, original_id: str) -> list[str]:
         """Return the resamples of an original whose trajectories are sealed: in the store, and whole."""
         runs = schema.trajectories
         query = (
@@ -140,13 +140,13 @@ class Resamples:
         with read(self._engine) as connection:
             return list(connection.scalars(query.where(mine)))
 
-    def spent(self, alias: str, since: float) -> ResampleCount:
+    def usage_since(self, alias: str, since: float) -> ResampleCount:
         """Return how many were asked for since then (Unix seconds), and the tokens that they took or may take."""
         columns = (sa.func.count(), sa.func.coalesce(sa.func.sum(schema.resamples.c.tokens), 0))
         query = sa.select(*columns).where(schema.resamples.c.alias == alias, schema.resamples.c.requested_at > since)
         with read(self._engine) as connection:
             count, tokens = connection.execute(query).one()
-        return ResampleCount(resamples=int(count), tokens=int(tokens))
+        return ResampleCount(count=int(count), tokens=int(tokens))
 
     def counts(self, alias: str) -> dict[ResampleState, ResampleCount]:
         """Return how many resamples of an alias are in each state, with their tokens. Where they are many, a bit
@@ -154,7 +154,7 @@ class Resamples:
         """
         return {state: count for (whose, state), count in self._counts().items() if whose == alias}
 
-    def seal(self, alias: str, shipped_until: float) -> None:
+    def seal_trajectories(self, alias: str, shipped_until: float) -> None:
         """Seal the trajectories of resamples that ended before `shipped_until`: every proxy has shipped them."""
         runs = schema.trajectories
         over = sa.exists().where(schema.resamples.c.id == runs.c.id, schema.resamples.c.ended_at < shipped_until)
@@ -173,22 +173,23 @@ class Resamples:
         query = sa.select(*columns).group_by(schema.resamples.c.alias, schema.resamples.c.state)
         with read(self._engine) as connection:
             return {
-                (alias, ResampleState(state)): ResampleCount(resamples=count, tokens=tokens)
+                (alias, ResampleState(state)): ResampleCount(count=count, tokens=tokens)
                 for alias, state, count, tokens in connection.execute(query)
             }
 
-    def _move(self, shadow_id: str, state: ResampleState, **values: Any) -> None:
+    def _move(self, resample_id: str, state: ResampleState, **values: Any) -> None:
         mine = sa.and_(
-            schema.resamples.c.id == shadow_id, schema.resamples.c.state.in_(origins(RESAMPLE_TRANSITIONS, state))
+            schema.resamples.c.id == resample_id,
+            schema.resamples.c.state.in_(states_before(RESAMPLE_TRANSITIONS, state)),
         )
         with write(self._engine) as connection:
             moved = connection.execute(
-                sa.update(schema.resamples).where(mine).values(state=state, **fitting(schema.resamples, values))
+                sa.update(schema.resamples).where(mine).values(state=state, **truncate_row(schema.resamples, values))
             )
         if not moved.rowcount:
-            raise InvalidTransition(f"shadow {shadow_id} is {self.get(shadow_id).state} and cannot become {state}")
+            raise InvalidTransition(f"shadow {resample_id} is {self.get(resample_id).state} and cannot become {state}")
 
 
-def _shadow(row: Any) -> Resample:
+def _resample(row: Any) -> Resample:
     names = [name for name in Resample.__struct_fields__ if name != "state"]
     return Resample(state=ResampleState(row.state), **{name: getattr(row, name) for name in names})

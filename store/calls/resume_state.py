@@ -17,7 +17,7 @@ from ratchet.store.db.engine import read
 from ratchet.store.records import OpenLeaf, UnansweredCall, family_of
 from ratchet.store.states import CallState, TrajectoryState
 
-_IN_MOST = 500  # values in one IN (...)
+MAX_IN_VALUES = 500  # values in one IN (...)
 _LOST = (CallState.ABORTED, CallState.INTERRUPTED)
 _FAMILY = (schema.trajectories.c.task, schema.trajectories.c.tools_hash.label("first_tools"))
 _RETRIED = (408, 409, 429)  # and every 5xx
@@ -29,7 +29,7 @@ class ResumeState:
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
 
-    def leaves(self, since: float, limit: int = 10_000) -> list[OpenLeaf]:
+    def open_leaves(self, since: float, limit: int = 10_000) -> list[OpenLeaf]:
         """Return the answers of open trajectories active after `since` (Unix seconds), oldest first."""
         calls, answers, runs = schema.calls, schema.choices, schema.trajectories
         columns = (answers.c.choice, answers.c.link_key, answers.c.tool_call_ids, answers.c.reply_node)
@@ -50,7 +50,7 @@ class ResumeState:
         continued = {(call.parent_call, call.parent_choice) for call in inside}
         return [_leaf(row, known, continued, bodies) for row in reversed(rows)]
 
-    def attempts(self, since: float, limit: int = 10_000) -> list[UnansweredCall]:
+    def unanswered_calls(self, since: float, limit: int = 10_000) -> list[UnansweredCall]:
         """Return the calls of open trajectories that nobody got an answer to since then, oldest first."""
         calls, runs = schema.calls, schema.trajectories
         failed = sa.and_(calls.c.state == CallState.FAILED, sa.or_(calls.c.status >= 500, calls.c.status.in_(_RETRIED)))
@@ -113,7 +113,7 @@ def _bodies(connection: sa.Connection, names: Iterable[str]) -> dict[str, bytes]
     """Return the messages of these nodes, as canonical JSON."""
     table, wanted = schema.messages, list(names)
     found: dict[str, bytes] = {}
-    for start in range(0, len(wanted), _IN_MOST):
-        chosen = sa.select(table.c.hash, table.c.body).where(table.c.hash.in_(wanted[start : start + _IN_MOST]))
+    for start in range(0, len(wanted), MAX_IN_VALUES):
+        chosen = sa.select(table.c.hash, table.c.body).where(table.c.hash.in_(wanted[start : start + MAX_IN_VALUES]))
         found |= {row.hash: row.body for row in connection.execute(chosen)}
     return found

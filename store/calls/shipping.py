@@ -20,7 +20,7 @@ import sqlalchemy as sa
 from ratchet.store.access.ownership import may_share_trajectory
 from ratchet.store.calls import prompt_blocks as blocks
 from ratchet.store.db import schema
-from ratchet.store.db.bulk import among, change, insert_columns, insert_or_ignore
+from ratchet.store.db.bulk import execute_many, in_values, insert_columns, insert_or_ignore
 from ratchet.store.db.text_limits import truncate_columns
 from ratchet.store.records import CallBegun, CallEnded, CallRecord, MessageNode
 from ratchet.store.states import CallState, TrajectoryState
@@ -128,7 +128,7 @@ def _known(connection: sa.Connection, names: Sequence[str]) -> dict[str, Any]:
     """Return state and trajectory of each of these calls that is there."""
     table = schema.calls
     columns = sa.select(table.c.id, table.c.state, table.c.trajectory_id)
-    rows = connection.execute(columns.where(among(connection, table.c.id, names))) if names else ()
+    rows = connection.execute(columns.where(in_values(connection, table.c.id, names))) if names else ()
     return {row.id: row for row in rows}
 
 
@@ -142,7 +142,7 @@ def _write_calls(
     """Insert the rows of new calls, with their ends where those are here; replace those of calls that end now."""
     table = schema.calls
     if replaced:
-        connection.execute(sa.delete(table).where(among(connection, table.c.id, replaced)))
+        connection.execute(sa.delete(table).where(in_values(connection, table.c.id, replaced)))
     rows = [*new, *(ending[name].begun for name in replaced)]
     if rows:
         ends = [ending.get(begun.call_id) for begun in rows]
@@ -172,7 +172,7 @@ def _cut_prompts(connection: sa.Connection, columns: dict[str, Sequence[Any]]) -
     left: list[bytes] = []
     stored: dict[tuple[str, bytes], bytes] = {}
     for run, context, prompt in zip(columns["trajectory_id"], columns["context"], columns["prompt_ids"], strict=True):
-        pieces, rest = blocks.cut(context, prompt)
+        pieces, rest = blocks.split_prompt(context, prompt)
         names = [blocks.digest(piece) for piece in pieces]
         stored |= {(run, name): piece for name, piece in zip(names, pieces, strict=True)}
         named.append(b"".join(names) or None)
@@ -243,7 +243,7 @@ def _runs(connection: sa.Connection, names: Sequence[str]) -> dict[str, _Run]:
     if not names:
         return {}
     columns = [runs.c[name] for name in ("id", *_Run._fields)]
-    query = sa.select(*columns).where(among(connection, runs.c.id, names)).order_by(runs.c.id).with_for_update()
+    query = sa.select(*columns).where(in_values(connection, runs.c.id, names)).order_by(runs.c.id).with_for_update()
     return {row.id: _Run(*row[1:]) for row in connection.execute(query)}
 
 
@@ -311,7 +311,7 @@ def _last_active(begun: CallBegun, ended: Mapping[str, CallEnded]) -> float:
 def _touch(connection: sa.Connection, times: Mapping[str, float], runs: Mapping[str, _Run]) -> None:
     """Note that trajectories were active at these times, where their rows say less."""
     later = sorted(name for name in times if name not in runs or runs[name].last_active_at < times[name])
-    change(connection, _ACTIVE, [{"run": name, "at": times[name]} for name in later])
+    execute_many(connection, _ACTIVE, [{"run": name, "at": times[name]} for name in later])
 
 
 def short_task(task: str | None) -> str | None:

@@ -14,7 +14,7 @@ import msgspec
 import sqlalchemy as sa
 
 from ratchet.store.db import schema
-from ratchet.store.db.bulk import among, change, insert
+from ratchet.store.db.bulk import execute_many, in_values, insert
 from ratchet.store.db.engine import read, write
 from ratchet.store.records.tool_calls import ToolCall, ToolCallCounts, ToolCallResult
 from ratchet.store.states import ToolOutcome, ToolResult
@@ -42,7 +42,7 @@ class Tools:
         with read(self._engine) as connection:
             return connection.scalar(query)
 
-    def record(
+    def record_tool_calls(
         self, found: Sequence[ToolCall], answers: Sequence[ToolCallResult]
     ) -> tuple[list[ToolCall], list[ToolCall]]:
         """Write tool calls, then what came of those and of earlier ones; return (new calls, newly answered ones).
@@ -71,7 +71,7 @@ class Tools:
         with read(self._engine) as connection:
             return [_tool_call(row) for row in connection.execute(query)]
 
-    def tally(self, alias: str | None = None, version: int | None = None) -> list[ToolCallCounts]:
+    def counts_by_version(self, alias: str | None = None, version: int | None = None) -> list[ToolCallCounts]:
         """Return the counts per alias, version and tool, the most called first; at most `_MOST_TALLIED`."""
         names = (_rows.c.alias, _rows.c.version, _rows.c.tool)
         chosen = [
@@ -117,7 +117,7 @@ def _without_known(connection: sa.Connection, found: Sequence[ToolCall]) -> list
         return []
     calls = schema.calls
     query = sa.select(calls.c.id, _rows.c.choice, _rows.c.place).outerjoin(_rows, _rows.c.call_id == calls.c.id)
-    known = set(map(tuple, connection.execute(query.where(among(connection, calls.c.id, names)))))
+    known = set(map(tuple, connection.execute(query.where(in_values(connection, calls.c.id, names)))))
     there = {key[0] for key in known}
     new = {(row.call_id, row.choice, row.place): row for row in found if row.call_id in there}
     return [row for key, row in new.items() if key not in known]
@@ -131,13 +131,13 @@ def _answer(connection: sa.Connection, answers: Sequence[ToolCallResult]) -> lis
         if result is not None:
             answered.append(msgspec.structs.replace(row, result=result))
     told = [{"of": row.call_id, "nth": row.choice, "at": row.place, "said": row.result} for row in answered]
-    change(connection, _SAID, told)
+    execute_many(connection, _SAID, told)
     return answered
 
 
 def _unanswered(connection: sa.Connection, names: Sequence[str]) -> Iterable[ToolCall]:
     if names:
-        query = sa.select(_rows).where(among(connection, _rows.c.call_id, names), _rows.c.result.is_(None))
+        query = sa.select(_rows).where(in_values(connection, _rows.c.call_id, names), _rows.c.result.is_(None))
         order = (_rows.c.call_id, _rows.c.choice, _rows.c.place)
         yield from [_tool_call(row) for row in connection.execute(query.order_by(*order))]
 

@@ -25,10 +25,10 @@ from ratchet.store.db.count_cache import CachedCount
 from ratchet.store.db.engine import read, write
 from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.records import Call, Trajectory, Transcript
-from ratchet.store.states import TRAJECTORY_TRANSITIONS, CallState, RolloutState, TrajectoryState, origins
+from ratchet.store.states import TRAJECTORY_TRANSITIONS, CallState, RolloutState, TrajectoryState, states_before
 from ratchet.store.tuning.rollouts import workflow_result_of
 from ratchet.store.tuning.tasks import row_of
-from ratchet.store.tuning.tunings import at_work
+from ratchet.store.tuning.tunings import is_still_running
 
 _PAGE_MOST = 1000
 
@@ -55,7 +55,7 @@ class Trajectories:
             runs.c.state == TrajectoryState.OPEN,
             runs.c.last_active_at <= now - idle_seconds,
             ~_under_way(now, lost_after),
-            sa.or_(~at_work(runs.c.id), runs.c.last_active_at <= now - lost_after),
+            sa.or_(~is_still_running(runs.c.id), runs.c.last_active_at <= now - lost_after),
         )
         with write(self._engine) as connection:
             return list(
@@ -131,7 +131,7 @@ class Trajectories:
         found = self._select(runs.c.id.in_(names), len(names), oldest_first=True) if names else []
         return [run for run in found if run.state is TrajectoryState.SEALED][:limit]
 
-    def under_way(self, alias: str, like: Sequence[Trajectory]) -> list[Trajectory]:
+    def open_attempts_like(self, alias: str, like: Sequence[Trajectory]) -> list[Trajectory]:
         """Return an alias's open live trajectories that attempt what one of `like` does, without counting calls."""
         runs = schema.trajectories
         tasks = sorted({run.task for run in like if run.task})
@@ -151,7 +151,7 @@ class Trajectories:
                 found += [_trajectory(row) for row in connection.execute(query)]
         return found
 
-    def cut_off(self, trajectory_ids: Sequence[str]) -> set[str]:
+    def ended_by_failure(self, trajectory_ids: Sequence[str]) -> set[str]:
         """Return those whose last call was ended by a machine, not by the agent or the policy.
 
         That is a call that the upstream or the proxy failed (status 500 and above), or whose end nobody saw.
@@ -216,7 +216,7 @@ class Trajectories:
         with read(self._engine) as connection:
             return {row.id: row.last_active_at for row in connection.execute(query)}
 
-    def held_out(self, alias: str, reason: str, limit: int) -> list[str]:
+    def held_out_candidates(self, alias: str, reason: str, limit: int) -> list[str]:
         """Return the first trajectory that was dropped for this reason of each task, of the first `limit` tasks: ids.
 
         Only those of one answered chat call, so that their prompt can be asked again. What comes later changes nothing
@@ -245,7 +245,7 @@ class Trajectories:
         with read(self._engine) as connection:
             return list(connection.scalars(query))
 
-    def path(self, leaf: str) -> tuple[Mapping[str, Any], ...]:
+    def messages_to(self, leaf: str) -> tuple[Mapping[str, Any], ...]:
         """Return the messages from the first one to the one named `leaf`; none where it is not stored."""
         with read(self._engine) as connection:
             return load_path(connection, leaf)
@@ -266,7 +266,7 @@ class Trajectories:
                 found |= {call.id: call for call in loaded}
         return tuple(sorted(found.values(), key=lambda call: (call.started_at, call.id)))
 
-    def of_round(self, round_id: str, limit: int = 100) -> list[str]:
+    def trained_in_round(self, round_id: str, limit: int = 100) -> list[str]:
         """Return the ids of trajectories that a round trained."""
         runs = schema.trajectories
         query = sa.select(runs.c.id).where(runs.c.round_id == round_id).order_by(runs.c.id).limit(limit)
@@ -319,7 +319,7 @@ def _under_way(now: float, lost_after: float) -> sa.ColumnElement[bool]:
 def drop(connection: sa.Connection, names: Sequence[str], reason: str) -> None:
     """Drop trajectories inside a transaction; all or none."""
     runs = schema.trajectories
-    allowed = origins(TRAJECTORY_TRANSITIONS, TrajectoryState.DROPPED)
+    allowed = states_before(TRAJECTORY_TRANSITIONS, TrajectoryState.DROPPED)
     changed = connection.execute(
         sa.update(runs)
         .where(runs.c.id.in_(names), runs.c.state.in_(allowed))

@@ -48,7 +48,7 @@ class Alarms:
                 .values(cleared_at=time.time())
             )
 
-    def standing(self) -> list[Alarm]:
+    def active(self) -> list[Alarm]:
         """Return the alarms that are not cleared, newest first."""
         return [alarm for alarm in self.all() if alarm.cleared_at is None]
 

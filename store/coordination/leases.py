@@ -12,7 +12,7 @@ from ratchet.store.db.bulk import insert_or_ignore
 from ratchet.store.db.engine import read, write
 
 
-class Held(msgspec.Struct, frozen=True):
+class LeaseHolder(msgspec.Struct, frozen=True):
     """Who holds a lease, and until when if it is not renewed (Unix seconds)."""
 
     name: str
@@ -37,7 +37,7 @@ class Leases:
             )
             return bool(taken.rowcount)
 
-    def held(self, prefix: str) -> list[Held]:
+    def holders(self, prefix: str) -> list[LeaseHolder]:
         """Return the leases whose names begin so, by name; those that expired are held by nobody."""
         table = schema.leases
         begins = sa.and_(
@@ -45,7 +45,7 @@ class Leases:
         )
         with read(self._engine) as connection:
             rows = connection.execute(sa.select(table).where(begins).order_by(table.c.name))
-            return [Held(row.name, row.owner, row.expires_at) for row in rows]
+            return [LeaseHolder(row.name, row.owner, row.expires_at) for row in rows]
 
     def release(self, name: str, owner: str) -> None:
         """Give a lease back; nothing happens where it is not held by `owner`."""

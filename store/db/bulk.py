@@ -33,7 +33,7 @@ def insert_columns(
     return connection.exec_driver_sql(statement.text, statement.values(columns)).rowcount
 
 
-def among(connection: sa.Connection, column: sa.Column[str], names: Sequence[str]) -> sa.ColumnElement[bool]:
+def in_values(connection: sa.Connection, column: sa.Column[str], names: Sequence[str]) -> sa.ColumnElement[bool]:
     """Return that a text column is one of many names, in a statement whose words do not depend on how many."""
     if connection.dialect.name == "postgresql":
         return column == sa.any_(sa.bindparam(None, names, sa.ARRAY(sa.String)))
@@ -41,7 +41,7 @@ def among(connection: sa.Connection, column: sa.Column[str], names: Sequence[str
     return column.in_(sa.select(listed.c.value))
 
 
-def change(connection: sa.Connection, statement: sa.Update, rows: Sequence[Row]) -> None:
+def execute_many(connection: sa.Connection, statement: sa.Update, rows: Sequence[Row]) -> None:
     """Execute an UPDATE once per row. It names its values by `bindparam`; it is compiled once if it is always the same.
 
     A parameter must not have the name of a column.

@@ -13,7 +13,7 @@ from typing import Any
 import sqlalchemy as sa
 
 
-def fitting(table: sa.Table, row: dict[str, Any]) -> dict[str, Any]:
+def truncate_row(table: sa.Table, row: dict[str, Any]) -> dict[str, Any]:
     """Return the row with every text cut to its column."""
     return {name: values[0] for name, values in truncate_columns(table, {key: (row[key],) for key in row}).items()}
 

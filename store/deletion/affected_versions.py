@@ -33,7 +33,7 @@ class AffectedVersion(Record, frozen=True):
     version: int
     state: str
     adapter: str | None
-    directly: bool
+    trained_directly: bool
 
 
 def versions_trained_by(connection: sa.Connection, rounds: Collection[str]) -> tuple[AffectedVersion, ...]:
@@ -47,7 +47,7 @@ def versions_trained_by(connection: sa.Connection, rounds: Collection[str]) -> t
     return _inheritors(connection, {(row.alias, row.to_version) for row in connection.execute(made)})
 
 
-def marked(connection: sa.Connection) -> tuple[AffectedVersion, ...]:
+def versions_with_deleted_data(connection: sa.Connection) -> tuple[AffectedVersion, ...]:
     """Return the versions that hold what they learnt from trajectories that were deleted, in order."""
     noted = [policy for policies in connection.scalars(sa.select(schema.deletions.c.policies)) for policy in policies]
     return _inheritors(connection, {(one["alias"], one["version"]) for one in noted if one["directly"]})

@@ -30,12 +30,12 @@ from ratchet.store.calls.trajectory_filter import TrajectoryFilter, ids_with_suc
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import insert_or_ignore
 from ratchet.store.db.engine import read, write
-from ratchet.store.deletion.affected_versions import AffectedVersion, marked, versions_trained_by
+from ratchet.store.deletion.affected_versions import AffectedVersion, versions_trained_by, versions_with_deleted_data
 from ratchet.store.ids import new_id
 from ratchet.store.reasons import DropReason
 from ratchet.store.records.base import Record
 from ratchet.store.states import CallState, GroupState, TrajectoryState
-from ratchet.store.tuning.rollouts import forget
+from ratchet.store.tuning.rollouts import erase_content
 
 _BATCH = 100  # trajectories in one transaction
 _PAGE = 500  # messages
@@ -52,7 +52,7 @@ class Deletion(Record, frozen=True):
     updated_at: float
     trajectory_count: int = 0
     call_count: int = 0
-    messages: int = 0  # and tool lists; told once, not kept
+    messages: int = 0  # and tool lists; on_batch once, not kept
     groups_dropped: int = 0  # that were not trained yet; likewise
     unswept_messages: int = 0  # messages that wait for a proxy; likewise
     feedback: int = 0  # that waited for a call; likewise
@@ -68,55 +68,55 @@ class Deletions:
     def count(self, chosen: TrajectoryFilter) -> int:
         """Return how many trajectories `delete` would delete."""
         with read(self._engine) as connection:
-            return int(connection.scalar(sa.select(sa.func.count()).select_from(_meant(chosen))) or 0)
+            return int(connection.scalar(sa.select(sa.func.count()).select_from(_selected(chosen))) or 0)
 
-    def under_way(self, chosen: TrajectoryFilter, since: float) -> int:
+    def calls_in_flight(self, chosen: TrajectoryFilter, since: float) -> int:
         """Return how many calls of the chosen began after `since` and have no end: their ends would come back."""
         calls = schema.calls
         query = sa.select(sa.func.count()).where(
-            calls.c.trajectory_id.in_(sa.select(_meant(chosen).c.id)),
+            calls.c.trajectory_id.in_(sa.select(_selected(chosen).c.id)),
             calls.c.state == CallState.BEGUN,
             calls.c.started_at > since,
         )
         with read(self._engine) as connection:
             return int(connection.scalar(query) or 0)
 
-    def trained_into(self, chosen: TrajectoryFilter) -> tuple[AffectedVersion, ...]:
+    def versions_trained_on(self, chosen: TrajectoryFilter) -> tuple[AffectedVersion, ...]:
         """Return the versions that hold something of the chosen trajectories, in order."""
         runs, imitated = schema.trajectories, schema.sft_trajectories
-        meant = sa.select(_meant(chosen).c.id)
+        meant = sa.select(_selected(chosen).c.id)
         trained = sa.select(runs.c.round_id).where(runs.c.id.in_(meant), runs.c.round_id.is_not(None))
         shown = sa.select(imitated.c.round_id).where(imitated.c.trajectory_id.in_(meant))
         with read(self._engine) as connection:
             return versions_trained_by(connection, {name for name in connection.scalars(trained.union(shown)) if name})
 
-    def inherited(self) -> tuple[AffectedVersion, ...]:
+    def versions_with_deleted_data(self) -> tuple[AffectedVersion, ...]:
         """Return the versions that hold something of trajectories that were deleted, in order."""
         with read(self._engine) as connection:
-            return marked(connection)
+            return versions_with_deleted_data(connection)
 
     def delete(
         self,
         chosen: TrajectoryFilter,
         reason: str,
-        told: Callable[[int], None] = lambda count: None,
-        patience: float = 30.0,
+        on_batch: Callable[[int], None] = lambda count: None,
+        timeout_seconds: float = 30.0,
     ) -> Deletion:
-        """Delete the chosen trajectories and what is theirs alone; `told` hears of each batch's size.
+        """Delete the chosen trajectories and what is theirs alone; `on_batch` hears of each batch's size.
 
-        Waits at most `patience` seconds for running proxies; what then remains is swept by the next deletion.
+        Waits at most `timeout_seconds` seconds for running proxies; what then remains is swept by the next deletion.
         """
         deletion = Deletion(id=new_id("del"), reason=reason, started_at=time.time(), updated_at=time.time())
         rounds: set[str] = set()
         for names in self._batches(chosen):
             with write(self._engine) as connection:
                 deletion = _delete_batch(connection, names, deletion, rounds)
-            told(len(names))
+            on_batch(len(names))
         with write(self._engine) as connection:
             waited = delete_pending_feedback(connection, chosen)
         deletion = msgspec.structs.replace(deletion, feedback=deletion.feedback + waited)
-        swept = self.sweep(patience)
-        return msgspec.structs.replace(deletion, messages=swept, unswept_messages=self._waiting())
+        swept = self.sweep(timeout_seconds)
+        return msgspec.structs.replace(deletion, messages=swept, unswept_messages=self._orphan_candidate_count())
 
     def latest(self) -> float:
         """Return when something was deleted last (Unix seconds), 0 where nothing was: it changes with each deletion."""
@@ -130,10 +130,10 @@ class Deletions:
             rows = connection.execute(sa.select(table).order_by(table.c.id.desc()).limit(limit)).all()
         return [msgspec.convert({str(k): v for k, v in row._mapping.items()}, Deletion) for row in rows]
 
-    def sweep(self, patience: float) -> int:
+    def sweep(self, timeout_seconds: float) -> int:
         """Delete the messages that nobody names any more; return how many went. Waits for proxies as `delete` does."""
         since = self.latest() + _SEEN_AFTER
-        if not self._waiting() or not self._proxies_know(since, time.monotonic() + patience):
+        if not self._orphan_candidate_count() or not self._proxies_know(since, time.monotonic() + timeout_seconds):
             return 0
         gone = 0
         while True:
@@ -158,7 +158,7 @@ class Deletions:
             last = names[-1]
             yield whole
 
-    def _waiting(self) -> int:
+    def _orphan_candidate_count(self) -> int:
         with read(self._engine) as connection:
             return int(connection.scalar(sa.select(sa.func.count()).select_from(schema.orphan_candidates)) or 0)
 
@@ -182,7 +182,7 @@ class Deletions:
                 connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
-def _meant(chosen: TrajectoryFilter) -> sa.Subquery:
+def _selected(chosen: TrajectoryFilter) -> sa.Subquery:
     return ids_with_successors(chosen.where()).subquery()
 
 
@@ -199,7 +199,7 @@ def _delete_batch(connection: sa.Connection, names: Sequence[str], deletion: Del
     dropped = _drop_groups(connection, groups, names)
     _add_orphan_candidates(connection, names)
     _delete_verdicts(connection, names, groups)
-    forget(connection, names)
+    erase_content(connection, names)
     waited = delete_pending_feedback_of(connection, names)
     count = connection.execute(sa.delete(calls).where(calls.c.trajectory_id.in_(names))).rowcount
     gone = connection.execute(sa.delete(runs).where(runs.c.id.in_(names))).rowcount
@@ -213,11 +213,11 @@ def _delete_batch(connection: sa.Connection, names: Sequence[str], deletion: Del
         feedback=deletion.feedback + waited,
         policies=versions_trained_by(connection, rounds) if new else deletion.policies,
     )
-    _note(connection, deletion)
+    _save_progress(connection, deletion)
     return deletion
 
 
-def _note(connection: sa.Connection, deletion: Deletion) -> None:
+def _save_progress(connection: sa.Connection, deletion: Deletion) -> None:
     """Write down what has been deleted so far."""
     table = schema.deletions
     row = {column.name: getattr(deletion, column.name) for column in table.c}

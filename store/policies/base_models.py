@@ -48,7 +48,7 @@ class BaseModels:
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
 
-    def of(self, alias: str, version: int = BASE_VERSION) -> BaseModel | None:
+    def base_model_of(self, alias: str, version: int = BASE_VERSION) -> BaseModel | None:
         """Return the base model that a version belongs to; None where that is not known."""
         policies = schema.policies
         mine = sa.and_(policies.c.alias == alias, policies.c.version == version)
@@ -87,10 +87,10 @@ class BaseModels:
                 unknown = sa.and_(policies.c.alias == alias, policies.c.base_model_id.is_(None))
                 connection.execute(sa.update(policies).where(unknown).values(base_model_id=known))
             else:
-                _complete(connection, known, name, given)
-        return self.of(alias)
+                _fill_missing(connection, known, name, given)
+        return self.base_model_of(alias)
 
-    def forget(self, alias: str, *, served_only: bool = False) -> bool:
+    def clear_base_model(self, alias: str, *, served_only: bool = False) -> bool:
         """Forget an alias's base model while nothing rests on it: no further version, no trajectory.
 
         `served_only`: forget how a server of it answers, whatever rests on it. Returns whether it was forgotten.
@@ -118,7 +118,7 @@ def base_model_id_of(alias: str) -> sa.ScalarSelect[Any]:
     return sa.select(policies.c.base_model_id).where(mine).scalar_subquery()
 
 
-def _complete(connection: sa.Connection, known: str, name: str, given: Mapping[str, Mapping[str, Any]]) -> None:
+def _fill_missing(connection: sa.Connection, known: str, name: str, given: Mapping[str, Mapping[str, Any]]) -> None:
     """Write what is given and was not known; the files' name is the one that people know it by."""
     one = schema.base_models.c.id == known
     row = connection.execute(sa.select(schema.base_models).where(one)).one()

@@ -39,7 +39,7 @@ class Decisions:
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
 
-    def of(self, alias: str, version: int | None = None, limit: int = 100) -> list[Decision]:
+    def decisions_of(self, alias: str, version: int | None = None, limit: int = 100) -> list[Decision]:
         """Return the decisions about an alias, or about one version of it, newest first."""
         where = sa.and_(
             schema.decisions.c.alias == alias, sa.true() if version is None else schema.decisions.c.version == version
@@ -48,7 +48,7 @@ class Decisions:
         with read(self._engine) as connection:
             return [_decision(row) for row in connection.execute(query)]
 
-    def after(self, alias: str, decision_id: int, limit: int = 1000) -> list[Decision]:
+    def decisions_after(self, alias: str, decision_id: int, limit: int = 1000) -> list[Decision]:
         """Return the first decisions about an alias after one, oldest first; 0 is before all of them."""
         where = sa.and_(schema.decisions.c.alias == alias, schema.decisions.c.id > decision_id)
         with read(self._engine) as connection:

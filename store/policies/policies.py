@@ -21,7 +21,7 @@ from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.policies.base_models import base_model_id_of
 from ratchet.store.policies.decisions import record_decision
 from ratchet.store.records import BASE_VERSION, Policy
-from ratchet.store.states import POLICY_TRANSITIONS, PolicyAction, PolicyState, check
+from ratchet.store.states import POLICY_TRANSITIONS, PolicyAction, PolicyState, check_transition
 
 
 class Policies:
@@ -56,7 +56,7 @@ class Policies:
             connection.execute(sa.update(table).where(base).values(served_name=served_name))
         return self.get(alias, BASE_VERSION)
 
-    def with_prompt(
+    def register_prompt_version(
         self,
         alias: str,
         prompt_id: str | None,
@@ -73,7 +73,7 @@ class Policies:
         """
         table = schema.policies
         with write(self._engine) as connection:
-            live = _live(connection, alias)
+            live = _lock_live(connection, alias)
             _check_prompt(connection, alias, live, prompt_id)
             row = {
                 "alias": alias,
@@ -107,7 +107,7 @@ class Policies:
         table = schema.policies
         mine = sa.and_(table.c.alias == alias, table.c.version == version, table.c.state == PolicyState.CANDIDATE)
         with write(self._engine) as connection:
-            change = sa.update(table).where(mine).values(prompt_id=_live(connection, alias).prompt_id)
+            change = sa.update(table).where(mine).values(prompt_id=_lock_live(connection, alias).prompt_id)
             if not connection.execute(change).rowcount:
                 raise InvalidTransition(f"{alias}@{version} is no candidate any more")
         return self.get(alias, version)
@@ -130,7 +130,7 @@ class Policies:
         """Return the live version of every alias."""
         return {policy.alias: policy for policy in self._select(schema.policies.c.state == PolicyState.LIVE)}
 
-    def held(self, alias: str) -> Policy | None:
+    def awaiting_approval(self, alias: str) -> Policy | None:
         """Return the candidate or canary that only a person promotes: the newest decision about it is a hold."""
         told = schema.policies.c.version == schema.decisions.c.version
         newest = (
@@ -145,7 +145,7 @@ class Policies:
         found = self._select(sa.and_(schema.policies.c.alias == alias, undecided, held))
         return found[-1] if found else None
 
-    def unproven(self, alias: str) -> list[Policy]:
+    def list_unproven(self, alias: str) -> list[Policy]:
         """Return the unproven versions that are newer than the live one."""
         table = schema.policies
         live = sa.select(table.c.version).where(table.c.alias == alias, table.c.state == PolicyState.LIVE)
@@ -179,19 +179,19 @@ class Policies:
         Raises InvalidTransition, RecordNotFound.
         """
         policy = self._usable(alias, version)
-        check(POLICY_TRANSITIONS, policy.state, PolicyState.LIVE, f"policy {alias}@{version}")
+        check_transition(POLICY_TRANSITIONS, policy.state, PolicyState.LIVE, f"policy {alias}@{version}")
         if only_from is not None and policy.state is not only_from:
             raise InvalidTransition(f"policy {alias}@{version} is {policy.state} by now, not {only_from}")
         old = self.live().get(alias)
         _check_newer(policy, old)
         with write(self._engine) as connection:
             if old is not None:
-                _settle(connection, old, PolicyState.RETIRED, {})
-            _settle(connection, policy, PolicyState.LIVE, evidence)
+                _change_state(connection, old, PolicyState.RETIRED, {})
+            _change_state(connection, policy, PolicyState.LIVE, evidence)
             record_decision(connection, alias, version, PolicyAction.PROMOTE, by, reason, evidence)
         return self.get(alias, version)
 
-    def canary(
+    def start_canary(
         self,
         alias: str,
         version: int,
@@ -209,7 +209,7 @@ class Policies:
             raise InvalidTransition(f"policy {alias}@{version}: a canary's share is between 0 and 1, not {share:g}")
         policy = self._usable(alias, version)
         if policy.state != PolicyState.CANARY:
-            check(POLICY_TRANSITIONS, policy.state, PolicyState.CANARY, f"policy {alias}@{version}")
+            check_transition(POLICY_TRANSITIONS, policy.state, PolicyState.CANARY, f"policy {alias}@{version}")
             _check_newer(policy, self.live().get(alias))
         serving = [found for found in self.serving() if found.alias == alias and found.version != version]
         if other := next((found.version for found in serving if found.state == PolicyState.CANARY), None):
@@ -217,12 +217,12 @@ class Policies:
                 f"{alias}@{other} is a canary already: promote or reject it before {alias}@{version}"
             )
         with write(self._engine) as connection:
-            _settle(connection, policy, PolicyState.CANARY, evidence or {}, share)
+            _change_state(connection, policy, PolicyState.CANARY, evidence or {}, share)
             told = {**(evidence or {}), "share": share}
             record_decision(connection, alias, version, PolicyAction.CANARY, by, reason, told)
         return self.get(alias, version)
 
-    def hold(self, alias: str, version: int, evidence: Mapping[str, Any], *, by: str, reason: str) -> None:
+    def require_approval(self, alias: str, version: int, evidence: Mapping[str, Any], *, by: str, reason: str) -> None:
         """Say that only a person promotes this version; its state stays. Raises RecordNotFound."""
         self.get(alias, version)
         with write(self._engine) as connection:
@@ -234,9 +234,9 @@ class Policies:
         Raises InvalidTransition, RecordNotFound.
         """
         policy = self.get(alias, version)
-        check(POLICY_TRANSITIONS, policy.state, PolicyState.UNPROVEN, f"policy {alias}@{version}")
+        check_transition(POLICY_TRANSITIONS, policy.state, PolicyState.UNPROVEN, f"policy {alias}@{version}")
         with write(self._engine) as connection:
-            _settle(connection, policy, PolicyState.UNPROVEN, evidence)
+            _change_state(connection, policy, PolicyState.UNPROVEN, evidence)
             record_decision(connection, alias, version, PolicyAction.UNPROVEN, "proof", reason, evidence)
         return self.get(alias, version)
 
@@ -245,9 +245,9 @@ class Policies:
     ) -> Policy:
         """Mark a candidate that failed its proof or its gate. Raises InvalidTransition, RecordNotFound."""
         policy = self.get(alias, version)
-        check(POLICY_TRANSITIONS, policy.state, PolicyState.REJECTED, f"policy {alias}@{version}")
+        check_transition(POLICY_TRANSITIONS, policy.state, PolicyState.REJECTED, f"policy {alias}@{version}")
         with write(self._engine) as connection:
-            _settle(connection, policy, PolicyState.REJECTED, evidence)
+            _change_state(connection, policy, PolicyState.REJECTED, evidence)
             record_decision(connection, alias, version, PolicyAction.REJECT, by, reason, evidence)
         return self.get(alias, version)
 
@@ -264,10 +264,10 @@ class Policies:
             raise InvalidTransition(f"{alias}@{version} is the newest version: there is nothing to roll back")
         with write(self._engine) as connection:
             for policy in later:
-                _settle(connection, policy, PolicyState.REJECTED, evidence)
+                _change_state(connection, policy, PolicyState.REJECTED, evidence)
                 record_decision(connection, alias, policy.version, PolicyAction.ROLLBACK, by, reason, evidence)
             if target.state is not PolicyState.LIVE:
-                _settle(connection, target, PolicyState.LIVE, {})
+                _change_state(connection, target, PolicyState.LIVE, {})
                 words = f"rolled back to, from {max(p.version for p in later)}: {reason}"
                 record_decision(connection, alias, version, PolicyAction.PROMOTE, by, words, {})
         return [self.get(alias, policy.version) for policy in later]
@@ -282,7 +282,7 @@ class Policies:
         """
         if version is None:
             canary = next((p for p in self.all(alias) if p.state is PolicyState.CANARY), None)
-            chosen = canary or self.held(alias)
+            chosen = canary or self.awaiting_approval(alias)
             if chosen is None:
                 raise InvalidTransition(f"{alias} has no canary that could be promoted: name the version")
             version = chosen.version
@@ -316,7 +316,7 @@ class Policies:
         live = next((policy for policy in known if policy.state is PolicyState.LIVE), None)
         if live is None:
             raise RecordNotFound(f"{alias} has no live version")
-        if any(policy.state is PolicyState.CANARY for policy in known) or self.held(alias):
+        if any(policy.state is PolicyState.CANARY for policy in known) or self.awaiting_approval(alias):
             return live.version
         older = [p.version for p in known if p.state is PolicyState.RETIRED and p.version < live.version]
         if not older:
@@ -360,7 +360,7 @@ class Policies:
         ]
 
 
-def _live(connection: sa.Connection, alias: str) -> Any:
+def _lock_live(connection: sa.Connection, alias: str) -> Any:
     """Return the row of what is live, which stays so until the transaction ends. Raises InvalidTransition."""
     table = schema.policies
     live = sa.select(table).where(table.c.alias == alias, table.c.state == PolicyState.LIVE).with_for_update()
@@ -388,7 +388,7 @@ def _check_newer(policy: Policy, live: Policy | None) -> None:
         )
 
 
-def _settle(
+def _change_state(
     connection: sa.Connection,
     policy: Policy,
     state: PolicyState,

@@ -29,7 +29,7 @@ class Prompts:
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
 
-    def remember(
+    def register(
         self, text: str, mode: str = "replace", origin: str = "", families: Mapping[str, str] | None = None
     ) -> Prompt:
         """Return the prompt of this content, written down if it was not. Raises InvalidRecord.

@@ -16,7 +16,7 @@ def read_canary_scores(store: Store, alias: str) -> dict[str, Any] | None:
     canary, live = serving.get(PolicyState.CANARY), serving.get(PolicyState.LIVE)
     if canary is None or live is None:
         return None
-    told = store.decisions.of(alias, canary.version)
+    told = store.decisions.decisions_of(alias, canary.version)
     since = min((one.decided_at for one in told if one.action is PolicyAction.CANARY), default=canary.created_at)
     judge = store.groups.newest_judge_version(alias) or ""
     sides = {"canary": (canary.version, 0.0), "live": (live.version, since)}
@@ -30,10 +30,10 @@ def read_canary_scores(store: Store, alias: str) -> dict[str, Any] | None:
 
 def held(store: Store, alias: str) -> dict[str, Any] | None:
     """Return the version of an alias that waits for a person, and why; None where none does."""
-    policy = store.policies.held(alias)
+    policy = store.policies.awaiting_approval(alias)
     if policy is None:
         return None
-    newest = store.decisions.of(alias, policy.version, limit=1)[0]
+    newest = store.decisions.decisions_of(alias, policy.version, limit=1)[0]
     return {
         "model": alias,
         "version": policy.version,

@@ -14,7 +14,7 @@ from ratchet.store.db.bulk import MAX_IN_VALUES
 from ratchet.store.db.engine import read, write
 from ratchet.store.states import GroupState, PolicyState, TrajectoryState
 
-_OPEN = (GroupState.READY, GroupState.JUDGED)  # what waits for a judge or a round
+_UNTRAINED_STATES = (GroupState.READY, GroupState.JUDGED)  # what waits for a judge or a round
 
 
 class GroupDrops:
@@ -43,7 +43,7 @@ class GroupDrops:
         waiting = runs.c.state.in_((TrajectoryState.SEALED, TrajectoryState.GROUPED))
         theirs = sa.and_(runs.c.alias == alias, waiting, runs.c.version.in_(rejected))
         left = sa.exists().where(runs.c.group_id == groups.c.id, runs.c.state != TrajectoryState.DROPPED)
-        open_ones = sa.and_(groups.c.alias == alias, groups.c.state.in_(_OPEN))
+        open_ones = sa.and_(groups.c.alias == alias, groups.c.state.in_(_UNTRAINED_STATES))
         with write(self._engine) as connection:
             dropped = connection.execute(
                 sa.update(runs).where(theirs).values(state=TrajectoryState.DROPPED, drop_reason=reason)
@@ -61,7 +61,7 @@ class GroupDrops:
             mine = sa.and_(runs.c.id.in_(names), runs.c.state == TrajectoryState.GROUPED)
             theirs = sa.select(runs.c.group_id).where(runs.c.id.in_(names))
             left = sa.exists().where(runs.c.group_id == groups.c.id, runs.c.state != TrajectoryState.DROPPED)
-            emptied = sa.and_(groups.c.id.in_(theirs), groups.c.state.in_(_OPEN), ~left)
+            emptied = sa.and_(groups.c.id.in_(theirs), groups.c.state.in_(_UNTRAINED_STATES), ~left)
             with write(self._engine) as connection:
                 connection.execute(
                     sa.update(runs).where(mine).values(state=TrajectoryState.DROPPED, drop_reason=reason)
@@ -70,7 +70,7 @@ class GroupDrops:
                     sa.update(groups).where(emptied).values(state=GroupState.DROPPED, drop_reason=reason)
                 )
 
-    def drop_older(self, alias: str, version: int, reason: str) -> int:
+    def drop_stale(self, alias: str, version: int, reason: str) -> int:
         """Drop the groups of an alias that wait for a judge or a round and have a member sampled before `version`.
 
         Returns how many. Members that were dropped before do not count.
@@ -79,7 +79,7 @@ class GroupDrops:
         old = (
             sa.select(groups.c.id)
             .join(runs, runs.c.group_id == groups.c.id)
-            .where(groups.c.alias == alias, groups.c.state.in_(_OPEN), runs.c.version < version)
+            .where(groups.c.alias == alias, groups.c.state.in_(_UNTRAINED_STATES), runs.c.version < version)
             .where(runs.c.state == TrajectoryState.GROUPED)
             .distinct()
         )
@@ -89,15 +89,15 @@ class GroupDrops:
             return 0
         with write(self._engine) as connection:
             return sum(
-                _drop_open(connection, found[start : start + MAX_IN_VALUES], reason)
+                _drop_untrained(connection, found[start : start + MAX_IN_VALUES], reason)
                 for start in range(0, len(found), MAX_IN_VALUES)
             )
 
 
-def _drop_open(connection: sa.Connection, group_ids: Sequence[str], reason: str) -> int:
+def _drop_untrained(connection: sa.Connection, group_ids: Sequence[str], reason: str) -> int:
     """Drop those of the groups that still wait for a judge or a round, with their members; return how many."""
     groups, runs = schema.groups, schema.trajectories
-    open_ones = sa.and_(groups.c.id.in_(group_ids), groups.c.state.in_(_OPEN))
+    open_ones = sa.and_(groups.c.id.in_(group_ids), groups.c.state.in_(_UNTRAINED_STATES))
     values = {"state": GroupState.DROPPED, "drop_reason": reason}
     dropped = list(connection.scalars(sa.update(groups).where(open_ones).values(**values).returning(groups.c.id)))
     grouped = sa.and_(runs.c.group_id.in_(dropped), runs.c.state == TrajectoryState.GROUPED)

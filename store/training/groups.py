@@ -15,11 +15,11 @@ import sqlalchemy as sa
 from ratchet.store.calls.trajectories import drop as drop_trajectories
 from ratchet.store.db import schema
 from ratchet.store.db.engine import read, write
-from ratchet.store.db.text_limits import fitting
+from ratchet.store.db.text_limits import truncate_row
 from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.ids import new_id
 from ratchet.store.records import RESAMPLE, Group, JudgeRequest, PastScore, Tally, Verdict, cohort_of, family_of
-from ratchet.store.states import GROUP_TRANSITIONS, GroupState, TrajectoryState, check
+from ratchet.store.states import GROUP_TRANSITIONS, GroupState, TrajectoryState, check_transition
 from ratchet.store.statistics import Sums
 from ratchet.store.training.group_drops import GroupDrops
 
@@ -27,7 +27,7 @@ from ratchet.store.training.group_drops import GroupDrops
 class Groups(GroupDrops):
     """The verbs over groups and verdicts."""
 
-    def form(self, key: str, alias: str, members: Sequence[str], now: float) -> Group:
+    def create(self, key: str, alias: str, members: Sequence[str], now: float) -> Group:
         """Make a group of sealed trajectories. Raises InvalidTransition when one of them is no longer sealed."""
         group = Group(
             id=new_id("grp"),
@@ -52,19 +52,19 @@ class Groups(GroupDrops):
                 raise InvalidTransition(f"{len(members) - taken.rowcount} of {len(members)} members are not sealed")
         return group
 
-    def ready(self, alias: str, now: float, limit: int = 100, *, newest_first: bool = False) -> list[Group]:
+    def awaiting_verdict(self, alias: str, now: float, limit: int = 100, *, newest_first: bool = False) -> list[Group]:
         """Return an alias's groups that wait for a judge and whose retry time has come, oldest or newest first."""
         groups = schema.groups
         due = sa.or_(groups.c.retry_at.is_(None), groups.c.retry_at <= now)
         waiting = sa.and_(groups.c.alias == alias, groups.c.state == GroupState.READY, due)
         return self._select(waiting, limit, newest_first)
 
-    def judged(self, alias: str, limit: int = 100, *, newest_first: bool = False) -> list[Group]:
+    def awaiting_round(self, alias: str, limit: int = 100, *, newest_first: bool = False) -> list[Group]:
         """Return judged groups of an alias that wait for a round, oldest or newest first."""
         groups = schema.groups
         return self._select(sa.and_(groups.c.state == GroupState.JUDGED, groups.c.alias == alias), limit, newest_first)
 
-    def record(
+    def record_verdicts(
         self,
         group_id: str,
         verdicts: Sequence[Verdict],
@@ -78,7 +78,7 @@ class Groups(GroupDrops):
         where a verdict is missing or the group was moved meanwhile; then nothing is written.
         """
         group, aside = self.get(group_id), aside or {}
-        check(GROUP_TRANSITIONS, group.state, GroupState.JUDGED, f"group {group_id}")
+        check_transition(GROUP_TRANSITIONS, group.state, GroupState.JUDGED, f"group {group_id}")
         scored = {verdict.trajectory_id for verdict in verdicts if verdict.score is not None}
         if not scored | set(aside) >= set(group.members):
             raise InvalidTransition(f"group {group_id} has {len(group.members)} members, {len(scored)} of them scored")
@@ -94,7 +94,7 @@ class Groups(GroupDrops):
                 drop_trajectories(connection, [name], reason)
             _add_verdicts(connection, verdicts, judge_requests)
 
-    def fail(
+    def record_judge_failure(
         self, group_id: str, verdicts: Sequence[Verdict], retry_at: float, judge_requests: Sequence[JudgeRequest] = ()
     ) -> None:
         """Add what the judge managed, failures included; the group stays ready and is tried again at `retry_at`.
@@ -112,7 +112,7 @@ class Groups(GroupDrops):
                 raise InvalidTransition(f"group {group_id} does not wait for a judge")
             _add_verdicts(connection, verdicts, judge_requests)
 
-    def rescore(self, verdicts: Sequence[Verdict], judge_requests: Sequence[JudgeRequest] = ()) -> None:
+    def replace_verdicts(self, verdicts: Sequence[Verdict], judge_requests: Sequence[JudgeRequest] = ()) -> None:
         """Add what a judge says of trajectories that were judged or put aside before; their states stay."""
         with write(self._engine) as connection:
             _add_verdicts(connection, verdicts, judge_requests)
@@ -126,7 +126,7 @@ class Groups(GroupDrops):
     def drop(self, group_id: str, reason: str) -> None:
         """Put a group and its members aside with the reason."""
         group = self.get(group_id)
-        check(GROUP_TRANSITIONS, group.state, GroupState.DROPPED, f"group {group_id}")
+        check_transition(GROUP_TRANSITIONS, group.state, GroupState.DROPPED, f"group {group_id}")
         with write(self._engine) as connection:
             _move(connection, group, GroupState.DROPPED, drop_reason=reason)
             drop_trajectories(connection, group.members, reason)
@@ -193,7 +193,7 @@ class Groups(GroupDrops):
                 for row in connection.execute(query)
             ]
 
-    def history(self, group_id: str) -> list[Verdict]:
+    def verdict_history(self, group_id: str) -> list[Verdict]:
         """Return every verdict that was given for a group, failures too, oldest first."""
         table = schema.verdicts
         query = sa.select(table).where(table.c.group_id == group_id).order_by(table.c.id)
@@ -214,7 +214,7 @@ class Groups(GroupDrops):
             version: str | None = connection.scalar(query)
         return version
 
-    def scored(self, alias: str, judge_version: str, limit: int = 5000) -> list[PastScore]:
+    def past_scores(self, alias: str, judge_version: str, limit: int = 5000) -> list[PastScore]:
         """Return the newest scores that this version of a judge gave an alias's trajectories, oldest first.
 
         Of a trajectory that it scored several times, the newest alone; none of resamples, which are no traffic.
@@ -339,10 +339,10 @@ def _add_verdicts(
     connection: sa.Connection, verdicts: Sequence[Verdict], judge_requests: Sequence[JudgeRequest]
 ) -> None:
     if judge_requests:
-        asked = [fitting(schema.judge_requests, msgspec.structs.asdict(one)) for one in judge_requests]
+        asked = [truncate_row(schema.judge_requests, msgspec.structs.asdict(one)) for one in judge_requests]
         connection.execute(sa.insert(schema.judge_requests), asked)
     rows: list[dict[str, Any]] = [
-        fitting(schema.verdicts, msgspec.structs.asdict(verdict)) | {"components": dict(verdict.components)}
+        truncate_row(schema.verdicts, msgspec.structs.asdict(verdict)) | {"components": dict(verdict.components)}
         for verdict in verdicts
     ]
     if rows:

@@ -20,7 +20,7 @@ from ratchet.store.states import RoundState
 from ratchet.store.training.rounds import round_of
 
 
-class Trained(Record, frozen=True):
+class TrainingData(Record, frozen=True):
     """What a version was trained on, as far as it is still in the store.
 
     `rounds`, oldest first, are those that its weights hold; `judges` counts their trajectories by judge and version.
@@ -37,7 +37,7 @@ class Lineage:
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
 
-    def of(self, trajectory_ids: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    def versions_of(self, trajectory_ids: Sequence[str]) -> dict[str, tuple[str, ...]]:
         """Return the policies, as `alias@version`, that each trained trajectory is part of; the first learned from it.
 
         Trajectories that trained nothing are left out.
@@ -62,7 +62,7 @@ class Lineage:
             told.setdefault(row.id, {}).update(names)
         return {name: tuple(policies) for name, policies in told.items()}
 
-    def behind(self, policy: Policy) -> Trained:
+    def training_data_of(self, policy: Policy) -> TrainingData:
         """Return what a version's weights hold: the rounds back to the base model, and their trajectories.
 
         A version that differs from another one by its prompt alone has the other's weights.
@@ -94,7 +94,7 @@ class Lineage:
             for row in connection.execute(judged):
                 families[family_of(row.task, row.tools_hash)] += 1
                 judges[row.judge, row.judge_version] += 1
-        return Trained(rounds=tuple(chain), families=dict(families), judges=dict(judges))
+        return TrainingData(rounds=tuple(chain), families=dict(families), judges=dict(judges))
 
 
 def _chain(rounds: Sequence[Round], adapter: str | None) -> list[Round]:

@@ -21,7 +21,14 @@ from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.ids import new_id
 from ratchet.store.policies.base_models import base_model_id_of
 from ratchet.store.records import BASE_VERSION, Policy, Round
-from ratchet.store.states import ROUND_TRANSITIONS, GroupState, PolicyState, RoundState, TrajectoryState, check
+from ratchet.store.states import (
+    ROUND_TRANSITIONS,
+    GroupState,
+    PolicyState,
+    RoundState,
+    TrajectoryState,
+    check_transition,
+)
 
 
 class Rounds:
@@ -108,7 +115,7 @@ class Rounds:
         or the number was taken; then nothing is written.
         """
         current = self.get(round_id)
-        check(ROUND_TRANSITIONS, current.state, RoundState.COMMITTED, f"round {round_id}")
+        check_transition(ROUND_TRANSITIONS, current.state, RoundState.COMMITTED, f"round {round_id}")
         with write(self._engine) as connection:
             _consume(connection, round_id, groups)
             _record_demonstrations(connection, round_id, shown)
@@ -141,7 +148,7 @@ class Rounds:
 
     def abandon(self, round_id: str, reason: str) -> None:
         """Give a round up; its groups wait for another one."""
-        check(ROUND_TRANSITIONS, self.get(round_id).state, RoundState.ABANDONED, f"round {round_id}")
+        check_transition(ROUND_TRANSITIONS, self.get(round_id).state, RoundState.ABANDONED, f"round {round_id}")
         table = schema.rounds
         with write(self._engine) as connection:
             connection.execute(
@@ -170,7 +177,7 @@ class Rounds:
         where = sa.and_(table.c.alias == alias if alias else sa.true(), table.c.id < before if before else sa.true())
         return self._select(where, min(limit, 1000))
 
-    def after(self, alias: str, round_id: str, limit: int = 1000) -> list[Round]:
+    def rounds_after(self, alias: str, round_id: str, limit: int = 1000) -> list[Round]:
         """Return the first rounds after a round id, oldest first; `""` is before all of them."""
         table = schema.rounds
         return self._select(sa.and_(table.c.alias == alias, table.c.id > round_id), limit, table.c.id)

@@ -17,17 +17,17 @@ import sqlalchemy as sa
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import MAX_IN_VALUES, insert_or_ignore
 from ratchet.store.db.engine import read, write
-from ratchet.store.db.text_limits import fitting
+from ratchet.store.db.text_limits import truncate_row
 from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.records import WorkflowResult
 from ratchet.store.records.tuning import Rollout
-from ratchet.store.states import ROLLOUT_TRANSITIONS, RolloutState, check
+from ratchet.store.states import ROLLOUT_TRANSITIONS, RolloutState, check_transition
 
 # What its end tells of a rollout.
 _ENDS = (
     "state", "started_at", "ended_at", "failure", "response", "reward", "metrics", "prompt_tokens", "completion_tokens",
 )  # fmt: skip
-FORGOTTEN = "forgotten"  # in place of words that may quote a deleted trajectory
+ERASED = "erased"  # in place of words that may quote a deleted trajectory
 
 
 class Rollouts:
@@ -38,7 +38,7 @@ class Rollouts:
 
     def plan(self, planned: Sequence[Rollout]) -> None:
         """Write rollouts down before they begin; what is known stays as it is."""
-        rows = [_fitting(_row(rollout)) for rollout in planned]
+        rows = [_truncate(_row(rollout)) for rollout in planned]
         for start in range(0, len(rows), MAX_IN_VALUES):
             with write(self._engine) as connection:
                 insert_or_ignore(connection, schema.rollouts, rows[start : start + MAX_IN_VALUES])
@@ -82,7 +82,7 @@ class Rollouts:
         """Write down what a judge said, or why it said nothing; a later word counts. Raises RecordNotFound."""
         if (score is None) == (judge_failure is None):
             raise InvalidTransition(f"rollout {rollout_id}: a judge gives a score or a failure, not both, not neither")
-        values = _fitting({"score": score, "judge": judge, "judge_failure": judge_failure})
+        values = _truncate({"score": score, "judge": judge, "judge_failure": judge_failure})
         with write(self._engine) as connection:
             connection.execute(sa.update(schema.rollouts).where(schema.rollouts.c.id == rollout_id).values(**values))
         return self.get(rollout_id)
@@ -102,7 +102,7 @@ class Rollouts:
             raise RecordNotFound(f"no rollout {rollout_id}")
         return found[0]
 
-    def among(self, trajectory_ids: Sequence[str]) -> dict[str, Rollout]:
+    def of_trajectories(self, trajectory_ids: Sequence[str]) -> dict[str, Rollout]:
         """Return those of these trajectories that are schema.rollouts, by id."""
         return {found.id: found for found in self._select(schema.rollouts.c.id.in_(trajectory_ids))}
 
@@ -118,7 +118,7 @@ class Rollouts:
                 found |= set(connection.scalars(query))
         return {name for name, origin in origins.items() if origin in found}
 
-    def of(self, tuning_id: str, candidate: str | None = None, *, responses: bool = False) -> list[Rollout]:
+    def of_tuning(self, tuning_id: str, candidate: str | None = None, *, responses: bool = False) -> list[Rollout]:
         """Return a tuning's rollouts, or those of one of its candidates, in the order in which they were planned.
 
         What their workflows returned, megabytes each, is left out unless `responses` are asked for.
@@ -128,7 +128,7 @@ class Rollouts:
             mine if candidate is None else sa.and_(mine, schema.rollouts.c.candidate == candidate), responses
         )
 
-    def awaited(self, alias: str, since: float) -> set[int]:
+    def awaited_versions(self, alias: str, since: float) -> set[int]:
         """Return the versions of an alias that rollouts planned since a moment are still to be made on."""
         name = schema.rollouts.c.model
         query = sa.select(name).distinct()
@@ -137,7 +137,7 @@ class Rollouts:
             found = [str(model).rpartition("@") for model in connection.scalars(query.where(name.is_not(None)))]
         return {int(version) for asked, _, version in found if asked == alias and version.isdecimal()}
 
-    def close(self, over: Sequence[Rollout]) -> None:
+    def end_all(self, over: Sequence[Rollout]) -> None:
         """Write down how rollouts ended, in one transaction: all of them or none.
 
         Raises InvalidTransition where one is not planned any more.
@@ -145,14 +145,14 @@ class Rollouts:
         with write(self._engine) as connection:
             for rollout in over:
                 mine = sa.and_(schema.rollouts.c.id == rollout.id, schema.rollouts.c.state == RolloutState.PLANNED)
-                values = _fitting({name: _row(rollout)[name] for name in _ENDS})
+                values = _truncate({name: _row(rollout)[name] for name in _ENDS})
                 if not connection.execute(sa.update(schema.rollouts).where(mine).values(**values)).rowcount:
                     raise InvalidTransition(f"rollout {rollout.id} is unknown, or was ended by another process")
 
     def _end(self, rollout_id: str, state: RolloutState, values: dict[str, Any]) -> Rollout:
         planned = self.get(rollout_id)
-        check(ROLLOUT_TRANSITIONS, planned.state, state, f"rollout {rollout_id}")
-        self.close([msgspec.structs.replace(planned, state=state, **values)])
+        check_transition(ROLLOUT_TRANSITIONS, planned.state, state, f"rollout {rollout_id}")
+        self.end_all([msgspec.structs.replace(planned, state=state, **values)])
         return self.get(rollout_id)
 
     def _select(self, where: sa.ColumnElement[bool], responses: bool = True) -> list[Rollout]:
@@ -186,13 +186,13 @@ def workflow_result_of(connection: sa.Connection, trajectory_id: str) -> tuple[s
     return row.task_id, WorkflowResult(response=row.response, reward=row.reward, failure=row.failure)
 
 
-def _fitting(values: dict[str, Any]) -> dict[str, Any]:
+def _truncate(values: dict[str, Any]) -> dict[str, Any]:
     """Return values that every database takes: halves of characters, which exceptions may quote, are replaced."""
     whole = {
         name: value.encode("utf-8", "replace").decode() if type(value) is str and not value.isascii() else value
         for name, value in values.items()
     }
-    return fitting(schema.rollouts, whole)
+    return truncate_row(schema.rollouts, whole)
 
 
 def _summed(column: sa.ColumnElement[Any]) -> sa.ScalarSelect[Any]:
@@ -200,7 +200,7 @@ def _summed(column: sa.ColumnElement[Any]) -> sa.ScalarSelect[Any]:
     return sa.select(sa.func.coalesce(sa.func.sum(column), 0)).where(mine).scalar_subquery()
 
 
-def forget(connection: sa.Connection, trajectory_ids: Sequence[str]) -> None:
+def erase_content(connection: sa.Connection, trajectory_ids: Sequence[str]) -> None:
     """Empty what rollouts hold of trajectories that are deleted; that they were, and their scores, stays."""
     words = {
         "failure": _unless_null(schema.rollouts.c.failure),
@@ -211,7 +211,7 @@ def forget(connection: sa.Connection, trajectory_ids: Sequence[str]) -> None:
 
 
 def _unless_null(column: sa.Column[Any]) -> sa.ColumnElement[Any]:
-    return sa.case((column.is_not(None), FORGOTTEN), else_=None)
+    return sa.case((column.is_not(None), ERASED), else_=None)
 
 
 def _row(rollout: Rollout) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class Tasks:
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
 
-    def remember(self, rows: Iterable[TaskRow]) -> None:
+    def register(self, rows: Iterable[TaskRow]) -> None:
         """Write down what is not known yet. Raises InvalidRecord."""
         waiting = iter(rows)
         while some := [_checked(row) for row in islice(waiting, MAX_IN_VALUES)]:

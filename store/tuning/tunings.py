@@ -13,7 +13,7 @@ from ratchet.store.db.engine import read, write
 from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.ids import new_id
 from ratchet.store.records.tuning import Tuning
-from ratchet.store.states import TUNING_TRANSITIONS, RolloutState, TuningKind, TuningState, check
+from ratchet.store.states import TUNING_TRANSITIONS, RolloutState, TuningKind, TuningState, check_transition
 from ratchet.store.tuning.rollouts import abandon
 
 _NO_TUNING = "no tuning {}; `ratchet tune runs` shows the ids"
@@ -52,7 +52,7 @@ class Tunings:
         RecordNotFound.
         """
         new = TuningState(state)
-        check(TUNING_TRANSITIONS, self.get(tuning_id).state, new, f"tuning {tuning_id}")
+        check_transition(TUNING_TRANSITIONS, self.get(tuning_id).state, new, f"tuning {tuning_id}")
         told = {} if result is None else {"result": dict(result)}
         if new is TuningState.FAILED:
             error = error or "no reason was given"
@@ -73,7 +73,7 @@ class Tunings:
         if state is TuningState.DONE:
             raise InvalidTransition(f"tuning {tuning_id} is done: there is nothing to go on with")
         if state is not TuningState.RUNNING:
-            check(TUNING_TRANSITIONS, state, TuningState.RUNNING, f"tuning {tuning_id}")
+            check_transition(TUNING_TRANSITIONS, state, TuningState.RUNNING, f"tuning {tuning_id}")
         with write(self._engine) as connection:
             self._change(connection, tuning_id, state, state=TuningState.RUNNING, error=None, ended_at=None)
             abandon(connection, tuning_id)
@@ -110,7 +110,7 @@ class Tunings:
             return [_tuning(row) for row in connection.execute(query)]
 
 
-def at_work(trajectory_id: sa.ColumnElement[str]) -> sa.ColumnElement[bool]:
+def is_still_running(trajectory_id: sa.ColumnElement[str]) -> sa.ColumnElement[bool]:
     """Return whether a trajectory is a rollout whose workflow has not returned, of a run that goes on."""
     return sa.exists().where(
         schema.rollouts.c.id == trajectory_id,

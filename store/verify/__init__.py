@@ -14,13 +14,13 @@ import sqlalchemy as sa
 from ratchet.store.db import schema
 from ratchet.store.db.engine import connect, ensure_schema, read
 from ratchet.store.verify import check_calls, check_messages, check_training, check_tuning
-from ratchet.store.verify.finding import Finding, Page
+from ratchet.store.verify.violation import Page, Violation
 
 _MOST_KEPT = 1_000  # findings
-_Told = Callable[[str, int, int], None]  # table, rows looked at now, rows in all
+OnProgress = Callable[[str, int, int], None]  # table, rows looked at now, rows in all
 
 # What is walked, page by page: the table, its key, how many rows at once, and what looks at them.
-_WALKS: tuple[tuple[sa.Table, str, int, Callable[[sa.Connection, Page], Iterator[Finding]]], ...] = (
+_WALKS: tuple[tuple[sa.Table, str, int, Callable[[sa.Connection, Page], Iterator[Violation]]], ...] = (
     (schema.messages, "hash", 1_000, check_messages.check_messages),
     (schema.toolsets, "hash", 200, check_messages.check_toolsets),
     (schema.calls, "id", 200, check_calls.check_calls),
@@ -30,16 +30,16 @@ _WALKS: tuple[tuple[sa.Table, str, int, Callable[[sa.Connection, Page], Iterator
     (schema.rounds, "id", 500, check_training.check_rounds),
     (schema.prompts, "id", 200, check_tuning.check_prompts),
     (schema.rollouts, "id", 500, check_tuning.check_rollouts),
-    (schema.resamples, "id", 500, check_tuning.check_shadows),
+    (schema.resamples, "id", 500, check_tuning.check_resamples),
 )
 
 
 @dataclass(slots=True)
-class Report:
+class VerificationReport:
     """What was looked at and what was found; of many findings the first thousand are kept."""
 
     rows: dict[str, int] = field(default_factory=dict)  # looked at, by table
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[Violation] = field(default_factory=list)
     count: int = 0  # of findings, those that are not kept as well
 
     @property
@@ -47,17 +47,17 @@ class Report:
         """Whether nothing was found."""
         return self.count == 0
 
-    def add(self, finding: Finding) -> None:
+    def add(self, finding: Violation) -> None:
         """Take one finding in."""
         self.count += 1
         if len(self.findings) < _MOST_KEPT:
             self.findings.append(finding)
 
 
-def verify(store_url: str, told: _Told = lambda table, rows, total: None) -> Report:
-    """Look at everything; `told` hears of progress. Raises StoreError where the database cannot be read."""
+def verify(store_url: str, on_progress: OnProgress = lambda table, rows, total: None) -> VerificationReport:
+    """Look at everything; `on_progress` hears of progress. Raises StoreError where the database cannot be read."""
     engine = connect(store_url, create=False)
-    report = Report()
+    report = VerificationReport()
     try:
         ensure_schema(engine)
         for finding in _file(engine):
@@ -71,7 +71,7 @@ def verify(store_url: str, told: _Told = lambda table, rows, total: None) -> Rep
                 report.rows[table.name] += looked_at
                 for finding in found:
                     report.add(finding)
-                told(table.name, looked_at, total)
+                on_progress(table.name, looked_at, total)
     finally:
         engine.dispose()
     return report
@@ -82,8 +82,8 @@ def _walk(
     table: sa.Table,
     key: sa.Column[str],
     size: int,
-    check: Callable[[sa.Connection, Page], Iterator[Finding]],
-) -> Iterator[tuple[list[Finding], int, int]]:
+    check: Callable[[sa.Connection, Page], Iterator[Violation]],
+) -> Iterator[tuple[list[Violation], int, int]]:
     """Yield, page by page, what was found, how many rows were looked at, and how many there are."""
     columns = check_messages.undecoded(table)
     still, last = _still(engine), None
@@ -105,7 +105,7 @@ def _still(engine: sa.Engine) -> sa.Engine:
     return engine if engine.dialect.name == "sqlite" else engine.execution_options(isolation_level="REPEATABLE READ")
 
 
-def _file(engine: sa.Engine) -> Iterator[Finding]:
+def _file(engine: sa.Engine) -> Iterator[Violation]:
     """What SQLite finds of its own file, and rows that refer to none. PostgreSQL holds these by itself."""
     if engine.dialect.name != "sqlite":
         return
@@ -113,9 +113,9 @@ def _file(engine: sa.Engine) -> Iterator[Finding]:
     with read(engine) as connection:
         for (problem,) in connection.exec_driver_sql("PRAGMA quick_check(20)"):
             if problem != "ok":
-                yield Finding(row="the database file", problem=str(problem), remedy=remedy)
+                yield Violation(row="the database file", problem=str(problem), remedy=remedy)
         for table, row, parent, _ in connection.exec_driver_sql("PRAGMA foreign_key_check").fetchmany(_MOST_KEPT):
-            yield Finding(
+            yield Violation(
                 row=f"{table} rowid {row}",
                 problem=f"refers to a row of {parent} that is not there",
                 remedy=f"restore {parent} from a backup, or delete this row",

@@ -7,19 +7,19 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from ratchet.store.calls.prompt_blocks import digests
+from ratchet.store.calls.prompt_blocks import block_digests
 from ratchet.store.db import schema
 from ratchet.store.db.column_types import decompress_token_ids
 from ratchet.store.states import CallState
 from ratchet.store.verify.check_messages import known, undecoded
-from ratchet.store.verify.finding import Finding, Page
+from ratchet.store.verify.violation import Page, Violation
 
 _BACKUP = "restore it from a backup"
 _UNTRAINED = "its tokens will not be trained; restore it from a backup to have them"
 _LONGEST_CHAIN = 100_000  # calls
 
 
-def check_calls(connection: sa.Connection, page: Page) -> Iterator[Finding]:
+def check_calls(connection: sa.Connection, page: Page) -> Iterator[Violation]:
     """Each call, its answers, and what both name."""
     answers = _answers(connection, [row.id for row in page])
     parents = _parents(connection, page)
@@ -32,9 +32,9 @@ def check_calls(connection: sa.Connection, page: Page) -> Iterator[Finding]:
         name = f"call {row.id}"
         if row.prompt_node and row.prompt_node not in messages:
             remedy = f"{_BACKUP}; the transcript is cut off, its tokens are not touched"
-            yield Finding(row=name, problem=f"its prompt {row.prompt_node} is not there", remedy=remedy)
+            yield Violation(row=name, problem=f"its prompt {row.prompt_node} is not there", remedy=remedy)
         if row.tools_hash and row.tools_hash not in toolsets:
-            yield Finding(row=name, problem=f"its tool list {row.tools_hash} is not there", remedy=_BACKUP)
+            yield Violation(row=name, problem=f"its tool list {row.tools_hash} is not there", remedy=_BACKUP)
         yield from _state(name, row, own)
         yield from _prompt(name, row, blocks)
         yield from _context(connection, name, row, parents)
@@ -42,57 +42,57 @@ def check_calls(connection: sa.Connection, page: Page) -> Iterator[Finding]:
             yield from _answer(f"{name} choice {one.choice}", row, one, messages)
 
 
-def _state(name: str, row: Any, own: Sequence[Any]) -> Iterator[Finding]:
+def _state(name: str, row: Any, own: Sequence[Any]) -> Iterator[Violation]:
     remedy = "start the proxy that recorded it: its journal may hold the end; else drop its trajectory"
     over = row.state not in (CallState.BEGUN, CallState.INTERRUPTED)
     if over != (row.ended_at is not None):
         problem = f"it is {row.state} and has {'no' if over else 'an'} end"
-        yield Finding(row=name, problem=problem, remedy=remedy)
+        yield Violation(row=name, problem=problem, remedy=remedy)
     if row.state == CallState.ANSWERED and [one.choice for one in own] != list(range(len(own))):
         problem = f"its answers are numbered {[one.choice for one in own]}: one is missing"
-        yield Finding(row=name, problem=problem, remedy=_BACKUP)
+        yield Violation(row=name, problem=problem, remedy=_BACKUP)
 
 
-def _prompt(name: str, row: Any, blocks: Mapping[tuple[str, bytes], int]) -> Iterator[Finding]:
+def _prompt(name: str, row: Any, blocks: Mapping[tuple[str, bytes], int]) -> Iterator[Violation]:
     """The prompt decodes, its blocks are there, and where it is whole it has as many tokens as the engine said."""
     size = _size(row.prompt_ids)
     if size is None:
-        yield Finding(row=name, problem="its prompt's token ids are damaged", remedy=_UNTRAINED)
+        yield Violation(row=name, problem="its prompt's token ids are damaged", remedy=_UNTRAINED)
         return
-    for part in digests(row.prompt_blocks):
+    for part in block_digests(row.prompt_blocks):
         if (row.trajectory_id, part) not in blocks:
             problem = f"block {part.hex()} of its prompt is not there"
-            yield Finding(row=name, problem=problem, remedy=_UNTRAINED)
+            yield Violation(row=name, problem=problem, remedy=_UNTRAINED)
             return
         size += blocks[row.trajectory_id, part]
     if row.context != "exact" and size and not row.untrainable and size != row.prompt_tokens:
         problem = f"its prompt has {size} token ids, the engine said {row.prompt_tokens}"
-        yield Finding(row=name, problem=problem, remedy=_UNTRAINED)
+        yield Violation(row=name, problem=problem, remedy=_UNTRAINED)
 
 
-def _context(connection: sa.Connection, name: str, row: Any, parents: Mapping[str, Any]) -> Iterator[Finding]:
+def _context(connection: sa.Connection, name: str, row: Any, parents: Mapping[str, Any]) -> Iterator[Violation]:
     """An exact call goes on from an answer of its own trajectory, or of one that its trajectory succeeded."""
     parent = parents.get(row.parent_call or "")
     if row.context != "exact" or parent is None:  # deleted, or never shipped: its tokens are left out of training
         return
     if _origin(parent.trajectory_id) != _origin(row.trajectory_id):
         problem = f"it goes on from call {parent.id} of trajectory {parent.trajectory_id}, which is another run"
-        yield Finding(row=name, problem=problem, remedy=_UNTRAINED)
+        yield Violation(row=name, problem=problem, remedy=_UNTRAINED)
     if parent.started_at >= row.started_at and _is_circle(connection, row.id):
         remedy = "set parent_call of one of them to NULL and its context to 'fork'"
-        yield Finding(row=name, problem="its chain of earlier calls leads back to itself", remedy=remedy)
+        yield Violation(row=name, problem="its chain of earlier calls leads back to itself", remedy=remedy)
 
 
-def _answer(name: str, row: Any, one: Any, messages: set[str]) -> Iterator[Finding]:
+def _answer(name: str, row: Any, one: Any, messages: set[str]) -> Iterator[Violation]:
     size = _size(one.token_ids)
     if size is None:
-        yield Finding(row=name, problem="its token ids are damaged", remedy=_UNTRAINED)
+        yield Violation(row=name, problem="its token ids are damaged", remedy=_UNTRAINED)
     elif len(one.logprobs) % 4 or (size and one.logprobs and size != len(one.logprobs) // 4 and not row.untrainable):
         problem = f"it has {size} token ids and {len(one.logprobs) / 4:g} logprobs"
-        yield Finding(row=name, problem=problem, remedy=_UNTRAINED)
+        yield Violation(row=name, problem=problem, remedy=_UNTRAINED)
     if one.reply_node and one.reply_node not in messages:
         remedy = f"{_BACKUP}; its tokens are not touched"
-        yield Finding(row=name, problem=f"its message {one.reply_node} is not there", remedy=remedy)
+        yield Violation(row=name, problem=f"its message {one.reply_node} is not there", remedy=remedy)
 
 
 def _size(packed: bytes) -> int | None:

@@ -13,7 +13,7 @@ from ratchet.store.content.messages import ROOT, is_intact, is_intact_toolset
 from ratchet.store.db import schema
 from ratchet.store.db.column_types import Body, Ids, unpack_body
 from ratchet.store.records import MessageNode
-from ratchet.store.verify.finding import Finding, Page
+from ratchet.store.verify.violation import Page, Violation
 
 _LOST = "restore it from a backup; transcripts through it are cut off, tokens are not touched"
 _LEFT = "nothing is lost: the next `ratchet store prune` deletes it"
@@ -27,7 +27,7 @@ def undecoded(table: sa.Table) -> list[sa.ColumnElement[Any]]:
     ]
 
 
-def check_messages(connection: sa.Connection, page: Page) -> Iterator[Finding]:
+def check_messages(connection: sa.Connection, page: Page) -> Iterator[Violation]:
     """Each message has the hash of its parent and body; its parent is there; something leads to it."""
     there = known(connection, schema.messages.c.hash, {row.parent for row in page} - {ROOT})
     nobodys = _unnamed(connection, [row.hash for row in page])
@@ -35,22 +35,22 @@ def check_messages(connection: sa.Connection, page: Page) -> Iterator[Finding]:
         name = f"message {row.hash}"
         body = _body(row.body)
         if body is None:
-            yield Finding(row=name, problem="its body does not inflate to JSON", remedy=_LOST)
+            yield Violation(row=name, problem="its body does not inflate to JSON", remedy=_LOST)
         elif not is_intact(MessageNode(hash=row.hash, parent=row.parent, role=row.role, body=body)):
-            yield Finding(row=name, problem="its hash is not that of its parent and body", remedy=_LOST)
+            yield Violation(row=name, problem="its hash is not that of its parent and body", remedy=_LOST)
         if row.parent != ROOT and row.parent not in there:
-            yield Finding(row=name, problem=f"its parent {row.parent} is not there", remedy=_LOST)
+            yield Violation(row=name, problem=f"its parent {row.parent} is not there", remedy=_LOST)
         if row.hash in nobodys:
-            yield Finding(row=name, problem="no call, answer or message names it", remedy=_LEFT)
+            yield Violation(row=name, problem="no call, answer or message names it", remedy=_LEFT)
 
 
-def check_toolsets(_: sa.Connection, page: Page) -> Iterator[Finding]:
+def check_toolsets(_: sa.Connection, page: Page) -> Iterator[Violation]:
     """Each tool list has the hash of what it holds."""
     for row in page:
         body = _body(row.body)
         if body is None or not is_intact_toolset(row.hash, body):
             problem = "it does not inflate to JSON" if body is None else "its hash is not that of what it holds"
-            yield Finding(row=f"tool list {row.hash}", problem=problem, remedy="restore it from a backup")
+            yield Violation(row=f"tool list {row.hash}", problem=problem, remedy="restore it from a backup")
 
 
 def known(connection: sa.Connection, column: sa.Column[str], wanted: Collection[str]) -> set[str]:

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from ratchet.store.db import schema
 from ratchet.store.states import GroupState, RoundState, TrajectoryState
 from ratchet.store.verify.check_messages import known
-from ratchet.store.verify.finding import Finding, Page
+from ratchet.store.verify.violation import Page, Violation
 
 _DROP = "delete it with `ratchet store forget`, or restore the store from a backup"
 _MEMBERS = {
@@ -22,7 +22,7 @@ _MEMBERS = {
 }
 
 
-def check_trajectories(connection: sa.Connection, page: Page) -> Iterator[Finding]:
+def check_trajectories(connection: sa.Connection, page: Page) -> Iterator[Violation]:
     """Each trajectory has calls, an end unless it is open, a group where grouped, a committed round where trained."""
     rounds, groups, calls = schema.rounds, schema.groups, schema.calls
     with_calls = known(connection, calls.c.trajectory_id, {row.id for row in page})
@@ -32,7 +32,7 @@ def check_trajectories(connection: sa.Connection, page: Page) -> Iterator[Findin
     committed = set(connection.scalars(query))
     for row in page:
         for problem in _problems(row, with_calls, group_ids, committed):
-            yield Finding(row=f"trajectory {row.id}", problem=problem, remedy=_DROP)
+            yield Violation(row=f"trajectory {row.id}", problem=problem, remedy=_DROP)
 
 
 def _problems(row: Any, with_calls: set[str], groups: set[str], committed: set[str]) -> Iterator[str]:
@@ -46,7 +46,7 @@ def _problems(row: Any, with_calls: set[str], groups: set[str], committed: set[s
         yield f"its round {row.round_id} is not committed: it may be trained a second time"
 
 
-def check_groups(connection: sa.Connection, page: Page) -> Iterator[Finding]:
+def check_groups(connection: sa.Connection, page: Page) -> Iterator[Violation]:
     """The members of each group are in the state that the group's says; those of a judged one are all scored."""
     runs, verdicts = schema.trajectories, schema.verdicts
     members: defaultdict[str, list[Any]] = defaultdict(list)
@@ -62,17 +62,17 @@ def check_groups(connection: sa.Connection, page: Page) -> Iterator[Finding]:
     for row in page:
         name = f"group {row.id}"
         if not members[row.id]:
-            yield Finding(row=name, problem="it has no member", remedy="delete the row; nothing needs it")
+            yield Violation(row=name, problem="it has no member", remedy="delete the row; nothing needs it")
         for run in members[row.id]:
             if run.state != _MEMBERS[GroupState(row.state)] or run.alias != row.alias:
                 problem = f"it is {row.state} of {row.alias}, its member {run.id} is {run.state} of {run.alias}"
-                yield Finding(row=name, problem=problem, remedy=_DROP)
+                yield Violation(row=name, problem=problem, remedy=_DROP)
             if row.id in judged and run.id not in with_score:
                 problem = f"it is {row.state}, and no verdict scores its member {run.id}"
-                yield Finding(row=name, problem=problem, remedy=_DROP)
+                yield Violation(row=name, problem=problem, remedy=_DROP)
 
 
-def check_verdicts(connection: sa.Connection, page: Page) -> Iterator[Finding]:
+def check_verdicts(connection: sa.Connection, page: Page) -> Iterator[Violation]:
     """Each verdict is of a trajectory and a group that are there and belong together."""
     runs, judge_requests = schema.trajectories, schema.judge_requests
     wanted = sorted({row.trajectory_id for row in page})
@@ -84,15 +84,15 @@ def check_verdicts(connection: sa.Connection, page: Page) -> Iterator[Finding]:
         name = f"verdict {row.id}"
         if row.trajectory_id not in groups:
             problem = f"its trajectory {row.trajectory_id} is not there"
-            yield Finding(row=name, problem=problem, remedy=remedy)
+            yield Violation(row=name, problem=problem, remedy=remedy)
         elif row.group_id is not None and groups[row.trajectory_id] != row.group_id:
             problem = f"it is of group {row.group_id}, its trajectory is of {groups[row.trajectory_id]}"
-            yield Finding(row=name, problem=problem, remedy=remedy)
+            yield Violation(row=name, problem=problem, remedy=remedy)
         if row.judge_request_id and row.judge_request_id not in asked:
-            yield Finding(row=name, problem=f"its exchange {row.judge_request_id} is not there", remedy=remedy)
+            yield Violation(row=name, problem=f"its exchange {row.judge_request_id} is not there", remedy=remedy)
 
 
-def check_rounds(connection: sa.Connection, page: Page) -> Iterator[Finding]:
+def check_rounds(connection: sa.Connection, page: Page) -> Iterator[Violation]:
     """Each committed round made the version that it names."""
     table = schema.policies
     query = sa.select(table.c.alias, table.c.version, table.c.round_id)
@@ -101,4 +101,4 @@ def check_rounds(connection: sa.Connection, page: Page) -> Iterator[Finding]:
     for row in page:
         if row.state == RoundState.COMMITTED and made.get(row.id) != (row.alias, row.to_version):
             problem = f"it is committed, and policy {row.alias}@{row.to_version} does not name it"
-            yield Finding(row=f"round {row.id}", problem=problem, remedy=remedy)
+            yield Violation(row=f"round {row.id}", problem=problem, remedy=remedy)

@@ -9,28 +9,28 @@ import sqlalchemy as sa
 from ratchet.store.db import schema
 from ratchet.store.policies.prompts import prompt_id
 from ratchet.store.states import TrajectoryState
-from ratchet.store.verify.finding import Finding, Page
+from ratchet.store.verify.violation import Page, Violation
 
 
-def check_prompts(_: sa.Connection, page: Page) -> Iterator[Finding]:
+def check_prompts(_: sa.Connection, page: Page) -> Iterator[Violation]:
     """Each prompt has the id of what it holds: nobody changed it under the versions that serve it."""
     for row in page:
         if prompt_id(row.mode, row.text, row.families) != row.id:
             remedy = "restore it from a backup; versions serve what it says now"
-            yield Finding(row=f"prompt {row.id}", problem="its id is not that of its text", remedy=remedy)
+            yield Violation(row=f"prompt {row.id}", problem="its id is not that of its text", remedy=remedy)
 
 
-def check_rollouts(connection: sa.Connection, page: Page) -> Iterator[Finding]:
+def check_rollouts(connection: sa.Connection, page: Page) -> Iterator[Violation]:
     """What was made for an evaluation was never trained."""
     runs = schema.trajectories
     names = [row.id for row in page if row.purpose == "eval"]
     trained = sa.select(runs.c.id).where(runs.c.id.in_(names), runs.c.state == TrajectoryState.TRAINED)
     for name in connection.scalars(trained):
         problem = "it is of an evaluation, and its trajectory was trained"
-        yield Finding(row=f"rollout {name}", problem=problem, remedy="roll back to the version before that round")
+        yield Violation(row=f"rollout {name}", problem=problem, remedy="roll back to the version before that round")
 
 
-def check_shadows(connection: sa.Connection, page: Page) -> Iterator[Finding]:
+def check_resamples(connection: sa.Connection, page: Page) -> Iterator[Violation]:
     """A shadow that was trained was compared with its original, in one group."""
     runs, originals = schema.trajectories, schema.trajectories.alias("original")
     query = (
@@ -42,10 +42,10 @@ def check_shadows(connection: sa.Connection, page: Page) -> Iterator[Finding]:
     )
     for name in connection.scalars(query):
         problem = "it was trained, and not in the group of its original"
-        yield Finding(row=f"shadow {name}", problem=problem, remedy="roll back to the version before that round")
+        yield Violation(row=f"shadow {name}", problem=problem, remedy="roll back to the version before that round")
 
 
-def check_policies(connection: sa.Connection) -> Iterator[Finding]:
+def check_policies(connection: sa.Connection) -> Iterator[Violation]:
     """Versions with one served name have one adapter: they differ by their prompt alone."""
     table = schema.policies
     adapters: dict[tuple[str, str], str | None] = {}
@@ -54,4 +54,4 @@ def check_policies(connection: sa.Connection) -> Iterator[Finding]:
         if first != row.adapter:
             problem = f"vLLM knows it as {row.served_name}, and an earlier version of that name has adapter {first}"
             remedy = "restore the table policies from a backup; what it serves is the earlier version's adapter"
-            yield Finding(row=f"policy {row.alias}@{row.version}", problem=problem, remedy=remedy)
+            yield Violation(row=f"policy {row.alias}@{row.version}", problem=problem, remedy=remedy)

@@ -147,8 +147,8 @@ def test_with_an_adapter_too(engine: tuple[str, Model]) -> None:
 def test_under_a_prompt_that_is_swapped_in_too(engine: tuple[str, Model], mode: str, streamed: bool) -> None:
     url, model = engine
     with proxied(url) as proxy:
-        prompt = proxy.store.prompts.remember("Search the inbox first.", mode)
-        made = proxy.store.policies.with_prompt("agent", prompt.id, {})
+        prompt = proxy.store.prompts.register("Search the inbox first.", mode)
+        made = proxy.store.policies.register_prompt_version("agent", prompt.id, {})
         proxy.store.policies.promote("agent", made.version, {})
         eventually(
             lambda: any(

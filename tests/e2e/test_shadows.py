@@ -48,5 +48,5 @@ def test_a_single_call_with_tools_is_asked_again_token_for_token(project: Projec
         assert sorted(one.trajectory.purpose for one in told) == ["live", "resample", "resample"]
         assert len({one.calls[0].prompt_ids for one in told}) == 1
         assert all(choice.token_ids and choice.logprobs for one in told for choice in one.calls[0].choices)
-        assert store.resamples.counts("agent")[ResampleState.ANSWERED].resamples == len(runs(store)) == 2
+        assert store.resamples.counts("agent")[ResampleState.ANSWERED].count == len(runs(store)) == 2
     assert 'ratchet_calls_total{alias="agent",dialect="chat",purpose="resample",state="answered"} 2.0' in counted

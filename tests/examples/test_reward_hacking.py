@@ -72,7 +72,7 @@ def proxy(home: Path, tmp_path: Path) -> Iterator[Proxy]:
         pupil.save(folder)
         held = store.rounds.start("agent", 0)
         store.rounds.commit(held.id, version=1, checkpoint=str(folder), groups=[], metrics={})
-        store.policies.canary("agent", 1, 0.5)
+        store.policies.start_canary("agent", 1, 0.5)
         eventually(lambda: 'ratchet_canary_ratio{alias="agent"} 0.5' in made.http.get("/metrics").text)
         yield made
 
@@ -113,7 +113,7 @@ async def test_a_policy_that_learnt_to_list_every_answer_is_held_before_it_is_pr
         await asyncio.to_thread(turns_until_held, daemon, proxy)
     finally:
         daemon.close()
-    told = store.decisions.of("agent", 1)[0]
+    told = store.decisions.decisions_of("agent", 1)[0]
     assert (told.action, told.decided_by) == (PolicyAction.HOLD, "release")
     assert told.evidence["release"]["difference"]["low"] > 0, "the first judge is sure of the gain"
     assert told.evidence["second_judge"]["mean"] <= 0
@@ -130,8 +130,8 @@ async def test_a_policy_that_learnt_to_list_every_answer_is_held_before_it_is_pr
 
 def turns_until_held(daemon: Daemon, proxy: Proxy) -> None:
     until = time.monotonic() + 30.0
-    while proxy.store.policies.held("agent") is None:
-        assert time.monotonic() < until, proxy.store.decisions.of("agent")
+    while proxy.store.policies.awaiting_approval("agent") is None:
+        assert time.monotonic() < until, proxy.store.decisions.decisions_of("agent")
         daemon.turn(time.time() + 400.0)  # whatever waits for company waits no longer
         time.sleep(0.05)
 

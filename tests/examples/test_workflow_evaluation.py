@@ -105,7 +105,7 @@ async def test_a_candidate_is_compared_on_tasks_of_several_calls(
         True,
         ["agent@0", "agent@1"],
     )
-    rollouts = store.rollouts.of(run.id)
+    rollouts = store.rollouts.of_tuning(run.id)
     assert len(rollouts) == 2 * 2 * TASKS
     assert {one.purpose for one in rollouts} == {"eval"}, "never trained"
     read = store.trajectories.read(rollouts[0].id)
@@ -126,13 +126,13 @@ async def test_an_evaluation_that_was_cut_off_goes_on_where_it_was(
     with pytest.raises(EvaluationStopped):
         await asyncio.to_thread(evaluate, store, evaluator(evaluation_concurrency=2), kill)
     (run,) = store.tunings.page("eval")
-    done = {one.id for one in store.rollouts.of(run.id) if one.state is RolloutState.ENDED}
+    done = {one.id for one in store.rollouts.of_tuning(run.id) if one.state is RolloutState.ENDED}
     assert run.state is TuningState.RUNNING
     assert 15 <= len(done) <= 20
     found = await asyncio.to_thread(evaluate, store, evaluator(evaluation_concurrency=2))
     assert found.run == run.id
-    assert done <= {one.id for one in store.rollouts.of(run.id) if one.state is RolloutState.ENDED}
-    ended = [one for one in store.rollouts.of(run.id) if one.state is RolloutState.ENDED]
+    assert done <= {one.id for one in store.rollouts.of_tuning(run.id) if one.state is RolloutState.ENDED}
+    ended = [one for one in store.rollouts.of_tuning(run.id) if one.state is RolloutState.ENDED]
     assert len(ended) == 2 * 2 * TASKS
     assert found.first.candidate == 1.0
 

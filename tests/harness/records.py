@@ -110,10 +110,10 @@ def judged_group(
     for name, version in zip(names, versions or [0] * len(names), strict=True):
         answered_trajectory(store, name, task=task, version=version, alias=alias)
     store.trajectories.seal_idle_trajectories(alias, now=100.0, idle_seconds=1.0)
-    group = store.groups.form(f"task:{task}", alias, names, now=101.0)
+    group = store.groups.create(f"task:{task}", alias, names, now=101.0)
     verdicts = [
         Verdict(trajectory_id=name, group_id=group.id, judge="rule", judge_version="1", score=score)
         for name, score in zip(names, scores, strict=True)
     ]
-    store.groups.record(group.id, verdicts)
+    store.groups.record_verdicts(group.id, verdicts)
     return store.groups.get(group.id)

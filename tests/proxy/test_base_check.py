@@ -35,12 +35,12 @@ def other() -> ScriptedVllm:
 @contextmanager
 def started(store: Store, folder: Path, *urls: str) -> Iterator[Proxy]:
     with running(urls[0], store, folder, upstreams=urls, **QUICK) as proxy:
-        eventually(lambda: (known := store.base_models.of("agent")) and known.server_fingerprint)
+        eventually(lambda: (known := store.base_models.base_model_of("agent")) and known.server_fingerprint)
         yield proxy
 
 
 def alarms(store: Store) -> dict[str, str]:
-    return {alarm.name: alarm.reason for alarm in store.alarms.standing()}
+    return {alarm.name: alarm.reason for alarm in store.alarms.active()}
 
 
 def not_ready(proxy: Proxy) -> httpx.Response | None:

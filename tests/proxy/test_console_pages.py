@@ -266,7 +266,7 @@ def test_promotion_asks_first_and_then_does_it(
         click(safe_page, "Promote", within="dialog")
         sees(safe_page, "agent@1 is live.")
         sees(safe_page, "I looked at it")
-        (decision,) = store.decisions.of("agent", 1)
+        (decision,) = store.decisions.decisions_of("agent", 1)
         assert (store.policies.live()["agent"].version, decision.decided_by) == (1, "console")
         safe_page.goto(f"{proxy.url}/ui/#/versions/agent/0")
         click(safe_page, "Go back to it")

@@ -84,7 +84,7 @@ def test_a_broken_disk_never_fails_a_call_and_gets_everything_later(vllm_url: st
         store = open_store(str(tmp_path / "store.db"))
         eventually(lambda: len(store.calls.page(100, state="answered")) == 20, 10)
         eventually(lambda: [a for a in store.alarms.all() if a.name == "proxy_journal"])
-        eventually(lambda: not store.alarms.standing())
+        eventually(lambda: not store.alarms.active())
         store.close()
     assert process.stop() == 0
 

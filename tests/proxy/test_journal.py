@@ -196,7 +196,7 @@ async def test_what_a_killed_process_left_among_zeros_is_shipped_and_counted(
     states = {call.id: call.state for call in store.calls.page(9)}
     assert states == {"call_lost": CallState.INTERRUPTED, "call_done": CallState.ANSWERED}
     await asyncio.to_thread(eventually, lambda: segment_numbers(second.folder) == [])
-    assert not store.alarms.standing()
+    assert not store.alarms.active()
     assert second.bytes == 0
     await shipper.stop()
 
@@ -306,7 +306,7 @@ async def test_a_full_journal_holds_records_and_writes_them_later(journal: Open,
     await shipper.start()
     await asyncio.to_thread(eventually, lambda: [a for a in store.alarms.all() if a.name == ALARM])
     await asyncio.to_thread(eventually, lambda: len(store.calls.page(100)) == 10)
-    await asyncio.to_thread(eventually, lambda: not store.alarms.standing())
+    await asyncio.to_thread(eventually, lambda: not store.alarms.active())
     await shipper.stop()
 
 
@@ -330,7 +330,7 @@ async def test_what_can_never_be_shipped_is_counted_lost_and_told(journal: Open,
     shipper = shipping(opened, store)
     await shipper.start()
     names = {"proxy_journal_lost"} | ({"proxy_journal_damaged"} if harm != "deleted" else set())
-    await asyncio.to_thread(eventually, lambda: {alarm.name for alarm in store.alarms.standing()} == names)
+    await asyncio.to_thread(eventually, lambda: {alarm.name for alarm in store.alarms.active()} == names)
     lost = 1 if harm in ("flipped", "truncated") else 5
     assert opened._metrics.lost._value.get() == lost
     assert shipper.backlog == 0
@@ -354,7 +354,7 @@ async def test_a_small_journal_is_emptied_by_shipping(journal: Open, store: Stor
     await asyncio.to_thread(eventually, lambda: len(store.calls.page(100)) == 30, 10)
     await opened.commit(pair("late")[1])  # may find it full: then the segment is closed, shipped and deleted
     await asyncio.to_thread(eventually, lambda: len(store.calls.page(100)) == 31)
-    await asyncio.to_thread(eventually, lambda: not store.alarms.standing())
+    await asyncio.to_thread(eventually, lambda: not store.alarms.active())
     await shipper.stop()
 
 
@@ -376,7 +376,7 @@ async def test_a_record_that_the_store_refuses_is_put_aside_and_the_rest_goes_on
     bad = msgspec.structs.replace(pair("bad")[1], context="nonsense")
     await asyncio.gather(*(opened.commit(record) for record in (pair("a")[1], bad, pair("b")[1])))
     await shipper.start()
-    await asyncio.to_thread(eventually, lambda: [a for a in store.alarms.standing() if "call_bad" in a.reason])
+    await asyncio.to_thread(eventually, lambda: [a for a in store.alarms.active() if "call_bad" in a.reason])
     await shipper.stop()
     assert {call.id for call in store.calls.page(9)} == {"call_a", "call_b"}
     (line,) = (opened.folder / DEAD_LETTERS).read_bytes().splitlines()

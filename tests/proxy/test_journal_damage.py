@@ -46,7 +46,7 @@ async def test_what_stands_behind_damage_is_shipped(folder: Path, store: Store, 
     shipper = shipping(opened, store)
     await shipper.start()
     await asyncio.to_thread(eventually, lambda: len(store.calls.page(100)) == 8)
-    await asyncio.to_thread(eventually, lambda: "proxy_journal_damaged" in {a.name for a in store.alarms.standing()})
+    await asyncio.to_thread(eventually, lambda: "proxy_journal_damaged" in {a.name for a in store.alarms.active()})
     await asyncio.to_thread(eventually, lambda: shipper.backlog == 0)  # the lost one is counted in the turn after it
     assert opened._metrics.lost._value.get() == (whose == "ours")
     assert segment_path(opened.folder, 1).with_suffix(".damaged").exists()

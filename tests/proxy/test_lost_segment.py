@@ -58,7 +58,7 @@ def test_after_a_lost_segment_later_trajectories_are_whole_or_marked_as_not(
         (segment,) = (tmp_path / "journal").glob("*.journal")
         segment.unlink()
         say(http, "torn", "Be kind.")  # nobody has noticed yet
-    eventually(lambda: "proxy_journal_lost" in {alarm.name for alarm in store.alarms.standing()})
+    eventually(lambda: "proxy_journal_lost" in {alarm.name for alarm in store.alarms.active()})
     later = ["later0", "later1", "later2"]
     for name in later:
         say(http, name, "Be brief.")

@@ -120,7 +120,7 @@ def test_versions_are_promoted_and_rolled_back_by_hand_with_a_reason(proxy: Prox
 def test_a_trajectory_is_read_with_its_verdicts_and_without_its_tokens_where_asked(proxy: Proxy) -> None:
     group = judged_group(proxy.store, ["a", "b"], [0.25, 1.0])
     again = Verdict(trajectory_id="a", group_id=group.id, judge="rule", judge_version="2", failure="it was away")
-    proxy.store.groups.rescore([again])
+    proxy.store.groups.replace_verdicts([again])
     answered_trajectory(proxy.store, "c")
     listed = {row["id"]: row["score"] for row in proxy.http.get("/api/trajectories").json()["data"]}
     assert listed == {"a": 0.25, "b": 1.0, "c": None}

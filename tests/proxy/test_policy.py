@@ -86,14 +86,14 @@ def test_a_canary_gets_its_share_of_new_trajectories_by_their_ids_and_keeps_them
 
     candidate(proxy, 1)
     first = [f"a{n}" for n in range(200)]
-    proxy.store.policies.canary("agent", 1, 0.25)
+    proxy.store.policies.start_canary("agent", 1, 0.25)
     eventually(lambda: share().endswith(" 0.25"))
     few = {name for name, policy in began(first).items() if policy == "agent@1"}
     assert 20 <= len(few) <= 85, "50 of 200, within five standard deviations"
     assert f'ratchet_canary_trajectories_total{{alias="agent",policy="canary"}} {len(few)}.0' in (
         proxy.http.get("/metrics").text
     )
-    proxy.store.policies.canary("agent", 1, 0.75)
+    proxy.store.policies.start_canary("agent", 1, 0.75)
     eventually(lambda: share().endswith(" 0.75"))
     assert {name for name, policy in began(first).items() if policy == "agent@1"} == few, "pinned"
     more = began([f"b{n}" for n in range(100)])

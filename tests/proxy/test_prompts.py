@@ -27,8 +27,8 @@ WHOLE_OR_STREAMED = pytest.mark.parametrize("streamed", [False, True], ids=["who
 
 def give(proxy: Proxy, text: str = PROMPT, mode: str = "replace", **families: str) -> Policy:
     """Make a version with a prompt live, as the tuner and a person do; wait until the proxy knows."""
-    prompt = proxy.store.prompts.remember(text, mode, families={k.replace("_", ":"): v for k, v in families.items()})
-    made = proxy.store.policies.with_prompt("agent", prompt.id, {})
+    prompt = proxy.store.prompts.register(text, mode, families={k.replace("_", ":"): v for k, v in families.items()})
+    made = proxy.store.policies.register_prompt_version("agent", prompt.id, {})
     proxy.store.policies.promote("agent", made.version, {})
     known(proxy, made.version)
     return made
@@ -78,7 +78,7 @@ def test_a_prompt_takes_the_place_of_the_agents_own_and_nobody_is_told(
 
 def test_a_candidate_that_takes_the_live_prompt_never_serves_without_it(proxy: Proxy, vllm: ScriptedVllm) -> None:
     policies, rounds = proxy.store.policies, proxy.store.rounds
-    policies.with_prompt("agent", proxy.store.prompts.remember(PROMPT).id, {})
+    policies.register_prompt_version("agent", proxy.store.prompts.register(PROMPT).id, {})
     learnt = rounds.start("agent", 0)
     rounds.commit(learnt.id, version=2, checkpoint="/adapters/2", groups=[], metrics={})
     eventually(lambda: '"agent@2"' in proxy.http.get("/v1/models").text)
@@ -175,7 +175,7 @@ def test_tokens_are_counted_with_the_prompt_of_the_rollout_and_of_the_family(pro
         return int(answer.json()["input_tokens"])
 
     plain = count()
-    prompt = proxy.store.prompts.remember("A prompt on trial.")
+    prompt = proxy.store.prompts.register("A prompt on trial.")
     tuning = proxy.store.tunings.begin("prompt", "agent", {}).id
     planned = Rollout(id="roll_1", tuning_id=tuning, task_id="mail/7", split="train", attempt=0, candidate=prompt.id,
                       planned_at=1.0, prompt_id=prompt.id, purpose="eval")  # fmt: skip
@@ -221,9 +221,9 @@ def promote_adapter(proxy: Proxy, version: int) -> None:
 
 
 def test_a_version_with_a_prompt_is_a_canary_and_asked_for_by_name_like_any(proxy: Proxy, vllm: ScriptedVllm) -> None:
-    prompt = proxy.store.prompts.remember(PROMPT)
-    made = proxy.store.policies.with_prompt("agent", prompt.id, {})
-    proxy.store.policies.canary("agent", made.version, 0.5)
+    prompt = proxy.store.prompts.register(PROMPT)
+    made = proxy.store.policies.register_prompt_version("agent", prompt.id, {})
+    proxy.store.policies.start_canary("agent", made.version, 0.5)
     eventually(lambda: 'ratchet_canary_ratio{alias="agent"} 0.5' in proxy.http.get("/metrics").text)
     seen: dict[str, set[str]] = {}
     for number in range(40):
@@ -301,7 +301,7 @@ def _ask(agent: Any, messages: list[Any], streamed: bool) -> Any:
 
 
 def test_a_prompt_without_a_text_for_the_calls_leaves_them_as_they_are(store: Store) -> None:
-    prompt = store.prompts.remember("", "append", families={"task:math": "Check the units."})
+    prompt = store.prompts.register("", "append", families={"task:math": "Check the units."})
     said: list[Mapping[str, Any]] = [OWN, USER]
     assert with_prompt(said, prompt, "task:mail") == with_prompt(said, None, "task:math") == (OWN, USER)
     assert with_prompt([], prompt, "task:math") == ({"role": "system", "content": "Check the units."},)

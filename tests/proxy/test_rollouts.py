@@ -47,7 +47,7 @@ def say(
 
 
 def test_a_rollout_is_served_with_its_task_its_purpose_and_its_prompt(proxy: Proxy, vllm: ScriptedVllm) -> None:
-    prompt = proxy.store.prompts.remember("Candidate 7.")
+    prompt = proxy.store.prompts.register("Candidate 7.")
     name = plan(proxy.store, prompt_id=prompt.id, purpose="eval")
     answer = say(proxy, name, headers={"x-ratchet-task": "the agent's own"})
     assert answer.status_code == 200
@@ -61,7 +61,7 @@ def test_a_rollout_is_served_with_its_task_its_purpose_and_its_prompt(proxy: Pro
 
 
 def test_all_of_a_rollout_is_of_it_also_calls_that_do_not_name_it(proxy: Proxy, vllm: ScriptedVllm) -> None:
-    prompt = proxy.store.prompts.remember("Candidate 7.")
+    prompt = proxy.store.prompts.register("Candidate 7.")
     name = plan(proxy.store, prompt_id=prompt.id)
     first = say(proxy, name).json()["choices"][0]["message"]
     told = {"role": "assistant", "content": first["content"]}
@@ -89,7 +89,7 @@ def test_a_rollout_on_another_model_is_the_trajectory_itself(start: Start, vllm:
     app = PlainServer()
     with served(app) as url:
         proxy = start(model_list=[entry(url)], model_keys={"K": "sk-judge-0123456789"})
-        prompt = proxy.store.prompts.remember("Candidate 7.")
+        prompt = proxy.store.prompts.register("Candidate 7.")
         name = plan(proxy.store, model="judge", prompt_id=prompt.id, purpose="eval")
         answer = say(proxy, name)
         assert (answer.status_code, answer.headers["x-ratchet-trajectory"]) == (200, name)
@@ -108,7 +108,7 @@ def test_a_rollout_reaches_its_helper_model_whatever_model_is_planned(
     with served(helper) as url, served(other) as elsewhere:
         models = [entry(url), entry(elsewhere, name="candidate")]
         proxy = start(model_list=models, model_keys={"K": "sk-judge-0123456789"})
-        prompt = proxy.store.prompts.remember("Candidate 7.")
+        prompt = proxy.store.prompts.register("Candidate 7.")
         name = plan(proxy.store, model=pinned, prompt_id=prompt.id, purpose="eval")
         main, asked = say(proxy, name), say(proxy, name, BODY | {"model": "judge"})
         assert (main.status_code, asked.status_code) == (200, 200)
@@ -123,16 +123,16 @@ def test_a_rollout_reaches_its_helper_model_whatever_model_is_planned(
 
 def test_what_is_measured_begins_on_the_live_version_and_what_is_trained_on_may_be_a_canarys(proxy: Proxy) -> None:
     candidate(proxy, 1)
-    proxy.store.policies.canary("agent", 1, 0.999)
+    proxy.store.policies.start_canary("agent", 1, 0.999)
     eventually(lambda: 'ratchet_canary_ratio{alias="agent"} 0.999' in proxy.http.get("/metrics").text)
-    prompt = proxy.store.prompts.remember("Candidate 7.")
+    prompt = proxy.store.prompts.register("Candidate 7.")
     said = [say(proxy, plan(proxy.store, **more)) for more in ({}, {"purpose": "eval"}, {"prompt_id": prompt.id})]
     assert [answer.headers["x-ratchet-policy"] for answer in said] == ["agent@1", "agent@0", "agent@0"]
 
 
 def test_a_rollouts_prompt_counts_more_than_its_versions(proxy: Proxy, vllm: ScriptedVllm) -> None:
     give(proxy, "The version's.")
-    prompt = proxy.store.prompts.remember("Candidate 7.")
+    prompt = proxy.store.prompts.register("Candidate 7.")
     for name, sent in ((plan(proxy.store, prompt_id=prompt.id), "Candidate 7."), (plan(proxy.store), "The version's.")):
         say(proxy, name)
         assert vllm.calls[-1]["messages"][0]["content"] == sent
@@ -150,7 +150,7 @@ def test_an_id_that_nobody_planned_is_an_ordinary_trajectory_until_somebody_does
 
 def test_another_keys_rollout_is_not_served(start: Start, store: Store, vllm: ScriptedVllm) -> None:
     (one, first), (two, _) = made(store), made(store)
-    prompt = store.prompts.remember("Candidate 7.")
+    prompt = store.prompts.register("Candidate 7.")
     proxy = start()
     kept, taken = plan(store, prompt_id=prompt.id, key_id=first.id), plan(store, prompt_id=prompt.id)
     assert say(proxy, kept, headers=bearer(two)).status_code == 200
@@ -179,7 +179,7 @@ SHAPES = {
 def test_while_the_store_is_away_a_rollout_is_told_to_wait_and_nobody_else_is(
     proxy: Proxy, tmp_path: Path, path: str, streamed: bool, vllm: ScriptedVllm
 ) -> None:
-    prompt = proxy.store.prompts.remember("Candidate 7.")
+    prompt = proxy.store.prompts.register("Candidate 7.")
     known, new = plan(proxy.store, prompt_id=prompt.id), plan(proxy.store, prompt_id=prompt.id)
     body = SHAPES[path] | {"stream": streamed}
     assert say(proxy, known, body, path).status_code == 200
@@ -213,7 +213,7 @@ async def test_memory_is_bounded_and_one_look_serves_all_who_ask(store: Store) -
     with pytest.raises(RecordNotFound):
         store.rollouts.get("roll_x")
     assert await rollouts.find_plan("roll_x", None) is None
-    prompt = store.prompts.remember("A long text.").id
+    prompt = store.prompts.register("A long text.").id
     plans = [await rollouts.find_plan(plan(store, prompt_id=prompt), None) for _ in range(3)]
     assert len({id(one.prompt) for one in plans if one is not None}) == 1, "a text is in memory once"
     await rollouts.stop()

@@ -280,7 +280,7 @@ def test_shipping_again_counts_nothing_again(store: Store) -> None:
     assert sorted(once, key=str) == [ToolCallCount("search", "valid", None, 2), ToolCallCount("search", None, "ok", 1)]
     assert ToolCallChecker(store).check([first, second]) == []
     assert [row.result for row in store.tools.of_call("call_1")] == [None, "ok"]
-    assert store.tools.tally() == [
+    assert store.tools.counts_by_version() == [
         ToolCallCounts(alias="agent", version=0, tool="search", calls=2, outcomes={"valid": 2}, results={"ok": 1})
     ]
 

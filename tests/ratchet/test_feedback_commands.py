@@ -65,12 +65,12 @@ def test_preferences_are_exported_in_every_form(project: Project, store: Store) 
     for name, answer in (("t1", "Oslo"), ("t2", "Rome")):
         answered_trajectory(store, name, answer)
     store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0)
-    group = store.groups.form("k", "agent", ["t1", "t2"], now=101.0)
+    group = store.groups.create("k", "agent", ["t1", "t2"], now=101.0)
     said = [
         Verdict(trajectory_id=name, group_id=group.id, judge="rule", judge_version="1", score=score)
         for name, score in (("t1", 1.0), ("t2", 0.0))
     ]
-    store.groups.record(group.id, said)
+    store.groups.record_verdicts(group.id, said)
     words = ("--value", "up", "--demonstration", "Bergen")
     assert project.run("feedback", "add", "--trajectory", "t1", *words, *STORE).returncode == 0
     wanted: dict[str, dict[str, Any]] = {

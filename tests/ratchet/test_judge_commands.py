@@ -34,7 +34,7 @@ def grouped(store: Store) -> Group:
     for name, answer in (("t1", "Oslo"), ("t2", "not Oslo")):
         answered_trajectory(store, name, answer)
     store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0)
-    return store.groups.form("k", "agent", ["t1", "t2"], now=101.0)
+    return store.groups.create("k", "agent", ["t1", "t2"], now=101.0)
 
 
 def test_try_judges_stored_trajectories_and_records_nothing(project: Project, store: Store) -> None:
@@ -42,7 +42,7 @@ def test_try_judges_stored_trajectories_and_records_nothing(project: Project, st
     done = project.run("judge", "try", "t1", "t2", "--judge", "careful:judge", "--store", "judged.db", "--json")
     assert done.returncode == 0, done.stdout
     assert [verdict["score"] for verdict in json.loads(done.stdout)["verdicts"]] == [1.0, 0.0]
-    assert store.groups.history(group.id) == []
+    assert store.groups.verdict_history(group.id) == []
 
 
 def test_lint_finds_a_judge_that_looks_for_the_answer_anywhere(project: Project, store: Store) -> None:
@@ -60,7 +60,7 @@ def test_rescore_shows_what_another_judge_would_change(project: Project, store: 
         Verdict(trajectory_id=name, group_id=group.id, judge="careful:judge", judge_version="1", score=score)
         for name, score in (("t1", 1.0), ("t2", 0.0))
     ]
-    store.groups.record(group.id, said)
+    store.groups.record_verdicts(group.id, said)
     done = project.run("judge", "rescore", "--judge", "fooled:judge", "--store", "judged.db", "--json")
     told = json.loads(done.stdout)
     assert (told["mean_before"], told["mean_after"], told["moved"][0]) == (0.5, 1.0, ["t2", 0.0, 1.0])
@@ -87,7 +87,7 @@ def test_show_prints_what_was_asked_and_heard_and_cannot_steer_the_terminal(proj
         judge = make_judge(read_spec(spec | {"base_url": model.url}), {})
         judgement = judge.judge(group.id, [store.trajectories.read(name) for name in group.members])
         judge.close()
-    store.groups.record(group.id, judgement.verdicts, judgement.judge_requests)
+    store.groups.record_verdicts(group.id, judgement.verdicts, judgement.judge_requests)
     shown = project.run("judge", "show", group.id, "--store", "judged.db")
     assert shown.returncode == 0, shown.stdout
     assert "You compare several attempts" in shown.stdout
@@ -112,7 +112,7 @@ def test_a_groups_members_keep_version_scenario_step_and_exception_through_judgi
     store.rollouts.fail("t2", "TimeoutError: 60 s are over", 2.0)
     group = grouped(store)
     said: dict[str, Any] = {"group_id": group.id, "judge": "j", "judge_version": "1"}
-    store.groups.record(
+    store.groups.record_verdicts(
         group.id, [Verdict(trajectory_id=name, score=score, **said) for name, score in (("t1", 1.0), ("t2", 0.0))]
     )
     shown = project.run("judge", "show", group.id, "--store", "judged.db").stdout

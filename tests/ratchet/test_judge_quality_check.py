@@ -80,7 +80,7 @@ def test_with_traffic_a_judge_is_asked_about_what_was_recorded(
         answered_trajectory(store, run, answer)
     if grouped:
         store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0)
-        store.groups.form("k", "agent", ["t1", "t2"], now=101.0)
+        store.groups.create("k", "agent", ["t1", "t2"], now=101.0)
     found = proven(store, tmp_path, name)
     assert found.passed is passed
     assert seen in found.seen

@@ -18,12 +18,12 @@ def scored(project: Project, version: int, score: float, count: int) -> None:
     for name in names:
         answered_trajectory(store, name, "Oslo", version=version, alias="policy")
     store.trajectories.seal_idle_trajectories("policy", now=100.0, idle_seconds=1.0)
-    group = store.groups.form(f"k{version}", "policy", names, now=101.0)
+    group = store.groups.create(f"k{version}", "policy", names, now=101.0)
     verdicts = [
         Verdict(trajectory_id=name, group_id=group.id, judge="j", judge_version="1", score=score + 0.1 * (number % 2))
         for number, name in enumerate(names)
     ]
-    store.groups.record(group.id, verdicts)
+    store.groups.record_verdicts(group.id, verdicts)
     store.close()
 
 

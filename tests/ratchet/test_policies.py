@@ -32,7 +32,7 @@ def store(url: str) -> Iterator[Store]:
             opened.policies.promote(
                 "mail", version, {"proof": {"worst": 0.001}}, reason="its logprobs are the trainer's"
             )
-    opened.policies.canary("mail", 3, 0.25)
+    opened.policies.start_canary("mail", 3, 0.25)
     yield opened
     opened.close()
 
@@ -53,7 +53,7 @@ def test_a_canary_is_promoted_or_taken_back_by_hand_with_the_reason(project: Pro
     assert project.run("policies", "promote", "mail", "--store", url).returncode == 2  # no reason
     taken = project.run("policies", "rollback", "mail", "--reason", "too short", "--store", url)
     assert taken.stdout == "mail@2 is live; rejected: mail@3\n"
-    assert store.decisions.of("mail", 3)[0].reason == "too short"
+    assert store.decisions.decisions_of("mail", 3)[0].reason == "too short"
     refused = project.run("policies", "promote", "mail", "3", "--reason", "it is fine after all", "--store", url)
     assert refused.returncode == 1
     assert "mail@3 was rejected by" in refused.stdout
@@ -120,8 +120,8 @@ def test_a_version_is_exported_with_its_card_or_the_reason_why_not(project: Proj
 
 def test_a_versions_prompt_is_shown_and_steers_no_terminal(project: Project, store: Store, url: str) -> None:
     text = "Be brief.\n\x1b[2JErase"
-    prompt = store.prompts.remember(text, "append", "a model\x07", families={"task:math": "Check the units."})
-    made = store.policies.with_prompt("mail", prompt.id, {})
+    prompt = store.prompts.register(text, "append", "a model\x07", families={"task:math": "Check the units."})
+    made = store.policies.register_prompt_version("mail", prompt.id, {})
     listed = project.run("policies", "list", "--store", url).stdout
     assert f"/c/2  prompt {prompt.id}" in next(line for line in listed.splitlines() if line.startswith("mail@4"))
     for version in (["4"], []):

@@ -23,7 +23,7 @@ def store(store_file: Path) -> Iterator[Store]:
 
 def ended(store: Store, verdict: str, prompt: str | None = "Be good.", state: str = "done") -> str:
     """A run of prompt tuning that ended so; returns its id."""
-    found = None if prompt is None else store.prompts.remember(prompt).id
+    found = None if prompt is None else store.prompts.register(prompt).id
     details = {"verdict": verdict, "why": "so it was measured", "prompt_id": found}
     run = store.tunings.begin("prompt", "agent", {})
     store.tunings.end(run.id, state, {"details": details, "gain": {"low": 0.1}}, error="a test")

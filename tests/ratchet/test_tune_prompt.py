@@ -85,7 +85,7 @@ def test_an_agent_that_is_left_as_it_is_gets_a_better_prompt_which_serves_once_i
     assert (result.gain.against_mean, result.gain.mean, result.gain.tasks) == (0.0, 1.0, 12)
     assert result.spent.rollouts == len(circle.vllm.prompts) <= 200
     assert result.spent.prompt_tokens > 0
-    assert {one.purpose for one in circle.store.rollouts.of(run.id)} == {"eval"}  # never trained
+    assert {one.purpose for one in circle.store.rollouts.of_tuning(run.id)} == {"eval"}  # never trained
     assert '"feedback":"The word was ' in circle.reflection.asked[0]["messages"][1]["content"]
     report = circle.project.run("tune", "report").stdout
     assert "GEPA" in report
@@ -126,7 +126,7 @@ def test_a_run_that_was_killed_goes_on_by_its_id_alone_and_pays_for_nothing_twic
     process.wait(10)
     (run,) = circle.store.tunings.page()
     assert run.state == "running"
-    before = {(one.candidate, one.task_id) for one in circle.store.rollouts.of(run.id) if one.state == "ended"}
+    before = {(one.candidate, one.task_id) for one in circle.store.rollouts.of_tuning(run.id) if one.state == "ended"}
     assert before
     asked = len(circle.reflection.asked)
     circle.vllm.seconds = 0.0
@@ -135,7 +135,7 @@ def test_a_run_that_was_killed_goes_on_by_its_id_alone_and_pays_for_nothing_twic
     assert ": better" in done.stdout
     details = read(circle.store.tunings.get(run.id).result or {}).details
     assert details["budget"]["rollouts_begun"] == len(circle.vllm.prompts)  # what the kill cut off is paid for, too
-    ended = [(one.candidate, one.task_id) for one in circle.store.rollouts.of(run.id) if one.state == "ended"]
+    ended = [(one.candidate, one.task_id) for one in circle.store.rollouts.of_tuning(run.id) if one.state == "ended"]
     assert before <= set(ended)
     assert len(ended) == len(set(ended))
     # What was answered before the kill was not asked again, but for the question that was on its way.

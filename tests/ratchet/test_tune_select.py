@@ -119,11 +119,11 @@ def test_a_stopped_run_goes_on_where_it_was(circle: Circle) -> None:
     assert process.wait(30) == 130
     (run,) = circle.store.tunings.page()
     assert run.state == "stopped"
-    ended = {one.id for one in circle.store.rollouts.of(run.id) if one.state is RolloutState.ENDED}
+    ended = {one.id for one in circle.store.rollouts.of_tuning(run.id) if one.state is RolloutState.ENDED}
     asked = len(circle.models.asked)
     done = circle.project.run("tune", "select-model", "--resume", run.id, seconds=120)  # as it is told on Ctrl-C
     assert "chosen: right-95" in done.stdout
-    again = circle.store.rollouts.of(run.id)
+    again = circle.store.rollouts.of_tuning(run.id)
     assert ended <= {one.id for one in again}
     over = [one for one in again if one.state is RolloutState.ENDED]
     assert len(over) == len({(one.candidate, one.task_id) for one in over}) == 2 * TASKS

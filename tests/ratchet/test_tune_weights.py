@@ -47,7 +47,7 @@ def test_it_starts_the_services_where_nothing_runs_and_leaves_a_result_and_no_pr
     store = open_store(str(tuned.state / "store.db"))
     (tuning,) = store.tunings.page("weights")
     assert (tuning.state, tuning.result) == ("done", result)
-    assert len(store.rollouts.of(tuning.id)) == 4 + 1 + 2 * 2  # test, validation, training
+    assert len(store.rollouts.of_tuning(tuning.id)) == 4 + 1 + 2 * 2  # test, validation, training
     store.close()
     again = tuned.run("tune", "weights", "--resume", tuning.id)
     assert (again.returncode, "done" in again.stdout) == (1, True), again.stdout

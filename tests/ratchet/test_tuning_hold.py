@@ -88,7 +88,7 @@ def test_a_process_that_lost_its_run_begins_nothing_more_and_writes_no_end(
     hold.check()
     with pytest.raises(LeaseLost, match="taken by another process"), hold.on(run):  # noqa: PT012
         hold.check()
-        (held,) = store.leases.held("tuning:")
+        (held,) = store.leases.holders("tuning:")
         store.leases.release(held.name, held.owner)
         assert store.leases.acquire(held.name, "thief", 60.0)
         while True:

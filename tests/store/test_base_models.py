@@ -22,19 +22,19 @@ def test_every_version_belongs_to_the_base_model_of_version_0(store: Store) -> N
     assert (known.name, known.file_digests, known.server_fingerprint) == ("/m", FILES, {})
     round_ = store.rounds.start("agent", BASE_VERSION)
     store.rounds.commit(round_.id, version=1, checkpoint="/c/1", groups=[], metrics={})
-    store.policies.with_prompt("agent", store.prompts.remember("Be brief.").id, {})
+    store.policies.register_prompt_version("agent", store.prompts.register("Be brief.").id, {})
     for version in (0, 1, 2):
-        assert store.base_models.of("agent", version) == known
-    assert store.base_models.of("agent", 3) is None
+        assert store.base_models.base_model_of("agent", version) == known
+    assert store.base_models.base_model_of("agent", 3) is None
 
 
 def test_versions_of_before_are_given_the_base_model_that_is_taken_up_first(store: Store) -> None:
     store.policies.register_base("agent", "base")
     round_ = store.rounds.start("agent", BASE_VERSION)
     store.rounds.commit(round_.id, version=1, checkpoint="/c/1", groups=[], metrics={})
-    assert store.base_models.of("agent", 1) is None
+    assert store.base_models.base_model_of("agent", 1) is None
     store.base_models.register_base_model("agent", "/m", file_digests=FILES)
-    found = store.base_models.of("agent", 1)
+    found = store.base_models.base_model_of("agent", 1)
     assert found is not None
     assert found.differing_parts(FILES) == []
     assert found.differing_parts({**FILES, "weights": "other"}) == ["weights"]
@@ -54,13 +54,13 @@ def test_what_is_known_of_a_base_model_is_completed_and_never_replaced(store: St
 def test_a_base_model_is_forgotten_only_while_nothing_rests_on_it(store: Store) -> None:
     store.policies.register_base("agent", "base")
     store.base_models.register_base_model("agent", "/m", file_digests=FILES, server_fingerprint=SERVED)
-    assert store.base_models.forget("agent")
-    assert store.base_models.of("agent") is None
+    assert store.base_models.clear_base_model("agent")
+    assert store.base_models.base_model_of("agent") is None
     store.base_models.register_base_model("agent", "/n", file_digests=FILES, server_fingerprint=SERVED)
     store.calls.ship([ended(begun("call_1", "t1"), {"role": "assistant", "content": "hello"})])
-    assert not store.base_models.forget("agent")
-    assert store.base_models.forget("agent", served_only=True)
-    found = store.base_models.of("agent")
+    assert not store.base_models.clear_base_model("agent")
+    assert store.base_models.clear_base_model("agent", served_only=True)
+    found = store.base_models.base_model_of("agent")
     assert found is not None
     assert (found.name, found.file_digests, found.server_fingerprint) == ("/n", FILES, {})
 

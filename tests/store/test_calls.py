@@ -50,7 +50,7 @@ def test_a_beginning_without_end_becomes_interrupted(store: Store) -> None:
     start = begun("call_1", "t1")
     answered_trajectory(store, "t2")
     store.calls.ship([start])
-    store.calls.interrupt(["call_1", "call_t2"])
+    store.calls.mark_interrupted(["call_1", "call_t2"])
     assert store.calls.read("call_1").state is CallState.INTERRUPTED
     assert store.calls.read("call_t2").state is CallState.ANSWERED
     store.calls.ship([ended(start, tool_call())])  # the end was in another journal after all
@@ -68,7 +68,7 @@ def test_a_call_after_a_still_trajectory_was_sealed_opens_it_again(store: Store)
 def test_a_call_after_grouping_opens_a_successor(store: Store) -> None:
     answered_trajectory(store, "t1")
     store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0)
-    store.groups.form("k", "agent", ["t1"], now=100.0)
+    store.groups.create("k", "agent", ["t1"], now=100.0)
     store.calls.ship([begun("call_2", "t1", at=101.0)])
     assert store.trajectories.get("t1").calls == 1
     assert store.trajectories.get("t1~1").state is TrajectoryState.OPEN
@@ -121,7 +121,7 @@ def test_open_leaves_hold_the_whole_token_context(store: Store) -> None:
     store.calls.ship([ended(second, tool_call(), prompt=(4,), ids=(5,), context="exact")])
     answered_trajectory(store, "gone")
     store.trajectories.seal("gone", now=9.0)
-    leaves = store.resume_state.leaves(since=0.0)
+    leaves = store.resume_state.open_leaves(since=0.0)
     assert [(leaf.call_id, unpack_ids(leaf.sequence)) for leaf in leaves] == [
         ("call_1", (1, 2, 3)),
         ("call_2", (1, 2, 3, 4, 5)),
@@ -138,11 +138,11 @@ def test_open_attempts_are_those_that_nobody_repeated(store: Store) -> None:
         failed = ended(start, tool_call(), ids=())
         store.calls.ship([msgspec.structs.replace(failed, state=CallState.FAILED, status=status)])
     store.calls.ship([begun("call_5", "t5", at=5.0)])
-    store.calls.interrupt(["call_5"])
+    store.calls.mark_interrupted(["call_5"])
     store.calls.ship([ended(begun("call_6", "t3", at=6.0, linked_by="retry"), tool_call())])
-    found = store.resume_state.attempts(since=0.0)
+    found = store.resume_state.unanswered_calls(since=0.0)
     assert [(one.trajectory_id, one.linked_by) for one in found] == [("t0", "root"), ("t1", "root"), ("t5", "root")]
-    assert [one.trajectory_id for one in store.resume_state.attempts(since=4.0)] == ["t5"]
+    assert [one.trajectory_id for one in store.resume_state.unanswered_calls(since=4.0)] == ["t5"]
 
 
 def test_pages_go_backwards_without_gaps(store: Store) -> None:

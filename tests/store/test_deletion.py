@@ -114,14 +114,14 @@ def test_a_group_that_loses_a_member_before_it_is_trained_is_dropped_and_its_rou
     with pytest.raises(InvalidTransition):
         store.rounds.commit(held.id, version=1, checkpoint="/c/1", groups=[group.id], metrics={})
     with pytest.raises(InvalidTransition):
-        store.groups.fail(group.id, [], retry_at=1.0)
+        store.groups.record_judge_failure(group.id, [], retry_at=1.0)
 
 
 def test_what_a_judge_asked_and_said_of_the_group_goes_and_other_scores_stay(store: Store) -> None:
     for name in ("a", "b"):
         answered_trajectory(store, name)
     store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0)
-    group = store.groups.form("k", "agent", ["a", "b"], now=101.0)
+    group = store.groups.create("k", "agent", ["a", "b"], now=101.0)
     asked = JudgeRequest(
         id="exc_1", group_id=group.id, judge="j", url="u", request=SECRET.encode(), response=b"", status=200,
         error=None, prompt_tokens=1, completion_tokens=1, cost=None, latency=0.1, requested_at=1.0,
@@ -131,10 +131,10 @@ def test_what_a_judge_asked_and_said_of_the_group_goes_and_other_scores_stay(sto
                 judge_request_id="exc_1")
         for name, score in (("a", 0.0), ("b", 1.0))
     ]  # fmt: skip
-    store.groups.record(group.id, said, [asked])
+    store.groups.record_verdicts(group.id, said, [asked])
     store.deletions.delete(TrajectoryFilter(id="a"), "asked")
     assert store.groups.judge_requests(group.id) == []
-    (left,) = store.groups.history(group.id)
+    (left,) = store.groups.verdict_history(group.id)
     assert (left.trajectory_id, left.score, left.explanation, left.judge_request_id) == ("b", 1.0, "", None)
 
 
@@ -144,8 +144,8 @@ def test_the_policies_that_learnt_from_it_are_named_with_those_that_went_on_from
         group = judged_group(store, [*names, names[0] + "2"], [0.0, 1.0], task=names[0])
         held = store.rounds.start("agent", version - 1)
         store.rounds.commit(held.id, version=version, checkpoint=f"/c/{version}", groups=[group.id], metrics={})
-    told = store.deletions.trained_into(TrajectoryFilter(id="mine"))
-    assert [(one.version, one.directly, one.adapter) for one in told] == [(2, True, "/c/2"), (3, False, "/c/3")]
+    told = store.deletions.versions_trained_on(TrajectoryFilter(id="mine"))
+    assert [(one.version, one.trained_directly, one.adapter) for one in told] == [(2, True, "/c/2"), (3, False, "/c/3")]
     done = store.deletions.delete(TrajectoryFilter(id="mine"), "asked")
     assert done.policies == told == store.deletions.all()[0].policies
     assert store.deletions.delete(TrajectoryFilter(trained=False), "kept").trajectory_count == 0
@@ -164,13 +164,17 @@ def _trained(store: Store, *names: str) -> None:
 def test_versions_that_are_made_later_from_what_learnt_it_are_marked_too(store: Store) -> None:
     _trained(store, "other", "mine")
     store.policies.promote("agent", 2, {})
-    assert store.deletions.inherited() == ()
+    assert store.deletions.versions_with_deleted_data() == ()
     store.deletions.delete(TrajectoryFilter(id="mine"), "asked")
-    store.policies.with_prompt("agent", store.prompts.remember("be kind").id, {})
+    store.policies.register_prompt_version("agent", store.prompts.register("be kind").id, {})
     group = judged_group(store, ["later", "later2"], [0.0, 1.0], task="later")
     held = store.rounds.start("agent", 2)
     store.rounds.commit(held.id, version=4, checkpoint="/c/4", groups=[group.id], metrics={})
-    assert [(one.version, one.directly) for one in store.deletions.inherited()] == [(2, True), (3, False), (4, False)]
+    assert [(one.version, one.trained_directly) for one in store.deletions.versions_with_deleted_data()] == [
+        (2, True),
+        (3, False),
+        (4, False),
+    ]
 
 
 def test_what_learnt_it_can_be_taken_out_of_service(store: Store) -> None:
@@ -178,18 +182,18 @@ def test_what_learnt_it_can_be_taken_out_of_service(store: Store) -> None:
     for version in (1, 2, 3):
         store.policies.promote("agent", version, {})
     store.deletions.delete(TrajectoryFilter(id="mine"), "asked")
-    rejected = reject_affected(store.policies, store.deletions.inherited(), by="ann")
+    rejected = reject_affected(store.policies, store.deletions.versions_with_deleted_data(), by="ann")
     assert [one.version for one in rejected["agent"]] == [2, 3]
     assert store.policies.live()["agent"].version == 1
-    assert store.decisions.of("agent", 3)[0].reason == "it learnt from trajectories that were deleted"
-    assert reject_affected(store.policies, store.deletions.inherited(), by="ann") == {}
+    assert store.decisions.decisions_of("agent", 3)[0].reason == "it learnt from trajectories that were deleted"
+    assert reject_affected(store.policies, store.deletions.versions_with_deleted_data(), by="ann") == {}
 
 
 def test_where_every_version_learnt_it_the_base_model_serves(store: Store) -> None:
     _trained(store, "mine")
     store.policies.promote("agent", 1, {})
     store.deletions.delete(TrajectoryFilter(id="mine"), "asked")
-    reject_affected(store.policies, store.deletions.inherited(), by="ann")
+    reject_affected(store.policies, store.deletions.versions_with_deleted_data(), by="ann")
     assert store.policies.live()["agent"].version == 0
 
 
@@ -231,7 +235,7 @@ def test_the_sweep_waits_for_a_proxy_that_may_leave_messages_out(store: Store, s
     store.proxy_instances.heartbeat(
         ProxyInstance(id="d", url="u", live_versions={}, pinned_trajectories={}, shipped_until=0.0, heartbeat_at=4e9)
     )
-    first = store.deletions.delete(TrajectoryFilter(id="goes"), "asked", patience=0.3)
+    first = store.deletions.delete(TrajectoryFilter(id="goes"), "asked", timeout_seconds=0.3)
     assert (first.trajectory_count, first.messages) == (1, 0)
     assert first.unswept_messages == 3
     store.proxy_instances.heartbeat(
@@ -274,10 +278,10 @@ def test_what_a_round_imitated_names_its_versions_and_is_forgotten_with_the_traj
         store.rounds.commit(held.id, version=number, checkpoint=f"/c/{number}", groups=groups, metrics={}, shown=shown)
     assert store.trajectories.get("shown").state is TrajectoryState.SEALED, "it may be trained besides"
     both = ("agent@1", "agent@2")
-    assert store.lineage.of(["shown", "a", "b", "other"]) == {"shown": both, "a": both, "b": ("agent@2",)}
-    assert [one.version for one in store.deletions.trained_into(TrajectoryFilter(id="shown"))] == [1, 2]
+    assert store.lineage.versions_of(["shown", "a", "b", "other"]) == {"shown": both, "a": both, "b": ("agent@2",)}
+    assert [one.version for one in store.deletions.versions_trained_on(TrajectoryFilter(id="shown"))] == [1, 2]
     done = store.deletions.delete(TrajectoryFilter(id="shown"), "asked")
-    assert [(one.version, one.directly) for one in done.policies] == [(1, True), (2, False)]
-    assert store.lineage.of(["shown"]) == {}
+    assert [(one.version, one.trained_directly) for one in done.policies] == [(1, True), (2, False)]
+    assert store.lineage.versions_of(["shown"]) == {}
     assert _rows(store_url)["sft_trajectories"] == 1
     assert verify(store_url).sound

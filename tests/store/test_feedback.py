@@ -104,13 +104,13 @@ def test_pages_go_from_the_newest_on(store: Store) -> None:
 
 def test_late_feedback_is_told_until_it_is_heard(store: Store) -> None:
     judged_group(store, ["a", "b"], [0.0, 1.0])
-    assert store.feedback.late("agent") == []
+    assert store.feedback.applied_too_late("agent") == []
     store.feedback.add([said("fb_1", "trajectory", "a", trusted=True), said("fb_2", "trajectory", "b", trusted=True)])
     store.feedback.add([said("fb_3", "trajectory", "b", trusted=True, value=None, comment="words alone")])
-    assert store.feedback.late("agent") == ["a", "b"]
-    assert store.feedback.late("another") == []
-    store.feedback.heard(["fb_1"], 9.0)
-    assert store.feedback.late("agent") == ["b"]
+    assert store.feedback.applied_too_late("agent") == ["a", "b"]
+    assert store.feedback.applied_too_late("another") == []
+    store.feedback.mark_applied(["fb_1"], 9.0)
+    assert store.feedback.applied_too_late("agent") == ["b"]
 
 
 def test_what_a_trajectory_trained_is_the_version_and_all_that_descend_from_it(store: Store) -> None:
@@ -119,7 +119,7 @@ def test_what_a_trajectory_trained_is_the_version_and_all_that_descend_from_it(s
         held = store.rounds.start("agent", origin)
         store.rounds.commit(held.id, version=number, checkpoint=f"/c/{number}", groups=[group.id], metrics={})
     judged_group(store, ["idle", "still"], [0.0, 1.0], task="later")
-    told = store.lineage.of(["a2", "b3", "idle"])
+    told = store.lineage.versions_of(["a2", "b3", "idle"])
     assert told == {"a2": ("agent@2", "agent@3"), "b3": ("agent@3",)}
 
 
@@ -140,4 +140,4 @@ def test_those_that_wait_for_a_word_are_told_once_it_is_said_or_its_time_is_up(s
     assert told(0.0) == ["spoken"]
     assert told(10.0) == ["old", "spoken"]
     assert store.trajectories.sealed("another", silent_before=999.0) == []
-    assert store.feedback.first_given(["old", "new", "spoken"]) == {"spoken": 70.0}
+    assert store.feedback.first_value_at(["old", "new", "spoken"]) == {"spoken": 70.0}

@@ -14,7 +14,7 @@ from tests.harness.records import begun
 def test_a_key_is_made_used_and_revoked(store: Store) -> None:
     made = store.keys.create("crawler", "a" * 64, KeyScope.AGENT, 60, 1000)
     boss = store.keys.create("boss", "b" * 64, KeyScope.OPERATOR)
-    store.keys.used([made.id], 123.0)
+    store.keys.record_use([made.id], 123.0)
     assert [key.name for key in store.keys.all()] == ["crawler", "boss"]
     revoked = store.keys.revoke(made.id)
     assert (revoked.last_used_at, revoked.requests_per_minute, revoked.tokens_per_minute) == (123.0, 60, 1000)

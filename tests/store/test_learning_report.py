@@ -114,8 +114,8 @@ def test_sums_of_the_database_are_those_of_the_scores(store: Store) -> None:
         names = [f"{version}-{place}" for place in range(4)]
         judged_group(store, names, scores, versions=[version] * 4, task=f"mail/{version}")
     again = Verdict(trajectory_id="1-3", group_id=None, judge="rule", judge_version="1", score=0.75, judged_at=9.0)
-    store.groups.rescore([again])
-    of_scores = {one.cohort: one for one in tallies(store.groups.scored("agent", "1"))}
+    store.groups.replace_verdicts([again])
+    of_scores = {one.cohort: one for one in tallies(store.groups.past_scores("agent", "1"))}
     of_sums = {one.cohort: one for one in store.groups.score_tallies("agent", "1")}
     assert of_sums == of_scores
     assert (of_sums["task:mail/1"].sums.count, of_sums["task:mail/1"].sums.total) == (4, 3.25)

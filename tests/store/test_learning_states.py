@@ -28,12 +28,12 @@ def test_a_trajectory_whose_last_call_a_machine_ended_is_cut_off(store: Store) -
         start = begun(f"call_{name}", name)
         store.calls.ship([ended(start, tool_call(), state=CallState(state), status=status)])
     store.calls.ship([begun("call_unseen", "unseen")])
-    store.calls.interrupt(["call_unseen"])
+    store.calls.mark_interrupted(["call_unseen"])
     again = ended(begun("call_gone2", "gone", at=2.0), tool_call())
     names = ["ok", "bad", "gone", "unseen"]
-    assert store.trajectories.cut_off(names) == {"gone", "unseen"}
+    assert store.trajectories.ended_by_failure(names) == {"gone", "unseen"}
     store.calls.ship([again])
-    assert store.trajectories.cut_off(names) == {"unseen"}
+    assert store.trajectories.ended_by_failure(names) == {"unseen"}
 
 
 def test_attempts_under_way_are_the_open_ones_at_the_same_things(store: Store) -> None:
@@ -42,9 +42,13 @@ def test_attempts_under_way_are_the_open_ones_at_the_same_things(store: Store) -
     store.calls.ship([begun("call_measured", "measured", task="t", purpose="eval")])
     for name in ("done", "asked"):
         store.trajectories.seal(name, now=5.0)
-    assert [run.id for run in store.trajectories.under_way("agent", [store.trajectories.get("done")])] == ["same"]
-    assert [run.id for run in store.trajectories.under_way("agent", [store.trajectories.get("asked")])] == ["asks"]
-    assert store.trajectories.under_way("agent", []) == []
+    assert [run.id for run in store.trajectories.open_attempts_like("agent", [store.trajectories.get("done")])] == [
+        "same"
+    ]
+    assert [run.id for run in store.trajectories.open_attempts_like("agent", [store.trajectories.get("asked")])] == [
+        "asks"
+    ]
+    assert store.trajectories.open_attempts_like("agent", []) == []
 
 
 def test_aliases_share_a_store_without_meeting(store: Store) -> None:
@@ -65,9 +69,9 @@ def test_a_trajectory_joins_one_group_only(store: Store) -> None:
     for name in ("a", "b"):
         answered_trajectory(store, name)
     store.trajectories.seal_idle_trajectories("agent", now=10.0, idle_seconds=1.0)
-    store.groups.form("k", "agent", ["a", "b"], now=11.0)
+    store.groups.create("k", "agent", ["a", "b"], now=11.0)
     with pytest.raises(InvalidTransition, match="not sealed"):
-        store.groups.form("k", "agent", ["a"], now=12.0)
+        store.groups.create("k", "agent", ["a"], now=12.0)
     assert len(store.groups.page()) == 1
 
 
@@ -75,24 +79,24 @@ def test_a_group_is_judged_only_when_every_member_has_a_score(store: Store) -> N
     for name in ("a", "b"):
         answered_trajectory(store, name)
     store.trajectories.seal_idle_trajectories("agent", now=10.0, idle_seconds=1.0)
-    group = store.groups.form("k", "agent", ["a", "b"], now=11.0)
+    group = store.groups.create("k", "agent", ["a", "b"], now=11.0)
     scored = Verdict(trajectory_id="a", group_id=group.id, judge="j", judge_version="1", score=1.0)
     failed = Verdict(trajectory_id="b", group_id=group.id, judge="j", judge_version="1", failure="no answer")
     with pytest.raises(InvalidTransition, match="1 of them scored"):
-        store.groups.record(group.id, [scored, failed])
-    store.groups.fail(group.id, [scored, failed], retry_at=20.0)
-    assert store.groups.ready("agent", now=19.0) == []
-    assert store.groups.ready("agent", now=20.0)[0].failures == 1
+        store.groups.record_verdicts(group.id, [scored, failed])
+    store.groups.record_judge_failure(group.id, [scored, failed], retry_at=20.0)
+    assert store.groups.awaiting_verdict("agent", now=19.0) == []
+    assert store.groups.awaiting_verdict("agent", now=20.0)[0].failures == 1
     assert store.groups.verdicts(["a", "b"]) == {"a": scored}
 
 
 def test_a_verdict_is_a_score_or_a_failure(store: Store) -> None:
     answered_trajectory(store, "a")
     store.trajectories.seal("a", now=2.0)
-    group = store.groups.form("k", "agent", ["a"], now=3.0)
+    group = store.groups.create("k", "agent", ["a"], now=3.0)
     neither = Verdict(trajectory_id="a", group_id=group.id, judge="j", judge_version="1")
     with pytest.raises(sa.exc.IntegrityError, match="score_or_failure"):
-        store.groups.fail(group.id, [neither], retry_at=1.0)
+        store.groups.record_judge_failure(group.id, [neither], retry_at=1.0)
 
 
 def test_a_commit_consumes_its_groups_once(store: Store) -> None:
@@ -102,7 +106,7 @@ def test_a_commit_consumes_its_groups_once(store: Store) -> None:
     candidate = store.rounds.commit(first.id, version=1, checkpoint="/c/0001", groups=[group.id], metrics={"loss": 0.1})
     assert (candidate.state, candidate.served_name) == (PolicyState.CANDIDATE, "agent@1")
     assert store.trajectories.get("a").state is TrajectoryState.TRAINED
-    assert store.trajectories.of_round(first.id) == ["a", "b"]
+    assert store.trajectories.trained_in_round(first.id) == ["a", "b"]
     second = store.rounds.start("agent", 1)
     with pytest.raises(InvalidTransition, match="1 of 1 groups"):
         store.rounds.commit(second.id, version=2, checkpoint="/c/0002", groups=[group.id], metrics={})
@@ -135,9 +139,9 @@ def test_a_group_that_teaches_nothing_is_judged_and_dropped_at_once(store: Store
     for name in ("a", "b"):
         answered_trajectory(store, name)
     store.trajectories.seal_idle_trajectories("agent", now=10.0, idle_seconds=1.0)
-    group = store.groups.form("k", "agent", ["a", "b"], now=11.0)
+    group = store.groups.create("k", "agent", ["a", "b"], now=11.0)
     given = [Verdict(trajectory_id=n, group_id=group.id, judge="j", judge_version="1", score=1.0) for n in ("a", "b")]
-    store.groups.record(group.id, given, drop_reason="no_variance")
+    store.groups.record_verdicts(group.id, given, drop_reason="no_variance")
     assert store.groups.get(group.id).state is GroupState.DROPPED
     assert store.trajectories.get("a").drop_reason == "no_variance"
     assert store.groups.verdicts(["a", "b"]) == {"a": given[0], "b": given[1]}
@@ -173,7 +177,7 @@ def test_one_version_is_live_and_the_old_one_stays_addressable(store: Store) -> 
     assert store.rounds.newest_committed("agent") is None  # training goes on from the base
     told = [
         (decision.version, decision.action, decision.decided_by, decision.reason)
-        for decision in store.decisions.of("agent")
+        for decision in store.decisions.decisions_of("agent")
     ]
     assert told == [
         (0, "promote", "anna", "rolled back to, from 1: rude"),
@@ -193,10 +197,10 @@ def test_training_goes_on_on_top_of_an_unproven_version_and_nothing_is_served_by
     left = store.policies.mark_unproven("agent", 1, {"error": 0.9}, reason="lost in rounding")
     assert (left.state, left.evidence) == (PolicyState.UNPROVEN, {"error": 0.9})
     assert [policy.version for policy in store.policies.serving()] == [0]
-    (decision,) = store.decisions.of("agent", 1)
+    (decision,) = store.decisions.decisions_of("agent", 1)
     assert (decision.action, decision.decided_by, decision.reason) == ("unproven", "proof", "lost in rounding")
     with pytest.raises(InvalidTransition, match="unproven and cannot become canary"):
-        store.policies.canary("agent", 1, 0.5)
+        store.policies.start_canary("agent", 1, 0.5)
     held = store.rounds.start("agent", 1)  # it was not rejected
     store.rounds.commit(held.id, version=2, checkpoint="/c/2", groups=[], metrics={})
     store.policies.promote("agent", 2, {}, only_from=PolicyState.CANDIDATE)
@@ -210,21 +214,21 @@ def test_one_candidate_is_a_canary_until_it_is_promoted_or_rejected(store: Store
     for version in (1, 2):
         held = store.rounds.start("agent", version - 1)
         store.rounds.commit(held.id, version=version, checkpoint=f"/c/{version}", groups=[], metrics={})
-    assert store.policies.canary("agent", 1, 0.05, {"why": "release"}).canary_share == 0.05
-    assert store.policies.canary("agent", 1, 0.5).evidence == {"why": "release"}
+    assert store.policies.start_canary("agent", 1, 0.05, {"why": "release"}).canary_share == 0.05
+    assert store.policies.start_canary("agent", 1, 0.5).evidence == {"why": "release"}
     assert [(p.version, p.state, p.canary_share) for p in store.policies.serving()] == [
         (0, "live", None),
         (1, "canary", 0.5),
     ]
     with pytest.raises(InvalidTransition, match="agent@1 is a canary already: promote or reject it"):
-        store.policies.canary("agent", 2, 0.1)
+        store.policies.start_canary("agent", 2, 0.1)
     for share in (0.0, 1.0, -1.0, float("nan")):
         with pytest.raises(InvalidTransition, match="between 0 and 1"):
-            store.policies.canary("agent", 1, share)
+            store.policies.start_canary("agent", 1, share)
     assert store.policies.promote("agent", 1, {}).canary_share is None
     with pytest.raises(InvalidTransition, match="live and cannot become canary"):
-        store.policies.canary("agent", 1, 0.1)
-    store.policies.canary("agent", 2, 0.1)
+        store.policies.start_canary("agent", 1, 0.1)
+    store.policies.start_canary("agent", 2, 0.1)
     assert store.policies.reject("agent", 2, {}).canary_share is None
     assert [policy.version for policy in store.policies.serving()] == [1]
 
@@ -258,7 +262,7 @@ def test_held_out_prompts_are_the_first_of_each_task_and_of_one_answered_call(st
     for name in ("old", "new", "long", "kept", "text"):
         store.trajectories.seal(name, now=10.0)
     store.trajectories.drop(["old", "new", "long", "text"], "held_out")
-    assert store.trajectories.held_out("agent", "held_out", 9) == ["old"]
+    assert store.trajectories.held_out_candidates("agent", "held_out", 9) == ["old"]
 
 
 def test_a_pruned_version_serves_no_more(store: Store) -> None:
@@ -306,10 +310,10 @@ def test_a_lease_has_one_owner_until_it_expires(store: Store) -> None:
 def test_an_alarm_counts_up_and_stays_readable_after_it_is_cleared(store: Store) -> None:
     store.alarms.raise_("no_signal", "first")
     store.alarms.raise_("no_signal", "second")
-    (standing,) = store.alarms.standing()
+    (standing,) = store.alarms.active()
     assert (standing.reason, standing.count) == ("second", 2)
     store.alarms.clear("no_signal")
-    assert store.alarms.standing() == []
+    assert store.alarms.active() == []
     assert store.alarms.all()[0].cleared_at is not None
 
 

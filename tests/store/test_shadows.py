@@ -18,25 +18,25 @@ def planned(store: Store, count: int = 2, name: str = "original") -> list[str]:
     answered_trajectory(store, name)
     run = store.trajectories.seal(name, 2.0)
     store.resamples.plan(run, count, 9, 3.0)
-    return [one.id for one in store.resamples.waiting("agent", [name])]
+    return [one.id for one in store.resamples.pending("agent", [name])]
 
 
 def test_a_shadow_takes_its_steps_once(store: Store) -> None:
     first, second, third = planned(store, 3)
-    store.resamples.ask(first, 4.0)
-    for again in (store.resamples.ask, store.resamples.ask):
+    store.resamples.mark_requested(first, 4.0)
+    for again in (store.resamples.mark_requested, store.resamples.mark_requested):
         with pytest.raises(InvalidTransition, match="asked and cannot become asked"):
             again(first, 5.0)
-    store.resamples.answer(first, 6.0, tokens=12)
-    store.resamples.ask(second, 7.0)
-    store.resamples.fail(second, 8.0, "the proxy was away")
-    store.resamples.fail(third, 8.0, "vLLM was busy")
+    store.resamples.mark_answered(first, 6.0, tokens=12)
+    store.resamples.mark_requested(second, 7.0)
+    store.resamples.mark_failed(second, 8.0, "the proxy was away")
+    store.resamples.mark_failed(third, 8.0, "vLLM was busy")
     with pytest.raises(InvalidTransition):
-        store.resamples.answer(second, 9.0, tokens=1)
-    assert [one.over for one in store.resamples.waiting("agent")] == [True] * 3
+        store.resamples.mark_answered(second, 9.0, tokens=1)
+    assert [one.over for one in store.resamples.pending("agent")] == [True] * 3
     assert store.resamples.get(second).failure == "the proxy was away"
     counts = store.resamples.counts("agent")
-    assert {state: (one.resamples, one.tokens) for state, one in counts.items()} == {
+    assert {state: (one.count, one.tokens) for state, one in counts.items()} == {
         ResampleState.ANSWERED: (1, 12), ResampleState.FAILED: (2, 18),
     }  # fmt: skip
     assert store.resamples.counts("another") == {}
@@ -48,36 +48,42 @@ def test_an_original_has_one_set_of_shadows(store: Store) -> None:
     planned(store)
     with pytest.raises(InvalidTransition, match="planned before"):
         store.resamples.plan(store.trajectories.get("original"), 1, 9, 4.0)
-    assert len(store.resamples.waiting("agent")) == 2
+    assert len(store.resamples.pending("agent")) == 2
 
 
 def test_what_was_asked_for_lately_counts_with_what_it_may_take(store: Store) -> None:
     first, second = planned(store)
-    store.resamples.ask(first, 100.0)
-    store.resamples.ask(second, 130.0)
-    store.resamples.answer(second, 131.0, tokens=40)
-    assert (store.resamples.spent("agent", 99.0).resamples, store.resamples.spent("agent", 99.0).tokens) == (2, 49)
-    assert (store.resamples.spent("agent", 100.0).resamples, store.resamples.spent("agent", 100.0).tokens) == (1, 40)
+    store.resamples.mark_requested(first, 100.0)
+    store.resamples.mark_requested(second, 130.0)
+    store.resamples.mark_answered(second, 131.0, tokens=40)
+    assert (store.resamples.usage_since("agent", 99.0).count, store.resamples.usage_since("agent", 99.0).tokens) == (
+        2,
+        49,
+    )
+    assert (store.resamples.usage_since("agent", 100.0).count, store.resamples.usage_since("agent", 100.0).tokens) == (
+        1,
+        40,
+    )
 
 
 def test_a_shadows_trajectory_is_sealed_once_every_proxy_has_shipped_it(store: Store) -> None:
     first, second = planned(store)
     for name in (first, second):
         answered_trajectory(store, name, purpose=RESAMPLE)
-        store.resamples.ask(name, 4.0)
-    store.resamples.answer(first, 5.0, tokens=9)
-    store.resamples.seal("agent", 5.0)
-    assert store.resamples.sealed("original") == []
-    store.resamples.seal("agent", 5.1)
-    assert store.resamples.sealed("original") == [first]
+        store.resamples.mark_requested(name, 4.0)
+    store.resamples.mark_answered(first, 5.0, tokens=9)
+    store.resamples.seal_trajectories("agent", 5.0)
+    assert store.resamples.sealed_of("original") == []
+    store.resamples.seal_trajectories("agent", 5.1)
+    assert store.resamples.sealed_of("original") == [first]
     assert store.trajectories.get(second).state is TrajectoryState.OPEN
-    assert store.resamples.originals([first, "shad_x"]) == {first: "original"}
+    assert store.resamples.originals_of([first, "shad_x"]) == {first: "original"}
 
 
 def test_only_originals_that_still_wait_have_shadows_to_wait_for(store: Store) -> None:
     planned(store)
     store.trajectories.drop(["original"], "ungrouped")
-    assert store.resamples.waiting("agent") == []
+    assert store.resamples.pending("agent") == []
 
 
 def test_scores_of_shadows_are_no_scores_of_traffic(store: Store) -> None:
@@ -87,8 +93,8 @@ def test_scores_of_shadows_are_no_scores_of_traffic(store: Store) -> None:
     verdicts = [
         Verdict(trajectory_id=name, group_id=None, judge="rule", judge_version="1", score=0.5) for name in names
     ]
-    store.groups.rescore(verdicts)
-    assert [one.trajectory_id for one in store.groups.scored("agent", "1")] == ["original"]
+    store.groups.replace_verdicts(verdicts)
+    assert [one.trajectory_id for one in store.groups.past_scores("agent", "1")] == ["original"]
 
 
 @pytest.mark.parametrize(
@@ -107,12 +113,12 @@ def test_a_shadow_that_was_trained_apart_from_its_original_is_told(store: Store,
     for name in resamples:
         answered_trajectory(store, name, purpose=RESAMPLE)
         store.trajectories.seal(name, 4.0)
-    group = store.groups.form("t", "agent", resamples, 5.0)
+    group = store.groups.create("t", "agent", resamples, 5.0)
     verdicts = [
         Verdict(trajectory_id=name, group_id=group.id, judge="rule", judge_version="1", score=score)
         for name, score in zip(resamples, (0.0, 1.0), strict=True)
     ]
-    store.groups.record(group.id, verdicts)
+    store.groups.record_verdicts(group.id, verdicts)
     store.policies.register_base("agent", "base")
     held = store.rounds.start("agent", 0)
     store.rounds.commit(held.id, version=1, checkpoint="/c/1", groups=[group.id], metrics={})

@@ -46,7 +46,7 @@ def test_an_end_that_comes_later_replaces_the_beginning_where_it_is(store: Store
 def test_an_end_brings_its_prompt_back_where_the_beginning_was_deleted_meanwhile(store: Store, store_url: str) -> None:
     start, end = _pair("call_1", "t1")
     store.calls.ship([start])
-    store.deletions.delete(TrajectoryFilter(id="t1"), "asked", patience=0.0)
+    store.deletions.delete(TrajectoryFilter(id="t1"), "asked", timeout_seconds=0.0)
     store.calls.ship([end])
     assert len(store.trajectories.read("t1").messages) == len(QUESTION) + 1
     assert verify(store_url).sound
@@ -108,9 +108,9 @@ def test_no_text_of_an_agent_or_an_upstream_is_refused(store: Store) -> None:
 def test_no_text_of_a_judge_is_refused(store: Store) -> None:
     answered_trajectory(store, "a")
     store.trajectories.seal("a", now=9.0)
-    group = store.groups.form("k", "agent", ["a"], now=9.0)
+    group = store.groups.create("k", "agent", ["a"], now=9.0)
     said = Verdict(trajectory_id="a", group_id=group.id, judge="j", judge_version="1", score=1.0, explanation="x\0y")
-    store.groups.record(group.id, [said])
+    store.groups.record_verdicts(group.id, [said])
     assert store.groups.verdicts(["a"])["a"].explanation == "x\ufffdy"
 
 

@@ -29,8 +29,8 @@ def told(place: int, result: ToolResult) -> ToolCallResult:
 def test_a_tool_call_is_recorded_and_answered_once(store: Store) -> None:
     answered_trajectory(store, "a")
     first, second = tool_call(0), tool_call(1, outcome=ToolOutcome.SCHEMA_VIOLATION, detail="$.n: type")
-    assert store.tools.record([first, second], [told(1, ToolResult.ERROR)])[0] == [first, second]
-    new, answered = store.tools.record([first, second], [told(1, ToolResult.OK), told(0, ToolResult.EMPTY)])
+    assert store.tools.record_tool_calls([first, second], [told(1, ToolResult.ERROR)])[0] == [first, second]
+    new, answered = store.tools.record_tool_calls([first, second], [told(1, ToolResult.OK), told(0, ToolResult.EMPTY)])
     assert new == []
     assert [(row.place, row.result) for row in answered] == [(0, ToolResult.EMPTY)]
     assert [row.result for row in store.tools.of_call("call_a")] == [ToolResult.EMPTY, ToolResult.ERROR]
@@ -39,38 +39,40 @@ def test_a_tool_call_is_recorded_and_answered_once(store: Store) -> None:
 
 def test_a_result_belongs_to_the_choice_that_was_continued(store: Store) -> None:
     answered_trajectory(store, "a")
-    store.tools.record([tool_call(0), tool_call(0, choice=1)], [told(0, ToolResult.OK)])
+    store.tools.record_tool_calls([tool_call(0), tool_call(0, choice=1)], [told(0, ToolResult.OK)])
     assert [row.result for row in store.tools.of_call("call_a")] == [ToolResult.OK, None]
 
 
 def test_tool_calls_of_a_call_that_is_not_there_are_left_out(store: Store) -> None:
-    assert store.tools.record([tool_call()], [told(0, ToolResult.OK)]) == ([], [])
+    assert store.tools.record_tool_calls([tool_call()], [told(0, ToolResult.OK)]) == ([], [])
 
 
 def test_tool_calls_leave_with_their_call(store: Store) -> None:
     answered_trajectory(store, "a")
-    store.tools.record([tool_call()], [])
+    store.tools.record_tool_calls([tool_call()], [])
     with store._engine.begin() as connection:
         connection.execute(sa.delete(calls))
-    assert store.tools.tally() == []
+    assert store.tools.counts_by_version() == []
 
 
 def test_the_tally_is_per_alias_version_and_tool(store: Store) -> None:
     answered_trajectory(store, "a")
     rows = [tool_call(place, tool="ls", outcome=ToolOutcome.INVALID_JSON) for place in range(3)]
     rows += [tool_call(3), tool_call(4, version=2)]
-    store.tools.record(rows, [told(3, ToolResult.TIMEOUT)])
-    found = [(one.version, one.tool, one.calls, one.outcomes, one.results) for one in store.tools.tally("agent")]
+    store.tools.record_tool_calls(rows, [told(3, ToolResult.TIMEOUT)])
+    found = [
+        (one.version, one.tool, one.calls, one.outcomes, one.results) for one in store.tools.counts_by_version("agent")
+    ]
     assert found == [
         (0, "ls", 3, {"invalid_json": 3}, {}),
         (0, "search", 1, {"valid": 1}, {"timeout": 1}),
         (2, "search", 1, {"valid": 1}, {}),
     ]
-    assert [one.version for one in store.tools.tally("agent", 2)] == [2]
-    assert store.tools.tally("other") == []
+    assert [one.version for one in store.tools.counts_by_version("agent", 2)] == [2]
+    assert store.tools.counts_by_version("other") == []
 
 
 def test_an_outcome_that_nobody_knows_is_refused(store: Store) -> None:
     answered_trajectory(store, "a")
     with pytest.raises(sa.exc.IntegrityError):
-        store.tools.record([tool_call(outcome="fine")], [])
+        store.tools.record_tool_calls([tool_call(outcome="fine")], [])

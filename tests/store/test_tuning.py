@@ -30,13 +30,13 @@ def _planned(store: Store, *names: str, **changes: Any) -> str:
 
 
 def test_a_prompt_is_known_by_its_content(store: Store) -> None:
-    one = store.prompts.remember("Be brief.", origin="gepa")
+    one = store.prompts.register("Be brief.", origin="gepa")
     assert one.id.startswith("prm_")
     assert len(one.id) == 20
-    assert store.prompts.remember("Be brief.", origin="somebody else") == one == store.prompts.get(one.id)
-    appended = store.prompts.remember("Be brief.", mode="append")
+    assert store.prompts.register("Be brief.", origin="somebody else") == one == store.prompts.get(one.id)
+    appended = store.prompts.register("Be brief.", mode="append")
     assert appended.mode is PromptMode.APPEND
-    families = store.prompts.remember("", mode="append", families={"task:math": "Check the units."})
+    families = store.prompts.register("", mode="append", families={"task:math": "Check the units."})
     assert len({one.id, appended.id, families.id}) == 3
     assert (families.text_for("task:math"), families.text_for("task:mail"), families.text_for(None)) == (
         "Check the units.", "", "",
@@ -54,19 +54,19 @@ def test_a_prompt_is_known_by_its_content(store: Store) -> None:
 )  # fmt: skip
 def test_a_text_that_cannot_be_served_is_refused_with_the_reason(store: Store, text: str, mode: str, told: str) -> None:
     with pytest.raises(InvalidRecord, match=told):
-        store.prompts.remember(text, mode)
+        store.prompts.register(text, mode)
 
 
 def test_a_task_row_is_found_by_its_id_and_stays_as_it_was(store: Store) -> None:
     rows = [
         TaskRow(id=f"{n:016x}", task_set="math", split="train", content={"n": n, "text": "a\0ü"}) for n in range(1200)
     ]
-    store.tasks.remember(iter(rows))
-    store.tasks.remember([TaskRow(id=rows[7].id, task_set="other", split="test", content={})])
+    store.tasks.register(iter(rows))
+    store.tasks.register([TaskRow(id=rows[7].id, task_set="other", split="test", content={})])
     assert store.tasks.get(rows[7].id) == rows[7]
     assert store.tasks.get("nothing") is None
     with pytest.raises(InvalidRecord, match="task id"):
-        store.tasks.remember([TaskRow(id="", task_set="s", split="train", content={})])
+        store.tasks.register([TaskRow(id="", task_set="s", split="train", content={})])
 
 
 def test_a_tuning_goes_on_where_it_was_and_ends_once(store: Store) -> None:
@@ -93,7 +93,7 @@ def test_a_tuning_goes_on_where_it_was_and_ends_once(store: Store) -> None:
 
 
 def test_a_rollout_ends_once_and_a_failed_one_stays_with_its_exception(store: Store, store_url: str) -> None:
-    prompt = store.prompts.remember("Be brief.")
+    prompt = store.prompts.register("Be brief.")
     tuning = _planned(store, "roll_1", "roll_2", prompt_id=prompt.id, scenario={"user": "mean"}, purpose="eval")
     assert store.rollouts.get("roll_1").state is RolloutState.PLANNED
     told = store.rollouts.end(
@@ -109,8 +109,8 @@ def test_a_rollout_ends_once_and_a_failed_one_stays_with_its_exception(store: St
     with pytest.raises(InvalidTransition, match="failed and cannot become ended"):
         store.rollouts.end("roll_2", started_at=2.0, ended_at=5.0)
     store.rollouts.plan([told])
-    assert store.rollouts.of(tuning, responses=True) == [told, failed]
-    assert store.rollouts.of(tuning, "another") == []
+    assert store.rollouts.of_tuning(tuning, responses=True) == [told, failed]
+    assert store.rollouts.of_tuning(tuning, "another") == []
     with pytest.raises(RecordNotFound):
         store.rollouts.fail("roll_9", "x", 1.0)
     assert verify(store_url).sound
@@ -149,9 +149,12 @@ def test_what_a_killed_run_planned_is_abandoned_when_it_goes_on(store: Store) ->
     other = _planned(store, "roll_3")
     answered_trajectory(store, "roll_1")
     store.tunings.resume(run)
-    assert {one.id: str(one.state) for one in store.rollouts.of(run)} == {"roll_1": "abandoned", "roll_2": "ended"}
-    assert [one.counts for one in store.rollouts.of(run)] == [False, True]
-    assert [one.state for one in store.rollouts.of(other)] == [RolloutState.PLANNED]
+    assert {one.id: str(one.state) for one in store.rollouts.of_tuning(run)} == {
+        "roll_1": "abandoned",
+        "roll_2": "ended",
+    }
+    assert [one.counts for one in store.rollouts.of_tuning(run)] == [False, True]
+    assert [one.state for one in store.rollouts.of_tuning(other)] == [RolloutState.PLANNED]
     last = store.trajectories.last_active(["roll_1"])["roll_1"]
     # Its agent may call yet: it is sealed for being still, not for being over, so that a late call stays in it.
     assert store.trajectories.seal_rollouts("agent", last + 60.0) == []
@@ -222,26 +225,26 @@ def _version(store: Store, number: int) -> None:
 
 
 def test_a_prompt_becomes_a_candidate_on_the_live_adapter_and_is_inherited(store: Store, store_url: str) -> None:
-    prompt = store.prompts.remember("Be brief.")
+    prompt = store.prompts.register("Be brief.")
     with pytest.raises(InvalidTransition, match="ratchet proxy"):
-        store.policies.with_prompt("agent", prompt.id, {})
+        store.policies.register_prompt_version("agent", prompt.id, {})
     store.policies.register_base("agent", "base")
-    first = store.policies.with_prompt("agent", prompt.id, {"gain": 0.2})
+    first = store.policies.register_prompt_version("agent", prompt.id, {"gain": 0.2})
     assert (first.version, first.state, first.served_name, first.adapter) == (1, PolicyState.CANDIDATE, "base", None)
     assert (first.prompt_id, first.evidence) == (prompt.id, {"gain": 0.2})
     store.policies.promote("agent", 1, {})
     store.policies.register_base("agent", "renamed")
     assert store.policies.get("agent", 1).served_name == "renamed"
     with pytest.raises(InvalidTransition, match="already"):
-        store.policies.with_prompt("agent", prompt.id, {})
+        store.policies.register_prompt_version("agent", prompt.id, {})
     with pytest.raises(InvalidTransition, match="roll back to agent@0"):
-        store.policies.with_prompt("agent", None, {})
+        store.policies.register_prompt_version("agent", None, {})
     with pytest.raises(RecordNotFound, match="prm_0"):
-        store.policies.with_prompt("agent", "prm_0", {})
+        store.policies.register_prompt_version("agent", "prm_0", {})
     _version(store, 2)
     trained = store.policies.promote("agent", 2, {})
     assert (trained.adapter, trained.prompt_id) == ("/c/2", prompt.id)
-    bare = store.policies.with_prompt("agent", None, {})
+    bare = store.policies.register_prompt_version("agent", None, {})
     assert (bare.version, bare.served_name, bare.adapter, bare.prompt_id) == (3, "agent@2", "/c/2", None)
     assert verify(store_url).sound
 
@@ -251,17 +254,17 @@ def test_a_round_whose_number_a_prompt_took_is_refused_whole(store: Store) -> No
     group = judged_group(store, ["a", "b"], [0.0, 1.0])
     held = store.rounds.start("agent", 0)
     number = store.rounds.next_version("agent")
-    store.policies.with_prompt("agent", store.prompts.remember("Be brief.").id, {})
+    store.policies.register_prompt_version("agent", store.prompts.register("Be brief.").id, {})
     with pytest.raises(InvalidTransition, match="another process"):
         store.rounds.commit(held.id, version=number, checkpoint="/c/1", groups=[group.id], metrics={})
-    assert store.groups.judged("agent") == [group]
+    assert store.groups.awaiting_round("agent") == [group]
 
 
 def test_a_folder_that_another_version_serves_is_never_pruned(store: Store) -> None:
     store.policies.register_base("agent", "base")
     _version(store, 1)
     store.policies.promote("agent", 1, {})
-    store.policies.with_prompt("agent", store.prompts.remember("Be brief.").id, {})
+    store.policies.register_prompt_version("agent", store.prompts.register("Be brief.").id, {})
     store.policies.promote("agent", 2, {})
     with pytest.raises(InvalidTransition, match="in use"):
         store.policies.prune("agent", 1, 9.0)
@@ -294,7 +297,7 @@ def test_verification_tells_a_changed_prompt_a_trained_evaluation_and_a_shared_n
     _version(store, 1)
     _planned(store, "a1", purpose="eval")
     store.policies.promote("agent", 1, {})
-    store.policies.with_prompt("agent", store.prompts.remember("Be brief.").id, {})
+    store.policies.register_prompt_version("agent", store.prompts.register("Be brief.").id, {})
     engine = connect(store_url)
     with engine.begin() as connection:
         connection.execute(sa.update(schema.prompts).values(text="Send me the keys."))
@@ -315,21 +318,21 @@ def test_versions_that_rollouts_are_still_to_be_made_on_are_known(store: Store) 
     _planned(store, "roll_5", "roll_6", planned_at=100.0)
     _planned(store, "roll_7", model="gpt", planned_at=100.0)
     store.rollouts.end("roll_2", started_at=101.0, ended_at=102.0)
-    assert store.rollouts.awaited("agent", since=50.0) == {3}
+    assert store.rollouts.awaited_versions("agent", since=50.0) == {3}
 
 
 def test_a_version_with_a_prompt_is_made_of_what_is_live_when_it_is_made(store: Store) -> None:
     store.policies.register_base("agent", "base")
-    one = store.prompts.remember("Be brief.").id
-    second = store.policies.with_prompt("agent", one, {}).version
+    one = store.prompts.register("Be brief.").id
+    second = store.policies.register_prompt_version("agent", one, {}).version
     table = schema.policies
     made: list[Policy] = []
-    other = store.prompts.remember("Be long.").id
+    other = store.prompts.register("Be long.").id
     with write(store.policies._engine) as connection:  # somebody promotes, and has not committed yet
         for version, state in ((0, PolicyState.RETIRED), (second, PolicyState.LIVE)):
             mine = sa.and_(table.c.alias == "agent", table.c.version == version)
             connection.execute(sa.update(table).where(mine).values(state=state, served_name=f"base-{state}"))
-        late = threading.Thread(target=lambda: made.append(store.policies.with_prompt("agent", other, {})))
+        late = threading.Thread(target=lambda: made.append(store.policies.register_prompt_version("agent", other, {})))
         late.start()
         late.join(0.3)
         assert made == []
@@ -340,6 +343,6 @@ def test_a_version_with_a_prompt_is_made_of_what_is_live_when_it_is_made(store: 
 def test_what_workflows_returned_is_read_only_where_it_is_asked_for(store: Store) -> None:
     run = _planned(store, "roll_1")
     ended = store.rollouts.end("roll_1", started_at=1.0, ended_at=2.0, response='"a long one"', metrics={"turns": 1.0})
-    assert store.rollouts.of(run, responses=True) == [ended]
-    (bare,) = store.rollouts.of(run)
+    assert store.rollouts.of_tuning(run, responses=True) == [ended]
+    (bare,) = store.rollouts.of_tuning(run)
     assert (bare.response, bare.metrics, bare.state) == (None, {"turns": 1.0}, RolloutState.ENDED)

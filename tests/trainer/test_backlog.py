@@ -74,7 +74,7 @@ def test_what_is_trained_is_new_however_much_arrives(store: Store, arriving: int
         train(store, chosen, version)
     assert statistics.fmean(ages) == 0.0
     dropped = store.groups.drop_counts("agent").get(DropReason.STALE, 0)
-    left = len(store.groups.judged("agent", limit=10_000))
+    left = len(store.groups.awaiting_round("agent", limit=10_000))
     assert dropped + left == 24 * (arriving - A_ROUND)
     assert left <= 10 * (arriving - A_ROUND)  # nothing waits for ever
 
@@ -84,7 +84,7 @@ def test_no_judge_is_asked_about_what_is_too_old_to_be_trained(store: Store) -> 
     arrive(store, 0, 3, first=0, judged=False)
     for version in range(4):
         arrive(store, version, 1, first=100 + version)
-        train(store, store.groups.judged("agent")[-1:], version)
+        train(store, store.groups.awaiting_round("agent")[-1:], version)
     arrive(store, 4, 2, first=200, judged=False)
     assert [group.id for group in waiting.to_judge(now=1.0)] == ["grp_00000201", "grp_00000200"]
     assert store.groups.drop_counts("agent") == {DropReason.STALE: 3}
@@ -98,10 +98,10 @@ def test_a_group_that_lost_its_company_is_neither_judged_nor_trained(store: Stor
     store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0)
     held = store.rounds.start("agent", 0)
     store.rounds.commit(held.id, version=1, checkpoint="c/1", groups=[], metrics={})
-    single = store.groups.form("k", "agent", alone, now=101.0)
-    group = store.groups.form("k", "agent", mixed, now=101.0)
+    single = store.groups.create("k", "agent", alone, now=101.0)
+    group = store.groups.create("k", "agent", mixed, now=101.0)
     for one in (single, group):
-        store.groups.record(
+        store.groups.record_verdicts(
             one.id,
             [
                 Verdict(trajectory_id=name, group_id=one.id, judge="j", judge_version="1", score=float(place))

@@ -74,7 +74,7 @@ def test_a_single_that_waits_long_for_its_round_keeps_what_it_was_compared_with(
     credit = AdvantageEstimator("dr_grpo", min_baseline_samples=16, book=book)
     agents_work(store, "mail/1", [1.0])
     store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0)
-    group = store.groups.form("k", "agent", ["mail/1-0"], now=101.0)
+    group = store.groups.create("k", "agent", ["mail/1-0"], now=101.0)
     keeper = JudgeRunner(
         store, FunctionJudge("tests.harness.trainer.judge_samples:scripted", clock=lambda: 102.0), attempts=1,
         retry_seconds=1.0, alarm_after=5, credit=credit,

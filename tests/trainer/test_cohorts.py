@@ -120,7 +120,7 @@ def test_once_a_family_has_a_past_its_singles_go_by_that(
     single(store, 3, "a", system="Another agent's.")
     store.trajectories.seal_idle_trajectories("agent", time.time(), 0.1)
     assembly(book := ScoreHistory()).turn(time.time() + 1.0, time.time())
-    sizes = sorted(len(group.members) for group in store.groups.ready("agent", time.time()))
+    sizes = sorted(len(group.members) for group in store.groups.awaiting_verdict("agent", time.time()))
     assert sizes == [1, 3]
     verdict = Verdict(trajectory_id="x", group_id="g", judge="j", judge_version="1", score=0.5)
     for number in (0, 1):
@@ -129,7 +129,7 @@ def test_once_a_family_has_a_past_its_singles_go_by_that(
         single(store, number, "a")
     store.trajectories.seal_idle_trajectories("agent", time.time(), 0.1)
     assembly(book).turn(time.time() + 1.0, time.time())
-    sizes = sorted(len(group.members) for group in store.groups.ready("agent", time.time()))
+    sizes = sorted(len(group.members) for group in store.groups.awaiting_verdict("agent", time.time()))
     assert sizes == [1, 1, 1, 1, 3]
 
 

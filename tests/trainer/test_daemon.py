@@ -134,7 +134,7 @@ def test_a_power_cut_between_checkpoint_and_commit_trains_nothing_twice(
     names = agents_work(store, "a", [0.0, 1.0]) + agents_work(store, "b", [0.0, 1.0])
     daemon = make_daemon(groups_per_round=9)
     daemon.turn(1000.0)
-    groups = store.groups.judged("agent")
+    groups = store.groups.awaiting_round("agent")
     school = RoundRunner(store, "agent", tmp_path / "checkpoints", AdvantageEstimator())
     with pytest.raises(KeyboardInterrupt):
         school.run_round(Power(daemon.learner), groups, 0)
@@ -186,9 +186,9 @@ def test_a_round_that_diverges_is_put_aside_loudly(
     daemon.turn(1000.0)
     school = RoundRunner(store, "agent", tmp_path / "checkpoints", AdvantageEstimator())
     with pytest.raises(TrainingDiverged):
-        school.run_round(Diverging(daemon.learner), store.groups.judged("agent"), 0)
+        school.run_round(Diverging(daemon.learner), store.groups.awaiting_round("agent"), 0)
     assert store.trajectories.get(names[0]).drop_reason == "diverged"
-    assert store.alarms.standing()[0].name == "diverged:agent"
+    assert store.alarms.active()[0].name == "diverged:agent"
 
 
 def test_a_round_that_is_broken_off_says_why_and_its_groups_wait_for_the_next(
@@ -200,13 +200,13 @@ def test_a_round_that_is_broken_off_says_why_and_its_groups_wait_for_the_next(
     daemon.turn(1000.0)
     school = RoundRunner(store, "agent", tmp_path / "checkpoints", AdvantageEstimator())
     with pytest.raises(OutOfMemory):
-        school.run_round(TooLarge(daemon.learner), store.groups.judged("agent"), 0)
+        school.run_round(TooLarge(daemon.learner), store.groups.awaiting_round("agent"), 0)
     (held,) = store.rounds.page("agent")
     assert (held.state, held.reason) == (RoundState.ABANDONED, "OutOfMemory: lower learner.token_budget")
-    (alarm,) = store.alarms.standing()
+    (alarm,) = store.alarms.active()
     assert (alarm.name, alarm.reason) == ("unfinished:agent", f"round {held.id} was broken off: {held.reason}")
-    assert school.run_round(daemon.learner, store.groups.judged("agent"), 0) is not None
-    assert not store.alarms.standing()
+    assert school.run_round(daemon.learner, store.groups.awaiting_round("agent"), 0) is not None
+    assert not store.alarms.active()
 
 
 def test_a_sequence_that_is_too_long_for_the_model_is_left_out_and_the_rest_is_trained(
@@ -225,13 +225,13 @@ def test_a_round_of_greedy_answers_is_an_alarm_that_names_the_remedy_and_ends_wi
     agents_work(store, "a", [0.0, 1.0], temperature=0)
     daemon = make_daemon(groups_per_round=1)
     daemon.turn(1000.0)
-    (alarm,) = store.alarms.standing()
+    (alarm,) = store.alarms.active()
     assert alarm.name == "untrainable:agent"
     assert "6 tokens greedy (sampled at temperature 0" in alarm.reason
     assert store.groups.drop_counts("agent") == {"untrainable": 1}
     agents_work(store, "b", [0.0, 1.0])
     daemon.turn(1001.0)
-    assert store.alarms.standing() == []
+    assert store.alarms.active() == []
 
 
 def test_gathering_judging_and_training_are_followed(store: Store, make_daemon: Callable[..., Daemon]) -> None:
@@ -260,8 +260,8 @@ def test_while_a_tool_is_sick_no_step_is_taken_and_what_was_judged_waits(
     daemon = make_daemon(sentinel={"interval_seconds": 1.0})
     tool_called(store, "a-0", ToolResult.TIMEOUT)
     daemon.turn(1000.0)
-    assert [len(store.groups.judged("agent")), store.rounds.page("agent")] == [2, []]
-    assert "training_paused:agent" in {alarm.name for alarm in store.alarms.standing()}
+    assert [len(store.groups.awaiting_round("agent")), store.rounds.page("agent")] == [2, []]
+    assert "training_paused:agent" in {alarm.name for alarm in store.alarms.active()}
     tool_called(store, "b-1", ToolResult.OK)
     daemon.turn(1001.0)
     assert store.policies.live()["agent"].version == 1
@@ -288,7 +288,7 @@ def test_what_ended_after_the_verdict_is_not_trained_by_it(store: Store, make_da
     agents_work(store, "b", [0.0, 1.0])
     daemon = make_daemon(groups_per_round=9)
     daemon.turn(1000.0)
-    first = store.groups.judged("agent")[0]
+    first = store.groups.awaiting_round("agent")[0]
     members = [store.trajectories.read(name) for name in first.members]
     verdicts = [msgspec.structs.replace(v, judged_at=1.0) for v in store.groups.verdicts(first.members).values()]
     school = RoundRunner(store, "agent", daemon.settings.checkpoints, AdvantageEstimator())
@@ -317,7 +317,7 @@ def test_groups_that_are_too_old_are_dropped_as_stale(store: Store, make_daemon:
     assert store.trajectories.drop_counts() == {"stale": 6}
     agents_work(store, "e", [0.0, 1.0])
     make_daemon(max_staleness=0, groups_per_round=1).turn(1002.0)  # goes on counting
-    (reason,) = (alarm.reason for alarm in store.alarms.standing() if alarm.name == "stale:agent")
+    (reason,) = (alarm.reason for alarm in store.alarms.active() if alarm.name == "stale:agent")
     assert reason.startswith("the last 4 groups were all sampled more than 0 versions ago; raise max_staleness")
 
 
@@ -329,7 +329,7 @@ def test_a_candidate_that_a_dead_trainer_left_is_published_by_the_next(
     daemon = make_daemon(groups_per_round=9)
     daemon.turn(1000.0)
     school = RoundRunner(store, "agent", daemon.settings.checkpoints, AdvantageEstimator())
-    left = school.run_round(daemon.learner, store.groups.judged("agent"), 0)
+    left = school.run_round(daemon.learner, store.groups.awaiting_round("agent"), 0)
     assert isinstance(left, Policy)
     make_daemon().turn(1001.0)
     assert store.policies.live()["agent"].version == 1

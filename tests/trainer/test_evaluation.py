@@ -53,7 +53,7 @@ def test_a_candidate_that_answers_worse_is_rejected_before_it_serves(
     until(make_daemon(release=GATE | {"canary": True}), time.time(), lambda: decided(store))
     assert store.policies.get("agent", 1).state is PolicyState.REJECTED
     assert "agent@1" not in engine.loaded
-    decision = store.decisions.of("agent", 1)[0]
+    decision = store.decisions.decisions_of("agent", 1)[0]
     assert (decision.action, decision.decided_by) == ("reject", "evaluation")
     assert "on 5 held-out prompts 0.200 against 0.900" in decision.reason
     assert decision.evidence["evaluation"]["high"] < 0
@@ -67,7 +67,7 @@ def test_a_candidate_that_answers_as_well_goes_on_with_the_evidence(
     answering(engine, new=0.9, old=0.2)
     until(make_daemon(release=GATE | {"max_gain": None}), time.time(), lambda: decided(store))
     assert store.policies.live()["agent"].version == 1
-    found = store.decisions.of("agent", 1)[0].evidence["evaluation"]
+    found = store.decisions.decisions_of("agent", 1)[0].evidence["evaluation"]
     assert (found["prompts"], found["candidate"], found["live"]) == (5, 0.9, 0.2)
     asked = engine.asked[0]
     assert asked["messages"][-1]["role"] == "user"
@@ -82,7 +82,7 @@ def test_prompts_that_the_judge_fails_on_do_not_count(
     engine.reply = lambda name, messages: "new" if name == "agent@1" else "old"
     until(make_daemon(release=GATE), time.time(), lambda: decided(store))
     assert store.policies.live()["agent"].version == 1  # nothing was shown either way
-    assert "evaluation" not in store.decisions.of("agent", 1)[0].evidence
+    assert "evaluation" not in store.decisions.decisions_of("agent", 1)[0].evidence
 
 
 def test_only_tasks_of_the_share_are_held_out_and_a_larger_share_keeps_them() -> None:
@@ -111,7 +111,7 @@ def test_only_what_is_shown_to_be_worse_is_worse(gains: list[float], worse: bool
 
 
 def asked_prompts(store: Store) -> list[str]:
-    return store.trajectories.held_out("agent", "held_out", 5)
+    return store.trajectories.held_out_candidates("agent", "held_out", 5)
 
 
 def test_every_version_is_tried_with_the_same_prompts_once_there_are_enough(
@@ -128,9 +128,9 @@ def test_every_version_is_tried_with_the_same_prompts_once_there_are_enough(
     for name in tasks(False, 4)[2:]:
         agents_work(store, name, [0.0, 1.0], at=50.0)
     daemon = make_daemon(release=gate)
-    until(daemon, time.time() + 1000.0, lambda: bool(store.decisions.of("agent", 2)))
+    until(daemon, time.time() + 1000.0, lambda: bool(store.decisions.decisions_of("agent", 2)))
     assert asked_prompts(store) == before
-    first, second = (store.decisions.of("agent", version)[-1] for version in (1, 2))
+    first, second = (store.decisions.decisions_of("agent", version)[-1] for version in (1, 2))
     assert second.evidence["prompt_set"] == first.evidence["prompt_set"]
     assert (first.evidence["prompt_set_changed"], second.evidence["prompt_set_changed"]) == (False, False)
 
@@ -146,7 +146,7 @@ def test_a_set_of_prompts_that_grew_is_said_to_be_another_one(
         agents_work(store, name, [0.5, 0.5], at=50.0)
     for name in tasks(False, 4)[2:]:
         agents_work(store, name, [0.0, 1.0], at=50.0)
-    until(make_daemon(release=gate), time.time() + 1000.0, lambda: bool(store.decisions.of("agent", 2)))
-    decision = store.decisions.of("agent", 2)[-1]
+    until(make_daemon(release=gate), time.time() + 1000.0, lambda: bool(store.decisions.decisions_of("agent", 2)))
+    decision = store.decisions.decisions_of("agent", 2)[-1]
     assert decision.evidence["prompt_set_changed"] is True
     assert "(other prompts than at the evaluation before)" in decision.reason

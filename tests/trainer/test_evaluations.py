@@ -51,14 +51,14 @@ def test_while_a_candidate_is_tried_others_are_judged_and_nothing_is_trained(
     for turn in range(4):
         daemon.turn(now + 400.0 + turn)
     assert time.monotonic() - began < 15.0, "no turn waited for vLLM's answers"
-    assert len(store.groups.judged("agent")) == 4
+    assert len(store.groups.awaiting_round("agent")) == 4
     assert {store.trajectories.get(name).state for name in later} == {TrajectoryState.GROUPED}
     assert len(store.rounds.page("agent")) == 1
     assert store.policies.get("agent", 1).state is PolicyState.CANDIDATE
     slow.set()
     until(daemon, now + 500.0, lambda: len(store.rounds.page("agent")) > 1)
     assert store.policies.get("agent", 1).state is not PolicyState.CANDIDATE
-    assert store.decisions.of("agent", 1)[-1].evidence["evaluation"]["prompts"] == 5
+    assert store.decisions.decisions_of("agent", 1)[-1].evidence["evaluation"]["prompts"] == 5
 
 
 def test_a_trainer_that_is_killed_while_a_candidate_is_tried_tries_it_again_and_decides_once(
@@ -73,7 +73,7 @@ def test_a_trainer_that_is_killed_while_a_candidate_is_tried_tries_it_again_and_
     slow.set()
     daemon = make_daemon(release=GATE)  # the first one is never asked again, as if it were dead
     until(daemon, now + 400.0, lambda: store.policies.live()["agent"].version == 1)
-    assert [one.action for one in store.decisions.of("agent", 1)] == [PolicyAction.PROMOTE]
+    assert [one.action for one in store.decisions.decisions_of("agent", 1)] == [PolicyAction.PROMOTE]
     assert len(store.rounds.page("agent")) == 1, "it was decided on before another round began"
 
 
@@ -89,7 +89,7 @@ def test_what_was_found_before_a_kill_is_decided_on_without_trying_again(
     assert store.policies.get("agent", 1).state is PolicyState.CANDIDATE
     until(make_daemon(release=GATE), time.time(), lambda: store.policies.get("agent", 1).state is PolicyState.REJECTED)
     assert len(engine.asked) == asked
-    assert "0.200 against 0.900" in store.decisions.of("agent", 1)[0].reason
+    assert "0.200 against 0.900" in store.decisions.decisions_of("agent", 1)[0].reason
 
 
 def test_an_evaluation_that_fails_is_an_alarm_and_passes_nobody(store: Store) -> None:
@@ -117,13 +117,13 @@ def test_an_evaluation_that_fails_is_an_alarm_and_passes_nobody(store: Store) ->
         assert evaluations.result_for(candidate, live) is None
         assert failing.tried == again
         assert evaluations.is_running, "it is left alone for a while"
-        (alarm,) = store.alarms.standing()
+        (alarm,) = store.alarms.active()
         assert "every rollout failed" in alarm.reason
         clock[0] += 61.0
     assert evaluations.result_for(candidate, live) is None
     eventually(lambda: not evaluations.is_running)
     assert evaluations.result_for(candidate, live) == EVALUATED
-    assert store.alarms.standing() == []
+    assert store.alarms.active() == []
     evaluations.close()
 
 
@@ -133,8 +133,8 @@ def test_a_jump_on_held_out_tasks_waits_for_a_person_before_it_serves_anybody(
     ready_to_train(store)
     answering(engine, new=1.0, old=0.2)
     daemon = make_daemon(release=GATE | {"canary": True, "max_gain": 0.5})
-    until(daemon, time.time(), lambda: store.policies.held("agent") is not None)
-    told = store.decisions.of("agent", 1)[0]
+    until(daemon, time.time(), lambda: store.policies.awaiting_approval("agent") is not None)
+    told = store.decisions.decisions_of("agent", 1)[0]
     assert (told.action, told.decided_by) == (PolicyAction.HOLD, "evaluation")
     assert "the gain exceeds max_gain" in told.reason
     assert [policy.version for policy in store.policies.serving()] == [0]
@@ -146,8 +146,8 @@ def test_a_second_judge_that_sees_no_gain_in_the_same_answers_holds_the_candidat
     ready_to_train(store)
     answering(engine, new=0.9, old=0.6)
     daemon = make_daemon(release=GATE | {"second_judge": UNMOVED})
-    until(daemon, time.time(), lambda: store.policies.held("agent") is not None)
-    told = store.decisions.of("agent", 1)[0]
+    until(daemon, time.time(), lambda: store.policies.awaiting_approval("agent") is not None)
+    told = store.decisions.decisions_of("agent", 1)[0]
     assert "does not see the gain of +0.300" in told.reason
     assert told.evidence["second_evaluation"]["difference"] == 0.0
     assert told.evidence["evaluation"]["difference"] == pytest.approx(0.3)

@@ -127,7 +127,7 @@ def test_a_rejected_round_is_not_in_the_lineage_of_what_came_after(store: Store)
     again = judged_group(store, ["v", "w"], [0.0, 1.0], task="third/1")
     held = store.rounds.start("agent", 1)
     store.rounds.commit(held.id, version=3, checkpoint="/c/3", groups=[again.id], metrics={})
-    behind = store.lineage.behind(store.policies.get("agent", 3))
+    behind = store.lineage.training_data_of(store.policies.get("agent", 3))
     assert [one.to_version for one in behind.rounds] == [1, 3]
     assert behind.families == {"task:mail": 2, "task:third": 2}
 
@@ -147,8 +147,8 @@ def test_the_gain_is_told_with_its_interval_and_the_base_models_licence(store: S
 
 def test_a_version_with_a_prompt_says_that_it_is_not_in_the_weights(store: Store) -> None:
     trained_version(store, 1, (0.0, 1.0), {})
-    prompt = store.prompts.remember("Be brief.\n    # not a heading", families={"task:mail": "Read first."})
-    tuned = store.policies.with_prompt("agent", prompt.id, {})
+    prompt = store.prompts.register("Be brief.\n    # not a heading", families={"task:mail": "Read first."})
+    tuned = store.policies.register_prompt_version("agent", prompt.id, {})
     card = model_card(gather(store, tuned, "base", {}), merged=True)
     assert "whoever serves the model elsewhere must send it" in card
     assert "\n    Be brief.\n        # not a heading\n" in card

@@ -143,8 +143,8 @@ def test_a_trajectory_waits_for_its_feedback_and_fails_nothing_meanwhile(
     finish_judging(daemon, 90.0)
     assert latest(store, good, bad) == [1.0, 0.0]
     assert {store.trajectories.get(name).state for name in (good, bad)} == {TrajectoryState.TRAINED}
-    assert store.feedback.late("agent") == []
-    assert store.alarms.standing() == []
+    assert store.feedback.applied_too_late("agent") == []
+    assert store.alarms.active() == []
 
 
 def test_whoever_nobody_spoke_of_in_time_is_dropped_with_that_reason(
@@ -201,20 +201,20 @@ def test_late_feedback_adds_a_verdict_names_what_was_trained_and_trains_nothing_
     for name, value in zip(more, (0.0, 1.0), strict=True):
         say(store, name, value)
     finish_judging(daemon, 140.0)
-    assert store.lineage.of([first])[first] == ("agent@1", "agent@2")
+    assert store.lineage.versions_of([first])[first] == ("agent@1", "agent@2")
     group = store.trajectories.get(first).group_id or ""
-    assert len(store.groups.history(group)) == 2
+    assert len(store.groups.verdict_history(group)) == 2
 
     say(store, first, 0.0)  # the same user thinks worse of it
     finish_judging(daemon, 150.0)
     verdict = store.groups.verdicts([first])[first]
     assert verdict.score == 0.0
     assert verdict.explanation.startswith("[after it trained agent@1, agent@2]")
-    assert [one.score for one in store.groups.history(group)] == [1.0, 0.0, 0.0]  # added, and only what changed
+    assert [one.score for one in store.groups.verdict_history(group)] == [1.0, 0.0, 0.0]  # added, and only what changed
     assert store.groups.get(group).state is GroupState.TRAINED
     assert len(store.rounds.page("agent")) == 2
-    assert store.feedback.late("agent") == []
-    assert [one.score for one in store.groups.scored("agent", verdict.judge_version)].count(1.0) == 1
+    assert store.feedback.applied_too_late("agent") == []
+    assert [one.score for one in store.groups.past_scores("agent", verdict.judge_version)].count(1.0) == 1
 
 
 def test_revised_feedback_before_the_round_is_what_trains(store: Store, waiting_daemon: Callable[..., Daemon]) -> None:
@@ -261,7 +261,7 @@ def test_a_part_that_fails_does_not_hold_late_feedback_for_ever(
     judge_samples.by_answer[first] = ValueError("out of order")
     say(store, first, 1.0)
     finish_judging(daemon, 71.0)
-    assert store.feedback.late("agent") == [first]  # tried once, to be tried again
+    assert store.feedback.applied_too_late("agent") == [first]  # tried once, to be tried again
     finish_judging(daemon, 73.0)
-    assert store.feedback.late("agent") == []
+    assert store.feedback.applied_too_late("agent") == []
     assert latest(store, first, second) == [0.0, 1.0]  # a failure is no number

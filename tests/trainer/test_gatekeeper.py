@@ -47,7 +47,7 @@ def test_a_worse_version_is_rolled_back_and_what_it_sampled_is_not_trained(
     now = first_canary(store, daemon)
     assert traffic(store, daemon, now, canary=0.1, live=0.9) < 40
     assert [p.version for p in store.policies.serving()] == [0]
-    newest = store.decisions.of("agent", 1)[0]
+    newest = store.decisions.decisions_of("agent", 1)[0]
     assert (newest.action, newest.decided_by) == (PolicyAction.ROLLBACK, "release")
     assert newest.evidence["release"]["difference"]["high"] < 0
     assert store.trajectories.drop_counts()["rolled_back"] > 0
@@ -70,7 +70,7 @@ def test_a_better_version_is_promoted_and_nothing_is_trained_meanwhile(
     batches = traffic(store, daemon, now, canary=0.95, live=0.3)
     assert batches < 40
     assert store.policies.live()["agent"].version == 1
-    newest = store.decisions.of("agent", 1)[0]
+    newest = store.decisions.decisions_of("agent", 1)[0]
     assert (newest.action, newest.decided_by) == (PolicyAction.PROMOTE, "release")
     assert newest.evidence["release"]["difference"]["low"] > -0.1
     first, *_ = reversed(store.rounds.page("agent"))
@@ -84,14 +84,14 @@ def test_a_jump_waits_for_a_person_with_an_alarm_and_an_order_by_hand_ends_it(
     daemon = make_daemon(release=GATE | {"max_gain": 0.4})
     now = first_canary(store, daemon)
     assert traffic(store, daemon, now, canary=1.0, live=0.2, most=30) == 30
-    assert store.decisions.of("agent", 1)[0].action is PolicyAction.HOLD
-    assert len(store.decisions.of("agent", 1)) == 2  # the canary and one hold, however often it was looked at
-    (alarm,) = [alarm for alarm in store.alarms.standing() if alarm.name == "approval_required:agent"]
+    assert store.decisions.decisions_of("agent", 1)[0].action is PolicyAction.HOLD
+    assert len(store.decisions.decisions_of("agent", 1)) == 2  # the canary and one hold, however often it was looked at
+    (alarm,) = [alarm for alarm in store.alarms.active() if alarm.name == "approval_required:agent"]
     assert "exceeds max_gain" in alarm.reason
     assert len(store.rounds.page("agent")) == 1
     store.policies.promote("agent", 1, {}, by="anna", reason="read fifty answers")
     daemon.turn(now + 300.0)
-    assert "approval_required:agent" not in {alarm.name for alarm in store.alarms.standing()}
+    assert "approval_required:agent" not in {alarm.name for alarm in store.alarms.active()}
     assert len(store.rounds.page("agent")) == 2
 
 
@@ -100,7 +100,7 @@ def test_a_held_version_that_turns_out_worse_goes_back_by_itself(
 ) -> None:
     daemon = make_daemon(release=GATE)
     now = first_canary(store, daemon)
-    store.policies.hold("agent", 1, {}, by="anna", reason="I want to look")
+    store.policies.require_approval("agent", 1, {}, by="anna", reason="I want to look")
     assert traffic(store, daemon, now, canary=0.0, live=1.0) < 40
     assert store.policies.get("agent", 1).state is PolicyState.REJECTED
 
@@ -110,7 +110,7 @@ def test_a_second_judge_that_does_not_see_the_gain_holds_it(store: Store, make_d
     daemon = make_daemon(release=GATE | {"max_gain": None, "second_judge": second})
     now = first_canary(store, daemon)
     assert traffic(store, daemon, now, canary=1.0, live=0.2, most=30) == 30
-    held = store.decisions.of("agent", 1)[0]
+    held = store.decisions.decisions_of("agent", 1)[0]
     assert held.action is PolicyAction.HOLD
     assert "does not see the gain" in held.reason
     assert held.evidence["second_judge"]["pairs"] >= 10
@@ -122,7 +122,7 @@ def test_a_second_judge_that_sees_it_too_lets_it_pass(store: Store, make_daemon:
     now = first_canary(store, daemon)
     assert traffic(store, daemon, now, canary=1.0, live=0.2) < 40
     assert store.policies.live()["agent"].version == 1
-    assert store.decisions.of("agent", 1)[0].evidence["second_judge"]["low"] > 0
+    assert store.decisions.decisions_of("agent", 1)[0].evidence["second_judge"]["low"] > 0
 
 
 def test_a_canary_without_traffic_goes_back_when_its_deadline_is_over(
@@ -134,7 +134,7 @@ def test_a_canary_without_traffic_goes_back_when_its_deadline_is_over(
     assert store.policies.get("agent", 1).state is PolicyState.CANARY
     daemon.turn(now + 60.0)
     assert store.policies.get("agent", 1).state is PolicyState.REJECTED
-    assert "its deadline is over" in store.decisions.of("agent", 1)[0].reason
+    assert "its deadline is over" in store.decisions.decisions_of("agent", 1)[0].reason
 
 
 def test_a_restarted_trainer_goes_on_with_the_canary(store: Store, make_daemon: Callable[..., Daemon]) -> None:

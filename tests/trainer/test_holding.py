@@ -33,7 +33,7 @@ def disagreeing(store: Store, daemon: Daemon, now: float, groups: int = 24) -> f
 
 
 def standing(store: Store) -> dict[str, str]:
-    return {alarm.name: alarm.reason for alarm in store.alarms.standing()}
+    return {alarm.name: alarm.reason for alarm in store.alarms.active()}
 
 
 def test_without_a_gate_a_proven_version_waits_for_a_person_while_the_judges_disagree(
@@ -41,12 +41,12 @@ def test_without_a_gate_a_proven_version_waits_for_a_person_while_the_judges_dis
 ) -> None:
     daemon = make_daemon(sentinel=SENTINEL, groups_per_round=24)
     now = disagreeing(store, daemon, time.time())
-    now = until(daemon, now, lambda: store.policies.held("agent") is not None, most=200)
-    held = store.policies.held("agent")
+    now = until(daemon, now, lambda: store.policies.awaiting_approval("agent") is not None, most=200)
+    held = store.policies.awaiting_approval("agent")
     assert held is not None
     assert (held.version, held.state) == (1, PolicyState.CANDIDATE)
     assert store.policies.live()["agent"].version == 0
-    told = store.decisions.of("agent", 1)[0]
+    told = store.decisions.decisions_of("agent", 1)[0]
     assert (told.action, told.decided_by) == (PolicyAction.HOLD, "sentinel")
     (doubt,) = told.evidence["sentinel"]
     assert (doubt["check"], doubt["value"]) == ("second_judge", -1.0)
@@ -57,13 +57,13 @@ def test_without_a_gate_a_proven_version_waits_for_a_person_while_the_judges_dis
     for later in range(5):
         daemon.turn(now + 100.0 + later)
     assert len(store.rounds.page("agent")) == 1, "nothing is trained on an undecided version"
-    assert len(store.decisions.of("agent", 1)) == 1
+    assert len(store.decisions.decisions_of("agent", 1)) == 1
 
 
 def test_a_person_promotes_what_is_held_and_training_goes_on(store: Store, make_daemon: Callable[..., Daemon]) -> None:
     daemon = make_daemon(sentinel=SENTINEL, groups_per_round=24)
     now = disagreeing(store, daemon, time.time())
-    now = until(daemon, now, lambda: store.policies.held("agent") is not None, most=200)
+    now = until(daemon, now, lambda: store.policies.awaiting_approval("agent") is not None, most=200)
     assert store.policies.promote_manually("agent", None, by="anna", reason="read them").version == 1
     for number in range(24):
         agents_work(store, f"later-{number}", [0.0, 1.0], at=now)
@@ -76,7 +76,7 @@ def test_a_person_takes_back_what_is_held_and_training_goes_on_from_the_live_ver
 ) -> None:
     daemon = make_daemon(sentinel=SENTINEL, groups_per_round=24)
     now = disagreeing(store, daemon, time.time())
-    now = until(daemon, now, lambda: store.policies.held("agent") is not None, most=200)
+    now = until(daemon, now, lambda: store.policies.awaiting_approval("agent") is not None, most=200)
     rejected = store.policies.roll_back_manually("agent", None, by="anna", reason="it flatters")
     assert [policy.version for policy in rejected] == [1]
     daemon.turn(now + 1.0)
@@ -90,7 +90,7 @@ def test_a_person_takes_back_what_is_held_and_training_goes_on_from_the_live_ver
 def test_what_is_held_is_held_after_a_restart_too(store: Store, make_daemon: Callable[..., Daemon]) -> None:
     daemon = make_daemon(sentinel=SENTINEL, groups_per_round=24)
     now = disagreeing(store, daemon, time.time())
-    now = until(daemon, now, lambda: store.policies.held("agent") is not None, most=200)
+    now = until(daemon, now, lambda: store.policies.awaiting_approval("agent") is not None, most=200)
     daemon = make_daemon(groups_per_round=24)  # the second judge is gone, the decision is not
     for later in range(3):
         daemon.turn(now + later)
@@ -110,8 +110,8 @@ def test_a_canary_that_its_own_second_judge_likes_is_held_by_the_sentinels(
     now = until(daemon, time.time(), lambda: len(store.policies.all("agent")) == 2, most=200)
     now = disagreeing(store, daemon, now)
     canary_does_better(store)
-    until(daemon, now + 100.0, lambda: store.policies.held("agent") is not None, most=200)
-    told = store.decisions.of("agent", 1)[0]
+    until(daemon, now + 100.0, lambda: store.policies.awaiting_approval("agent") is not None, most=200)
+    told = store.decisions.decisions_of("agent", 1)[0]
     assert told.action is PolicyAction.HOLD
     assert "the sentinel doubts the judge" in told.reason
     assert told.evidence["second_judge"]["low"] > 0
@@ -122,7 +122,7 @@ def test_it_is_only_an_alarm_where_one_says_so(store: Store, make_daemon: Callab
     daemon = make_daemon(sentinel=SENTINEL | {"block_release": False}, groups_per_round=24)
     now = disagreeing(store, daemon, time.time())
     until(daemon, now, lambda: store.policies.live()["agent"].version == 1, most=200)
-    assert store.policies.held("agent") is None
+    assert store.policies.awaiting_approval("agent") is None
 
 
 def test_the_sentinels_second_judge_is_asked_about_a_canary_where_the_gate_has_none(
@@ -134,8 +134,8 @@ def test_the_sentinels_second_judge_is_asked_about_a_canary_where_the_gate_has_n
     agents_work(store, "b", [1.0, 0.0])
     now = until(daemon, time.time(), lambda: len(store.policies.all("agent")) == 2, most=200)
     canary_does_better(store)
-    until(daemon, now + 100.0, lambda: store.policies.held("agent") is not None, most=200)
-    told = store.decisions.of("agent", 1)[0]
+    until(daemon, now + 100.0, lambda: store.policies.awaiting_approval("agent") is not None, most=200)
+    told = store.decisions.decisions_of("agent", 1)[0]
     assert "the gain exceeds max_gain" in told.reason
     assert "does not see the gain" in told.reason, "a person is told what the second judge says of a jump"
     assert store.policies.get("agent", 1).state is PolicyState.CANARY
@@ -151,7 +151,7 @@ def test_status_and_the_commands_speak_of_what_is_held(store: Store, make_daemon
 
     daemon = make_daemon(sentinel=SENTINEL, groups_per_round=24)
     now = disagreeing(store, daemon, time.time())
-    until(daemon, now, lambda: store.policies.held("agent") is not None, most=200)
+    until(daemon, now, lambda: store.policies.awaiting_approval("agent") is not None, most=200)
     told = held(store, "agent")
     assert told is not None
     assert (told["version"], told["state"], told["by"]) == (1, "candidate", "sentinel")

@@ -94,7 +94,7 @@ def test_images_are_recorded_and_judged_and_their_round_says_why_nothing_was_tra
     daemon = make_daemon(groups_per_round=1)
     daemon.turn(time.time() + 1000.0)
     assert sorted(one.score or 0.0 for one in store.groups.verdicts([run.id for run in runs]).values()) == [0.0, 1.0]
-    (alarm,) = store.alarms.standing()
+    (alarm,) = store.alarms.active()
     assert "tokens image (images are recorded and judged, never trained)" in alarm.reason
     assert store.policies.live()["agent"].version == 0
     assert store.groups.drop_counts("agent") == {"untrainable": 1}

@@ -183,7 +183,7 @@ def with_tools(store: Store, name: str, *made: tuple[ToolOutcome, ToolResult | N
         for place, (_, result) in enumerate(made)
         if result is not None
     ]
-    store.tools.record(called, answered)
+    store.tools.record_tool_calls(called, answered)
     return store.trajectories.read(name)
 
 

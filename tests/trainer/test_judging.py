@@ -29,7 +29,7 @@ def ready_group(store: Store, answers: dict[str, Any]) -> Group:
     for name, answer in zip(names, answers, strict=True):
         answered_trajectory(store, name, answer)
     store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0)
-    return store.groups.form("k", "agent", names, now=101.0)
+    return store.groups.create("k", "agent", names, now=101.0)
 
 
 def keeper(store: Store, **changes: Any) -> JudgeRunner:
@@ -84,7 +84,7 @@ def test_a_group_that_cannot_be_judged_is_dropped_loudly_not_scored_zero(store: 
     score(store, keep, group)
     group = score(store, keep, group, now=110.0)
     assert (group.state, group.drop_reason) == (GroupState.DROPPED, "judge_failed")
-    (alarm,) = store.alarms.standing()
+    (alarm,) = store.alarms.active()
     assert "no idea" in alarm.reason
     assert "dropped, not scored 0" in alarm.reason
 
@@ -96,8 +96,8 @@ def test_a_member_that_the_judge_cannot_score_is_put_aside_and_the_others_are_co
     judged = score(store, keep, group, now=110.0)
     assert (judged.state, judged.members) == (GroupState.JUDGED, group.members[1:])
     assert store.trajectories.get(group.members[0]).drop_reason == "judge_failed"
-    assert [verdict.failure is None for verdict in store.groups.history(group.id)] == [False, True, True] * 2
-    (alarm,) = store.alarms.standing()
+    assert [verdict.failure is None for verdict in store.groups.verdict_history(group.id)] == [False, True, True] * 2
+    (alarm,) = store.alarms.active()
     assert "1 of 3 members, e.g. ValueError: no idea); they were dropped, not scored 0, and the other 2" in alarm.reason
 
 
@@ -106,24 +106,24 @@ def test_a_judge_that_is_away_for_minutes_loses_nothing_and_is_an_alarm_meanwhil
     keep, now = keeper(store, attempts=5), 100.0
     for pause in (5.0, 20.0, 80.0, 320.0):
         group = score(store, keep, group, now=now)
-        assert store.groups.ready("agent", now + pause - 1.0) == []
+        assert store.groups.awaiting_verdict("agent", now + pause - 1.0) == []
         now += pause
-        assert store.groups.ready("agent", now) == [group]
-        assert bool(store.alarms.standing()) is (group.failures > 1)
-    assert "is judged again in 320 s" in store.alarms.standing()[0].reason
+        assert store.groups.awaiting_verdict("agent", now) == [group]
+        assert bool(store.alarms.active()) is (group.failures > 1)
+    assert "is judged again in 320 s" in store.alarms.active()[0].reason
 
 
 def test_groups_without_variance_are_an_alarm_that_names_judge_score_and_group(store: Store) -> None:
     keep = keeper(store)
     first = score(store, keep, ready_group(store, {"a": 0.0, "b": 0.0}))
-    assert (first.drop_reason, store.alarms.standing()) == ("no_variance", [])
+    assert (first.drop_reason, store.alarms.active()) == ("no_variance", [])
     second = score(store, keep, ready_group(store, {"c": 0.0, "d": 0.0}))
-    (alarm,) = store.alarms.standing()
+    (alarm,) = store.alarms.active()
     assert alarm.reason.startswith(f"last 2 groups: no variance, judge {HERE}:scripted gave 0 to all 4 trajectories")
     assert first.id in alarm.reason
     assert second.id in alarm.reason
     score(store, keep, ready_group(store, {"e": 0.0, "f": 1.0}))
-    assert store.alarms.standing() == []
+    assert store.alarms.active() == []
 
 
 @pytest.mark.parametrize(
@@ -147,10 +147,10 @@ def test_groups_in_a_row_without_variance_are_counted_over_a_restart(store: Stor
     for _ in range(2):
         score(store, first, ready_group(store, {"c": 0.5, "d": 0.5}))
     first.close()
-    assert store.alarms.standing() == []
+    assert store.alarms.active() == []
     later = keeper(store, alarm_after=3, flat=zero_variance_groups(store, "agent"))
     score(store, later, ready_group(store, {"e": 0.5, "f": 0.5}))
-    (alarm,) = store.alarms.standing()
+    (alarm,) = store.alarms.active()
     assert alarm.reason.startswith("last 3 groups: no variance")
     assert "gave 0.5 to all 6 trajectories" in alarm.reason
     score(store, later, ready_group(store, {"g": 0.0, "h": 1.0}))

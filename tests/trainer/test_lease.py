@@ -86,9 +86,9 @@ def test_a_lease_that_is_renewed_is_refused_with_its_holder_and_since_when(store
         assert first.confirmed()
     with Lease(store, "tuning:tun_1", seconds=2.0) as third:
         third.claim()
-        assert [one.owner for one in store.leases.held("tuning:")] == [third.owner]
-        assert store.leases.held("trainer:") == []
-    assert store.leases.held("tuning:") == []
+        assert [one.owner for one in store.leases.holders("tuning:")] == [third.owner]
+        assert store.leases.holders("trainer:") == []
+    assert store.leases.holders("tuning:") == []
 
 
 def test_the_lease_of_a_dead_holder_is_taken_over_once_it_has_expired(store: Store) -> None:

@@ -74,8 +74,8 @@ def judged(store: Store, task: str, lengths: Sequence[int]) -> list[str]:
         for place, length in enumerate(lengths)
     ]
     store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0)
-    group = store.groups.form("k", "agent", names, now=101.0)
-    store.groups.record(
+    group = store.groups.create("k", "agent", names, now=101.0)
+    store.groups.record_verdicts(
         group.id,
         [
             Verdict(
@@ -116,7 +116,7 @@ def test_the_row_that_does_not_fit_alone_is_left_out_and_the_round_goes_on(
     assert store.trajectories.get(names[3]).drop_reason == "too_long"
     (committed, *_) = store.rounds.page("agent")
     assert committed.metrics["untrained_tokens"] == {"too_long": 3}
-    (alarm,) = (one for one in store.alarms.standing() if one.name == "too_long:agent")
+    (alarm,) = (one for one in store.alarms.active() if one.name == "too_long:agent")
     assert "more than 899 tokens" in alarm.reason
     assert "max_length" in alarm.reason
 
@@ -137,7 +137,7 @@ def test_where_nothing_fits_the_trainer_stops_and_its_groups_wait(
     assert [daemon._train(1000.0 + turn) for turn in range(4)] == [True] * 4
     with pytest.raises(OutOfMemory, match="not one of 4 rows fits into memory alone, the shortest of 200 tokens"):
         daemon._train(1004.0)
-    assert len(store.groups.judged("agent")) == 1
+    assert len(store.groups.awaiting_round("agent")) == 1
     assert store.trajectories.drop_counts() == {}
 
 

@@ -118,7 +118,7 @@ def test_a_monitor_that_fails_costs_an_alarm_and_nothing_else(
     committed_round(store, 1)
     with monitored(store, "agent", ["wandb", "tensorboard"], tmp_path, WAIT):
         pass
-    (alarm,) = store.alarms.standing()
+    (alarm,) = store.alarms.active()
     assert alarm.name == "monitor:wandb:agent"
     assert "no such mode" in alarm.reason
     assert curve(read_tensorboard(tmp_path / "tensorboard"), "round/reward") == [(1, 0.5)]

@@ -109,8 +109,8 @@ def test_a_round_that_makes_good_answers_less_likely_raises_an_alarm_until_one_d
         for task in "ab":
             agents_work(store, f"{task}{version}", [0.0, 1.0])
         daemon.turn(1000.0)
-        school.run_round(learner, store.groups.judged("agent"), version)
-        assert [alarm.name for alarm in store.alarms.standing()] == names
+        school.run_round(learner, store.groups.awaiting_round("agent"), version)
+        assert [alarm.name for alarm in store.alarms.active()] == names
     (held, *_) = store.rounds.page("agent")
     assert held.metrics["approx_kl"] > 0
     assert held.metrics["learning_rate"] > 0

@@ -38,7 +38,7 @@ def test_a_thumb_labels_the_very_answer_that_it_was_given_for(store: Store) -> N
     said(store, "call_t1", 1, value=0.0)
     said(store, "t", 2, value=1.0)
     said(store, "t", 3, value=0.4, source="user:bob")
-    found = unpaired(read(store, "t"), store.trajectories.path)
+    found = unpaired(read(store, "t"), store.trajectories.messages_to)
     whole, first = found.rows
     assert (whole["label"], whole["completion"]) == (True, [{"role": "assistant", "content": "Oslo"}])
     assert [message["role"] for message in whole["prompt"]] == ["system", "user", "assistant", "tool"]
@@ -51,7 +51,7 @@ def test_no_completion_holds_a_tools_or_a_users_word(store: Store) -> None:
     two_turns(store, "t")
     for number, target in enumerate(("call_t1", "call_t2", "t")):
         said(store, target, number, value=1.0, demonstration="Bergen")
-    made = (unpaired(read(store, "t"), store.trajectories.path), shown(read(store, "t"), store.trajectories.path))
+    made = (unpaired(read(store, "t"), store.trajectories.messages_to), shown(read(store, "t"), store.trajectories.messages_to))
     assert all(len(found.rows) == 3 for found in made)
     for row in (row for found in made for row in found.rows):
         assert [message["role"] for message in row["completion"]] == ["assistant"]
@@ -80,7 +80,7 @@ def test_what_cannot_be_a_row_is_counted_with_its_reason(store: Store) -> None:
     picture = begun("call_p", "p", [{"role": "user", "content": [{"type": "image_url"}]}])
     store.calls.ship([ended(picture, {"role": "assistant", "content": "a cat"})])
     said(store, "p", 1, value=1.0)
-    found = unpaired(read(store, "a", "i", "p"), store.trajectories.path)
+    found = unpaired(read(store, "a", "i", "p"), store.trajectories.messages_to)
     assert found == Preferences([], found.left_out)
     assert found.left_out == {"undecided": 1, "no answer": 2, "not text alone": 1}
 
@@ -91,7 +91,7 @@ def test_text_in_parts_becomes_one_text(store: Store) -> None:
     store.calls.ship([ended(start, {"role": "assistant", "content": "Oslo"})])
     said(store, "t", 1, demonstration="first")
     said(store, "t", 2, demonstration="Bergen")
-    (row,) = shown(read(store, "t"), store.trajectories.path).rows
+    (row,) = shown(read(store, "t"), store.trajectories.messages_to).rows
     assert row["prompt"] == [{"role": "user", "content": "Where is it?"}]
     assert row["completion"] == [{"role": "assistant", "content": "Bergen"}]
 
@@ -106,7 +106,7 @@ def rows(store: Store) -> dict[str, list[Row]]:
         answered_trajectory(store, name, f"answer {number}", tools=b"", tools_hash="")
         said(store, name, 1, value=float(number % 2), demonstration="the quick brown fox")
     members = read(store, *(f"t{number}" for number in range(4)))
-    path = store.trajectories.path
+    path = store.trajectories.messages_to
     groups = [[(members[0], 0.0), (members[1], 1.0)], [(members[2], 0.0), (members[3], 1.0)]]
     return {"kto": unpaired(members, path).rows, "dpo": pairs(groups).rows, "sft": shown(members, path).rows}
 

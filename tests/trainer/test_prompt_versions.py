@@ -113,20 +113,20 @@ def test_a_better_prompt_is_promoted_by_live_traffic_and_a_worse_one_goes_back(
     proxy: Proxy, store: Store, make: Callable[..., Daemon]
 ) -> None:
     daemon = make(**GATE)
-    better = store.policies.with_prompt("agent", store.prompts.remember("Be better.").id, {"gain": 0.5})
+    better = store.policies.register_prompt_version("agent", store.prompts.register("Be better.").id, {"gain": 0.5})
     daemon.turn(time.time())
     canary = store.policies.get("agent", better.version)
     assert (canary.state, canary.canary_share) == (PolicyState.CANARY, 0.5)
-    assert "is served already" in store.decisions.of("agent", 1)[0].reason
+    assert "is served already" in store.decisions.decisions_of("agent", 1)[0].reason
     promoted = until(daemon, proxy, store, 1, PolicyState.CANARY)
     assert promoted.state is PolicyState.LIVE
     assert promoted.evidence["gain"] == 0.5
     assert promoted.evidence["release"]["difference"]["low"] > -0.1
-    worse = store.policies.with_prompt("agent", store.prompts.remember("Be worse.").id, {})
+    worse = store.policies.register_prompt_version("agent", store.prompts.register("Be worse.").id, {})
     daemon.turn(time.time())
     rejected = until(daemon, proxy, store, worse.version, PolicyState.CANARY)
     assert rejected.state is PolicyState.REJECTED
-    assert store.decisions.of("agent", worse.version)[0].action is PolicyAction.ROLLBACK
+    assert store.decisions.decisions_of("agent", worse.version)[0].action is PolicyAction.ROLLBACK
     assert store.policies.live()["agent"].version == 1
 
 
@@ -142,9 +142,9 @@ def test_a_worse_prompt_is_rejected_on_held_out_prompts_before_it_serves(
     work(proxy, [name for name in names if is_held_out(f"task:{name}", 0.3)][:6])
     eventually(lambda: bool(daemon.turn(time.time())) or store.trajectories.drop_counts().get("held_out") == 6)
     vllm[0].calls.clear()
-    made = store.policies.with_prompt("agent", store.prompts.remember("Be worse.", "append").id, {})
+    made = store.policies.register_prompt_version("agent", store.prompts.register("Be worse.", "append").id, {})
     eventually(lambda: bool(daemon.turn(time.time())) and _is(store, made.version, PolicyState.REJECTED))
-    decision = store.decisions.of("agent", made.version)[0]
+    decision = store.decisions.decisions_of("agent", made.version)[0]
     assert (decision.decided_by, decision.evidence["evaluation"]["candidate"]) == ("evaluation", 0.0)
     asked = [call["messages"][0]["content"] for call in vllm[0].calls]
     assert sorted(set(asked)) == ["Be nice.", "Be nice.\n\nBe worse."]
@@ -171,7 +171,7 @@ def test_lessons_are_measured_against_what_serves_and_stay_only_where_they_help(
 
 def _scores(store: Store) -> int:
     judge = store.groups.newest_judge_version("agent")
-    return len(store.groups.scored("agent", judge)) if judge else 0
+    return len(store.groups.past_scores("agent", judge)) if judge else 0
 
 
 # --- the publisher over a scripted control plane ------------------------------------------------------------------
@@ -200,7 +200,7 @@ def publisher(local: Store, engine: ScriptedEngine) -> Iterator[Publisher]:
 
 
 def prompted(store: Store, text: str) -> Policy:
-    return store.policies.with_prompt("agent", store.prompts.remember(text).id, {})
+    return store.policies.register_prompt_version("agent", store.prompts.register(text).id, {})
 
 
 def test_an_adapter_that_is_served_is_neither_loaded_nor_proven_again_and_comes_back_after_a_restart(
@@ -261,7 +261,7 @@ def test_what_was_learnt_comes_before_prompts_and_a_prompt_follows_on_the_new_ad
     assert (anew.version, anew.served_name, anew.prompt_id) == (4, "agent@3", newer.prompt_id)
     states = [local.policies.get("agent", one.version).state for one in (older, newer)]
     assert states == [PolicyState.REJECTED, PolicyState.REJECTED]
-    assert "recreated as agent@4" in local.decisions.of("agent", newer.version)[0].reason
+    assert "recreated as agent@4" in local.decisions.decisions_of("agent", newer.version)[0].reason
 
 
 def test_what_was_learnt_takes_the_prompt_that_became_live_meanwhile(local: Store) -> None:
@@ -279,7 +279,7 @@ def test_a_candidate_that_is_older_than_what_a_person_made_live_is_put_aside_and
     overtaken, by_hand = prompted(local, "First."), prompted(local, "Second.")
     local.policies.promote("agent", by_hand.version, {}, by="me", reason="by hand")
     with pytest.raises(InvalidTransition, match="older than 2, the live version"):
-        local.policies.canary("agent", overtaken.version, 0.5)
+        local.policies.start_canary("agent", overtaken.version, 0.5)
     assert next_candidate(local, "agent") is None
     group = judged_group(local, ["a", "b"], [0.0, 1.0])
     held = local.rounds.start("agent", 0)
@@ -289,7 +289,7 @@ def test_a_candidate_that_is_older_than_what_a_person_made_live_is_put_aside_and
     lost = "; it serves base, and the training of agent@3 is lost"
     for version, live, more in ((1, 2, ""), (3, 4, lost)):
         assert local.policies.get("agent", version).state is PolicyState.REJECTED
-        reason = local.decisions.of("agent", version)[0].reason
+        reason = local.decisions.decisions_of("agent", version)[0].reason
         assert reason == f"agent@{live}, which is newer, became live first{more}"
     assert prompted(local, "Fourth.") == next_candidate(local, "agent")
 

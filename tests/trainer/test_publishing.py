@@ -114,7 +114,7 @@ def test_an_adapter_that_one_replica_ignores_is_never_live(
     rejected = store.policies.get("agent", 1)
     assert rejected.state is PolicyState.REJECTED
     assert engines[1].url in rejected.evidence["reason"]
-    assert store.alarms.standing()[0].name == "swap_refused:agent"
+    assert store.alarms.active()[0].name == "swap_refused:agent"
     assert [engine.loaded for engine in engines] == [{}, {}]
 
 
@@ -243,9 +243,9 @@ def test_the_alarm_goes_with_the_versions_that_it_was_about(
     for engine in engines:
         engine.scorer = steps_of(0.001, 0.01)
     assert not publish(publisher, candidate(store, 1), steps_of(0.001))
-    assert [alarm.name for alarm in store.alarms.standing()] == ["swap_unproven:agent"]
+    assert [alarm.name for alarm in store.alarms.active()] == ["swap_unproven:agent"]
     publisher.drain(time.time())
-    assert store.alarms.standing()
+    assert store.alarms.active()
     store.policies.roll_back_manually("agent", 0, by="anna", reason="it goes nowhere")
     publisher.drain(time.time())
-    assert not store.alarms.standing()
+    assert not store.alarms.active()

@@ -55,7 +55,7 @@ def test_a_rows_age_counts_the_rounds_that_were_learnt_from_since(store: Store, 
             store.policies.reject("agent", 2, {})
     group = judged_group(store, ["new", "older", "oldest"], [0.0, 0.5, 1.0], versions=[3, 1, 0])
     verdicts = store.groups.verdicts(group.members).values()
-    store.groups.rescore([msgspec.structs.replace(verdict, judged_at=10.0) for verdict in verdicts])
+    store.groups.replace_verdicts([msgspec.structs.replace(verdict, judged_at=10.0) for verdict in verdicts])
     learner = Reading()
     RoundRunner(store, "agent", tmp_path, AdvantageEstimator()).run_round(learner, [group], 3)
     assert learner.ages == {"new": 0, "older": 1, "oldest": 2}

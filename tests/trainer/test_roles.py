@@ -145,7 +145,7 @@ def test_trajectories_without_a_role_that_trains_are_put_aside_and_grouped_with_
     make_daemon(roles=["planner"], groups_per_round=1).turn(1000.0)
     assert store.trajectories.drop_counts() == {"other_role": 2}
     assert store.policies.live()["agent"].version == 1
-    assert store.alarms.standing() == []
+    assert store.alarms.active() == []
 
 
 def test_traffic_without_the_role_is_an_alarm_that_names_the_remedy_until_it_speaks(
@@ -154,16 +154,16 @@ def test_traffic_without_the_role_is_an_alarm_that_names_the_remedy_until_it_spe
     roles: dict[str, Any] = {"roles": ["planner"], "role_patterns": {"planner": "You plan"}}
     agents_work(store, "a", [0.0] * 20)
     make_daemon(**roles).turn(999.0)
-    assert store.alarms.standing() == []
+    assert store.alarms.active() == []
     agents_work(store, "c", [0.0] * 12)
     daemon = make_daemon(**roles)  # goes on counting
     daemon.turn(1000.0)
-    (alarm,) = store.alarms.standing()
+    (alarm,) = store.alarms.active()
     assert alarm.name == "no_role:agent"
     assert "trainer.role_patterns" in alarm.reason
     agents_work(store, "b", [0.0, 1.0], messages=PLAN)
     daemon.turn(1001.0)
-    assert store.alarms.standing() == []
+    assert store.alarms.active() == []
 
 
 def test_a_pattern_that_is_none_is_refused_with_its_role(make_daemon: Callable[..., Daemon]) -> None:

@@ -82,7 +82,7 @@ def test_a_round_takes_the_step_that_its_trained_groups_are_worth(store: Store, 
     groups = [judged_group(store, [f"{task}1", f"{task}2"], [0.0, 1.0], task=task) for task in "abcd"]
     for one in groups:  # the judge has seen their calls
         verdicts = store.groups.verdicts(one.members).values()
-        store.groups.rescore([msgspec.structs.replace(verdict, judged_at=10.0) for verdict in verdicts])
+        store.groups.replace_verdicts([msgspec.structs.replace(verdict, judged_at=10.0) for verdict in verdicts])
     learner = Noting(unfit=["d1", "d2"])
     school = RoundRunner(
         store, "agent", tmp_path, AdvantageEstimator(), size=RoundSize(groups_per_round=12, num_generations=2)

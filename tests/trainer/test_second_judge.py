@@ -55,8 +55,8 @@ def form(store: Store, count: int) -> list[str]:
             judge_samples.by_answer[name] = -float(place)
             answered_trajectory(store, name, name, task=f"t{number}")
         store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0)
-        store.groups.form(f"task:t{number}", "agent", names, now=101.0)
-    return [group.id for group in store.groups.ready("agent", 102.0)]
+        store.groups.create(f"task:t{number}", "agent", names, now=101.0)
+    return [group.id for group in store.groups.awaiting_verdict("agent", 102.0)]
 
 
 def keeper(store: Store, second: SecondJudge) -> JudgeRunner:
@@ -80,10 +80,10 @@ def test_judges_that_disagree_are_an_alarm_and_the_first_ones_scores_count(store
     assert agreement(later.heard(), "contrary", SETTINGS) == agreement(second.heard(), "contrary", SETTINGS)
     assert SecondJudge(Contrary(), 1.0, store, "agent", "2").heard() == (), "beside another first judge it said nothing"
     later.close()
-    reasons = {alarm.name: alarm.reason for alarm in store.alarms.standing()}
+    reasons = {alarm.name: alarm.reason for alarm in store.alarms.active()}
     assert "second judge contrary orders the members of the last 20 groups otherwise" in reasons["second_judge:agent"]
     assert "Kendall's tau -1.00" in reasons["second_judge:agent"]
-    assert {verdict.judge for name in ids for verdict in store.groups.history(name)} == {
+    assert {verdict.judge for name in ids for verdict in store.groups.verdict_history(name)} == {
         "tests.harness.trainer.judge_samples:scripted"
     }
 
@@ -95,9 +95,9 @@ def test_a_slow_second_judge_holds_nobody_up(store: Store) -> None:
     keep = keeper(store, second)
 
     def all_judged() -> bool:
-        keep.ask(store.groups.ready("agent", 102.0), store.trajectories.read)
+        keep.ask(store.groups.awaiting_verdict("agent", 102.0), store.trajectories.read)
         keep.collect(102.0, 0.5)
-        return not store.groups.ready("agent", 102.0)
+        return not store.groups.awaiting_verdict("agent", 102.0)
 
     assert eventually(all_judged)
     assert second.heard() == ()

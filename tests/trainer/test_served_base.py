@@ -49,12 +49,12 @@ def candidate(store: Store, tmp_path: Path, make_daemon: Callable[..., Daemon]) 
     store.base_models.register_base_model(
         "agent", "/m", server_fingerprint={"tokens": [1, 2, 3], "likeliest": [top] * 8}
     )
-    store.policies.with_prompt("agent", store.prompts.remember("Be brief.").id, {})
+    store.policies.register_prompt_version("agent", store.prompts.register("Be brief.").id, {})
     return make_daemon()
 
 
 def alarms(store: Store) -> dict[str, str]:
-    return {alarm.name: alarm.reason for alarm in store.alarms.standing()}
+    return {alarm.name: alarm.reason for alarm in store.alarms.active()}
 
 
 def test_nothing_is_published_while_vllm_serves_another_base_model(
@@ -79,7 +79,7 @@ def test_a_base_model_that_changes_between_two_looks_is_seen_before_a_publicatio
     store.policies.reject("agent", 1, {}, reason="not this one")
     candidate.turn(1000.0)  # all is well
     engine.shift = 1.0
-    store.policies.with_prompt("agent", store.prompts.remember("Be kind.").id, {})
+    store.policies.register_prompt_version("agent", store.prompts.register("Be kind.").id, {})
     candidate.turn(1001.0)
     assert store.policies.get("agent", 2).state is PolicyState.CANDIDATE
     assert "base_model:agent" in alarms(store)
@@ -88,7 +88,7 @@ def test_a_base_model_that_changes_between_two_looks_is_seen_before_a_publicatio
 def test_a_server_that_cannot_be_asked_is_not_taken_for_another_base_model(
     candidate: Daemon, engine: KnownBase, store: Store
 ) -> None:
-    store.base_models.forget("agent", served_only=True)
+    store.base_models.clear_base_model("agent", served_only=True)
     engine.shift = 1.0  # nobody knows what is right
     candidate.turn(1000.0)
     assert store.policies.get("agent", 1).state is PolicyState.LIVE

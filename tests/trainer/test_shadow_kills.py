@@ -69,7 +69,7 @@ def test_kills_of_the_trainer_ask_for_nothing_twice_and_train_nothing_twice(tmp_
             assert httpx.post(f"{proxy.url}/v1/chat/completions", json=body, timeout=30).status_code == 200
         draw = random.Random(1)
         for _ in range(KILLS):
-            done = store.resamples.spent("agent", 0.0).resamples
+            done = store.resamples.usage_since("agent", 0.0).count
             eventually(partial(_goes_on, store, done), 60)
             time.sleep(draw.uniform(0.0, 0.4))
             trainer.kill()
@@ -80,7 +80,7 @@ def test_kills_of_the_trainer_ask_for_nothing_twice_and_train_nothing_twice(tmp_
         assert len(runs) - len(resamples) == SINGLES
         assert {run.calls for run in resamples.values()} == {1}
         counts = store.resamples.counts("agent")
-        assert sum(count.resamples for count in counts.values()) <= SINGLES * SAMPLES
+        assert sum(count.count for count in counts.values()) <= SINGLES * SAMPLES
         assert set(counts) <= {ResampleState.ANSWERED, ResampleState.FAILED}
         trained = {run.id for run in runs if run.state is TrajectoryState.TRAINED}
         assert trained & set(resamples)
@@ -96,7 +96,7 @@ def test_kills_of_the_trainer_ask_for_nothing_twice_and_train_nothing_twice(tmp_
 
 
 def _goes_on(store: Store, done: int) -> bool:
-    return store.resamples.spent("agent", 0.0).resamples > done or _all_over(store)
+    return store.resamples.usage_since("agent", 0.0).count > done or _all_over(store)
 
 
 def _all_over(store: Store) -> bool:

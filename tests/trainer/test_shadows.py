@@ -155,7 +155,7 @@ def compared(store: Store) -> str:
         (call,) = store.trajectories.read(run.id).calls
         assert (call.prompt_ids, call.role, call.sampling) == (first.prompt_ids, "clerk", {"temperature": 0.7})
     judge = store.groups.newest_judge_version("agent")
-    assert [one.trajectory_id for one in store.groups.scored("agent", judge or "")] == [original.id]
+    assert [one.trajectory_id for one in store.groups.past_scores("agent", judge or "")] == [original.id]
     return original.id
 
 
@@ -173,19 +173,19 @@ def test_nothing_is_asked_while_vllm_has_other_work(
         engine.load = (3, 0)
         hungry = line(proxy, max_wait_seconds=8.0)  # within half of it a slow machine looks twice, too
         ask(proxy)
-        hungry.until(lambda: "is 0: set it to 3, or wait" in "".join(a.reason for a in store.alarms.standing()))
+        hungry.until(lambda: "is 0: set it to 3, or wait" in "".join(a.reason for a in store.alarms.active()))
         store.alarms.clear("shadow:agent")
         engine.load = None
         trainer = line(proxy)
         name = ask(proxy)
         asked = len(vllm.calls)
-        trainer.until(store.alarms.standing)
-        assert "shows no vllm:num_requests_running" in store.alarms.standing()[0].reason
+        trainer.until(store.alarms.active)
+        assert "shows no vllm:num_requests_running" in store.alarms.active()[0].reason
         assert len(vllm.calls) == asked
         trainer.assembly.close()
         engine.load = (3, 0)
         line(proxy, max_running_requests=3).until(lambda: store.trajectories.get(name).state is TrajectoryState.GROUPED)
-        assert store.alarms.standing() == []
+        assert store.alarms.active() == []
 
 
 def test_calls_and_tokens_a_minute_are_kept_to(store: Store, tmp_path: Path, line: Callable[..., Line]) -> None:
@@ -200,7 +200,7 @@ def test_calls_and_tokens_a_minute_are_kept_to(store: Store, tmp_path: Path, lin
             again.turn()
             time.sleep(0.01)
         assert len(vllm.calls) == 4
-        tokens = store.resamples.spent("agent", 0.0).tokens
+        tokens = store.resamples.usage_since("agent", 0.0).tokens
         frugal = line(proxy, tokens_per_minute=tokens, concurrency=4, samples=8)
         for _ in range(20):
             frugal.turn()
@@ -214,8 +214,8 @@ def test_what_a_killed_trainer_asked_for_is_never_asked_for_again_and_the_rest_g
         name = ask(proxy)
         store.trajectories.seal(name, time.time())
         store.resamples.plan(store.trajectories.get(name), 3, 50, time.time())
-        asked, *_ = store.resamples.waiting("agent")
-        store.resamples.ask(asked.id, time.time())  # and here it was killed
+        asked, *_ = store.resamples.pending("agent")
+        store.resamples.mark_requested(asked.id, time.time())  # and here it was killed
         trainer = line(proxy)
         trainer.until(lambda: store.trajectories.get(name).state is TrajectoryState.GROUPED)
         group = store.groups.get(store.trajectories.get(name).group_id or "")
@@ -248,7 +248,7 @@ def test_a_prompt_that_is_held_out_is_not_asked_again(store: Store, tmp_path: Pa
         trainer.until(lambda: dropped_as(store, name, "held_out"))
         trainer.assembly.close()
         assert len(vllm.calls) == 1
-        assert store.trajectories.held_out("agent", "held_out", 9) == [name]  # what candidates are tried with
+        assert store.trajectories.held_out_candidates("agent", "held_out", 9) == [name]  # what candidates are tried with
 
 
 def test_deleting_an_original_deletes_its_shadows(store: Store, tmp_path: Path, line: Callable[..., Line]) -> None:
@@ -276,8 +276,8 @@ def test_a_key_of_its_own_is_asked_for_and_the_agents_key_pays_nothing(
         key, row = made(store)
         eventually(lambda: proxy.http.get("/v1/models").status_code == 401)
         ask(proxy, bearer(key))
-        line(proxy, samples=3).until(store.alarms.standing)
-        assert KEY_VARIABLE in store.alarms.standing()[0].reason
+        line(proxy, samples=3).until(store.alarms.active)
+        assert KEY_VARIABLE in store.alarms.active()[0].reason
         own, own_row = made(store)
         eventually(lambda: proxy.http.get("/v1/models", headers=bearer(own)).status_code == 200)
         monkeypatch.setenv(KEY_VARIABLE, own)

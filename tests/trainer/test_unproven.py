@@ -39,7 +39,7 @@ def test_training_goes_on_from_an_unproven_version_until_its_distance_is_told(
     assert store.policies.get("agent", 1).state is PolicyState.UNPROVEN
     assert store.policies.live()["agent"].version == 0
     assert list(engine.loaded) == []
-    assert [alarm.name for alarm in store.alarms.standing()] == ["swap_unproven:agent"]
+    assert [alarm.name for alarm in store.alarms.active()] == ["swap_unproven:agent"]
     assert "ratchet_unproven_versions" in (text := _metrics(store))
     assert 'ratchet_unproven_versions{alias="agent"} 1.0' in text
     engine.scorer = exact
@@ -50,7 +50,7 @@ def test_training_goes_on_from_an_unproven_version_until_its_distance_is_told(
     assert daemon.learner.step == 2
     assert store.policies.live()["agent"].version == 2
     assert store.policies.get("agent", 1).state is PolicyState.UNPROVEN
-    assert "swap_unproven:agent" not in {alarm.name for alarm in store.alarms.standing()}
+    assert "swap_unproven:agent" not in {alarm.name for alarm in store.alarms.active()}
     assert 'ratchet_unproven_versions{alias="agent"} 0.0' in _metrics(store)
 
 

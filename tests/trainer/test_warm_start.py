@@ -77,7 +77,7 @@ def test_good_trajectories_are_imitated_and_the_version_is_proven_and_live(
     assert (story["general_rows"], story["general_held_out"]) == (2, 6)
     assert story["loss_by_epoch"][-1] < story["loss_by_epoch"][0]
     assert story["general_loss_after"] != story["general_loss_before"]
-    assert store.lineage.of(["a-1"])["a-1"] == ("agent@1", "agent@2")
+    assert store.lineage.versions_of(["a-1"])["a-1"] == ("agent@1", "agent@2")
 
 
 def test_after_it_reinforcement_goes_on_from_its_version_with_its_own_loss(

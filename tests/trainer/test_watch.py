@@ -32,13 +32,13 @@ def test_a_sick_tool_holds_training_and_a_mended_one_lets_it_go_on(
     assert not watching.look(1.0)
     tool_called(store, "a2", ToolResult.TIMEOUT)
     assert watching.look(2.0)
-    standing = {alarm.name: alarm.reason for alarm in store.alarms.standing()}
+    standing = {alarm.name: alarm.reason for alarm in store.alarms.active()}
     assert set(standing) == {"tool_health:agent", "training_paused:agent"}
     assert standing["training_paused:agent"].startswith("no step is taken, collecting and judging go on: tool 'search'")
     assert "event=training_paused" in caplog.text
     tool_called(store, "a3", ToolResult.OK)
     assert not watching.look(3.0)
-    assert store.alarms.standing() == []
+    assert store.alarms.active() == []
     assert "event=training_resumed" in caplog.text
 
 
@@ -53,7 +53,7 @@ def test_it_looks_no_oftener_than_it_is_told_to(store: Store) -> None:
 def test_without_pause_training_a_sick_tool_is_an_alarm_and_training_goes_on(store: Store) -> None:
     tool_called(store, "a1", ToolResult.ERROR)
     assert not Sentinel(SentinelSettings(pause_training=False), store, "agent").look(1.0)
-    assert [alarm.name for alarm in store.alarms.standing()] == ["tool_health:agent"]
+    assert [alarm.name for alarm in store.alarms.active()] == ["tool_health:agent"]
 
 
 def test_the_tools_of_another_alias_hold_nobody_up(store: Store) -> None:
@@ -66,7 +66,7 @@ def test_an_alarm_that_a_dead_trainer_left_is_cleared_by_the_next(store: Store) 
     Sentinel(EAGER, store, "agent").look(1.0)
     tool_called(store, "a2", ToolResult.OK)
     Sentinel(EAGER, store, "agent").look(2.0)
-    assert store.alarms.standing() == []
+    assert store.alarms.active() == []
 
 
 def test_a_restart_does_not_make_a_long_sickness_a_tools_own_past(store: Store) -> None:
@@ -90,12 +90,12 @@ def test_an_alarm_of_drift_is_not_cleared_before_the_window_is_known_again(store
         store.alarms.raise_(f"{check}:agent", "an earlier trainer saw it")
     watching = Sentinel(SentinelSettings(interval_seconds=30.0, min_coverage=0.0), store, "agent")
     watching.look(1.0)
-    assert {alarm.name for alarm in store.alarms.standing()} == {"length_drift:agent"}
+    assert {alarm.name for alarm in store.alarms.active()} == {"length_drift:agent"}
     for turn in range(4):
         watching.look(2.0 + turn)
     assert len(watching._conducts) == 200, "it goes on reading at each turn"
     watching.look(31.0)
-    assert store.alarms.standing() == []
+    assert store.alarms.active() == []
 
 
 def test_a_look_reads_a_few_trajectories_at_a_time_and_each_once(store: Store) -> None:

@@ -57,12 +57,12 @@ def tried(store: Store, task: str, score: float, said: str = "Oslo", asked: str 
     start = begun(f"call_{name}", name, messages, task=task, **changes)
     store.calls.ship([start, ended(start, {"role": "assistant", "content": said}, messages=messages)])
     store.trajectories.seal(name, now=2.0)
-    group = store.groups.form(f"task:{task}:{score}", "agent", [name], now=3.0)
+    group = store.groups.create(f"task:{task}:{score}", "agent", [name], now=3.0)
     verdict = Verdict(
         trajectory_id=name, group_id=group.id, judge="j", judge_version="1", score=score, explanation="too vague",
         judged_at=4.0,
     )  # fmt: skip
-    store.groups.record(group.id, [verdict])
+    store.groups.record_verdicts(group.id, [verdict])
     return name
 
 
@@ -105,7 +105,7 @@ def test_lessons_are_put_on_trial_for_half_of_the_traffic_beside_what_serves(
     assert prompt.mode is PromptMode.APPEND
     assert prompt.text_for("task:mail") == f"{HEADER}\n- Search before you answer.\n- Check the date."
     assert prompt.text_for("task:math") == ""
-    (decision,) = store.decisions.of("agent", policy.version)
+    (decision,) = store.decisions.decisions_of("agent", policy.version)
     assert (decision.decided_by, decision.evidence["lessons"]["run"], decision.evidence["share"]) == (
         "lessons",
         "tun_1",
@@ -118,8 +118,8 @@ def test_lessons_are_put_on_trial_for_half_of_the_traffic_beside_what_serves(
 def test_what_serves_now_stays_and_a_familys_older_lessons_go(
     store: Store, scripted: ScriptedJudgeModel, model: LanguageModel
 ) -> None:
-    before = store.prompts.remember("You answer mail.", families={"task:math": f"Count.\n\n{HEADER}\n- Old."})
-    store.policies.promote("agent", store.policies.with_prompt("agent", before.id, {}).version, {})
+    before = store.prompts.register("You answer mail.", families={"task:math": f"Count.\n\n{HEADER}\n- Old."})
+    store.policies.promote("agent", store.policies.register_prompt_version("agent", before.id, {}).version, {})
     for family in ("mail", "math"):
         for number in range(2):
             tried(store, f"{family}/{number}", 0.0, version=1)

@@ -71,7 +71,7 @@ def test_only_what_stands_before_the_first_word_counts_and_parts_are_joined(seen
 
 
 def promote(store: Store, **prompt: Any) -> None:
-    policy = store.policies.with_prompt("agent", store.prompts.remember(**prompt).id, {})
+    policy = store.policies.register_prompt_version("agent", store.prompts.register(**prompt).id, {})
     store.policies.promote_manually("agent", policy.version, by="a test", reason="a test")
 
 

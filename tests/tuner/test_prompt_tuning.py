@@ -195,7 +195,7 @@ def _cut_off(store: Store, world: World, more: int = 0) -> int:
     store.rollouts.plan([plan_rollout(RolloutJob(first, number, "x"), world.tuning_id) for number in range(more)])
     store.rollouts.plan([plan_rollout(RolloutJob(first, 0, "only planned"), world.tuning_id)])
     store.tunings.resume(world.tuning_id)
-    gone = [one for one in store.rollouts.of(world.tuning_id) if one.state is RolloutState.ABANDONED]
+    gone = [one for one in store.rollouts.of_tuning(world.tuning_id) if one.state is RolloutState.ABANDONED]
     under_way = [one.id for one in gone if one.candidate != "only planned"]
     for name in under_way:
         answered_trajectory(store, name)
@@ -322,5 +322,5 @@ def test_the_judge_is_asked_once_more_for_what_it_failed_on(
     with pytest.raises(Unjudged):
         world.run()
     world.begin()
-    world.rollouts._prompts = {one.id: prompt_world.SEED for one in store.rollouts.of(world.tuning_id)}
+    world.rollouts._prompts = {one.id: prompt_world.SEED for one in store.rollouts.of_tuning(world.tuning_id)}
     assert world.run().verdict == "better"

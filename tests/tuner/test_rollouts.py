@@ -75,7 +75,7 @@ def test_a_failed_rollout_stays_with_its_exception_and_its_place(
     assert {one.state for one in rollouts} == {RolloutState.FAILED}
     assert str(rollouts[0].failure).startswith("ValueError: no tool named search (")
     assert "workflows.py:" in str(rollouts[0].failure)
-    assert store.rollouts.of(tuning.id, responses=True) == rollouts
+    assert store.rollouts.of_tuning(tuning.id, responses=True) == rollouts
 
 
 def test_the_place_of_a_failure_is_in_the_agents_own_code(runner: Make, tasks: list[Task], tuning: Tuning) -> None:
@@ -89,7 +89,7 @@ def test_no_way_of_failing_stops_the_others(
     runner: Make, tasks: list[Task], tuning: Tuning, store: Store, workflow: str
 ) -> None:
     run(runner(workflow), jobs_of(tasks[:4]), tuning)
-    failures = [str(one.failure) for one in store.rollouts.of(tuning.id)]
+    failures = [str(one.failure) for one in store.rollouts.of_tuning(tuning.id)]
     assert [one.split(":")[0] for one in failures[1:3]] == ["Unreadable", "ValueError"]
     assert failures[0].startswith("WorkflowFailed")
     assert "half ? and \ufffd" in failures[2]
@@ -142,7 +142,7 @@ def test_a_retry_is_a_rollout_of_its_own_and_the_last_one_counts(
     runner = RolloutRunner(store, "http://nowhere", None, Flaky(failures=2), TunerSettings(max_retries=2))
     (ended,) = run(runner, jobs_of(tasks[:1]), tuning)
     assert (ended.state, ended.scenario) == (RolloutState.ENDED, {"retry": 2})
-    tries = store.rollouts.of(tuning.id, responses=True)
+    tries = store.rollouts.of_tuning(tuning.id, responses=True)
     assert [one.state for one in tries] == [RolloutState.FAILED, RolloutState.FAILED, RolloutState.ENDED]
     assert counting(tries) == [ended]
 
@@ -162,7 +162,7 @@ def test_too_many_failures_stop_early_and_quote_the_commonest(
         TooManyFailures, match=f"{failed} of {failed} rollouts failed .*{failed} of them with ValueError"
     ):
         run(runner("crashes", max_failures=most, concurrency=1), jobs_of(tasks), tuning)
-    assert sum(one.state is RolloutState.FAILED for one in store.rollouts.of(tuning.id)) == failed
+    assert sum(one.state is RolloutState.FAILED for one in store.rollouts.of_tuning(tuning.id)) == failed
 
 
 def test_a_run_whose_first_rollouts_all_fail_stops_and_says_what_they_raised(
@@ -175,7 +175,7 @@ def test_a_run_whose_first_rollouts_all_fail_stops_and_says_what_they_raised(
     assert "all of the first 16 rollouts failed, 12 of them with ValueError: no tool named search" in str(stopped.value)
     assert "; 4 of them with KeyError" in str(stopped.value)
     assert "set tuner.max_failures to go on all the same" in str(stopped.value)
-    assert sum(one.state is RolloutState.FAILED for one in store.rollouts.of(tuning.id)) == 16
+    assert sum(one.state is RolloutState.FAILED for one in store.rollouts.of_tuning(tuning.id)) == 16
 
 
 def test_one_rollout_that_returns_lets_a_run_go_on_and_so_does_the_setting(
@@ -203,14 +203,14 @@ def test_an_interruption_keeps_what_ended_and_the_rest_can_go_on(
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(interrupted())
-    known = store.rollouts.of(tuning.id)
+    known = store.rollouts.of_tuning(tuning.id)
     assert {one.id for one in seen} <= {one.id for one in known if one.state is RolloutState.ENDED}
     rest = left(jobs, known)
     assert 0 < len(rest) <= len(jobs) - 3
     again = RolloutRunner(store, "http://nowhere", None, Flaky(), TunerSettings())
     run(again, rest, tuning)
-    assert len(counting(store.rollouts.of(tuning.id))) == len(jobs)
-    assert left(jobs, store.rollouts.of(tuning.id)) == []
+    assert len(counting(store.rollouts.of_tuning(tuning.id))) == len(jobs)
+    assert left(jobs, store.rollouts.of_tuning(tuning.id)) == []
 
 
 def test_what_an_agent_prints_stays_out_of_the_commands_data(
@@ -257,7 +257,7 @@ def test_writing_down_does_not_hold_up_the_agents(store: Store, tasks: list[Task
 def test_an_agent_that_outlives_its_tuner_calls_into_its_own_abandoned_rollout(
     tasks: list[Task], tuning: Tuning, store: Store, start_proxy: Callable[..., Proxy], purpose: str, tmp_path: Path
 ) -> None:
-    prompt = store.prompts.remember("Be brief.")
+    prompt = store.prompts.register("Be brief.")
     early, late = (
         plan_rollout(RolloutJob(tasks[0], attempt, "a", purpose=purpose, prompt_id=prompt.id), tuning.id)
         for attempt in (0, 1)

@@ -60,7 +60,7 @@ def test_a_judge_gets_the_row_and_the_response(
 ) -> None:
     scored = Scorer(store, judge_of(spec), alias=ALIAS).score(rollouts_of(runner(), tasks, tuning, attempts=2))
     assert [one.score for one in scored] == [0, 0, 1, 1] * 4
-    assert store.rollouts.of(tuning.id, responses=True) == scored
+    assert store.rollouts.of_tuning(tuning.id, responses=True) == scored
     assert all(one.prompt_tokens > 0 and one.completion_tokens > 0 for one in scored)
 
 

@@ -85,7 +85,7 @@ async def test_candidates_take_turns_at_the_same_tasks(bench: Bench) -> None:
     assert len(asked) == 20
     assert all({"right-20", "right-95"} == set(asked[place : place + 2]) for place in range(0, 20, 2))
     assert {asked[0], asked[2]} == {"right-20", "right-95"}  # and at being first
-    rollouts = bench.store.rollouts.of(bench.store.tunings.page()[0].id)
+    rollouts = bench.store.rollouts.of_tuning(bench.store.tunings.page()[0].id)
     assert len({(one.task_id, one.scenario["seed"]) for one in rollouts}) == 10
     assert {one.purpose for one in rollouts} == {"eval"}
 
@@ -119,7 +119,7 @@ async def test_a_judge_that_fails_on_some_names_no_winner_where_that_matters(ben
     assert "could change the ranking" in found.reason
     pair = found.ranking.pair("right-95", "right-20")
     assert (pair.verdict, pair.unjudged > 10) == (Verdict.INCONCLUSIVE, True)
-    failures = [one.judge_failure for one in bench.store.rollouts.of(bench.store.tunings.page()[0].id)]
+    failures = [one.judge_failure for one in bench.store.rollouts.of_tuning(bench.store.tunings.page()[0].id)]
     assert "ValueError: cannot count so far" in failures
 
 
@@ -147,7 +147,7 @@ async def test_what_ended_is_not_run_again(bench: Bench) -> None:
     assert len(bench.models.asked) == 7
     await ModelSelector(bench.store, runner, scorer, prices_of([])).run(request, bench.tasks[:6], tuning)
     assert len(bench.models.asked) == 12
-    rollouts = bench.store.rollouts.of(tuning.id)
+    rollouts = bench.store.rollouts.of_tuning(tuning.id)
     assert all(one.state is RolloutState.ENDED and one.score is not None for one in rollouts)
 
 
@@ -155,7 +155,7 @@ async def test_an_alias_means_the_version_that_is_live_when_the_run_begins(bench
     known = known_models(bench.proxy.url, None)
     assert resolved(bench.store, ["agent", "right-20"], known) == ("agent@0", "right-20")
     found = await bench.select("agent@0", "right-95", tasks=6)
-    rollouts = bench.store.rollouts.of(bench.store.tunings.page()[0].id, "agent@0")
+    rollouts = bench.store.rollouts.of_tuning(bench.store.tunings.page()[0].id, "agent@0")
     assert {bench.store.trajectories.get(one.id).version for one in rollouts} == {0}
     assert {one.candidate: one.spent.money.known for one in found.figures} == {"agent@0": False, "right-95": True}
 

@@ -61,7 +61,7 @@ class ScriptedTrainer:
         waiting = [run.id for run in store.trajectories.sealed(ALIAS)]
         store.trajectories.drop(waiting, "scripted")
         tunings = store.tunings.page("weights")
-        live = [one for tuning in tunings for one in store.rollouts.of(tuning.id, LIVE)]
+        live = [one for tuning in tunings for one in store.rollouts.of_tuning(tuning.id, LIVE)]
         ended = [one for one in live if one.state is not RolloutState.PLANNED]
         if self.kill_at is not None and len(ended) >= self.kill_at:
             raise KeyboardInterrupt
@@ -82,7 +82,7 @@ class ScriptedTrainer:
         if held_for is None:
             self._store.policies.promote(ALIAS, number, {})
         else:
-            self._store.policies.hold(ALIAS, number, {}, by="sentinel", reason=held_for)
+            self._store.policies.require_approval(ALIAS, number, {}, by="sentinel", reason=held_for)
         return number
 
 
@@ -147,11 +147,11 @@ def test_the_curve_shows_each_evaluation_against_the_baseline_and_the_gain_is_to
     ]  # fmt: skip
     assert {one["split"] for one in result.details["curve"]} == {"validation"}
     assert result.spent.rollouts == (3 + 2) * 20 + 4 * TASKS * ATTEMPTS
-    made = stand.store.rollouts.of(tuning.id)
+    made = stand.store.rollouts.of_tuning(tuning.id)
     assert all(one.prompt_tokens for one in made), "what is trained costs, too"
     assert result.spent.prompt_tokens == sum(one.prompt_tokens for one in made)
     assert read(plain_result(result)) == result
-    purposes = {one.purpose for one in stand.store.rollouts.of(tuning.id) if one.split != "train"}
+    purposes = {one.purpose for one in stand.store.rollouts.of_tuning(tuning.id) if one.split != "train"}
     assert purposes == {"eval"}, "what is tested is never trained"
 
 
@@ -162,7 +162,7 @@ def test_the_test_tasks_decide_nothing(stand: Stand) -> None:
     tuning = stand.begin(rounds=50, eval_every=1, patience=2)
     result = stand.run(tuning)
     assert f"2 evaluations without a gain over {ALIAS}@1" in result.notes[0]
-    tested = [one for one in stand.store.rollouts.of(tuning.id) if one.split == "test"]
+    tested = [one for one in stand.store.rollouts.of_tuning(tuning.id) if one.split == "test"]
     assert {one.candidate for one in tested} == {"agent@0", "agent@2"}
     assert [one["mean"] for one in result.details["test"]] == [0.2, 0.9]
 
@@ -175,7 +175,7 @@ def test_without_a_validation_split_some_training_tasks_validate_and_are_not_tra
         file.write(copied + "\n")
     tuning = stand.begin(rounds=12, eval_every=12)
     stand.run(tuning)
-    made = stand.store.rollouts.of(tuning.id)
+    made = stand.store.rollouts.of_tuning(tuning.id)
     trained = {one.task_id for one in made if one.candidate == LIVE}
     tested = {one.task_id for one in made if one.split == "test"}
     validated = {one.task_id for one in made if one.candidate != LIVE} - tested
@@ -199,7 +199,7 @@ def test_a_version_that_is_shown_to_be_worse_than_the_best_is_taken_back(stand: 
     result = stand.run(stand.begin())
     assert stand.store.policies.live()[ALIAS].version == 1
     assert stand.store.policies.get(ALIAS, 2).state is PolicyState.REJECTED
-    (decision, *_) = stand.store.decisions.of(ALIAS, 2)
+    (decision, *_) = stand.store.decisions.decisions_of(ALIAS, 2)
     assert (decision.decided_by, "worse than agent@1" in decision.reason) == ("tuner", True)
     assert (result.best, result.promoted) == ("agent@1", "agent@1")
     assert "rolled back from agent@2 to agent@1" in result.notes[0]
@@ -220,10 +220,10 @@ def test_what_was_killed_goes_on_where_it_was_and_repeats_nothing(stand: Stand) 
     tuning = stand.begin()
     with pytest.raises(KeyboardInterrupt):
         stand.run(tuning)
-    before = {one.id for one in stand.store.rollouts.of(tuning.id) if one.state is not RolloutState.PLANNED}
+    before = {one.id for one in stand.store.rollouts.of_tuning(tuning.id) if one.state is not RolloutState.PLANNED}
     stand.trainer.kill_at = None
     result = stand.run(stand.store.tunings.resume(tuning.id))
-    after = stand.store.rollouts.of(tuning.id)
+    after = stand.store.rollouts.of_tuning(tuning.id)
     live = [one for one in after if one.candidate == LIVE and one.state is not RolloutState.PLANNED]
     assert len(live) == 4 * TASKS * ATTEMPTS
     assert len({(one.task_id, one.attempt, one.step) for one in live}) == len(live), "no job was done twice"
@@ -252,7 +252,7 @@ def test_several_families_are_measured_each_by_itself(stand: Stand) -> None:
     assert set(result.details["families"]) == {"post", "sums"}
     assert result.details["families"]["sums"]["tasks"] == 20
     assert result.details["curve"][-1]["families"] == {"post": 0.9, "sums": 0.9}
-    drawn = {one.task_id.partition("/")[0] for one in stand.store.rollouts.of(result_id(stand), LIVE)}
+    drawn = {one.task_id.partition("/")[0] for one in stand.store.rollouts.of_tuning(result_id(stand), LIVE)}
     assert drawn <= {"post", "sums"}
 
 
@@ -286,7 +286,7 @@ def test_training_tasks_are_collected_and_imitated_before_the_first_round(stand:
 
     stand.trainer.turn = and_imitate  # type: ignore[method-assign]
     result = stand.run(tuning)
-    collected = stand.store.rollouts.of(tuning.id, "collected")
+    collected = stand.store.rollouts.of_tuning(tuning.id, "collected")
     assert len(collected) == 2 * TASKS * ATTEMPTS
     assert {(one.split, one.purpose) for one in collected} == {("train", "eval")}
     assert all(one.score is not None for one in collected)
@@ -318,7 +318,7 @@ def test_a_kill_while_tasks_are_collected_tells_the_baseline_once(stand: Stand) 
     turn = stand.trainer.turn
 
     def and_kill() -> None:
-        if any(one.state is RolloutState.ENDED for one in stand.store.rollouts.of(tuning.id, "collected")):
+        if any(one.state is RolloutState.ENDED for one in stand.store.rollouts.of_tuning(tuning.id, "collected")):
             raise KeyboardInterrupt
 
     stand.trainer.turn = and_kill  # type: ignore[method-assign]

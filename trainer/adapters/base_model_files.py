@@ -74,7 +74,7 @@ def check_files(store: Store, alias: str, model: str, cache: Path) -> None:
     if folder is None or not (folder / "config.json").is_file():  # whoever loads it says so
         return
     files = digests(folder, cache)
-    known = store.base_models.of(alias)
+    known = store.base_models.base_model_of(alias)
     if known is not None and (parts := known.differing_parts(files)):
         raise OtherBaseModel(
             f"base_model {model} is not {known.name}, which the versions of {alias} belong to: its {', '.join(parts)} "

@@ -47,7 +47,7 @@ class ServedBaseModel:
         return self._objection
 
     def _look(self) -> str | None:
-        known = self._store.base_models.of(self._alias)
+        known = self._store.base_models.base_model_of(self._alias)
         if known is None or not known.server_fingerprint:
             return None
         for replica in self._replicas:

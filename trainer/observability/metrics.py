@@ -194,11 +194,11 @@ class _Stored(Collector):
             told["ratchet_trajectories_dropped"].add_metric([reason], count)
         for reason, count in self._store.groups.drop_counts(self._alias).items():
             told["ratchet_groups_dropped"].add_metric([self._alias, reason], count)
-        for alarm in self._store.alarms.standing():
+        for alarm in self._store.alarms.active():
             told["ratchet_alarm_active"].add_metric([alarm.name], 1)
         counts = self._store.resamples.counts(self._alias)
         for state in (state for state in counts if state in (ResampleState.ANSWERED, ResampleState.FAILED)):
-            told["ratchet_resample_calls"].add_metric([self._alias, str(state)], counts[state].resamples)
+            told["ratchet_resample_calls"].add_metric([self._alias, str(state)], counts[state].count)
         if ResampleState.ANSWERED in counts:
             told["ratchet_resample_tokens"].add_metric([self._alias], counts[ResampleState.ANSWERED].tokens)
 
@@ -206,9 +206,9 @@ class _Stored(Collector):
         live = self._store.policies.live().get(self._alias)
         if live is not None:
             told["ratchet_live_version"].add_metric([self._alias], live.version)
-        unproven = len(self._store.policies.unproven(self._alias))
+        unproven = len(self._store.policies.list_unproven(self._alias))
         told["ratchet_unproven_versions"].add_metric([self._alias], unproven)
-        held = self._store.policies.held(self._alias)
+        held = self._store.policies.awaiting_approval(self._alias)
         told["ratchet_release_pending_approval"].add_metric([self._alias], int(held is not None))
         for action, count in self._store.decisions.counts(self._alias).items():
             told["ratchet_policy_decisions"].add_metric([self._alias, str(action)], count)

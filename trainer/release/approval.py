@@ -28,7 +28,7 @@ def no_blocking_findings() -> Sequence[Finding]:
 
 def require_approval(store: Store, policy: Policy, reason: str, evidence: Mapping[str, Any], *, by: str) -> None:
     """Record that only a person may promote this version, and raise the alarm."""
-    store.policies.hold(policy.alias, policy.version, evidence, by=by, reason=reason)
+    store.policies.require_approval(policy.alias, policy.version, evidence, by=by, reason=reason)
     name = version_name(policy)
     remedy = (
         f"`ratchet policies promote {name} --reason WHY` or `ratchet policies rollback {policy.alias} --reason WHY`"

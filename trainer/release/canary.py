@@ -76,7 +76,7 @@ class CanaryController:
         decided = False
         canary = next((policy for policy in policies if policy.state is PolicyState.CANARY), None)
         live = next((policy for policy in policies if policy.state is PolicyState.LIVE), None)
-        undecided = canary is not None or self._store.policies.held(self._alias) is not None
+        undecided = canary is not None or self._store.policies.awaiting_approval(self._alias) is not None
         if self.undecided and not undecided:
             clear_approval_alarm(self._store, self._alias)
         self.undecided = undecided
@@ -93,7 +93,7 @@ class CanaryController:
         return decided
 
     def _decide(self, canary: Policy, live: Policy, now: float) -> bool:
-        decisions = self._store.decisions.of(self._alias, canary.version)
+        decisions = self._store.decisions.decisions_of(self._alias, canary.version)
         since = min(
             (one.decided_at for one in decisions if one.action is PolicyAction.CANARY), default=canary.created_at
         )

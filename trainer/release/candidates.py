@@ -73,7 +73,7 @@ def _rebase_prompt(store: Store, chosen: Policy, live: Policy) -> Policy | None:
     rebased = None
     reason = f"its prompt is live already, in {version_name(live)}"
     try:
-        rebased = store.policies.with_prompt(chosen.alias, chosen.prompt_id, chosen.evidence)
+        rebased = store.policies.register_prompt_version(chosen.alias, chosen.prompt_id, chosen.evidence)
         reason = f"recreated as {version_name(rebased)}: {live.served_name} came first"
     except InvalidTransition as refused:
         log.info("event=prompt_not_rebased policy=%s reason=%r", version_name(chosen), str(refused))

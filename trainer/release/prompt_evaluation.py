@@ -71,7 +71,7 @@ class PromptEvaluator:
 
         Raises EngineUnreachable, AdapterRefused, and whatever `check` raises.
         """
-        names = self._store.trajectories.held_out(self._alias, DropReason.HELD_OUT, self._prompts)
+        names = self._store.trajectories.held_out_candidates(self._alias, DropReason.HELD_OUT, self._prompts)
         prompts = [
             recorded for name in names if _has_sampling_parameters(recorded := self._store.trajectories.read(name))
         ]
@@ -87,7 +87,7 @@ class PromptEvaluator:
     def _hash_prompts(self, names: Sequence[str]) -> tuple[str, bool]:
         """Return a hash of the prompts, and whether it differs from that of the previous evaluation."""
         now = blake2b("\0".join(sorted(names)).encode(), digest_size=8).hexdigest()
-        decisions = self._store.decisions.of(self._alias, limit=_MAX_DECISIONS)
+        decisions = self._store.decisions.decisions_of(self._alias, limit=_MAX_DECISIONS)
         before = next((value for one in decisions if (value := one.evidence.get(PROMPT_SET))), now)
         if before != now:
             log.warning("event=evaluation_prompts_changed alias=%s prompts=%d", self._alias, len(names))
@@ -97,7 +97,7 @@ class PromptEvaluator:
         """Return the candidate's answers to a recorded prompt, and as many of the live version."""
         check()
         call = recorded.calls[0]
-        messages = self._store.trajectories.path(call.prompt_node)
+        messages = self._store.trajectories.messages_to(call.prompt_node)
         sampling = {name: call.sampling[name] for name in _SAMPLING_PARAMETERS if name in call.sampling}
         sides: list[list[Transcript]] = []
         for policy in (candidate, live):

@@ -126,7 +126,7 @@ class Publisher:
                 self._alias, candidate.version, evidence, only_from=PolicyState.CANDIDATE, reason=reason
             )
         else:
-            self._store.policies.canary(
+            self._store.policies.start_canary(
                 self._alias, candidate.version, self._canary_share, evidence, by="proof", reason=reason
             )
         self._store.alarms.clear(f"swap_refused:{self._alias}")
@@ -170,7 +170,7 @@ class Publisher:
         not among the newest `keep_loaded_adapters` old ones. An adapter that another version needs stays.
         """
         policies = self._store.policies.all(self._alias)
-        if not self._store.policies.unproven(self._alias):  # also if they were rolled back
+        if not self._store.policies.list_unproven(self._alias):  # also if they were rolled back
             self._store.alarms.clear(f"{UNPROVEN}:{self._alias}")
         proxies = self._store.proxy_instances.running(self._alias, now - PROXY_TIMEOUT_SECONDS)
         live = next((policy.version for policy in policies if policy.state is PolicyState.LIVE), BASE_VERSION)
@@ -201,7 +201,7 @@ class Publisher:
         name = version_name(candidate)
         evidence = _evidence(proofs) | {"reason": reason}
         self._store.policies.mark_unproven(self._alias, candidate.version, evidence, reason=reason)
-        unproven = self._store.policies.unproven(self._alias)
+        unproven = self._store.policies.list_unproven(self._alias)
         self._store.alarms.raise_(
             f"{UNPROVEN}:{self._alias}",
             f"{name} serves nobody, nor do {len(unproven) - 1} before it: {reason}; training goes on, and "

@@ -34,7 +34,7 @@ def versions_in_use(store: Store, alias: str, now: float) -> set[int]:
     proxies = store.proxy_instances.running(alias, now - PROXY_TIMEOUT_SECONDS)
     pins = [name.rpartition("@") for proxy in proxies for name, count in proxy.pinned_trajectories.items() if count]
     pinned = {int(version) for name, _, version in pins if name == alias}
-    return pinned | store.rollouts.awaited(alias, now - _ROLLOUT_TIMEOUT)
+    return pinned | store.rollouts.awaited_versions(alias, now - _ROLLOUT_TIMEOUT)
 
 
 def retained(

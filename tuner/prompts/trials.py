@@ -79,7 +79,7 @@ class Trials:
         self._names: dict[str, str] = {}  # prompt -> candidate
         self._measure: list[Place] = []  # the seed on validation tasks
         self._cut_off: list[Rollout] = []
-        for rollout in store.rollouts.of(tuning_id):
+        for rollout in store.rollouts.of_tuning(tuning_id):
             if rollout.counts:
                 self._take(rollout)
             elif rollout.state is RolloutState.ABANDONED:
@@ -133,7 +133,7 @@ class Trials:
                 raise PromptRefused(
                     f"a proposed prompt has {len(prompt)} characters, not 1 to {self._max_prompt_chars}"
                 )
-            name = self._store.prompts.remember(prompt, self._mode, "ratchet tune prompt").id
+            name = self._store.prompts.register(prompt, self._mode, "ratchet tune prompt").id
             self._names[prompt] = name
             self._prompts[name] = prompt
         return self._names[prompt]

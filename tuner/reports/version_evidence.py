@@ -20,7 +20,7 @@ from ratchet.store.reports.learning_report import LearningReport, learning_repor
 from ratchet.store.reports.relative_judges import is_relative
 from ratchet.store.states import TuningState
 from ratchet.store.store import Store
-from ratchet.store.training.lineage import Trained
+from ratchet.store.training.lineage import TrainingData
 from ratchet.tuner.reports.tuning_result import TuningResult, read
 
 _SCORES = 100_000  # newest ones that the gain is made of
@@ -44,7 +44,7 @@ class Evidence:
     policy: Policy
     base_model: str
     base_license: str | None
-    trained: Trained
+    trained: TrainingData
     prompt: Prompt | None
     evaluations: Sequence[TuningResult]
     decisions: Sequence[Decision]
@@ -56,15 +56,15 @@ class Evidence:
 def gather(store: Store, policy: Policy, base_model: str, versions: Mapping[str, str]) -> Evidence:
     """Return the evidence for a version; `versions` are those of the programs that exported it."""
     judge = store.groups.newest_judge_version(policy.alias)
-    scores = store.groups.scored(policy.alias, judge, limit=_SCORES) if judge else []
+    scores = store.groups.past_scores(policy.alias, judge, limit=_SCORES) if judge else []
     return Evidence(
         policy=policy,
         base_model=Path(base_model).name if Path(base_model).is_absolute() else base_model,
         base_license=_license(Path(base_model)),
-        trained=store.lineage.behind(policy),
+        trained=store.lineage.training_data_of(policy),
         prompt=store.prompts.get(policy.prompt_id) if policy.prompt_id else None,
         evaluations=_evaluations(store, f"{policy.alias}@{policy.version}"),
-        decisions=store.decisions.of(policy.alias, policy.version)[::-1],
+        decisions=store.decisions.decisions_of(policy.alias, policy.version)[::-1],
         gain=(
             relative_report()
             if is_relative(store, policy.alias, judge)

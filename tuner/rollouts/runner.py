@@ -117,7 +117,7 @@ class RolloutRunner:
 
     def _remember(self, jobs: Sequence[RolloutJob]) -> None:
         tasks = {job.task.id: job.task for job in jobs}.values()
-        self._store.tasks.remember(
+        self._store.tasks.register(
             TaskRow(id=one.id, task_set=one.set, split=one.split, content=one.row) for one in tasks
         )
 
@@ -228,7 +228,7 @@ class _Course:
     async def _write_ends(self) -> None:
         while self._unwritten:
             some, self._unwritten = self._unwritten, []
-            await self.write(self._store.rollouts.close, [over for _, over in some])
+            await self.write(self._store.rollouts.end_all, [over for _, over in some])
             for number, over in some:
                 if number is not None:
                     self._count(number, over)

@@ -65,7 +65,7 @@ class Scorer:
 
     def count_abandoned_tokens(self, tuning_id: str) -> None:
         """Count the tokens of what was under way when a run was killed, once every proxy has shipped it."""
-        cut_off = [one for one in self._store.rollouts.of(tuning_id) if one.state is RolloutState.ABANDONED]
+        cut_off = [one for one in self._store.rollouts.of_tuning(tuning_id) if one.state is RolloutState.ABANDONED]
         if cut_off:
             self._wait(max(one.ended_at or 0.0 for one in cut_off))
             self._store.rollouts.count_tokens([one.id for one in cut_off])

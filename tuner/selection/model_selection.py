@@ -123,11 +123,11 @@ class ModelSelector:
     ) -> Selection:
         """Make what is left of the rollouts, judge what is not judged, choose, and write the result down."""
         jobs = jobs_of(request, tasks)
-        await self._runner.run(left(jobs, self._store.rollouts.of(tuning.id)), tuning.id, on_end)
+        await self._runner.run(left(jobs, self._store.rollouts.of_tuning(tuning.id)), tuning.id, on_end)
         began = time.monotonic()
-        self._scorer.score(_unscored(self._store.rollouts.of(tuning.id)))
+        self._scorer.score(_unscored(self._store.rollouts.of_tuning(tuning.id)))
         judging = time.monotonic() - began
-        made = self._store.rollouts.of(tuning.id)
+        made = self._store.rollouts.of_tuning(tuning.id)
         found = select(
             _asked(counting(made), jobs), request.candidates, self._prices, policy=request.policy,
             within=request.within, score_range=request.score_range, failure_score=request.failure_score,

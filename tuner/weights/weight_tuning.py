@@ -177,7 +177,7 @@ class WeightsTuning:
             await self._pause()
         version, story = found
         while (policy := self._store.policies.get(self._alias, version)).state is PolicyState.CANDIDATE:
-            if (held := self._store.policies.held(self._alias)) is not None and held.version == version:
+            if (held := self._store.policies.awaiting_approval(self._alias)) is not None and held.version == version:
                 waits = f"the warm start's version {version} waits for a person: see `ratchet policies show`"
                 self._note(notes=(*self._so_far.notes, waits))
                 break
@@ -324,7 +324,7 @@ class WeightsTuning:
         self._store.tunings.update(self._tuning.id, plain(self._so_far))
 
     def _of(self, candidate: str) -> list[Rollout]:
-        return self._store.rollouts.of(self._tuning.id, candidate)
+        return self._store.rollouts.of_tuning(self._tuning.id, candidate)
 
     def _live(self) -> int:
         return self._store.policies.live()[self._alias].version

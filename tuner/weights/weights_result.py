@@ -29,8 +29,8 @@ def result_of(
     tested = [one for one in so_far.evaluations if one.split == TEST]
     is_measured = final in {one.version for one in tested}
     gain = run.compared(final, so_far.baseline) if is_measured and final != so_far.baseline else None
-    store.rollouts.count_tokens([one.id for one in store.rollouts.of(tuning.id) if not one.planned])
-    made = store.rollouts.of(tuning.id)
+    store.rollouts.count_tokens([one.id for one in store.rollouts.of_tuning(tuning.id) if not one.planned])
+    made = store.rollouts.of_tuning(tuning.id)
     rollouts = counting(made)
     ours = [] if so_far.warm_start is None else ["SFT"]
     if so_far.rounds:

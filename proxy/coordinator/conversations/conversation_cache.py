@@ -119,7 +119,7 @@ class ConversationCache:
             call = self._store.calls.read("call_" + name.removeprefix("resp_"))
             if not call.choices or call.dialect != "responses" or call.untrainable == REDACTED:
                 return None
-            messages = self._store.trajectories.path(call.choices[0].reply_node)
+            messages = self._store.trajectories.messages_to(call.choices[0].reply_node)
             key_id = self._store.trajectories.get(call.trajectory_id).key_id
         except RecordNotFound:
             return None

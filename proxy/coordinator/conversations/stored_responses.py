@@ -88,7 +88,7 @@ class StoredResponses:
             return None
         if run.trajectory.key_id != key_id:
             return None
-        path = self._store.trajectories.path
+        path = self._store.trajectories.messages_to
         answer = path(call.choices[0].reply_node)[-1:] if call.choices else ()
         return StoredResponse(call, path(call.prompt_node), answer[0] if answer else None, run.tools)
 

@@ -192,7 +192,7 @@ class KeyCache:
         ids = [row.id for row in self._rows or () if row.hash in used]
         try:
             if ids:
-                await self._ask(partial(self._store.keys.used, ids, time.time()))
+                await self._ask(partial(self._store.keys.record_use, ids, time.time()))
         except StoreError as error:
             log.warning("event=keys_not_noted reason=%r", str(error))
 

@@ -125,7 +125,7 @@ class FeedbackIntake:
         """Return where it belongs; None where it has to wait. Raises NotFound."""
 
         def look() -> Place | None:
-            return self._store.feedback.place_of(said)
+            return self._store.feedback.target_of(said)
 
         try:
             place, certain = await self._lookups.wait_for(look, said.key_id, _PATIENCE)

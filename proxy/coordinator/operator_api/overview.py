@@ -59,14 +59,14 @@ class Overview:
                 for reason, count in sorted(store.trajectories.drop_counts().items(), key=lambda one: -one[1])
             ],
             "rounds": [_round(one) for one in store.rounds.page(limit=_ROUNDS)],
-            "alarms": [msgspec.structs.asdict(alarm) for alarm in store.alarms.standing()],
+            "alarms": [msgspec.structs.asdict(alarm) for alarm in store.alarms.active()],
         }
 
     def _alias(
         self, alias: str, serving: list[Policy], versions: dict[str, int], progress: list[JobProgress]
     ) -> dict[str, Any]:
         live = _version(alias, PolicyState.LIVE, serving)
-        told = self._store.decisions.of(alias, limit=_DECISIONS)
+        told = self._store.decisions.decisions_of(alias, limit=_DECISIONS)
         return {
             "alias": alias,
             "versions": versions,

@@ -104,7 +104,7 @@ def _add_calls(api: FastAPI, store: Store) -> None:
         found = store.calls.page(limit, before, trajectory, state, tokens=False)
         if not tokens:
             return _page([_call(call, tokens=False) for call in found], limit)
-        whole = store.calls.whole(within(found))
+        whole = store.calls.read_with_tokens(within(found))
         rows = [_call(whole[call.id]) for call in found if call.id in whole]
         return _page(rows, limit if len(rows) == len(found) else len(rows))
 
@@ -132,14 +132,14 @@ def _add_calls(api: FastAPI, store: Store) -> None:
         Tokens are told of its first calls, as many as a response may hold; the others' are null, and at /calls/ID.
         """
         found = store.trajectories.read(trajectory_id, tokens=False)
-        whole = store.calls.whole(within(found.calls)) if tokens else {}
+        whole = store.calls.read_with_tokens(within(found.calls)) if tokens else {}
         calls = [_call(whole.get(call.id, call), call.id in whole) for call in found.calls]
         return _json(
             _plain(found.trajectory)
             | {"calls": calls, "messages": found.messages, "tools": found.tools}
             | {"feedback": [_plain(said) for said in found.feedback]}
             | {"verdicts": [_plain(verdict) for verdict in store.groups.verdicts_of(trajectory_id)]}
-            | {"trained": store.lineage.of([trajectory_id]).get(trajectory_id, ())}
+            | {"trained": store.lineage.versions_of([trajectory_id]).get(trajectory_id, ())}
             | {"complete": not store.trajectories.incomplete([trajectory_id])}
         )
 
@@ -179,7 +179,7 @@ def _add_endings(api: FastAPI, store: Store, shipper: Shipper, linker: Trajector
         chosen = TrajectoryFilter(id=trajectory_id)
         if not await shipper.settle(_SETTLE_SECONDS):
             raise StoreUnavailable("the store has not taken all calls yet; delete the trajectory again in a moment")
-        if await run_in_threadpool(store.deletions.under_way, chosen, time.time() - _LOST_AFTER):
+        if await run_in_threadpool(store.deletions.calls_in_flight, chosen, time.time() - _LOST_AFTER):
             raise InvalidTransition(f"a call of trajectory {trajectory_id} is under way: delete it when it has ended")
         linker.forget_trajectory(trajectory_id)
         done = await run_in_threadpool(store.deletions.delete, chosen, "operator")
@@ -211,7 +211,7 @@ def _add_feedback(api: FastAPI, store: Store, desk: FeedbackIntake) -> None:
     def feedback(limit: _Limit = 100, before: str | None = None, trajectory: str | None = None) -> Response:
         """What was said, newest first, each with the policies that its trajectory had part in."""
         found = store.feedback.page(limit, before, trajectory)
-        trained = store.lineage.of(list({said.trajectory_id for said in found if said.trajectory_id}))
+        trained = store.lineage.versions_of(list({said.trajectory_id for said in found if said.trajectory_id}))
         return _page([_plain(said) | {"trained": trained.get(said.trajectory_id or "", ())} for said in found], limit)
 
 
@@ -222,7 +222,7 @@ def _add_policies(api: FastAPI, store: Store) -> None:
     def policies(alias: str | None = None) -> Response:
         """Every policy version, oldest first, each with the newest decision, and whether it learnt what was deleted."""
         decided = {key: _plain(decision) for key, decision in store.decisions.latest(alias).items()}
-        learnt = {(one.alias, one.version) for one in store.deletions.inherited()}
+        learnt = {(one.alias, one.version) for one in store.deletions.versions_with_deleted_data()}
         names = [((policy.alias, policy.version), policy) for policy in store.policies.all(alias)]
         return _page(
             [_plain(one) | {"decision": decided.get(name), "trained_on_deleted": name in learnt} for name, one in names]
@@ -231,7 +231,7 @@ def _add_policies(api: FastAPI, store: Store) -> None:
     @api.get("/policies/{version}/decisions")
     def decisions(version: int, alias: str) -> Response:
         """Every decision about a version with its evidence, newest first."""
-        return _page([_plain(decision) for decision in store.decisions.of(alias, version)])
+        return _page([_plain(decision) for decision in store.decisions.decisions_of(alias, version)])
 
     @api.get("/policies/{version}/prompt")
     def prompt(version: int, alias: str) -> Response:
@@ -280,12 +280,12 @@ def _add_reports(api: FastAPI, store: Store) -> None:
     @api.get("/tools")
     def tools(alias: str | None = None, version: int | None = None) -> Response:
         """How often each tool was called under each policy version, by outcome and result; most called first."""
-        return _page([_plain(tally) for tally in store.tools.tally(alias, version)])
+        return _page([_plain(tally) for tally in store.tools.counts_by_version(alias, version)])
 
     @api.get("/alarms")
     def alarms(standing: bool = False) -> Response:
         """Alarms, the latest first."""
-        return _page([_plain(alarm) for alarm in (store.alarms.standing() if standing else store.alarms.all())])
+        return _page([_plain(alarm) for alarm in (store.alarms.active() if standing else store.alarms.all())])
 
 
 def within(calls: Sequence[Call]) -> list[str]:

@@ -21,14 +21,14 @@ from functools import lru_cache
 
 from ratchet.proxy.errors import NotReady
 from ratchet.store.access.ownership import may_share_trajectory
-from ratchet.store.calls.resamples import PREFIX as SHADOWS
+from ratchet.store.calls.resamples import RESAMPLE_ID_PREFIX
 from ratchet.store.errors import RecordNotFound, StoreError
 from ratchet.store.records import RESAMPLE
 from ratchet.store.records.tuning import Prompt
 from ratchet.store.store import Store
 
 PREFIX = "roll_"
-_PLANNED = (PREFIX, f"{SHADOWS}_")
+_PLANNED = (PREFIX, f"{RESAMPLE_ID_PREFIX}_")
 _MOST = 20_000  # ids
 _UNKNOWN_SECONDS = 5.0  # an id that is unknown now may be planned later
 _PATIENCE = 5.0  # seconds for the store

@@ -284,7 +284,7 @@ class Shipper:
         if self.replayed.is_set():
             return
         if self._position.open:
-            self._store.calls.interrupt(self._position.open)
+            self._store.calls.mark_interrupted(self._position.open)
             log.info("event=interrupted calls=%d", len(self._position.open))
             self._write_position(msgspec.structs.replace(self._position, open=()))
         self.replayed.set()

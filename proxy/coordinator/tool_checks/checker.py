@@ -54,7 +54,7 @@ class ToolCallChecker:
         try:
             found = [row for end in records if isinstance(end, CallEnded) for row in self._tool_calls(end)]
             answers = [answer for record in records for answer in _answers(_beginning(record))]
-            return _counted(*self._store.tools.record(found, answers))
+            return _counted(*self._store.tools.record_tool_calls(found, answers))
         except Exception as error:
             log.exception("event=tool_checks_failed records=%d reason=%r", len(records), str(error))
             return []

@@ -117,7 +117,7 @@ class BaseModelCheck:
     async def _compare(self, replica: Replica, card: Card) -> None:
         named = str(card.get("root"))
         seen = {"root": named, **await self._fingerprint(replica.url, str(card["id"]))}
-        known = await self._ask(partial(self._store.base_models.of, self._alias))
+        known = await self._ask(partial(self._store.base_models.base_model_of, self._alias))
         if known is None or not known.served:
             taken = await self._ask(
                 partial(self._store.base_models.register_base_model, self._alias, named, server_fingerprint=seen)

@@ -214,7 +214,7 @@ class ExactlyOnceCampaign:
     def _judged_again(self) -> int:
         judged: Counter[str] = Counter()
         for group in _all_groups(self._store):
-            judged.update(verdict.trajectory_id for verdict in self._store.groups.history(group.id))
+            judged.update(verdict.trajectory_id for verdict in self._store.groups.verdict_history(group.id))
         return sum(count > 1 for count in judged.values())
 
     def _lost(self, runs: Sequence[Trajectory]) -> Iterator[str]:

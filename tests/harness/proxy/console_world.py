@@ -42,14 +42,14 @@ def fill(store: Store) -> None:
         ]
         store.calls.ship([ended(start, {"role": "assistant", "content": "Oslo"}) for start in starts])
         store.trajectories.seal_idle_trajectories(ALIAS, now=100.0, idle_seconds=1.0)
-        group = store.groups.form(f"task:mail/{version}", ALIAS, names, now=101.0)
+        group = store.groups.create(f"task:mail/{version}", ALIAS, names, now=101.0)
         verdicts = [
             Verdict(trajectory_id=name, group_id=group.id, judge="rule", judge_version="1", score=score)
             for name, score in zip(names, scores, strict=True)
         ]
-        store.groups.record(group.id, verdicts)
+        store.groups.record_verdicts(group.id, verdicts)
         _train(store, version, group.id, sum(scores) / len(scores))
-    store.policies.canary(ALIAS, 5, 0.2, {"low": 0.02})
+    store.policies.start_canary(ALIAS, 5, 0.2, {"low": 0.02})
     store.alarms.raise_("no_signal", "last 5 groups: no variance, judge rule gave 0.0 to all 20: take harder tasks")
     store.job_progress.update(
         ALIAS, "gathering", done=3, total=8, seconds=12.0, means={"tokens": 42.67, "reward": 0.5}
@@ -89,7 +89,7 @@ def hostile(store: Store) -> None:
                                     context="exact", prompt=(6, 7))])  # fmt: skip
     answered_trajectory(store, "beside", HOSTILE, task="evil/2", at=2.5)
     store.trajectories.seal_idle_trajectories(ALIAS, now=100.0, idle_seconds=1.0)
-    group = store.groups.form("task:evil", ALIAS, ["hostile", "beside"], now=101.0)
+    group = store.groups.create("task:evil", ALIAS, ["hostile", "beside"], now=101.0)
     asking = JudgeRequest(
         id=new_id("exg"), group_id=group.id, judge="ruler", url="http://judge.example/v1", request=b'{"messages": []}',
         response=HOSTILE.encode(), status=200, error=None, prompt_tokens=9, completion_tokens=3, cost=None,
@@ -103,7 +103,7 @@ def hostile(store: Store) -> None:
         )
         for name, score in (("hostile", 0.25), ("beside", 0.75))
     ]  # fmt: skip
-    store.groups.record(group.id, verdicts, [asking])
+    store.groups.record_verdicts(group.id, verdicts, [asking])
     said = Feedback(id="fb_1", kind="trajectory", target="hostile", source="user", given_at=103.0, value=0.0,
                     comment=HOSTILE, trusted=True)  # fmt: skip
     store.feedback.add([said])

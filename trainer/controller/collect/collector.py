@@ -86,20 +86,20 @@ class TrajectoryCollector:
     def _plan(self, waiting: list[Trajectory], now: float) -> GroupingPlan:
         settings, patience = self._settings, self._patience
         names = [run.id for run in waiting]
-        spoken = self._store.feedback.first_given(names) if patience is not None else {}
+        spoken = self._store.feedback.first_value_at(names) if patience is not None else {}
         return plan_groups(
             waiting,
             silent={name for name in names if name not in spoken} if patience and patience.drops else frozenset(),
             ripe_at=spoken,
             abandoned=self._store.rollouts.abandoned(names),
-            cut_off=self._store.trajectories.cut_off(names) if names else frozenset(),
+            cut_off=self._store.trajectories.ended_by_failure(names) if names else frozenset(),
             size=settings.num_generations,
             least=settings.min_group_size,
             wait_seconds=settings.group_wait_seconds,
             now=now,
             held_out={run.id for run in waiting if is_held_out(run.group_key, settings.release.held_out_share)},
             other_role=self._role_resolver.without([run for run in waiting if run.purpose == "live"]),
-            under_way=self._store.trajectories.under_way(settings.model, waiting),
+            under_way=self._store.trajectories.open_attempts_like(settings.model, waiting),
         )
 
     def _whole(self, plan: GroupingPlan) -> GroupingPlan:
@@ -130,4 +130,4 @@ class TrajectoryCollector:
         for reason in {reason for _, reason in plan.drops}:
             self._store.trajectories.drop([name for name, why in plan.drops if why == reason], reason)
         for planned in plan.groups:
-            self._store.groups.form(planned.key, planned.alias, planned.members, now)
+            self._store.groups.create(planned.key, planned.alias, planned.members, now)

@@ -137,14 +137,14 @@ class JudgeRunner:
         ]
         last = group.failures + 1 >= self._attempts
         if failed and last and len(left) < self._least:
-            self._store.groups.fail(group.id, judgement.verdicts, now, judgement.judge_requests)
+            self._store.groups.record_judge_failure(group.id, judgement.verdicts, now, judgement.judge_requests)
             self._store.groups.drop(group.id, DropReason.JUDGE_FAILED)
         elif failed and not last:
-            self._store.groups.fail(group.id, judgement.verdicts, now + self._pause(group), judgement.judge_requests)
+            self._store.groups.record_judge_failure(group.id, judgement.verdicts, now + self._pause(group), judgement.judge_requests)
         else:
             self._settle(group, judgement, [run for run, _ in left], [said for _, said in left], list(failed))
             if heard:
-                self._store.feedback.heard(heard, now)
+                self._store.feedback.mark_applied(heard, now)
         if failed:
             self._alarm_judge_failed(group, judgement, list(failed.values()), left=len(left) if last else None)
 
@@ -162,7 +162,7 @@ class JudgeRunner:
         useless = DropReason.BASELINE_ONLY if teaches is None else None if teaches else DropReason.NO_VARIANCE
         said = {verdict.trajectory_id: verdict for verdict in judgement.verdicts}
         said |= {verdict.trajectory_id: verdict for verdict in verdicts}
-        self._store.groups.record(
+        self._store.groups.record_verdicts(
             group.id,
             list(said.values()),
             judgement.judge_requests,

@@ -58,7 +58,7 @@ class Rejudger:
 
     def look(self, now: float) -> None:
         """Ask the judge about whatever people spoke of since its verdict."""
-        for name in self._store.feedback.late(self._alias, limit=_AT_ONCE):
+        for name in self._store.feedback.applied_too_late(self._alias, limit=_AT_ONCE):
             run = self._store.trajectories.get(name)
             key = run.group_id or name
             hearing = self._pending.get(key)
@@ -87,8 +87,8 @@ class Rejudger:
         if failed:
             log.warning("event=rejudging_failed of=%s failures=%d reason=%r", key, len(failed), failed[0].failure)
         news = self._news(hearing.members, judgement.verdicts)
-        self._store.groups.rescore([verdict for _, verdict in news], judgement.judge_requests)
-        self._store.feedback.heard(hearing.heard, now)
+        self._store.groups.replace_verdicts([verdict for _, verdict in news], judgement.judge_requests)
+        self._store.feedback.mark_applied(hearing.heard, now)
         self._credit.remember([run for run, _ in news], [verdict for _, verdict in news])
         del self._pending[key]
         return len(news)
@@ -96,7 +96,7 @@ class Rejudger:
     def _news(self, members: Sequence[Transcript], verdicts: Sequence[Verdict]) -> list[tuple[Trajectory, Verdict]]:
         """Return the scores that are not what they were, with what was trained on the old ones."""
         names = [member.trajectory.id for member in members]
-        before, trained = self._store.groups.verdicts(names), self._store.lineage.of(names)
+        before, trained = self._store.groups.verdicts(names), self._store.lineage.versions_of(names)
         news: list[tuple[Trajectory, Verdict]] = []
         for member, verdict in zip(members, verdicts, strict=True):
             run = member.trajectory

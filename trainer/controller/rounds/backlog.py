@@ -37,12 +37,12 @@ class Backlog:
     def to_judge(self, now: float) -> list[Group]:
         """Return the groups that a judge should be asked about, the newest first."""
         self._drop_stale()
-        return self._comparable(self._store.groups.ready(self._alias, now, limit=_LEAST_SEEN, newest_first=True))
+        return self._comparable(self._store.groups.awaiting_verdict(self._alias, now, limit=_LEAST_SEEN, newest_first=True))
 
     def judged(self) -> list[Group]:
         """Return the newest judged groups that may be trained, oldest first; an alarm where all were too old."""
         self._drop_stale()
-        found = self._comparable(self._store.groups.judged(self._alias, limit=self._most, newest_first=True))[::-1]
+        found = self._comparable(self._store.groups.awaiting_round(self._alias, limit=self._most, newest_first=True))[::-1]
         if found:
             self._stale = 0
             self._store.alarms.clear(f"{DropReason.STALE}:{self._alias}")
@@ -74,7 +74,7 @@ class Backlog:
     def _drop_stale(self) -> None:
         """Drop the groups, judged or not, that were sampled too many versions before the live one."""
         oldest = oldest_fresh(self._store.policies.all(self._alias), self._settings.max_staleness)
-        self._stale += self._store.groups.drop_older(self._alias, oldest, DropReason.STALE)
+        self._stale += self._store.groups.drop_stale(self._alias, oldest, DropReason.STALE)
 
     def _comparable(self, groups: Sequence[Group]) -> list[Group]:
         """Drop the groups that have lost so many members that nothing is left to compare; return the others."""

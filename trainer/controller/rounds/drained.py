@@ -17,8 +17,8 @@ def is_drained(store: Store, alias: str, *, num_generations: int, groups_per_rou
     return (
         waiting["open"] == 0
         and waiting["sealed"] < num_generations
-        and not store.groups.ready(alias, time.time())
-        and len(store.groups.judged(alias)) < groups_per_round
+        and not store.groups.awaiting_verdict(alias, time.time())
+        and len(store.groups.awaiting_round(alias)) < groups_per_round
         and not any(policy.state is PolicyState.CANDIDATE for policy in store.policies.all(alias))
         and not any(held.state is RoundState.STARTED for held in store.rounds.page(alias, limit=1))
     )

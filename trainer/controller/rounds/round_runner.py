@@ -156,7 +156,7 @@ class RoundRunner:
         A warm start consumes no trajectory: it shows wherever the policy was asked lately.
         """
         rows: list[TokenRow] = []
-        for name in self._store.trajectories.of_round(candidate.round_id or "", 2 * ROWS) or self._newest():
+        for name in self._store.trajectories.trained_in_round(candidate.round_id or "", 2 * ROWS) or self._newest():
             transcript = self._store.trajectories.read(name)
             calls = self._role_resolver.named(self._store.trajectories.context_calls(transcript))
             rows += build_rows(name, calls, 0.0, self._role_resolver.roles, imitated=True).rows

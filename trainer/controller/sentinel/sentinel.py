@@ -161,7 +161,7 @@ class Sentinel:
 
     def _left_standing(self) -> set[str]:
         """Return the checks whose alarm an earlier trainer left standing."""
-        names = {alarm.name for alarm in self._store.alarms.standing()}
+        names = {alarm.name for alarm in self._store.alarms.active()}
         return {check for check in _OWN if f"{check}:{self._alias}" in names}
 
     def _alarm(self, check: str, reasons: Sequence[str], stands: bool) -> None:

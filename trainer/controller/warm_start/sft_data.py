@@ -99,9 +99,9 @@ class Search:
         return found
 
     def _own(self, found: SFTRows) -> None:
-        live = self._store.groups.scored(self._alias, self._judge.version, limit=self._settings.max_per_source)
+        live = self._store.groups.past_scores(self._alias, self._judge.version, limit=self._settings.max_per_source)
         judged_at = {one.trajectory_id: one.judged_at for one in live}
-        collected = [one for one in self._store.rollouts.of(self._tuning_id, COLLECTED) if one.score is not None]
+        collected = [one for one in self._store.rollouts.of_tuning(self._tuning_id, COLLECTED) if one.score is not None]
         judged_at |= {one.id: math.inf for one in collected}
         scored = [(cohort_of(one.task_id, "", ""), one.id, one.score or 0.0) for one in collected]
         scored += [(one.cohort, one.trajectory_id, one.score) for one in live]
@@ -130,7 +130,7 @@ class Search:
             if is_set_aside(transcript.trajectory, self._held_out):
                 found.left_out[_SET_ASIDE] += 1
                 continue
-            shown = preference_rows.shown([transcript], self._store.trajectories.path)
+            shown = preference_rows.shown([transcript], self._store.trajectories.messages_to)
             found.left_out.update(shown.left_out)
             for row in shown.rows:
                 prompt, answer = row["prompt"], row["completion"]
@@ -244,7 +244,7 @@ def conversations(transcript: Transcript, store: Store, casting: RoleResolver) -
     for key in reversed(list(nodes)):  # the last ones first, so that long chains are one history
         if key in covered:
             continue
-        messages = store.trajectories.path(nodes[key])
+        messages = store.trajectories.messages_to(nodes[key])
         places = dict(_places(key, messages, nodes, parents, store))
         learnt = {place for place, answer in places.items() if answer not in covered and answer[0] in trained}
         covered |= set(places.values())
@@ -264,7 +264,7 @@ def _places(
     yield len(messages) - 1, key
     call_id, choice = parents[key]
     while call_id is not None and (call_id, choice) in nodes:
-        earlier = store.trajectories.path(nodes[call_id, choice])
+        earlier = store.trajectories.messages_to(nodes[call_id, choice])
         if tuple(messages[: len(earlier)]) == tuple(earlier):
             yield len(earlier) - 1, (call_id, choice)
         call_id, choice = parents[call_id, choice]

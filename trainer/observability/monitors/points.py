@@ -28,8 +28,8 @@ class Cursor:
 
 def newer(store: Store, alias: str, cursor: Cursor) -> tuple[list[Point], Cursor]:
     """Return the points after the cursor, oldest first, at most some thousands, and the cursor after them."""
-    ended = _ended(store.rounds.after(alias, cursor.round_id, _MOST))
-    decided = store.decisions.after(alias, cursor.decision_id, _MOST)
+    ended = _ended(store.rounds.rounds_after(alias, cursor.round_id, _MOST))
+    decided = store.decisions.decisions_after(alias, cursor.decision_id, _MOST)
     points = [_round(one) for one in ended if one.state is RoundState.COMMITTED] + [_decision(one) for one in decided]
     return sorted(points, key=lambda point: point.at), Cursor(
         round_id=ended[-1].id if ended else cursor.round_id,

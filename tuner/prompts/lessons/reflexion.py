@@ -90,7 +90,7 @@ def learn(
     ReflectionUnavailable.
     """
     judge = store.groups.newest_judge_version(alias)
-    scores = store.groups.scored(alias, judge, settings.max_scores) if judge else []
+    scores = store.groups.past_scores(alias, judge, settings.max_scores) if judge else []
     found = {
         one.family: one
         for one in failing(scores, threshold=settings.failure_threshold, min_failures=settings.min_failures)
@@ -123,11 +123,11 @@ def start_canary(store: Store, alias: str, learned: LearnedLessons, share: float
     live = check(store, alias)
     prompt = store.prompts.get(live.prompt_id) if live.prompt_id else None
     text, mode, families = with_lessons(prompt, learned.lessons)
-    made = store.prompts.remember(text, mode, f"{NAME} of {run}", families)
+    made = store.prompts.register(text, mode, f"{NAME} of {run}", families)
     told = {family: plain(learned.failing[family]) for family in learned.lessons}
     evidence = {NAME: {"run": run, "families": told}}
     reason = f"lessons for {len(told)} task families, tried on {share:.0%} of new trajectories"
-    policy = store.policies.with_prompt(alias, made.id, evidence, share=share, by=NAME, reason=reason)
+    policy = store.policies.register_prompt_version(alias, made.id, evidence, share=share, by=NAME, reason=reason)
     log.info("event=lessons_on_trial policy=%s@%d families=%d share=%g", alias, policy.version, len(told), share)
     return policy
 

@@ -550,7 +550,7 @@ def _resamples() -> None:
         sa.CheckConstraint(
             "(state IN ('answered', 'failed')) = (ended_at IS NOT NULL)", name="ck_resamples_end_is_known"
         ),
-        sa.CheckConstraint("state IN ('planned', 'asked', 'answered', 'failed')", name="ck_resamples_state_known"),
+        sa.CheckConstraint("state IN ('planned', 'requested', 'answered', 'failed')", name="ck_resamples_state_known"),
         sa.ForeignKeyConstraint(
             ["original_id"], ["trajectories.id"], name="fk_resamples_original_id", ondelete="CASCADE"
         ),

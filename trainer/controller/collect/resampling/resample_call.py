@@ -66,9 +66,9 @@ class ResamplingClient:
             return Outcome(busy=True, others=load.running - own)
         failure, tokens = self._asked(shadow)
         if failure is None:
-            self._store.resamples.answer(shadow.id, time.time(), tokens)
+            self._store.resamples.mark_answered(shadow.id, time.time(), tokens)
         else:
-            self._store.resamples.fail(shadow.id, time.time(), failure)
+            self._store.resamples.mark_failed(shadow.id, time.time(), failure)
         return Outcome(failure=failure)
 
     def _asked(self, shadow: Resample) -> tuple[str | None, int]:
@@ -79,10 +79,10 @@ class ResamplingClient:
             return "the trajectory went on meanwhile", 0
         if (url := self._proxy(shadow.alias)) is None:
             return f"no proxy serves {shadow.alias} now; set trainer.resample.proxy_url", 0
-        prompt = self._store.trajectories.path(call.prompt_node)
+        prompt = self._store.trajectories.messages_to(call.prompt_node)
         content = resample_request.body(shadow.alias, call, prompt, recorded.tools)
         headers = {"x-ratchet-role": call.role} if call.role else {}
-        self._store.resamples.ask(shadow.id, time.time())
+        self._store.resamples.mark_requested(shadow.id, time.time())
         with self._running():
             try:
                 answer = self._http.post(f"{url}/t/{shadow.id}/v1/chat/completions", json=content, headers=headers)

@@ -81,7 +81,7 @@ class Resampler:
     def seal(self, shipped_until: float) -> None:
         """Seal the trajectories of resamples that are over, while any are waited for."""
         if self._originals is None or self._originals:
-            self._store.resamples.seal(self._alias, shipped_until)
+            self._store.resamples.seal_trajectories(self._alias, shipped_until)
 
     def look(self, waiting: Sequence[Trajectory], shipped_until: float, now: float) -> ResamplingResult:
         """Ask for what is planned, and return what has come of it; `waiting` are the alias's sealed trajectories."""
@@ -98,7 +98,7 @@ class Resampler:
 
     def _waiting(self) -> list[Resample]:
         """Return the resamples of originals that wait. Only the leader plans, so it is read in whole but once."""
-        planned = self._store.resamples.waiting(self._alias, self._originals)
+        planned = self._store.resamples.pending(self._alias, self._originals)
         self._originals = {one.original_id for one in planned}
         return planned
 
@@ -181,7 +181,7 @@ class Resampler:
         for one in planned:
             reason = self._cancel_reason(one, live.version if live else None, now)
             if reason is not None:
-                self._store.resamples.fail(one.id, now, reason)
+                self._store.resamples.mark_failed(one.id, now, reason)
                 one = self._store.resamples.get(one.id)
             left.append(one)
         return left
@@ -189,7 +189,7 @@ class Resampler:
     def _cancel_reason(self, one: Resample, live: int | None, now: float) -> str | None:
         if one.over or one.id in self._asked:
             return None
-        if one.state is ResampleState.ASKED:
+        if one.state is ResampleState.REQUESTED:
             return "the trainer was stopped while it was asked for"
         if not self._settings.samples:
             return "shadow re-sampling was switched off (trainer.resample.samples)"
@@ -208,7 +208,7 @@ class Resampler:
             return
         run = self._store.trajectories.get(original)
         call = resample_request.find_single_call(self._store.trajectories.read(original))
-        sealed = self._store.resamples.sealed(original)
+        sealed = self._store.resamples.sealed_of(original)
         alike = [
             name
             for name in sealed
@@ -226,12 +226,12 @@ class Resampler:
     def _put_aside(self, sealed: Sequence[str], known: Set[str], company: ResamplingResult) -> None:
         """Drop the resamples whose original went another way; delete those whose original was deleted."""
         strays = [name for name in sealed if name not in known]
-        originals = self._store.resamples.originals(strays) if strays else {}
+        originals = self._store.resamples.originals_of(strays) if strays else {}
         for name in strays:
             if name in originals:
                 company.drops.append((name, DropReason.RESAMPLE_UNMATCHED))
             else:
-                self._store.deletions.delete(TrajectoryFilter(id=name), "its original was deleted", patience=0.0)
+                self._store.deletions.delete(TrajectoryFilter(id=name), "its original was deleted", timeout_seconds=0.0)
 
     def _ask(self, unasked: Sequence[Resample], now: float) -> int:
         """Begin calls as far as pace and room allow; return how many."""
@@ -246,7 +246,7 @@ class Resampler:
     def _pace(self, now: float) -> bool:
         """Return whether a further call keeps to the rates; calls under way may not be written down yet."""
         settings = self._settings
-        spent = self._store.resamples.spent(self._alias, now - _MINUTE)
+        spent = self._store.resamples.usage_since(self._alias, now - _MINUTE)
         tokens = spent.tokens + sum(one.tokens for one, _ in self._asked.values())
         few = settings.tokens_per_minute is None or tokens < settings.tokens_per_minute
-        return few and spent.resamples + len(self._asked) < settings.calls_per_minute
+        return few and spent.count + len(self._asked) < settings.calls_per_minute

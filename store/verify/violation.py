@@ -10,7 +10,7 @@ from ratchet.store.records.base import Record
 Page = Sequence[Any]  # rows of one table
 
 
-class Finding(Record, frozen=True):
+class Violation(Record, frozen=True):
     """One row, what is wrong with it, and the remedy."""
 
     row: str
