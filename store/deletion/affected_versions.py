@@ -50,7 +50,7 @@ def versions_trained_by(connection: sa.Connection, rounds: Collection[str]) -> t
 def versions_with_deleted_data(connection: sa.Connection) -> tuple[AffectedVersion, ...]:
     """Return the versions that hold what they learnt from trajectories that were deleted, in order."""
     noted = [policy for policies in connection.scalars(sa.select(schema.deletions.c.policies)) for policy in policies]
-    return _inheritors(connection, {(one["alias"], one["version"]) for one in noted if one["directly"]})
+    return _inheritors(connection, {(one["alias"], one["version"]) for one in noted if one["trained_directly"]})
 
 
 def reject_affected(policies: Policies, held: Sequence[AffectedVersion], *, by: str) -> dict[str, list[Policy]]:
