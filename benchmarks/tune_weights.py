@@ -102,8 +102,10 @@ def killed(run: Run, process: subprocess.Popen[str], store: Store, training: int
 
 def _ended(store: Store, candidate: str) -> list[Rollout]:
     return [
-        one for tuning in store.tunings.page("weights") for one in store.rollouts.of_tuning(tuning.id, candidate) if
-        one.counts
+        one
+        for tuning in store.tunings.page("weights")
+        for one in store.rollouts.of_tuning(tuning.id, candidate)
+        if one.counts
     ]
 
 

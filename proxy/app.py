@@ -233,8 +233,9 @@ class Memory:
         since = now - self._idle_seconds
         try:
             leaves = await asyncio.to_thread(self._store.resume_state.open_leaves, since)
-            attempts = await asyncio.to_thread(self._store.resume_state.unanswered_calls, max(since, now -
-            RETRY_WINDOW))
+            attempts = await asyncio.to_thread(
+                self._store.resume_state.unanswered_calls, max(since, now - RETRY_WINDOW)
+            )
         except StoreError as error:
             log.warning("event=memory_not_restored reason=%r", str(error))
             return

@@ -51,8 +51,11 @@ def test_no_completion_holds_a_tools_or_a_users_word(store: Store) -> None:
     two_turns(store, "t")
     for number, target in enumerate(("call_t1", "call_t2", "t")):
         said(store, target, number, value=1.0, demonstration="Bergen")
-    made = (unpaired(read(store, "t"), store.trajectories.messages_to), shown(read(store, "t"),
-    store.trajectories.messages_to)) assert all(len(found.rows) == 3 for found in made)
+    made = (
+        unpaired(read(store, "t"), store.trajectories.messages_to),
+        shown(read(store, "t"), store.trajectories.messages_to),
+    )
+    assert all(len(found.rows) == 3 for found in made)
     for row in (row for found in made for row in found.rows):
         assert [message["role"] for message in row["completion"]] == ["assistant"]
 

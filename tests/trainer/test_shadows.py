@@ -248,8 +248,9 @@ def test_a_prompt_that_is_held_out_is_not_asked_again(store: Store, tmp_path: Pa
         trainer.until(lambda: dropped_as(store, name, "held_out"))
         trainer.assembly.close()
         assert len(vllm.calls) == 1
-        assert store.trajectories.held_out_candidates("agent", "held_out", 9) == [name]  # what candidates are tried
-        with
+        assert store.trajectories.held_out_candidates("agent", "held_out", 9) == [
+            name
+        ]  # what candidates are tried with
 
 
 def test_deleting_an_original_deletes_its_shadows(store: Store, tmp_path: Path, line: Callable[..., Line]) -> None:

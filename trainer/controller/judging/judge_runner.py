@@ -140,8 +140,9 @@ class JudgeRunner:
             self._store.groups.record_judge_failure(group.id, judgement.verdicts, now, judgement.judge_requests)
             self._store.groups.drop(group.id, DropReason.JUDGE_FAILED)
         elif failed and not last:
-            self._store.groups.record_judge_failure(group.id, judgement.verdicts, now + self._pause(group),
-            judgement.judge_requests)
+            self._store.groups.record_judge_failure(
+                group.id, judgement.verdicts, now + self._pause(group), judgement.judge_requests
+            )
         else:
             self._settle(group, judgement, [run for run, _ in left], [said for _, said in left], list(failed))
             if heard:

@@ -37,14 +37,17 @@ class Backlog:
     def to_judge(self, now: float) -> list[Group]:
         """Return the groups that a judge should be asked about, the newest first."""
         self._drop_stale()
-        return self._comparable(self._store.groups.awaiting_verdict(self._alias, now, limit=_LEAST_SEEN,
-        newest_first=True))
+        return self._comparable(
+            self._store.groups.awaiting_verdict(self._alias, now, limit=_LEAST_SEEN, newest_first=True)
+        )
 
     def judged(self) -> list[Group]:
         """Return the newest judged groups that may be trained, oldest first; an alarm where all were too old."""
         self._drop_stale()
-        found = self._comparable(self._store.groups.awaiting_round(self._alias, limit=self._most,
-        newest_first=True))[::-1] if found:
+        found = self._comparable(self._store.groups.awaiting_round(self._alias, limit=self._most, newest_first=True))[
+            ::-1
+        ]
+        if found:
             self._stale = 0
             self._store.alarms.clear(f"{DropReason.STALE}:{self._alias}")
         elif self._stale >= self._alarm_at:
