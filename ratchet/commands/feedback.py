@@ -147,7 +147,7 @@ def export(context: click.Context, /, form: str, out: str, limit: int, as_json: 
         else:
             make = preference_rows.unpaired if form == "unpaired" else preference_rows.shown
             spoken = _spoken_of(store, alias, limit)
-            found = make(_learnable(spoken, options.held_out_share(settings), held_out), store.trajectories.path)
+            found = make(_learnable(spoken, options.held_out_share(settings), held_out), store.trajectories.messages_to)
     if held_out:
         found.left_out["of a held-out task"] = held_out.total()
     Path(out).write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in found.rows))

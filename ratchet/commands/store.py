@@ -186,7 +186,7 @@ def _reject(store: Store, *, as_json: bool) -> None:
     from ratchet.store.deletion.affected_versions import reject_affected
 
     for alias, rejected in reject_affected(
-        store.policies, store.deletions.inherited(), by=options.current_user()
+        store.policies, store.deletions.versions_with_deleted_data(), by=options.current_user()
     ).items():
         if not as_json:
             live = store.policies.live()[alias]

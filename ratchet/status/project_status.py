@@ -242,14 +242,14 @@ def next_round(store: Store, settings: Settings) -> dict[str, Any] | None:
         _trainer_setting(settings, name)
         for name in ("groups_per_round", "min_groups_per_round", "round_wait_seconds", "num_generations")
     )
-    judged = store.groups.judged(settings.model, limit=_GROUPS, newest_first=True)
+    judged = store.groups.awaiting_round(settings.model, limit=_GROUPS, newest_first=True)
     pending = [one for one in store.policies.all(settings.model) if one.state in _UNDECIDED]
     return {
         "groups": RoundSize(max_groups, size).weight(judged),
         "groups_per_round": max_groups,
         "min_groups_per_round": min_groups,
         "round_wait_seconds": wait_seconds,
-        "to_judge": len(store.groups.ready(settings.model, float("inf"), limit=_GROUPS)),
+        "to_judge": len(store.groups.awaiting_verdict(settings.model, float("inf"), limit=_GROUPS)),
         "pending_versions": [f"{one.served_name} ({one.state})" for one in pending],
     }
 

@@ -36,14 +36,14 @@ def check_base_model(settings: Settings, store: Store, note: Callable[[str], Non
     files = digests(folder, cache)
     known = store.base_models.base_model_of(settings.model)
     if known is not None and (parts := known.differing_parts(files)):
-        if not store.base_models.forget(settings.model):
+        if not store.base_models.clear_base_model(settings.model):
             raise BaseModelConflict(mismatch_message(settings, store, known, model, files, parts))
         note(f"base model: {model} replaces {known.name}, which nothing has run on yet")
         known = None
     unrecorded = known is None and _has_history(settings, store)
     store.base_models.register_base_model(settings.model, model, file_digests=files)
     if not serves:  # vLLM's options change its answers for the same files: the proxy records them again
-        store.base_models.forget(settings.model, served_only=True)
+        store.base_models.clear_base_model(settings.model, served_only=True)
     if unrecorded:
         weights = files["weights"][:_DIGEST_CHARS]
         note(f"base model: none was recorded for this project; it is now {model} (weights {weights})")
