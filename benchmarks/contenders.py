@@ -53,13 +53,13 @@ class Contender:
 
     def rest(self, most_seconds: float = 60.0) -> float:
         """Wait until it has done what it does after the answers; return the seconds of that."""
-        began = time.monotonic()
+        started = time.monotonic()
         before = self.cpu()
-        while time.monotonic() - began < most_seconds:
+        while time.monotonic() - started < most_seconds:
             time.sleep(0.3)
             now = self.cpu()
             if now - before < 0.3 * _QUIET:
-                return time.monotonic() - began - 0.3
+                return time.monotonic() - started - 0.3
             before = now
         return most_seconds
 
@@ -152,11 +152,11 @@ def prepare_litellm() -> str:
         if done.returncode:
             lines = done.stderr.strip().splitlines() or ["pip failed"]
             raise NotRun(f"pip install {LITELLM!r}: {lines[-1]}")
-    told = subprocess.run(
+    result = subprocess.run(
         [python, "-c", "import importlib.metadata; print(importlib.metadata.version('litellm'))"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    return told.stdout.strip()
+    return result.stdout.strip()
 
 
 @contextlib.contextmanager

@@ -42,7 +42,7 @@ class Coverage:
     tasks: int
     held: float
     width: float
-    plain_held: float
+    plain_covered: float
     plain_width: float
     rejected: float  # by the sign-flip test; where the truth is zero these are false alarms
 
@@ -84,17 +84,17 @@ CASES = (
 
 def measure(case: Case, tasks: int, times: int, chance: random.Random) -> Coverage:
     """Return how often both intervals hold the truth."""
-    held = plain_held = rejected = 0
+    covered = plain_covered = rejected = 0
     width = plain_width = 0.0
     for _ in range(times):
         values = [case.draw(chance) for _ in range(tasks)]
         low, high = interval(values, case.spread)
         plain_low, plain_high = plain_t(values)
-        held += low <= case.truth <= high
-        plain_held += plain_low <= case.truth <= plain_high
+        covered += low <= case.truth <= high
+        plain_covered += plain_low <= case.truth <= plain_high
         width, plain_width = width + high - low, plain_width + plain_high - plain_low
         rejected += tasks <= 10 and sign_flip_p(values) < 0.05
-    shares = [number / times for number in (held, width, plain_held, plain_width, rejected)]
+    shares = [number / times for number in (covered, width, plain_covered, plain_width, rejected)]
     return Coverage(case.name, tasks, *shares)
 
 
@@ -121,7 +121,7 @@ def main() -> int:
         for one in found:
             rejected = f"{one.rejected:7.3f}" if one.tasks <= 10 else ""
             print(
-                f"{one.case:<40} {one.tasks:>5} {one.held:6.3f} {one.width:6.3f} {one.plain_held:7.3f} "
+                f"{one.case:<40} {one.tasks:>5} {one.held:6.3f} {one.width:6.3f} {one.plain_covered:7.3f} "
                 f"{one.plain_width:7.3f} {rejected}"
             )
     return 0 if all(one.held >= LEAST for one in found) else 1

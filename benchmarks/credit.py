@@ -118,14 +118,14 @@ def main() -> None:
     with ranking_model() as url:
         for way in chosen.ways.split(","):
             figures = Demo(options(way, url, chosen.rounds, chosen.seed, chosen.folder)).play()
-            told = {
+            result = {
                 "way": way, "seed": chosen.seed, "before": figures.before.success, "after": figures.after.success,
                 "gain": figures.after.success - figures.before.success,
                 "low": figures.after.low, "high": figures.after.high,
                 "swaps": figures.swaps, "tokens_trained": figures.tokens_trained, "dropped": dict(figures.dropped),
                 "seconds": figures.seconds["total"],
             }  # fmt: skip
-            print(json.dumps(told), flush=True)
+            print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ class Run:
             "--patience",
             "0",
         ]
-        began = time.monotonic()
+        started = time.monotonic()
         try:
             self._ratchet(sys.executable, "up", "--detach").check_returncode()
             done = self._ratchet(self._python, "tune", "weights", "--json", *words, "--seed", str(seed), *self._own)
@@ -91,7 +91,7 @@ class Run:
         if done.returncode not in (0, 3):
             raise SystemExit(f"{self._example} ended with {done.returncode}")
         (self._folder / "result.json").write_text(done.stdout)
-        return figures(self._example, json.loads(done.stdout), self._rounds(), time.monotonic() - began)
+        return figures(self._example, json.loads(done.stdout), self._rounds(), time.monotonic() - started)
 
     def _ratchet(self, python: str, *words: str) -> subprocess.CompletedProcess[str]:
         command = [python, "-m", "ratchet", "--config", str(self._config), *words]
@@ -100,10 +100,10 @@ class Run:
     def _rounds(self) -> list[dict[str, float]]:
         store = open_store(str(self._folder / "state" / self._project / "store.db"), create=False)
         try:
-            held = [one for one in store.rounds.page(self._alias, limit=1000) if one.state is RoundState.COMMITTED]
+            round_ = [one for one in store.rounds.page(self._alias, limit=1000) if one.state is RoundState.COMMITTED]
         finally:
             store.close()
-        return [{name: one.metrics[name] for name in _SHOWN} for one in reversed(held)]
+        return [{name: one.metrics[name] for name in _SHOWN} for one in reversed(round_)]
 
 
 def figures(

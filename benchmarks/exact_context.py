@@ -137,8 +137,8 @@ def plainly(event: Json) -> Json:
 
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _without_nulls(held) for name, held in value.items() if held is not None}
-    return [_without_nulls(held) for held in value] if isinstance(value, list) else value
+        return {name: _without_nulls(current) for name, current in value.items() if current is not None}
+    return [_without_nulls(current) for current in value] if isinstance(value, list) else value
 
 
 def folded(capture: Capture) -> list[Any]:
@@ -149,8 +149,8 @@ def folded(capture: Capture) -> list[Any]:
         message["tool_calls"] = [
             [c["function"]["name"], c["function"]["arguments"]] for c in message.get("tool_calls") or ()
         ]
-        said = {name: message.get(name) or "" for name in ("content", "reasoning")}
-        rows.append([said, message["tool_calls"], choice.finish_reason, choice.ids, choice.logprobs])
+        text = {name: message.get(name) or "" for name in ("content", "reasoning")}
+        rows.append([text, message["tool_calls"], choice.finish_reason, choice.ids, choice.logprobs])
     return rows
 
 
@@ -163,9 +163,9 @@ async def compare(
         "messages": [{"role": "system", "content": "You are an agent"}, {"role": "user", "content": "Find the mail"}],
         **CASES[name],
     }  # fmt: skip
-    asked = request_body.read(msgspec.json.encode(body))
-    plain, plain_record = await told(await both.plain(asked, served), asked)
-    exact, exact_record = await told(await both.exact(asked, served), asked)
+    request = request_body.read(msgspec.json.encode(body))
+    plain, plain_record = await told(await both.plain(request, served), request)
+    exact, exact_record = await told(await both.exact(request, served), request)
     one, other = sorted_events(plain), sorted_events(exact)
     difference = next((f"{a}\n      {b}" for a, b in zip(one, other, strict=False) if a != b), "")
     same = folded(plain_record) == folded(exact_record) and plain_record.prompt_ids == exact_record.prompt_ids
@@ -210,15 +210,15 @@ class Timed:
 
 async def timed(both: Both, asked: ChatRequest, served: str, exact: bool) -> Timed:
     """Stream one answer."""
-    began, first, events = time.perf_counter(), 0.0, 0
+    started, first, events = time.perf_counter(), 0.0, 0
     answer = await (both.exact(asked, served) if exact else both.plain(asked, served))
     try:
         async for piece in answer.pieces():
-            first = first or time.perf_counter() - began
+            first = first or time.perf_counter() - started
             events += piece.count(b"data: ")
     finally:
         answer.close()
-    return Timed(first, time.perf_counter() - began, events)
+    return Timed(first, time.perf_counter() - started, events)
 
 
 async def cost(both: Both, served: str, repeats: int) -> None:
@@ -227,15 +227,15 @@ async def cost(both: Both, served: str, repeats: int) -> None:
     for prompt, length, at_once in ((300, 64, 1), (300, 256, 1), (2500, 64, 1), (2500, 256, 1), (300, 128, 8)):
         words = "Find the mail about the picnic in Paris, please. " * (prompt // 18)
         body = {"model": "m", "messages": [{"role": "user", "content": words}], "max_tokens": length, "stream": True}
-        asked = request_body.read(msgspec.json.encode({**body, "ignore_eos": True, **_TOOLS, "tool_choice": "auto"}))
+        request = request_body.read(msgspec.json.encode({**body, "ignore_eos": True, **_TOOLS, "tool_choice": "auto"}))
         rounds: dict[bool, list[float]] = {False: [], True: []}
         firsts: dict[bool, list[float]] = {False: [], True: []}
         events: dict[bool, int] = {}
         for _ in range(repeats):
             for exact in (False, True):
-                began = time.perf_counter()
-                runs = await asyncio.gather(*(timed(both, asked, served, exact) for _ in range(at_once)))
-                rounds[exact].append(time.perf_counter() - began)
+                started = time.perf_counter()
+                runs = await asyncio.gather(*(timed(both, request, served, exact) for _ in range(at_once)))
+                rounds[exact].append(time.perf_counter() - started)
                 firsts[exact] += [run.first for run in runs]
                 events[exact] = runs[0].events
         plain, mine = statistics.median(rounds[False]), statistics.median(rounds[True])

@@ -129,9 +129,9 @@ def seconds(ask: Callable[[], object]) -> float:
     """Return the median of five askings."""
     took = []
     for _ in range(5):
-        began = time.perf_counter()
+        started = time.perf_counter()
         ask()
-        took.append(time.perf_counter() - began)
+        took.append(time.perf_counter() - started)
     return statistics.median(took)
 
 
@@ -173,10 +173,10 @@ def _others(store: Store, kind: str, count: int) -> list[Timing]:
     found.append(Timing(kind, "calls of a run", *[seconds(lambda: store.calls.page(_PAGE, trajectory=middle))] * 3))
     took = []
     for _ in range(3):
-        began = time.perf_counter()
+        started = time.perf_counter()
         store.trajectories.counts()
         store.trajectories.drop_counts()
-        took.append(time.perf_counter() - began)
+        took.append(time.perf_counter() - started)
     return [*found, Timing(kind, "counts, again, again", *took)]
 
 

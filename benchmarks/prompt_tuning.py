@@ -66,12 +66,12 @@ def tuned(method: str, rollouts: int, held_out: int, seed: int, folder: Path) ->
                 "--reflection-url", reflection.url, "--reflection-model", "scripted-reflection",
             ]  # fmt: skip
             python = mipro_python() if method == "mipro" else sys.executable
-            began = time.monotonic()
+            started = time.monotonic()
             done = subprocess.run(
                 [str(python), "-m", "ratchet", *words], cwd=folder, env=environ, stdout=subprocess.PIPE, text=True,
                 timeout=900, check=True,
             )  # fmt: skip
-            seconds = time.monotonic() - began
+            seconds = time.monotonic() - started
         print(done.stdout, flush=True)
         (run,) = json.loads(project.run("tune", "runs", "--json").stdout)
         project.run("down", seconds=60)

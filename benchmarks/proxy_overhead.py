@@ -99,9 +99,9 @@ def measure(found: Found, server: Contender, straight: Target, seconds: float, s
 
 
 def _load(server: Contender, make: wire_load.Make, seconds: float, concurrency: int) -> _Load:
-    before, began = server.cpu(), time.perf_counter()
+    before, started = server.cpu(), time.perf_counter()
     latencies = wire_load.during(server.target, make, seconds, concurrency)
-    took = time.perf_counter() - began
+    took = time.perf_counter() - started
     after = server.rest()
     count = len(latencies)
     return _Load(latencies, 1e6 * (server.cpu() - before) / count, count / took, count / (took + after))
@@ -179,15 +179,15 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(_SERVERS), default=list(_SERVERS))
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    told = ""
+    litellm_version = ""
     if "litellm" in options.only:
         with contextlib.suppress(NotRun):
-            told = f", LiteLLM {contenders.prepare_litellm()}"
+            litellm_version = f", LiteLLM {contenders.prepare_litellm()}"
     results = run(options.only, options.seconds, options.calls)
     if options.json:
         print(json.dumps([asdict(found) for found in results]))
     else:
-        print(f"One core each, Python {platform.python_version()}{told}; strict capture; 4 KB in, 5 KB out")
+        print(f"One core each, Python {platform.python_version()}{litellm_version}; strict capture; 4 KB in, 5 KB out")
         print(table(results))
 
 

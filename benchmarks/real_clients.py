@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--exact-context", choices=("off", "on", "auto"), default="auto")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    began = time.monotonic()
+    started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         found = run(Path(folder), options.exact_context)
     if options.json:
@@ -146,7 +146,7 @@ def main() -> None:
             if one.direct != one.proxied:
                 print(f"{'better' if one.fine else 'WORSE'}: {one.suite}: {one.name}")
                 print(f"  direct: {one.direct}\n  proxy:  {one.proxied}")
-        print(f"{time.monotonic() - began:.0f} s")
+        print(f"{time.monotonic() - started:.0f} s")
     sys.exit(0 if all(one.fine for one in found) else 1)
 
 

@@ -159,11 +159,11 @@ def answer_to(url: str, path: str, body: Json, model: str) -> str:
     if kind == "text/event-stream":
         return f"{reply.status_code} {json.dumps(_stream(reply.text, body), sort_keys=True)}"
     try:
-        told: Any = reply.json()
+        result: Any = reply.json()
     except ValueError:
-        told = reply.text
-    told = _bare(told) if reply.status_code == 200 else _error(told)
-    return f"{reply.status_code} {json.dumps(told, sort_keys=True)}".replace(f'"{model}"', '"MODEL"')
+        result = reply.text
+    result = _bare(result) if reply.status_code == 200 else _error(result)
+    return f"{reply.status_code} {json.dumps(result, sort_keys=True)}".replace(f'"{model}"', '"MODEL"')
 
 
 def _bare(value: Any) -> Any:

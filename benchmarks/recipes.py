@@ -36,11 +36,11 @@ def write_general(file: Path) -> None:
     stages = [Stage.made(700 + number) for number in range(3)]
     lines: list[str] = []
     while len(lines) < _GENERAL:
-        told = draw(stages, dice, MIXED)
-        while told and told[-1]["role"] != "assistant":
-            told = told[:-1]
-        if len(told) > 2:
-            lines.append(json.dumps({"messages": told, "tools": list(TOOLS)}))
+        result = draw(stages, dice, MIXED)
+        while result and result[-1]["role"] != "assistant":
+            result = result[:-1]
+        if len(result) > 2:
+            lines.append(json.dumps({"messages": result, "tools": list(TOOLS)}))
     file.write_text("\n".join(lines))
 
 

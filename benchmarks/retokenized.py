@@ -130,10 +130,10 @@ def build_tokenizer() -> Any:
 
 def lesson(dice: random.Random) -> tuple[str, str, str, str]:
     """What the policy is taught: question, first answer, the tool's answer, second answer; any key, any spelling."""
-    room, key = dice.choice(ROOMS), dice.choice(KEYS)
+    service, key = dice.choice(ROOMS), dice.choice(KEYS)
     first = f"<think>\ntry {key}\n</think>\n<tool_call>{dice.choice(SPELLINGS).format(key)}</tool_call>"
     result = dice.choice(("open", "shut"))
-    return f"open the {room}", first, result, f"it is {result}"
+    return f"open the {service}", first, result, f"it is {result}"
 
 
 def teach(folder: Path, steps: int) -> Path:
@@ -153,9 +153,9 @@ def teach(folder: Path, steps: int) -> Path:
     dice = random.Random(1)
     for _ in range(steps):
         rows = [row for place in range(20) for row in taught(tokenizer, dice, second=place % 4 == 0)]
-        ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(given + said) for given, said in rows], batch_first=True)
+        ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(given + text) for given, text in rows], batch_first=True)
         labels = torch.nn.utils.rnn.pad_sequence(
-            [torch.tensor([-100] * len(given) + said) for given, said in rows], batch_first=True, padding_value=-100
+            [torch.tensor([-100] * len(given) + text) for given, text in rows], batch_first=True, padding_value=-100
         )
         model(input_ids=ids, labels=labels).loss.backward()  # padding is on the right: no token sees it
         optimiser.step()
@@ -169,14 +169,14 @@ def teach(folder: Path, steps: int) -> Path:
 def taught(tokenizer: Any, dice: random.Random, *, second: bool) -> list[tuple[list[int], list[int]]]:
     """Context and answer of a lesson's first turn, and of its second one where it is wanted."""
     question, first, result, last = lesson(dice)
-    asked: list[Any] = [{"role": "user", "content": question}]
-    turns = [(asked, first), ([*asked, message(first), {"role": "tool", "content": result}], last)]
+    messages: list[Any] = [{"role": "user", "content": question}]
+    turns = [(messages, first), ([*messages, message(first), {"role": "tool", "content": result}], last)]
     return [
         (
             tokenizer.apply_chat_template(given, add_generation_prompt=True, return_dict=False),
-            tokenizer(said + "<|im_end|>", add_special_tokens=False)["input_ids"],
+            tokenizer(text + "<|im_end|>", add_special_tokens=False)["input_ids"],
         )
-        for given, said in turns[: 1 + second]
+        for given, text in turns[: 1 + second]
     ]
 
 
@@ -211,12 +211,12 @@ def roll_out(model: Any, tokenizer: Any, rooms: Sequence[str]) -> list[Rollout]:
         return text
 
     model.eval()
-    courses: list[list[Any]] = [[{"role": "user", "content": f"open the {room}"}] for room in rooms]
+    courses: list[list[Any]] = [[{"role": "user", "content": f"open the {service}"}] for service in rooms]
     first = sample(model, tokenizer, [rendered(course) for course in courses])
-    for course, room, turn in zip(courses, rooms, first, strict=True):
+    for course, service, turn in zip(courses, rooms, first, strict=True):
         course.append(said(turn))
         calls = course[-1].get("tool_calls") or [{"function": {"arguments": {}}}]
-        course.append({"role": "tool", "content": told(str(calls[0]["function"]["arguments"].get("key")), room)})
+        course.append({"role": "tool", "content": told(str(calls[0]["function"]["arguments"].get("key")), service)})
     second = sample(model, tokenizer, [rendered(course) for course in courses])
     for course, turn in zip(courses, second, strict=True):
         course.append(said(turn))
@@ -269,8 +269,8 @@ def run(base: Path, folder: Path, way: str, seed: int, rounds: int) -> tuple[lis
     dice = random.Random(seed)
     scores, same = [], 0.0
     for place in range(rounds):
-        rooms = [room for _ in range(GROUPS) for room in [dice.choice(ROOMS)] * GROUP]
-        rollouts = roll_out(learner._trainer.model, tokenizer, rooms)
+        services = [service for _ in range(GROUPS) for service in [dice.choice(ROOMS)] * GROUP]
+        rollouts = roll_out(learner._trainer.model, tokenizer, services)
         scores.append(statistics.fmean(rollout.score for rollout in rollouts))
         rows: list[TokenRow] = []
         for start in range(0, len(rollouts), GROUP):
@@ -316,21 +316,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=700, help="steps of teaching the form")
     parser.add_argument("--base", type=Path, help="a policy that was taught before; made there where it is not")
     parser.add_argument("--picture", type=Path)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     curves: dict[str, list[list[float]]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as name:
-        base = asked.base or Path(name) / "base"
+        base = options.base or Path(name) / "base"
         if not base.exists():
-            teach(base, asked.steps)
-        for seed in range(1, asked.seeds + 1):
+            teach(base, options.steps)
+        for seed in range(1, options.seeds + 1):
             for way in WAYS:
-                scores, same = run(base, Path(name), way, seed, asked.rounds)
+                scores, same = run(base, Path(name), way, seed, options.rounds)
                 curves[way].append(scores)
                 steps = " ".join(f"{score:.2f}" for score in scores)
                 print(f"seed {seed}, {way}: answers trained as sampled {same:.2f}; {steps}", flush=True)
-    if asked.picture:
-        draw(asked.picture, curves)
+    if options.picture:
+        draw(options.picture, curves)
 
 
 if __name__ == "__main__":

@@ -86,8 +86,8 @@ def measure(*, wide: bool) -> None:
                     times[way].append(cpu_seconds(partial(round_on, trainer, worth, rows)))
             least = {way: min(seconds) for way, seconds in times.items()}
             whole = sum(len(row.ids) for row in rows)
-            told = " | ".join(f"{seconds:.2f} s, {least['apart'] / seconds:.2f}" for seconds in least.values())
-            print(f"| {prompt}, {answer} | {whole / (whole - 7 * prompt):.2f} | {told} |", flush=True)
+            result = " | ".join(f"{seconds:.2f} s, {least['apart'] / seconds:.2f}" for seconds in least.values())
+            print(f"| {prompt}, {answer} | {whole / (whole - 7 * prompt):.2f} | {result} |", flush=True)
 
 
 def main() -> None:

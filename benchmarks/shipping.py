@@ -44,12 +44,12 @@ def opening(calls: int, seed: int = 1) -> Iterator[list[Shipment]]:
     system = node("", {"role": "system", "content": "You find messages in a mailbox. " * 45})
     prompt, sampled, logprobs = pack_ids(range(1000, 1380)), pack_ids(range(32)), pack_logprobs([-0.5] * 32)
     for number in range(calls):
-        asked = node(system.hash, {"role": "user", "content": f"{chance.getrandbits(64)} {_USER}"})
-        reply = node(asked.hash, {"role": "assistant", "content": f"{chance.getrandbits(64)} " + "word " * 32})
+        request = node(system.hash, {"role": "user", "content": f"{chance.getrandbits(64)} {_USER}"})
+        reply = node(request.hash, {"role": "assistant", "content": f"{chance.getrandbits(64)} " + "word " * 32})
         begun = CallBegun(
             call_id=new_id("call"), trajectory_id=new_id("traj"), started_at=1.79e9 + number / 1000, alias="mail",
-            version=0, dialect="chat", streamed=False, linked_by="root", prompt_node=asked.hash, key_id="key_1",
-            sampling={"temperature": 1.0, "max_tokens": 256}, nodes=(system, asked) if number == 0 else (asked,),
+            version=0, dialect="chat", streamed=False, linked_by="root", prompt_node=request.hash, key_id="key_1",
+            sampling={"temperature": 1.0, "max_tokens": 256}, nodes=(system, request) if number == 0 else (request,),
         )  # fmt: skip
         choice = Choice(index=0, finish_reason="stop", token_ids=sampled, logprobs=logprobs, reply_node=reply.hash)
         yield [begun, CallEnded(

@@ -120,7 +120,7 @@ class Agent:
 
     async def ask(self, task: Task) -> Served:
         """Ask once and look at what came."""
-        messages, began = opening(task.question), time.monotonic()
+        messages, start_time = opening(task.question), time.monotonic()
         create: Any = self._client.chat.completions.create
         try:
             answer = await create(
@@ -128,9 +128,9 @@ class Agent:
             )
         except Exception as error:  # noqa: BLE001  a failed call is a figure of the run
             print(f"call failed: {error}", file=sys.stderr)
-            return Served(False, time.monotonic() - began, failed=True)
-        said = answer.choices[0].message.model_dump(exclude_none=True)
-        return Served(found([*messages, said]), time.monotonic() - began)
+            return Served(False, time.monotonic() - start_time, failed=True)
+        reply = answer.choices[0].message.model_dump(exclude_none=True)
+        return Served(found([*messages, reply]), time.monotonic() - start_time)
 
 
 async def live(agent: Agent, tasks: Sequence[Task], calls: int, rate: float, rng: random.Random) -> list[Served]:
@@ -179,15 +179,15 @@ def settings_of(way: str, folder: Path, seed: int, url: str, held_out_share: flo
 
 def run(way: str, calls: int, rate: float, seed: int, folder: Path, share: float, known: Sequence[Served]) -> Run:
     """Run one way; return the calls under version 0, unless they are `known`, and the figures."""
-    with ranking_model(found) as url, contextlib.ExitStack() as rooms:
+    with ranking_model(found) as url, contextlib.ExitStack() as services:
         settings = settings_of(way, folder, seed, url, share)
         settings.state.make(min_free_disk_mb=0)
-        began = time.monotonic()
-        supervisor = rooms.enter_context(start_services(settings, announce=lambda text: None))
+        start_time = time.monotonic()
+        supervisor = services.enter_context(start_services(settings, announce=lambda text: None))
         base_url, alias = supervisor.plan.base_url, settings.model
         tasks = {split: read_tasks(home(), split) for split in ("train", "test")}
         store = open_store(settings.store_url)
-        rooms.callback(store.close)
+        services.callback(store.close)
 
         async def course() -> tuple[Sequence[Served], list[Served], list[Served], int]:
             before = known or await asked(f"{alias}@0", tasks["test"])
@@ -207,7 +207,7 @@ def run(way: str, calls: int, rate: float, seed: int, folder: Path, share: float
 
         before, served, after, version = asyncio.run(course())
         figures = told(way, seed, before, served, after, version, store, alias)
-        return before, figures | {"seconds": round(time.monotonic() - began)}
+        return before, figures | {"seconds": round(time.monotonic() - start_time)}
 
 
 def _settle(store: Store, settings: Settings) -> None:

@@ -48,10 +48,10 @@ class Run:
 
     def ratchet(self, *words: str, codes: Sequence[int] = (0,), seconds: float = 1200) -> str:
         """Run a command to its end, print what it said and how long it took."""
-        began = time.monotonic()
+        started = time.monotonic()
         done = self.project.run(*words, seconds=seconds, **self._environ)
         print(
-            f"$ ratchet {' '.join(words)}   ({time.monotonic() - began:.0f} s, {done.returncode})\n{done.stdout}",
+            f"$ ratchet {' '.join(words)}   ({time.monotonic() - started:.0f} s, {done.returncode})\n{done.stdout}",
             flush=True,
         )
         assert done.returncode in codes, done.returncode

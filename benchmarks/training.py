@@ -84,9 +84,9 @@ def padded(rows: Sequence[Sequence[float]], width: int) -> torch.Tensor:
 
 
 def cpu_seconds(work: Callable[[], Any]) -> float:
-    began = time.process_time()
+    started = time.process_time()
     work()
-    return time.process_time() - began
+    return time.process_time() - started
 
 
 def measure(rounds: int) -> None:

@@ -68,10 +68,10 @@ class Run:
 
 def result_of(process: subprocess.Popen[str]) -> Mapping[str, Any]:
     """Return what a run of the command found."""
-    told, _ = process.communicate()
+    output, _ = process.communicate()
     if process.returncode:
         raise SystemExit(f"the command ended with {process.returncode}")
-    found: dict[str, Any] = json.loads(told)
+    found: dict[str, Any] = json.loads(output)
     return found
 
 
@@ -85,11 +85,11 @@ def killed(run: Run, process: subprocess.Popen[str], store: Store, training: int
     process.wait()
     (tuning,) = store.tunings.page("weights")
     before = {one.id for one in store.rollouts.of_tuning(tuning.id) if one.counts}
-    began = time.monotonic()
+    started = time.monotonic()
     again = run.tune("--resume", tuning.id)
     while not (gone := _in_state(store, tuning.id, RolloutState.ABANDONED)):
         time.sleep(_POLL)
-    waited = time.monotonic() - began
+    waited = time.monotonic() - started
     found = result_of(again)
     _check(store, tuning.id, before)
     under_way = store.trajectories.last_active([one.id for one in gone])
@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     signals.install_handlers()
     run = Run(chosen.example, chosen.folder or Path(tempfile.mkdtemp(prefix="tune-weights-")), chosen.python)
-    began = time.monotonic()
+    started = time.monotonic()
     try:
         run.ratchet("up", "--detach")
         process = run.begin(chosen.rounds, chosen.seed, chosen.eval_attempts)
@@ -151,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         show(chosen.example, found)
     finally:
         run.ratchet("down")
-    print(f"{chosen.example}: {time.monotonic() - began:.0f} s with the project's start and end")
+    print(f"{chosen.example}: {time.monotonic() - started:.0f} s with the project's start and end")
 
 
 if __name__ == "__main__":

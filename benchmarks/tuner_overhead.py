@@ -85,9 +85,9 @@ async def bare(agent: Agent, tasks: list[Task], url: str) -> None:
 
 async def timed(name: str, rollouts: int, work: Callable[[], Awaitable[Any]]) -> Arm:
     """Run an arm once."""
-    began, cpu = time.perf_counter(), time.process_time()
+    started, cpu = time.perf_counter(), time.process_time()
     await work()
-    return Arm(name, time.perf_counter() - began, (time.process_time() - cpu) / rollouts * 1000)
+    return Arm(name, time.perf_counter() - started, (time.process_time() - cpu) / rollouts * 1000)
 
 
 async def measure(url: str, store_path: str, arguments: argparse.Namespace) -> list[Arm]:
@@ -122,11 +122,11 @@ def preview_seconds(gigabytes: int, folder: Path) -> float:
             written.write(block)
     best = float("inf")
     for _ in range(3):
-        began = time.perf_counter()
+        started = time.perf_counter()
         subprocess.run(
             [sys.executable, "-m", "ratchet", "tasks", "preview", str(file)], check=True, capture_output=True
         )
-        best = min(best, time.perf_counter() - began)
+        best = min(best, time.perf_counter() - started)
     file.unlink()
     return best
 

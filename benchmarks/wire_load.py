@@ -108,9 +108,9 @@ async def _worker(target: Target, make: Make, seconds: list[float], turns: Calla
     try:
         while turns():
             data = make(next(_numbers))
-            began = time.perf_counter()
+            started = time.perf_counter()
             await connection.call(data)
-            seconds.append(time.perf_counter() - began)
+            seconds.append(time.perf_counter() - started)
     finally:
         connection.close()
 

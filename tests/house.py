@@ -102,8 +102,8 @@ def commands_page() -> str:
     ]
     for words, command in commands(cli):
         help_text = inspect.cleandoc(re.sub(r"\x08\n?", "", command.help or ""))
-        said, _, example = help_text.partition("Example:")
-        parts.append(f"## `ratchet {' '.join(words)}`\n\n{said.strip()}\n")
+        text, _, example = help_text.partition("Example:")
+        parts.append(f"## `ratchet {' '.join(words)}`\n\n{text.strip()}\n")
         parts.append(f"```sh\n{_unindented(example)}\n```\n")
         if arguments := [one for one in command.params if isinstance(one, click.Argument)]:
             named = " ".join(one.make_metavar(click.Context(command)) for one in arguments)

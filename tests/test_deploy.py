@@ -106,8 +106,8 @@ def test_the_unit_gives_up_longer_to_stop_than_up_takes() -> None:
 
 def test_the_console_is_in_the_wheel() -> None:
     """As setuptools gathers it: the pages are no modules, and a wheel without them serves 404."""
-    told = PYPROJECT["tool"]["setuptools"]["package-data"]["ratchet.proxy.coordinator.console"]
+    result = PYPROJECT["tool"]["setuptools"]["package-data"]["ratchet.proxy.coordinator.console"]
     pages = ROOT / "proxy" / "console"
-    packed = {path.relative_to(pages) for pattern in told for path in pages.glob(pattern)}
+    packed = {path.relative_to(pages) for pattern in result for path in pages.glob(pattern)}
     assert packed == {path.relative_to(pages) for path in pages.rglob("*") if path.is_file() and path.suffix != ".py"
                       and "__pycache__" not in path.parts}  # fmt: skip

@@ -69,9 +69,9 @@ def test_the_judge_of_the_readme_is_fooled_by_nothing_that_the_lint_tries() -> N
     assert block is not None
     names: dict[str, Any] = {}
     exec(block[1], names)
-    asked = {"messages": [{"role": "user", "content": "What is the capital of Norway?"}]}
-    assert names["judge"](asked, "Oslo.") == 1.0
-    assert {names["judge"](asked, answer) for _, answer in tricks("Oslo", ["Rome"])} == {0.0}
+    request = {"messages": [{"role": "user", "content": "What is the capital of Norway?"}]}
+    assert names["judge"](request, "Oslo.") == 1.0
+    assert {names["judge"](request, answer) for _, answer in tricks("Oslo", ["Rome"])} == {0.0}
 
 
 def test_the_commands_of_the_pages_are_found() -> None:

@@ -65,11 +65,11 @@ def test_an_installed_wheel_gives_vllm_on_cpus_a_plugin_that_is_there(installed:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    said = json.loads(done.stdout)
-    assert Path(said["path"]).is_relative_to(installed)
-    assert (Path(said["path"]) / "ratchet_vllm_cpu.py").is_file()
-    assert "ratchet_vllm_cpu:register" in said["found"]
-    assert said["register"]
+    output = json.loads(done.stdout)
+    assert Path(output["path"]).is_relative_to(installed)
+    assert (Path(output["path"]) / "ratchet_vllm_cpu.py").is_file()
+    assert "ratchet_vllm_cpu:register" in output["found"]
+    assert output["register"]
 
 
 def test_without_its_plugin_vllm_on_cpus_is_not_started(installed: Path, tmp_path: Path) -> None:

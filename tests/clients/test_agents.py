@@ -70,12 +70,12 @@ def test_what_it_sends_reaches_the_engine(bench: Bench, client: Client, streamed
 @every_run
 def test_the_engine_is_told_the_whole_conversation(bench: Bench, client: Client, streamed: bool) -> None:
     last = bench.upstream(client, streamed)[-1]
-    said = [(message["role"], _names(message)) for message in last["messages"] if not _is_reminder(message)]
+    messages = [(message["role"], _names(message)) for message in last["messages"] if not _is_reminder(message)]
     if client.scenario is not LOOP:
-        assert {names for _, names in said} == {()}  # told in texts
+        assert {names for _, names in messages} == {()}  # told in texts
         return
     assert [tool["function"]["name"] for tool in last["tools"]][-2:] == ["search", "read"]
-    assert said == [
+    assert messages == [
         ("system", ()),
         ("user", ()),
         ("assistant", ("search",)),
@@ -103,5 +103,5 @@ def _is_reminder(message: dict[str, Any]) -> bool:
 def test_no_client_was_refused_anything(bench: Bench) -> None:
     for future in bench.results.values():
         future.result()
-    asked = [seen for seen in bench.witness.seen if not seen.path.startswith("/health/")]  # the bench's own are not
-    assert [seen for seen in asked if seen.status >= 400] == []
+    requests = [seen for seen in bench.witness.seen if not seen.path.startswith("/health/")]  # the bench's own are not
+    assert [seen for seen in requests if seen.status >= 400] == []

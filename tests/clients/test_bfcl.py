@@ -71,15 +71,15 @@ class Conversing(ScriptedVllm):
         self.results: list[str] = []  # what the package's tools said
 
     async def _answer(self, body: Json, script: Mapping[str, str], receive: Receive, send: Send) -> None:
-        asked = [one["content"] for one in body["messages"] if one["role"] == "user"]
+        messages = [one["content"] for one in body["messages"] if one["role"] == "user"]
         last = body["messages"][-1]
         if last["role"] == "tool":
             self.results.append(last["content"])
-        said = {"say": "done"}
+        text = {"say": "done"}
         if last["role"] == "user" and body["model"] != self.base:
-            calls = self.right[self.entries[asked[0]]][len(asked) - 1]
-            said |= {"calls": "".join(_call(call, body["tools"]) for call in calls)}
-        await super()._answer(body, said, receive, send)
+            calls = self.right[self.entries[messages[0]]][len(messages) - 1]
+            text |= {"calls": "".join(_call(call, body["tools"]) for call in calls)}
+        await super()._answer(body, text, receive, send)
 
     def _words(self, script: Mapping[str, str]) -> str:
         return script.get("calls") or super()._words(script)
@@ -121,8 +121,8 @@ def _served(engine: type[ScriptedVllm], store: Store, folder: Path) -> Iterator[
     find(ENVIRONMENT)
     made = engine()
     with served(made) as vllm_url, running(vllm_url, store, folder) as proxy:
-        held = store.rounds.start("agent", 0)
-        store.rounds.commit(held.id, version=1, checkpoint="/adapters/1", groups=[], metrics={})
+        round_ = store.rounds.start("agent", 0)
+        store.rounds.commit(round_.id, version=1, checkpoint="/adapters/1", groups=[], metrics={})
         store.policies.promote("agent", 1, {})
         yield made, proxy
 
@@ -133,9 +133,9 @@ def test_versions_are_measured_before_and_after_and_nothing_of_it_is_trained(
     (tmp_path / "project").mkdir()
     project = Project(tmp_path / "project")
     project.write(model="agent", store=f"sqlite:///{tmp_path / 'store.db'}")
-    asked = ["--environment", str(ENVIRONMENT), "--proxy", proxy.url, "--limit", "12", "--seed", "6"]
-    asked += ["--category", "simple_python", "--category", "irrelevance"]
-    found = project.json("eval", "bfcl", *asked, seconds=400)
+    arguments = ["--environment", str(ENVIRONMENT), "--proxy", proxy.url, "--limit", "12", "--seed", "6"]
+    arguments += ["--category", "simple_python", "--category", "irrelevance"]
+    found = project.json("eval", "bfcl", *arguments, seconds=400)
     assert (found["baseline"], found["best"]) == ("agent@0", "agent@1")
     assert found["gain"]["difference"] == 0.5
     assert found["gain"]["low"] > 0
@@ -162,8 +162,8 @@ def test_conversations_over_several_turns_are_played_with_the_packages_own_tools
     project = Project(tmp_path / "project")
     project.write(model="agent", store=f"sqlite:///{tmp_path / 'store.db'}")
     with _served(Conversing, store, tmp_path) as (engine, proxy):
-        asked = ["--environment", str(ENVIRONMENT), "--proxy", proxy.url, "--limit", "4", "--seed", "2"]
-        found = project.json("eval", "bfcl", *asked, "--category", "multi_turn_base", seconds=400)
+        arguments = ["--environment", str(ENVIRONMENT), "--proxy", proxy.url, "--limit", "4", "--seed", "2"]
+        found = project.json("eval", "bfcl", *arguments, "--category", "multi_turn_base", seconds=400)
         proxy.settled()
     rows = {row["version"]: (row["right"], row["entries"], row["broken"]) for row in found["details"]["by_category"]}
     assert rows == {"agent@0": (0, 4, 0), "agent@1": (4, 4, 0)}

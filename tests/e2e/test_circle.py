@@ -23,17 +23,17 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, dict[str, 
         "--held-out-tasks", "60", "--held-out-attempts", "2", "--state-dir", str(folder),
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
-    said = done.stdout + done.stderr
-    assert (folder / "demo" / "result.json").exists(), said[-4000:]
-    return done.returncode, said, json.loads((folder / "demo" / "result.json").read_text()), folder / "demo"
+    output = done.stdout + done.stderr
+    assert (folder / "demo" / "result.json").exists(), output[-4000:]
+    return done.returncode, output, json.loads((folder / "demo" / "result.json").read_text()), folder / "demo"
 
 
 @pytest.mark.e2e
 def test_an_unmodified_agent_gets_better_on_tasks_that_it_has_never_seen(demo: Any) -> None:
-    code, said, result, _ = demo
+    code, text, result, _ = demo
     assert result["held_out_tasks"] == 60
     assert result["held_out_success_before"] <= 0.45
-    assert result["held_out_success_after"] > result["held_out_success_before"] + 0.15, said[-4000:]
+    assert result["held_out_success_after"] > result["held_out_success_before"] + 0.15, text[-4000:]
     assert (code, result["learned"]) == (0, True)
 
 

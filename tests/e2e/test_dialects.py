@@ -78,7 +78,7 @@ def by_responses(url: str, streamed: bool) -> tuple[str, Any]:
 def test_a_tool_call_comes_back_in_every_dialect_and_is_captured(
     project: Project, url: str, ask: Any, streamed: bool
 ) -> None:
-    began = time.time()
+    started = time.time()
     name, arguments = ask(url, streamed)
     assert name == "search_inbox"
     assert "picnic" in str(arguments)
@@ -86,7 +86,7 @@ def test_a_tool_call_comes_back_in_every_dialect_and_is_captured(
     dialect = ask.__name__.removeprefix("by_")
 
     def captured() -> list[Any]:
-        calls = [call for call in store.calls.page() if call.started_at >= began]
+        calls = [call for call in store.calls.page() if call.started_at >= started]
         return [c for c in calls if (c.dialect, c.streamed, str(c.state)) == (dialect, streamed, "answered")]
 
     wait_for("the call is in the store", lambda: bool(captured()))
@@ -146,8 +146,8 @@ def test_a_client_that_leaves_stops_the_engine_and_what_was_generated_is_recorde
     def left(seed: int) -> Any:
         # By a name of its own: a call that was made before, also by another test, may reach the store later.
         name = f"left-{streamed}-{seed}"
-        said = {"messages": [{"role": "user", "content": f"Where? {seed}"}], "metadata": {"trajectory_id": name}}
-        leave(url, body | said | {"seed": seed})
+        text = {"messages": [{"role": "user", "content": f"Where? {seed}"}], "metadata": {"trajectory_id": name}}
+        leave(url, body | text | {"seed": seed})
         found: list[Any] = []
 
         def recorded() -> bool:

@@ -62,8 +62,8 @@ def converse(agent: openai.OpenAI, model: Model, *, streamed: bool, thinks: bool
     """Let an agent go through the turns; `keeps`: it sends its reasoning back."""
     messages: list[Any] = [{"role": "system", "content": "You are an agent"}]
     for seed, (role, text, tool_choice, more) in enumerate(TURNS):
-        said = {"role": role, "content": text}
-        messages.append(said if role == "user" else {**said, "tool_call_id": messages[-1]["tool_calls"][0]["id"]})
+        texts = {"role": role, "content": text}
+        messages.append(texts if role == "user" else {**texts, "tool_call_id": messages[-1]["tool_calls"][0]["id"]})
         ask: dict[str, Any] = {
             "model": "agent", "messages": messages, "tools": [TOOL], "tool_choice": tool_choice, "max_tokens": 160,
             "parallel_tool_calls": False, "seed": seed, "logit_bias": model.bias,
@@ -159,8 +159,8 @@ def test_under_a_prompt_that_is_swapped_in_too(engine: tuple[str, Model], mode: 
         calls = recorded(proxy)
         assert {call.version for call in calls} == {1}
         assert_one_sequence(calls)
-        said = proxy.store.trajectories.read(calls[0].trajectory_id).messages[0]
-        assert said["content"] == "You are an agent"
+        text = proxy.store.trajectories.read(calls[0].trajectory_id).messages[0]
+        assert text["content"] == "You are an agent"
         body = {"model": _base(url), "tokens": unpack_ids(calls[0].prompt_ids)}
         sent = httpx.post(f"{url}/detokenize", json=body, timeout=20).json()["prompt"]
         assert ("You are an agent" in sent, "Search the inbox first." in sent) == (mode == "append", True)
@@ -191,8 +191,8 @@ def test_messages_stays_exact_although_its_clients_lose_the_spacing_of_arguments
             ask |= {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
             ask |= {"extra_body": {"seed": seed, "logit_bias": model.bias}}
             [called] = [block for block in client.messages.create(**ask).content if block.type == "tool_use"]
-            said = called.model_dump(include={"type", "id", "name", "input"})
+            text = called.model_dump(include={"type", "id", "name", "input"})
             result = {"type": "tool_result", "tool_use_id": called.id, "content": "none"}
-            messages += [{"role": "assistant", "content": [said]}, {"role": "user", "content": [result]}]
+            messages += [{"role": "assistant", "content": [text]}, {"role": "user", "content": [result]}]
         client.close()
         assert_one_sequence(recorded(proxy))

@@ -53,8 +53,8 @@ def test_beside_adapters_the_base_model_answers_as_it_does_alone(tmp_path: Path)
             assert loaded.status_code == 200, loaded.text
         adapted = {name: logprobs(url, name) for name in names}  # every slot has been used
         with ThreadPoolExecutor(9) as pool:
-            asked = [BASE, *names] * 3
-            together = list(pool.map(lambda model: logprobs(url, model), asked))
-    for model, got in zip(asked, together, strict=True):
+            models = [BASE, *names] * 3
+            together = list(pool.map(lambda model: logprobs(url, model), models))
+    for model, got in zip(models, together, strict=True):
         assert got == pytest.approx(alone if model == BASE else adapted[model], abs=1e-3), model
     assert adapted[names[-1]] != pytest.approx(alone, abs=0.1)

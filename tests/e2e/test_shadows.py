@@ -34,19 +34,19 @@ def test_a_single_call_with_tools_is_asked_again_token_for_token(project: Projec
         trainer = Line(store, settings)
         try:
             eventually(lambda: httpx.get(proxy.url + "/health/ready", timeout=5).status_code == 200)
-            asked: Any = {"model": "agent", "messages": opening("Where is the picnic?", 6), "tools": list(TOOLS)}
+            request: Any = {"model": "agent", "messages": opening("Where is the picnic?", 6), "tools": list(TOOLS)}
             with openai.OpenAI(base_url=proxy.url + "/v1", api_key="x") as agent:
-                agent.chat.completions.create(**asked, temperature=1.0, max_tokens=24)
+                agent.chat.completions.create(**request, temperature=1.0, max_tokens=24)
             trainer.until(lambda: store.groups.page())
             counted = httpx.get(f"{proxy.url}/metrics", timeout=10).text
         finally:
             trainer.assembly.close()
             proxy.stop()
         (group,) = store.groups.page()
-        told = [store.trajectories.read(name) for name in group.members]
-        assert {one.trajectory.state for one in told} == {TrajectoryState.GROUPED}
-        assert sorted(one.trajectory.purpose for one in told) == ["live", "resample", "resample"]
-        assert len({one.calls[0].prompt_ids for one in told}) == 1
-        assert all(choice.token_ids and choice.logprobs for one in told for choice in one.calls[0].choices)
+        transcript = [store.trajectories.read(name) for name in group.members]
+        assert {one.trajectory.state for one in transcript} == {TrajectoryState.GROUPED}
+        assert sorted(one.trajectory.purpose for one in transcript) == ["live", "resample", "resample"]
+        assert len({one.calls[0].prompt_ids for one in transcript}) == 1
+        assert all(choice.token_ids and choice.logprobs for one in transcript for choice in one.calls[0].choices)
         assert store.resamples.counts("agent")[ResampleState.ANSWERED].count == len(runs(store)) == 2
     assert 'ratchet_calls_total{alias="agent",dialect="chat",purpose="resample",state="answered"} 2.0' in counted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,18 @@ def test_an_agents_calls_become_a_trained_version_that_answers_its_next_calls(tm
         pids = [int(file.read_text().split()[0]) for file in (project.state / "run").glob("*.pid")]
         url = f"http://127.0.0.1:{project.content['proxy']['port']}/v1"
         with openai.OpenAI(base_url=url, api_key="x", max_retries=0) as agent:
-            first = {_call(agent, f"task {attempt % 2}", attempt) for attempt in range(8)}
+            attempts = itertools.count()
+            first = {_call(agent, f"task {number % 2}", next(attempts)) for number in range(8)}
             assert first == {"mail@0"}
-            wait_for("version 1 answers", lambda: _call(agent, "later task", 0) == "mail@1", seconds=120)
+            with closing(open_store(str(project.state / "store.db"))) as store:
+                wait_for("version 1 is live", lambda: store.policies.live()["mail"].version == 1, seconds=180)
+            # A trajectory stays on its version, so this one is new; the proxy reads versions from the store.
+            wait_for("version 1 answers", lambda: _call(agent, "later", next(attempts)) == "mail@1", pause=0.5)
         assert project.run("down").returncode == 0
         assert not [pid for pid in pids if is_alive(pid)]
+    except AssertionError:
+        print((project.state / "trainer.log").read_text()[-6000:])
+        raise
     finally:
         project.stop()
     with closing(open_store(str(project.state / "store.db"))) as store:

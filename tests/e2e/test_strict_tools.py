@@ -46,12 +46,12 @@ CASES = ASKED | {
 
 def held(enforced: str) -> set[str]:
     """Return the requests that vLLM's own parser holds to a grammar."""
-    told = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "tests.harness.vllm.strict_probe", str(POLICY)],
         input=json.dumps(CASES), text=True, check=True,
         env=os.environ | {"VLLM_ENFORCE_STRICT_TOOL_CALLING": enforced}, stdout=subprocess.PIPE, cwd=ROOT,
     )  # fmt: skip
-    return {name for name, is_held in json.loads(told.stdout.splitlines()[-1]).items() if is_held}
+    return {name for name, is_held in json.loads(result.stdout.splitlines()[-1]).items() if is_held}
 
 
 @pytest.mark.e2e
@@ -63,8 +63,8 @@ def test_the_proxy_marks_what_vllms_own_parser_holds_to_a_grammar_and_nothing_el
 
 def _is_marked(fields: dict[str, Any]) -> bool:
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "Find it"}], **fields}).encode()
-    asked = asyncio.run(Chat().read(body, None))
-    return TOOL_GRAMMAR in noted(asked, "auto").request.sampling
+    request = asyncio.run(Chat().read(body, None))
+    return TOOL_GRAMMAR in noted(request, "auto").request.sampling
 
 
 @pytest.mark.e2e

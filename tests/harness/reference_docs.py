@@ -50,16 +50,16 @@ def _learner_descriptions() -> Iterator[tuple[str, str]]:
 
     known = {field.name for field in dataclasses.fields(LearnerSettings)}
     named: list[str] = []
-    said: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for line in (LearnerSettings.__doc__ or "").splitlines():
         entry = re.match(r"\s{4}(\w[\w, ]*?)\s{2,}(.+)", line)
         names = [name.strip() for name in entry[1].split(",")] if entry else []
         if entry and known.issuperset(names):
             named = names
-            said |= dict.fromkeys(names, entry[2].strip())
+            texts |= dict.fromkeys(names, entry[2].strip())
         elif named and line.strip():
-            said |= {name: f"{said[name]} {line.strip()}" for name in named}
-    yield from ((name, text.replace("|", "\\|")) for name, text in said.items())
+            texts |= {name: f"{texts[name]} {line.strip()}" for name in named}
+    yield from ((name, text.replace("|", "\\|")) for name, text in texts.items())
 
 
 def _operator_routes() -> str:

@@ -21,12 +21,12 @@ ROOT = Path(__file__).parents[3]
 SCRIPTED_VLLM = Path(__file__).with_name("scripted_vllm.py")
 
 
-def wait_for(what: str, holds: Callable[[], bool], seconds: float = 20.0) -> None:
+def wait_for(what: str, holds: Callable[[], bool], seconds: float = 20.0, pause: float = 0.05) -> None:
     """Return when `holds`; fail naming `what` when it does not in time."""
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
-        time.sleep(0.05)
+        time.sleep(pause)
 
 
 def is_alive(pid: int) -> bool:
@@ -86,14 +86,14 @@ class Project:
     def run(self, *arguments: str, seconds: float = 60, **environ: str) -> subprocess.CompletedProcess[str]:
         """Run `ratchet ARGUMENTS` to its end, `seconds` at most; stdout and stderr come together."""
         process = self.start(*arguments, **environ)
-        said, _ = process.communicate(timeout=seconds)
-        return subprocess.CompletedProcess(arguments, process.returncode, said)
+        output, _ = process.communicate(timeout=seconds)
+        return subprocess.CompletedProcess(arguments, process.returncode, output)
 
     def json(self, *arguments: str, seconds: float = 60) -> Any:
         """Run `ratchet ARGUMENTS --json` to its end and return what it printed to stdout alone."""
         process = self._start([*arguments, "--json"], {}, subprocess.PIPE)
-        stdout, said = process.communicate(timeout=seconds)
-        assert process.returncode == 0, said
+        stdout, stderr = process.communicate(timeout=seconds)
+        assert process.returncode == 0, stderr
         return json.loads(stdout)
 
     def up(self, *arguments: str, **environ: str) -> subprocess.Popen[str]:

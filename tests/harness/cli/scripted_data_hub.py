@@ -51,8 +51,8 @@ def hub_with(name: str, files: Mapping[str, bytes]) -> Iterator[str]:
 
         def _bytes(self, content: bytes, status: int = 200, kind: str = "application/octet-stream") -> None:
             first, last = 0, len(content) - 1
-            if (asked := self.headers.get("range")) and status == 200:
-                begin, _, end = asked.removeprefix("bytes=").partition("-")
+            if (request := self.headers.get("range")) and status == 200:
+                begin, _, end = request.removeprefix("bytes=").partition("-")
                 status, first, last = 206, int(begin or 0), min(last, int(end or last))
             part = content[first : last + 1]
             self.send_response(status)

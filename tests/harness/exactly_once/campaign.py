@@ -200,11 +200,11 @@ class ExactlyOnceCampaign:
     def _read(self) -> None:
         outcome = self.outcome
         runs = list(_all_trajectories(self._store))
-        rounds = [held for held in _all_rounds(self._store) if held.state is RoundState.COMMITTED]
+        rounds = [round_ for round_ in _all_rounds(self._store) if round_.state is RoundState.COMMITTED]
         outcome.answered = len(self._agents.answered)
         outcome.trained = sum(run.state is TrajectoryState.TRAINED for run in runs)
         outcome.dropped = dict(self._store.trajectories.drop_counts())
-        outcome.rounds = dict(Counter(str(held.state) for held in _all_rounds(self._store)))
+        outcome.rounds = dict(Counter(str(round_.state) for round_ in _all_rounds(self._store)))
         outcome.versions = dict(Counter(str(policy.state) for policy in self._store.policies.all(ALIAS)))
         outcome.judged_again = self._judged_again()
         ready = [path.read_text().count("event=trainer_ready") for path in self._folder.glob("*.log")]
@@ -257,12 +257,12 @@ class ExactlyOnceCampaign:
     def _lineage(self, rounds: Sequence[Round]) -> Iterator[str]:
         """Each committed round continues from the one before; versions increase; the newest one is live."""
         before = 0
-        for held in reversed(rounds):
-            if held.from_version != before:
-                yield f"version {held.to_version} was trained from {held.from_version}, not from {before}"
-            if (held.to_version or 0) <= before:
-                yield f"version {held.to_version} came after {before}"
-            before = held.to_version or 0
+        for round_ in reversed(rounds):
+            if round_.from_version != before:
+                yield f"version {round_.to_version} was trained from {round_.from_version}, not from {before}"
+            if (round_.to_version or 0) <= before:
+                yield f"version {round_.to_version} came after {before}"
+            before = round_.to_version or 0
         live = self._store.policies.live()[ALIAS].version
         if live != before:
             yield f"version {live} is live, the newest one is {before}"

@@ -70,10 +70,10 @@ class AgentRun:
 
     async def chat(self, messages: Sequence[Message], before: str | None = None, **more: Any) -> Reply:
         """Call Chat Completions, sometimes streamed; retry 503, as the SDKs do."""
-        asked: Json = {"model": "agent", "messages": copy.deepcopy(list(messages)), "tools": TOOLS, **more}
+        request: Json = {"model": "agent", "messages": copy.deepcopy(list(messages)), "tools": TOOLS, **more}
         if self.traffic.rng.random() < 0.3 and "n" not in more:
-            asked["stream"] = True
-        return await self.call("/v1/chat/completions", asked, before)
+            request["stream"] = True
+        return await self.call("/v1/chat/completions", request, before)
 
     async def call(
         self, path: str, body: Json, before: str | None = None, choice: int = 0, retry: int = 0, timeout: float = 30.0

@@ -57,7 +57,7 @@ def fill(store: Store) -> None:
 
 
 def _train(store: Store, version: int, group: str, reward: float) -> None:
-    told = store.rounds.start(ALIAS, version)
+    round_ = store.rounds.start(ALIAS, version)
     metrics: dict[str, Any] = {
         "reward": reward,
         "trajectories": 40,
@@ -72,7 +72,7 @@ def _train(store: Store, version: int, group: str, reward: float) -> None:
         "learning_rate": 2e-3,
     }
     metrics |= {"numbers": "fp32"}
-    store.rounds.commit(told.id, version=version + 1, checkpoint=f"c/{version + 1}", groups=[group], metrics=metrics)
+    store.rounds.commit(round_.id, version=version + 1, checkpoint=f"c/{version + 1}", groups=[group], metrics=metrics)
     if version < 4:
         store.policies.promote(ALIAS, version + 1, {"gain": 0.1}, by="release", reason="better: +0.15 (0.05 to 0.25)")
 
@@ -81,10 +81,10 @@ def hostile(store: Store) -> None:
     """A trajectory whose every text would like to run, hide or mislead."""
     first = begun("call_h1", "hostile", TALK, at=2.0, task="evil/" + HOSTILE[:60], role="planner" + HOSTILE[:20],
                   tags=("nightly",))  # fmt: skip
-    asked = {**tool_call('{"query": "' + "x" * 20 + '<b>"}'), "reasoning": "thinking " + HOSTILE}
-    seen = [*TALK, asked, {"role": "tool", "tool_call_id": "c1", "content": HOSTILE}]
+    request = {**tool_call('{"query": "' + "x" * 20 + '<b>"}'), "reasoning": "thinking " + HOSTILE}
+    seen = [*TALK, request, {"role": "tool", "tool_call_id": "c1", "content": HOSTILE}]
     second = begun("call_h2", "hostile", seen, at=3.0, parent_call="call_h1", linked_by="graph+tool_ids")
-    store.calls.ship([first, ended(first, asked, messages=TALK)])
+    store.calls.ship([first, ended(first, request, messages=TALK)])
     store.calls.ship([second, ended(second, {"role": "assistant", "content": "Oslo " + HOSTILE}, messages=seen,
                                     context="exact", prompt=(6, 7))])  # fmt: skip
     answered_trajectory(store, "beside", HOSTILE, task="evil/2", at=2.5)
@@ -104,6 +104,6 @@ def hostile(store: Store) -> None:
         for name, score in (("hostile", 0.25), ("beside", 0.75))
     ]  # fmt: skip
     store.groups.record_verdicts(group.id, verdicts, [asking])
-    said = Feedback(id="fb_1", kind="trajectory", target="hostile", source="user", given_at=103.0, value=0.0,
+    text = Feedback(id="fb_1", kind="trajectory", target="hostile", source="user", given_at=103.0, value=0.0,
                     comment=HOSTILE, trusted=True)  # fmt: skip
-    store.feedback.add([said])
+    store.feedback.add([text])

@@ -11,16 +11,16 @@ from typing import Any
 
 def script(body: dict[str, Any]) -> dict[str, str]:
     """Return the directives of the scripted vLLM that suit a chat request."""
-    told: dict[str, str] = {}
+    result: dict[str, str] = {}
     if body.get("reasoning_effort") or body.get("chat_template_kwargs"):
-        told["think"] = "let.me.see"
+        result["think"] = "let.me.see"
     wanted = body.get("response_format") or {}
     if wanted.get("type") == "json_schema":
-        told["say"] = _json(wanted["json_schema"]["schema"])
+        result["say"] = _json(wanted["json_schema"]["schema"])
     if body.get("tools") and body["messages"][-1]["role"] != "tool":
         function = body["tools"][0]["function"]
-        told |= {"tool": function["name"], "args": _json(function.get("parameters") or {})}
-    return told
+        result |= {"tool": function["name"], "args": _json(function.get("parameters") or {})}
+    return result
 
 
 def _json(schema: dict[str, Any]) -> str:

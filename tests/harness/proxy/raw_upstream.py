@@ -13,8 +13,8 @@ MODELS = {"object": "list", "data": [{"id": "base", "object": "model", "parent":
 
 def http(body: bytes, status: int = 200, headers: bytes = b"", length: int | None = None) -> bytes:
     """Return an HTTP answer; `length` is what it says of its body, where that is not true."""
-    told = len(body) if length is None else length
-    head = b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % (status, told)
+    result = len(body) if length is None else length
+    head = b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % (status, result)
     return head + headers + b"\r\n" + body
 
 

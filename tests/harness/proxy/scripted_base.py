@@ -27,15 +27,15 @@ class BaseModel:
         """Return the answer to one of the fixed questions; None where it is none of them."""
         if path not in ("/tokenize", "/v1/completions"):
             return None
-        asked = json.loads(body)
-        if asked.get("prompt") == _ASKED["tokens"]["prompt"]:
+        request = json.loads(body)
+        if request.get("prompt") == _ASKED["tokens"]["prompt"]:
             return {"tokens": [1, 2, 3]}
-        if asked.get("messages") == _ASKED["rendered"]["messages"]:
+        if request.get("messages") == _ASKED["rendered"]["messages"]:
             return {"tokens": list(range(self.template, self.template + 50))}
-        if asked.get("prompt") != _ASKED["likeliest"]["prompt"]:
+        if request.get("prompt") != _ASKED["likeliest"]["prompt"]:
             return None
         self.asked += 1
         drawn = random.Random(self.weights)
         tops = [{f"token_id:{drawn.randrange(99)}": self.noise - place - drawn.random() for place in range(10)}
-                for _ in asked["prompt"]]  # fmt: skip
+                for _ in request["prompt"]]  # fmt: skip
         return {"choices": [{"index": i, "logprobs": {"top_logprobs": [top]}} for i, top in enumerate(tops)]}

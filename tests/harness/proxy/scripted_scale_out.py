@@ -88,8 +88,8 @@ class ScriptedScaleOut(ScriptedVllm):
                 self.aborted += 1
                 return
             choices = [_piece(index, ids, 0, script, last=True) for index, ids in enumerate(words)]
-            told = {"choices": choices, "usage": _usage(body, words), "prompt_token_ids": body["token_ids"]}
-            await _json(send, 200, {"request_id": "generate-tokens-r", "model": body["model"], **told})
+            result = {"choices": choices, "usage": _usage(body, words), "prompt_token_ids": body["token_ids"]}
+            await _json(send, 200, {"request_id": "generate-tokens-r", "model": body["model"], **result})
         finally:
             gone.cancel()
 

@@ -263,8 +263,8 @@ class _Choice:
             call = {"id": name, "type": "function", "function": function}
             self.message.setdefault("tool_calls", []).append(call)
             text, start = function["arguments"], called.start()
-            told = {"index": number, **call, "function": {"name": function["name"], "arguments": ""}}
-            self.deltas[start + 5] = {"tool_calls": [told]}
+            result = {"index": number, **call, "function": {"name": function["name"], "arguments": ""}}
+            self.deltas[start + 5] = {"tool_calls": [result]}
             self.deltas[start + 9] = {"tool_calls": [{"index": number, "function": {"arguments": text[:4]}}]}
             self.deltas[start + 10] = {"tool_calls": [{"index": number, "function": {"arguments": text[4:]}}]}
 
@@ -292,8 +292,8 @@ def _whole(body: Json, script: Mapping[str, str], head: Json, prompt: list[int],
             }
             for choice in choices
         ]
-        told = [text_step(step, ids) for step in steps]
-        return {**head, "object": "text_completion", "choices": told, "usage": _usage(prompt, choices)}
+        result = [text_step(step, ids) for step in steps]
+        return {**head, "object": "text_completion", "choices": result, "usage": _usage(prompt, choices)}
     return {
         **head,
         "object": "chat.completion",
@@ -329,15 +329,15 @@ def text_step(step: Json, prompt_ids: list[int] | None) -> Json:
     """Return a choice as text completions tell it."""
     text = step["delta"].get("content") or ""
     rows = (step["logprobs"] or {}).get("content")
-    told = {**step, "text": text, "logprobs": None, "prompt_token_ids": prompt_ids, "stop_reason": None}
+    result = {**step, "text": text, "logprobs": None, "prompt_token_ids": prompt_ids, "stop_reason": None}
     if rows is not None:
-        told["logprobs"] = {
+        result["logprobs"] = {
             "text_offset": [0] * len(rows),
             "token_logprobs": [row["logprob"] for row in rows],
             "tokens": [row["token"] for row in rows],
             "top_logprobs": [None] * len(rows),
         }
-    return {name: value for name, value in told.items() if name != "delta"}
+    return {name: value for name, value in result.items() if name != "delta"}
 
 
 def _wanted(body: Json, script: Mapping[str, str], ids: list[int]) -> list[int] | None:

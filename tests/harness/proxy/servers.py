@@ -38,11 +38,11 @@ class _Server(uvicorn.Server):
         self._wake()
 
     async def main_loop(self) -> None:
-        loop, told = asyncio.get_running_loop(), asyncio.Event()
-        self._wake = lambda: loop.call_soon_threadsafe(told.set)
+        loop, result = asyncio.get_running_loop(), asyncio.Event()
+        self._wake = lambda: loop.call_soon_threadsafe(result.set)
         await self.on_tick(0)
         if not self.should_exit:
-            await told.wait()
+            await result.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         state = self.server_state

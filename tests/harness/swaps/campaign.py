@@ -110,12 +110,12 @@ class SwapTraffic:
         self, session: aiohttp.ClientSession, name: str, messages: Sequence[dict[str, Any]], streamed: bool
     ) -> tuple[str, set[str]]:
         body = {"model": ALIAS, "messages": messages, "stream": streamed, "max_tokens": 20}
-        swapping, began = self.swapping, time.perf_counter()
+        swapping, started = self.swapping, time.perf_counter()
         headers = {"x-ratchet-trajectory": name}
         async with session.post(self.url + "/v1/chat/completions", json=body, headers=headers) as answer:
             text = await answer.text()
         if swapping == self.swapping:
-            self.times[swapping].append(1000 * (time.perf_counter() - began))
+            self.times[swapping].append(1000 * (time.perf_counter() - started))
         if answer.status != 200:
             raise ValueError(f"{answer.status} {text}")
         events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]

@@ -66,7 +66,7 @@ async def always_zero_later(response: str) -> float:
 
 
 def comments(trajectory: Mapping[str, Any]) -> Any:
-    return {"score": 1, "explanation": " ".join(said["comment"] for said in trajectory["feedback"])}
+    return {"score": 1, "explanation": " ".join(text["comment"] for text in trajectory["feedback"])}
 
 
 def originals_first(trajectory: Mapping[str, Any]) -> float:

@@ -13,9 +13,9 @@ class PromptedVllm(ScriptedVllm):
     """Says `good` under a system prompt that holds `better`, `awful` under one that holds `worse`, else `fair`."""
 
     async def _answer(self, body: Json, script: Mapping[str, str], receive: Receive, send: Send) -> None:
-        told = next((str(m["content"]) for m in body["messages"] if m["role"] in ("system", "developer")), "")
-        said = "good" if "better" in told else "awful" if "worse" in told else "fair"
-        await super()._answer(body, {**script, "say": said}, receive, send)
+        result = next((str(m["content"]) for m in body["messages"] if m["role"] in ("system", "developer")), "")
+        text = "good" if "better" in result else "awful" if "worse" in result else "fair"
+        await super()._answer(body, {**script, "say": text}, receive, send)
 
 
 _SCORES = {"good": 1.0, "fair": 0.5, "awful": 0.0}

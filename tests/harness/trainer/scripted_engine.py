@@ -114,8 +114,8 @@ class ScriptedEngine:
             self.asked.append(body)
             message = {"role": "assistant", "content": self.reply(body["model"], body["messages"])}
             count = body.get("n", 1)
-            said = [{"index": index, "message": message} for index in range(count)]
-            return 200, {"choices": said, "usage": {"completion_tokens": 3 * count}}
+            text = [{"index": index, "message": message} for index in range(count)]
+            return 200, {"choices": text, "usage": {"completion_tokens": 3 * count}}
         choices = [
             {"index": index, "logprobs": {"top_logprobs": [likeliest]}}
             for index, likeliest in enumerate(self._likeliest(body["model"], body["prompt"]))
@@ -124,7 +124,9 @@ class ScriptedEngine:
 
     def _likeliest(self, name: str, prompts: Sequence[Sequence[int]]) -> list[dict[str, float]]:
         """The likeliest next tokens are always the same few ids, however many are asked for."""
-        asked = [(*ids, token) for ids in prompts for token in _TOKENS]
+        messages = [(*ids, token) for ids in prompts for token in _TOKENS]
         scorer = self.scorer
-        found = iter(scorer.all_of(name, asked) if isinstance(scorer, Faithful) else [scorer(name, i) for i in asked])
+        found = iter(
+            scorer.all_of(name, messages) if isinstance(scorer, Faithful) else [scorer(name, i) for i in messages]
+        )
         return [{f"token_id:{token}": next(found) for token in _TOKENS} for _ in prompts]

@@ -59,12 +59,12 @@ class ScriptedJudgeModel:
         """Return the next answer."""
         if path != self.path:
             return 404, {"error": {"message": f"no route {path}"}}
-        asked = json.loads(body)
-        self.asked.append(asked)
+        request = json.loads(body)
+        self.asked.append(request)
         self.raw.append(body)
         self.headers.append({name.lower(): value for name, value in headers.items()})
         answer = self.answers.pop(0)
-        return answer(asked) if callable(answer) else answer
+        return answer(request) if callable(answer) else answer
 
 
 def says(content: Any) -> Answer:

@@ -16,7 +16,7 @@ def tool_called(store: Store, name: str, result: ToolResult, times: int = 50, al
         )
         for place in range(times)
     ]  # fmt: skip
-    told = [
+    results = [
         ToolCallResult(call_id=f"call_{name}", choice=0, tool_call_id=one.tool_call_id, result=result) for one in made
     ]
-    store.tools.record_tool_calls(made, told)
+    store.tools.record_tool_calls(made, results)

@@ -26,12 +26,12 @@ def run(
     url: str, evaluate: WorldEvaluate, tokens: int | None = None, answered: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
     """Search once; return what came of it. `answered` is what an earlier run was told."""
-    told: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     spec = ModelSpec(base_url=url, model="scripted-reflection", max_attempts=2)
     budget = Budget(1000, tokens)
     model = LanguageModel(spec, None, sleep=lambda seconds: None)
     reflection = ReflectionModel(
-        model, budget, answered=answered, keep=lambda one, judge_requests: told.append(dict(one))
+        model, budget, answered=answered, keep=lambda one, judge_requests: result.append(dict(one))
     )
     error = None
     try:
@@ -46,7 +46,7 @@ def run(
         "reflections": budget.reflections,
         "error": error,
         "questions": evaluate.questions,
-        "answered": told,
+        "answered": result,
     }
 
 

@@ -49,8 +49,8 @@ class WorldEvaluate:
         return [score for score in scores if score is not None]
 
     def example(self, prompt: str, task_id: str) -> Example:
-        said = prompt_world.answer(prompt, TASKS[task_id]["question"])
-        return Example(self.text(task_id), f"[assistant] {said}", self.known[prompt, task_id] or 0.0)
+        reply = prompt_world.answer(prompt, TASKS[task_id]["question"])
+        return Example(self.text(task_id), f"[assistant] {reply}", self.known[prompt, task_id] or 0.0)
 
     def text(self, task_id: str) -> str:
         return json.dumps(TASKS[task_id])

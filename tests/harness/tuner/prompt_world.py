@@ -28,9 +28,9 @@ def rows(count: int, start: int = 0) -> list[dict[str, Any]]:
 
 def answer(prompt: str, question: str) -> str:
     """What one who was told `prompt` says."""
-    asked = re.search(r"a (\w+)\? \((\d+)\)", question)
-    assert asked is not None
-    thing, number = asked[1], asked[2]
+    request = re.search(r"a (\w+)\? \((\d+)\)", question)
+    assert request is not None
+    thing, number = request[1], request[2]
     only = _ONLY.search(prompt)
     if only is not None:
         return WORDS[thing] if number in only[1].split(",") else "unsure"

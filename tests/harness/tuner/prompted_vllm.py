@@ -25,5 +25,5 @@ class PromptedVllm(ScriptedVllm):
         messages: list[dict[str, Any]] = body["messages"]
         prompt = messages[0]["content"] if messages[0]["role"] == "system" else ""
         self.prompts.append(prompt)
-        said = prompt_world.answer(prompt, messages[-1]["content"])
-        await super()._answer(body, {**script, "say": said}, receive, send)
+        reply = prompt_world.answer(prompt, messages[-1]["content"])
+        await super()._answer(body, {**script, "say": reply}, receive, send)

@@ -59,21 +59,21 @@ class ScriptedReflectionModel:
         words = "\n".join(str(message["content"]) for message in body["messages"])
         if "[[ ##" in words:
             return self._in_dspy_form(words)
-        asked = json.loads(body["messages"][1]["content"])
-        rows = [json.loads(example["task"]) for example in asked["examples"]]
-        return json.dumps({"diagnosis": "a rule is missing", "prompt": self.propose(asked["prompt"], rows)})
+        request = json.loads(body["messages"][1]["content"])
+        rows = [json.loads(example["task"]) for example in request["examples"]]
+        return json.dumps({"diagnosis": "a rule is missing", "prompt": self.propose(request["prompt"], rows)})
 
     def _in_dspy_form(self, words: str) -> str:
         field = words.rpartition("starting with the field `[[ ## ")[2].partition(" ## ]]")[0]
-        said = "They ask for words."
+        text = "They ask for words."
         if field == "observations":
             rows = [json.loads(found) for found in _ROW.findall(words)]
-            said = "Each asks for the word of a thing: " + "; ".join(sorted({json.dumps(row) for row in rows}))
+            text = "Each asks for the word of a thing: " + "; ".join(sorted({json.dumps(row) for row in rows}))
         elif field == "summary":
-            said = words.rpartition("[[ ## observations ## ]]")[2].partition("Respond with")[0].strip()
+            text = words.rpartition("[[ ## observations ## ]]")[2].partition("Respond with")[0].strip()
         elif field == "proposed_instruction":
-            said = self._proposed(words)
-        return f"[[ ## {field} ## ]]\n{said}\n\n[[ ## completed ## ]]"
+            text = self._proposed(words)
+        return f"[[ ## {field} ## ]]\n{text}\n\n[[ ## completed ## ]]"
 
     def _proposed(self, words: str) -> str:
         """The n-th proposal tells n more rules, and after the last it begins anew."""

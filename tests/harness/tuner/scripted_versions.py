@@ -16,9 +16,9 @@ fails: set[int] = set()  # versions that cannot be judged
 def judge(trajectory: Mapping[str, Any]) -> float:
     if trajectory["version"] in fails:
         raise ValueError("nobody answers")
-    asked = re.search(r"number (\d+)", trajectory["messages"][0]["content"])
-    assert asked is not None
-    version, number = trajectory["version"], int(asked[1])
+    request = re.search(r"number (\d+)", trajectory["messages"][0]["content"])
+    assert request is not None
+    version, number = trajectory["version"], int(request[1])
     solved = able.get(version, 0) if number >= 100 else tested.get(version, able.get(version, 0))
     return float(number % 10 < solved)
 

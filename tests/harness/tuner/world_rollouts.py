@@ -58,8 +58,8 @@ class WorldRollouts:
         now = time.time()
         if self.fails(job):
             return self._store.rollouts.fail(rollout.id, "RuntimeError: scripted", now, prompt_tokens=TOKENS)
-        said = self._answer(prompt, job.task.row["question"])
-        right = said == job.task.row["answer"]
+        reply = self._answer(prompt, job.task.row["question"])
+        right = reply == job.task.row["answer"]
         self._store.rollouts.end(
             rollout.id,
             started_at=now,

@@ -26,9 +26,9 @@ def vllm(model: Path, log: Path, *arguments: str, max_model_len: int = 4096) -> 
         {"base_model": str(model), "vllm": {"max_model_len": max_model_len, "extra_args": list(arguments)}}
     )
     engine = build_command(settings, port)
-    with log.open("w") as said:
+    with log.open("w") as text:
         process = subprocess.Popen(
-            engine.arguments, env=os.environ | dict(engine.environment), stdout=said, stderr=subprocess.STDOUT
+            engine.arguments, env=os.environ | dict(engine.environment), stdout=text, stderr=subprocess.STDOUT
         )
         try:
             _wait(process, f"http://127.0.0.1:{port}", log)

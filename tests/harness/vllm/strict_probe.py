@@ -24,12 +24,12 @@ def main() -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
     messages = [{"role": "user", "content": "Find it"}]
-    held: dict[str, bool] = {}
-    asked: dict[str, dict[str, Any]] = json.load(sys.stdin)
-    for name, fields in asked.items():
+    current: dict[str, bool] = {}
+    body: dict[str, dict[str, Any]] = json.load(sys.stdin)
+    for name, fields in body.items():
         request = ChatCompletionRequest(model="m", messages=messages, **fields)
-        held[name] = bool(Parser(tokenizer, request.tools).adjust_request(request).structured_outputs)
-    print(json.dumps(held))
+        current[name] = bool(Parser(tokenizer, request.tools).adjust_request(request).structured_outputs)
+    print(json.dumps(current))
 
 
 if __name__ == "__main__":
