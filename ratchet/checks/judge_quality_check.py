@@ -102,9 +102,9 @@ def _differ(verdicts: Sequence[Verdict]) -> bool:
 
 def _blind(judge: Judge, member: Transcript) -> str | None:
     """Return why a judge would teach nothing: it scores a recorded trajectory alike whatever its answer is."""
-    from ratchet.tuner.rollouts.diagnosis import of_judge
+    from ratchet.tuner.rollouts.diagnosis import judge_problems
 
-    return next((reason.seen for reason in of_judge(judge, member)), None)
+    return next((reason.seen for reason in judge_problems(judge, member)), None)
 
 
 def _waits(judge: Judge) -> CheckResult:

@@ -72,21 +72,23 @@ def _object(text: str) -> dict[str, Any] | None:
 
 def run_checks(settings: Settings, task: Task) -> Iterator[CheckResult]:
     """Yield what was found at each step. Raises WorkflowError, JudgeError where these cannot be loaded."""
-    with context.opened(_to_the_end(settings)) as bench:
-        proxy = _proxy(bench.proxy_url)
+    with context.opened(_to_the_end(settings)) as tuner_context:
+        proxy = _proxy(tuner_context.proxy_url)
         yield proxy
         if not proxy.passed:
             return
-        run = bench.store.tunings.begin("doctor", settings.model, {"workflow": bench.tuner.workflow, "task": task.id})
-        with bench.hold.on(run.id):
-            rollouts = asyncio.run(bench.runner.run(_jobs(task, bench.tuner.attempts), run.id))
-            rollouts = bench.scorer.score(rollouts)
-            transcripts = _transcripts(bench.store, rollouts)
-            reasons = _reasons(settings, bench, task, rollouts, transcripts)
+        run = tuner_context.store.tunings.begin(
+            "doctor", settings.model, {"workflow": tuner_context.tuner.workflow, "task": task.id}
+        )
+        with tuner_context.lease.acquire(run.id):
+            rollouts = asyncio.run(tuner_context.runner.run(_jobs(task, tuner_context.tuner.attempts), run.id))
+            rollouts = tuner_context.scorer.score(rollouts)
+            transcripts = _transcripts(tuner_context.store, rollouts)
+            reasons = _reasons(settings, tuner_context, task, rollouts, transcripts)
             blind = any(reason.about == "tokens" for reason in reasons)
             yield from _by_step(reasons, _seen(rollouts, transcripts, blind))
-            _forget(bench.store, transcripts)
-            bench.store.tunings.end(run.id, "done", {"reasons": [reason.seen for reason in reasons]})
+            _forget(tuner_context.store, transcripts)
+            tuner_context.store.tunings.end(run.id, "done", {"reasons": [reason.seen for reason in reasons]})
 
 
 def _to_the_end(settings: Settings) -> Settings:
@@ -122,7 +124,11 @@ def _transcripts(store: Store, rollouts: list[Rollout]) -> list[Transcript]:
 
 
 def _reasons(
-    settings: Settings, bench: context.Bench, task: Task, rollouts: list[Rollout], transcripts: list[Transcript]
+    settings: Settings,
+    tuner_context: context.TuningContext,
+    task: Task,
+    rollouts: list[Rollout],
+    transcripts: list[Transcript],
 ) -> list[Reason]:
     from ratchet.trainer.rows.roles import Roles
     from ratchet.tuner.rollouts import diagnosis
@@ -134,11 +140,11 @@ def _reasons(
     longest = max((_seconds(one) for one in rollouts), default=0.0)
     with context.judge_of(settings) as judge:
         return [
-            *diagnosis.of_rollouts(rollouts),
-            *diagnosis.of_calls(transcripts, task.id, settings.model, roles),
-            *diagnosis.of_judge(judge, transcripts[0] if transcripts else None),
-            *diagnosis.of_scores(rollouts),
-            *diagnosis.of_settings(trainer, bench.tuner, longest),
+            *diagnosis.rollout_problems(rollouts),
+            *diagnosis.call_problems(transcripts, task.id, settings.model, roles),
+            *diagnosis.judge_problems(judge, transcripts[0] if transcripts else None),
+            *diagnosis.score_problems(rollouts),
+            *diagnosis.setting_problems(trainer, tuner_context.tuner, longest),
         ]
 
 

@@ -113,7 +113,7 @@ def _evaluate(
     from ratchet.tuner.reports.tuning_result import plain
     from ratchet.tuner.rollouts.prices import prices_of
     from ratchet.tuning.context import first_api_key, proxy_of
-    from ratchet.tuning.run_lease import Hold
+    from ratchet.tuning.run_lease import RunLease
 
     base_url = f"{(proxy or proxy_of(settings)).rstrip('/').removesuffix('/v1')}/v1"
     began = time.monotonic()
@@ -121,8 +121,8 @@ def _evaluate(
     folder = settings.state.root / "evaluations" / tuning.id
     key = first_api_key() or "x"
     answers = {}
-    with Hold(store).on(tuning.id):
-        with progress_bars() as told:
+    with RunLease(store).acquire(tuning.id):
+        with bars() as told:
             for version in versions:
                 name = folder / version.replace("/", "_")
                 answers[version] = ask(python, version, asked, base_url=base_url, key=key, folder=name)

@@ -41,7 +41,7 @@ def lessons(context: click.Context, /, dry_run: bool, as_json: bool, **given: An
     """
     from ratchet.trainer.controller.judges.language_model import LanguageModel
     from ratchet.tuner.prompts.lessons.reflexion import check, learn, start_canary
-    from ratchet.tuning.run_lease import Hold
+    from ratchet.tuning.run_lease import RunLease
 
     settings = options.read_project_settings(context, _named(given))
     tuner, alias = settings.tuner_settings(), settings.model
@@ -59,7 +59,7 @@ def lessons(context: click.Context, /, dry_run: bool, as_json: bool, **given: An
             if not dry_run:
                 config = {"lessons": tuner.lessons.model_dump(), "reflection": tuner.reflection.model}
                 run = store.tunings.begin("lessons", alias, config).id
-                with Hold(store).on(run):
+                with RunLease(store).acquire(run):
                     version = start_canary(store, alias, learned, tuner.lessons.canary_share, run).version
                     store.tunings.end(run, "done", learned.plain() | {"promoted": f"{alias}@{version}"})
     finally:

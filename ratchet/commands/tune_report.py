@@ -98,11 +98,11 @@ def runs(
     """
     import msgspec
 
-    from ratchet.tuning.run_lease import LEASES
+    from ratchet.tuning.run_lease import LEASE_PREFIX
 
     with options.open_project_store(context, store=store, project=project) as opened:
         found = opened.tunings.page(kind=method, limit=limit)
-        held = {one.name.removeprefix(LEASES) for one in opened.leases.holders(LEASES)}
+        held = {one.name.removeprefix(LEASE_PREFIX) for one in opened.leases.held(LEASE_PREFIX)}
     if as_json:
         options.print_json([msgspec.to_builtins(one) for one in found])
         return

@@ -1,1 +1,1 @@
-"""ratchet/tuning."""
+"""What the commands `ratchet tune` and `ratchet eval` share."""

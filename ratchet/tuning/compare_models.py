@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ratchet.store.records.tuning import Tuning
     from ratchet.tuner.selection.choice import Selection
     from ratchet.tuner.selection.model_selection import Request
-    from ratchet.tuning.context import Bench
+    from ratchet.tuning.context import TuningContext
 
 
 @dataclass(frozen=True)
@@ -44,53 +44,59 @@ def compare(settings: Settings, given: ComparisonOptions) -> tuple[Request, Sele
 
     Raises TuningError, UsageError, and the errors of `context.opened`.
     """
-    with context.opened(context.with_run_settings(settings, given.resume)) as bench:
+    with context.opened(context.with_run_settings(settings, given.resume)) as tuner_context:
         from ratchet.tuner.selection.model_selection import ModelSelector
 
-        request, run = _resume(bench, given.resume, given.kind) if given.resume else _start(bench, given)
-        with bench.hold.on(run.id, given.command, resume=given.resume is not None) as run:
-            tasks = bench.tasks(request.tasks, request.split, request.limit)
+        request, run = (
+            _resume(tuner_context, given.resume, given.kind) if given.resume else _start(tuner_context, given)
+        )
+        with tuner_context.lease.acquire(run.id, given.command, resume=given.resume is not None) as run:
+            tasks = tuner_context.tasks(request.tasks, request.split, request.limit)
             rollouts = len(tasks) * request.attempts * len(request.candidates)
             click.echo(
                 f"{run.id}: {rollouts} rollouts, {len(tasks)} tasks for each of {', '.join(request.candidates)}",
                 err=True,
             )
-            selector = ModelSelector(bench.store, bench.runner, bench.scorer, bench.prices)
+            selector = ModelSelector(
+                tuner_context.store, tuner_context.runner, tuner_context.scorer, tuner_context.prices
+            )
             return request, asyncio.run(selector.run(request, tasks, run))
 
 
-def _start(bench: Bench, given: ComparisonOptions) -> tuple[Request, Tuning]:
+def _start(tuner_context: TuningContext, given: ComparisonOptions) -> tuple[Request, Tuning]:
     """Check the options and start a run. Raises UsageError, TuningError."""
     import msgspec
 
     from ratchet.trainer.statistics.paired_comparison import ScoreRange
     from ratchet.tuner.selection.model_selection import Request, check_prices, known_models, resolved
 
-    source = bench.source()
-    candidates = resolved(bench.store, given.candidates, known_models(bench.proxy_url, bench.api_key))
-    check_prices(candidates, bench.prices, given.policy)
-    bench.tasks(source, given.split, 1)  # fail before the run starts if the task set cannot be read
+    source = tuner_context.source()
+    candidates = resolved(
+        tuner_context.store, given.candidates, known_models(tuner_context.proxy_url, tuner_context.api_key)
+    )
+    check_prices(candidates, tuner_context.prices, given.policy)
+    tuner_context.tasks(source, given.split, 1)  # fail before the run starts if the task set cannot be read
     request = Request(
-        kind=given.kind, alias=bench.settings.model, candidates=candidates, tasks=source, split=given.split,
-        limit=given.limit, workflow=str(bench.tuner.workflow), judge=bench.scorer.name,
-        judge_given=bench.settings.trainer.get("judge"), attempts=bench.tuner.attempts,
-        seed=bench.tuner.seed, policy=given.policy, within=given.within, failure_score=bench.tuner.failure_score,
+        kind=given.kind, alias=tuner_context.settings.model, candidates=candidates, tasks=source, split=given.split,
+        limit=given.limit, workflow=str(tuner_context.tuner.workflow), judge=tuner_context.scorer.name,
+        judge_given=tuner_context.settings.trainer.get("judge"), attempts=tuner_context.tuner.attempts,
+        seed=tuner_context.tuner.seed, policy=given.policy, within=given.within, failure_score=tuner_context.tuner.failure_score,
         score_range=ScoreRange(*given.score_range) if given.score_range else None,
     )  # fmt: skip
-    return request, bench.store.tunings.begin(request.kind, request.alias, msgspec.to_builtins(request))
+    return request, tuner_context.store.tunings.begin(request.kind, request.alias, msgspec.to_builtins(request))
 
 
-def _resume(bench: Bench, name: str, kind: str) -> tuple[Request, Tuning]:
-    """Return the request of a stopped run, and the run. Raises UsageError if these options do not fit it."""
+def _resume(tuner_context: TuningContext, name: str, kind: str) -> tuple[Request, Tuning]:
+    """Return the request of a stopped run, and the run. Raises UsageError if it cannot be resumed with these options."""
     import msgspec
 
     from ratchet.tuner.selection.model_selection import Request
 
-    run = bench.store.tunings.get(name)
+    run = tuner_context.store.tunings.get(name)
     if run.kind != kind:
         raise click.UsageError(f"--resume {name}: that run is a {run.kind} run")
     request = msgspec.convert(run.config, Request)
-    for what, now in {"workflow": str(bench.tuner.workflow), "judge": bench.scorer.name}.items():
+    for what, now in {"workflow": str(tuner_context.tuner.workflow), "judge": tuner_context.scorer.name}.items():
         if getattr(request, what) != now:
             raise click.UsageError(
                 f"--resume {name}: the run used the {what} {getattr(request, what)}, now it is {now}; use the same "

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ratchet import options
-from ratchet.tuning.run_lease import Hold
+from ratchet.tuning.run_lease import RunLease
+from ratchet.urls import url
 
 if TYPE_CHECKING:
     from ratchet.settings.project_settings import Settings
@@ -78,7 +79,7 @@ def with_run_settings(settings: Settings, run: str | None) -> Settings:
 
 
 @dataclass(frozen=True)
-class Bench:
+class TuningContext:
     """Everything that makes and judges rollouts, for as long as a command runs."""
 
     settings: Settings
@@ -90,7 +91,7 @@ class Bench:
     scorer: Scorer
     prices: Prices
     progress: Progress
-    hold: Hold
+    lease: RunLease
 
     def source(self) -> str:
         """Return the task set that is named. Raises UsageError where none is."""
@@ -117,7 +118,7 @@ def task_set_of(settings: Settings, source: str) -> TaskSet:
 
 
 @contextmanager
-def opened(settings: Settings) -> Iterator[Bench]:
+def opened(settings: Settings) -> Iterator[TuningContext]:
     """Open what the settings name. Raises SettingsError, WorkflowError, JudgeError, StoreError."""
     from ratchet.trainer.observability.progress import Progress, format_for_terminal
     from ratchet.tuner.rollouts.prices import prices_of
@@ -132,13 +133,13 @@ def opened(settings: Settings) -> Iterator[Bench]:
     progress = Progress(format_for_terminal())
     proxy_url, key = tuner.proxy_url or proxy_of(settings), first_api_key()
     with options.open_store_for_command(settings.store_url) as store, judge_of(settings) as judge:
-        hold = Hold(store)
-        yield Bench(
-            settings=settings, tuner=tuner, store=store, proxy_url=proxy_url, api_key=key, progress=progress, hold=hold,
+        lease = RunLease(store)
+        yield TuningContext(
+            settings=settings, tuner=tuner, store=store, proxy_url=proxy_url, api_key=key, progress=progress, lease=lease,
             runner=RolloutRunner(
-                store, proxy_url, key, workflow, tuner, alias=settings.model, progress=progress, check=hold.check
+                store, proxy_url, key, workflow, tuner, alias=settings.model, progress=progress, check=lease.check
             ),
-            scorer=Scorer(store, judge, alias=settings.model, patience=tuner.judge_wait_seconds, progress=progress),
+            scorer=Scorer(store, judge, alias=settings.model, max_wait_seconds=tuner.judge_wait_seconds, progress=progress),
             prices=prices_of((entry.model_dump() for entry in settings.model_list), tuner.prices),
         )  # fmt: skip
 

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from ratchet.store.store import Store
     from ratchet.trainer.lease import Lease
 
-LEASES = "tuning:"  # what the names of the runs' leases begin with
+LEASE_PREFIX = "tuning:"  # what the names of the runs' leases begin with
 _LEASE_SECONDS = 10.0  # a run is taken over this long after its process died
 
 
-class Hold:
+class RunLease:
     """This process's hold on a run, or on none yet."""
 
     def __init__(self, store: Store) -> None:
@@ -37,7 +37,7 @@ class Hold:
             self._lease.check()
 
     @contextmanager
-    def on(self, run: str, command: str | None = None, *, resume: bool = False) -> Iterator[Tuning]:
+    def acquire(self, run: str, command: str | None = None, *, resume: bool = False) -> Iterator[Tuning]:
         """Have a run that was begun here, or go on with one. Raises LeaseTaken, InvalidTransition, RecordNotFound.
 
         `command` is what goes on with a run of this kind; None: nothing does.
@@ -45,7 +45,7 @@ class Hold:
         from ratchet.trainer.lease import Lease
 
         self._store.tunings.get(run)
-        with Lease(self._store, f"{LEASES}{run}", _LEASE_SECONDS) as lease:
+        with Lease(self._store, f"{LEASE_PREFIX}{run}", _LEASE_SECONDS) as lease:
             lease.claim(lambda waits: click.echo(waits, err=True))
             self._lease = lease
             with _ending(self._store, run, lease, command):

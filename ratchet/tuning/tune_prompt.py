@@ -72,15 +72,17 @@ def start_run(context: click.Context, given: dict[str, Any]) -> Outcome:
     file: Path | None = given.pop("seed_prompt")
     settings = _without_retries(tuning.settings_of(context, _named(given)))
     asked = settings.tuner_settings()
-    with tuning.opened(settings) as bench:
+    with tuning.opened(settings) as tuner_context:
         from ratchet.tuner.prompts.prompt_run import check, config_of
         from ratchet.tuner.selection.model_selection import known_models
 
-        bench.source()
+        tuner_context.source()
         check(asked)
-        known_models(bench.proxy_url, bench.api_key)  # a proxy that does not answer is told before a run begins
+        known_models(
+            tuner_context.proxy_url, tuner_context.api_key
+        )  # a proxy that does not answer is told before a run begins
         config = config_of(asked, settings.trainer.get("judge"), None if file is None else file.read_text())
-        return _ran(bench, bench.store.tunings.begin("prompt", settings.model, config).id)
+        return _ran(tuner_context, tuner_context.store.tunings.begin("prompt", settings.model, config).id)
 
 
 def resume_run(context: click.Context, name: str, given: dict[str, Any]) -> Outcome:
@@ -95,11 +97,11 @@ def resume_run(context: click.Context, name: str, given: dict[str, Any]) -> Outc
         run = store.tunings.get(name)
         if run.kind != "prompt":
             raise click.UsageError(f"--resume {name}: that run is of another kind, {run.kind}")
-    with tuning.opened(_as_asked(settings, run)) as bench:
+    with tuning.opened(_as_asked(settings, run)) as tuner_context:
         from ratchet.tuner.selection.model_selection import known_models
 
-        known_models(bench.proxy_url, bench.api_key)
-        return _ran(bench, name, resume=True)
+        known_models(tuner_context.proxy_url, tuner_context.api_key)
+        return _ran(tuner_context, name, resume=True)
 
 
 def create_candidate(store: Store, name: str, *, force: bool = False) -> str:
@@ -146,25 +148,25 @@ def _as_asked(settings: Settings, run: Tuning) -> Settings:
     return settings.model_copy(update={"tuner": tuner, "trainer": trainer, "model": run.alias})
 
 
-def _ran(bench: tuning.Bench, name: str, *, resume: bool = False) -> Outcome:
+def _ran(tuner_context: tuning.TuningContext, name: str, *, resume: bool = False) -> Outcome:
     """Run it to its end, or write down why it ended before."""
     import msgspec
 
     from ratchet.tuner.prompts.prompt_run import Tools
     from ratchet.tuner.prompts.prompt_run import run as run_
 
-    with bench.hold.on(name, _COMMAND, resume=resume) as run:
+    with tuner_context.lease.acquire(name, _COMMAND, resume=resume) as run:
         click.echo(f"{run.id}: `{_COMMAND} --resume {run.id}` goes on with it, whatever happens", err=True)
-        asked: TunerSettings = bench.tuner
+        asked: TunerSettings = tuner_context.tuner
         reflection = asked.reflection
         tools = Tools(
-            store=bench.store,
-            tasks=bench.task_set(bench.source()),
-            runner=bench.runner,
-            scorer=bench.scorer,
+            store=tuner_context.store,
+            tasks=tuner_context.task_set(tuner_context.source()),
+            runner=tuner_context.runner,
+            scorer=tuner_context.scorer,
             reflection_key=os.environ.get(reflection.api_key_env) if reflection is not None else None,
-            prices=bench.prices,
-            progress=bench.progress,
+            prices=tuner_context.prices,
+            progress=tuner_context.progress,
             tell=lambda line: click.echo(strip_control_characters(line), err=True),
         )
         result: TuningResult = run_(run, tools)

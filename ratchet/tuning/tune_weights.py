@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ratchet.store.store import Store
     from ratchet.tuner.reports.tuning_result import TuningResult
     from ratchet.tuner.weights.weights_plan import WeightsPlan
-    from ratchet.tuning.context import Bench
+    from ratchet.tuning.context import TuningContext
 
 _TUNER = ("workflow", "concurrency", "seed", "test_size")
 _PLANNED = (
@@ -49,14 +49,14 @@ def run_weight_tuning(settings: Settings, own: dict[str, Any], *, quiet: bool = 
     _check(settings, own)
     _check_group_size(settings)
     say = partial(click.echo, file=sys.stderr) if quiet else click.echo
-    with attach_or_start(settings, announce=say) as services, tuning.opened(settings) as bench:
-        name = _check_kind(bench.store, own["resume"]) if own["resume"] else _start(bench, own).id
-        with bench.hold.on(name, "ratchet tune weights", resume=own["resume"] is not None) as run:
+    with attached(settings, say=say) as services, tuning.opened(settings) as tuner_context:
+        name = _check_kind(tuner_context.store, own["resume"]) if own["resume"] else _start(tuner_context, own).id
+        with tuner_context.lease.acquire(name, "ratchet tune weights", resume=own["resume"] is not None) as run:
             click.echo(f"{run.id} on {services.base_url}", err=True)
-            return _run(bench, run, services.check)
+            return _run(tuner_context, run, services.check)
 
 
-def _run(bench: Bench, run: Tuning, check: Any) -> TuningResult:
+def _run(tuner_context: TuningContext, run: Tuning, check: Any) -> TuningResult:
     from ratchet.trainer.observability.progress import say
     from ratchet.tuner.reports.tuning_result import plain
     from ratchet.tuner.rollouts.runner import RolloutRunner
@@ -66,35 +66,35 @@ def _run(bench: Bench, run: Tuning, check: Any) -> TuningResult:
     from ratchet.tuner.weights.weights_plan import plan_of
     from ratchet.tuner.weights.weights_result import result_of
 
-    plan, settings = plan_of(run), bench.settings
+    plan, settings = plan_of(run), tuner_context.settings
     trainer = settings.trainer_settings(base_model=settings.base_model)
     evaluator = None
     if plan.eval_workflow is not None:
         evaluator = RolloutRunner(
-            bench.store, bench.proxy_url, bench.api_key, load_workflow(plan.eval_workflow), bench.tuner,
-            alias=settings.model, progress=bench.progress, check=bench.hold.check,
+            tuner_context.store, tuner_context.proxy_url, tuner_context.api_key, load_workflow(plan.eval_workflow), tuner_context.tuner,
+            alias=settings.model, progress=tuner_context.progress, check=tuner_context.lease.check,
         )  # fmt: skip
-    families = parse_families(plan.families, bench.task_set)
+    families = parse_families(plan.families, tuner_context.task_set)
 
     def watch() -> None:
         check()
-        bench.hold.check()
+        tuner_context.lease.check()
 
     made = WeightsTuning(
-        bench.store, run, families, trainer, bench.runner, bench.scorer, evaluator=evaluator,
-        progress=bench.progress, failure_score=bench.tuner.failure_score, watch=watch, tell=say,
+        tuner_context.store, run, families, trainer, tuner_context.runner, tuner_context.scorer, evaluator=evaluator,
+        progress=tuner_context.progress, failure_score=tuner_context.tuner.failure_score, watch=watch, tell=say,
     )  # fmt: skip
     asyncio.run(made.run())
-    result = result_of(bench.store, run, made, trainer, bench.scorer.name, bench.prices)
-    bench.store.tunings.end(run.id, "done", plain(result))
+    result = result_of(tuner_context.store, run, made, trainer, tuner_context.scorer.name, tuner_context.prices)
+    tuner_context.store.tunings.end(run.id, "done", plain(result))
     return result
 
 
-def _start(bench: Bench, own: dict[str, Any]) -> Tuning:
+def _start(tuner_context: TuningContext, own: dict[str, Any]) -> Tuning:
     from ratchet.tuner.weights.weights_plan import config_of
 
-    plan = _plan(bench.settings, own)
-    return bench.store.tunings.begin("weights", bench.settings.model, config_of(plan))
+    plan = _plan(tuner_context.settings, own)
+    return tuner_context.store.tunings.begin("weights", tuner_context.settings.model, config_of(plan))
 
 
 def _check_kind(store: Store, name: str) -> str:

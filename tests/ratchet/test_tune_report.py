@@ -85,7 +85,7 @@ def test_runs_are_listed_newest_first(tuned: Project) -> None:
         ["weights", "done"],
         ["prompt", "done"],
     ]
-    assert lines[0].endswith("cut off: no process works on it")
+    assert lines[0].endswith("interrupted: no process runs it")
     store = open_store(str(tuned.folder / "s.db"))
     store.leases.acquire(f"tuning:{lines[0].split()[0]}", "host:1_06f3", 60.0)
     store.close()

@@ -17,7 +17,7 @@ from ratchet.store.states import TuningState
 from ratchet.store.store import Store, open_store
 from ratchet.store.tuning.tunings import Tunings
 from ratchet.trainer.errors import LeaseLost
-from ratchet.tuning.run_lease import Hold
+from ratchet.tuning.run_lease import RunLease
 from tests.harness.cli.project import ROOT, Project
 
 
@@ -50,12 +50,12 @@ def run(store: Store) -> str:
 def test_what_ended_a_run_is_written_down_and_raised_and_the_run_is_free(
     store: Store, run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(ValueError, match="first"), Hold(store).on(run, "ratchet tune x"):
+    with pytest.raises(ValueError, match="first"), RunLease(store).acquire(run, "ratchet tune x"):
         raise ValueError("first")
     ended = store.tunings.get(run)
     assert (ended.state, ended.error) == (TuningState.FAILED, "ValueError: first")
     assert f"`ratchet tune x --resume {run}` goes on with it" in capsys.readouterr().err
-    with pytest.raises(KeyboardInterrupt), Hold(store).on(run, resume=True):
+    with pytest.raises(KeyboardInterrupt), RunLease(store).acquire(run, resume=True):
         raise KeyboardInterrupt
     assert (store.tunings.get(run).state, store.tunings.get(run).error) == (TuningState.STOPPED, None)
     assert "--resume" not in capsys.readouterr().err
@@ -65,28 +65,28 @@ def test_a_store_that_is_away_does_not_hide_what_ended_the_run(
     store: Store, run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store.tunings = AwayAtTheEnd(store)
-    with pytest.raises(ValueError, match="first"), Hold(store).on(run):
+    with pytest.raises(ValueError, match="first"), RunLease(store).acquire(run):
         raise ValueError("first")
     assert f"how {run} ended could not be written down: scripted outage" in capsys.readouterr().err
 
 
 def test_an_end_that_is_known_stays(store: Store, run: str) -> None:
-    with pytest.raises(ValueError, match="later"), Hold(store).on(run):  # noqa: PT012
+    with pytest.raises(ValueError, match="later"), RunLease(store).acquire(run):  # noqa: PT012
         store.tunings.end(run, "failed", error="warm start: too little")
         raise ValueError("later")
     assert store.tunings.get(run).error == "warm start: too little"
     done = store.tunings.begin("eval", "policy", {}).id
     store.tunings.end(done, "done")
-    with pytest.raises(InvalidTransition, match="is done"), Hold(store).on(done, resume=True):
+    with pytest.raises(InvalidTransition, match="is done"), RunLease(store).acquire(done, resume=True):
         pass
 
 
 def test_a_process_that_lost_its_run_begins_nothing_more_and_writes_no_end(
     store: Store, run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hold = Hold(store)
+    hold = RunLease(store)
     hold.check()
-    with pytest.raises(LeaseLost, match="taken by another process"), hold.on(run):  # noqa: PT012
+    with pytest.raises(LeaseLost, match="taken by another process"), hold.acquire(run):  # noqa: PT012
         hold.check()
         (held,) = store.leases.holders("tuning:")
         store.leases.release(held.name, held.owner)
@@ -99,10 +99,10 @@ def test_a_process_that_lost_its_run_begins_nothing_more_and_writes_no_end(
 
 HOLDER = """
 import sys
-from ratchet.tuning_hold import Hold
+from ratchet.tuning_hold import RunLease
 from store import open_store
 store = open_store("sqlite:///s.db")
-with Hold(store).on(sys.argv[1]):
+with RunLease(store).acquire(sys.argv[1]):
     print("has it", flush=True)
     sys.stdin.read()
 """
@@ -120,7 +120,7 @@ def test_a_run_that_is_under_way_is_refused_and_taken_over_once_its_process_is_d
         assert ", since 20" in told
         first.kill()
         first.communicate(timeout=10)
-    with Hold(store).on(run, resume=True) as taken:
+    with RunLease(store).acquire(run, resume=True) as taken:
         assert taken.id == run
     store.close()
 

@@ -8,7 +8,7 @@ from typing import Any
 from ratchet.store.records import Trajectory, Transcript
 from ratchet.store.states import TrajectoryState
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
-from ratchet.tuner.rollouts.diagnosis import of_judge
+from ratchet.tuner.rollouts.diagnosis import judge_problems
 from tests.harness.records import TOOLS
 
 _TOOLS = (
@@ -41,9 +41,9 @@ def transcript() -> Transcript:
 
 
 def test_a_judge_of_answers_that_a_tool_gives_is_not_called_blind() -> None:
-    assert list(of_judge(FunctionJudge(f"{__name__}:by_tool"), transcript())) == []
+    assert list(judge_problems(FunctionJudge(f"{__name__}:by_tool"), transcript())) == []
 
 
 def test_a_judge_that_likes_everything_still_is() -> None:
-    (reason,) = of_judge(FunctionJudge(f"{__name__}:blind"), transcript())
+    (reason,) = judge_problems(FunctionJudge(f"{__name__}:blind"), transcript())
     assert "gave 1 to what was answered" in reason.seen

@@ -127,8 +127,8 @@ def test_a_missing_extra_is_reported_with_its_install_command() -> None:
 
 def test_scores_above_one_are_improved_too(reflection_server: ScriptedReflectionModel) -> None:
     class OfTen(WorldEvaluate):
-        def judged(self, prompt: str, task_ids: Sequence[str]) -> list[float | None]:
-            return [None if score is None else 2.0 + 8.0 * score for score in super().judged(prompt, task_ids)]
+        def scores_or_none(self, prompt: str, task_ids: Sequence[str]) -> list[float | None]:
+            return [None if score is None else 2.0 + 8.0 * score for score in super().scores_or_none(prompt, task_ids)]
 
     evaluate = OfTen()
     load_optimizer("gepa").optimize(prompt_world.SEED, evaluate, reflection(reflection_server), search())

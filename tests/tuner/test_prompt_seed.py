@@ -33,12 +33,12 @@ def seen(store: Store) -> Seen:
 
 def test_the_agents_own_system_prompt_is_read_from_what_it_sends(seen: Seen) -> None:
     seed = captured([seen("a", "Answer."), seen("b", "Answer.", role="developer")])
-    assert (seed.text, seed.mode, seed.as_it_comes) == ("Answer.", "replace", True)
+    assert (seed.text, seed.mode, seed.is_agents_own) == ("Answer.", "replace", True)
 
 
 def test_an_agent_without_a_system_prompt_is_given_one(seen: Seen) -> None:
     seed = captured([seen("a", None), seen("b", None)])
-    assert (seed.text, seed.mode, seed.as_it_comes) == ("", "replace", True)
+    assert (seed.text, seed.mode, seed.is_agents_own) == ("", "replace", True)
     assert "is given one" in seed.note
 
 
@@ -60,7 +60,7 @@ def test_an_agent_that_calls_no_model_is_told_with_the_remedy() -> None:
 
 def test_a_given_prompt_is_swapped_in_from_the_start() -> None:
     assert given(" Be good.\n").text == "Be good."
-    assert not given("Be good.").as_it_comes
+    assert not given("Be good.").is_agents_own
     with pytest.raises(SeedPromptUnknown):
         given(" \n")
 
@@ -81,7 +81,7 @@ def test_a_prompt_that_serves_already_is_what_the_search_begins_from(store: Stor
     promote(store, text="Be good.", mode="append")
     seed = serving(store, "agent")
     assert seed is not None
-    assert (seed.text, seed.mode, seed.as_it_comes) == ("Be good.", "append", True)
+    assert (seed.text, seed.mode, seed.is_agents_own) == ("Be good.", "append", True)
     assert "agent@1" in seed.note
     assert serving(store, "agent", "replace") is None
 

@@ -189,7 +189,7 @@ def test_a_killed_run_goes_on_where_it_was_and_pays_for_nothing_twice(
     assert len(reflection_server.asked) == 2 * asked
 
 
-def _cut_off(store: Store, world: World, more: int = 0) -> int:
+def _abandoned(store: Store, world: World, more: int = 0) -> int:
     """Let a killed run go on, with so many more rollouts that were under way; return how many were cut off."""
     first = TASKS[0]
     store.rollouts.plan([plan_rollout(RolloutJob(first, number, "x"), world.tuning_id) for number in range(more)])
@@ -211,7 +211,7 @@ def test_what_a_kill_cut_off_counts_against_the_budget_and_the_cost(
     world = World(store, reflection_server, lives=20)
     with pytest.raises(Killed):
         world.run()
-    gone = _cut_off(store, world, more=2)
+    gone = _abandoned(store, world, more=2)
     assert gone == 3
     world.run()
     assert world.budget.begun == 20 + gone + len(world.rollouts.made)
@@ -227,7 +227,7 @@ def test_where_a_kill_cut_off_too_much_fewer_held_out_tasks_decide(
     world = World(store, reflection_server, rollouts=160, lives=len(whole.rollouts.made) - 40)
     with pytest.raises(Killed):
         world.run()
-    _cut_off(store, world, more=160 - len(world.rollouts.made) - 21)
+    _abandoned(store, world, more=160 - len(world.rollouts.made) - 21)
     found = world.run()
     assert found.gain is not None
     assert 0 < found.gain.tasks < len(SETS.held_out)

@@ -156,7 +156,7 @@ def test_a_run_that_found_nothing_says_so_instead_of_not_measured() -> None:
     runs.add("weights", best=None, gain=None)
     told = {row.method: effect_cells(row)[2] for row in runs.report().rows}
     assert told == {
-        "prompt": "nothing better found on validation", "select-model": "stays as it is",
+        "prompt": "nothing better found on validation", "select-model": "unchanged",
         "weights": "nothing better found",
     }  # fmt: skip
     runs.add("weights", best=None, gain=None, promoted="policy@4")

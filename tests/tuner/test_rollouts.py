@@ -18,7 +18,14 @@ from ratchet.store.store import Store
 from ratchet.trainer.errors import TooManyFailures
 from ratchet.trainer.observability.progress import Progress, Standing
 from ratchet.trainer.tasks.task_set import Task
-from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner, counting, left, plan_rollout, told
+from ratchet.tuner.rollouts.runner import (
+    RolloutJob,
+    RolloutRunner,
+    describe_error,
+    final_rollouts,
+    pending_jobs,
+    plan_rollout,
+)
 from ratchet.tuner.rollouts.workflow_output import Outcome
 from ratchet.tuner.settings.tuner_settings import TunerSettings
 from tests.proxy.conftest import Proxy
@@ -111,7 +118,7 @@ def test_a_rollout_that_takes_too_long_has_failed(runner: Make, tasks: list[Task
 
 def test_of_a_group_of_exceptions_the_first_is_told() -> None:
     group = ExceptionGroup("one or more tool calls raised", [ExceptionGroup("inner", [KeyError("sum")]), OSError("x")])
-    assert told(group) == "KeyError: 'sum'"
+    assert describe_error(group) == "KeyError: 'sum'"
 
 
 class Flaky:
@@ -144,7 +151,7 @@ def test_a_retry_is_a_rollout_of_its_own_and_the_last_one_counts(
     assert (ended.state, ended.scenario) == (RolloutState.ENDED, {"retry": 2})
     tries = store.rollouts.of_tuning(tuning.id, responses=True)
     assert [one.state for one in tries] == [RolloutState.FAILED, RolloutState.FAILED, RolloutState.ENDED]
-    assert counting(tries) == [ended]
+    assert final_rollouts(tries) == [ended]
 
 
 def test_no_more_run_at_once_than_allowed(store: Store, tasks: list[Task], tuning: Tuning) -> None:
@@ -205,12 +212,12 @@ def test_an_interruption_keeps_what_ended_and_the_rest_can_go_on(
         asyncio.run(interrupted())
     known = store.rollouts.of_tuning(tuning.id)
     assert {one.id for one in seen} <= {one.id for one in known if one.state is RolloutState.ENDED}
-    rest = left(jobs, known)
+    rest = pending_jobs(jobs, known)
     assert 0 < len(rest) <= len(jobs) - 3
     again = RolloutRunner(store, "http://nowhere", None, Flaky(), TunerSettings())
     run(again, rest, tuning)
-    assert len(counting(store.rollouts.of_tuning(tuning.id))) == len(jobs)
-    assert left(jobs, store.rollouts.of_tuning(tuning.id)) == []
+    assert len(final_rollouts(store.rollouts.of(tuning.id))) == len(jobs)
+    assert pending_jobs(jobs, store.rollouts.of(tuning.id)) == []
 
 
 def test_what_an_agent_prints_stays_out_of_the_commands_data(

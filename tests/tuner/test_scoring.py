@@ -118,7 +118,7 @@ def test_what_a_proxy_has_not_shipped_is_unjudged_and_never_judged_on_a_part(
     )
     store.proxy_instances.heartbeat(behind)
     judge = judge_of(f"{__name__}:by_row")
-    scored = Scorer(store, judge, alias=ALIAS, patience=0.3).score(made)
+    scored = Scorer(store, judge, alias=ALIAS, max_wait_seconds=0.3).score(made)
     assert [one.score for one in scored] == [None, None]
     assert all("not all in the store after 0.3 s" in str(one.judge_failure) for one in scored)
     store.proxy_instances.remove("d")

@@ -74,8 +74,8 @@ class ScriptedTrainer:
         known = [held.to_version or 0 for held in self._store.rounds.page(ALIAS)]
         number = max(known, default=0) + 1
         held = self._store.rounds.start(ALIAS, number - 1)
-        story: dict[str, Any] = {"tuning": tuning_id, "by_source": {"policy": 4}, "loss_by_epoch": [1.0]}
-        metrics = {"warm_start": story} if tuning_id else {}
+        metrics: dict[str, Any] = {"tuning": tuning_id, "by_source": {"policy": 4}, "loss_by_epoch": [1.0]}
+        metrics = {"warm_start": metrics} if tuning_id else {}
         self._store.rounds.commit(
             held.id, version=number, checkpoint=str(self._folder / str(number)), groups=[], metrics=metrics
         )
@@ -99,7 +99,7 @@ class Stand:
     def begin(self, **changes: Any) -> Tuning:
         values: dict[str, Any] = {
             "families": (str(self.mail),), "workflow": AGENT, "rounds": 4, "tasks_per_round": TASKS,
-            "attempts": ATTEMPTS, "eval_every": 2, "settle_seconds": 20.0,
+            "attempts": ATTEMPTS, "eval_every": 2, "max_trainer_wait_seconds": 20.0,
         }  # fmt: skip
         return self.store.tunings.begin("weights", ALIAS, config_of(WeightsPlan(**(values | changes))))
 

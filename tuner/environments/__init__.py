@@ -1,1 +1,1 @@
-"""tuner/environments."""
+"""Public benchmarks."""

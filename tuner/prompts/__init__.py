@@ -1,1 +1,1 @@
-"""tuner/prompts."""
+"""Prompt tuning and lessons."""

@@ -1,8 +1,7 @@
-"""What a prompt tuning may cost: rollouts and tokens, the agent's and the reflection model's, both hard limits.
+"""Budget of a prompt tuning: hard limits of rollouts, and of tokens of the agent and the reflection model together.
 
-Promises: no rollout begins that the rollout limit does not allow; of the tokens, only what is under way when they end
-may go over, by as much as it is larger than every rollout or reflection before it. What the held-out comparison needs
-is kept back.
+Guarantees: no rollout starts beyond the rollout limit; the token limit can be exceeded only by requests in progress, by
+the amount that they are larger than every earlier one. The rollouts of the held-out comparison are reserved.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ from dataclasses import dataclass, field
 
 from ratchet.trainer.errors import BudgetExceeded
 
-_CHARACTERS_PER_TOKEN = 3  # of a question, when nothing was measured: on the safe side for English
+_CHARACTERS_PER_TOKEN = 3  # of a request, before any was measured; a low estimate for English
 
 
 @dataclass(slots=True)
 class Budget:
-    """The limits and what is spent. `tokens` None is no limit; `reserved_rollouts` rollouts are for the held-out tasks.
+    """Limits and spending. `tokens` None: no limit; `reserved_rollouts`: for the held-out tasks.
 
-    `concurrency`: with a limit of tokens no more rollouts are allowed before it is known what the last ones took.
+    `concurrency`: with a token limit, at most this many rollouts start before the tokens of earlier ones are known.
     """
 
     rollouts: int
@@ -29,50 +28,50 @@ class Budget:
     agent_tokens: int = 0
     reflection_tokens: int = 0
     reflections: int = 0
-    cost: float | None = 0.0  # money of the reflections, None where a price is unknown
+    cost: float | None = 0.0  # money of the reflections; None: unknown price
     _measured: int = field(default=0, init=False)
     _largest_rollout: int = field(default=0, init=False)
     _largest_reflection: int = field(default=0, init=False)
 
     @property
     def tokens_spent(self) -> int:
-        """Tokens of both."""
+        """Tokens of the agent and the reflection model."""
         return self.agent_tokens + self.reflection_tokens
 
     def left(self, *, held_out: bool = False) -> int:
-        """Return how many rollouts may still begin."""
+        """Return how many more rollouts may start."""
         return max(0, self.rollouts - self.begun - (0 if held_out else self.reserved_rollouts))
 
     def allow(self, wanted: int, *, held_out: bool = False) -> int:
-        """Return how many of the wanted rollouts may run at once. Raises BudgetExceeded where it is none of them.
+        """Return how many of the wanted rollouts may start now. Raises BudgetExceeded if none may.
 
-        A set that the rollout limit does not allow as a whole is not begun.
+        A set that exceeds the rollout limit is not started at all.
         """
         if wanted > self.left(held_out=held_out):
             raise BudgetExceeded(
-                f"{wanted} rollouts are more than the {self.left(held_out=held_out)} of --max-rollouts left"
+                f"{wanted} rollouts exceed the {self.left(held_out=held_out)} that are left of --max-rollouts"
             )
         if self.tokens is None:
             return wanted
         if not self._measured:
             return 1
-        room = self._tokens_left(held_out) // max(1, self._largest_rollout)
-        if room < 1:
+        affordable = self._tokens_left(held_out) // max(1, self._largest_rollout)
+        if affordable < 1:
             raise BudgetExceeded(
-                f"{self.tokens_spent} tokens of --max-total-tokens {self.tokens} are spent or kept back"
+                f"{self.tokens_spent} tokens of --max-total-tokens {self.tokens} are spent or reserved"
             )
-        return min(wanted, room, self.concurrency)
+        return min(wanted, affordable, self.concurrency)
 
     def allow_reflection(self, characters: int) -> None:
-        """Allow one question of so many characters. Raises BudgetExceeded."""
+        """Check that a request of this length is allowed. Raises BudgetExceeded."""
         needed = max(self._largest_reflection, characters // _CHARACTERS_PER_TOKEN)
         if self.tokens is not None and self._tokens_left(False) < needed:
             raise BudgetExceeded(
-                f"{self.tokens_spent} tokens of --max-total-tokens {self.tokens} are spent or kept back"
+                f"{self.tokens_spent} tokens of --max-total-tokens {self.tokens} are spent or reserved"
             )
 
     def record_rollout(self, tokens: int) -> None:
-        """Count a rollout that began."""
+        """Count a started rollout."""
         self.begun += 1
         self.agent_tokens += tokens
         if tokens:
@@ -80,7 +79,7 @@ class Budget:
             self._largest_rollout = max(self._largest_rollout, tokens)
 
     def record_reflection(self, tokens: int, cost: float | None) -> None:
-        """Count one proposal or answer of the reflection model, with all its tries."""
+        """Count one proposal or answer of the reflection model, including its retries."""
         self.reflections += 1
         self.reflection_tokens += tokens
         self.cost = None if cost is None or self.cost is None else self.cost + cost

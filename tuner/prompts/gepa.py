@@ -1,7 +1,7 @@
-"""GEPA, from the package `gepa`: prompts evolve by reflection on their rollouts, along a Pareto front over the tasks.
+"""GEPA, from the package `gepa`: prompts evolve by reflection on rollouts, along a Pareto front over the tasks.
 
-GEPA chooses which prompt to improve, on which training tasks, and what to keep; our rollouts score, and our reflection
-model proposes. It is given no model of its own, no folder and no tracker.
+GEPA selects the prompt to improve, the training tasks and the survivors; our rollouts score, and our reflection model
+proposes. GEPA gets no model, folder or tracker of its own.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from gepa.api import optimize
 from gepa.core.adapter import EvaluationBatch, GEPAAdapter
 
 from ratchet.trainer.errors import Unanswered
-from ratchet.tuner.prompts.optimizer import Evaluate, Example, Reflection, Search, carried_out, taken_up
+from ratchet.tuner.prompts.optimizer import Evaluate, Example, Reflection, Search, unwrap_errors, wrap_errors
 
 log = logging.getLogger(__name__)
 
 _PART = "system_prompt"  # the one component of a candidate
-_PERFECT = 1.0  # of judges whose scores end there: nothing is to be learnt from such rollouts
-_IDLE = 10  # iterations without a new prompt, after which none will come
+_PERFECT = 1.0  # maximum score of judges with the range 0 to 1; such rollouts are not reflected on
+_IDLE = 10  # iterations without a new prompt after which the search stops
 
 
 class Gepa:
@@ -29,9 +29,9 @@ class Gepa:
     def optimize(self, seed_prompt: str, evaluate: Evaluate, reflection: Reflection, search: Search) -> None:
         """Search; see PromptOptimizer."""
         known = evaluate.scores(seed_prompt, search.validation)
-        unit = max(known) <= _PERFECT  # else nobody knows what a perfect score is
+        unit = max(known) <= _PERFECT  # otherwise the maximum score is unknown
         adapter = _Adapter(evaluate, reflection, seed_prompt)
-        with taken_up():
+        with unwrap_errors():
             optimize(
                 seed_candidate={_PART: seed_prompt},
                 trainset=list(search.train),
@@ -40,16 +40,18 @@ class Gepa:
                 reflection_minibatch_size=min(search.reflection_minibatch_size, len(search.train)),
                 skip_perfect_score=unit,
                 perfect_score=_PERFECT,
-                stop_callbacks=_Idle(adapter, max(_IDLE, 2 * len(search.train) // search.reflection_minibatch_size)),
+                stop_callbacks=_StopWhenIdle(
+                    adapter, max(_IDLE, 2 * len(search.train) // search.reflection_minibatch_size)
+                ),
                 logger=_Quiet(),
                 track_best_outputs=False,
                 seed=search.seed,
-                raise_on_exception=False,  # a prompt that is set aside; everything else is carried out
+                raise_on_exception=False,  # only a skipped prompt; other errors are wrapped
             )
 
 
 class _Adapter(GEPAAdapter[str, str, None]):
-    """GEPA's seam: a data instance and a trajectory are both the id of a task."""
+    """Adapter for GEPA: data instances and trajectories are task ids."""
 
     def __init__(self, evaluate: Evaluate, reflection: Reflection, seed_prompt: str) -> None:
         self._evaluate = evaluate
@@ -60,7 +62,7 @@ class _Adapter(GEPAAdapter[str, str, None]):
     def evaluate(
         self, batch: list[str], candidate: dict[str, str], capture_traces: bool = False
     ) -> EvaluationBatch[str, None]:
-        with carried_out():
+        with wrap_errors():
             scores = self._evaluate.scores(candidate[_PART], batch)
         return EvaluationBatch(outputs=[None] * len(batch), scores=scores, trajectories=list(batch))
 
@@ -70,9 +72,9 @@ class _Adapter(GEPAAdapter[str, str, None]):
         eval_batch: EvaluationBatch[str, None],
         components_to_update: list[str],
     ) -> Mapping[str, Sequence[Mapping[str, Any]]]:
-        with carried_out():
-            shown = [self._evaluate.example(candidate[_PART], task) for task in eval_batch.trajectories or ()]
-        return {_PART: [{"example": example} for example in shown]}
+        with wrap_errors():
+            examples = [self._evaluate.example(candidate[_PART], task) for task in eval_batch.trajectories or ()]
+        return {_PART: [{"example": example} for example in examples]}
 
     def _propose(
         self,
@@ -82,22 +84,22 @@ class _Adapter(GEPAAdapter[str, str, None]):
     ) -> dict[str, str]:
         examples: list[Example] = [row["example"] for row in reflective_dataset[_PART]]
         try:
-            with carried_out():
+            with wrap_errors():
                 prompt = self._reflection.propose(candidate[_PART], examples)
         except Unanswered:
-            return {}  # no proposal: an Exception would be asked again
+            return {}  # no proposal; GEPA would retry after an exception
         if prompt in self.proposed:
             return {}
         self.proposed.add(prompt)
         return {_PART: prompt}
 
 
-class _Idle:
-    """Ends a search that goes round in circles: nothing is left to improve, or nothing new is proposed."""
+class _StopWhenIdle:
+    """Stops a search that has nothing left to improve or proposes nothing new."""
 
-    def __init__(self, adapter: _Adapter, most: int) -> None:
+    def __init__(self, adapter: _Adapter, max_idle: int) -> None:
         self._adapter = adapter
-        self._most = most
+        self._max_idle = max_idle
         self._proposed = 0
         self._rounds = 0
 
@@ -105,11 +107,11 @@ class _Idle:
         proposed = len(self._adapter.proposed)
         self._rounds = 0 if proposed != self._proposed else self._rounds + 1
         self._proposed = proposed
-        return self._rounds >= self._most
+        return self._rounds >= self._max_idle
 
 
 class _Quiet:
-    """GEPA's words for the log, one line each."""
+    """Writes GEPA's messages to the debug log."""
 
     def log(self, message: str) -> None:
         log.debug("event=gepa message=%s", " ".join(str(message).split())[:500])

@@ -1,8 +1,8 @@
 """MIPRO, from the package `dspy` (MIPROv2): instructions proposed from the data, then a Bayesian search over them.
 
-To DSPy the agent is a module of one predictor whose instructions are the system prompt; running it runs our rollouts,
-and no demonstration is put into the prompt, since the agent stays as it is. Training tasks that the seed prompt solves
-serve as examples for the proposals. DSPy's language model is our reflection; its cache and its output are off.
+For DSPy the agent is a module with one predictor whose instructions are the system prompt; running it runs our rollouts.
+No demonstration is added to the prompt, because the agent is not changed. Training tasks that the seed prompt solves are
+examples for the proposals. DSPy's language model is our reflection model; its cache and its output are off.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, TextIO
 
-os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else an import asks the network for prices
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # otherwise the import fetches prices from the network
 
 import dspy
 import optuna
 from dspy.lm15 import Message, Request, Response, Usage
 
 from ratchet.trainer.errors import ReflectionUnavailable, SetAside, Unjudged
-from ratchet.tuner.prompts.optimizer import Evaluate, Reflection, Search, carried_out, taken_up
+from ratchet.tuner.prompts.optimizer import Evaluate, Reflection, Search, unwrap_errors, wrap_errors
 
-_MOST_CANDIDATES: Final = 10
+_MAX_CANDIDATES: Final = 10
 _TRIALS_PER_CANDIDATE = 1.5
-_TOGETHER = 8  # training tasks that are tried at once
-_SOLVED = 1e-9  # a score above it may serve as an example
+_BATCH_SIZE = 8  # training tasks evaluated batch
+_SOLVED = 1e-9  # a task with a higher score may be an example
 _NO_PROMPT = "(The assistant has no instructions yet.)"
 
 
@@ -39,9 +39,9 @@ class Mipro:
         candidates, trials = _sizes(search)
         for library in ("dspy", "optuna"):
             logging.getLogger(library).setLevel(logging.ERROR)
-        # DSPy draws bars and prints; the agent's own output, where it runs in this process, is let through.
+        # Silence DSPy's output, but not that of an agent in this process.
         own = sys.stdout, sys.stderr
-        with taken_up(), open(os.devnull, "w") as nowhere, _output(nowhere, nowhere), _quiet_dspy():
+        with unwrap_errors(), open(os.devnull, "w") as nowhere, _output(nowhere, nowhere), _quiet_dspy():
             model = dspy.LM("reflection/ratchet", engine=_Engine(reflection), cache=False, num_retries=0)
             agent = _Agent(seed_prompt, evaluate, search, own)
             optimizer = dspy.MIPROv2(
@@ -68,24 +68,24 @@ class Mipro:
 
 
 class _Agent(dspy.Module):
-    """The agent as DSPy sees it: its predictor holds the system prompt and is never called."""
+    """The agent as a DSPy module: its predictor holds the system prompt and is never called."""
 
     def __init__(self, seed_prompt: str, evaluate: Evaluate, search: Search, output: tuple[TextIO, TextIO]) -> None:
         super().__init__()
         self.predict = dspy.Predict(dspy.Signature("task -> answer", seed_prompt or _NO_PROMPT))
-        self.whole = _Whole(seed_prompt, self.predict.signature.instructions, evaluate, search, output)
+        self.batch = _Batch(seed_prompt, self.predict.signature.instructions, evaluate, search, output)
 
     def forward(self, task_id: str, task: str) -> Any:
-        """Score one task under the instructions of the moment."""
-        score, answer = self.whole.run(self.predict.signature.instructions, task_id)
+        """Score one task with the current instructions."""
+        score, answer = self.batch.run(self.predict.signature.instructions, task_id)
         prediction = dspy.Prediction(answer=answer, score=score)
-        if dspy.settings.trace is not None:  # where examples are gathered
+        if dspy.settings.trace is not None:  # while examples are collected
             dspy.settings.trace.append((self.predict, {"task": task}, dspy.Prediction(answer=answer)))
         return prediction
 
 
-class _Whole:
-    """Runs sets of tasks at once, since DSPy asks for them one by one. Copies of the module share it."""
+class _Batch:
+    """Evaluates several tasks batch although DSPy requests them one by one. Copies of the module share it."""
 
     def __init__(
         self, seed: str, seed_instructions: str, evaluate: Evaluate, search: Search, output: tuple[TextIO, TextIO]
@@ -96,28 +96,28 @@ class _Whole:
         self._search = search
         self._output = output
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Whole:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Batch:
         return self
 
     def run(self, instructions: str, task_id: str) -> tuple[float, str]:
-        """Return the score of a task, and what the agent did."""
+        """Return the score of a task and its transcript."""
         prompt = self._seed if instructions == self._seed_instructions else instructions
-        with carried_out(), _output(*self._output):
-            together = self._together(task_id)
-            scores = self._evaluate.judged(prompt, together)
+        with wrap_errors(), _output(*self._output):
+            batch = self._batch_of(task_id)
+            scores = self._evaluate.scores_or_none(prompt, batch)
             known = [score for score in scores if score is not None]
             if not known:
                 raise Unjudged("the judge scored no rollout of a prompt")
-            score = scores[together.index(task_id)]
+            score = scores[batch.index(task_id)]
             example = self._evaluate.example(prompt, task_id)
-        # What the judge could not score is left out of the prompt's mean.
-        return sum(known) / len(known) if score is None else score, example.course
+        # An unjudged task gets the mean of the others, so that it does not change the mean of the prompt.
+        return sum(known) / len(known) if score is None else score, example.transcript
 
-    def _together(self, task_id: str) -> Sequence[str]:
+    def _batch_of(self, task_id: str) -> Sequence[str]:
         if task_id in self._search.validation:
             return self._search.validation
-        start = self._search.train.index(task_id) // _TOGETHER * _TOGETHER
-        return self._search.train[start : start + _TOGETHER]
+        start = self._search.train.index(task_id) // _BATCH_SIZE * _BATCH_SIZE
+        return self._search.train[start : start + _BATCH_SIZE]
 
 
 class _Engine:
@@ -131,17 +131,17 @@ class _Engine:
         system = request.system if isinstance(request.system, str) else "".join(_texts(request.system or ()))
         messages = [{"role": "system", "content": system}] if system else []
         messages += [{"role": str(one.role), "content": one.text or ""} for one in request.messages]
-        with carried_out():
+        with wrap_errors():
             try:
-                text = self._reflection.say(messages, request.config.temperature)
+                text = self._reflection.chat(messages, request.config.temperature)
             except SetAside as unanswered:
                 raise ReflectionUnavailable(f"the reflection model (tuner.reflection): {unanswered}") from unanswered
-        usage = Usage(input_tokens=0, output_tokens=0, total_tokens=0)  # counted by the reflection itself
+        usage = Usage(input_tokens=0, output_tokens=0, total_tokens=0)  # the reflection model counts tokens
         answer = Message.assistant(text)
         return Response(id=None, model=request.model, message=answer, finish_reason="stop", usage=usage)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Release nothing."""
 
 
 def _texts(parts: Sequence[Any]) -> list[str]:
@@ -149,9 +149,9 @@ def _texts(parts: Sequence[Any]) -> list[str]:
 
 
 def _sizes(search: Search) -> tuple[int, int]:
-    """Return (candidates, trials) that the budget allows."""
+    """Return (candidates, trials) within the budget."""
     trials = max(2, (search.rollouts - len(search.train)) // len(search.validation) - 1)
-    candidates = max(2, min(_MOST_CANDIDATES, int(trials / _TRIALS_PER_CANDIDATE)))
+    candidates = max(2, min(_MAX_CANDIDATES, int(trials / _TRIALS_PER_CANDIDATE)))
     return candidates, min(trials, int(candidates * _TRIALS_PER_CANDIDATE) + 1)
 
 
@@ -160,7 +160,7 @@ def _example(evaluate: Evaluate, task_id: str) -> Any:
 
 
 def _score(example: Any, prediction: Any, trace: Any = None) -> Any:
-    """DSPy's metric; where examples are gathered it is asked whether the task was solved."""
+    """DSPy's metric: the score, or, while examples are collected, whether the task was solved."""
     return prediction.score > _SOLVED if trace is not None else prediction.score
 
 

@@ -1,8 +1,8 @@
-"""The protocol of prompt optimisers, and the choice among them. Adapters: prompt_gepa.py and prompt_mipro.py.
+"""Prompt optimizers: the protocol, and the plug-ins of `ratchet.prompt_optimizers` (gepa.py, mipro.py, or a user's).
 
-An optimiser proposes system prompts and asks what they score; it sees the training and the validation tasks and nothing
-else. What it finds stands in the trials themselves (prompt_trials.py), so that a search that ends early, or is killed,
-has lost nothing. It may call no language model but through the reflection that it is given.
+An optimizer proposes system prompts and requests their scores. It sees training and validation tasks only. The trials
+record every score (trials.py), so a search that is interrupted loses nothing. It calls no language model except the
+given reflection model.
 """
 
 from __future__ import annotations
@@ -18,59 +18,60 @@ from ratchet.trainer.user_code.plugins import PROMPT_OPTIMIZERS, PluginError, lo
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One rollout as a reflection model is shown it: every text is bounded, and is data, whatever it says."""
+    """A rollout for the reflection model. Every text is bounded and must be treated as data."""
 
     task: str
-    course: str  # what the agent and its tools said, in order
+    transcript: str  # messages of the agent and its tools, in order
     score: float
-    feedback: str = ""  # the judge's words, or why the rollout failed
+    feedback: str = ""  # the judge's explanation, or why the rollout failed
 
 
 class Evaluate(Protocol):
-    """What prompts score. Pairs of prompt and task that were paid for once are not paid for again."""
+    """Scores prompts. Each pair of prompt and task is rolled out at most once."""
 
     def scores(self, prompt: str, task_ids: Sequence[str]) -> list[float]:
-        """Return a score for each task. Raises Unjudged where one has none, BudgetExceeded, TuningError."""
+        """Return a score for each task. Raises Unjudged if one has none, BudgetExceeded, TuningError."""
 
-    def judged(self, prompt: str, task_ids: Sequence[str]) -> list[float | None]:
-        """Return a score for each task, None where the judge failed. Raises BudgetExceeded, TuningError."""
+    def scores_or_none(self, prompt: str, task_ids: Sequence[str]) -> list[float | None]:
+        """Return a score for each task, None if the judge failed. Raises BudgetExceeded, TuningError."""
 
     def example(self, prompt: str, task_id: str) -> Example:
-        """Return a rollout of a pair that was scored."""
+        """Return the rollout of a scored pair."""
 
     def text(self, task_id: str) -> str:
-        """Return a task as text, bounded."""
+        """Return a task as bounded text."""
 
 
 class Reflection(Protocol):
-    """The one language model that an optimiser may ask; whatever it costs counts against the budget."""
+    """The only language model that an optimizer may call; its cost counts against the budget."""
 
     def propose(self, prompt: str, examples: Sequence[Example]) -> str:
-        """Return a better prompt than this one. Raises Unanswered, BudgetExceeded."""
+        """Return a proposal to improve a prompt. Raises Unanswered, BudgetExceeded."""
 
-    def say(self, messages: Sequence[dict[str, str]], temperature: float | None) -> str:
-        """Return an answer to a chat of the optimiser's own. Raises Unanswered, BudgetExceeded."""
+    def chat(self, messages: Sequence[dict[str, str]], temperature: float | None) -> str:
+        """Return the answer to a chat. Raises Unanswered, BudgetExceeded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What a search may use: ids of training and validation tasks, which are disjoint, and how far it may go."""
+    """Inputs of a search: disjoint ids of training and validation tasks, and its limits."""
 
     train: tuple[str, ...]
     validation: tuple[str, ...]
     seed: int
-    rollouts: int  # that the search may begin
-    reflection_minibatch_size: int = 3  # training tasks that one reflection is shown
-    max_prompt_chars: int = 20_000  # characters of a prompt
+    rollouts: int  # limit of the search
+    reflection_minibatch_size: int = 3  # rollouts that one reflection reads
+    max_prompt_chars: int = 20_000
 
 
 class PromptOptimizer(Protocol):
     """A way to search for a better prompt."""
 
     def optimize(self, seed_prompt: str, evaluate: Evaluate, reflection: Reflection, search: Search) -> None:
-        """Search until the budget or the ideas end; what was tried is known to `evaluate`.
+        """Search until the budget or the proposals end; `evaluate` records what was tried.
 
-        Deterministic: the same scores and answers lead to the same questions. Raises BudgetExceeded, TuningError.
+        Must be deterministic: the same scores and answers lead to the same requests, so that an interrupted search can be
+        repeated from the record. Raises BudgetExceeded, TuningError.
         """
 
 
@@ -83,8 +84,8 @@ def load_optimizer(method: str) -> PromptOptimizer:
     return optimizer
 
 
-class Carried(BaseException):
-    """Takes an error of ours out of a library that would log an Exception and go on without an end."""
+class WrappedError(BaseException):
+    """Carries an error through a library that would log any Exception and continue."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(str(cause))
@@ -92,20 +93,20 @@ class Carried(BaseException):
 
 
 @contextmanager
-def carried_out() -> Iterator[None]:
-    """Let errors of what stands inside pass through an optimiser's library, except what sets one prompt aside."""
+def wrap_errors() -> Iterator[None]:
+    """Wrap errors of the block so that they pass through the library, except those that only skip one prompt."""
     try:
         yield
     except SetAside:
         raise
     except Exception as error:
-        raise Carried(error) from error
+        raise WrappedError(error) from error
 
 
 @contextmanager
-def taken_up() -> Iterator[None]:
-    """Raise an error that was carried out as what it is."""
+def unwrap_errors() -> Iterator[None]:
+    """Raise a wrapped error as the original one."""
     try:
         yield
-    except Carried as carried:
-        raise carried.cause from carried
+    except WrappedError as wrapped:
+        raise wrapped.cause from wrapped

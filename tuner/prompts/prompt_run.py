@@ -1,7 +1,7 @@
-"""A prompt tuning from its settings: tasks are divided, rollouts go through the proxy, the record is kept in the store.
+"""A prompt tuning from settings: splits the tasks, runs rollouts through the proxy, records the run in the store.
 
-Promises: what the run was asked is in `tunings.config`, without keys, so that it can go on with nothing but its id;
-what the reflection model and the judge said is in `tunings.result` while it runs.
+`tunings.config` holds the request without keys, so that the id is enough to resume the run. While it runs,
+`tunings.result` holds the answers of the reflection model and the judge's explanations.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from ratchet.tuner.settings.prompt_settings import SEARCH_ROLLOUTS
 from ratchet.tuner.settings.tuner_settings import TunerSettings
 from ratchet.tuner.tasks.task_mix import VALIDATION
 
-PROMPT_TUNING = "prompt tuning"  # the work that progress is told of: rollouts of the budget
-_MOST_ROWS = 20_000  # of a split that are looked at
+PROMPT_TUNING = "prompt tuning"  # name of the progress bar: rollouts of the budget
+_MAX_ROWS = 20_000  # read from a split
 
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What a run works with, beside its settings. `runner` tries nothing again: the budget counts each rollout."""
+    """What a run needs besides its settings. `runner` must not retry: the budget counts every rollout."""
 
     store: Store
     tasks: TaskSet
@@ -58,28 +58,28 @@ class Tools:
 
 
 def check(settings: TunerSettings) -> None:
-    """Raise SettingError where something is not named, OptimizerMissing where it is not installed."""
+    """Raise SettingError if a setting is missing, OptimizerMissing if the optimizer cannot be loaded."""
     if settings.reflection is None:
         raise SettingError(
-            "no reflection model is named: give --reflection-url and --reflection-model, or set tuner.reflection"
+            "no reflection model is set: give --reflection-url and --reflection-model, or set tuner.reflection"
         )
     load_optimizer(settings.prompt.method)
 
 
 def config_of(settings: TunerSettings, judge: Any, seed_prompt: str | None) -> dict[str, Any]:
-    """Return what a run is asked, for `tunings.config`."""
+    """Return the request of a run for `tunings.config`."""
     return {"tuner": settings.model_dump(mode="json"), "judge": judge, "seed_prompt": seed_prompt}
 
 
 def run(tuning: Tuning, tools: Tools) -> TuningResult:
-    """Run it, or go on with it, to its end, and write down the result. Raises TuningError, StoreError."""
+    """Run or resume a tuning and store the result. Raises TuningError, StoreError."""
     result = _Run(tuning, tools).run()
     tools.store.tunings.end(tuning.id, "done", plain(result))
     return result
 
 
 class _Run:
-    """One process's part of a run."""
+    """A run in this process."""
 
     def __init__(self, tuning: Tuning, tools: Tools) -> None:
         self._tuning = tuning
@@ -89,7 +89,7 @@ class _Run:
         self._plan = self._planned()
         progress = tuning.result or {}
         self._answered: list[Answered] = list(progress.get("answered", ()))
-        self._said: dict[str, str] = dict(progress.get("said", {}))
+        self._explanations: dict[str, str] = dict(progress.get("explanations", {}))
         prompt = self._settings.prompt
         rollouts = prompt.max_rollouts or SEARCH_ROLLOUTS + self._plan.held_out_rollouts
         self._budget = Budget(rollouts, prompt.max_total_tokens, concurrency=self._settings.concurrency)
@@ -98,9 +98,9 @@ class _Run:
     def run(self) -> TuningResult:
         """Search, compare, and return the record."""
         tools, settings = self._tools, self._settings
-        with asyncio.Runner() as loop:  # one for all rollouts: clients of the agent's own live in it
+        with asyncio.Runner() as loop:  # one event loop for all rollouts, because the agent's clients belong to it
 
-            def rolled(jobs: Sequence[RolloutJob]) -> list[Rollout]:
+            def run_jobs(jobs: Sequence[RolloutJob]) -> list[Rollout]:
                 made = loop.run(tools.runner.run(jobs, self._tuning.id, self._ended))
                 scored = self._scored(made)
                 for one in scored:
@@ -110,10 +110,9 @@ class _Run:
 
             tools.scorer.count_abandoned_tokens(self._tuning.id)
             trials = Trials(
-                tools.store, self._tuning.id, self._tasks, rolled, self._scored, self._budget,
-                max_prompt_chars=settings.prompt.max_prompt_chars, failure_score=settings.failure_score,
-                model=self._model(),
-                said=self._said,
+                tools.store, self._tuning.id, self._tasks, run_jobs, self._scored, self._budget,
+                max_prompt_chars=settings.prompt.max_prompt_chars, failure_score=settings.failure_score, model=self._model(),
+                explanations=self._explanations,
             )  # fmt: skip
             self._work.at(self._budget.begun, self._budget.rollouts)
             tuned = PromptTuning(
@@ -127,16 +126,16 @@ class _Run:
         return self._record(found, trials)
 
     def _scored(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Have rollouts judged; what the judge says of training tasks is kept, for whoever reflects on them."""
+        """Judge rollouts; keep the explanations on training tasks for reflection."""
         train = {one.id for one in rollouts if one.task_id in self._plan.sets.train}
-        before = len(self._said)
+        before = len(self._explanations)
 
-        def heard(verdict: Verdict) -> None:
+        def keep_explanation(verdict: Verdict) -> None:
             if verdict.trajectory_id in train and verdict.explanation:
-                self._said[verdict.trajectory_id] = shortened(verdict.explanation, MAX_FEEDBACK_CHARS)
+                self._explanations[verdict.trajectory_id] = shortened(verdict.explanation, MAX_FEEDBACK_CHARS)
 
-        scored = self._tools.scorer.score(rollouts, heard)
-        if len(self._said) > before:
+        scored = self._tools.scorer.score(rollouts, keep_explanation)
+        if len(self._explanations) > before:
             self._write_progress()
         return scored
 
@@ -158,7 +157,7 @@ class _Run:
         )
 
     def _model(self) -> str | None:
-        """Return the version that serves now, so that no canary serves some of the rollouts."""
+        """Return the live version by name, so that no canary serves a part of the rollouts."""
         live = self._tools.store.policies.live().get(self._tuning.alias)
         return None if live is None else f"{live.alias}@{live.version}"
 
@@ -174,14 +173,14 @@ class _Run:
         self._tasks = {task: row for task, row in self._tasks.items() if task in used}
         return sets
 
-    def _read(self, split: str, most: int | None = _MOST_ROWS) -> list[Task]:
+    def _read(self, split: str, most: int | None = _MAX_ROWS) -> list[Task]:
         tasks = list(islice(self._tools.tasks.rows(split), most))
         self._tasks |= {task.id: task for task in tasks}
         return tasks
 
     def _reflection(self, seed: SeedPrompt) -> ReflectionModel:
         spec = self._settings.reflection
-        assert spec is not None  # `begin` asked for it
+        assert spec is not None  # checked by `check`
         return ReflectionModel(
             LanguageModel(spec, self._tools.reflection_key),
             self._budget,
@@ -197,7 +196,9 @@ class _Run:
         self._tools.store.groups.record_judge_requests(judge_requests)
 
     def _write_progress(self) -> None:
-        self._tools.store.tunings.update(self._tuning.id, {"answered": self._answered, "said": self._said})
+        self._tools.store.tunings.update(
+            self._tuning.id, {"answered": self._answered, "explanations": self._explanations}
+        )
 
     def _record(self, found: Found, trials: Trials) -> TuningResult:
         method = self._settings.prompt.method
@@ -223,7 +224,7 @@ class _Run:
         )
 
     def _spent(self, trials: Trials) -> RolloutCost:
-        """Return the agent's cost and the reflections'."""
+        """Return the cost of the agent and the reflections."""
         served = [replace(one, model=one.model or self._tuning.alias) for one in trials.rollouts]
         agent = figures_of("", served, self._tools.prices).spent
         tokens = self._budget.reflection_tokens

@@ -1,11 +1,11 @@
-"""One run of prompt tuning: the seed is found, a search runs until its budget ends, held-out tasks decide.
+"""One run of prompt tuning: determine the seed prompt, search until the budget ends, compare on held-out tasks.
 
-    seed        the agent's own system prompt, as two rollouts show it, or what the user gave
-    search      an optimiser proposes prompts; training and validation tasks score them; the best on validation is kept
-    held out    seed and best on tasks that the search never saw: a paired comparison, which alone names a winner
+    seed        the agent's own system prompt, observed in two rollouts, or the user's
+    search      an optimizer proposes prompts; training and validation tasks score them; the best on validation is kept
+    held out    seed and best prompt on tasks that the search never saw: a paired comparison, which decides alone
 
-Promises: the search never learns of a held-out task; a run that was killed goes on where it was, with what it paid for;
-a verdict is `better` or `worse` only where the interval excludes zero, whatever unjudged rollouts would have got.
+Guarantees: the search never sees a held-out task; an interrupted run resumes and keeps what it paid for; the verdict is
+`better` or `worse` only if the interval excludes zero for every possible score of unjudged rollouts.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from ratchet.tuner.prompts.trials import SEED, Trials, Tried
 
 log = logging.getLogger(__name__)
 
-_SHOWN = 2_000  # characters of a prompt that was tried, as the record shows it
-_MOST_SHOWN = 200  # prompts
+_MAX_RECORDED_CHARS = 2_000  # of a tried prompt in the record
+_MAX_PROMPTS_RECORDED = 200  # prompts
 
 Verdict = Literal["better", "no better", "worse", "inconclusive"]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a run goes. `attempts` at a held-out task; `seed_prompt` None: the agent's own; `mode` None: as it fits."""
+    """Parameters of a run. `attempts` per held-out task; `seed_prompt` None: the agent's own; `mode` None: automatic."""
 
     sets: Sets
     attempts: int
@@ -49,27 +49,27 @@ class Plan:
 
     @property
     def held_out_rollouts(self) -> int:
-        """Rollouts of the comparison at the end."""
+        """Rollouts of the held-out comparison."""
         return 2 * len(self.sets.held_out) * self.attempts
 
     @property
     def min_rollouts(self) -> int:
-        """Fewer cannot come to a result: the seed and one proposal on validation tasks, and the comparison."""
+        """Minimum budget: the seed and one proposal on validation tasks, and the comparison."""
         first = min(self.reflection_minibatch_size, len(self.sets.train))
         return PROBES + 2 * (first + len(self.sets.validation)) + self.held_out_rollouts
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a run found. `best` is the seed's candidate where nothing was better on validation tasks."""
+    """Result of a run. `best` is the seed's candidate if nothing was better on validation tasks."""
 
     seed: SeedPrompt
     baseline: str  # candidates: `seed`, or a prompt's id
     best: str
-    prompt: str  # the best one's text
+    prompt: str  # text of the best one
     verdict: Verdict
     why: str
-    gain: Compared | None  # on held-out tasks; None where there was nothing to compare
+    gain: Compared | None  # on held-out tasks; None: nothing to compare
     tried: tuple[Tried, ...]
     ended_by: str  # why the search ended
 
@@ -96,12 +96,12 @@ class PromptTuning:
         self._tell = tell
 
     def run(self) -> Found:
-        """Run to the end of the budget. Raises BudgetTooSmall, SeedPromptUnknown, Unjudged, TuningError."""
+        """Run until the budget ends. Raises BudgetTooSmall, SeedPromptUnknown, Unjudged, TuningError."""
         plan = self._plan
         if self._budget.rollouts < plan.min_rollouts:
             raise BudgetTooSmall(
-                f"--max-rollouts {self._budget.rollouts} cannot come to a result: these tasks need at least "
-                f"{plan.min_rollouts}, {plan.held_out_rollouts} of them for the comparison on held-out tasks"
+                f"--max-rollouts {self._budget.rollouts} is too small: these tasks need at least "
+                f"{plan.min_rollouts}, including {plan.held_out_rollouts} for the held-out comparison"
             )
         self._budget.reserved_rollouts = plan.held_out_rollouts - self._trials.known(plan.sets.held_out)
         seed = self._seed()
@@ -123,13 +123,13 @@ class PromptTuning:
         seed = plan.seed_prompt
         if seed is None:
             probed = plan.sets.train[:PROBES]
-            self._trials.roll([(SEED, task, 0) for task in probed])
+            self._trials.ensure_rollouts([(SEED, task, 0) for task in probed])
             seen = [one for task in probed if (one := self._trials.transcript(SEED, task)) is not None]
             failure = self._trials.failure_of_all(SEED, probed)
             if failure is not None and not seen:
-                raise TooManyFailures(f"the agent fails before it calls a model: {failure}")
+                raise TooManyFailures(f"the agent failed before calling a model: {failure}")
             seed = captured(seen, plan.mode)
-        self._trials.begin(seed.text, plan.sets.validation, as_it_comes=seed.as_it_comes, mode=seed.mode)
+        self._trials.begin(seed.text, plan.sets.validation, is_agents_own=seed.is_agents_own, mode=seed.mode)
         return seed
 
     def _search(self, seed: SeedPrompt) -> str:
@@ -146,7 +146,7 @@ class PromptTuning:
         try:
             self._trials.scores(seed.text, plan.sets.validation)
         except Unjudged as error:
-            raise Unjudged(f"the seed prompt itself cannot be scored: {error}; see `ratchet judge try`") from error
+            raise Unjudged(f"the seed prompt cannot be scored: {error}; see `ratchet judge try`") from error
         except BudgetExceeded as error:
             raise BudgetTooSmall(f"the budget ended before the seed prompt was scored: {error}") from error
         failure = self._trials.failure_of_all(self._trials.candidate(seed.text), plan.sets.validation)
@@ -156,10 +156,10 @@ class PromptTuning:
             self._optimizer.optimize(seed.text, self._trials, self._reflection(seed), search)
         except BudgetExceeded as spent:
             return f"the budget ended: {spent}"
-        return "the search came to its end"
+        return "the search ended"
 
     def _best(self, tried: Sequence[Tried], baseline: str) -> str:
-        """Return the candidate with the highest mean on validation tasks; of equal ones the seed, else the first."""
+        """Return the candidate with the highest validation mean; on ties the seed, then the first."""
         known = [(one.mean, one.candidate) for one in tried if one.mean is not None]
         most = max(mean for mean, _ in known)
         equal = [candidate for mean, candidate in known if mean == most]
@@ -173,10 +173,10 @@ class PromptTuning:
         if enough < len(both):
             held_out = held_out[:enough]
             self._tell(
-                f"compared on {enough} of {len(both)} held-out tasks: what was cut off took the rollouts of the rest"
+                f"compared on {enough} of {len(both)} held-out tasks: interrupted rollouts used the budget of the rest"
             )
-        try:  # at once, so that a judge that ranks sees them side by side
-            self._trials.roll([place for task in both[:enough] for place in task], held_out=True)
+        try:  # together, so that a judge that ranks sees both
+            self._trials.ensure_rollouts([place for task in both[:enough] for place in task], held_out=True)
         except BudgetExceeded as spent:
             self._tell(f"the comparison on held-out tasks was cut short: {spent}")
         marks, against = (self._trials.marks(one, held_out, plan.attempts) for one in (best, baseline))
@@ -199,23 +199,23 @@ class PromptTuning:
 
 
 def judged(gain: Compared) -> tuple[Verdict, str]:
-    """Return what a comparison on held-out tasks shows, and why it shows no more."""
+    """Return the verdict of a held-out comparison and its reason."""
     if gain.verdict is Shown.BETTER:
         return "better", "the interval on the held-out tasks lies above zero"
     if gain.verdict is Shown.WORSE:
         return (
             "worse",
-            "the interval on the held-out tasks lies below zero: what was found fits the search's tasks only",
+            "the interval on the held-out tasks lies below zero: the prompt fits only the tasks of the search",
         )
     if gain.verdict is Shown.INCONCLUSIVE or gain.difference is None:
-        return "inconclusive", f"{gain.unjudged} attempts are unjudged and could change it"
+        return "inconclusive", f"{gain.unjudged} attempts are unjudged and could change the verdict"
     if gain.difference <= 0:
-        return "no better", "on the held-out tasks it scores no higher than the seed"
-    return "inconclusive", "the interval on the held-out tasks holds zero: more tasks or attempts could tell"
+        return "no better", "on the held-out tasks it scores no higher than the seed prompt"
+    return "inconclusive", "the interval on the held-out tasks contains zero: use more tasks or attempts"
 
 
 def details(found: Found, plan: Plan, budget: Budget, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the record of a run holds beside what all methods' records do."""
+    """Return the fields of the record that only prompt tuning has."""
     return {
         **about,
         "verdict": found.verdict,
@@ -226,8 +226,8 @@ def details(found: Found, plan: Plan, budget: Budget, about: Mapping[str, Any]) 
         "prompt_id": None if found.best == SEED else found.best,
         "prompt": found.prompt,
         "validation": [
-            {"candidate": one.candidate, "mean": one.mean, "prompt": shortened(one.prompt, _SHOWN)}
-            for one in found.tried[:_MOST_SHOWN]
+            {"candidate": one.candidate, "mean": one.mean, "prompt": shortened(one.prompt, _MAX_RECORDED_CHARS)}
+            for one in found.tried[:_MAX_PROMPTS_RECORDED]
         ],
         "tasks": {
             "train": len(plan.sets.train),

@@ -1,8 +1,8 @@
-"""The reflection model of a prompt tuning: an OpenAI-compatible endpoint that the user names; nothing else is asked.
+"""The reflection model of a prompt tuning: an OpenAI-compatible endpoint chosen by the user.
 
-Promises: every question is allowed by the budget first and counted after, failed tries too; what was answered once is
-written down and, when a run goes on after it was killed, answered again from there, unpaid. What rollouts said goes to
-the model as JSON data inside the question, bounded; a proposal is bounded in length and asked again with the reason.
+Guarantees: every request is checked against the budget first and counted afterwards, failed ones included; answers are
+recorded, and a resumed run reads them from the record at no cost. Rollout texts are sent as bounded JSON data inside the
+request; a proposal that is too long is rejected with the reason and requested again.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ratchet.tuner.prompts.budget import Budget
 from ratchet.tuner.prompts.optimizer import Example
 
 NAME: Final = "reflection"
-_CHARACTERS_PER_TOKEN = 3  # on the safe side for English
-_LEAST_ROOM = 1_000  # characters of all examples
-_IN_A_ROW = 3  # questions without an answer, after which the model is down
+_CHARACTERS_PER_TOKEN = 3  # a low estimate for English
+_MIN_EXAMPLE_CHARS = 1_000  # of all examples
+_MAX_FAILURES_IN_A_ROW = 3  # unanswered requests after which the model counts as down
 _SCHEMA: Final = {
     "type": "object",
     "properties": {"diagnosis": {"type": "string"}, "prompt": {"type": "string"}},
@@ -56,7 +56,7 @@ Answered = Mapping[
 
 
 class ReflectionModel:
-    """Asks one language model, within a budget. `answered` is what an earlier process of the same run was told."""
+    """Asks one language model, within a budget. `answered` is what an earlier process of the same run was record."""
 
     def __init__(
         self,
@@ -73,25 +73,25 @@ class ReflectionModel:
         self._mode = mode
         self._max_prompt_chars = max_prompt_chars
         self._keep = keep
-        self._known: dict[tuple[str, int], str | None] = {}  # by question, and how often it was asked before
-        self._asked: Counter[str] = Counter()
+        self._answers: dict[tuple[str, int], str | None] = {}  # by request and its repetition
+        self._times_asked: Counter[str] = Counter()
         self._failed = 0
         for one in answered:
             question = str(one["question"])
-            self._known[question, self._asked[question]] = one["answer"]
-            self._asked[question] += 1
+            self._answers[question, self._times_asked[question]] = one["answer"]
+            self._times_asked[question] += 1
             budget.record_reflection(int(one["tokens"]), one["cost"])
-        self._asked.clear()
+        self._times_asked.clear()
 
     def propose(self, prompt: str, examples: Sequence[Example]) -> str:
-        """Return a better prompt than this one. Raises Unanswered, ReflectionUnavailable, BudgetExceeded."""
+        """Return a proposal to improve a prompt. Raises Unanswered, ReflectionUnavailable, BudgetExceeded."""
         part, what = _PARTS[self._mode]
         taken = len(_INSTRUCTIONS) + len(prompt) + self._max_prompt_chars
-        room = max(_LEAST_ROOM, _CHARACTERS_PER_TOKEN * self._model.spec.context_tokens - taken)
-        shown = fitted([_plain(example) for example in examples], room)
+        available = max(_MIN_EXAMPLE_CHARS, _CHARACTERS_PER_TOKEN * self._model.spec.context_tokens - taken)
+        example_json = fitted([_plain(example) for example in examples], available)
         question = [
             {"role": "system", "content": _INSTRUCTIONS.format(part=part, what=what, longest=self._max_prompt_chars)},
-            {"role": "user", "content": f'{{"prompt": {json.dumps(prompt)}, "examples": {shown}}}'},
+            {"role": "user", "content": f'{{"prompt": {json.dumps(prompt)}, "examples": {example_json}}}'},
         ]
 
         def ask(interview: JudgeModelSession) -> str:
@@ -99,23 +99,24 @@ class ReflectionModel:
 
         return self._read(extract_json(self._answer(question, ask)))
 
-    def say(self, messages: Sequence[dict[str, str]], temperature: float | None) -> str:
-        """Return an answer to a chat of the optimiser's own. Raises Unanswered, ReflectionUnavailable,
-        BudgetExceeded."""
+    def chat(self, messages: Sequence[dict[str, str]], temperature: float | None) -> str:
+        """Return the answer to a chat. Raises Unanswered, ReflectionUnavailable, BudgetExceeded."""
         return self._answer(messages, lambda interview: self._model.say(messages, interview, temperature))
 
     def _answer(self, question: Sequence[dict[str, str]], ask: Callable[[JudgeModelSession], str]) -> str:
         digest = _digest(question)
-        place = digest, self._asked[digest]
-        self._asked[digest] += 1
-        if place not in self._known:
-            return self._paid(digest, question, ask)
-        answer = self._known[place]
+        key = digest, self._times_asked[digest]
+        self._times_asked[digest] += 1
+        if key not in self._answers:
+            return self._ask_model(digest, question, ask)
+        answer = self._answers[key]
         if answer is None:
-            raise Unanswered("the reflection model gave no usable answer when it was asked")
+            raise Unanswered("the reflection model gave no usable answer to this request")
         return answer
 
-    def _paid(self, digest: str, question: Sequence[dict[str, str]], ask: Callable[[JudgeModelSession], str]) -> str:
+    def _ask_model(
+        self, digest: str, question: Sequence[dict[str, str]], ask: Callable[[JudgeModelSession], str]
+    ) -> str:
         self._budget.allow_reflection(sum(len(message["content"]) for message in question))
         interview = JudgeModelSession(NAME, None)
         answer: str | None = None
@@ -123,36 +124,44 @@ class ReflectionModel:
             answer = ask(interview)
         except JudgeUnavailable as error:
             self._failed += 1
-            if self._failed >= _IN_A_ROW:
-                raise ReflectionUnavailable(f"the reflection model (tuner.reflection) is of no use: {error}") from error
+            if self._failed >= _MAX_FAILURES_IN_A_ROW:
+                raise ReflectionUnavailable(
+                    f"the reflection model (tuner.reflection) gives no usable answers: {error}"
+                ) from error
             raise Unanswered(str(error)) from error
         finally:
             tokens = sum(one.prompt_tokens + one.completion_tokens for one in interview.judge_requests)
             self._budget.record_reflection(tokens, interview.cost)
-            seconds = sum(one.latency for one in interview.judge_requests)
-            told = {"question": digest, "answer": answer, "tokens": tokens, "cost": interview.cost, "seconds": seconds}
-            self._keep(told, interview.judge_requests)
+            seconds = sum(one.latency for one in interview.exchanges)
+            record = {
+                "question": digest,
+                "answer": answer,
+                "tokens": tokens,
+                "cost": interview.cost,
+                "seconds": seconds,
+            }
+            self._keep(record, interview.exchanges)
         self._failed = 0
         return answer
 
     def _read(self, answer: Any) -> str:
-        """Return the prompt of an answer. Raises ValueError with what is wrong."""
+        """Return the prompt in an answer. Raises ValueError with the reason."""
         prompt = answer.get("prompt") if isinstance(answer, dict) else None
         if not isinstance(prompt, str) or not prompt.strip():
-            raise ValueError('"prompt" is no text')
+            raise ValueError('"prompt" is not a text')
         if len(prompt) > self._max_prompt_chars:
             raise ValueError(f'"prompt" has {len(prompt)} characters, at most {self._max_prompt_chars} are allowed')
         return fit(prompt)
 
 
 def fit(prompt: str) -> str:
-    """Return a prompt as the store can hold it: valid Unicode without NUL, and no blanks around it."""
+    """Return a prompt that the store accepts: valid Unicode without NUL, stripped."""
     return prompt.replace("\0", "").encode("utf-8", "replace").decode().strip()
 
 
 def _plain(example: Example) -> dict[str, Any]:
     score = None if math.isnan(example.score) else round(example.score, 4)
-    return {"task": example.task, "course": example.course, "score": score, "feedback": example.feedback}
+    return {"task": example.task, "transcript": example.transcript, "score": score, "feedback": example.feedback}
 
 
 def _digest(question: Sequence[dict[str, str]]) -> str:

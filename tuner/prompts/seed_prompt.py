@@ -1,8 +1,7 @@
-"""The prompt that a search begins from: what the agent itself sends, as a rollout shows it.
+"""The prompt that a search starts from: the system prompt that the agent sends, as observed in rollouts.
 
-Where an agent's system prompt differs from task to task it holds what only that task may say (a name, a date, a user's
-data); no one text can replace it, so that what is tuned is a text that the proxy appends to it. An agent that sends no
-system prompt is given one.
+If it differs between tasks, it contains task-specific facts (a name, a date, user data) that no single text can replace;
+the search then tunes a text that the proxy appends. An agent without a system prompt gets one.
 """
 
 from __future__ import annotations
@@ -18,31 +17,31 @@ from ratchet.tuner.prompts.trials import text_of
 
 Mode = Literal["replace", "append"]
 
-PROBES = 2  # rollouts, at different tasks
+PROBES = 2  # rollouts of different tasks
 
 
 @dataclass(frozen=True, slots=True)
 class SeedPrompt:
-    """What the search begins from. `as_it_comes` the agent sends it by itself; `note` says what was found."""
+    """Start of a search. `is_agents_own`: the agent already sends it; `note`: a description."""
 
     text: str
     mode: Mode
-    as_it_comes: bool
+    is_agents_own: bool
     note: str
 
 
 def given(text: str) -> SeedPrompt:
-    """Return a seed prompt that the user wrote. Raises SeedPromptUnknown where it is empty."""
+    """Return the user's seed prompt. Raises SeedPromptUnknown if it is empty."""
     if not text.strip():
-        raise SeedPromptUnknown("the file of --seed-prompt holds no text")
+        raise SeedPromptUnknown("the file of --seed-prompt is empty")
     return SeedPrompt(text.strip(), "replace", False, "given by --seed-prompt")
 
 
 def serving(store: Store, alias: str, mode: Mode | None = None) -> SeedPrompt | None:
-    """Return the prompt of the version that serves now; None where it has none, or one that `mode` cannot begin from.
+    """Return the prompt of the live version; None if it has none, or one that does not fit `mode`.
 
-    A prompt with other texts for task families (lessons) is no one text to begin from: it stays the baseline, and what
-    the agent itself sends is improved.
+    A prompt with texts per task family (lessons) is not a single text: it stays the baseline, and the agent's own prompt
+    is improved.
     """
     live = store.policies.live().get(alias)
     if live is None or live.prompt_id is None:
@@ -50,12 +49,12 @@ def serving(store: Store, alias: str, mode: Mode | None = None) -> SeedPrompt | 
     prompt = store.prompts.get(live.prompt_id)
     if prompt.families or mode not in (None, prompt.mode.value):
         return None
-    note = f"the prompt of {alias}@{live.version}, which serves now"
+    note = f"the prompt of {alias}@{live.version}, which is live"
     return SeedPrompt(prompt.text, prompt.mode.value, True, note)
 
 
 def captured(transcripts: Sequence[Transcript], mode: Mode | None = None) -> SeedPrompt:
-    """Return what an agent sent in rollouts at different tasks. Raises SeedPromptUnknown where it called no model."""
+    """Return the system prompt of rollouts of different tasks. Raises SeedPromptUnknown if no model was called."""
     sent = {system_prompt(one) for one in transcripts if one.calls}
     if not sent:
         raise SeedPromptUnknown(
@@ -67,18 +66,18 @@ def captured(transcripts: Sequence[Transcript], mode: Mode | None = None) -> See
     if len(sent) > 1:
         if mode == "replace":
             raise SeedPromptUnknown(
-                "the agent's system prompt differs from task to task: replacing it takes --seed-prompt FILE; without "
-                "--mode replace, a text that is appended to it is tuned"
+                "the agent's system prompt differs between tasks: to replace it, give --seed-prompt FILE; to tune a text "
+                "that is appended to it, leave --mode replace out"
             )
-        note = "the agent's system prompt differs from task to task: a text that is appended to it is tuned"
+        note = "the agent's system prompt differs between tasks: a text that is appended to it is tuned"
         return SeedPrompt("", "append", True, note)
     (text,) = sent
-    note = "the agent's own system prompt" if text else "the agent sends no system prompt: it is given one"
+    note = "the agent's own system prompt" if text else "the agent sends no system prompt: it gets one"
     return SeedPrompt(text, "replace", True, note)
 
 
 def system_prompt(transcript: Transcript) -> str:
-    """Return the system prompt of a trajectory's first call; "" where there is none."""
+    """Return the system prompt of a trajectory's first call, or an empty string."""
     words = []
     for message in transcript.messages:
         if message.get("role") not in ("system", "developer"):

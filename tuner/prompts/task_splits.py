@@ -1,7 +1,7 @@
 """Training, validation and held-out tasks of a prompt tuning, disjoint by content. Pure.
 
-The search sees training and validation tasks; held-out tasks decide whether what it found is better. A task that stands
-in both splits of a set is held out and nothing else.
+The search sees training and validation tasks; held-out tasks decide whether its result is better. A task in both splits
+of a set is held out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final, Protocol
 from ratchet.trainer.errors import TaskSetTooSmall
 from ratchet.tuner.settings.prompt_settings import MIN_HELD_OUT_TASKS, MIN_TRAIN_TASKS, MIN_VALIDATION_TASKS
 
-_MOST_SET_ASIDE: Final = 100  # of the training split, where no number is given and there is no test split
+_MAX_HELD_OUT_TASKS: Final = 100  # taken from the training split if there is no test split and no number is set
 
 
 class HasId(Protocol):
@@ -27,7 +27,7 @@ class HasId(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How many tasks of each kind at most; held-out tasks: None for the whole test split."""
+    """Maximum number of tasks of each kind; held_out None: the whole test split."""
 
     train: int = 40
     validation: int = 40
@@ -36,7 +36,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Sets:
-    """Ids, in the order in which they are used."""
+    """Task ids in the order of use."""
 
     train: tuple[str, ...]
     validation: tuple[str, ...]
@@ -46,15 +46,15 @@ class Sets:
 def divide(
     tasks: Iterable[HasId], test: Iterable[HasId], sizes: Sizes, seed: int, validation: Iterable[HasId] = ()
 ) -> Sets:
-    """Divide a training split, beside a test split and one for validation. Raises TaskSetTooSmall, which says how many.
+    """Return the three sets from a training, a test and a validation split. Raises TaskSetTooSmall.
 
-    What is empty comes out of `tasks`. The same content and seed give the same sets.
+    An empty split is replaced by a part of `tasks`. The same content and seed give the same sets.
     """
-    held_out = list(dict.fromkeys(task.id for task in test))  # in order, as other methods take them
+    held_out = list(dict.fromkeys(task.id for task in test))  # in the same order as other methods
     checked = _shuffled(validation, seed, held_out)
     rest = _shuffled(tasks, seed, {*held_out, *checked})
     if not held_out:
-        share = max(MIN_HELD_OUT_TASKS, min(sizes.held_out or _MOST_SET_ASIDE, len(rest) // 2))
+        share = max(MIN_HELD_OUT_TASKS, min(sizes.held_out or _MAX_HELD_OUT_TASKS, len(rest) // 2))
         held_out, rest = rest[:share], rest[share:]
     if not checked:
         share = max(MIN_TRAIN_TASKS, min(sizes.train, len(rest) // 2))
@@ -76,12 +76,12 @@ def _check(sets: Sets) -> None:
         (sets.validation, MIN_VALIDATION_TASKS),
         (sets.held_out, MIN_HELD_OUT_TASKS),
     )
-    if any(len(found) < least for found, least in wanted):
+    if any(len(found) < minimum for found, minimum in wanted):
         raise TaskSetTooSmall(
             f"prompt tuning needs at least {MIN_TRAIN_TASKS} training, {MIN_VALIDATION_TASKS} validation and "
             f"{MIN_HELD_OUT_TASKS} "
             f"held-out tasks, {MIN_TRAIN_TASKS + MIN_VALIDATION_TASKS + MIN_HELD_OUT_TASKS} different ones in "
-            "all; this set gives "
+            "all; this task set has "
             f"{len(sets.train)}, {len(sets.validation)} and {len(sets.held_out)}: add tasks"
         )
     every: Sequence[str] = [*sets.train, *sets.validation, *sets.held_out]

@@ -1,9 +1,8 @@
-"""What prompts score on tasks: rollouts where they are not known yet, and the memory of all that are.
+"""Trials: the scores of prompts on tasks, by rollouts, each made once and remembered.
 
-Promises: a pair of prompt and task that was rolled out once is never rolled out again in the same run, also after
-`kill -9`, since the memory is the store; what a kill cut off counts against the budget; a failed rollout counts as the
-failure score, never as more than the seed's lowest; a rollout that the judge failed on is judged once more, and after
-that has no score.
+Guarantees: a pair of prompt and task is rolled out at most once per run, even across `kill -9`, because the record is
+the store; rollouts interrupted by a kill count against the budget; a failed rollout counts as the failure score, never
+higher than the lowest score of the seed; a rollout that the judge failed on is judged once more, then has no score.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ from ratchet.tuner.prompts.budget import Budget
 from ratchet.tuner.prompts.optimizer import Example
 from ratchet.tuner.rollouts.runner import RolloutJob
 
-SEED = "seed"  # the candidate that is served as the agent came
-_LONGEST_TASK = 2_000  # characters of a task, as a reflection model is shown it
-_LONGEST_COURSE = 6_000  # characters of what an agent did
+SEED = "seed"  # the candidate without a changed prompt
+_MAX_TASK_CHARS = 2_000  # of a task, for the reflection model
+_MAX_TRANSCRIPT_CHARS = 6_000  # of a transcript, for the reflection model
 MAX_FEEDBACK_CHARS: Final = 1_000
 
-Run = Callable[[Sequence[RolloutJob]], Sequence[Rollout]]  # makes rollouts and has them scored
+Run = Callable[[Sequence[RolloutJob]], Sequence[Rollout]]  # runs and scores rollouts
 Judge = Callable[[Sequence[Rollout]], Sequence[Rollout]]
-Place = tuple[str, str, int]  # candidate, task, attempt
+RolloutKey = tuple[str, str, int]  # candidate, task, attempt
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A prompt that was tried on all validation tasks. `mean` None where the judge failed on one of them."""
+    """A prompt tried on all validation tasks. `mean` None: the judge failed on one of them."""
 
     candidate: str
     prompt: str
@@ -47,7 +46,7 @@ class Tried:
 
 
 class Trials:
-    """The rollouts of one run, by candidate and task. Implements what optimisers are given as `evaluate`."""
+    """The rollouts of one run, by candidate and task. Implements `Evaluate` for optimizers."""
 
     def __init__(
         self,
@@ -62,7 +61,7 @@ class Trials:
         max_prompt_chars: int = 20_000,
         failure_score: float = 0.0,
         model: str | None = None,
-        said: Mapping[str, str] = MappingProxyType({}),
+        explanations: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._store = store
         self._tasks = tasks
@@ -73,61 +72,62 @@ class Trials:
         self._max_prompt_chars = max_prompt_chars
         self._failure_score = failure_score
         self._model = model
-        self._said = said  # rollout -> the judge's words on it; grows while rollouts are judged
-        self._rollouts: dict[Place, Rollout] = {}
+        self._explanations = explanations  # rollout id -> the judge's explanation; grows while rollouts are judged
+        self._rollouts: dict[RolloutKey, Rollout] = {}
         self._prompts: dict[str, str] = {}  # candidate -> prompt
         self._names: dict[str, str] = {}  # prompt -> candidate
-        self._measure: list[Place] = []  # the seed on validation tasks
-        self._cut_off: list[Rollout] = []
-        for rollout in store.rollouts.of_tuning(tuning_id):
+        self._seed_keys: list[RolloutKey] = []  # the seed on validation tasks
+        self._abandoned: list[Rollout] = []
+        for rollout in store.rollouts.of(tuning_id):
             if rollout.counts:
-                self._take(rollout)
+                self._record(rollout)
             elif rollout.state is RolloutState.ABANDONED:
-                self._cut_off.append(rollout)
+                self._abandoned.append(rollout)
         self._count_abandoned_tokens()
 
-    def begin(self, seed_prompt: str, validation: Sequence[str], *, as_it_comes: bool, mode: str) -> None:
-        """Say what the search begins from; `as_it_comes` the agent sends it by itself, and nothing is swapped in."""
+    def begin(self, seed_prompt: str, validation: Sequence[str], *, is_agents_own: bool, mode: str) -> None:
+        """Set the seed prompt. `is_agents_own`: the agent already sends it, so the proxy replaces nothing."""
         self._mode = mode
-        self._measure = [(self.candidate(seed_prompt) if not as_it_comes else SEED, task, 0) for task in validation]
-        if as_it_comes:
+        self._seed_keys = [(self.candidate(seed_prompt) if not is_agents_own else SEED, task, 0) for task in validation]
+        if is_agents_own:
             self._prompts[SEED] = seed_prompt
             self._names[seed_prompt] = SEED
 
     def text(self, task_id: str) -> str:
-        """Return a task as text, bounded."""
-        return shortened(json.dumps(dict(self._tasks[task_id].row), ensure_ascii=False, default=str), _LONGEST_TASK)
+        """Return a task as bounded text."""
+        return shortened(json.dumps(dict(self._tasks[task_id].row), ensure_ascii=False, default=str), _MAX_TASK_CHARS)
 
     def scores(self, prompt: str, task_ids: Sequence[str]) -> list[float]:
         """Return a score for each task. Raises Unjudged, PromptRefused, BudgetExceeded, TuningError."""
-        scores = self.judged(prompt, task_ids)
+        scores = self.scores_or_none(prompt, task_ids)
         known = [score for score in scores if score is not None]
         if len(known) < len(scores):
             raise Unjudged(f"the judge failed on {len(scores) - len(known)} of {len(scores)} rollouts of a prompt")
         return known
 
-    def judged(self, prompt: str, task_ids: Sequence[str]) -> list[float | None]:
-        """Return a score for each task, None where the judge failed. Raises PromptRefused, BudgetExceeded,
-        TuningError.
+    def scores_or_none(self, prompt: str, task_ids: Sequence[str]) -> list[float | None]:
+        """Return a score for each task, None if the judge failed.
+
+        Raises PromptRefused, BudgetExceeded, TuningError.
         """
         candidate = self.candidate(prompt)
-        self.roll([(candidate, task, 0) for task in task_ids])
+        self.ensure_rollouts([(candidate, task, 0) for task in task_ids])
         return [self._score(self._rollouts[candidate, task, 0]) for task in task_ids]
 
     def example(self, prompt: str, task_id: str) -> Example:
-        """Return a rollout of a pair that was scored, as a reflection model is shown it."""
+        """Return the rollout of a scored pair for the reflection model."""
         rollout = self._rollouts[self.candidate(prompt), task_id, 0]
         score = self._score(rollout)
         transcript = self.transcript(rollout.candidate, task_id)
         return Example(
             task=self.text(task_id),
-            course="" if transcript is None else shortened(course(transcript), _LONGEST_COURSE),
+            transcript="" if transcript is None else shortened(format_transcript(transcript), _MAX_TRANSCRIPT_CHARS),
             score=math.nan if score is None else score,
             feedback=shortened(self._feedback(rollout), MAX_FEEDBACK_CHARS),
         )
 
     def candidate(self, prompt: str) -> str:
-        """Return the name of a prompt, which is written down. Raises PromptRefused."""
+        """Return the candidate id of a prompt, which is stored. Raises PromptRefused."""
         if prompt not in self._names:
             if not prompt.strip() or len(prompt) > self._max_prompt_chars:
                 raise PromptRefused(
@@ -138,25 +138,25 @@ class Trials:
             self._prompts[name] = prompt
         return self._names[prompt]
 
-    def roll(self, wanted: Sequence[Place], *, held_out: bool = False) -> None:
-        """See to it that there are rollouts at these places. Raises BudgetExceeded, TuningError."""
+    def ensure_rollouts(self, wanted: Sequence[RolloutKey], *, held_out: bool = False) -> None:
+        """Make the missing rollouts of these keys. Raises BudgetExceeded, TuningError."""
         places = list(dict.fromkeys(wanted))
         self._judge_again([self._rollouts[place] for place in places if place in self._rollouts])
         missing = [place for place in places if place not in self._rollouts]
         while missing:
             some = missing[: self._budget.allow(len(missing), held_out=held_out)]
             for rollout in self._run([self._job(*place) for place in some]):
-                self._take(rollout)
+                self._record(rollout)
             missing = missing[len(some) :]
 
     def marks(self, candidate: str, task_ids: Sequence[str], attempts: int) -> dict[str, list[Mark]]:
-        """Return what a candidate's attempts came to, by task; one that was not made is unjudged."""
+        """Return the results of a candidate's attempts by task; a missing attempt is unjudged."""
         return {
             task: [self._mark(self._rollouts.get((candidate, task, n))) for n in range(attempts)] for task in task_ids
         }
 
     def tried(self, task_ids: Sequence[str]) -> list[Tried]:
-        """Return the prompts that were tried on all of these tasks, in the order in which they were first tried."""
+        """Return the prompts that were tried on all of these tasks, oldest first."""
         tried = []
         for candidate in dict.fromkeys(name for name, _, _ in self._rollouts):
             found = [self._rollouts.get((candidate, task, 0)) for task in task_ids]
@@ -185,8 +185,8 @@ class Trials:
         failures = [one.failure for one in found if one is not None and one.failure is not None]
         return failures[0] if len(failures) == len(found) else None
 
-    def affordable_rollouts(self, places: Sequence[Sequence[Place]]) -> int:
-        """Return how many of these sets of places, from the first on, the rollouts that are left suffice for."""
+    def affordable_rollouts(self, places: Sequence[Sequence[RolloutKey]]) -> int:
+        """Return how many of these sets of keys, from the first on, the rollouts that are left suffice for."""
         left = self._budget.left(held_out=True)
         for number, some in enumerate(places):
             left -= sum(place not in self._rollouts for place in some)
@@ -196,11 +196,11 @@ class Trials:
 
     @property
     def rollouts(self) -> list[Rollout]:
-        """Every rollout that ended, and every one that was cut off under way: what was paid for."""
-        return [*self._rollouts.values(), *self._cut_off]
+        """All rollouts that were paid for: finished, and interrupted ones."""
+        return [*self._rollouts.values(), *self._abandoned]
 
     def prompt_of(self, candidate: str) -> str:
-        """Return the text of a candidate."""
+        """Return the prompt of a candidate."""
         return self._prompts[candidate]
 
     def _job(self, candidate: str, task: str, attempt: int) -> RolloutJob:
@@ -218,13 +218,13 @@ class Trials:
         )
 
     def _count_abandoned_tokens(self) -> None:
-        """Count what a killed run had under way; what it had only planned cost nothing."""
-        began = self._store.trajectories.last_active([one.id for one in self._cut_off])
-        self._cut_off = [one for one in self._cut_off if one.id in began]
-        for one in self._cut_off:
+        """Count the tokens of rollouts that a killed run left in progress; planned ones cost nothing."""
+        began = self._store.trajectories.last_active([one.id for one in self._abandoned])
+        self._abandoned = [one for one in self._abandoned if one.id in began]
+        for one in self._abandoned:
             self._budget.record_rollout(one.prompt_tokens + one.completion_tokens)
 
-    def _take(self, rollout: Rollout) -> None:
+    def _record(self, rollout: Rollout) -> None:
         self._budget.record_rollout(rollout.prompt_tokens + rollout.completion_tokens)
         self._rollouts[rollout.candidate, rollout.task_id, rollout.attempt] = rollout
 
@@ -237,11 +237,11 @@ class Trials:
         return self._failure() if rollout.state is RolloutState.FAILED else rollout.score
 
     def _failure(self) -> float:
-        """Return what a failure counts as: never more than the worst of the seed, which what wins must beat.
+        """Return the score of a failure: never higher than the seed's lowest, so that failing cannot win.
 
-        It stays the same while a search lasts, so that one that goes on after a kill takes the same way.
+        It is constant during a search, so that a resumed search takes the same steps.
         """
-        measured = (self._rollouts[place].score for place in self._measure if place in self._rollouts)
+        measured = (self._rollouts[place].score for place in self._seed_keys if place in self._rollouts)
         return min((self._failure_score, *(score for score in measured if score is not None)))
 
     def _mark(self, rollout: Rollout | None) -> Mark:
@@ -252,12 +252,12 @@ class Trials:
     def _feedback(self, rollout: Rollout) -> str:
         if rollout.failure is not None:
             return f"The agent failed: {rollout.failure}"
-        return self._said.get(rollout.id, "")
+        return self._explanations.get(rollout.id, "")
 
 
-def course(transcript: Transcript) -> str:
-    """Return what an agent and its tools said, a paragraph for each message, without the system prompt."""
-    told = []
+def format_transcript(transcript: Transcript) -> str:
+    """Return the messages of an agent and its tools as paragraphs, without the system prompt."""
+    paragraphs = []
     for message in transcript.messages:
         role = message.get("role")
         if role in ("system", "developer"):
@@ -266,12 +266,12 @@ def course(transcript: Transcript) -> str:
         for call in message.get("tool_calls") or ():
             function = call.get("function") or {}
             words.append(f"calls {function.get('name')}({function.get('arguments')})")
-        told.append(f"[{role}] {' '.join(word for word in words if word)}")
-    return "\n\n".join(told)
+        paragraphs.append(f"[{role}] {' '.join(word for word in words if word)}")
+    return "\n\n".join(paragraphs)
 
 
 def text_of(content: object) -> str:
-    """Return a message's content as text; parts that are none are left out."""
+    """Return the text parts of a message's content."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, Sequence) else ()

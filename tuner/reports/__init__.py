@@ -1,1 +1,1 @@
-"""tuner/reports."""
+"""Results, the report of all methods, and model cards."""

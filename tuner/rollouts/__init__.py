@@ -1,1 +1,1 @@
-"""tuner/rollouts."""
+"""Rollouts: run a workflow on tasks through the proxy, and score the results."""

@@ -1,7 +1,7 @@
-"""Check-up: every reason why rollouts of a workflow would teach nothing. Pure, but for the judge that is asked.
+"""Diagnosis: every reason why rollouts of a workflow could not be trained. Pure, except for calls of the judge.
 
-It looks at attempts at one task as the trainer would: which calls came, which of their tokens may carry loss, whether
-the attempts differ, whether the judge tells answers apart, whether such attempts become a group in time.
+It checks attempts at one task as the trainer would: which calls arrived, which tokens may be trained, whether the
+attempts differ, whether the judge distinguishes answers, and whether the attempts form a group in time.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.tuner.rollouts.scoring import NO_CALL
 from ratchet.tuner.settings.tuner_settings import TunerSettings
 
-_LEAST_SPREAD = 1e-9
-_VALUES_TRIED = 8  # of the row, as answers that might be right
-_NOT_OF_THE_ROW = 3  # answers that are tried before them
+_MIN_SPREAD = 1e-9
+_VALUES_TRIED = 8  # values of the row, tried as answers
+_NOT_OF_THE_ROW = 3  # other answers, tried before them
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why nothing would be learnt, and what to do; `about` is the step that it was seen in."""
+    """Why nothing would be trained, and the remedy; `about` is the step that shows it."""
 
     about: str
     seen: str
     remedy: str
 
 
-def of_rollouts(rollouts: Sequence[Rollout]) -> Iterator[Reason]:
-    """Yield what is wrong with how the attempts ended."""
+def rollout_problems(rollouts: Sequence[Rollout]) -> Iterator[Reason]:
+    """Yield the failures of the attempts."""
     failures = Counter(one.failure for one in rollouts if one.state is RolloutState.FAILED)
     for failure, times in failures.most_common(3):
-        remedy = "mend it: failed rollouts are kept and count as failures"
+        remedy = "fix the workflow: failed rollouts are kept and count as failures"
         yield Reason("rollouts", f"{times} of {len(rollouts)} failed: {failure}", remedy)
 
 
-def of_calls(transcripts: Sequence[Transcript], task_id: str, alias: str, roles: Roles) -> Iterator[Reason]:
-    """Yield why what the agent sampled could not be trained."""
+def call_problems(transcripts: Sequence[Transcript], task_id: str, alias: str, roles: Roles) -> Iterator[Reason]:
+    """Yield why the sampled tokens could not be trained."""
     if not transcripts:
-        yield Reason("calls", NO_CALL, "in a program: OPENAI_BASE_URL and OPENAI_MODEL; look at the proxy's log")
+        yield Reason("calls", NO_CALL, "in a program: use OPENAI_BASE_URL and OPENAI_MODEL; see the proxy's log")
     tokens: Counter[str] = Counter()
     trained = 0
     for transcript in transcripts:
@@ -67,17 +67,17 @@ def of_calls(transcripts: Sequence[Transcript], task_id: str, alias: str, roles:
             else "no call was answered"
         )
         yield Reason("tokens", f"no sampled token could be trained: {why}", "see docs/training.md")
-    yield from _of_runs(transcripts, task_id, alias)
+    yield from _trajectory_problems(transcripts, task_id, alias)
     if len(transcripts) > 1 and trained and len({_sampled(one) for one in transcripts}) == 1:
-        remedy = "sample at temperature 1.0, without a seed: attempts that do not differ teach nothing"
+        remedy = "sample at temperature 1.0 without a seed: equal attempts have no learning signal"
         yield Reason("attempts", f"all {len(transcripts)} attempts sampled the same tokens", remedy)
 
 
-def _of_runs(transcripts: Sequence[Transcript], task_id: str, alias: str) -> Iterator[Reason]:
-    """Yield why the trajectories would not be grouped as attempts at the task."""
+def _trajectory_problems(transcripts: Sequence[Transcript], task_id: str, alias: str) -> Iterator[Reason]:
+    """Yield why the trajectories would not be grouped as attempts at one task."""
     runs = [one.trajectory for one in transcripts]
     for other in sorted({run.alias for run in runs} - {alias}):
-        yield Reason("calls", f"the agent asked for {other!r}, and {alias!r} is what is trained", "use the given model")
+        yield Reason("calls", f"the agent requested {other!r}, but {alias!r} is trained", "use the given model")
     if any(run.task != task_id for run in runs):
         remedy = "give --store the proxy's store, or --proxy the proxy that uses this one"
         yield Reason("calls", "the proxy does not know the rollouts: it uses another store", remedy)
@@ -87,10 +87,10 @@ def _sampled(transcript: Transcript) -> tuple[bytes, ...]:
     return tuple(choice.token_ids for call in transcript.calls for choice in call.choices)
 
 
-def of_judge(judge: Judge | None, transcript: Transcript | None) -> Iterator[Reason]:
-    """Yield why a judge would teach nothing: it fails, or gives the same score whatever was answered."""
+def judge_problems(judge: Judge | None, transcript: Transcript | None) -> Iterator[Reason]:
+    """Yield why a judge gives no signal: none is set, or it gives every answer the same score."""
     if judge is None:
-        yield Reason("judge", "no judge is named: nothing is trained", "give --judge module:function, or a YAML file")
+        yield Reason("judge", "no judge is set: nothing is trained", "give --judge module:function, or a YAML file")
         return
     if transcript is None:
         return
@@ -98,81 +98,86 @@ def of_judge(judge: Judge | None, transcript: Transcript | None) -> Iterator[Rea
     members = [_answered(transcript, answer, number) for number, answer in enumerate(answers)]
     if transcript.tools:
         tried = answers[_NOT_OF_THE_ROW:]
-        members += [_by_tools(transcript, answer, len(answers) + number) for number, answer in enumerate(tried)]
+        members += [
+            _answered_by_tools(transcript, answer, len(answers) + number) for number, answer in enumerate(tried)
+        ]
     scores = {verdict.score for verdict in judge.judge(None, members).verdicts if verdict.score is not None}
     if len(scores) == 1:
-        seen = f"{judge.name} gave {scores.pop():g} to what was answered, to nothing, and to every value of the row"
-        yield Reason("judge", seen, "have it tell a right answer from a wrong one; `ratchet judge lint` tries harder")
+        seen = f"{judge.name} gave {scores.pop():g} to the answer, to an empty answer and to every value of the row"
+        yield Reason(
+            "judge", seen, "make it distinguish right from wrong answers; `ratchet judge lint` tests more cases"
+        )
 
 
 def _answers(transcript: Transcript) -> list[Any]:
-    """Return answers that a judge should tell apart: as it was, none, nonsense, and whatever the row holds."""
+    """Return answers that a judge should distinguish: the original (None), empty, nonsense, and the row's values."""
     row: Mapping[str, Any] = transcript.row or {}
     values = [value for value in row.values() if value not in (None, "")][:_VALUES_TRIED]
     return [None, "", "xyzzy", *(value if isinstance(value, str) else json.dumps(value) for value in values)]
 
 
 def _answered(transcript: Transcript, answer: Any, number: int) -> Transcript:
-    """Return the transcript with another answer and an id of its own; None leaves the answer."""
+    """Return the transcript with another answer and another id; None keeps the answer."""
     run = msgspec.structs.replace(transcript.trajectory, id=f"{transcript.trajectory.id}-{number}")
     if answer is None:
         return msgspec.structs.replace(transcript, trajectory=run)
     returned = transcript.returned or WorkflowResult()
-    said = None if returned.response is None else json.dumps(answer)
+    message = None if returned.response is None else json.dumps(answer)
     return msgspec.structs.replace(
         transcript,
         trajectory=run,
         messages=(*transcript.messages[:-1], {"role": "assistant", "content": answer}),
-        returned=msgspec.structs.replace(returned, response=said),
+        returned=msgspec.structs.replace(returned, response=message),
     )
 
 
-def _by_tools(transcript: Transcript, answer: str, number: int) -> Transcript:
-    """Return the transcript of an agent that gave the answer at once, as every text that any of its tools takes."""
+def _answered_by_tools(transcript: Transcript, answer: str, number: int) -> Transcript:
+    """Return the transcript of an agent that answers at once, with the answer as every text argument of its tools."""
     asked = [message for message in transcript.messages if message.get("role") in ("system", "developer", "user")]
     calls = [
         {"id": f"call_{place}", "type": "function", "function": {"name": name, "arguments": json.dumps(dict(given))}}
         for place, tool in enumerate(transcript.tools)
-        if (name := _function(tool).get("name")) and (given := [(text, answer) for text in _texts(_function(tool))])
+        if (name := _function(tool).get("name"))
+        and (given := [(text, answer) for text in _text_parameters(_function(tool))])
     ]
-    said = (
+    message = (
         {"role": "assistant", "content": None, "tool_calls": calls} if calls else {"role": "assistant", "content": ""}
     )
     changed = _answered(transcript, answer, number)
-    return msgspec.structs.replace(changed, messages=(*asked, said))
+    return msgspec.structs.replace(changed, messages=(*asked, message))
 
 
 def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what a tool says of itself, in the dialect's own wrapping or without one."""
+    """Return a tool's definition, with or without the wrapping of the dialect."""
     inner = tool.get("function", tool)
     return inner if isinstance(inner, Mapping) else {}
 
 
-def _texts(function: Mapping[str, Any]) -> list[str]:
-    """Return the names of a function's parameters that are texts."""
+def _text_parameters(function: Mapping[str, Any]) -> list[str]:
+    """Return the names of a function's string parameters."""
     schema = function.get("parameters") or function.get("input_schema") or {}
     known = schema.get("properties") if isinstance(schema, Mapping) else None
     properties = known if isinstance(known, Mapping) else {}
     return [name for name, kind in properties.items() if isinstance(kind, Mapping) and kind.get("type") == "string"]
 
 
-def of_scores(rollouts: Sequence[Rollout]) -> Iterator[Reason]:
-    """Yield why the scores of the attempts would teach nothing."""
+def score_problems(rollouts: Sequence[Rollout]) -> Iterator[Reason]:
+    """Yield why the scores of the attempts have no learning signal."""
     failures = Counter(one.judge_failure for one in rollouts if one.judge_failure is not None)
     for failure, times in failures.most_common(3):
-        if failure != NO_CALL:  # told already
-            remedy = "mend the judge: a failure is never a score"
+        if failure != NO_CALL:  # reported by call_problems
+            remedy = "fix the judge: a failure is never a score"
             yield Reason("judge", f"it failed on {times} of {len(rollouts)} attempts: {failure}", remedy)
     scores = [one.score for one in rollouts if one.score is not None]
-    if len(scores) > 1 and max(scores) - min(scores) < _LEAST_SPREAD:
-        seen = f"all {len(scores)} attempts scored {scores[0]:g}: a group without a difference teaches nothing"
+    if len(scores) > 1 and max(scores) - min(scores) < _MIN_SPREAD:
+        seen = f"all {len(scores)} attempts scored {scores[0]:g}: a group with equal scores has no learning signal"
         yield Reason(
-            "scores", seen, "try another task, or more --attempts; see that tasks are neither sure nor hopeless"
+            "scores", seen, "try another task, or more --attempts; use tasks that are neither always solved nor never"
         )
 
 
-def of_settings(trainer: TrainerSettings, tuner: TunerSettings, seconds: float) -> Iterator[Reason]:
-    """Yield why attempts that take so many seconds each would not become a group."""
+def setting_problems(trainer: TrainerSettings, tuner: TunerSettings, seconds: float) -> Iterator[Reason]:
+    """Yield why attempts of this duration (seconds) would not form a group."""
     waits = trainer.num_generations / tuner.concurrency * seconds
     if waits > trainer.group_wait_seconds:
         seen = (
@@ -184,4 +189,4 @@ def of_settings(trainer: TrainerSettings, tuner: TunerSettings, seconds: float) 
             "groups", seen, "raise --concurrency or trainer.group_wait_seconds, or lower trainer.num_generations"
         )
     if tuner.max_failures == 0:
-        yield Reason("settings", "tuner.max_failures 0 stops at the first failed rollout", "raise it, or leave it out")
+        yield Reason("settings", "tuner.max_failures 0 stops at the first failed rollout", "raise it, or remove it")

@@ -1,9 +1,9 @@
-"""What rollouts cost: tokens, seconds, and money as far as the prices are known. Pure.
+"""Costs of rollouts: tokens, seconds, and money if the prices are known. Pure.
 
-A price comes from the user: LiteLLM's `input_cost_per_token` and `output_cost_per_token` of an entry of `model_list`
-(under `litellm_params` or `model_info`), or `tuner.prices` for the models that are served here; a judge's is its own
-`input_cost_per_million` and `output_cost_per_million`, of a million tokens. An unknown price is unknown, never zero;
-where only a part is known, the sum is a lower bound and says so.
+Prices come from the user: LiteLLM's `input_cost_per_token` and `output_cost_per_token` of a `model_list` entry (under
+`litellm_params` or `model_info`), or `tuner.prices` for models served by vLLM. A judge has its own
+`input_cost_per_million` and `output_cost_per_million`. An unknown price is unknown, never zero; if only some prices are
+known, the sum is a lower bound and is marked as such.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _NAMES = ("input_cost_per_token", "output_cost_per_token")
 
 
 class Price(msgspec.Struct, frozen=True):
-    """Money for one prompt token and for one completion token."""
+    """Price of a prompt token and of a completion token."""
 
     prompt_token: float
     completion_token: float
 
 
 class Money(msgspec.Struct, frozen=True):
-    """An amount; `known` is False where something that it should hold has no price: then it is a lower bound."""
+    """An amount; `known` False: a part has no known price, and the amount is a lower bound."""
 
     amount: float
     known: bool = True
@@ -36,7 +36,7 @@ class Money(msgspec.Struct, frozen=True):
         return Money(self.amount + other.amount, self.known and other.known)
 
     def describe(self) -> str:
-        """Return 0.0123, at least 0.0123, or unknown."""
+        """Return for example `0.0123`, `at least 0.0123` or `unknown`."""
         if self.known:
             return f"{self.amount:.4g}"
         return f"at least {self.amount:.4g}" if self.amount else "unknown"
@@ -47,12 +47,12 @@ UNKNOWN = Money(0.0, known=False)
 
 
 class RolloutCost(msgspec.Struct, frozen=True, kw_only=True):
-    """What was spent on something."""
+    """Rollouts, tokens, time and money spent."""
 
     rollouts: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    seconds: float = 0.0  # of work, summed over what ran side by side
+    seconds: float = 0.0  # summed over rollouts that ran concurrently
     money: Money = FREE
 
     def __add__(self, other: RolloutCost) -> RolloutCost:
@@ -65,8 +65,8 @@ class RolloutCost(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def judging_cost(exchanges: Iterable[JudgeRequest]) -> RolloutCost:
-    """Return what a judge's questions to a language model took."""
+def judging_cost(exchanges: Iterable[Exchange]) -> RolloutCost:
+    """Return the cost of a judge's language-model calls."""
     return sum(
         (
             RolloutCost(

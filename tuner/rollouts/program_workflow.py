@@ -1,10 +1,9 @@
 """Workflows that are programs: the task as JSON on stdin, the answer on stdout.
 
-The program sees OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL, under prompt tuning RATCHET_SYSTEM_PROMPT, and in a
-comparison RATCHET_SEED; no other RATCHET_* variable, whose secrets are not its business. Where all of stdout is one
-JSON object of `response`, `reward` and `metrics`, these are taken; else stdout is the response. An exit code other than
-0 is a failure, told with the end of stderr. Promises: the program and whatever it started (its process group) ends with
-the rollout.
+The program gets OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, in prompt tuning RATCHET_SYSTEM_PROMPT, and in a
+comparison RATCHET_SEED. Other RATCHET_* variables, which may hold secrets, are removed. If stdout is one JSON object of
+`response`, `reward` and `metrics`, these are used; otherwise stdout is the response. A non-zero exit code is a failure,
+reported with the end of stderr. Guarantee: the program and its process group end with the rollout.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class ProgramWorkflow:
     def __init__(self, name: str, words: Sequence[str]) -> None:
         if not words or shutil.which(words[0]) is None:
             raise WorkflowError(
-                f"workflow {name!r}: there is no program {words[0] if words else ''!r}; give module:function, or a "
+                f"workflow {name!r}: no such program: {words[0] if words else ''!r}; give module:function, or a "
                 "command line such as 'python my_agent.py'"
             )
         self.name = name
@@ -55,20 +54,22 @@ class ProgramWorkflow:
             given["RATCHET_SYSTEM_PROMPT"] = system_prompt
         if seed is not None:
             given["RATCHET_SEED"] = str(seed)
-        output, errors, status = await _ran(self._words, environment(os.environ) | given, json.dumps(task).encode())
+        output, errors, status = await _run_program(
+            self._words, environment(os.environ) | given, json.dumps(task).encode()
+        )
         if status:
-            told = errors.decode(errors="replace").strip()[-_TAIL:]
-            raise WorkflowFailed(f"exit code {status}: {told or 'nothing on stderr'}")
+            message = errors.decode(errors="replace").strip()[-_TAIL:]
+            raise WorkflowFailed(f"exit code {status}: {message or 'nothing on stderr'}")
         return _read(output)
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a program may see."""
+    """Return the environment variables for a program."""
     return {name: value for name, value in environ.items() if not name.startswith("RATCHET_")}
 
 
-async def _ran(words: Sequence[str], environ: Mapping[str, str], task: bytes) -> tuple[bytes, bytes, int]:
-    """Run a program to its end; return stdout, the end of stderr and the exit status."""
+async def _run_program(words: Sequence[str], environ: Mapping[str, str], task: bytes) -> tuple[bytes, bytes, int]:
+    """Run a program; return stdout, the end of stderr and the exit status."""
     async with _pipe() as (output, output_end), _pipe() as (errors, errors_end):
         with tempfile.TemporaryFile() as stdin:
             stdin.write(task)
@@ -80,9 +81,9 @@ async def _ran(words: Sequence[str], environ: Mapping[str, str], task: bytes) ->
         output_end.close()
         errors_end.close()
         try:
-            both = asyncio.gather(_all(output), _last(errors))
-            # What it left running may hold the pipes open: the end of the program itself is what is waited for.
-            ended = asyncio.create_task(_ended(process))
+            both = asyncio.gather(_read_all(output), _read_tail(errors))
+            # Child processes may keep the pipes open: wait for the end of the program itself.
+            ended = asyncio.create_task(_wait_and_kill(process))
             either: list[asyncio.Future[Any]] = [both, ended]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if both.done():
@@ -90,13 +91,13 @@ async def _ran(words: Sequence[str], environ: Mapping[str, str], task: bytes) ->
             status = await ended
             return *(await both), status
         finally:
-            _end(process)
+            _kill_group(process)
             await process.wait()
 
 
 @contextlib.asynccontextmanager
 async def _pipe() -> AsyncIterator[tuple[asyncio.StreamReader, BinaryIO]]:
-    """A pipe that is read here and written elsewhere; whoever has handed the other end on closes it here."""
+    """A pipe read here and written by a child; the caller closes the write end after passing it on."""
     end, other_end = os.pipe()
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
@@ -109,7 +110,7 @@ async def _pipe() -> AsyncIterator[tuple[asyncio.StreamReader, BinaryIO]]:
         transport.close()
 
 
-async def _all(stream: asyncio.StreamReader) -> bytes:
+async def _read_all(stream: asyncio.StreamReader) -> bytes:
     read = bytearray()
     while piece := await stream.read(2**16):
         read += piece
@@ -118,21 +119,21 @@ async def _all(stream: asyncio.StreamReader) -> bytes:
     return bytes(read)
 
 
-async def _last(stream: asyncio.StreamReader) -> bytes:
+async def _read_tail(stream: asyncio.StreamReader) -> bytes:
     read = b""
     while piece := await stream.read(2**16):
         read = (read + piece)[-4 * _TAIL :]
     return read
 
 
-async def _ended(process: asyncio.subprocess.Process) -> int:
-    """Return the exit status, once there is one; what the program left running is ended."""
+async def _wait_and_kill(process: asyncio.subprocess.Process) -> int:
+    """Wait for the exit status, then kill the process group."""
     status = await process.wait()
-    _end(process)
+    _kill_group(process)
     return status
 
 
-def _end(process: asyncio.subprocess.Process) -> None:
+def _kill_group(process: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
 

@@ -1,9 +1,9 @@
-"""Rollouts: a workflow run on tasks through the proxy, many at once; each is an ordinary captured trajectory.
+"""Rollouts: run a workflow on tasks through the proxy, many at once. Each is recorded as an ordinary trajectory.
 
-Its id is chosen here and is part of its base URL, so that the agent needs no header; what the proxy must know of it is
-in the store before it begins. Promises: a failed rollout stays, with its exception, and is never skipped; what ended is
-written, also where the run is interrupted: only what was under way is lost (it stays `planned`); a retry is a rollout
-of its own, and the last one counts. What a function prints goes to the standard error meanwhile.
+The trajectory id is chosen here and is part of the base URL, so the agent needs no header. The store knows the rollout
+before it starts. Guarantees: a failed rollout is kept with its exception, never skipped; finished rollouts are stored
+even if the run is interrupted, and only those in progress are lost (they stay `planned`); a retry is a rollout of its
+own, and the last one counts. Output that a function prints goes to standard error.
 """
 
 from __future__ import annotations
@@ -36,39 +36,39 @@ from ratchet.tuner.settings.tuner_settings import TunerSettings
 
 _Written = TypeVar("_Written")
 
-ROLLOUTS = "rollouts"  # the work that progress is told of
-NO_KEY = "none"  # sent where the proxy asks for no key: clients insist on one
-_PLANNED_AHEAD = 256  # rollouts that one write plans
-_MOST_UNWRITTEN = 256  # rollouts that ended, and whose end the store does not know yet
-_LONGEST_FAILURE = 2000  # characters
-# Files in which an exception may be raised, and which no agent's author would look into.
-_NOT_THE_AGENTS = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<")
+ROLLOUTS = "rollouts"  # name of the progress bar
+NO_KEY = "none"  # sent if the proxy needs no key, because clients require one
+_PLANNED_AHEAD = 256  # rollouts planned by one write
+_MAX_UNWRITTEN = 256  # finished rollouts not yet stored
+_MAX_FAILURE_CHARS = 2000  # characters
+# Files that are not the agent's: an exception is reported at the last frame outside of them.
+_NOT_AGENT_CODE = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<")
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutJob:
-    """One rollout to be made."""
+    """A rollout to run."""
 
     task: Task
     attempt: int = 0
-    candidate: str = ""  # what is compared: a model, a prompt, a version
-    model: str | None = None  # served whatever the agent asks for; None: what it asks for
-    purpose: str = "eval"  # live: may be trained; eval: never
-    prompt_id: str | None = None  # of the prompt that the proxy swaps in
-    system_prompt: str | None = None  # its text, for a workflow that takes it
+    candidate: str = ""  # the compared model, prompt or version
+    model: str | None = None  # served whatever model the agent requests; None: the requested one
+    purpose: str = "eval"  # live: may be trained; eval: never trained
+    prompt_id: str | None = None  # of the prompt that replaces the agent's
+    system_prompt: str | None = None  # its text, for workflows with this parameter
     scenario: Mapping[str, Any] = field(default_factory=dict)
     step: int = 0
 
     @property
-    def place(self) -> tuple[str, str, int, int]:
-        """What makes it the same job as another one."""
+    def key(self) -> tuple[str, str, int, int]:
+        """Identity of the job: equal keys mean the same job."""
         return self.candidate, self.task.id, self.attempt, self.step
 
 
 class RolloutRunner:
-    """Makes rollouts of one workflow through one proxy. The store is the proxy's.
+    """Runs one workflow through one proxy, which must use the same store.
 
-    `check` is called before each rollout, and raises where no further one may begin.
+    `check` is called before each rollout and raises if no further one may start.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class RolloutRunner:
     ) -> None:
         self._store = store
         self._check = check
-        self._beginning = FirstRollouts()
+        self._first_rollouts = FirstRollouts()
         self._proxy_url = proxy_url.rstrip("/").removesuffix("/v1")
         self._api_key = api_key or NO_KEY
         self._workflow = workflow
@@ -96,24 +96,24 @@ class RolloutRunner:
     async def run(
         self, jobs: Sequence[RolloutJob], tuning_id: str, on_end: Callable[[Rollout], object] | None = None
     ) -> list[Rollout]:
-        """Return the rollout of each job, in their order; `on_end` sees each as it ends. Raises TooManyFailures."""
-        failures = Failures(self._settings, len(jobs), tuning_id, self._beginning)
-        asyncio.get_running_loop().set_task_factory(exits_raise)  # the agents' own tasks among them
-        course = _Course(self._store, jobs, tuning_id, self._progress.begin(ROLLOUTS, len(jobs)), on_end, failures)
-        await course.write(self._remember, jobs)
-        workers = [asyncio.create_task(self._work(course)) for _ in range(min(self._settings.concurrency, len(jobs)))]
+        """Return the rollout of each job, in order; `on_end` is called with each one that ends. Raises TooManyFailures."""
+        failures = Failures(self._settings, len(jobs), tuning_id, self._first_rollouts)
+        asyncio.get_running_loop().set_task_factory(exits_raise)  # also in tasks that agents create
+        state = _RunState(self._store, jobs, tuning_id, self._progress.begin(ROLLOUTS, len(jobs)), on_end, failures)
+        await state.write(self._remember, jobs)
+        workers = [asyncio.create_task(self._work(state)) for _ in range(min(self._settings.concurrency, len(jobs)))]
         try:
-            with contextlib.redirect_stdout(sys.stderr):  # what agents print; the command's data may go there
+            with contextlib.redirect_stdout(sys.stderr):  # keep stdout for the command's data
                 await asyncio.gather(*workers)
         finally:
             for worker in workers:
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
             try:
-                await course.written()
+                await state.written()
             finally:
-                course.end()
-        return [course.ended[number] for number in range(len(jobs))]
+                state.end()
+        return [state.ended[number] for number in range(len(jobs))]
 
     def _remember(self, jobs: Sequence[RolloutJob]) -> None:
         tasks = {job.task.id: job.task for job in jobs}.values()
@@ -121,23 +121,23 @@ class RolloutRunner:
             TaskRow(id=one.id, task_set=one.set, split=one.split, content=one.row) for one in tasks
         )
 
-    async def _work(self, course: _Course) -> None:
-        while (planned := await course.next()) is not None:
+    async def _work(self, state: _RunState) -> None:
+        while (planned := await state.next()) is not None:
             self._check()
             number, rollout = planned
-            job = course.jobs[number]
-            failed = await self._once(course, number, rollout, last=not self._settings.max_retries)
+            job = state.jobs[number]
+            failed = await self._run_attempt(state, number, rollout, last=not self._settings.max_retries)
             for again in range(1, self._settings.max_retries + 1):
                 if not failed:
                     break
-                rollout = plan_rollout(job, course.tuning_id, scenario={**job.scenario, "retry": again})
-                await course.write(self._store.rollouts.plan, [rollout])
-                failed = await self._once(course, number, rollout, last=again == self._settings.max_retries)
-            course.failures.check()
+                rollout = plan_rollout(job, state.tuning_id, scenario={**job.scenario, "retry": again})
+                await state.write(self._store.rollouts.plan, [rollout])
+                failed = await self._run_attempt(state, number, rollout, last=again == self._settings.max_retries)
+            state.failures.check()
 
-    async def _once(self, course: _Course, number: int, rollout: Rollout, last: bool) -> bool:
-        """Run the workflow once and have its end written down; return whether it failed."""
-        job, began = course.jobs[number], time.time()
+    async def _run_attempt(self, state: _RunState, number: int, rollout: Rollout, last: bool) -> bool:
+        """Run the workflow once and store the result; return whether it failed."""
+        job, began = state.jobs[number], time.time()
         limit = asyncio.timeout(self._settings.timeout_seconds)
         try:
             async with limit:
@@ -152,24 +152,24 @@ class RolloutRunner:
         except asyncio.CancelledError as error:
             if (me := asyncio.current_task()) is not None and me.cancelling():
                 raise
-            failure = told(error)
-        except Exception as error:  # noqa: BLE001  whatever the agent raises is how its rollout failed
-            late = f"TimeoutError: it took longer than {self._settings.timeout_seconds:g} s (tuner.timeout_seconds)"
-            failure = late if limit.expired() and isinstance(error, TimeoutError) else told(error)
+            failure = describe_error(error)
+        except Exception as error:  # noqa: BLE001  any exception of the agent is a failed rollout
+            late = f"TimeoutError: the rollout exceeded {self._settings.timeout_seconds:g} s (tuner.timeout_seconds)"
+            failure = late if limit.expired() and isinstance(error, TimeoutError) else describe_error(error)
         else:
-            told_by = {"response": outcome.text, "reward": outcome.reward, "metrics": outcome.metrics}
-            await course.close(number, _over(rollout, RolloutState.ENDED, began, **told_by))
+            values = {"response": outcome.text, "reward": outcome.reward, "metrics": outcome.metrics}
+            await state.close(number, _finished(rollout, RolloutState.ENDED, began, **values))
             return False
-        await course.close(number if last else None, _over(rollout, RolloutState.FAILED, began, failure=failure))
+        await state.close(number if last else None, _finished(rollout, RolloutState.FAILED, began, failure=failure))
         return True
 
 
-def _over(rollout: Rollout, state: RolloutState, began: float, **values: Any) -> Rollout:
+def _finished(rollout: Rollout, state: RolloutState, began: float, **values: Any) -> Rollout:
     return msgspec.structs.replace(rollout, state=state, started_at=began, ended_at=time.time(), **values)
 
 
-class _Course:
-    """One run under way: what is still to be done, what ended, what failed."""
+class _RunState:
+    """State of one call of `run`: pending, finished and failed rollouts."""
 
     def __init__(
         self,
@@ -187,42 +187,42 @@ class _Course:
         self._store = store
         self._work = work
         self._on_end = on_end
-        self._coming: Iterator[tuple[int, Rollout]] = iter(())
+        self._upcoming: Iterator[tuple[int, Rollout]] = iter(())
         self._planned = 0
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._unwritten: list[tuple[int | None, Rollout]] = []
         self._writing: asyncio.Task[None] | None = None
         self._writer = ThreadPoolExecutor(1, "rollouts")
 
     async def write(self, write: Callable[..., _Written], *values: Any) -> _Written:
-        """Do something to the store, off the event loop; it is done even if nobody waits for it any more."""
+        """Call a store method outside the event loop; it completes even if the caller is cancelled."""
         return await asyncio.get_running_loop().run_in_executor(self._writer, write, *values)
 
     async def next(self) -> tuple[int, Rollout] | None:
-        """Return the next job's number and its rollout, which the store knows; None at the end."""
-        async with self._turn:
-            found = next(self._coming, None)
+        """Return the number and the stored rollout of the next job; None at the end."""
+        async with self._lock:
+            found = next(self._upcoming, None)
             if found is None and self._planned < len(self.jobs):
                 numbers = range(self._planned, min(self._planned + _PLANNED_AHEAD, len(self.jobs)))
                 some = [plan_rollout(self.jobs[number], self.tuning_id) for number in numbers]
                 await self.write(self._store.rollouts.plan, some)
                 self._planned = numbers.stop
-                self._coming = iter(zip(numbers, some, strict=True))
-                found = next(self._coming)
+                self._upcoming = iter(zip(numbers, some, strict=True))
+                found = next(self._upcoming)
             return found
 
     async def close(self, number: int | None, over: Rollout) -> None:
-        """Have the end of a rollout written down, without waiting for it; `number` is the job's that it ends.
+        """Store the end of a rollout in the background; `number` is the job that it completes, if any.
 
-        Waits where the store is far behind. Raises what the store raised on earlier ones.
+        Waits if the store is far behind. Raises the store's errors on earlier rollouts.
         """
         if number is not None:
-            self.failures.take(over.failure)
+            self.failures.record(over.failure)
         self._unwritten.append((number, over))
         if self._writing is None or self._writing.done():
             await self.written()
             self._writing = asyncio.create_task(self._write_ends())
-        elif len(self._unwritten) > _MOST_UNWRITTEN:
+        elif len(self._unwritten) > _MAX_UNWRITTEN:
             await self.written()
 
     async def _write_ends(self) -> None:
@@ -243,18 +243,18 @@ class _Course:
             self._on_end(rollout)
 
     async def written(self) -> None:
-        """Wait until every end so far is written. Raises what the store raised."""
+        """Wait until every finished rollout is stored. Raises the store's errors."""
         if self._writing is not None:
             await asyncio.shield(self._writing)
 
     def end(self) -> None:
-        """Write what is still to be written; tell that it is over."""
+        """Finish pending writes and close the progress bar."""
         self._writer.shutdown()
         self._work.end()
 
 
 def plan_rollout(job: RolloutJob, tuning_id: str, scenario: Mapping[str, Any] | None = None) -> Rollout:
-    """Return the rollout of a job as it is planned."""
+    """Return the planned rollout of a job."""
     return Rollout(
         id=new_id("roll"), tuning_id=tuning_id, task_id=job.task.id, split=job.task.split, attempt=job.attempt,
         candidate=job.candidate, model=job.model, purpose=job.purpose, prompt_id=job.prompt_id, step=job.step,
@@ -262,29 +262,29 @@ def plan_rollout(job: RolloutJob, tuning_id: str, scenario: Mapping[str, Any] | 
     )  # fmt: skip
 
 
-def told(error: BaseException) -> str:
-    """Return an exception as one sentence, with the place in the agent's code that it comes from.
+def describe_error(error: BaseException) -> str:
+    """Return an exception as one line with the file and line in the agent's code.
 
-    Of a group the first: its own words only say how many there are.
+    For an exception group, the first exception: the group's message only counts them.
     """
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    own = [frame for frame in frames if not frame[0].startswith(_NOT_THE_AGENTS) and "site-packages" not in frame[0]]
-    has_place = frames and not isinstance(error, WorkflowFailed)  # which says what a program said, not where
+    own = [frame for frame in frames if not frame[0].startswith(_NOT_AGENT_CODE) and "site-packages" not in frame[0]]
+    has_place = frames and not isinstance(error, WorkflowFailed)  # that one reports a program's output
     where = " ({}:{})".format(*(own or frames)[-1]) if has_place else ""
-    return f"{type(error).__name__}: {_words(error)[:_LONGEST_FAILURE]}{where}"
+    return f"{type(error).__name__}: {_message(error)[:_MAX_FAILURE_CHARS]}{where}"
 
 
-def _words(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     try:
         return " ".join(str(error).split())
-    except Exception as broken:  # noqa: BLE001  an exception of the agent's own, whose words cannot be had
+    except Exception as broken:  # noqa: BLE001  the agent's exception class may be broken
         return f"(its message cannot be read: {type(broken).__name__})"
 
 
-def counting(rollouts: Iterable[Rollout]) -> list[Rollout]:
-    """Return the rollouts that count: over, and of several at the same job the last one."""
+def final_rollouts(rollouts: Iterable[Rollout]) -> list[Rollout]:
+    """Return the finished rollouts; of several for the same job, the last one."""
     last = {
         (one.candidate, one.task_id, one.attempt, one.step): one
         for one in sorted(rollouts, key=lambda one: one.planned_at)
@@ -293,10 +293,10 @@ def counting(rollouts: Iterable[Rollout]) -> list[Rollout]:
     return list(last.values())
 
 
-def left(jobs: Iterable[RolloutJob], rollouts: Iterable[Rollout]) -> list[RolloutJob]:
-    """Return the jobs that no rollout has ended yet, to go on where a run was interrupted."""
-    done = {(one.candidate, one.task_id, one.attempt, one.step) for one in counting(rollouts)}
-    return [job for job in jobs if job.place not in done]
+def pending_jobs(jobs: Iterable[RolloutJob], rollouts: Iterable[Rollout]) -> list[RolloutJob]:
+    """Return the jobs without a finished rollout, to resume an interrupted run."""
+    done = {(one.candidate, one.task_id, one.attempt, one.step) for one in final_rollouts(rollouts)}
+    return [job for job in jobs if job.key not in done]
 
 
-__all__ = ["RolloutJob", "RolloutRunner", "counting", "left"]
+__all__ = ["RolloutJob", "RolloutRunner", "final_rollouts", "pending_jobs"]

@@ -1,8 +1,8 @@
-"""Scores of rollouts: the judge's, by task; where there is no judge, the reward that the workflow itself returned.
+"""Scores of rollouts: by the judge, task by task, or, without a judge, the reward that the workflow returned.
 
-Promises: a rollout is judged on all that it did (every proxy has shipped it, or that is said); a judge failure is kept
-as a failure and never a number; a failed rollout is not judged, what counts for it is the comparison's to say. A judge
-that ranks sees all attempts at a task side by side.
+Guarantees: a rollout is judged only when every proxy has shipped all of its calls, otherwise it is unjudged with that
+reason; a judge failure is stored as a failure, never as a number; a failed rollout is not judged (its score is up to
+the comparison). A judge that ranks sees all attempts at a task together.
 """
 
 from __future__ import annotations
@@ -26,19 +26,16 @@ from ratchet.trainer.controller.judges.both_orders import judge_in_both_orders
 from ratchet.trainer.observability.progress import Progress, Work
 from ratchet.tuner.rollouts.prices import RolloutCost, judging_cost
 
-SCORES = "scores"  # the work that progress is told of
-WORKFLOW = "workflow"  # who gave the score where that is the workflow itself
-_LOOK_EVERY = 0.05  # seconds
+SCORES = "scores"  # name of the progress bar
+WORKFLOW = "workflow"  # judge name of scores that the workflow returned
+_POLL_SECONDS = 0.05  # seconds
 
-NO_CALL = (
-    "no call of this rollout reached the proxy: the workflow must use the base_url, and ask for the model, that it is "
-    "given"
-)
-NO_JUDGE = "there is no judge, and the workflow returned no reward: give --judge, or return {response, reward}"
+NO_CALL = "no call of this rollout reached the proxy: the workflow must use the given base_url and model"
+NO_JUDGE = "no judge is set and the workflow returned no reward: give --judge, or return {response, reward}"
 
 
 class Scorer:
-    """Scores rollouts with one judge; without one, by their own rewards."""
+    """Scores rollouts with a judge, or with their own rewards if there is none."""
 
     def __init__(
         self,
@@ -46,26 +43,26 @@ class Scorer:
         judge: Judge | None,
         *,
         alias: str = "policy",
-        patience: float = 60.0,
+        max_wait_seconds: float = 60.0,
         progress: Progress | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
         self._judge = judge
         self._alias = alias
-        self._patience = patience
+        self._max_wait_seconds = max_wait_seconds
         self._progress = progress or Progress()
         self._clock = clock
-        self.spent = RolloutCost()  # on questions of the judge to language models
+        self.spent = RolloutCost()  # cost of the judge's language-model calls
 
     @property
     def name(self) -> str:
-        """Who gives the scores, with the version: scores of different ones are not comparable."""
+        """Name and version of the judge: scores of different judges are not comparable."""
         return f"{self._judge.name} ({self._judge.version})" if self._judge is not None else WORKFLOW
 
     def count_abandoned_tokens(self, tuning_id: str) -> None:
-        """Count the tokens of what was under way when a run was killed, once every proxy has shipped it."""
-        cut_off = [one for one in self._store.rollouts.of_tuning(tuning_id) if one.state is RolloutState.ABANDONED]
+        """Count the tokens of rollouts that a killed run left in progress, once every proxy has shipped them."""
+        cut_off = [one for one in self._store.rollouts.of(tuning_id) if one.state is RolloutState.ABANDONED]
         if cut_off:
             self._wait(max(one.ended_at or 0.0 for one in cut_off))
             self._store.rollouts.count_tokens([one.id for one in cut_off])
@@ -73,9 +70,9 @@ class Scorer:
     def score(
         self, rollouts: Sequence[Rollout], on_verdict: Callable[[Verdict], object] = lambda verdict: None
     ) -> list[Rollout]:
-        """Return the rollouts in their order, each that ended with a score or a judge failure; tokens are counted.
+        """Return the rollouts in order, the ended ones with a score or a judge failure, and with their tokens.
 
-        `on_verdict` sees what the judge said in full.
+        `on_verdict` is called with each full verdict.
         """
         over = [one for one in rollouts if not one.planned]
         shipped = self._wait(max((one.ended_at or 0.0 for one in over), default=0.0))
@@ -86,56 +83,58 @@ class Scorer:
             for one in ended:
                 self._write(one.id, one.reward, WORKFLOW, None if one.reward is not None else NO_JUDGE, work)
         else:
-            with contextlib.redirect_stdout(sys.stderr):  # what a judge prints
-                self._judged(self._judge, self._whole(ended, shipped, work), work, on_verdict)
+            with contextlib.redirect_stdout(sys.stderr):  # keep stdout for the command's data
+                self._judge_groups(self._judge, self._complete(ended, shipped, work), work, on_verdict)
         work.end()
         return [self._store.rollouts.get(one.id) for one in rollouts]
 
     def _wait(self, moment: float) -> float:
-        """Wait until every proxy has shipped what it recorded before this moment, at most as long as allowed.
+        """Wait, up to the limit, until every proxy has shipped its records from before this time (Unix seconds).
 
-        Returns the moment up to which they have.
+        Returns the time up to which all have shipped.
         """
-        until = self._clock() + self._patience
+        until = self._clock() + self._max_wait_seconds
         while True:
             now = self._clock()
             shipped = self._store.proxy_instances.shipped_until(self._alias, now, since=now - PROXY_TIMEOUT_SECONDS)
             if shipped > moment or now >= until:
                 return shipped
-            time.sleep(_LOOK_EVERY)
+            time.sleep(_POLL_SECONDS)
 
-    def _whole(self, ended: Iterable[Rollout], shipped: float, work: Work) -> list[Rollout]:
-        """Return the rollouts of which every call is in the store; the others stay unjudged, and that is said."""
-        whole = []
+    def _complete(self, ended: Iterable[Rollout], shipped: float, work: Work) -> list[Rollout]:
+        """Return the rollouts whose calls are all in the store; mark the others as unjudged."""
+        complete = []
         for one in ended:
             if (one.ended_at or 0.0) < shipped:
-                whole.append(one)
+                complete.append(one)
             else:
-                self._write(one.id, None, self.name, self._late(), work)
-        return whole
+                self._write(one.id, None, self.name, self._missing_calls(), work)
+        return complete
 
-    def _late(self) -> str:
-        return f"its calls are not all in the store after {self._patience:g} s (tuner.judge_wait_seconds)"
+    def _missing_calls(self) -> str:
+        return f"its calls are not all in the store after {self._max_wait_seconds:g} s (tuner.judge_wait_seconds)"
 
-    def _judged(
+    def _judge_groups(
         self, judge: Judge, ended: Sequence[Rollout], work: Work, on_verdict: Callable[[Verdict], object]
     ) -> None:
         with ThreadPoolExecutor(judge.concurrency, "judge") as threads:
-            asked: deque[Future[Judgement]] = deque()  # few at a time: transcripts are long
+            pending: deque[Future[Judgement]] = deque()  # bounded, because transcripts are long
             for group in _by_task(ended):
                 if members := self._transcripts(judge, group, work):
-                    compared = len({one.candidate for one in group}) > 1  # else no decision rests on their order
+                    compared = (
+                        len({one.candidate for one in group}) > 1
+                    )  # otherwise the order of members decides nothing
                     ask = partial(judge_in_both_orders, judge) if compared else partial(judge.judge, None)
-                    asked.append(threads.submit(ask, members))
-                while len(asked) > 2 * judge.concurrency:
-                    self._heard(asked.popleft().result(), work, on_verdict)
-            while asked:
-                self._heard(asked.popleft().result(), work, on_verdict)
+                    pending.append(threads.submit(ask, members))
+                while len(pending) > 2 * judge.concurrency:
+                    self._record_judgement(pending.popleft().result(), work, on_verdict)
+            while pending:
+                self._record_judgement(pending.popleft().result(), work, on_verdict)
 
-    def _heard(self, judgement: Judgement, work: Work, on_verdict: Callable[[Verdict], object]) -> None:
-        self.spent += judging_cost(judgement.judge_requests)
+    def _record_judgement(self, judgement: Judgement, work: Work, on_verdict: Callable[[Verdict], object]) -> None:
+        self.spent += judging_cost(judgement.exchanges)
         for verdict in judgement.verdicts:
-            self._take(verdict, work)
+            self._record_verdict(verdict, work)
             on_verdict(verdict)
 
     def _transcripts(self, judge: Judge, group: Iterable[Rollout], work: Work) -> list[Transcript]:
@@ -147,12 +146,12 @@ class Scorer:
                 self._write(one.id, None, judge.name, NO_CALL, work)
                 continue
             if any(call.state is CallState.BEGUN for call in transcript.calls):
-                self._write(one.id, None, judge.name, self._late(), work)
+                self._write(one.id, None, judge.name, self._missing_calls(), work)
                 continue
             found.append(transcript)
         return found
 
-    def _take(self, verdict: Verdict, work: Work) -> None:
+    def _record_verdict(self, verdict: Verdict, work: Work) -> None:
         self._write(verdict.trajectory_id, verdict.score, verdict.judge, verdict.failure, work)
 
     def _write(self, name: str, score: float | None, judge: str, failure: str | None, work: Work) -> None:

@@ -1,18 +1,18 @@
-"""Workflows: the agent that is tuned, as a function `module:function` or as a program such as `python my_agent.py`.
+"""Workflows: the agent to tune, as a function `module:function` or as a program such as `python my_agent.py`.
 
-`path/file.py:function` names a function as well, and `module:Class` a class whose objects can be called: one is made,
-for all rollouts. A function, async or not, gets those of these that it names (one with **kwargs gets all of them):
+`path/file.py:function` names a function too, and `module:Class` a class with `__call__`, of which one object serves all
+rollouts. A function, async or not, receives those of these parameters that it declares (all of them with **kwargs):
 
     task           the task's row (dict)
-    base_url       OpenAI-compatible base URL of this rollout alone; whatever is called there is its trajectory
+    base_url       OpenAI-compatible base URL of this rollout; all calls there belong to its trajectory
     api_key        key for it
-    model          name to ask for
-    system_prompt  the prompt under trial, or None; the proxy swaps it in also where it is not used
-    seed           a number of this attempt at this task, the same for every candidate of a comparison; None elsewhere
+    model          model name to request
+    system_prompt  the prompt under trial, or None; the proxy applies it even if the function does not
+    seed           a number for this attempt at this task, equal for all candidates of a comparison; else None
 
-It returns anything, or `response`, `reward` and `metrics` as the keys of a mapping or the attributes of an object. A
-program gets the same (`programs.py`). Promises: a parameter that nobody can fill is told when the workflow is loaded;
-functions that are not async run in threads of their own, so that none of them holds up the others.
+It returns any value, or `response`, `reward` and `metrics` as keys of a mapping or attributes of an object. A program
+gets the same (program_workflow.py). Guarantees: a parameter that is not in this list is an error when the workflow is
+loaded; functions that are not async run in threads of their own and do not block each other.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ PARAMETERS = ("task", "base_url", "api_key", "model", "system_prompt", "seed")
 
 
 class Workflow(Protocol):
-    """Something that works on one task at a time, any number of them at once."""
+    """Runs the agent on one task; any number of calls may run concurrently."""
 
     @property
     def name(self) -> str:
-        """What it was given as."""
+        """The specification that it was loaded from."""
 
     async def run(
         self,
@@ -61,7 +61,7 @@ class Workflow(Protocol):
         system_prompt: str | None = None,
         seed: int | None = None,
     ) -> Outcome:
-        """Work on one task. Raises whatever the agent raises, and WorkflowFailed."""
+        """Run one task. Raises the agent's exceptions and WorkflowFailed."""
 
 
 def load_workflow(spec: str) -> Workflow:
@@ -75,7 +75,7 @@ def load_workflow(spec: str) -> Workflow:
     if len(words) == 1 and "." in (name := words[0]) and name.replace(".", "").isidentifier() and not which(name):
         module, _, function = name.rpartition(".")
         meant = f"{name}:FUNCTION" if function == "py" else f"{module}:{function}"
-        raise WorkflowError(f"workflow {spec!r}: a function is named with a colon: did you mean {meant}?")
+        raise WorkflowError(f"workflow {spec!r}: name a function with a colon: did you mean {meant}?")
     return ProgramWorkflow(spec, words)
 
 
@@ -103,28 +103,28 @@ class FunctionWorkflow:
         system_prompt: str | None = None,
         seed: int | None = None,
     ) -> Outcome:
-        """Call the function. Raises whatever it raises."""
+        """Call the function. Raises its exceptions."""
         offered: dict[str, Any] = {"task": dict(task), "base_url": base_url, "api_key": api_key, "model": model}
         offered |= {"system_prompt": system_prompt, "seed": seed}
         try:
             return outcome_of(await self._call(offered))
-        except SystemExit as ended:  # in a program of its own that would be the exit code
+        except SystemExit as ended:  # treated like a program's exit code
             raise WorkflowFailed(str(exited(ended))) from ended
 
     async def _call(self, offered: Mapping[str, Any]) -> Any:
         if self._is_async:
             return await self._wanted.call(self._function, offered)
-        answer = await _in_a_thread(lambda: self._wanted.call(self._function, offered))
+        answer = await _run_in_thread(lambda: self._wanted.call(self._function, offered))
         return await answer if inspect.isawaitable(answer) else answer
 
 
-async def _in_a_thread(work: Callable[[], Any]) -> Any:
-    """Run work in a thread of its own that nobody waits for at the end: a call that timed out may never return."""
+async def _run_in_thread(work: Callable[[], Any]) -> Any:
+    """Run a function in a daemon thread: a call that timed out may never return."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[Any] = loop.create_future()
 
-    def tell(value: Any, error: BaseException | None) -> None:
-        if not answer.done():  # cancelled: nobody waits any more
+    def deliver(value: Any, error: BaseException | None) -> None:
+        if not answer.done():  # not cancelled
             answer.set_exception(error) if error is not None else answer.set_result(value)
 
     def run() -> None:
@@ -134,12 +134,12 @@ async def _in_a_thread(work: Callable[[], Any]) -> Any:
             value = work()
         except SystemExit as ended:
             error = WorkflowFailed(str(exited(ended)))
-        except (StopIteration, KeyboardInterrupt) as stopped:  # no future may hold them; Ctrl-C comes elsewhere
+        except (StopIteration, KeyboardInterrupt) as stopped:  # a future cannot hold these
             error = WorkflowFailed(f"{type(stopped).__name__}: {stopped}")
-        except BaseException as raised:  # noqa: BLE001  the agent's own error, which the caller gets
+        except BaseException as raised:  # noqa: BLE001  the agent's error, passed to the caller
             error = raised
         if not loop.is_closed():
-            loop.call_soon_threadsafe(tell, value, error)
+            loop.call_soon_threadsafe(deliver, value, error)
 
     threading.Thread(target=run, name="workflow", daemon=True).start()
     return await answer

@@ -1,4 +1,4 @@
-"""Outcomes: what a workflow returned, as response, reward and metrics; the response as JSON."""
+"""Outcomes: response, reward and metrics of a workflow's return value, the response as JSON."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 from ratchet.trainer.errors import WorkflowFailed
 
 _PARTS = frozenset({"response", "reward", "metrics"})
-_LONGEST = 4 * 2**20  # characters of a response
-_DEEPEST = 50
+_MAX_RESPONSE_CHARS = 4 * 2**20  # characters of a response
+_MAX_DEPTH = 50
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a rollout came to. `response` is JSON; `reward` None where a judge is to say; `metrics` name -> number."""
+    """Result of a rollout. `response` is JSON; `reward` None: a judge decides; `metrics`: name -> number."""
 
     response: Any = None
     reward: float | None = None
@@ -26,15 +26,15 @@ class Outcome:
 
     @property
     def text(self) -> str | None:
-        """The response as JSON text; None where there is none."""
+        """The response as JSON text, or None."""
         return None if self.response is None else json.dumps(self.response)
 
 
 def outcome_of(answer: Any) -> Outcome:
-    """Read what a workflow returned. Raises WorkflowFailed.
+    """Read a workflow's return value. Raises WorkflowFailed.
 
-    A mapping whose keys are all among response, reward and metrics, or an object with `response` and one of the others,
-    is taken apart; anything else is the response.
+    A mapping with no keys besides response, reward and metrics, or an object with `response` and one of the others, is
+    split into these parts; any other value is the response.
     """
     if isinstance(answer, Outcome):
         return answer
@@ -45,8 +45,10 @@ def outcome_of(answer: Any) -> Outcome:
     else:
         parts = {"response": answer}
     response = plain(parts.get("response"))
-    if response is not None and len(json.dumps(response)) > _LONGEST:
-        raise WorkflowFailed(f"the response is longer than {_LONGEST:,} characters; return what the judge needs")
+    if response is not None and len(json.dumps(response)) > _MAX_RESPONSE_CHARS:
+        raise WorkflowFailed(
+            f"the response is longer than {_MAX_RESPONSE_CHARS:,} characters; return only what the judge needs"
+        )
     return Outcome(response, _reward(parts.get("reward")), _metrics(parts.get("metrics")))
 
 
@@ -54,7 +56,7 @@ def _reward(value: Any) -> float | None:
     if value is None:
         return None
     if not _is_finite(value):
-        raise WorkflowFailed(f"the reward is {value!r:.100}; return a finite number, or None for the judge to say")
+        raise WorkflowFailed(f"the reward is {value!r:.100}; return a finite number, or None to leave it to the judge")
     return float(value)
 
 
@@ -74,17 +76,17 @@ def _is_finite(value: Any) -> bool:
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """Return a value as JSON; None for an object that nothing can be read from.
+    """Return a value as JSON; None for an object without readable content.
 
-    Records (dataclasses, pydantic models, objects with `to_dict`) become mappings; a message that tells its text, as
-    agents' frameworks make them, becomes that text.
+    Records (dataclasses, pydantic models, objects with `to_dict`) become mappings; a message object with
+    `get_text_content`, as agent frameworks have, becomes its text.
     """
     if value is None or isinstance(value, (str, bool, int)):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
-    if depth > _DEEPEST:
-        raise WorkflowFailed(f"the response is nested deeper than {_DEEPEST} levels, or holds itself")
+    if depth > _MAX_DEPTH:
+        raise WorkflowFailed(f"the response is nested deeper than {_MAX_DEPTH} levels, or contains itself")
     if isinstance(value, Mapping):
         return {str(key): plain(inner, depth + 1) for key, inner in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):

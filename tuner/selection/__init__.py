@@ -1,1 +1,1 @@
-"""tuner/selection."""
+"""Model selection and release evaluations."""

@@ -26,7 +26,7 @@ from ratchet.trainer.statistics.paired_comparison import ScoreRange
 from ratchet.trainer.tasks.task_set import Task
 from ratchet.tuner.reports.tuning_result import TuningResult, plain, task_set
 from ratchet.tuner.rollouts.prices import Prices
-from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner, counting, left
+from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner, final_rollouts, pending_jobs
 from ratchet.tuner.rollouts.scoring import Scorer
 from ratchet.tuner.selection.choice import Policy, Selection, rollout_cost, select
 
@@ -123,13 +123,13 @@ class ModelSelector:
     ) -> Selection:
         """Make what is left of the rollouts, judge what is not judged, choose, and write the result down."""
         jobs = jobs_of(request, tasks)
-        await self._runner.run(left(jobs, self._store.rollouts.of_tuning(tuning.id)), tuning.id, on_end)
+        await self._runner.run(pending_jobs(jobs, self._store.rollouts.of(tuning.id)), tuning.id, on_end)
         began = time.monotonic()
         self._scorer.score(_unscored(self._store.rollouts.of_tuning(tuning.id)))
         judging = time.monotonic() - began
         made = self._store.rollouts.of_tuning(tuning.id)
         found = select(
-            _asked(counting(made), jobs), request.candidates, self._prices, policy=request.policy,
+            _asked(final_rollouts(made), jobs), request.candidates, self._prices, policy=request.policy,
             within=request.within, score_range=request.score_range, failure_score=request.failure_score,
         )  # fmt: skip
         result = self._result(request, tasks, found, made, judging)
@@ -172,7 +172,7 @@ def _unscored(rollouts: Sequence[Rollout]) -> list[Rollout]:
 
     Failed ones, those that were tried again too, and abandoned ones are there for their tokens.
     """
-    over = [one for one in counting(rollouts) if one.state is RolloutState.ENDED]
+    over = [one for one in final_rollouts(rollouts) if one.state is RolloutState.ENDED]
     tasks = {one.task_id for one in over if one.score is None}
     others = (RolloutState.FAILED, RolloutState.ABANDONED)
     return [one for one in over if one.task_id in tasks] + [one for one in rollouts if one.state in others]
@@ -180,7 +180,7 @@ def _unscored(rollouts: Sequence[Rollout]) -> list[Rollout]:
 
 def _asked(rollouts: Iterable[Rollout], jobs: Sequence[RolloutJob]) -> list[Rollout]:
     """Return the rollouts that belong to these jobs."""
-    places = {job.place for job in jobs}
+    places = {job.key for job in jobs}
     return [one for one in rollouts if (one.candidate, one.task_id, one.attempt, one.step) in places]
 
 

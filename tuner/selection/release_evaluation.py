@@ -28,7 +28,7 @@ from ratchet.trainer.settings.release_settings import ReleaseSettings
 from ratchet.trainer.statistics.paired_comparison import Compared
 from ratchet.trainer.tasks.task_set import Task, TaskSet
 from ratchet.tuner.rollouts.prices import Prices
-from ratchet.tuner.rollouts.runner import RolloutRunner, counting
+from ratchet.tuner.rollouts.runner import RolloutRunner, final_rollouts
 from ratchet.tuner.rollouts.scoring import Scorer
 from ratchet.tuner.rollouts.workflow import load_workflow
 from ratchet.tuner.selection.model_selection import ModelSelector, Request
@@ -73,7 +73,7 @@ class WorkflowEvaluator:
         except TuningError as error:
             self._store.tunings.end(run.id, TuningState.FAILED, error=str(error))
             raise
-        made = counting(self._store.rollouts.of_tuning(run.id))
+        made = final_rollouts(self._store.rollouts.of(run.id))
         self._check_measured(request, made)
         first = _evaluation(found.ranking.pair(request.candidates[1], request.candidates[0]))
         if first is None or self._second is None:

@@ -1,1 +1,1 @@
-"""tuner/settings."""
+"""The tuner's settings."""

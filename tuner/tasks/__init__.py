@@ -1,1 +1,1 @@
-"""tuner/tasks."""
+"""Task sets: imported copies, and mixtures of several."""

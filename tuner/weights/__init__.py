@@ -1,1 +1,1 @@
-"""tuner/weights."""
+"""Weight tuning: reinforcement learning on task sets."""

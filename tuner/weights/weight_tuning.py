@@ -38,7 +38,7 @@ from ratchet.trainer.observability.progress import Progress
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.statistics.paired_comparison import Compared, Verdict, compare, rank
 from ratchet.trainer.tasks.task_set import TEST, Task
-from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner, counting, left
+from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner, final_rollouts, pending_jobs
 from ratchet.tuner.rollouts.scoring import Scorer
 from ratchet.tuner.selection.choice import marks_of
 from ratchet.tuner.tasks.task_mix import Family, TaskMix
@@ -59,7 +59,7 @@ from ratchet.tuner.weights.weights_plan import (
 _Value = TypeVar("_Value")
 
 ROUNDS_DONE = "rounds"  # the work that progress is told of
-_LOOK_EVERY = 0.2  # seconds
+_POLL_SECONDS = 0.2  # seconds
 
 
 class WeightsTuning:
@@ -101,13 +101,13 @@ class WeightsTuning:
         }
         self._mix = TaskMix(families, seed, tested | {task.id for task in self._of_split(VALIDATION)})
         self._began = time.monotonic()
-        self._so_far: WeightsProgress = progress_of(tuning)
-        self._seconds_before = self._so_far.wall_seconds
+        self._state: WeightsProgress = progress_of(tuning)
+        self._seconds_before = self._state.wall_seconds
 
     @property
-    def so_far(self) -> WeightsProgress:
+    def state(self) -> WeightsProgress:
         """How far it is."""
-        return self._so_far
+        return self._state
 
     @property
     def tests(self) -> list[Task]:
@@ -119,29 +119,29 @@ class WeightsTuning:
 
     async def run(self) -> WeightsProgress:
         """Go on to the end. Raises TuningError, TooManyFailures, and what `watch` raises."""
-        if self._so_far.stage == BASELINE:
+        if self._state.stage == BASELINE:
             await self._baseline()
-        if self._so_far.stage == WARM_START:
+        if self._state.stage == WARM_START:
             await self._warm_start()
         work = self._progress.begin(ROUNDS_DONE, self._plan.rounds)
         while True:
-            work.at(self._so_far.rounds, self._plan.rounds)
+            work.at(self._state.rounds, self._plan.rounds)
             if self._is_due():
-                await self._settle()
+                await self._wait_for_trainer()
                 await self._evaluate(self._live(), VALIDATION)
-            if self._so_far.rounds >= self._plan.rounds or self._is_spent():
+            if self._state.rounds >= self._plan.rounds or self._out_of_patience():
                 break
-            await self._rollouts(self._runner, self._round(self._so_far.rounds))
-            self._note(rounds=self._so_far.rounds + 1)
+            await self._rollouts(self._runner, self._round(self._state.rounds))
+            self._note(rounds=self._state.rounds + 1)
         work.end()
         self._select_best_version()
         await self._evaluate(self._live(), TEST)
-        return self._so_far
+        return self._state
 
     def marks(self, version: int, split: str) -> dict[str, Any]:
         """Return what a version got on a split's tasks, by task."""
         wanted = {task.id for task in self._of_split(split)}
-        return marks_of(counting(one for one in self._of(self._name(version)) if one.task_id in wanted))
+        return marks_of(final_rollouts(one for one in self._of(self._name(version)) if one.task_id in wanted))
 
     def compared(self, version: int, against: int, family: str | None = None, split: str = TEST) -> Compared:
         """Return a version against another on a split's tasks, of one family or of all."""
@@ -154,13 +154,13 @@ class WeightsTuning:
         return compare(ours, theirs, names=names, failure_score=self._failure_score)
 
     async def _baseline(self) -> None:
-        if not self._so_far.evaluations:
+        if not self._state.evaluations:
             self._note(baseline=self._live())
         for split in (VALIDATION, TEST):
-            await self._evaluate(self._so_far.baseline, split)
+            await self._evaluate(self._state.baseline, split)
         if self._plan.warm_start is not None and self._plan.collect:
             jobs = [
-                RolloutJob(task, attempt, COLLECTED, self._name(self._so_far.baseline), "eval", step=number)
+                RolloutJob(task, attempt, COLLECTED, self._name(self._state.baseline), "eval", step=number)
                 for number in range(self._plan.collect)
                 for task in self._mix.draw(number, self._plan.tasks_per_round)
                 for attempt in range(self._plan.attempts)
@@ -175,18 +175,18 @@ class WeightsTuning:
             if ended.state is not TuningState.RUNNING:
                 raise TuningError(ended.error or f"tuning {ended.id} was {ended.state}")
             await self._pause()
-        version, story = found
+        version, metrics = found
         while (policy := self._store.policies.get(self._alias, version)).state is PolicyState.CANDIDATE:
             if (held := self._store.policies.awaiting_approval(self._alias)) is not None and held.version == version:
                 waits = f"the warm start's version {version} waits for a person: see `ratchet policies show`"
-                self._note(notes=(*self._so_far.notes, waits))
+                self._note(notes=(*self._state.notes, waits))
                 break
             await self._pause()
-        self._note(warm_start=dict(story) | {"version": version, "state": str(policy.state)})
+        self._note(warm_start=dict(metrics) | {"version": version, "state": str(policy.state)})
         if policy.state in (PolicyState.REJECTED, PolicyState.UNPROVEN):
             reason = policy.evidence.get("reason", "it was evaluated as worse")
             what = "rejected" if policy.state is PolicyState.REJECTED else "not proven, the rounds go on from it"
-            self._note(notes=(*self._so_far.notes, f"the warm start's version was {what}: {reason}"))
+            self._note(notes=(*self._state.notes, f"the warm start's version was {what}: {reason}"))
         else:
             await self._evaluate(version, VALIDATION)
         self._note(stage=ROUNDS)
@@ -205,8 +205,8 @@ class WeightsTuning:
         What is noted already, by a run that was killed before it came to the next stage, is not noted again; nor is a
         version's second evaluation on the test tasks.
         """
-        known = [one for one in self._so_far.evaluations if (one.version, one.split) == (version, split)]
-        if known and (split == TEST or self._so_far.rounds in {one.round for one in known}):
+        known = [one for one in self._state.evaluations if (one.version, one.split) == (version, split)]
+        if known and (split == TEST or self._state.rounds in {one.round for one in known}):
             return
         jobs = [
             RolloutJob(task, attempt, self._name(version), self._name(version), "eval")
@@ -216,12 +216,12 @@ class WeightsTuning:
         await self._scored(await self._rollouts(self._evaluator, jobs))
         marks = self.marks(version, split)
         standing = rank({"it": marks}, failure_score=self._failure_score).standings[0]
-        baseline = self._so_far.baseline
+        baseline = self._state.baseline
         found = Evaluated(
             version=version,
             split=split,
-            round=self._so_far.rounds,
-            rollouts=len(counting(self._of(LIVE))),
+            round=self._state.rounds,
+            rollouts=len(final_rollouts(self._of(LIVE))),
             tasks=standing.tasks,
             mean=standing.mean,
             low=standing.low,
@@ -231,7 +231,7 @@ class WeightsTuning:
             families={name: self._family_mean(marks, name) for name in self._split[split]},
             against_baseline=None if version == baseline else self.compared(version, baseline, split=split),
         )
-        self._note(evaluations=(*self._so_far.evaluations, found))
+        self._note(evaluations=(*self._state.evaluations, found))
         self._tell(f"after {found.round} rounds, {self._name(version)} on the {split} tasks: {found.describe()}")
 
     def _family_mean(self, marks: Mapping[str, Any], family: str) -> float | None:
@@ -240,20 +240,20 @@ class WeightsTuning:
 
     def _is_due(self) -> bool:
         """Whether the rounds so far end with an evaluation that has not been made."""
-        done = self._so_far.rounds
+        done = self._state.rounds
         ends = done > 0 and (done % self._plan.eval_every == 0 or done == self._plan.rounds)
-        return ends and self._so_far.validated[-1].round != done
+        return ends and self._state.validated[-1].round != done
 
-    def _is_spent(self) -> bool:
+    def _out_of_patience(self) -> bool:
         """Whether the last evaluations gained nothing."""
         patience = self._plan.patience
-        if not patience or self._so_far.evaluations_without_gain < patience:
+        if not patience or self._state.evaluations_without_gain < patience:
             return False
-        best = self._so_far.best
+        best = self._state.best
         self._note(
             notes=(
-                *self._so_far.notes,
-                f"stopped after round {self._so_far.rounds}: {patience} evaluations without a gain over "
+                *self._state.notes,
+                f"stopped after round {self._state.rounds}: {patience} evaluations without a gain over "
                 f"{self._name(best.version)}",
             )
         )
@@ -261,8 +261,8 @@ class WeightsTuning:
 
     def _select_best_version(self) -> None:
         """Take back the live version where the best one is shown to be better."""
-        live, best = self._live(), self._so_far.best.version
-        if best >= live or live not in {one.version for one in self._so_far.validated}:
+        live, best = self._live(), self._state.best.version
+        if best >= live or live not in {one.version for one in self._state.validated}:
             return
         found = self.compared(live, best, split=VALIDATION)
         if found.verdict is not Verdict.WORSE:
@@ -277,26 +277,26 @@ class WeightsTuning:
             told = f"rolled back from {self._name(live)} to {self._name(best)}: {found.describe()}"
         except InvalidTransition as refusal:  # its folder was pruned, or a person was quicker
             told = f"{self._name(live)} is worse than {self._name(best)} ({found.describe()}), but stays: {refusal}"
-        self._note(notes=(*self._so_far.notes, told))
+        self._note(notes=(*self._state.notes, told))
 
     async def _rollouts(self, runner: RolloutRunner, jobs: Sequence[RolloutJob]) -> list[Rollout]:
         """Make the rollouts that are not made yet; return all of them that count."""
         candidates = {job.candidate for job in jobs}
         known = [one for name in candidates for one in self._of(name)]
-        if missing := left(jobs, known):
-            await self._watched(runner.run(missing, self._tuning.id))
-        places = {job.place for job in jobs}
-        made = (one for name in candidates for one in counting(self._of(name)))
+        if missing := pending_jobs(jobs, known):
+            await self._run_watched(runner.run(missing, self._tuning.id))
+        places = {job.key for job in jobs}
+        made = (one for name in candidates for one in final_rollouts(self._of(name)))
         return [one for one in made if (one.candidate, one.task_id, one.attempt, one.step) in places]
 
     async def _scored(self, rollouts: Sequence[Rollout]) -> None:
         if unscored := [one for one in rollouts if one.judge is None]:
-            await self._watched(asyncio.to_thread(self._scorer.score, unscored))
+            await self._run_watched(asyncio.to_thread(self._scorer.score, unscored))
 
-    async def _settle(self) -> None:
+    async def _wait_for_trainer(self) -> None:
         """Wait until the trainer has done what it can, at most as long as is allowed."""
-        self._tell(f"after {self._so_far.rounds} rounds: waiting for the trainer to learn from them")
-        until = time.monotonic() + self._plan.settle_seconds
+        self._tell(f"after {self._state.rounds} rounds: waiting for the trainer to learn from them")
+        until = time.monotonic() + self._plan.max_trainer_wait_seconds
         size, groups = self._trainer.num_generations, self._trainer.groups_per_round
         while time.monotonic() < until:
             await self._pause()
@@ -305,13 +305,13 @@ class WeightsTuning:
 
     async def _pause(self) -> None:
         self._watch()
-        await asyncio.sleep(_LOOK_EVERY)
+        await asyncio.sleep(_POLL_SECONDS)
 
-    async def _watched(self, work: Coroutine[Any, Any, _Value]) -> _Value:
+    async def _run_watched(self, work: Coroutine[Any, Any, _Value]) -> _Value:
         """Return what the work does, unless the rooms end before it."""
         task = asyncio.ensure_future(work)
         try:
-            while not (await asyncio.wait({task}, timeout=_LOOK_EVERY))[0]:
+            while not (await asyncio.wait({task}, timeout=_POLL_SECONDS))[0]:
                 self._watch()
             return task.result()
         finally:
@@ -320,8 +320,8 @@ class WeightsTuning:
     def _note(self, **changes: Any) -> None:
         """Write down how far it is."""
         seconds = self._seconds_before + time.monotonic() - self._began
-        self._so_far = msgspec.structs.replace(self._so_far, wall_seconds=seconds, **changes)
-        self._store.tunings.update(self._tuning.id, plain(self._so_far))
+        self._state = msgspec.structs.replace(self._state, wall_seconds=seconds, **changes)
+        self._store.tunings.update(self._tuning.id, plain(self._state))
 
     def _of(self, candidate: str) -> list[Rollout]:
         return self._store.rollouts.of_tuning(self._tuning.id, candidate)

@@ -37,7 +37,7 @@ class WeightsPlan(BaseModel):
     patience: int = Field(3, ge=0, description="evaluations without a gain after which it stops; 0: never")
     collect: int = Field(0, ge=0, description="rounds of training tasks that are only tried, for a warm start")
     warm_start: WarmStartSettings | None = Field(None, description="what is imitated first")
-    settle_seconds: float = Field(60.0, gt=0, description="longest wait for the trainer before an evaluation")
+    max_trainer_wait_seconds: float = Field(60.0, gt=0, description="longest wait for the trainer before an evaluation")
     seed: int = Field(0, ge=0, description="of the tasks that are drawn")
 
 

@@ -14,7 +14,7 @@ from ratchet.trainer.statistics.paired_comparison import Compared, Verdict
 from ratchet.trainer.tasks.task_set import TEST
 from ratchet.tuner.reports.tuning_result import TuningResult, task_set
 from ratchet.tuner.rollouts.prices import Prices, RolloutCost
-from ratchet.tuner.rollouts.runner import counting
+from ratchet.tuner.rollouts.runner import final_rollouts
 from ratchet.tuner.selection.choice import commonest, rollout_cost
 from ratchet.tuner.weights.weight_tuning import WeightsTuning, rewards
 from ratchet.tuner.weights.weights_plan import LIVE, plan_of
@@ -24,18 +24,18 @@ def result_of(
     store: Store, tuning: Tuning, run: WeightsTuning, trainer: TrainerSettings, judge: str, prices: Prices
 ) -> TuningResult:
     """Return the result of a run that has come to its end."""
-    plan, so_far = plan_of(tuning), run.so_far
+    plan, state = plan_of(tuning), run.state
     final = store.policies.live()[tuning.alias].version
-    tested = [one for one in so_far.evaluations if one.split == TEST]
+    tested = [one for one in state.evaluations if one.split == TEST]
     is_measured = final in {one.version for one in tested}
-    gain = run.compared(final, so_far.baseline) if is_measured and final != so_far.baseline else None
-    store.rollouts.count_tokens([one.id for one in store.rollouts.of_tuning(tuning.id) if not one.planned])
-    made = store.rollouts.of_tuning(tuning.id)
-    rollouts = counting(made)
-    ours = [] if so_far.warm_start is None else ["SFT"]
-    if so_far.rounds:
-        ours.append(f"{trainer.advantage_estimator} with {trainer.learner.loss_type}, {so_far.rounds} rounds")
-    notes = so_far.notes if is_measured else (*so_far.notes, f"{tuning.alias}@{final} was not evaluated")
+    gain = run.compared(final, state.baseline) if is_measured and final != state.baseline else None
+    store.rollouts.count_tokens([one.id for one in store.rollouts.of(tuning.id) if not one.planned])
+    made = store.rollouts.of(tuning.id)
+    rollouts = final_rollouts(made)
+    ours = [] if state.warm_start is None else ["SFT"]
+    if state.rounds:
+        ours.append(f"{trainer.advantage_estimator} with {trainer.learner.loss_type}, {state.rounds} rounds")
+    notes = state.notes if is_measured else (*state.notes, f"{tuning.alias}@{final} was not evaluated")
     return TuningResult(
         method="weights",
         technique=" -> ".join(ours) or "evaluation alone",
@@ -44,15 +44,15 @@ def result_of(
         judge=judge,
         workflow=plan.workflow,
         attempts=plan.eval_attempts,
-        baseline=f"{tuning.alias}@{so_far.baseline}",
+        baseline=f"{tuning.alias}@{state.baseline}",
         best=f"{tuning.alias}@{final}" if gain is not None and gain.verdict is Verdict.BETTER else None,
         gain=gain,
         spent=sum((rollout_cost(one, prices) for one in made if one.counts or one.prompt_tokens), RolloutCost()),
-        wall_seconds=so_far.wall_seconds,
-        promoted=f"{tuning.alias}@{final}" if final != so_far.baseline else None,
+        wall_seconds=state.wall_seconds,
+        promoted=f"{tuning.alias}@{final}" if final != state.baseline else None,
         notes=(*notes, *_failures(rollouts)),
         details={
-            "curve": [msgspec.to_builtins(one) for one in so_far.validated],
+            "curve": [msgspec.to_builtins(one) for one in state.validated],
             "test": [msgspec.to_builtins(one) for one in tested],
             "training": [
                 {"round": number, "family": family, "reward": mean, "judged": count}
@@ -60,9 +60,9 @@ def result_of(
                     store, (one for one in rollouts if one.candidate == LIVE)
                 ).items()
             ],
-            "families": _families(run, final, so_far.baseline) if gain is not None else {},
-            "warm_start": so_far.warm_start,
-            "rounds": so_far.rounds,
+            "families": _families(run, final, state.baseline) if gain is not None else {},
+            "warm_start": state.warm_start,
+            "rounds": state.rounds,
         },
     )
 

@@ -31,7 +31,7 @@ class WorldEvaluate:
     def paid(self) -> int:
         return len(self.known)
 
-    def judged(self, prompt: str, task_ids: Sequence[str]) -> list[float | None]:
+    def scores_or_none(self, prompt: str, task_ids: Sequence[str]) -> list[float | None]:
         self.questions.append((prompt, tuple(task_ids)))
         new = [task for task in task_ids if (prompt, task) not in self.known]
         if self.paid + len(new) > self._most:
@@ -43,7 +43,7 @@ class WorldEvaluate:
         return [self.known[prompt, task] for task in task_ids]
 
     def scores(self, prompt: str, task_ids: Sequence[str]) -> list[float]:
-        scores = self.judged(prompt, task_ids)
+        scores = self.scores_or_none(prompt, task_ids)
         if None in scores:
             raise Unjudged("the test's judge")
         return [score for score in scores if score is not None]

@@ -1,1 +1,1 @@
-"""tuner/prompts/lessons."""
+"""Lessons from failed rollouts."""

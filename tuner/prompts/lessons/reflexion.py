@@ -30,8 +30,8 @@ from ratchet.tuner.settings.tuner_settings import LessonSettings
 log = logging.getLogger(__name__)
 
 NAME = "lessons"
-_CHARACTERS_A_TOKEN = 3
-_LONGEST_MESSAGE = 4_000  # characters
+_CHARACTERS_PER_TOKEN = 3
+_MAX_MESSAGE_CHARS = 4_000  # characters
 _SCHEMA = {
     "type": "object",
     "properties": {"diagnosis": {"type": "string"}, "lessons": {"type": "array", "items": {"type": "string"}}},
@@ -84,7 +84,7 @@ def learn(
     alias: str,
     model: LanguageModel,
     settings: LessonSettings,
-    told: Callable[[str], None] = lambda family: None,
+    on_family: Callable[[str], None] = lambda family: None,
 ) -> LearnedLessons:
     """Ask for lessons about every failing family; `told` hears of each. Raises LessonsRefused,
     ReflectionUnavailable.
@@ -107,7 +107,7 @@ def learn(
     lessons: dict[str, tuple[str, ...]] = {}
     problems: dict[str, str] = {}
     for family, one in found.items():
-        told(family)
+        on_family(family)
         try:
             lessons[family] = tuple(_ask(store, one, prompt, model, settings, interview))
         except (JudgeUnavailable, LessonsRefused) as error:
@@ -140,7 +140,7 @@ def _ask(
     attempts = [read for name in names if (read := _read(store, name)) is not None]
     if not attempts:
         raise LessonsRefused("its failed attempts are evaluations, or were deleted")
-    shown = _shown(store, attempts, model.spec.context_tokens * _CHARACTERS_A_TOKEN)
+    shown = _attempt_data(store, attempts, model.spec.context_tokens * _CHARACTERS_PER_TOKEN)
     data = {"lessons": lessons_of(prompt, found.family), "attempts": shown}
     instructions = _INSTRUCTIONS.format(max_lessons=settings.max_lessons, max_chars=settings.max_lesson_chars)
     question = [
@@ -168,19 +168,19 @@ def _read(store: Store, name: str) -> Transcript | None:
     return read if read.trajectory.purpose == "live" else None
 
 
-def _shown(store: Store, attempts: Sequence[Transcript], room: int) -> list[dict[str, Any]]:
-    """Return the attempts as the model is shown them, as many as there is room for, each message bounded."""
+def _attempt_data(store: Store, attempts: Sequence[Transcript], max_chars: int) -> list[dict[str, Any]]:
+    """Return the attempts as the model is shown them, as many as there is max_chars for, each message bounded."""
     verdicts = store.groups.verdicts([attempt.trajectory.id for attempt in attempts])
-    longest = min(_LONGEST_MESSAGE, max(200, room // (2 * sum(len(one.messages) for one in attempts))))
+    message_chars = min(_MAX_MESSAGE_CHARS, max(200, max_chars // (2 * sum(len(one.messages) for one in attempts))))
     shown: list[dict[str, Any]] = []
     for attempt in attempts:
         verdict = verdicts.get(attempt.trajectory.id)
         told = {
             "score": verdict.score if verdict else None,
-            "judge_said": _cut(verdict.explanation if verdict else "", longest),
-            "messages": [{"role": m.get("role"), "text": _cut(_text(m), longest)} for m in attempt.messages],
+            "judge_explanation": _shorten(verdict.explanation if verdict else "", message_chars),
+            "messages": [{"role": m.get("role"), "text": _shorten(_text(m), message_chars)} for m in attempt.messages],
         }
-        if shown and len(json.dumps([*shown, told])) > room:
+        if shown and len(json.dumps([*shown, told])) > max_chars:
             break
         shown.append(told)
     return shown
@@ -194,7 +194,7 @@ def _text(message: Mapping[str, Any]) -> str:
     return "\n".join([text, *(f"{call.get('name')}({call.get('arguments')})" for call in calls)]).strip()
 
 
-def _cut(text: str, most: int) -> str:
+def _shorten(text: str, most: int) -> str:
     if len(text) <= most:
         return text
     half = most // 2
