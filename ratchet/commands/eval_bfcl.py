@@ -122,7 +122,7 @@ def _evaluate(
     key = first_api_key() or "x"
     answers = {}
     with RunLease(store).acquire(tuning.id):
-        with bars() as told:
+        with progress_bars() as told:
             for version in versions:
                 name = folder / version.replace("/", "_")
                 answers[version] = ask(python, version, asked, base_url=base_url, key=key, folder=name)

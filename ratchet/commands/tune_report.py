@@ -102,7 +102,7 @@ def runs(
 
     with options.open_project_store(context, store=store, project=project) as opened:
         found = opened.tunings.page(kind=method, limit=limit)
-        held = {one.name.removeprefix(LEASE_PREFIX) for one in opened.leases.held(LEASE_PREFIX)}
+        held = {one.name.removeprefix(LEASE_PREFIX) for one in opened.leases.holders(LEASE_PREFIX)}
     if as_json:
         options.print_json([msgspec.to_builtins(one) for one in found])
         return

@@ -13,7 +13,6 @@ import click
 
 from ratchet import options
 from ratchet.tuning.run_lease import RunLease
-from ratchet.urls import url
 
 if TYPE_CHECKING:
     from ratchet.settings.project_settings import Settings

@@ -49,7 +49,7 @@ def run_weight_tuning(settings: Settings, own: dict[str, Any], *, quiet: bool = 
     _check(settings, own)
     _check_group_size(settings)
     say = partial(click.echo, file=sys.stderr) if quiet else click.echo
-    with attached(settings, say=say) as services, tuning.opened(settings) as tuner_context:
+    with attach_or_start(settings, announce=say) as services, tuning.opened(settings) as tuner_context:
         name = _check_kind(tuner_context.store, own["resume"]) if own["resume"] else _start(tuner_context, own).id
         with tuner_context.lease.acquire(name, "ratchet tune weights", resume=own["resume"] is not None) as run:
             click.echo(f"{run.id} on {services.base_url}", err=True)

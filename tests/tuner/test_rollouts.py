@@ -216,8 +216,8 @@ def test_an_interruption_keeps_what_ended_and_the_rest_can_go_on(
     assert 0 < len(rest) <= len(jobs) - 3
     again = RolloutRunner(store, "http://nowhere", None, Flaky(), TunerSettings())
     run(again, rest, tuning)
-    assert len(final_rollouts(store.rollouts.of(tuning.id))) == len(jobs)
-    assert pending_jobs(jobs, store.rollouts.of(tuning.id)) == []
+    assert len(final_rollouts(store.rollouts.of_tuning(tuning.id))) == len(jobs)
+    assert pending_jobs(jobs, store.rollouts.of_tuning(tuning.id)) == []
 
 
 def test_what_an_agent_prints_stays_out_of_the_commands_data(

@@ -132,7 +132,7 @@ class ReflectionModel:
         finally:
             tokens = sum(one.prompt_tokens + one.completion_tokens for one in interview.judge_requests)
             self._budget.record_reflection(tokens, interview.cost)
-            seconds = sum(one.latency for one in interview.exchanges)
+            seconds = sum(one.latency for one in interview.judge_requests)
             record = {
                 "question": digest,
                 "answer": answer,
@@ -140,7 +140,7 @@ class ReflectionModel:
                 "cost": interview.cost,
                 "seconds": seconds,
             }
-            self._keep(record, interview.exchanges)
+            self._keep(record, interview.judge_requests)
         self._failed = 0
         return answer
 

@@ -78,7 +78,7 @@ class Trials:
         self._names: dict[str, str] = {}  # prompt -> candidate
         self._seed_keys: list[RolloutKey] = []  # the seed on validation tasks
         self._abandoned: list[Rollout] = []
-        for rollout in store.rollouts.of(tuning_id):
+        for rollout in store.rollouts.of_tuning(tuning_id):
             if rollout.counts:
                 self._record(rollout)
             elif rollout.state is RolloutState.ABANDONED:

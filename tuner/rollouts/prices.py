@@ -65,7 +65,7 @@ class RolloutCost(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def judging_cost(exchanges: Iterable[Exchange]) -> RolloutCost:
+def judging_cost(exchanges: Iterable[JudgeRequest]) -> RolloutCost:
     """Return the cost of a judge's language-model calls."""
     return sum(
         (

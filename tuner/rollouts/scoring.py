@@ -62,7 +62,7 @@ class Scorer:
 
     def count_abandoned_tokens(self, tuning_id: str) -> None:
         """Count the tokens of rollouts that a killed run left in progress, once every proxy has shipped them."""
-        cut_off = [one for one in self._store.rollouts.of(tuning_id) if one.state is RolloutState.ABANDONED]
+        cut_off = [one for one in self._store.rollouts.of_tuning(tuning_id) if one.state is RolloutState.ABANDONED]
         if cut_off:
             self._wait(max(one.ended_at or 0.0 for one in cut_off))
             self._store.rollouts.count_tokens([one.id for one in cut_off])
@@ -132,7 +132,7 @@ class Scorer:
                 self._record_judgement(pending.popleft().result(), work, on_verdict)
 
     def _record_judgement(self, judgement: Judgement, work: Work, on_verdict: Callable[[Verdict], object]) -> None:
-        self.spent += judging_cost(judgement.exchanges)
+        self.spent += judging_cost(judgement.judge_requests)
         for verdict in judgement.verdicts:
             self._record_verdict(verdict, work)
             on_verdict(verdict)

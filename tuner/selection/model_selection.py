@@ -123,7 +123,7 @@ class ModelSelector:
     ) -> Selection:
         """Make what is left of the rollouts, judge what is not judged, choose, and write the result down."""
         jobs = jobs_of(request, tasks)
-        await self._runner.run(pending_jobs(jobs, self._store.rollouts.of(tuning.id)), tuning.id, on_end)
+        await self._runner.run(pending_jobs(jobs, self._store.rollouts.of_tuning(tuning.id)), tuning.id, on_end)
         began = time.monotonic()
         self._scorer.score(_unscored(self._store.rollouts.of_tuning(tuning.id)))
         judging = time.monotonic() - began

@@ -73,7 +73,7 @@ class WorkflowEvaluator:
         except TuningError as error:
             self._store.tunings.end(run.id, TuningState.FAILED, error=str(error))
             raise
-        made = final_rollouts(self._store.rollouts.of(run.id))
+        made = final_rollouts(self._store.rollouts.of_tuning(run.id))
         self._check_measured(request, made)
         first = _evaluation(found.ranking.pair(request.candidates[1], request.candidates[0]))
         if first is None or self._second is None:

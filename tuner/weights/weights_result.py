@@ -29,8 +29,8 @@ def result_of(
     tested = [one for one in state.evaluations if one.split == TEST]
     is_measured = final in {one.version for one in tested}
     gain = run.compared(final, state.baseline) if is_measured and final != state.baseline else None
-    store.rollouts.count_tokens([one.id for one in store.rollouts.of(tuning.id) if not one.planned])
-    made = store.rollouts.of(tuning.id)
+    store.rollouts.count_tokens([one.id for one in store.rollouts.of_tuning(tuning.id) if not one.planned])
+    made = store.rollouts.of_tuning(tuning.id)
     rollouts = final_rollouts(made)
     ours = [] if state.warm_start is None else ["SFT"]
     if state.rounds:
