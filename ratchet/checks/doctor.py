@@ -23,6 +23,7 @@ from typing import Any
 
 from ratchet.checks.check_result import CheckResult
 from ratchet.errors import CliError
+from ratchet.install_hint import install_hint
 from ratchet.settings.project_settings import Settings
 from ratchet.supervisor import vllm_command
 from ratchet.supervisor.up import read_run_state
@@ -201,9 +202,7 @@ def _gradient(
         ]
         report = learner.train_round(rows)
     except ImportError as error:
-        return None, CheckResult(
-            "gradient", False, f"the learner cannot be imported: {error}", "pip install 'ratchet-rl[trainer]'"
-        )
+        return None, CheckResult("gradient", False, f"the learner cannot be imported: {error}", install_hint("trainer"))
     except Exception as error:  # noqa: BLE001 -- whatever keeps a gradient from flowing is the finding
         return None, CheckResult(
             "gradient", False, f"{type(error).__name__}: {error}", "set the base model right, or free memory"

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 
 from ratchet.checks.check_result import CheckResult
+from ratchet.install_hint import install_hint
 from ratchet.trainer.adapters.vllm_api import Replica
 from ratchet.trainer.errors import TrainerError
 
@@ -69,7 +70,7 @@ def verdict(alone: Likeliest, adapted: Likeliest, beside: Sequence[Likeliest]) -
             f"beside adapters the base model's logprobs move by {moved:.4f} nats, where the adapter's differ by "
             f"{change:.4f}: it is answered by an adapter",
             "vLLM on this CPU runs without Ratchet's plug-in: start it with `ratchet up`, without a PYTHONPATH in "
-            "vllm.env, or install ratchet-rl again",
+            f"vllm.env, or reinstall Ratchet {install_hint()}",
         )
     seen = (
         f"beside adapters the base model's logprobs move by {moved:.4f} nats at most, where the adapter's differ by "

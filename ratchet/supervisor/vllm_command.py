@@ -128,7 +128,7 @@ def _check_plugin() -> None:
     ):
         raise VllmNotFound(
             f"Ratchet's plug-in for vLLM on CPUs is incomplete at {CPU_PLUGIN}; without it vLLM answers requests for "
-            f"the base model with an adapter. Reinstall Ratchet: {install_hint()}"
+            f"the base model with an adapter. Reinstall it {install_hint()}"
         )
 
 

@@ -17,6 +17,7 @@ import msgspec
 import sqlalchemy as sa
 from sqlalchemy.exc import DatabaseError, DataError, DBAPIError, OperationalError
 
+from ratchet.install_hint import install_hint
 from ratchet.store.db.sqlite_files import watch_files
 from ratchet.store.errors import RecordNotFound, SchemaMismatch, StoreError, StoreNotFound, StoreUnavailable
 
@@ -66,7 +67,7 @@ def connect(store_url: str, create: bool = True, *, writes_much: bool = False) -
     try:
         return sa.create_engine(url, pool_pre_ping=True, json_serializer=_dump, json_deserializer=_load)
     except ModuleNotFoundError as error:
-        raise StoreError("PostgreSQL needs its driver: pip install 'ratchet-rl[postgres]'") from error
+        raise StoreError(f"PostgreSQL needs its driver: {install_hint('postgres')}") from error
 
 
 def missing_file(engine: sa.Engine) -> Path | None:

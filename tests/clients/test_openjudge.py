@@ -125,5 +125,5 @@ def test_a_grader_that_cannot_be_used_is_told_at_the_start(grader: str, settings
 
 def test_without_the_package_the_remedy_is_told() -> None:
     spec = read_spec({"kind": "openjudge", "grader": STRINGS, "python": Path(sys.executable)})
-    with pytest.raises(JudgeError, match=r"pip install 'ratchet-rl\[openjudge\]', or set `python`"):
+    with pytest.raises(JudgeError, match=r"pip install '\.\[openjudge\]', or set `python`"):
         make_judge(spec, dict(os.environ))

@@ -133,5 +133,5 @@ def test_a_monitor_that_is_not_known_or_not_installed_is_told_with_the_remedy(tm
     absent: Any = "a_monitor_that_nobody_has"
     assert importlib.util.find_spec(absent) is None
     names: list[MonitorName] = [absent]
-    with pytest.raises(Exception, match=r"pip install 'ratchet-rl\[a_monitor_that_nobody_has\]'"):
+    with pytest.raises(Exception, match=r"pip install '\.\[a_monitor_that_nobody_has\]'"):
         check_installed(names)

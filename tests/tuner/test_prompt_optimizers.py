@@ -121,8 +121,8 @@ def test_a_missing_extra_is_reported_with_its_install_command() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, env=environ, timeout=60, check=True
     )
     assert done.stdout.count(f"{OptimizerMissing.__name__} --method") == 2
-    assert "pip install 'ratchet-rl[tune-gepa]'" in done.stdout
-    assert "pip install 'ratchet-rl[tune-mipro]'" in done.stdout
+    assert "pip install '.[tune-gepa]'" in done.stdout
+    assert "pip install '.[tune-mipro]'" in done.stdout
 
 
 def test_scores_above_one_are_improved_too(reflection_server: ScriptedReflectionModel) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from ratchet.install_hint import install_hint
 from ratchet.trainer.errors import MalformedTaskRow, TaskSetNotFound, TuningError
 
 Row = Mapping[str, Any]
@@ -168,7 +169,7 @@ def _parquet(file: Path) -> Iterator[Numbered]:
         import pyarrow
         from pyarrow import parquet
     except ImportError as error:
-        raise TuningError(f"{file}: reading Parquet needs pyarrow: pip install 'ratchet-rl[export]'") from error
+        raise TuningError(f"{file}: reading Parquet needs pyarrow: {install_hint('export')}") from error
     number = 0
     try:
         with parquet.ParquetFile(file) as opened:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ratchet.install_hint import install_hint
 from ratchet.trainer.errors import TaskSetError, TaskSetNotFound, TuningError
 from ratchet.trainer.tasks.file_reader import Numbered, checked
 
@@ -57,7 +58,7 @@ class HubSet:
             import datasets
         except ImportError as error:
             raise TuningError(
-                f"{self._path}: data sets of the hub are read by `datasets`: pip install 'ratchet-rl[trainer]'"
+                f"{self._path}: reading data sets of the hub needs datasets: {install_hint('trainer')}"
             ) from error
         return datasets
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
 
+from ratchet.install_hint import install_hint
+
 JUDGES: Final = "ratchet.judges"
 PROMPT_OPTIMIZERS: Final = "ratchet.prompt_optimizers"
 EVALUATIONS: Final = "ratchet.evaluations"
@@ -54,6 +56,8 @@ def _distribution(point: EntryPoint) -> str:
 def _remedy(point: EntryPoint, error: BaseException) -> str:
     name = point.dist.name if point.dist is not None else "its distribution"
     _, bracket, extra = point.value.partition("[")  # EntryPoint.extras splits names at hyphens
+    if bracket and name == "ratchet-rl":
+        return install_hint(extra.removesuffix("]"))
     if bracket:
         return f"install the extra: pip install '{name}[{extra}'"
     if isinstance(error, ModuleNotFoundError):

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from ratchet.install_hint import install_hint
 from ratchet.proxy.errors import StartError
 from ratchet.proxy.telemetry.call_telemetry import CallTiming
 from ratchet.proxy.worker.http import request_identity
@@ -124,7 +125,7 @@ def make_spans(endpoint: str | None, environ: Mapping[str, str]) -> CallSpans | 
     try:
         return _exported(endpoint, environ)
     except ModuleNotFoundError as error:
-        remedy = "pip install 'ratchet-rl[otel]'"
+        remedy = install_hint("otel")
         if endpoint:
             raise StartError(f"otlp_endpoint is set, {error.name} is not installed: {remedy}, or unset it") from error
         log.warning("event=no_spans reason='%s is not installed: %s'", error.name, remedy)

@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from ratchet.install_hint import install_hint
 from ratchet.store.errors import StoreError
 from ratchet.store.store import Store
 from ratchet.trainer.errors import SettingError
@@ -44,9 +45,7 @@ def check_installed(names: Iterable[MonitorName]) -> None:
     """Raise SettingError where the package of a monitor is missing."""
     for name in names:
         if find_spec(name) is None:
-            raise SettingError(
-                f"trainer.report_to names {name}, which is not installed: pip install 'ratchet-rl[{name}]'"
-            )
+            raise SettingError(f"trainer.report_to names {name}, which is not installed; {install_hint(name)}")
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 Consumes single-call trajectories that found no company, and sealed resamples; produces groups of an original with its
 resamples, as any group. Promises: an original waits at most twice `max_wait_seconds` for an idle vLLM and then
 goes the way of every single; rates are counted in the store, so that a restart does not double them; a shadow that cannot
-be compared is dropped with its reason; one whose original was deleted is deleted. Off: whatever was planned is given up.
+be compared is dropped with its reason; one whose original was deleted is deleted. If resampling is off, planned
+resamples are dropped.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ratchet.install_hint import install_hint
 from ratchet.store.records import Transcript, Verdict
 from ratchet.trainer.controller.judges import Judgement
 from ratchet.trainer.controller.judges.opinion import DraftVerdict, response_of, version_of
@@ -25,7 +26,7 @@ from ratchet.trainer.settings.judge_specs import OpenJudgeSpec
 
 _PROGRAM = Path(__file__).with_name("openjudge_program.py")
 _START = 120.0  # seconds that a grader's imports may take
-_REMEDY = "pip install 'ratchet-rl[openjudge]', or set `python` to an environment that has py-openjudge"
+_REMEDY = f"{install_hint('openjudge')}, or set `python` to an environment that has py-openjudge"
 
 
 class OpenJudgeJudge:
