@@ -16,6 +16,7 @@ from ratchet.store.db.engine import read, write
 from ratchet.store.errors import RecordNotFound
 from ratchet.store.ids import new_id
 from ratchet.store.records import Key
+from ratchet.store.records.base import row_to
 from ratchet.store.states import KeyScope
 
 
@@ -52,7 +53,7 @@ class Keys:
         """Return every key, revoked ones too, oldest first."""
         with read(self._engine) as connection:
             rows = connection.execute(sa.select(schema.keys).order_by(schema.keys.c.id)).all()
-        return [_key(row) for row in rows]
+        return [row_to(Key, row) for row in rows]
 
     def revoke(self, key_id: str) -> Key:
         """Revoke a key; revoking it again changes nothing. Raises RecordNotFound."""
@@ -66,15 +67,10 @@ class Keys:
             row = connection.execute(sa.select(table).where(table.c.id == key_id)).one_or_none()
         if row is None:
             raise RecordNotFound(f"no key {key_id}; `ratchet keys list` shows the ids")
-        return _key(row)
+        return row_to(Key, row)
 
     def record_use(self, key_ids: Collection[str], at: float) -> None:
         """Note that keys were used about then (Unix seconds)."""
         table = schema.keys
         with write(self._engine) as connection:
             connection.execute(sa.update(table).where(table.c.id.in_(key_ids)).values(last_used_at=at))
-
-
-def _key(row: sa.Row[object]) -> Key:
-    fields = {name: getattr(row, name) for name in Key.__struct_fields__ if name != "scope"}
-    return Key(scope=KeyScope(row.scope), **fields)

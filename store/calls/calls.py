@@ -18,6 +18,7 @@ from ratchet.store.db.bulk import MAX_IN_VALUES
 from ratchet.store.db.engine import read, write
 from ratchet.store.errors import RecordNotFound
 from ratchet.store.records import Call, Choice, Feedback, Shipment
+from ratchet.store.records.base import row_to
 from ratchet.store.states import CallState
 
 _PAGE_MOST = 1000
@@ -135,6 +136,4 @@ def _choice(row: Any) -> Choice:
 
 
 def _call(row: Any, prompt_ids: bytes, answers: tuple[Choice, ...]) -> Call:
-    own: dict[str, Any] = {"choices": answers, "state": CallState(row.state), "prompt_ids": prompt_ids}
-    names = [field for field in Call.__struct_fields__ if field not in own]
-    return Call(**own, **{name: getattr(row, name) for name in names})
+    return row_to(Call, row, choices=answers, prompt_ids=prompt_ids)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 import sqlalchemy as sa
@@ -24,6 +23,7 @@ from ratchet.store.db.bulk import MAX_IN_VALUES, insert_or_ignore
 from ratchet.store.db.engine import read, write
 from ratchet.store.errors import RecordNotFound
 from ratchet.store.records import CallEnded, CallRecord, Feedback
+from ratchet.store.records.base import row_to
 from ratchet.store.states import GroupState, TrajectoryState
 
 TRAJECTORY, CALL, RESPONSE = "trajectory", "call", "response"
@@ -118,7 +118,7 @@ class FeedbackVerbs:
         table = schema.feedback
         query = sa.select(table).where(where).order_by(table.c.given_at.desc(), table.c.id.desc()).limit(limit)
         with read(self._engine) as connection:
-            return [_feedback(row) for row in connection.execute(query)]
+            return [row_to(Feedback, row) for row in connection.execute(query)]
 
 
 def unindexed(column: sa.ColumnElement[str]) -> sa.ColumnElement[str]:
@@ -154,7 +154,7 @@ def attach_pending_feedback(connection: sa.Connection, records: Sequence[CallRec
     for start in range(0, len(names), MAX_IN_VALUES):
         chosen = sa.select(table).where(waits, table.c.target.in_(names[start : start + MAX_IN_VALUES]))
         for row in connection.execute(chosen).all():
-            place = _place(connection, _feedback(row))
+            place = _place(connection, row_to(Feedback, row))
             if place is not None:
                 values = {"trajectory_id": place[0], "call_id": place[1]}
                 connection.execute(sa.update(table).where(table.c.id == row.id).values(values))
@@ -193,7 +193,7 @@ def feedback_of(connection: sa.Connection, trajectory_id: str) -> tuple[Feedback
     """Return what was said of a trajectory, oldest first."""
     table = schema.feedback
     chosen = sa.select(table).where(table.c.trajectory_id == trajectory_id).order_by(table.c.given_at, table.c.id)
-    return tuple(_feedback(row) for row in connection.execute(chosen))
+    return tuple(row_to(Feedback, row) for row in connection.execute(chosen))
 
 
 def _names(record: CallRecord) -> list[str]:
@@ -234,7 +234,3 @@ def _call_of(said: Feedback) -> str | None:
 
 def _may_speak(said: Feedback, key_id: str | None) -> bool:
     return said.trusted or may_share_trajectory(said.key_id, key_id)
-
-
-def _feedback(row: Any) -> Feedback:
-    return Feedback(**{name: getattr(row, name) for name in Feedback.__struct_fields__})

@@ -22,7 +22,7 @@ from ratchet.store.db.text_limits import truncate_row
 from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.ids import new_id
 from ratchet.store.records import RESAMPLE, Trajectory
-from ratchet.store.records.base import Record
+from ratchet.store.records.base import Record, row_to
 from ratchet.store.states import RESAMPLE_TRANSITIONS, ResampleState, TrajectoryState, states_before
 
 RESAMPLE_ID_PREFIX = "shad"  # of the ids; the proxy knows a shadow by it
@@ -98,7 +98,7 @@ class Resamples:
             ).one_or_none()
         if row is None:
             raise RecordNotFound(f"no shadow {resample_id}")
-        return _resample(row)
+        return row_to(Resample, row)
 
     def pending(self, alias: str, originals: Collection[str] | None = None) -> list[Resample]:
         """Return the resamples whose original still waits for a group, those of one original together, oldest first.
@@ -118,7 +118,7 @@ class Resamples:
             .order_by(schema.resamples.c.original_id, schema.resamples.c.number)
         )
         with read(self._engine) as connection:
-            return [_resample(row) for row in connection.execute(query)]
+            return [row_to(Resample, row) for row in connection.execute(query)]
 
     def originals_of(self, resample_ids: Sequence[str]) -> dict[str, str]:
         """Return the original of each of these resamples; those that nobody planned, or any more, are left out."""
@@ -188,8 +188,3 @@ class Resamples:
             )
         if not moved.rowcount:
             raise InvalidTransition(f"shadow {resample_id} is {self.get(resample_id).state} and cannot become {state}")
-
-
-def _resample(row: Any) -> Resample:
-    names = [name for name in Resample.__struct_fields__ if name != "state"]
-    return Resample(state=ResampleState(row.state), **{name: getattr(row, name) for name in names})

@@ -15,6 +15,7 @@ from ratchet.store.content.token_sequences import sequences
 from ratchet.store.db import schema
 from ratchet.store.db.engine import read
 from ratchet.store.records import OpenLeaf, UnansweredCall, family_of
+from ratchet.store.records.base import row_to
 from ratchet.store.states import CallState, TrajectoryState
 
 MAX_IN_VALUES = 500  # values in one IN (...)
@@ -103,10 +104,8 @@ def _leaf(
 
 
 def _attempt(row: Any) -> UnansweredCall:
-    names = [name for name in UnansweredCall.__struct_fields__ if name not in ("ended_at", "family")]
-    told = {name: getattr(row, name) for name in names}
-    family = family_of(row.task, row.first_tools)
-    return UnansweredCall(ended_at=row.ended_at or row.started_at, family=family, **told)
+    ended_at = row.ended_at or row.started_at
+    return row_to(UnansweredCall, row, ended_at=ended_at, family=family_of(row.task, row.first_tools))
 
 
 def _bodies(connection: sa.Connection, names: Iterable[str]) -> dict[str, bytes]:

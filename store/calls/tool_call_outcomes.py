@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import msgspec
 import sqlalchemy as sa
@@ -16,8 +15,8 @@ import sqlalchemy as sa
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import execute_many, in_values, insert
 from ratchet.store.db.engine import read, write
+from ratchet.store.records.base import row_to
 from ratchet.store.records.tool_calls import ToolCall, ToolCallCounts, ToolCallResult
-from ratchet.store.states import ToolOutcome, ToolResult
 
 _MOST_TALLIED = 1_000  # tools, the most called ones
 
@@ -60,7 +59,7 @@ class Tools:
         """Return the tool calls of one call, in order."""
         query = sa.select(_rows).where(_rows.c.call_id == call_id).order_by(_rows.c.choice, _rows.c.place)
         with read(self._engine) as connection:
-            return [_tool_call(row) for row in connection.execute(query)]
+            return [row_to(ToolCall, row) for row in connection.execute(query)]
 
     def newest_answered(self, alias: str, limit: int) -> list[ToolCall]:
         """Return the newest tool calls of an alias whose result is known, newest first."""
@@ -69,7 +68,7 @@ class Tools:
         order = (_rows.c.call_id.desc(), _rows.c.choice.desc(), _rows.c.place.desc())
         query = sa.select(_rows).where(mine, _rows.c.result.is_not(None)).order_by(*order).limit(limit)
         with read(self._engine) as connection:
-            return [_tool_call(row) for row in connection.execute(query)]
+            return [row_to(ToolCall, row) for row in connection.execute(query)]
 
     def counts_by_version(self, alias: str | None = None, version: int | None = None) -> list[ToolCallCounts]:
         """Return the counts per alias, version and tool, the most called first; at most `_MOST_TALLIED`."""
@@ -107,7 +106,7 @@ def tool_calls_of(connection: sa.Connection, trajectory_id: str) -> tuple[ToolCa
     calls = schema.calls
     query = sa.select(_rows).join(calls, calls.c.id == _rows.c.call_id).where(calls.c.trajectory_id == trajectory_id)
     order = (_rows.c.call_id, _rows.c.choice, _rows.c.place)
-    return tuple(_tool_call(row) for row in connection.execute(query.order_by(*order)))
+    return tuple(row_to(ToolCall, row) for row in connection.execute(query.order_by(*order)))
 
 
 def _without_known(connection: sa.Connection, found: Sequence[ToolCall]) -> list[ToolCall]:
@@ -139,11 +138,4 @@ def _unanswered(connection: sa.Connection, names: Sequence[str]) -> Iterable[Too
     if names:
         query = sa.select(_rows).where(in_values(connection, _rows.c.call_id, names), _rows.c.result.is_(None))
         order = (_rows.c.call_id, _rows.c.choice, _rows.c.place)
-        yield from [_tool_call(row) for row in connection.execute(query.order_by(*order))]
-
-
-def _tool_call(row: Any) -> ToolCall:
-    values = dict(row._mapping)
-    values["outcome"] = ToolOutcome(row.outcome)
-    values["result"] = None if row.result is None else ToolResult(row.result)
-    return ToolCall(**values)
+        yield from [row_to(ToolCall, row) for row in connection.execute(query.order_by(*order))]

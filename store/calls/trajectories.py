@@ -25,6 +25,7 @@ from ratchet.store.db.count_cache import CachedCount
 from ratchet.store.db.engine import read, write
 from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.records import Call, Trajectory, Transcript
+from ratchet.store.records.base import row_to
 from ratchet.store.states import TRAJECTORY_TRANSITIONS, CallState, RolloutState, TrajectoryState, states_before
 from ratchet.store.tuning.rollouts import workflow_result_of
 from ratchet.store.tuning.tasks import row_of
@@ -148,7 +149,7 @@ class Trajectories:
         with read(self._engine) as connection:
             for attempt in alike:
                 query = sa.select(runs, sa.literal(0).label("calls")).where(still_open, attempt)
-                found += [_trajectory(row) for row in connection.execute(query)]
+                found += [row_to(Trajectory, row) for row in connection.execute(query)]
         return found
 
     def ended_by_failure(self, trajectory_ids: Sequence[str]) -> set[str]:
@@ -303,7 +304,7 @@ class Trajectories:
         sized = sa.select(sa.func.count()).where(schema.calls.c.trajectory_id == runs.c.id).scalar_subquery()
         query = sa.select(runs, sized.label("calls")).where(where).order_by(*order).limit(limit)
         with read(self._engine) as connection:
-            return [_trajectory(row) for row in connection.execute(query)]
+            return [row_to(Trajectory, row) for row in connection.execute(query)]
 
 
 def _under_way(now: float, lost_after: float) -> sa.ColumnElement[bool]:
@@ -362,8 +363,3 @@ def _system_prompt(connection: sa.Connection, leaf: str) -> str:
 def _load_tools(connection: sa.Connection, name: str) -> tuple[Mapping[str, Any], ...]:
     body = connection.scalar(sa.select(schema.toolsets.c.body).where(schema.toolsets.c.hash == name))
     return tuple(msgspec.json.decode(body)) if body else ()
-
-
-def _trajectory(row: Any) -> Trajectory:
-    names = [field for field in Trajectory.__struct_fields__ if field != "state"]
-    return Trajectory(state=TrajectoryState(row.state), **{name: getattr(row, name) for name in names})

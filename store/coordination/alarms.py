@@ -10,6 +10,7 @@ from ratchet.store.db import schema
 from ratchet.store.db.bulk import insert_or_ignore
 from ratchet.store.db.engine import read, write
 from ratchet.store.records import Alarm
+from ratchet.store.records.base import row_to
 
 
 class Alarms:
@@ -57,4 +58,4 @@ class Alarms:
         table = schema.alarms
         with read(self._engine) as connection:
             rows = connection.execute(sa.select(table).order_by(table.c.last_raised_at.desc())).all()
-        return [Alarm(**{name: getattr(row, name) for name in Alarm.__struct_fields__}) for row in rows]
+        return [row_to(Alarm, row) for row in rows]

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import insert_or_ignore
 from ratchet.store.db.engine import read, write
-from ratchet.store.records.base import Record
+from ratchet.store.records.base import Record, row_to
 
 
 class ProgressRate:
@@ -74,4 +74,4 @@ class JobProgressVerbs:
         )
         with read(self._engine) as connection:
             rows = connection.execute(query.order_by(schema.job_progress.c.updated_at.desc())).all()
-        return [JobProgress(**{name: getattr(row, name) for name in JobProgress.__struct_fields__}) for row in rows]
+        return [row_to(JobProgress, row) for row in rows]

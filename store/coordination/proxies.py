@@ -10,6 +10,7 @@ from ratchet.store.db import schema
 from ratchet.store.db.bulk import insert_or_ignore
 from ratchet.store.db.engine import read, write
 from ratchet.store.records import ProxyInstance
+from ratchet.store.records.base import row_to
 
 _DELETE_AFTER_SECONDS = 3600.0  # seconds of silence after which a proxy that was killed is forgotten
 
@@ -39,9 +40,7 @@ class ProxyInstances:
         table = schema.proxy_instances
         with read(self._engine) as connection:
             rows = connection.execute(sa.select(table).where(table.c.heartbeat_at >= since)).all()
-        instances = [
-            ProxyInstance(**{name: getattr(row, name) for name in ProxyInstance.__struct_fields__}) for row in rows
-        ]
+        instances = [row_to(ProxyInstance, row) for row in rows]
         return [instance for instance in instances if alias is None or alias in instance.live_versions]
 
     def shipped_until(self, alias: str, now: float, since: float) -> float:

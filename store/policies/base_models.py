@@ -19,7 +19,7 @@ from ratchet.store.db import schema
 from ratchet.store.db.engine import read, write
 from ratchet.store.ids import new_id
 from ratchet.store.records import BASE_VERSION
-from ratchet.store.records.base import Record
+from ratchet.store.records.base import Record, row_to
 
 _PARTS = ("config", "weights", "tokenizer", "chat_template")
 
@@ -59,7 +59,7 @@ class BaseModels:
         )
         with read(self._engine) as connection:
             row = connection.execute(query).one_or_none()
-        return None if row is None else BaseModel(**{n: getattr(row, n) for n in BaseModel.__struct_fields__})
+        return None if row is None else row_to(BaseModel, row)
 
     def register_base_model(
         self,

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from ratchet.store.db import schema
 from ratchet.store.db.engine import read
-from ratchet.store.records.base import Record
+from ratchet.store.records.base import Record, row_to
 from ratchet.store.states import PolicyAction
 
 _ACTIONS = ", ".join(f"'{action}'" for action in PolicyAction)
@@ -46,7 +46,7 @@ class Decisions:
         )
         query = sa.select(schema.decisions).where(where).order_by(schema.decisions.c.id.desc()).limit(limit)
         with read(self._engine) as connection:
-            return [_decision(row) for row in connection.execute(query)]
+            return [row_to(Decision, row) for row in connection.execute(query)]
 
     def decisions_after(self, alias: str, decision_id: int, limit: int = 1000) -> list[Decision]:
         """Return the first decisions about an alias after one, oldest first; 0 is before all of them."""
@@ -55,7 +55,7 @@ class Decisions:
             found = connection.execute(
                 sa.select(schema.decisions).where(where).order_by(schema.decisions.c.id).limit(limit)
             )
-            return [_decision(row) for row in found]
+            return [row_to(Decision, row) for row in found]
 
     def counts(self, alias: str) -> dict[PolicyAction, int]:
         """Return how many decisions about an alias there were, by what was decided."""
@@ -71,7 +71,7 @@ class Decisions:
         wanted = sa.and_(schema.decisions.c.id.in_(newest), schema.decisions.c.alias == alias if alias else sa.true())
         with read(self._engine) as connection:
             rows = connection.execute(sa.select(schema.decisions).where(wanted)).all()
-        return {(row.alias, row.version): _decision(row) for row in rows}
+        return {(row.alias, row.version): row_to(Decision, row) for row in rows}
 
 
 def record_decision(
@@ -95,8 +95,3 @@ def record_decision(
             decided_at=time.time(),
         )
     )
-
-
-def _decision(row: Any) -> Decision:
-    names = [name for name in Decision.__struct_fields__ if name != "action"]
-    return Decision(action=PolicyAction(row.action), **{name: getattr(row, name) for name in names})

@@ -21,6 +21,7 @@ from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.policies.base_models import base_model_id_of
 from ratchet.store.policies.decisions import record_decision
 from ratchet.store.records import BASE_VERSION, Policy
+from ratchet.store.records.base import row_to
 from ratchet.store.states import POLICY_TRANSITIONS, PolicyAction, PolicyState, check_transition
 
 
@@ -351,13 +352,7 @@ class Policies:
         table = schema.policies
         with read(self._engine) as connection:
             rows = connection.execute(sa.select(table).where(where).order_by(table.c.alias, table.c.version)).all()
-        return [
-            Policy(
-                state=PolicyState(row.state),
-                **{n: getattr(row, n) for n in Policy.__struct_fields__ if n != "state"},
-            )
-            for row in rows
-        ]
+        return [row_to(Policy, row) for row in rows]
 
 
 def _lock_live(connection: sa.Connection, alias: str) -> Any:

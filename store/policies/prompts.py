@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from hashlib import blake2b
-from typing import Any
 
 import msgspec
 import sqlalchemy as sa
@@ -17,6 +16,7 @@ from ratchet.store.db import schema
 from ratchet.store.db.bulk import insert_or_ignore
 from ratchet.store.db.engine import read, write
 from ratchet.store.errors import InvalidRecord, RecordNotFound
+from ratchet.store.records.base import row_to
 from ratchet.store.records.tuning import Prompt
 from ratchet.store.states import PromptMode
 
@@ -57,7 +57,7 @@ class Prompts:
             row = connection.execute(sa.select(schema.prompts).where(schema.prompts.c.id == prompt_id)).one_or_none()
         if row is None:
             raise RecordNotFound(f"no prompt {prompt_id}")
-        return _prompt(row)
+        return row_to(Prompt, row)
 
     def page(self, limit: int = 100, before: str | None = None) -> list[Prompt]:
         """Return at most `limit` schema.prompts, newest first, older than the one with the id `before`."""
@@ -71,7 +71,7 @@ class Prompts:
             key = sa.tuple_(sa.literal(last.created_at), sa.literal(last.id))
             query = query.where(sa.tuple_(schema.prompts.c.created_at, schema.prompts.c.id) < key)
         with read(self._engine) as connection:
-            return [_prompt(row) for row in connection.execute(query)]
+            return [row_to(Prompt, row) for row in connection.execute(query)]
 
 
 def prompt_id(mode: str, text: str, families: Mapping[str, str]) -> str:
@@ -95,8 +95,3 @@ def _check(text: str, mode: str, families: Mapping[str, str]) -> None:
             raise InvalidRecord(f"the prompt's text is no valid Unicode: {error.reason}") from error
         if "\0" in said:
             raise InvalidRecord("the prompt's text holds a NUL character: remove it")
-
-
-def _prompt(row: Any) -> Prompt:
-    names = [name for name in Prompt.__struct_fields__ if name != "mode"]
-    return Prompt(mode=PromptMode(row.mode), **{name: getattr(row, name) for name in names})

@@ -19,6 +19,7 @@ from ratchet.store.db.text_limits import truncate_row
 from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.ids import new_id
 from ratchet.store.records import RESAMPLE, Group, JudgeRequest, PastScore, Tally, Verdict, cohort_of, family_of
+from ratchet.store.records.base import row_to
 from ratchet.store.states import GROUP_TRANSITIONS, GroupState, TrajectoryState, check_transition
 from ratchet.store.statistics import Sums
 from ratchet.store.training.group_drops import GroupDrops
@@ -166,7 +167,7 @@ class Groups(GroupDrops):
             .order_by(table.c.id)
         )
         with read(self._engine) as connection:
-            return {row.trajectory_id: _verdict(row) for row in connection.execute(query)}
+            return {row.trajectory_id: row_to(Verdict, row) for row in connection.execute(query)}
 
     def scores(self, trajectory_ids: Sequence[str]) -> dict[str, float]:
         """Return the score that counts per trajectory that has one, without all else that its verdict says."""
@@ -181,24 +182,21 @@ class Groups(GroupDrops):
         table = schema.verdicts
         query = sa.select(table).where(table.c.trajectory_id == trajectory_id).order_by(table.c.id)
         with read(self._engine) as connection:
-            return [_verdict(row) for row in connection.execute(query)]
+            return [row_to(Verdict, row) for row in connection.execute(query)]
 
     def judge_requests(self, group_id: str) -> list[JudgeRequest]:
         """Return what judges asked about a group and what came back, oldest first."""
         table = schema.judge_requests
         query = sa.select(table).where(table.c.group_id == group_id).order_by(table.c.id)
         with read(self._engine) as connection:
-            return [
-                JudgeRequest(**{name: getattr(row, name) for name in JudgeRequest.__struct_fields__})
-                for row in connection.execute(query)
-            ]
+            return [row_to(JudgeRequest, row) for row in connection.execute(query)]
 
     def verdict_history(self, group_id: str) -> list[Verdict]:
         """Return every verdict that was given for a group, failures too, oldest first."""
         table = schema.verdicts
         query = sa.select(table).where(table.c.group_id == group_id).order_by(table.c.id)
         with read(self._engine) as connection:
-            return [_verdict(row) for row in connection.execute(query)]
+            return [row_to(Verdict, row) for row in connection.execute(query)]
 
     def newest_judge_version(self, alias: str) -> str | None:
         """Return the version of the judge that scored a trajectory of an alias last; None where none did."""
@@ -347,7 +345,3 @@ def _add_verdicts(
     ]
     if rows:
         connection.execute(sa.insert(schema.verdicts), rows)
-
-
-def _verdict(row: Any) -> Verdict:
-    return Verdict(**{name: getattr(row, name) for name in Verdict.__struct_fields__})

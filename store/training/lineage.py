@@ -15,9 +15,8 @@ import sqlalchemy as sa
 from ratchet.store.db import schema
 from ratchet.store.db.engine import read
 from ratchet.store.records import Policy, Round, family_of
-from ratchet.store.records.base import Record
+from ratchet.store.records.base import Record, row_to
 from ratchet.store.states import RoundState
-from ratchet.store.training.rounds import round_of
 
 
 class TrainingData(Record, frozen=True):
@@ -71,7 +70,7 @@ class Lineage:
         mine = sa.and_(rounds.c.alias == policy.alias, rounds.c.state == RoundState.COMMITTED)
         with read(self._engine) as connection:
             found = connection.execute(sa.select(rounds).where(mine, rounds.c.to_version <= policy.version)).all()
-            chain = _chain([round_of(row) for row in found], policy.adapter)
+            chain = _chain([row_to(Round, row) for row in found], policy.adapter)
             names = [held.id for held in chain]
             learnt_from = sa.union(
                 sa.select(runs.c.id).where(runs.c.round_id.in_(names)),

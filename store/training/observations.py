@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from ratchet.store.db import schema
 from ratchet.store.db.engine import read, write
-from ratchet.store.records.base import Record
+from ratchet.store.records.base import Record, row_to
 
 
 class Observation(Record, frozen=True):
@@ -46,8 +46,7 @@ class Observations:
         query = sa.select(schema.observations).where(mine).order_by(schema.observations.c.id.desc()).limit(limit)
         with read(self._engine) as connection:
             rows = connection.execute(query).all()
-        names = Observation.__struct_fields__
-        return [Observation(**{name: getattr(row, name) for name in names}) for row in reversed(rows)]
+        return [row_to(Observation, row) for row in reversed(rows)]
 
     def latest(self, alias: str, kind: str, limit: int = 1000) -> dict[str, Observation]:
         """Return the newest of each subject, among the newest `limit` of a kind."""

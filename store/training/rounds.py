@@ -21,6 +21,7 @@ from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.ids import new_id
 from ratchet.store.policies.base_models import base_model_id_of
 from ratchet.store.records import BASE_VERSION, Policy, Round
+from ratchet.store.records.base import row_to
 from ratchet.store.states import (
     ROUND_TRANSITIONS,
     GroupState,
@@ -189,12 +190,7 @@ class Rounds:
         with read(self._engine) as connection:
             ordered = sa.select(table).where(where).order_by(table.c.id.desc() if order is None else order)
             rows = connection.execute(ordered.limit(limit)).all()
-        return [round_of(row) for row in rows]
-
-
-def round_of(row: Any) -> Round:
-    """Return the record of a row of the rounds' table."""
-    return Round(state=RoundState(row.state), **{n: getattr(row, n) for n in Round.__struct_fields__ if n != "state"})
+        return [row_to(Round, row) for row in rows]
 
 
 def _live_prompt(connection: sa.Connection, alias: str) -> str | None:

@@ -20,6 +20,7 @@ from ratchet.store.db.engine import read, write
 from ratchet.store.db.text_limits import truncate_row
 from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.records import WorkflowResult
+from ratchet.store.records.base import row_to
 from ratchet.store.records.tuning import Rollout
 from ratchet.store.states import ROLLOUT_TRANSITIONS, RolloutState, check_transition
 
@@ -162,7 +163,7 @@ class Rollouts:
         ]
         query = sa.select(*columns).where(where).order_by(schema.rollouts.c.planned_at, schema.rollouts.c.id)
         with read(self._engine) as connection:
-            return [_rollout(row) for row in connection.execute(query)]
+            return [row_to(Rollout, row) for row in connection.execute(query)]
 
 
 def abandon(connection: sa.Connection, tuning_id: str) -> None:
@@ -217,8 +218,3 @@ def _unless_null(column: sa.Column[Any]) -> sa.ColumnElement[Any]:
 def _row(rollout: Rollout) -> dict[str, Any]:
     row = {name: getattr(rollout, name) for name in Rollout.__struct_fields__}
     return row | {"scenario": dict(rollout.scenario), "metrics": dict(rollout.metrics)}
-
-
-def _rollout(row: Any) -> Rollout:
-    names = [name for name in Rollout.__struct_fields__ if name != "state"]
-    return Rollout(state=RolloutState(row.state), **{name: getattr(row, name) for name in names})

@@ -15,6 +15,7 @@ from ratchet.store.db import schema
 from ratchet.store.db.bulk import MAX_IN_VALUES, insert_or_ignore
 from ratchet.store.db.engine import read, write
 from ratchet.store.errors import InvalidRecord
+from ratchet.store.records.base import row_to
 from ratchet.store.records.tuning import TaskRow
 
 TASK_ID = sa.String(256)
@@ -37,7 +38,7 @@ class Tasks:
         """Return one task's row; None where it is not known."""
         with read(self._engine) as connection:
             row = connection.execute(sa.select(schema.tasks).where(schema.tasks.c.id == task_id)).one_or_none()
-        return None if row is None else _task(row)
+        return None if row is None else row_to(TaskRow, row)
 
 
 def row_of(connection: sa.Connection, task_id: str | None) -> Mapping[str, Any] | None:
@@ -54,7 +55,3 @@ def _checked(task: TaskRow) -> dict[str, Any]:
     if not 0 < len(task.id) <= 256:
         raise InvalidRecord(f"the task id {task.id[:40]!r}... has {len(task.id)} characters: use 1 to 256")
     return {"id": task.id, "task_set": task.task_set, "split": task.split, "content": dict(task.content)}
-
-
-def _task(row: Any) -> TaskRow:
-    return TaskRow(**{name: getattr(row, name) for name in TaskRow.__struct_fields__})

@@ -12,6 +12,7 @@ from ratchet.store.db import schema
 from ratchet.store.db.engine import read, write
 from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.ids import new_id
+from ratchet.store.records.base import row_to
 from ratchet.store.records.tuning import Tuning
 from ratchet.store.states import TUNING_TRANSITIONS, RolloutState, TuningKind, TuningState, check_transition
 from ratchet.store.tuning.rollouts import abandon
@@ -107,7 +108,7 @@ class Tunings:
     def _select(self, where: sa.ColumnElement[bool], limit: int) -> list[Tuning]:
         query = sa.select(schema.tunings).where(where).order_by(schema.tunings.c.id.desc()).limit(limit)
         with read(self._engine) as connection:
-            return [_tuning(row) for row in connection.execute(query)]
+            return [row_to(Tuning, row) for row in connection.execute(query)]
 
 
 def is_still_running(trajectory_id: sa.ColumnElement[str]) -> sa.ColumnElement[bool]:
@@ -118,9 +119,3 @@ def is_still_running(trajectory_id: sa.ColumnElement[str]) -> sa.ColumnElement[b
         schema.tunings.c.id == schema.rollouts.c.tuning_id,
         schema.tunings.c.state == TuningState.RUNNING,
     )
-
-
-def _tuning(row: Any) -> Tuning:
-    names = [name for name in Tuning.__struct_fields__ if name not in ("kind", "state")]
-    kept = {name: getattr(row, name) for name in names}
-    return Tuning(kind=TuningKind(row.kind), state=TuningState(row.state), **kept)
