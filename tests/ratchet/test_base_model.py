@@ -6,6 +6,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from ratchet.store.store import open_store
 from tests.harness.cli.project import Project
 from tests.harness.records import begun, ended
@@ -33,6 +35,7 @@ def end(up: subprocess.Popen[str]) -> str:
     return finish(up)[1]
 
 
+@pytest.mark.slow
 def test_a_perturbed_copy_of_the_base_is_refused_before_anything_starts(project: Project) -> None:
     end(project.up())
     record_something(project)
@@ -50,6 +53,7 @@ def test_a_perturbed_copy_of_the_base_is_refused_before_anything_starts(project:
     end(project.up("--base-model", str(moved)))
 
 
+@pytest.mark.slow
 def test_a_project_with_a_store_of_its_own_choice_is_given_a_remedy_that_helps_there(project: Project) -> None:
     project.write(store=str(project.folder / "shared.db"))
     end(project.up())
@@ -62,6 +66,7 @@ def test_a_project_with_a_store_of_its_own_choice_is_given_a_remedy_that_helps_t
     assert "--project NAME" not in refused.stdout
 
 
+@pytest.mark.slow
 def test_before_anything_has_run_the_base_model_may_be_changed(project: Project) -> None:
     end(project.up())
     said = end(project.up("--base-model", str(perturbed(project))))

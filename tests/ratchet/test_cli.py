@@ -80,6 +80,7 @@ def test_a_word_that_is_no_command_is_answered_with_the_nearest_ones(project: Pr
     assert (asked.returncode, "did you mean" in asked.stdout) == (2, False)
 
 
+@pytest.mark.slow
 def test_status_without_a_run_names_the_projects_that_there_are(project: Project) -> None:
     assert "--project NAME" not in project.run("status").stdout
     (project.folder / ".ratchet" / "demo" / "run").mkdir(parents=True)
@@ -141,6 +142,7 @@ def test_a_store_is_migrated_verified_and_listed(project: Project) -> None:
     assert "no versions yet" in project.run("policies", "list", "--store", url).stdout
 
 
+@pytest.mark.slow
 def test_a_command_that_reads_makes_no_store_of_a_misspelt_name(project: Project) -> None:
     words = (("trajectories", "list"), ("store", "export"), ("status",), ("policies", "list"), ("tune", "runs"))
     for command in words:
@@ -183,6 +185,7 @@ def test_a_doctor_without_a_project_says_what_it_could_not_prove(project: Projec
     assert "ratchet up --detach" in doctor.stdout
 
 
+@pytest.mark.slow
 def test_a_doctor_of_a_workflow_takes_what_is_missing_from_the_settings_or_says_so(project: Project) -> None:
     assert "set tuner.tasks" in project.run("doctor", "--workflow", "agent:run").stdout
     assert "set tuner.workflow" in project.run("doctor", "--task", "{}").stdout

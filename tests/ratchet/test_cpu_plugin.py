@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from ratchet.settings.project_settings import Settings
 from ratchet.supervisor.vllm_command import CPU_PLUGIN, build_command
 from tests.harness.cli.project import ROOT
@@ -30,6 +32,7 @@ print(json.dumps([out.flatten().tolist(), other.flatten().tolist()]))
 """
 
 
+@pytest.mark.slow
 def test_a_token_without_an_adapter_gets_nothing_of_the_one_in_the_last_slot() -> None:
     engine = build_command(Settings.model_validate({"base_model": str(POLICY)}), 8001, gpu=False)
     done = subprocess.run(

@@ -14,6 +14,7 @@ from ratchet.supervisor import project_lock
 from tests.harness.cli.project import Project, is_alive
 
 
+@pytest.mark.slow
 def test_a_project_whose_folder_was_deleted_is_named_refused_and_ended(project: Project) -> None:
     up = project.up()
     pids = project.pids()

@@ -84,6 +84,7 @@ def interrupt(process: subprocess.Popen[str]) -> str:
     return said
 
 
+@pytest.mark.slow
 def test_the_users_own_variables_do_not_reach_the_demo(demo: DemoRun, tmp_path: Path) -> None:
     own = tmp_path / "state" / "mail"
     own.mkdir(parents=True)
@@ -98,6 +99,7 @@ def test_the_users_own_variables_do_not_reach_the_demo(demo: DemoRun, tmp_path: 
     assert not (tmp_path / "mine.db").exists()
 
 
+@pytest.mark.slow
 def test_a_second_demo_is_refused_and_moves_nothing(demo: DemoRun) -> None:
     first = demo.begin()
     second = demo.start()
@@ -109,6 +111,7 @@ def test_a_second_demo_is_refused_and_moves_nothing(demo: DemoRun) -> None:
     interrupt(first)
 
 
+@pytest.mark.slow
 def test_a_demo_after_a_demo_keeps_the_last_one(demo: DemoRun) -> None:
     for _ in range(2):
         interrupt(demo.begin())

@@ -82,6 +82,7 @@ def test_lines_hold_the_chat_the_ids_the_mask_and_what_the_judge_said(project: P
     _is_exact(talk, url)
 
 
+@pytest.mark.slow
 def test_datasets_reads_parquet_and_trl_rows(project: Project, url: str) -> None:
     import datasets
 
@@ -97,6 +98,7 @@ def test_datasets_reads_parquet_and_trl_rows(project: Project, url: str) -> None
     assert [sum(mask) for mask in told["completion_mask"]] == [5, 2, 2]
 
 
+@pytest.mark.slow
 def test_the_filters_are_those_of_the_lists(project: Project, url: str) -> None:
     def names(*words: str) -> set[str]:
         return {json.loads(line)["id"] for line in _export(project, url, *words).read_text().splitlines()}

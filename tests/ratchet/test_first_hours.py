@@ -66,6 +66,7 @@ def test_a_state_folder_that_cannot_be_made_is_not_blamed_on_a_full_disk(project
     assert "free the disk" not in up.stdout
 
 
+@pytest.mark.slow
 def test_a_detached_up_says_where_the_console_is_and_no_long_command(project: Project) -> None:
     up = project.run("up", "--detach")
     assert up.returncode == 0
@@ -107,6 +108,7 @@ def test_a_process_that_has_just_ended_is_told_to_be_coming_back(
     (run / "up.pid").unlink()
 
 
+@pytest.mark.slow
 def test_groups_are_listed_by_state_and_shown_with_what_each_member_scored(project: Project) -> None:
     file = str(project.folder / "filled.db")
     store = open_store(file)

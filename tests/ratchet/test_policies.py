@@ -74,6 +74,7 @@ def test_a_version_may_be_named_as_agents_name_it(project: Project, store: Store
     assert "male: no version of it is known; known are mail" in unknown.stdout
 
 
+@pytest.mark.slow
 def test_going_back_rejects_what_came_after(project: Project, store: Store, url: str) -> None:
     assert (
         "nothing to roll back"
@@ -93,6 +94,7 @@ def write_adapter(inner: Path) -> None:
     (inner / "adapter_config.json").write_text('{"r": 8}')
 
 
+@pytest.mark.slow
 def test_a_version_is_exported_with_its_card_or_the_reason_why_not(project: Project, store: Store, url: str) -> None:
     folder = project.folder / "checkpoints" / "0004"
     checkpoint.write_atomically(folder, write_adapter)
@@ -118,6 +120,7 @@ def test_a_version_is_exported_with_its_card_or_the_reason_why_not(project: Proj
     assert "is there already" in project.run("policies", "export", "mail@4", "--merged", "out", "--store", url).stdout
 
 
+@pytest.mark.slow
 def test_a_versions_prompt_is_shown_and_steers_no_terminal(project: Project, store: Store, url: str) -> None:
     text = "Be brief.\n\x1b[2JErase"
     prompt = store.prompts.register(text, "append", "a model\x07", families={"task:math": "Check the units."})

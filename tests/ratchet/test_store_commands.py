@@ -35,6 +35,7 @@ def _left(url: str) -> set[str]:
     return names
 
 
+@pytest.mark.slow
 def test_pruning_by_age_can_be_tried_and_keep_what_was_trained(project: Project, url: str) -> None:
     tried = project.run("store", "prune", "--older-than", "30d", "--dry-run", "--store", url)
     assert "3 trajectories would be deleted" in tried.stdout
@@ -64,6 +65,7 @@ def test_forgetting_asks_first_and_takes_what_is_named(project: Project, url: st
     assert _left(url) == {"new"}
 
 
+@pytest.mark.slow
 def test_versions_that_learnt_what_is_deleted_are_marked_and_can_be_rejected(project: Project, url: str) -> None:
     store = open_store(url)
     store.policies.promote("agent", 1, {})

@@ -89,6 +89,7 @@ def test_a_preview_of_ten_gigabytes_takes_less_than_a_second_of_work(project: Pr
     assert after.children_user + after.children_system - before.children_user - before.children_system < 1.0
 
 
+@pytest.mark.slow
 def test_a_hub_name_is_read_from_the_hub_that_the_environment_names(project: Project) -> None:
     rows = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
     with hub_with("acme/sums", {"train.jsonl": rows, "test.jsonl": rows[: rows.index(b"\n") + 1]}) as hub:

@@ -31,6 +31,7 @@ def url(project: Project) -> str:
     return file
 
 
+@pytest.mark.slow
 def test_trajectories_are_listed_newest_first_with_their_scores_page_by_page(project: Project, url: str) -> None:
     found = json.loads(project.run("trajectories", "list", "--store", url, "--json").stdout)
     assert found[0]["id"] == "talk"
@@ -40,6 +41,7 @@ def test_trajectories_are_listed_newest_first_with_their_scores_page_by_page(pro
     assert "talk" not in project.run("trajectories", "list", "--store", url, "--before", "talk").stdout
 
 
+@pytest.mark.slow
 def test_the_filter_is_that_of_the_export(project: Project, url: str) -> None:
     open_ones = json.loads(project.run("trajectories", "list", "--store", url, "--state", "open", "--json").stdout)
     assert [one["id"] for one in open_ones] == ["talk"]
@@ -56,6 +58,7 @@ def test_one_is_shown_with_messages_calls_and_tool_calls_and_steers_no_terminal(
     assert "score    1 by" in scored
 
 
+@pytest.mark.slow
 def test_as_json_it_is_what_the_export_writes(project: Project, url: str) -> None:
     record = json.loads(project.run("trajectories", "show", "talk", "--store", url, "--json").stdout)
     assert [row["input_ids"] for row in record["rows"]] == [[1, 2, 3, 4, 5, 6, 7, 8, 9]]

@@ -74,6 +74,7 @@ def circle(project: Project) -> Iterator[Circle]:
         yield Circle(project, store, vllm, proxy, reflection)
 
 
+@pytest.mark.slow
 def test_an_agent_that_is_left_as_it_is_gets_a_better_prompt_which_serves_once_it_is_promoted(circle: Circle) -> None:
     done = circle.tune("agent", "--promote", out="best.txt")
     assert done.returncode == 0, done.stdout
@@ -111,6 +112,7 @@ def ask(circle: Circle) -> str:
     return str(answer.json()["choices"][0]["message"]["content"])
 
 
+@pytest.mark.slow
 def test_a_system_prompt_that_differs_from_task_to_task_is_kept_and_appended_to(circle: Circle) -> None:
     done = circle.tune("dated")
     assert "a text that is appended to it is tuned" in done.stdout
@@ -118,6 +120,7 @@ def test_a_system_prompt_that_differs_from_task_to_task_is_kept_and_appended_to(
     assert all(prompt.startswith(f"{prompt_world.SEED} This is about: ") for prompt in circle.swapped())
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_goes_on_by_its_id_alone_and_pays_for_nothing_twice(circle: Circle) -> None:
     circle.vllm.seconds = 0.05
     process = circle.project.start("tune", "prompt", *circle.arguments(concurrency=2))

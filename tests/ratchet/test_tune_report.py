@@ -78,6 +78,7 @@ def test_a_report_on_what_nobody_ran_says_in_one_line_what_there_is(tuned: Proje
     )
 
 
+@pytest.mark.slow
 def test_runs_are_listed_newest_first(tuned: Project) -> None:
     lines = tuned.run("tune", "runs").stdout.splitlines()
     assert [line.split()[1:3] for line in lines] == [

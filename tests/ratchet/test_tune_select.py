@@ -96,6 +96,7 @@ def test_a_candidate_that_the_proxy_does_not_know_is_refused_before_anything_run
     assert circle.store.tunings.page() == []
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_two_ends_with_what_it_shows(circle: Circle) -> None:
     arguments = [*circle.arguments(limit=12), "--json"]
     better = circle.project.run("eval", "--model", "right-95", "--against", "right-20", *arguments)
@@ -111,6 +112,7 @@ def test_an_evaluation_of_two_ends_with_what_it_shows(circle: Circle) -> None:
     assert "no tuning run" in circle.project.run("tune", "report").stdout
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_where_it_was(circle: Circle) -> None:
     named = ["--candidate", "right-95", "--candidate", "right-20", "--concurrency", "1"]
     process = circle.project.start("tune", "select-model", *named, *circle.arguments())

@@ -36,6 +36,7 @@ def tuned(project: Project) -> Project:
     return project
 
 
+@pytest.mark.slow
 def test_it_starts_the_services_where_nothing_runs_and_leaves_a_result_and_no_process(tuned: Project) -> None:
     done = tuned.run("tune", "weights", *SMALL, "--json", "--png", "curve.png", "--fail-unless-better", seconds=120)
     assert done.returncode == 3, done.stdout

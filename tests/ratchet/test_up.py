@@ -43,6 +43,7 @@ def test_up_says_the_base_url_and_where_the_vllm_command_stands_and_ctrl_c_stops
     assert not [pid for pid in pids if is_alive(pid)]
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_sigkill_of_up(project: Project) -> None:
     up = project.up(SCRIPTED_VLLM="ignores_sigterm")
     pids = project.pids()
@@ -53,6 +54,7 @@ def test_nothing_outlives_a_sigkill_of_up(project: Project) -> None:
     wait_for("all have ended", lambda: not any(is_alive(pid) for pid in pids))
 
 
+@pytest.mark.slow
 def test_an_up_after_a_killed_one_ends_what_is_left_and_starts(project: Project) -> None:
     first = project.up()
     left = project.pids()
@@ -108,6 +110,7 @@ def test_a_service_that_dies_while_starting_is_named_with_the_end_of_its_log(pro
     assert "nothing was running" in project.run("down").stdout
 
 
+@pytest.mark.slow
 def test_a_service_that_dies_is_started_again_and_ends_all_only_when_that_is_no_use(project: Project) -> None:
     project.write(restarts=1)
     up = project.up()
@@ -127,12 +130,14 @@ def test_a_service_that_dies_is_started_again_and_ends_all_only_when_that_is_no_
     assert not [pid for pid in pids if is_alive(pid)]
 
 
+@pytest.mark.slow
 def test_a_detached_up_that_fails_says_why(project: Project) -> None:
     up = project.run("up", "--detach", SCRIPTED_VLLM="dies_at_start")
     assert up.returncode == 1
     assert "the scripted weights do not fit" in up.stdout
 
 
+@pytest.mark.slow
 def test_a_detached_up_is_not_taken_in_by_what_a_killed_one_left(project: Project) -> None:
     first = project.up()
     left = project.running() | {"base_url": "http://127.0.0.1:9/v1"}
@@ -147,6 +152,7 @@ def test_a_detached_up_is_not_taken_in_by_what_a_killed_one_left(project: Projec
     assert project.run("down").returncode == 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_waiting_for_a_detached_up_leaves_nothing(project: Project) -> None:
     up = project.start("up", "--detach")
     wait_for("vLLM is started", (project.state / "run" / "vllm.pid").exists)
@@ -158,6 +164,7 @@ def test_ctrl_c_while_waiting_for_a_detached_up_leaves_nothing(project: Project)
     assert not [pid for pid in pids if is_alive(pid)]
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_stopping_does_not_break_the_stopping(project: Project) -> None:
     project.write(restarts=0)
     up = project.up(SCRIPTED_VLLM="ignores_sigterm")
@@ -171,6 +178,7 @@ def test_ctrl_c_while_stopping_does_not_break_the_stopping(project: Project) -> 
     assert not [pid for pid in pids if is_alive(pid)]
 
 
+@pytest.mark.slow
 def test_port_0_takes_any_free_port(project: Project) -> None:
     project.write(proxy={"port": 0}, vllm=project.content["vllm"] | {"port": 0})
     up = project.up()
@@ -182,6 +190,7 @@ def test_port_0_takes_any_free_port(project: Project) -> None:
     finish(up)
 
 
+@pytest.mark.slow
 def test_what_up_was_told_need_not_be_told_again(project: Project) -> None:
     store = f"sqlite:///{project.folder / 'other.db'}"
     up = project.up("--model", "mail", "--store", store)
@@ -205,6 +214,7 @@ def test_a_store_whose_password_was_not_kept_is_asked_for(project: Project) -> N
     assert "postgresql://u:***@db/prod, whose password is never written down" in status.stdout
 
 
+@pytest.mark.slow
 def test_a_trainer_that_ends_by_itself_is_named_with_its_reason(project: Project) -> None:
     (project.folder / "mine.py").write_text("def judge(response):\n    return len(response)\n")
     project.write(trainer={"judge": "mine:judge"})  # and the model's folder holds no model
@@ -231,6 +241,7 @@ def test_a_judge_that_cannot_be_made_is_told_before_anything_starts(project: Pro
     assert not (project.state / "logs" / "vllm.log").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", [0.0, 0.5, 1.2])
 def test_ctrl_c_while_starting_leaves_nothing(project: Project, moment: float) -> None:
     up = project.start("up")
@@ -279,6 +290,7 @@ def test_bad_input_is_one_line_that_names_the_remedy(project: Project, change: d
     assert up.stdout.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_no_secret_reaches_a_file(project: Project) -> None:
     up = project.up(RATCHET_API_KEYS="sk-very-secret", RATCHET_UPSTREAM_API_KEY="sk-also-secret")
     files = [file for file in Path(project.state).rglob("*") if file.is_file()]

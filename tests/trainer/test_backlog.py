@@ -63,7 +63,9 @@ def sampled(store: Store, group: Group) -> int:
     return min(store.trajectories.get(name).version for name in group.members)
 
 
-@pytest.mark.parametrize("arriving", [16, 32, 64, 128, 300])
+@pytest.mark.parametrize(
+    "arriving", [16, 64, *(pytest.param(arriving, marks=pytest.mark.slow) for arriving in (32, 128, 300))]
+)
 def test_what_is_trained_is_new_however_much_arrives(store: Store, arriving: int) -> None:
     waiting, ages = backlog(store, max_staleness=8), []
     for version in range(24):

@@ -27,6 +27,8 @@ from tests.harness.trainer.agents import agents_work
 from tests.harness.trainer.scripted_engine import Faithful, ScriptedEngine
 from tests.harness.trainer.several_processes import learn
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 # What the process that meets an error says of it, and the other one too.
 APART = {
