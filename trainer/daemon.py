@@ -53,8 +53,7 @@ from ratchet.trainer.learner.learner import Learner
 from ratchet.trainer.learner_protocol import LearnerProtocol
 from ratchet.trainer.lease import Lease
 from ratchet.trainer.observability.metrics import Metrics
-from ratchet.trainer.observability.progress import GATHERING, Progress, on_this_terminal
-from ratchet.trainer.observability.stored_progress import StoredProgress
+from ratchet.trainer.observability.progress import GATHERING, Progress, StoredProgress, watch_for_service
 from ratchet.trainer.release.candidates import next_candidate
 from ratchet.trainer.release.evaluation_runner import MakeWorkflowEvaluator
 from ratchet.trainer.release.publisher import PublishResult
@@ -101,7 +100,7 @@ class Daemon:
         if settings.metrics_port is not None:
             self.metrics.serve(settings.metrics_host, settings.metrics_port)
         standings = StoredProgress(store, settings.model)
-        self.progress = Progress(on_this_terminal(), self.metrics.progress, standings)
+        self.progress = Progress(watch_for_service(), self.metrics.progress, standings)
         self._gathering = self.progress.begin(GATHERING, settings.groups_per_round)
         judging = make_judging_components(settings, store, self.progress)
         self._judge_runner, self._rejudger = judging.scorekeeper, judging.rehearing

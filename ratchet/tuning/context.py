@@ -119,7 +119,7 @@ def task_set_of(settings: Settings, source: str) -> TaskSet:
 @contextmanager
 def opened(settings: Settings) -> Iterator[TuningContext]:
     """Open what the settings name. Raises SettingsError, WorkflowError, JudgeError, StoreError."""
-    from ratchet.trainer.observability.progress import Progress, format_for_terminal
+    from ratchet.trainer.observability.progress import Progress, watch_for_command
     from ratchet.tuner.rollouts.prices import prices_of
     from ratchet.tuner.rollouts.runner import RolloutRunner
     from ratchet.tuner.rollouts.scoring import Scorer
@@ -129,7 +129,7 @@ def opened(settings: Settings) -> Iterator[TuningContext]:
     if tuner.workflow is None:
         raise click.UsageError("no workflow is named: give --workflow module:function, or set tuner.workflow")
     workflow = load_workflow(tuner.workflow)
-    progress = Progress(format_for_terminal())
+    progress = Progress(watch_for_command())
     proxy_url, key = tuner.proxy_url or proxy_of(settings), first_api_key()
     with options.open_store_for_command(settings.store_url) as store, judge_of(settings) as judge:
         lease = RunLease(store)

@@ -48,8 +48,8 @@ def run_weight_tuning(settings: Settings, own: dict[str, Any], *, quiet: bool = 
     settings = tuning.with_run_settings(settings, own["resume"])
     _check(settings, own)
     _check_group_size(settings)
-    say = partial(click.echo, file=sys.stderr) if quiet else click.echo
-    with attach_or_start(settings, announce=say) as services, tuning.opened(settings) as tuner_context:
+    print_line = partial(click.echo, file=sys.stderr) if quiet else click.echo
+    with attach_or_start(settings, announce=print_line) as services, tuning.opened(settings) as tuner_context:
         name = _check_kind(tuner_context.store, own["resume"]) if own["resume"] else _start(tuner_context, own).id
         with tuner_context.lease.acquire(name, "ratchet tune weights", resume=own["resume"] is not None) as run:
             click.echo(f"{run.id} on {services.base_url}", err=True)
@@ -57,7 +57,7 @@ def run_weight_tuning(settings: Settings, own: dict[str, Any], *, quiet: bool = 
 
 
 def _run(tuner_context: TuningContext, run: Tuning, check: Any) -> TuningResult:
-    from ratchet.trainer.observability.progress import say
+    from ratchet.trainer.observability.progress import print_line
     from ratchet.tuner.reports.tuning_result import plain
     from ratchet.tuner.rollouts.runner import RolloutRunner
     from ratchet.tuner.rollouts.workflow import load_workflow
@@ -82,7 +82,7 @@ def _run(tuner_context: TuningContext, run: Tuning, check: Any) -> TuningResult:
 
     made = WeightsTuning(
         tuner_context.store, run, families, trainer, tuner_context.runner, tuner_context.scorer, evaluator=evaluator,
-        progress=tuner_context.progress, failure_score=tuner_context.tuner.failure_score, watch=watch, tell=say,
+        progress=tuner_context.progress, failure_score=tuner_context.tuner.failure_score, watch=watch, tell=print_line,
     )  # fmt: skip
     asyncio.run(made.run())
     result = result_of(tuner_context.store, run, made, trainer, tuner_context.scorer.name, tuner_context.prices)

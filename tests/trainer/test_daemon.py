@@ -242,14 +242,14 @@ def test_gathering_judging_and_training_are_followed(store: Store, make_daemon: 
     agents_work(store, "c", [0.5, 1.0])
     daemon.turn(1001.0)
 
-    def told(name: str, work: str, **labels: str) -> float | None:
-        return daemon.metrics.registry.get_sample_value(name, {"alias": "agent", "work": work, **labels})
+    def value(name: str, phase: str, **labels: str) -> float | None:
+        return daemon.metrics.registry.get_sample_value(name, {"alias": "agent", "phase": phase, **labels})
 
-    assert told("ratchet_progress_items_done", "training") == told("ratchet_progress_items", "training") == 4
-    assert told("ratchet_progress_items_done", "judging") == 1
-    assert told("ratchet_progress_mean", "judging", metric="reward") == 0.75
-    assert (told("ratchet_progress_items_done", "gathering"), told("ratchet_progress_items", "gathering")) == (1, 2)
-    assert told("ratchet_progress_mean", "gathering", metric="tokens") == 3
+    assert value("ratchet_progress_items_done", "training") == value("ratchet_progress_items", "training") == 4
+    assert value("ratchet_progress_items_done", "judging") == 1
+    assert value("ratchet_progress_mean", "judging", metric="reward") == 0.75
+    assert (value("ratchet_progress_items_done", "gathering"), value("ratchet_progress_items", "gathering")) == (1, 2)
+    assert value("ratchet_progress_mean", "gathering", metric="tokens") == 3
 
 
 def test_while_a_tool_is_sick_no_step_is_taken_and_what_was_judged_waits(

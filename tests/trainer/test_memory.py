@@ -16,7 +16,7 @@ from ratchet.trainer.daemon import Daemon
 from ratchet.trainer.errors import OutOfMemory
 from ratchet.trainer.learner.learner import Learner
 from ratchet.trainer.learner_protocol import RoundReport
-from ratchet.trainer.observability.progress import Progress, Standing
+from ratchet.trainer.observability.progress import PhaseProgress, Progress
 from ratchet.trainer.rows.token_row import TokenRow, split_by_budget
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
@@ -155,7 +155,7 @@ def test_a_round_that_ran_out_of_memory_leaves_no_gradient_to_the_next(tiny_mode
     fresh, other = (Learner(str(tiny_model), settings, workdir=tmp_path / name) for name in "ab")
     expected = fresh.train_round(rows)
 
-    def meet_the_end(standing: Standing) -> None:
+    def meet_the_end(standing: PhaseProgress) -> None:
         if standing.done > 1 and not standing.ended:
             raise RuntimeError("CUDA out of memory")
 

@@ -82,7 +82,7 @@ def test_what_is_no_longer_found_is_no_longer_shown(store: Store) -> None:
     tool_called(store, "a", ToolResult.OK)
     metrics = Metrics("agent", store)
     Sentinel(SentinelSettings(), store, "agent", metrics).look(1.0)
-    metrics.found((), held=False)
+    metrics.findings((), paused=False)
     assert not [name for name, *_ in told(metrics) if name == "ratchet_tool_failure_ratio"]
 
 

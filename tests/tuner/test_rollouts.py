@@ -16,7 +16,7 @@ from ratchet.store.records.tuning import Rollout, Tuning
 from ratchet.store.states import RolloutState
 from ratchet.store.store import Store
 from ratchet.trainer.errors import TooManyFailures
-from ratchet.trainer.observability.progress import Progress, Standing
+from ratchet.trainer.observability.progress import PhaseProgress, Progress
 from ratchet.trainer.tasks.task_set import Task
 from ratchet.tuner.rollouts.runner import (
     RolloutJob,
@@ -229,7 +229,7 @@ def test_what_an_agent_prints_stays_out_of_the_commands_data(
 
 
 def test_progress_tells_running_means_of_what_has_them(store: Store, tasks: list[Task], tuning: Tuning) -> None:
-    seen: list[Standing] = []
+    seen: list[PhaseProgress] = []
     runner = RolloutRunner(
         store, "http://nowhere", None, Flaky(failures=2), TunerSettings(concurrency=1), progress=Progress(seen.append)
     )

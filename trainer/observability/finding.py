@@ -1,4 +1,4 @@
-"""What a check found: a number, its alarm, and the remedy."""
+"""The finding of a check: a number, its alarm, and the remedy."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check found of one subject.
+    """What a check measured about one subject.
 
     check    name of the check and of its alarm
     metric   the metric that shows the value
-    subject  the tool or task family that it is about, "" for the whole alias
-    value    what was measured
-    reason   why it is an alarm, in one sentence with the remedy; None where all is well
+    subject  the tool or task family, "" for the whole alias
+    value    the measurement
+    reason   why it is an alarm, in one sentence with the remedy; None if there is no problem
     holds    whether training should wait until it is gone
     doubts   whether a person should look before any version is promoted
     """

@@ -1,7 +1,7 @@
-"""What the trainer counts, for Prometheus, at an address of its own. Every name is documented in docs/metrics.md.
+"""The trainer's Prometheus metrics, served by its own HTTP server. docs/metrics.md documents every name.
 
-Counts that the store keeps (drops, standing alarms) are read when Prometheus asks, so that they survive restarts; a
-store that does not answer leaves them out of that answer. The rest is what this process saw.
+Counts that the store keeps (drops, active alarms) are read on each scrape, so they survive restarts; they are missing
+while the store does not answer. All other values are counted by this process.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from ratchet.store.states import ResampleState, RoundState
 from ratchet.store.store import Store
 from ratchet.trainer.errors import SettingError
 from ratchet.trainer.observability.finding import Finding
-from ratchet.trainer.observability.progress import Standing
+from ratchet.trainer.observability.progress import PhaseProgress
 from ratchet.trainer.statistics.sequential_test import Difference
 
-disable_created_metrics()  # type: ignore[no-untyped-call]  # a second sample for each counter, of when it was made
+disable_created_metrics()  # type: ignore[no-untyped-call]  # an additional sample per counter with its creation time
 
 log = logging.getLogger(__name__)
 
-_MOST_SUBJECTS = 100  # tools or families of one metric: agents choose their names
+_MAX_SUBJECTS = 100  # tools or families per metric: agents choose their names
 _SUBJECT_CHARS = 64
 
-# What findings are shown as: metric -> help, and whether it has a tool as subject.
-_FOUND = {
+# Metrics of the sentinel's findings: name -> help, and whether the subject is a tool.
+_FINDING_METRICS = {
     "ratchet_tool_failure_ratio": ("Share of a tool's newest fitting calls that failed", True),
     "ratchet_tool_use_ratio": ("Share of the trajectories that were offered a tool and used it", True),
     "ratchet_resource_use_ratio": ("Share of the often shown files, addresses and ids that tool calls name", False),
@@ -44,8 +44,8 @@ _FOUND = {
     "ratchet_untrained_token_ratio": ("Share of sampled tokens that the last rounds did not train", False),
 }
 
-# What the newest committed round is shown as: metric -> (key of its metrics, help).
-_ROUND = {
+# Metrics of the newest committed round: name -> (key of the round's metrics, help).
+_ROUND_METRICS = {
     "ratchet_round_reward": ("reward", "Mean score of the newest round's trajectories"),
     "ratchet_round_loss": ("loss", "Loss of the newest round"),
     "ratchet_round_grad_norm": ("grad_norm", "Gradient norm of the newest round, before clipping"),
@@ -63,32 +63,34 @@ _ROUND = {
 
 
 class Metrics:
-    """The trainer's metrics of one alias in a registry of their own."""
+    """The metrics of one alias, in their own registry."""
 
     def __init__(self, alias: str, store: Store | None = None) -> None:
         self._alias = alias
         self.registry = registry = CollectorRegistry()
-        self._held = Gauge("ratchet_training_paused", "1 while no step is taken", ["alias"], registry=registry)
-        self._held.labels(alias).set(0)
-        self._found = {
-            name: Gauge(name, said, ["alias", "tool"] if by_tool else ["alias"], registry=registry)
-            for name, (said, by_tool) in _FOUND.items()
+        self._paused = Gauge("ratchet_training_paused", "1 while no step is taken", ["alias"], registry=registry)
+        self._paused.labels(alias).set(0)
+        self._findings = {
+            name: Gauge(name, text, ["alias", "tool"] if by_tool else ["alias"], registry=registry)
+            for name, (text, by_tool) in _FINDING_METRICS.items()
         }
-        self._round = {name: Gauge(name, said, ["alias"], registry=registry) for name, (_, said) in _ROUND.items()}
+        self._round = {
+            name: Gauge(name, text, ["alias"], registry=registry) for name, (_, text) in _ROUND_METRICS.items()
+        }
         self._rounds = Counter("ratchet_rounds", "Rounds by their end", ["alias", "state"], registry=registry)
-        self._left_out = Counter(
+        self._untrained = Counter(
             "ratchet_untrained_tokens", "Sampled tokens of trained trajectories without loss", ["alias", "reason"],
             registry=registry,
         )  # fmt: skip
-        works = ["alias", "work"]
-        self._done = Gauge(
-            "ratchet_progress_items_done", "Items of a long work that are done", works, registry=registry
+        phase = ["alias", "phase"]
+        self._done = Gauge("ratchet_progress_items_done", "Items done of a long phase", phase, registry=registry)
+        self._total = Gauge("ratchet_progress_items", "Items of a long phase", phase, registry=registry)
+        self._pace = Gauge(
+            "ratchet_progress_seconds_per_item", "Mean seconds per item so far", phase, registry=registry
         )
-        self._total = Gauge("ratchet_progress_items", "Items of a long work", works, registry=registry)
-        self._pace = Gauge("ratchet_progress_seconds_per_item", "Seconds an item took so far", works, registry=registry)
-        self._eta = Gauge("ratchet_progress_eta_seconds", "Seconds left at this pace", works, registry=registry)
+        self._eta = Gauge("ratchet_progress_eta_seconds", "Seconds left at this pace", phase, registry=registry)
         self._mean = Gauge(
-            "ratchet_progress_mean", "Running mean, each metric over the rows that have it", [*works, "metric"],
+            "ratchet_progress_mean", "Running mean, each metric over the rows that have it", [*phase, "metric"],
             registry=registry,
         )  # fmt: skip
         self._scores = Gauge(
@@ -100,33 +102,33 @@ class Metrics:
             registry=registry,
         )  # fmt: skip
         self._evaluating = Gauge(
-            "ratchet_evaluation_running", "1 while a candidate is tried", ["alias"], registry=registry
+            "ratchet_evaluation_running", "1 while a candidate is evaluated", ["alias"], registry=registry
         )
         self._counted: set[str] = set()  # ids of rounds
         if store is not None:
             registry.register(_Stored(store, alias))
 
-    def found(self, findings: Sequence[Finding], *, held: bool) -> None:
-        """Show what the sentinel found at its last look, and nothing of earlier ones."""
-        self._held.labels(self._alias).set(held)
-        for name, (_, by_tool) in _FOUND.items():
-            gauge = self._found[name]
+    def findings(self, findings: Sequence[Finding], *, paused: bool) -> None:
+        """Show the findings of the sentinel's last check only."""
+        self._paused.labels(self._alias).set(paused)
+        for name, (_, by_tool) in _FINDING_METRICS.items():
+            gauge = self._findings[name]
             gauge.clear()
-            for one in [finding for finding in findings if finding.metric == name][:_MOST_SUBJECTS]:
+            for one in [finding for finding in findings if finding.metric == name][:_MAX_SUBJECTS]:
                 subject = (one.subject[:_SUBJECT_CHARS],) if by_tool else ()
                 gauge.labels(self._alias, *subject).set(one.value)
 
     def rounds(self, newest: Sequence[Round]) -> None:
-        """Count rounds that have ended since the last time, newest first, and show the newest committed one."""
+        """Count the rounds that ended since the last call, newest first, and show the newest committed one."""
         ended = [one for one in newest if one.state is not RoundState.STARTED]
         for one in ended:
             if one.id not in self._counted:
                 self._rounds.labels(self._alias, str(one.state)).inc()
                 for reason, tokens in (one.metrics.get("untrained_tokens") or {}).items():
-                    self._left_out.labels(self._alias, reason).inc(tokens)
+                    self._untrained.labels(self._alias, reason).inc(tokens)
         self._counted = {one.id for one in ended}
         committed = next((one for one in ended if one.state is RoundState.COMMITTED), None)
-        for name, (key, _) in _ROUND.items():
+        for name, (key, _) in _ROUND_METRICS.items():
             if committed is not None and key in committed.metrics:
                 self._round[name].labels(self._alias).set(committed.metrics[key])
 
@@ -140,21 +142,21 @@ class Metrics:
                 self._difference.labels(self._alias, bound).set(value)
 
     def evaluating(self, running: bool) -> None:
-        """Show whether a candidate is being tried."""
+        """Show whether a candidate is being evaluated."""
         self._evaluating.labels(self._alias).set(running)
 
-    def progress(self, standing: Standing) -> None:
-        """Show how far a work is; it stays shown as it ended until it begins anew."""
-        labels = (self._alias, standing.work)
-        self._done.labels(*labels).set(standing.done)
-        self._total.labels(*labels).set(standing.total)
-        self._pace.labels(*labels).set(standing.seconds_per_item or 0.0)
-        self._eta.labels(*labels).set(standing.eta_seconds or 0.0)
-        for name, value in standing.means.items():
+    def progress(self, progress: PhaseProgress) -> None:
+        """Show the progress of a phase. After its end the last values stay until it begins again."""
+        labels = (self._alias, progress.phase)
+        self._done.labels(*labels).set(progress.done)
+        self._total.labels(*labels).set(progress.total)
+        self._pace.labels(*labels).set(progress.seconds_per_item or 0.0)
+        self._eta.labels(*labels).set(progress.eta_seconds or 0.0)
+        for name, value in progress.means.items():
             self._mean.labels(*labels, name).set(value)
 
     def serve(self, host: str, port: int) -> int:
-        """Answer GET /metrics in a thread of its own; return the port. Raises SettingError where it is taken."""
+        """Serve GET /metrics in a thread; return the port. Raises SettingError if it is taken."""
         try:
             server, _ = start_http_server(port, addr=host, registry=self.registry)
         except OSError as error:
@@ -176,54 +178,58 @@ class _Stored(Collector):
         self._alias = alias
 
     def describe(self) -> Iterable[Metric]:
-        """Return the names without asking the store."""
+        """Return the names without reading the store."""
         return _families().values()
 
     def collect(self) -> Iterable[Metric]:
-        """Read the store; a store that is away tells nothing more."""
-        told = _families()
+        """Read the store; if it does not answer, return what was read so far."""
+        families = _families()
         try:
-            self._read(told)
-            self._read_policies(told)
+            self._read(families)
+            self._read_policies(families)
         except StoreError as error:
             log.warning("event=metrics_without_store reason=%r", str(error))
-        return told.values()
+        return families.values()
 
-    def _read(self, told: Mapping[str, _Family]) -> None:
+    def _read(self, families: Mapping[str, _Family]) -> None:
         for reason, count in self._store.trajectories.drop_counts().items():
-            told["ratchet_trajectories_dropped"].add_metric([reason], count)
+            families["ratchet_trajectories_dropped"].add_metric([reason], count)
         for reason, count in self._store.groups.drop_counts(self._alias).items():
-            told["ratchet_groups_dropped"].add_metric([self._alias, reason], count)
+            families["ratchet_groups_dropped"].add_metric([self._alias, reason], count)
         for alarm in self._store.alarms.active():
-            told["ratchet_alarm_active"].add_metric([alarm.name], 1)
+            families["ratchet_alarm_active"].add_metric([alarm.name], 1)
         counts = self._store.resamples.counts(self._alias)
         for state in (state for state in counts if state in (ResampleState.ANSWERED, ResampleState.FAILED)):
-            told["ratchet_resample_calls"].add_metric([self._alias, str(state)], counts[state].count)
+            families["ratchet_resample_calls"].add_metric([self._alias, str(state)], counts[state].count)
         if ResampleState.ANSWERED in counts:
-            told["ratchet_resample_tokens"].add_metric([self._alias], counts[ResampleState.ANSWERED].tokens)
+            families["ratchet_resample_tokens"].add_metric([self._alias], counts[ResampleState.ANSWERED].tokens)
 
-    def _read_policies(self, told: Mapping[str, _Family]) -> None:
+    def _read_policies(self, families: Mapping[str, _Family]) -> None:
         live = self._store.policies.live().get(self._alias)
         if live is not None:
-            told["ratchet_live_version"].add_metric([self._alias], live.version)
+            families["ratchet_live_version"].add_metric([self._alias], live.version)
         unproven = len(self._store.policies.list_unproven(self._alias))
-        told["ratchet_unproven_versions"].add_metric([self._alias], unproven)
+        families["ratchet_unproven_versions"].add_metric([self._alias], unproven)
         held = self._store.policies.awaiting_approval(self._alias)
-        told["ratchet_release_pending_approval"].add_metric([self._alias], int(held is not None))
+        families["ratchet_release_pending_approval"].add_metric([self._alias], int(held is not None))
         for action, count in self._store.decisions.counts(self._alias).items():
-            told["ratchet_policy_decisions"].add_metric([self._alias, str(action)], count)
+            families["ratchet_policy_decisions"].add_metric([self._alias, str(action)], count)
 
 
 def _families() -> dict[str, _Family]:
     families: tuple[_Family, ...] = (
-        CounterMetricFamily("ratchet_trajectories_dropped", "Trajectories that were put aside", labels=["reason"]),
-        CounterMetricFamily("ratchet_groups_dropped", "Groups that were put aside", labels=["alias", "reason"]),
+        CounterMetricFamily("ratchet_trajectories_dropped", "Trajectories that were dropped", labels=["reason"]),
+        CounterMetricFamily("ratchet_groups_dropped", "Groups that were dropped", labels=["alias", "reason"]),
         GaugeMetricFamily("ratchet_alarm_active", "1 for every alarm that is not cleared", labels=["name"]),
         CounterMetricFamily("ratchet_resample_calls", "Resample calls by their end", labels=["alias", "state"]),
-        CounterMetricFamily("ratchet_resample_tokens", "Tokens of answered shadow calls", labels=["alias"]),
+        CounterMetricFamily("ratchet_resample_tokens", "Tokens of answered resample calls", labels=["alias"]),
         GaugeMetricFamily("ratchet_live_version", "Version that is live", labels=["alias"]),
-        GaugeMetricFamily("ratchet_unproven_versions", "Versions too near to the live one to prove", labels=["alias"]),
-        GaugeMetricFamily("ratchet_release_pending_approval", "1 while a version waits for a person", labels=["alias"]),
+        GaugeMetricFamily(
+            "ratchet_unproven_versions",
+            "Versions that differ too little from the live one to be proven",
+            labels=["alias"],
+        ),
+        GaugeMetricFamily("ratchet_release_pending_approval", "1 while a version needs approval", labels=["alias"]),
         CounterMetricFamily("ratchet_policy_decisions", "Decisions about versions", labels=["alias", "action"]),
     )
     return {family.name: family for family in families}

@@ -1,7 +1,7 @@
-"""Progress of long work: done of total, seconds per item, time left, and running means, each with its own divisor.
+"""Progress of long phases: items done of a total, seconds per item, time left, and running means.
 
-The same numbers go to whoever watches: a moving bar on a terminal, a log line now and then elsewhere, and Prometheus.
-Promises that watching costs next to nothing: bars and lines are bounded in time, not in items. Threads may add at once.
+The same numbers go to every watcher: bars on a terminal, log lines elsewhere, Prometheus, and the store. Watching costs
+little: bars, lines and writes are limited in time, not by item. Threads may add items concurrently.
 """
 
 from __future__ import annotations
@@ -14,24 +14,27 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from tqdm import tqdm
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
 
 from ratchet.store.coordination.job_progress import ProgressRate
+from ratchet.store.errors import StoreError
+from ratchet.store.store import Store
 
 log = logging.getLogger(__name__)
 
 GATHERING = "gathering"  # groups with a learning signal, towards the next round
-JUDGING = "judging"  # groups that a judge was given
-TRAINING = "training"  # rows of a round that a gradient was taken of
+JUDGING = "judging"  # groups given to a judge
+TRAINING = "training"  # rows of a round
 
-LINE_EVERY = 10.0  # seconds between two lines of one work
-_BAR_EVERY = 0.5  # seconds between two pictures of a bar
+_LINE_INTERVAL = 10.0  # seconds between two lines of a phase
+_WRITE_INTERVAL = 3.0  # seconds between two writes of a phase to the store
 
 
 class RunningMeans:
-    """Means of named metrics over what was added so far; each metric counts only the rows that have it."""
+    """Means of named metrics; each metric counts only the rows that have it."""
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
@@ -49,89 +52,139 @@ class RunningMeans:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing(ProgressRate):
-    """How far a work is. `seconds` since it began; `means` by metric."""
+class PhaseProgress(ProgressRate):
+    """The progress of a phase. `seconds` since it began; `means` by metric."""
 
-    work: str
+    phase: str
     done: float
     total: float
     seconds: float
     means: Mapping[str, float]
     ended: bool = False
 
-    def line(self) -> str:
-        """Return the standing as keys and values of one log line."""
-        parts = [f"work={self.work}", f"done={self.done:g}", f"total={self.total:g}"]
+    def format_log_line(self) -> str:
+        """Return the progress as keys and values."""
+        parts = [f"phase={self.phase}", f"done={self.done:g}", f"total={self.total:g}"]
         if self.seconds_per_item is not None and self.eta_seconds is not None:
             parts += [f"seconds_per_item={self.seconds_per_item:.3g}", f"eta_seconds={self.eta_seconds:.0f}"]
         return " ".join([*parts, *(f"{name}={value:.4g}" for name, value in self.means.items())])
 
-    def sentence(self) -> str:
-        """Return the standing for people."""
-        parts = [f"{self.work} {self.done:g} of {self.total:g}"]
+    def format_sentence(self) -> str:
+        """Return the progress for people."""
+        parts = [f"{self.phase} {self.done:g} of {self.total:g}"]
         if self.seconds_per_item is not None and self.eta_seconds is not None:
             left = f"{datetime.timedelta(seconds=round(self.eta_seconds))} left"
             parts += [f"{self.seconds_per_item:.3g} s each", *([] if self.ended else [left])]
         return ", ".join([*parts, *(f"{name} {value:.4g}" for name, value in self.means.items())])
 
 
-Watcher = Callable[[Standing], None]
+Watcher = Callable[[PhaseProgress], None]
 
 
-def _logged(standing: Standing) -> None:
-    log.info("event=progress %s", standing.line())
+def _log_progress(progress: PhaseProgress) -> None:
+    log.info("event=progress %s", progress.format_log_line())
 
 
-class Lines:
-    """Tells of a work that takes longer than `every` seconds now and then, and once more at its end; in the log."""
+class PeriodicLines:
+    """Writes a line every `interval` seconds of a phase that takes longer, and one at its end."""
 
-    def __init__(self, every: float = LINE_EVERY, tell: Watcher = _logged) -> None:
-        self._every = every
-        self._tell = tell
-        self._told: dict[str, float] = {}  # work -> seconds at its last line
+    def __init__(self, interval: float = _LINE_INTERVAL, write: Watcher = _log_progress) -> None:
+        self._interval = interval
+        self._write = write
+        self._written_at: dict[str, float] = {}  # phase -> its seconds at the last line
 
-    def __call__(self, standing: Standing) -> None:
-        """See a standing."""
-        before = self._told.get(standing.work, 0.0)
-        if standing.seconds < before:  # the work began anew
+    def __call__(self, progress: PhaseProgress) -> None:
+        """Receive progress."""
+        before = self._written_at.get(progress.phase, 0.0)
+        if progress.seconds < before:  # the phase began again
             before = 0.0
-        due = standing.seconds - before >= self._every
-        if due or (standing.ended and before):
-            self._tell(standing)
-        if standing.ended:
-            self._told.pop(standing.work, None)
+        due = progress.seconds - before >= self._interval
+        if due or (progress.ended and before):
+            self._write(progress)
+        if progress.ended:
+            self._written_at.pop(progress.phase, None)
         elif due:
-            self._told[standing.work] = standing.seconds
+            self._written_at[progress.phase] = progress.seconds
 
 
-class Bars:
-    """Shows a bar for each work on the terminal."""
+class PhaseBars:
+    """Shows a bar for each running phase on the terminal."""
 
-    def __init__(self) -> None:
-        self._bars: dict[str, tqdm[Any]] = {}
+    def __init__(self, console: Console | None = None) -> None:
+        columns = (
+            TextColumn("{task.description:<14}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[means]}"),
+        )
+        self._bars = RichProgress(*columns, console=console or _console, transient=True)
+        self._tasks: dict[str, TaskID] = {}
+        self._lock = threading.Lock()
 
-    def __call__(self, standing: Standing) -> None:
-        """See a standing."""
-        bar = self._bars.get(standing.work)
-        if bar is None:
-            bar = tqdm(total=standing.total, desc=standing.work, file=sys.stderr, mininterval=_BAR_EVERY, leave=False)
-            self._bars[standing.work] = bar
-        bar.total = standing.total
-        bar.set_postfix({name: f"{value:.4g}" for name, value in standing.means.items()}, refresh=False)
-        bar.update(standing.done - bar.n)
-        if standing.ended:
-            self._bars.pop(standing.work).close()
+    def __call__(self, progress: PhaseProgress) -> None:
+        """Receive progress."""
+        with self._lock:
+            task = self._tasks.get(progress.phase)
+            if task is None:
+                self._bars.start()
+                task = self._tasks[progress.phase] = self._bars.add_task(progress.phase, total=progress.total, means="")
+            means = " ".join(f"{name}={value:.4g}" for name, value in progress.means.items())
+            self._bars.update(task, completed=progress.done, total=progress.total, means=means)
+            if progress.ended:
+                self._bars.remove_task(self._tasks.pop(progress.phase))
+                if not self._tasks:
+                    self._bars.stop()
 
 
-class Work:
-    """One long work under way."""
+class StoredProgress:
+    """Writes an alias's progress to the store, at most once per `interval` seconds and phase, and at its end.
 
-    def __init__(self, name: str, total: float, tell: Watcher, clock: Callable[[], float]) -> None:
+    A store that does not answer costs the phase nothing but a log line.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        alias: str,
+        interval: float = _WRITE_INTERVAL,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._alias = alias
+        self._interval = interval
+        self._clock = clock
+        self._due_at: dict[str, float] = {}
+
+    def __call__(self, progress: PhaseProgress) -> None:
+        """Receive progress."""
+        now = self._clock()
+        if now < self._due_at.get(progress.phase, 0.0) and not progress.ended:
+            return
+        self._due_at[progress.phase] = 0.0 if progress.ended else now + self._interval
+        try:
+            self._store.job_progress.update(
+                self._alias,
+                progress.phase,
+                done=progress.done,
+                total=progress.total,
+                seconds=progress.seconds,
+                means=progress.means,
+                ended=progress.ended,
+            )
+        except StoreError as error:
+            log.warning("event=progress_not_stored phase=%s reason=%r", progress.phase, str(error))
+
+
+class Phase:
+    """One running phase."""
+
+    def __init__(self, name: str, total: float, notify: Watcher, clock: Callable[[], float]) -> None:
         self.name = name
         self._total = total
-        self._tell = tell
+        self._notify = notify
         self._clock = clock
-        self._began = clock()
+        self._started_at = clock()
         self._done = 0.0
         self._means = RunningMeans()
         self._lock = threading.Lock()
@@ -142,81 +195,86 @@ class Work:
             self._done += items
             if metrics:
                 self._means.add(metrics)
-        self._tell(self.standing())
+        self._notify(self.snapshot())
 
     def note(self, **metrics: float) -> None:
-        """Take a row of metrics into the means; nothing is done by it."""
+        """Add a row of metrics to the means without counting an item."""
         with self._lock:
             self._means.add(metrics)
 
     def at(self, done: float, total: float) -> None:
-        """Say how far it is, where that is known from elsewhere; nothing is told where it has not moved."""
+        """Set what is done and the total; watchers are notified only if one changed."""
         with self._lock:
-            moved = (done, total) != (self._done, self._total)
+            changed = (done, total) != (self._done, self._total)
             self._done, self._total = done, total
-        if moved:
-            self._tell(self.standing())
+        if changed:
+            self._notify(self.snapshot())
 
     def end(self) -> None:
-        """It is over."""
-        self._tell(self.standing(ended=True))
+        """End the phase."""
+        self._notify(self.snapshot(ended=True))
 
-    def standing(self, ended: bool = False) -> Standing:
-        """Return how far it is."""
+    def snapshot(self, ended: bool = False) -> PhaseProgress:
+        """Return the progress so far."""
         with self._lock:
-            return Standing(self.name, self._done, self._total, self._clock() - self._began, self._means.means(), ended)
+            seconds = self._clock() - self._started_at
+            return PhaseProgress(self.name, self._done, self._total, seconds, self._means.means(), ended)
 
 
 class Progress:
-    """Where works begin, and who watches them."""
+    """Starts phases and notifies the watchers."""
 
     def __init__(self, *watchers: Watcher, clock: Callable[[], float] = time.monotonic) -> None:
         self._watchers = watchers
         self._clock = clock
-        self._works: dict[str, Work] = {}
+        self._phases: dict[str, Phase] = {}
 
-    def begin(self, name: str, total: float) -> Work:
-        """Begin a work of so many items; a work of that name that was not ended is forgotten."""
-        work = self._works[name] = Work(name, total, self._tell, self._clock)
-        self._tell(work.standing())
-        return work
+    def begin(self, name: str, total: float) -> Phase:
+        """Begin a phase of `total` items; it replaces a phase of that name that has not ended."""
+        phase = self._phases[name] = Phase(name, total, self._notify, self._clock)
+        self._notify(phase.snapshot())
+        return phase
 
     def note(self, name: str, **metrics: float) -> None:
-        """Take a row of metrics into the means of a work, where that is under way."""
-        if name in self._works:
-            self._works[name].note(**metrics)
+        """Add a row of metrics to the means of a phase, if it is running."""
+        if name in self._phases:
+            self._phases[name].note(**metrics)
 
-    def more(self, name: str) -> None:
-        """Count one more item to be done; the first one begins the work."""
-        work = self._works.get(name) or self.begin(name, 0)
-        standing = work.standing()
-        work.at(standing.done, standing.total + 1)
+    def add_pending(self, name: str) -> None:
+        """Add one item to the total; the first one begins the phase."""
+        phase = self._phases.get(name) or self.begin(name, 0)
+        progress = phase.snapshot()
+        phase.at(progress.done, progress.total + 1)
 
-    def one_done(self, name: str) -> None:
-        """Count one item as done; the last one ends the work."""
-        work = self._works[name]
-        work.add()
-        standing = work.standing()
-        if standing.done >= standing.total:
-            del self._works[name]
-            work.end()
+    def finish_pending(self, name: str) -> None:
+        """Count one item as done; the last one ends the phase."""
+        phase = self._phases[name]
+        phase.add()
+        progress = phase.snapshot()
+        if progress.done >= progress.total:
+            del self._phases[name]
+            phase.end()
 
-    def _tell(self, standing: Standing) -> None:
+    def _notify(self, progress: PhaseProgress) -> None:
         for watcher in self._watchers:
-            watcher(standing)
+            watcher(progress)
 
 
-def on_this_terminal() -> Watcher:
-    """Return bars where the standard error is a terminal, lines of the log elsewhere."""
-    return Bars() if sys.stderr.isatty() else Lines()
+_console = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
-def format_for_terminal() -> Watcher:
-    """Return bars where the standard error is a terminal, sentences on it elsewhere: a command has no log."""
-    return Bars() if sys.stderr.isatty() else Lines(tell=lambda standing: say(standing.sentence()))
+def watch_for_service() -> Watcher:
+    """Return bars if stderr is a terminal, log lines otherwise."""
+    return PhaseBars() if sys.stderr.isatty() else PeriodicLines()
 
 
-def say(text: str) -> None:
-    """Print a line on the standard error, above the bars that may stand there."""
-    tqdm.write(text, file=sys.stderr)
-    sys.stderr.flush()
+def watch_for_command() -> Watcher:
+    """Return bars if stderr is a terminal, sentences on stderr otherwise; for commands, which have no log."""
+    if sys.stderr.isatty():
+        return PhaseBars()
+    return PeriodicLines(write=lambda progress: print_line(progress.format_sentence()))
+
+
+def print_line(text: str) -> None:
+    """Print a line on stderr, above the bars."""
+    _console.print(text, markup=False, emoji=False)

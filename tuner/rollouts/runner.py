@@ -27,7 +27,7 @@ from ratchet.store.records.tuning import Rollout, TaskRow
 from ratchet.store.states import RolloutState
 from ratchet.store.store import Store
 from ratchet.trainer.errors import WorkflowFailed
-from ratchet.trainer.observability.progress import Progress, Work
+from ratchet.trainer.observability.progress import Phase, Progress
 from ratchet.trainer.tasks.task_set import Task
 from ratchet.trainer.user_code.exit_guard import exits_raise
 from ratchet.tuner.rollouts.failure_limit import Failures, FirstRollouts
@@ -176,7 +176,7 @@ class _RunState:
         store: Store,
         jobs: Sequence[RolloutJob],
         tuning_id: str,
-        work: Work,
+        work: Phase,
         on_end: Callable[[Rollout], object] | None,
         failures: Failures,
     ) -> None:

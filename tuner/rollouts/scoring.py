@@ -23,7 +23,7 @@ from ratchet.store.states import CallState, RolloutState
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges import Judge, Judgement
 from ratchet.trainer.controller.judges.both_orders import judge_in_both_orders
-from ratchet.trainer.observability.progress import Progress, Work
+from ratchet.trainer.observability.progress import Phase, Progress
 from ratchet.tuner.rollouts.prices import RolloutCost, judging_cost
 
 SCORES = "scores"  # name of the progress bar
@@ -101,7 +101,7 @@ class Scorer:
                 return shipped
             time.sleep(_POLL_SECONDS)
 
-    def _complete(self, ended: Iterable[Rollout], shipped: float, work: Work) -> list[Rollout]:
+    def _complete(self, ended: Iterable[Rollout], shipped: float, work: Phase) -> list[Rollout]:
         """Return the rollouts whose calls are all in the store; mark the others as unjudged."""
         complete = []
         for one in ended:
@@ -115,7 +115,7 @@ class Scorer:
         return f"its calls are not all in the store after {self._max_wait_seconds:g} s (tuner.judge_wait_seconds)"
 
     def _judge_groups(
-        self, judge: Judge, ended: Sequence[Rollout], work: Work, on_verdict: Callable[[Verdict], object]
+        self, judge: Judge, ended: Sequence[Rollout], work: Phase, on_verdict: Callable[[Verdict], object]
     ) -> None:
         with ThreadPoolExecutor(judge.concurrency, "judge") as threads:
             pending: deque[Future[Judgement]] = deque()  # bounded, because transcripts are long
@@ -131,13 +131,13 @@ class Scorer:
             while pending:
                 self._record_judgement(pending.popleft().result(), work, on_verdict)
 
-    def _record_judgement(self, judgement: Judgement, work: Work, on_verdict: Callable[[Verdict], object]) -> None:
+    def _record_judgement(self, judgement: Judgement, work: Phase, on_verdict: Callable[[Verdict], object]) -> None:
         self.spent += judging_cost(judgement.judge_requests)
         for verdict in judgement.verdicts:
             self._record_verdict(verdict, work)
             on_verdict(verdict)
 
-    def _transcripts(self, judge: Judge, group: Iterable[Rollout], work: Work) -> list[Transcript]:
+    def _transcripts(self, judge: Judge, group: Iterable[Rollout], work: Phase) -> list[Transcript]:
         found = []
         for one in group:
             try:
@@ -151,10 +151,10 @@ class Scorer:
             found.append(transcript)
         return found
 
-    def _record_verdict(self, verdict: Verdict, work: Work) -> None:
+    def _record_verdict(self, verdict: Verdict, work: Phase) -> None:
         self._write(verdict.trajectory_id, verdict.score, verdict.judge, verdict.failure, work)
 
-    def _write(self, name: str, score: float | None, judge: str, failure: str | None, work: Work) -> None:
+    def _write(self, name: str, score: float | None, judge: str, failure: str | None, work: Phase) -> None:
         self._store.rollouts.score(name, score, judge, failure)
         work.add(failed=float(score is None), **({} if score is None else {"score": score}))
 

@@ -86,7 +86,7 @@ class JudgeRunner:
             answer = self.ask_judge(group.id, members)
             measures = tuple(map(_measures, members))
             self._asked[group.id] = _Asked(group, _runs(members), measures, _feedback(members), answer)
-            self._progress.more(JUDGING)
+            self._progress.add_pending(JUDGING)
             if self._second is not None:
                 self._second.offer(group.id, members)
 
@@ -124,7 +124,7 @@ class JudgeRunner:
             reward = {} if verdict.score is None else {"reward": verdict.score}
             self._progress.note(JUDGING, **reward, failed=float(verdict.score is None), seconds=verdict.latency)
             self._progress.note(GATHERING, **reward, **measured)
-        self._progress.one_done(JUDGING)
+        self._progress.finish_pending(JUDGING)
 
     def _write_down(
         self, group: Group, members: Sequence[Trajectory], heard: Sequence[str], judgement: Judgement, now: float

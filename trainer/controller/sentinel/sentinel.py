@@ -72,7 +72,7 @@ class Sentinel:
             self._looked_at = now
             self.findings = tuple(self._look())
             self._tell(self.findings)
-            self._metrics.found(self.findings, held=self.holding)
+            self._metrics.findings(self.findings, paused=self.holding)
         elif self._behind:  # at each turn some more
             self._newest_behaviors()
         return self.holding
