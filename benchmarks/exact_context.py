@@ -30,8 +30,7 @@ from ratchet.proxy.upstreams.vllm_client import Upstream
 from ratchet.proxy.wire import request_body
 from ratchet.proxy.wire.capture import Capture
 from ratchet.proxy.wire.request_body import ChatRequest
-from ratchet.proxy.wire.sse import DONE, SseParser
-from ratchet.proxy.wire.upstream_response import UpstreamResponse
+from ratchet.proxy.wire.upstream_response import DONE, SseParser, UpstreamResponse
 from tests.harness.vllm.engine import vllm
 from tests.harness.vllm.rewriting_model import TOOL, Model, make
 
@@ -99,7 +98,7 @@ class Both:
         if not asked.streamed:
             return await read_whole_response(self._scale_out, ids, made)
         answer = StreamedResponse(self._scale_out, ids, made, self._pace, self.metrics)
-        await answer.begin()
+        await answer.wait_for_body()
         return answer
 
 

@@ -1,4 +1,4 @@
-"""The proxy, put together. Reading `create_app` is reading the proxy."""
+"""Builds the proxy from its settings. `create_app` shows its services, routes and middleware in order."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import asyncio
 import logging
 import os
 import time
+from typing import NamedTuple
 
 from starlette.types import ASGIApp
 
+from ratchet.proxy.coordinator.admission import Admission
 from ratchet.proxy.coordinator.console.pages import MOUNT, Console, front
 from ratchet.proxy.coordinator.conversations.conversation_cache import ConversationCache
 from ratchet.proxy.coordinator.conversations.stored_responses import StoredResponses
@@ -42,8 +44,8 @@ from ratchet.proxy.upstreams.replica_probes import ReplicaProbes
 from ratchet.proxy.upstreams.vllm_client import Upstream
 from ratchet.proxy.worker.call.observer import CallObserver
 from ratchet.proxy.worker.call.recorder import Recorder
-from ratchet.proxy.worker.call.tracing import make_spans
-from ratchet.proxy.worker.endpoints.call_endpoint import CallEndpoint
+from ratchet.proxy.worker.call.tracing import CallSpans, make_spans
+from ratchet.proxy.worker.endpoints.call_endpoint import CallEndpoint, CallLimits
 from ratchet.proxy.worker.endpoints.count_tokens import CountTokensEndpoint
 from ratchet.proxy.worker.endpoints.models import ModelsEndpoint
 from ratchet.proxy.worker.endpoints.passthrough import PassThroughEndpoint
@@ -61,6 +63,31 @@ from ratchet.store.store import Store
 log = logging.getLogger("ratchet.proxy")
 
 
+class Recording(NamedTuple):
+    """From a call to the store: journal, recorder, shipper, and the caches that follow them."""
+
+    journal: Journal
+    redactor: Redactor | None
+    recorder: Recorder
+    shipper: Shipper
+    lookups: RecordLookups
+    conversations: ConversationCache
+
+
+class Serving(NamedTuple):
+    """From a call to a model: versions, linking, rollouts, replicas."""
+
+    policies: PolicyCache
+    linker: TrajectoryLinker
+    rollouts: Rollouts
+    contexts: TokenContexts | None
+    pool: ReplicaPool[Replica]
+    others: OtherModels
+    forwarder: Forwarder
+    base_check: BaseModelCheck
+    probes: ReplicaProbes[Replica]
+
+
 def create_app(
     settings: ProxySettings,
     store: Store,
@@ -69,19 +96,61 @@ def create_app(
     store_writer: StoreWriter | None = None,
     critical_tasks: CriticalTasks | None = None,
 ) -> Lifespan:
-    """Return the proxy as an ASGI application; its services run from the lifespan's start to its end.
+    """Return the proxy as an ASGI application; its services run from the start of the lifespan to its end.
 
-    `url` is where this proxy is reached; the trainer reads it in the store's doors. `store_writer` brings the journal's
-    records into the store; without one a thread of this process does. `critical_tasks` is told where a part of it dies.
+    Args:
+        url: where this proxy is reached; the trainer reads it in the store.
+        store_writer: writes the journal's records into the store; by default a thread of this process does.
+        critical_tasks: receives the failures of background tasks.
     """
-    # FastAPI and pydantic's models take a while to import; the proxy's parts do not.
-    from ratchet.proxy.coordinator.operator_api.feedback import BODY_LIMIT, FeedbackIntake
-    from ratchet.proxy.coordinator.operator_api.routes import create_operator_api
-
-    metrics, alarm_queue, critical_tasks = Metrics(), AlarmQueue(), critical_tasks or CriticalTasks()
-    linker = TrajectoryLinker(
-        settings.trajectory_idle_seconds, settings.max_linking_bytes, settings.max_linking_bytes_per_key
+    metrics, critical_tasks = Metrics(), critical_tasks or CriticalTasks()
+    recording = build_recording(settings, store, store_writer, metrics, critical_tasks)
+    serving = build_serving(settings, store, upstream, url, recording, metrics, critical_tasks)
+    spans = make_spans(settings.otlp_endpoint, os.environ)
+    keys = KeyCache(settings, store, critical_tasks)
+    health = HealthEndpoints(
+        serving.policies, serving.probes, recording.journal, recording.shipper, settings.max_lag_seconds, critical_tasks
     )
+    routes = build_routes(settings, store, upstream, recording, serving, health, spans, metrics)
+    bodies = BodyMemory(
+        Decompression(routes, settings.max_body_bytes),
+        settings.max_inflight_request_bytes,
+        settings.max_inflight_request_bytes_per_key,
+    )
+    app: ASGIApp = Authentication(bodies, keys, settings.allowed_origins)
+    app = ErrorMiddleware(app, count=metrics.count_error)
+    if settings.allowed_origins:
+        from starlette.middleware.cors import CORSMiddleware
+
+        app = CORSMiddleware(
+            app, settings.allowed_origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"], max_age=600
+        )
+    _watch_gauges(metrics, recording, serving, health, bodies)
+    services: list[Service] = [
+        *([] if spans is None else [spans]),
+        keys,
+        upstream,
+        serving.others,
+        recording.journal,
+        recording.shipper,
+        LinkingRestore(serving.linker, store, settings.trajectory_idle_seconds),
+        serving.policies,
+        serving.rollouts,
+        serving.base_check,
+        serving.probes,
+    ]
+    return Lifespan(app, services, on_stop=health.stop)
+
+
+def build_recording(
+    settings: ProxySettings,
+    store: Store,
+    store_writer: StoreWriter | None,
+    metrics: Metrics,
+    critical_tasks: CriticalTasks,
+) -> Recording:
+    """Build what records calls and ships the records to the store."""
+    alarm_queue = AlarmQueue()
     journal = Journal(
         settings.journal,
         settings.max_journal_bytes,
@@ -106,7 +175,22 @@ def create_app(
     conversations = ConversationCache(
         store, lookups, settings.max_conversation_bytes, settings.max_conversation_bytes_per_key
     )
-    responses = Responses(conversations, settings.bounds)
+    return Recording(journal, redactor, recorder, shipper, lookups, conversations)
+
+
+def build_serving(
+    settings: ProxySettings,
+    store: Store,
+    upstream: Upstream,
+    url: str,
+    recording: Recording,
+    metrics: Metrics,
+    critical_tasks: CriticalTasks,
+) -> Serving:
+    """Build what places calls and forwards them to models."""
+    linker = TrajectoryLinker(
+        settings.trajectory_idle_seconds, settings.max_linking_bytes, settings.max_linking_bytes_per_key
+    )
     failures, cool_off = settings.breaker_failure_threshold, settings.breaker_reset_seconds
     replicas = [Replica(replica, CircuitBreaker(failures, cool_off)) for replica in upstream.urls]
     pool = ReplicaPool(replicas, metrics, settings.affinity_slack)
@@ -129,48 +213,64 @@ def create_app(
         metrics,
         url,
         pins=lambda now: linker.count_pins(now, settings.version_pin_seconds),
-        shipped_until=shipper.shipped_until,
+        shipped_until=recording.shipper.shipped_until,
         others=others.names,
         critical_tasks=critical_tasks,
     )
-    metrics.trajectories.set_function(lambda: len(linker))
-    metrics.journal_bytes.set_function(lambda: journal.bytes)
-    metrics.unshipped.set_function(lambda: shipper.backlog)
-    metrics.watch_policies(policies.list_versions)
-    spans = make_spans(settings.otlp_endpoint, os.environ)
-    observer = CallObserver(metrics, spans, logs_calls=settings.log_calls)
-    direct = VllmForwarder(policies, upstream, pool, metrics)
-    base = BaseModelCheck(settings.model, store, upstream, direct.look, critical_tasks=critical_tasks)
-    probes = ReplicaProbes(pool, base.look, min(settings.probe_interval_seconds, cool_off), critical_tasks)
-    own: Forwarder = direct
-    rollouts = Rollouts(store)
+    vllm = VllmForwarder(policies, upstream, pool, metrics)
+    own: Forwarder = vllm
     contexts = None
     if settings.exact_context != "off":
         contexts = TokenContexts(store, settings.max_exact_context_bytes)
-        own = ExactForwarder(own, policies, upstream, pool, contexts, metrics, insisted=settings.exact_context == "on")
+        own = ExactForwarder(own, policies, upstream, pool, contexts, metrics, required=settings.exact_context == "on")
+    base_check = BaseModelCheck(settings.model, store, upstream, vllm.probe_models, critical_tasks=critical_tasks)
+    probes = ReplicaProbes(pool, base_check.look, min(settings.probe_interval_seconds, cool_off), critical_tasks)
     forwarder = ModelRouter(own, others)
+    return Serving(policies, linker, Rollouts(store), contexts, pool, others, forwarder, base_check, probes)
+
+
+def build_routes(
+    settings: ProxySettings,
+    store: Store,
+    upstream: Upstream,
+    recording: Recording,
+    serving: Serving,
+    health: HealthEndpoints,
+    spans: CallSpans | None,
+    metrics: Metrics,
+) -> Router:
+    """Return the routes: captured calls, models, health, metrics, console, operator API, pass-through."""
+    # FastAPI and its pydantic models take long to import; the rest of the proxy does not.
+    from ratchet.proxy.coordinator.operator_api.feedback import BODY_LIMIT, FeedbackIntake
+    from ratchet.proxy.coordinator.operator_api.routes import create_operator_api
+
+    policies, linker, redactor = serving.policies, serving.linker, recording.redactor
+    admission = Admission(policies, linker, serving.rollouts, serving.contexts)
+    observer = CallObserver(metrics, spans, logs_calls=settings.log_calls)
+    limits = CallLimits(
+        settings.bounds,
+        settings.keep_alive_seconds,
+        settings.tool_strict_level,
+        lambda model: None if model in policies.other_models else serving.pool.longest_context(),
+    )
 
     def captured(dialect: Dialect) -> CallEndpoint:
         dialect = dialect if redactor is None else RedactingDialect(dialect, redactor)
-        return CallEndpoint(dialect, policies, linker, recorder, forwarder, contexts, rollouts, metrics, observer,
-                        settings.bounds, settings.keep_alive_seconds, settings.tool_strict_level,
-                        pool.longest_context)  # fmt: skip
+        return CallEndpoint(dialect, admission, recording.recorder, serving.forwarder, observer, limits)
 
+    feedback = FeedbackIntake(store, recording.journal, recording.lookups, redactor, metrics)
+    operator_api = create_operator_api(store, recording.shipper, linker, feedback)
+    count_tokens = CountTokensEndpoint(policies, upstream, serving.pool, serving.rollouts, settings.bounds)
     models = ModelsEndpoint(policies)
-    pages: dict[tuple[str, str], ASGIApp] = {("GET", "/"): front} if settings.console else {}
     console: dict[str, ASGIApp] = {MOUNT: Console()} if settings.console else {}
-    health = HealthEndpoints(policies, probes, journal, shipper, settings.max_lag_seconds, critical_tasks)
-    metrics.lag_seconds.set_function(health.lag)
-    feedback = FeedbackIntake(store, journal, lookups, redactor, metrics)
-    routes = Router(
+    pages: dict[tuple[str, str], ASGIApp] = {("GET", "/"): front} if settings.console else {}
+    return Router(
         {
             ("POST", "/chat/completions"): captured(Chat()),
             ("POST", "/completions"): captured(Completions()),
-            ("POST", "/responses"): captured(responses),
+            ("POST", "/responses"): captured(Responses(recording.conversations, settings.bounds)),
             ("POST", "/messages"): captured(Messages()),
-            ("POST", "/messages/count_tokens"): CountTokensEndpoint(
-                policies, upstream, pool, rollouts, settings.bounds
-            ),
+            ("POST", "/messages/count_tokens"): count_tokens,
             ("GET", "/models"): models,
             ("GET", "/metrics"): metrics,
             ("GET", "/health/live"): health.live,
@@ -179,48 +279,29 @@ def create_app(
             **pages,
         },
         models=models,
-        responses=StoredResponses(store, lookups),
-        mounts={
-            "/api": BodyLimit(create_operator_api(store, shipper, linker, feedback), BODY_LIMIT, "/api"),
-            **console,
-        },
-        rest=PassThroughEndpoint(policies, upstream, pool, others, metrics, settings.bounds),
+        responses=StoredResponses(store, recording.lookups),
+        mounts={"/api": BodyLimit(operator_api, BODY_LIMIT, "/api"), **console},
+        rest=PassThroughEndpoint(policies, upstream, serving.pool, serving.others, metrics, settings.bounds),
     )
-    key_cache = KeyCache(settings, store, critical_tasks)
-    inflate = Decompression(routes, settings.max_body_bytes)
-    bodies = BodyMemory(inflate, settings.max_inflight_request_bytes, settings.max_inflight_request_bytes_per_key)
-    app: ASGIApp = ErrorMiddleware(
-        Authentication(bodies, key_cache, settings.allowed_origins), count=metrics.count_error
-    )
+
+
+def _watch_gauges(
+    metrics: Metrics, recording: Recording, serving: Serving, health: HealthEndpoints, bodies: BodyMemory
+) -> None:
+    """Connect the gauges that are read when Prometheus scrapes."""
+    linker, conversations = serving.linker, recording.conversations
+    metrics.trajectories.set_function(lambda: len(linker))
+    metrics.journal_bytes.set_function(lambda: recording.journal.bytes)
+    metrics.unshipped.set_function(lambda: recording.shipper.backlog)
+    metrics.lag_seconds.set_function(health.lag)
+    metrics.watch_policies(serving.policies.list_versions)
     metrics.watch_memory("linking", lambda: linker.bytes)
     metrics.watch_memory("responses", lambda: conversations.size)
     metrics.watch_memory("requests", lambda: bodies.bytes)
-    if settings.allowed_origins:
-        from starlette.middleware.cors import CORSMiddleware
-
-        app = CORSMiddleware(
-            app, settings.allowed_origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"], max_age=600
-        )
-    memory = Memory(linker, store, settings.trajectory_idle_seconds)
-    watching = [] if spans is None else [spans]
-    services: list[Service] = [
-        *watching,
-        key_cache,
-        upstream,
-        others,
-        journal,
-        shipper,
-        memory,
-        policies,
-        rollouts,
-        base,
-        probes,
-    ]
-    return Lifespan(app, services, on_stop=health.stop)
 
 
-class Memory:
-    """Gives the links their memory back after a restart; a store that does not answer leaves it empty."""
+class LinkingRestore:
+    """Restores the memory of linking from the store after a restart; it stays empty if the store is unavailable."""
 
     def __init__(self, linker: TrajectoryLinker, store: Store, idle_seconds: float) -> None:
         self._linker = linker
@@ -228,7 +309,7 @@ class Memory:
         self._idle_seconds = idle_seconds
 
     async def start(self) -> None:
-        """Take up the open answers of the store, once the journal has been replayed into it."""
+        """Read the open answers from the store, after the journal has been replayed into it."""
         now = time.time()
         since = now - self._idle_seconds
         try:
@@ -237,9 +318,9 @@ class Memory:
                 self._store.resume_state.unanswered_calls, max(since, now - RETRY_WINDOW)
             )
         except StoreError as error:
-            log.warning("event=memory_not_restored reason=%r", str(error))
+            log.warning("event=linking_not_restored reason=%r", str(error))
             return
         self._linker.restore_from_store(leaves, now, attempts)
 
     async def stop(self) -> None:
-        """Nothing to end."""
+        """Nothing to stop."""

@@ -1,10 +1,9 @@
-"""Runs one proxy until it is told to stop: what `ratchet proxy` calls.
+"""Runs one proxy until a signal stops it; `ratchet proxy` calls `serve`.
 
-SIGTERM, SIGINT and SIGHUP make it unready, stop the listening (after `drain_delay_seconds`), let running calls end
-(`drain_timeout_seconds`), then write, ship and close; a second signal does not wait for the delay, and a third,
-SIGINT, for
-nothing. Where a part of it dies (`critical_tasks.py`), it ends in the same way a moment later, with 1 for its status.
-The port is taken before anything else, so that a busy one is an error with a remedy.
+SIGTERM, SIGINT and SIGHUP make the proxy unready, close the listener (after `drain_delay_seconds`), let open calls end
+(`drain_timeout_seconds`), then write, ship and close. A second signal skips the delay; a third, SIGINT, skips
+everything. If a background task dies (`critical_tasks.py`), the proxy stops the same way a moment later, with status 1.
+The port is bound first, so a busy port is an error with a remedy.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from ratchet.proxy.app import create_app
 from ratchet.proxy.coordinator.shipping.writer_process import WriterProcess
 from ratchet.proxy.errors import StartError
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
-from ratchet.proxy.runtime.malloc import give_back
+from ratchet.proxy.runtime.malloc import return_large_blocks
 from ratchet.proxy.settings import ProxySettings
 from ratchet.proxy.upstreams.vllm_client import Upstream
 from ratchet.proxy.worker.http.connections import ClientConnections
@@ -36,20 +35,21 @@ from ratchet.store.store import open_store
 
 log = logging.getLogger("ratchet.proxy")
 
-_COLLECT = (5_000, 10, 200)  # a full collection stalls every call for tens of milliseconds: seldom, not each second
-_FAILED_SECONDS = 2.0  # seconds in which a proxy of which a part died says so
-_SHUTDOWN_SECONDS = 30.0  # seconds that such a proxy gets to end, beyond those for its calls
+# A full garbage collection stalls every call for tens of milliseconds: run it rarely (54 -> 6 us per call)
+_GC_THRESHOLDS = (5_000, 10, 200)
+_FAILED_SECONDS = 2.0  # how long /health/live reports the death of a task
+_SHUTDOWN_SECONDS = 30.0  # for the shutdown after that, beyond the time for open calls
 _RESERVED_FILES = 256  # listener, journal, store, libraries
 
 
 def serve(settings: ProxySettings, on_listening: Callable[[str], None] | None = None) -> int:
-    """Serve until a signal; return the exit status. `on_listening` gets the URL once calls are taken.
+    """Serve until a signal; return the exit status. `on_listening` gets the URL when the proxy accepts calls.
 
-    The status is 1 where a part of the proxy died: the log says which.
+    The status is 1 if a background task died; the log names it.
 
     Raises StartError (port, journal) and store.errors.StoreError (database) with the remedy in the message.
     """
-    give_back()
+    return_large_blocks()
     listener = _listen(settings.host, settings.port)
     host, port = settings.host, listener.getsockname()[1]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -78,9 +78,9 @@ def serve(settings: ProxySettings, on_listening: Callable[[str], None] | None = 
             lifespan="on",
             log_config=None,
             access_log=False,
-            proxy_headers=False,  # nothing here asks for the client's address
+            proxy_headers=False,  # nothing uses the client's address
             server_header=False,
-            timeout_keep_alive=75,  # longer than the clients' pools keep connections
+            timeout_keep_alive=75,  # longer than clients keep idle connections
             timeout_graceful_shutdown=int(settings.drain_timeout_seconds) + 1,
             backlog=2048,
         ),
@@ -91,7 +91,7 @@ def serve(settings: ProxySettings, on_listening: Callable[[str], None] | None = 
         settings.drain_delay_seconds,
     )
     _raise_file_limit(2 * settings.max_connections + _RESERVED_FILES)
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns of every malformed request: a flood
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns about every malformed request
     handlers = {number: signal.signal(number, _ignore) for number in (signal.SIGINT, signal.SIGTERM)}
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
         handlers[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda _, at: server.handle_exit(signal.SIGTERM, at))
@@ -110,7 +110,7 @@ def serve(settings: ProxySettings, on_listening: Callable[[str], None] | None = 
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server that says when it serves, and why it cannot."""
+    """uvicorn's server with a callback when it serves, and an error that says why it cannot."""
 
     def __init__(
         self,
@@ -127,29 +127,29 @@ class _Server(uvicorn.Server):
         self._critical_tasks = critical_tasks
         self._on_started = on_started
         self._drain_delay = drain_delay_seconds
-        self._told = False
+        self._stopping = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Be unready at once, and stop after `drain_delay_seconds`; a second signal does not wait for that."""
+        """Become unready at once and stop after `drain_delay_seconds`; a second signal skips the delay."""
         self._lifespan.on_stop()
-        if self._told or not self._drain_delay or not self.started:
+        if self._stopping or not self._drain_delay or not self.started:
             super().handle_exit(sig, frame)
             return
-        self._told = True
+        self._stopping = True
         log.info("event=stopping delay=%g", self._drain_delay)
         self._loop.call_soon_threadsafe(self._loop.call_later, self._drain_delay, super().handle_exit, sig, frame)
 
     def _fail(self) -> None:
-        """A part died: be unready, and end in a moment, with what can still be ended well; at last by force."""
+        """A task died: become unready, shut down in a moment, and exit by force if that hangs."""
         self._lifespan.on_stop()
-        self._loop.call_soon_threadsafe(self._loop.call_later, _FAILED_SECONDS, self._leave)
+        self._loop.call_soon_threadsafe(self._loop.call_later, _FAILED_SECONDS, self._request_exit)
         last = threading.Timer(
             _FAILED_SECONDS + (self.config.timeout_graceful_shutdown or 0) + _SHUTDOWN_SECONDS, os._exit, [1]
         )
         last.daemon = True
         last.start()
 
-    def _leave(self) -> None:
+    def _request_exit(self) -> None:
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -161,35 +161,37 @@ class _Server(uvicorn.Server):
         self._critical_tasks.on_failure = self._fail
         try:
             await super().startup(sockets)
-        except SystemExit:  # uvicorn's way to give up
+        except SystemExit:  # uvicorn's way to report a failed start
             raise StartError(f"the proxy could not start: {self._lifespan.failure or 'see its log'}") from None
         if self.started:
-            self._watch = self._critical_tasks.start_task(self._connections.watch(), "watch over connections")
+            self._watch = self._critical_tasks.start_task(self._connections.close_slow(), "slow-connection check")
             self._on_started()
 
 
 def _started(url: str, on_listening: Callable[[str], None] | None) -> None:
     gc.collect()
-    sys.setswitchinterval(0.0005)  # the loop gets the interpreter back soon while the shipper works
-    gc.set_threshold(*_COLLECT)
-    gc.freeze()  # what was imported stays; collections need not walk it
+    sys.setswitchinterval(0.0005)  # the loop gets the interpreter back quickly while the shipper works
+    gc.set_threshold(*_GC_THRESHOLDS)
+    gc.freeze()  # imported objects stay: collections need not visit them
     log.info("event=listening url=%s", url)
     if on_listening is not None:
         on_listening(url)
 
 
 def _raise_file_limit(wanted: int) -> None:
-    """Let this process have so many files open, as far as it may: a call takes two."""
+    """Raise the limit of open files towards `wanted`: a call uses two."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft not in (resource.RLIM_INFINITY, most) and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    if most < wanted:
-        log.warning("event=few_files most=%d wanted=%d remedy='raise ulimit -n or lower max_connections'", most, wanted)
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft not in (resource.RLIM_INFINITY, limit) and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    if limit < wanted:
+        log.warning(
+            "event=few_files limit=%d wanted=%d remedy='raise ulimit -n or lower max_connections'", limit, wanted
+        )
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Take the port. Raises StartError where it is busy or the host is not ours."""
+    """Bind the port. Raises StartError if it is busy or the host is not this machine's."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -198,11 +200,11 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise StartError(
-            f"port {port} on {host} cannot be used: {error}; choose another --port, or 0 for any"
+            f"port {port} on {host} cannot be used: {error}; choose another --port, or 0 for any free one"
         ) from error
     listener.set_inheritable(True)
     return listener
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """uvicorn raises the signal again after its graceful stop; by then it has been obeyed."""
+    """Ignore the signal that uvicorn raises again after its graceful stop."""

@@ -6,7 +6,7 @@ on from it; a prompt of token ids, and one that holds nothing of ours, begins a 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from msgspec import Raw
@@ -38,6 +38,8 @@ class Completions:
 class CompletionsRequest(ChatRequest):
     """A request without messages; its `logprobs` is a number."""
 
+    is_chat: ClassVar[bool] = False
+
     echoes: bool = False  # the prompt comes back with the answer
 
     def outgoing(self, served_name: str) -> bytes:
@@ -65,17 +67,17 @@ _logprobs = msgspec.json.Decoder(_TextLogprobs | None)
 class CompletionsCapture(Capture):
     """What a text completion says; vLLM puts the prompt's ids into each choice."""
 
-    def _choice(self, fields: dict[str, Raw]) -> SampledChoice:
+    def _capture_choice(self, fields: dict[str, Raw]) -> SampledChoice:
         if "prompt_token_ids" in fields:
-            self._prompt(fields)
-        return super()._choice(fields)
+            self._capture_prompt(fields)
+        return super()._capture_choice(fields)
 
     def _message(self, fields: dict[str, Raw]) -> dict[str, Any]:
         return {"role": "assistant", "content": msgspec.json.decode(fields["text"], type=str)}
 
-    def _grow(self, choice: SampledChoice, fields: dict[str, Raw]) -> bool:
+    def _add_choice(self, choice: SampledChoice, fields: dict[str, Raw]) -> bool:
         text = msgspec.json.decode(fields["text"], type=str)
-        choice.grow({"content": text})
+        choice.add_delta({"content": text})
         return bool(text) or choice.finish_reason is not None
 
     def _sampled(self, logprobs: Raw) -> list[float]:

@@ -34,21 +34,21 @@ Json = Mapping[str, Any]
 
 @dataclass(slots=True)
 class Template:
-    """What is known of one template. `spelled` is its turn end as text, `longest` the model's context in tokens."""
+    """What is known of one template. `turn_end_text` is its turn end as text, `max_model_len` the model's context in tokens."""
 
     turn_end: int
-    spelled: str
-    longest: int | None = None
-    proven: set[tuple[Any, ...]] = field(default_factory=set)
+    turn_end_text: str
+    max_model_len: int | None = None
+    verified: set[tuple[Any, ...]] = field(default_factory=set)
 
     def check_context_length(self, plain: int, exact: int, wanted: int | None) -> None:
         """Raise Fork where the longer prompt leaves an answer much less room than the plain one would.
 
         `plain` and `exact` are lengths of prompts, `wanted` the client's own limit of the answer.
         """
-        if self.longest is None or exact <= plain:
+        if self.max_model_len is None or exact <= plain:
             return
-        room, plain_room = self.longest - exact, self.longest - plain
+        room, plain_room = self.max_model_len - exact, self.max_model_len - plain
         if room < (plain_room / 2 if wanted is None else min(wanted, plain_room)):
             raise ContextFork("too_long")
 
@@ -68,7 +68,7 @@ class Templates:
         self._cards = cards
         self._known: OrderedDict[bytes, Template | None] = OrderedDict()
 
-    async def of(self, url: str, family: str, body: Fields) -> Template:
+    async def find_template(self, url: str, family: str, body: Fields) -> Template:
         """Return what is known of the template that renders `body`. Raises ContextFork, UpstreamError.
 
         `family` names what all versions of a model share.
@@ -76,7 +76,7 @@ class Templates:
         shaping = {name: body[name] for name in _SHAPING if name in body}
         key = _encode([url, family, shaping])
         if key not in self._known:
-            self._known[key] = await self._look_at(url, {"model": body["model"], **shaping})
+            self._known[key] = await self._inspect(url, {"model": body["model"], **shaping})
             while len(self._known) > _MOST_TEMPLATES:
                 self._known.popitem(last=False)
         self._known.move_to_end(key)
@@ -85,7 +85,7 @@ class Templates:
             raise ContextFork("template_unknown")
         return template
 
-    async def prove(
+    async def verify_turn_end(
         self,
         template: Template,
         url: str,
@@ -97,26 +97,26 @@ class Templates:
     ) -> None:
         """Make sure that `tail` is what follows the answer at `place`. Raises ContextFork, UpstreamError."""
         kind = _kind(messages, place)
-        if kind in template.proven:
+        if kind in template.verified:
             return
         changed = [*messages[:place], _with_other_words(messages[place]), *messages[place + 1 :]]
         other = await self._scale_out.render(url, {**body, "messages": Raw(_encode(changed))})
         if tail_after_change(rendered.ids, other.ids, template.turn_end) != list(tail):
             raise ContextFork("template_unproven")
-        if len(template.proven) < _MOST_KINDS:
-            template.proven.add(kind)
+        if len(template.verified) < _MOST_KINDS:
+            template.verified.add(kind)
 
-    async def _look_at(self, url: str, fields: Fields) -> Template | None:
+    async def _inspect(self, url: str, fields: Fields) -> Template | None:
         renders = []
         for word in _WORDS:
-            messages = [_said("user", "Hi"), _said("assistant", f"Yes {word}"), _said("user", "Go on")]
+            messages = [_message("user", "Hi"), _message("assistant", f"Yes {word}"), _message("user", "Go on")]
             renders.append((await self._scale_out.render(url, {**fields, "messages": Raw(_encode(messages))})).ids)
         turn_end = first_after_change(*renders)
         if turn_end is None:
             return None  # the template does not write answers
-        spelled = await self._scale_out.text(url, msgspec.json.decode(fields["model"]), [turn_end])
+        turn_end_text = await self._scale_out.text(url, msgspec.json.decode(fields["model"]), [turn_end])
         lengths = [card.get("max_model_len") for card in await self._cards.models(url)]
-        return Template(turn_end, spelled, max((n for n in lengths if isinstance(n, int)), default=None))
+        return Template(turn_end, turn_end_text, max((n for n in lengths if isinstance(n, int)), default=None))
 
 
 def has_plain_tool_calls(message: Json) -> bool:
@@ -158,5 +158,5 @@ def _with_other_words(answer: Json) -> Json:
     return {**answer, "content": word}
 
 
-def _said(role: str, text: str) -> dict[str, str]:
+def _message(role: str, text: str) -> dict[str, str]:
     return {"role": role, "content": text}

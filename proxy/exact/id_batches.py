@@ -13,8 +13,7 @@ from msgspec import Raw
 
 from ratchet.proxy.errors import UpstreamDisconnected, UpstreamError
 from ratchet.proxy.exact.scale_out import Generated, GeneratedChoice, generated_decoder
-from ratchet.proxy.wire.sse import DONE, SseParser
-from ratchet.proxy.wire.upstream_response import UpstreamResponse
+from ratchet.proxy.wire.upstream_response import DONE, SseParser, UpstreamResponse
 
 _MOST_WAITING = 4096  # events read ahead
 

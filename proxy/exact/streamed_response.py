@@ -57,7 +57,7 @@ class StreamedResponse:
     status = 200
 
     def __init__(
-        self, scale_out: ScaleOut, ids: UpstreamResponse, wanted: DerenderRequest, pace: StreamPacer, metrics: Metrics
+        self, scale_out: ScaleOut, ids: UpstreamResponse, wanted: DerenderRequest, pacer: StreamPacer, metrics: Metrics
     ) -> None:
         self.url = ids.url
         self.headers: Mapping[str, str] = {}
@@ -67,15 +67,15 @@ class StreamedResponse:
         self._metrics = metrics
         self._head = wanted.head("chat.completion.chunk")
         self._choices: dict[int, _Choice] = {}
-        self._pace = pace
-        self._pace.streams += 1
+        self._pacer = pacer
+        self._pacer.streams += 1
         self._arrivals = IdBatches(ids)
         self._first = b""
         self._over = False
         self._closed = False
         self._spent = 0.0  # seconds of the last derender call
 
-    async def begin(self) -> None:
+    async def wait_for_body(self) -> None:
         """Wait for the first words; until they are here, the call can still be answered otherwise.
 
         Raises UpstreamError.
@@ -100,7 +100,7 @@ class StreamedResponse:
         if first:
             yield first
         while not self._over:
-            await self._arrivals.gather(self._pace.pause(self._spent))
+            await self._arrivals.gather(self._pacer.pause(self._spent))
             if events := await self._worded(await self._arrivals.take()):
                 yield events
 
@@ -108,7 +108,7 @@ class StreamedResponse:
         """Stop reading; where ids are still to come, vLLM notices at once."""
         if not self._closed:
             self._closed = True
-            self._pace.streams -= 1
+            self._pacer.streams -= 1
         self._arrivals.close()
         self._ids.close()
 

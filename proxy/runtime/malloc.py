@@ -1,23 +1,23 @@
-"""Memory of large bodies goes back to the system when they end.
+"""Has glibc return large blocks to the system when they are freed.
 
-glibc lets the first large blocks be mapped by themselves, then takes others of their size from its heap, where small
-things that live longer come to lie behind them: each large body could leave megabytes that nobody uses and nobody gets.
-Here a block of `_LARGE` bytes or more always has a mapping of its own. Smaller ones are left to the heap: a mapping
-costs page faults. Another C library than glibc is left as it is.
+By default glibc's threshold for separate mappings grows with use. Large bodies then come from the heap, where small
+long-lived objects behind them keep the memory from being returned: megabytes per large body. With this, 24 bodies of
+7 MiB leave less than 16 MiB behind (tests/proxy/test_memory.py), half of what they leave without. Smaller blocks stay
+on the heap, since a mapping costs page faults. Other C libraries are not affected.
 """
 
 from __future__ import annotations
 
 import ctypes
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt's names for them, from malloc.h
-_LARGE = 256 * 1024
-_KEPT = 2**20  # bytes that stay at the heap's end, since calls need them at once again
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt's parameters, from malloc.h
+_LARGE_BLOCK = 256 * 1024
+_HEAP_RESERVE = 2**20  # bytes kept at the heap's end: calls need them again at once
 
 
-def give_back() -> None:
-    """From now on have large blocks given back as soon as they are free."""
+def return_large_blocks() -> None:
+    """Set the thresholds for this process."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_MMAP_THRESHOLD, _LARGE)
-        mallopt(_TRIM_THRESHOLD, _KEPT)
+        mallopt(_MMAP_THRESHOLD, _LARGE_BLOCK)
+        mallopt(_TRIM_THRESHOLD, _HEAP_RESERVE)

@@ -1,1 +1,1 @@
-"""The servers behind the proxy: how they are reached, and what they must have loaded."""
+"""Connections to vLLM and other model servers: HTTP client, replica pools, probes, circuit breakers."""

@@ -1,7 +1,8 @@
 """The circuit breaker of one replica. Pure; time is a parameter, monotonic seconds.
 
-Closed, it lets calls through. So many failures in a row open it: calls go elsewhere. When it has cooled off it is
-half open: one probe may ask whether the replica is back, and closes it, or opens it anew.
+closed     the replica receives calls; consecutive failures open the breaker
+open       calls go to other replicas until it has cooled off
+half open  one probe may check the replica; it closes the breaker or opens it again
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from enum import StrEnum
 
 
 class BreakerState(StrEnum):
-    """Whether calls go through."""
+    """The states."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -18,14 +19,14 @@ class BreakerState(StrEnum):
 
 
 class CircuitBreaker:
-    """`failures` in a row open it; `cool_off` seconds later it may be probed."""
+    """Opens after `failures` consecutive failures; may be probed `cool_off` seconds later."""
 
-    __slots__ = ("_cool_off", "_failed", "_most", "_opened_at")
+    __slots__ = ("_cool_off", "_failures", "_max_failures", "_opened_at")
 
     def __init__(self, failures: int, cool_off: float) -> None:
-        self._most = failures
+        self._max_failures = failures
         self._cool_off = cool_off
-        self._failed = 0
+        self._failures = 0
         self._opened_at: float | None = None
 
     @property
@@ -34,26 +35,26 @@ class CircuitBreaker:
         return self._opened_at is None
 
     def state(self, now: float) -> BreakerState:
-        """Return the state at a moment."""
+        """Return the state at time `now`."""
         if self._opened_at is None:
             return BreakerState.CLOSED
         return BreakerState.OPEN if now - self._opened_at < self._cool_off else BreakerState.HALF_OPEN
 
-    def opens_in(self, now: float) -> float | None:
-        """Return the seconds until it may be probed; None while it is closed."""
+    def seconds_until_probe(self, now: float) -> float | None:
+        """Return the seconds until it may be probed; None while closed."""
         return None if self._opened_at is None else max(0.0, self._opened_at + self._cool_off - now)
 
     def fail(self, now: float) -> bool:
-        """Take note of a failure; return whether it opened the breaker."""
-        self._failed += 1
-        opened = self.closed and self._failed >= self._most
+        """Record a failure; return whether it opened the breaker."""
+        self._failures += 1
+        opened = self.closed and self._failures >= self._max_failures
         if opened or self.state(now) == BreakerState.HALF_OPEN:
             self._opened_at = now
         return opened
 
     def succeed(self) -> bool:
-        """Take note of a success; return whether it closed the breaker."""
+        """Record a success; return whether it closed the breaker."""
         opened = not self.closed
-        self._failed = 0
+        self._failures = 0
         self._opened_at = None
         return opened

@@ -1,9 +1,10 @@
-"""One HTTP/1.1 connection to an upstream, and the answers that come over it, on asyncio's transports and httptools.
+"""One HTTP/1.1 connection to an upstream, and its responses, on asyncio's transports and httptools.
 
-Promises: bytes are given on as they come, unbuffered; a reader that is slower than the upstream stops the reading
-(`_MOST_WAITING`), and an answer that is read whole has a bound (`ResponseLimits`), so that memory stays bounded; a
-stream that has begun may go on for ever, as long as it is not silent; leaving an answer before its end aborts the
-connection.
+`http_client.py` has the measurements behind writing this instead of using a library.
+
+Promises: bytes are passed on as they arrive, unbuffered. A reader slower than the upstream pauses the reading
+(`_MAX_BUFFERED`), and a response that is read whole is limited (`ResponseLimits`), so memory is bounded. A stream may
+last for ever while it is not silent. Closing a response before its end aborts the connection.
 """
 
 from __future__ import annotations
@@ -16,30 +17,30 @@ import httptools
 
 from ratchet.proxy.errors import UpstreamDisconnected, UpstreamError, UpstreamTimeout
 
-_MOST_WAITING = 2**20  # bytes of a stream's body that nobody has taken yet
-_MOST_STATUS = 599
-_MOST_HEAD = 2**18  # bytes of an answer's headers
+_MAX_BUFFERED = 2**20  # bytes of a stream that were not read yet
+_MAX_STATUS = 599
+_MAX_HEADER_BYTES = 2**18
 
 
 class ResponseLimits(NamedTuple):
-    """What one answer may take. Times are seconds."""
+    """The limits of one response. Times are in seconds."""
 
-    whole: float  # until it is whole; of a stream, until its first piece
+    whole: float  # until it is complete; for a stream, until its first piece
     idle: float  # of silence in a stream that has begun
-    size: int  # bytes of one that is read whole
+    size: int  # bytes of a response that is read whole
 
 
 class ConnectionDropped(UpstreamDisconnected):
-    """A kept connection was closed before the first byte of an answer: nothing was served."""
+    """A persistent connection was closed before the first byte of a response: nothing was served."""
 
 
 class HttpResponse:
-    """An upstream's answer whose body may still be coming. `url` is the upstream's."""
+    """A response whose body may still be arriving. `url` is the upstream's."""
 
     def __init__(self, url: str, connection: UpstreamConnection, limits: ResponseLimits) -> None:
         self._loop = asyncio.get_running_loop()
         self._limits = limits
-        self._heard_at: float | None = None  # a stream's latest piece
+        self._last_piece_at: float | None = None  # of a stream
         self.url = url
         self.status = 0
         self.headers: Mapping[str, str] = {}
@@ -47,131 +48,131 @@ class HttpResponse:
         self._timer: asyncio.TimerHandle | None = self._loop.call_later(limits.whole, self._expire)
         self._waiter: asyncio.Future[None] | None = None
         self._parts: list[bytes] = []
-        self._waiting = 0  # bytes in parts
-        self._begun = self._ended = self._streamed = self._paused = False
+        self._buffered = 0  # bytes in parts
+        self._has_head = self._is_complete = self._streamed = self._paused = False
         self._error: UpstreamError | None = None
-        self._closed: Callable[[], None] | None = None
+        self._on_close: Callable[[], None] | None = None
 
-    def on_close(self, closed: Callable[[], None]) -> None:
-        """Call `closed` once, when the answer is let go."""
-        self._closed = closed
+    def on_close(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once, when the response is closed."""
+        self._on_close = callback
 
-    async def head(self) -> None:
-        """Wait for status and headers. Raises UpstreamError; it is closed then."""
-        await self._until(lambda: self._begun)
+    async def wait_for_head(self) -> None:
+        """Wait for status and headers. Raises UpstreamError after closing the response."""
+        await self._until(lambda: self._has_head)
 
-    async def begin(self) -> None:
-        """Wait for the body's first piece, which `pieces` yields. Raises UpstreamError; it is closed then."""
+    async def wait_for_body(self) -> None:
+        """Wait for the body's first piece, which `pieces` yields. Raises UpstreamError after closing the response."""
         self._streamed = True
-        await self._until(lambda: bool(self._parts) or self._ended)
-        self._live_on()
+        await self._until(lambda: bool(self._parts) or self._is_complete)
+        self._start_idle_timer()
 
     async def read(self) -> bytes:
-        """Return the whole body. Raises UpstreamError, also where it is larger than it may be."""
-        while not self._ended:
-            await self._news()
+        """Return the whole body. Raises UpstreamError, also if it is larger than the limit."""
+        while not self._is_complete:
+            await self._wait_for_data()
         return self._take()
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Yield the body as it comes, unbuffered. Raises UpstreamError where it breaks off."""
+        """Yield the body as it arrives, unbuffered. Raises UpstreamError if it breaks off."""
         self._streamed = True
-        self._live_on()
+        self._start_idle_timer()
         while True:
-            while not self._parts and not self._ended:
-                await self._news()
+            while not self._parts and not self._is_complete:
+                await self._wait_for_data()
             if not self._parts:
                 return
             yield self._take()
 
     def close(self) -> None:
-        """Let go: a finished connection is used again, an unfinished one is closed at once."""
-        if not self._ended:
-            self._fail(UpstreamDisconnected(f"the answer of upstream {self.url} was let go"))
+        """Close the response: a complete one frees its connection, an incomplete one aborts it."""
+        if not self._is_complete:
+            self._fail(UpstreamDisconnected(f"the response of upstream {self.url} was closed"))
             self._connection.abort()
-        closed, self._closed = self._closed, None
-        if closed is not None:
-            closed()
+        callback, self._on_close = self._on_close, None
+        if callback is not None:
+            callback()
 
-    async def _until(self, claim: Callable[[], bool]) -> None:
+    async def _until(self, condition: Callable[[], bool]) -> None:
         try:
-            while not claim():
-                await self._news()
+            while not condition():
+                await self._wait_for_data()
         except BaseException:
             self.close()
             raise
 
-    async def _news(self) -> None:
-        """Wait until something has come. Raises UpstreamError."""
+    async def _wait_for_data(self) -> None:
+        """Wait until something arrives. Raises UpstreamError."""
         if self._error is not None:
             raise self._error
         self._waiter = asyncio.get_running_loop().create_future()
         await self._waiter
 
     def _take(self) -> bytes:
-        parts, self._parts, self._waiting = self._parts, [], 0
+        parts, self._parts, self._buffered = self._parts, [], 0
         if self._paused:
             self._paused = False
-            self._heard_at = self._loop.time()
+            self._last_piece_at = self._loop.time()
             self._connection.resume()
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    # --- what the connection tells ----------------------------------------------------------------------------
+    # --- events of the connection -----------------------------------------------------------------------------
 
     @property
     def until_close(self) -> bool:
-        """Whether the body ends where the connection does."""
-        return self._begun and not ("content-length" in self.headers or "transfer-encoding" in self.headers)
+        """Whether the body ends with the connection."""
+        return self._has_head and not ("content-length" in self.headers or "transfer-encoding" in self.headers)
 
-    def began(self, status: int, headers: Mapping[str, str]) -> None:
-        """The headers are whole."""
-        self.status, self.headers, self._begun = status, headers, True
+    def on_head(self, status: int, headers: Mapping[str, str]) -> None:
+        """The headers are complete."""
+        self.status, self.headers, self._has_head = status, headers, True
 
-    def grew(self, data: bytes) -> None:
-        """The body has more."""
+    def on_data(self, data: bytes) -> None:
+        """A piece of the body arrived."""
         if self._error is not None:
             return
         self._parts.append(data)
-        self._waiting += len(data)
-        if self._heard_at is not None:
-            self._heard_at = self._loop.time()
+        self._buffered += len(data)
+        if self._last_piece_at is not None:
+            self._last_piece_at = self._loop.time()
         if self._streamed:
-            if self._waiting > _MOST_WAITING and not self._paused:
+            if self._buffered > _MAX_BUFFERED and not self._paused:
                 self._paused = True
                 self._connection.pause()
-        elif self._waiting > self._limits.size:
-            most = f"{self._limits.size} bytes (the proxy's setting max_upstream_response_bytes)"
-            self._fail(UpstreamDisconnected(f"the answer of upstream {self.url} is larger than {most}"))
+        elif self._buffered > self._limits.size:
+            limit = f"{self._limits.size} bytes (the proxy's setting max_upstream_response_bytes)"
+            self._fail(UpstreamDisconnected(f"the response of upstream {self.url} is larger than {limit}"))
             self._connection.abort()
 
-    def ended(self) -> None:
-        """The body is whole."""
-        self._ended = True
-        self._rest()
+    def on_complete(self) -> None:
+        """The body is complete."""
+        self._is_complete = True
+        self._stop_timer()
 
-    def failed(self, reason: str, kind: type[UpstreamError] = UpstreamDisconnected) -> None:
-        """The end will not come."""
+    def on_failure(self, reason: str, kind: type[UpstreamError] = UpstreamDisconnected) -> None:
+        """The response broke off."""
         self._fail(kind(f"upstream {self.url} broke off: {reason}"))
 
     def wake(self) -> None:
-        """There is news for the one who waits."""
+        """Wake the reader."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _live_on(self) -> None:
-        """The stream has begun: from here on only silence ends it."""
-        if self._heard_at is None and self._timer is not None:
+    def _start_idle_timer(self) -> None:
+        """Replace the timeout of the whole response by the idle timeout."""
+        if self._last_piece_at is None and self._timer is not None:
             self._timer.cancel()
-            self._heard_at = self._loop.time()
-            self._timer = self._loop.call_later(self._limits.idle, self._look)
+            self._last_piece_at = self._loop.time()
+            self._timer = self._loop.call_later(self._limits.idle, self._check_idle)
 
-    def _look(self) -> None:
-        """End a stream that is silent, unless it is we who do not read."""
+    def _check_idle(self) -> None:
+        """End a silent stream, unless its reader has paused it."""
         now = self._loop.time()
-        left = self._limits.idle if self._paused else (self._heard_at or now) + self._limits.idle - now
+        left = self._limits.idle if self._paused else (self._last_piece_at or now) + self._limits.idle - now
         if left > 0.001:
-            self._timer = self._loop.call_later(left, self._look)
+            self._timer = self._loop.call_later(left, self._check_idle)
             return
-        silent = f"said nothing for {self._limits.idle:g} s in the middle of its stream"
+        silent = f"sent nothing for {self._limits.idle:g} s in the middle of its stream"
         self._fail(UpstreamTimeout(f"upstream {self.url} {silent} (the proxy's setting stream_idle_timeout_seconds)"))
         self._connection.abort()
 
@@ -182,11 +183,11 @@ class HttpResponse:
         self._connection.abort()
 
     def _fail(self, error: UpstreamError) -> None:
-        if not self._ended:
+        if not self._is_complete:
             self._error = self._error or error
-            self._rest()
+            self._stop_timer()
 
-    def _rest(self) -> None:
+    def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -194,119 +195,119 @@ class HttpResponse:
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """A connection, with one answer at a time. `on_idle` is told when the next request may go out."""
+    """A connection with one response at a time. `on_idle` is called when it can send the next request."""
 
     def __init__(
-        self, on_idle: Callable[[UpstreamConnection], None], on_lost: Callable[[UpstreamConnection], None]
+        self, on_idle: Callable[[UpstreamConnection], None], on_closed: Callable[[UpstreamConnection], None]
     ) -> None:
         self.idle_since = 0.0
-        self.lost = False
+        self.is_closed = False
         self._on_idle = on_idle
-        self._on_lost = on_lost
+        self._on_closed = on_closed
         self._transport: Any = None
         self._parser = httptools.HttpResponseParser(self)
-        self._answer: HttpResponse | None = None
+        self._response: HttpResponse | None = None
         self._headers: dict[str, str] = {}
         self._head_bytes = 0
-        self._used = self._kept = self._heard = self._bodiless = False
+        self._used = self._is_reused = self._has_data = self._bodiless = False
 
-    def ask(self, url: str, head: bytes, body: bytes, limits: ResponseLimits, *, bodiless: bool) -> HttpResponse:
-        """Send a request; return its answer, of which nothing has come yet.
+    def send(self, url: str, head: bytes, body: bytes, limits: ResponseLimits, *, bodiless: bool) -> HttpResponse:
+        """Send a request; return its response, of which nothing has arrived yet.
 
-        `bodiless`: it has no body, whatever its headers say (HEAD).
+        `bodiless`: the response has no body, whatever its headers say (HEAD).
         """
-        answer = self._answer = HttpResponse(url, self, limits)
-        self._kept, self._used = self._used, True
-        self._heard, self._bodiless = False, bodiless
+        response = self._response = HttpResponse(url, self, limits)
+        self._is_reused, self._used = self._used, True
+        self._has_data, self._bodiless = False, bodiless
         self._headers, self._head_bytes = {}, 0
-        if len(body) < _MOST_WAITING:
+        if len(body) < _MAX_BUFFERED:
             self._transport.write(head + body)
         else:
             self._transport.writelines((head, body))
-        return answer
+        return response
 
     def abort(self) -> None:
-        """Close it now."""
-        self.lost = True
+        """Close the connection now."""
+        self.is_closed = True
         self._transport.abort()
 
     def pause(self) -> None:
-        """Read no further for now."""
-        if not self.lost:
+        """Pause reading."""
+        if not self.is_closed:
             self._transport.pause_reading()
 
     def resume(self) -> None:
-        """Read on."""
-        if not self.lost:
+        """Resume reading."""
+        if not self.is_closed:
             self._transport.resume_reading()
 
-    # --- what asyncio tells -----------------------------------------------------------------------------------
+    # --- callbacks of asyncio ---------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        answer = self._answer
-        if answer is None:  # nobody asked
+        response = self._response
+        if response is None:  # no request is open
             self.abort()
             return
-        self._heard = True
+        self._has_data = True
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            answer.failed(f"this is not an HTTP answer: {error}")
+            response.on_failure(f"this is not an HTTP response: {error}")
             self.abort()
-        answer.wake()
+        response.wake()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.lost = True
-        answer, self._answer = self._answer, None
-        if answer is not None:
-            if answer.until_close and exc is None:
-                answer.ended()
-            elif self._kept and not self._heard:
-                answer.failed("it closed the kept connection", ConnectionDropped)
+    def connection_closed(self, exc: Exception | None) -> None:
+        self.is_closed = True
+        response, self._response = self._response, None
+        if response is not None:
+            if response.until_close and exc is None:
+                response.on_complete()
+            elif self._is_reused and not self._has_data:
+                response.on_failure("it closed the persistent connection", ConnectionDropped)
             else:
-                answer.failed(str(exc) if exc else "it closed the connection before the end of its answer")
-        self._on_lost(self)
+                response.on_failure(str(exc) if exc else "it closed the connection before the end of its response")
+        self._on_closed(self)
 
-    # --- what the parser tells --------------------------------------------------------------------------------
+    # --- callbacks of the parser ------------------------------------------------------------------------------
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._head_bytes += len(name) + len(value)
-        if self._head_bytes > _MOST_HEAD:
+        if self._head_bytes > _MAX_HEADER_BYTES:
             raise ValueError("its headers are too large")  # the parser wraps it
         self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
-        answer, status = self._answer, self._parser.get_status_code()
-        if answer is None:
+        response, status = self._response, self._parser.get_status_code()
+        if response is None:
             return
-        if status < 200:  # 100 to 103: the answer itself follows
+        if status < 200:  # 100 to 103: the final response follows
             self._headers = {}
             return
-        if status > _MOST_STATUS:
-            raise ValueError(f"{status} is no status")
-        answer.began(status, self._headers)
+        if status > _MAX_STATUS:
+            raise ValueError(f"{status} is not a valid status")
+        response.on_head(status, self._headers)
         if self._bodiless:
-            self._over(answer)
-            self._transport.close()  # the parser waits for a body that does not come
+            self._finish(response)
+            self._transport.close()  # the parser would wait for a body
 
     def on_body(self, data: bytes) -> None:
-        if self._answer is not None:
-            self._answer.grew(data)
+        if self._response is not None:
+            self._response.on_data(data)
 
     def on_message_complete(self) -> None:
-        answer = self._answer
-        if answer is None or not answer.status:
+        response = self._response
+        if response is None or not response.status:
             return
         keep = self._parser.should_keep_alive()
-        self._over(answer)
-        if keep and not self.lost:
+        self._finish(response)
+        if keep and not self.is_closed:
             self._on_idle(self)
         else:
             self._transport.close()
 
-    def _over(self, answer: HttpResponse) -> None:
-        self._answer = None
-        answer.ended()
+    def _finish(self, response: HttpResponse) -> None:
+        self._response = None
+        response.on_complete()

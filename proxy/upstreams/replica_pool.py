@@ -1,15 +1,17 @@
-"""The replicas of one model: which of them a call goes to, and where it goes when that one cannot take it.
+"""The replicas of one model: which one gets a call, and where a call goes if that one fails.
 
-Promises: a trajectory always comes to the same replica, whose prefix cache knows it, as long as that one is healthy and
-not much busier than the others; calls without a trajectory go to the least busy one. A call goes to another replica
-only before the first byte of its answer: when there is no connection, when it breaks off before then, on 502, 503 and
-504 (a dead vLLM, or what stands before it), and on 429, as another replica may have room. Any other answer is the
-model's own. A request that a replica may have begun (all but: no connection, 429, 503) is offered to one other replica
-at most: it may be what ended the first. When all fail, the first failure is told, as it came, and, where
-all are known to be down, when they are asked again. A time-out of the whole call is not tried again.
+Promises:
+- A trajectory always uses the same replica, whose prefix cache has it, while that one is healthy and not much busier
+  than the others. Calls without a trajectory go to the least busy replica.
+- A call is retried on another replica only before the first byte of its response: if there is no connection or it
+  breaks, on 502, 503 and 504 (a dead vLLM, or a load balancer in front of it), and on 429. Any other response is the
+  model's own. A timeout of the whole call is not retried.
+- A request that a replica may have started (all but: no connection, 429, 503) is retried once: it may be what killed
+  the first replica.
+- If all fail, the client gets the first failure, with the time of the next probe if all replicas are down.
 
-A replica with an open breaker gets no calls while another is healthy; where none is, all are tried. So it is with one
-that serves another base model.
+A replica with an open breaker, or with another base model, gets no calls while another replica is healthy. If none is
+healthy, all are tried.
 """
 
 from __future__ import annotations
@@ -28,15 +30,15 @@ from ratchet.proxy.upstreams.http_connection import HttpResponse
 
 log = logging.getLogger("ratchet.proxy")
 
-_DEAD = (502, 503, 504)
-_BEGUN = (502, 504)  # what stands before a vLLM says of one that had the request
+_DOWN = (502, 503, 504)
+_MAY_HAVE_STARTED = (502, 504)  # a load balancer's statuses for a vLLM that had received the request
 _FULL = 429
-_MOST_ATTEMPTS = 3  # replicas that one call is offered to
-_MOST_BEGUN = 2  # those of them that may have begun with it
+_MAX_ATTEMPTS = 3  # replicas that one call is sent to
+_MAX_STARTED = 2  # of them, those that may have started it
 
 
 class Replica:
-    """One server. `in_flight` counts the calls whose answers have not ended; `label` names it in the metrics."""
+    """One server. `in_flight` counts the calls whose responses are open; `label` names it in the metrics."""
 
     __slots__ = ("breaker", "in_flight", "label", "max_model_len", "serves_other_base_model", "url")
 
@@ -45,15 +47,15 @@ class Replica:
         self.breaker = breaker
         self.label = label or url
         self.in_flight = 0
-        self.max_model_len: int | None = None  # tokens, as far as it has told
-        self.serves_other_base_model = False  # it serves another base model than the alias's
+        self.max_model_len: int | None = None  # tokens; None if unknown
+        self.serves_other_base_model = False  # than the alias has
 
     def release(self) -> None:
-        """A call is over."""
+        """Record the end of a call."""
         self.in_flight -= 1
 
     def is_up(self) -> bool:
-        """Return whether calls go here."""
+        """Return whether it receives calls."""
         return self.breaker.closed
 
     def load(self) -> int:
@@ -65,7 +67,7 @@ _R = TypeVar("_R", bound=Replica)
 
 
 class ReplicaPool(Generic[_R]):
-    """The replicas. `slack`: a trajectory leaves a replica that has so many more calls than the least busy one."""
+    """The replicas. A trajectory leaves a replica with `slack` more calls than the least busy one."""
 
     def __init__(self, replicas: Sequence[_R], metrics: Metrics, slack: int = 16) -> None:
         self.replicas = tuple(replicas)
@@ -75,110 +77,112 @@ class ReplicaPool(Generic[_R]):
             metrics.watch_upstream(replica.label, replica.is_up, replica.load)
 
     def longest_context(self) -> int | None:
-        """Return the tokens of the longest context that a replica has told."""
+        """Return the longest context of a replica in tokens; None if unknown."""
         return max((replica.max_model_len or 0 for replica in self.replicas), default=0) or None
 
     def order(self, trajectory_id: str) -> Sequence[_R]:
-        """Return the replicas that a call is offered to, one after the other."""
+        """Return the replicas to try for a call, in order."""
         if len(self.replicas) == 1:
             return self.replicas
         right = [replica for replica in self.replicas if not replica.serves_other_base_model] or self.replicas
         healthy = [replica for replica in right if replica.breaker.closed] or right
         if not trajectory_id:
-            return sorted(healthy, key=lambda replica: replica.in_flight)[:_MOST_ATTEMPTS]
-        own = sorted(healthy, key=lambda replica: _weight(replica.label, trajectory_id), reverse=True)
-        least = min(replica.in_flight for replica in healthy)
-        return sorted(own, key=lambda replica: replica.in_flight - least >= self._slack)[:_MOST_ATTEMPTS]
+            return sorted(healthy, key=lambda replica: replica.in_flight)[:_MAX_ATTEMPTS]
+        preferred = sorted(healthy, key=lambda replica: _weight(replica.label, trajectory_id), reverse=True)
+        min_in_flight = min(replica.in_flight for replica in healthy)
+        return sorted(preferred, key=lambda replica: replica.in_flight - min_in_flight >= self._slack)[:_MAX_ATTEMPTS]
 
-    async def ask(self, trajectory_id: str, ask: Callable[[_R], Awaitable[HttpResponse]]) -> HttpResponse:
-        """Offer a call to one replica after the other until one takes it. Raises UpstreamError. Close the answer.
+    async def send(self, trajectory_id: str, send: Callable[[_R], Awaitable[HttpResponse]]) -> HttpResponse:
+        """Try the replicas in order until one accepts the call. Raises UpstreamError. Close the response.
 
-        `ask` sends the call to the replica that it is given.
+        `send` sends the call to a given replica.
         """
-        told: HttpResponse | UpstreamError | None = None  # the first failure
+        result: HttpResponse | UpstreamError | None = None  # the first failure
         order = self.order(trajectory_id)
-        begun = 0  # replicas that may have begun with it
+        started = 0  # replicas that may have started it
         for replica in order:
             try:
-                outcome: HttpResponse | UpstreamError = await self._offer(replica, ask)
+                outcome: HttpResponse | UpstreamError = await self._send_to(replica, send)
             except BaseException:
-                _close(told)
+                _close(result)
                 raise
-            reason = self._judge(replica, outcome)
+            reason = self._retry_reason(replica, outcome)
             if reason is None:
-                _close(told)
-                told = outcome
+                _close(result)
+                result = outcome
                 break
-            begun += _may_have_started(outcome)
-            if told is None:
-                told = outcome
+            started += _may_have_started(outcome)
+            if result is None:
+                result = outcome
             else:
                 _close(outcome)
-            if begun == _MOST_BEGUN:
+            if started == _MAX_STARTED:
                 break
             if replica is not order[-1]:
                 self._metrics.upstream_retries.labels(reason).inc()
-        assert told is not None, "a pool has at least one replica"
-        if isinstance(told, UpstreamError):
-            told.retry_after = _asked_again_in(order)
-            raise told
-        return told
+        assert result is not None, "a pool has at least one replica"
+        if isinstance(result, UpstreamError):
+            result.retry_after = _seconds_until_probe(order)
+            raise result
+        return result
 
-    async def _offer(self, replica: _R, ask: Callable[[_R], Awaitable[HttpResponse]]) -> HttpResponse | UpstreamError:
-        """Return the replica's answer, or why there is none; it counts as busy until the answer is closed."""
+    async def _send_to(
+        self, replica: _R, send: Callable[[_R], Awaitable[HttpResponse]]
+    ) -> HttpResponse | UpstreamError:
+        """Return the replica's response or error; the call is in flight until the response is closed."""
         replica.in_flight += 1
         try:
-            answer = await ask(replica)
+            response = await send(replica)
         except UpstreamError as error:
             replica.release()
             return error
         except BaseException:
             replica.release()
             raise
-        answer.on_close(replica.release)
-        return answer
+        response.on_close(replica.release)
+        return response
 
-    def _judge(self, replica: Replica, outcome: HttpResponse | UpstreamError) -> str | None:
-        """Tell the breaker what came of a call; return why another replica should be asked, or None."""
+    def _retry_reason(self, replica: Replica, outcome: HttpResponse | UpstreamError) -> str | None:
+        """Update the breaker; return why to try another replica, or None."""
         if isinstance(outcome, HttpResponse):
             if outcome.status == _FULL:
                 return "status_429"
-            if outcome.status in _DEAD:
-                self.failed(replica, f"it answered {outcome.status}")
+            if outcome.status in _DOWN:
+                self.mark_failed(replica, f"it answered {outcome.status}")
                 return f"status_{outcome.status}"
-            self.answered(replica)
+            self.mark_answered(replica)
             return None
         if isinstance(outcome, (UpstreamUnreachable, UpstreamDisconnected, UpstreamTimeout)):
-            self.failed(replica, str(outcome))
+            self.mark_failed(replica, str(outcome))
         return None if isinstance(outcome, UpstreamTimeout) else outcome.code or "other"
 
-    def failed(self, replica: Replica, reason: str) -> None:
-        """Take note that a replica is not well."""
+    def mark_failed(self, replica: Replica, reason: str) -> None:
+        """Record a failure of a replica."""
         if replica.breaker.fail(time.monotonic()):
             log.warning("event=upstream_down upstream=%s reason=%r", replica.label, reason)
 
-    def answered(self, replica: Replica) -> None:
-        """Take note that a replica is well."""
+    def mark_answered(self, replica: Replica) -> None:
+        """Record a success of a replica."""
         if replica.breaker.succeed():
             log.info("event=upstream_up upstream=%s", replica.label)
 
 
 def _may_have_started(outcome: HttpResponse | UpstreamError) -> bool:
-    """Return whether a replica that failed may have begun with the request, and have failed because of it."""
+    """Return whether the failed replica may have started the request, and failed because of it."""
     if isinstance(outcome, HttpResponse):
-        return outcome.status in _BEGUN
+        return outcome.status in _MAY_HAVE_STARTED
     return outcome.may_have_begun
 
 
 def _weight(label: str, trajectory_id: str) -> bytes:
-    """Rendezvous hashing: the replica of the greatest weight is the trajectory's own, whichever others there are."""
+    """Rendezvous hashing: the trajectory prefers the replica of the greatest weight, whichever others exist."""
     return blake2b(f"{label}\0{trajectory_id}".encode(), digest_size=8).digest()
 
 
-def _asked_again_in(replicas: Sequence[Replica]) -> int | None:
-    """Return the whole seconds until one of these replicas is probed; None while calls go to one of them."""
+def _seconds_until_probe(replicas: Sequence[Replica]) -> int | None:
+    """Return the seconds until one of these replicas is probed, rounded up; None if one of them is up."""
     now = time.monotonic()
-    waits = [replica.breaker.opens_in(now) for replica in replicas]
+    waits = [replica.breaker.seconds_until_probe(now) for replica in replicas]
     open_ones = [wait for wait in waits if wait is not None]
     return max(1, math.ceil(min(open_ones))) if open_ones and len(open_ones) == len(waits) else None
 

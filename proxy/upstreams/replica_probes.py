@@ -1,10 +1,9 @@
-"""Asks every replica from time to time whether it is there, so that a dead one is known before a call meets it.
+"""Probes every replica periodically, so that a dead one is known before a call reaches it.
 
-What the latest look said is kept for `/health/ready`, which asks nobody. One that cannot be reached is asked again a
-second later. One whose breaker has cooled off is asked, too, and its answer closes the breaker: no agent's call is the
-probe. A server that is not ours is asked only for that (`idle`). A slow answer opens nothing, as a replica may be
-busy; no connection does, and so does one that hangs: that leaves `_MAX_TIMEOUTS_IN_A_ROW` looks in a row without an
-answer.
+`/health/ready` reads the last results and sends no probe. An unreachable replica is probed again a second later. A
+probe closes a breaker that has cooled off, so no agent's call is the test. A server that is not ours is probed only
+for that (`only_if_down`). A refused connection counts as a failure at once; a slow response does not, since a replica
+may be busy, until `_MAX_TIMEOUTS_IN_A_ROW` probes in a row have timed out.
 """
 
 from __future__ import annotations
@@ -20,95 +19,99 @@ from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.upstreams.circuit_breaker import BreakerState
 from ratchet.proxy.upstreams.replica_pool import Replica, ReplicaPool
 
-_PATIENCE = 2.0  # seconds for an answer
+_TIMEOUT = 2.0  # seconds
 _MAX_TIMEOUTS_IN_A_ROW = 3
-_SOON = 1.0  # seconds until the next look at one that cannot be reached
+_RETRY_SECONDS = 1.0  # until the next probe of an unreachable replica
 
 
 _R = TypeVar("_R", bound=Replica)
 
 
 class ReplicaProbes(Generic[_R]):
-    """The service that asks: `ask` raises UpstreamError where a replica is not there."""
+    """The background tasks: `check` raises UpstreamError if a replica is down."""
 
     def __init__(
         self,
         pool: ReplicaPool[_R],
-        ask: Callable[[_R], Awaitable[object]],
-        every: float,
+        check: Callable[[_R], Awaitable[object]],
+        interval: float,
         critical_tasks: CriticalTasks | None = None,
         *,
-        idle: bool = False,
+        only_if_down: bool = False,
     ) -> None:
         self._pool = pool
-        self._ask = ask
-        self._every = every
-        self._idle = idle
+        self._check = check
+        self._interval = interval
+        self._only_if_down = only_if_down
         self._critical_tasks = critical_tasks or CriticalTasks()
-        self._timeouts_in_a_row: Counter[str] = Counter()  # looks in a row without an answer, by replica
-        self._last_errors: dict[str, UpstreamError | None] = {}  # what the latest look said, by replica
+        self._timeouts_in_a_row: Counter[str] = Counter()  # by replica
+        self._last_errors: dict[str, UpstreamError | None] = {}  # of the latest probe, by replica
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Begin to ask."""
+        """Start probing."""
         self._tasks = [
             self._critical_tasks.start_task(self._watch(replica), f"probe of {replica.label}")
             for replica in self._pool.replicas
         ]
 
     async def stop(self) -> None:
-        """Ask no more."""
+        """Stop probing."""
         await self._critical_tasks.stop_tasks(*self._tasks)
 
     async def _watch(self, replica: _R) -> None:
         while True:
             state = replica.breaker.state(time.monotonic())
-            if state == BreakerState.HALF_OPEN or (state == BreakerState.CLOSED and not self._idle):
-                await self.look(replica)
-            await asyncio.sleep(self._pause(replica))
+            if state == BreakerState.HALF_OPEN or (state == BreakerState.CLOSED and not self._only_if_down):
+                await self.probe(replica)
+            await asyncio.sleep(self._seconds_until_next(replica))
 
-    def _pause(self, replica: _R) -> float:
-        """Return the seconds until the next look at a replica."""
-        opens_in = replica.breaker.opens_in(time.monotonic())
-        if opens_in is not None:
-            return min(self._every, max(opens_in, 0.01))
-        wrong = self._last_errors.get(replica.label)
-        return self._every if wrong is None or isinstance(wrong, UpstreamTimeout) else min(self._every, _SOON)
+    def _seconds_until_next(self, replica: _R) -> float:
+        """Return the seconds until the next probe of a replica."""
+        open_for = replica.breaker.seconds_until_probe(time.monotonic())
+        if open_for is not None:
+            return min(self._interval, max(open_for, 0.01))
+        error = self._last_errors.get(replica.label)
+        return (
+            self._interval
+            if error is None or isinstance(error, UpstreamTimeout)
+            else min(self._interval, _RETRY_SECONDS)
+        )
 
-    def last(self) -> list[dict[str, Any]]:
-        """Return of each replica where it is, whether it answered at the latest look, and what its breaker says."""
-        return [self._told(replica) for replica in self._pool.replicas]
+    def last_results(self) -> list[dict[str, Any]]:
+        """Return each replica's URL, whether the latest probe succeeded, and its breaker's state."""
+        return [self._describe(replica) for replica in self._pool.replicas]
 
-    def _told(self, replica: _R) -> dict[str, Any]:
+    def _describe(self, replica: _R) -> dict[str, Any]:
         state = replica.breaker.state(time.monotonic())
-        wrong = self._last_errors.get(replica.label)
-        reason = None if wrong is None else str(wrong)
+        error = self._last_errors.get(replica.label)
+        reason = None if error is None else str(error)
         if replica.label not in self._last_errors:
-            reason = f"upstream {replica.url} has not been asked yet"
+            reason = f"upstream {replica.url} has not been probed yet"
         elif reason is None and state != BreakerState.CLOSED:
-            reason = f"calls to upstream {replica.url} failed; it is asked again in some seconds"
-        told = {"url": replica.url, "answers": reason is None, "in_flight": replica.in_flight, "breaker": str(state)}
-        return told | ({"reason": reason} if reason else {})
+            reason = f"calls to upstream {replica.url} failed; it is probed again in a few seconds"
+        result = {"url": replica.url, "up": reason is None, "in_flight": replica.in_flight, "breaker": str(state)}
+        return result | ({"reason": reason} if reason else {})
 
-    async def look(self, replica: _R) -> None:
-        """Ask one replica, and tell its breaker."""
-        wrong = self._last_errors[replica.label] = await self._asked(replica)
-        if wrong is None:
-            self._pool.answered(replica)
-        elif isinstance(wrong, UpstreamUnreachable) or (
-            isinstance(wrong, UpstreamTimeout) and self._timeouts_in_a_row[replica.label] >= _MAX_TIMEOUTS_IN_A_ROW
+    async def probe(self, replica: _R) -> None:
+        """Probe one replica and update its breaker."""
+        error = self._last_errors[replica.label] = await self._probe_once(replica)
+        if error is None:
+            self._pool.mark_answered(replica)
+        elif isinstance(error, UpstreamUnreachable) or (
+            isinstance(error, UpstreamTimeout) and self._timeouts_in_a_row[replica.label] >= _MAX_TIMEOUTS_IN_A_ROW
         ):
-            self._pool.failed(replica, str(wrong))
+            self._pool.mark_failed(replica, str(error))
 
-    async def _asked(self, replica: _R) -> UpstreamError | None:
-        """Ask one replica; return what is wrong with it, or None."""
+    async def _probe_once(self, replica: _R) -> UpstreamError | None:
+        """Probe a replica; return its error, or None."""
         try:
-            async with asyncio.timeout(_PATIENCE):
-                await self._ask(replica)
+            async with asyncio.timeout(_TIMEOUT):
+                await self._check(replica)
         except TimeoutError:
             self._timeouts_in_a_row[replica.label] += 1
-            return UpstreamTimeout(f"upstream {replica.url} does not answer within {_PATIENCE:g} s")
-        except UpstreamError as error:
-            return error
+            return UpstreamTimeout(f"upstream {replica.url} does not answer within {_TIMEOUT:g} s")
+        except UpstreamError as failure:
+            return failure
         self._timeouts_in_a_row.pop(replica.label, None)
         return None

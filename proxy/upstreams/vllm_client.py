@@ -1,7 +1,7 @@
-"""vLLM's replicas as the proxy speaks to them: requests with the upstream's key, model lists, adapters.
+"""vLLM's HTTP API as the proxy uses it: requests with the upstream's key, model lists, adapters.
 
-Promises: failures are `UpstreamError`s; leaving an answer before its end closes the connection at once, which is how
-vLLM learns that nobody waits any more. Does not read what is in an answer to an agent.
+Promises: failures are `UpstreamError`s. Closing a response before its end closes the connection at once, which stops
+vLLM's generation. Does not parse responses to agents.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _JSON = {"content-type": "application/json"}
 
 
 class Upstream:
-    """The replicas of one vLLM service; `urls` are theirs without what is secret in them."""
+    """The replicas of one vLLM service; `urls` are without credentials."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Upstream:
         stream_idle_timeout_seconds: float = 300.0,
         max_upstream_response_bytes: int = 256 * 2**20,
     ) -> None:
-        # A password in a URL goes to its server alone: everything else here knows the URL without it.
+        # Only the HTTP client sees the credentials in a URL.
         self.urls = tuple(map(without_credentials, urls))
         self._key = {"authorization": f"Bearer {key}"} if key else {}
         limits = ResponseLimits(
@@ -44,7 +44,7 @@ class Upstream:
         self._loading: dict[tuple[str, str], asyncio.Task[None]] = {}
 
     async def start(self) -> None:
-        """Nothing to begin: connections are opened with the calls."""
+        """Nothing to start: connections are opened on demand."""
 
     async def stop(self) -> None:
         """Close every connection."""
@@ -53,48 +53,50 @@ class Upstream:
     async def send(
         self, url: str, method: str, path: str, body: bytes | None, headers: Mapping[str, str] | None = None
     ) -> HttpResponse:
-        """Send one request and return the answer at its headers. Raises UpstreamError. Close the answer.
+        """Send one request; return the response at its headers. Raises UpstreamError. Close the response.
 
-        The path goes out as it is: nothing in it is decoded, and no dots are resolved.
+        The path is sent unchanged: nothing in it is decoded, and no dots are resolved.
         """
         return await self._client.send(url, method, path, body, {**self._key, **headers} if headers else self._key)
 
     async def post_json(
         self, url: str, path: str, body: bytes, headers: Mapping[str, str] | None = None
     ) -> HttpResponse:
-        """Send a JSON body by POST. Raises UpstreamError. Close the answer."""
+        """Send a JSON body by POST. Raises UpstreamError. Close the response."""
         return await self.send(url, "POST", path, body, {**_JSON, **headers} if headers else _JSON)
 
     async def models(self, url: str) -> list[dict[str, Any]]:
         """Return the replica's model cards. Raises UpstreamError."""
-        answer = await self.send(url, "GET", "/v1/models", None)
+        response = await self.send(url, "GET", "/v1/models", None)
         try:
-            body = await answer.read()
+            body = await response.read()
         finally:
-            answer.close()
+            response.close()
         try:
             cards = msgspec.json.decode(body, type=dict[str, Any])["data"]
             return [card for card in cards if isinstance(card, dict)]
         except (msgspec.DecodeError, KeyError, TypeError) as error:
             raise UpstreamDisconnected(
-                f"upstream {url} answered /v1/models with {answer.status}, not a model list"
+                f"upstream {url} answered /v1/models with {response.status}, not a model list"
             ) from error
 
     async def load_adapter(self, url: str, name: str, path: str) -> None:
-        """Load an adapter at one replica; callers at the same time share one load. Raises UpstreamError."""
+        """Load an adapter on one replica; concurrent callers share one load. Raises UpstreamError."""
         key = (url, name)
         if key not in self._loading:
             task = asyncio.get_running_loop().create_task(self._load(url, name, path))
             self._loading[key] = task
             task.add_done_callback(lambda _: self._loading.pop(key, None))
-        await asyncio.shield(self._loading[key])  # a caller that leaves must not stop the load of the others
+        await asyncio.shield(self._loading[key])  # a caller that is cancelled must not stop the load
 
     async def _load(self, url: str, name: str, path: str) -> None:
         body = msgspec.json.encode({"lora_name": name, "lora_path": path})
-        answer = await self.post_json(url, "/v1/load_lora_adapter", body)
+        response = await self.post_json(url, "/v1/load_lora_adapter", body)
         try:
-            text = (await answer.read()).decode("utf-8", "replace")
+            text = (await response.read()).decode("utf-8", "replace")
         finally:
-            answer.close()
-        if answer.status != 200 and "already" not in text:
-            raise UpstreamError(f"upstream {url} cannot load adapter {name} from {path}: {answer.status} {text[:500]}")
+            response.close()
+        if response.status != 200 and "already" not in text:
+            raise UpstreamError(
+                f"upstream {url} cannot load adapter {name} from {path}: {response.status} {text[:500]}"
+            )

@@ -1,1 +1,1 @@
-"""proxy/wire."""
+"""Fast parsing and encoding of HTTP bodies: requests, responses, errors, limits."""

@@ -1,7 +1,4 @@
-"""The few ASGI moves that every route needs: read a body, look up a header, send JSON.
-
-Does no routing and knows nothing of models or calls.
-"""
+"""ASGI helpers of every route: read a body, look up a header, send JSON. No routing, no models or calls."""
 
 from __future__ import annotations
 
@@ -14,12 +11,12 @@ from ratchet.proxy.errors import BodyTooLarge, ClientDisconnected, NotFound
 
 JSON = (b"content-type", b"application/json")
 
-TRAJECTORY = "ratchet.trajectory"  # scope keys that the routes set
+TRAJECTORY = "ratchet.trajectory"  # scope keys
 PATH = "ratchet.path"
 KEY_ID = "ratchet.key_id"
-HEADERS_BY_NAME = "ratchet.headers"  # `headers_of`; whoever changes the headers takes it out
-CLIENT_LEFT = "ratchet.gone"  # says whether the client has left, where the server knows
-CALLER = "ratchet.caller"  # ratchet.proxy.access.keyring.Caller
+HEADERS_BY_NAME = "ratchet.headers"  # cache of `headers_of`; set to None by middleware that changes the headers
+CLIENT_LEFT = "ratchet.gone"  # returns whether the client has disconnected, if the server can tell
+CALLER = "ratchet.caller"  # coordinator.keys.caller.Caller
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -48,14 +45,14 @@ async def read_body(receive: Receive, limit: int) -> bytes:
 
 
 def replay_body(body: bytes, receive: Receive) -> Receive:
-    """Return what hands out a body that was read already, and then whatever else comes, such as a disconnect."""
-    given = False
+    """Return a `receive` that yields a body that was read already, then all further messages, such as a disconnect."""
+    replayed = False
 
     async def replay() -> Message:
-        nonlocal given
-        if given:
+        nonlocal replayed
+        if replayed:
             return await receive()
-        given = True
+        replayed = True
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replay
@@ -66,13 +63,13 @@ def _too_large(limit: int) -> BodyTooLarge:
 
 
 def header(scope: Scope, name: bytes) -> str | None:
-    """Return a request header (name in lower case) as text; None where it is absent or empty."""
+    """Return a request header (name in lower case) as text; None if absent or empty."""
     value = headers_of(scope).get(name)
     return value.decode("latin-1").strip() or None if value else None
 
 
 def headers_of(scope: Scope) -> dict[bytes, bytes]:
-    """Return the request headers by lower-case name, the first of repeated ones; they are read once."""
+    """Return the request headers by lower-case name, the first of repeated ones; parsed once per request."""
     found: dict[bytes, bytes] | None = scope.get(HEADERS_BY_NAME)
     if found is None:
         found = scope[HEADERS_BY_NAME] = dict(reversed(scope["headers"]))
@@ -80,7 +77,7 @@ def headers_of(scope: Scope) -> dict[bytes, bytes]:
 
 
 async def send_bytes(send: Send, status: int, body: bytes, headers: Headers) -> None:
-    """Send a whole response whose headers lack only the length."""
+    """Send a complete response; adds the content length to the headers."""
     await send(
         {
             "type": "http.response.start",
@@ -96,11 +93,9 @@ async def send_json(send: Send, status: int, value: Any, headers: Headers | None
     await send_bytes(send, status, msgspec.json.encode(value), [JSON, *(headers or [])])
 
 
-_ROUTES_HINT = (
-    "agents ask below /v1, operators below /api (/api/openapi.json), probes /health/ready, Prometheus /metrics"
-)
+_ROUTES_HINT = "agents use /v1, operators /api (/api/openapi.json), probes /health/ready, Prometheus /metrics"
 
 
 def unknown_route_error(scope: Scope) -> NotFound:
-    """Return the error of a path that nothing answers; it lists what there is."""
+    """Return the error for an unknown path; its message lists the routes."""
     return NotFound(f"no route {scope['method']} {scope['path'][:200]}; {_ROUTES_HINT}", code="unknown_route")

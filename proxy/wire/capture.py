@@ -1,8 +1,8 @@
-"""Reads what vLLM really sampled out of its answers, and takes out of them what the client did not ask for.
+"""Captures what vLLM sampled from its responses, and removes the fields that the client did not request.
 
-Promises: ids and logprobs are the engine's own, in order; nothing is padded, re-tokenized or invented; where they
-are missing or do not fit each other, the reason is kept and no token of that choice is. Every other field reaches
-the client byte for byte. Pure; no I/O.
+Promises: ids and logprobs are the engine's own, in order; nothing is padded, re-tokenized or invented. If they are
+missing or inconsistent, the reason is recorded and no token of that choice. All other fields reach the client byte for
+byte. Pure; no I/O.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from msgspec import Raw
 from ratchet.proxy.errors import UpstreamDisconnected
 from ratchet.store.records import pack_ids, pack_logprobs
 
-_REASONING = ("reasoning", "reasoning_content")  # vLLM's name, and the one that others use
+_REASONING = ("reasoning", "reasoning_content")  # vLLM's name, and that of other servers
 
 
 class _Logprob(msgspec.Struct):
@@ -48,15 +48,15 @@ _NULL = Raw(b"null")
 _IDLE_DELTAS = (b"{}", b'{"content":null}')
 
 
-def _words(value: Any) -> str:
-    """Return a text as it is. Raises TypeError for anything else."""
+def _checked_text(value: Any) -> str:
+    """Return a string unchanged. Raises TypeError for anything else."""
     if not isinstance(value, str):
-        raise TypeError(f"{str(value)[:40]!r} stands where a text should")
+        raise TypeError(f"{str(value)[:40]!r} is not a string")
     return value
 
 
 def _read_usage(raw: Raw) -> _Usage | None:
-    """Return what an answer says that it took; None where that is no count: it is told to the client as it is."""
+    """Return a response's usage; None if it is invalid (the client gets it unchanged)."""
     try:
         usage: _Usage | None = _usage.decode(raw)
         return usage
@@ -65,7 +65,7 @@ def _read_usage(raw: Raw) -> _Usage | None:
 
 
 class SampledChoice:
-    """One choice, as it grows."""
+    """One choice of a response, while it arrives."""
 
     __slots__ = ("_content", "_message", "_reasoning", "_tools", "finish_reason", "ids", "index", "logprobs")
 
@@ -79,17 +79,17 @@ class SampledChoice:
         self._tools: dict[int, dict[str, Any]] = {}
         self._message: dict[str, Any] | None = None
 
-    def whole(self, message: dict[str, Any]) -> None:
-        """Take the message of an answer that did not stream."""
+    def set_message(self, message: dict[str, Any]) -> None:
+        """Set the message of a response that is not streamed."""
         self._message = message
 
-    def grow(self, delta: dict[str, Any]) -> None:
+    def add_delta(self, delta: dict[str, Any]) -> None:
         """Add a streamed delta."""
         if content := delta.get("content"):
-            self._content.append(_words(content))
+            self._content.append(_checked_text(content))
         for name in _REASONING:
             if thought := delta.get(name):
-                _words(thought)
+                _checked_text(thought)
                 self._reasoning.setdefault(name, []).append(thought)
         for part in delta.get("tool_calls") or ():
             place = part.get("index", 0)
@@ -99,12 +99,12 @@ class SampledChoice:
                 place, {"id": None, "type": "function", "function": {"name": "", "arguments": ""}}
             )
             function = part.get("function") or {}
-            call["id"] = _words(part.get("id") or "") or call["id"]
+            call["id"] = _checked_text(part.get("id") or "") or call["id"]
             call["function"]["name"] += function.get("name") or ""
             call["function"]["arguments"] += function.get("arguments") or ""
 
     def message(self) -> dict[str, Any]:
-        """Return the assistant message as a client that follows the protocol now has it."""
+        """Return the assistant message as the client has it by now."""
         if self._message is not None:
             return self._message
         message: dict[str, Any] = {"role": "assistant", "content": "".join(self._content) or None}
@@ -115,11 +115,11 @@ class SampledChoice:
         return message
 
     def has_content(self) -> bool:
-        """Return whether the client saw anything of this choice."""
+        """Return whether the client got any content of this choice."""
         return bool(self._message or self._content or self._tools or self._reasoning)
 
     def defect(self) -> str | None:
-        """Return why these tokens cannot be trusted, or None."""
+        """Return why these tokens cannot be trained, or None."""
         if not self.ids:
             return "no_token_ids"
         if not self.logprobs:
@@ -129,12 +129,12 @@ class SampledChoice:
         return None
 
     def packed(self) -> tuple[bytes, bytes]:
-        """Return (ids, logprobs) as packed bytes; both empty where there is a defect."""
+        """Return (ids, logprobs) as packed bytes; both empty if there is a defect."""
         return (b"", b"") if self.defect() else (pack_ids(self.ids), pack_logprobs(self.logprobs))
 
 
 class Capture:
-    """What one call's answer says. `asks_*`: what the client gets to see; `model`: the name it is told."""
+    """The captured response of one call. `asks_*`: fields that the client gets; `model`: the name that it gets."""
 
     def __init__(self, model: str, *, asks_ids: bool, asks_logprobs: bool, asks_usage: bool) -> None:
         self._model = Raw(_encode(model))
@@ -145,9 +145,9 @@ class Capture:
         self.prompt_ids: bytes = b""
         self.prompt_tokens = 0
         self.completion_tokens = 0
-        self.response_id: str | None = None  # what the engine calls this answer
-        self.error: str | None = None  # an error event inside the stream
-        self.unread: str | None = None  # what of the stream could not be read
+        self.response_id: str | None = None  # the engine's id of this response
+        self.error: str | None = None  # the message of an error event in the stream
+        self.unread: str | None = None  # why the stream could not be read completely
 
     @property
     def choices(self) -> list[SampledChoice]:
@@ -155,15 +155,15 @@ class Capture:
         return [self._choices[index] for index in sorted(self._choices)]
 
     def tokens(self) -> int:
-        """Return how many tokens the call has taken so far, prompt and answers."""
+        """Return the tokens of the call so far, prompt and completions."""
         return self.prompt_tokens + self.answer_tokens()
 
     def answer_tokens(self) -> int:
-        """Return how many tokens were sampled so far."""
+        """Return the tokens sampled so far."""
         return sum(len(choice.ids) for choice in self._choices.values()) or self.completion_tokens
 
     def untrainable(self) -> str | None:
-        """Return why no token of this call may carry loss, or None."""
+        """Return why no token of this call can be trained, or None."""
         if self.unread:
             return self.unread
         if not self.prompt_ids:
@@ -173,31 +173,31 @@ class Capture:
         return next((defect for choice in self.choices if (defect := choice.defect())), None)
 
     def whole(self, body: bytes) -> bytes:
-        """Read an answer that did not stream; return the client's form. Raises UpstreamDisconnected."""
+        """Capture a response that is not streamed; return the client's body. Raises UpstreamDisconnected."""
         try:
             top = _top.decode(body)
-            self._head(top)
+            self._capture_head(top)
             choices = _choices.decode(top["choices"])
             for fields in choices:
-                self._choice(fields).whole(self._message(fields))
+                self._capture_choice(fields).set_message(self._message(fields))
             top["choices"] = Raw(_encode(choices))
         except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise UpstreamDisconnected(f"the upstream's answer is not a chat completion: {error}") from error
+            raise UpstreamDisconnected(f"the upstream's response is not a chat completion: {error}") from error
         return _encode(top)
 
     def chunk(self, data: bytes) -> bytes | None:
-        """Read one streamed chunk; return the client's form, or None where nothing is left for the client."""
+        """Capture one streamed chunk; return the client's chunk, or None if nothing is left for it."""
         try:
             top = _top.decode(data)
             if "error" in top:
-                told = _object.decode(data)["error"]
-                self.error = str(told.get("message") or told) if isinstance(told, dict) else str(told)
+                error = _object.decode(data)["error"]
+                self.error = str(error.get("message") or error) if isinstance(error, dict) else str(error)
                 return data
-            self._head(top)
+            self._capture_head(top)
             choices = _choices.decode(top["choices"])
             idle = bool(choices)
             for fields in choices:
-                if self._grow(self._choice(fields), fields):
+                if self._add_choice(self._capture_choice(fields), fields):
                     idle = False
         except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError, RecursionError):
             self.unread = "a chunk could not be read"
@@ -205,53 +205,53 @@ class Capture:
         if not self._asks_usage and "usage" in top:
             usage = top.pop("usage")
             if not choices and bytes(usage) != b"null":
-                return None  # the extra chunk that we asked for
+                return None  # the extra chunk that only the proxy requested
         if idle and "usage" not in top and not (self._asks_ids or self._asks_logprobs):
-            return None  # vLLM sends it for the ids alone
+            return None  # sent only for its ids
         top["choices"] = Raw(_encode(choices))
         return _encode(top)
 
     def _message(self, fields: dict[str, Raw]) -> dict[str, Any]:
-        """Return the message of a whole choice. Raises TypeError, AttributeError where it is none."""
+        """Return the message of a choice. Raises TypeError, AttributeError for an invalid one."""
         message = {k: v for k, v in _object.decode(fields["message"]).items() if v is not None}
         if not isinstance(message.get("content", ""), (str, list)):
             raise TypeError("the content of its message is neither text nor parts")
         for call in message.get("tool_calls", ()):
-            _words(call.get("id") or "")
+            _checked_text(call.get("id") or "")
         return message
 
-    def _grow(self, choice: SampledChoice, fields: dict[str, Raw]) -> bool:
-        """Add what a streamed choice says; return whether there is anything in it for the client."""
+    def _add_choice(self, choice: SampledChoice, fields: dict[str, Raw]) -> bool:
+        """Add a streamed choice; return whether it has content for the client."""
         delta = fields["delta"]
         if bytes(delta) in _IDLE_DELTAS:
             return choice.finish_reason is not None
-        choice.grow(_object.decode(delta))
+        choice.add_delta(_object.decode(delta))
         return True
 
     def _sampled(self, logprobs: Raw) -> list[float]:
         """Return the logprobs of the sampled tokens."""
-        found = _logprobs.decode(logprobs)
-        return [token.logprob for token in found.content] if found and found.content else []
+        decoded = _logprobs.decode(logprobs)
+        return [token.logprob for token in decoded.content] if decoded and decoded.content else []
 
-    def _head(self, top: dict[str, Raw]) -> None:
+    def _capture_head(self, top: dict[str, Raw]) -> None:
         if "model" in top:
             top["model"] = self._model
         if self.response_id is None and "id" in top:
             self.response_id = _text.decode(top["id"])
         if "prompt_token_ids" in top:
-            self._prompt(top)
+            self._capture_prompt(top)
         if "usage" in top and (usage := _read_usage(top["usage"])):
             self.prompt_tokens = usage.prompt_tokens
             self.completion_tokens = usage.completion_tokens
 
-    def _prompt(self, fields: dict[str, Raw]) -> None:
+    def _capture_prompt(self, fields: dict[str, Raw]) -> None:
         raw = fields["prompt_token_ids"] if self._asks_ids else fields.pop("prompt_token_ids")
         if not self.prompt_ids and (ids := _ids.decode(raw)):
             self.prompt_ids = pack_ids(ids)
             self.prompt_tokens = len(ids)
 
-    def _choice(self, fields: dict[str, Raw]) -> SampledChoice:
-        """Take the tokens out of one choice's fields; hide from the client what it did not ask for."""
+    def _capture_choice(self, fields: dict[str, Raw]) -> SampledChoice:
+        """Capture the tokens of one choice; remove the fields that the client did not request."""
         index = _number.decode(fields["index"])
         choice = self._choices.get(index)
         if choice is None:

@@ -1,8 +1,7 @@
-"""The longest context that the replicas take, and whether a request is known to be longer.
+"""The context limit of the replicas, and whether a request is known to exceed it.
 
-Known means counted: only token ids are. A text's tokens, and what a chat template makes of messages, are the engine's
-to count, and it does so before it generates; its refusal is told by `parse_context_overflow`. So nothing that fits is
-refused.
+Only token ids can be counted here. The tokens of a text, or of messages after a chat template, are counted by the
+engine before it generates; `parse_context_overflow` reads its refusal. So no request that fits is refused.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 from ratchet.proxy.errors import ContextOverflow
 from ratchet.proxy.wire.request_body import ChatRequest
 
-# How vLLM says it: in its renderers, before sampling, and in its engine; and how earlier releases and others do.
+# The messages of vLLM's renderers and its engine, of earlier releases and of other servers.
 _LIMIT = re.compile(r"maximum (?:context|model) length(?: is| of)? \(?(\d+)|context length is only (\d+)")
 _ASKED = re.compile(
     r"(?:contains|has|passed|resulted in|requested)(?: at least)? (\d+) (?:input )?tokens"
@@ -23,13 +22,13 @@ _ASKED = re.compile(
 
 
 def longest_context(cards: Iterable[dict[str, Any]]) -> int | None:
-    """Return the tokens of the longest context that a list of model cards tells."""
-    told = [card.get("max_model_len") for card in cards]
-    return max((length for length in told if isinstance(length, int)), default=None)
+    """Return the longest context in a list of model cards, in tokens."""
+    lengths = [card.get("max_model_len") for card in cards]
+    return max((length for length in lengths if isinstance(length, int)), default=None)
 
 
 def find_context_overflow(request: ChatRequest, limits: Iterable[int | None]) -> ContextOverflow | None:
-    """Return the refusal of a prompt of token ids that no replica can take; None where that is not known."""
+    """Return the error for a prompt of token ids that no replica can serve; None if unknown."""
     known = list(limits)
     limit = max((length for length in known if length is not None), default=0)
     if None in known or not limit or "truncate_prompt_tokens" in request.fields:
@@ -39,7 +38,7 @@ def find_context_overflow(request: ChatRequest, limits: Iterable[int | None]) ->
         return None
     prompts = [prompt] if isinstance(prompt[0], int) else [ids for ids in prompt if isinstance(ids, list)]
     asked = max(map(len, prompts), default=0)
-    if asked < limit:  # one token must be left for the answer
+    if asked < limit:  # at least one token must be left for the completion
         return None
     return ContextOverflow(
         f"This model's maximum context length is {limit} tokens. However, your prompt contains {asked} input tokens. "
@@ -51,7 +50,7 @@ def find_context_overflow(request: ChatRequest, limits: Iterable[int | None]) ->
 
 
 def parse_context_overflow(status: int, message: str) -> ContextOverflow | None:
-    """Return what an upstream's refusal means where it says that the context is too long."""
+    """Return an upstream's refusal as ContextOverflow if its message says that the context is too long."""
     found = _LIMIT.search(message) if status == 400 else None
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""How errors are worded: OpenAI's shape for most routes, Anthropic's for those under /messages."""
+"""Error formats: OpenAI's for most routes, Anthropic's for those under /messages."""
 
 from __future__ import annotations
 
@@ -24,39 +24,39 @@ _ANTHROPIC_KINDS = {
 
 
 class ErrorShape(Protocol):
-    """One API's error bodies, as JSON."""
+    """The JSON error bodies of one API."""
 
     def encode_error(self, error: ProxyError) -> bytes:
-        """Return the body of an error of the proxy's."""
+        """Return the body for an error of the proxy."""
 
     def encode_upstream_error(self, status: int, body: bytes) -> tuple[bytes, str]:
-        """Return an upstream's error body in this shape, and its message."""
+        """Return an upstream's error body in this format, and its message."""
 
 
 class OpenAIErrorShape:
     """`{"error": {message, type, param, code}}`."""
 
     def encode_error(self, error: ProxyError) -> bytes:
-        """Return the body of an error of the proxy's."""
+        """Return the body for an error of the proxy."""
         return to_openai_error(error)
 
     def encode_upstream_error(self, status: int, body: bytes) -> tuple[bytes, str]:
-        """Return an upstream's error body in this shape, and its message."""
+        """Return an upstream's error body in this format, and its message."""
         shaped, message = with_openai_shape(status, body)
         overflow = parse_context_overflow(status, message)
         return (self.encode_error(overflow), message) if overflow else (shaped, message)
 
 
 class AnthropicErrorShape:
-    """`{"type": "error", "error": {type, message}}`, with `details.error_code` where the error has a code."""
+    """`{"type": "error", "error": {type, message}}`, with `details.error_code` if the error has a code."""
 
     def encode_error(self, error: ProxyError) -> bytes:
-        """Return the body of an error of the proxy's."""
+        """Return the body for an error of the proxy."""
         message = _too_long(error) if isinstance(error, ContextOverflow) else str(error)
         return msgspec.json.encode(_anthropic(error.status, message, error.code))
 
     def encode_upstream_error(self, status: int, body: bytes) -> tuple[bytes, str]:
-        """Return an upstream's error body in this shape, and its message."""
+        """Return an upstream's error body in this format, and its message."""
         _, message = with_openai_shape(status, body)
         if overflow := parse_context_overflow(status, message):
             return self.encode_error(overflow), message
@@ -64,7 +64,7 @@ class AnthropicErrorShape:
 
 
 def _too_long(error: ContextOverflow) -> str:
-    """Return the words by which Anthropic's clients know that they must shorten the conversation."""
+    """Return the message by which Anthropic's clients recognise that they must shorten the conversation."""
     if error.asked is not None and error.asked > error.limit:
         return f"prompt is too long: {error.asked} tokens > {error.limit} maximum"
     return f"prompt is too long: {error}"
@@ -83,12 +83,12 @@ ANTHROPIC = AnthropicErrorShape()
 
 
 def error_shape_of(scope: Scope) -> ErrorShape:
-    """Return the shape that a request's client reads: that of its path, or of the header that Anthropic's SDKs send."""
+    """Return the error format for a request, by its path or by the header that Anthropic's SDKs send."""
     if scope["path"].endswith(("/messages", "/messages/count_tokens")) or speaks_anthropic(scope):
         return ANTHROPIC
     return OPENAI
 
 
 def speaks_anthropic(scope: Scope) -> bool:
-    """Return whether the request names a version of Anthropic's API, as its SDKs do on every route."""
+    """Return whether the request has Anthropic's version header, as its SDKs send on every route."""
     return any(name == b"anthropic-version" for name, _ in scope["headers"])

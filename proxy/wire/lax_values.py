@@ -1,6 +1,6 @@
-"""JSON values as vLLM reads them: pydantic's lax mode, in which `1`, `"true"`, `"1"`, `"yes"` and `"on"` are true.
+"""JSON values as vLLM parses them: pydantic's lax mode, in which `1`, `"true"`, `"1"`, `"yes"` and `"on"` are true.
 
-What pydantic refuses is None here: vLLM answers it with 400 by itself. Pure.
+A value that pydantic rejects is None here: vLLM answers it with 400. Pure.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ _WORDS = {
     "0": False, "off": False, "f": False, "false": False, "n": False, "no": False,
 }  # fmt: skip
 _WHOLE = re.compile(r"\s*([+-]?[0-9]+(?:_[0-9]+)*)(?:\.0+)?\s*", re.ASCII)
-_LONGEST = 4300  # characters of a number that pydantic reads
+_MAX_DIGITS = 4300  # characters of a number that pydantic accepts
 
 
 def lax_bool(value: Any) -> bool | None:
-    """Return a value as a boolean; None where it is null or none."""
+    """Return a value as a boolean; None for null or an invalid value."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -26,10 +26,10 @@ def lax_bool(value: Any) -> bool | None:
 
 
 def lax_int(value: Any) -> int | None:
-    """Return a value as an integer; None where it is null or none."""
+    """Return a value as an integer; None for null or an invalid value."""
     if isinstance(value, float):
         return int(value) if abs(value) < 2.0**63 and value.is_integer() else None
     if isinstance(value, str):
-        found = _WHOLE.fullmatch(value) if len(value) <= _LONGEST else None
+        found = _WHOLE.fullmatch(value) if len(value) <= _MAX_DIGITS else None
         return int(found[1]) if found else None
     return int(value) if isinstance(value, int) else None

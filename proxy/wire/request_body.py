@@ -1,7 +1,7 @@
-"""A chat request, read once: what the client asked for, and the body that goes to vLLM in its place.
+"""A chat request, parsed once: what the client asked for, and the body that is sent to vLLM.
 
-Promises: fields that the proxy does not know reach vLLM byte for byte; the messages are never changed. Only the
-first level is taken apart; everything else stays raw JSON until it is needed.
+Promises: fields that the proxy does not know reach vLLM byte for byte; messages change only by `with_prompt`. Only the
+first level is decoded; everything else stays raw JSON until it is needed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from msgspec import Raw
@@ -18,7 +18,9 @@ from ratchet.proxy.errors import BadRequest
 from ratchet.proxy.wire import lax_values
 from ratchet.proxy.wire.message_history import MessageReader
 from ratchet.store.content import messages as canon
+from ratchet.store.content.prompt_substitution import beginning, has_system_prompt
 from ratchet.store.records import MessageNode
+from ratchet.store.records.tuning import Prompt
 
 SAMPLING = frozenset((
     "temperature", "top_p", "top_k", "min_p", "seed", "n", "stop", "stop_token_ids", "max_tokens",
@@ -28,26 +30,29 @@ SAMPLING = frozenset((
     "guided_regex", "thinking_token_budget", "reasoning_effort", "vllm_xargs", "repetition_detection", "watermarking",
 ))  # fmt: skip
 
-_ALIEN_PARTS = ("image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "file")
+_NON_TEXT_PARTS = ("image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "file")
 
 _fields = msgspec.json.Decoder(dict[str, Raw])
+_raws = msgspec.json.Decoder(list[Raw])
 _history = MessageReader()
 _encode = msgspec.json.Encoder().encode
 
-_LARGE = 4096  # bytes; of a larger sampling parameter only the presence is recorded
+_MAX_SAMPLING_BYTES = 4096  # of a larger sampling parameter only the presence is recorded
 
-_LONG_NUMBER = re.compile(rb"[0-9]{19}")  # it may have more than 64 bits
-_CACHED_TOOLS = 256 * 1024  # bytes
+_LONG_NUMBER = re.compile(rb"[0-9]{19}")  # may exceed 64 bits
+_MAX_CACHED_TOOLS = 256 * 1024  # bytes
 
 _TRUE = Raw(b"true")
 _ZERO = Raw(b"0")
 
 
 class ChatRequest(msgspec.Struct):
-    """One request as it came in. `asks_*` say which of the captured fields the client wants for itself.
+    """One request as received. `asks_*`: which of the captured fields the client requested.
 
-    The messages are shared with other requests of the same history: nobody changes them.
+    The messages are shared with other requests of the same history and must not be changed.
     """
+
+    is_chat: ClassVar[bool] = True  # has chat messages: a system prompt can be substituted, sampled ids continued
 
     fields: dict[str, Raw]
     model: str
@@ -62,13 +67,13 @@ class ChatRequest(msgspec.Struct):
     tools: bytes = b""
     strict_tools: bool = False  # one of them is `strict`
     trajectory: str | None = None
-    follows: tuple[str, str] | None = None  # trajectory and call that the client says it continues
+    follows: tuple[str, str] | None = None  # trajectory and call that the client continues
     untrainable: str | None = None
     nodes: tuple[MessageNode, ...] = ()
     keys: tuple[str, ...] = ()  # link keys of the messages
 
     def outgoing(self, served_name: str) -> bytes:
-        """Return the body for vLLM: the served model, and the request for ids, logprobs and usage."""
+        """Return the body for vLLM: with the served name, and requesting ids, logprobs and usage."""
         return _encode(self.outgoing_fields(served_name))
 
     def outgoing_fields(self, served_name: str) -> dict[str, Raw]:
@@ -82,9 +87,24 @@ class ChatRequest(msgspec.Struct):
             fields["stream_options"] = Raw(_encode({**self.stream_options, "include_usage": True}))
         return fields
 
+    def with_prompt(self, prompt: Prompt, family: str) -> ChatRequest:
+        """Return the request with `prompt` substituted for its system prompt; itself if it has no text for `family`.
+
+        All other messages stay byte for byte, and this object stays unchanged: linking and recording use the client's
+        messages.
+        """
+        text = prompt.text_for(family)
+        if not text:
+            return self
+        system = beginning(self.messages, prompt.mode, text)
+        replaced = has_system_prompt(self.messages)  # as an int: how many messages it replaces
+        raws = [Raw(_encode(system)), *_raws.decode(self.fields["messages"])[replaced:]]
+        fields = {**self.fields, "messages": Raw(_encode(raws))}
+        return msgspec.structs.replace(self, fields=fields, messages=[system, *self.messages[replaced:]])
+
 
 def read(body: bytes) -> ChatRequest:
-    """Return the request in a JSON body. Raises BadRequest with the field that is wrong."""
+    """Return the request in a JSON body. Raises BadRequest that names the invalid field."""
     fields = fields_of(body)
     model = model_in(fields)
     try:
@@ -95,7 +115,7 @@ def read(body: bytes) -> ChatRequest:
         raise BadRequest(f"`messages` must be a list of objects: {error}", param="messages") from error
     if not history:
         raise BadRequest("`messages` is empty", param="messages")
-    messages = [said.message for said in history]
+    messages = [one.message for one in history]
     asks_logprobs = is_true(fields, "logprobs")
     if "top_logprobs" in fields and not asks_logprobs:
         _check_top_logprobs(fields)
@@ -116,13 +136,13 @@ def read(body: bytes) -> ChatRequest:
         strict_tools=strict,
         trajectory=trajectory_in(fields),
         untrainable=untrainable_by(fields, messages),
-        nodes=tuple([said.node for said in history]),
-        keys=tuple([said.key for said in history]),
+        nodes=tuple([one.node for one in history]),
+        keys=tuple([one.key for one in history]),
     )
 
 
 def _check_top_logprobs(fields: Mapping[str, Raw]) -> None:
-    """Raise BadRequest as vLLM does, which would not see it: it is always asked for logprobs."""
+    """Raise BadRequest as vLLM would; it cannot, since the proxy always requests logprobs."""
     if value(fields, "top_logprobs") not in (None, 0):
         raise BadRequest("`top_logprobs` needs `logprobs` to be true", param="top_logprobs")
 
@@ -144,19 +164,19 @@ def model_in(fields: Mapping[str, Raw]) -> str:
 
 
 def stream_in(fields: Mapping[str, Raw]) -> tuple[bool, dict[str, Any]]:
-    """Return whether a stream is asked for, and its options."""
+    """Return whether the request streams, and its stream options."""
     streamed = is_true(fields, "stream")
     options = value(fields, "stream_options") if streamed else None
     return streamed, options if isinstance(options, dict) else {}
 
 
 def sampling_in(fields: Mapping[str, Raw]) -> dict[str, Any]:
-    """Return the sampling parameters as they were sent; `True` in place of one that is too large for a record."""
+    """Return the sampling parameters as sent; `True` for one that is too large to record."""
     return {name: _sampled_by(bytes(raw)) for name, raw in fields.items() if name in SAMPLING}
 
 
 def _sampled_by(raw: bytes) -> Any:
-    found = msgspec.json.decode(raw) if len(raw) <= _LARGE else True
+    found = msgspec.json.decode(raw) if len(raw) <= _MAX_SAMPLING_BYTES else True
     if len(raw) > 18 and _LONG_NUMBER.search(raw):
         try:
             msgspec.msgpack.encode(found)
@@ -166,26 +186,26 @@ def _sampled_by(raw: bytes) -> Any:
 
 
 def value(fields: Mapping[str, Raw], name: str) -> Any:
-    """Return a field decoded; None where it is absent."""
+    """Return a decoded field; None if absent."""
     return msgspec.json.decode(fields[name]) if name in fields else None
 
 
 def is_true(fields: Mapping[str, Raw], name: str) -> bool:
-    """Return whether a field is what vLLM reads as true."""
+    """Return whether vLLM parses a field as true."""
     return name in fields and lax_values.lax_bool(msgspec.json.decode(fields[name])) is True
 
 
 def _tools_in(fields: Mapping[str, Raw]) -> tuple[str, bytes, bool]:
-    """Return (hash, canonical JSON, strict) of the tool list; only lists of a usual size are kept for the next call."""
+    """Return (hash, canonical JSON, strict) of the tool list; lists of ordinary size are cached."""
     raw = bytes(fields.get("tools", b""))
     if not raw:
         return "", b"", False
-    return _tools(raw) if len(raw) <= _CACHED_TOOLS else _tools.__wrapped__(raw)
+    return _tools(raw) if len(raw) <= _MAX_CACHED_TOOLS else _tools.__wrapped__(raw)
 
 
 @lru_cache(maxsize=64)
 def _tools(raw: bytes) -> tuple[str, bytes, bool]:
-    """Return (hash, canonical JSON, whether a tool is strict) of a tool list; agents send the same with every call."""
+    """Return (hash, canonical JSON, whether a tool is strict) of a tool list; agents send the same one with every call."""
     tools = msgspec.json.decode(raw)
     return *canon.tools_hash(tools), isinstance(tools, list) and any(map(_is_strict, tools))
 
@@ -196,14 +216,14 @@ def _is_strict(tool: Any) -> bool:
 
 
 def trajectory_in(fields: Mapping[str, Raw]) -> str | None:
-    """Return the trajectory that the body's metadata names."""
+    """Return the trajectory id in the body's metadata."""
     metadata = value(fields, "metadata")
-    named = metadata.get("trajectory_id") if isinstance(metadata, dict) else None
-    return named if isinstance(named, str) and named else None
+    name = metadata.get("trajectory_id") if isinstance(metadata, dict) else None
+    return name if isinstance(name, str) and name else None
 
 
 def untrainable_by(fields: Mapping[str, Raw], messages: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return why the answer's tokens may not be trained, as far as the request tells."""
+    """Return why the completion's tokens cannot be trained, as far as the request shows; else None."""
     if is_true(fields, "echo"):
         return "echo"
     if is_true(fields, "use_beam_search"):
@@ -212,6 +232,6 @@ def untrainable_by(fields: Mapping[str, Raw], messages: Sequence[Mapping[str, An
         content = message.get("content")
         if isinstance(content, list):
             for part in content:
-                if isinstance(part, dict) and part.get("type") in _ALIEN_PARTS:
+                if isinstance(part, dict) and part.get("type") in _NON_TEXT_PARTS:
                     return "image" if "image" in str(part["type"]) else str(part["type"])
     return None

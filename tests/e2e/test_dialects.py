@@ -163,6 +163,6 @@ def test_a_client_that_leaves_stops_the_engine_and_what_was_generated_is_recorde
     call = next((call for call in short if call.state == "aborted"), None)
     store.close()
     assert call is not None
-    assert (call.status, call.error) == (499, "the client left")
+    assert (call.status, call.error) == (499, "the client disconnected")
     assert (len(call.choices) == 1) == streamed
     assert all(0 < len(choice.ids) == len(choice.logprobs) for choice in call.choices)

@@ -58,7 +58,7 @@ def test_a_client_that_leaves_before_the_first_token_is_an_aborted_call_without_
     eventually(lambda: in_flight(proxy) == 0.0)
     proxy.settled()
     (call,) = proxy.store.calls.page(9)
-    assert (str(call.state), call.status, call.error) == ("aborted", 499, "the client left")
+    assert (str(call.state), call.status, call.error) == ("aborted", 499, "the client disconnected")
     assert (call.choices, call.completion_tokens, call.untrainable) == ((), 0, "no_prompt_token_ids")
     again = proxy.http.post("/v1/chat/completions", json=body | {"messages": [{"role": "user", "content": "hi"}]})
     assert again.status_code == 200
@@ -79,7 +79,7 @@ def test_the_upstream_is_let_go_within_a_tenth_of_a_second(proxy: Proxy, vllm: S
     proxy.settled()
     calls = proxy.store.calls.page(100)
     assert [(call.state, call.status, call.error) for call in calls] == [
-        (CallState.ABORTED, 499, "the client left")
+        (CallState.ABORTED, 499, "the client disconnected")
     ] * TURNS
     if streamed:
         for call in calls:

@@ -51,7 +51,7 @@ def not_ready(proxy: Proxy) -> httpx.Response | None:
 
 def answering(proxy: Proxy) -> list[bool]:
     """Of each replica, whether it answered as it should when it was last probed."""
-    return [one["answers"] for one in proxy.http.get("/health/ready").json()["upstreams"]]
+    return [one["up"] for one in proxy.http.get("/health/ready").json()["upstreams"]]
 
 
 def test_a_vllm_restarted_with_another_base_makes_ready_say_so_until_the_right_one_is_back(

@@ -216,7 +216,7 @@ async def test_a_slow_reader_stops_the_reading(client: HttpClient) -> None:
 
     async with server(talk) as url:
         answer = await client.send(url, "GET", "/x", None, {})
-        await answer.begin()
+        await answer.wait_for_body()
         await asyncio.sleep(0.3)
         assert sent < 32
         assert sum([len(piece) async for piece in answer.pieces()]) == 64 * 2**20
@@ -237,7 +237,7 @@ STREAM = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 async def read_on(client: HttpClient, url: str, pause: float = 0.0) -> bytes:
     """The body of a stream, read with a pause after the first piece."""
     answer = await client.send(url, "POST", "/x", b"{}", {})
-    await answer.begin()
+    await answer.wait_for_body()
     came = b""
     try:
         async for piece in answer.pieces():
@@ -269,7 +269,7 @@ async def test_a_stream_that_hangs_is_let_go_after_its_idle_time(client: HttpCli
         await reader.read()
 
     async with server(talk) as url:
-        with pytest.raises(UpstreamTimeout, match=r"said nothing for 0\.3 s.*stream_idle_timeout_seconds"):
+        with pytest.raises(UpstreamTimeout, match=r"sent nothing for 0\.3 s.*stream_idle_timeout_seconds"):
             await read_on(client, url)
 
 

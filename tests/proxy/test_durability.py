@@ -139,7 +139,10 @@ def test_a_call_that_a_stop_cut_off_is_told_apart_from_one_whose_client_left(
         assert call.result().status_code == 500
     calls = store.calls.page(9)[::-1]
     assert [call.state for call in calls] == [CallState.ABORTED] * 2
-    assert [(call.status, call.error) for call in calls] == [(499, "the client left"), (503, "the proxy was stopped")]
+    assert [(call.status, call.error) for call in calls] == [
+        (499, "the client disconnected"),
+        (503, "the proxy was stopped"),
+    ]
 
 
 def test_relaxed_capture_records_too(start: Start) -> None:

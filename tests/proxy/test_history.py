@@ -52,7 +52,7 @@ def test_memory_is_bounded_and_what_is_still_sent_stays() -> None:
     kept = read(history, turns(5))[0]
     for number in range(3000):
         assert read(history, [*turns(5), {"role": "user", "content": f"{number} " * 20}])[0] is kept
-        assert len(history._young) + len(history._old) < 1000
+        assert len(history._current) + len(history._previous) < 1000
 
 
 @pytest.mark.parametrize("sent", [b"{}", b"[1]", b'["a"]', b"[[]]", b"null", b'[{"role": 1}, "x"]'])

@@ -109,4 +109,4 @@ def test_a_client_that_leaves_while_it_gets_comments_stops_the_upstream(proxy: P
     proxy.http = type(proxy.http)(base_url=proxy.url, timeout=20)
     proxy.settled()
     (call,) = proxy.store.calls.page(9)
-    assert (call.state, call.error) == ("aborted", "the client left")
+    assert (call.state, call.error) == ("aborted", "the client disconnected")

@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from ratchet.proxy.worker.call.durable_messages import DurableMessages
+from ratchet.proxy.worker.call.recorder import DurableMessages
 from tests.harness.proxy.servers import ProxyProcess, eventually
 
 BODY: Any = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
@@ -21,7 +21,7 @@ def answers(url: str) -> bool:
     return httpx.get(url + "/health/ready", timeout=5).status_code == 200
 
 
-def test_large_bodies_leave_no_memory_behind(vllm_url: str, tmp_path: Path) -> None:
+def test_memory_of_large_bodies_is_returned_to_the_system(vllm_url: str, tmp_path: Path) -> None:
     process = ProxyProcess(tmp_path, upstreams=[vllm_url])
     eventually(partial(answers, process.url), 10)
     large = b'{"model":"agent","messages":[{"role":"user","content":"' + b"x" * (7 * 2**20) + b'"}] no JSON'
@@ -39,13 +39,13 @@ def test_large_bodies_leave_no_memory_behind(vllm_url: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("half", [10, 1000])
-def test_the_memory_of_what_is_durable_is_bounded_and_the_oldest_go(half: int) -> None:
-    known = DurableMessages(half)
+def test_hashes_of_durable_messages_are_bounded_and_the_oldest_are_dropped(half: int) -> None:
+    durable = DurableMessages(half)
     for number in range(5000):
-        known.add([f"hash_{number}", "again"])
-    held = [number for number in range(5000) if f"hash_{number}" in known]
-    assert half <= len(held) + 1 <= 2 * half
-    assert held == list(range(held[0], 5000))
-    assert "again" in known
-    known.clear()
-    assert "again" not in known
+        durable.add([f"hash_{number}", "again"])
+    kept = [number for number in range(5000) if f"hash_{number}" in durable]
+    assert half <= len(kept) + 1 <= 2 * half
+    assert kept == list(range(kept[0], 5000))
+    assert "again" in durable
+    durable.clear()
+    assert "again" not in durable

@@ -124,7 +124,7 @@ def test_a_template_that_drops_the_changed_words_proves_nothing() -> None:
 
 
 def test_an_exact_prompt_that_leaves_the_answer_much_less_room_is_a_fork() -> None:
-    template = Template(END, "<|end|>", longest=1000)
+    template = Template(END, "<|end|>", max_model_len=1000)
     template.check_context_length(plain=500, exact=700, wanted=300)
     template.check_context_length(plain=500, exact=740, wanted=None)
     for wanted, exact in ((400, 700), (None, 760)):

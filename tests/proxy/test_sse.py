@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ratchet.proxy.wire.sse import SseParser
+from ratchet.proxy.wire.upstream_response import SseParser
 
 STREAM = b'data: {"a":1}\n\n: ping\n\nevent: x\ndata: one\ndata: two\n\ndata:[DONE]\n\n'
 DATA = [b'{"a":1}', None, b"one\ntwo", b"[DONE]"]

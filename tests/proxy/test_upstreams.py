@@ -59,12 +59,12 @@ def test_an_open_breaker_moves_only_the_trajectories_of_its_replica_and_spreads_
     replicas = pool()
     names = [f"traj_{n}" for n in range(200)]
     before = {name: replicas.order(name)[0].url for name in names}
-    replicas.failed(replicas.replicas[0], "gone")
+    replicas.mark_failed(replicas.replicas[0], "gone")
     after = {name: replicas.order(name)[0].url for name in names}
     assert {name for name in names if before[name] != after[name]} == {n for n in names if before[n] == URLS[0]}
     assert {after[name] for name in names if before[name] == URLS[0]} == set(URLS[1:])
     for replica in replicas.replicas:
-        replicas.failed(replica, "gone")
+        replicas.mark_failed(replica, "gone")
     assert replicas.order("traj_1"), "with all breakers open a call is tried nevertheless"
 
 
@@ -183,7 +183,7 @@ def test_readiness_needs_one_replica_and_names_those_that_are_down(start: Start,
     ready = proxy.http.get("/health/ready")
     assert ready.status_code == 200
     dead, well = ready.json()["upstreams"]
-    assert (dead["url"], dead["answers"], well["answers"]) == ("http://127.0.0.1:9", False, True)
+    assert (dead["url"], dead["up"], well["up"]) == ("http://127.0.0.1:9", False, True)
     assert "http://127.0.0.1:9 cannot be reached" in dead["reason"]
     eventually(lambda: proxy.http.get("/health/ready").json()["upstreams"][0]["breaker"] != "closed")
 
@@ -209,7 +209,7 @@ def test_readiness_is_told_from_the_latest_look_and_asks_no_replica(
     looks = len(vllm.paths)
     for _ in range(100):
         ready = proxy.http.get("/health/ready")
-        assert (ready.status_code, ready.json()["upstreams"][0]["answers"]) == (200, True)
+        assert (ready.status_code, ready.json()["upstreams"][0]["up"]) == (200, True)
     assert len(vllm.paths) == looks
 
 
@@ -237,16 +237,16 @@ async def test_a_replica_that_hangs_is_left_after_some_looks_in_a_row_and_one_th
         if hanging[0]:
             raise TimeoutError
 
-    probes = ReplicaProbes(replicas, ask, every=1.0)
+    probes = ReplicaProbes(replicas, ask, interval=1.0)
     for slow in (True, True, False, True, True):
         hanging[0] = slow
-        await probes.look(replicas.replicas[0])
-        assert probes.last()[0]["breaker"] == "closed"
-    await probes.look(replicas.replicas[0])
-    assert probes.last()[0]["breaker"] == "open"
+        await probes.probe(replicas.replicas[0])
+        assert probes.last_results()[0]["breaker"] == "closed"
+    await probes.probe(replicas.replicas[0])
+    assert probes.last_results()[0]["breaker"] == "open"
     hanging[0] = False
-    await probes.look(replicas.replicas[0])
-    assert probes.last()[0]["breaker"] == "closed"
+    await probes.probe(replicas.replicas[0])
+    assert probes.last_results()[0]["breaker"] == "closed"
 
 
 class Load:

@@ -48,7 +48,7 @@ sys.exit(serve(ProxySettings.read({}, **json.loads(sys.argv[1])), on_listening))
 """
 
 
-@pytest.mark.parametrize("part", ["policies", "keys", "watch over connections", "shipper", "journal-preallocation"])
+@pytest.mark.parametrize("part", ["policies", "keys", "slow-connection check", "shipper", "journal-preallocation"])
 def test_a_part_that_dies_ends_the_process_loudly_and_live_says_so_meanwhile(
     part: str, tmp_path: Path, vllm_url: str
 ) -> None:
@@ -125,7 +125,7 @@ async def test_a_connection_that_cannot_be_looked_at_is_ended_and_the_others_are
     )
     config = Config(app, ws="none")
     server = await loop.create_server(lambda: made.pop(0)(doors, config, ServerState(), {}), "127.0.0.1", 0)
-    watch = asyncio.create_task(doors.watch())
+    watch = asyncio.create_task(doors.close_slow())
     host, port = server.sockets[0].getsockname()
     for _ in range(2):
         slow = [await asyncio.open_connection(host, port) for _ in range(2)]

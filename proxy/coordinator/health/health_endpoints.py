@@ -54,10 +54,10 @@ class HealthEndpoints:
 
     async def ready(self, scope: Scope, receive: Receive, send: Send) -> None:
         """200 when a call would be served: by at least one replica; else 503 with what is missing."""
-        upstreams = self._probes.last()
+        upstreams = self._probes.last_results()
         missing = [*(["the proxy is stopping"] if self._stopping else ()), *self._policies.readiness_problems()]
-        if not any(told["answers"] for told in upstreams):
-            missing += [told["reason"] for told in upstreams]
+        if not any(upstream["up"] for upstream in upstreams):
+            missing += [upstream["reason"] for upstream in upstreams]
         status = "not ready" if missing else "ready"
         await send_json(send, 503 if missing else 200, {"status": status, "missing": missing, "upstreams": upstreams})
 

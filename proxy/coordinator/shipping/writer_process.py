@@ -24,7 +24,7 @@ import msgspec
 
 import ratchet
 from ratchet.proxy.coordinator.shipping.store_writer import Carried, InProcessWriter, SegmentRange
-from ratchet.proxy.runtime.malloc import give_back
+from ratchet.proxy.runtime.malloc import return_large_blocks
 from ratchet.proxy.telemetry import logs
 from ratchet.store.db.engine import connect
 from ratchet.store.errors import SchemaMismatch, StoreError, StoreUnavailable
@@ -161,7 +161,7 @@ def main(log_format: Any, log_level: Any) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # they are meant for the proxy, which closes the pipe when it has done
     os.nice(_NICENESS)
-    give_back()
+    return_large_blocks()
     questions, answers = sys.stdin.buffer, sys.stdout.buffer
     url = _hear(questions)
     if url is None:

@@ -1,1 +1,1 @@
-"""proxy/worker/call."""
+"""One captured call: its state, its record, its metrics and its span."""

@@ -1,52 +1,164 @@
-"""One call in the making: what was asked, where it belongs, what has come of it so far. Holds; decides nothing."""
+"""One captured call from its begin record to its end: a state machine.
+
+    phase      meaning                                        next
+    ---------  ---------------------------------------------  -------------------
+    OPEN       the begin record is in the journal             HEAD_SENT, RECORDED
+    HEAD_SENT  the client has the head of a stream (200)      RECORDED
+    RECORDED   the end record was passed to the journal       REPORTED
+    REPORTED   metrics, log line and span have the end        -
+
+A call is recorded exactly once, with one of these outcomes. If the client already has the head, the status is 200.
+
+    outcome              state     status       error label          cause
+    -------------------  --------  -----------  -------------------  ---------------------------------------------
+    ANSWERED             answered  200          -                    a complete response
+    stream_failed        failed    200          stream_error         vLLM sent an error event in its stream
+    refused              failed    vLLM's       status_4xx, _5xx     vLLM answered with an error
+    upstream_failed      failed    the error's  the error's class    no complete response from vLLM
+    CLIENT_DISCONNECTED  aborted   499          client_disconnected  the client closed its connection
+    SHUTTING_DOWN        aborted   503          shutting_down        the proxy stopped
+    INTERNAL_FAILURE     failed    500          internal_error       a bug in the proxy
+
+After an aborted or a retryable outcome, and if a recorded answer could not be sent, linking expects a retry.
+"""
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.types import Message
 
 from ratchet.proxy.dialects.dialect import ResponseEncoder
-from ratchet.proxy.messages.link_records import AttemptKey
+from ratchet.proxy.errors import UpstreamError
+from ratchet.proxy.messages.admission import Placement
+from ratchet.proxy.telemetry.metrics import INTERNAL_ERROR, error_label
 from ratchet.proxy.wire.asgi import JSON, Headers
 from ratchet.proxy.wire.capture import Capture
 from ratchet.proxy.wire.request_body import ChatRequest
-from ratchet.proxy.worker.call.recorder import OpenCall
+from ratchet.store.records import CallBegun, CallEnded, MessageNode
+from ratchet.store.states import CallState
 
 SSE = (b"content-type", b"text/event-stream; charset=utf-8")
+
+_RETRIED = (408, 409, 429)  # and every 5xx: statuses that the SDKs retry
+
+
+class CallPhase(Enum):
+    """How far a call is."""
+
+    OPEN = 0
+    HEAD_SENT = 1
+    RECORDED = 2
+    REPORTED = 3
+
+
+_NEXT = {
+    CallPhase.OPEN: (CallPhase.HEAD_SENT, CallPhase.RECORDED),
+    CallPhase.HEAD_SENT: (CallPhase.RECORDED,),
+    CallPhase.RECORDED: (CallPhase.REPORTED,),
+    CallPhase.REPORTED: (),
+}
+
+
+class CallOutcome(NamedTuple):
+    """How a call ended; `failure` is its error label in the metrics, `error` the message in its record."""
+
+    state: CallState
+    status: int
+    failure: str | None = None
+    error: str | None = None
+
+    @property
+    def is_retryable(self) -> bool:
+        """Whether its client may send the same request again."""
+        return self.state == CallState.ABORTED or self.status in _RETRIED or self.status >= 500
+
+
+ANSWERED = CallOutcome(CallState.ANSWERED, 200)
+CLIENT_DISCONNECTED = CallOutcome(CallState.ABORTED, 499, "client_disconnected", "the client disconnected")
+SHUTTING_DOWN = CallOutcome(CallState.ABORTED, 503, "shutting_down", "the proxy was stopped")
+INTERNAL_FAILURE = CallOutcome(CallState.FAILED, 500, INTERNAL_ERROR, "the proxy failed")
+
+
+def stream_failed(message: str) -> CallOutcome:
+    """Return the outcome of a stream with an error event."""
+    return CallOutcome(CallState.FAILED, 200, "stream_error", message)
+
+
+def refused(status: int, message: str, *, head_sent: bool) -> CallOutcome:
+    """Return the outcome of a call that vLLM answered with an error."""
+    return CallOutcome(CallState.FAILED, 200 if head_sent else status, f"status_{status // 100}xx", message)
+
+
+def upstream_failed(error: UpstreamError, *, head_sent: bool) -> CallOutcome:
+    """Return the outcome of a call without a complete response."""
+    return CallOutcome(CallState.FAILED, 200 if head_sent else error.status, error_label(error), str(error))
+
+
+class OpenCall(msgspec.Struct):
+    """The recorder's part of a call: its begin record, and what its end record needs from the request."""
+
+    begun: CallBegun
+    placement: Placement
+    keys: tuple[str, ...]  # link keys of the prompt's messages; empty if nothing can continue the call
+    messages: Sequence[dict[str, Any]]  # the prompt
+    untrainable: str | None
+    nodes: tuple[MessageNode, ...]  # the whole prompt, as recorded
+    redacted: bool = False  # some of the request's content was redacted
+    ended: CallEnded | None = None  # the end record
+    epoch: int = 0  # of the recorder's durable messages when the call began
 
 
 class ActiveCall(msgspec.Struct):
     """The state of one call. `arrived` and `upstream_seconds` are on the monotonic clock."""
 
-    request: ChatRequest  # as it goes to vLLM; what the client said is in `opened`
-    opened: OpenCall
-    voice: ResponseEncoder
+    request: ChatRequest  # as sent to vLLM; the client's own request is in `open_call`
+    open_call: OpenCall
+    encoder: ResponseEncoder
     request_id: bytes
-    attempt: AttemptKey  # what a retry repeats
     arrived: float
+    phase: CallPhase = CallPhase.OPEN
+    failure: str | None = None  # error label of its outcome
     upstream_seconds: float = 0.0
     waiting_since: float | None = None  # for the upstream
     url: str | None = None
-    started: bool = False  # the client has the response's head
-    over: bool = False  # its end is recorded
     first_byte_at: float | None = None
-    spent: float | None = None  # the overhead when the answer, or its head, was ready to be sent
-    failure: str | None = None  # class of the error that it ended with
-    span: Any = None  # OpenTelemetry's, where calls are traced
-    told: bool = False  # its end was told to the observer
+    overhead_at_send: float | None = None  # when the response, or its head, was ready to be sent
+    span: Any = None  # OpenTelemetry's, if calls are traced
+
+    @property
+    def begun(self) -> CallBegun:
+        """The begin record."""
+        return self.open_call.begun
 
     @property
     def capture(self) -> Capture:
-        """What the answer says so far."""
-        return self.voice.capture
+        """What the response contains so far."""
+        return self.encoder.capture
 
     @property
     def policy(self) -> str:
-        """What answers: `alias@version`, or another model's name."""
-        return self.opened.begun.policy
+        """`alias@version`, or another model's name."""
+        return self.open_call.begun.policy
+
+    @property
+    def head_sent(self) -> bool:
+        """Whether the client has the head of a stream that has not ended."""
+        return self.phase is CallPhase.HEAD_SENT
+
+    def enter(self, phase: CallPhase) -> None:
+        """Move to the next phase. Raises RuntimeError for a transition that the table does not have."""
+        if phase not in _NEXT[self.phase]:
+            raise RuntimeError(f"call {self.begun.call_id} cannot go from {self.phase.name} to {phase.name}")
+        self.phase = phase
+
+    def mark_head_sent(self) -> None:
+        """Record that the client has the head of the stream."""
+        self.enter(CallPhase.HEAD_SENT)
 
     def overhead(self) -> float:
         """Return the seconds so far that were not spent waiting for the upstream."""
@@ -54,25 +166,21 @@ class ActiveCall(msgspec.Struct):
         waiting = 0.0 if self.waiting_since is None else now - self.waiting_since
         return max(0.0, now - self.arrived - self.upstream_seconds - waiting)
 
-    def waited(self) -> None:
-        """The upstream has answered, or failed."""
+    def stop_waiting(self) -> None:
+        """Record that the upstream has answered or failed."""
         if self.waiting_since is not None:
             self.upstream_seconds += time.perf_counter() - self.waiting_since
             self.waiting_since = None
 
-    def begin(self) -> None:
-        """The client has the response's head."""
-        self.started = True
-
-    def head(self) -> Message | None:
-        """Return a stream's head, unless it has been sent."""
-        if self.started:
+    def stream_head(self) -> Message | None:
+        """Return the head of a stream, or None if it has been sent."""
+        if self.phase is not CallPhase.OPEN:
             return None
         return {"type": "http.response.start", "status": 200, "headers": self.headers(streamed=True)}
 
     def headers(self, *, streamed: bool = False) -> Headers:
-        """Return the response headers that every captured call has."""
-        begun = self.opened.begun
+        """Return the response headers of every captured call."""
+        begun = self.open_call.begun
         return [
             SSE if streamed else JSON,
             (b"x-request-id", self.request_id),

@@ -1,6 +1,6 @@
-"""Told of every call: at its beginning, and once after its last byte. Counts, logs and traces it.
+"""Reports every call to metrics, call log and tracing: when it begins, and once after its last byte.
 
-Promise: whatever goes wrong here never fails a call.
+Promise: a failure in here never fails a call.
 """
 
 from __future__ import annotations
@@ -11,46 +11,53 @@ from collections.abc import Mapping
 
 from ratchet.proxy.telemetry.call_telemetry import CallCounters, CallTiming, log_call
 from ratchet.proxy.telemetry.metrics import Metrics
-from ratchet.proxy.worker.call.active_call import ActiveCall
+from ratchet.proxy.worker.call.active_call import ActiveCall, CallPhase
 from ratchet.proxy.worker.call.tracing import CallSpans
-from ratchet.proxy.worker.http import request_identity
+from ratchet.proxy.worker.http.request_identity import trace_headers
 
 log = logging.getLogger("ratchet.proxy")
 
 
 class CallObserver:
-    """The one who is told. A line is written where `logs_calls` says so, a span made where there are spans."""
+    """Counts calls; logs them if `logs_calls`; traces them if there are `spans`."""
 
     def __init__(self, metrics: Metrics, spans: CallSpans | None = None, *, logs_calls: bool = False) -> None:
-        self._counts = CallCounters(metrics)
+        self._metrics = metrics
+        self._counters = CallCounters(metrics)
         self._logs_calls = logs_calls
         self._spans = spans
 
-    def begun(self, exchange: ActiveCall, headers: Mapping[bytes, bytes]) -> dict[str, str]:
-        """Take note of a call's beginning; return the tracing headers that go on to vLLM."""
+    def call_started(self, call: ActiveCall, headers: Mapping[bytes, bytes]) -> dict[str, str]:
+        """Report the beginning of a call; return the tracing headers for vLLM."""
+        self._metrics.open_calls += 1
         if self._spans is not None:
             try:
-                return self._spans.begin(exchange, headers)
-            except Exception as error:  # a call without a span is a call
-                log.exception("event=observation_failed call=%s reason=%r", exchange.opened.begun.call_id, str(error))
-        return request_identity.trace(headers)
+                return self._spans.start_span(call, headers)
+            except Exception as error:  # the call goes on without a span
+                log.exception("event=observation_failed call=%s reason=%r", call.begun.call_id, str(error))
+        return trace_headers(headers)
 
-    def ended(self, exchange: ActiveCall) -> None:
-        """Take note of a call's end; telling it again changes nothing."""
-        if exchange.told:
+    def upstream_failed(self, label: str) -> None:
+        """Count a failure of an upstream."""
+        self._metrics.upstream_errors.labels(label).inc()
+
+    def call_ended(self, call: ActiveCall) -> None:
+        """Report the end of a recorded call; does nothing if it was reported."""
+        if call.phase is CallPhase.REPORTED:
             return
-        exchange.told = True
+        call.enter(CallPhase.REPORTED)
+        self._metrics.open_calls -= 1
         try:
-            self._note(exchange)
-        except Exception as error:  # the client has its answer; only what is told about it is at stake
-            log.exception("event=observation_failed call=%s reason=%r", exchange.opened.begun.call_id, str(error))
+            self._report(call)
+        except Exception as error:  # the client has its response; only the report is lost
+            log.exception("event=observation_failed call=%s reason=%r", call.begun.call_id, str(error))
 
-    def _note(self, exchange: ActiveCall) -> None:
-        record, timing = exchange.opened.ended, None
-        if record is not None:  # what could not be recorded is counted as lost
-            timing = CallTiming.of(record, time.perf_counter() - exchange.arrived, exchange.spent)
-            self._counts.count(record, timing, exchange.failure)
+    def _report(self, call: ActiveCall) -> None:
+        record, timing = call.open_call.ended, None
+        if record is not None:  # otherwise it is counted as a lost record
+            timing = CallTiming.of(record, time.perf_counter() - call.arrived, call.overhead_at_send)
+            self._counters.count(record, timing, call.failure)
             if self._logs_calls:
-                log_call(record, timing, exchange.failure)
+                log_call(record, timing, call.failure)
         if self._spans is not None:
-            self._spans.end(exchange, record, timing)
+            self._spans.end_span(call, record, timing)

@@ -1,151 +1,151 @@
-"""Turns a call into records, and says when they are safe.
+"""Writes the records of calls to the journal, and returns a future for their durability.
 
-The promise: under `capture: strict`, what `end` gives to wait for resolves only when the call is durable in the
-journal, or the journal has said that it cannot be (it then holds the record and rings the alarm). Under `relaxed`
-there is nothing to wait for.
-Neither way can recording fail a call: whatever goes wrong here is logged and counted, and the client gets its answer.
+Promises: under `capture: strict` the future of `record_end` resolves when the call is durable in the journal, or when
+the journal cannot write it (it then keeps the record and raises an alarm). Under `relaxed` there is no future.
+Recording never fails a call: errors are logged and counted, and the client gets its response.
 
-Messages that are durable already are not written again; a bounded memory knows which.
+Messages that are durable already are not written again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
-from typing import Any
+import time
+from collections.abc import Iterable
 
 import msgspec
 
 from ratchet.proxy.dialects.dialect import ParsedRequest
 from ratchet.proxy.journal.journal import Journal
-from ratchet.proxy.messages.link_records import Leaf, Link, TokenFingerprint
+from ratchet.proxy.messages.admission import Placement
+from ratchet.proxy.messages.link_records import Leaf, TokenFingerprint
 from ratchet.proxy.messages.text_fingerprints import TextFingerprints, fingerprints_of
 from ratchet.proxy.redaction.redactor import Redactor
 from ratchet.proxy.telemetry.metrics import Metrics
 from ratchet.proxy.wire.capture import Capture
-from ratchet.proxy.worker.call.durable_messages import DurableMessages
+from ratchet.proxy.worker.call.active_call import ActiveCall, CallOutcome, OpenCall
 from ratchet.store.content import messages as canon
-from ratchet.store.records import OTHER, CallBegun, CallEnded, Choice, MessageNode
+from ratchet.store.records import OTHER, CallBegun, CallEnded, Choice
 from ratchet.store.states import CallState
 
 log = logging.getLogger("ratchet.proxy")
 
-_ENGINE_NAMED = ("chat", "completions")  # dialects in which the client gets the engine's id; others word the call's
+_ENGINE_IDS = ("chat", "completions")  # dialects whose clients get the engine's response id; others get the call's
+_GENERATION_SIZE = 25_000  # hashes
 
 
-class CallOutcome(msgspec.Struct):
-    """How a call ended, as far as the exchange saw it. Times are Unix seconds."""
+class DurableMessages:
+    """The hashes of the most recently written messages and tool lists: between one and two generations of them.
 
-    state: CallState
-    status: int
-    ended_at: float
-    first_byte_at: float | None = None
-    error: str | None = None
-    upstream: str | None = None
+    When the current generation is full it becomes the previous one, and the previous one is dropped. A message whose
+    hash was dropped is written again, which costs only bytes.
+    """
 
+    def __init__(self, generation_size: int = _GENERATION_SIZE) -> None:
+        self._size = generation_size
+        self._current: set[str] = set()
+        self._previous: set[str] = set()
 
-class OpenCall(msgspec.Struct):
-    """A call under way: its record, its link, and what only the request knows."""
+    def __contains__(self, name: str) -> bool:
+        return name in self._current or name in self._previous
 
-    begun: CallBegun
-    link: Link
-    keys: tuple[str, ...]  # link keys of the prompt's messages; none where nothing can continue the call
-    messages: Sequence[dict[str, Any]]  # of the prompt
-    untrainable: str | None
-    nodes: tuple[MessageNode, ...]  # all of the prompt, as they are written
-    redacted: bool = False  # something of the request's content was not
-    ended: CallEnded | None = None  # the record of its end
-    epoch: int = 0  # of the recorder's memory when it began
+    def add(self, names: Iterable[str]) -> None:
+        """Add hashes of durable messages."""
+        self._current.update(names)
+        if len(self._current) >= self._size:
+            self._previous, self._current = self._current, set()
+
+    def clear(self) -> None:
+        """Remove all hashes."""
+        self._previous, self._current = set(), set()
 
 
 class Recorder:
-    """Writes beginnings and ends of calls."""
+    """Records the beginning and the end of calls."""
 
     def __init__(self, journal: Journal, metrics: Metrics, *, strict: bool, redactor: Redactor | None = None) -> None:
         self._redactor = redactor
         self._journal = journal
         self._metrics = metrics
         self._strict = strict
-        self._known = DurableMessages()
+        self._durable = DurableMessages()
         self._epoch = 0
 
     def forget_durable_messages(self) -> None:
-        """Write every message again from now on: a record that carried some was put aside, or some were deleted."""
-        self._epoch += 1  # first: what is under way, and left some out, proves nothing any more
-        self._known.clear()
+        """Write every message again from now on: a record with messages was rejected, or messages were deleted."""
+        self._epoch += 1  # first: open calls that left messages out prove nothing any more
+        self._durable.clear()
 
-    def begin(self, asked: ParsedRequest, link: Link, begun: CallBegun) -> OpenCall:
-        """Journal the beginning of a call; it is not waited for."""
-        request, kept, epoch = asked.request, asked.storable, self._epoch
-        nodes, tools = (asked.nodes, request.tools) if kept is None else (kept.nodes, kept.tools)
-        if self._redactor is not None and kept is not None:
-            begun = self._redactor.begun(begun, kept)
+    def record_begin(self, parsed: ParsedRequest, placement: Placement, begun: CallBegun) -> OpenCall:
+        """Write the begin record without waiting for it."""
+        request, storable, epoch = parsed.request, parsed.storable, self._epoch
+        nodes, tools = (parsed.nodes, request.tools) if storable is None else (storable.nodes, storable.tools)
+        if self._redactor is not None and storable is not None:
+            begun = self._redactor.begun(begun, storable)
         begun = msgspec.structs.replace(
             begun,
-            nodes=tuple(node for node in nodes if node.hash not in self._known),
-            tools=b"" if begun.tools_hash in self._known else tools,
+            nodes=tuple(node for node in nodes if node.hash not in self._durable),
+            tools=b"" if begun.tools_hash in self._durable else tools,
         )
         try:
             self._journal.write(begun)
         except Exception as error:
             log.exception("event=record_failed call=%s reason=%r", begun.call_id, str(error))
-        redacted = kept is not None and kept.redacted
-        return OpenCall(begun, link, asked.keys, request.messages, request.untrainable, nodes, redacted, epoch=epoch)
+        redacted = storable is not None and storable.redacted
+        return OpenCall(
+            begun, placement, parsed.keys, request.messages, request.untrainable, nodes, redacted, epoch=epoch
+        )
 
-    def end(
-        self, opened: OpenCall, capture: Capture, end: CallOutcome
-    ) -> tuple[list[Leaf], asyncio.Future[bool] | None]:
-        """Hand the end of a call to the journal; return its answers, and what the client's last byte waits for."""
+    def record_end(self, call: ActiveCall, outcome: CallOutcome) -> tuple[list[Leaf], asyncio.Future[bool] | None]:
+        """Commit the end record; return the call's answers, and the future that the last byte waits for."""
+        open_call = call.open_call
         try:
-            record, leaves = _assembled(opened, capture, end)
+            record, leaves = _assemble_safely(call, outcome, time.time())
             if self._redactor is not None:
-                record = self._redactor.ended(record, leaves, redacted=opened.redacted)
-            opened.ended = record
+                record = self._redactor.ended(record, leaves, redacted=open_call.redacted)
+            open_call.ended = record
             future = self._journal.commit(record)
             hashes = [node.hash for node in (*record.begun.nodes, *record.nodes)]
             if record.begun.tools:
                 hashes.append(record.begun.tools_hash)
-            future.add_done_callback(lambda done: self._know(hashes, opened.epoch, done))
+            future.add_done_callback(lambda done: self._mark_durable(hashes, open_call.epoch, done))
         except Exception as error:
-            log.exception("event=record_failed call=%s reason=%r", opened.begun.call_id, str(error))
+            log.exception("event=record_failed call=%s reason=%r", open_call.begun.call_id, str(error))
             self._metrics.lost.inc()
             return [], None
         return leaves, future if self._strict else None
 
-    def _know(self, hashes: Iterable[str], epoch: int, done: asyncio.Future[bool]) -> None:
-        """Remember which messages are durable; a future that was cancelled or failed proves nothing."""
-        if done.cancelled() or not done.result() or epoch != self._epoch:
+    def _mark_durable(self, hashes: Iterable[str], epoch: int, done: asyncio.Future[bool]) -> None:
+        """Add the hashes if the commit succeeded and no message was forgotten meanwhile."""
+        if done.cancelled() or done.exception() is not None or not done.result() or epoch != self._epoch:
             return
-        self._known.add(hashes)
+        self._durable.add(hashes)
 
 
-def _assembled(opened: OpenCall, capture: Capture, end: CallOutcome) -> tuple[CallEnded, list[Leaf]]:
-    """Return what `assemble` does; of an answer that it cannot read, that the call has ended and how."""
+def _assemble_safely(call: ActiveCall, outcome: CallOutcome, now: float) -> tuple[CallEnded, list[Leaf]]:
+    """Return `assemble`'s result; for an unreadable response, an end record without choices."""
     try:
-        return assemble(opened, capture, end)
+        return assemble(call, call.capture, outcome, now)
     except Exception as error:
-        log.exception("event=answer_not_recorded call=%s reason=%r", opened.begun.call_id, str(error))
-        return assemble(opened, Capture("", asks_ids=False, asks_logprobs=False, asks_usage=False), end)
+        log.exception("event=response_not_recorded call=%s reason=%r", call.begun.call_id, str(error))
+        return assemble(call, Capture("", asks_ids=False, asks_logprobs=False, asks_usage=False), outcome, now)
 
 
-def assemble(opened: OpenCall, capture: Capture, end: CallOutcome) -> tuple[CallEnded, list[Leaf]]:
-    """Return the record of an ended call, and its answers as leaves that coming requests may continue."""
-    begun, parent = opened.begun, opened.link.parent
-    prompt = capture.prompt_ids
-    context, new_ids = ("fork" if parent else "root"), prompt
-    if parent is not None and parent.sequence.begins(prompt):
-        context, new_ids = "exact", prompt[parent.sequence.length :]
+def assemble(call: ActiveCall, capture: Capture, outcome: CallOutcome, now: float) -> tuple[CallEnded, list[Leaf]]:
+    """Return the end record of a call, and its answers as leaves that later requests may continue."""
+    open_call, begun = call.open_call, call.open_call.begun
+    context, new_ids = _new_prompt_ids(open_call, capture.prompt_ids)
     choices, nodes, leaves = [], [], []
-    parents = _parent_keys(opened)
-    for answered in capture.choices:
-        message = answered.message()
+    parents = _parent_keys(open_call)
+    for sampled in capture.choices:
+        message = sampled.message()
         node = canon.node(begun.prompt_node, message)
-        ids, logprobs = answered.packed()
-        keys = canon.answer_keys(parents, message) if opened.keys else ("",)
+        keys = canon.answer_keys(parents, message) if open_call.keys else ("",)
+        ids, logprobs = sampled.packed()
         choice = Choice(
-            index=answered.index,
-            finish_reason=answered.finish_reason,
+            index=sampled.index,
+            finish_reason=sampled.finish_reason,
             token_ids=ids,
             logprobs=logprobs,
             reply_node=node.hash,
@@ -154,43 +154,57 @@ def assemble(opened: OpenCall, capture: Capture, end: CallOutcome) -> tuple[Call
         )
         choices.append(choice)
         nodes.append(node)
-        if choice.link_key and answered.has_content():
-            seen = fingerprints_of(message, keys[2] if keys[2:] else "", keys[1], opened.messages)
-            leaves.append(_leaf(begun, choice, prompt, end.ended_at, seen))
-    failed = end.state == CallState.FAILED
-    untrainable = opened.untrainable or ("failed" if failed else capture.untrainable())
-    if untrainable and begun.purpose == OTHER and not failed:
-        untrainable = "other_model"  # whose server does not tell ids
+        if choice.link_key and sampled.has_content():
+            fingerprints = fingerprints_of(message, keys[2] if keys[2:] else "", keys[1], open_call.messages)
+            leaves.append(_leaf(begun, choice, capture.prompt_ids, now, fingerprints))
     record = CallEnded(
         begun=begun,
-        state=end.state,
-        ended_at=end.ended_at,
-        status=end.status,
+        state=outcome.state,
+        ended_at=now,
+        status=outcome.status,
         context=context,
         prompt_ids=new_ids,
         prompt_tokens=capture.prompt_tokens,
         completion_tokens=capture.answer_tokens(),
-        first_byte_at=end.first_byte_at,
+        first_byte_at=call.first_byte_at,
         choices=tuple(choices),
-        untrainable=untrainable,
-        error=end.error,
-        upstream=end.upstream,
+        untrainable=_untrainable_reason(open_call, capture, outcome),
+        error=outcome.error,
+        upstream=call.url,
         nodes=tuple(nodes),
-        response_id=capture.response_id if begun.dialect in _ENGINE_NAMED else None,
+        response_id=capture.response_id if begun.dialect in _ENGINE_IDS else None,
     )
     return record, leaves
 
 
-def _parent_keys(opened: OpenCall) -> list[str]:
-    """Return what an answer is known under: its path, itself, its path without a message that may be a reminder."""
-    keys = [opened.keys[-1] if opened.keys else "", canon.ANYWHERE]
-    if len(opened.keys) > 1 and opened.messages[-1].get("role") not in ("assistant", "tool"):
-        keys.append(opened.keys[-2])
+def _new_prompt_ids(open_call: OpenCall, prompt: bytes) -> tuple[str, bytes]:
+    """Return how the prompt relates to the parent's tokens, and the ids that are new in it."""
+    parent = open_call.placement.link.parent
+    if parent is None:
+        return "root", prompt
+    if parent.sequence.begins(prompt):
+        return "exact", prompt[parent.sequence.length :]
+    return "fork", prompt
+
+
+def _untrainable_reason(open_call: OpenCall, capture: Capture, outcome: CallOutcome) -> str | None:
+    failed = outcome.state == CallState.FAILED
+    reason = open_call.untrainable or ("failed" if failed else capture.untrainable())
+    if reason and open_call.begun.purpose == OTHER and not failed:
+        return "other_model"  # its server does not return ids
+    return reason
+
+
+def _parent_keys(open_call: OpenCall) -> list[str]:
+    """Return the keys that an answer is indexed by: its path, itself, its path without a message that may be a reminder."""
+    keys = [open_call.keys[-1] if open_call.keys else "", canon.ANYWHERE]
+    if len(open_call.keys) > 1 and open_call.messages[-1].get("role") not in ("assistant", "tool"):
+        keys.append(open_call.keys[-2])
     return keys
 
 
-def _leaf(begun: CallBegun, choice: Choice, prompt: bytes, now: float, seen: TextFingerprints) -> Leaf:
-    whole = prompt + choice.token_ids if prompt and choice.token_ids else b""
+def _leaf(begun: CallBegun, choice: Choice, prompt: bytes, now: float, fingerprints: TextFingerprints) -> Leaf:
+    tokens = prompt + choice.token_ids if prompt and choice.token_ids else b""
     return Leaf(
         trajectory_id=begun.trajectory_id,
         call_id=begun.call_id,
@@ -199,8 +213,8 @@ def _leaf(begun: CallBegun, choice: Choice, prompt: bytes, now: float, seen: Tex
         link_key=choice.link_key,
         tool_call_ids=choice.tool_call_ids,
         key_id=begun.key_id,
-        sequence=TokenFingerprint.of(whole),
+        sequence=TokenFingerprint.of(tokens),
         created_at=now,
         purpose=begun.purpose,
-        fingerprints=seen,
+        fingerprints=fingerprints,
     )

@@ -1,11 +1,11 @@
-"""One OpenTelemetry span per call, with the GenAI attributes; off unless it is asked for and installed.
+"""One OpenTelemetry span per call, with the GenAI attributes. Off unless configured and installed.
 
-A span is of the kind CLIENT: it stands for the proxy's call to the model. Its parent is the client's `traceparent`,
-and what goes on to vLLM is the span's own. It says names, numbers and times, never content and never a key.
+A span has the kind CLIENT: it is the proxy's call to the model. Its parent is the client's `traceparent`; vLLM gets
+the span's own. It contains names, numbers and times, never content or keys.
 
-Promises: without a collector's address nothing of OpenTelemetry is imported; a collector that is slow or dead delays
-no call, it costs a bounded queue of spans and a few seconds at the stop. The standard `OTEL_*` variables configure the
-rest (service name, sampler, headers, batches); the protocol is OTLP over HTTP.
+Promises: without a collector's address, OpenTelemetry is not imported. A slow or dead collector delays no call; it
+costs a bounded queue of spans and up to `_STOP_TIMEOUT` seconds at the stop. The standard `OTEL_*` variables configure
+the rest (service name, sampler, headers, batches); the protocol is OTLP over HTTP.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from ratchet.install_hint import install_hint
 from ratchet.proxy.errors import StartError
 from ratchet.proxy.telemetry.call_telemetry import CallTiming
-from ratchet.proxy.worker.http import request_identity
+from ratchet.proxy.worker.http.request_identity import trace_headers
 from ratchet.store.records import OTHER, CallEnded
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ log = logging.getLogger("ratchet.proxy")
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PATH = "/v1/traces"
-_PATIENCE = 2.0  # seconds at the stop for what is left to be sent
+_STOP_TIMEOUT = 2.0  # seconds to send the remaining spans
 _NUMBERS = {
     "temperature": "gen_ai.request.temperature",
     "top_p": "gen_ai.request.top_p",
@@ -52,7 +52,7 @@ _Attributes = dict[str, Any]
 
 
 class CallSpans:
-    """Begins and ends the spans. A provider is OpenTelemetry's; an exporter is told to give up at the stop."""
+    """Starts and ends the spans."""
 
     def __init__(self, provider: TracerProvider, exporter: SpanExporter | None = None) -> None:
         from opentelemetry.trace import SpanKind
@@ -65,23 +65,23 @@ class CallSpans:
         self._kind = SpanKind.CLIENT
 
     async def start(self) -> None:
-        """Nothing to start: the first span does."""
+        """Nothing to start: the first span starts the exporter."""
 
     async def stop(self) -> None:
-        """Send what is left, if the collector takes it at once."""
+        """Send the remaining spans, within a timeout."""
         ending = threading.Thread(target=self._provider.shutdown, name="spans-end", daemon=True)
         ending.start()
-        await asyncio.to_thread(ending.join, _PATIENCE)
+        await asyncio.to_thread(ending.join, _STOP_TIMEOUT)
         if ending.is_alive() and self._exporter is not None:
-            self._exporter.shutdown()  # ends its tries
-            log.warning("event=spans_not_sent reason='the collector does not answer'")
+            self._exporter.shutdown()  # ends its retries
+            log.warning("event=spans_not_sent reason='the collector does not respond'")
 
-    def begin(self, exchange: ActiveCall, headers: Mapping[bytes, bytes]) -> dict[str, str]:
-        """Begin a call's span; return the tracing headers for vLLM."""
-        begun = exchange.opened.begun
+    def start_span(self, call: ActiveCall, headers: Mapping[bytes, bytes]) -> dict[str, str]:
+        """Start a call's span; return the trace headers for vLLM."""
+        begun = call.begun
         operation = "text_completion" if begun.dialect == "completions" else "chat"
-        arrived = time.time_ns() - int((time.perf_counter() - exchange.arrived) * 1e9)
-        given = request_identity.trace(headers)
+        arrived = time.time_ns() - int((time.perf_counter() - call.arrived) * 1e9)
+        given = trace_headers(headers)
         span = self._tracer.start_span(
             f"{operation} {begun.alias}",
             context=self._propagator.extract(given) if given else None,
@@ -90,40 +90,40 @@ class CallSpans:
             attributes={
                 "gen_ai.operation.name": operation,
                 "gen_ai.provider.name": "openai" if begun.purpose == OTHER else "vllm",
-                "gen_ai.request.model": exchange.request.model,
+                "gen_ai.request.model": call.request.model,
             },
         )
-        exchange.span = span
+        call.span = span
         sent: dict[str, str] = {}
         self._propagator.inject(sent, context=_context(span))
         return sent
 
-    def end(self, exchange: ActiveCall, record: CallEnded | None, timing: CallTiming | None) -> None:
-        """End a call's span with all that is known by then."""
-        span: Span | None = exchange.span
+    def end_span(self, call: ActiveCall, record: CallEnded | None, timing: CallTiming | None) -> None:
+        """End a call's span with the attributes of its end."""
+        span: Span | None = call.span
         if span is None:
             return
-        exchange.span = None
+        call.span = None
         if span.is_recording() and record is not None and timing is not None:
-            span.set_attributes(_told(record, timing, exchange.capture.response_id))
-        if exchange.failure:
-            span.set_attribute("error.type", exchange.failure)
-            span.set_status(_failed())
+            span.set_attributes(_attributes(record, timing, call.capture.response_id))
+        if call.failure:
+            span.set_attribute("error.type", call.failure)
+            span.set_status(_error_status())
         span.end()
 
 
 def make_spans(endpoint: str | None, environ: Mapping[str, str]) -> CallSpans | None:
-    """Return the spans that the setting or the variables ask for, or None.
+    """Return the spans if the setting or the environment enables them, else None.
 
-    Raises StartError where the setting asks for them and OpenTelemetry is not installed; variables alone are not
-    an error then, since they are often set for all programs of a machine.
+    Raises StartError if the setting enables them and OpenTelemetry is not installed. If only the environment does,
+    that is a warning: its variables are often set for all programs of a machine.
     """
-    wanted = endpoint or next((environ[name] for name in _ENDPOINTS if environ.get(name)), None)
+    address = endpoint or next((environ[name] for name in _ENDPOINTS if environ.get(name)), None)
     disabled = environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
-    if not wanted or disabled or "otlp" not in environ.get("OTEL_TRACES_EXPORTER", "otlp"):
+    if not address or disabled or "otlp" not in environ.get("OTEL_TRACES_EXPORTER", "otlp"):
         return None
     try:
-        return _exported(endpoint, environ)
+        return _make_exporting_spans(endpoint, environ)
     except ModuleNotFoundError as error:
         remedy = install_hint("otel")
         if endpoint:
@@ -132,7 +132,7 @@ def make_spans(endpoint: str | None, environ: Mapping[str, str]) -> CallSpans | 
         return None
 
 
-def _exported(endpoint: str | None, environ: Mapping[str, str]) -> CallSpans:
+def _make_exporting_spans(endpoint: str | None, environ: Mapping[str, str]) -> CallSpans:
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
@@ -152,15 +152,15 @@ def _context(span: Span) -> Any:
     return set_span_in_context(span)
 
 
-def _failed() -> Any:
+def _error_status() -> Any:
     from opentelemetry.trace import StatusCode
 
     return StatusCode.ERROR
 
 
-def _told(record: CallEnded, timing: CallTiming, response_id: str | None) -> _Attributes:
+def _attributes(record: CallEnded, timing: CallTiming, response_id: str | None) -> _Attributes:
     begun = record.begun
-    told: _Attributes = {
+    attributes: _Attributes = {
         "gen_ai.conversation.id": begun.trajectory_id,
         "gen_ai.response.model": begun.policy,
         "gen_ai.usage.input_tokens": record.prompt_tokens,
@@ -172,24 +172,24 @@ def _told(record: CallEnded, timing: CallTiming, response_id: str | None) -> _At
         "ratchet.linked_by": begun.linked_by,
         "ratchet.dialect": begun.dialect,
     }
-    told |= _numbers(begun.sampling.items())
+    attributes |= _numbers(begun.sampling.items())
     if reasons := [choice.finish_reason for choice in record.choices if choice.finish_reason]:
-        told["gen_ai.response.finish_reasons"] = reasons
+        attributes["gen_ai.response.finish_reasons"] = reasons
     if response_id:
-        told["gen_ai.response.id"] = response_id
+        attributes["gen_ai.response.id"] = response_id
     if begun.streamed:
-        told["gen_ai.request.stream"] = True
+        attributes["gen_ai.request.stream"] = True
         if timing.first_byte is not None:
-            told["gen_ai.response.time_to_first_chunk"] = timing.first_byte
+            attributes["gen_ai.response.time_to_first_chunk"] = timing.first_byte
     if record.upstream:
         address = urlsplit(record.upstream)
-        told["server.address"] = address.hostname or ""
-        told["server.port"] = address.port or (443 if address.scheme == "https" else 80)
-    return told
+        attributes["server.address"] = address.hostname or ""
+        attributes["server.port"] = address.port or (443 if address.scheme == "https" else 80)
+    return attributes
 
 
 def _numbers(sampling: Iterable[tuple[str, Any]]) -> _Attributes:
-    """Return the sampling parameters that are numbers, as they should be."""
+    """Return the numeric sampling parameters."""
     return {
         _NUMBERS[name]: value
         for name, value in sampling

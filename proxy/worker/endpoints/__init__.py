@@ -1,1 +1,1 @@
-"""proxy/worker/endpoints."""
+"""The ASGI endpoints for agents."""

@@ -1,7 +1,7 @@
-"""POST /v1/messages/count_tokens: how long the prompt of such a call would be, by vLLM's own template and tokenizer.
+"""POST /v1/messages/count_tokens: the length of a prompt, by vLLM's own template and tokenizer.
 
-Asks vLLM's /tokenize with the translated messages, so that the count is that of the inner chat call: with the prompt
-and on the model of the rollout that the path, a header or the key names, else with the version's prompt.
+Sends the translated messages to vLLM's /tokenize, so the count is that of the inner chat call: with the model and the
+prompt of the rollout that the path, a header or the key names, else with the version's prompt.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ratchet.proxy.worker.http.disconnect_watch import DisconnectWatch
 from ratchet.store.content.prompt_substitution import with_prompt
 from ratchet.store.records import family_of
 
-PATH = "/tokenize"
+_TOKENIZE = "/tokenize"
 
 
 class CountTokensEndpoint:
@@ -48,59 +48,59 @@ class CountTokensEndpoint:
         self._bounds = bounds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        asked = await read_json(receive, self._bounds)
-        plan, family = await self._planned(scope)
-        body = await read_body_with(lambda read: self._body(read, plan, family), asked)
+        received = await read_json(receive, self._bounds)
+        plan, family = await self._find_plan(scope)
+        body = await read_body_with(lambda body: self._translate(body, plan, family), received)
         with DisconnectWatch(receive) as watch:
             try:
-                status, answer = await self._ask(body)
+                status, response = await self._tokenize(body)
             except asyncio.CancelledError:
-                if not watch.left:
+                if not watch.client_left:
                     raise
-                watch.forgive()
+                watch.uncancel_task()
                 return
             watch.stop()
             if status == 200:
-                await send_json(send, 200, {"input_tokens": _count(answer)})
+                await send_json(send, 200, {"input_tokens": _count(response)})
             else:
-                await send_bytes(send, status, ANTHROPIC.encode_upstream_error(status, answer)[0], [JSON])
+                await send_bytes(send, status, ANTHROPIC.encode_upstream_error(status, response)[0], [JSON])
 
-    async def _planned(self, scope: Scope) -> tuple[RolloutPlan | None, str | None]:
-        """Return the plan of the rollout that is named, and the family of the task that is known. Raises NotReady."""
+    async def _find_plan(self, scope: Scope) -> tuple[RolloutPlan | None, str | None]:
+        """Return the plan of the named rollout, and the task family. Raises NotReady."""
         headers = headers_of(scope)
-        name, task = request_identity.trajectory_outside_body(scope, headers), request_identity.labels(headers)[0]
+        name = request_identity.trajectory_outside_body(scope, headers)
         plan = await self._rollouts.find_plan(name, scope[KEY_ID]) if name else None
         if plan is not None and plan.model is not None and "@" in plan.model:
             await self._policies.refresh_if_unknown(plan.model)
-        task = plan.task if plan else task
+        task = plan.task if plan else request_identity.read_labels(headers)[0]
         return plan, family_of(task, "") if task else None
 
-    def _body(self, body: bytes, plan: RolloutPlan | None, family: str | None) -> bytes:
+    def _translate(self, body: bytes, plan: RolloutPlan | None, family: str | None) -> bytes:
+        """Return the body for /tokenize. Raises BadRequest, NotFound, NotReady."""
         fields = inner_request.decode(body)
         inner_request.require(fields, "model")
-        asked = fields["model"]
-        alias, version = self._policies.resolve_model(
-            plan.model_for(asked, self._policies.other_models) if plan else asked
-        )
-        if alias in self._policies.other_models:
+        others = self._policies.other_models
+        model = plan.model_for(fields["model"], others) if plan else fields["model"]
+        alias, version = self._policies.resolve_model(model)
+        if alias in others:
             raise BadRequest(f"the tokens of {alias}, a model of another server, cannot be counted here", param="model")
         version = self._policies.live_version(alias) if version is None else version
-        counted = anthropic_request.count_body(fields, self._policies.served_name(alias, version))
+        translated = anthropic_request.count_body(fields, self._policies.served_name(alias, version))
         prompt = plan.prompt if plan and plan.prompt else self._policies.prompt_of(alias, version)
-        counted["messages"] = with_prompt(counted["messages"], prompt, family)
-        return msgspec.json.encode(counted)
+        translated["messages"] = with_prompt(translated["messages"], prompt, family)
+        return msgspec.json.encode(translated)
 
-    async def _ask(self, body: bytes) -> tuple[int, bytes]:
-        answer = await self._pool.ask("", lambda replica: self._upstream.post_json(replica.url, PATH, body))
+    async def _tokenize(self, body: bytes) -> tuple[int, bytes]:
+        response = await self._pool.send("", lambda replica: self._upstream.post_json(replica.url, _TOKENIZE, body))
         try:
-            return answer.status, await answer.read()
+            return response.status, await response.read()
         finally:
-            answer.close()
+            response.close()
 
 
-def _count(answer: bytes) -> int:
+def _count(response: bytes) -> int:
     try:
-        told: Any = msgspec.json.decode(answer, type=dict[str, Any])["count"]
-        return int(told)
+        count: Any = msgspec.json.decode(response, type=dict[str, Any])["count"]
+        return int(count)
     except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
-        raise UpstreamDisconnected(f"the upstream's /tokenize did not answer with a count: {error}") from error
+        raise UpstreamDisconnected(f"the upstream's /tokenize returned no count: {error}") from error

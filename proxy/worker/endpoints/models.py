@@ -1,6 +1,6 @@
-"""GET /v1/models and /v1/models/{id}: the aliases, every version that can be asked for by name, other models.
+"""GET /v1/models and /v1/models/{id}: the aliases, every version that can be requested by name, other models.
 
-Anthropic's SDKs, known by the header that they send, are told in Anthropic's shape; all are on the one page.
+Anthropic's SDKs, recognised by their header, get Anthropic's format. Everything is on one page.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Card = dict[str, Any]
 
 
 class ModelsEndpoint:
-    """The endpoint for the list and for one model."""
+    """The endpoint of the list and of a single model."""
 
     def __init__(self, policies: PolicyCache) -> None:
         self._policies = policies
@@ -46,8 +46,8 @@ class ModelsEndpoint:
         versions = list(self._policies.list_versions())
         cards: dict[str, Card] = {}
         for alias in self._policies.aliases:
-            born = min((policy.created_at for policy in versions if policy.alias == alias), default=0.0)
-            cards[alias] = _card(alias, born, None)
+            created = min((policy.created_at for policy in versions if policy.alias == alias), default=0.0)
+            cards[alias] = _card(alias, created, None)
         for policy in versions:
             name = f"{policy.alias}@{policy.version}"
             cards[name] = _card(name, policy.created_at, policy.alias) | {"state": str(policy.state)}
@@ -67,8 +67,8 @@ def _anthropic_page(cards: Mapping[str, Card]) -> Card:
 
 
 def _anthropic(card: Card) -> Card:
-    born = datetime.fromtimestamp(card["created"], UTC).isoformat().replace("+00:00", "Z")
-    return {"type": "model", "id": card["id"], "display_name": card["id"], "created_at": born}
+    created = datetime.fromtimestamp(card["created"], UTC).isoformat().replace("+00:00", "Z")
+    return {"type": "model", "id": card["id"], "display_name": card["id"], "created_at": created}
 
 
 def _card(name: str, created_at: float, parent: str | None) -> Card:

@@ -1,12 +1,12 @@
-"""Everything else under /v1: forwarded and streamed back, not captured.
+"""All other routes under /v1: forwarded and streamed back, not captured.
 
-A `model` in a JSON body is still an alias and becomes the live version's served name; an adapter that the replica does
-not have is loaded.
+A `model` in a JSON body is an alias here too: it becomes the served name of the live version, and an adapter that the
+replica does not have is loaded.
 
-What may pass is a path of one or two plain names: no dots, no percent signs, no empty names, so that what is checked
-here is what vLLM sees. The routes that change what vLLM holds or does are not for agents, wherever they stand, and
-neither are answers that one replica keeps under an id. To another model's server, where our key opens more than
-models, only the routes go that ask a model for numbers.
+A path may consist of one or two plain names, without dots, percent signs or empty names, so vLLM sees exactly the path
+that was checked. Routes that control vLLM are not forwarded, at any place in the path; neither are responses that one
+replica stores under an id. Another model's server, where our key may open more than models, receives only requests for
+embeddings and scores.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ratchet.proxy.wire.asgi import JSON, PATH, TRAJECTORY, header, read_body, s
 from ratchet.proxy.wire.body_bounds import BodyBounds, read_json
 from ratchet.proxy.wire.error_shapes import error_shape_of
 from ratchet.proxy.wire.upstream_response import UpstreamResponse
-from ratchet.proxy.worker.forwarding.adapter_loading import AdapterLoader
+from ratchet.proxy.worker.forwarding.forwarders import AdapterLoader
 from ratchet.proxy.worker.forwarding.other_models import Deployment, OtherModels
 from ratchet.proxy.worker.http.disconnect_watch import DisconnectWatch
 
@@ -46,14 +46,14 @@ _CONTROL = frozenset(
         "get_world_size", "server_info", "kv_event_sources", "fault_tolerance",
     }
 )  # fmt: skip
-_OF_OTHERS = ("/embeddings", "/rerank", "/score", "/classify", "/pooling", "/moderations")
-_KEYS = ("key", "api_key", "api-key", "apikey", "x-api-key", "access_token", "token", "authorization")
+_OTHER_MODEL_ROUTES = ("/embeddings", "/rerank", "/score", "/classify", "/pooling", "/moderations")
+_KEY_PARAMETERS = ("key", "api_key", "api-key", "apikey", "x-api-key", "access_token", "token", "authorization")
 _NO_ROUTE = b'{"detail":"Not Found"}'  # of vLLM's web framework
-_OURS = ("connection", "keep-alive", "transfer-encoding", "content-length", "server", "date")
+_OWN_HEADERS = ("connection", "keep-alive", "transfer-encoding", "content-length", "server", "date")
 
 
 class PassThroughEndpoint:
-    """The endpoint for routes that Ratchet does not know."""
+    """The endpoint of all other routes."""
 
     def __init__(
         self,
@@ -81,81 +81,81 @@ class PassThroughEndpoint:
         fields, name = _fields(body) if body and is_json else ({}, None)
         if name is not None and "@" in name:
             await self._policies.refresh_if_unknown(name)
-        other = name in self._policies.other_models
-        if other and scope[PATH] not in _OF_OTHERS:
+        is_other = name in self._policies.other_models
+        if is_other and scope[PATH] not in _OTHER_MODEL_ROUTES:
             raise NotFound(f"no route {scope['path'][:200]} for the model {name}", code="unknown_route")
         with DisconnectWatch(receive) as watch:
             try:
                 if name is None:
-                    answer = await self._ask(scope, body, None)
-                elif other:
-                    answer = await self._ask_other(scope, fields, name)
+                    response = await self._forward(scope, body, None)
+                elif is_other:
+                    response = await self._forward_to_other(scope, fields, name)
                 else:
-                    answer = await self._ask(scope, *self._served(fields, name))
+                    response = await self._forward(scope, *self._with_served_name(fields, name))
                 try:
-                    if answer.status in (404, 405):
-                        await _send_refusal(scope, answer, send, watch)
+                    if response.status in (404, 405):
+                        await _send_refusal(scope, response, send, watch)
                     else:
-                        await _pass_on(answer, send, watch)
+                        await _pass_on(response, send, watch)
                 finally:
-                    answer.close()
+                    response.close()
             except asyncio.CancelledError:
-                if not watch.left:
+                if not watch.client_left:
                     raise
-                watch.forgive()
+                watch.uncancel_task()
 
-    async def _ask(self, scope: Scope, body: bytes, version: tuple[str, int] | None) -> UpstreamResponse:
-        """Send the request on; load the adapter of `version` first where the replica does not know it."""
+    async def _forward(self, scope: Scope, body: bytes, version: tuple[str, int] | None) -> UpstreamResponse:
+        """Forward the request; load the adapter of `version` if the replica does not have it."""
         path, headers = f"/v1{scope[PATH]}{_query(scope)}", _headers(scope)
 
-        async def ask(replica: Replica) -> HttpResponse:
-            answer = await self._upstream.send(replica.url, scope["method"], path, body or None, headers)
-            if version is not None and await self._adapters.load_for(answer, *version):
-                answer = await self._upstream.send(replica.url, scope["method"], path, body or None, headers)
-            return answer
+        async def send(replica: Replica) -> HttpResponse:
+            response = await self._upstream.send(replica.url, scope["method"], path, body or None, headers)
+            if version is not None and await self._adapters.load_if_missing(response, *version):
+                response = await self._upstream.send(replica.url, scope["method"], path, body or None, headers)
+            return response
 
-        return await self._pool.ask(scope[TRAJECTORY] or "", ask)
+        return await self._pool.send(scope[TRAJECTORY] or "", send)
 
-    async def _ask_other(self, scope: Scope, fields: dict[str, Raw], name: str) -> UpstreamResponse:
-        """Send the request to where another model is served, under the server's own name of it."""
+    async def _forward_to_other(self, scope: Scope, fields: dict[str, Raw], name: str) -> UpstreamResponse:
+        """Forward the request to another model's server, under that server's name of the model."""
         path, headers = f"{scope[PATH]}{_query(scope)}", _headers(scope)
 
-        async def ask(deployment: Deployment) -> HttpResponse:
+        async def send(deployment: Deployment) -> HttpResponse:
             body = msgspec.json.encode({**fields, "model": Raw(msgspec.json.encode(deployment.served_name))})
             return await deployment.send(scope["method"], path, body, headers)
 
-        return await self._others.pool(name).ask("", ask)
+        return await self._others.pool(name).send("", send)
 
-    def _served(self, fields: dict[str, Raw], name: str) -> tuple[bytes, tuple[str, int]]:
-        """Return the body with its model alias replaced, and (alias, version). Raises NotFound, NotReady."""
+    def _with_served_name(self, fields: dict[str, Raw], name: str) -> tuple[bytes, tuple[str, int]]:
+        """Return the body with the served name for its alias, and (alias, version). Raises NotFound, NotReady."""
         alias, version = self._policies.resolve_model(name)
         version = self._policies.live_version(alias) if version is None else version
         served = Raw(msgspec.json.encode(self._policies.served_name(alias, version)))
         return msgspec.json.encode({**fields, "model": served}), (alias, version)
 
 
-async def _pass_on(answer: UpstreamResponse, send: Send, watch: DisconnectWatch) -> None:
-    """Send an answer as it comes."""
-    kept = [(n.lower().encode(), v.encode()) for n, v in answer.headers.items() if n.lower() not in _OURS]
-    await send({"type": "http.response.start", "status": answer.status, "headers": kept})
-    async for piece in answer.pieces():
+async def _pass_on(response: UpstreamResponse, send: Send, watch: DisconnectWatch) -> None:
+    """Pass on a response as it arrives."""
+    headers = [(n.lower().encode(), v.encode()) for n, v in response.headers.items() if n.lower() not in _OWN_HEADERS]
+    await send({"type": "http.response.start", "status": response.status, "headers": headers})
+    async for piece in response.pieces():
         await send({"type": "http.response.body", "body": piece, "more_body": True})
     watch.stop()
     await send({"type": "http.response.body", "body": b""})
 
 
-async def _send_refusal(scope: Scope, answer: UpstreamResponse, send: Send, watch: DisconnectWatch) -> None:
-    """Send that the server has no such route or model in the API's own shape, which its web framework does not know."""
-    body = await answer.read()
+async def _send_refusal(scope: Scope, response: UpstreamResponse, send: Send, watch: DisconnectWatch) -> None:
+    """Send a 404 or 405 in the API's error format: vLLM's web framework has its own."""
+    body = await response.read()
     if body == _NO_ROUTE:
-        body = b"no route %s here, nor at the server for the model that it serves" % scope["path"][:200].encode()
-    told, _ = error_shape_of(scope).encode_upstream_error(answer.status, body)
+        body = b"no route %s, neither here nor at the server for the model it serves" % scope["path"][:200].encode()
+    payload, _ = error_shape_of(scope).encode_upstream_error(response.status, body)
     watch.stop()
-    await send_bytes(send, answer.status, told, [JSON])
+    await send_bytes(send, response.status, payload, [JSON])
 
 
 def _fields(body: bytes) -> tuple[dict[str, Raw], str | None]:
-    """Return a JSON body's fields, and the model that it names. Raises BadRequest."""
+    """Return the fields of a JSON body, and its model. Raises BadRequest."""
     try:
         fields = msgspec.json.decode(body, type=dict[str, Raw])
         return fields, msgspec.json.decode(fields["model"], type=str) if "model" in fields else None
@@ -164,14 +164,14 @@ def _fields(body: bytes) -> tuple[dict[str, Raw], str | None]:
 
 
 def _query(scope: Scope) -> str:
-    """Return the query for the upstream, without what may be a key: keys are read from headers alone."""
+    """Return the query for the upstream without parameters that may be keys: keys are read from headers only."""
     parts = [part for part in scope["query_string"].split(b"&") if not _is_key(part)]
     query = quote_from_bytes(b"&".join(parts), safe=string.punctuation)
     return f"?{query}" if query else ""
 
 
 def _is_key(part: bytes) -> bool:
-    return unquote(part.partition(b"=")[0].decode("latin-1")).lower() in _KEYS
+    return unquote(part.partition(b"=")[0].decode("latin-1")).lower() in _KEY_PARAMETERS
 
 
 def _headers(scope: Scope) -> dict[str, str]:
@@ -180,5 +180,5 @@ def _headers(scope: Scope) -> dict[str, str]:
 
 def _may_pass(path: str) -> bool:
     names = path.lower().split("/")[1:]
-    kept = names[0] == "responses" and len(names) > 1
-    return _PLAIN.fullmatch(path) is not None and not kept and _CONTROL.isdisjoint(names)
+    stored = names[0] == "responses" and len(names) > 1  # a response that one replica stores
+    return _PLAIN.fullmatch(path) is not None and not stored and _CONTROL.isdisjoint(names)

@@ -1,1 +1,1 @@
-"""proxy/worker/forwarding."""
+"""Where a captured call is sent: vLLM replicas, exact continuation, other models."""

@@ -1,13 +1,15 @@
-"""Decides, call by call, whether the exact ids are continued or plain chat answers, and sees to the one or the other.
+"""Decides for each call whether to continue the exact sampled ids or to use plain chat, and does it.
 
-    no answer of ours before it, or nothing to splice onto   plain chat
-    the render begins with the held ids                       plain chat, which is exact by itself
-    the render differs only in what we sampled                generate after the held ids, worded by derender
-    any doubt                                                 plain chat, a fork; counted by reason
-    any failure before the first words                        plain chat; counted by reason
+    situation                                                     result
+    ------------------------------------------------------------  --------------------------------------------------
+    no recorded answer before it, or no context to splice onto    plain chat
+    the render begins with the recorded ids                       plain chat, which is exact already
+    the render differs only in sampled tokens                     generate after the recorded ids, then derender
+    any doubt                                                     plain chat, a fork; counted by reason
+    any failure before the first token                            plain chat; counted by reason
 
-Promises: the client is never worse off than without it: it gets an answer of the same form, and where this way fails
-before the first words, the plain way is gone from the start.
+Promise: the client is never worse off than with plain chat. It gets a response of the same form, and a failure before
+the first token falls back to plain chat from the start.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ from functools import partial
 
 from ratchet.proxy.coordinator.conversations.token_contexts import TokenContexts
 from ratchet.proxy.coordinator.versions.policy_cache import PolicyCache
-from ratchet.proxy.dialects.chat import PATH
 from ratchet.proxy.errors import UpstreamError
 from ratchet.proxy.exact import chat_templates
 from ratchet.proxy.exact.chat_templates import Templates
@@ -37,7 +38,7 @@ from ratchet.proxy.exact.streamed_response import StreamedResponse, StreamPacer
 from ratchet.proxy.exact.whole_response import DerenderRequest, read_whole_response
 from ratchet.proxy.messages.link_records import Leaf
 from ratchet.proxy.runtime.thread_pools import run_parsing
-from ratchet.proxy.telemetry.metrics import Metrics
+from ratchet.proxy.telemetry.metrics import INTERNAL_ERROR, Metrics
 from ratchet.proxy.upstreams.http_connection import HttpResponse
 from ratchet.proxy.upstreams.replica_pool import Replica, ReplicaPool
 from ratchet.proxy.upstreams.vllm_client import Upstream
@@ -49,9 +50,9 @@ from ratchet.proxy.worker.forwarding.forwarders import Forwarder
 
 log = logging.getLogger("ratchet.proxy")
 
-_LONG = 16_000  # ids; longer prompts are spliced off the event loop
-_ASK_AGAIN = 300.0  # seconds until a replica without the endpoints is asked again
-# What generate or derender would answer otherwise than plain chat does, with the value that asks for nothing odd.
+_LONG_PROMPT = 16_000  # ids; longer prompts are spliced in a thread
+_RETRY_SECONDS = 300.0  # until a replica without the endpoints is tried again
+# Fields that generate or derender treat differently from plain chat, with the value that has no effect.
 _UNSUITED = {
     "add_generation_prompt": True, "continue_final_message": False, "echo": False, "include_reasoning": True,
     "include_stop_str_in_output": False, "return_prompt_text": False, "return_tokens_as_token_ids": False,
@@ -63,9 +64,9 @@ _UNSUITED = {
 
 
 class ExactForwarder:
-    """A forwarder that continues exact ids where it can, and leaves everything else to `plain`.
+    """Continues exact ids where it can, and leaves all other calls to `plain`.
 
-    `insisted`: a replica that does not offer it is told again and again.
+    `required`: log every attempt on a replica that does not offer the endpoints, not only the first.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class ExactForwarder:
         contexts: TokenContexts,
         metrics: Metrics,
         *,
-        insisted: bool,
+        required: bool,
     ) -> None:
         self._plain = plain
         self._policies = policies
@@ -85,147 +86,148 @@ class ExactForwarder:
         self._pool = pool
         self._contexts = contexts
         self._metrics = metrics
-        self._insisted = insisted
+        self._required = required
         self._scale_out = ScaleOut(upstream)
         self._templates = Templates(self._scale_out, upstream)
-        self._paces: dict[str, StreamPacer] = {}
-        self._without: dict[str, float] = {}  # replicas that do not offer it, and when to ask again
+        self._pacers: dict[str, StreamPacer] = {}
+        self._not_offered_until: dict[str, float] = {}  # by replica
 
-    async def forward(self, exchange: ActiveCall, path: str, headers: Mapping[str, str]) -> UpstreamResponse:
-        """Send a call to `path` and return its answer; `exchange.url` says where it went. Raises UpstreamError."""
-        leaf = exchange.opened.link.parent
-        if path == PATH and leaf is not None:
+    async def forward(self, call: ActiveCall, path: str, headers: Mapping[str, str]) -> UpstreamResponse:
+        """Send a call to `path` and return its response; sets `call.url`. Raises UpstreamError."""
+        leaf = call.open_call.placement.link.parent
+        if leaf is not None and call.request.is_chat:
             try:
-                answer = await self._exact(exchange, leaf, headers)
+                response = await self._forward_exact(call, leaf, headers)
             except ContextFork as fork:
                 self._metrics.exact_splices.labels(fork.reason).inc()
             except UpstreamError as error:
-                self._fell_back(exchange, error)
-            except Exception as error:  # a defect here, or an answer of an odd form: plain chat knows nothing of it
-                self._metrics.exact_fallbacks.labels("internal_error").inc()
-                log.exception("event=exact_context_defect call=%s reason=%r", exchange.opened.begun.call_id, str(error))
+                self._on_fallback(call, error)
+            except Exception as error:  # a bug here, or a malformed response: plain chat does not depend on it
+                self._metrics.exact_fallbacks.labels(INTERNAL_ERROR).inc()
+                log.exception("event=exact_context_error call=%s reason=%r", call.begun.call_id, str(error))
             else:
-                self._metrics.exact_splices.labels("undrifted" if answer is None else "spliced").inc()
-                if answer is not None:
-                    return answer
-        return await self._plain.forward(exchange, path, headers)
+                self._metrics.exact_splices.labels("undrifted" if response is None else "spliced").inc()
+                if response is not None:
+                    return response
+        return await self._plain.forward(call, path, headers)
 
-    def _fell_back(self, exchange: ActiveCall, error: UpstreamError) -> None:
+    def _on_fallback(self, call: ActiveCall, error: UpstreamError) -> None:
         self._metrics.exact_fallbacks.labels(error.code or "other").inc()
         if isinstance(error, EndpointNotOffered):
-            url = self._replica(exchange)
-            if url not in self._without or self._insisted:
+            url = self._replica_of(call)
+            if url not in self._not_offered_until or self._required:
                 log.warning("event=exact_context_not_offered upstream=%s reason=%r", url, str(error))
-            self._without[url] = time.monotonic() + _ASK_AGAIN
+            self._not_offered_until[url] = time.monotonic() + _RETRY_SECONDS
             self._contexts.shrink()
         else:
-            log.warning("event=exact_context_failed call=%s reason=%r", exchange.opened.begun.call_id, str(error))
+            log.warning("event=exact_context_failed call=%s reason=%r", call.begun.call_id, str(error))
 
-    def _replica(self, exchange: ActiveCall) -> str:
-        return self._pool.order(exchange.opened.begun.trajectory_id)[0].url
+    def _replica_of(self, call: ActiveCall) -> str:
+        return self._pool.order(call.begun.trajectory_id)[0].url
 
-    async def _exact(self, exchange: ActiveCall, leaf: Leaf, headers: Mapping[str, str]) -> UpstreamResponse | None:
-        """Return the answer after the held ids; None where plain chat is exact. Raises ContextFork, UpstreamError."""
-        wanted, begun, url = exchange.request, exchange.opened.begun, self._replica(exchange)
-        _check_suited(wanted)
-        if self._without.get(url, 0.0) > time.monotonic():
+    async def _forward_exact(self, call: ActiveCall, leaf: Leaf, headers: Mapping[str, str]) -> UpstreamResponse | None:
+        """Return the response after the recorded ids; None if plain chat is exact. Raises ContextFork, UpstreamError."""
+        request, begun, url = call.request, call.begun, self._replica_of(call)
+        _check_suited(request)
+        if self._not_offered_until.get(url, 0.0) > time.monotonic():
             raise ContextFork("not_offered")
-        held = await self._contexts.find_context(leaf)
-        if held is None:
+        context = await self._contexts.find_context(leaf)
+        if context is None:
             raise ContextFork("context_unknown")
-        # A system prompt that was swapped in where the client sent none stands before all that it sent.
-        place = _place(exchange.opened.keys, leaf) + len(wanted.messages) - len(exchange.opened.messages)
-        body = wanted.outgoing_fields(self._policies.served_name(begun.alias, begun.version))
-        rendered, spliced = await self._spliced(url, begun.alias, body, wanted, place, held)
+        # A substituted system prompt stands before the client's messages if the client sent none.
+        place = _place(call.open_call.keys, leaf) + len(request.messages) - len(call.open_call.messages)
+        body = request.outgoing_fields(self._policies.served_name(begun.alias, begun.version))
+        rendered, spliced = await self._splice(url, begun.alias, body, request, place, context)
         if spliced is None:
             return None
-        in_text = wanted.asks_logprobs
-        sent = generate_body(rendered, spliced.ids, wanted.fields, streamed=wanted.streamed, in_text=in_text)
-        made = DerenderRequest.of(wanted, f"chatcmpl-{begun.call_id}", body, rendered, spliced.ids)
-        ids = await self._generate(exchange, sent, headers)
+        in_text = request.asks_logprobs
+        sent = generate_body(rendered, spliced.ids, request.fields, streamed=request.streamed, in_text=in_text)
+        derender = DerenderRequest.of(request, f"chatcmpl-{begun.call_id}", body, rendered, spliced.ids)
+        generated = await self._generate(call, sent, headers)
         try:
-            return await self._in_words(ids, wanted, made)
+            return await self._derender(generated, request, derender)
         except BaseException:
-            ids.close()  # vLLM stops, and the replica is free again
+            generated.close()  # vLLM stops generating
             raise
 
-    async def _spliced(
-        self, url: str, alias: str, body: Fields, wanted: ChatRequest, place: int, held: Context
+    async def _splice(
+        self, url: str, alias: str, body: Fields, request: ChatRequest, place: int, context: Context
     ) -> tuple[Rendered, Spliced | None]:
-        """Return the render, and the prompt in place of its own. Raises ContextFork, UpstreamError."""
-        template = await self._templates.of(url, alias, body)
+        """Return the render, and the prompt to use instead of its own. Raises ContextFork, UpstreamError."""
+        template = await self._templates.find_template(url, alias, body)
         if any(
-            chat_templates.renders_text(said, template.spelled)
-            for said in wanted.messages
-            if said.get("role") == "assistant"
+            chat_templates.renders_text(message, template.turn_end_text)
+            for message in request.messages
+            if message.get("role") == "assistant"
         ):
             raise ContextFork("turn_end_spelled")
         rendered = await self._scale_out.render(url, body)
-        cut = partial(splice, held, rendered.ids, template.turn_end)
-        spliced = await run_parsing(cut) if len(rendered.ids) > _LONG else cut()
+        run_splice = partial(splice, context, rendered.ids, template.turn_end)
+        spliced = await run_parsing(run_splice) if len(rendered.ids) > _LONG_PROMPT else run_splice()
         if spliced is not None:
-            template.check_context_length(len(rendered.ids), len(spliced.ids), _limit(wanted))
-            await self._templates.prove(template, url, body, wanted.messages, place, rendered, spliced.tail)
+            template.check_context_length(len(rendered.ids), len(spliced.ids), _max_tokens(request))
+            await self._templates.verify_turn_end(template, url, body, request.messages, place, rendered, spliced.tail)
         return rendered, spliced
 
-    async def _generate(self, exchange: ActiveCall, body: bytes, headers: Mapping[str, str]) -> HttpResponse:
-        """Return generate's answer at its headers. Raises UpstreamError."""
+    async def _generate(self, call: ActiveCall, body: bytes, headers: Mapping[str, str]) -> HttpResponse:
+        """Return generate's response at its headers. Raises UpstreamError."""
 
-        async def ask(replica: Replica) -> HttpResponse:
-            exchange.url = replica.url
+        async def send(replica: Replica) -> HttpResponse:
+            call.url = replica.url
             return await self._upstream.post_json(replica.url, GENERATE, body, headers)
 
-        answer = await self._pool.ask(exchange.opened.begun.trajectory_id, ask)
-        if answer.status != 200:
+        response = await self._pool.send(call.begun.trajectory_id, send)
+        if response.status != 200:
             try:
-                told = await answer.read()
+                text = await response.read()
             finally:
-                answer.close()
-            raise ScaleOutError(f"{GENERATE} answered {answer.status} {told[:300].decode('utf-8', 'replace')}")
-        return answer
+                response.close()
+            raise ScaleOutError(f"{GENERATE} answered {response.status} {text[:300].decode('utf-8', 'replace')}")
+        return response
 
-    async def _in_words(self, ids: HttpResponse, wanted: ChatRequest, made: DerenderRequest) -> UpstreamResponse:
-        if not wanted.streamed:
+    async def _derender(
+        self, generated: HttpResponse, request: ChatRequest, derender: DerenderRequest
+    ) -> UpstreamResponse:
+        """Return the generated ids as a chat completion. Raises UpstreamError."""
+        if not request.streamed:
             try:
-                return await read_whole_response(self._scale_out, ids, made)
+                return await read_whole_response(self._scale_out, generated, derender)
             finally:
-                ids.close()
-        answer = StreamedResponse(
-            self._scale_out, ids, made, self._paces.setdefault(ids.url, StreamPacer()), self._metrics
-        )
+                generated.close()
+        pacer = self._pacers.setdefault(generated.url, StreamPacer())
+        response = StreamedResponse(self._scale_out, generated, derender, pacer, self._metrics)
         try:
-            await answer.begin()
+            await response.wait_for_body()
         except BaseException:
-            answer.close()
+            response.close()
             raise
-        return answer
+        return response
 
 
-def _check_suited(wanted: ChatRequest) -> None:
-    """Raise Fork where a request asks for what only plain chat can do, which a message of an odd form is, too."""
-    if wanted.untrainable:
+def _check_suited(request: ChatRequest) -> None:
+    """Raise ContextFork if a request uses what only plain chat supports, or has a message of an unusual form."""
+    if request.untrainable:
         raise ContextFork("untrainable")
-    if not all(
-        chat_templates.has_plain_tool_calls(said) for said in wanted.messages if said.get("role") == "assistant"
-    ):
+    assistant = (message for message in request.messages if message.get("role") == "assistant")
+    if not all(map(chat_templates.has_plain_tool_calls, assistant)):
         raise ContextFork("unsuited_field")
-    for name, usual in _UNSUITED.items():
-        if name in wanted.fields and request_body.value(wanted.fields, name) not in (None, usual):
+    for name, neutral in _UNSUITED.items():
+        if name in request.fields and request_body.value(request.fields, name) not in (None, neutral):
             raise ContextFork("unsuited_field")
-    if wanted.stream_options.get("continuous_usage_stats"):
+    if request.stream_options.get("continuous_usage_stats"):
         raise ContextFork("unsuited_field")
 
 
 def _place(keys: Sequence[str], leaf: Leaf) -> int:
-    """Return the place of the answer that is continued. Raises ContextFork."""
+    """Return the index of the answer that is continued. Raises ContextFork."""
     if leaf.link_key not in keys:
         raise ContextFork("answer_not_found")
     return len(keys) - 1 - keys[::-1].index(leaf.link_key)
 
 
-def _limit(wanted: ChatRequest) -> int | None:
-    """Return how many tokens the client lets be generated."""
+def _max_tokens(request: ChatRequest) -> int | None:
+    """Return the client's limit of completion tokens."""
     for name in ("max_completion_tokens", "max_tokens"):
-        if (limit := lax_values.lax_int(request_body.value(wanted.fields, name))) is not None:
+        if (limit := lax_values.lax_int(request_body.value(request.fields, name))) is not None:
             return limit
     return None

@@ -1,15 +1,19 @@
-"""Sends a captured call to where its version is served, and gives back the answer when it has begun.
+"""Sends a captured call to the server of its model, and returns the response once it has begun.
 
-Promises: nothing of an answer has reached the client when another replica is tried; of a stream, the first piece is
-here when the answer is given back, so that a replica that dies before its first token costs nobody a call.
+Promises: another replica is tried only while the client has nothing of a response. For a stream, the first piece has
+arrived when the response is returned, so a replica that dies before its first token fails no call.
+
+An adapter that a replica does not have is loaded there: after a restart of vLLM, or on a new replica.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from ratchet.proxy.coordinator.versions.policy_cache import PolicyCache
+from ratchet.proxy.errors import UpstreamError
 from ratchet.proxy.telemetry.metrics import Metrics
 from ratchet.proxy.upstreams.http_connection import HttpResponse
 from ratchet.proxy.upstreams.replica_pool import Replica, ReplicaPool
@@ -17,32 +21,64 @@ from ratchet.proxy.upstreams.vllm_client import Upstream
 from ratchet.proxy.wire.context_limit import find_context_overflow, longest_context
 from ratchet.proxy.wire.upstream_response import UpstreamResponse
 from ratchet.proxy.worker.call.active_call import ActiveCall
-from ratchet.proxy.worker.forwarding.adapter_loading import AdapterLoader
-from ratchet.store.records import OTHER
+from ratchet.store.records import BASE_VERSION, OTHER
+
+log = logging.getLogger("ratchet.proxy")
 
 
 class Forwarder(Protocol):
-    """Where captured calls go."""
+    """Sends captured calls to a server."""
 
-    async def forward(self, exchange: ActiveCall, path: str, headers: Mapping[str, str]) -> UpstreamResponse:
-        """Send a call to `path` and return its answer; `exchange.url` says where it went. Raises UpstreamError."""
+    async def forward(self, call: ActiveCall, path: str, headers: Mapping[str, str]) -> UpstreamResponse:
+        """Send a call to `path` and return its response; sets `call.url`. Raises UpstreamError."""
 
 
 class ModelRouter:
-    """To the replicas of our own aliases, or to where another model is served."""
+    """Forwards calls of trained aliases and calls of other models each to their own forwarder."""
 
     def __init__(self, own: Forwarder, others: Forwarder) -> None:
         self._own = own
         self._others = others
 
-    async def forward(self, exchange: ActiveCall, path: str, headers: Mapping[str, str]) -> UpstreamResponse:
-        """Send a call to `path` and return its answer; `exchange.url` says where it went. Raises UpstreamError."""
-        chosen = self._others if exchange.opened.begun.purpose == OTHER else self._own
-        return await chosen.forward(exchange, path, headers)
+    async def forward(self, call: ActiveCall, path: str, headers: Mapping[str, str]) -> UpstreamResponse:
+        """Send a call to `path` and return its response; sets `call.url`. Raises UpstreamError."""
+        forwarder = self._others if call.begun.purpose == OTHER else self._own
+        return await forwarder.forward(call, path, headers)
+
+
+class AdapterLoader:
+    """Loads adapters that a replica does not have, which its 404 reports. Concurrent callers share one load."""
+
+    def __init__(self, policies: PolicyCache, upstream: Upstream, metrics: Metrics) -> None:
+        self._policies = policies
+        self._upstream = upstream
+        self._metrics = metrics
+
+    async def load_if_missing(self, response: UpstreamResponse, alias: str, version: int) -> bool:
+        """Load a version's adapter if the response says that it is missing; return whether to send the call again.
+
+        The response is closed in that case. Raises UpstreamError.
+        """
+        if response.status != 404 or version == BASE_VERSION:
+            return False
+        folder = await self._policies.adapter_path(alias, version)
+        if folder is None:
+            return False
+        response.close()
+        url = response.url
+        served_name = self._policies.served_name(alias, version)
+        try:
+            await self._upstream.load_adapter(url, served_name, folder)
+        except UpstreamError:
+            self._metrics.adapter_loads.labels("failed").inc()
+            raise
+        self._metrics.adapter_loads.labels("loaded").inc()
+        log.info("event=adapter_loaded upstream=%s name=%s", url, served_name)
+        return True
 
 
 class VllmForwarder:
-    """To the vLLM replicas; loads an adapter where one is missing."""
+    """Forwards calls to the vLLM replicas."""
 
     def __init__(self, policies: PolicyCache, upstream: Upstream, pool: ReplicaPool[Replica], metrics: Metrics) -> None:
         self._policies = policies
@@ -50,27 +86,27 @@ class VllmForwarder:
         self._pool = pool
         self._adapters = AdapterLoader(policies, upstream, metrics)
 
-    async def look(self, replica: Replica) -> list[dict[str, Any]]:
-        """Ask a replica whether it is there; return the models that it holds. Raises UpstreamError."""
+    async def probe_models(self, replica: Replica) -> list[dict[str, Any]]:
+        """Return a replica's model cards, and note its longest context. Raises UpstreamError."""
         cards = await self._upstream.models(replica.url)
         replica.max_model_len = longest_context(cards)
         return cards
 
-    async def forward(self, exchange: ActiveCall, path: str, headers: Mapping[str, str]) -> UpstreamResponse:
-        """Send a call to `path` and return its answer; `exchange.url` says where it went. Raises UpstreamError."""
-        begun = exchange.opened.begun
-        too_long = find_context_overflow(exchange.request, (replica.max_model_len for replica in self._pool.replicas))
-        if too_long:
-            raise too_long
-        body = exchange.request.outgoing(self._policies.served_name(begun.alias, begun.version))
+    async def forward(self, call: ActiveCall, path: str, headers: Mapping[str, str]) -> UpstreamResponse:
+        """Send a call to `path` and return its response; sets `call.url`. Raises UpstreamError."""
+        begun = call.begun
+        overflow = find_context_overflow(call.request, (replica.max_model_len for replica in self._pool.replicas))
+        if overflow:
+            raise overflow
+        body = call.request.outgoing(self._policies.served_name(begun.alias, begun.version))
 
-        async def ask(replica: Replica) -> HttpResponse:
-            exchange.url = replica.url
-            answer = await self._upstream.post_json(replica.url, path, body, headers)
-            if await self._adapters.load_for(answer, begun.alias, begun.version):
-                answer = await self._upstream.post_json(replica.url, path, body, headers)
-            if exchange.request.streamed and answer.status == 200:
-                await answer.begin()
-            return answer
+        async def send(replica: Replica) -> HttpResponse:
+            call.url = replica.url
+            response = await self._upstream.post_json(replica.url, path, body, headers)
+            if await self._adapters.load_if_missing(response, begun.alias, begun.version):
+                response = await self._upstream.post_json(replica.url, path, body, headers)
+            if call.request.streamed and response.status == 200:
+                await response.wait_for_body()
+            return response
 
-        return await self._pool.ask(begun.trajectory_id, ask)
+        return await self._pool.send(begun.trajectory_id, send)

@@ -1,13 +1,17 @@
-"""The models of `model_list`: where each is served, with a key and a connection pool of its own.
+"""The models of `model_list`: each with its own server, API key and connection pool.
 
-Promises: what goes there is the client's request under the server's own name of the model; the client's key and ours
-never do. Fields that only vLLM knows are added for vLLM alone. A server that refuses our key is our failure, not the
-client's: the client gets a 502 that names the variable.
+Promises: the server receives the client's request under its own name of the model, never the client's key. Fields
+that only vLLM understands are sent to vLLM only. If a server refuses our key, that is our failure: the client gets a
+502 that names the environment variable.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Raw
 
 from ratchet.proxy.errors import UpstreamError
 from ratchet.proxy.model_list import ModelEntry, ModelKeys, key_of
@@ -18,10 +22,18 @@ from ratchet.proxy.upstreams.http_connection import HttpResponse
 from ratchet.proxy.upstreams.replica_pool import Replica, ReplicaPool
 from ratchet.proxy.upstreams.replica_probes import ReplicaProbes
 from ratchet.proxy.upstreams.vllm_client import Upstream
+from ratchet.proxy.wire.request_body import ChatRequest
 from ratchet.proxy.worker.call.active_call import ActiveCall
-from ratchet.proxy.worker.forwarding.openai_body import openai_body
 
-_REFUSED = (401, 403)
+_KEY_REFUSED = (401, 403)
+_VLLM_ONLY = (
+    "chat_template_kwargs", "ignore_eos", "min_p", "min_tokens", "repetition_penalty", "stop_token_ids",
+    "structured_outputs", "top_k",
+)  # fmt: skip
+_UNTRANSLATED = ("chat", "completions")  # the dialects that such a server accepts itself
+
+_encode = msgspec.json.Encoder().encode
+_messages = msgspec.json.Decoder(list[dict[str, Any]])
 
 
 class Deployment(Replica):
@@ -39,20 +51,20 @@ class Deployment(Replica):
         self._variable = params.variable
 
     async def send(self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]) -> HttpResponse:
-        """Send one request; `path` comes after the base. Raises UpstreamError. Close the answer."""
-        answer = await self.client.send(self.url, method, path, body, {**headers, **self.headers})
-        if answer.status in _REFUSED:
-            answer.close()
-            named = f"the key in {self._variable}" if self._variable else "a call without api_key"
+        """Send one request; `path` is relative to the base URL. Raises UpstreamError. Close the response."""
+        response = await self.client.send(self.url, method, path, body, {**headers, **self.headers})
+        if response.status in _KEY_REFUSED:
+            response.close()
+            sent = f"the key in {self._variable}" if self._variable else "a call without api_key"
             raise UpstreamError(
-                f"upstream {self.url} refused {named} with {answer.status}: check it where the proxy is started",
+                f"upstream {self.url} refused {sent} with {response.status}: check it where the proxy is started",
                 code="upstream_refused_key",
             )
-        return answer
+        return response
 
 
 class OtherModels:
-    """Every model of the list by its name."""
+    """The deployments of the list, pooled by model name."""
 
     def __init__(
         self,
@@ -70,7 +82,7 @@ class OtherModels:
     ) -> None:
         self._clients: dict[float, Upstream] = {}
         self._pools: dict[str, ReplicaPool[Deployment]] = {}
-        named: dict[str, list[Deployment]] = {}
+        by_name: dict[str, list[Deployment]] = {}
         for entry in entries:
             seconds = entry.litellm_params.timeout or request_timeout_seconds
             client = self._clients.setdefault(
@@ -80,56 +92,78 @@ class OtherModels:
                 ),
             )
             deployment = Deployment(entry, key_of(entry, keys), client, CircuitBreaker(failures, cool_off))
-            named.setdefault(entry.model_name, []).append(deployment)
-        for name, deployments in named.items():
+            by_name.setdefault(entry.model_name, []).append(deployment)
+        for name, deployments in by_name.items():
             self._pools[name] = ReplicaPool(deployments, metrics)
         self._probes = [
-            ReplicaProbes(pool, _is_there, cool_off, critical_tasks, idle=True) for pool in self._pools.values()
+            ReplicaProbes(pool, _probe, cool_off, critical_tasks, only_if_down=True) for pool in self._pools.values()
         ]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that can be asked for."""
+        """The model names."""
         return tuple(self._pools)
 
     def pool(self, name: str) -> ReplicaPool[Deployment]:
-        """Return where a model is served."""
+        """Return the deployments of a model."""
         return self._pools[name]
 
     async def start(self) -> None:
-        """Open the connection pools."""
+        """Start the clients and probes."""
         for client in self._clients.values():
             await client.start()
         for probes in self._probes:
             await probes.start()
 
     async def stop(self) -> None:
-        """Close them."""
+        """Stop the probes and close the connections."""
         for probes in self._probes:
             await probes.stop()
         for client in self._clients.values():
             await client.stop()
 
-    async def forward(self, exchange: ActiveCall, path: str, headers: Mapping[str, str]) -> HttpResponse:
-        """Send a captured call on and return its answer. Raises UpstreamError."""
-        begun, request = exchange.opened.begun, exchange.request
+    async def forward(self, call: ActiveCall, path: str, headers: Mapping[str, str]) -> HttpResponse:
+        """Forward a captured call and return its response. Raises UpstreamError."""
+        begun, request = call.begun, call.request
 
-        async def ask(deployment: Deployment) -> HttpResponse:
-            exchange.url = deployment.url
+        async def send(deployment: Deployment) -> HttpResponse:
+            call.url = deployment.url
             name = deployment.served_name
             body = request.outgoing(name) if deployment.vllm else openai_body(request, name, begun.dialect)
-            sent = {"content-type": "application/json", **(headers if deployment.vllm else {})}
-            answer = await deployment.send("POST", path.removeprefix("/v1"), body, sent)
-            if request.streamed and answer.status == 200:
-                await answer.begin()
-            return answer
+            sent_headers = {"content-type": "application/json", **(headers if deployment.vllm else {})}
+            response = await deployment.send("POST", path.removeprefix("/v1"), body, sent_headers)
+            if request.streamed and response.status == 200:
+                await response.wait_for_body()
+            return response
 
-        return await self._pools[begun.alias].ask(begun.trajectory_id, ask)
+        return await self._pools[begun.alias].send(begun.trajectory_id, send)
 
 
-async def _is_there(deployment: Deployment) -> None:
-    """Ask a server whether it is there; any answer will do. Raises UpstreamError."""
-    answer = await deployment.client.send(deployment.url, "GET", "/models", None, deployment.headers)
-    answer.close()
-    if answer.status >= 500:
-        raise UpstreamError(f"upstream {deployment.url} answered {answer.status}")
+def openai_body(request: ChatRequest, served_name: str, dialect: str) -> bytes:
+    """Return the body for a server that accepts only OpenAI's fields.
+
+    Chat and text completions keep what the client wrote. From translated dialects, fields that only vLLM understands
+    are removed. A stream always includes usage, which is recorded.
+    """
+    fields = {**request.fields, "model": Raw(_encode(served_name))}
+    fields.pop("return_token_ids", None)
+    if dialect not in _UNTRANSLATED:
+        for name in _VLLM_ONLY:
+            fields.pop(name, None)
+        messages = _messages.decode(fields["messages"])
+        fields["messages"] = Raw(_encode([_without_reasoning(message) for message in messages]))
+    if request.streamed:
+        fields["stream_options"] = Raw(_encode({**request.stream_options, "include_usage": True}))
+    return _encode(fields)
+
+
+def _without_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in message.items() if name != "reasoning"}
+
+
+async def _probe(deployment: Deployment) -> None:
+    """Check that a server responds; any status below 500 will do. Raises UpstreamError."""
+    response = await deployment.client.send(deployment.url, "GET", "/models", None, deployment.headers)
+    response.close()
+    if response.status >= 500:
+        raise UpstreamError(f"upstream {deployment.url} answered {response.status}")

@@ -1,1 +1,1 @@
-"""Who may come in, how much of it, and what of it may be kept: keys, limits, connections, redaction."""
+"""HTTP in front of the endpoints: connections, authentication, body limits, routing, errors."""

@@ -1,12 +1,12 @@
-"""Who is asking: reads the key of a request, refuses what is not known, and says in the scope who it is.
+"""Authenticates requests by API key and puts the caller into the scope.
 
-Without keys everyone on this machine may come in, but no web page: a browser that was led here by a name of
-somebody else's, or by a page of another origin, is refused, whatever it sends. The proxy's own pages may come in, and
-to the agents' routes those of this machine that `allowed_origins` names. With keys the operator API needs its own.
+Without configured keys, every program on this machine has access, but no web page: a browser that reached the proxy
+under a foreign host name, or from a page of another origin, is refused. Exceptions are the proxy's own pages and, on
+the agents' routes, the origins of this machine in `allowed_origins`. With keys, the operator API needs its own key.
 
-A key may carry the id of a trajectory: `KEY:ID` is KEY, and says that the call belongs to ID, for agents that can
-be given an API key each and nothing else. Where no keys are needed, only a key that begins with `rk-` is read so:
-any other may be another service's secret with a colon in it.
+A key may have a trajectory id as suffix: `KEY:ID` is KEY, and the call belongs to ID. This serves agents that can be
+configured with an API key each and nothing else. If no keys are needed, only a key that begins with `rk-` is split:
+any other may be another service's secret that contains a colon.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from ratchet.proxy.errors import Forbidden, InvalidApiKey
 from ratchet.proxy.wire.asgi import CALLER, KEY_ID, header, headers_of
 from ratchet.store.access.ownership import UNCHECKED
 
-_OPEN_PATHS = ("/health/", "/metrics", "/ui")  # a probe or a scraper has no key; the pages hold no data
-_FRONT = "/"  # leads to the pages
-_CROSS_SITE = (b"cross-site", b"same-site")  # `sec-fetch-site` of a page of another origin; a port makes another one
+_OPEN_PATHS = ("/health/", "/metrics", "/ui")  # probes and scrapers have no key; the pages contain no data
+_FRONT = "/"  # redirects to the pages
+_CROSS_SITE = (b"cross-site", b"same-site")  # `sec-fetch-site` of a page of another origin
 _OPERATOR_PATH = "/api"
-_FEEDBACK_ROUTE = ("POST", "/api/feedback")  # an agent's key opens this as well: it says something and reads nothing
+_FEEDBACK_ROUTE = ("POST", "/api/feedback")  # open to agents' keys too: it only writes
 
 
 class Authentication:
-    """Refuses unknown API keys and puts the caller into the scope. Keys are never kept, only hashes."""
+    """The middleware. Only hashes of keys are kept in memory."""
 
     def __init__(self, app: ASGIApp, key_cache: KeyCache, allowed_origins: Collection[str]) -> None:
         self._app = app
@@ -56,7 +56,7 @@ class Authentication:
                 self._check_operator(key)
                 caller = OPERATOR
             else:
-                caller = self._agent(key) if needed else self._anyone(key)
+                caller = self._agent_of(key) if needed else self._anonymous(key)
         scope[CALLER] = caller
         scope[KEY_ID] = caller.key_id
         if caller.meter is None:
@@ -65,22 +65,22 @@ class Authentication:
             await with_rate_limits(self._app, caller.meter, scope, receive, send)
 
     async def _refresh_keys_for(self, key: str) -> None:
-        """Have a key that nobody knows looked for: it may have been made a moment ago."""
+        """Refresh the key cache for an unknown key: it may have been created a moment ago."""
         if not self._key_cache.is_known_key(_hash(key)) and not self._key_cache.is_known_key(
             _hash(key.partition(":")[0])
         ):
             await self._key_cache.refresh_keys()
 
     def _is_operator_request(self, scope: Scope, path: str, key: str) -> bool:
-        """Return whether a request is to be let in as an operator's, or not at all."""
-        if (scope["method"], path) == _FEEDBACK_ROUTE:  # what another page says of an answer is not the operator's word
+        """Return whether a request needs operator access."""
+        if (scope["method"], path) == _FEEDBACK_ROUTE:  # feedback from another page is not the operator's
             return self._key_cache.is_operator_key(_hash(key)) or (
                 not self._key_cache.operator_key_needed and _is_own(scope)
             )
         return path == _OPERATOR_PATH or path.startswith(_OPERATOR_PATH + "/")
 
-    def _agent(self, key: str) -> Caller:
-        """Return whose key it is, with the trajectory of its suffix. Raises InvalidApiKey."""
+    def _agent_of(self, key: str) -> Caller:
+        """Return the caller of a key, with the trajectory of its suffix. Raises InvalidApiKey, Forbidden."""
         if caller := self._key_cache.caller_of(_hash(key)):
             return caller
         bare, colon, trajectory = key.partition(":")
@@ -88,13 +88,13 @@ class Authentication:
             return Caller(caller.key_id, trajectory or None, caller.meter)
         if self._key_cache.is_operator_key(_hash(key)):
             raise Forbidden(
-                f"an operator's key opens {_OPERATOR_PATH} alone: send an agent's key (`ratchet keys create`, or "
+                f"an operator's key only opens {_OPERATOR_PATH}: send an agent's key (`ratchet keys create`, or "
                 f"{KEYS_VARIABLE})"
             )
         raise _unknown_key()
 
-    def _anyone(self, key: str) -> Caller:
-        """Return a caller who needs no key; the one that was sent tells agents apart, and no more."""
+    def _anonymous(self, key: str) -> Caller:
+        """Return the caller of a request that needs no key; a key only separates agents from each other."""
         if not key:
             return self._key_cache.anyone
         bare, _, trajectory = key.partition(":") if key.startswith(PREFIX) else (key, "", "")
@@ -114,39 +114,39 @@ class Authentication:
 
 
 def _hash(key: str) -> str:
-    return hash_key(key.encode("latin-1"))  # as headers are read: these are the bytes that were sent
+    return hash_key(key.encode("latin-1"))  # restores the bytes that were sent
 
 
 def _key_of(scope: Scope) -> str:
-    """Return the key that was sent; empty where there is none."""
+    """Return the request's key; empty if it has none."""
     given = header(scope, b"authorization") or ""
     return given[7:].strip() if given[:7].lower() == "bearer " else header(scope, b"x-api-key") or ""
 
 
 def _unknown_key() -> InvalidApiKey:
-    return InvalidApiKey("the API key is missing or not known here: send it as `Authorization: Bearer KEY`")
+    return InvalidApiKey("the API key is missing or unknown: send it as `Authorization: Bearer KEY`")
 
 
-def _check_web_origin(scope: Scope, named: Collection[str]) -> None:
-    """Raises Forbidden where a browser was led here: by a foreign name (DNS rebinding), or by a page of another origin.
+def _check_web_origin(scope: Scope, allowed: Collection[str]) -> None:
+    """Raise Forbidden for a browser under a foreign host name (DNS rebinding) or on a page of another origin.
 
-    A page of this machine is let in where it is `named`.
+    Pages of this machine in `allowed` are accepted.
     """
     host = header(scope, b"host")
     if not _is_ours(f"//{host or ''}"):
         raise Forbidden(
-            f"without API keys the proxy answers no other name than this machine's, not {host!r}: set {KEYS_VARIABLE} "
+            f"without API keys the proxy only answers under a name of this machine, not {host!r}: set {KEYS_VARIABLE} "
             "and send a key, or call the proxy as 127.0.0.1 or localhost"
         )
-    if not _is_own(scope) and header(scope, b"origin") not in named:
+    if not _is_own(scope) and header(scope, b"origin") not in allowed:
         raise Forbidden(
-            f"without API keys the proxy answers no web page of another origin, not {_page(scope)}: set "
+            f"without API keys the proxy does not answer web pages of other origins, such as {_page(scope)}: set "
             f"{KEYS_VARIABLE} and send a key, or name a page of this machine in the proxy's setting allowed_origins"
         )
 
 
 def _is_own(scope: Scope) -> bool:
-    """Return whether a request is no page's, or one of the proxy's own; browsers tell by one of two headers."""
+    """Return whether a request is not from a web page, or from a page of the proxy; browsers send one of two headers."""
     headers = headers_of(scope)
     origin = headers.get(b"origin")
     if not origin:
@@ -156,7 +156,7 @@ def _is_own(scope: Scope) -> bool:
 
 def _other_page(scope: Scope) -> Forbidden:
     return Forbidden(
-        f"{_OPERATOR_PATH} answers only the proxy's own pages, not those of {_page(scope)}: set "
+        f"{_OPERATOR_PATH} only answers the proxy's own pages, not those of {_page(scope)}: set "
         f"{OPERATOR_KEYS_VARIABLE} and send a key"
     )
 

@@ -1,17 +1,22 @@
-"""What one connection may cost: uvicorn's HTTP protocol with bounds on its head, its pace and its number.
+"""uvicorn's HTTP protocol with limits on heads, slow clients and the number of connections.
 
-Promises: a request's head, and whatever else is not body, takes at most `MAX_HEAD_BYTES` bytes (431); a request has to
-come
-at a pace of `MIN_BYTES_PER_SECOND` bytes a second after `read_timeout_seconds` (408); a client that does not read its
-answer holds it for
-`write_timeout_seconds` at most, in a buffer of uvicorn's size, and then counts as having left; above `most`
-connections a new
-one is told 503 and closed. A refusal on this level closes the connection. The cost per request is a few comparisons:
-one task looks at the open connections every second, there is no timer per request. An answer of known length goes out
-in one write, head and body. An answer whose client has left is not taken for sent: its last message raises
-ClientDisconnected.
+Why a subclass of uvicorn's protocol: uvicorn has none of these limits, and it writes head and body of a response
+separately. One write for both saves 10 to 14 us of CPU per call (benchmarks/RESULTS.md, of 439 us in all). A protocol
+of our own on httptools could save 14 us more, 3%, and would have to reimplement the rest of HTTP: not worth it. The
+subclass depends on uvicorn's internals (`RequestResponseCycle`, `STATUS_LINE`): tests/proxy/test_connections.py fails
+if a release changes them.
 
-Does not bound bodies (`asgi.read_body`) or how long an answer takes (`request_timeout_seconds`).
+Promises:
+- The head of a request, and everything else that is not body, is at most `MAX_HEAD_BYTES` bytes (431).
+- A request must arrive within `read_timeout_seconds`, plus 1 s per `MIN_BYTES_PER_SECOND` bytes (408).
+- A client that does not read its response is disconnected after `write_timeout_seconds`; until then uvicorn's buffer
+  limit applies.
+- Above `max_connections`, a new connection gets 503 and is closed. A refusal at this level closes the connection.
+- The cost per request is a few comparisons: one task checks all connections every second; no timer per request.
+- A response of known length is one write. The last message of a response whose client has disconnected raises
+  ClientDisconnected, so an unsent response does not count as sent.
+
+Does not limit bodies (`asgi.read_body`) or the duration of a response (`request_timeout_seconds`).
 """
 
 from __future__ import annotations
@@ -35,12 +40,12 @@ from ratchet.proxy.wire.asgi import CLIENT_LEFT
 
 log = logging.getLogger("ratchet.proxy")
 
-MAX_HEAD_BYTES = 64 * 1024  # bytes
-MIN_BYTES_PER_SECOND = 10_000  # bytes a second
+MAX_HEAD_BYTES = 64 * 1024
+MIN_BYTES_PER_SECOND = 10_000
 
-_CHUNK_COST = 8  # bytes of framing that a byte of a chunked body may take
-_LINGER = 5.0  # seconds for the rest of a body that was answered before its end
-_EVERY = 1.0
+_MAX_CHUNK_OVERHEAD = 8  # bytes of framing per byte of a chunked body
+_LINGER_SECONDS = 5.0  # for the rest of a body that was answered before its end
+_CHECK_INTERVAL = 1.0  # seconds
 _NO_LINGER = struct.pack("ii", 1, 0)
 
 _REASONS = {
@@ -51,72 +56,72 @@ _REASONS = {
 }
 
 
-_OFFER = b"\nupgrade:"
-_HEAD_ENDS = b"\n\r\n"
+_UPGRADE = b"\nupgrade:"
+_HEAD_END = b"\n\r\n"
 
 
 def _without_upgrade(data: bytes) -> tuple[bytes, bytes]:
-    """Return bytes of a request's head with the offer of another protocol, which RFC 9110 lets a server ignore, unread.
+    """Return bytes of a request's head with its `upgrade` header renamed, which RFC 9110 lets a server ignore.
 
-    The parser would take the body for the other protocol. Java's HTTP client and `curl --http2` offer h2c with every
-    request. The header, however it is spelled, keeps its length under another name. The second value is what cannot be
-    read yet: the last bytes, where they may be the beginning of such a header, or of the head's end.
+    The parser would treat the body as the other protocol. Java's HTTP client and `curl --http2` offer h2c with every
+    request. The new name has the same length. The second value is the end of `data` that cannot be decided yet: it may
+    be the beginning of such a header, or of the head's end.
     """
-    end = data.find(_HEAD_ENDS, 0, MAX_HEAD_BYTES)
+    end = data.find(_HEAD_END, 0, MAX_HEAD_BYTES)
     head = data[: end + 1 if end >= 0 else MAX_HEAD_BYTES].lower()
-    place = head.find(_OFFER)
+    place = head.find(_UPGRADE)
     while place >= 0:
         data = data[: place + 1] + b"offered" + data[place + 8 :]
-        place = head.find(_OFFER, place + 8)
+        place = head.find(_UPGRADE, place + 8)
     if end < 0 and (last := head.rfind(b"\n")) >= 0 and len(head) == len(data):
         rest = head[last:]
-        if _OFFER.startswith(rest) or _HEAD_ENDS.startswith(rest):
+        if _UPGRADE.startswith(rest) or _HEAD_END.startswith(rest):
             return data[:last], data[last:]
     return data, b""
 
 
 class _Phase(Enum):
-    WAITING = 0  # for the first byte of a request
-    COMING = 1  # some of a request is here
-    WHOLE = 2  # the request is here; its answer is made, or was sent
+    IDLE = 0  # no byte of the next request has arrived
+    RECEIVING = 1  # part of a request has arrived
+    RECEIVED = 2  # the request is complete; its response is in progress or sent
 
 
 class ClientConnections:
-    """The connections of one server, and their bounds."""
+    """The open connections of one server, and their limits."""
 
-    def __init__(self, most: int, read_timeout_seconds: float, write_timeout_seconds: float) -> None:
-        self.most = most
+    def __init__(self, max_connections: int, read_timeout_seconds: float, write_timeout_seconds: float) -> None:
+        self.max_connections = max_connections
         self.read_timeout_seconds = read_timeout_seconds
         self.write_timeout_seconds = write_timeout_seconds
         self._open: set[ClientConnection] = set()
 
     @property
     def protocol(self) -> Any:
-        """What uvicorn makes connections with."""
+        """The protocol factory for uvicorn."""
         return partial(ClientConnection, self)
 
-    def enter(self, connection: ClientConnection) -> bool:
-        """Count a connection in; False where there are too many."""
-        if len(self._open) >= self.most:
+    def add(self, connection: ClientConnection) -> bool:
+        """Add a connection; return False if there are too many."""
+        if len(self._open) >= self.max_connections:
             return False
         self._open.add(connection)
         return True
 
-    def leave(self, connection: ClientConnection) -> None:
-        """Count a connection out."""
+    def remove(self, connection: ClientConnection) -> None:
+        """Remove a connection."""
         self._open.discard(connection)
 
-    async def watch(self) -> None:
-        """End the connections that are too slow, for ever."""
+    async def close_slow(self) -> None:
+        """Close slow connections until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(min(_EVERY, self.read_timeout_seconds / 4, self.write_timeout_seconds / 4))
+            await asyncio.sleep(min(_CHECK_INTERVAL, self.read_timeout_seconds / 4, self.write_timeout_seconds / 4))
             now = loop.time()
             for connection in list(self._open):
                 self._check(connection, now)
 
     def _check(self, connection: ClientConnection, now: float) -> None:
-        """Look at one connection; one that cannot be looked at is ended, and the watch goes on."""
+        """Check one connection; if the check fails, abort it."""
         try:
             connection.check(now)
         except Exception:
@@ -126,52 +131,59 @@ class ClientConnections:
 
 
 class ClientConnection(HttpToolsProtocol):
-    """One connection. Times are the loop's."""
+    """One connection. Times are on the loop's clock."""
 
     def __init__(
         self,
-        doors: ClientConnections,
+        connections: ClientConnections,
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
         **more: Any,
     ) -> None:
         super().__init__(config, server_state, app_state, **more)
-        self._doors = doors
-        self._phase = _Phase.WAITING
+        self._connections = connections
+        self._phase = _Phase.IDLE
         self._since = self.loop.time()
         self._stalled_at: float | None = None
         self._lingers_since = 0.0
-        self._in_head = True  # or before it
-        self._held = b""  # bytes of the head that cannot be read yet
-        self._got = 0  # bytes of this request
-        self._body = 0  # those of its body
+        self._in_head = True  # or before the head
+        self._undecided = b""  # bytes of the head that were not parsed yet
+        self._received = 0  # bytes of this request
+        self._body_bytes = 0  # of its body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if not self._doors.enter(self):
-            self._refuse(503, f"this proxy has its max_connections ({self._doors.most}) open; try again", again=True)
+        if not self._connections.add(self):
+            self._refuse(
+                503,
+                f"this proxy has its max_connections ({self._connections.max_connections}) open; retry later",
+                retry=True,
+            )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._doors.leave(self)
+        self._connections.remove(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        self._got += len(data)
+        self._received += len(data)
         if self._in_head:
-            data, self._held = _without_upgrade(self._held + data)
+            data, self._undecided = _without_upgrade(self._undecided + data)
         super().data_received(data)
-        if self._got - _CHUNK_COST * self._body > MAX_HEAD_BYTES and self._phase is not _Phase.WHOLE:
+        if (
+            self._received - _MAX_CHUNK_OVERHEAD * self._body_bytes > MAX_HEAD_BYTES
+            and self._phase is not _Phase.RECEIVED
+        ):
             self._refuse(431, f"a request's head is limited to {MAX_HEAD_BYTES} bytes")
-        elif self._phase is _Phase.WHOLE and (self.cycle is None or self.cycle.response_complete):
-            self._wait()  # empty lines between requests must not keep a connection open for ever
+        elif self._phase is _Phase.RECEIVED and (self.cycle is None or self.cycle.response_complete):
+            self._mark_idle()  # empty lines between requests must not keep a connection open for ever
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._phase, self._since = _Phase.COMING, self.loop.time()
-        self._got = self._body = 0
+        self._phase, self._since = _Phase.RECEIVING, self.loop.time()
+        self._received = self._body_bytes = 0
         self._lingers_since = 0.0
 
     def on_headers_complete(self) -> None:
@@ -179,12 +191,12 @@ class ClientConnection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        self._body += len(body)
+        self._body_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._phase = _Phase.WHOLE
+        self._phase = _Phase.RECEIVED
         self._in_head = True
 
     def pause_writing(self) -> None:
@@ -202,42 +214,42 @@ class ClientConnection(HttpToolsProtocol):
         self._refuse(400, msg)
 
     def check(self, now: float) -> None:
-        """End the connection where its client is too slow."""
-        if self._stalled_at is not None and now - self._stalled_at > self._doors.write_timeout_seconds:
-            line = self.transport.get_extra_info("socket")
-            line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)  # the kernel's buffer goes with it
+        """Close the connection if its client is too slow."""
+        if self._stalled_at is not None and now - self._stalled_at > self._connections.write_timeout_seconds:
+            client = self.transport.get_extra_info("socket")
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)  # discards the kernel's buffer
             self.transport.abort()
-        elif self._phase is _Phase.WHOLE or self.transport.is_closing():
+        elif self._phase is _Phase.RECEIVED or self.transport.is_closing():
             return
         elif self.flow.read_paused:
-            self._since = now  # it is we who do not read
-        elif self._body and self.cycle.response_complete:  # it was answered before its end
+            self._since = now  # this side has stopped reading
+        elif self._body_bytes and self.cycle.response_complete:  # answered before its end
             self._lingers_since = self._lingers_since or now
-            if now - self._lingers_since > _LINGER:
+            if now - self._lingers_since > _LINGER_SECONDS:
                 self.transport.close()
-        elif now - self._since > self._doors.read_timeout_seconds + self._got / MIN_BYTES_PER_SECOND:
-            if self._phase is _Phase.WAITING:
+        elif now - self._since > self._connections.read_timeout_seconds + self._received / MIN_BYTES_PER_SECOND:
+            if self._phase is _Phase.IDLE:
                 self.transport.close()
             else:
-                self._refuse(408, "the request did not come within the proxy's read_timeout_seconds", again=True)
+                self._refuse(408, "the request did not arrive within the proxy's read_timeout_seconds", retry=True)
 
-    def _wait(self) -> None:
-        self._phase, self._since = _Phase.WAITING, self.loop.time()
-        self._got = self._body = 0
+    def _mark_idle(self) -> None:
+        self._phase, self._since = _Phase.IDLE, self.loop.time()
+        self._received = self._body_bytes = 0
 
-    def _refuse(self, status: int, message: str, *, again: bool = False) -> None:
-        """Answer in OpenAI's shape, where no other answer is under way, and close."""
-        under_way = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
-        if not under_way and not self.pipeline:
+    def _refuse(self, status: int, message: str, *, retry: bool = False) -> None:
+        """Close the connection, with an error response unless another response is in progress."""
+        responding = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+        if not responding and not self.pipeline:
             body = openai_error(message, "server_error" if status >= 500 else "invalid_request_error")
             head = [f"HTTP/1.1 {status} {_REASONS[status]}", "content-type: application/json", "connection: close"]
-            head += [f"content-length: {len(body)}", *(["retry-after: 1"] if again else [])]
+            head += [f"content-length: {len(body)}", *(["retry-after: 1"] if retry else [])]
             self.transport.write("\r\n".join(head).encode() + b"\r\n\r\n" + body)
         self.transport.close()
 
 
 class _OneWrite:
-    """The application, for one request: a head that tells the body's length waits for it, and both are one write."""
+    """Wraps the application for one request: a head with a content length waits for the body; both are one write."""
 
     __slots__ = ("_app", "_cycle", "_start")
 
@@ -247,11 +259,11 @@ class _OneWrite:
         self._start: Message | None = None
 
     def run(self, scope: Any, receive: Any, _: Any) -> Awaitable[None]:
-        """What uvicorn calls."""
-        scope[CLIENT_LEFT] = self._gone
+        """Run the application; uvicorn calls this."""
+        scope[CLIENT_LEFT] = self._has_left
         return self._app(scope, receive, self._send)
 
-    def _gone(self) -> bool:
+    def _has_left(self) -> bool:
         return self._cycle.disconnected
 
     async def _send(self, message: Message) -> None:
@@ -270,7 +282,7 @@ class _OneWrite:
         await self._cycle.send(message)  # type: ignore[arg-type]
 
     def _write(self, head: bytes, body: bytes) -> None:
-        """Send a whole answer; what follows it is as in uvicorn's `send`."""
+        """Write a complete response; then do what uvicorn's `send` does at its end."""
         cycle = self._cycle
         if cycle.disconnected:
             raise ClientDisconnected
@@ -284,19 +296,21 @@ class _OneWrite:
 
 
 def _length(start: Message) -> bytes | None:
-    """Return the length of the body, where a head tells it last, as `asgi.send_bytes` does."""
+    """Return the content length if it is the last header, as `asgi.send_bytes` sends it."""
     headers = start.get("headers")
     return headers[-1][1] if headers and headers[-1][0] == b"content-length" else None
 
 
 def _head(cycle: RequestResponseCycle, start: Message, message: Message) -> bytes | None:
-    """Return the head of an answer that is whole with this message; None where uvicorn has to see to it."""
-    whole = not message.get("more_body") and _length(start) == b"%d" % len(message.get("body", b""))
-    if not whole or cycle.scope["method"] == "HEAD":
+    """Return the head of a response that this message completes; None if uvicorn must send it."""
+    complete = not message.get("more_body") and _length(start) == b"%d" % len(message.get("body", b""))
+    if not complete or cycle.scope["method"] == "HEAD":
         return None
     lines = [b"%b: %b\r\n" % header for header in (*cycle.default_headers, *start["headers"])]
     if not cycle.keep_alive:
         lines.append(b"connection: close\r\n")
     head = b"".join([STATUS_LINE[start["status"]], *lines, b"\r\n"])
     ends = len(lines) + 2
-    return head if head.count(b"\n") == head.count(b"\r") == ends else None  # no header may become two
+    return (
+        head if head.count(b"\n") == head.count(b"\r") == ends else None
+    )  # a header with a line break could inject another

@@ -1,6 +1,6 @@
-"""Notices that a client has left while its answer is still being made, and cancels the work for it at once.
+"""Cancels the processing of a call as soon as its client disconnects.
 
-The listening begins a moment after the call: a call that is quicker asks once, before it counts as answered (`check`).
+Listening starts `_DELAY_SECONDS` after the call. A faster call checks once, before it counts as answered (`check`).
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from starlette.types import Receive
 
 from ratchet.proxy.errors import ClientDisconnected
 
-_SOON = 0.02  # seconds
+_DELAY_SECONDS = 0.02
 
 
 class DisconnectWatch:
-    """Inside the block, a disconnect cancels the block's task and sets `left`.
+    """Within the block, a disconnect cancels the block's task and sets `client_left`.
 
-    The block catches the CancelledError: with `left` set it records what it has and calls `forgive`; otherwise the
-    server itself wants the task to end.
+    The block catches the CancelledError. If `client_left` is set, it records what it has and calls `uncancel_task`;
+    otherwise the server itself cancels the task.
     """
 
-    __slots__ = ("_gone_already", "_listener", "_receive", "_task", "_timer", "left")
+    __slots__ = ("_has_left", "_listener", "_receive", "_task", "_timer", "client_left")
 
-    def __init__(self, receive: Receive, gone: Callable[[], bool] | None = None) -> None:
-        """`gone` says whether the client has left."""
+    def __init__(self, receive: Receive, has_left: Callable[[], bool] | None = None) -> None:
+        """`has_left` returns whether the client has disconnected, without waiting."""
         task = asyncio.current_task()
         assert task is not None, "only inside a task"
         self._task: asyncio.Task[None] | None = task
         self._receive = receive
-        self._gone_already = gone
+        self._has_left = has_left
         self._listener: asyncio.Task[None] | None = None
-        self._timer = asyncio.get_running_loop().call_later(_SOON, self._listen)
-        self.left = False
+        self._timer = asyncio.get_running_loop().call_later(_DELAY_SECONDS, self._listen)
+        self.client_left = False
 
     def __enter__(self) -> DisconnectWatch:
         return self
@@ -45,33 +45,33 @@ class DisconnectWatch:
         self.stop()
 
     def check(self) -> None:
-        """Raise ClientDisconnected where the client has left, although nobody has listened for it."""
-        if self._gone_already is not None and self._gone_already():
+        """Raise ClientDisconnected if the client has disconnected."""
+        if self._has_left is not None and self._has_left():
             raise ClientDisconnected
 
     def stop(self) -> None:
-        """From here on the client may leave unnoticed: the rest is ours to finish."""
+        """Stop watching: from here on a disconnect cancels nothing."""
         self._task = None
         self._timer.cancel()
         if self._listener is not None:
             self._listener.cancel()
 
-    def forgive(self) -> None:
-        """Take back the cancellation that the disconnect caused."""
+    def uncancel_task(self) -> None:
+        """Undo the cancellation that the disconnect caused."""
         task = asyncio.current_task()
         if task is not None:
             task.uncancel()
 
     def _listen(self) -> None:
-        self._listener = asyncio.get_running_loop().create_task(_disconnect(self._receive))
-        self._listener.add_done_callback(self._gone)
+        self._listener = asyncio.get_running_loop().create_task(_wait_for_disconnect(self._receive))
+        self._listener.add_done_callback(self._on_disconnect)
 
-    def _gone(self, listener: asyncio.Task[None]) -> None:
+    def _on_disconnect(self, listener: asyncio.Task[None]) -> None:
         if self._task is not None and not listener.cancelled():
-            self.left = True
+            self.client_left = True
             self._task.cancel()
 
 
-async def _disconnect(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""The outermost layer, in pure ASGI: how errors are told."""
+"""The outermost middleware: turns exceptions into error responses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger("ratchet.proxy")
 
 
 class ErrorMiddleware:
-    """Turns our errors into answers in the shape that the path's clients read; nothing else passes through here."""
+    """Answers with errors in the format of the path's clients. `count` gets each error, None for a bug."""
 
     def __init__(self, app: ASGIApp, count: Callable[[ProxyError | None], None]) -> None:
         self._app = app
@@ -26,30 +26,30 @@ class ErrorMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
 
-        async def watched(message: Message) -> None:
+        async def watched_send(message: Message) -> None:
             nonlocal started
             started = True
             await send(message)
 
         try:
-            await self._app(scope, receive, watched)
+            await self._app(scope, receive, watched_send)
         except ClientDisconnected:
             log.info("event=client_disconnected path=%r", scope["path"])
         except ProxyError as error:
             self._count(error)
             if started:
                 raise
-            await _tell(scope, send, error)
-        except Exception:  # the outermost door: a defect of ours is told in the shape that clients read
+            await _send_error(scope, send, error)
+        except Exception:  # the outermost layer: a bug is answered in the clients' format too
             self._count(None)
             if started:
                 raise
-            log.exception("event=defect path=%r", scope["path"])
-            await _tell(scope, send, ProxyError("the proxy failed; its log says why"))
+            log.exception("event=internal_error path=%r", scope["path"])
+            await _send_error(scope, send, ProxyError("the proxy failed; its log has the reason"))
 
 
-async def _tell(scope: Scope, send: Send, error: ProxyError) -> None:
-    """Answer with an error, under an id by which a client can name it."""
+async def _send_error(scope: Scope, send: Send, error: ProxyError) -> None:
+    """Send an error response with a request id that the client can quote."""
     name = request_identity.request_id(headers_of(scope), new_id("req"))
     headers: Headers = [JSON, (b"x-request-id", name), (b"request-id", name), *error.headers]
     if error.retry_after is not None:

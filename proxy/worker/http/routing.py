@@ -1,7 +1,7 @@
-"""From a path to an endpoint: one dictionary, with the prefixes `/t/{trajectory}` and `/v1` taken off first.
+"""Routes a request to its endpoint, and starts and stops the proxy's services (ASGI's lifespan).
 
-An endpoint is an ASGI application. What the prefix said is in the scope under `asgi.TRAJECTORY`, the bare path
-under `asgi.PATH`. Also here: the start and stop of services with the server (ASGI's lifespan).
+The prefixes `/t/{trajectory}` and `/v1` are removed first; the scope has the trajectory under `asgi.TRAJECTORY` and the
+remaining path under `asgi.PATH`. An endpoint is an ASGI application.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _REPEATED_PREFIX = re.compile(r"^(/+v1)*/+")
 
 
 class Router:
-    """Exact routes first, then mounted applications by prefix, then whatever else is under /v1."""
+    """Mounted applications by prefix, then exact routes, then all other paths under /v1."""
 
     def __init__(
         self,
@@ -51,13 +51,13 @@ class Router:
         scope[TRAJECTORY], path = split_trajectory(path)
         versioned = path.startswith("/v1/")
         scope[PATH] = path = path[3:] if versioned else path
-        endpoint = self._routes.get((scope["method"], path)) or self._lenient(scope, path.rstrip("/"), versioned)
+        endpoint = self._routes.get((scope["method"], path)) or self._find_leniently(scope, path.rstrip("/"), versioned)
         await endpoint(scope, receive, send)
 
-    def _lenient(self, scope: Scope, path: str, versioned: bool) -> ASGIApp:
-        """Return the endpoint of a path without its last slashes; HEAD is GET, whose body the server drops.
+    def _find_leniently(self, scope: Scope, path: str, versioned: bool) -> ASGIApp:
+        """Return the endpoint of a path with trailing slashes; HEAD is GET, whose body the server drops.
 
-        So is one that a base URL has spoilt which ends with a slash, or with the /v1 that the client adds by itself.
+        Also accepts a repeated prefix: from a base URL that ends with a slash, or with the /v1 that clients append.
         """
         bare = _REPEATED_PREFIX.sub("/", path)
         if bare != path and any(route == bare for _, route in self._routes):
@@ -78,7 +78,7 @@ class Router:
 
 
 class _OtherMethods:
-    """The endpoint for the methods that a route does not take: says which it takes, to OPTIONS as an answer."""
+    """The endpoint for methods that a route does not support: names those that it does; answers OPTIONS."""
 
     def __init__(self, allowed: Sequence[str]) -> None:
         self._allow = ", ".join([*allowed, "OPTIONS"])
@@ -101,7 +101,7 @@ def split_trajectory(path: str) -> tuple[str | None, str]:
 
 
 class Service(Protocol):
-    """Something that runs as long as the server does."""
+    """A component that runs as long as the server."""
 
     async def start(self) -> None: ...
 
@@ -109,12 +109,12 @@ class Service(Protocol):
 
 
 class Lifespan:
-    """Starts services in order when the server starts, stops them in reverse order when it ends."""
+    """Starts services in order with the server, and stops them in reverse order."""
 
     def __init__(self, app: ASGIApp, services: Sequence[Service], on_stop: Callable[[], None]) -> None:
         self._app = app
         self._services = services
-        self.on_stop = on_stop  # to be called when the server is told to stop
+        self.on_stop = on_stop  # called when the server begins to stop
         self.failure: ProxyError | None = None  # why the services did not start
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
