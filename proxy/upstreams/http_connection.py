@@ -259,7 +259,7 @@ class UpstreamConnection(asyncio.Protocol):
             self.abort()
         response.wake()
 
-    def connection_closed(self, exc: Exception | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
         self.is_closed = True
         response, self._response = self._response, None
         if response is not None:
