@@ -84,7 +84,7 @@ def show(name: str, result: Mapping[str, Any]) -> None:
     if gain is not None:
         print(f"{name}: {gain['difference']:+.3f} ({gain['low']:+.3f} to {gain['high']:+.3f}) on {gain['tasks']} tasks")
     if (story := result["details"]["warm_start"]) is not None:
-        kept = ("trajectories", "left_out", "general_loss_before", "general_loss_after", "loss_by_epoch")
+        kept = ("trajectories", "skipped", "general_loss_before", "general_loss_after", "loss_by_epoch")
         print(f"{name}: warm start {json.dumps({key: story[key] for key in kept})}")
     print(f"{name}: {result['spent']['rollouts']} rollouts, {result['wall_seconds']:.0f} s")
 

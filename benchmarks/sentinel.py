@@ -20,7 +20,7 @@ import msgspec
 from ratchet.store.records.tool_calls import ToolCall
 from ratchet.store.states import ToolResult
 from ratchet.store.store import open_store
-from ratchet.trainer.controller.sentinel.tool_health import tool_health
+from ratchet.trainer.controller.sentinel.tool_health import check_tool_health
 from ratchet.trainer.settings.sentinel_settings import SentinelSettings
 
 _WINDOW = 2_000
@@ -30,7 +30,7 @@ _SETTINGS = SentinelSettings()
 
 def alarms(calls: Sequence[ToolCall]) -> dict[str, bool]:
     """Return the sick tools after these calls, oldest first, and whether each holds training."""
-    found, _ = tool_health(calls[-_WINDOW:][::-1], _SETTINGS)
+    found, _ = check_tool_health(calls[-_WINDOW:][::-1], _SETTINGS)
     return {one.subject: one.holds for one in found if one.reason}
 
 

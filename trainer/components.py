@@ -1,7 +1,6 @@
-"""What the daemon is made of, made from its settings: who judges, and who releases.
+"""Builds the controller's components from its settings: those that judge, and those that release.
 
-Only puts together; every part's own file says what it promises. Raises JudgeError, WorkflowError and TaskSetError where
-what the settings name cannot be used.
+Raises JudgeError, WorkflowError and TaskSetError if something that the settings name cannot be used.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator
 from ratchet.trainer.controller.judges import Judge
 from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.controller.judging.judge_runner import JudgeRunner, zero_variance_groups
+from ratchet.trainer.controller.judging.judged_groups import JudgedGroupCache
 from ratchet.trainer.controller.judging.rejudging import Rejudger
 from ratchet.trainer.controller.judging.second_judge import SecondJudge
 from ratchet.trainer.controller.sentinel.sentinel import Sentinel
@@ -35,18 +35,18 @@ from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
 @dataclass(frozen=True, slots=True)
 class JudgingComponents:
-    """Who gives scores, and what they are worth; `second` hears a sample of the groups."""
+    """The judge, and what turns its verdicts into judged groups. `second` judges a sample of the groups."""
 
     judge: Judge
     second: SecondJudge | None
-    credit: AdvantageEstimator
-    scorekeeper: JudgeRunner
-    rehearing: Rejudger
+    judged: JudgedGroupCache
+    runner: JudgeRunner
+    rejudger: Rejudger
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseComponents:
-    """Who makes a version live, and who may doubt it."""
+    """What makes a version live, and what may block it."""
 
     sentinel: Sentinel
     evaluations: EvaluationRunner | None
@@ -55,39 +55,39 @@ class ReleaseComponents:
 
 
 def make_judging_components(settings: TrainerSettings, store: Store, progress: Progress) -> JudgingComponents:
-    """Return who judges the groups of an alias."""
+    """Return the components that judge the groups of an alias."""
     judge = make_judge(settings.judge, os.environ)
-    second = _second_judge(settings, store, judge)
-    book = ScoreHistory(store.groups.past_scores(settings.model, judge.version))
-    credit = AdvantageEstimator(
+    second = _make_second_judge(settings, store, judge)
+    estimator = AdvantageEstimator(
         settings.advantage_estimator,
         settings.scale_advantages_by_family,
         settings.min_baseline_samples,
         settings.roles,
-        book,
+        ScoreHistory(store.groups.past_scores(settings.model, judge.version)),
         settings.turn_weight,
     )
-    scorekeeper = JudgeRunner(
+    judged = JudgedGroupCache(store, estimator)
+    runner = JudgeRunner(
         store,
         judge,
         attempts=settings.judge_attempts,
         retry_seconds=settings.judge_retry_seconds,
         alarm_after=settings.no_signal_alarm,
-        credit=credit,
+        judged=judged,
         progress=progress,
         second=second,
-        flat=zero_variance_groups(store, settings.model),
-        least=settings.min_group_size,
+        zero_variance=zero_variance_groups(store, settings.model),
+        min_group_size=settings.min_group_size,
     )
-    rehearing = Rejudger(
+    rejudger = Rejudger(
         store,
         settings.model,
-        scorekeeper.ask_judge,
-        credit,
+        runner.submit_judge,
+        estimator,
         attempts=settings.judge_attempts,
         retry_seconds=settings.judge_retry_seconds,
     )
-    return JudgingComponents(judge, second, credit, scorekeeper, rehearing)
+    return JudgingComponents(judge, second, judged, runner, rejudger)
 
 
 def make_release_components(
@@ -98,7 +98,7 @@ def make_release_components(
     metrics: Metrics,
     make_workflow_evaluator: MakeWorkflowEvaluator | None,
 ) -> ReleaseComponents:
-    """Return who releases the versions of an alias."""
+    """Return the components that release the versions of an alias."""
     release, alias = settings.release, settings.model
     evaluations = make_evaluation_runner(settings, store, replicas[0], make_workflow_evaluator)
     sentinel = Sentinel(settings.sentinel, store, alias, metrics, judging.second)
@@ -111,16 +111,16 @@ def make_release_components(
         canary_share=release.canary_share if release.canary else None,
         evaluations=evaluations,
         max_gain=release.max_gain,
-        blocking_findings=sentinel.doubts,
+        blocking_findings=sentinel.blocking_findings,
     )
     second = make_second_judge(settings)
-    canary = CanaryController(store, alias, release, judging.judge.version, second, sentinel.doubts, metrics)
+    canary = CanaryController(store, alias, release, judging.judge.version, second, sentinel.blocking_findings, metrics)
     return ReleaseComponents(sentinel, evaluations, publisher, canary)
 
 
-def _second_judge(settings: TrainerSettings, store: Store, first: Judge) -> SecondJudge | None:
-    watched = settings.sentinel
-    if not watched.second_judge:
+def _make_second_judge(settings: TrainerSettings, store: Store, first: Judge) -> SecondJudge | None:
+    sentinel = settings.sentinel
+    if not sentinel.second_judge:
         return None
-    judge = make_judge(watched.second_judge, os.environ)
-    return SecondJudge(judge, watched.second_judge_sample_rate, store, settings.model, first.version)
+    judge = make_judge(sentinel.second_judge, os.environ)
+    return SecondJudge(judge, sentinel.second_judge_sample_rate, store, settings.model, first.version)

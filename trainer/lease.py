@@ -1,7 +1,7 @@
-"""Leases: one trainer leads an alias, one tuner has a run; another waits or is refused, and takes over from a dead one.
+"""Leases: one trainer per alias, one tuner per tuning run. Another process waits or is refused, or succeeds a dead one.
 
-Promises: a holder that could not renew for the lease's own time, because it stood still or the store was away, asks
-again before it goes on. The store does not rest on it: a round that another leader has overtaken cannot be committed.
+Promises: a holder that could not renew its lease in time, because the process or the store was down, asks the store
+again before it continues. The store does not depend on leases: a round that another trainer overtook cannot commit.
 """
 
 from __future__ import annotations
@@ -22,71 +22,71 @@ from ratchet.trainer.errors import LeaseLost, LeaseTaken
 
 log = logging.getLogger(__name__)
 
-_LONGEST_HOST = 64  # characters
+_MAX_HOST = 64  # characters
 
 
 class Lease:
-    """A lease that a thread renews while the holder works, however long one round takes."""
+    """A lease that a thread renews while the holder works."""
 
     def __init__(self, store: Store, name: str, seconds: float) -> None:
         self._store = store
         self._name = name
         self._seconds = seconds
-        self.owner = new_id(f"{socket.gethostname()[:_LONGEST_HOST]}:{os.getpid()}")
+        self.owner = new_id(f"{socket.gethostname()[:_MAX_HOST]}:{os.getpid()}")
         self._stop = threading.Event()
         self._lost = threading.Event()
         self._renewed_at = 0.0  # monotonic
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
 
     def wait(self, stop: threading.Event) -> bool:
-        """Wait until the lease is ours; False when `stop` came first."""
-        told = ""
+        """Wait for the lease; return False if `stop` came first."""
+        logged = ""
         while True:
             try:
                 if self._take():
                     break
-                waits_for = "another trainer leads"
+                reason = "another trainer holds it"
             except StoreUnavailable as outage:
-                waits_for = str(outage)
-            if waits_for != told:
-                log.info("event=lease_waiting name=%s reason=%r", self._name, waits_for)
-                told = waits_for
+                reason = str(outage)
+            if reason != logged:
+                log.info("event=lease_waiting name=%s reason=%r", self._name, reason)
+                logged = reason
             if stop.wait(self._seconds / 10):
                 return False
         self._thread.start()
         return True
 
-    def claim(self, told: Callable[[str], None] = lambda waits: None) -> None:
-        """Take the lease; wait as long as it takes a dead holder's to expire. Raises LeaseTaken where one renews it.
+    def claim(self, on_wait: Callable[[str], None] = lambda message: None) -> None:
+        """Take the lease; wait for a dead holder's to expire. Raises LeaseTaken if a live holder renews it.
 
-        `told` hears who is waited for.
+        Calls `on_wait` with a message that names the holder.
         """
         first = None
         while not self._take():
             holder = next((one for one in self._store.leases.holders(self._name) if one.name == self._name), None)
             if holder is not None and first is None:
                 first = holder
-                seen = f"{self._name} was taken by {describe_owner(holder.owner)}"
-                told(f"{seen}: waiting at most {self._seconds:g} s to see whether that works on it")
+                seen = f"{self._name} is held by {describe_owner(holder.owner)}"
+                on_wait(f"{seen}: waiting at most {self._seconds:g} s to see whether that process is alive")
             elif holder is not None and first is not None and holder.expires_at > first.expires_at:
                 raise LeaseTaken(
-                    f"{self._name} is under way: {describe_owner(holder.owner)} has it; stop that one first"
+                    f"{self._name} is held by {describe_owner(holder.owner)}, which is alive; stop it first"
                 )
             time.sleep(self._seconds / 50)
         self._thread.start()
 
     def confirmed(self) -> bool:
-        """Return whether it is ours yet, as the store says. Raises StoreUnavailable."""
+        """Return whether the store still grants us the lease. Raises StoreUnavailable."""
         if not self._lost.is_set() and not self._take():
             self._lost.set()
         return not self._lost.is_set()
 
     def check(self) -> None:
-        """Raise LeaseLost when another process has taken over, StoreUnavailable when that cannot be known."""
+        """Raise LeaseLost if another process took over, StoreUnavailable if the store does not answer."""
         overdue = time.monotonic() - self._renewed_at > self._seconds
         if self._lost.is_set() or (overdue and not self._take()):
             self._lost.set()
-            raise LeaseLost(f"the lease {self._name} was taken by another process; this one stops")
+            raise LeaseLost(f"another process took the lease {self._name}; this one stops")
 
     def __enter__(self) -> Lease:
         return self
@@ -105,10 +105,10 @@ class Lease:
             log.warning("event=lease_not_released name=%s reason=%r", self._name, str(outage))
 
     def _take(self) -> bool:
-        asked_at = time.monotonic()
+        requested_at = time.monotonic()
         taken = self._store.leases.acquire(self._name, self.owner, self._seconds)
         if taken:
-            self._renewed_at = asked_at
+            self._renewed_at = requested_at
         return taken
 
     def _renew(self) -> None:
@@ -122,7 +122,7 @@ class Lease:
 
 
 def describe_owner(owner: str) -> str:
-    """Return who holds a lease as people are told: host, process and since when."""
+    """Return the holder of a lease for people: process, host and start time."""
     host, _, pid = owner.rpartition("_")[0].rpartition(":")
     since = datetime.fromtimestamp(moment(owner), UTC)
     return f"process {pid} on {host}, since {since:%Y-%m-%d %H:%M:%S} UTC"

@@ -1,8 +1,8 @@
-"""The trainer's process: signals, the lease of its alias, the daemon and the monitors beside it.
+"""The trainer's process: signals, the lease of its alias, the controller and the monitors.
 
-Promises: one trainer of an alias works at a time, others wait; SIGTERM and SIGINT end it with 0; whatever it cannot
-mend ends it with 1 and one line that says why. Of several processes (`accelerate launch`) the first one is the daemon,
-the others train with it.
+Promises: only one trainer of an alias works at a time, the others wait; SIGTERM and SIGINT end it with exit code 0; an
+error that waiting cannot fix ends it with 1 and one log line with the reason. Of several processes (`accelerate
+launch`) rank 0 runs the controller, and the others train with it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import FrameType
 from ratchet.store.errors import StoreError, StoreUnavailable
 from ratchet.store.store import Store, open_store
 from ratchet.trainer.adapters.base_model_files import DIGESTS, check_files
-from ratchet.trainer.daemon import PAUSE_AFTER_OUTAGE, Daemon, LearnerFactory, make_learner
+from ratchet.trainer.controller_loop import OUTAGE_PAUSE_SECONDS, Controller, LearnerFactory, make_learner
 from ratchet.trainer.errors import TrainerError
 from ratchet.trainer.learner import distributed
 from ratchet.trainer.learner_protocol import LearnerProtocol
@@ -35,43 +35,47 @@ def run(
     learner_factory: LearnerFactory = make_learner,
     make_workflow_evaluator: MakeWorkflowEvaluator | None = None,
 ) -> int:
-    """Run the trainer until SIGTERM or SIGINT; return the exit code. Another trainer of the alias is waited for."""
+    """Run the trainer until SIGTERM or SIGINT; return the exit code. Waits for the lease of the alias."""
     if distributed.processes() == 1:
-        return _lead(settings, learner_factory, make_workflow_evaluator)
+        return _run_controller(settings, learner_factory, make_workflow_evaluator)
     line = distributed.Line()
     if not distributed.is_leader():
         return distributed.follow(line)
     try:
-        return _lead(settings, partial(_make_leading, line), make_workflow_evaluator)
+        return _run_controller(settings, partial(_make_rank_zero_learner, line), make_workflow_evaluator)
     finally:
         line.close()
 
 
-def _make_leading(line: distributed.Line, settings: TrainerSettings, resume_from: Path | None) -> LearnerProtocol:
+def _make_rank_zero_learner(
+    line: distributed.Line, settings: TrainerSettings, resume_from: Path | None
+) -> LearnerProtocol:
     return distributed.RankZeroLearner(
         line, settings.base_model, settings.learner, workdir=settings.checkpoints.parent, resume_from=resume_from
     )
 
 
-def _lead(
+def _run_controller(
     settings: TrainerSettings, learner_factory: LearnerFactory, make_workflow_evaluator: MakeWorkflowEvaluator | None
 ) -> int:
     stop = threading.Event()
 
-    def leave(signum: int, _: FrameType | None) -> None:
+    def request_stop(signum: int, _: FrameType | None) -> None:
         log.info("event=stopping signal=%s", signal.Signals(signum).name)
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, leave)
+        signal.signal(number, request_stop)
     try:
         check_installed(settings.report_to)
         store = open_store(settings.store)
         with Lease(store, f"trainer:{settings.model}", settings.lease_seconds) as lease:
-            if lease.wait(stop) and (daemon := _made(settings, store, stop, learner_factory, make_workflow_evaluator)):
+            if lease.wait(stop) and (
+                controller := _make_controller(settings, store, stop, learner_factory, make_workflow_evaluator)
+            ):
                 with monitored(store, settings.model, settings.report_to, settings.checkpoints.parent / "monitors"):
-                    daemon.run(lease)
-                daemon.close()
+                    controller.run(lease)
+                controller.close()
         store.close()
     except (TrainerError, StoreError) as error:
         log.error("event=trainer_stopped error=%s reason=%r", type(error).__name__, str(error))
@@ -80,18 +84,18 @@ def _lead(
     return 0
 
 
-def _made(
+def _make_controller(
     settings: TrainerSettings,
     store: Store,
     stop: threading.Event,
     learner_factory: LearnerFactory,
     make_workflow_evaluator: MakeWorkflowEvaluator | None,
-) -> Daemon | None:
-    """Return the daemon, once the store answers; None where `stop` came first."""
+) -> Controller | None:
+    """Return the controller as soon as the store answers; None if `stop` came first."""
     while not stop.is_set():
         try:
             check_files(store, settings.model, settings.base_model, settings.checkpoints.parent / DIGESTS)
-            return Daemon(
+            return Controller(
                 settings,
                 store,
                 stop,
@@ -101,5 +105,5 @@ def _made(
             )
         except StoreUnavailable as outage:
             log.warning("event=outage reason=%r", str(outage))
-            stop.wait(PAUSE_AFTER_OUTAGE)
+            stop.wait(OUTAGE_PAUSE_SECONDS)
     return None

@@ -32,7 +32,7 @@ from ratchet.supervisor.leftover_processes import stop_leftover_processes
 from ratchet.supervisor.project_lock import ProjectLock
 from ratchet.supervisor.supervisor import Supervisor
 from ratchet.supervisor.up import start_services
-from ratchet.trainer.controller.rounds.drained import is_drained
+from ratchet.trainer.controller.rounds.backlog import is_drained
 from ratchet.tuning.context import first_api_key
 
 EXAMPLE = "ratchet.demo.email_search"

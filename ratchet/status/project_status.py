@@ -236,7 +236,7 @@ def next_round(store: Store, settings: Settings) -> dict[str, Any] | None:
     """Return what the next round has and what it needs; None if nothing is trained."""
     if not settings.trainer.get("judge"):
         return None
-    from ratchet.trainer.controller.rounds.round_size import RoundSize
+    from ratchet.trainer.controller.rounds.backlog import RoundSize
 
     max_groups, min_groups, wait_seconds, size = (
         _trainer_setting(settings, name)

@@ -278,10 +278,10 @@ def _warm_start_lines(figures: Mapping[str, Any]) -> list[str]:
             f"general ability: loss {figures['general_loss_before']:.4f} -> {figures['general_loss_after']:.4f} nats a "
             f"token on {figures['general_held_out']} held-out rows"
         )
-    if figures["left_out"]:
+    if figures["skipped"]:
         lines.append(
             "skipped: "
-            + ", ".join(f"{strip_control_characters(why)}: {count}" for why, count in figures["left_out"].items())
+            + ", ".join(f"{strip_control_characters(why)}: {count}" for why, count in figures["skipped"].items())
         )
     return lines
 

@@ -19,7 +19,7 @@ import pytest
 from examples.math.calculator import SCHEMA, calculate
 from examples.math.judge import NoTaskError, judge
 from examples.math.problems import SIZES, is_held_out, task_set
-from ratchet.trainer.daemon import Daemon
+from ratchet.trainer.controller_loop import Controller
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.tasks.task_set import TaskSet
@@ -175,12 +175,12 @@ async def test_what_agentscope_did_in_rollouts_is_judged_and_trained_into_a_vers
         # The scripted vLLM's logprobs are not this model's: its rows would rightly be rejected.
         learner=LearnerSettings(learning_rate=1e-2, sequence_mask_threshold=None),
     )
-    daemon = Daemon(settings, proxy.store, threading.Event())
-    engine.scorer = Faithful(engine, lambda: daemon.learner)
+    controller = Controller(settings, proxy.store, threading.Event())
+    engine.scorer = Faithful(engine, lambda: controller.learner)
     try:
-        eventually(lambda: daemon.turn(time.time() + 60.0) and proxy.store.rounds.newest_committed("agent"), 30)
+        eventually(lambda: controller.step(time.time() + 60.0) and proxy.store.rounds.newest_committed("agent"), 30)
     finally:
-        daemon.close()
+        controller.close()
         engine.close()
     (held,) = proxy.store.rounds.page("agent")
     assert (held.metrics["trajectories"], held.metrics["reward"]) == (2, 0.5)

@@ -52,7 +52,7 @@ async def test_both_roles_are_in_one_trajectory_and_only_the_planners_tokens_are
     settings = load(FOLDER / "ratchet.yaml").trainer_settings()
     casting = RoleResolver(proxy.store, "agent", Roles(settings.roles, settings.role_patterns))
     recorded = proxy.store.trajectories.read("roll_1")
-    named = casting.named(proxy.store.trajectories.context_calls(recorded))
+    named = casting.with_roles(proxy.store.trajectories.context_calls(recorded))
     assert [call.role for call in named] == ["planner", *["worker"] * 2, "planner", *["worker"] * 2, "planner"]
     built = build_rows("roll_1", named, 1.0, casting.roles)
     said = [bytes(t for t, mark in zip(row.ids, row.mask, strict=True) if mark and t < 256) for row in built.rows]

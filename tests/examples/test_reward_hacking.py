@@ -26,7 +26,7 @@ from ratchet.store.store import open_store
 from ratchet.trainer.controller.judges.audit.lint import Outcome, lint
 from ratchet.trainer.controller.judges.audit.lint_transcripts import Place, made_up
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
-from ratchet.trainer.daemon import Daemon
+from ratchet.trainer.controller_loop import Controller
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.harness.examples.player import Messages, Script, calls, says
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
@@ -108,11 +108,11 @@ async def test_a_policy_that_learnt_to_list_every_answer_is_held_before_it_is_pr
     assert not any(one.success for one in hedged), "by the agent's own rule none of them is right"
     proxy.settled()
     store = proxy.store
-    daemon = Daemon(settings(tmp_path), store, threading.Event(), None, ScriptedLearner)
+    controller = Controller(settings(tmp_path), store, threading.Event(), None, ScriptedLearner)
     try:
-        await asyncio.to_thread(turns_until_held, daemon, proxy)
+        await asyncio.to_thread(turns_until_held, controller, proxy)
     finally:
-        daemon.close()
+        controller.close()
     told = store.decisions.decisions_of("agent", 1)[0]
     assert (told.action, told.decided_by) == (PolicyAction.HOLD, "release")
     assert told.evidence["release"]["difference"]["low"] > 0, "the first judge is sure of the gain"
@@ -128,11 +128,11 @@ async def test_a_policy_that_learnt_to_list_every_answer_is_held_before_it_is_pr
     assert store.policies.get("agent", 1).state is PolicyState.REJECTED
 
 
-def turns_until_held(daemon: Daemon, proxy: Proxy) -> None:
+def turns_until_held(controller: Controller, proxy: Proxy) -> None:
     until = time.monotonic() + 30.0
     while proxy.store.policies.awaiting_approval("agent") is None:
         assert time.monotonic() < until, proxy.store.decisions.decisions_of("agent")
-        daemon.turn(time.time() + 400.0)  # whatever waits for company waits no longer
+        controller.step(time.time() + 400.0)  # whatever waits for company waits no longer
         time.sleep(0.05)
 
 

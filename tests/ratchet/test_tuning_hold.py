@@ -116,7 +116,7 @@ def test_a_run_that_is_under_way_is_refused_and_taken_over_once_its_process_is_d
         assert first.stdout.readline() == "has it\n"
         with _holding(project, run) as second:
             told, _ = second.communicate(timeout=30)
-        assert f"LeaseTaken: tuning:{run} is under way: process {first.pid} on " in told
+        assert f"LeaseTaken: tuning:{run} is held by process {first.pid} on " in told
         assert ", since 20" in told
         first.kill()
         first.communicate(timeout=10)

@@ -15,7 +15,7 @@ from tests.harness.trainer.scripted_engine import Faithful, ScriptedEngine
 from tests.harness.trainer.tiny import build_tiny_model
 
 if TYPE_CHECKING:
-    from ratchet.trainer.daemon import Daemon
+    from ratchet.trainer.controller_loop import Controller
 
 
 @pytest.fixture(scope="session")
@@ -45,16 +45,16 @@ def engine() -> Iterator[ScriptedEngine]:
 
 
 @pytest.fixture
-def make_daemon(
+def make_controller(
     store: Store, engine: ScriptedEngine, tiny_model: Path, tmp_path: Path
-) -> Iterator[Callable[..., Daemon]]:
-    from ratchet.trainer.daemon import Daemon
+) -> Iterator[Callable[..., Controller]]:
+    from ratchet.trainer.controller_loop import Controller
     from ratchet.trainer.settings.learner_settings import LearnerSettings
     from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
-    made: list[Daemon] = []
+    made: list[Controller] = []
 
-    def make(**changes: Any) -> Daemon:
+    def make(**changes: Any) -> Controller:
         values: dict[str, Any] = {
             "store": str(tmp_path / "store.db"),
             "model": "agent",
@@ -66,12 +66,12 @@ def make_daemon(
             "groups_per_round": 2,
             "learner": LearnerSettings(learning_rate=1e-2, sequence_mask_threshold=None),
         }
-        daemon = Daemon(TrainerSettings(**(values | changes)), store, threading.Event())
-        made.append(daemon)
+        controller = Controller(TrainerSettings(**(values | changes)), store, threading.Event())
+        made.append(controller)
 
-        engine.scorer = Faithful(engine, lambda: daemon.learner)
-        return daemon
+        engine.scorer = Faithful(engine, lambda: controller.learner)
+        return controller
 
     yield make
-    for daemon in made:
-        daemon.close()
+    for controller in made:
+        controller.close()

@@ -67,4 +67,4 @@ def test_families_of_large_scores_do_not_drown_the_others() -> None:
 
 def test_a_single_among_equals_is_not_a_hundred_times_better() -> None:
     assert single_advantage(1.0, mean=0.0, std=0.0) == MAX_SINGLE_ADVANTAGE
-    assert single_advantage(0.75, mean=0.5, std=0.25, credit="dr_grpo") == 0.25
+    assert single_advantage(0.75, mean=0.5, std=0.25, estimator="dr_grpo") == 0.25

@@ -27,7 +27,7 @@ def test_a_trajectory_whose_messages_were_lost_is_put_aside_and_the_others_are_g
     )  # fmt: skip
     assembly = TrajectoryCollector(store, settings, RoleResolver(store, "agent", Roles()), ScoreHistory(), None)
     for now in (10.0, 11.0):
-        assembly.turn(now, now)
+        assembly.step(now, now)
     assembly.close()
     assert store.trajectories.get("torn").drop_reason == "incomplete"
     assert [set(group.members) for group in store.groups.page()] == [{"one", "two"}]

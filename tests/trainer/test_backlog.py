@@ -88,7 +88,7 @@ def test_no_judge_is_asked_about_what_is_too_old_to_be_trained(store: Store) -> 
         arrive(store, version, 1, first=100 + version)
         train(store, store.groups.awaiting_round("agent")[-1:], version)
     arrive(store, 4, 2, first=200, judged=False)
-    assert [group.id for group in waiting.to_judge(now=1.0)] == ["grp_00000201", "grp_00000200"]
+    assert [group.id for group in waiting.groups_to_judge(now=1.0)] == ["grp_00000201", "grp_00000200"]
     assert store.groups.drop_counts("agent") == {DropReason.STALE: 3}
     assert store.trajectories.get("grp_00000000-a").drop_reason == DropReason.STALE
 

@@ -15,11 +15,11 @@ from ratchet.store.states import TrajectoryState
 from ratchet.store.store import Store
 from ratchet.trainer.controller.advantages.advantage import cohort_advantages
 from ratchet.trainer.controller.advantages.baseline import ScoreHistory
-from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator, past
-from ratchet.trainer.controller.collect.cohorts import likeness, plan_cohorts
+from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator, past_score
+from ratchet.trainer.controller.collect.cohorts import cohort_key, plan_cohorts
 from ratchet.trainer.controller.collect.collector import TrajectoryCollector
 from ratchet.trainer.controller.collect.role_resolution import RoleResolver
-from ratchet.trainer.daemon import Daemon
+from ratchet.trainer.controller_loop import Controller
 from ratchet.trainer.rows.roles import Roles
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.statistics.score_spread import has_signal
@@ -28,33 +28,35 @@ from tests.harness.trainer import judge_samples
 from tests.trainer.test_grouping import run
 
 
-def cohorts(alone: Sequence[Trajectory], now: float = 61.0, **changes: Any) -> tuple[list[tuple[str, ...]], set[str]]:
-    keys = {one.id: one.root_node for one in alone}
-    values: dict[str, Any] = {"settled": set(), "size": 3, "least": 2, "wait_seconds": 60.0} | changes
-    groups, waiting = plan_cohorts(alone, keys=keys, now=now, **values)
+def cohorts(
+    ungrouped: Sequence[Trajectory], now: float = 61.0, **changes: Any
+) -> tuple[list[tuple[str, ...]], set[str]]:
+    keys = {one.id: one.root_node for one in ungrouped}
+    values: dict[str, Any] = {"with_baseline": set(), "size": 3, "min_size": 2, "wait_seconds": 60.0} | changes
+    groups, waiting = plan_cohorts(ungrouped, keys=keys, now=now, **values)
     return [group.members for group in groups], waiting
 
 
 def test_singles_of_one_system_prompt_make_cohorts_and_others_never_mix() -> None:
-    alone = [run(str(n), task=f"mail/{n}") for n in range(4)] + [run("x", task="mail/9", root_node="another")]
-    assert cohorts(alone, now=1.0) == ([("0", "1", "2")], {"3", "x"})
-    assert cohorts(alone) == ([("0", "1", "2")], set())  # too few are left: each goes by itself
-    assert cohorts(alone[:2]) == ([("0", "1")], set())
+    ungrouped = [run(str(n), task=f"mail/{n}") for n in range(4)] + [run("x", task="mail/9", root_node="another")]
+    assert cohorts(ungrouped, now=1.0) == ([("0", "1", "2")], {"3", "x"})
+    assert cohorts(ungrouped) == ([("0", "1", "2")], set())  # too few are left: each goes by itself
+    assert cohorts(ungrouped[:2]) == ([("0", "1")], set())
 
 
 def test_a_family_with_a_past_needs_no_cohort() -> None:
-    alone = [run(str(n), task=f"mail/{n}") for n in range(4)]
-    assert cohorts(alone, settled={"task:mail"}) == ([], set())
+    ungrouped = [run(str(n), task=f"mail/{n}") for n in range(4)]
+    assert cohorts(ungrouped, with_baseline={"task:mail"}) == ([], set())
 
 
 def test_tools_prompts_and_families_tell_cohorts_apart() -> None:
     keys = {
-        likeness(one, prompt)
+        cohort_key(one, prompt)
         for one in (run("a", task="mail/1"), run("b", task="mail/2"), run("c", task="math/1"))
         for prompt in (b"be brief", b"be kind")
     }
     assert len(keys) == 4
-    assert likeness(run("a"), b"x") != likeness(run("a", tools_hash="t"), b"x")
+    assert cohort_key(run("a"), b"x") != cohort_key(run("a", tools_hash="t"), b"x")
 
 
 @pytest.mark.parametrize("credit", ["grpo", "dr_grpo", "rloo", "reinforce++"])
@@ -84,7 +86,7 @@ def test_credit_knows_a_cohort_by_its_tasks() -> None:
     assert credit.advantages(members, verdicts) == pytest.approx((-0.5, -0.5, 1.0))
     same = [run(str(n)) for n in range(3)]
     assert credit.advantages(same, verdicts) == pytest.approx((-1 / 3, -1 / 3, 2 / 3))
-    assert credit.teaches(members, verdicts)
+    assert any(credit.advantages(members, verdicts) or ())
 
 
 def single(store: Store, number: int, answer: str, system: str = "Answer.") -> None:
@@ -119,30 +121,32 @@ def test_once_a_family_has_a_past_its_singles_go_by_that(
         single(store, number, "a")
     single(store, 3, "a", system="Another agent's.")
     store.trajectories.seal_idle_trajectories("agent", time.time(), 0.1)
-    assembly(book := ScoreHistory()).turn(time.time() + 1.0, time.time())
+    assembly(book := ScoreHistory()).step(time.time() + 1.0, time.time())
     sizes = sorted(len(group.members) for group in store.groups.awaiting_verdict("agent", time.time()))
     assert sizes == [1, 3]
     verdict = Verdict(trajectory_id="x", group_id="g", judge="j", judge_version="1", score=0.5)
     for number in (0, 1):
-        book.add(past(store.trajectories.get(f"traj_{number}"), verdict))
+        book.add(past_score(store.trajectories.get(f"traj_{number}"), verdict))
     for number in range(4, 7):
         single(store, number, "a")
     store.trajectories.seal_idle_trajectories("agent", time.time(), 0.1)
-    assembly(book).turn(time.time() + 1.0, time.time())
+    assembly(book).step(time.time() + 1.0, time.time())
     sizes = sorted(len(group.members) for group in store.groups.awaiting_verdict("agent", time.time()))
     assert sizes == [1, 1, 1, 1, 3]
 
 
-def test_a_family_without_a_past_is_learnt_from_at_once(store: Store, make_daemon: Callable[..., Daemon]) -> None:
+def test_a_family_without_a_past_is_learnt_from_at_once(
+    store: Store, make_controller: Callable[..., Controller]
+) -> None:
     judge_samples.by_answer |= {"good": 1.0, "bad": 0.0}
     for number in range(4):
         single(store, number, "good" if number % 2 else "bad")
-    daemon = make_daemon(
+    controller = make_controller(
         ungrouped="cohort", num_generations=4, groups_per_round=1, group_wait_seconds=0.01, seal_after_idle_seconds=0.1
     )
     until = time.monotonic() + 60
     while not store.rounds.newest_committed("agent"):
-        daemon.turn(time.time())
+        controller.step(time.time())
         assert time.monotonic() < until
     states = {one.state for one in store.trajectories.page()}
     assert states == {TrajectoryState.TRAINED}

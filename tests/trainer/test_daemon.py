@@ -1,4 +1,6 @@
-"""The daemon, from shipped calls to a live version: a real learner on a tiny model, a real store, a scripted engine."""
+"""The controller, from shipped calls to a live version: a real learner on a tiny model, a real store, a scripted
+engine.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,9 @@ from ratchet.store.states import GroupState, RoundState, ToolResult, TrajectoryS
 from ratchet.store.store import Store
 from ratchet.store.training.rounds import Rounds
 from ratchet.trainer.adapters.checkpoint import newest_complete
-from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator
+from ratchet.trainer.controller.advantages.judged_group import MemberAdvantages
 from ratchet.trainer.controller.rounds.round_runner import RoundRunner
-from ratchet.trainer.daemon import Daemon
+from ratchet.trainer.controller_loop import Controller
 from ratchet.trainer.errors import CheckpointDamaged, OutOfMemory, TrainingDiverged
 from ratchet.trainer.learner_protocol import LearnerProtocol, RoundReport
 from ratchet.trainer.rows.token_row import TokenRow
@@ -87,12 +89,12 @@ class TooLarge(Power):
 
 
 def test_shipped_calls_become_a_live_version_that_is_proven_to_be_served(
-    store: Store, make_daemon: Callable[..., Daemon], engine: ScriptedEngine, tmp_path: Path
+    store: Store, make_controller: Callable[..., Controller], engine: ScriptedEngine, tmp_path: Path
 ) -> None:
     trained = agents_work(store, "a", [0.0, 1.0]) + agents_work(store, "b", [1.0, 0.0])
     agents_work(store, "flat", [1.0, 1.0])
-    daemon = make_daemon()
-    daemon.turn(1000.0)
+    controller = make_controller()
+    controller.step(1000.0)
     assert {store.trajectories.get(name).state for name in trained} == {TrajectoryState.TRAINED}
     assert store.trajectories.drop_counts() == {"no_variance": 2}
     live = store.policies.live()["agent"]
@@ -104,46 +106,48 @@ def test_shipped_calls_become_a_live_version_that_is_proven_to_be_served(
     assert held.checkpoint == str(newest_complete(tmp_path / "checkpoints"))
 
 
-def test_a_round_waits_for_enough_groups_but_not_for_ever(store: Store, make_daemon: Callable[..., Daemon]) -> None:
+def test_a_round_waits_for_enough_groups_but_not_for_ever(
+    store: Store, make_controller: Callable[..., Controller]
+) -> None:
     agents_work(store, "a", [0.0, 1.0])
-    daemon = make_daemon()
-    daemon.turn(1000.0)
+    controller = make_controller()
+    controller.step(1000.0)
     assert store.rounds.page("agent") == []
-    daemon.turn(1000.0 + 601.0)
+    controller.step(1000.0 + 601.0)
     assert store.policies.live()["agent"].version == 1
 
 
 def test_a_restarted_trainer_goes_on_from_the_last_commit(
-    store: Store, make_daemon: Callable[..., Daemon], tmp_path: Path
+    store: Store, make_controller: Callable[..., Controller], tmp_path: Path
 ) -> None:
     agents_work(store, "a", [0.0, 1.0])
     agents_work(store, "b", [0.0, 1.0])
-    make_daemon().turn(1000.0)
+    make_controller().step(1000.0)
     agents_work(store, "c", [0.0, 1.0])
     agents_work(store, "d", [0.0, 1.0])
-    again = make_daemon()
+    again = make_controller()
     assert again.learner.step == 1
-    again.turn(2000.0)
+    again.step(2000.0)
     assert store.policies.live()["agent"].version == 2
     assert [round.from_version for round in store.rounds.page("agent")] == [1, 0]
 
 
 def test_a_power_cut_between_checkpoint_and_commit_trains_nothing_twice(
-    store: Store, make_daemon: Callable[..., Daemon], tiny_model: Path, tmp_path: Path
+    store: Store, make_controller: Callable[..., Controller], tiny_model: Path, tmp_path: Path
 ) -> None:
     names = agents_work(store, "a", [0.0, 1.0]) + agents_work(store, "b", [0.0, 1.0])
-    daemon = make_daemon(groups_per_round=9)
-    daemon.turn(1000.0)
+    controller = make_controller(groups_per_round=9)
+    controller.step(1000.0)
     groups = store.groups.awaiting_round("agent")
-    school = RoundRunner(store, "agent", tmp_path / "checkpoints", AdvantageEstimator())
+    school = RoundRunner(store, "agent", tmp_path / "checkpoints")
     with pytest.raises(KeyboardInterrupt):
-        school.run_round(Power(daemon.learner), groups, 0)
+        school.run_round(Power(controller.learner), groups, 0)
     assert newest_complete(tmp_path / "checkpoints") is not None
     assert {store.groups.get(group.id).state for group in groups} == {GroupState.JUDGED}
 
-    again = make_daemon()
+    again = make_controller()
     assert again.learner.step == 0
-    again.turn(1000.0)
+    again.step(1000.0)
     assert {store.trajectories.get(name).state for name in names} == {TrajectoryState.TRAINED}
     assert [(held.state, held.to_version) for held in store.rounds.page("agent")] == [
         (RoundState.COMMITTED, 2),  # the number of the checkpoint that nothing names is not given again
@@ -151,205 +155,213 @@ def test_a_power_cut_between_checkpoint_and_commit_trains_nothing_twice(
     ]
 
 
-def test_a_store_outage_at_the_commit_trains_nothing_twice(store: Store, make_daemon: Callable[..., Daemon]) -> None:
+def test_a_store_outage_at_the_commit_trains_nothing_twice(
+    store: Store, make_controller: Callable[..., Controller]
+) -> None:
     agents_work(store, "a", [0.0, 1.0])
     agents_work(store, "b", [0.0, 1.0])
-    daemon = make_daemon()
+    controller = make_controller()
     store.rounds = OutageAtCommit(store)
     with pytest.raises(StoreUnavailable):
-        daemon.turn(1000.0)
-    daemon.turn(1001.0)
-    assert daemon.learner.step == 1  # the learner began again: it took this step once
+        controller.step(1000.0)
+    controller.step(1001.0)
+    assert controller.learner.step == 1  # the learner began again: it took this step once
     assert [held.state for held in store.rounds.page("agent")] == [RoundState.COMMITTED, RoundState.ABANDONED]
 
 
 def test_a_leader_that_was_overtaken_goes_on_from_what_the_other_one_committed(
-    store: Store, make_daemon: Callable[..., Daemon], tmp_path: Path
+    store: Store, make_controller: Callable[..., Controller], tmp_path: Path
 ) -> None:
-    stood_still = make_daemon()
+    stood_still = make_controller()
     agents_work(store, "a", [0.0, 1.0])
     agents_work(store, "b", [0.0, 1.0])
-    make_daemon().turn(1000.0)
+    make_controller().step(1000.0)
     agents_work(store, "c", [0.0, 1.0])
     agents_work(store, "d", [0.0, 1.0])
-    stood_still.turn(1001.0)
+    stood_still.step(1001.0)
     assert stood_still.learner.step == 2
     committed = [held for held in store.rounds.page("agent") if held.state is RoundState.COMMITTED]
     assert [(held.from_version, held.to_version) for held in committed] == [(1, 2), (0, 1)]
 
 
 def test_a_round_that_diverges_is_put_aside_loudly(
-    store: Store, make_daemon: Callable[..., Daemon], tmp_path: Path
+    store: Store, make_controller: Callable[..., Controller], tmp_path: Path
 ) -> None:
     names = agents_work(store, "a", [0.0, 1.0])
-    daemon = make_daemon(groups_per_round=9)
-    daemon.turn(1000.0)
-    school = RoundRunner(store, "agent", tmp_path / "checkpoints", AdvantageEstimator())
+    controller = make_controller(groups_per_round=9)
+    controller.step(1000.0)
+    school = RoundRunner(store, "agent", tmp_path / "checkpoints")
     with pytest.raises(TrainingDiverged):
-        school.run_round(Diverging(daemon.learner), store.groups.awaiting_round("agent"), 0)
+        school.run_round(Diverging(controller.learner), store.groups.awaiting_round("agent"), 0)
     assert store.trajectories.get(names[0]).drop_reason == "diverged"
     assert store.alarms.active()[0].name == "diverged:agent"
 
 
 def test_a_round_that_is_broken_off_says_why_and_its_groups_wait_for_the_next(
-    store: Store, make_daemon: Callable[..., Daemon], tmp_path: Path
+    store: Store, make_controller: Callable[..., Controller], tmp_path: Path
 ) -> None:
     agents_work(store, "a", [0.0, 1.0])
     agents_work(store, "b", [0.0, 1.0])
-    daemon = make_daemon(groups_per_round=9)
-    daemon.turn(1000.0)
-    school = RoundRunner(store, "agent", tmp_path / "checkpoints", AdvantageEstimator())
+    controller = make_controller(groups_per_round=9)
+    controller.step(1000.0)
+    school = RoundRunner(store, "agent", tmp_path / "checkpoints")
     with pytest.raises(OutOfMemory):
-        school.run_round(TooLarge(daemon.learner), store.groups.awaiting_round("agent"), 0)
+        school.run_round(TooLarge(controller.learner), store.groups.awaiting_round("agent"), 0)
     (held,) = store.rounds.page("agent")
     assert (held.state, held.reason) == (RoundState.ABANDONED, "OutOfMemory: lower learner.token_budget")
     (alarm,) = store.alarms.active()
-    assert (alarm.name, alarm.reason) == ("unfinished:agent", f"round {held.id} was broken off: {held.reason}")
-    assert school.run_round(daemon.learner, store.groups.awaiting_round("agent"), 0) is not None
+    assert (alarm.name, alarm.reason) == ("round_aborted:agent", f"round {held.id} was aborted: {held.reason}")
+    assert school.run_round(controller.learner, store.groups.awaiting_round("agent"), 0) is not None
     assert not store.alarms.active()
 
 
 def test_a_sequence_that_is_too_long_for_the_model_is_left_out_and_the_rest_is_trained(
-    store: Store, make_daemon: Callable[..., Daemon]
+    store: Store, make_controller: Callable[..., Controller]
 ) -> None:
     agents_work(store, "a", [0.0, 1.0])
     agents_work(store, "b", [0.0, 1.0], prompt=(5,) * 2000)
-    make_daemon().turn(1000.0)
+    make_controller().step(1000.0)
     (held,) = store.rounds.page("agent")
     assert held.metrics["untrained_tokens"] == {"exceeds_model": 6}
 
 
 def test_a_round_of_greedy_answers_is_an_alarm_that_names_the_remedy_and_ends_with_the_next_round(
-    store: Store, make_daemon: Callable[..., Daemon]
+    store: Store, make_controller: Callable[..., Controller]
 ) -> None:
     agents_work(store, "a", [0.0, 1.0], temperature=0)
-    daemon = make_daemon(groups_per_round=1)
-    daemon.turn(1000.0)
+    controller = make_controller(groups_per_round=1)
+    controller.step(1000.0)
     (alarm,) = store.alarms.active()
     assert alarm.name == "untrainable:agent"
     assert "6 tokens greedy (sampled at temperature 0" in alarm.reason
     assert store.groups.drop_counts("agent") == {"untrainable": 1}
     agents_work(store, "b", [0.0, 1.0])
-    daemon.turn(1001.0)
+    controller.step(1001.0)
     assert store.alarms.active() == []
 
 
-def test_gathering_judging_and_training_are_followed(store: Store, make_daemon: Callable[..., Daemon]) -> None:
+def test_gathering_judging_and_training_are_followed(store: Store, make_controller: Callable[..., Controller]) -> None:
     agents_work(store, "a", [0.0, 1.0])
     agents_work(store, "b", [1.0, 0.0])
-    daemon = make_daemon()
-    daemon.turn(1000.0)
+    controller = make_controller()
+    controller.step(1000.0)
     agents_work(store, "c", [0.5, 1.0])
-    daemon.turn(1001.0)
+    controller.step(1001.0)
 
-    def value(name: str, phase: str, **labels: str) -> float | None:
-        return daemon.metrics.registry.get_sample_value(name, {"alias": "agent", "phase": phase, **labels})
+    def told(name: str, work: str, **labels: str) -> float | None:
+        return controller.metrics.registry.get_sample_value(name, {"alias": "agent", "phase": work, **labels})
 
-    assert value("ratchet_progress_items_done", "training") == value("ratchet_progress_items", "training") == 4
-    assert value("ratchet_progress_items_done", "judging") == 1
-    assert value("ratchet_progress_mean", "judging", metric="reward") == 0.75
-    assert (value("ratchet_progress_items_done", "gathering"), value("ratchet_progress_items", "gathering")) == (1, 2)
-    assert value("ratchet_progress_mean", "gathering", metric="tokens") == 3
+    assert told("ratchet_progress_items_done", "training") == told("ratchet_progress_items", "training") == 4
+    assert told("ratchet_progress_items_done", "judging") == 1
+    assert told("ratchet_progress_mean", "judging", metric="reward") == 0.75
+    assert (told("ratchet_progress_items_done", "gathering"), told("ratchet_progress_items", "gathering")) == (1, 2)
+    assert told("ratchet_progress_mean", "gathering", metric="tokens") == 3
 
 
 def test_while_a_tool_is_sick_no_step_is_taken_and_what_was_judged_waits(
-    store: Store, make_daemon: Callable[..., Daemon]
+    store: Store, make_controller: Callable[..., Controller]
 ) -> None:
     agents_work(store, "a", [0.0, 1.0])
     agents_work(store, "b", [0.0, 1.0])
-    daemon = make_daemon(sentinel={"interval_seconds": 1.0})
+    controller = make_controller(sentinel={"interval_seconds": 1.0})
     tool_called(store, "a-0", ToolResult.TIMEOUT)
-    daemon.turn(1000.0)
+    controller.step(1000.0)
     assert [len(store.groups.awaiting_round("agent")), store.rounds.page("agent")] == [2, []]
     assert "training_paused:agent" in {alarm.name for alarm in store.alarms.active()}
     tool_called(store, "b-1", ToolResult.OK)
-    daemon.turn(1001.0)
+    controller.step(1001.0)
     assert store.policies.live()["agent"].version == 1
 
 
 def test_rejected_versions_do_not_make_the_traffic_stale(
-    store: Store, make_daemon: Callable[..., Daemon], engine: ScriptedEngine
+    store: Store, make_controller: Callable[..., Controller], engine: ScriptedEngine
 ) -> None:
-    daemon = make_daemon(max_staleness=0, groups_per_round=1)
+    controller = make_controller(max_staleness=0, groups_per_round=1)
     honest = engine.scorer
     engine.scorer = lambda name, ids: -50.0
     for task in "abc":
         agents_work(store, task, [0.0, 1.0])
-        daemon.turn(1000.0)
+        controller.step(1000.0)
     engine.scorer = honest
     agents_work(store, "d", [0.0, 1.0])
-    daemon.turn(1000.0)
+    controller.step(1000.0)
     assert store.trajectories.drop_counts() == {}
     assert store.policies.live()["agent"].version == 4
 
 
-def test_what_ended_after_the_verdict_is_not_trained_by_it(store: Store, make_daemon: Callable[..., Daemon]) -> None:
+def test_what_ended_after_the_verdict_is_not_trained_by_it(
+    store: Store, make_controller: Callable[..., Controller]
+) -> None:
     agents_work(store, "a", [0.0, 1.0])
     agents_work(store, "b", [0.0, 1.0])
-    daemon = make_daemon(groups_per_round=9)
-    daemon.turn(1000.0)
+    controller = make_controller(groups_per_round=9)
+    controller.step(1000.0)
     first = store.groups.awaiting_round("agent")[0]
     members = [store.trajectories.read(name) for name in first.members]
     verdicts = [msgspec.structs.replace(v, judged_at=1.0) for v in store.groups.verdicts(first.members).values()]
-    school = RoundRunner(store, "agent", daemon.settings.checkpoints, AdvantageEstimator())
-    built = [school.rows(member, verdict, {None: 1.0}) for member, verdict in zip(members, verdicts, strict=True)]
+    school = RoundRunner(store, "agent", controller.settings.checkpoints)
+    built = [
+        school.rows(member, verdict, MemberAdvantages(1.0)) for member, verdict in zip(members, verdicts, strict=True)
+    ]
     assert [(rows.rows, rows.untrained) for rows in built] == [((), {"after_verdict": 3})] * 2
 
 
 def test_a_damaged_checkpoint_stops_the_trainer_with_its_path(
-    store: Store, make_daemon: Callable[..., Daemon], tmp_path: Path
+    store: Store, make_controller: Callable[..., Controller], tmp_path: Path
 ) -> None:
     agents_work(store, "a", [0.0, 1.0])
     agents_work(store, "b", [0.0, 1.0])
-    make_daemon().turn(1000.0)
+    make_controller().step(1000.0)
     (tmp_path / "checkpoints" / "0001" / "adapter_model.safetensors").unlink()
     with pytest.raises(CheckpointDamaged, match="0001"):
-        make_daemon()
+        make_controller()
 
 
-def test_groups_that_are_too_old_are_dropped_as_stale(store: Store, make_daemon: Callable[..., Daemon]) -> None:
-    daemon = make_daemon(max_staleness=0, groups_per_round=1)
+def test_groups_that_are_too_old_are_dropped_as_stale(store: Store, make_controller: Callable[..., Controller]) -> None:
+    controller = make_controller(max_staleness=0, groups_per_round=1)
     agents_work(store, "a", [0.0, 1.0])
-    daemon.turn(1000.0)
+    controller.step(1000.0)
     for task in "bcd":
         agents_work(store, task, [0.0, 1.0])
-    daemon.turn(1001.0)
+    controller.step(1001.0)
     assert store.trajectories.drop_counts() == {"stale": 6}
     agents_work(store, "e", [0.0, 1.0])
-    make_daemon(max_staleness=0, groups_per_round=1).turn(1002.0)  # goes on counting
+    make_controller(max_staleness=0, groups_per_round=1).step(1002.0)  # goes on counting
     (reason,) = (alarm.reason for alarm in store.alarms.active() if alarm.name == "stale:agent")
     assert reason.startswith("the last 4 groups were all sampled more than 0 versions ago; raise max_staleness")
 
 
 def test_a_candidate_that_a_dead_trainer_left_is_published_by_the_next(
-    store: Store, make_daemon: Callable[..., Daemon], engine: ScriptedEngine
+    store: Store, make_controller: Callable[..., Controller], engine: ScriptedEngine
 ) -> None:
     agents_work(store, "a", [0.0, 1.0])
     agents_work(store, "b", [0.0, 1.0])
-    daemon = make_daemon(groups_per_round=9)
-    daemon.turn(1000.0)
-    school = RoundRunner(store, "agent", daemon.settings.checkpoints, AdvantageEstimator())
-    left = school.run_round(daemon.learner, store.groups.awaiting_round("agent"), 0)
+    controller = make_controller(groups_per_round=9)
+    controller.step(1000.0)
+    school = RoundRunner(store, "agent", controller.settings.checkpoints)
+    left = school.run_round(controller.learner, store.groups.awaiting_round("agent"), 0)
     assert isinstance(left, Policy)
-    make_daemon().turn(1001.0)
+    make_controller().step(1001.0)
     assert store.policies.live()["agent"].version == 1
 
 
 def test_singles_are_compared_with_what_their_family_scored_before(
-    store: Store, make_daemon: Callable[..., Daemon]
+    store: Store, make_controller: Callable[..., Controller]
 ) -> None:
-    daemon = make_daemon(ungrouped="baseline", min_baseline_samples=3, groups_per_round=1, group_wait_seconds=1.0)
+    controller = make_controller(
+        ungrouped="baseline", min_baseline_samples=3, groups_per_round=1, group_wait_seconds=1.0
+    )
     for number, score in enumerate([0.0, 1.0, 0.0, 1.0, 0.0]):
         agents_work(store, f"mail/{number}", [score])
-        daemon.turn(1000.0 + number)
-    daemon.turn(2000.0)
+        controller.step(1000.0 + number)
+    controller.step(2000.0)
     assert store.trajectories.drop_counts() == {"baseline_only": 3}
     rounds = store.rounds.page("agent")
     assert [held.metrics["trajectories"] for held in rounds if held.state == "committed"] == [2]
 
 
 def test_what_an_abandoned_rollout_called_is_never_learnt_from(
-    store: Store, make_daemon: Callable[..., Daemon]
+    store: Store, make_controller: Callable[..., Controller]
 ) -> None:
     names = agents_work(store, "a", [0.0, 1.0]) + agents_work(store, "b", [0.0, 1.0])
     tuning = store.tunings.begin("weights", "agent", {}).id
@@ -358,30 +370,30 @@ def test_what_an_abandoned_rollout_called_is_never_learnt_from(
         for name in names
     ])  # fmt: skip
     store.tunings.resume(tuning)
-    make_daemon().turn(1000.0)
+    make_controller().step(1000.0)
     assert store.trajectories.drop_counts() == {"abandoned": 4}
     assert store.policies.live()["agent"].version == 0
 
 
 def test_without_a_baseline_setting_singles_are_dropped_with_the_reason(
-    store: Store, make_daemon: Callable[..., Daemon]
+    store: Store, make_controller: Callable[..., Controller]
 ) -> None:
-    daemon = make_daemon(group_wait_seconds=1.0)
+    controller = make_controller(group_wait_seconds=1.0)
     agents_work(store, "mail/1", [1.0])
-    daemon.turn(1000.0)
-    daemon.turn(1002.0)
+    controller.step(1000.0)
+    controller.step(1002.0)
     assert store.trajectories.drop_counts() == {"ungrouped": 1}
 
 
 def test_a_version_that_is_being_compared_keeps_its_folder_until_that_is_over(
-    store: Store, make_daemon: Callable[..., Daemon], tmp_path: Path
+    store: Store, make_controller: Callable[..., Controller], tmp_path: Path
 ) -> None:
-    daemon = make_daemon(keep_checkpoints=1, keep_optimizer_states=1, keep_loaded_adapters=0)
+    controller = make_controller(keep_checkpoints=1, keep_optimizer_states=1, keep_loaded_adapters=0)
     tuning = store.tunings.begin("select-model", "agent", {})
     for number, moment in enumerate((1000.0, 2000.0, 3000.0)):
         agents_work(store, f"a{number}", [0.0, 1.0], version=number)
         agents_work(store, f"b{number}", [1.0, 0.0], version=number)
-        daemon.turn(moment)
+        controller.step(moment)
         if number == 0:
             store.rollouts.plan([
                 Rollout(id="roll_1", tuning_id=tuning.id, task_id="t", split="test", attempt=0, candidate="agent@1",
@@ -392,5 +404,5 @@ def test_a_version_that_is_being_compared_keeps_its_folder_until_that_is_over(
     assert [folder.name for folder in sorted(folders.glob("0*"))] == ["0001", "0003"]
     assert store.policies.get("agent", 1).pruned_at is None
     store.rollouts.fail("roll_1", "stopped", time.time())
-    daemon.turn(4000.0)
+    controller.step(4000.0)
     assert [folder.name for folder in sorted(folders.glob("0*"))] == ["0003"]

@@ -9,7 +9,7 @@ import pytest
 
 from ratchet.store.states import PolicyState, TrajectoryState
 from ratchet.store.store import Store
-from ratchet.trainer.daemon import Daemon
+from ratchet.trainer.controller_loop import Controller
 from ratchet.trainer.release.evaluation import summarize_pairs
 from ratchet.trainer.tasks.held_out import is_held_out
 from tests.harness.trainer import judge_samples
@@ -46,11 +46,11 @@ def decided(store: Store) -> bool:
 
 
 def test_a_candidate_that_answers_worse_is_rejected_before_it_serves(
-    store: Store, make_daemon: Callable[..., Daemon], engine: ScriptedEngine
+    store: Store, make_controller: Callable[..., Controller], engine: ScriptedEngine
 ) -> None:
     held = ready_to_train(store)
     answering(engine, new=0.2, old=0.9)
-    until(make_daemon(release=GATE | {"canary": True}), time.time(), lambda: decided(store))
+    until(make_controller(release=GATE | {"canary": True}), time.time(), lambda: decided(store))
     assert store.policies.get("agent", 1).state is PolicyState.REJECTED
     assert "agent@1" not in engine.loaded
     decision = store.decisions.decisions_of("agent", 1)[0]
@@ -61,11 +61,11 @@ def test_a_candidate_that_answers_worse_is_rejected_before_it_serves(
 
 
 def test_a_candidate_that_answers_as_well_goes_on_with_the_evidence(
-    store: Store, make_daemon: Callable[..., Daemon], engine: ScriptedEngine
+    store: Store, make_controller: Callable[..., Controller], engine: ScriptedEngine
 ) -> None:
     ready_to_train(store)
     answering(engine, new=0.9, old=0.2)
-    until(make_daemon(release=GATE | {"max_gain": None}), time.time(), lambda: decided(store))
+    until(make_controller(release=GATE | {"max_gain": None}), time.time(), lambda: decided(store))
     assert store.policies.live()["agent"].version == 1
     found = store.decisions.decisions_of("agent", 1)[0].evidence["evaluation"]
     assert (found["prompts"], found["candidate"], found["live"]) == (5, 0.9, 0.2)
@@ -75,12 +75,12 @@ def test_a_candidate_that_answers_as_well_goes_on_with_the_evidence(
 
 
 def test_prompts_that_the_judge_fails_on_do_not_count(
-    store: Store, make_daemon: Callable[..., Daemon], engine: ScriptedEngine
+    store: Store, make_controller: Callable[..., Controller], engine: ScriptedEngine
 ) -> None:
     ready_to_train(store)
     judge_samples.by_answer.update({"new": ValueError("judge is down"), "old": 1.0})
     engine.reply = lambda name, messages: "new" if name == "agent@1" else "old"
-    until(make_daemon(release=GATE), time.time(), lambda: decided(store))
+    until(make_controller(release=GATE), time.time(), lambda: decided(store))
     assert store.policies.live()["agent"].version == 1  # nothing was shown either way
     assert "evaluation" not in store.decisions.decisions_of("agent", 1)[0].evidence
 
@@ -93,10 +93,10 @@ def test_only_tasks_of_the_share_are_held_out_and_a_larger_share_keeps_them() ->
     assert not any(is_held_out(key, 0.0) for key in keys)
 
 
-def test_trained_tasks_are_never_held_out(store: Store, make_daemon: Callable[..., Daemon]) -> None:
+def test_trained_tasks_are_never_held_out(store: Store, make_controller: Callable[..., Controller]) -> None:
     for name in tasks(False, 2):
         agents_work(store, name, [0.0, 1.0])
-    make_daemon(release=GATE).turn(time.time())
+    make_controller(release=GATE).step(time.time())
     assert store.trajectories.counts()[TrajectoryState.TRAINED] == 4
 
 
@@ -115,20 +115,20 @@ def asked_prompts(store: Store) -> list[str]:
 
 
 def test_every_version_is_tried_with_the_same_prompts_once_there_are_enough(
-    store: Store, make_daemon: Callable[..., Daemon], engine: ScriptedEngine
+    store: Store, make_controller: Callable[..., Controller], engine: ScriptedEngine
 ) -> None:
     ready_to_train(store)
     answering(engine, new=0.9, old=0.2)
     gate = GATE | {"max_gain": None, "evaluation_prompts": 5}
-    until(make_daemon(release=gate), time.time(), lambda: decided(store))
+    until(make_controller(release=gate), time.time(), lambda: decided(store))
     before = asked_prompts(store)
     assert len(before) == 5
     for name in tasks(True, 8)[5:]:  # three that come later
         agents_work(store, name, [0.5, 0.5], at=50.0)
     for name in tasks(False, 4)[2:]:
         agents_work(store, name, [0.0, 1.0], at=50.0)
-    daemon = make_daemon(release=gate)
-    until(daemon, time.time() + 1000.0, lambda: bool(store.decisions.decisions_of("agent", 2)))
+    controller = make_controller(release=gate)
+    until(controller, time.time() + 1000.0, lambda: bool(store.decisions.decisions_of("agent", 2)))
     assert asked_prompts(store) == before
     first, second = (store.decisions.decisions_of("agent", version)[-1] for version in (1, 2))
     assert second.evidence["prompt_set"] == first.evidence["prompt_set"]
@@ -136,17 +136,17 @@ def test_every_version_is_tried_with_the_same_prompts_once_there_are_enough(
 
 
 def test_a_set_of_prompts_that_grew_is_said_to_be_another_one(
-    store: Store, make_daemon: Callable[..., Daemon], engine: ScriptedEngine
+    store: Store, make_controller: Callable[..., Controller], engine: ScriptedEngine
 ) -> None:
     ready_to_train(store)
     answering(engine, new=0.9, old=0.2)
     gate = GATE | {"max_gain": None}
-    until(make_daemon(release=gate), time.time(), lambda: decided(store))
+    until(make_controller(release=gate), time.time(), lambda: decided(store))
     for name in tasks(True, 7)[5:]:
         agents_work(store, name, [0.5, 0.5], at=50.0)
     for name in tasks(False, 4)[2:]:
         agents_work(store, name, [0.0, 1.0], at=50.0)
-    until(make_daemon(release=gate), time.time() + 1000.0, lambda: bool(store.decisions.decisions_of("agent", 2)))
+    until(make_controller(release=gate), time.time() + 1000.0, lambda: bool(store.decisions.decisions_of("agent", 2)))
     decision = store.decisions.decisions_of("agent", 2)[-1]
     assert decision.evidence["prompt_set_changed"] is True
     assert "(other prompts than at the evaluation before)" in decision.reason

@@ -11,7 +11,7 @@ import pytest
 
 from ratchet.store.states import PolicyAction, PolicyState, TrajectoryState
 from ratchet.store.store import Store
-from ratchet.trainer.daemon import Daemon
+from ratchet.trainer.controller_loop import Controller
 from ratchet.trainer.errors import TuningError
 from ratchet.trainer.release.evaluation import EvaluationResult, PairedEvaluation
 from ratchet.trainer.release.evaluation_runner import KIND, EvaluationRunner
@@ -40,54 +40,56 @@ def slow(engine: ScriptedEngine) -> Iterator[threading.Event]:
 
 
 def test_while_a_candidate_is_tried_others_are_judged_and_nothing_is_trained(
-    store: Store, make_daemon: Callable[..., Daemon], slow: threading.Event
+    store: Store, make_controller: Callable[..., Controller], slow: threading.Event
 ) -> None:
     ready_to_train(store)
-    daemon = make_daemon(release=GATE)
+    controller = make_controller(release=GATE)
     now = time.time()
-    daemon.turn(now)
+    controller.step(now)
     later = [name for task in tasks(False, 6)[2:] for name in agents_work(store, task, [0.0, 1.0], at=time.time())]
     began = time.monotonic()
     for turn in range(4):
-        daemon.turn(now + 400.0 + turn)
+        controller.step(now + 400.0 + turn)
     assert time.monotonic() - began < 15.0, "no turn waited for vLLM's answers"
     assert len(store.groups.awaiting_round("agent")) == 4
     assert {store.trajectories.get(name).state for name in later} == {TrajectoryState.GROUPED}
     assert len(store.rounds.page("agent")) == 1
     assert store.policies.get("agent", 1).state is PolicyState.CANDIDATE
     slow.set()
-    until(daemon, now + 500.0, lambda: len(store.rounds.page("agent")) > 1)
+    until(controller, now + 500.0, lambda: len(store.rounds.page("agent")) > 1)
     assert store.policies.get("agent", 1).state is not PolicyState.CANDIDATE
     assert store.decisions.decisions_of("agent", 1)[-1].evidence["evaluation"]["prompts"] == 5
 
 
 def test_a_trainer_that_is_killed_while_a_candidate_is_tried_tries_it_again_and_decides_once(
-    store: Store, make_daemon: Callable[..., Daemon], slow: threading.Event
+    store: Store, make_controller: Callable[..., Controller], slow: threading.Event
 ) -> None:
     ready_to_train(store)
     now = time.time()
-    make_daemon(release=GATE).turn(now)
+    make_controller(release=GATE).step(now)
     assert store.observations.newest("agent", KIND, 10) == []
     for task in tasks(False, 6)[2:]:
         agents_work(store, task, [0.0, 1.0], at=time.time())
     slow.set()
-    daemon = make_daemon(release=GATE)  # the first one is never asked again, as if it were dead
-    until(daemon, now + 400.0, lambda: store.policies.live()["agent"].version == 1)
+    controller = make_controller(release=GATE)  # the first one is never asked again, as if it were dead
+    until(controller, now + 400.0, lambda: store.policies.live()["agent"].version == 1)
     assert [one.action for one in store.decisions.decisions_of("agent", 1)] == [PolicyAction.PROMOTE]
     assert len(store.rounds.page("agent")) == 1, "it was decided on before another round began"
 
 
 def test_what_was_found_before_a_kill_is_decided_on_without_trying_again(
-    store: Store, make_daemon: Callable[..., Daemon], engine: ScriptedEngine
+    store: Store, make_controller: Callable[..., Controller], engine: ScriptedEngine
 ) -> None:
     ready_to_train(store)
     answering(engine, new=0.2, old=0.9)
-    daemon = make_daemon(release=GATE)
-    daemon.turn(time.time())
+    controller = make_controller(release=GATE)
+    controller.step(time.time())
     eventually(lambda: len(store.observations.newest("agent", KIND, 10)) == 1)
     asked = len(engine.asked)
     assert store.policies.get("agent", 1).state is PolicyState.CANDIDATE
-    until(make_daemon(release=GATE), time.time(), lambda: store.policies.get("agent", 1).state is PolicyState.REJECTED)
+    until(
+        make_controller(release=GATE), time.time(), lambda: store.policies.get("agent", 1).state is PolicyState.REJECTED
+    )
     assert len(engine.asked) == asked
     assert "0.200 against 0.900" in store.decisions.decisions_of("agent", 1)[0].reason
 
@@ -128,12 +130,12 @@ def test_an_evaluation_that_fails_is_an_alarm_and_passes_nobody(store: Store) ->
 
 
 def test_a_jump_on_held_out_tasks_waits_for_a_person_before_it_serves_anybody(
-    store: Store, make_daemon: Callable[..., Daemon], engine: ScriptedEngine
+    store: Store, make_controller: Callable[..., Controller], engine: ScriptedEngine
 ) -> None:
     ready_to_train(store)
     answering(engine, new=1.0, old=0.2)
-    daemon = make_daemon(release=GATE | {"canary": True, "max_gain": 0.5})
-    until(daemon, time.time(), lambda: store.policies.awaiting_approval("agent") is not None)
+    controller = make_controller(release=GATE | {"canary": True, "max_gain": 0.5})
+    until(controller, time.time(), lambda: store.policies.awaiting_approval("agent") is not None)
     told = store.decisions.decisions_of("agent", 1)[0]
     assert (told.action, told.decided_by) == (PolicyAction.HOLD, "evaluation")
     assert "the gain exceeds max_gain" in told.reason
@@ -141,12 +143,12 @@ def test_a_jump_on_held_out_tasks_waits_for_a_person_before_it_serves_anybody(
 
 
 def test_a_second_judge_that_sees_no_gain_in_the_same_answers_holds_the_candidate(
-    store: Store, make_daemon: Callable[..., Daemon], engine: ScriptedEngine
+    store: Store, make_controller: Callable[..., Controller], engine: ScriptedEngine
 ) -> None:
     ready_to_train(store)
     answering(engine, new=0.9, old=0.6)
-    daemon = make_daemon(release=GATE | {"second_judge": UNMOVED})
-    until(daemon, time.time(), lambda: store.policies.awaiting_approval("agent") is not None)
+    controller = make_controller(release=GATE | {"second_judge": UNMOVED})
+    until(controller, time.time(), lambda: store.policies.awaiting_approval("agent") is not None)
     told = store.decisions.decisions_of("agent", 1)[0]
     assert "does not see the gain of +0.300" in told.reason
     assert told.evidence["second_evaluation"]["difference"] == 0.0

@@ -15,7 +15,7 @@ from ratchet.store.store import Store
 from ratchet.trainer.controller.collect.feedback_wait import FeedbackWait, feedback_wait_of
 from ratchet.trainer.controller.judges.kinds.feedback import FeedbackJudge, votes_of
 from ratchet.trainer.controller.judges.make_judge import make_judge
-from ratchet.trainer.daemon import Daemon
+from ratchet.trainer.controller_loop import Controller
 from ratchet.trainer.settings.judge_specs import FeedbackSpec, read_spec
 from tests.harness.records import answered_trajectory
 from tests.harness.trainer import judge_samples
@@ -26,9 +26,9 @@ WAITING: Any = {"kind": "feedback", "within_seconds": 100.0}
 
 
 @pytest.fixture
-def waiting_daemon(make_daemon: Callable[..., Daemon]) -> Callable[..., Daemon]:
-    """A daemon whose judge waits for what people say."""
-    return lambda **changes: make_daemon(**({"judge": WAITING, "groups_per_round": 1} | changes))
+def waiting_controller(make_controller: Callable[..., Controller]) -> Callable[..., Controller]:
+    """A controller whose judge waits for what people say."""
+    return lambda **changes: make_controller(**({"judge": WAITING, "groups_per_round": 1} | changes))
 
 
 _numbers = iter(range(10**6))
@@ -53,9 +53,9 @@ def latest(store: Store, *runs: str) -> list[float | None]:
     return [found[run].score if run in found else None for run in runs]
 
 
-def finish_judging(daemon: Daemon, now: float, turns: int = 6) -> None:
+def finish_judging(controller: Controller, now: float, turns: int = 6) -> None:
     for _ in range(turns):
-        daemon.turn(now)
+        controller.step(now)
 
 
 # --- the score ------------------------------------------------------------------------------------------------
@@ -131,16 +131,16 @@ def test_a_judge_function_sees_what_was_said(store: Store) -> None:
 
 
 def test_a_trajectory_waits_for_its_feedback_and_fails_nothing_meanwhile(
-    store: Store, waiting_daemon: Callable[..., Daemon]
+    store: Store, waiting_controller: Callable[..., Controller]
 ) -> None:
     good, bad = agents_work(store, "a", [0.0, 0.0])
-    daemon = waiting_daemon()
-    daemon.turn(70.0)
+    controller = waiting_controller()
+    controller.step(70.0)
     say(store, good, 1.0)
-    daemon.turn(80.0)
+    controller.step(80.0)
     assert {store.trajectories.get(name).state for name in (good, bad)} == {TrajectoryState.SEALED}
     say(store, bad, 0.0)
-    finish_judging(daemon, 90.0)
+    finish_judging(controller, 90.0)
     assert latest(store, good, bad) == [1.0, 0.0]
     assert {store.trajectories.get(name).state for name in (good, bad)} == {TrajectoryState.TRAINED}
     assert store.feedback.applied_too_late("agent") == []
@@ -148,41 +148,43 @@ def test_a_trajectory_waits_for_its_feedback_and_fails_nothing_meanwhile(
 
 
 def test_whoever_nobody_spoke_of_in_time_is_dropped_with_that_reason(
-    store: Store, waiting_daemon: Callable[..., Daemon]
+    store: Store, waiting_controller: Callable[..., Controller]
 ) -> None:
     spoken, other, silent = agents_work(store, "a", [0.0, 0.0, 0.0])
-    daemon = waiting_daemon()
-    daemon.turn(100.0)
+    controller = waiting_controller()
+    controller.step(100.0)
     assert store.trajectories.drop_counts() == {}
     say(store, spoken, 1.0)
     say(store, other, 0.0)
-    finish_judging(daemon, 102.0)
+    finish_judging(controller, 102.0)
     assert store.trajectories.get(silent).drop_reason == DropReason.NO_FEEDBACK
     assert store.trajectories.drop_counts() == {DropReason.NO_FEEDBACK: 1}
     assert {store.trajectories.get(name).state for name in (spoken, other)} == {TrajectoryState.TRAINED}
 
 
 def test_with_a_default_silence_is_judged_once_its_time_is_up(
-    store: Store, waiting_daemon: Callable[..., Daemon]
+    store: Store, waiting_controller: Callable[..., Controller]
 ) -> None:
     spoken, silent = agents_work(store, "a", [0.0, 0.0])
     say(store, spoken, 1.0)
-    daemon = waiting_daemon(judge=WAITING | {"missing": 0.5})
-    daemon.turn(100.0)
+    controller = waiting_controller(judge=WAITING | {"missing": 0.5})
+    controller.step(100.0)
     assert store.groups.page() == []
-    finish_judging(daemon, 102.0)
+    finish_judging(controller, 102.0)
     assert latest(store, spoken, silent) == [1.0, 0.5]
     assert store.trajectories.get(silent).state is TrajectoryState.TRAINED
 
 
-def test_company_is_waited_for_from_the_feedback_on(store: Store, waiting_daemon: Callable[..., Daemon]) -> None:
+def test_company_is_waited_for_from_the_feedback_on(
+    store: Store, waiting_controller: Callable[..., Controller]
+) -> None:
     early, late = agents_work(store, "a", [0.0, 0.0])
-    daemon = waiting_daemon(judge=WAITING | {"within_seconds": DAY}, group_wait_seconds=300.0)
+    controller = waiting_controller(judge=WAITING | {"within_seconds": DAY}, group_wait_seconds=300.0)
     say(store, early, 1.0, given_at=5000.0)
-    daemon.turn(5001.0)
+    controller.step(5001.0)
     assert store.trajectories.get(early).state is TrajectoryState.SEALED
     say(store, late, 0.0, given_at=5200.0)
-    finish_judging(daemon, 5201.0)
+    finish_judging(controller, 5201.0)
     assert store.trajectories.get(early).group_id == store.trajectories.get(late).group_id is not None
 
 
@@ -190,23 +192,23 @@ def test_company_is_waited_for_from_the_feedback_on(store: Store, waiting_daemon
 
 
 def test_late_feedback_adds_a_verdict_names_what_was_trained_and_trains_nothing_twice(
-    store: Store, waiting_daemon: Callable[..., Daemon]
+    store: Store, waiting_controller: Callable[..., Controller]
 ) -> None:
     first, second = agents_work(store, "a", [0.0, 0.0])
     say(store, first, 1.0)
     say(store, second, 0.0)
-    daemon = waiting_daemon()
-    finish_judging(daemon, 70.0)
+    controller = waiting_controller()
+    finish_judging(controller, 70.0)
     more = agents_work(store, "b", [0.0, 0.0])
     for name, value in zip(more, (0.0, 1.0), strict=True):
         say(store, name, value)
-    finish_judging(daemon, 140.0)
+    finish_judging(controller, 140.0)
     assert store.lineage.versions_of([first])[first] == ("agent@1", "agent@2")
     group = store.trajectories.get(first).group_id or ""
     assert len(store.groups.verdict_history(group)) == 2
 
     say(store, first, 0.0)  # the same user thinks worse of it
-    finish_judging(daemon, 150.0)
+    finish_judging(controller, 150.0)
     verdict = store.groups.verdicts([first])[first]
     assert verdict.score == 0.0
     assert verdict.explanation.startswith("[after it trained agent@1, agent@2]")
@@ -217,35 +219,37 @@ def test_late_feedback_adds_a_verdict_names_what_was_trained_and_trains_nothing_
     assert [one.score for one in store.groups.past_scores("agent", verdict.judge_version)].count(1.0) == 1
 
 
-def test_revised_feedback_before_the_round_is_what_trains(store: Store, waiting_daemon: Callable[..., Daemon]) -> None:
+def test_revised_feedback_before_the_round_is_what_trains(
+    store: Store, waiting_controller: Callable[..., Controller]
+) -> None:
     first, second = agents_work(store, "a", [0.0, 0.0])
     say(store, first, 1.0)
     say(store, second, 0.0)
-    daemon = waiting_daemon(groups_per_round=2)
-    finish_judging(daemon, 70.0)
+    controller = waiting_controller(groups_per_round=2)
+    finish_judging(controller, 70.0)
     assert latest(store, first, second) == [1.0, 0.0]
     say(store, first, 0.25)
-    finish_judging(daemon, 71.0)
-    finish_judging(daemon, 71.0 + 601.0)
+    finish_judging(controller, 71.0)
+    finish_judging(controller, 71.0 + 601.0)
     (held,) = store.rounds.page("agent")
     assert held.metrics["reward"] == 0.125
 
 
 def test_feedback_on_what_was_put_aside_is_a_verdict_all_the_same(
-    store: Store, waiting_daemon: Callable[..., Daemon]
+    store: Store, waiting_controller: Callable[..., Controller]
 ) -> None:
     (name,) = agents_work(store, "a", [0.0])
-    daemon = waiting_daemon()
-    finish_judging(daemon, 200.0)
+    controller = waiting_controller()
+    finish_judging(controller, 200.0)
     assert store.trajectories.get(name).drop_reason == DropReason.NO_FEEDBACK
     say(store, name, 1.0)
-    finish_judging(daemon, 201.0)
+    finish_judging(controller, 201.0)
     assert latest(store, name) == [1.0]
     assert store.trajectories.get(name).state is TrajectoryState.DROPPED
 
 
 def test_a_part_that_fails_does_not_hold_late_feedback_for_ever(
-    store: Store, waiting_daemon: Callable[..., Daemon]
+    store: Store, waiting_controller: Callable[..., Controller]
 ) -> None:
     parts = [
         {"name": "liked", "weight": 1.0, "judge": WAITING},
@@ -255,13 +259,13 @@ def test_a_part_that_fails_does_not_hold_late_feedback_for_ever(
     say(store, first, 0.0)
     say(store, second, 1.0)
     judge: Any = {"kind": "composite", "parts": parts}
-    daemon = waiting_daemon(judge=judge, judge_attempts=2, judge_retry_seconds=1.0)
-    finish_judging(daemon, 70.0)
+    controller = waiting_controller(judge=judge, judge_attempts=2, judge_retry_seconds=1.0)
+    finish_judging(controller, 70.0)
     assert latest(store, first, second) == [0.0, 1.0]
     judge_samples.by_answer[first] = ValueError("out of order")
     say(store, first, 1.0)
-    finish_judging(daemon, 71.0)
+    finish_judging(controller, 71.0)
     assert store.feedback.applied_too_late("agent") == [first]  # tried once, to be tried again
-    finish_judging(daemon, 73.0)
+    finish_judging(controller, 73.0)
     assert store.feedback.applied_too_late("agent") == []
     assert latest(store, first, second) == [0.0, 1.0]  # a failure is no number

@@ -31,14 +31,14 @@ def test_thumbs_alone_make_a_version_and_a_late_one_names_it(tiny_model: Path, t
             "seal_after_idle_seconds": 0.2,
             "num_generations": 2,
         }
-        with trainer_of(tmp_path, tiny_model, **by_thumbs) as (daemon, store, engine):
-            eventually(lambda: daemon.turn(time.time()) and store.rounds.newest_committed("agent"), 30)
+        with trainer_of(tmp_path, tiny_model, **by_thumbs) as (controller, store, engine):
+            eventually(lambda: controller.step(time.time()) and store.rounds.newest_committed("agent"), 30)
             assert {run.state for run in store.trajectories.page()} == {TrajectoryState.TRAINED}
-            eventually(lambda: daemon.turn(time.time()) or "agent@1" in engine.loaded, 10)
+            eventually(lambda: controller.step(time.time()) or "agent@1" in engine.loaded, 10)
 
             say(proxy, response_id=disliked, value="up", comment="I was wrong", end_user="bob")
             run = told["trajectory_id"]
-            eventually(lambda: daemon.turn(time.time()) or store.groups.verdicts([run])[run].score == 1.0, 10)
+            eventually(lambda: controller.step(time.time()) or store.groups.verdicts([run])[run].score == 1.0, 10)
             assert store.groups.verdicts([run])[run].explanation == "[after it trained agent@1] no | I was wrong"
             (newest, *_) = httpx.get(f"{proxy}/api/feedback", params={"trajectory": run}, timeout=10).json()["data"]
             assert (newest["comment"], newest["trained"]) == ("I was wrong", ["agent@1"])

@@ -23,7 +23,7 @@ def run(name: str, task: str | None = "t", sealed_at: float = 0.0, **changes: An
 
 
 def plan(waiting: list[Trajectory], now: float = 1.0) -> GroupingPlan:
-    return plan_groups(waiting, size=3, least=2, wait_seconds=60.0, now=now)
+    return plan_groups(waiting, size=3, min_size=2, wait_seconds=60.0, now=now)
 
 
 def test_a_group_forms_as_soon_as_it_is_whole() -> None:
@@ -51,15 +51,15 @@ def test_without_a_task_key_equal_root_prompts_are_one_task() -> None:
 def test_a_small_group_forms_after_the_wait_and_a_single_is_dropped_with_the_reason() -> None:
     waiting = [run("a"), run("b"), run("c", task="alone"), run("d", task="new", sealed_at=50.0)]
     found = plan(waiting, now=61.0)
-    assert [run.id for run in found.alone] == ["c"]
-    found = found.settled(singles=False)
+    assert [run.id for run in found.ungrouped] == ["c"]
+    found = found.with_ungrouped(keep=False)
     assert [group.members for group in found.groups] == [("a", "b")]
     assert found.drops == (("c", "ungrouped"),)
 
 
 def test_a_run_that_a_machine_cut_off_is_nobodys_failure() -> None:
     waiting = [run(str(number)) for number in range(4)]
-    found = plan_groups(waiting, size=3, least=2, wait_seconds=60.0, now=1.0, cut_off={"1"})
+    found = plan_groups(waiting, size=3, min_size=2, wait_seconds=60.0, now=1.0, cut_off={"1"})
     assert [group.members for group in found.groups] == [("0", "2", "3")]
     assert found.drops == (("1", "cut_off"),)
 
@@ -72,15 +72,15 @@ def test_an_evaluation_is_never_training_data() -> None:
 
 def test_singles_become_groups_of_one_where_they_are_wanted() -> None:
     waiting = [run("a"), run("b", task="other"), run("new", task="third", sealed_at=50.0)]
-    found = plan(waiting, now=61.0).settled(singles=True)
+    found = plan(waiting, now=61.0).with_ungrouped(keep=True)
     assert [group.members for group in found.groups] == [("a",), ("b",)]
     assert found.drops == ()
 
 
 def test_who_waits_for_shadows_is_neither_dropped_nor_taken_as_a_single() -> None:
-    alone = plan([run("a"), run("b", task="other")], now=61.0)
-    assert alone.settled(singles=False, waiting={"a"}).drops == (("b", "ungrouped"),)
-    assert [group.members for group in alone.settled(singles=True, waiting={"a"}).groups] == [("b",)]
+    ungrouped = plan([run("a"), run("b", task="other")], now=61.0)
+    assert ungrouped.with_ungrouped(keep=False, waiting={"a"}).drops == (("b", "ungrouped"),)
+    assert [group.members for group in ungrouped.with_ungrouped(keep=True, waiting={"a"}).groups] == [("b",)]
 
 
 def test_a_group_waits_for_members_that_began_with_it_and_are_under_way() -> None:
@@ -89,7 +89,7 @@ def test_a_group_waits_for_members_that_began_with_it_and_are_under_way() -> Non
     later = [run(name, opened_at=at, last_active_at=at + 10.0) for name, at in (("e", 4.0), ("f", 5.0))]
 
     def groups(waiting: list[Trajectory], now: float, under_way: list[Trajectory]) -> list[tuple[str, ...]]:
-        found = plan_groups(waiting, size=3, least=2, wait_seconds=60.0, now=now, under_way=under_way)
+        found = plan_groups(waiting, size=3, min_size=2, wait_seconds=60.0, now=now, under_way=under_way)
         return [group.members for group in found.groups]
 
     assert groups(done, 20.0, [slow]) == []
@@ -136,7 +136,7 @@ def _formed(begun: list[float], ended: list[float]) -> list[tuple[str, ...]]:
         ]
         done = [one for one in runs if one.last_active_at <= now]
         still_open = [one for one in runs if one.last_active_at > now]
-        plan = plan_groups(done, size=8, least=2, wait_seconds=300.0, now=float(now), under_way=still_open)
+        plan = plan_groups(done, size=8, min_size=2, wait_seconds=300.0, now=float(now), under_way=still_open)
         found += [group.members for group in plan.groups]
         taken |= {name for group in plan.groups for name in group.members}
     return found

@@ -11,7 +11,7 @@ from ratchet.cli import cli
 from ratchet.store.reports.undecided_versions import held
 from ratchet.store.states import PolicyAction, PolicyState
 from ratchet.store.store import Store
-from ratchet.trainer.daemon import Daemon
+from ratchet.trainer.controller_loop import Controller
 from tests.harness.trainer.agents import agents_work
 from tests.harness.trainer.turns import until
 
@@ -21,15 +21,15 @@ SENTINEL = {"second_judge": CONTRARY, "second_judge_sample_rate": 1.0, "interval
 GATE = {"canary": True, "canary_share": 0.25, "min_samples": 10, "max_samples": 60, "margin": 0.1, "max_gain": None}
 
 
-def disagreeing(store: Store, daemon: Daemon, now: float, groups: int = 24) -> float:
+def disagreeing(store: Store, controller: Controller, now: float, groups: int = 24) -> float:
     """Have so many groups judged by both, a few at a time; return the time after that."""
     for number in range(groups):
         agents_work(store, f"said-{now:.0f}-{number}", [0.0, 1.0], at=time.time())
         if number % 4 == 3:
             now += 100.0  # they are still by then
-            daemon.turn(now)
+            controller.step(now)
             time.sleep(0.05)  # the second judge has a thread of its own
-    return until(daemon, now + 1.0, lambda: "second_judge:agent" in standing(store), most=200)
+    return until(controller, now + 1.0, lambda: "second_judge:agent" in standing(store), most=200)
 
 
 def standing(store: Store) -> dict[str, str]:
@@ -37,11 +37,11 @@ def standing(store: Store) -> dict[str, str]:
 
 
 def test_without_a_gate_a_proven_version_waits_for_a_person_while_the_judges_disagree(
-    store: Store, make_daemon: Callable[..., Daemon]
+    store: Store, make_controller: Callable[..., Controller]
 ) -> None:
-    daemon = make_daemon(sentinel=SENTINEL, groups_per_round=24)
-    now = disagreeing(store, daemon, time.time())
-    now = until(daemon, now, lambda: store.policies.awaiting_approval("agent") is not None, most=200)
+    controller = make_controller(sentinel=SENTINEL, groups_per_round=24)
+    now = disagreeing(store, controller, time.time())
+    now = until(controller, now, lambda: store.policies.awaiting_approval("agent") is not None, most=200)
     held = store.policies.awaiting_approval("agent")
     assert held is not None
     assert (held.version, held.state) == (1, PolicyState.CANDIDATE)
@@ -55,62 +55,64 @@ def test_without_a_gate_a_proven_version_waits_for_a_person_while_the_judges_dis
     for number in range(24):
         agents_work(store, f"later-{number}", [0.0, 1.0], at=now)
     for later in range(5):
-        daemon.turn(now + 100.0 + later)
+        controller.step(now + 100.0 + later)
     assert len(store.rounds.page("agent")) == 1, "nothing is trained on an undecided version"
     assert len(store.decisions.decisions_of("agent", 1)) == 1
 
 
-def test_a_person_promotes_what_is_held_and_training_goes_on(store: Store, make_daemon: Callable[..., Daemon]) -> None:
-    daemon = make_daemon(sentinel=SENTINEL, groups_per_round=24)
-    now = disagreeing(store, daemon, time.time())
-    now = until(daemon, now, lambda: store.policies.awaiting_approval("agent") is not None, most=200)
+def test_a_person_promotes_what_is_held_and_training_goes_on(
+    store: Store, make_controller: Callable[..., Controller]
+) -> None:
+    controller = make_controller(sentinel=SENTINEL, groups_per_round=24)
+    now = disagreeing(store, controller, time.time())
+    now = until(controller, now, lambda: store.policies.awaiting_approval("agent") is not None, most=200)
     assert store.policies.promote_manually("agent", None, by="anna", reason="read them").version == 1
     for number in range(24):
         agents_work(store, f"later-{number}", [0.0, 1.0], at=now)
-    until(daemon, now + 1.0, lambda: len(store.rounds.page("agent")) == 2, most=200)
+    until(controller, now + 1.0, lambda: len(store.rounds.page("agent")) == 2, most=200)
     assert store.policies.live()["agent"].version == 1
 
 
 def test_a_person_takes_back_what_is_held_and_training_goes_on_from_the_live_version(
-    store: Store, make_daemon: Callable[..., Daemon]
+    store: Store, make_controller: Callable[..., Controller]
 ) -> None:
-    daemon = make_daemon(sentinel=SENTINEL, groups_per_round=24)
-    now = disagreeing(store, daemon, time.time())
-    now = until(daemon, now, lambda: store.policies.awaiting_approval("agent") is not None, most=200)
+    controller = make_controller(sentinel=SENTINEL, groups_per_round=24)
+    now = disagreeing(store, controller, time.time())
+    now = until(controller, now, lambda: store.policies.awaiting_approval("agent") is not None, most=200)
     rejected = store.policies.roll_back_manually("agent", None, by="anna", reason="it flatters")
     assert [policy.version for policy in rejected] == [1]
-    daemon.turn(now + 1.0)
+    controller.step(now + 1.0)
     assert "approval_required:agent" not in standing(store)
     for number in range(24):
         agents_work(store, f"later-{number}", [0.0, 1.0], at=now)
-    until(daemon, now + 2.0, lambda: len(store.rounds.page("agent")) == 2, most=200)
+    until(controller, now + 2.0, lambda: len(store.rounds.page("agent")) == 2, most=200)
     assert store.rounds.page("agent")[0].from_version == 0
 
 
-def test_what_is_held_is_held_after_a_restart_too(store: Store, make_daemon: Callable[..., Daemon]) -> None:
-    daemon = make_daemon(sentinel=SENTINEL, groups_per_round=24)
-    now = disagreeing(store, daemon, time.time())
-    now = until(daemon, now, lambda: store.policies.awaiting_approval("agent") is not None, most=200)
-    daemon = make_daemon(groups_per_round=24)  # the second judge is gone, the decision is not
+def test_what_is_held_is_held_after_a_restart_too(store: Store, make_controller: Callable[..., Controller]) -> None:
+    controller = make_controller(sentinel=SENTINEL, groups_per_round=24)
+    now = disagreeing(store, controller, time.time())
+    now = until(controller, now, lambda: store.policies.awaiting_approval("agent") is not None, most=200)
+    controller = make_controller(groups_per_round=24)  # the second judge is gone, the decision is not
     for later in range(3):
-        daemon.turn(now + later)
+        controller.step(now + later)
     assert store.policies.live()["agent"].version == 0
     assert "approval_required:agent" in standing(store)
     store.policies.roll_back_manually("agent", None, by="anna", reason="it flatters")
-    make_daemon(groups_per_round=24).turn(now + 10.0)
+    make_controller(groups_per_round=24).step(now + 10.0)
     assert "approval_required:agent" not in standing(store), "decided while no trainer ran"
 
 
 def test_a_canary_that_its_own_second_judge_likes_is_held_by_the_sentinels(
-    store: Store, make_daemon: Callable[..., Daemon]
+    store: Store, make_controller: Callable[..., Controller]
 ) -> None:
-    daemon = make_daemon(release=GATE | {"second_judge": AGREEING}, sentinel=SENTINEL)
+    controller = make_controller(release=GATE | {"second_judge": AGREEING}, sentinel=SENTINEL)
     agents_work(store, "a", [0.0, 1.0])
     agents_work(store, "b", [1.0, 0.0])
-    now = until(daemon, time.time(), lambda: len(store.policies.all("agent")) == 2, most=200)
-    now = disagreeing(store, daemon, now)
+    now = until(controller, time.time(), lambda: len(store.policies.all("agent")) == 2, most=200)
+    now = disagreeing(store, controller, now)
     canary_does_better(store)
-    until(daemon, now + 100.0, lambda: store.policies.awaiting_approval("agent") is not None, most=200)
+    until(controller, now + 100.0, lambda: store.policies.awaiting_approval("agent") is not None, most=200)
     told = store.decisions.decisions_of("agent", 1)[0]
     assert told.action is PolicyAction.HOLD
     assert "the sentinel doubts the judge" in told.reason
@@ -118,23 +120,23 @@ def test_a_canary_that_its_own_second_judge_likes_is_held_by_the_sentinels(
     assert told.evidence["release"]["difference"]["low"] > 0
 
 
-def test_it_is_only_an_alarm_where_one_says_so(store: Store, make_daemon: Callable[..., Daemon]) -> None:
-    daemon = make_daemon(sentinel=SENTINEL | {"block_release": False}, groups_per_round=24)
-    now = disagreeing(store, daemon, time.time())
-    until(daemon, now, lambda: store.policies.live()["agent"].version == 1, most=200)
+def test_it_is_only_an_alarm_where_one_says_so(store: Store, make_controller: Callable[..., Controller]) -> None:
+    controller = make_controller(sentinel=SENTINEL | {"block_release": False}, groups_per_round=24)
+    now = disagreeing(store, controller, time.time())
+    until(controller, now, lambda: store.policies.live()["agent"].version == 1, most=200)
     assert store.policies.awaiting_approval("agent") is None
 
 
 def test_the_sentinels_second_judge_is_asked_about_a_canary_where_the_gate_has_none(
-    store: Store, make_daemon: Callable[..., Daemon]
+    store: Store, make_controller: Callable[..., Controller]
 ) -> None:
     unmoved = {"kind": "function", "function": "tests.harness.trainer.judge_samples:unmoved"}
-    daemon = make_daemon(release=GATE | {"max_gain": 0.4}, sentinel=SENTINEL | {"second_judge": unmoved})
+    controller = make_controller(release=GATE | {"max_gain": 0.4}, sentinel=SENTINEL | {"second_judge": unmoved})
     agents_work(store, "a", [0.0, 1.0])
     agents_work(store, "b", [1.0, 0.0])
-    now = until(daemon, time.time(), lambda: len(store.policies.all("agent")) == 2, most=200)
+    now = until(controller, time.time(), lambda: len(store.policies.all("agent")) == 2, most=200)
     canary_does_better(store)
-    until(daemon, now + 100.0, lambda: store.policies.awaiting_approval("agent") is not None, most=200)
+    until(controller, now + 100.0, lambda: store.policies.awaiting_approval("agent") is not None, most=200)
     told = store.decisions.decisions_of("agent", 1)[0]
     assert "the gain exceeds max_gain" in told.reason
     assert "does not see the gain" in told.reason, "a person is told what the second judge says of a jump"
@@ -147,17 +149,19 @@ def canary_does_better(store: Store) -> None:
         agents_work(store, f"old-{number}", [0.0, 1.0], version=0, at=time.time())
 
 
-def test_status_and_the_commands_speak_of_what_is_held(store: Store, make_daemon: Callable[..., Daemon]) -> None:
+def test_status_and_the_commands_speak_of_what_is_held(
+    store: Store, make_controller: Callable[..., Controller]
+) -> None:
 
-    daemon = make_daemon(sentinel=SENTINEL, groups_per_round=24)
-    now = disagreeing(store, daemon, time.time())
-    until(daemon, now, lambda: store.policies.awaiting_approval("agent") is not None, most=200)
+    controller = make_controller(sentinel=SENTINEL, groups_per_round=24)
+    now = disagreeing(store, controller, time.time())
+    until(controller, now, lambda: store.policies.awaiting_approval("agent") is not None, most=200)
     told = held(store, "agent")
     assert told is not None
     assert (told["version"], told["state"], told["by"]) == (1, "candidate", "sentinel")
     assert "orders the members" in told["reason"]
     shown = CliRunner().invoke(
-        cli, ["policies", "promote", "agent", "--store", daemon.settings.store, "--reason", "ok"]
+        cli, ["policies", "promote", "agent", "--store", controller.settings.store, "--reason", "ok"]
     )
     assert shown.exit_code == 0, shown.output
     assert "agent@1 is live" in shown.output

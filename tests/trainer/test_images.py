@@ -19,7 +19,7 @@ import pytest
 from ratchet.status.project_status import status_lines
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges.images import JudgeImages
-from ratchet.trainer.daemon import Daemon
+from ratchet.trainer.controller_loop import Controller
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import served
 from tests.harness.trainer import judge_samples
@@ -80,7 +80,7 @@ Asks = Callable[[Proxy, str, str], None]
 
 @pytest.mark.parametrize("asks", [by_chat, by_responses, by_messages])
 def test_images_are_recorded_and_judged_and_their_round_says_why_nothing_was_trained(
-    asks: Asks, proxy: Proxy, store: Store, make_daemon: Callable[..., Daemon]
+    asks: Asks, proxy: Proxy, store: Store, make_controller: Callable[..., Controller]
 ) -> None:
     judge_samples.by_answer |= {"cat": 0.0, "dog": 1.0}
     for answer in ("cat", "dog"):
@@ -91,8 +91,8 @@ def test_images_are_recorded_and_judged_and_their_round_says_why_nothing_was_tra
         transcript = store.trajectories.read(run.id)
         assert data_url(7) in json.dumps(transcript.messages)
         assert [call.untrainable for call in transcript.calls] == ["image"]
-    daemon = make_daemon(groups_per_round=1)
-    daemon.turn(time.time() + 1000.0)
+    controller = make_controller(groups_per_round=1)
+    controller.step(time.time() + 1000.0)
     assert sorted(one.score or 0.0 for one in store.groups.verdicts([run.id for run in runs]).values()) == [0.0, 1.0]
     (alarm,) = store.alarms.active()
     assert "tokens image (images are recorded and judged, never trained)" in alarm.reason

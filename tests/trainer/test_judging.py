@@ -38,7 +38,7 @@ def keeper(store: Store, **changes: Any) -> JudgeRunner:
 
 
 def score(store: Store, keep: JudgeRunner, group: Group, now: float = 102.0) -> Group:
-    keep.score(store.groups.get(group.id), [store.trajectories.read(name) for name in group.members], now)
+    keep.judge_now(store.groups.get(group.id), [store.trajectories.read(name) for name in group.members], now)
     return store.groups.get(group.id)
 
 
@@ -148,7 +148,7 @@ def test_groups_in_a_row_without_variance_are_counted_over_a_restart(store: Stor
         score(store, first, ready_group(store, {"c": 0.5, "d": 0.5}))
     first.close()
     assert store.alarms.active() == []
-    later = keeper(store, alarm_after=3, flat=zero_variance_groups(store, "agent"))
+    later = keeper(store, alarm_after=3, zero_variance=zero_variance_groups(store, "agent"))
     score(store, later, ready_group(store, {"e": 0.5, "f": 0.5}))
     (alarm,) = store.alarms.active()
     assert alarm.reason.startswith("last 3 groups: no variance")
@@ -162,10 +162,10 @@ def test_a_function_is_asked_about_several_groups_at_once_where_that_is_set(stor
     groups = [ready_group(store, {f"group {number}": None}) for number in range(2)]
     judge = make_judge(read_spec({"kind": "function", "function": f"{HERE}:{function}", "concurrency": 2}), {})
     keep = JudgeRunner(store, judge, attempts=1, retry_seconds=5.0, alarm_after=2)
-    keep.ask(groups, store.trajectories.read)
+    keep.submit(groups, store.trajectories.read)
     waited = 0
     while waited < 2:
-        waited += keep.collect(102.0, 30.0)
+        waited += keep.collect_results(102.0, 30.0)
     keep.close()
     found = store.groups.verdicts([name for group in groups for name in group.members])
     assert [verdict.score for verdict in found.values()] == [7.0, 7.0]

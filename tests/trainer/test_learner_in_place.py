@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ratchet.store.store import Store
-from ratchet.trainer.daemon import Daemon
+from ratchet.trainer.controller_loop import Controller
 from ratchet.trainer.errors import SettingError
 from ratchet.trainer.learner.learner import Learner
 from ratchet.trainer.learner_protocol import RoundReport
@@ -78,18 +78,18 @@ def test_a_setting_that_shapes_the_adapter_is_not_changed_in_place(tiny_model: P
 
 
 def test_a_rejected_version_leaves_the_base_model_where_it_is_and_there_is_one(
-    store: Store, make_daemon: Callable[..., Daemon], odd_model: Path
+    store: Store, make_controller: Callable[..., Controller], odd_model: Path
 ) -> None:
-    daemon = make_daemon(base_model=str(odd_model), release={"canary_share": 0.3})
+    controller = make_controller(base_model=str(odd_model), release={"canary_share": 0.3})
     (weights,) = base_weights()
     place = weights.data_ptr()
     agents_work(store, "a", [0.0, 1.0])
     agents_work(store, "b", [1.0, 0.0])
-    daemon.turn(1000.0)
+    controller.step(1000.0)
     store.policies.roll_back_manually("agent", None, by="anna", reason="it is rude")
     agents_work(store, "c", [0.0, 1.0])
     agents_work(store, "d", [1.0, 0.0])
-    daemon.turn(2000.0)
+    controller.step(2000.0)
     assert [held.from_version for held in store.rounds.page("agent")] == [0, 0]
     (after,) = base_weights()
     assert after is weights

@@ -80,7 +80,9 @@ def test_a_lease_that_is_renewed_is_refused_with_its_holder_and_since_when(store
     waited: list[str] = []
     with Lease(store, "tuning:tun_1", seconds=2.0) as first, Lease(store, "tuning:tun_1", seconds=2.0) as second:
         first.claim()
-        with pytest.raises(LeaseTaken, match=rf"process {os.getpid()} on .+, since 20\d\d-\d\d-\d\d .* UTC has it"):
+        with pytest.raises(
+            LeaseTaken, match=rf"process {os.getpid()} on .+, since 20\d\d-\d\d-\d\d .* UTC, which is alive"
+        ):
             second.claim(waited.append)
         assert len(waited) == 1
         assert first.confirmed()

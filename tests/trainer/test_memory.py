@@ -12,7 +12,7 @@ import pytest
 from ratchet.store.records import Verdict
 from ratchet.store.states import RoundState, TrajectoryState
 from ratchet.store.store import Store
-from ratchet.trainer.daemon import Daemon
+from ratchet.trainer.controller_loop import Controller
 from ratchet.trainer.errors import OutOfMemory
 from ratchet.trainer.learner.learner import Learner
 from ratchet.trainer.learner_protocol import RoundReport
@@ -48,23 +48,23 @@ class Cramped(Noting):
 
 
 @pytest.fixture
-def make_cramped(store: Store, engine: ScriptedEngine, tmp_path: Path) -> Iterator[Callable[..., Daemon]]:
-    made: list[Daemon] = []
+def make_cramped(store: Store, engine: ScriptedEngine, tmp_path: Path) -> Iterator[Callable[..., Controller]]:
+    made: list[Controller] = []
 
-    def make(pupil: Cramped, **changes: Any) -> Daemon:
+    def make(pupil: Cramped, **changes: Any) -> Controller:
         values: dict[str, Any] = {
             "store": "s", "model": "agent", "base_model": "b", "vllm": (engine.url,), "judge": {"kind": "workflow"},
             "checkpoints": tmp_path / "checkpoints", "num_generations": 2, "groups_per_round": 1,
         }  # fmt: skip
         settings = TrainerSettings(**(values | changes))
-        daemon = Daemon(settings, store, threading.Event(), learner_factory=lambda given, folder: pupil)
-        made.append(daemon)
-        daemon._canary.check(0.0)
-        return daemon
+        controller = Controller(settings, store, threading.Event(), learner_factory=lambda given, folder: pupil)
+        made.append(controller)
+        controller._release.canary.check(0.0)
+        return controller
 
     yield make
-    for daemon in made:
-        daemon.close()
+    for controller in made:
+        controller.close()
 
 
 def judged(store: Store, task: str, lengths: Sequence[int]) -> list[str]:
@@ -92,25 +92,25 @@ def states(store: Store, names: Sequence[str]) -> list[TrajectoryState]:
 
 
 def test_smaller_micro_batches_are_tried_first_and_cost_no_row(
-    store: Store, make_cramped: Callable[..., Daemon]
+    store: Store, make_cramped: Callable[..., Controller]
 ) -> None:
     names = judged(store, "a", [100, 100, 100, 100])
     learner = Cramped(room=250)
-    daemon = make_cramped(learner, learner=LearnerSettings(token_budget=800))
-    assert [daemon._train(1000.0), daemon._train(1001.0)] == [True, True]
+    controller = make_cramped(learner, learner=LearnerSettings(token_budget=800))
+    assert [controller._train(1000.0), controller._train(1001.0)] == [True, True]
     assert learner.trained == [[100] * 4]
     assert set(states(store, names)) == {TrajectoryState.TRAINED}
     assert [held.state for held in store.rounds.page("agent")] == [RoundState.COMMITTED, RoundState.ABANDONED]
 
 
 def test_the_row_that_does_not_fit_alone_is_left_out_and_the_round_goes_on(
-    store: Store, make_cramped: Callable[..., Daemon]
+    store: Store, make_cramped: Callable[..., Controller]
 ) -> None:
     names = judged(store, "a", [20, 30, 25, 900])
     learner = Cramped(room=100)
-    daemon = make_cramped(learner)
+    controller = make_cramped(learner)
     for turn in range(4):
-        assert daemon._train(1000.0 + turn)
+        assert controller._train(1000.0 + turn)
     assert learner.trained == [[20, 25, 30]]
     assert states(store, names) == [TrajectoryState.TRAINED] * 3 + [TrajectoryState.DROPPED]
     assert store.trajectories.get(names[3]).drop_reason == "too_long"
@@ -121,7 +121,9 @@ def test_the_row_that_does_not_fit_alone_is_left_out_and_the_round_goes_on(
     assert "max_length" in alarm.reason
 
 
-def test_what_was_learnt_of_the_memory_outlives_the_trainer(store: Store, make_cramped: Callable[..., Daemon]) -> None:
+def test_what_was_learnt_of_the_memory_outlives_the_trainer(
+    store: Store, make_cramped: Callable[..., Controller]
+) -> None:
     judged(store, "a", [20, 30, 25, 900])
     learner = Cramped(room=100)
     for _ in range(4):  # each start is killed after its first try
@@ -130,18 +132,18 @@ def test_what_was_learnt_of_the_memory_outlives_the_trainer(store: Store, make_c
 
 
 def test_where_nothing_fits_the_trainer_stops_and_its_groups_wait(
-    store: Store, make_cramped: Callable[..., Daemon]
+    store: Store, make_cramped: Callable[..., Controller]
 ) -> None:
     judged(store, "a", [200, 200, 200, 200])
-    daemon = make_cramped(Cramped(room=10))
-    assert [daemon._train(1000.0 + turn) for turn in range(4)] == [True] * 4
-    with pytest.raises(OutOfMemory, match="not one of 4 rows fits into memory alone, the shortest of 200 tokens"):
-        daemon._train(1004.0)
+    controller = make_cramped(Cramped(room=10))
+    assert [controller._train(1000.0 + turn) for turn in range(4)] == [True] * 4
+    with pytest.raises(OutOfMemory, match="none of the 4 rows fits into memory, the shortest has 200 tokens"):
+        controller._train(1004.0)
     assert len(store.groups.awaiting_round("agent")) == 1
     assert store.trajectories.drop_counts() == {}
 
 
-def test_a_longest_length_that_is_set_needs_no_trying(store: Store, make_cramped: Callable[..., Daemon]) -> None:
+def test_a_longest_length_that_is_set_needs_no_trying(store: Store, make_cramped: Callable[..., Controller]) -> None:
     names = judged(store, "a", [20, 30, 25, 900])
     learner = Cramped(room=10_000)
     make_cramped(learner, learner=LearnerSettings(max_length=100))._train(1000.0)

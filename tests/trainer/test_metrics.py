@@ -42,8 +42,8 @@ def test_findings_rounds_drops_and_alarms_are_told(store: Store) -> None:
     tool_called(store, "a", ToolResult.TIMEOUT)
     metrics = Metrics("agent", store)
     watching = Sentinel(SentinelSettings(interval_seconds=1.0), store, "agent", metrics)
-    watching.look(1.0)
-    watching.look(2.0)
+    watching.check(1.0)
+    watching.check(2.0)
     found = told(metrics)
     assert found["ratchet_training_paused", "agent"] == 1
     assert found["ratchet_tool_failure_ratio", "agent", "search"] == 1
@@ -81,7 +81,7 @@ def test_what_is_no_longer_found_is_no_longer_shown(store: Store) -> None:
     answered_trajectory(store, "a")
     tool_called(store, "a", ToolResult.OK)
     metrics = Metrics("agent", store)
-    Sentinel(SentinelSettings(), store, "agent", metrics).look(1.0)
+    Sentinel(SentinelSettings(), store, "agent", metrics).check(1.0)
     metrics.findings((), paused=False)
     assert not [name for name, *_ in told(metrics) if name == "ratchet_tool_failure_ratio"]
 

@@ -12,9 +12,8 @@ import pytest
 from safetensors.torch import load_file
 
 from ratchet.store.store import Store
-from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator
 from ratchet.trainer.controller.rounds.round_runner import RoundRunner
-from ratchet.trainer.daemon import Daemon
+from ratchet.trainer.controller_loop import Controller
 from ratchet.trainer.learner.learner import Learner
 from ratchet.trainer.learner_protocol import RoundReport
 from ratchet.trainer.rows.token_row import TokenRow
@@ -100,15 +99,15 @@ def test_the_movement_is_the_one_computed_by_hand(loss: str, steps: int, make_le
 
 
 def test_a_round_that_makes_good_answers_less_likely_raises_an_alarm_until_one_does_not(
-    store: Store, make_daemon: Callable[..., Daemon], tiny_model: Path, tmp_path: Path
+    store: Store, make_controller: Callable[..., Controller], tiny_model: Path, tmp_path: Path
 ) -> None:
-    daemon = make_daemon(groups_per_round=9)
-    school = RoundRunner(store, "agent", tmp_path / "checkpoints", AdvantageEstimator())
+    controller = make_controller(groups_per_round=9)
+    school = RoundRunner(store, "agent", tmp_path / "checkpoints")
     learner = Collapsing(str(tiny_model), replace(SETTINGS, steps_per_round=1), workdir=tmp_path / "work")
     for version, names in enumerate((["collapse:agent"], ["collapse:agent"], [])):
         for task in "ab":
             agents_work(store, f"{task}{version}", [0.0, 1.0])
-        daemon.turn(1000.0)
+        controller.step(1000.0)
         school.run_round(learner, store.groups.awaiting_round("agent"), version)
         assert [alarm.name for alarm in store.alarms.active()] == names
     (held, *_) = store.rounds.page("agent")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ratchet.store.store import Store
-from ratchet.trainer.daemon import Daemon
+from ratchet.trainer.controller_loop import Controller
 from ratchet.trainer.errors import NoLearningSignal
 from ratchet.trainer.learner import preference_weights
 from ratchet.trainer.learner.learner import Learner
@@ -111,11 +111,11 @@ def test_rows_that_nothing_is_preferred_in_are_no_round(tiny_model: Path, tmp_pa
 
 @pytest.mark.parametrize("loss", ["dpo", "apo_zero_unpaired"])
 def test_a_daemon_trains_by_preference_from_judged_groups(
-    loss: str, store: Store, make_daemon: Callable[..., Daemon]
+    loss: str, store: Store, make_controller: Callable[..., Controller]
 ) -> None:
     agents_work(store, "a", [0.0, 1.0])
     agents_work(store, "b", [1.0, 0.0])
-    make_daemon(learner=LearnerSettings(loss_type=loss, learning_rate=1e-2)).turn(1000.0)
+    make_controller(learner=LearnerSettings(loss_type=loss, learning_rate=1e-2)).step(1000.0)
     assert store.policies.live()["agent"].version == 1
     (held,) = store.rounds.page("agent")
     assert held.metrics["weight_change"] > 0

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from ratchet.store.store import Store, open_store
-from ratchet.trainer.daemon import Daemon
+from ratchet.trainer.controller_loop import Controller
 from ratchet.trainer.learner.learner import Learner
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from tests.harness.trainer.agents import agents_work
@@ -227,11 +227,11 @@ def test_the_next_start_trains_the_round_once_and_ends_as_one(story: Story) -> N
 
 
 def test_the_trainer_in_two_processes_makes_the_version_that_one_makes(
-    story: Story, store: Store, make_daemon: Callable[..., Daemon], tmp_path: Path
+    story: Story, store: Store, make_controller: Callable[..., Controller], tmp_path: Path
 ) -> None:
     for task, scores in WORK.items():
         agents_work(store, task, scores)
-    make_daemon(num_generations=3, learner=LearnerSettings(**LEARNER)).turn(1000.0)
+    make_controller(num_generations=3, learner=LearnerSettings(**LEARNER)).step(1000.0)
     alone, together = (rounds.newest_committed("agent") for rounds in (store.rounds, story.store.rounds))
     assert alone is not None
     assert together is not None

@@ -17,7 +17,7 @@ from ratchet.store.store import Store, open_store
 from ratchet.trainer.adapters.vllm_api import Replica
 from ratchet.trainer.controller.judges.language_model import LanguageModel
 from ratchet.trainer.controller.rounds.staleness import oldest_fresh
-from ratchet.trainer.daemon import Daemon
+from ratchet.trainer.controller_loop import Controller
 from ratchet.trainer.release.candidates import next_candidate
 from ratchet.trainer.release.publisher import Publisher
 from ratchet.trainer.settings.judge_specs import ModelSpec
@@ -71,21 +71,21 @@ def proxy(vllm: tuple[PromptedVllm, str], store: Store, tmp_path: Path) -> Itera
 @pytest.fixture
 def make(
     vllm: tuple[PromptedVllm, str], store: Store, store_url: str, tmp_path: Path
-) -> Iterator[Callable[..., Daemon]]:
-    made: list[Daemon] = []
+) -> Iterator[Callable[..., Controller]]:
+    made: list[Controller] = []
 
-    def make(**gate: Any) -> Daemon:
+    def make(**gate: Any) -> Controller:
         settings = TrainerSettings(
             store=store_url, model="agent", base_model=str(tmp_path), vllm=(vllm[1],), checkpoints=tmp_path / "c",
             judge="tests.harness.trainer.prompted_vllm:judged", seal_after_idle_seconds=0.01, group_wait_seconds=0.01,
             round_wait_seconds=1e9, groups_per_round=1000, num_generations=2, release=gate,
         )  # fmt: skip
-        made.append(Daemon(settings, store, threading.Event(), learner_factory=ScriptedLearner))
+        made.append(Controller(settings, store, threading.Event(), learner_factory=ScriptedLearner))
         return made[-1]
 
     yield make
-    for daemon in made:
-        daemon.close()
+    for controller in made:
+        controller.close()
 
 
 def work(proxy: Proxy, tasks: list[str]) -> None:
@@ -97,34 +97,34 @@ def work(proxy: Proxy, tasks: list[str]) -> None:
     proxy.settled()
 
 
-def until(daemon: Daemon, proxy: Proxy, store: Store, version: int, past: PolicyState) -> Policy:
-    """Let agents work and the daemon turn until a version is in another state."""
+def until(controller: Controller, proxy: Proxy, store: Store, version: int, past: PolicyState) -> Policy:
+    """Let agents work and the controller turn until a version is in another state."""
     for turn in range(60):
         policy = store.policies.get("agent", version)
         if policy.state is not past:
             return policy
         work(proxy, [f"task/{version}-{turn}-{number // 2}" for number in range(8)])
         time.sleep(0.3)
-        daemon.turn(time.time())
+        controller.step(time.time())
     raise AssertionError(f"agent@{version} is {past} still")
 
 
 def test_a_better_prompt_is_promoted_by_live_traffic_and_a_worse_one_goes_back(
-    proxy: Proxy, store: Store, make: Callable[..., Daemon]
+    proxy: Proxy, store: Store, make: Callable[..., Controller]
 ) -> None:
-    daemon = make(**GATE)
+    controller = make(**GATE)
     better = store.policies.register_prompt_version("agent", store.prompts.register("Be better.").id, {"gain": 0.5})
-    daemon.turn(time.time())
+    controller.step(time.time())
     canary = store.policies.get("agent", better.version)
     assert (canary.state, canary.canary_share) == (PolicyState.CANARY, 0.5)
     assert "is served already" in store.decisions.decisions_of("agent", 1)[0].reason
-    promoted = until(daemon, proxy, store, 1, PolicyState.CANARY)
+    promoted = until(controller, proxy, store, 1, PolicyState.CANARY)
     assert promoted.state is PolicyState.LIVE
     assert promoted.evidence["gain"] == 0.5
     assert promoted.evidence["release"]["difference"]["low"] > -0.1
     worse = store.policies.register_prompt_version("agent", store.prompts.register("Be worse.").id, {})
-    daemon.turn(time.time())
-    rejected = until(daemon, proxy, store, worse.version, PolicyState.CANARY)
+    controller.step(time.time())
+    rejected = until(controller, proxy, store, worse.version, PolicyState.CANARY)
     assert rejected.state is PolicyState.REJECTED
     assert store.decisions.decisions_of("agent", worse.version)[0].action is PolicyAction.ROLLBACK
     assert store.policies.live()["agent"].version == 1
@@ -135,15 +135,15 @@ def _is(store: Store, version: int, state: PolicyState) -> bool:
 
 
 def test_a_worse_prompt_is_rejected_on_held_out_prompts_before_it_serves(
-    proxy: Proxy, store: Store, make: Callable[..., Daemon], vllm: tuple[PromptedVllm, str]
+    proxy: Proxy, store: Store, make: Callable[..., Controller], vllm: tuple[PromptedVllm, str]
 ) -> None:
-    daemon = make(canary=True, held_out_share=0.3, evaluation_samples=1)
+    controller = make(enabled=True, held_out=0.3, evaluation_samples=1)
     names = [f"task/{number}" for number in range(200)]
     work(proxy, [name for name in names if is_held_out(f"task:{name}", 0.3)][:6])
-    eventually(lambda: bool(daemon.turn(time.time())) or store.trajectories.drop_counts().get("held_out") == 6)
+    eventually(lambda: bool(controller.step(time.time())) or store.trajectories.drop_counts().get("held_out") == 6)
     vllm[0].calls.clear()
     made = store.policies.register_prompt_version("agent", store.prompts.register("Be worse.", "append").id, {})
-    eventually(lambda: bool(daemon.turn(time.time())) and _is(store, made.version, PolicyState.REJECTED))
+    eventually(lambda: bool(controller.step(time.time())) and _is(store, made.version, PolicyState.REJECTED))
     decision = store.decisions.decisions_of("agent", made.version)[0]
     assert (decision.decided_by, decision.evidence["evaluation"]["candidate"]) == ("evaluation", 0.0)
     asked = [call["messages"][0]["content"] for call in vllm[0].calls]
@@ -152,18 +152,18 @@ def test_a_worse_prompt_is_rejected_on_held_out_prompts_before_it_serves(
 
 
 def test_lessons_are_measured_against_what_serves_and_stay_only_where_they_help(
-    proxy: Proxy, store: Store, make: Callable[..., Daemon]
+    proxy: Proxy, store: Store, make: Callable[..., Controller]
 ) -> None:
-    daemon = make(**GATE)
+    controller = make(**GATE)
     work(proxy, ["task/1", "task/2", "task/3"] * 2)
-    eventually(lambda: bool(daemon.turn(time.time())) or _scores(store) >= 6)
+    eventually(lambda: bool(controller.step(time.time())) or _scores(store) >= 6)
     with ScriptedJudgeModel().running() as scripted:
         scripted.answers = [says({"diagnosis": "d", "lessons": ["Try to be better."]})]
         model = LanguageModel(ModelSpec(base_url=scripted.url, model="m"), None)
         learned = learn(store, "agent", model, LessonSettings(failure_threshold=0.6))
         model.close()
     trial = start_canary(store, "agent", learned, 0.5, "tun_1")
-    promoted = until(daemon, proxy, store, trial.version, PolicyState.CANARY)
+    promoted = until(controller, proxy, store, trial.version, PolicyState.CANARY)
     assert promoted.state is PolicyState.LIVE
     assert promoted.evidence["release"]["difference"]["low"] > -0.1
     assert promoted.evidence["lessons"]["families"] == {"task:task": {"failed_tasks": 3, "mean": 0.5}}

@@ -10,7 +10,6 @@ import msgspec
 import torch
 
 from ratchet.store.store import Store
-from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator
 from ratchet.trainer.controller.rounds.round_runner import RoundRunner
 from ratchet.trainer.learner.importance_sampling import kept
 from ratchet.trainer.learner.micro_batches import collate
@@ -57,5 +56,5 @@ def test_a_rows_age_counts_the_rounds_that_were_learnt_from_since(store: Store, 
     verdicts = store.groups.verdicts(group.members).values()
     store.groups.replace_verdicts([msgspec.structs.replace(verdict, judged_at=10.0) for verdict in verdicts])
     learner = Reading()
-    RoundRunner(store, "agent", tmp_path, AdvantageEstimator()).run_round(learner, [group], 3)
+    RoundRunner(store, "agent", tmp_path).run_round(learner, [group], 3)
     assert learner.ages == {"new": 0, "older": 1, "oldest": 2}

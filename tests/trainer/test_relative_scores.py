@@ -12,7 +12,7 @@ from ratchet.store.records import Verdict
 from ratchet.store.reports.learning_report import RELATIVE
 from ratchet.store.reports.relative_judges import is_relative, read_learning_report, record_judge_scale
 from ratchet.store.store import Store
-from ratchet.trainer.daemon import Daemon
+from ratchet.trainer.controller_loop import Controller
 from ratchet.trainer.settings.judge_specs import gives_only_ranks, read_spec
 from ratchet.tuner.reports.version_evidence import gather
 from tests.harness.records import answered_trajectory, judged_group
@@ -62,9 +62,9 @@ def test_the_learning_report_and_the_console_say_relative_and_give_no_mean(store
     assert (card.families, card.missing) == ((), RELATIVE)
 
 
-def test_the_trainer_notes_what_its_judge_is(store: Store, make_daemon: Callable[..., Daemon]) -> None:
-    daemon = make_daemon(judge=RULER, ungrouped="drop")
-    version = daemon._judge_version
+def test_the_trainer_notes_what_its_judge_is(store: Store, make_controller: Callable[..., Controller]) -> None:
+    controller = make_controller(judge=RULER, ungrouped="drop")
+    version = controller._judging.judge.version
     assert is_relative(store, "agent", version)
     record_judge_scale(store, "agent", version, relative=True)
     assert len(store.observations.newest("agent", "judge", 10)) == 1, "once"
@@ -73,26 +73,26 @@ def test_the_trainer_notes_what_its_judge_is(store: Store, make_daemon: Callable
 
 @pytest.mark.parametrize(("judge", "best"), [(RULER, []), (RULE, [1])])
 def test_no_version_is_kept_for_its_relative_mean(
-    store: Store, make_daemon: Callable[..., Daemon], judge: Any, best: list[int]
+    store: Store, make_controller: Callable[..., Controller], judge: Any, best: list[int]
 ) -> None:
-    daemon = make_daemon(judge=judge, ungrouped="drop")
+    controller = make_controller(judge=judge, ungrouped="drop")
     names = [f"r{number}" for number in range(20)]
     for name in names:
         answered_trajectory(store, name, task="t", version=1)
     store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0)
     group = store.groups.create("task:t", "agent", names, now=101.0)
-    said: dict[str, Any] = {"group_id": group.id, "judge": "j", "judge_version": daemon._judge_version}
+    said: dict[str, Any] = {"group_id": group.id, "judge": "j", "judge_version": controller._judging.judge.version}
     store.groups.record_verdicts(group.id, [Verdict(trajectory_id=n, score=float(n == "r0"), **said) for n in names])
-    assert daemon._best() == best
+    assert controller._best_versions() == best
 
 
 def test_a_warm_start_takes_the_best_of_each_group_whatever_the_relative_score(
-    store: Store, make_daemon: Callable[..., Daemon]
+    store: Store, make_controller: Callable[..., Controller]
 ) -> None:
     agents_work(store, "a", [0.125, 0.375])
     agents_work(store, "b", [0.9, 0.6])
-    make_daemon(groups_per_round=100).turn(1000.0)
-    assert set(search(store, sources=("own",)).scores) == {"b-0", "b-1"}
-    found = search(store, relative=True, sources=("own",))
+    make_controller(groups_per_round=100).step(1000.0)
+    assert set(search(store, sources=("policy",)).scores) == {"b-0", "b-1"}
+    found = search(store, relative=True, sources=("policy",))
     assert set(found.scores) == {"a-1", "b-0"}
-    assert found.left_out == {"not above its group (the judge only ranks)": 2}
+    assert found.skipped == {"not above its group (the judge only ranks)": 2}

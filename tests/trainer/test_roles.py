@@ -22,7 +22,7 @@ from tests.harness.trainer.agents import agents_work
 from tests.trainer.test_rows import call, choice
 
 if TYPE_CHECKING:
-    from ratchet.trainer.daemon import Daemon
+    from ratchet.trainer.controller_loop import Controller
 
 PLAN = [{"role": "system", "content": "You plan the work."}, {"role": "user", "content": "Build it."}]
 WORK: list[dict[str, Any]] = [{"role": "system", "content": [{"type": "text", "text": "You do one step."}]}, *PLAN[1:]]
@@ -77,7 +77,7 @@ def test_the_header_says_the_role_and_else_the_system_prompt_does(store: Store) 
     ]
     store.calls.ship([ended(start, {"role": "assistant", "content": start.call_id}) for start in shipped])
     casting = RoleResolver(store, "agent", Roles(("planner",), PROMPTS))
-    calls = casting.named(store.trajectories.read("t1").calls)
+    calls = casting.with_roles(store.trajectories.read("t1").calls)
     assert [one.role for one in calls] == ["planner", "worker", "critic", None]
 
 
@@ -111,9 +111,13 @@ def test_a_group_teaches_where_the_roles_that_train_differ_and_only_there(store:
     group = judged_group(store, ["a", "b"], [0.0, 1.0])
     members = [store.trajectories.get(name) for name in group.members]
     same = verdicts([1.0, 1.0], planner=[0.0, 1.0])
-    assert AdvantageEstimator(roles=("planner",)).teaches(members, same)
-    assert not AdvantageEstimator(roles=("worker",)).teaches(members, same)
-    assert not AdvantageEstimator(roles=("planner",)).teaches(members, verdicts([0.0, 1.0], planner=[1.0, 1.0]))
+    assert AdvantageEstimator(roles=("planner",)).estimate(group, members, same).has_signal
+    assert not AdvantageEstimator(roles=("worker",)).estimate(group, members, same).has_signal
+    assert (
+        not AdvantageEstimator(roles=("planner",))
+        .estimate(group, members, verdicts([0.0, 1.0], planner=[1.0, 1.0]))
+        .has_signal
+    )
 
 
 def two_roles(store: Store, task: str, scores: Sequence[float]) -> None:
@@ -127,48 +131,48 @@ def two_roles(store: Store, task: str, scores: Sequence[float]) -> None:
 
 
 def test_a_round_trains_the_chosen_role_and_counts_the_tokens_of_the_others(
-    store: Store, make_daemon: Callable[..., Daemon]
+    store: Store, make_controller: Callable[..., Controller]
 ) -> None:
     two_roles(store, "a", [0.0, 1.0])
     two_roles(store, "b", [0.0, 1.0])
-    make_daemon(roles=["planner"]).turn(1000.0)
+    make_controller(roles=["planner"]).step(1000.0)
     (held,) = store.rounds.page("agent")
     assert (held.metrics["tokens_trained"], held.metrics["untrained_tokens"]) == (8, {UNTRAINED_ROLE: 8})
     assert store.policies.live()["agent"].version == 1
 
 
 def test_trajectories_without_a_role_that_trains_are_put_aside_and_grouped_with_nobody(
-    store: Store, make_daemon: Callable[..., Daemon]
+    store: Store, make_controller: Callable[..., Controller]
 ) -> None:
     agents_work(store, "a", [0.0, 1.0], role="worker")
     agents_work(store, "b", [0.0, 1.0], role="planner")
-    make_daemon(roles=["planner"], groups_per_round=1).turn(1000.0)
+    make_controller(roles=["planner"], groups_per_round=1).step(1000.0)
     assert store.trajectories.drop_counts() == {"other_role": 2}
     assert store.policies.live()["agent"].version == 1
     assert store.alarms.active() == []
 
 
 def test_traffic_without_the_role_is_an_alarm_that_names_the_remedy_until_it_speaks(
-    store: Store, make_daemon: Callable[..., Daemon]
+    store: Store, make_controller: Callable[..., Controller]
 ) -> None:
     roles: dict[str, Any] = {"roles": ["planner"], "role_patterns": {"planner": "You plan"}}
     agents_work(store, "a", [0.0] * 20)
-    make_daemon(**roles).turn(999.0)
+    make_controller(**roles).step(999.0)
     assert store.alarms.active() == []
     agents_work(store, "c", [0.0] * 12)
-    daemon = make_daemon(**roles)  # goes on counting
-    daemon.turn(1000.0)
+    controller = make_controller(**roles)  # goes on counting
+    controller.step(1000.0)
     (alarm,) = store.alarms.active()
     assert alarm.name == "no_role:agent"
     assert "trainer.role_patterns" in alarm.reason
     agents_work(store, "b", [0.0, 1.0], messages=PLAN)
-    daemon.turn(1001.0)
+    controller.step(1001.0)
     assert store.alarms.active() == []
 
 
-def test_a_pattern_that_is_none_is_refused_with_its_role(make_daemon: Callable[..., Daemon]) -> None:
-    with pytest.raises(ValidationError, match="the pattern of role planner is not a regular expression"):
-        make_daemon(role_patterns={"planner": "("})
+def test_a_pattern_that_is_none_is_refused_with_its_role(make_controller: Callable[..., Controller]) -> None:
+    with pytest.raises(ValidationError, match="the pattern of role planner is no regular expression"):
+        make_controller(role_patterns={"planner": "("})
 
 
 def test_logprobs_of_context_are_never_those_of_another_role() -> None:

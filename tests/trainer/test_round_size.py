@@ -15,9 +15,8 @@ from ratchet.status.project_status import next_round, next_round_line
 from ratchet.store.records import Group
 from ratchet.store.states import GroupState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator
+from ratchet.trainer.controller.rounds.backlog import RoundSize
 from ratchet.trainer.controller.rounds.round_runner import RoundRunner
-from ratchet.trainer.controller.rounds.round_size import RoundSize
 from ratchet.trainer.learner.learner import Learner
 from ratchet.trainer.learner_protocol import RoundReport
 from ratchet.trainer.rows.token_row import TokenRow
@@ -84,9 +83,7 @@ def test_a_round_takes_the_step_that_its_trained_groups_are_worth(store: Store, 
         verdicts = store.groups.verdicts(one.members).values()
         store.groups.replace_verdicts([msgspec.structs.replace(verdict, judged_at=10.0) for verdict in verdicts])
     learner = Noting(unfit=["d1", "d2"])
-    school = RoundRunner(
-        store, "agent", tmp_path, AdvantageEstimator(), size=RoundSize(groups_per_round=12, num_generations=2)
-    )
+    school = RoundRunner(store, "agent", tmp_path, size=RoundSize(groups_per_round=12, num_generations=2))
     candidate = school.run_round(learner, groups, 0)
     assert candidate is not None
     assert learner.scales == [0.5]  # of three groups of twelve: the fourth held nothing to train

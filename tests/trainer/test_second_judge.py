@@ -13,9 +13,8 @@ from ratchet.store.store import Store
 from ratchet.trainer.controller.judges import Judgement
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.controller.judges.opinion import DraftVerdict
-from ratchet.trainer.controller.judging.judge_agreement import PairedJudgements, agreement
 from ratchet.trainer.controller.judging.judge_runner import JudgeRunner
-from ratchet.trainer.controller.judging.second_judge import SecondJudge, in_sample
+from ratchet.trainer.controller.judging.second_judge import PairedJudgements, SecondJudge, agreement, in_sample
 from ratchet.trainer.controller.sentinel.sentinel import Sentinel
 from ratchet.trainer.settings.sentinel_settings import SentinelSettings
 from tests.harness.records import answered_trajectory
@@ -70,18 +69,22 @@ def test_judges_that_disagree_are_an_alarm_and_the_first_ones_scores_count(store
     keep = keeper(store, second)
     watching = Sentinel(SETTINGS, store, "agent", second=second)
     for number, name in enumerate(ids, 1):
-        keep.ask([store.groups.get(name)], store.trajectories.read)
-        assert keep.collect(102.0, 5.0) == 1
+        keep.submit([store.groups.get(name)], store.trajectories.read)
+        assert keep.collect_results(102.0, 5.0) == 1
         assert eventually(partial(heard, second, number))
-    watching.look(102.0)
+    watching.check(102.0)
     keep.close()
     later = SecondJudge(Contrary(), 1.0, store, "agent", "1")
-    assert [one.group_id for one in later.heard()] == ids, "a restart forgets nothing"
-    assert agreement(later.heard(), "contrary", SETTINGS) == agreement(second.heard(), "contrary", SETTINGS)
-    assert SecondJudge(Contrary(), 1.0, store, "agent", "2").heard() == (), "beside another first judge it said nothing"
+    assert [one.group_id for one in later.paired_judgements()] == ids, "a restart forgets nothing"
+    assert agreement(later.paired_judgements(), "contrary", SETTINGS) == agreement(
+        second.paired_judgements(), "contrary", SETTINGS
+    )
+    assert SecondJudge(Contrary(), 1.0, store, "agent", "2").paired_judgements() == (), (
+        "beside another first judge it said nothing"
+    )
     later.close()
     reasons = {alarm.name: alarm.reason for alarm in store.alarms.active()}
-    assert "second judge contrary orders the members of the last 20 groups otherwise" in reasons["second_judge:agent"]
+    assert "second judge contrary ranks the members of the last 20 groups differently" in reasons["second_judge:agent"]
     assert "Kendall's tau -1.00" in reasons["second_judge:agent"]
     assert {verdict.judge for name in ids for verdict in store.groups.verdict_history(name)} == {
         "tests.harness.trainer.judge_samples:scripted"
@@ -95,18 +98,18 @@ def test_a_slow_second_judge_holds_nobody_up(store: Store) -> None:
     keep = keeper(store, second)
 
     def all_judged() -> bool:
-        keep.ask(store.groups.awaiting_verdict("agent", 102.0), store.trajectories.read)
-        keep.collect(102.0, 0.5)
+        keep.submit(store.groups.awaiting_verdict("agent", 102.0), store.trajectories.read)
+        keep.collect_results(102.0, 0.5)
         return not store.groups.awaiting_verdict("agent", 102.0)
 
     assert eventually(all_judged)
-    assert second.heard() == ()
+    assert second.paired_judgements() == ()
     gate.set()
     keep.close()
 
 
 def heard(second: SecondJudge, count: int) -> bool:
-    return len(second.heard()) == count
+    return len(second.paired_judgements()) == count
 
 
 def eventually(holds: Callable[[], bool], seconds: float = 20.0) -> bool:

@@ -13,14 +13,19 @@ from pydantic import ValidationError
 from ratchet.store.records import Round, Trajectory, Transcript
 from ratchet.store.records.tool_calls import ToolCall
 from ratchet.store.states import RoundState, ToolOutcome, ToolResult, TrajectoryState
-from ratchet.trainer.controller.sentinel.behavior import TrajectoryBehavior, conduct, occurs
-from ratchet.trainer.controller.sentinel.drift import coverage, drift, resource_coverage, unnecessary_tool_calls
+from ratchet.trainer.controller.sentinel.behavior import TrajectoryBehavior, occurs, read_behavior
+from ratchet.trainer.controller.sentinel.drift import (
+    check_drift,
+    check_resource_coverage,
+    check_tool_coverage,
+    unnecessary_tool_calls,
+)
 from ratchet.trainer.controller.sentinel.resources import names_in
-from ratchet.trainer.controller.sentinel.round_checks import last_rounds
-from ratchet.trainer.controller.sentinel.tool_health import ToolHistory, tool_health
+from ratchet.trainer.controller.sentinel.round_checks import check_rounds
+from ratchet.trainer.controller.sentinel.tool_health import ToolHistory, check_tool_health
 from ratchet.trainer.observability.finding import Finding
 from ratchet.trainer.settings.sentinel_settings import SentinelSettings
-from ratchet.trainer.statistics.welch_test import change, share_change
+from ratchet.trainer.statistics.welch_test import mean_change, share_change
 from tests.harness.records import TOOLS
 
 SETTINGS = SentinelSettings()
@@ -46,39 +51,39 @@ def one(findings: Sequence[Finding], check: str) -> Finding:
 
 def test_a_tool_that_fails_more_than_under_the_same_version_holds_training() -> None:
     newest = calls([ERROR] * 30 + [OK] * 20) + calls([OK] * 190 + [ERROR] * 10)
-    (found,), _ = tool_health(newest, SETTINGS)
+    (found,), _ = check_tool_health(newest, SETTINGS)
     assert (found.subject, found.value, found.holds) == ("search", 0.6, True)
     assert found.reason == (
-        "tool 'search' failed in 30 of its last 50 calls (30 error), before in 5% under the same version: mend the tool"
+        "tool 'search' failed in 30 of its last 50 calls (30 error), up from 5% under the same version: fix the tool"
     )
 
 
 def test_failures_that_begin_with_a_version_are_told_and_do_not_hold() -> None:
-    (found,), _ = tool_health(calls([ERROR] * 40 + [OK] * 10, version=2) + calls([OK] * 200), SETTINGS)
+    (found,), _ = check_tool_health(calls([ERROR] * 40 + [OK] * 10, version=2) + calls([OK] * 200), SETTINGS)
     assert "it began with version 2" in str(found.reason)
     assert not found.holds
 
 
 def test_a_tool_that_was_always_flaky_is_no_alarm() -> None:
-    (found,), _ = tool_health(calls([ERROR, OK] * 300), SETTINGS)
+    (found,), _ = check_tool_health(calls([ERROR, OK] * 300), SETTINGS)
     assert found == Finding("tool_health", "ratchet_tool_failure_ratio", "search", 0.5)
 
 
 def test_a_tool_that_never_works_holds_without_any_past() -> None:
-    (found,), _ = tool_health(calls([ToolResult.TIMEOUT] * 50), SETTINGS)
+    (found,), _ = check_tool_health(calls([ToolResult.TIMEOUT] * 50), SETTINGS)
     assert found.holds
     assert "raise max_tool_failure_rate" in str(found.reason)
 
 
 def test_a_few_failures_say_nothing() -> None:
-    assert tool_health(calls([ERROR] * 15), SETTINGS) == ([], {})
-    (found,), _ = tool_health(calls([ERROR] * 20), SETTINGS)  # less than tool_calls, and no past
+    assert check_tool_health(calls([ERROR] * 15), SETTINGS) == ([], {})
+    (found,), _ = check_tool_health(calls([ERROR] * 20), SETTINGS)  # less than tool_calls, and no past
     assert found.reason is None
 
 
 def test_what_the_policy_did_wrong_does_not_count_against_the_tool() -> None:
     wrong = calls([ERROR] * 300, outcome=ToolOutcome.SCHEMA_VIOLATION)
-    (found,), _ = tool_health(wrong + calls([OK] * 100), SETTINGS)
+    (found,), _ = check_tool_health(wrong + calls([OK] * 100), SETTINGS)
     assert (found.value, found.reason) == (0.0, None)
 
 
@@ -86,18 +91,18 @@ def test_a_long_sickness_does_not_become_its_own_past() -> None:
     sick = calls([ERROR] * 2000)
     settings = SentinelSettings(max_tool_failure_rate=1.0)
     milder = calls([ERROR, ERROR, ERROR, OK] * 500)
-    assert tool_health(milder, settings)[0][0].reason is None  # nothing else is known
+    assert check_tool_health(milder, settings)[0][0].reason is None  # nothing else is known
     kept = {"search": ToolHistory(failures=5, calls=100, same_versions=True)}
-    (found,), pasts = tool_health(milder, settings, kept)
+    (found,), pasts = check_tool_health(milder, settings, kept)
     assert found.holds
     assert pasts == kept
-    assert tool_health(sick, settings, kept)[0][0].holds
+    assert check_tool_health(sick, settings, kept)[0][0].holds
 
 
 def test_an_empty_result_counts_only_against_the_tools_own_past() -> None:
     settings = SentinelSettings()
-    (usual,), _ = tool_health(calls([EMPTY, OK] * 200), settings)
-    (risen,), _ = tool_health(calls([EMPTY] * 40 + [OK] * 10) + calls([OK] * 200), settings)
+    (usual,), _ = check_tool_health(calls([EMPTY, OK] * 200), settings)
+    (risen,), _ = check_tool_health(calls([EMPTY] * 40 + [OK] * 10) + calls([OK] * 200), settings)
     assert usual.reason is None
     assert risen.holds
 
@@ -119,7 +124,7 @@ def asks_tool(**arguments: Any) -> dict[str, Any]:
 
 
 def test_arguments_that_occur_nowhere_before_the_call_are_made_up() -> None:
-    told = conduct(
+    told = read_behavior(
         transcript(
             [
                 {"role": "user", "content": "When did Anna write of the invoice 4711?"},
@@ -132,7 +137,7 @@ def test_arguments_that_occur_nowhere_before_the_call_are_made_up() -> None:
             ]
         )
     )
-    assert (told.arguments, told.made_up) == (5, 2)  # bob@example.com and 9999
+    assert (told.arguments, told.hallucinated) == (5, 2)  # bob@example.com and 9999
     assert (told.tool_calls, told.actions) == (2, 3)
     assert told.used == told.offered == {"search"}
 
@@ -160,7 +165,7 @@ def test_hostile_arguments_cost_little_and_break_nothing() -> None:
     ]
     messages += [{"role": "assistant", "content": 7, "tool_calls": {"a": 1}}]
     messages += [asks_tool(**{f"k{n}": f"value{n}" for n in range(5000)})]
-    assert conduct(transcript(messages)).arguments == 200
+    assert read_behavior(transcript(messages)).arguments == 200
 
 
 # --- drift --------------------------------------------------------------------------------------------------------
@@ -175,7 +180,7 @@ def conducts(count: int, family: str = "task:mail", **changes: Any) -> list[Traj
 
 
 def test_healthy_traffic_has_numbers_and_no_alarm() -> None:
-    findings = drift(conducts(300), SETTINGS)
+    findings = check_drift(conducts(300), SETTINGS)
     assert [found.reason for found in findings] == [None] * len(findings)
     assert {found.metric for found in findings} == {
         "ratchet_trajectory_tokens", "ratchet_reasoning_tokens_per_action", "ratchet_actions_per_trajectory",
@@ -185,7 +190,7 @@ def test_healthy_traffic_has_numbers_and_no_alarm() -> None:
 
 def test_answers_that_grow_are_length_drift() -> None:
     longer = [dataclasses.replace(told, sampled_tokens=told.sampled_tokens * 3) for told in conducts(64)]
-    found = one(drift(conducts(300) + longer, SETTINGS), "length_drift")
+    found = one(check_drift(conducts(300) + longer, SETTINGS), "length_drift")
     assert found.reason is not None
     assert "went from 103 to 309 in task:mail" in found.reason
 
@@ -195,25 +200,25 @@ def test_another_mix_of_tasks_is_no_length_drift() -> None:
         dataclasses.replace(told, sampled_tokens=900 + n % 5) for n, told in enumerate(conducts(40, "task:book"))
     ]
     mixed = long_tasks[:20] + conducts(300) + long_tasks + conducts(24)
-    assert one(drift(mixed, SETTINGS), "length_drift").reason is None
+    assert one(check_drift(mixed, SETTINGS), "length_drift").reason is None
 
 
 def test_reasoning_that_vanishes_is_drift() -> None:
-    findings = drift(conducts(300) + conducts(64, reasoning_tokens=1.0), SETTINGS)
+    findings = check_drift(conducts(300) + conducts(64, reasoning_tokens=1.0), SETTINGS)
     assert "went from 5 to 0" in str(one(findings, "reasoning_drift").reason)
 
 
 def test_arguments_that_are_made_up_more_and_more_are_an_alarm() -> None:
-    found = one(drift(conducts(300) + conducts(64, made_up=2), SETTINGS), "hallucinated_arguments")
+    found = one(check_drift(conducts(300) + conducts(64, hallucinated=2), SETTINGS), "hallucinated_arguments")
     assert found.value == 0.5
-    assert "50% of tool arguments occur nowhere in their context, before 0%" in str(found.reason)
-    assert one(drift(conducts(364, made_up=2), SETTINGS), "hallucinated_arguments").reason is None
+    assert "50% of tool arguments occur nowhere in their context, up from 0%" in str(found.reason)
+    assert one(check_drift(conducts(364, hallucinated=2), SETTINGS), "hallucinated_arguments").reason is None
 
 
 def test_a_tool_that_nobody_uses_is_neglected_once_enough_could_have() -> None:
     both = frozenset({"search", "read"})
-    assert [found.reason is None for found in coverage(conducts(99, offered=both), SETTINGS)] == [True, True]
-    read, search = coverage(conducts(100, offered=both), SETTINGS)
+    assert [found.reason is None for found in check_tool_coverage(conducts(99, offered=both), SETTINGS)] == [True, True]
+    read, search = check_tool_coverage(conducts(100, offered=both), SETTINGS)
     assert "tool 'read' was used in 0.0% of the last 100 trajectories" in str(read.reason)
     assert (search.value, search.reason) == (1.0, None)
 
@@ -227,7 +232,7 @@ def test_files_that_nobody_opens_are_neglected_once_enough_were_shown_them() -> 
         return conducts(count, shown=FILES, opened=names)
 
     def found(*runs: TrajectoryBehavior) -> Finding:
-        return resource_coverage(runs, SETTINGS)
+        return check_resource_coverage(runs, SETTINGS)
 
     assert found(*seen(99, 0)).reason is None
     neglected = found(*seen(300, 1))
@@ -238,11 +243,11 @@ def test_files_that_nobody_opens_are_neglected_once_enough_were_shown_them() -> 
     assert "min_resource_coverage" in str(neglected.reason)
     assert found(*seen(300, 2)).reason is None
     assert found(*conducts(300, shown=frozenset(sorted(FILES)[:4]))).reason is None, "four tell nothing"
-    assert resource_coverage(seen(300, 0), SentinelSettings(min_resource_coverage=0.0)).reason is None
+    assert check_resource_coverage(seen(300, 0), SentinelSettings(min_resource_coverage=0.0)).reason is None
 
 
 def test_a_trajectory_is_shown_and_opens_what_is_written_like_a_resource() -> None:
-    run = conduct(
+    run = read_behavior(
         transcript(
             [
                 {
@@ -263,7 +268,7 @@ def test_hostile_names_cost_little_and_steer_no_terminal() -> None:
     assert len(names_in([long, "x" * 10_000_000])) == 0
     assert len(names_in([" ".join(f"file{number}.txt" for number in range(5000))])) == 100
     ugly = frozenset(f"/tmp/\x1b[2J{number}" for number in range(9))
-    reason = str(resource_coverage(conducts(200, shown=ugly), SETTINGS).reason)
+    reason = str(check_resource_coverage(conducts(200, shown=ugly), SETTINGS).reason)
     assert "\x1b" not in reason
 
 
@@ -291,33 +296,33 @@ def rounds(count: int, **metrics: Any) -> list[Round]:
 
 
 def test_trainer_and_engine_that_disagree_are_an_alarm() -> None:
-    assert last_rounds(rounds(1), SETTINGS)[0].reason is None
-    found = one(last_rounds(rounds(1, logprob_abs_diff_mean=0.9) + rounds(4), SETTINGS), "mismatch")
+    assert check_rounds(rounds(1), SETTINGS)[0].reason is None
+    found = one(check_rounds(rounds(1, logprob_abs_diff_mean=0.9) + rounds(4), SETTINGS), "logprob_mismatch")
     assert found.value == pytest.approx(0.1808)
     assert "same weights, dtype" in str(found.reason)
 
 
 def test_tokens_that_are_mostly_left_out_are_an_alarm_with_the_reasons() -> None:
-    found = one(last_rounds(rounds(2, untrained_tokens={"greedy": 300, "aborted": 1}), SETTINGS), "untrained_tokens")
+    found = one(check_rounds(rounds(2, untrained_tokens={"greedy": 300, "aborted": 1}), SETTINGS), "untrained_tokens")
     assert "75% of the sampled tokens of the last 2 rounds were not trained" in str(found.reason)
     assert "600 tokens greedy (sampled at temperature 0" in str(found.reason)
 
 
 def test_before_the_first_round_there_is_nothing_to_say() -> None:
-    assert last_rounds([], SETTINGS) == []
-    assert drift([], SETTINGS) == []
+    assert check_rounds([], SETTINGS) == []
+    assert check_drift([], SETTINGS) == []
 
 
 # --- change -------------------------------------------------------------------------------------------------------
 
 
 def test_a_change_needs_enough_values_and_more_than_chance() -> None:
-    assert change([1.0] * 15, [9.0] * 100) is None
+    assert mean_change([1.0] * 15, [9.0] * 100) is None
     assert share_change((1, 15), (9, 100)) is None
-    noise = change([float(n % 10) for n in range(100)], [float(n % 10) for n in range(5, 95)])
+    noise = mean_change([float(n % 10) for n in range(100)], [float(n % 10) for n in range(5, 95)])
     assert noise is not None
     assert abs(noise.sigmas) < 1
-    grown = change([1.0] * 20, [2.0] * 20)
+    grown = mean_change([1.0] * 20, [2.0] * 20)
     assert grown is not None
     assert (grown.ratio, grown.sigmas) == (2.0, float("inf"))
 

@@ -18,7 +18,7 @@ from ratchet.trainer.errors import OtherBaseModel
 from tests.harness.trainer.scripted_engine import ScriptedEngine
 
 if TYPE_CHECKING:
-    from ratchet.trainer.daemon import Daemon
+    from ratchet.trainer.controller_loop import Controller
 
 
 class KnownBase(ScriptedEngine):
@@ -43,14 +43,14 @@ def engine() -> Any:
 
 
 @pytest.fixture
-def candidate(store: Store, tmp_path: Path, make_daemon: Callable[..., Daemon]) -> Daemon:
-    """A daemon with a candidate that could be published: a prompt on the base model."""
+def candidate(store: Store, tmp_path: Path, make_controller: Callable[..., Controller]) -> Controller:
+    """A controller with a candidate that could be published: a prompt on the base model."""
     top = {"token_id:5": -0.2, "token_id:6": -2.0}
     store.base_models.register_base_model(
         "agent", "/m", server_fingerprint={"tokens": [1, 2, 3], "likeliest": [top] * 8}
     )
     store.policies.register_prompt_version("agent", store.prompts.register("Be brief.").id, {})
-    return make_daemon()
+    return make_controller()
 
 
 def alarms(store: Store) -> dict[str, str]:
@@ -58,39 +58,39 @@ def alarms(store: Store) -> dict[str, str]:
 
 
 def test_nothing_is_published_while_vllm_serves_another_base_model(
-    candidate: Daemon, engine: KnownBase, store: Store
+    candidate: Controller, engine: KnownBase, store: Store
 ) -> None:
     engine.shift = 1.0
-    candidate.turn(1000.0)
-    candidate.turn(1001.0)
+    candidate.step(1000.0)
+    candidate.step(1001.0)
     assert store.policies.get("agent", 1).state is PolicyState.CANDIDATE
     assert "does not serve /m, the base model that the versions of agent belong to" in alarms(store)["base_model:agent"]
     engine.shift = 0.0
-    candidate.turn(1002.0)
+    candidate.step(1002.0)
     assert store.policies.get("agent", 1).state is PolicyState.CANDIDATE  # it is asked again a little later
-    candidate.turn(1020.0)
+    candidate.step(1020.0)
     assert store.policies.get("agent", 1).state is PolicyState.LIVE
     assert "base_model:agent" not in alarms(store)
 
 
 def test_a_base_model_that_changes_between_two_looks_is_seen_before_a_publication(
-    candidate: Daemon, engine: KnownBase, store: Store
+    candidate: Controller, engine: KnownBase, store: Store
 ) -> None:
     store.policies.reject("agent", 1, {}, reason="not this one")
-    candidate.turn(1000.0)  # all is well
+    candidate.step(1000.0)  # all is well
     engine.shift = 1.0
     store.policies.register_prompt_version("agent", store.prompts.register("Be kind.").id, {})
-    candidate.turn(1001.0)
+    candidate.step(1001.0)
     assert store.policies.get("agent", 2).state is PolicyState.CANDIDATE
     assert "base_model:agent" in alarms(store)
 
 
 def test_a_server_that_cannot_be_asked_is_not_taken_for_another_base_model(
-    candidate: Daemon, engine: KnownBase, store: Store
+    candidate: Controller, engine: KnownBase, store: Store
 ) -> None:
     store.base_models.clear_base_model("agent", served_only=True)
     engine.shift = 1.0  # nobody knows what is right
-    candidate.turn(1000.0)
+    candidate.step(1000.0)
     assert store.policies.get("agent", 1).state is PolicyState.LIVE
 
 

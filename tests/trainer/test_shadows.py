@@ -22,7 +22,7 @@ from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_load import Load, load_of
 from ratchet.trainer.controller.advantages.baseline import ScoreHistory
 from ratchet.trainer.controller.collect.collector import TrajectoryCollector
-from ratchet.trainer.controller.collect.resampling import resample_request
+from ratchet.trainer.controller.collect.resampling import resample_call
 from ratchet.trainer.controller.collect.resampling.resample_call import KEY_VARIABLE
 from ratchet.trainer.controller.collect.role_resolution import RoleResolver
 from ratchet.trainer.rows.roles import Roles
@@ -68,7 +68,7 @@ def settings_of(folder: Path, engine: ScriptedEngine, proxy: str | None, **shado
 
 
 class Line:
-    """The trainer's assembly alone, as the daemon turns it."""
+    """The trainer's assembly alone, as the controller turns it."""
 
     def __init__(self, store: Store, settings: TrainerSettings) -> None:
         self._store = store
@@ -77,15 +77,15 @@ class Line:
             store, settings, RoleResolver(store, "agent", Roles()), ScoreHistory(), None
         )
 
-    def turn(self) -> None:
+    def step(self) -> None:
         now = time.time()
         shipped = self._store.proxy_instances.shipped_until("agent", now, since=now - 60)
         self._store.trajectories.seal_idle_trajectories("agent", shipped, self._settings.seal_after_idle_seconds)
-        self.assembly.turn(now, shipped)
+        self.assembly.step(now, shipped)
 
     def until(self, claim: Callable[[], Any], seconds: float = 60.0) -> Any:
         def turned() -> Any:
-            self.turn()
+            self.step()
             return claim()
 
         return eventually(turned, seconds)
@@ -129,8 +129,8 @@ def test_a_single_learns_from_its_shadows_and_nobody_else_sees_them(tiny_model: 
             agent.chat.completions.create(**asked, extra_headers=labels)
             all_shipped(proxy)
             # No URL is given: the proxy is found by its door.
-            with trainer_of(tmp_path, tiny_model, resample={"samples": 2}, **QUICKLY) as (daemon, store, _):
-                eventually(lambda: daemon.turn(time.time()) and store.rounds.newest_committed("agent"), 60)
+            with trainer_of(tmp_path, tiny_model, resample={"samples": 2}, **QUICKLY) as (controller, store, _):
+                eventually(lambda: controller.step(time.time()) and store.rounds.newest_committed("agent"), 60)
                 original = compared(store)
             said = {"role": "assistant", "content": "so "}
             more = agent.chat.completions.with_raw_response.create(
@@ -174,7 +174,7 @@ def test_nothing_is_asked_while_vllm_has_other_work(
         hungry = line(proxy, max_wait_seconds=8.0)  # within half of it a slow machine looks twice, too
         ask(proxy)
         hungry.until(lambda: "is 0: set it to 3, or wait" in "".join(a.reason for a in store.alarms.active()))
-        store.alarms.clear("shadow:agent")
+        store.alarms.clear("resample:agent")
         engine.load = None
         trainer = line(proxy)
         name = ask(proxy)
@@ -196,14 +196,14 @@ def test_calls_and_tokens_a_minute_are_kept_to(store: Store, tmp_path: Path, lin
         # Another trainer counts what this one asked for.
         again = line(proxy, calls_per_minute=3, concurrency=4, samples=8)
         for _ in range(20):
-            few.turn()
-            again.turn()
+            few.step()
+            again.step()
             time.sleep(0.01)
         assert len(vllm.calls) == 4
         tokens = store.resamples.usage_since("agent", 0.0).tokens
         frugal = line(proxy, tokens_per_minute=tokens, concurrency=4, samples=8)
         for _ in range(20):
-            frugal.turn()
+            frugal.step()
         assert len(vllm.calls) == 4
 
 
@@ -222,7 +222,7 @@ def test_what_a_killed_trainer_asked_for_is_never_asked_for_again_and_the_rest_g
         assert len(group.members) == 3
         assert asked.id not in group.members
         assert len(vllm.calls) == 3
-        assert "stopped while it was asked" in (store.resamples.get(asked.id).failure or "")
+        assert "stopped during the call" in (store.resamples.get(asked.id).failure or "")
         answered_trajectory(store, asked.id, purpose="resample")  # it had gone out, and comes after all
         trainer.until(lambda: store.trajectories.get(asked.id).drop_reason == "resample_unmatched")
 
@@ -328,26 +328,26 @@ REFUSED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("changes", REFUSED.values(), ids=REFUSED)
 def test_what_could_not_be_the_same_again_is_not_asked_again(store: Store, changes: dict[str, Any]) -> None:
     answered_trajectory(store, "a", **changes)
-    assert resample_request.find_single_call(store.trajectories.read("a")) is None
+    assert resample_call.find_single_call(store.trajectories.read("a")) is None
 
 
 def test_several_calls_several_answers_and_what_was_redacted_are_not_asked_again(store: Store) -> None:
     answered_trajectory(store, "a")
     recorded = store.trajectories.read("a")
-    assert resample_request.find_single_call(recorded) is not None
+    assert resample_call.find_single_call(recorded) is not None
     start = begun("call_2", "a", at=2.0)
     store.calls.ship([ended(start, {"role": "assistant", "content": "again"})])
-    assert resample_request.find_single_call(store.trajectories.read("a")) is None
+    assert resample_call.find_single_call(store.trajectories.read("a")) is None
     start = begun("call_3", "b")
     store.calls.ship([ended(start, {"role": "assistant", "content": "x"}, untrainable="redacted", prompt_ids=b"")])
-    assert resample_request.find_single_call(store.trajectories.read("b")) is None
+    assert resample_call.find_single_call(store.trajectories.read("b")) is None
 
 
 def test_a_seed_is_not_sent_again_and_tools_are_in_the_agents_own_order(store: Store) -> None:
     answered_trajectory(store, "a", sampling={"temperature": 0.5, "seed": 3, "n": 1})
     recorded = store.trajectories.read("a")
-    call = resample_request.find_single_call(recorded)
+    call = resample_call.find_single_call(recorded)
     assert call is not None
-    sent = resample_request.body("agent", call, recorded.messages[:-1], recorded.tools)
+    sent = resample_call.request_body("agent", call, recorded.messages[:-1], recorded.tools)
     assert sent == {"model": "agent", "messages": list(recorded.messages[:-1]), "temperature": 0.5, "tools": TOOLS}
     assert [list(tool) for tool in sent["tools"]] == [list(tool) for tool in TOOLS]

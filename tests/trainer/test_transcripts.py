@@ -5,7 +5,7 @@ from __future__ import annotations
 from ratchet.store.calls.trajectories import Trajectories
 from ratchet.store.records import Transcript
 from ratchet.store.store import Store
-from ratchet.trainer.controller.judging.transcript_cache import Transcripts
+from ratchet.trainer.controller.judging.judged_groups import TranscriptCache
 from tests.harness.records import answered_trajectory, begun, ended
 
 
@@ -25,28 +25,28 @@ def test_what_the_judge_was_given_is_not_read_again_for_the_round(store: Store) 
     for name in ("a", "b"):
         answered_trajectory(store, name)
     store.trajectories = reads = CountingReads(store)
-    transcripts = Transcripts(store)
+    transcripts = TranscriptCache(store)
     given = [transcripts.read(name) for name in ("a", "b")]
-    assert transcripts.take(["a", "b"]) == given
+    assert transcripts.pop(["a", "b"]) == given
     assert reads.names == ["a", "b"]
-    transcripts.take(["a"])
+    transcripts.pop(["a"])
     assert reads.names == ["a", "b", "a"]  # it is kept for one round
 
 
 def test_a_trajectory_that_has_gone_on_is_read_again(store: Store) -> None:
     answered_trajectory(store, "a")
-    transcripts = Transcripts(store)
+    transcripts = TranscriptCache(store)
     assert len(transcripts.read("a").calls) == 1
     store.calls.ship([ended(begun("call_late", "a", at=50.0), {"role": "assistant", "content": "more"})])
-    assert len(transcripts.take(["a"])[0].calls) == 2
+    assert len(transcripts.pop(["a"])[0].calls) == 2
 
 
 def test_no_more_than_so_many_are_kept(store: Store) -> None:
     for name in ("a", "b", "c"):
         answered_trajectory(store, name)
     store.trajectories = reads = CountingReads(store)
-    transcripts = Transcripts(store, most=2)
+    transcripts = TranscriptCache(store, max_entries=2)
     for name in ("a", "b", "c"):
         transcripts.read(name)
-    transcripts.take(["a", "b", "c"])
+    transcripts.pop(["a", "b", "c"])
     assert reads.names == ["a", "b", "c", "a"]

@@ -10,14 +10,14 @@ import pytest
 from ratchet.store.records import Verdict
 from ratchet.store.states import CallState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.advantages.turn_advantages import turn_advantages
+from ratchet.trainer.controller.advantages.estimator import turn_advantages
 from ratchet.trainer.rows.build_rows import build_rows
 from tests.harness.trainer.agents import agents_work
 from tests.trainer.test_roles import verdicts
 from tests.trainer.test_rows import call, choice
 
 if TYPE_CHECKING:
-    from ratchet.trainer.daemon import Daemon
+    from ratchet.trainer.controller_loop import Controller
 
 
 def said(*turns: list[float]) -> list[Verdict]:
@@ -52,10 +52,12 @@ def test_a_turns_advantage_reaches_the_tokens_of_its_own_call_in_the_same_row() 
     assert plain.advantages is None
 
 
-def test_a_group_of_equal_scores_is_trained_by_its_turns(store: Store, make_daemon: Callable[..., Daemon]) -> None:
+def test_a_group_of_equal_scores_is_trained_by_its_turns(
+    store: Store, make_controller: Callable[..., Controller]
+) -> None:
     by_turn = [{"score": 0.5, "components": {"turn:1": score}} for score in (0.0, 1.0)]
     agents_work(store, "a", by_turn)
-    make_daemon(turn_weight=0.5, groups_per_round=1).turn(1000.0)
+    make_controller(turn_weight=0.5, groups_per_round=1).step(1000.0)
     (held,) = store.rounds.page("agent")
     assert held.metrics["tokens_trained"] == 6
     assert held.metrics["weight_change"] > 0

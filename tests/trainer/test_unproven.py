@@ -11,7 +11,7 @@ from ratchet.store.records import Policy
 from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
 from ratchet.trainer.controller.rounds.staleness import oldest_fresh
-from ratchet.trainer.daemon import Daemon
+from ratchet.trainer.controller_loop import Controller
 from ratchet.trainer.observability.metrics import Metrics
 from ratchet.trainer.release.retention import retained
 from ratchet.trainer.rows.probes import contexts
@@ -27,15 +27,15 @@ def coarse(exact: Faithful) -> Callable[[str, Sequence[int]], float]:
 
 
 def test_training_goes_on_from_an_unproven_version_until_its_distance_is_told(
-    store: Store, make_daemon: Callable[..., Daemon], engine: ScriptedEngine
+    store: Store, make_controller: Callable[..., Controller], engine: ScriptedEngine
 ) -> None:
-    daemon = make_daemon(learner=LearnerSettings(learning_rate=1e-4))
+    controller = make_controller(learner=LearnerSettings(learning_rate=1e-4))
     exact = engine.scorer
     assert isinstance(exact, Faithful)
     engine.scorer = coarse(exact)
     agents_work(store, "a", [0.0, 1.0])
     agents_work(store, "b", [1.0, 0.0])
-    daemon.turn(1000.0)
+    controller.step(1000.0)
     assert store.policies.get("agent", 1).state is PolicyState.UNPROVEN
     assert store.policies.live()["agent"].version == 0
     assert list(engine.loaded) == []
@@ -45,9 +45,9 @@ def test_training_goes_on_from_an_unproven_version_until_its_distance_is_told(
     engine.scorer = exact
     agents_work(store, "c", [0.0, 1.0])
     agents_work(store, "d", [1.0, 0.0])
-    daemon.turn(2000.0)
+    controller.step(2000.0)
     assert [held.from_version for held in store.rounds.page("agent")] == [1, 0]
-    assert daemon.learner.step == 2
+    assert controller.learner.step == 2
     assert store.policies.live()["agent"].version == 2
     assert store.policies.get("agent", 1).state is PolicyState.UNPROVEN
     assert "swap_unproven:agent" not in {alarm.name for alarm in store.alarms.active()}

@@ -15,10 +15,10 @@ from ratchet.store.records.tuning import Rollout, Tuning
 from ratchet.store.states import PolicyState, RoundState, TrajectoryState, TuningState
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges.make_judge import make_judge
-from ratchet.trainer.controller.warm_start.general_data import mixed
-from ratchet.trainer.controller.warm_start.sft_data import COLLECTED, Search, SFTRows
+from ratchet.trainer.controller.warm_start.general_data import mix_rows
+from ratchet.trainer.controller.warm_start.sft_data import COLLECTED, SFTDataCollector, SFTRows
 from ratchet.trainer.controller.warm_start.sft_round import warm_start_metrics
-from ratchet.trainer.daemon import Daemon
+from ratchet.trainer.controller_loop import Controller
 from ratchet.trainer.rows.chat_rows import ChatRows
 from ratchet.trainer.settings.judge_specs import FunctionSpec
 from ratchet.trainer.settings.warm_start_settings import WarmStartSettings
@@ -52,19 +52,19 @@ def search(store: Store, tuning_id: str = "", **given: Any) -> SFTRows:
     judge = make_judge(FunctionSpec(kind="function", function="tests.harness.trainer.judge_samples:scripted"), {})
     chat = ChatRows(build_tokenizer())
     own = {name: given.pop(name) for name in ("held_out", "relative") if name in given}
-    return Search(store, "agent", judge, chat, WarmStartSettings(**given), tuning_id, **own).everything()
+    return SFTDataCollector(store, "agent", judge, chat, WarmStartSettings(**given), tuning_id, **own).collect()
 
 
 def test_good_trajectories_are_imitated_and_the_version_is_proven_and_live(
-    store: Store, make_daemon: Callable[..., Daemon], engine: ScriptedEngine, tmp_path: Path
+    store: Store, make_controller: Callable[..., Controller], engine: ScriptedEngine, tmp_path: Path
 ) -> None:
-    daemon = make_daemon()
+    controller = make_controller()
     agents_work(store, "a", [0.0, 1.0])
     agents_work(store, "b", [1.0, 0.0])
-    daemon.turn(1000.0)
+    controller.step(1000.0)
     assert store.policies.live()["agent"].version == 1
     tuning = ask(store, general=str(general_file(tmp_path)), general_ratio=0.5)
-    daemon.turn(2000.0)
+    controller.step(2000.0)
     live = store.policies.live()["agent"]
     assert live.version == 2
     assert live.evidence["proof"]
@@ -73,7 +73,7 @@ def test_good_trajectories_are_imitated_and_the_version_is_proven_and_live(
     assert found is not None
     version, story = found
     assert (version, story["trajectories"], story["by_source"]) == (2, 2, {"policy": 2})
-    assert story["left_out"]["score below 0.5"] == 2
+    assert story["skipped"]["score below 0.5"] == 2
     assert (story["general_rows"], story["general_held_out"]) == (2, 6)
     assert story["loss_by_epoch"][-1] < story["loss_by_epoch"][0]
     assert story["general_loss_after"] != story["general_loss_before"]
@@ -81,17 +81,17 @@ def test_good_trajectories_are_imitated_and_the_version_is_proven_and_live(
 
 
 def test_after_it_reinforcement_goes_on_from_its_version_with_its_own_loss(
-    store: Store, make_daemon: Callable[..., Daemon]
+    store: Store, make_controller: Callable[..., Controller]
 ) -> None:
-    daemon = make_daemon()
+    controller = make_controller()
     agents_work(store, "a", [0.0, 1.0])
     agents_work(store, "b", [1.0, 1.0])
-    daemon.turn(1000.0)
+    controller.step(1000.0)
     ask(store, num_train_epochs=1, learning_rate=1e-4)
-    daemon.turn(2000.0)
+    controller.step(2000.0)
     assert store.policies.live()["agent"].version == 1
     agents_work(store, "c", [0.0, 1.0])
-    daemon.turn(3000.0 + 601.0)
+    controller.step(3000.0 + 601.0)
     assert store.policies.live()["agent"].version == 2
     newest, warm = store.rounds.page("agent")
     assert (newest.from_version, newest.metrics["groups"]) == (1, 2)
@@ -100,46 +100,46 @@ def test_after_it_reinforcement_goes_on_from_its_version_with_its_own_loss(
 
 
 def test_a_tuning_gets_one_warm_start_however_often_the_trainer_dies(
-    store: Store, make_daemon: Callable[..., Daemon]
+    store: Store, make_controller: Callable[..., Controller]
 ) -> None:
     agents_work(store, "a", [1.0, 1.0])
-    first = make_daemon()
-    first.turn(1000.0)
+    first = make_controller()
+    first.step(1000.0)
     ask(store)
-    first.turn(2000.0)
+    first.step(2000.0)
     for now in (3000.0, 4000.0):
-        make_daemon().turn(now)
+        make_controller().step(now)
     assert [held.state for held in store.rounds.page("agent")] == [RoundState.COMMITTED]
 
 
 def test_too_few_trajectories_are_refused_with_what_was_left_out(
-    store: Store, make_daemon: Callable[..., Daemon]
+    store: Store, make_controller: Callable[..., Controller]
 ) -> None:
-    daemon = make_daemon()
+    controller = make_controller()
     agents_work(store, "a", [0.0, 1.0])
     agents_work(store, "b", [0.2, 0.0])
-    daemon.turn(1000.0)
+    controller.step(1000.0)
     tuning = ask(store, min_trajectories=16)
-    daemon.turn(2000.0)
+    controller.step(2000.0)
     ended = store.tunings.get(tuning.id)
     assert ended.state is TuningState.FAILED
     assert ended.error is not None
-    assert "1 trajectories to imitate from policy, demonstrations, 16 are needed (score below 0.5: 3)" in ended.error
+    assert "1 trajectories to train on from policy, demonstrations, 16 are needed (score below 0.5: 3)" in ended.error
     agents_work(store, "c", [0.0, 1.0])
     agents_work(store, "d", [0.0, 1.0])
-    daemon.turn(3000.0)
+    controller.step(3000.0)
     assert store.policies.live()["agent"].version == 2, "the trainer goes on as if nobody had asked"
 
 
 def test_a_warm_start_that_forgets_too_much_is_refused_and_leaves_no_version(
-    store: Store, make_daemon: Callable[..., Daemon], tmp_path: Path
+    store: Store, make_controller: Callable[..., Controller], tmp_path: Path
 ) -> None:
-    daemon = make_daemon()
+    controller = make_controller()
     agents_work(store, "a", [1.0, 1.0])
-    daemon.turn(1000.0)
+    controller.step(1000.0)
     chat = {"general": str(general_file(tmp_path)), "general_ratio": 0.0, "max_loss_increase": 0.01}
     tuning = ask(store, learning_rate=0.1, num_train_epochs=10, **chat)
-    daemon.turn(2000.0)
+    controller.step(2000.0)
     assert "general loss rose" in (store.tunings.get(tuning.id).error or "")
     assert [policy.version for policy in store.policies.all("agent")] == [0]
     (held,) = store.rounds.page("agent")
@@ -147,22 +147,24 @@ def test_a_warm_start_that_forgets_too_much_is_refused_and_leaves_no_version(
 
 
 def test_a_source_that_is_no_task_set_fails_the_tuning_and_not_the_trainer(
-    store: Store, make_daemon: Callable[..., Daemon], tmp_path: Path
+    store: Store, make_controller: Callable[..., Controller], tmp_path: Path
 ) -> None:
-    daemon = make_daemon()
+    controller = make_controller()
     agents_work(store, "a", [1.0, 1.0])
-    daemon.turn(1000.0)
+    controller.step(1000.0)
     tuning = ask(store, general=str(tmp_path / "nowhere.jsonl"))
-    daemon.turn(2000.0)
+    controller.step(2000.0)
     assert "nowhere.jsonl" in (store.tunings.get(tuning.id).error or "")
 
 
-def test_under_the_gate_it_is_a_canary_like_any_version(store: Store, make_daemon: Callable[..., Daemon]) -> None:
-    daemon = make_daemon(release={"canary": True})
+def test_under_the_gate_it_is_a_canary_like_any_version(
+    store: Store, make_controller: Callable[..., Controller]
+) -> None:
+    controller = make_controller(release={"canary": True})
     agents_work(store, "a", [1.0, 1.0])
-    daemon.turn(1000.0)
+    controller.step(1000.0)
     ask(store)
-    daemon.turn(2000.0)
+    controller.step(2000.0)
     assert store.policies.get("agent", 1).state is PolicyState.CANARY
 
 
@@ -186,7 +188,7 @@ def test_a_stronger_model_is_imitated_where_the_judge_likes_it_answer_tokens_onl
     teacher(store, "t3", "broken", task="third")
     found = search(store, sources=("big",))
     assert found.scores == {"t1": 1.0}
-    assert found.left_out == {"score below 0.5": 1, "judge failed": 1}
+    assert found.skipped == {"score below 0.5": 1, "judge failed": 1}
     (row,) = found.rows
     tokenizer = build_tokenizer()
     trained = tokenizer.decode([token for token, on in zip(row.ids, row.mask, strict=True) if on])
@@ -206,11 +208,11 @@ def test_what_was_evaluated_is_never_imitated(store: Store) -> None:
         store.rollouts.plan([planned])
     found = search(store, sources=("big",))
     assert list(found.scores) == ["t3"]
-    assert found.left_out == {"evaluated": 2}
+    assert found.skipped == {"evaluated": 2}
 
 
 def test_what_the_tuning_collected_is_imitated_and_trains_nothing_else(
-    store: Store, make_daemon: Callable[..., Daemon]
+    store: Store, make_controller: Callable[..., Controller]
 ) -> None:
     names = agents_work(store, "a", [1.0, 0.0, 1.0], purpose="eval")
     agents_work(store, "b", [1.0], purpose="eval")
@@ -223,20 +225,20 @@ def test_what_the_tuning_collected_is_imitated_and_trains_nothing_else(
         store.rollouts.plan([planned])
         store.rollouts.end(name, started_at=1.0, ended_at=2.0)
         store.rollouts.score(name, score, "rule")
-    make_daemon().turn(1000.0)
+    make_controller().step(1000.0)
     assert {store.trajectories.get(name).state for name in names} == {TrajectoryState.DROPPED}
     found = search(store, tuning.id, sources=("policy",))
     assert set(found.scores) == {"a-0", "a-2"}
     assert search(store, "tun_other", sources=("policy",)).scores == {}
 
 
-def test_of_a_task_the_best_few_are_taken(store: Store, make_daemon: Callable[..., Daemon]) -> None:
+def test_of_a_task_the_best_few_are_taken(store: Store, make_controller: Callable[..., Controller]) -> None:
     agents_work(store, "a", [0.6, 1.0, 0.9, 0.0])
     agents_work(store, "b", [0.7, 0.7])
-    make_daemon(groups_per_round=100).turn(1000.0)
+    make_controller(groups_per_round=100).step(1000.0)
     found = search(store, sources=("policy",), max_per_task=2)
     assert set(found.scores) == {"a-1", "a-2", "b-0", "b-1"}
-    assert found.left_out == {"score below 0.5": 1, "more of the same task": 1}
+    assert found.skipped == {"score below 0.5": 1, "more of the same task": 1}
 
 
 def test_demonstrations_are_imitated_whatever_the_answer_scored(store: Store) -> None:
@@ -252,7 +254,7 @@ def test_demonstrations_are_imitated_whatever_the_answer_scored(store: Store) ->
     assert found.scores == {"a-0": None}
 
 
-def test_no_source_gives_anything_of_a_held_out_task(store: Store, make_daemon: Callable[..., Daemon]) -> None:
+def test_no_source_gives_anything_of_a_held_out_task(store: Store, make_controller: Callable[..., Controller]) -> None:
     names = [f"task/{number}" for number in range(100)]
     aside = next(name for name in names if is_held_out(f"task:{name}", 0.3))
     usual = next(name for name in names if not is_held_out(f"task:{name}", 0.3))
@@ -265,18 +267,18 @@ def test_no_source_gives_anything_of_a_held_out_task(store: Store, make_daemon: 
             demonstration="It is in Oslo.",
         )  # fmt: skip
         store.feedback.add([said])
-    make_daemon(groups_per_round=100).turn(1000.0)
+    make_controller(groups_per_round=100).step(1000.0)
     for source, name in (("policy", f"{usual}-0"), ("demonstrations", f"{usual}-0"), ("big", f"big-{usual}")):
         found = search(store, sources=(source,), held_out=0.3)
         assert list(found.scores) == [name], source
-        assert found.left_out["of a held-out task"] >= 1, source
+        assert found.skipped["of a held-out task"] >= 1, source
 
 
 def test_greedy_answers_are_imitated_though_no_ratio_could_be_taken(
-    store: Store, make_daemon: Callable[..., Daemon]
+    store: Store, make_controller: Callable[..., Controller]
 ) -> None:
     agents_work(store, "a", [1.0, 1.0], temperature=0.0)
-    make_daemon().turn(1000.0)
+    make_controller().step(1000.0)
     found = search(store, sources=("policy",))
     assert [(row.temperature, row.importance) for row in found.rows] == [(1.0, False)] * 2
 
@@ -284,7 +286,7 @@ def test_greedy_answers_are_imitated_though_no_ratio_could_be_taken(
 @pytest.mark.parametrize(("share", "general"), [(0.0, 0), (0.2, 1), (0.5, 4), (0.9, 10)])
 def test_general_rows_are_so_large_a_share_as_was_asked_or_all_there_are(share: float, general: int) -> None:
     good, chat = build_rows(4), build_rows(10, seed=1)
-    drawn = mixed(good, chat, share, seed=0)
+    drawn = mix_rows(good, chat, share, seed=0)
     assert (sum(row in good for row in drawn), sum(row in chat for row in drawn)) == (4, general)
 
 

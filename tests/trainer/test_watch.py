@@ -8,7 +8,7 @@ import pytest
 
 from ratchet.store.states import ToolResult
 from ratchet.store.store import Store
-from ratchet.trainer.controller.sentinel.behavior import conduct
+from ratchet.trainer.controller.sentinel.behavior import read_behavior
 from ratchet.trainer.controller.sentinel.sentinel import Sentinel
 from ratchet.trainer.settings.sentinel_settings import SentinelSettings
 from tests.harness.records import answered_trajectory, begun, ended
@@ -29,56 +29,58 @@ def test_a_sick_tool_holds_training_and_a_mended_one_lets_it_go_on(
     caplog.set_level(logging.WARNING)
     watching = Sentinel(EAGER, store, "agent")
     tool_called(store, "a1", ToolResult.OK, 200)
-    assert not watching.look(1.0)
+    assert not watching.check(1.0)
     tool_called(store, "a2", ToolResult.TIMEOUT)
-    assert watching.look(2.0)
+    assert watching.check(2.0)
     standing = {alarm.name: alarm.reason for alarm in store.alarms.active()}
     assert set(standing) == {"tool_health:agent", "training_paused:agent"}
-    assert standing["training_paused:agent"].startswith("no step is taken, collecting and judging go on: tool 'search'")
+    assert standing["training_paused:agent"].startswith(
+        "training is paused, collecting and judging continue: tool 'search'"
+    )
     assert "event=training_paused" in caplog.text
     tool_called(store, "a3", ToolResult.OK)
-    assert not watching.look(3.0)
+    assert not watching.check(3.0)
     assert store.alarms.active() == []
     assert "event=training_resumed" in caplog.text
 
 
 def test_it_looks_no_oftener_than_it_is_told_to(store: Store) -> None:
     watching = Sentinel(SentinelSettings(interval_seconds=30.0), store, "agent")
-    watching.look(1.0)
+    watching.check(1.0)
     tool_called(store, "a1", ToolResult.TIMEOUT)
-    assert not watching.look(30.0)
-    assert watching.look(31.0)
+    assert not watching.check(30.0)
+    assert watching.check(31.0)
 
 
 def test_without_pause_training_a_sick_tool_is_an_alarm_and_training_goes_on(store: Store) -> None:
     tool_called(store, "a1", ToolResult.ERROR)
-    assert not Sentinel(SentinelSettings(pause_training=False), store, "agent").look(1.0)
+    assert not Sentinel(SentinelSettings(pause_training=False), store, "agent").check(1.0)
     assert [alarm.name for alarm in store.alarms.active()] == ["tool_health:agent"]
 
 
 def test_the_tools_of_another_alias_hold_nobody_up(store: Store) -> None:
     tool_called(store, "b1", ToolResult.ERROR, alias="other")
-    assert not Sentinel(EAGER, store, "agent").look(1.0)
+    assert not Sentinel(EAGER, store, "agent").check(1.0)
 
 
 def test_an_alarm_that_a_dead_trainer_left_is_cleared_by_the_next(store: Store) -> None:
     tool_called(store, "a1", ToolResult.ERROR)
-    Sentinel(EAGER, store, "agent").look(1.0)
+    Sentinel(EAGER, store, "agent").check(1.0)
     tool_called(store, "a2", ToolResult.OK)
-    Sentinel(EAGER, store, "agent").look(2.0)
+    Sentinel(EAGER, store, "agent").check(2.0)
     assert store.alarms.active() == []
 
 
 def test_a_restart_does_not_make_a_long_sickness_a_tools_own_past(store: Store) -> None:
     tool_called(store, "t000", ToolResult.OK, 200)
-    assert not Sentinel(EAGER, store, "agent").look(1.0)
+    assert not Sentinel(EAGER, store, "agent").check(1.0)
     for number in range(1, 60):  # so long that nothing else is left of what is looked at
         tool_called(store, f"t{number:03}a", ToolResult.OK, 10)
         tool_called(store, f"t{number:03}b", ToolResult.TIMEOUT, 40)
         if number in (1, 59):
-            assert Sentinel(EAGER, store, "agent").look(2.0), "compared with the days when it was well"
+            assert Sentinel(EAGER, store, "agent").check(2.0), "compared with the days when it was well"
     tool_called(store, "t060", ToolResult.OK)
-    assert not Sentinel(EAGER, store, "agent").look(3.0)
+    assert not Sentinel(EAGER, store, "agent").check(3.0)
     assert store.observations.latest("agent", "tool_past")["search"].content == {}
 
 
@@ -86,15 +88,15 @@ def test_an_alarm_of_drift_is_not_cleared_before_the_window_is_known_again(store
     for number in range(200):
         answered_trajectory(store, f"t{number:03}")
     store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0)
-    for check in ("length_drift", "mismatch"):
+    for check in ("length_drift", "logprob_mismatch"):
         store.alarms.raise_(f"{check}:agent", "an earlier trainer saw it")
     watching = Sentinel(SentinelSettings(interval_seconds=30.0, min_coverage=0.0), store, "agent")
-    watching.look(1.0)
+    watching.check(1.0)
     assert {alarm.name for alarm in store.alarms.active()} == {"length_drift:agent"}
     for turn in range(4):
-        watching.look(2.0 + turn)
-    assert len(watching._conducts) == 200, "it goes on reading at each turn"
-    watching.look(31.0)
+        watching.check(2.0 + turn)
+    assert len(watching._behaviors) == 200, "it goes on reading at each turn"
+    watching.check(31.0)
     assert store.alarms.active() == []
 
 
@@ -103,17 +105,17 @@ def test_a_look_reads_a_few_trajectories_at_a_time_and_each_once(store: Store) -
         answered_trajectory(store, f"t{number:03}")
     store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0)
     watching = Sentinel(EAGER, store, "agent")
-    watching.look(1.0)
-    assert len(watching._conducts) == 64
-    first = dict(watching._conducts)
-    watching.look(2.0)
-    assert len(watching._conducts) == 100
-    assert all(watching._conducts[name] is told for name, told in first.items())
+    watching.check(1.0)
+    assert len(watching._behaviors) == 64
+    first = dict(watching._behaviors)
+    watching.check(2.0)
+    assert len(watching._behaviors) == 100
+    assert all(watching._behaviors[name] is told for name, told in first.items())
 
 
 def test_reasoning_tokens_are_the_reasonings_share_of_what_was_sampled(store: Store) -> None:
     start = begun("call_a", "a")
     reply = {"role": "assistant", "content": f"<think>{'a' * 30}</think>{'b' * 10}"}
     store.calls.ship([ended(start, reply, ids=range(3, 13))])
-    told = conduct(store.trajectories.read("a"))
+    told = read_behavior(store.trajectories.read("a"))
     assert (told.sampled_tokens, told.reasoning_tokens, told.actions) == (10, 7.5, 1)

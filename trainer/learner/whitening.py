@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ratchet.trainer.rows.token_row import TokenRow
-from ratchet.trainer.statistics.score_spread import NO_VARIANCE
+from ratchet.trainer.statistics.score_spread import MIN_SCORE_SPREAD
 
 
 def whiten(rows: Sequence[TokenRow]) -> list[TokenRow]:
@@ -20,7 +20,7 @@ def whiten(rows: Sequence[TokenRow]) -> list[TokenRow]:
     tokens = sum(count for _, count in weighted) or 1
     mean = sum(value * count for value, count in weighted) / tokens
     std = math.sqrt(sum((value - mean) ** 2 * count for value, count in weighted) / tokens)
-    scale = 1.0 / std if std > NO_VARIANCE else 0.0
+    scale = 1.0 / std if std > MIN_SCORE_SPREAD else 0.0
     return [_shifted(row, mean, scale) for row in rows]
 
 

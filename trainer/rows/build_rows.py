@@ -60,7 +60,7 @@ def build_rows(
     calls: Sequence[Call],
     advantage: float,
     roles: Roles = ALL_ROLES,
-    by_role: Mapping[str | None, float] = MappingProxyType({}),
+    by_role: Mapping[str, float] = MappingProxyType({}),
     *,
     imitated: bool = False,
     by_turn: Mapping[int, float] = MappingProxyType({}),
@@ -90,7 +90,7 @@ def build_rows(
             if call.context == "exact" and parent is None:
                 untrained["context_unknown"] += _size(choice)
                 continue
-            earned = by_role.get(call.role, advantage)
+            earned = by_role.get(call.role or "", advantage)
             spans[key] = span = _Span(call, choice, parent, earned, by_turn.get(number, 0.0) if is_turn else 0.0)
             if call.trajectory_id != trajectory_id:
                 continue

@@ -1,13 +1,12 @@
-"""Whether scores differ: from which difference on two scores count as two."""
+"""The smallest difference between two scores that counts as one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-# Scores that lie closer together than this are the same score: judges are not exact to more digits.
-NO_VARIANCE = 1e-6
+MIN_SCORE_SPREAD = 1e-6  # judges are not exact to more digits
 
 
 def has_signal(scores: Sequence[float]) -> bool:
-    """Whether the scores of a group differ, so that something can be learnt from it."""
-    return len(scores) > 1 and max(scores) - min(scores) > NO_VARIANCE
+    """Whether the scores of a group differ, so that training can use them."""
+    return len(scores) > 1 and max(scores) - min(scores) > MIN_SCORE_SPREAD

@@ -1,17 +1,17 @@
-"""Turns of the trainer's daemon on a clock of the test's own."""
+"""Turns of the trainer's controller on a clock of the test's own."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-from ratchet.trainer.daemon import Daemon
+from ratchet.trainer.controller_loop import Controller
 
 
-def until(daemon: Daemon, now: float, holds: Callable[[], bool], most: int = 400) -> float:
-    """Let the daemon take turns, a second apart, until it holds; return the time then."""
+def until(controller: Controller, now: float, holds: Callable[[], bool], most: int = 400) -> float:
+    """Let the controller take turns, a second apart, until it holds; return the time then."""
     for _ in range(most):
-        daemon.turn(now)
+        controller.step(now)
         if holds():
             return now
         now += 1.0

@@ -1,4 +1,4 @@
-"""A real proxy process before a scripted vLLM, and a trainer's daemon whose versions the scripted engine serves."""
+"""A real proxy process before a scripted vLLM, and a trainer's controller whose versions the scripted engine serves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from ratchet.store.store import Store, open_store
-from ratchet.trainer.daemon import Daemon
+from ratchet.trainer.controller_loop import Controller
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
@@ -40,19 +40,19 @@ def all_shipped(proxy: str) -> None:
 
 
 @contextmanager
-def trainer_of(folder: Path, tiny_model: Path, **settings: Any) -> Iterator[tuple[Daemon, Store, ScriptedEngine]]:
-    """A daemon on the store in the folder, whose versions the engine serves as they are loaded."""
+def trainer_of(folder: Path, tiny_model: Path, **settings: Any) -> Iterator[tuple[Controller, Store, ScriptedEngine]]:
+    """A controller on the store in the folder, whose versions the engine serves as they are loaded."""
     store, engine = open_store(str(folder / "store.db")), ScriptedEngine(lambda name, ids: 0.0)
     values: dict[str, Any] = {
         "store": str(folder / "store.db"), "model": "agent", "base_model": str(tiny_model), "vllm": (engine.url,),
         "checkpoints": folder / "checkpoints", "groups_per_round": 1, "learner": LEARNER,
     }  # fmt: skip
-    daemon = Daemon(TrainerSettings(**(values | settings)), store, threading.Event())
+    controller = Controller(TrainerSettings(**(values | settings)), store, threading.Event())
 
-    engine.scorer = Faithful(engine, lambda: daemon.learner)
+    engine.scorer = Faithful(engine, lambda: controller.learner)
     try:
-        yield daemon, store, engine
+        yield controller, store, engine
     finally:
-        daemon.close()
+        controller.close()
         engine.close()
         store.close()

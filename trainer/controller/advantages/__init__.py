@@ -1,1 +1,1 @@
-"""Crediting: from verdicts to the advantages that the learner is told. Pure."""
+"""Advantages: from the verdicts of a group to the advantage of each member."""

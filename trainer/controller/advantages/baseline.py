@@ -1,9 +1,9 @@
-"""The running baseline of singles: what trajectories of the same task family scored before. Pure, in memory.
+"""The running baseline of singles: earlier scores of the same task family. Pure, in memory.
 
-A baseline for a trajectory is made of scores that were given before its own, so it never includes the sample itself
-and does not depend on it (Williams 1992: any such baseline leaves the gradient unbiased). Newer scores count more,
-halving every `HALF_LIFE` scores, since the policy moves. Where attempts at the very same task are known (its cohort),
-their mean is drawn towards the family's with the weight of `SHRINKAGE` scores.
+A baseline uses only scores that were given before the sample's own. It never includes the sample and does not depend on
+it (Williams 1992: any such baseline leaves the gradient unbiased). Newer scores weigh more, with a half-life of
+`HALF_LIFE` scores, because the policy changes. If other attempts at the same task are known (the cohort), their mean
+shrinks towards the family's mean with the weight of `SHRINKAGE` scores.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_FAMILIES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """Mean and standard deviation to compare with, and of how many scores they were made."""
+    """Mean and standard deviation to compare with, and the number of scores behind them."""
 
     mean: float
     std: float
@@ -31,7 +31,7 @@ class Baseline:
 
 
 class ScoreHistory:
-    """The scores of one alias and one judge's version, by family."""
+    """The scores of one alias and one version of its judge, by task family."""
 
     def __init__(self, past: Sequence[PastScore] = ()) -> None:
         self._families: dict[str, deque[PastScore]] = {}
@@ -39,7 +39,7 @@ class ScoreHistory:
             self.add(scored)
 
     def add(self, scored: PastScore) -> None:
-        """Remember a score; of a trajectory that was scored before, the new one alone."""
+        """Add a score. It replaces an earlier score of the same trajectory."""
         if scored.family not in self._families and len(self._families) >= _MAX_FAMILIES:
             del self._families[next(iter(self._families))]
         known = self._families.setdefault(scored.family, deque(maxlen=MAX_SCORES_PER_FAMILY))
@@ -47,31 +47,31 @@ class ScoreHistory:
             known.remove(earlier)
         known.append(scored)
 
-    def ready(self, least: int) -> set[str]:
-        """Return the families with so many scores that the next one has a baseline."""
-        return {family for family, known in self._families.items() if len(known) >= least}
+    def families_with_baseline(self, min_scores: int) -> set[str]:
+        """Return the families that have at least `min_scores` scores."""
+        return {family for family, known in self._families.items() if len(known) >= min_scores}
 
-    def baseline(self, sample: PastScore, least: int) -> Baseline | None:
-        """Return the baseline for a sample; None where fewer than `least` scores were given before it."""
+    def baseline(self, sample: PastScore, min_scores: int) -> Baseline | None:
+        """Return the baseline for a sample; None if fewer than `min_scores` scores were given before it."""
         earlier = [
             one
             for one in self._families.get(sample.family, ())
             if one.judged_at < sample.judged_at and one.trajectory_id != sample.trajectory_id
         ]
-        if len(earlier) < least:
+        if len(earlier) < min_scores:
             return None
         mean, variance = _moments(earlier)
         cohort = [one for one in earlier if one.cohort == sample.cohort]
         if cohort:
-            own, _ = _moments(cohort)
+            cohort_mean, _ = _moments(cohort)
             weight = len(cohort) / (len(cohort) + SHRINKAGE)
-            mean = weight * own + (1.0 - weight) * mean
+            mean = weight * cohort_mean + (1.0 - weight) * mean
         return Baseline(mean, math.sqrt(variance), len(earlier))
 
 
 def _moments(scores: Sequence[PastScore]) -> tuple[float, float]:
-    """Return (mean, variance) of scores, oldest first, the newer ones weighing more."""
+    """Return the weighted (mean, variance) of scores, oldest first."""
     weights = [0.5 ** ((len(scores) - 1 - place) / HALF_LIFE) for place in range(len(scores))]
-    whole = sum(weights)
-    mean = sum(weight * one.score for weight, one in zip(weights, scores, strict=True)) / whole
-    return mean, sum(w * (one.score - mean) ** 2 for w, one in zip(weights, scores, strict=True)) / whole
+    total = sum(weights)
+    mean = sum(weight * one.score for weight, one in zip(weights, scores, strict=True)) / total
+    return mean, sum(w * (one.score - mean) ** 2 for w, one in zip(weights, scores, strict=True)) / total

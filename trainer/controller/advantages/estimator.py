@@ -1,21 +1,23 @@
-"""AdvantageEstimator: from the verdicts of a group, or of a single, to advantages. The only place that knows which is
-which.
+"""AdvantageEstimator: from the verdicts of a group to a JudgedGroup. Only this module knows the kinds of groups.
 
-A group is compared with itself. A cohort, which is a group of different tasks, has each member compared with the mean
+A group compares its members with each other. A cohort, a group of different tasks, compares each member with the mean
 of the others. A single is compared with the running baseline of its task family; until the family has
-`min_baseline_samples`
-earlier scores there is none, and the single only adds its own. Where roles train apart, a group's verdicts may score
-each of them: a component that has the role's name is that role's score.
+`min_baseline_samples` earlier scores it has no advantage, and only adds its own score to the baseline. If roles are
+trained separately, a verdict may score each role: the component that has the role's name is that role's score.
+
+A component `turn:3` is the reward of a trajectory's third call. The turn rewards of a group are compared with each
+other like scores, and `turn_weight` times their advantage is added for the tokens of that call. Groups in which only
+some members have turn rewards, cohorts and singles have nothing to compare and get none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
-from ratchet.store.records import RESAMPLE, PastScore, Trajectory, Verdict
+from ratchet.store.records import RESAMPLE, Group, PastScore, Trajectory, Verdict
 from ratchet.trainer.controller.advantages.advantage import (
     cohort_advantages,
     group_advantages,
@@ -23,86 +25,97 @@ from ratchet.trainer.controller.advantages.advantage import (
     single_advantage,
 )
 from ratchet.trainer.controller.advantages.baseline import ScoreHistory
-from ratchet.trainer.controller.advantages.turn_advantages import Turns, turn_advantages
-from ratchet.trainer.statistics.score_spread import NO_VARIANCE, has_signal
+from ratchet.trainer.controller.advantages.judged_group import JudgedGroup, MemberAdvantages, is_cohort
+
+_TURN = "turn:"
 
 
 @dataclass(frozen=True, slots=True)
 class AdvantageEstimator:
-    """How the scores of one alias become advantages; `book` holds the scores so far and grows."""
+    """How the scores of one alias become advantages. `history` holds the scores so far and grows."""
 
     name: str = "grpo"
     by_family: bool = False
     min_baseline_samples: int = 16
-    roles: tuple[str, ...] = ()  # that train, where they were chosen
-    book: ScoreHistory = field(default_factory=ScoreHistory)
+    roles: tuple[str, ...] = ()  # the roles that train; empty if roles are not separated
+    history: ScoreHistory = field(default_factory=ScoreHistory)
     turn_weight: float = 0.0
+
+    def estimate(self, group: Group, members: Sequence[Trajectory], verdicts: Sequence[Verdict]) -> JudgedGroup:
+        """Return the group with its advantages; the verdict of a single records the baseline it was compared with."""
+        verdicts = self._with_baseline(members, verdicts)
+        whole = self.advantages(members, verdicts)
+        if whole is None:
+            return JudgedGroup(group, tuple(members), tuple(verdicts), None)
+        by_role = {role: self.advantages(members, verdicts, role) or whole for role in self.roles}
+        turns = turn_advantages(verdicts, self.name, 0.0 if is_cohort(members) else self.turn_weight)
+        advantages = tuple(
+            MemberAdvantages(whole[place], {role: found[place] for role, found in by_role.items()}, turns[place])
+            for place in range(len(members))
+        )
+        return JudgedGroup(group, tuple(members), tuple(verdicts), advantages)
 
     def advantages(
         self, members: Sequence[Trajectory], verdicts: Sequence[Verdict], role: str | None = None
     ) -> tuple[float, ...] | None:
-        """Return the advantages of a judged group, (G,) -> (G,); None for a single without a baseline.
+        """Return the advantages of a group's members, or of one role's tokens, (G,) -> (G,).
 
-        With `role` those that the calls of this role earned.
+        None for a single whose verdict has no baseline.
         """
         if is_cohort(members):
             return cohort_advantages(_scores(verdicts, role), self.name)
         if len(members) > 1:
             return group_advantages(_scores(verdicts, role), self.name)
-        (verdict,) = self.with_baseline(members, verdicts)
+        (verdict,) = verdicts
         if verdict.baseline_mean is None:
             return None
         return (single_advantage(verdict.score or 0.0, verdict.baseline_mean, verdict.baseline_std or 0.0, self.name),)
 
-    def with_baseline(self, members: Sequence[Trajectory], verdicts: Sequence[Verdict]) -> list[Verdict]:
-        """Return the verdicts, that of a single with the baseline that its family has for it, if it has none yet.
+    def remember(self, members: Sequence[Trajectory], verdicts: Sequence[Verdict]) -> None:
+        """Add scores to the history, except those of resamples: they are not traffic."""
+        for member, verdict in zip(members, verdicts, strict=True):
+            if member.purpose != RESAMPLE:
+                self.history.add(past_score(member, verdict))
 
-        Later scores push earlier ones out of the book: a single that waits long for its round must keep what it had.
+    def scale_over_round(self, judged: Sequence[JudgedGroup]) -> list[MemberAdvantages]:
+        """Return the advantages of all members of a round's groups, in order, scaled over the round."""
+        families = [member.family for group in judged for member in group.members]
+        found = [one for group in judged for one in group.advantages or [MemberAdvantages(0.0)] * len(group.members)]
+        whole = self._scaled(families, [one.whole for one in found])
+        by_role = {role: self._scaled(families, [one.by_role.get(role, 0.0) for one in found]) for role in self.roles}
+        return [
+            MemberAdvantages(whole[place], {role: scaled[place] for role, scaled in by_role.items()}, one.by_turn)
+            for place, one in enumerate(found)
+        ]
+
+    def _scaled(self, families: Sequence[str], advantages: Sequence[float]) -> list[float]:
+        return scale_over_round(list(zip(families, advantages, strict=True)), self.name, by_family=self.by_family)
+
+    def _with_baseline(self, members: Sequence[Trajectory], verdicts: Sequence[Verdict]) -> list[Verdict]:
+        """Return the verdicts; that of a single with its family's baseline, unless it has one already.
+
+        The baseline is stored because later scores push earlier ones out of the history while a single waits for its
+        round.
         """
         if len(members) != 1 or verdicts[0].baseline_mean is not None:
             return list(verdicts)
-        found = self.book.baseline(past(members[0], verdicts[0]), self.min_baseline_samples)
+        found = self.history.baseline(past_score(members[0], verdicts[0]), self.min_baseline_samples)
         if found is None:
             return list(verdicts)
         return [msgspec.structs.replace(verdicts[0], baseline_mean=found.mean, baseline_std=found.std)]
 
-    def turns(self, members: Sequence[Trajectory], verdicts: Sequence[Verdict]) -> list[Turns]:
-        """Return what each member's single calls earned on top of that, by their number."""
-        return turn_advantages(verdicts, self.name, 0.0 if is_cohort(members) else self.turn_weight)
 
-    def teaches(self, members: Sequence[Trajectory], verdicts: Sequence[Verdict]) -> bool | None:
-        """Whether the group holds a learning signal; None for a single without a baseline."""
-        if len(members) > 1:
-            whole = any(has_signal(_scores(verdicts, role)) for role in self.roles or (None,))
-            return whole or any(any(turns.values()) for turns in self.turns(members, verdicts))
-        advantages = self.advantages(members, verdicts)
-        return None if advantages is None else abs(advantages[0]) > NO_VARIANCE
-
-    def remember(self, members: Sequence[Trajectory], verdicts: Sequence[Verdict]) -> None:
-        """Take the scores of a judged group into the book; those of resamples are no part of the traffic's past."""
-        for member, verdict in zip(members, verdicts, strict=True):
-            if member.purpose != RESAMPLE:
-                self.book.add(past(member, verdict))
-
-    def scale_over_round(self, families: Sequence[str], advantages: Sequence[float]) -> list[float]:
-        """Return the advantages of a round's trajectories, scaled as the credit wants it."""
-        return scale_over_round(list(zip(families, advantages, strict=True)), self.name, by_family=self.by_family)
+def turn_advantages(verdicts: Sequence[Verdict], estimator: str, weight: float) -> list[Mapping[int, float]]:
+    """Return the weighted advantages of each member's turns, by the number of the call."""
+    rewards = [_turn_rewards(verdict) for verdict in verdicts]
+    if not weight or len(rewards) < 2 or not all(rewards):
+        return [{} for _ in rewards]
+    advantages = iter(group_advantages([score for turns in rewards for score in turns.values()], estimator))
+    return [{number: weight * next(advantages) for number in turns} for turns in rewards]
 
 
-def is_cohort(members: Sequence[Trajectory]) -> bool:
-    """Whether the members of a group tried different things, so that nothing but their scores can be compared."""
-    return len({member.group_key for member in members}) > 1
-
-
-def _scores(verdicts: Sequence[Verdict], role: str | None) -> list[float]:
-    """Return the scores of a role: the component of its name, where all have it, else what the whole scored."""
-    if role is not None and all(role in verdict.components for verdict in verdicts):
-        return [verdict.components[role] for verdict in verdicts]
-    return [verdict.score or 0.0 for verdict in verdicts]
-
-
-def past(member: Trajectory, verdict: Verdict) -> PastScore:
-    """Return a verdict as later ones see it."""
+def past_score(member: Trajectory, verdict: Verdict) -> PastScore:
+    """Return a verdict as an entry of the score history."""
     return PastScore(
         trajectory_id=member.id,
         family=member.family,
@@ -111,3 +124,15 @@ def past(member: Trajectory, verdict: Verdict) -> PastScore:
         score=verdict.score or 0.0,
         judged_at=verdict.judged_at,
     )
+
+
+def _turn_rewards(verdict: Verdict) -> dict[int, float]:
+    named = {name.removeprefix(_TURN): score for name, score in verdict.components.items() if name.startswith(_TURN)}
+    return {int(number): score for number, score in named.items() if number.isdecimal()}
+
+
+def _scores(verdicts: Sequence[Verdict], role: str | None) -> list[float]:
+    """Return the scores of a role: the component of its name if every verdict has it, else the overall scores."""
+    if role is not None and all(role in verdict.components for verdict in verdicts):
+        return [verdict.components[role] for verdict in verdicts]
+    return [verdict.score or 0.0 for verdict in verdicts]

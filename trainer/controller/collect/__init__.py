@@ -1,1 +1,1 @@
-"""trainer/controller/collect."""
+"""Collecting: sealed trajectories to ready groups, resamples and drops."""

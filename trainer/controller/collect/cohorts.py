@@ -1,7 +1,7 @@
-"""Cohorts: singles with the same system prompt and tools, of one task family, that are compared with each other.
+"""Cohorts: ungrouped trajectories of one task family, system prompt and tools that are compared with each other. Pure.
 
-For families whose running baseline is too young: the mean of the others is then what each member is compared with.
-Their tasks differ, so that a judge must score each by itself. Pure.
+For families whose running baseline has too few scores: each member is compared with the mean of the others. Their tasks
+differ, so the judge must score each member by itself.
 """
 
 from __future__ import annotations
@@ -12,44 +12,44 @@ from hashlib import blake2b
 from ratchet.store.records import Trajectory
 from ratchet.trainer.controller.collect.grouping import PlannedGroup, sealed_at
 
-_KEY = "cohort"  # begins a cohort's key, where a group's says which task it is of
+_PREFIX = "cohort"  # of a cohort's key; the key of a group names its task
 
 
-def likeness(run: Trajectory, system_prompt: bytes) -> str:
-    """Return what singles of one cohort have in common; also the key of their group. `system_prompt` is its digest."""
-    said = blake2b(run.tools_hash.encode() + system_prompt, digest_size=8).hexdigest()
-    return f"{_KEY}:{run.family}:{said}"
+def cohort_key(trajectory: Trajectory, system_prompt_digest: bytes) -> str:
+    """Return the key that the trajectories of one cohort share; also the key of their group."""
+    digest = blake2b(trajectory.tools_hash.encode() + system_prompt_digest, digest_size=8).hexdigest()
+    return f"{_PREFIX}:{trajectory.family}:{digest}"
 
 
 def plan_cohorts(
-    alone: Sequence[Trajectory],
+    ungrouped: Sequence[Trajectory],
     *,
     keys: Mapping[str, str],
-    settled: Set[str],
+    with_baseline: Set[str],
     size: int,
-    least: int,
+    min_size: int,
     wait_seconds: float,
     now: float,
 ) -> tuple[list[PlannedGroup], set[str]]:
-    """Return the cohorts of those that found no company, and the ids of those that go on waiting for one.
+    """Return the cohorts of ungrouped trajectories, and the ids of those that wait for one.
 
-    `keys` has the likeness of each; `settled` are the families that have a running baseline: theirs need no cohort. A
-    cohort smaller than `size` forms once its oldest has been complete for `wait_seconds`; fewer than `least` form none.
+    `keys` holds the cohort key of each; families in `with_baseline` need no cohort. A cohort of fewer than `size` forms
+    once its oldest member has been sealed for `wait_seconds`; fewer than `min_size` form none.
     """
-    likes: dict[tuple[str, str], list[Trajectory]] = {}
-    for run in alone:
-        if run.family not in settled:
-            likes.setdefault((run.alias, keys[run.id]), []).append(run)
+    by_key: dict[tuple[str, str], list[Trajectory]] = {}
+    for one in ungrouped:
+        if one.family not in with_baseline:
+            by_key.setdefault((one.alias, keys[one.id]), []).append(one)
     groups: list[PlannedGroup] = []
     waiting: set[str] = set()
-    for (alias, key), runs in likes.items():
-        runs.sort(key=lambda run: (sealed_at(run), run.id))
-        whole = len(runs) - len(runs) % size
-        parts = [runs[start : start + size] for start in range(0, whole, size)]
-        rest = runs[whole:]
+    for (alias, key), found in by_key.items():
+        found.sort(key=lambda one: (sealed_at(one), one.id))
+        full = len(found) - len(found) % size
+        parts = [found[start : start + size] for start in range(0, full, size)]
+        rest = found[full:]
         if rest and now - sealed_at(rest[0]) < wait_seconds:
-            waiting |= {run.id for run in rest}
-        elif len(rest) >= least:
+            waiting |= {one.id for one in rest}
+        elif len(rest) >= min_size:
             parts.append(rest)
-        groups += [PlannedGroup(key, alias, tuple(run.id for run in part)) for part in parts]
+        groups += [PlannedGroup(key, alias, tuple(one.id for one in part)) for part in parts]
     return groups, waiting

@@ -1,8 +1,8 @@
-"""TrajectoryCollector: which sealed trajectories become groups, which get resamples first, and which are put aside.
+"""TrajectoryCollector: which sealed trajectories become groups, which get resamples first, and which are dropped.
 
-Consumes the store's sealed trajectories; produces ready groups, drops with their reasons, and shadow calls. Who belongs
-together is `grouping.py`'s to say, and of singles `cohorts.py`'s; what may be asked again is `shadowing`'s. A plan that
-a call overtook is made anew.
+Consumes sealed trajectories; produces ready groups, drops with their reasons, and resampling calls. `grouping.py`
+decides which trajectories belong together, `cohorts.py` which singles do, and `resampling` what can be sampled again.
+A plan that a new call overtakes is made again in the next step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ratchet.store.records import RESAMPLE, Trajectory
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_load import load_of
 from ratchet.trainer.controller.advantages.baseline import ScoreHistory
-from ratchet.trainer.controller.collect.cohorts import likeness, plan_cohorts
+from ratchet.trainer.controller.collect.cohorts import cohort_key, plan_cohorts
 from ratchet.trainer.controller.collect.feedback_wait import feedback_wait_of
 from ratchet.trainer.controller.collect.grouping import GroupingPlan, PlannedGroup, plan_groups
 from ratchet.trainer.controller.collect.resampling.resample_call import KEY_VARIABLE
@@ -29,104 +29,109 @@ from ratchet.trainer.tasks.held_out import is_held_out
 
 log = logging.getLogger(__name__)
 
-_MOST = 2000  # trajectories looked at in one turn
-_PROMPTS = 10_000  # whose system prompts' digests are remembered
+_MAX_TRAJECTORIES = 2000  # read in one step
+_MAX_PROMPT_DIGESTS = 10_000
 
 
 class TrajectoryCollector:
-    """The groups of one alias, as they form."""
+    """Forms the groups of one alias."""
 
     def __init__(
         self,
         store: Store,
         settings: TrainerSettings,
-        casting: RoleResolver,
-        book: ScoreHistory,
+        role_resolver: RoleResolver,
+        history: ScoreHistory,
         upstream_key: str | None,
     ) -> None:
-        self._book = book
-        self._prompt = lru_cache(_PROMPTS)(self._digest)
         self._store = store
         self._settings = settings
-        self._role_resolver = casting
-        self._patience = feedback_wait_of(settings.judge)
+        self._role_resolver = role_resolver
+        self._history = history
+        self._prompt_digest = lru_cache(_MAX_PROMPT_DIGESTS)(self._read_prompt_digest)
+        self._feedback_wait = feedback_wait_of(settings.judge)
         self._resampler = Resampler(
             store, settings.model, settings.resample,
-            least=settings.min_group_size,
+            min_group_size=settings.min_group_size,
             key=os.environ.get(KEY_VARIABLE),
-            load=partial(load_of, settings.vllm, upstream_key),
+            read_load=partial(load_of, settings.vllm, upstream_key),
         )  # fmt: skip
 
     def close(self) -> None:
-        """Ask for no more resamples."""
+        """Stop resampling."""
         self._resampler.close()
 
-    def turn(self, now: float, shipped: float) -> bool:
-        """Form and drop what is due; return whether a group was formed."""
-        alias, patience = self._settings.model, self._patience
+    def step(self, now: float, shipped: float) -> bool:
+        """Form and drop what is due; return whether a group was formed. `shipped`: all records up to then are
+        stored.
+        """
+        alias, feedback_wait = self._settings.model, self._feedback_wait
         self._resampler.seal(shipped)
-        silent_before = None if patience is None else shipped - patience.within_seconds
-        waiting = self._store.trajectories.sealed(alias, _MOST, silent_before)
-        company = self._resampler.look(waiting, shipped, now)
-        plan = self._plan([run for run in waiting if run.id not in company.held and run.purpose != RESAMPLE], now)
-        tired = now - self._settings.group_wait_seconds - self._settings.resample.max_wait_seconds
-        kept = self._resampler.take(plan.alone, company.lonely, tired, now)
-        cohorts, waits = self._cohorts([run for run in plan.alone if run.id not in kept], now)
-        kept |= waits | {name for cohort in cohorts for name in cohort.members}
-        plan = plan.settled(singles=self._settings.ungrouped != "drop", waiting=kept)
-        whole = self._whole(GroupingPlan((*company.groups, *cohorts, *plan.groups), (*company.drops, *plan.drops)))
+        silent_before = None if feedback_wait is None else shipped - feedback_wait.within_seconds
+        sealed = self._store.trajectories.sealed(alias, _MAX_TRAJECTORIES, silent_before)
+        resampled = self._resampler.collect_results(sealed, shipped, now)
+        plan = self._plan([one for one in sealed if one.id not in resampled.waiting and one.purpose != RESAMPLE], now)
+        expired_before = now - self._settings.group_wait_seconds - self._settings.resample.max_wait_seconds
+        waiting = self._resampler.plan(plan.ungrouped, resampled.unmatched, expired_before, now)
+        cohorts, in_cohorts = self._plan_cohorts([one for one in plan.ungrouped if one.id not in waiting], now)
+        waiting |= in_cohorts | {name for cohort in cohorts for name in cohort.members}
+        plan = plan.with_ungrouped(keep=self._settings.ungrouped != "drop", waiting=waiting)
+        complete = self._without_incomplete(
+            GroupingPlan((*resampled.groups, *cohorts, *plan.groups), (*resampled.drops, *plan.drops))
+        )
         try:
-            self._apply_plan(whole, now)
-        except (
-            InvalidTransition
-        ) as changed:  # a call came for one of them, which is open again: the next turn plans anew
+            self._apply(complete, now)
+        except InvalidTransition as changed:  # a call reopened a trajectory: the next step plans again
             log.info("event=plan_overtaken reason=%r", str(changed))
-        return bool(whole.groups)
+        return bool(complete.groups)
 
-    def _plan(self, waiting: list[Trajectory], now: float) -> GroupingPlan:
-        settings, patience = self._settings, self._patience
-        names = [run.id for run in waiting]
-        spoken = self._store.feedback.first_value_at(names) if patience is not None else {}
+    def _plan(self, sealed: list[Trajectory], now: float) -> GroupingPlan:
+        settings, feedback_wait = self._settings, self._feedback_wait
+        names = [one.id for one in sealed]
+        given_at = self._store.feedback.first_value_at(names) if feedback_wait is not None else {}
+        drops_silent = feedback_wait is not None and feedback_wait.drops
         return plan_groups(
-            waiting,
-            silent={name for name in names if name not in spoken} if patience and patience.drops else frozenset(),
-            ripe_at=spoken,
+            sealed,
+            without_feedback={name for name in names if name not in given_at} if drops_silent else frozenset(),
+            judgeable_at=given_at,
             abandoned=self._store.rollouts.abandoned(names),
             cut_off=self._store.trajectories.ended_by_failure(names) if names else frozenset(),
             size=settings.num_generations,
-            least=settings.min_group_size,
+            min_size=settings.min_group_size,
             wait_seconds=settings.group_wait_seconds,
             now=now,
-            held_out={run.id for run in waiting if is_held_out(run.group_key, settings.release.held_out_share)},
-            other_role=self._role_resolver.without([run for run in waiting if run.purpose == "live"]),
-            under_way=self._store.trajectories.open_attempts_like(settings.model, waiting),
+            held_out={one.id for one in sealed if is_held_out(one.group_key, settings.release.held_out_share)},
+            other_role=self._role_resolver.without_trained_role([one for one in sealed if one.purpose == "live"]),
+            under_way=self._store.trajectories.open_attempts_like(settings.model, sealed),
         )
 
-    def _whole(self, plan: GroupingPlan) -> GroupingPlan:
-        """Return the plan; where a group has incomplete members only their drops: the next turn plans without them."""
+    def _without_incomplete(self, plan: GroupingPlan) -> GroupingPlan:
+        """Return the plan; if groups have incomplete members, only their drops: the next step plans without them."""
         members = [name for group in plan.groups for name in group.members]
-        torn = self._store.trajectories.incomplete(members)
-        return GroupingPlan((), tuple((name, DropReason.INCOMPLETE) for name in sorted(torn))) if torn else plan
+        incomplete = self._store.trajectories.incomplete(members)
+        if not incomplete:
+            return plan
+        return GroupingPlan((), tuple((name, DropReason.INCOMPLETE) for name in sorted(incomplete)))
 
-    def _cohorts(self, alone: list[Trajectory], now: float) -> tuple[list[PlannedGroup], set[str]]:
-        """Return the cohorts that singles make, and who waits for one."""
+    def _plan_cohorts(self, ungrouped: list[Trajectory], now: float) -> tuple[list[PlannedGroup], set[str]]:
+        """Return the cohorts of ungrouped trajectories, and the ids of those that wait for one."""
         settings = self._settings
-        if settings.ungrouped != "cohort" or not alone:
+        if settings.ungrouped != "cohort" or not ungrouped:
             return [], set()
         return plan_cohorts(
-            alone,
-            keys={run.id: likeness(run, self._prompt(run.root_node)) for run in alone},
-            settled=self._book.ready(settings.min_baseline_samples),
+            ungrouped,
+            keys={one.id: cohort_key(one, self._prompt_digest(one.root_node)) for one in ungrouped},
+            with_baseline=self._history.families_with_baseline(settings.min_baseline_samples),
             size=settings.num_generations,
-            least=settings.min_group_size,
-            wait_seconds=2 * settings.group_wait_seconds,  # they have waited once for attempts at the same
+            min_size=settings.min_group_size,
+            wait_seconds=2 * settings.group_wait_seconds,  # they have waited once for attempts at the same task
             now=now,
         )
 
-    def _digest(self, root_node: str) -> bytes:
+    def _read_prompt_digest(self, root_node: str) -> bytes:
         return blake2b(self._store.trajectories.system_prompt(root_node).encode(), digest_size=8).digest()
 
-    def _apply_plan(self, plan: GroupingPlan, now: float) -> None:
+    def _apply(self, plan: GroupingPlan, now: float) -> None:
         for reason in {reason for _, reason in plan.drops}:
             self._store.trajectories.drop([name for name, why in plan.drops if why == reason], reason)
         for planned in plan.groups:

@@ -1,4 +1,6 @@
-"""FeedbackWait: whether a judge needs the word of people, how long a trajectory waits for it, and what then. Pure."""
+"""FeedbackWait: whether a judge needs human feedback, how long a trajectory waits for it, and what happens then.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +11,18 @@ from ratchet.trainer.settings.judge_specs import DROP, CompositeSpec, FeedbackSp
 
 @dataclass(frozen=True, slots=True)
 class FeedbackWait:
-    """Wait `within_seconds` after the last call; then a silent trajectory is dropped, or judged all the same."""
+    """Wait `within_seconds` after the last call; then drop a trajectory without feedback, or judge it without."""
 
     within_seconds: float
     drops: bool
 
 
 def feedback_wait_of(spec: JudgeSpec) -> FeedbackWait | None:
-    """Return the patience that a judge asks for: of several parts the longest; None where it needs nobody's word."""
-    asked = _feedback_specs(spec)
-    if not asked:
+    """Return the wait that a judge needs, of several parts the longest; None if it needs no feedback."""
+    specs = _feedback_specs(spec)
+    if not specs:
         return None
-    return FeedbackWait(max(one.within_seconds for one in asked), any(one.missing == DROP for one in asked))
+    return FeedbackWait(max(one.within_seconds for one in specs), any(one.missing == DROP for one in specs))
 
 
 def _feedback_specs(spec: JudgeSpec) -> list[FeedbackSpec]:

@@ -1,8 +1,8 @@
-"""Rejudger: judges anew what people spoke of after its verdict.
+"""Rejudger: judges trajectories again after late feedback.
 
-Promises: verdicts are only added; nothing moves to another state, so that nothing is trained twice; a trajectory that
-was trained already is told with the policies that learned from it. A group is judged as a whole again, since a score
-may be relative; only scores that changed are written down. A judge that goes on failing is not asked for ever.
+Promises: verdicts are only added; no state changes, so nothing is trained twice; for a trajectory that was trained
+already, the log and the new verdict name the versions it trained. A group is judged again as a whole, since scores may
+be relative; only changed scores are recorded. Retries of a failing judge are bounded.
 """
 
 from __future__ import annotations
@@ -21,98 +21,109 @@ from ratchet.trainer.controller.judges import Judgement
 
 log = logging.getLogger(__name__)
 
-_KEPT = ("baseline_mean", "baseline_std")  # of a verdict: what the trajectory was compared with before
-_AT_ONCE = 64  # groups that are heard again at the same time
+_KEPT = ("baseline_mean", "baseline_std")  # fields of the earlier verdict that the new one keeps
+_MAX_PENDING = 64  # groups
 
-Ask = Callable[[str | None, Sequence[Transcript]], "Future[Judgement]"]
+SubmitJudge = Callable[[str | None, Sequence[Transcript]], "Future[Judgement]"]
 
 
 @dataclass(slots=True)
 class _PendingRejudging:
-    """A group, or a trajectory that was never in one, before the judge again."""
+    """A group, or a trajectory without one, that is judged again."""
 
     members: tuple[Transcript, ...]
-    answer: Future[Judgement] | None = None  # None: to be asked again at `due_at`
+    judgement: Future[Judgement] | None = None  # None: to be submitted again at `due_at`
     failures: int = 0
     due_at: float = 0.0
 
     @property
-    def heard(self) -> list[str]:
-        """What people said of the members, as the judge has seen it."""
-        return [said.id for member in self.members for said in member.feedback]
+    def feedback_ids(self) -> list[str]:
+        """The feedback on the members that the judge sees."""
+        return [feedback.id for member in self.members for feedback in member.feedback]
 
 
 class Rejudger:
-    """The rehearings of one alias."""
+    """Judges the trajectories of one alias again."""
 
     def __init__(
-        self, store: Store, alias: str, ask: Ask, credit: AdvantageEstimator, *, attempts: int, retry_seconds: float
+        self,
+        store: Store,
+        alias: str,
+        submit_judge: SubmitJudge,
+        estimator: AdvantageEstimator,
+        *,
+        attempts: int,
+        retry_seconds: float,
     ) -> None:
         self._store = store
         self._alias = alias
-        self._ask = ask
-        self._credit = credit
+        self._submit_judge = submit_judge
+        self._estimator = estimator
         self._attempts = attempts
         self._retry_seconds = retry_seconds
         self._pending: dict[str, _PendingRejudging] = {}
 
-    def look(self, now: float) -> None:
-        """Ask the judge about whatever people spoke of since its verdict."""
-        for name in self._store.feedback.applied_too_late(self._alias, limit=_AT_ONCE):
-            run = self._store.trajectories.get(name)
-            key = run.group_id or name
-            hearing = self._pending.get(key)
-            if hearing is not None and (hearing.answer is not None or now < hearing.due_at):
+    def submit_late_feedback(self, now: float) -> None:
+        """Queue everything that got feedback after its verdict."""
+        for name in self._store.feedback.applied_too_late(self._alias, limit=_MAX_PENDING):
+            trajectory = self._store.trajectories.get(name)
+            key = trajectory.group_id or name
+            pending = self._pending.get(key)
+            if pending is not None and (pending.judgement is not None or now < pending.due_at):
                 continue
-            names = self._store.groups.get(run.group_id).members if run.group_id else (name,)
+            names = self._store.groups.get(trajectory.group_id).members if trajectory.group_id else (name,)
             members = tuple(self._store.trajectories.read(one) for one in names)
-            failures = hearing.failures if hearing else 0
-            self._pending[key] = _PendingRejudging(members, self._ask(run.group_id, members), failures)
+            failures = pending.failures if pending else 0
+            judgement = self._submit_judge(trajectory.group_id, members)
+            self._pending[key] = _PendingRejudging(members, judgement, failures)
 
-    def collect(self, now: float, patience: float) -> int:
-        """Write down what the judge has said, after waiting at most `patience` seconds; count scores that changed."""
-        wait([one.answer for one in self._pending.values() if one.answer is not None], timeout=patience)
+    def collect_results(self, now: float, timeout: float) -> int:
+        """Record finished judgements, after waiting at most `timeout` seconds; return how many scores changed."""
+        wait([one.judgement for one in self._pending.values() if one.judgement is not None], timeout=timeout)
         changed = 0
-        for key, hearing in list(self._pending.items()):
-            if hearing.answer is not None and hearing.answer.done():
-                changed += self._write_down(key, hearing, hearing.answer.result(), now)
+        for key, pending in list(self._pending.items()):
+            if pending.judgement is not None and pending.judgement.done():
+                changed += self._record(key, pending, pending.judgement.result(), now)
         return changed
 
-    def _write_down(self, key: str, hearing: _PendingRejudging, judgement: Judgement, now: float) -> int:
-        spoken_of = {member.trajectory.id for member in hearing.members if _was_valued(member)}
-        failed = [one for one in judgement.verdicts if one.trajectory_id in spoken_of and one.score is None]
-        if failed and hearing.failures + 1 < self._attempts:
-            self._pending[key] = _PendingRejudging((), None, hearing.failures + 1, now + self._retry_seconds)
+    def _record(self, key: str, pending: _PendingRejudging, judgement: Judgement, now: float) -> int:
+        valued = {member.trajectory.id for member in pending.members if _has_value(member)}
+        failed = [one for one in judgement.verdicts if one.trajectory_id in valued and one.score is None]
+        if failed and pending.failures + 1 < self._attempts:
+            self._pending[key] = _PendingRejudging((), None, pending.failures + 1, now + self._retry_seconds)
             return 0
         if failed:
             log.warning("event=rejudging_failed of=%s failures=%d reason=%r", key, len(failed), failed[0].failure)
-        news = self._news(hearing.members, judgement.verdicts)
-        self._store.groups.replace_verdicts([verdict for _, verdict in news], judgement.judge_requests)
-        self._store.feedback.mark_applied(hearing.heard, now)
-        self._credit.remember([run for run, _ in news], [verdict for _, verdict in news])
+        changed = self._changed_scores(pending.members, judgement.verdicts)
+        self._store.groups.replace_verdicts([verdict for _, verdict in changed], judgement.judge_requests)
+        self._store.feedback.mark_applied(pending.feedback_ids, now)
+        self._estimator.remember([trajectory for trajectory, _ in changed], [verdict for _, verdict in changed])
         del self._pending[key]
-        return len(news)
+        return len(changed)
 
-    def _news(self, members: Sequence[Transcript], verdicts: Sequence[Verdict]) -> list[tuple[Trajectory, Verdict]]:
-        """Return the scores that are not what they were, with what was trained on the old ones."""
+    def _changed_scores(
+        self, members: Sequence[Transcript], verdicts: Sequence[Verdict]
+    ) -> list[tuple[Trajectory, Verdict]]:
+        """Return the verdicts whose score differs from the earlier one, with a note of what the earlier one trained."""
         names = [member.trajectory.id for member in members]
         before, trained = self._store.groups.verdicts(names), self._store.lineage.versions_of(names)
-        news: list[tuple[Trajectory, Verdict]] = []
+        changed: list[tuple[Trajectory, Verdict]] = []
         for member, verdict in zip(members, verdicts, strict=True):
-            run = member.trajectory
-            old = before[run.id].score if run.id in before else None
+            trajectory = member.trajectory
+            old = before[trajectory.id].score if trajectory.id in before else None
             if verdict.score is None or verdict.score == old:
                 continue
-            policies = trained.get(run.id, ())
+            policies = trained.get(trajectory.id, ())
             log.info(
                 "event=late_feedback trajectory=%s before=%s after=%g trained=%s",
-                run.id, old, verdict.score, ",".join(policies) or "nothing",
+                trajectory.id, old, verdict.score, ",".join(policies) or "nothing",
             )  # fmt: skip
             note = f"[after it trained {', '.join(policies)}] " if policies else "[late] "
-            kept = {name: getattr(before[run.id], name) for name in _KEPT} if run.id in before else {}
-            news.append((run, msgspec.structs.replace(verdict, explanation=note + verdict.explanation, **kept)))
-        return news
+            kept = {name: getattr(before[trajectory.id], name) for name in _KEPT} if trajectory.id in before else {}
+            new = msgspec.structs.replace(verdict, explanation=note + verdict.explanation, **kept)
+            changed.append((trajectory, new))
+        return changed
 
 
-def _was_valued(member: Transcript) -> bool:
-    return any(said.value is not None for said in member.feedback)
+def _has_value(member: Transcript) -> bool:
+    return any(feedback.value is not None for feedback in member.feedback)

@@ -1,10 +1,8 @@
-"""The second judge: asked about a sample of the groups, beside the first and never instead of it.
+"""The second judge: judges a sample of the groups beside the first judge, never in its place.
 
-Promises that what it says never counts as a score: its verdicts are compared and only their figures kept, its
-judge_requests
-with a language model are kept for `ratchet judge show`. It holds nobody up: it works in a thread of its own, and a
-group that comes while it has enough to do is passed over. Which groups are in the sample depends on their ids alone. A
-restart forgets nothing of what it said.
+Promises: its verdicts are never scores. They are compared with the first judge's, and only the figures are kept; its
+requests to a language model are kept for `ratchet judge show`. It blocks nobody: it works in its own threads, and skips
+groups while its queue is full. The sample depends only on the groups' ids. Its figures survive a restart.
 """
 
 from __future__ import annotations
@@ -14,84 +12,117 @@ import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 from ratchet.store.records import Transcript, Verdict
 from ratchet.store.store import Store
 from ratchet.store.training.observations import Observation
 from ratchet.trainer.controller.judges import Judge, Judgement
-from ratchet.trainer.controller.judging.judge_agreement import PairedJudgements
+from ratchet.trainer.observability.finding import Finding
+from ratchet.trainer.settings.sentinel_settings import SentinelSettings
+from ratchet.trainer.statistics.rank_correlation import kendall_tau_b, score_differences
 
 log = logging.getLogger(__name__)
 
-KIND = "second_judge"  # of its observations
-_REMEMBERED = 200  # groups
-_AHEAD = 8  # groups that wait beside those that it has
+KIND = "second_judge"  # of its observations, and the name of the check
+_METRIC = "ratchet_second_judge_tau"
+_MIN_GROUPS = 20
+_MAX_COMPARED = 200  # groups
+_MAX_QUEUED = 8  # groups that wait beside those that the judge has
+
+
+@dataclass(frozen=True, slots=True)
+class PairedJudgements:
+    """The verdicts of both judges on one group, scores by trajectory; `second` is None if the second judge failed."""
+
+    group_id: str
+    first: Mapping[str, float]
+    second: Mapping[str, float] | None
 
 
 class SecondJudge:
-    """Hears a sample of an alias's groups; `first` is the version of the judge that it is compared with."""
+    """Judges a sample of an alias's groups. `first_version` is the version of the judge it is compared with."""
 
-    def __init__(self, judge: Judge, share: float, store: Store, alias: str, first: str) -> None:
+    def __init__(self, judge: Judge, sample_rate: float, store: Store, alias: str, first_version: str) -> None:
         self._judge = judge
-        self._share = share
+        self._sample_rate = sample_rate
         self._store = store
         self._alias = alias
-        self._versions = {"judge": judge.version, "first_judge": first}
+        self._versions = {"judge": judge.version, "first_judge": first_version}
         self._threads = ThreadPoolExecutor(judge.concurrency, thread_name_prefix="second-judge")
-        self._asked: dict[str, Future[Judgement]] = {}
+        self._pending: dict[str, Future[Judgement]] = {}
         self._first: dict[str, Mapping[str, float]] = {}
-        self._heard: deque[PairedJudgements] = deque(self._recall(), maxlen=_REMEMBERED)
+        self._compared: deque[PairedJudgements] = deque(self._load(), maxlen=_MAX_COMPARED)
         self.name = judge.name
 
     def offer(self, group_id: str, members: Sequence[Transcript]) -> None:
-        """Ask about a group, where it is in the sample and there is room."""
-        full = len(self._asked) >= self._judge.concurrency + _AHEAD
-        if len(members) > 1 and not full and group_id not in self._asked and in_sample(group_id, self._share):
-            self._asked[group_id] = self._threads.submit(self._judge.judge, group_id, members)
+        """Queue a group if it is in the sample and the queue is not full."""
+        full = len(self._pending) >= self._judge.concurrency + _MAX_QUEUED
+        if len(members) > 1 and not full and group_id not in self._pending and in_sample(group_id, self._sample_rate):
+            self._pending[group_id] = self._threads.submit(self._judge.judge, group_id, members)
 
     def compare(self, group_id: str, verdicts: Sequence[Verdict]) -> None:
-        """Take what the first judge said; a failure of it leaves nothing to compare with."""
-        if group_id not in self._asked:
+        """Add the first judge's verdicts; if they hold a failure, there is nothing to compare with."""
+        if group_id not in self._pending:
             return
         scores = _scores(verdicts)
         if scores is None:
-            self._asked.pop(group_id).cancel()
+            self._pending.pop(group_id).cancel()
         else:
             self._first[group_id] = scores
 
-    def heard(self) -> tuple[PairedJudgements, ...]:
-        """Return what both said of the newest groups, oldest first; keeps the judge_requests of those that are new."""
-        for group_id in [name for name in self._first if self._asked[name].done()]:
-            judgement = self._asked.pop(group_id).result()
+    def paired_judgements(self) -> tuple[PairedJudgements, ...]:
+        """Return the verdicts of both judges on the newest groups, oldest first; records those that are new."""
+        for group_id in [name for name in self._first if self._pending[name].done()]:
+            judgement = self._pending.pop(group_id).result()
             self._store.groups.record_judge_requests(judgement.judge_requests)
-            heard = PairedJudgements(group_id, self._first.pop(group_id), _scores(judgement.verdicts))
-            self._store.observations.add(self._alias, KIND, group_id, {**self._versions, **_figures(heard)})
-            self._heard.append(heard)
-        return tuple(self._heard)
-
-    def _recall(self) -> list[PairedJudgements]:
-        """Return what this judge said before, beside the same first one."""
-        known = self._store.observations.newest(self._alias, KIND, 2 * _REMEMBERED)
-        return [_heard(one) for one in known if self._versions.items() <= one.content.items()]
+            paired = PairedJudgements(group_id, self._first.pop(group_id), _scores(judgement.verdicts))
+            self._store.observations.add(self._alias, KIND, group_id, {**self._versions, **_figures(paired)})
+            self._compared.append(paired)
+        return tuple(self._compared)
 
     def close(self) -> None:
-        """Ask no more."""
+        """Stop judging."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._judge.close()
 
-
-def in_sample(group_id: str, share: float) -> bool:
-    """Whether a group is in the sample; of two shares, the larger one's sample holds the smaller one's."""
-    return int.from_bytes(hashlib.sha256(group_id.encode()).digest()[:8]) < share * 2**64
-
-
-def _figures(heard: PairedJudgements) -> dict[str, list[float] | None]:
-    """Return the scores of both, member by member, without saying whose they are."""
-    second = None if heard.second is None else [heard.second[name] for name in heard.first]
-    return {"first": list(heard.first.values()), "second": second}
+    def _load(self) -> list[PairedJudgements]:
+        """Return the earlier comparisons of the same two judge versions."""
+        known = self._store.observations.newest(self._alias, KIND, 2 * _MAX_COMPARED)
+        return [_paired(one) for one in known if self._versions.items() <= one.content.items()]
 
 
-def _heard(noted: Observation) -> PairedJudgements:
+def in_sample(group_id: str, sample_rate: float) -> bool:
+    """Whether a group is in the sample. The sample of a higher rate contains that of a lower one."""
+    return int.from_bytes(hashlib.sha256(group_id.encode()).digest()[:8]) < sample_rate * 2**64
+
+
+def agreement(paired: Sequence[PairedJudgements], judge: str, settings: SentinelSettings) -> list[Finding]:
+    """Return Kendall's tau-b between the two judges over the newest groups; nothing before it is defined."""
+    both = [(one.first, one.second) for one in paired if one.second is not None]
+    if len(paired) >= _MIN_GROUPS and 2 * len(both) < len(paired):
+        failed = f"second judge {judge} failed on {len(paired) - len(both)} of the last {len(paired)} groups"
+        return [Finding(KIND, "", "", 0.0, failed)]
+    tau = kendall_tau_b([pair for first, second in both for pair in score_differences(first, second)])
+    if tau is None:
+        return []
+    reason = None
+    if len(both) >= _MIN_GROUPS and tau < settings.min_agreement:
+        reason = (
+            f"second judge {judge} ranks the members of the last {len(both)} groups differently (Kendall's tau "
+            f"{tau:+.2f}, below min_agreement {settings.min_agreement:g}; newest group {paired[-1].group_id}): one of "
+            "the two judges is wrong; compare them with `ratchet judge calibrate`"
+        )
+    return [Finding(KIND, _METRIC, "", tau, reason, doubts=reason is not None)]
+
+
+def _figures(paired: PairedJudgements) -> dict[str, list[float] | None]:
+    """Return both judges' scores by position, without the trajectories' ids."""
+    second = None if paired.second is None else [paired.second[name] for name in paired.first]
+    return {"first": list(paired.first.values()), "second": second}
+
+
+def _paired(noted: Observation) -> PairedJudgements:
     first, second = (
         None if scores is None else {str(place): score for place, score in enumerate(scores)}
         for scores in (noted.content["first"], noted.content["second"])
@@ -100,6 +131,6 @@ def _heard(noted: Observation) -> PairedJudgements:
 
 
 def _scores(verdicts: Sequence[Verdict]) -> dict[str, float] | None:
-    """Return the scores by trajectory; None where one failed."""
+    """Return the scores by trajectory; None if one failed."""
     scores = {verdict.trajectory_id: verdict.score for verdict in verdicts if verdict.score is not None}
     return scores if len(scores) == len(verdicts) else None

@@ -1,1 +1,1 @@
-"""trainer/controller/rounds."""
+"""Training rounds: which groups a round takes, and the round itself."""

@@ -1,76 +1,99 @@
-"""The backlog: judged groups that wait for a round. Which of them the next round takes, and which are dropped first.
+"""The backlog of judged groups: which groups the next round takes, and which are dropped first.
 
-Consumes ready and judged groups. Promises that the newest come first, for the judge as for a round, so that where more
-arrives than can be trained the rest grows stale, not what is used; that what is too old is dropped before a judge is
-asked about it; and that a group which lost members is compared only where `min_group_size` are left. Does not train.
+Promises: the newest groups come first, for the judge and for a round, so that under overload only the surplus grows
+stale; stale groups are dropped before they are judged; a group that lost members is compared only if `min_group_size`
+remain. Does not train.
+
+A round that is smaller than `groups_per_round` takes a smaller step. AdamW moves the weights by about its learning rate
+whatever the size of the gradient, so a round of one trajectory would move them as far as one of 128. With sqrt(n /
+wanted) of the rate, AdamW adds the same noise per sample in small rounds as in large ones (Malladi et al. 2022, "On the
+SDEs and Scaling Rules for Adaptive Gradient Algorithms", arXiv:2205.10287).
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from ratchet.store.reasons import DropReason
 from ratchet.store.records import Group
+from ratchet.store.states import PolicyState, RoundState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.rounds.round_size import RoundSize
 from ratchet.trainer.controller.rounds.staleness import oldest_fresh
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
-_LEAST_SEEN = 200  # groups looked at in one turn
+_MIN_PAGE = 200  # groups read in one step
 _STALE_ALARM = 4  # rounds' worth of groups
 
 
+@dataclass(frozen=True, slots=True)
+class RoundSize:
+    """The number of groups in a full round, and of members in a full group."""
+
+    groups_per_round: int
+    num_generations: int
+
+    def weight(self, groups: Sequence[Group]) -> float:
+        """Return how many full groups these count as; a single counts as one member of a group."""
+        return sum(1.0 if len(group.members) > 1 else 1.0 / self.num_generations for group in groups)
+
+    def rate_scale(self, groups: Sequence[Group]) -> float:
+        """Return the share of the learning rate for a round of these groups, at most 1."""
+        return math.sqrt(min(1.0, self.weight(groups) / self.groups_per_round))
+
+
 class Backlog:
-    """The groups of one alias between their forming and their round."""
+    """The groups of one alias between grouping and training."""
 
     def __init__(self, store: Store, settings: TrainerSettings) -> None:
         self._store = store
         self._settings = settings
         self._size = RoundSize(settings.groups_per_round, settings.num_generations)
         self._alias = settings.model
-        self._most = max(_LEAST_SEEN, 2 * settings.groups_per_round * settings.num_generations)
-        self._alarm_at = _STALE_ALARM * settings.groups_per_round
-        # groups in a row that were too old
-        self._stale = len(store.groups.newly_dropped(self._alias, DropReason.STALE, self._alarm_at))
+        self._alarm = f"{DropReason.STALE}:{self._alias}"
+        self._page = max(_MIN_PAGE, 2 * settings.groups_per_round * settings.num_generations)
+        self._alarm_after = _STALE_ALARM * settings.groups_per_round
+        self._stale_in_a_row = len(store.groups.newly_dropped(self._alias, DropReason.STALE, self._alarm_after))
 
-    def to_judge(self, now: float) -> list[Group]:
-        """Return the groups that a judge should be asked about, the newest first."""
+    def groups_to_judge(self, now: float) -> list[Group]:
+        """Return the groups that wait for the judge, the newest first."""
         self._drop_stale()
         return self._comparable(
-            self._store.groups.awaiting_verdict(self._alias, now, limit=_LEAST_SEEN, newest_first=True)
+            self._store.groups.awaiting_verdict(self._alias, now, limit=_MIN_PAGE, newest_first=True)
         )
 
     def judged(self) -> list[Group]:
-        """Return the newest judged groups that may be trained, oldest first; an alarm where all were too old."""
+        """Return the newest trainable groups, oldest first. Raises an alarm if all recent groups were stale."""
         self._drop_stale()
-        found = self._comparable(self._store.groups.awaiting_round(self._alias, limit=self._most, newest_first=True))[
+        found = self._comparable(self._store.groups.awaiting_round(self._alias, limit=self._page, newest_first=True))[
             ::-1
         ]
         if found:
-            self._stale = 0
-            self._store.alarms.clear(f"{DropReason.STALE}:{self._alias}")
-        elif self._stale >= self._alarm_at:
-            reason = (
-                f"the last {self._stale} groups were all sampled more than {self._settings.max_staleness} versions ago"
-            )
+            self._stale_in_a_row = 0
+            self._store.alarms.clear(self._alarm)
+        elif self._stale_in_a_row >= self._alarm_after:
             self._store.alarms.raise_(
-                f"{DropReason.STALE}:{self._alias}", f"{reason}; raise max_staleness, or train less often"
+                self._alarm,
+                f"the last {self._stale_in_a_row} groups were all sampled more than {self._settings.max_staleness} "
+                "versions ago; raise max_staleness, or train less often",
             )
         return found
 
     def weight(self, groups: Sequence[Group]) -> float:
-        """Return how many groups these count for."""
+        """Return how many full groups these count as."""
         return self._size.weight(groups)
 
     def is_round_due(self, weight: float, waited: float) -> bool:
-        """Whether groups that count for `weight`, the first of them judged `waited` seconds ago, start a round."""
+        """Whether groups of this weight, the first of them judged `waited` seconds ago, start a round."""
         settings = self._settings
         late = waited >= settings.round_wait_seconds
         return weight >= (settings.min_groups_per_round if late else settings.groups_per_round)
 
     def newest(self, judged: Sequence[Group]) -> list[Group]:
-        """Return the newest of `judged` that make a round."""
+        """Return the newest of `judged` that make one round."""
         weights = list(accumulate(self.weight([group]) for group in reversed(judged)))
         fitting = sum(weight <= self._settings.groups_per_round for weight in weights)
         return list(judged[-max(1, fitting) :])
@@ -78,12 +101,29 @@ class Backlog:
     def _drop_stale(self) -> None:
         """Drop the groups, judged or not, that were sampled too many versions before the live one."""
         oldest = oldest_fresh(self._store.policies.all(self._alias), self._settings.max_staleness)
-        self._stale += self._store.groups.drop_stale(self._alias, oldest, DropReason.STALE)
+        self._stale_in_a_row += self._store.groups.drop_stale(self._alias, oldest, DropReason.STALE)
 
     def _comparable(self, groups: Sequence[Group]) -> list[Group]:
-        """Drop the groups that have lost so many members that nothing is left to compare; return the others."""
-        least = self._settings.min_group_size
-        few = [group for group in groups if len(group.members) < min(least, group.initial_size)]
-        for group in few:
+        """Drop the groups that lost too many members to compare the rest; return the others."""
+        min_size = self._settings.min_group_size
+        too_small = [group for group in groups if len(group.members) < min(min_size, group.initial_size)]
+        for group in too_small:
             self._store.groups.drop(group.id, DropReason.GROUP_TOO_SMALL)
-        return [group for group in groups if group not in few]
+        return [group for group in groups if group not in too_small]
+
+
+def is_drained(store: Store, alias: str, *, num_generations: int, groups_per_round: int) -> bool:
+    """Return whether the trainer has processed all traffic so far.
+
+    True if no trajectory is open and what waits is not enough for a group, a verdict, a round or a release. Other
+    traffic may keep it false: callers need a time limit.
+    """
+    waiting = store.trajectories.counts()
+    return (
+        waiting["open"] == 0
+        and waiting["sealed"] < num_generations
+        and not store.groups.awaiting_verdict(alias, time.time())
+        and len(store.groups.awaiting_round(alias)) < groups_per_round
+        and not any(policy.state is PolicyState.CANDIDATE for policy in store.policies.all(alias))
+        and not any(one.state is RoundState.STARTED for one in store.rounds.page(alias, limit=1))
+    )

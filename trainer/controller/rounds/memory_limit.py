@@ -1,16 +1,16 @@
-"""Memory: how the next round is made smaller when one did not fit, so that no row can stop the trainer for ever.
+"""MemoryLimit: makes the next round smaller after one ran out of memory, so that no row can block training for ever.
 
-    rounds without memory in a row    the next one is trained with
-    ------------------------------    ----------------------------------------------------------
+    out-of-memory rounds in a row     the next round is trained with
+    -----------------------------     ----------------------------------------------------------
     1                                 micro-batches of a quarter of `token_budget`
-    2                                 each row in a micro-batch of its own
-    3                                 likewise, without the longest row
-    4                                 likewise, without the rows above three quarters of the longest
+    2                                 one row per micro-batch
+    3                                 one row per micro-batch, without the longest row
+    4                                 one row per micro-batch, without rows above three quarters of the longest
     5                                 nothing: the trainer stops, and its groups wait
 
-Promises that the count outlives the trainer, since the store has the rounds and why they were broken off; that what was
-found to fit is kept until the trainer is started anew; and that rows of any length are trained again where only other
-processes had taken the memory. A row that is left out is counted; a trajectory that has no other is dropped.
+Promises: the count survives a restart, because the store has the rounds and why they were abandoned; a size that fits
+is kept until the next start; after a restart rows of any length are tried again, in case other processes had used the
+memory. Rows that are left out are counted; a trajectory without another row is dropped.
 """
 
 from __future__ import annotations
@@ -24,60 +24,60 @@ from ratchet.store.store import Store
 from ratchet.trainer.errors import OutOfMemory
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 
-_ROWS_ALONE, _WITHOUT_LONGEST, _WITHOUT_LONG = 2, 3, 4
-_SHARE = 4  # of the token budget, at first
+_SINGLE_ROWS, _WITHOUT_LONGEST, _WITHOUT_LONG = 2, 3, 4  # failures in a row
+_BUDGET_DIVISOR = 4
 _LONG = 0.75  # of the longest row
-_ROUNDS_SEEN = 20
+_ROUNDS_READ = 20
 
 
-class Memory:
-    """What the learner of one alias is given, by what did not fit before."""
+class MemoryLimit:
+    """The learner settings and the row length of the next round, after out-of-memory rounds."""
 
     def __init__(self, store: Store, alias: str, learner: LearnerSettings) -> None:
         self._settings = learner
-        self._failures = min(_broken_off(store, alias), _WITHOUT_LONG)
-        self._longest = learner.max_length
+        self._failures = min(_failed_rounds(store, alias), _WITHOUT_LONG)
+        self._max_row_length = learner.max_length
 
     @property
-    def short(self) -> bool:
-        """Whether the last round did not fit."""
+    def is_reduced(self) -> bool:
+        """Whether the next round is smaller than the settings say."""
         return self._failures > 0
 
     @property
-    def learner(self) -> LearnerSettings:
+    def learner_settings(self) -> LearnerSettings:
         """The learner's settings for the next round."""
         if not self._failures:
             return self._settings
-        budget = self._settings.token_budget // _SHARE if self._failures < _ROWS_ALONE else 1
+        budget = self._settings.token_budget // _BUDGET_DIVISOR if self._failures < _SINGLE_ROWS else 1
         return replace(self._settings, token_budget=max(1, budget))
 
-    def longest(self, lengths: Sequence[int]) -> int | None:
-        """Return how many tokens the longest row of the next round may have, of rows of these lengths; None: any.
+    def max_row_length(self, lengths: Sequence[int]) -> int | None:
+        """Return the largest row length in tokens for the next round, given its row lengths; None if unlimited.
 
-        Raises OutOfMemory where no row would be left.
+        Raises OutOfMemory if no row would be left.
         """
         if self._failures >= _WITHOUT_LONGEST and lengths:
-            most = max(lengths)
-            measured = most - 1 if self._failures == _WITHOUT_LONGEST else int(_LONG * most)
-            if measured < min(lengths):
+            longest = max(lengths)
+            limit = longest - 1 if self._failures == _WITHOUT_LONGEST else int(_LONG * longest)
+            if limit < min(lengths):
                 raise OutOfMemory(
-                    f"not one of {len(lengths)} rows fits into memory alone, the shortest of {min(lengths)} tokens: "
-                    "set learner.gradient_checkpointing, or give the trainer more"
+                    f"none of the {len(lengths)} rows fits into memory, the shortest has {min(lengths)} tokens: "
+                    "set learner.gradient_checkpointing, or give the trainer more memory"
                 )
-            self._longest = measured if self._longest is None else min(self._longest, measured)
-        return self._longest
+            self._max_row_length = limit if self._max_row_length is None else min(self._max_row_length, limit)
+        return self._max_row_length
 
-    def failed(self) -> bool:
-        """Count a round that did not fit; return whether a smaller one is worth trying."""
+    def record_failure(self) -> bool:
+        """Count an out-of-memory round; return whether to try a smaller one."""
         self._failures += 1
         return self._failures <= _WITHOUT_LONG
 
-    def fitted(self) -> None:
-        """A round was committed: go on with what fits."""
-        self._failures = min(self._failures, _ROWS_ALONE)
+    def record_success(self) -> None:
+        """Keep the size of the committed round."""
+        self._failures = min(self._failures, _SINGLE_ROWS)
 
 
-def _broken_off(store: Store, alias: str) -> int:
-    """Return how many rounds in a row were broken off for want of memory since the last commit."""
-    since = takewhile(lambda held: held.state is not RoundState.COMMITTED, store.rounds.page(alias, _ROUNDS_SEEN))
-    return sum(OutOfMemory.__name__ in (held.reason or "") for held in since)
+def _failed_rounds(store: Store, alias: str) -> int:
+    """Return the number of out-of-memory rounds since the last commit."""
+    since = takewhile(lambda one: one.state is not RoundState.COMMITTED, store.rounds.page(alias, _ROUNDS_READ))
+    return sum(OutOfMemory.__name__ in (one.reason or "") for one in since)

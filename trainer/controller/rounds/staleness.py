@@ -1,7 +1,7 @@
-"""How old a sample may be: counted in versions that served since. Pure.
+"""How old a sample may be, counted in trained versions. Pure.
 
-A prompt changes no weights; a rejected version is no part of what came after it; what unproven ones changed is too
-little to be told from rounding, and together they are the step of the version that was proven after them.
+A prompt version changes no weights, and a rejected version is not part of later ones. The changes of unproven versions
+are too small to tell from rounding; together they are the step of the next proven version.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from ratchet.store.states import PolicyState
 _NO_STEPS = (PolicyState.REJECTED, PolicyState.UNPROVEN)
 
 
-def oldest_fresh(policies: Sequence[Policy], most: int) -> int:
-    """Return the oldest version of an alias whose samples are trained: `most` trained versions before the live one."""
+def oldest_fresh(policies: Sequence[Policy], max_staleness: int) -> int:
+    """Return the oldest version whose samples are trained: `max_staleness` trained versions before the live one."""
     live = max((policy.version for policy in policies if policy.state is PolicyState.LIVE), default=BASE_VERSION)
-    steps = _steps(policies)
+    steps, left = _steps(policies), max_staleness
     version = live
-    while version > BASE_VERSION and (most > 0 or version not in steps):
-        most -= version in steps
+    while version > BASE_VERSION and (left > 0 or version not in steps):
+        left -= version in steps
         version -= 1
     return version
 
 
 def age(policies: Sequence[Policy], sampled: int, version: int) -> int:
-    """Return how many trained versions `version` is ahead of the one that something was sampled from."""
+    """Return the number of trained versions between the version that sampled something and `version`."""
     return sum(sampled < step <= version for step in _steps(policies))
 
 
 def _steps(policies: Sequence[Policy]) -> set[int]:
-    """Return the versions that moved the weights, and are part of what came after."""
+    """Return the versions that changed the weights and are part of later ones."""
     return {policy.version for policy in policies if policy.round_id is not None and policy.state not in _NO_STEPS}

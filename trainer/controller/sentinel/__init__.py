@@ -1,5 +1,5 @@
-"""The sentinel: is what comes in and goes out of training sound? Pure checks on frozen records, and one watcher.
+"""The sentinel: checks of the data that enters training and of its results. Pure checks, and one component with I/O.
 
-A check takes records and returns findings, healthy ones included, so that every number is a metric. It reads nothing,
-knows no clock and no store. `watch.py` alone does: it feeds the checks, raises and clears alarms, and holds training.
+A check takes records and returns findings, including healthy ones: every value is a metric. It reads no clock and no
+store. Only `sentinel.py` does: it feeds the checks, raises and clears alarms, and pauses training.
 """

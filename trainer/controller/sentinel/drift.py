@@ -1,7 +1,7 @@
-"""Drift: what newer trajectories do otherwise than the ones before them. Pure, on conducts, oldest first.
+"""Drift: how the behavior of newer trajectories differs from that of older ones. Pure, on behaviors, oldest first.
 
-Length and reasoning are compared within a task family, so that a change of what is asked is no drift. Coverage is
-looked at over all of them: a tool or a file that nobody uses teaches nothing about itself.
+Length and reasoning are compared within a task family: a change of the tasks is not drift. Coverage counts over all
+trajectories: nothing is learned about a tool or a file that is never used.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 from ratchet.trainer.controller.sentinel.behavior import TrajectoryBehavior
-from ratchet.trainer.controller.sentinel.resources import coverage_of
+from ratchet.trainer.controller.sentinel.resources import resource_coverage
 from ratchet.trainer.observability.finding import Finding
 from ratchet.trainer.settings.sentinel_settings import SentinelSettings
-from ratchet.trainer.statistics.welch_test import Change, change
+from ratchet.trainer.statistics.welch_test import MeanChange, mean_change
 
-CHECKS = frozenset({"length_drift", "reasoning_drift", "hallucinated_arguments", "coverage", "resource_coverage"})
-_COVERED_BY = 100  # trajectories that could have used a tool or a resource, before it counts as neglected
-_RESOURCES = 5  # fewer tell nothing of how many are neglected
+CHECKS = frozenset({"length_drift", "reasoning_drift", "hallucinated_arguments", "tool_coverage", "resource_coverage"})
+_MIN_OFFERED = 100  # trajectories that could have used a tool or a resource, before it counts as neglected
+_MIN_RESOURCES = 5
 
 
-def drift(conducts: Sequence[TrajectoryBehavior], settings: SentinelSettings) -> list[Finding]:
-    """Return the findings of every check on conduct; nothing where there is no trajectory."""
-    if not conducts:
+def check_drift(behaviors: Sequence[TrajectoryBehavior], settings: SentinelSettings) -> list[Finding]:
+    """Return the findings of every check on behavior; none without a trajectory."""
+    if not behaviors:
         return []
-    past, recent = conducts[: -settings.recent_window], conducts[-settings.recent_window :]
+    past, recent = behaviors[: -settings.recent_window], behaviors[-settings.recent_window :]
     return [
         _ratio_drift(
             "length_drift", "ratchet_trajectory_tokens", _length, past, recent, settings.length_ratio, settings
@@ -39,46 +39,47 @@ def drift(conducts: Sequence[TrajectoryBehavior], settings: SentinelSettings) ->
             settings,
         ),
         Finding("actions", "ratchet_actions_per_trajectory", "", statistics.fmean(one.actions for one in recent)),
-        _made_up(past, recent, settings),
-        *coverage(conducts, settings),
-        resource_coverage(conducts, settings),
+        _check_hallucinated(past, recent, settings),
+        *check_tool_coverage(behaviors, settings),
+        check_resource_coverage(behaviors, settings),
     ]
 
 
-def coverage(conducts: Sequence[TrajectoryBehavior], settings: SentinelSettings) -> list[Finding]:
-    """Return, per tool, the share of the trajectories that were offered it and used it."""
+def check_tool_coverage(behaviors: Sequence[TrajectoryBehavior], settings: SentinelSettings) -> list[Finding]:
+    """Return for each tool the share of the trajectories that used it, of those that were offered it."""
     findings = []
-    for tool in sorted(frozenset().union(*(one.offered for one in conducts))):
-        offered = [one for one in conducts if tool in one.offered]
+    for tool in sorted(frozenset().union(*(one.offered for one in behaviors))):
+        offered = [one for one in behaviors if tool in one.offered]
         share = sum(tool in one.used for one in offered) / len(offered)
         reason = None
-        if len(offered) >= _COVERED_BY and share < settings.min_coverage:
+        if len(offered) >= _MIN_OFFERED and share < settings.min_coverage:
             reason = (
                 f"tool {tool!r} was used in {share:.1%} of the last {len(offered)} trajectories that were offered it: "
-                "no task needs it, or the policy has unlearnt it"
+                "no task needs it, or the policy no longer uses it"
             )
-        findings.append(Finding("coverage", "ratchet_tool_use_ratio", tool, share, reason))
+        findings.append(Finding("tool_coverage", "ratchet_tool_use_ratio", tool, share, reason))
     return findings
 
 
-def resource_coverage(conducts: Sequence[TrajectoryBehavior], settings: SentinelSettings) -> Finding:
-    """Return the share of the files and other named resources that were shown often, and that tool calls named."""
-    found = coverage_of(conducts, _COVERED_BY, settings.min_coverage)
+def check_resource_coverage(behaviors: Sequence[TrajectoryBehavior], settings: SentinelSettings) -> Finding:
+    """Return the share of the often shown files and other resources that tool calls named."""
+    found = resource_coverage(behaviors, _MIN_OFFERED, settings.min_coverage)
     reason = None
-    if found.shown >= _RESOURCES and found.share < settings.min_resource_coverage:
+    if found.shown >= _MIN_RESOURCES and found.share < settings.min_resource_coverage:
         reason = (
-            f"{len(found.neglected)} of {found.shown} files, addresses or ids that {_COVERED_BY} or more of the last "
-            f"{len(conducts)} trajectories were shown are named in hardly any tool call ({found.told()}): no task "
-            "needs them, or the policy looks at a few alone; add tasks about them, look at what the judge rewards, or "
+            f"{len(found.neglected)} of {found.shown} files, addresses or ids in the input of {_MIN_OFFERED} or "
+            "more of "
+            f"the last {len(behaviors)} trajectories are named in hardly any tool call ({found.describe_neglected()}): "
+            "no task needs them, or the policy uses only a few; add tasks about them, check what the judge rewards, or "
             "lower min_resource_coverage"
         )
     return Finding("resource_coverage", "ratchet_resource_use_ratio", "", found.share, reason)
 
 
-def unnecessary_tool_calls(conducts: Sequence[TrajectoryBehavior], scores: Mapping[str, float]) -> Finding | None:
-    """Return the mean number of tool calls on tasks that an attempt without any solved as well as the best one."""
+def unnecessary_tool_calls(behaviors: Sequence[TrajectoryBehavior], scores: Mapping[str, float]) -> Finding | None:
+    """Return the mean number of tool calls on tasks that an attempt without tools solved as well as the best one."""
     cohorts: dict[str, list[TrajectoryBehavior]] = {}
-    for one in conducts:
+    for one in behaviors:
         if one.trajectory_id in scores:
             cohorts.setdefault(one.cohort, []).append(one)
     solvable = [members for members in cohorts.values() if _solved_without_tools(members, scores)]
@@ -94,12 +95,12 @@ def _solved_without_tools(members: Sequence[TrajectoryBehavior], scores: Mapping
     return best > worst and any(not one.tool_calls and scores[one.trajectory_id] == best for one in members)
 
 
-def _made_up(
+def _check_hallucinated(
     past: Sequence[TrajectoryBehavior], recent: Sequence[TrajectoryBehavior], settings: SentinelSettings
 ) -> Finding:
-    shares = [[one.made_up / one.arguments for one in side if one.arguments] for side in (past, recent)]
+    shares = [[one.hallucinated / one.arguments for one in side if one.arguments] for side in (past, recent)]
     now = statistics.fmean(shares[1]) if shares[1] else 0.0
-    found = change(shares[0], shares[1])
+    found = mean_change(shares[0], shares[1])
     reason = None
     if (
         found
@@ -107,8 +108,8 @@ def _made_up(
         and found.sigmas >= settings.min_sigmas
     ):
         reason = (
-            f"{found.after:.0%} of tool arguments occur nowhere in their context, before {found.before:.0%}: "
-            "the policy makes them up; look at what the judge rewards"
+            f"{found.after:.0%} of tool arguments occur nowhere in their context, up from {found.before:.0%}: "
+            "the policy hallucinates them; check what the judge rewards"
         )
     return Finding("hallucinated_arguments", "ratchet_hallucinated_argument_ratio", "", now, reason)
 
@@ -123,10 +124,10 @@ def _ratio_drift(
     settings: SentinelSettings,
 ) -> Finding:
     now = statistics.fmean(measure(one) for one in recent)
-    found: list[tuple[str, Change]] = []
+    found: list[tuple[str, MeanChange]] = []
     for family in {one.family for one in recent}:
         values = [[measure(one) for one in side if one.family == family] for side in (past, recent)]
-        moved = change(values[0], values[1])
+        moved = mean_change(values[0], values[1])
         if moved and moved.ratio >= limit and abs(moved.sigmas) >= settings.min_sigmas:
             found.append((family, moved))
     if not found:
@@ -134,7 +135,7 @@ def _ratio_drift(
     family, worst = max(found, key=lambda item: abs(item[1].sigmas))
     reason = (
         f"{metric.removeprefix('ratchet_').replace('_', ' ')} went from {worst.before:.0f} to {worst.after:.0f} in "
-        f"{family}: is length rewarded, or was the task changed?"
+        f"{family}: does the judge reward length, or did the tasks change?"
     )
     return Finding(check, metric, "", now, reason)
 

@@ -1,48 +1,48 @@
-"""The watcher: feeds the checks from the store, raises and clears their alarms, and says whether training should wait.
+"""Sentinel: feeds the checks from the store, raises and clears their alarms, and pauses training.
 
-Promises: a look costs a bounded amount of reading (the newest tool calls and rounds, and of the window's trajectories
-those that it has not read before, a few at a time); an alarm clears at the first look that finds its cause gone; what
-holds training is an alarm of its own, `training_paused`; what holds promotion is the gate's. Never raises for what it
-finds. Does not stop collecting, grouping or judging.
+Promises: a check reads a bounded amount (the newest tool calls and rounds, and the unread trajectories of the window, a
+few at a time); an alarm clears with the first check that finds its cause gone; paused training has an alarm of its own,
+`training_paused`; the release component decides about blocked releases. Never raises for a finding. Does not stop
+collecting, grouping or judging.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict
 
 from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 from ratchet.store.errors import RecordNotFound
-from ratchet.store.records import Trajectory
 from ratchet.store.states import TrajectoryState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.judging.judge_agreement import CHECK as AGREEMENT
-from ratchet.trainer.controller.judging.judge_agreement import agreement
-from ratchet.trainer.controller.judging.second_judge import SecondJudge
-from ratchet.trainer.controller.sentinel.behavior import TrajectoryBehavior, conduct
-from ratchet.trainer.controller.sentinel.drift import CHECKS as DRIFT
-from ratchet.trainer.controller.sentinel.drift import drift, unnecessary_tool_calls
-from ratchet.trainer.controller.sentinel.round_checks import CHECKS as LAST_ROUNDS
-from ratchet.trainer.controller.sentinel.round_checks import LOOKED_AT, last_rounds
-from ratchet.trainer.controller.sentinel.tool_health import CHECK, ToolHistory, tool_health
+from ratchet.trainer.controller.judging.second_judge import KIND as AGREEMENT
+from ratchet.trainer.controller.judging.second_judge import SecondJudge, agreement
+from ratchet.trainer.controller.sentinel.behavior import TrajectoryBehavior, read_behavior
+from ratchet.trainer.controller.sentinel.drift import CHECKS as DRIFT_CHECKS
+from ratchet.trainer.controller.sentinel.drift import check_drift, unnecessary_tool_calls
+from ratchet.trainer.controller.sentinel.round_checks import CHECKS as ROUND_CHECKS
+from ratchet.trainer.controller.sentinel.round_checks import MAX_ROUNDS, check_rounds
+from ratchet.trainer.controller.sentinel.tool_health import CHECK as TOOL_HEALTH
+from ratchet.trainer.controller.sentinel.tool_health import ToolHistory, check_tool_health
 from ratchet.trainer.observability.finding import Finding
 from ratchet.trainer.observability.metrics import Metrics
 from ratchet.trainer.settings.sentinel_settings import SentinelSettings
 
 log = logging.getLogger(__name__)
 
-HELD = "training_paused"
-TOOL_PAST = "tool_past"  # kind of the observations that say what a sick tool is compared with
-_OWN = frozenset({CHECK, HELD, AGREEMENT, *DRIFT, *LAST_ROUNDS})
-_TOOL_CALLS = 2_000  # newest ones of the alias
-_READ_AT_ONCE = 64  # transcripts in one look
-_TOLD = 3  # subjects that an alarm names
-_ABANDONED = 4  # rounds read for each committed one that is looked at
+PAUSED = "training_paused"
+TOOL_HISTORY = "tool_past"  # kind of the observations that hold what a failing tool is compared with
+_CHECKS = frozenset({TOOL_HEALTH, PAUSED, AGREEMENT, *DRIFT_CHECKS, *ROUND_CHECKS})
+_MAX_TOOL_CALLS = 2_000  # newest ones of the alias
+_MAX_READS = 64  # transcripts in one check
+_MAX_REASONS = 3  # in one alarm
+_ROUNDS_PER_COMMIT = 4  # rounds read for each committed one
 
 
 class Sentinel:
-    """Watches one alias."""
+    """Checks one alias."""
 
     def __init__(
         self,
@@ -57,123 +57,114 @@ class Sentinel:
         self._alias = alias
         self._second = second
         self._metrics = metrics or Metrics(alias)
-        self._looked_at: float | None = None
-        self._conducts: dict[str, TrajectoryBehavior] = {}
-        self._behind = False  # there is more to read than one look reads
-        self._whole = False  # the window has been read once since the start
-        self._pasts: dict[str, ToolHistory] | None = None  # of tools that are sick; None: not known yet
-        self._standing: set[str] | None = None  # checks whose alarm stands; None: not known yet
+        self._checked_at: float | None = None
+        self._behaviors: dict[str, TrajectoryBehavior] = {}
+        self._behind = False  # there is more to read than one check reads
+        self._complete = False  # the window has been read once since the start
+        self._tool_histories: dict[str, ToolHistory] | None = None  # of failing tools; None: not read yet
+        self._active: set[str] | None = None  # checks whose alarm is active; None: not read yet
         self.findings: tuple[Finding, ...] = ()
-        self.holding = False
+        self.pauses_training = False
 
-    def look(self, now: float) -> bool:
-        """Look where it is time to; return whether training should wait."""
-        if self._looked_at is None or now - self._looked_at >= self._settings.interval_seconds:
-            self._looked_at = now
-            self.findings = tuple(self._look())
-            self._tell(self.findings)
-            self._metrics.findings(self.findings, paused=self.holding)
-        elif self._behind:  # at each turn some more
+    def check(self, now: float) -> bool:
+        """Run the checks if they are due; return whether training should pause."""
+        if self._checked_at is None or now - self._checked_at >= self._settings.interval_seconds:
+            self._checked_at = now
+            self.findings = tuple(self._run_checks())
+            self._update_alarms(self.findings)
+            self._metrics.findings(self.findings, paused=self.pauses_training)
+        elif self._behind:  # read some more with each step
             self._newest_behaviors()
-        return self.holding
+        return self.pauses_training
 
-    def doubts(self) -> list[Finding]:
-        """Return what of the last look says that a person should see a version before it is promoted."""
+    def blocking_findings(self) -> list[Finding]:
+        """Return the findings of the last check after which a person should approve a version."""
         return [found for found in self.findings if found.doubts] if self._settings.block_release else []
 
-    def _look(self) -> list[Finding]:
-        rounds = self._store.rounds.page(self._alias, limit=_ABANDONED * LOOKED_AT)
+    def _run_checks(self) -> list[Finding]:
+        rounds = self._store.rounds.page(self._alias, limit=_ROUNDS_PER_COMMIT * MAX_ROUNDS)
         self._metrics.rounds(rounds)
-        conducts = self._newest_behaviors()
-        if not self._whole:  # what is not known yet tells of no change, and of the end of none
-            conducts = []
-        needless = unnecessary_tool_calls(conducts, self._scores([one.trajectory_id for one in conducts]))
+        behaviors = self._newest_behaviors()
+        if not self._complete:  # a part of the window shows neither the start nor the end of a change
+            behaviors = []
+        unnecessary = unnecessary_tool_calls(behaviors, self._scores([one.trajectory_id for one in behaviors]))
+        second = self._second
         return [
-            *self._tool_health(),
-            *drift(conducts, self._settings),
-            *last_rounds(rounds, self._settings),
-            *([needless] if needless else []),
-            *(agreement(self._second.heard(), self._second.name, self._settings) if self._second else []),
+            *self._check_tool_health(),
+            *check_drift(behaviors, self._settings),
+            *check_rounds(rounds, self._settings),
+            *([unnecessary] if unnecessary else []),
+            *(agreement(second.paired_judgements(), second.name, self._settings) if second else []),
         ]
 
-    def _tool_health(self) -> list[Finding]:
-        newest = self._store.tools.newest_answered(self._alias, _TOOL_CALLS)
-        known = self._load_tool_history() if self._pasts is None else self._pasts
-        findings, pasts = tool_health(newest, self._settings, known)
-        sick = {found.subject for found in findings if found.reason}
-        self._pasts = {tool: past for tool, past in pasts.items() if tool in sick}
-        for tool in sorted(known.keys() ^ self._pasts.keys()):
-            past = self._pasts.get(tool)
-            self._store.observations.add(self._alias, TOOL_PAST, tool, asdict(past) if past else {})
+    def _check_tool_health(self) -> list[Finding]:
+        newest = self._store.tools.newest_answered(self._alias, _MAX_TOOL_CALLS)
+        known = self._load_tool_histories() if self._tool_histories is None else self._tool_histories
+        findings, histories = check_tool_health(newest, self._settings, known)
+        failing = {found.subject for found in findings if found.reason}
+        self._tool_histories = {tool: history for tool, history in histories.items() if tool in failing}
+        for tool in sorted(known.keys() ^ self._tool_histories.keys()):
+            history = self._tool_histories.get(tool)
+            self._store.observations.add(self._alias, TOOL_HISTORY, tool, asdict(history) if history else {})
         return findings
 
-    def _load_tool_history(self) -> dict[str, ToolHistory]:
-        """Return the pasts of the tools that were sick when the trainer ended."""
-        told = self._store.observations.latest(self._alias, TOOL_PAST)
-        return {tool: ToolHistory(**noted.content) for tool, noted in told.items() if noted.content}
+    def _load_tool_histories(self) -> dict[str, ToolHistory]:
+        """Return the histories of the tools that were failing when the trainer stopped."""
+        noted = self._store.observations.latest(self._alias, TOOL_HISTORY)
+        return {tool: ToolHistory(**one.content) for tool, one in noted.items() if one.content}
 
     def _scores(self, names: Sequence[str]) -> dict[str, float]:
         verdicts = self._store.groups.verdicts(names) if names else {}
         return {name: verdict.score for name, verdict in verdicts.items() if verdict.score is not None}
 
     def _newest_behaviors(self) -> list[TrajectoryBehavior]:
-        """Return the conducts of the window as far as they were read, oldest first; reads some more."""
-        runs = self._store.trajectories.page(limit=self._settings.window, chosen=TrajectoryFilter(alias=self._alias))
-        ended = [run for run in runs if run.purpose == "live" and run.state is not TrajectoryState.OPEN]
-        known = {run.id: self._conducts[run.id] for run in ended if run.id in self._conducts}
-        unread = [run for run in ended if run.id not in known]
-        self._behind = len(unread) > _READ_AT_ONCE
-        self._whole = self._whole or not self._behind
-        for run in unread[:_READ_AT_ONCE]:
-            read = self._read(run)
-            if read is not None:
-                known[run.id] = read
-        self._conducts = known
-        return [known[run.id] for run in reversed(ended) if run.id in known]
+        """Return the behaviors of the window that have been read, oldest first; reads some more."""
+        page = self._store.trajectories.page(limit=self._settings.window, chosen=TrajectoryFilter(alias=self._alias))
+        ended = [one for one in page if one.purpose == "live" and one.state is not TrajectoryState.OPEN]
+        known = {one.id: self._behaviors[one.id] for one in ended if one.id in self._behaviors}
+        unread = [one for one in ended if one.id not in known]
+        self._behind = len(unread) > _MAX_READS
+        self._complete = self._complete or not self._behind
+        for one in unread[:_MAX_READS]:
+            with contextlib.suppress(RecordNotFound):  # deleted in between
+                known[one.id] = read_behavior(self._store.trajectories.read(one.id))
+        self._behaviors = known
+        return [known[one.id] for one in reversed(ended) if one.id in known]
 
-    def _read(self, run: Trajectory) -> TrajectoryBehavior | None:
-        try:
-            return conduct(self._store.trajectories.read(run.id))
-        except RecordNotFound:  # deleted in between
-            return None
-
-    def _tell(self, findings: Sequence[Finding]) -> None:
-        """Raise the alarms of what was found, and clear those whose cause is gone."""
-        wrong: dict[str, list[str]] = {}
+    def _update_alarms(self, findings: Sequence[Finding]) -> None:
+        """Raise the alarms of the findings, and clear those whose cause is gone."""
+        reasons: dict[str, list[str]] = {}
         for found in findings:
             if found.reason:
-                wrong.setdefault(found.check, []).append(found.reason)
-        holds = (
-            [found.reason for found in findings if found.holds and found.reason]
-            if self._settings.pause_training
-            else []
-        )
-        if holds:
-            wrong[HELD] = [f"no step is taken, collecting and judging go on: {_joined(holds)}"]
-        standing = self._left_standing() if self._standing is None else self._standing
-        unseen = set() if self._whole else standing & DRIFT
-        for check in sorted({found.check for found in findings} | wrong.keys() | (standing - unseen)):
-            self._alarm(check, wrong.get(check, []), check in standing)
-        if bool(holds) != self.holding:
-            log.warning("event=%s reason=%r", "training_paused" if holds else "training_resumed", _joined(holds))
-        self.holding = bool(holds)
-        self._standing = set(wrong) | unseen
+                reasons.setdefault(found.check, []).append(found.reason)
+        pausing = [found.reason for found in findings if found.holds and found.reason]
+        pausing = pausing if self._settings.pause_training else []
+        if pausing:
+            reasons[PAUSED] = [f"training is paused, collecting and judging continue: {_joined(pausing)}"]
+        active = self._active_alarms() if self._active is None else self._active
+        unchecked = set() if self._complete else active & DRIFT_CHECKS
+        for check in sorted({found.check for found in findings} | reasons.keys() | (active - unchecked)):
+            self._set_alarm(check, reasons.get(check, []), check in active)
+        if bool(pausing) != self.pauses_training:
+            log.warning("event=%s reason=%r", "training_paused" if pausing else "training_resumed", _joined(pausing))
+        self.pauses_training = bool(pausing)
+        self._active = set(reasons) | unchecked
 
-    def _left_standing(self) -> set[str]:
-        """Return the checks whose alarm an earlier trainer left standing."""
+    def _active_alarms(self) -> set[str]:
+        """Return the checks whose alarm an earlier trainer left active."""
         names = {alarm.name for alarm in self._store.alarms.active()}
-        return {check for check in _OWN if f"{check}:{self._alias}" in names}
+        return {check for check in _CHECKS if f"{check}:{self._alias}" in names}
 
-    def _alarm(self, check: str, reasons: Sequence[str], stands: bool) -> None:
+    def _set_alarm(self, check: str, reasons: Sequence[str], active: bool) -> None:
         name = f"{check}:{self._alias}"
         if reasons:
             self._store.alarms.raise_(name, _joined(reasons))
-            if not stands:
+            if not active:
                 log.warning("event=alarm name=%s reason=%r", name, _joined(reasons))
-        elif stands:
+        elif active:
             self._store.alarms.clear(name)
 
 
 def _joined(reasons: Sequence[str]) -> str:
-    more = f"; and {len(reasons) - _TOLD} more" if len(reasons) > _TOLD else ""
-    return "; ".join(reasons[:_TOLD]) + more
+    more = f"; and {len(reasons) - _MAX_REASONS} more" if len(reasons) > _MAX_REASONS else ""
+    return "; ".join(reasons[:_MAX_REASONS]) + more

@@ -1,9 +1,9 @@
-"""Tool health: does a tool fail more than it did? Pure.
+"""Tool health: whether a tool fails more often than before. Pure.
 
-Only calls that fit their tool's schema count: a misspelt argument is the policy's failure, not the environment's. A
-tool fails where its result is an error, a timeout or empty. Within one policy version the policy does not change, so a
-rise within it is the environment's and holds training. A rise that comes with a version may be either: it is told and
-does not hold. A tool that hardly ever works holds whatever its past.
+Only calls that match their tool's schema count: a misspelt argument is a failure of the policy, not of the environment.
+A tool call fails if its result is an error, a timeout or empty. Within one version the policy does not change, so an
+increase within it comes from the environment and pauses training. An increase that comes with a version may come from
+either; it raises an alarm without a pause. A tool that fails almost always pauses training whatever its history.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ratchet.store.records.tool_calls import ToolCall
 from ratchet.store.states import ToolOutcome, ToolResult
 from ratchet.trainer.observability.finding import Finding
 from ratchet.trainer.settings.sentinel_settings import SentinelSettings
-from ratchet.trainer.statistics.welch_test import LEAST, share_change
+from ratchet.trainer.statistics.welch_test import MIN_VALUES, share_change
 
 CHECK = "tool_health"
 METRIC = "ratchet_tool_failure_ratio"
@@ -25,30 +25,30 @@ _FITTING = (ToolOutcome.VALID, ToolOutcome.UNCHECKED)
 
 @dataclass(frozen=True, slots=True)
 class ToolHistory:
-    """How a tool did before: (failures, calls), and whether under the very versions that call it now."""
+    """The earlier failures and calls of a tool, and whether the same policy versions made them."""
 
     failures: int
     calls: int
     same_versions: bool
 
 
-def tool_health(
-    newest: Sequence[ToolCall], settings: SentinelSettings, kept: Mapping[str, ToolHistory] | None = None
+def check_tool_health(
+    newest: Sequence[ToolCall], settings: SentinelSettings, known: Mapping[str, ToolHistory] | None = None
 ) -> tuple[list[Finding], dict[str, ToolHistory]]:
-    """Return one finding per tool, and the pasts that it was compared with.
+    """Return one finding per tool, and the histories they were compared with.
 
-    `newest` are answered tool calls, newest first. `kept` are the pasts of tools that were sick at the last look: they
-    go on being compared with those, or a long sickness would become its own past.
+    `newest` are answered tool calls, newest first. `known` holds the histories of the tools that failed at the last
+    check: they are compared with the same history again, or a long failure would become its own baseline.
     """
-    findings, pasts = [], {}
+    findings, histories = [], {}
     for tool, calls in _by_tool(newest).items():
         recent, earlier = calls[: settings.tool_window], calls[settings.tool_window :]
-        if len(recent) < LEAST:
+        if len(recent) < MIN_VALUES:
             continue
-        past = (kept or {}).get(tool) or _past(recent, earlier)
-        pasts[tool] = past
-        findings.append(_finding(tool, recent, past, settings))
-    return findings, pasts
+        history = (known or {}).get(tool) or _history(recent, earlier)
+        histories[tool] = history
+        findings.append(_finding(tool, recent, history, settings))
+    return findings, histories
 
 
 def _by_tool(newest: Iterable[ToolCall]) -> dict[str, list[ToolCall]]:
@@ -59,10 +59,10 @@ def _by_tool(newest: Iterable[ToolCall]) -> dict[str, list[ToolCall]]:
     return tools
 
 
-def _past(recent: Sequence[ToolCall], earlier: Sequence[ToolCall]) -> ToolHistory:
+def _history(recent: Sequence[ToolCall], earlier: Sequence[ToolCall]) -> ToolHistory:
     versions = {call.version for call in recent}
     same = [call for call in earlier if call.version in versions]
-    chosen = same if len(same) >= LEAST else earlier
+    chosen = same if len(same) >= MIN_VALUES else earlier
     return ToolHistory(sum(map(_fails, chosen)), len(chosen), chosen is same)
 
 
@@ -70,23 +70,23 @@ def _fails(call: ToolCall) -> bool:
     return call.result is not ToolResult.OK
 
 
-def _finding(tool: str, recent: Sequence[ToolCall], past: ToolHistory, settings: SentinelSettings) -> Finding:
+def _finding(tool: str, recent: Sequence[ToolCall], history: ToolHistory, settings: SentinelSettings) -> Finding:
     failures = sum(map(_fails, recent))
     share = failures / len(recent)
-    risen = share_change((past.failures, past.calls), (failures, len(recent)))
+    change = share_change((history.failures, history.calls), (failures, len(recent)))
     classes = Counter(str(call.result) for call in recent if _fails(call))
-    told = ", ".join(f"{count} {name}" for name, count in classes.most_common())
-    failing = f"tool {tool!r} failed in {failures} of its last {len(recent)} calls ({told})"
+    results = ", ".join(f"{count} {name}" for name, count in classes.most_common())
+    failing = f"tool {tool!r} failed in {failures} of its last {len(recent)} calls ({results})"
     if len(recent) >= settings.tool_window and share >= settings.max_tool_failure_rate:
-        return Finding(CHECK, METRIC, tool, share, f"{failing}: mend the tool, or raise max_tool_failure_rate", True)
+        return Finding(CHECK, METRIC, tool, share, f"{failing}: fix the tool, or raise max_tool_failure_rate", True)
     if (
-        risen is not None
-        and risen.after - risen.before >= settings.max_tool_failure_increase
-        and risen.sigmas >= settings.min_sigmas
+        change is not None
+        and change.after - change.before >= settings.max_tool_failure_increase
+        and change.sigmas >= settings.min_sigmas
     ):
-        before = f"{failing}, before in {risen.before:.0%}"
-        if past.same_versions:
-            return Finding(CHECK, METRIC, tool, share, f"{before} under the same version: mend the tool", True)
+        before = f"{failing}, up from {change.before:.0%}"
+        if history.same_versions:
+            return Finding(CHECK, METRIC, tool, share, f"{before} under the same version: fix the tool", True)
         newest = recent[0].version
-        return Finding(CHECK, METRIC, tool, share, f"{before}: it began with version {newest}; look at both")
+        return Finding(CHECK, METRIC, tool, share, f"{before}: it began with version {newest}; check both")
     return Finding(CHECK, METRIC, tool, share)

@@ -1,7 +1,7 @@
-"""General chat data: what keeps the policy able to do everything else while it imitates. Pure, but for reading the set.
+"""General chat data: preserves the policy's other abilities during a warm start. Pure.
 
-A fixed part is held out and only measured: the mean loss of its answers before and after is what "general ability"
-means here. Which conversations are held out follows from their content alone, so that two warm starts compare.
+A fixed part is held out and only measured: the mean loss of its answers before and after the warm start measures
+general ability. Only the content decides which conversations are held out, so that warm starts are comparable.
 """
 
 from __future__ import annotations
@@ -22,45 +22,49 @@ from ratchet.trainer.settings.warm_start_settings import WarmStartSettings
 
 
 class Scorer(Protocol):
-    """What measures: a learner."""
+    """Computes logprobs: a learner."""
 
     def score(self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool = True) -> list[tuple[float, ...]]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class GeneralDataRows:
-    """Rows to learn from, rows that are only measured, and conversations that were left out, by reason."""
+    """Rows to train on, rows that are only measured, and the counts of skipped conversations by reason."""
 
-    learnt: tuple[TokenRow, ...] = ()
+    trained: tuple[TokenRow, ...] = ()
     held_out: tuple[TokenRow, ...] = ()
-    left_out: Mapping[str, int] | None = None
+    skipped: Mapping[str, int] | None = None
 
 
 def general_rows(
-    told: Iterable[tuple[str, Mapping[str, Any]]], chat: ChatRows, settings: WarmStartSettings
+    conversations: Iterable[tuple[str, Mapping[str, Any]]], chat: ChatRows, settings: WarmStartSettings
 ) -> GeneralDataRows:
-    """Return the rows of (id, row of a task set with `messages`). Raises WarmStartRefused where nothing is left."""
-    left_out: Counter[str] = Counter()
+    """Return the rows of conversations, given as (id, task row with `messages`). Raises WarmStartRefused if none is
+    left.
+    """
+    skipped: Counter[str] = Counter()
     rendered: dict[str, list[TokenRow]] = {}
-    for name, row in told:
+    for name, row in conversations:
         try:
             rendered[name] = chat.rows(_conversation(name, row))
         except RowError as refused:
-            left_out[str(refused)] += 1
+            skipped[str(refused)] += 1
     order = sorted(rendered, key=lambda name: blake2b(name.encode(), digest_size=8).digest())
-    aside = min(settings.general_held_out, len(order) // 2)
-    if not aside:
-        reasons = ", ".join(f"{reason}: {count}" for reason, count in left_out.most_common(3)) or "it is empty"
+    measured = min(settings.general_held_out, len(order) // 2)
+    if not measured:
+        reasons = ", ".join(f"{reason}: {count}" for reason, count in skipped.most_common(3)) or "it is empty"
         raise WarmStartRefused(f"general data {settings.general}: no conversations to mix in and measure ({reasons})")
-    parts = order[aside:], order[:aside]
-    learnt, held_out = (tuple(row for name in part for row in rendered[name]) for part in parts)
-    return GeneralDataRows(learnt, held_out, dict(left_out))
+    parts = order[measured:], order[:measured]
+    trained, held_out = (tuple(row for name in part for row in rendered[name]) for part in parts)
+    return GeneralDataRows(trained, held_out, dict(skipped))
 
 
-def mixed(good: Sequence[TokenRow], general: Sequence[TokenRow], share: float, seed: int) -> list[TokenRow]:
-    """Return the good rows and general ones, drawn by the seed, until those are `share` of all or there are no more."""
-    wanted = min(len(general), round(len(good) * share / (1 - share)))
-    return [*good, *random.Random(seed).sample(list(general), wanted)]
+def mix_rows(examples: Sequence[TokenRow], general: Sequence[TokenRow], ratio: float, seed: int) -> list[TokenRow]:
+    """Return the examples and a random sample of general rows, so that these are `ratio` of all, or as many as
+    exist.
+    """
+    wanted = min(len(general), round(len(examples) * ratio / (1 - ratio)))
+    return [*examples, *random.Random(seed).sample(list(general), wanted)]
 
 
 def mean_loss(scorer: Scorer, rows: Sequence[TokenRow]) -> float:
@@ -82,7 +86,7 @@ def _conversation(name: str, row: Mapping[str, Any]) -> Conversation:
 
 
 def _parsed(value: Any) -> Any:
-    """Return a column as it is, or what its JSON text says."""
+    """Return a column, parsed if it is a JSON string."""
     if not isinstance(value, str):
         return value
     try:

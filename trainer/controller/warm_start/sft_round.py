@@ -1,9 +1,9 @@
-"""The warm start of one alias: a round of imitation, and the candidate version that comes of it.
+"""The warm start of one alias: a round of supervised fine-tuning (SFT), and the candidate version that results.
 
-It is a round like any: same learner with the loss `sft`, one transaction that commits the checkpoint and registers the
-candidate, which is then proven, evaluated and released like any other. It consumes no trajectory: what is imitated
-may have been trained already, or be trained later; the round names what it was shown, for those who want to be
-forgotten. Promises: refused with the reason, before any weight moves, where too little is left to imitate.
+It works like any round: the same learner with the loss `sft`, one transaction that commits the checkpoint and registers
+the candidate, which is then proven, evaluated and released. It consumes no trajectory: its examples may have been
+trained before, or be trained later; the round records their ids, so that deletion finds them. Promises: a warm start
+with too few examples is refused with the reason, before any weight changes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ratchet.store.records import Policy
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges import Judge
 from ratchet.trainer.controller.rounds.round_runner import RoundRunner
-from ratchet.trainer.controller.warm_start.general_data import GeneralDataRows, general_rows, mean_loss, mixed
-from ratchet.trainer.controller.warm_start.sft_data import Search, SFTRows
+from ratchet.trainer.controller.warm_start.general_data import GeneralDataRows, general_rows, mean_loss, mix_rows
+from ratchet.trainer.controller.warm_start.sft_data import SFTDataCollector, SFTRows
 from ratchet.trainer.errors import LearningError, WarmStartRefused
 from ratchet.trainer.learner_protocol import LearnerProtocol, RoundReport
 from ratchet.trainer.rows.build_rows import ALL_ROLES
@@ -32,16 +32,16 @@ from ratchet.trainer.settings.warm_start_settings import WarmStartSettings
 
 log = logging.getLogger(__name__)
 
-WARM_START = "warm_start"  # what such a round's metrics are told under
+WARM_START = "warm_start"  # key in the metrics of such a round
 
 
 @dataclass(frozen=True, slots=True)
-class SFTMaterial:
-    """Everything that a warm start learns from and is measured on."""
+class SFTData:
+    """Everything that a warm start trains on and is measured with."""
 
-    good: SFTRows
+    examples: SFTRows
     general: GeneralDataRows
-    rows: tuple[TokenRow, ...]  # mixed, in no order
+    rows: tuple[TokenRow, ...]  # examples and general data, in no order
 
 
 def gather(
@@ -55,21 +55,28 @@ def gather(
     roles: Roles = ALL_ROLES,
     held_out: float = 0.0,
     relative: bool = False,
-) -> SFTMaterial:
-    """Return what there is to learn. Raises WarmStartRefused, with what was left out, where it is too little."""
-    good = Search(store, alias, judge, chat, settings, tuning_id, roles, held_out, relative).everything()
-    if len(good.scores) < settings.min_trajectories:
-        reasons = ", ".join(f"{reason}: {count}" for reason, count in good.left_out.most_common()) or "none were found"
-        raise WarmStartRefused(
-            f"{len(good.scores)} trajectories to imitate from {', '.join(settings.sources)}, "
-            f"{settings.min_trajectories} are needed ({reasons}): lower min_score or min_trajectories"
+) -> SFTData:
+    """Return the data of a warm start. Raises WarmStartRefused if it is too little, with the counts of what was
+    skipped.
+    """
+    examples = SFTDataCollector(store, alias, judge, chat, settings, tuning_id, roles, held_out, relative).collect()
+    if len(examples.scores) < settings.min_trajectories:
+        reasons = (
+            ", ".join(f"{reason}: {count}" for reason, count in examples.skipped.most_common()) or "none were found"
         )
-    kept = general_rows(general, chat, settings) if settings.general is not None else GeneralDataRows()
-    return SFTMaterial(good, kept, tuple(mixed(good.rows, kept.learnt, settings.general_ratio, settings.seed)))
+        raise WarmStartRefused(
+            f"{len(examples.scores)} trajectories to train on from {', '.join(settings.sources)}, "
+            f"{settings.min_trajectories} are "
+            f"needed ({reasons}): lower min_score or `least`, or let the agent work first"
+        )
+    other = general_rows(general, chat, settings) if settings.general is not None else GeneralDataRows()
+    return SFTData(
+        examples, other, tuple(mix_rows(examples.rows, other.trained, settings.general_ratio, settings.seed))
+    )
 
 
 def learner_settings(settings: WarmStartSettings, learner: LearnerSettings, rows: int) -> LearnerSettings:
-    """Return the settings of the learner while it imitates."""
+    """Return the learner's settings during the warm start."""
     return dataclasses.replace(
         learner,
         loss_type="sft",
@@ -84,60 +91,65 @@ def learner_settings(settings: WarmStartSettings, learner: LearnerSettings, rows
 
 
 class SFTRound:
-    """Holds warm starts of one alias."""
+    """Runs the warm starts of one alias."""
 
-    def __init__(self, store: Store, school: RoundRunner, alias: str) -> None:
+    def __init__(self, store: Store, round_runner: RoundRunner, alias: str) -> None:
         self._store = store
-        self._round_runner = school
+        self._round_runner = round_runner
         self._alias = alias
 
-    def hold(
+    def run(
         self,
-        pupil: LearnerProtocol,
-        material: SFTMaterial,
+        learner: LearnerProtocol,
+        data: SFTData,
         settings: WarmStartSettings,
         from_version: int,
         tuning_id: str,
-        told: Callable[[int, RoundReport], None] = lambda epoch, report: None,
+        on_epoch: Callable[[int, RoundReport], None] = lambda epoch, report: None,
     ) -> Policy:
-        """Imitate and commit; the pupil has the settings of `learner_settings`, and is spoilt by whatever is raised.
+        """Train and commit. The learner must have the settings of `learner_settings`.
 
-        Raises WarmStartRefused where too much was forgotten, TrainingDiverged, NoLearningSignal.
+        Raises WarmStartRefused if the general loss rose too much, TrainingDiverged, NoLearningSignal; the learner needs
+        a reload then.
         """
-        held = self._store.rounds.start(self._alias, from_version)
-        rows = [row for row in material.rows if pupil.unfit(row) is None]
-        aside = [row for row in material.general.held_out if pupil.unfit(row) is None]
+        started = self._store.rounds.start(self._alias, from_version)
+        rows = [row for row in data.rows if learner.unfit(row) is None]
+        measured = [row for row in data.general.held_out if learner.unfit(row) is None]
         try:
-            before = mean_loss(pupil, aside) if aside else None
+            before = mean_loss(learner, measured) if measured else None
             reports = []
             for epoch in range(settings.num_train_epochs):
-                reports.append(pupil.train_round(rows))
-                told(epoch + 1, reports[-1])
-            after = mean_loss(pupil, aside) if aside else None
+                reports.append(learner.train_round(rows))
+                on_epoch(epoch + 1, reports[-1])
+            after = mean_loss(learner, measured) if measured else None
             _check_loss_increase(before, after, settings)
-        except LearningError as stopped:
-            self._store.rounds.abandon(held.id, str(stopped))
+        except LearningError as error:
+            self._store.rounds.abandon(started.id, str(error))
             raise
-        story = _story(material, settings, reports, before, after, len(rows)) | {"tuning": tuning_id}
+        story = _report(data, settings, reports, before, after, len(rows)) | {"tuning": tuning_id}
         candidate = self._round_runner.commit(
-            pupil, held, groups=[], metrics=_metrics(material, reports, story), shown=sorted(material.good.scores)
+            learner,
+            started,
+            groups=[],
+            metrics=_metrics(data, reports, story),
+            demonstrations=sorted(data.examples.scores),
         )
         log.info(
             "event=warm_start_committed policy=%s@%d trajectories=%d rows=%d loss=%.4f general_before=%s "
             "general_after=%s",
-            self._alias, candidate.version, len(material.good.scores), len(rows), reports[-1].loss, before, after,
+            self._alias, candidate.version, len(data.examples.scores), len(rows), reports[-1].loss, before, after,
         )  # fmt: skip
         return candidate
 
 
 def warm_start_metrics(store: Store, alias: str, tuning_id: str) -> tuple[int, Mapping[str, Any]] | None:
-    """Return the version that a tuning's warm start made, and what is told of it; None before its commit."""
+    """Return the version and the report of a tuning's warm start; None before its commit."""
     before = None
     while page := store.rounds.page(alias, limit=200, before=before):
-        for held in page:
-            story = held.metrics.get(WARM_START)
-            if held.to_version is not None and story is not None and story.get("tuning") == tuning_id:
-                return held.to_version, story
+        for one in page:
+            story = one.metrics.get(WARM_START)
+            if one.to_version is not None and story is not None and story.get("tuning") == tuning_id:
+                return one.to_version, story
         before = page[-1].id
     return None
 
@@ -151,23 +163,23 @@ def _check_loss_increase(before: float | None, after: float | None, settings: Wa
         )
 
 
-def _story(
-    material: SFTMaterial,
+def _report(
+    data: SFTData,
     settings: WarmStartSettings,
     reports: Sequence[RoundReport],
     before: float | None,
     after: float | None,
     rows: int,
 ) -> dict[str, Any]:
-    """Return what people are told of a warm start."""
+    """Return the report of a warm start."""
     return {
-        "trajectories": len(material.good.scores),
-        "by_source": dict(material.good.by_source),
-        "left_out": dict(material.good.left_out),
+        "trajectories": len(data.examples.scores),
+        "by_source": dict(data.examples.by_source),
+        "skipped": dict(data.examples.skipped),
         "rows": rows,
-        "general_rows": len(material.rows) - len(material.good.rows),
-        "general_left_out": dict(material.general.left_out or {}),
-        "general_held_out": len(material.general.held_out),
+        "general_rows": len(data.rows) - len(data.examples.rows),
+        "general_skipped": dict(data.general.skipped or {}),
+        "general_held_out": len(data.general.held_out),
         "general_loss_before": before,
         "general_loss_after": after,
         "loss_by_epoch": [report.loss for report in reports],
@@ -175,15 +187,15 @@ def _story(
     }
 
 
-def _metrics(material: SFTMaterial, reports: Sequence[RoundReport], story: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics of the round: those of its last epoch, with the sums of all."""
-    scores = [score for score in material.good.scores.values() if score is not None]
+def _metrics(data: SFTData, reports: Sequence[RoundReport], story: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics of the round: those of its last epoch, with the sums over all epochs."""
+    scores = [score for score in data.examples.scores.values() if score is not None]
     return dataclasses.asdict(reports[-1]) | {
         "optimizer_steps": sum(report.optimizer_steps for report in reports),
         "tokens_trained": sum(report.tokens_trained for report in reports),
         "seconds": sum(report.seconds for report in reports),
         "groups": 0,
-        "trajectories": len(material.good.scores),
+        "trajectories": len(data.examples.scores),
         "reward": fmean(scores) if scores else 0.0,
         "untrained_tokens": {},
         WARM_START: dict(story),

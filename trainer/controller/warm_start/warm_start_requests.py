@@ -1,8 +1,8 @@
-"""Warm starts that tunings ask the trainer for: found, gathered and answered, once each.
+"""Warm starts that tuning runs request from the trainer.
 
-A tuning of weights that runs, whose `config` holds `warm_start` and whose progress has reached that stage asks for one.
-It is answered by a committed round that names the tuning, or by the tuning's failure, with the reason. Promises:
-whatever dies in between, no tuning gets two warm starts.
+A running weight tuning requests one if its `config` holds `warm_start` and its progress has reached that stage. The
+answer is a committed round that names the tuning, or the failure of the tuning with the reason. Promises: no tuning
+gets two warm starts, whatever process dies in between.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ratchet.store.records.tuning import Tuning
 from ratchet.store.states import TuningState
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges.make_judge import make_judge
-from ratchet.trainer.controller.warm_start.sft_round import SFTMaterial, gather, warm_start_metrics
+from ratchet.trainer.controller.warm_start.sft_round import SFTData, gather, warm_start_metrics
 from ratchet.trainer.errors import LearningError, RowError, SettingError, TuningError
 from ratchet.trainer.rows.chat_rows import ChatRows
 from ratchet.trainer.rows.roles import Roles
@@ -29,48 +29,48 @@ from ratchet.trainer.tasks.task_set import TaskSet
 
 log = logging.getLogger(__name__)
 
-WARM_START = "warm_start"  # the part of a tuning's config that says which, and the stage of its progress that asks
-REFUSALS = (LearningError, RowError, SettingError, TuningError)  # what a tuning fails for, and nothing else does
+WARM_START = "warm_start"  # the key in a tuning's config, and the stage of its progress
+REFUSALS = (LearningError, RowError, SettingError, TuningError)  # errors that fail the tuning, not the trainer
 
-_LOOK_EVERY = 1.0  # seconds
-_NEWEST = 20  # tunings looked at
+_INTERVAL_SECONDS = 1.0
+_MAX_TUNINGS = 20  # newest ones
 
 
-class WarmStarts:
-    """The warm starts that the tunings of one alias ask for."""
+class WarmStartRequests:
+    """The warm starts that the tunings of one alias request."""
 
     def __init__(self, store: Store, settings: TrainerSettings) -> None:
         self._store = store
         self._settings = settings
-        self._looked_at = 0.0
+        self._checked_at = 0.0
         self._answered: set[str] = set()
 
     def next(self, now: float) -> Tuning | None:
-        """Return the oldest tuning that waits for its warm start."""
-        if now - self._looked_at < _LOOK_EVERY:
+        """Return the oldest tuning that waits for its warm start, if any."""
+        if now - self._checked_at < _INTERVAL_SECONDS:
             return None
-        self._looked_at = now
-        return next((one for one in self._asking() if not self._has_it(one)), None)
+        self._checked_at = now
+        return next((one for one in self._requesting() if not self._is_answered(one)), None)
 
-    def gather(self, asked: Tuning) -> tuple[WarmStartSettings, SFTMaterial]:
-        """Return what was asked for and what there is to learn. Raises one of REFUSALS."""
+    def gather(self, request: Tuning) -> tuple[WarmStartSettings, SFTData]:
+        """Return the settings and the data of a requested warm start. Raises one of REFUSALS."""
         try:
-            wanted = WarmStartSettings.model_validate(asked.config[WARM_START])
-        except ValidationError as wrong:
-            raise SettingError(f"tuning {asked.id}: warm_start: {wrong.errors()[0]['msg']}") from wrong
+            settings = WarmStartSettings.model_validate(request.config[WARM_START])
+        except ValidationError as error:
+            raise SettingError(f"tuning {request.id}: warm_start: {error.errors()[0]['msg']}") from error
         from ratchet.trainer.rows.tokenizer import load_tokenizer
 
         chat = ChatRows(load_tokenizer(self._settings.base_model))
         judge = make_judge(self._settings.judge, os.environ)
         try:
-            return wanted, gather(
+            return settings, gather(
                 self._store,
                 self._settings.model,
                 judge,
                 chat,
-                wanted,
-                _general(wanted),
-                tuning_id=asked.id,
+                settings,
+                _general_data(settings),
+                tuning_id=request.id,
                 roles=Roles(self._settings.roles, self._settings.role_patterns),
                 held_out=self._settings.release.held_out_share,
                 relative=gives_only_ranks(self._settings.judge),
@@ -78,25 +78,25 @@ class WarmStarts:
         finally:
             judge.close()
 
-    def refuse(self, asked: Tuning, reason: str) -> None:
-        """End a tuning that cannot have its warm start."""
-        log.warning("event=warm_start_refused tuning=%s reason=%r", asked.id, reason)
-        self._store.tunings.end(asked.id, TuningState.FAILED, error=f"warm start: {reason}")
+    def refuse(self, request: Tuning, reason: str) -> None:
+        """Fail a tuning that cannot have its warm start."""
+        log.warning("event=warm_start_refused tuning=%s reason=%r", request.id, reason)
+        self._store.tunings.end(request.id, TuningState.FAILED, error=f"warm start: {reason}")
 
-    def _asking(self) -> list[Tuning]:
-        newest = self._store.tunings.page("weights", limit=_NEWEST, state=TuningState.RUNNING)
+    def _requesting(self) -> list[Tuning]:
+        newest = self._store.tunings.page("weights", limit=_MAX_TUNINGS, state=TuningState.RUNNING)
         running = [one for one in newest if one.alias == self._settings.model]
-        asking = [one for one in reversed(running) if WARM_START in one.config and one.id not in self._answered]
-        return [one for one in asking if (one.result or {}).get("stage") == WARM_START]
+        requesting = [one for one in reversed(running) if WARM_START in one.config and one.id not in self._answered]
+        return [one for one in requesting if (one.result or {}).get("stage") == WARM_START]
 
-    def _has_it(self, asked: Tuning) -> bool:
-        if warm_start_metrics(self._store, self._settings.model, asked.id) is None:
+    def _is_answered(self, request: Tuning) -> bool:
+        if warm_start_metrics(self._store, self._settings.model, request.id) is None:
             return False
-        self._answered.add(asked.id)
+        self._answered.add(request.id)
         return True
 
 
-def _general(wanted: WarmStartSettings) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    if wanted.general is not None:
-        for task in TaskSet.open(wanted.general).rows(wanted.general_split):
+def _general_data(settings: WarmStartSettings) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if settings.general is not None:
+        for task in TaskSet.open(settings.general).rows(settings.general_split):
             yield task.id, task.row

@@ -1,1 +1,1 @@
-"""Resample re-sampling: further answers to the prompts of single-call trajectories, so that they can be compared."""
+"""Resampling: further answers to recorded single-call prompts, while vLLM is idle."""
