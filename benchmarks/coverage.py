@@ -35,7 +35,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Coverage:
+class IntervalCoverage:
     """Shares of intervals that hold the truth, mean widths, and how often the test says no to zero."""
 
     case: str
@@ -82,7 +82,7 @@ CASES = (
 )
 
 
-def measure(case: Case, tasks: int, times: int, chance: random.Random) -> Coverage:
+def measure(case: Case, tasks: int, times: int, chance: random.Random) -> IntervalCoverage:
     """Return how often both intervals hold the truth."""
     covered = plain_covered = rejected = 0
     width = plain_width = 0.0
@@ -95,7 +95,7 @@ def measure(case: Case, tasks: int, times: int, chance: random.Random) -> Covera
         width, plain_width = width + high - low, plain_width + plain_high - plain_low
         rejected += tasks <= 10 and sign_flip_p(values) < 0.05
     shares = [number / times for number in (covered, width, plain_covered, plain_width, rejected)]
-    return Coverage(case.name, tasks, *shares)
+    return IntervalCoverage(case.name, tasks, *shares)
 
 
 def plain_t(values: Sequence[float]) -> tuple[float, float]:

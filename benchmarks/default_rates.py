@@ -45,7 +45,7 @@ _SHOWN = (
 )
 
 
-class Run:
+class DefaultRatesRun:
     """One example in a folder of its own."""
 
     def __init__(self, example: str, folder: Path, rate: float | None, python: str) -> None:
@@ -163,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rounds, every, attempts = _QUICK, _QUICK, 1
     found = []
     for example in chosen.examples.split(","):
-        run = Run(example, folder / f"{example}-{chosen.seed}", chosen.rate, chosen.python)
+        run = DefaultRatesRun(example, folder / f"{example}-{chosen.seed}", chosen.rate, chosen.python)
         found.append(run.tuned(rounds, every, attempts, chosen.seed))
         if not chosen.json:
             show(found[-1])

@@ -89,7 +89,7 @@ class Both:
         return await self._upstream.post_json(self._url, PATH, asked.outgoing(served))
 
     async def exact(self, asked: ChatRequest, served: str) -> UpstreamResponse:
-        """Return the answer that is generated after the same ids and worded by derender."""
+        """Return the answer generated after the same ids and rendered by derender."""
         body = asked.outgoing_fields(served)
         rendered = await self._scale_out.render(self._url, body)
         sent = generate_body(rendered, rendered.ids, body, streamed=asked.streamed, in_text=asked.asks_logprobs)
@@ -102,7 +102,7 @@ class Both:
         return answer
 
 
-async def told(answer: UpstreamResponse, asked: ChatRequest) -> tuple[list[Json], Capture]:
+async def received(answer: UpstreamResponse, asked: ChatRequest) -> tuple[list[Json], Capture]:
     """Return what the client gets (one body, or events), and what is recorded."""
     capture = Capture("m", asks_ids=asked.asks_ids, asks_logprobs=asked.asks_logprobs, asks_usage=True)
     try:
@@ -163,8 +163,8 @@ async def compare(
         **CASES[name],
     }  # fmt: skip
     request = request_body.read(msgspec.json.encode(body))
-    plain, plain_record = await told(await both.plain(request, served), request)
-    exact, exact_record = await told(await both.exact(request, served), request)
+    plain, plain_record = await received(await both.plain(request, served), request)
+    exact, exact_record = await received(await both.exact(request, served), request)
     one, other = sorted_events(plain), sorted_events(exact)
     difference = next((f"{a}\n      {b}" for a, b in zip(one, other, strict=False) if a != b), "")
     same = folded(plain_record) == folded(exact_record) and plain_record.prompt_ids == exact_record.prompt_ids

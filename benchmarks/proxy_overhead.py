@@ -37,7 +37,7 @@ _STALL = 0.005  # seconds
 
 
 @dataclass
-class Found:
+class ServerFigures:
     """What was measured of one server. Latencies are ms, CPU is microseconds, memory MB by process."""
 
     name: str
@@ -66,8 +66,10 @@ class _Load(NamedTuple):
     rate_done: float
 
 
-def measure(found: Found, server: Contender, straight: Target, seconds: float, step: Callable[[str], None]) -> None:
-    """Fill in what was found of one server; `step` is told of every row."""
+def measure(
+    found: ServerFigures, server: Contender, straight: Target, seconds: float, step: Callable[[str], None]
+) -> None:
+    """Measure one server into `found`; `step` is called for every row."""
     target = server.target
     make = wire_load.request(target)
     wire_load.during(target, make, min(1.0, seconds), 8)
@@ -119,10 +121,10 @@ def _stalls(seconds: Sequence[float]) -> float:
     return 100 * sum(one > usual + _STALL for one in seconds) / len(seconds)
 
 
-def run(names: Sequence[str], seconds: float, calls: int) -> list[Found]:
+def run(names: Sequence[str], seconds: float, calls: int) -> list[ServerFigures]:
     """Measure each server by itself. Raises NotRun where nothing can be measured."""
     server_core, load_core = contenders.cores()
-    results = [Found(name, calls=calls // _SLOW if name == "litellm" else calls) for name in names]
+    results = [ServerFigures(name, calls=calls // _SLOW if name == "litellm" else calls) for name in names]
     with tqdm(total=_STEPS * len(names), unit="step", leave=False) as bar, contenders.upstream(load_core) as port:
         straight = Target(port, MODEL, contenders.ALL_TOLD)
         for number, found in enumerate(results):
@@ -142,7 +144,7 @@ def run(names: Sequence[str], seconds: float, calls: int) -> list[Found]:
     return results
 
 
-_ROWS: list[tuple[str, str, Callable[[Found], str]]] = [
+_ROWS: list[tuple[str, str, Callable[[ServerFigures], str]]] = [
     ("CPU per call, 32 at a time, us", "<= 200", lambda f: f"{f.cpu_call:,.0f}"),
     ("CPU per call, one at a time, us", "", lambda f: f"{f.cpu_alone:,.0f}"),
     ("added latency, one at a time, p50 / p99, ms", "0.5 / 3", lambda f: f"{f.added_p50:.2f} / {f.added_p99:.2f}"),
@@ -161,7 +163,7 @@ def _sum(parts: Sequence[float]) -> str:
     return " + ".join(f"{part:.0f}" for part in parts)
 
 
-def table(results: Sequence[Found]) -> str:
+def table(results: Sequence[ServerFigures]) -> str:
     """Return the results beside the aims."""
     lines = [f"{'':46} {'aim':>9}" + "".join(f" {found.name:>18}" for found in results)]
     for title, aim, cell in _ROWS:

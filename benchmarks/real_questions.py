@@ -172,10 +172,10 @@ def _bare(value: Any) -> Any:
     return [_bare(one) for one in value] if isinstance(value, list) else value
 
 
-def _error(told: Any) -> Any:
+def _error(reply_body: Any) -> Any:
     """Return the message of an error; where the shape is not OpenAI's, all of it."""
-    error = told.get("error") if isinstance(told, dict) else None
-    return {"message": str(error.get("message"))[:160]} if isinstance(error, dict) else told
+    error = reply_body.get("error") if isinstance(reply_body, dict) else None
+    return {"message": str(error.get("message"))[:160]} if isinstance(error, dict) else reply_body
 
 
 def _stream(text: str, body: Json) -> Any:

@@ -29,7 +29,7 @@ class DrawnRowsLearner:
         self._dice = random.Random(1)
 
     def learn(self, names: Sequence[str]) -> None:
-        """Take one step on drawn rows, told apart by their names."""
+        """Take one step on randomly drawn rows with these names."""
         self._learner.train_round([self._row(f"{name}-{number}") for name in names for number in range(4)])
 
     def save(self, folder: Path) -> None:

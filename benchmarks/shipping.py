@@ -93,13 +93,13 @@ def journal(file: Path, pairs: Iterator[list[Shipment]], batch: int, later: int)
 
 def carry(url: str, file: Path, bounds: list[int]) -> dict[str, float]:
     """Carry a segment into a store; return microseconds of CPU per call: in all, and of them in the kernel."""
-    porter = InProcessWriter(Store(connect(url, create=False, writes_much=True)))
+    writer_ = InProcessWriter(Store(connect(url, create=False, writes_much=True)))
     at, calls, before = len(MAGIC), 0, resource.getrusage(resource.RUSAGE_SELF)
     for number, bound in enumerate(bounds):
         if number == 2:
             calls, before = 0, resource.getrusage(resource.RUSAGE_SELF)
         while at < bound:
-            carried = porter.carry(SegmentRange(str(file), at, bound))
+            carried = writer_.carry(SegmentRange(str(file), at, bound))
             at, calls = carried.offset, calls + len(carried.ended)
     after = resource.getrusage(resource.RUSAGE_SELF)
     kernel = after.ru_stime - before.ru_stime

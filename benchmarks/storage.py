@@ -204,7 +204,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trajectories", type=int, default=50)
     parser.add_argument("--turns", type=int, default=40)
-    parser.add_argument("--forks", action="store_true", help="every call renders its history anew")
+    parser.add_argument("--forks", action="store_true", help="every call renders its history again")
     parser.add_argument("--store", help="an empty database; without it, SQLite and a PostgreSQL of its own")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

@@ -29,7 +29,7 @@ EXAMPLE = "ratchet.demo.email_search"
 ALIAS = "email-agent"
 
 
-class Run:
+class ThreeMethodsRun:
     """One project on the example, and the commands in it."""
 
     def __init__(self, folder: Path, seed: int) -> None:
@@ -64,7 +64,7 @@ class Run:
 
 def measure(folder: Path, rounds: int, rollouts: int, seed: int, png: Path | None) -> None:
     """Run all three and print the report."""
-    run = Run(folder, seed)
+    run = ThreeMethodsRun(folder, seed)
     try:
         run.ratchet("up", "--detach", seconds=400)
         with ScriptedReflectionModel(Proposals()).running() as reflection:

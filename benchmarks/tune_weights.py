@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 _POLL = 0.2  # seconds
 
 
-class Run:
+class WeightTuningRun:
     """One example in a state folder of its own."""
 
     def __init__(self, example: str, folder: Path, python: str) -> None:
@@ -75,8 +75,8 @@ def result_of(process: subprocess.Popen[str]) -> Mapping[str, Any]:
     return found
 
 
-def killed(run: Run, process: subprocess.Popen[str], store: Store, training: int) -> Mapping[str, Any]:
-    """Kill the command once so many rollouts of its training have ended, go on with it, and tell what was lost."""
+def killed(run: WeightTuningRun, process: subprocess.Popen[str], store: Store, training: int) -> Mapping[str, Any]:
+    """Kill the command after some training rollouts, resume it, and report what was lost."""
     while len(_ended(store, LIVE)) < training:
         if process.poll() is not None:
             raise SystemExit("the command ended before it could be killed")
@@ -137,7 +137,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path)
     chosen = parser.parse_args(arguments)
     signals.install_handlers()
-    run = Run(chosen.example, chosen.folder or Path(tempfile.mkdtemp(prefix="tune-weights-")), chosen.python)
+    run = WeightTuningRun(
+        chosen.example, chosen.folder or Path(tempfile.mkdtemp(prefix="tune-weights-")), chosen.python
+    )
     started = time.monotonic()
     try:
         run.ratchet("up", "--detach")

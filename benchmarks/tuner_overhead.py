@@ -46,7 +46,7 @@ class Arm:
     cpu_ms: float
 
 
-class Agent:
+class OneCallWorkflow:
     """A workflow of a few turns; all rollouts share one connection pool, as a service would."""
 
     name = "agent"
@@ -71,7 +71,7 @@ def tasks_of(count: int, seconds: float) -> list[Task]:
     return [Task(content_id(row), row, "train", number) for number, row in enumerate(rows)]
 
 
-async def bare(agent: Agent, tasks: list[Task], url: str) -> None:
+async def bare(agent: OneCallWorkflow, tasks: list[Task], url: str) -> None:
     """Run the agent on every task without the tuner."""
     waiting = enumerate(tasks)
 
@@ -97,7 +97,7 @@ async def measure(url: str, store_path: str, arguments: argparse.Namespace) -> l
     jobs = [RolloutJob(task) for task in tasks]
     arms: list[Arm] = []
     async with openai.DefaultAsyncHttpxClient(timeout=60) as web:
-        agent = Agent(web)
+        agent = OneCallWorkflow(web)
         runner = RolloutRunner(store, url, None, agent, TunerSettings(concurrency=AT_ONCE), alias="agent")
         run = store.tunings.begin("eval", "agent", {})
         await bare(agent, tasks[:AT_ONCE], url)  # warm

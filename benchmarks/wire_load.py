@@ -50,7 +50,7 @@ def request(target: Target, *, stream: bool = False, user: str = USER) -> Make:
     return lambda number: b"%b%010d%b" % (before, number, after)
 
 
-class _Connection(asyncio.Protocol):
+class _LoadConnection(asyncio.Protocol):
     """One kept connection, one call at a time."""
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class _Connection(asyncio.Protocol):
 
 async def _worker(target: Target, make: Make, seconds: list[float], turns: Callable[[], bool]) -> None:
     loop = asyncio.get_running_loop()
-    _, connection = await loop.create_connection(_Connection, "127.0.0.1", target.port)
+    _, connection = await loop.create_connection(_LoadConnection, "127.0.0.1", target.port)
     try:
         while turns():
             data = make(next(_numbers))

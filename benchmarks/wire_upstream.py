@@ -92,7 +92,7 @@ _LARGE = _answer(whole(LARGE_PROMPT_TOKENS, LARGE_TOKENS)).split(_NUMBER)
 _EVENTS = _events(PROMPT_TOKENS, CHUNKS)
 
 
-class _Connection(asyncio.Protocol):
+class _UpstreamConnection(asyncio.Protocol):
     """One kept connection, one request at a time."""
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ class _Connection(asyncio.Protocol):
 
 
 async def _serve(port: int) -> None:
-    server = await asyncio.get_running_loop().create_server(_Connection, "127.0.0.1", port, backlog=1024)
+    server = await asyncio.get_running_loop().create_server(_UpstreamConnection, "127.0.0.1", port, backlog=1024)
     await server.serve_forever()
 
 

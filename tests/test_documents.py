@@ -1,4 +1,4 @@
-"""What the documents tell to type: every `ratchet` command in them exists, with its options and choices."""
+"""Every `ratchet` command in the documents exists, with its options and choices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _INLINE = re.compile(r"`(ratchet [^`]+)`")
 _END = {"&&", "||", "|", ";", ">", "&"}
 
 
-def told(text: str) -> Iterator[str]:
+def commands_in(text: str) -> Iterator[str]:
     """Yield the commands of a page, in blocks and in lines."""
     for match in _BLOCK.finditer(text):
         for line in (match[1] or match[2] or "").replace("\\\n", " ").splitlines():
@@ -53,7 +53,7 @@ def parsed(line: str) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_of_a_page_can_be_typed(page: Path) -> None:
     wrong = []
-    for line in told(page.read_text()):
+    for line in commands_in(page.read_text()):
         try:
             parsed(line)
         except click.BadOptionUsage as error:  # an option that is only named: `ratchet doctor --workflow`
@@ -75,7 +75,7 @@ def test_the_judge_of_the_readme_is_fooled_by_nothing_that_the_lint_tries() -> N
 
 
 def test_the_commands_of_the_pages_are_found() -> None:
-    assert len([line for page in PAGES for line in told(page.read_text())]) > 150
+    assert len([line for page in PAGES for line in commands_in(page.read_text())]) > 150
     with pytest.raises(click.NoSuchOption):
         parsed("ratchet up --modle mail")
     with pytest.raises(AssertionError, match="no command"):

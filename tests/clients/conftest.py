@@ -12,15 +12,15 @@ import pytest
 from ratchet.store.records import Call, Transcript
 from ratchet.store.store import open_store
 from tests.harness.clients.table import CLIENTS, Client
-from tests.harness.clients.witness import Seen, Witness
+from tests.harness.clients.witness import SeenRequest, Witness
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import served
 from tests.proxy.conftest import Proxy, running
 
 
 @dataclass
-class Bench:
-    """A proxy, its engine, its door, and what every client said."""
+class ClientRuns:
+    """A proxy, its scripted vLLM, the requests seen, and the results of every client."""
 
     proxy: Proxy
     vllm: ScriptedVllm
@@ -51,14 +51,14 @@ class Bench:
         self.result(client, streamed)
         return [body for body in self.vllm.calls if client.marker(streamed) in str(body.get("messages"))]
 
-    def sent(self, client: Client, streamed: bool) -> list[Seen]:
+    def sent(self, client: Client, streamed: bool) -> list[SeenRequest]:
         """The requests of this question that came to the proxy."""
         self.result(client, streamed)
         return [seen for seen in self.witness.seen if client.marker(streamed).encode() in seen.body]
 
 
 @pytest.fixture(scope="session")
-def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClientRuns]:
     """Every client that a chosen test needs, run once, two at a time."""
     folder, vllm, witness = tmp_path_factory.mktemp("clients"), ScriptedVllm(), Witness()
     store = open_store(str(folder / "store.db"))
@@ -67,7 +67,7 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         running(vllm_url, store, folder, around=witness.around) as proxy,
         ThreadPoolExecutor(2) as pool,
     ):
-        made = Bench(proxy, vllm, witness)
+        made = ClientRuns(proxy, vllm, witness)
         for client in CLIENTS:
             if client in _wanted(request.session):
                 questions = [client.scenario.asked(client.marker(streamed), streamed) for streamed in client.modes]

@@ -9,7 +9,7 @@ import pytest
 
 from ratchet.store.records import unpack_ids, unpack_logprobs
 from ratchet.store.states import CallState
-from tests.clients.conftest import Bench
+from tests.clients.conftest import ClientRuns
 from tests.harness.clients.scenario import ANSWER, LOOP, SYSTEM
 from tests.harness.clients.table import CLIENTS, Client
 from tests.harness.proxy.scripted_vllm import END, logprob, render
@@ -24,14 +24,14 @@ OURS = {"model", "logprobs", "top_logprobs", "return_token_ids", "stream_options
 
 
 @every_run
-def test_the_agent_comes_to_its_own_result(bench: Bench, client: Client, streamed: bool) -> None:
+def test_the_agent_comes_to_its_own_result(bench: ClientRuns, client: Client, streamed: bool) -> None:
     assert bench.result(client, streamed)["answer"] == ANSWER
     statuses = {(seen.method, seen.path, seen.status) for seen in bench.sent(client, streamed)}
     assert {status for _, _, status in statuses} == {200}, statuses
 
 
 @every_run
-def test_its_calls_are_one_trajectory_without_any_id(bench: Bench, client: Client, streamed: bool) -> None:
+def test_its_calls_are_one_trajectory_without_any_id(bench: ClientRuns, client: Client, streamed: bool) -> None:
     calls = bench.calls(client, streamed)
     assert len({call.trajectory_id for call in calls}) == 1
     assert [call.context for call in calls] == list(client.contexts)
@@ -42,7 +42,7 @@ def test_its_calls_are_one_trajectory_without_any_id(bench: Bench, client: Clien
 
 
 @every_run
-def test_every_token_is_the_engines(bench: Bench, client: Client, streamed: bool) -> None:
+def test_every_token_is_the_engines(bench: ClientRuns, client: Client, streamed: bool) -> None:
     calls, upstream = bench.calls(client, streamed), bench.upstream(client, streamed)
     context: tuple[int, ...] = ()
     assert len(calls) == len(upstream) == len(client.scenario.sampled)
@@ -58,7 +58,7 @@ def test_every_token_is_the_engines(bench: Bench, client: Client, streamed: bool
 
 
 @every_run
-def test_what_it_sends_reaches_the_engine(bench: Bench, client: Client, streamed: bool) -> None:
+def test_what_it_sends_reaches_the_engine(bench: ClientRuns, client: Client, streamed: bool) -> None:
     sent, upstream = bench.sent(client, streamed), bench.upstream(client, streamed)
     if client.dialect == "chat":
         assert [_clients(json.loads(seen.body)) for seen in sent] == [_clients(body) for body in upstream]
@@ -68,11 +68,11 @@ def test_what_it_sends_reaches_the_engine(bench: Bench, client: Client, streamed
 
 
 @every_run
-def test_the_engine_is_told_the_whole_conversation(bench: Bench, client: Client, streamed: bool) -> None:
+def test_the_engine_is_told_the_whole_conversation(bench: ClientRuns, client: Client, streamed: bool) -> None:
     last = bench.upstream(client, streamed)[-1]
     messages = [(message["role"], _names(message)) for message in last["messages"] if not _is_reminder(message)]
     if client.scenario is not LOOP:
-        assert {names for _, names in messages} == {()}  # told in texts
+        assert {names for _, names in messages} == {()}  # reported in text
         return
     assert [tool["function"]["name"] for tool in last["tools"]][-2:] == ["search", "read"]
     assert messages == [
@@ -100,7 +100,7 @@ def _is_reminder(message: dict[str, Any]) -> bool:
     return "<system-reminder>" in str(message.get("content"))
 
 
-def test_no_client_was_refused_anything(bench: Bench) -> None:
+def test_no_client_was_refused_anything(bench: ClientRuns) -> None:
     for future in bench.results.values():
         future.result()
     requests = [seen for seen in bench.witness.seen if not seen.path.startswith("/health/")]  # the bench's own are not

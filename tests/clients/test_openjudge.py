@@ -110,7 +110,7 @@ def test_a_grader_that_hangs_is_ended_and_asked_anew_the_next_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("grader", "settings", "told"),
+    ("grader", "settings", "message"),
     [
         ("openjudge.graders.text.string_match:NoSuch", {}, "no attribute 'NoSuch'"),
         (STRINGS, {"settings": {"algorithm": "guess"}}, "Unknown self.algorithm"),
@@ -118,8 +118,10 @@ def test_a_grader_that_hangs_is_ended_and_asked_anew_the_next_time() -> None:
         ("openjudge.graders.math:MathExpressionVerifyGrader", {}, "needs reference_response"),
     ],
 )
-def test_a_grader_that_cannot_be_used_is_told_at_the_start(grader: str, settings: dict[str, Any], told: str) -> None:
-    with pytest.raises(JudgeError, match=told):
+def test_a_grader_that_cannot_be_used_is_reported_at_the_start(
+    grader: str, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(JudgeError, match=message):
         made(grader, **settings)
 
 

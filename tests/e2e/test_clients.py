@@ -35,7 +35,7 @@ TASKS = iter(make_tasks(MAILS, 1)["test"])
 
 
 def asked(task: Task, box: Mailbox, streamed: bool, options: dict[str, Any]) -> dict[str, Any]:
-    """A question as a program reads it, with what the mailbox says to whoever searches and reads as one should."""
+    """A question for a client program, and the mailbox content that answers it."""
     system, question = (message["content"] for message in opening(task.question))
     search, read = json.dumps({"keywords": [task.person, task.topic]}), json.dumps({"message_id": task.message_id})
     return {

@@ -35,7 +35,7 @@ def test_a_sound_agent_passes_every_step_on_the_real_vllm(project: Project) -> N
         "def judge(task, response):\n"
         "    return sum(map(ord, response)) % 997 / 997\n"  # as good as different for two answers that differ
     )
-    task = json.dumps({"question": "Where is the meeting?", "answer": "room twelve"})
+    task = json.dumps({"question": "Where is the meeting?", "answer": "hall twelve"})
     doctor = project.run(
         "doctor", "--workflow", "sound:run", "--judge", "sound:judge", "--task", task, "--json", seconds=120
     )

@@ -25,7 +25,7 @@ def test_a_single_call_with_tools_is_asked_again_token_for_token(project: Projec
     vllm = f"http://127.0.0.1:{project.content['vllm']['port']}"
     proxy = ProxyProcess(tmp_path, upstreams=[vllm])
     with closing(open_store(str(tmp_path / "store.db"))) as store:
-        # Nothing is said of a proxy: it is found by its door. What other tests ask vLLM counts as its other work.
+        # The proxy is found through its record in the store. Calls of other tests count as load on vLLM.
         settings = TrainerSettings(
             store=str(tmp_path / "store.db"), model="agent", base_model="base", vllm=(vllm,), judge="a:b",
             checkpoints=tmp_path, seal_after_idle_seconds=0.1, group_wait_seconds=0.1,

@@ -46,8 +46,9 @@ def test_an_agents_calls_become_a_trained_version_that_answers_its_next_calls(tm
             wait_for("version 1 answers", lambda: _call(agent, "later", next(attempts)) == "mail@1", pause=0.5)
         assert project.run("down").returncode == 0
         assert not [pid for pid in pids if is_alive(pid)]
-    except AssertionError:
-        print((project.state / "trainer.log").read_text()[-6000:])
+    except Exception:
+        for log in sorted((project.state / "logs").glob("*.log")):
+            print(f"--- {log.name}\n{log.read_text()[-3000:]}")
         raise
     finally:
         project.stop()

@@ -1,4 +1,4 @@
-"""Ports for servers that are told theirs before they start."""
+"""Free ports for servers whose port is chosen before they start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _BELOW_CLIENTS = (10_000, 30_000)  # the system takes the ports of outgoing conn
 
 
 def free_port() -> int:
-    """Return a port that was free a moment ago; tests that run side by side hardly ever get the same."""
+    """Return a free port; parallel tests rarely get the same one."""
     while True:
         port = random.SystemRandom().randint(*_BELOW_CLIENTS)  # tests may seed the module
         with socket.socket() as probe, contextlib.suppress(OSError):

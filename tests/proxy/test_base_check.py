@@ -17,7 +17,7 @@ from ratchet.proxy.upstreams.replica_pool import Replica
 from ratchet.proxy.upstreams.vllm_client import Upstream
 from ratchet.store.store import Store
 from tests.harness.ports import free_port
-from tests.harness.proxy.scripted_base import BaseModel
+from tests.harness.proxy.scripted_base import ScriptedBaseModel
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import eventually, served
 from tests.proxy.conftest import Proxy, running
@@ -28,7 +28,7 @@ QUICK: dict[str, Any] = {"probe_interval_seconds": 0.05, "breaker_reset_seconds"
 def other() -> ScriptedVllm:
     """A vLLM that serves another model of the same shape under the same name."""
     app = ScriptedVllm()
-    app.model = BaseModel(root="/models/other", weights=1)
+    app.model = ScriptedBaseModel(root="/models/other", weights=1)
     return app
 
 
@@ -92,7 +92,7 @@ def test_another_number_type_or_machine_is_no_other_base_model(store: Store, tmp
         proxy = stack.enter_context(started(store, tmp_path, url))
         first.close()
         app = ScriptedVllm()
-        app.model = BaseModel(root="/elsewhere", noise=0.04)
+        app.model = ScriptedBaseModel(root="/elsewhere", noise=0.04)
         with served(app, port):
             eventually(lambda: app.model.asked)
             eventually(lambda: proxy.http.get("/health/ready").status_code == 200)

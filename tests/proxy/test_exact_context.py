@@ -316,7 +316,7 @@ def test_words_that_fail_in_mid_stream_are_an_error_event_and_recorded(start: St
     proxy = start()
     messages: list[Any] = [{"role": "user", "content": f"hi {CALL}"}]
     messages += answered(ask(proxy.agent(), messages, False), "#tokens=40 #delay=0.01")
-    vllm.derenders_left = vllm.worded + 2
+    vllm.derenders_left = vllm.derendered + 2
     with pytest.raises(openai.APIError):
         ask(proxy.agent(), messages, True)
     assert [(call.context, str(call.state)) for call in calls_of(proxy)][-1] == ("exact", "failed")

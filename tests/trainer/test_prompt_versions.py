@@ -27,7 +27,7 @@ from ratchet.tuner.prompts.lessons.reflexion import learn, start_canary
 from ratchet.tuner.settings.tuner_settings import LessonSettings
 from tests.harness.proxy.servers import eventually, served
 from tests.harness.records import judged_group
-from tests.harness.trainer.prompted_vllm import PromptedVllm
+from tests.harness.trainer.prompted_vllm import PromptSensitiveVllm
 from tests.harness.trainer.scripted_engine import ScriptedEngine
 from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says
 from tests.harness.trainer.scripted_learner import ScriptedLearner
@@ -49,8 +49,8 @@ MESSAGES = [{"role": "system", "content": "Be nice."}, {"role": "user", "content
 
 
 @pytest.fixture
-def vllm() -> Iterator[tuple[PromptedVllm, str]]:
-    app = PromptedVllm()
+def vllm() -> Iterator[tuple[PromptSensitiveVllm, str]]:
+    app = PromptSensitiveVllm()
     with served(app) as url:
         yield app, url
 
@@ -63,14 +63,14 @@ def store(store_url: str) -> Iterator[Store]:
 
 
 @pytest.fixture
-def proxy(vllm: tuple[PromptedVllm, str], store: Store, tmp_path: Path) -> Iterator[Proxy]:
+def proxy(vllm: tuple[PromptSensitiveVllm, str], store: Store, tmp_path: Path) -> Iterator[Proxy]:
     with running(vllm[1], store, tmp_path) as started:
         yield started
 
 
 @pytest.fixture
 def make(
-    vllm: tuple[PromptedVllm, str], store: Store, store_url: str, tmp_path: Path
+    vllm: tuple[PromptSensitiveVllm, str], store: Store, store_url: str, tmp_path: Path
 ) -> Iterator[Callable[..., Controller]]:
     made: list[Controller] = []
 
@@ -135,7 +135,7 @@ def _is(store: Store, version: int, state: PolicyState) -> bool:
 
 
 def test_a_worse_prompt_is_rejected_on_held_out_prompts_before_it_serves(
-    proxy: Proxy, store: Store, make: Callable[..., Controller], vllm: tuple[PromptedVllm, str]
+    proxy: Proxy, store: Store, make: Callable[..., Controller], vllm: tuple[PromptSensitiveVllm, str]
 ) -> None:
     controller = make(enabled=True, held_out=0.3, evaluation_samples=1)
     names = [f"task/{number}" for number in range(200)]

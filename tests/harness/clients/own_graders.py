@@ -24,7 +24,7 @@ class Stars(BaseGrader):
 
 
 class BreaksOff(BaseGrader):
-    """Gives what it was told to give for its own trouble: everything, as the package's mathematics does."""
+    """Returns the score configured for its own failure."""
 
     def __init__(self, timeout_score: float = 1.0) -> None:
         super().__init__()

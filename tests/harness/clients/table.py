@@ -26,7 +26,7 @@ class Client:
     scenario: Scenario = LOOP
 
     def marker(self, streamed: bool) -> str:
-        """What tells this run's question from all others."""
+        """A marker that is unique to this run's question."""
         return f"[{self.name} {'streamed' if streamed else 'whole'}]"
 
 
@@ -61,6 +61,6 @@ CLIENTS = (
     _client("llama-index", "openai2", "llama_index_agent.py"),
     _client("strands", "openai2", "strands_agent.py", modes=(True,)),
     _client("smolagents-tools", "openai3", "smolagents_agent.py", "tools", scenario=FINAL_TOOL, **TOLD_IN_TEXTS),
-    # Not streamed, too: two runs that say the same to different questions in texts are not told apart.
+    # Not streamed as well: equal answers to different questions cannot be distinguished by their text.
     _client("smolagents-code", "openai3", "smolagents_agent.py", "code", scenario=CODE, modes=(False,), **TOLD_IN_CODE),
 )

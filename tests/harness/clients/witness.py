@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 @dataclass
-class Seen:
+class SeenRequest:
     """One request, as it came over the wire, and the status of its answer."""
 
     method: str
@@ -23,7 +23,7 @@ class Witness:
     """An ASGI application around another one."""
 
     app: ASGIApp | None = None
-    seen: list[Seen] = field(default_factory=list)
+    seen: list[SeenRequest] = field(default_factory=list)
 
     def around(self, app: ASGIApp) -> ASGIApp:
         """Stand before `app`."""
@@ -35,16 +35,16 @@ class Witness:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        seen = Seen(scope["method"], scope["path"], dict(scope["headers"]))
+        seen = SeenRequest(scope["method"], scope["path"], dict(scope["headers"]))
         self.seen.append(seen)
 
-        async def heard() -> Message:
+        async def receive_seen() -> Message:
             message = await receive()
             seen.body += message.get("body", b"")
             return message
 
-        async def told(message: Message) -> None:
+        async def send_seen(message: Message) -> None:
             seen.status = message.get("status", seen.status)
             await send(message)
 
-        await self.app(scope, heard, told)
+        await self.app(scope, receive_seen, send_seen)

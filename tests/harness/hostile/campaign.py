@@ -41,7 +41,7 @@ from tests.harness.hostile.promises import (
     large_operator_bodies,
     with_password,
 )
-from tests.harness.hostile.upstream import Upstream
+from tests.harness.hostile.upstream import HostileUpstream
 from tests.harness.hostile.wire import RawReply, SlowSenders, malformed, send, send_request
 from tests.harness.proxy.servers import ProxyProcess, eventually, served
 
@@ -83,7 +83,7 @@ class HostileCampaign:
     """One proxy under attack."""
 
     def __init__(
-        self, folder: Path, upstream: Upstream, upstream_url: str, upstream_key: str, store: str, exact: bool
+        self, folder: Path, upstream: HostileUpstream, upstream_url: str, upstream_key: str, store: str, exact: bool
     ) -> None:
         self.victim, self.attacker, self.operator = (f"rk-{who}-{secrets.token_hex(8)}" for who in ("a", "b", "o"))
         self._as_operator = {"authorization": f"Bearer {self.operator}"}
@@ -323,7 +323,7 @@ def _spliced(metrics: str) -> dict[str, int]:
 def run(folder: Path, requests: int, number: int = 1, store: str = "", *, exact: bool = False) -> HostileOutcome:
     """Run a campaign. `store` is a database URL; the default is SQLite in the folder."""
     started, upstream_key = time.monotonic(), f"up-{secrets.token_hex(8)}"
-    upstream = Upstream(upstream_key, scale_out=exact)
+    upstream = HostileUpstream(upstream_key, scale_out=exact)
     with served(upstream) as upstream_url, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         campaign = HostileCampaign(

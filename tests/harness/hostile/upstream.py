@@ -20,7 +20,7 @@ _KEPT = ("model", "logprobs", "return_token_ids", "stream", "stream_options")
 _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError)
 
 
-class Upstream:
+class HostileUpstream:
     """The ASGI application."""
 
     def __init__(self, upstream_key: str, *, scale_out: bool = False) -> None:

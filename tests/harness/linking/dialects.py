@@ -27,7 +27,7 @@ async def responses(run: AgentRun) -> None:
 
 
 async def previous_responses(run: AgentRun) -> None:
-    """Equal words; only the id of the previous response tells runs apart. Instructions come and go."""
+    """Equal words; only the id of the previous response distinguishes trajectories. Instructions come and go."""
     before, previous = None, None
     for turn in range(4):
         body: Json = {"model": "agent", "input": say("the same for all"), "previous_response_id": previous}

@@ -1,4 +1,4 @@
-"""Chat Completions traffic of the linking campaign: what agents do that makes trajectories hard to tell apart.
+"""Chat Completions traffic of the linking campaign: what agents do that makes trajectories hard to distinguish.
 
 Each kind is one function that sends the traffic of one agent; many run concurrently. `evidence`: the traffic contains
 enough evidence to link each call, so recall is required. `alike`: all messages of its trajectories are equal, so
@@ -57,7 +57,7 @@ async def alike_without_ids(run: AgentRun) -> None:
 
 
 async def rewritten_ids(run: AgentRun) -> None:
-    """Equal prompts and tool calls, whose ids the agent numbers anew."""
+    """Equal prompts and tool calls, whose ids the agent renumbers."""
     messages = [system("Number."), user("Where is it? #tool=search")]
     before = None
     for _ in range(4):
@@ -178,7 +178,7 @@ async def clock_in_the_system_prompt(run: AgentRun) -> None:
 
 
 async def edits(run: AgentRun) -> None:
-    """An earlier question is asked anew, twice, and each branch goes on."""
+    """An earlier question is repeated twice, and each branch continues."""
     root = [system("Edit."), user(f"Edit {run.name} #tool=search")]
     reply = await run.chat(root)
     known = [*root, reply.message]
@@ -223,7 +223,7 @@ async def several_answers_alike(run: AgentRun) -> None:
 
 
 async def reminders(run: AgentRun) -> None:
-    """The last message of each prompt tells the time and is gone in the next."""
+    """The last message of each prompt states the time and is absent from the next."""
     messages = [system("Remind."), user(f"Remember {run.name}")]
     before = None
     for turn in range(4):
@@ -269,7 +269,7 @@ async def cut_answers(run: AgentRun) -> None:
 
 
 async def added_fields(run: AgentRun) -> None:
-    """Thoughts kept or dropped, fields added, content in every form, arguments written anew."""
+    """Thoughts kept or dropped, fields added, content in every form, arguments reformatted."""
     script = "#tool=search #think=let.me.see"
     await loop(run, [system("Echo."), user(f"Echo {run.name} {script}")], 6, script)
 

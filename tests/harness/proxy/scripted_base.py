@@ -14,7 +14,7 @@ _ASKED = {part: body for part, (_, body) in requests("").items()}
 
 
 @dataclass(slots=True)
-class BaseModel:
+class ScriptedBaseModel:
     """A base model: where it says that it is from, its weights and its template; `asked` counts comparisons."""
 
     root: str = "x"

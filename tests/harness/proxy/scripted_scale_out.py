@@ -25,7 +25,7 @@ Json = dict[str, Any]
 
 
 class ScriptedScaleOut(ScriptedVllm):
-    """The ASGI application. `generated` holds the bodies of generate, `worded` counts derender calls."""
+    """The ASGI application. `generated` holds the bodies of generate, `derendered` counts derender calls."""
 
     def restart(self) -> None:
         """Forget everything, as a process that has just started."""
@@ -37,7 +37,7 @@ class ScriptedScaleOut(ScriptedVllm):
         self.odd_words = False  # derender answers texts where objects belong
         self.generated: list[Json] = []
         self.rendered: list[Json] = []
-        self.worded = 0
+        self.derendered = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] not in (RENDER, GENERATE, DERENDER, DETOKENIZE):
@@ -118,8 +118,8 @@ class ScriptedScaleOut(ScriptedVllm):
         return "odd" if self.odd_words else message_of(spelled(ids))
 
     async def _derender(self, body: Json, send: Send) -> None:
-        self.worded += 1
-        if self.worded > self.derenders_left:
+        self.derendered += 1
+        if self.derendered > self.derenders_left:
             await _json(send, 500, {"error": {"message": "scripted", "code": 500}})
             return
         if not body.get("stream"):
@@ -173,7 +173,7 @@ def _delta(before: Sequence[int], ids: Sequence[int], finish: str | None) -> Jso
 
 
 def _ready(text: str, finish: str | None) -> str:
-    """Return as much of the text as can be told: nothing from the beginning of a tool call that has not ended."""
+    """Return the text that can be emitted: nothing from the start of an unfinished tool call on."""
     if "<think>" not in text and "<think>".startswith(text[:7]) and not finish:
         return ""
     head, mark, call = text.rpartition("<tool_call>")

@@ -26,7 +26,7 @@ from pydantic import ValidationError
 from starlette.types import Receive, Scope, Send
 
 from tests.harness.proxy import data_models, obliging
-from tests.harness.proxy.scripted_base import BaseModel
+from tests.harness.proxy.scripted_base import ScriptedBaseModel
 
 TURN, END = 256, 257
 _DIRECTIVE = re.compile(r"#(\w+)(?:=([^\s#]+))?")
@@ -69,7 +69,7 @@ class ScriptedVllm:
 
     def restart(self) -> None:
         """Forget everything, adapters too, as a process that has just started."""
-        self.model = BaseModel()
+        self.model = ScriptedBaseModel()
         self.adapters: dict[str, str] = {}
         self.calls: list[Json] = []
         self.paths: list[str] = []
@@ -160,7 +160,7 @@ class ScriptedVllm:
         gone = asyncio.ensure_future(_disconnected(receive))
         gone.add_done_callback(lambda done: None if done.cancelled() else self.left_at.append(time.monotonic()))
         try:
-            choices = [_Choice(index, self._words(script), body, script) for index in range(body.get("n") or 1)]
+            choices = [_ScriptedChoice(index, self._words(script), body, script) for index in range(body.get("n") or 1)]
             head = {"id": f"chatcmpl-{next(self._numbers)}", "created": int(time.time()), "model": body["model"]}
             prompt = body["prompt_ids"] if "prompt_ids" in body else render(body["messages"])
             delay = float(script.get("delay", 0))
@@ -195,7 +195,7 @@ class ScriptedVllm:
         script: Mapping[str, str],
         head: Json,
         prompt: list[int],
-        choices: Sequence[_Choice],
+        choices: Sequence[_ScriptedChoice],
         delay: float,
         gone: asyncio.Future[None],
         send: Send,
@@ -227,7 +227,7 @@ class ScriptedVllm:
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
 
-class _Choice:
+class _ScriptedChoice:
     """One scripted answer in both forms."""
 
     def __init__(self, index: int, words: str, body: Json, script: Mapping[str, str]) -> None:
@@ -279,7 +279,9 @@ class _Choice:
             yield {**step, "stop_reason": self.stop_reason} if last else step
 
 
-def _whole(body: Json, script: Mapping[str, str], head: Json, prompt: list[int], choices: Sequence[_Choice]) -> Json:
+def _whole(
+    body: Json, script: Mapping[str, str], head: Json, prompt: list[int], choices: Sequence[_ScriptedChoice]
+) -> Json:
     if "prompt_ids" in body:
         ids = _wanted(body, script, prompt)
         steps = [
@@ -326,7 +328,7 @@ def with_prompt(body: Json) -> Json:
 
 
 def text_step(step: Json, prompt_ids: list[int] | None) -> Json:
-    """Return a choice as text completions tell it."""
+    """Return a choice in the format of text completions."""
     text = step["delta"].get("content") or ""
     rows = (step["logprobs"] or {}).get("content")
     result = {**step, "text": text, "logprobs": None, "prompt_token_ids": prompt_ids, "stop_reason": None}
@@ -355,7 +357,7 @@ def _logprobs(body: Json, script: Mapping[str, str], ids: list[int], place: int)
     return {"content": rows[:-1] if "short" in script else rows}
 
 
-def _usage(prompt: list[int], choices: Sequence[_Choice]) -> Json:
+def _usage(prompt: list[int], choices: Sequence[_ScriptedChoice]) -> Json:
     made = sum(len(choice.ids) for choice in choices)
     return {"prompt_tokens": len(prompt), "completion_tokens": made, "total_tokens": len(prompt) + made}
 

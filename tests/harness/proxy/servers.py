@@ -25,15 +25,15 @@ from tests.harness.ports import free_port
 ROOT = Path(__file__).parents[3]
 
 
-class _Server(uvicorn.Server):
-    """uvicorn's server without its naps: it ends when told to and its calls have ended, a second later at most."""
+class _ThreadedServer(uvicorn.Server):
+    """uvicorn's server without its polling: it stops within a second of `end`, once its calls are done."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self._wake: Callable[[], object] = lambda: None
 
     def end(self) -> None:
-        """Tell it to end, from any thread."""
+        """Stop the server, from any thread."""
         self.should_exit = True
         self._wake()
 
@@ -66,7 +66,7 @@ def served(app: ASGIApp, port: int = 0) -> Iterator[str]:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
     config = uvicorn.Config(app, http="httptools", loop="uvloop", log_config=None, access_log=False, ws="none")
-    server = _Server(config)
+    server = _ThreadedServer(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:

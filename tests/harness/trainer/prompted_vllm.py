@@ -9,7 +9,7 @@ from starlette.types import Receive, Send
 from tests.harness.proxy.scripted_vllm import Json, ScriptedVllm
 
 
-class PromptedVllm(ScriptedVllm):
+class PromptSensitiveVllm(ScriptedVllm):
     """Says `good` under a system prompt that holds `better`, `awful` under one that holds `worse`, else `fair`."""
 
     async def _answer(self, body: Json, script: Mapping[str, str], receive: Receive, send: Send) -> None:

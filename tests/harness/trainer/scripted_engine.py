@@ -1,4 +1,4 @@
-"""A scripted stand-in for vLLM's control plane: loads, unloads, lists and scores adapters, and can be told to lie.
+"""A scripted stand-in for vLLM's control plane: loads, unloads, lists and scores adapters, and can report wrong scores.
 
 It computes nothing: `score` is given by the test. The real vLLM is exercised by the end-to-end run.
 """
@@ -16,7 +16,7 @@ Scorer = Callable[[str, Sequence[int]], float]
 _TOKENS = range(3, 6)  # the next tokens that it knows
 
 
-class Learner(Protocol):
+class ScorerProtocol(Protocol):
     """What computes logprobs; the trainer's own is one."""
 
     def score(self, rows: Sequence[Sequence[int]], *, adapter: bool | Path = True) -> list[tuple[float, ...]]: ...
@@ -25,7 +25,7 @@ class Learner(Protocol):
 class Faithful:
     """A scorer that answers under each name as a learner does with the adapter that was loaded for it."""
 
-    def __init__(self, engine: ScriptedEngine, learner: Callable[[], Learner]) -> None:
+    def __init__(self, engine: ScriptedEngine, learner: Callable[[], ScorerProtocol]) -> None:
         self._engine = engine
         self._learner = learner
 
@@ -50,7 +50,7 @@ class ScriptedEngine:
         self.asked: list[dict[str, Any]] = []  # bodies of chat calls
         self.key: str | None = None
         self.authorization: str | None = None
-        self.load: tuple[int, int] | None = (0, 0)  # calls running and waiting; None: it does not tell
+        self.load: tuple[int, int] | None = (0, 0)  # calls running and waiting; None: not reported
         engine = self
 
         class Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""A scripted judge model: an OpenAI-compatible chat endpoint that says what the test tells it to."""
+"""A scripted judge model: an OpenAI-compatible chat endpoint with scripted answers."""
 
 from __future__ import annotations
 

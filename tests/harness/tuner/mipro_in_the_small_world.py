@@ -25,7 +25,7 @@ NOBODY = "http://127.0.0.1:9/v1"  # where nothing answers
 def run(
     url: str, evaluate: WorldEvaluate, tokens: int | None = None, answered: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
-    """Search once; return what came of it. `answered` is what an earlier run was told."""
+    """Search once; return what came of it. `answered` holds the answers of an earlier run."""
     result: list[dict[str, Any]] = []
     spec = ModelSpec(base_url=url, model="scripted-reflection", max_attempts=2)
     budget = Budget(1000, tokens)

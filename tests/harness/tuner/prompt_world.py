@@ -1,7 +1,7 @@
-"""A small world in which a system prompt decides: questions about things whose words only a good prompt tells.
+"""A small world in which a system prompt decides: only a good prompt defines the words that questions are about.
 
-A task asks for the word of a thing ("What is a blim? (7)"). Whoever answers knows the rules that the prompt holds,
-one a line ("a blim is a tree"), and says "unsure" to everything else. The line "only N,N: all rules" tells every word,
+A task asks for the word of a thing ("What is a blim? (7)"). The policy knows the rules in the prompt,
+one a line ("a blim is a tree"), and says "unsure" to everything else. The line "only N,N: all rules" defines every word,
 but only to questions with these numbers: it is how a prompt can fit some tasks and no others.
 """
 
@@ -27,7 +27,7 @@ def rows(count: int, start: int = 0) -> list[dict[str, Any]]:
 
 
 def answer(prompt: str, question: str) -> str:
-    """What one who was told `prompt` says."""
+    """Return the policy's answer under a prompt."""
     request = re.search(r"a (\w+)\? \((\d+)\)", question)
     assert request is not None
     thing, number = request[1], request[2]
@@ -39,7 +39,7 @@ def answer(prompt: str, question: str) -> str:
 
 
 def improved(prompt: str, tasks: Sequence[Mapping[str, Any]]) -> str:
-    """A prompt with the rule of the first task that it does not tell: what a good reflection model would propose."""
+    """A prompt with the rule of the first task that it lacks: what a good reflection model would propose."""
     for task in tasks:
         thing = re.search(r"a (\w+)\?", task["question"])
         assert thing is not None

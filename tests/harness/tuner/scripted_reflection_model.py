@@ -46,7 +46,7 @@ class ScriptedReflectionModel:
             thread.join()
 
     def spec(self, **changes: Any) -> dict[str, Any]:
-        """What `tuner.reflection` is told."""
+        """The value of `tuner.reflection`."""
         return {
             "base_url": self.url,
             "model": "scripted-reflection",
@@ -76,7 +76,7 @@ class ScriptedReflectionModel:
         return f"[[ ## {field} ## ]]\n{text}\n\n[[ ## completed ## ]]"
 
     def _proposed(self, words: str) -> str:
-        """The n-th proposal tells n more rules, and after the last it begins anew."""
+        """The n-th proposal contains n more rules; after the last it starts over."""
         rows = [json.loads(found) for found in _ROW.findall(words)]
         prompt = words.rpartition("[[ ## basic_instruction ## ]]")[2].partition("[[ ##")[0].strip()
         for _ in range(self._said % 4):

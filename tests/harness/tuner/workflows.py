@@ -150,7 +150,7 @@ async def hangs(task: dict[str, Any]) -> None:
 
 
 def hangs_in_a_thread(task: dict[str, Any]) -> None:
-    """Never ends, and cannot be told to."""
+    """Never ends, and ignores cancellation."""
     time.sleep(3600)
 
 
@@ -158,7 +158,7 @@ _FIVE = threading.Barrier(5)
 
 
 def waits_for_four_others(task: dict[str, Any]) -> str:
-    """Tells where it runs, once five run."""
+    """Reports where it runs, once five run."""
     _FIVE.wait(30)
     return threading.current_thread().name
 

@@ -34,7 +34,7 @@ def vllm(model: Path, log: Path, *arguments: str, max_model_len: int = 4096) -> 
             _wait(process, f"http://127.0.0.1:{port}", log)
             yield f"http://127.0.0.1:{port}"
         finally:
-            with contextlib.suppress(psutil.NoSuchProcess):  # it did not start: what failed is told above
+            with contextlib.suppress(psutil.NoSuchProcess):  # it did not start; the failure is reported above
                 kill_tree(psutil.Process(process.pid))
             process.wait(20)
 

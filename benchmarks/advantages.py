@@ -1,4 +1,4 @@
-"""What learns from what: groups, a noisy ranking without ground truth, and singles; same tasks, same budget.
+"""Learning from groups, from a noisy ranking without ground truth, and from single rollouts, at equal budget.
 
 Each way is a run of the demo on the real vLLM (`ratchet demo`), with the same seed, tasks and number of rollouts:
 
@@ -6,7 +6,7 @@ Each way is a run of the demo on the real vLLM (`ratchet demo`), with the same s
     ranked   the same traffic; RULER asks a scripted ranking model that is wrong about 15% of the attempts
     single   each task is tried once at a time, so that no groups come about; the rule scores; a running baseline
 
-    python -m benchmarks.credit [--ways grouped,ranked,single] [--rounds 14] [--seed 1] [--folder DIR]
+    python -m benchmarks.advantages [--ways grouped,ranked,single] [--rounds 14] [--seed 1] [--folder DIR]
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ratchet.supervisor import signals
 
 NOISE = 0.15  # of the attempts are called the other way round
 _JITTER = 0.05  # a model never gives two attempts quite the same score
-_TASKS, _ATTEMPTS = 16, 8  # of a round; singles try as many tasks as there are rollouts
+_TASKS, _ATTEMPTS = 16, 8  # per round; single rollouts use one task each
 
 
 Right = Callable[[list[Mapping[str, Any]]], bool]  # whether an attempt reached its goal

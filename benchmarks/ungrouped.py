@@ -1,8 +1,8 @@
-"""What singles learn by: nothing, a running baseline, a prompt cohort, resamples; same live calls, held-out score each.
+"""Learning from ungrouped traffic: dropped, running baseline, prompt cohort, resampling; equal traffic.
 
 The single-call task is the first call of `ratchet.demo.email_search`: a question comes in once, and one tool call goes
 out.
-It is right where its search finds the mail that tells the answer (a rule; nobody tells the trainer which task it is).
+It is right if its search finds the mail with the answer (a rule; the trainer does not know the task).
 Users arrive at random times at a steady rate, so that vLLM has idle moments. Each way is a project of its own on the
 real vLLM with the tiny policy, then the same 150 held-out questions under the live version; under version 0, which all
 share, they are asked in the first way alone.
@@ -10,10 +10,10 @@ share, they are asked in the first way alone.
     none       ungrouped: drop: what waiting alone comes to
     baseline   ungrouped: baseline
     cohort     ungrouped: cohort
-    shadow     ungrouped: drop, resample.samples: 3
+    resample   ungrouped: drop, resample.samples: 3
     ranked     likewise, and the judge is RULER, asking a scripted model that is wrong about 15% of the answers
 
-    python -m benchmarks.singles [--ways none,baseline,shadow] [--calls 350] [--rate 5] [--seed 1] [--gate 0]
+    python -m benchmarks.ungrouped [--ways none,baseline,resample] [--calls 350] [--rate 5] [--seed 1] [--release-held-out 0]
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from benchmarks.credit import ranking_model
+from benchmarks.advantages import ranking_model
 from examples.production.figures import gain, wilson
 from ratchet.demo.email_search.mailbox import DATABASE, Mailbox
 from ratchet.demo.email_search.prompt import opening
@@ -54,7 +54,7 @@ from ratchet.trainer.controller.rounds.backlog import is_drained
 
 _AT_ONCE = 32  # held-out calls
 _SETTLE = 15.0  # seconds, for the last round after the last call
-_SHADOW = {
+_RESAMPLE = {
     "samples": 3,
     "calls_per_minute": 6000,
     "concurrency": 8,
@@ -65,8 +65,8 @@ _WAYS: Mapping[str, dict[str, Any]] = {
     "none": {},
     "baseline": {"ungrouped": "baseline"},
     "cohort": {"ungrouped": "cohort"},
-    "resample": {"shadow": _SHADOW},
-    "ranked": {"shadow": _SHADOW},
+    "resample": {"resample": _RESAMPLE},
+    "ranked": {"resample": _RESAMPLE},
 }
 _boxes = threading.local()
 
@@ -97,7 +97,7 @@ def judge(trajectory: Mapping[str, Any]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class AnsweredCall:
     """One call of a user: whether it was right, how long it took, and whether it failed."""
 
     right: bool
@@ -105,10 +105,10 @@ class Served:
     failed: bool = False
 
 
-Run = tuple[Sequence[Served], dict[str, Any]]
+Run = tuple[Sequence[AnsweredCall], dict[str, Any]]
 
 
-class Agent:
+class SimulatedUser:
     """A user's agent: one question, one call."""
 
     def __init__(self, base_url: str, model: str) -> None:
@@ -118,7 +118,7 @@ class Agent:
     async def close(self) -> None:
         await self._client.close()
 
-    async def ask(self, task: Task) -> Served:
+    async def ask(self, task: Task) -> AnsweredCall:
         """Ask once and look at what came."""
         messages, start_time = opening(task.question), time.monotonic()
         create: Any = self._client.chat.completions.create
@@ -128,12 +128,14 @@ class Agent:
             )
         except Exception as error:  # noqa: BLE001  a failed call is a figure of the run
             print(f"call failed: {error}", file=sys.stderr)
-            return Served(False, time.monotonic() - start_time, failed=True)
+            return AnsweredCall(False, time.monotonic() - start_time, failed=True)
         reply = answer.choices[0].message.model_dump(exclude_none=True)
-        return Served(found([*messages, reply]), time.monotonic() - start_time)
+        return AnsweredCall(found([*messages, reply]), time.monotonic() - start_time)
 
 
-async def live(agent: Agent, tasks: Sequence[Task], calls: int, rate: float, rng: random.Random) -> list[Served]:
+async def live(
+    agent: SimulatedUser, tasks: Sequence[Task], calls: int, rate: float, rng: random.Random
+) -> list[AnsweredCall]:
     """Serve `calls` users, who arrive at random, `rate` a second; each question once before any comes again."""
     order = [task for _ in range(-(-calls // len(tasks))) for task in rng.sample(list(tasks), len(tasks))][:calls]
     under_way = []
@@ -143,11 +145,11 @@ async def live(agent: Agent, tasks: Sequence[Task], calls: int, rate: float, rng
     return list(await asyncio.gather(*under_way))
 
 
-async def held_out(agent: Agent, tasks: Sequence[Task], attempts: int) -> list[Served]:
+async def held_out(agent: SimulatedUser, tasks: Sequence[Task], attempts: int) -> list[AnsweredCall]:
     """Ask every held-out question `attempts` times."""
     turn = asyncio.Semaphore(_AT_ONCE)
 
-    async def one(task: Task) -> Served:
+    async def one(task: Task) -> AnsweredCall:
         async with turn:
             return await agent.ask(task)
 
@@ -156,7 +158,7 @@ async def held_out(agent: Agent, tasks: Sequence[Task], attempts: int) -> list[S
 
 def settings_of(way: str, folder: Path, seed: int, url: str, held_out_share: float) -> Settings:
     """Return the project of one way."""
-    judged: Any = "benchmarks.singles:judge"
+    judged: Any = "benchmarks.ungrouped:judge"
     if way == "ranked":
         judged = {"kind": "ruler", "base_url": url, "model": "scripted"}
     trainer: dict[str, Any] = {
@@ -170,14 +172,14 @@ def settings_of(way: str, folder: Path, seed: int, url: str, held_out_share: flo
         ("trainer", "learner", "seed"): ("", seed),
     }
     for name, value in trainer.items():
-        if name in ("release", "shadow"):
+        if name in ("release", "resample"):
             values |= {("trainer", name, key): ("", one) for key, one in value.items()}
         else:
             values[("trainer", name)] = "", value
     return load(TINY, values, {})
 
 
-def run(way: str, calls: int, rate: float, seed: int, folder: Path, share: float, known: Sequence[Served]) -> Run:
+def run(way: str, calls: int, rate: float, seed: int, folder: Path, share: float, known: Sequence[AnsweredCall]) -> Run:
     """Run one way; return the calls under version 0, unless they are `known`, and the figures."""
     with ranking_model(found) as url, contextlib.ExitStack() as services:
         settings = settings_of(way, folder, seed, url, share)
@@ -189,24 +191,24 @@ def run(way: str, calls: int, rate: float, seed: int, folder: Path, share: float
         store = open_store(settings.store_url)
         services.callback(store.close)
 
-        async def course() -> tuple[Sequence[Served], list[Served], list[Served], int]:
+        async def course() -> tuple[Sequence[AnsweredCall], list[AnsweredCall], list[AnsweredCall], int]:
             before = known or await asked(f"{alias}@0", tasks["test"])
-            agent = Agent(base_url, alias)
+            agent = SimulatedUser(base_url, alias)
             served = await live(agent, tasks["train"], calls, rate, random.Random(seed))
             await agent.close()
             await asyncio.to_thread(_settle, store, settings)
             version = store.policies.live()[alias].version
             return before, served, await asked(f"{alias}@{version}", tasks["test"]), version
 
-        async def asked(model: str, some: Sequence[Task]) -> list[Served]:
-            agent = Agent(base_url, model)
+        async def asked(model: str, some: Sequence[Task]) -> list[AnsweredCall]:
+            agent = SimulatedUser(base_url, model)
             try:
                 return await held_out(agent, some, 2)
             finally:
                 await agent.close()
 
         before, served, after, version = asyncio.run(course())
-        figures = told(way, seed, before, served, after, version, store, alias)
+        figures = figures_of(way, seed, before, served, after, version, store, alias)
         return before, figures | {"seconds": round(time.monotonic() - start_time)}
 
 
@@ -219,12 +221,12 @@ def _settle(store: Store, settings: Settings) -> None:
         time.sleep(0.5)
 
 
-def told(
+def figures_of(
     way: str,
     seed: int,
-    before: Sequence[Served],
-    served: Sequence[Served],
-    after: Sequence[Served],
+    before: Sequence[AnsweredCall],
+    served: Sequence[AnsweredCall],
+    after: Sequence[AnsweredCall],
     version: int,
     store: Store,
     alias: str,
@@ -258,20 +260,24 @@ def told(
 def main() -> None:
     """Run the ways one after the other; print one JSON line each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ways", default="none,baseline,shadow")
+    parser.add_argument("--ways", default="none,baseline,resample")
     parser.add_argument("--calls", type=int, default=350)
     parser.add_argument("--rate", type=float, default=5.0, help="users a second")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--gate", type=float, default=0.0, help="share of the prompts that candidates are evaluated on")
-    parser.add_argument("--folder", type=Path, default=Path(".ratchet/singles"))
+    parser.add_argument(
+        "--release-held-out", type=float, default=0.0, help="share of the prompts that candidates are evaluated on"
+    )
+    parser.add_argument("--folder", type=Path, default=Path(".ratchet/ungrouped"))
     chosen = parser.parse_args()
     signals.install_handlers()
     os.environ["EMAIL_SEARCH_HOME"] = str((chosen.folder / "mail").absolute())
     made = [sys.executable, "-m", "ratchet.demo.email_search", "build-db", "--seed", str(chosen.seed)]
-    before: Sequence[Served] = []
+    before: Sequence[AnsweredCall] = []
     subprocess.run(made, check=True, stdout=subprocess.DEVNULL)
     for way in chosen.ways.split(","):
-        before, figures = run(way, chosen.calls, chosen.rate, chosen.seed, chosen.folder, chosen.gate, before)
+        before, figures = run(
+            way, chosen.calls, chosen.rate, chosen.seed, chosen.folder, chosen.release_held_out, before
+        )
         print(json.dumps(figures), flush=True)
 
 
