@@ -118,7 +118,7 @@ class BaseModelCheck:
         named = str(card.get("root"))
         seen = {"root": named, **await self._fingerprint(replica.url, str(card["id"]))}
         known = await self._ask(partial(self._store.base_models.base_model_of, self._alias))
-        if known is None or not known.served:
+        if known is None or not known.server_fingerprint:
             taken = await self._ask(
                 partial(self._store.base_models.register_base_model, self._alias, named, server_fingerprint=seen)
             )
@@ -128,7 +128,7 @@ class BaseModelCheck:
             log.info("event=base_model_taken_up alias=%s name=%s upstream=%s", self._alias, taken.name, replica.label)
             known = taken
         self._failures.pop(replica.url, None)
-        difference = fingerprints.difference(known.served, seen)
+        difference = fingerprints.difference(known.server_fingerprint, seen)
         pause = self._every if difference is None else _AGAIN_OTHER
         self._due_at[replica.url] = time.monotonic() + pause
         await self._settle(replica, named, known.name, difference)
