@@ -29,10 +29,8 @@ print(json.dumps({"path": path, "found": found, "register": callable(ratchet_vll
 """
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of this tree, unpacked."""
-    folder = tmp_path_factory.mktemp("wheel")
+def build_wheel(folder: Path) -> Path:
+    """Build the wheel of this tree in an empty folder and return it."""
     source = folder / "source"
     source.mkdir()
     for name in _SOURCES:
@@ -47,7 +45,14 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as packed:
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this tree, unpacked."""
+    folder = tmp_path_factory.mktemp("wheel")
+    with zipfile.ZipFile(build_wheel(folder)) as packed:
         packed.extractall(folder / "installed")
     return folder / "installed"
 

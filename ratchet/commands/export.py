@@ -1,4 +1,4 @@
-"""`ratchet store export`: trajectories as files for other tools, read one at a time."""
+"""`ratchet store export`: trajectories as files for other tools, streamed one at a time."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _PAGE = 100
     "shape",
     type=click.Choice(["jsonl", "parquet", "trl"]),
     default="jsonl",
-    help="A trajectory a line or a row; or a training row a line, in TRL's columns.  [default: jsonl]",
+    help="One trajectory per line or row, or one training row per line in TRL's columns.  [default: jsonl]",
 )
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="File; without it, standard output.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Output file.  [default: standard output]")
 @trajectory_filters
 @options.store_url
 @options.project
@@ -37,9 +37,9 @@ _PAGE = 100
 def export(
     context: click.Context, /, shape: str, out: Path | None, store: str | None, project: str | None, **filters: Any
 ) -> None:
-    """Write trajectories that fit every option to a file, newest first, with the engine's ids, masks and logprobs.
+    """Export trajectories that match every option, newest first, with the engine's token ids, masks and logprobs.
 
-    Training rows (trl) are of live traffic and resamples alone: measurements and held-out tasks stay out.
+    Training rows (trl) come from live traffic and resamples only: evaluations and held-out tasks are skipped.
 
     \b
     Example:
@@ -63,7 +63,7 @@ def export(
 
 
 def _trainable(found: Iterable[Exported], held_out: float) -> Iterator[Exported]:
-    """Yield what may have training rows, and say at the end how many may not, by reason."""
+    """Yield the trajectories that may have training rows; print the counts of the others by reason."""
     from ratchet.trainer.rows.trajectory_export import why_no_rows
 
     left_out: Counter[str] = Counter()
@@ -73,11 +73,11 @@ def _trainable(found: Iterable[Exported], held_out: float) -> Iterator[Exported]
         else:
             left_out[why] += 1
     for why, count in left_out.items():
-        click.echo(f"{count} {why} left out: they are no training data", err=True)
+        click.echo(f"{count} {why} skipped: not training data", err=True)
 
 
 def _chosen(store: Store, chosen: TrajectoryFilter) -> Iterator[Exported]:
-    """Yield the chosen trajectories, one at a time; one that is deleted meanwhile is left out."""
+    """Yield the chosen trajectories one at a time, except those deleted meanwhile."""
     from ratchet.output.terminal import progress_bars
     from ratchet.store.errors import RecordNotFound
     from ratchet.trainer.rows.trajectory_export import Exported
@@ -101,7 +101,7 @@ def _chosen(store: Store, chosen: TrajectoryFilter) -> Iterator[Exported]:
 
 
 def _advantages(store: Store, group_id: str) -> dict[str, float]:
-    """Return the advantages of a group's members within it; none where one of them is not scored."""
+    """Return the advantages of a group's members; empty unless every member has a score."""
     from ratchet.trainer.controller.advantages.advantage import group_advantages
 
     members = store.groups.get(group_id).members

@@ -1,4 +1,4 @@
-"""The commands for feedback by hand: add, list, export. They need the store and no running proxy."""
+"""The `ratchet feedback` commands: add, list and export. They need the store and no running proxy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PAGE = 1000
 
 @click.group()
 def feedback() -> None:
-    """Say how good an answer was, and list what people said.
+    """Add, list and export feedback on answers.
 
     \b
     Example:
@@ -30,13 +30,13 @@ def feedback() -> None:
 
 
 @feedback.command()
-@click.option("--response", metavar="ID", help="The answer's `id`, as its client got it.")
-@click.option("--call", metavar="ID", help="A call.")
-@click.option("--trajectory", metavar="ID", help="A whole trajectory.")
+@click.option("--response", metavar="ID", help="The `id` of an answer, as its client received it.")
+@click.option("--call", metavar="ID", help="A call id.")
+@click.option("--trajectory", metavar="ID", help="A trajectory id.")
 @click.option("--value", metavar="VALUE", help="A number, true, false, up or down.")
-@click.option("--comment", default="", help="Words about it.")
-@click.option("--demonstration", help="The answer that would have been right.")
-@click.option("--end-user", metavar="NAME", help="Who says it; without it, the operator.")
+@click.option("--comment", default="", help="Comment.")
+@click.option("--demonstration", help="The correct answer.")
+@click.option("--end-user", metavar="NAME", help="Who gives the feedback.  [default: the operator]")
 @options.store_url
 @options.project
 @options.as_json
@@ -54,7 +54,7 @@ def add(
     as_json: bool,
     **given: Any,
 ) -> None:
-    """Say how good a trajectory, a call or an answer was.
+    """Add feedback on a trajectory, a call or an answer.
 
     \b
     Example:
@@ -79,18 +79,20 @@ def add(
     if as_json:
         options.print_json({"id": said.id, "trajectory_id": place[0], "call_id": place[1], "trained": trained})
         return
-    click.echo(f"{said.id}: said of {place[0]}" + (f", which trained {', '.join(trained)}" if trained else ""))
+    click.echo(f"{said.id}: feedback on {place[0]}" + (f", which trained {', '.join(trained)}" if trained else ""))
 
 
 @feedback.command("list")
-@click.option("--trajectory", metavar="ID", help="Of this trajectory alone.")
-@click.option("--limit", type=click.IntRange(1, 1000), default=50, show_default=True, help="The newest so many.")
+@click.option("--trajectory", metavar="ID", help="Of this trajectory.")
+@click.option(
+    "--limit", type=click.IntRange(1, 1000), default=50, show_default=True, help="Maximum number."
+)
 @options.store_url
 @options.project
 @options.as_json
 @click.pass_context
 def list_feedback(context: click.Context, /, trajectory: str | None, limit: int, as_json: bool, **given: Any) -> None:
-    """List what people said, newest first, and which policies their trajectories trained.
+    """List feedback, newest first, and the policies trained on its trajectories.
 
     \b
     Example:
@@ -114,26 +116,33 @@ def list_feedback(context: click.Context, /, trajectory: str | None, limit: int,
 
 @feedback.command()
 @click.option(
-    "--form",
-    type=click.Choice(["unpaired", "pairs", "shown"]),
+    "--format",
+    "layout",
+    type=click.Choice(["unpaired", "paired", "demonstrations"]),
     required=True,
-    help="unpaired: liked or not (KTO); pairs: best and worst of a group (DPO); shown: demonstrations (SFT).",
+    help="unpaired: liked or not (KTO); paired: best and worst of a group (DPO); demonstrations (SFT).",
 )
 @click.option(
-    "--out", type=click.Path(dir_okay=False, writable=True), required=True, help="JSON ProgressLines file to write."
+    "--out", type=click.Path(dir_okay=False, writable=True), required=True, help="JSON Lines file to write."
 )
-@click.option("--limit", type=click.IntRange(min=1), default=100_000, show_default=True, help="Newest to look at.")
+@click.option(
+    "--limit",
+    type=click.IntRange(min=1),
+    default=100_000,
+    show_default=True,
+    help="Maximum number to read.",
+)
 @options.alias
 @options.store_url
 @options.project
 @options.as_json
 @click.pass_context
-def export(context: click.Context, /, form: str, out: str, limit: int, as_json: bool, **given: Any) -> None:
-    """Write preferences as rows in the forms of TRL's trainers.
+def export(context: click.Context, /, layout: str, out: str, limit: int, as_json: bool, **given: Any) -> None:
+    """Export preferences as rows in the formats of TRL's trainers.
 
     \b
     Example:
-      ratchet feedback export --form unpaired --out thumbs.jsonl
+      ratchet feedback export --format unpaired --out thumbs.jsonl
     """
     import msgspec
 
@@ -142,24 +151,24 @@ def export(context: click.Context, /, form: str, out: str, limit: int, as_json: 
     settings = options.read_project_settings(context, given)
     alias, held_out = settings.model, Counter[str]()
     with options.open_store_for_command(settings.store_url) as store:
-        if form == "pairs":
+        if layout == "paired":
             found = preference_rows.pairs(_judged_groups(store, alias, limit, options.held_out_share(settings)))
         else:
-            make = preference_rows.unpaired if form == "unpaired" else preference_rows.shown
-            spoken = _spoken_of(store, alias, limit)
+            make = preference_rows.unpaired if layout == "unpaired" else preference_rows.shown
+            spoken = _with_feedback(store, alias, limit)
             found = make(_learnable(spoken, options.held_out_share(settings), held_out), store.trajectories.messages_to)
     if held_out:
         found.left_out["of a held-out task"] = held_out.total()
     Path(out).write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in found.rows))
     if as_json:
-        options.print_json({"rows": len(found.rows), "left_out": dict(found.left_out)})
+        options.print_json({"rows": len(found.rows), "skipped": dict(found.left_out)})
         return
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(found.left_out.items()))
-    click.echo(f"{out}: {len(found.rows)} rows" + (f"; left out: {reasons}" if reasons else ""))
+    click.echo(f"{out}: {len(found.rows)} rows" + (f"; skipped: {reasons}" if reasons else ""))
 
 
 def _learnable(found: Iterable[Transcript], share: float, left_out: Counter[str]) -> Iterator[Transcript]:
-    """Yield the trajectories of tasks that are not set aside for evaluation; count the others."""
+    """Yield the trajectories whose tasks are not held out for evaluation; count the others."""
     from ratchet.trainer.tasks.held_out import is_set_aside
 
     for one in found:
@@ -169,8 +178,8 @@ def _learnable(found: Iterable[Transcript], share: float, left_out: Counter[str]
             yield one
 
 
-def _spoken_of(store: Store, alias: str, limit: int) -> Iterator[Transcript]:
-    """Return the trajectories that the newest feedback is about, each once."""
+def _with_feedback(store: Store, alias: str, limit: int) -> Iterator[Transcript]:
+    """Yield the trajectories that the newest feedback refers to, each once."""
     seen: set[str] = set()
     page = store.feedback.page(min(limit, _PAGE))
     while page and limit > 0:
@@ -183,7 +192,7 @@ def _spoken_of(store: Store, alias: str, limit: int) -> Iterator[Transcript]:
 
 
 def _judged_groups(store: Store, alias: str, limit: int, held_out: float) -> Iterator[list[tuple[Transcript, float]]]:
-    """Return the members of the newest groups with the scores that count; none of a held-out task."""
+    """Yield the members of the newest groups with their scores, without held-out tasks."""
     from ratchet.trainer.tasks.held_out import is_held_out
 
     page = store.groups.page(min(limit, _PAGE))
@@ -199,7 +208,7 @@ def _judged_groups(store: Store, alias: str, limit: int, held_out: float) -> Ite
 
 
 def line(said: Any, trained: tuple[str, ...]) -> str:
-    """Return feedback in a line that cannot steer a terminal."""
+    """Format feedback as a line, without control characters."""
     from datetime import UTC, datetime
 
     parts = [
@@ -215,7 +224,7 @@ def line(said: Any, trained: tuple[str, ...]) -> str:
 
 
 def _value(text: str | None) -> float | bool | str | None:
-    """Return what was typed as the value that it stands for."""
+    """Convert the text of --value."""
     if text is None or text in ("up", "down"):
         return text
     if text in ("true", "false"):
@@ -223,4 +232,4 @@ def _value(text: str | None) -> float | bool | str | None:
     try:
         return float(text)
     except ValueError:
-        raise click.BadParameter(f"{text!r} is no number, true, false, up or down", param_hint="--value") from None
+        raise click.BadParameter(f"{text!r} is not a number, true, false, up or down", param_hint="--value") from None

@@ -1,4 +1,4 @@
-"""The commands that read groups: attempts at the same thing, compared with each other. They change nothing."""
+"""The `ratchet groups` commands: list and show groups of trajectories. Read-only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COLUMNS = ("group", "formed (UTC)", "state", "members", "scores", "compared by"
 
 @click.group()
 def groups() -> None:
-    """Look at groups: which attempts were compared, what they scored, and what became of them.
+    """Show groups: the trajectories that were compared, their scores, and the outcome.
 
     \b
     Example:
@@ -30,12 +30,14 @@ def groups() -> None:
 @click.option(
     "--state",
     type=click.Choice(["ready", "judged", "trained", "dropped"]),
-    help="In this state: ready waits for the judge.",
+    help="In this state; ready means waiting for the judge.",
 )
 @click.option("--reason", metavar="REASON", help="Dropped for this reason, such as no_variance.")
 @options.alias
-@click.option("--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="The newest so many.")
-@click.option("--before", metavar="ID", help="Older ones than this group: the next page.")
+@click.option(
+    "--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="Maximum number."
+)
+@click.option("--before", metavar="ID", help="Older than this group: the next page.")
 @options.store_url
 @options.project
 @options.as_json
@@ -52,7 +54,7 @@ def list_groups(
     project: str | None,
     as_json: bool,
 ) -> None:
-    """List the groups that fit every option, newest first, with their members' scores or why they were dropped.
+    """List the groups that match every option, newest first, with scores or the reason for dropping.
 
     \b
     Example:
@@ -67,9 +69,9 @@ def list_groups(
     elif found:
         print_records(_COLUMNS, (_cells(group, verdicts) for group in found))
         if len(found) == limit:
-            click.echo(f"older ones: --before {found[-1].id}", err=True)
+            click.echo(f"next page: --before {found[-1].id}", err=True)
     else:
-        click.echo("no such group: either no two attempts were compared yet, or no group fits every option")
+        click.echo("no group matches")
 
 
 @groups.command()
@@ -79,9 +81,9 @@ def list_groups(
 @options.as_json
 @click.pass_context
 def show(context: click.Context, group_id: str, store: str | None, project: str | None, as_json: bool) -> None:
-    """Show one group: its members, each with its score and what the judge said.
+    """Show one group: each member with its score and the judge's explanation.
 
-    `ratchet judge show GROUP` shows what a language model was asked about it, word for word.
+    `ratchet judge show GROUP` also prints the requests to a language model.
 
     \b
     Example:
@@ -100,8 +102,8 @@ def show(context: click.Context, group_id: str, store: str | None, project: str 
 def _plain(group: Group, verdicts: Mapping[str, Verdict]) -> dict[str, Any]:
     import msgspec
 
-    told: dict[str, Any] = msgspec.to_builtins(group)
-    return told | {
+    content: dict[str, Any] = msgspec.to_builtins(group)
+    return content | {
         "verdicts": {name: msgspec.to_builtins(verdicts[name]) for name in group.members if name in verdicts}
     }
 
@@ -132,6 +134,6 @@ def _lines(group: Group, verdicts: Mapping[str, Verdict]) -> Iterator[str]:
 
 
 def compared_by(key: str) -> str:
-    """Return in words what the members of a group have in common; `key` is how the trainer found them."""
+    """Describe what the members of a group have in common; `key` is the trainer's group key."""
     kind, _, name = key.partition(":")
     return f"task {name}" if kind == "task" else "the same first prompt and tools" if kind == "root" else key

@@ -1,4 +1,4 @@
-"""The commands for API keys: create, list, revoke. They need the store and no running proxy."""
+"""The `ratchet keys` commands: create, list and revoke API keys. They need the store and no running proxy."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from ratchet import options
 
 @click.group()
 def keys() -> None:
-    """Make, list and revoke the API keys of agents and operators.
+    """Create, list and revoke the API keys of agents and operators.
 
-    As soon as there is a key, agents need one. Running proxies follow within seconds.
+    Once the first key exists, every agent needs one. Running proxies apply changes within seconds.
 
     \b
     Example:
@@ -20,12 +20,15 @@ def keys() -> None:
 
 
 @keys.command()
-@click.option("--name", required=True, help="What the key is for, or whose it is.")
+@click.option("--name", required=True, help="Name of the key, such as its owner.")
 @click.option(
-    "--scope", type=click.Choice(["agent", "operator"]), default="agent", help="What it opens.  [default: agent]"
+    "--scope",
+    type=click.Choice(["agent", "operator"]),
+    default="agent",
+    help="Access of the key.  [default: agent]",
 )
-@click.option("--requests-per-minute", type=click.IntRange(min=1), help="Most requests, at each proxy.")
-@click.option("--tokens-per-minute", type=click.IntRange(min=1), help="Most tokens, prompt and answer, at each proxy.")
+@click.option("--requests-per-minute", type=click.IntRange(min=1), help="Maximum requests per proxy.")
+@click.option("--tokens-per-minute", type=click.IntRange(min=1), help="Maximum prompt and completion tokens per proxy.")
 @options.store_url
 @options.project
 @click.pass_context
@@ -38,7 +41,7 @@ def create(
     store: str | None,
     project: str | None,
 ) -> None:
-    """Make a key and print it, this once: only its hash is kept.
+    """Create a key and print it once: only its hash is stored.
 
     \b
     Example:
@@ -60,7 +63,7 @@ def create(
 @options.as_json
 @click.pass_context
 def list_keys(context: click.Context, store: str | None, project: str | None, as_json: bool) -> None:
-    """List the keys of the store, revoked ones too. Those in variables are not in it.
+    """List the keys in the store, including revoked ones. Keys in environment variables are not listed.
 
     \b
     Example:
@@ -82,7 +85,7 @@ def list_keys(context: click.Context, store: str | None, project: str | None, as
         ]
         click.echo("  ".join([key.id, f"{key.scope:<8}", key.name, f"made {_when(key.created_at)}", state, *limits]))
     if not found:
-        click.echo("no keys in this store: `ratchet keys create --name NAME` makes one")
+        click.echo("no keys in this store: create one with `ratchet keys create --name NAME`")
 
 
 @keys.command()
@@ -91,7 +94,7 @@ def list_keys(context: click.Context, store: str | None, project: str | None, as
 @options.project
 @click.pass_context
 def revoke(context: click.Context, key_id: str, store: str | None, project: str | None) -> None:
-    """Revoke a key by its id. Running proxies refuse it within seconds; revoking the last one opens nothing.
+    """Revoke a key by its id. Running proxies reject it within seconds; authentication stays on.
 
     \b
     Example:

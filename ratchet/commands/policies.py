@@ -1,4 +1,4 @@
-"""The commands about versions of a model: list and show them, and promote or roll back by hand with the reason."""
+"""The `ratchet policies` commands: list, show, promote, roll back and export versions of a model."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from ratchet.store.records.tuning import Prompt
 
 _NAMED = click.argument("alias", metavar="ALIAS[@VERSION]")
-_BY_HAND = click.option("--reason", required=True, help="Why; it is kept with the decision.")
+_BY_HAND = click.option("--reason", required=True, help="Reason, recorded with the decision.")
 
 
 @click.group()
 def policies() -> None:
-    """Look at the versions of a model, and decide about them by hand.
+    """List, promote, roll back and export the versions of a model.
 
     \b
     Example:
@@ -39,7 +39,7 @@ def policies() -> None:
 def list_policies(
     context: click.Context, model: str | None, store: str | None, project: str | None, as_json: bool
 ) -> None:
-    """List every version: state, adapter, prompt where it has one, and the newest decision about it.
+    """List every version: state, adapter, prompt, and its newest decision.
 
     \b
     Example:
@@ -59,7 +59,7 @@ def list_policies(
         )
         return
     for policy in found:
-        deleted = "  (learnt from deleted trajectories)" if (policy.alias, policy.version) in learnt else ""
+        deleted = "  (trained on deleted trajectories)" if (policy.alias, policy.version) in learnt else ""
         click.echo(_line(policy) + deleted)
         if decision := decided.get((policy.alias, policy.version)):
             click.echo(f"    {_decided(decision)}")
@@ -77,9 +77,9 @@ def list_policies(
 def show(
     context: click.Context, alias: str, version: int | None, store: str | None, project: str | None, as_json: bool
 ) -> None:
-    """Show every decision about a model, or about one version of it, newest first, with its evidence.
+    """Show the decisions about a model or one version, newest first, with their evidence.
 
-    The prompts of the versions that have one come first.
+    Prompts of versions are printed first.
 
     \b
     Example:
@@ -96,7 +96,7 @@ def show(
         scores = read_canary_scores(opened, alias)
         known = sorted(opened.policies.live())
     if not versions and not decisions:
-        raise click.UsageError(f"{alias}: no version of it is known; known are {', '.join(known) or 'none'}")
+        raise click.UsageError(f"{alias}: no such model; known models: {', '.join(known) or 'none'}")
     if as_json:
         told = {str(number): _plain(prompt) for number, prompt in prompts.items()}
         options.print_json(
@@ -113,14 +113,14 @@ def show(
             click.echo(f"    {name}: {value:g}" if isinstance(value, float) else f"    {name}: {value}")
     if not decisions:
         name = alias if version is None else f"{alias}@{version}"
-        click.echo(f"nothing was decided about {name} yet")
+        click.echo(f"no decision about {name} yet")
 
 
 @policies.command()
 @_NAMED
 @click.argument("version", type=int, required=False)
 @_BY_HAND
-@click.option("--rejected", is_flag=True, help="Also a version that was rejected.")
+@click.option("--rejected", is_flag=True, help="Allow a version that was rejected.")
 @options.store_url
 @options.project
 @click.pass_context
@@ -134,9 +134,9 @@ def promote(
     store: str | None,
     project: str | None,
 ) -> None:
-    """Make a version live: the named one, else the canary, else what is held. Proxies follow within a second.
+    """Make a version live: the named one, else the canary, else the one that awaits approval.
 
-    A version that was rejected, by a person, the gate or its proof, asks for --rejected.
+    Proxies follow within a second. A version that was rejected needs --rejected.
 
     \b
     Example:
@@ -160,10 +160,10 @@ def promote(
 def rollback(
     context: click.Context, alias: str, version: int | None, reason: str, store: str | None, project: str | None
 ) -> None:
-    """Go back to a version and reject every later one; training goes on from there.
+    """Roll back to a version and reject every later one; training continues from there.
 
-    Without a version: a canary, or what is held, is taken back; where there is none, the version that was live before
-    is live again.
+    Without a version, it rejects the canary or the version that awaits approval, else it restores the previous live
+    version.
 
     \b
     Example:
@@ -181,7 +181,7 @@ policies.add_command(export)
 
 
 def _named(alias: str, version: int | None) -> tuple[str, int | None]:
-    """Return alias and number of `mail 7`, `mail@7` or `mail` alone."""
+    """Return alias and version of `mail 7`, `mail@7` or `mail`."""
     name, _, number = alias.rpartition("@")
     return (name, int(number)) if version is None and name and number.isdecimal() else (alias, version)
 
@@ -194,13 +194,13 @@ def _line(policy: Policy) -> str:
 
 
 def _prompt_lines(prompt: Prompt, name: str) -> Iterator[str]:
-    """Yield what a version's prompt says; it may be a language model's text, so nothing in it steers the terminal."""
+    """Yield the lines of a version's prompt, without control characters: a language model may have written it."""
     yield f"{name} has prompt {prompt.id} ({prompt.mode}, by {strip_control_characters(prompt.origin) or 'unknown'})"
     texts = [("", prompt.text)] if prompt.text else []
     for family, text in [*texts, *sorted(prompt.families.items())]:
         if family:
             yield f"  for {strip_control_characters(family)}:"
-        yield from (f"    {line}" for line in strip_control_characters(text or "(as it is)").splitlines())
+        yield from (f"    {line}" for line in strip_control_characters(text or "(unchanged)").splitlines())
 
 
 def _decided(decision: Decision) -> str:

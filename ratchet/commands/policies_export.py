@@ -1,4 +1,4 @@
-"""`ratchet policies export`: a version as a folder for others, with a model card from the store's evidence."""
+"""`ratchet policies export`: a version as a Hugging Face folder, with a model card."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _FOLDER = click.Path(path_type=Path)
 
 @click.command()
 @click.argument("policy", metavar="ALIAS[@VERSION] [VERSION]", nargs=-1, required=True)
-@click.option("--merged", type=_FOLDER, metavar="DIR", help="Merge the adapter into the base model, into a new folder.")
+@click.option("--merged", type=_FOLDER, metavar="DIR", help="Write the merged model into a new folder.")
 @click.option(
     "--dtype",
     type=click.Choice(["auto", "float32"]),
     default="auto",
-    help="Numbers of the merged model: the base model's, or float32, which rounds nothing.  [default: auto]",
+    help="Data type of the merged model: the base model's, or float32, which does not round.  [default: auto]",
 )
-@click.option("--adapter", type=_FOLDER, metavar="DIR", help="Copy the adapter alone, into a new folder.")
+@click.option("--adapter", type=_FOLDER, metavar="DIR", help="Copy the adapter into a new folder.")
 @options.base_model
 @options.store_url
 @options.project
@@ -42,15 +42,15 @@ def export(
     store: str | None,
     project: str | None,
 ) -> None:
-    """Write a version in Hugging Face's form, with a model card made from what the store knows of it.
+    """Export a version in Hugging Face's format, with a model card generated from the store.
 
-    The card says what it was trained on, who judged, what was decided and the gain with its interval.
+    The card lists the training data, the judge, the decisions and the gain with its interval.
 
     \b
     Example:
       ratchet policies export mail@7 --merged mail-7
     """
-    name = "@".join(policy)  # `mail 7`, as the other commands about versions take it, is mail@7
+    name = "@".join(policy)  # `mail 7`, which the other commands accept, is mail@7
     if (folder := merged or adapter) is None or (merged and adapter):
         raise click.UsageError("give one of --merged DIR, for a whole model, and --adapter DIR, for the adapter alone")
     from ratchet.status.project_status import versions
@@ -60,7 +60,7 @@ def export(
     from ratchet.tuner.reports.version_evidence import gather
 
     if folder.exists():
-        raise click.UsageError(f"{folder} is there already: name a new folder")
+        raise click.UsageError(f"{folder} already exists: name a new folder")
     settings = options.read_project_settings(context, {"base_model": base_model, "store": store, "project": project})
     base = check_model(settings.base_model)
     with options.open_store_for_command(settings.store_url, create=False) as opened:
@@ -77,11 +77,11 @@ def _exportable(store: Store, name: str) -> tuple[Policy, Path]:
     """Return the version and its adapter's folder."""
     named = _NAMED.fullmatch(name)
     if named is None:
-        raise click.UsageError(f"{name!r} names no version: give ALIAS@VERSION or ALIAS VERSION, such as mail@7")
+        raise click.UsageError(f"{name!r} is not a version: give ALIAS@VERSION or ALIAS VERSION, such as mail@7")
     policy = store.policies.get(named["alias"], int(named["version"]))
     if policy.adapter is None:
         prompt = f" with the system prompt {policy.prompt_id}" if policy.prompt_id else ""
         raise click.UsageError(f"{name} has no adapter: it is the base model{prompt or ' as it is'}")
     if policy.pruned_at is not None:
-        raise click.UsageError(f"{name} was pruned: its folder is gone (trainer.keep_checkpoints)")
+        raise click.UsageError(f"{name} was pruned: its folder was deleted (trainer.keep_checkpoints)")
     return policy, Path(policy.adapter)

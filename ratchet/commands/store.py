@@ -1,4 +1,4 @@
-"""The commands for what the store holds: its schema, its soundness, and what is deleted of it."""
+"""The `ratchet store` commands: migrate, verify, export, prune and delete."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 _SHOWN = 20
 
 
-_dry_run = click.option("--dry-run", is_flag=True, help="Say what would be deleted, and delete nothing.")
+_dry_run = click.option("--dry-run", is_flag=True, help="Show what would be deleted; delete nothing.")
 
 
 @click.group()
 def store() -> None:
-    """Care for the database.
+    """Migrate, verify, export and prune the store.
 
     \b
     Example:
@@ -40,7 +40,7 @@ store.add_command(export)
 @options.project
 @click.pass_context
 def migrate(context: click.Context, store: str | None, project: str | None) -> None:
-    """Bring the database to the schema of this version. Back it up first.
+    """Migrate the database to the schema of this version. Back it up first.
 
     \b
     Example:
@@ -62,7 +62,7 @@ def migrate(context: click.Context, store: str | None, project: str | None) -> N
 @options.as_json
 @click.pass_context
 def verify(context: click.Context, store: str | None, project: str | None, as_json: bool) -> int:
-    """Derive every hash again and look at every invariant. Fails where something is not as it has to be.
+    """Recompute every hash and check every invariant. Exits with 1 if anything is wrong.
 
     \b
     Example:
@@ -71,16 +71,16 @@ def verify(context: click.Context, store: str | None, project: str | None, as_js
     import msgspec
 
     from ratchet.output.terminal import progress_bars
-    from ratchet.store.verify import verify as look_at_everything
+    from ratchet.store.verify import verify as verify_store
 
     with progress_bars() as told:
-        found = look_at_everything(store_url_of(context, store, project), told)
+        found = verify_store(store_url_of(context, store, project), told)
     if as_json:
         findings = [msgspec.structs.asdict(finding) for finding in found.findings]
         options.print_json({"rows": found.rows, "findings": findings, "count": found.count, "sound": found.sound})
     else:
-        looked_at = ", ".join(f"{count} {table}" for table, count in found.rows.items())
-        click.echo(f"{looked_at}: {found.count or 'no'} findings")
+        checked = ", ".join(f"{count} {table}" for table, count in found.rows.items())
+        click.echo(f"{checked}: {found.count or 'no'} findings")
         for finding in found.findings:
             click.echo(f"  {finding.row}: {finding.problem}\n    {finding.remedy}")
         if found.count > len(found.findings):
@@ -90,9 +90,9 @@ def verify(context: click.Context, store: str | None, project: str | None, as_js
 
 @store.command()
 @click.option(
-    "--older-than", type=Duration(), required=True, metavar="AGE", help="Without a call for so long: 30d, 12h."
+    "--older-than", type=Duration(), required=True, metavar="AGE", help="Without a call for this long: 30d, 12h."
 )
-@click.option("--keep-trained", is_flag=True, help="Keep what a round has trained.")
+@click.option("--keep-trained", is_flag=True, help="Keep trajectories that were trained on.")
 @_dry_run
 @options.store_url
 @options.project
@@ -107,7 +107,7 @@ def prune(
     project: str | None,
     as_json: bool,
 ) -> int:
-    """Delete the trajectories that have been still for long, with all that is theirs alone.
+    """Delete inactive trajectories and everything that belongs only to them.
 
     \b
     Example:
@@ -118,27 +118,27 @@ def prune(
     from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 
     chosen = TrajectoryFilter(inactive_since=time.time() - older_than, trained=False if keep_trained else None)
-    why = f"prune: still for {older_than:g} s" + (", not trained" if keep_trained else "")
+    why = f"prune: inactive for {older_than:g} s" + (", not trained" if keep_trained else "")
     with options.open_project_store(context, store=store, project=project) as opened:
         return _delete(opened, [chosen], why, dry_run=dry_run, as_json=as_json)
 
 
 @store.command()
 @click.argument("trajectories", nargs=-1, metavar="[TRAJECTORY]...")
-@click.option("--key", metavar="ID", help="Those of an API key.")
-@click.option("--task", help="Those of a task.")
-@click.option("--tag", help="Those with a tag.")
-@click.option("--before", type=Timestamp(), metavar="TIME", help="Those opened before then: 2026-11-21.")
+@click.option("--key", metavar="ID", help="Of this API key.")
+@click.option("--task", help="Of this task.")
+@click.option("--tag", help="With this tag.")
+@click.option("--before", type=Timestamp(), metavar="TIME", help="Opened before this time: 2026-11-21.")
 @click.option(
-    "--reject-policies", is_flag=True, help="Reject the versions that learnt it; the newest other one serves."
+    "--reject-policies", is_flag=True, help="Reject the versions trained on them; the newest other version serves."
 )
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @_dry_run
 @options.store_url
 @options.project
 @options.as_json
 @click.pass_context
-def forget(
+def delete(
     context: click.Context,
     trajectories: tuple[str, ...],
     key: str | None,
@@ -152,15 +152,15 @@ def forget(
     project: str | None,
     as_json: bool,
 ) -> int:
-    """Delete what somebody said: trajectories by name, or all that fit every option.
+    """Delete trajectories and everything derived from them: by id, or all that match every option.
 
-    Feedback that waits for a call goes as well, where --key or --before say all. Adapters keep what they learnt: the
-    policy versions that did are named here and marked in `ratchet policies list`; with --reject-policies none serves
-    any more.
+    With --key or --before alone, feedback that waits for a call is deleted too. Adapters keep what they learned: the
+    command lists the policy versions trained on the trajectories, and `ratchet policies list` marks them.
+    --reject-policies takes them out of service.
 
     \b
     Example:
-      ratchet store forget --key key_01J8 --dry-run
+      ratchet store delete --key key_01J8 --dry-run
     """
     from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 
@@ -168,13 +168,13 @@ def forget(
     if not trajectories and all(value is None for value in given.values()):
         raise click.UsageError("name a trajectory, or give --key, --task, --tag or --before")
     chosen = [TrajectoryFilter(id=name, **given) for name in trajectories] or [TrajectoryFilter(**given)]  # type: ignore[arg-type]
-    # What was asked for, without the words themselves: a task or a tag may name a person.
-    named = [f"{len(trajectories)} by name"] if trajectories else []
-    why = "forget: " + ", ".join([*named, *(f"by {name}" for name, value in given.items() if value is not None)])
+    # The names of the options without their values: a task or a tag may name a person.
+    named = [f"{len(trajectories)} by id"] if trajectories else []
+    why = "delete: " + ", ".join([*named, *(f"by {name}" for name, value in given.items() if value is not None)])
     with options.open_project_store(context, store=store, project=project) as opened:
         if not dry_run and not yes:
             count = sum(opened.deletions.count(one) for one in chosen)
-            click.confirm(f"delete {count} trajectories for good?", abort=True, err=True)
+            click.confirm(f"delete {count} trajectories permanently?", abort=True, err=True)
         status = _delete(opened, chosen, why, dry_run=dry_run, as_json=as_json)
         if reject_policies and not dry_run:
             _reject(opened, as_json=as_json)
@@ -182,7 +182,7 @@ def forget(
 
 
 def _reject(store: Store, *, as_json: bool) -> None:
-    """Take every version that holds something deleted out of service."""
+    """Reject every version that was trained on deleted trajectories."""
     from ratchet.store.deletion.affected_versions import reject_affected
 
     for alias, rejected in reject_affected(
@@ -195,7 +195,7 @@ def _reject(store: Store, *, as_json: bool) -> None:
 
 
 def store_url_of(context: click.Context, store: str | None, project: str | None) -> str:
-    """Return the store that a command is about."""
+    """Return the store URL for a command."""
     return options.read_project_settings(context, {"store": store, "project": project}).store_url
 
 
@@ -203,7 +203,7 @@ def _delete(store: Store, chosen: list[TrajectoryFilter], why: str, *, dry_run: 
     if dry_run:
         count = sum(store.deletions.count(one) for one in chosen)
         policies = [policy for one in chosen for policy in store.deletions.versions_trained_on(one)]
-        _tell_plan(count, list(dict.fromkeys(policies)), as_json)
+        _print_plan(count, list(dict.fromkeys(policies)), as_json)
         return 0
     done = [_with_bar(store, one, why) for one in chosen]
     if as_json:
@@ -213,7 +213,7 @@ def _delete(store: Store, chosen: list[TrajectoryFilter], why: str, *, dry_run: 
             [msgspec.structs.asdict(one) | {"policies": list(map(_plain, one.policies))} for one in done]
         )
     else:
-        _tell(done)
+        _print_deletions(done)
     return 1 if any(one.unswept_messages for one in done) else 0
 
 
@@ -225,25 +225,25 @@ def _with_bar(store: Store, chosen: TrajectoryFilter, why: str) -> Deletion:
         return store.deletions.delete(chosen, why, lambda count: told("deleting", count, total))
 
 
-def _tell_plan(count: int, policies: list[AffectedVersion], as_json: bool) -> None:
+def _print_plan(count: int, policies: list[AffectedVersion], as_json: bool) -> None:
     if as_json:
         options.print_json({"trajectories": count, "policies": list(map(_plain, policies))})
         return
     click.echo(f"{count} trajectories would be deleted")
-    _tell_policies(policies)
+    _print_policies(policies)
 
 
-def _tell(done: list[Deletion]) -> None:
+def _print_deletions(done: list[Deletion]) -> None:
     deleted = sum(one.trajectory_count for one in done)
     click.echo(
         f"{deleted} trajectories deleted, with {sum(one.call_count for one in done)} calls and "
-        f"{sum(one.messages for one in done)} messages and tool lists that nothing else names"
+        f"{sum(one.messages for one in done)} messages and tool lists that nothing else uses"
     )
     if dropped := sum(one.groups_dropped for one in done):
-        click.echo(f"{dropped} groups lost a member before they were trained and were dropped")
+        click.echo(f"{dropped} groups lost a member before training and were dropped")
     if waited := sum(one.feedback for one in done):
         click.echo(f"{waited} pieces of feedback that waited for a call deleted")
-    _tell_policies([policy for one in done for policy in one.policies])
+    _print_policies([policy for one in done for policy in one.policies])
     if unswept_messages := max((one.unswept_messages for one in done), default=0):
         click.echo(
             f"{unswept_messages} messages wait for a proxy that has not shipped its journal (/health/backlog): "
@@ -251,18 +251,18 @@ def _tell(done: list[Deletion]) -> None:
         )
 
 
-def _tell_policies(policies: list[AffectedVersion]) -> None:
-    """Say what stays of it in adapters."""
+def _print_policies(policies: list[AffectedVersion]) -> None:
+    """List the versions whose adapters keep what they learned."""
     kept = {(policy.alias, policy.version): policy for policy in policies}
     if not kept:
         click.echo("no policy was trained on them")
         return
     click.echo(
-        f"what was learnt from them stays in {len(kept)} policy versions, until their adapters are deleted "
-        "(`ratchet store forget --reject-policies` takes them out of service):"
+        f"{len(kept)} policy versions keep what they learned from them, until their adapters are deleted "
+        "(`ratchet store delete --reject-policies` takes them out of service):"
     )
     for policy in list(kept.values())[:_SHOWN]:
-        how = "trained on them" if policy.trained_directly else "went on from such a version"
+        how = "trained on them" if policy.trained_directly else "based on such a version"
         click.echo(f"  {policy.alias}@{policy.version}  {policy.state:<9}  {how}  {policy.adapter or ''}")
     if len(kept) > _SHOWN:
         click.echo(f"  and {len(kept) - _SHOWN} more; --json lists them all")

@@ -1,4 +1,4 @@
-"""The commands that read trajectories: which there are, and what happened in one. They change nothing."""
+"""The `ratchet trajectories` commands: list and show trajectories. Read-only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COLUMNS = ("trajectory", "opened (UTC)", "version", "state", "calls", "score", 
 
 @click.group()
 def trajectories() -> None:
-    """Look at recorded trajectories; `ratchet store export` writes them to files.
+    """List and show recorded trajectories; `ratchet store export` writes them to files.
 
     \b
     Example:
@@ -30,8 +30,10 @@ def trajectories() -> None:
 
 @trajectories.command("list")
 @trajectory_filters
-@click.option("--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="The newest so many.")
-@click.option("--before", metavar="ID", help="Older ones than this trajectory: the next page.")
+@click.option(
+    "--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="Maximum number."
+)
+@click.option("--before", metavar="ID", help="Older than this trajectory: the next page.")
 @options.store_url
 @options.project
 @options.as_json
@@ -46,7 +48,7 @@ def list_trajectories(
     as_json: bool,
     **chosen: Any,
 ) -> None:
-    """List the trajectories that fit every option, newest first, with their score or why they were dropped.
+    """List the trajectories that match every option, newest first, with score or drop reason.
 
     \b
     Example:
@@ -63,9 +65,9 @@ def list_trajectories(
     elif found:
         print_records(_COLUMNS, (_cells(run, verdicts.get(run.id)) for run in found))
         if len(found) == limit:
-            click.echo(f"older ones: --before {found[-1].id}", err=True)
+            click.echo(f"next page: --before {found[-1].id}", err=True)
     else:
-        click.echo("no such trajectory: either nothing was recorded yet, or no trajectory fits every option")
+        click.echo("no trajectory matches")
 
 
 def _plain(run: Trajectory, verdict: Verdict | None) -> dict[str, Any]:
@@ -84,7 +86,7 @@ def _cells(run: Trajectory, verdict: Verdict | None) -> tuple[Any, ...]:
 
 
 def format_score(verdict: Verdict | None) -> str:
-    """Return a verdict's score for people; a failure is no number."""
+    """Format a verdict's score; `failed` if there is none."""
     if verdict is None:
         return ""
     return "failed" if verdict.score is None else f"{verdict.score:.3g}"
@@ -97,7 +99,7 @@ def format_score(verdict: Verdict | None) -> str:
 @options.as_json
 @click.pass_context
 def show(context: click.Context, trajectory_id: str, store: str | None, project: str | None, as_json: bool) -> None:
-    """Show one trajectory: its messages to the last word, its calls and how they were linked, its score.
+    """Show one trajectory: its complete messages, its calls and how they were linked, its score.
 
     \b
     Example:
@@ -114,7 +116,7 @@ def show(context: click.Context, trajectory_id: str, store: str | None, project:
 
 
 def _record(store: Store, found: Transcript, verdict: Verdict | None) -> dict[str, Any]:
-    """Return what `ratchet store export` writes of a trajectory, without its group's advantage."""
+    """Return the record that `ratchet store export` writes, without the advantage."""
     from ratchet.trainer.rows.trajectory_export import Exported, trajectory_record
 
     return trajectory_record(Exported(found, store.trajectories.context_calls(found), verdict, None))

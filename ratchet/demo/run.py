@@ -195,7 +195,7 @@ class Demo:
         }
         if supervisor is not None:
             environment["OPENAI_BASE_URL"] = supervisor.plan.base_url
-        command = [sys.executable, "-m", EXAMPLE, *arguments]
+        command = [sys.executable, "-P", "-m", EXAMPLE, *arguments]
         with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
             try:
                 while process.poll() is None:

@@ -13,7 +13,7 @@ from ratchet.store.states import GroupState, RoundState, TrajectoryState
 from ratchet.store.verify.check_messages import known
 from ratchet.store.verify.violation import Page, Violation
 
-_DROP = "delete it with `ratchet store forget`, or restore the store from a backup"
+_DROP = "delete it with `ratchet store delete`, or restore the store from a backup"
 _MEMBERS = {
     GroupState.READY: TrajectoryState.GROUPED,
     GroupState.JUDGED: TrajectoryState.GROUPED,

@@ -75,11 +75,11 @@ def test_preferences_are_exported_in_every_form(project: Project, store: Store) 
     assert project.run("feedback", "add", "--trajectory", "t1", *words, *STORE).returncode == 0
     wanted: dict[str, dict[str, Any]] = {
         "unpaired": {"completion": "Oslo", "label": True},
-        "pairs": {"chosen": "Oslo", "rejected": "Rome"},
-        "shown": {"completion": "Bergen"},
+        "paired": {"chosen": "Oslo", "rejected": "Rome"},
+        "demonstrations": {"completion": "Bergen"},
     }
     for form, fields in wanted.items():
-        done = project.run("feedback", "export", "--form", form, "--out", "rows.jsonl", "--model", "agent", *STORE)
+        done = project.run("feedback", "export", "--format", form, "--out", "rows.jsonl", "--model", "agent", *STORE)
         assert done.stdout.strip() == "rows.jsonl: 1 rows"
         row = json.loads((project.folder / "rows.jsonl").read_text())
         told = {name: value[0]["content"] if isinstance(value, list) else value for name, value in row.items()}

@@ -52,16 +52,16 @@ def test_pruning_by_age_can_be_tried_and_keep_what_was_trained(project: Project,
 
 
 def test_forgetting_asks_first_and_takes_what_is_named(project: Project, url: str) -> None:
-    assert project.run("store", "forget", "--store", url).returncode == 2
-    assert project.run("store", "forget", "a", "--store", url).returncode == 130  # nobody there to say yes
+    assert project.run("store", "delete", "--store", url).returncode == 2
+    assert project.run("store", "delete", "a", "--store", url).returncode == 130  # nobody there to say yes
     assert len(_left(url)) == 4
-    done = project.run("store", "forget", "a", "nothing", "--yes", "--store", url)
+    done = project.run("store", "delete", "a", "nothing", "--yes", "--store", url)
     assert "1 trajectories deleted" in done.stdout
     assert "agent@1  candidate  trained on them  /c/0001" in done.stdout
-    assert project.run("store", "forget", "--key", "key_1", "--yes", "--store", url).returncode == 0
-    assert project.run("store", "forget", "--tag", "person", "--before", "2001-01-01", "--yes", "--store", url).stdout
+    assert project.run("store", "delete", "--key", "key_1", "--yes", "--store", url).returncode == 0
+    assert project.run("store", "delete", "--tag", "person", "--before", "2001-01-01", "--yes", "--store", url).stdout
     assert _left(url) == {"b", "new"}
-    assert project.run("store", "forget", "--before", "2001-01-01", "--yes", "--store", url).returncode == 0
+    assert project.run("store", "delete", "--before", "2001-01-01", "--yes", "--store", url).returncode == 0
     assert _left(url) == {"new"}
 
 
@@ -70,10 +70,10 @@ def test_versions_that_learnt_what_is_deleted_are_marked_and_can_be_rejected(pro
     store = open_store(url)
     store.policies.promote("agent", 1, {})
     store.close()
-    assert project.run("store", "forget", "a", "--yes", "--store", url).returncode == 0
+    assert project.run("store", "delete", "a", "--yes", "--store", url).returncode == 0
     listed = project.run("policies", "list", "--store", url).stdout.splitlines()
     assert [line.endswith("(learnt from deleted trajectories)") for line in listed if "@" in line[:10]] == [False, True]
-    done = project.run("store", "forget", "b", "--reject-policies", "--yes", "--store", url)
+    done = project.run("store", "delete", "b", "--reject-policies", "--yes", "--store", url)
     assert "rejected: agent@1; agent@0 is live" in done.stdout
     plain = json.loads(project.run("policies", "list", "--json", "--store", url).stdout)
     assert [(one["state"], one["trained_on_deleted"]) for one in plain] == [("live", False), ("rejected", True)]

@@ -80,7 +80,7 @@ class WriterProcess:
             raise OSError("the store_writer is closed")
         path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
         self._child = subprocess.Popen(
-            [sys.executable, "-m", __name__, *self._log],
+            [sys.executable, "-P", "-m", __name__, *self._log],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": path},

@@ -73,7 +73,7 @@ class Project:
 
     def _start(self, arguments: Sequence[str], environ: dict[str, str], stderr: int) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "ratchet", *arguments],
+            [sys.executable, "-P", "-m", "ratchet", *arguments],  # -P: as the `ratchet` script
             cwd=self.folder,
             env=self._environ(environ),
             stdout=subprocess.PIPE,
