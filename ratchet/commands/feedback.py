@@ -84,9 +84,7 @@ def add(
 
 @feedback.command("list")
 @click.option("--trajectory", metavar="ID", help="Of this trajectory.")
-@click.option(
-    "--limit", type=click.IntRange(1, 1000), default=50, show_default=True, help="Maximum number."
-)
+@click.option("--limit", type=click.IntRange(1, 1000), default=50, show_default=True, help="Maximum number.")
 @options.store_url
 @options.project
 @options.as_json
@@ -122,9 +120,7 @@ def list_feedback(context: click.Context, /, trajectory: str | None, limit: int,
     required=True,
     help="unpaired: liked or not (KTO); paired: best and worst of a group (DPO); demonstrations (SFT).",
 )
-@click.option(
-    "--out", type=click.Path(dir_okay=False, writable=True), required=True, help="JSON Lines file to write."
-)
+@click.option("--out", type=click.Path(dir_okay=False, writable=True), required=True, help="JSON Lines file to write.")
 @click.option(
     "--limit",
     type=click.IntRange(min=1),

@@ -34,9 +34,7 @@ def groups() -> None:
 )
 @click.option("--reason", metavar="REASON", help="Dropped for this reason, such as no_variance.")
 @options.alias
-@click.option(
-    "--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="Maximum number."
-)
+@click.option("--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="Maximum number.")
 @click.option("--before", metavar="ID", help="Older than this group: the next page.")
 @options.store_url
 @options.project

@@ -30,9 +30,7 @@ def trajectories() -> None:
 
 @trajectories.command("list")
 @trajectory_filters
-@click.option(
-    "--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="Maximum number."
-)
+@click.option("--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="Maximum number.")
 @click.option("--before", metavar="ID", help="Older than this trajectory: the next page.")
 @options.store_url
 @options.project
