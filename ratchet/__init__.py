@@ -1,6 +1,3 @@
-"""The face: the `ratchet` command, and what it needs to start, watch and stop the services. Thin.
-
-Promises that importing it costs next to nothing: `ratchet --help` answers in well under half a second.
-"""
+"""Ratchet: reinforcement learning from an agent's production traffic. Importing this package costs next to nothing."""
 
 __version__ = "0.1.0"

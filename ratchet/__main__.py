@@ -1,4 +1,4 @@
-"""`python -m ratchet` is the `ratchet` command. Ctrl-C is quiet from the first import on."""
+"""`python -m ratchet` is the `ratchet` command. Ctrl-C prints no traceback, even during imports."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""The `ratchet` command. Parses, calls, prints; every import that costs time happens inside the command that needs it.
+"""The `ratchet` command. Slow imports happen inside the command that needs them: `ratchet --help` takes 0.15 s.
 
-Promises: `ratchet --help` in under half a second; an error is one clear line on stderr and a non-zero exit code, with a
-traceback only under RATCHET_DEBUG=1; Ctrl-C ends with code 130 and no noise.
+An error is one line on stderr and a non-zero exit code, with a traceback only under RATCHET_DEBUG=1. Ctrl-C exits with
+130 and no traceback.
 """
 
 from __future__ import annotations
@@ -33,20 +33,18 @@ from ratchet.commands import (
 from ratchet.commands.suggestions import SuggestingGroup
 from ratchet.errors import CliError
 
-# The roots of the services' error trees: what they raise on purpose is told in one line, like our own.
-_OWN_ERRORS = {"StoreError", "ProxyError", "TrainerError"}
-# What a path that was given may be: not there, not allowed, a folder or none, on a file system that is only read.
-_THE_USERS = (errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.EISDIR, errno.EROFS, errno.ENAMETOOLONG)
+# Root errors of the components: raised on purpose, with a message for the user.
+_COMPONENT_ERRORS = {"StoreError", "ProxyError", "TrainerError"}
+# Errors of a path that the user gave.
+_PATH_ERRORS = (errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.EISDIR, errno.EROFS, errno.ENAMETOOLONG)
 
 
 @click.group(cls=SuggestingGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
-@click.option(
-    "--config", type=click.Path(path_type=Path), help="Settings file; without it, ratchet.yaml in this folder."
-)
+@click.option("--config", type=click.Path(path_type=Path), help="Settings file.  [default: ratchet.yaml]")
 @click.version_option(__version__, prog_name="ratchet")
 @click.pass_context
 def cli(context: click.Context, config: Path | None) -> None:
-    """Ratchet makes agents better while they work, and never worse.
+    """Reinforcement learning from an agent's production traffic.
 
     \b
     Example:
@@ -93,7 +91,7 @@ def run(arguments: list[str]) -> int:
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
         return 130
-    except Exception as error:  # the last place where an error can be put into one line
+    except Exception as error:  # the last place where an error can become one line
         if os.environ.get("RATCHET_DEBUG") == "1":
             raise
         click.echo(f"ratchet: {_sentence(error)}", err=True)
@@ -102,11 +100,11 @@ def run(arguments: list[str]) -> int:
 
 
 def _sentence(error: Exception) -> str:
-    if isinstance(error, CliError) or any(kind.__name__ in _OWN_ERRORS for kind in type(error).__mro__):
+    if isinstance(error, CliError) or any(kind.__name__ in _COMPONENT_ERRORS for kind in type(error).__mro__):
         return str(error)
-    if isinstance(error, OSError) and error.errno in _THE_USERS and error.filename:
+    if isinstance(error, OSError) and error.errno in _PATH_ERRORS and error.filename:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" at {error.filename}" if error.filename else ""
-        return f"the disk is full{where}: free it, or set `folder` to another one"
-    return f"unexpected {type(error).__name__}: {error} (RATCHET_DEBUG=1 shows where; please report it)"
+        return f"the disk is full{where}: free it, or set `state_dir` to another folder"
+    return f"unexpected {type(error).__name__}: {error} (set RATCHET_DEBUG=1 for the traceback; please report it)"

@@ -1,4 +1,4 @@
-"""`ratchet bench`: what the proxy costs on the user's own machine, with their vLLM, beside asking it straight."""
+"""`ratchet bench`: measure the latency that the proxy adds, compared with direct calls to vLLM."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ if TYPE_CHECKING:
 
 
 @click.command()
+@click.option("--calls", type=click.IntRange(1), help="Calls per target.  [default: 2 x concurrency x blocks]")
+@click.option("--concurrency", type=click.IntRange(1, 1024), default=8, show_default=True, help="Concurrent calls.")
+@click.option("--blocks", type=click.IntRange(1), default=10, show_default=True, help="Blocks of calls per target.")
+@click.option("--stream/--no-stream", default=True, show_default=True, help="Stream answers.")
 @click.option(
-    "--calls", type=click.IntRange(1), help="Calls of each way in all.  [default: two for each place and turn]"
+    "--prompt-words", type=click.IntRange(1, 1_000_000), default=100, show_default=True, help="Prompt length."
 )
-@click.option("--concurrency", type=click.IntRange(1, 1024), default=8, show_default=True, help="Calls at a time.")
-@click.option("--turns", type=click.IntRange(1), default=10, show_default=True, help="Blocks that the calls come in.")
-@click.option("--stream/--whole", default=True, show_default=True, help="Are answers streamed?")
-@click.option("--words", type=click.IntRange(1, 1_000_000), default=100, show_default=True, help="Words of a prompt.")
-@click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True, help="Tokens of every answer.")
+@click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True, help="Tokens per answer.")
 @click.option("--timeout", type=click.FloatRange(0, min_open=True), default=120.0, show_default=True,
-              help="Seconds for one call.")  # fmt: skip
+              help="Timeout per call in seconds.")  # fmt: skip
 @options.proxy_url
-@click.option("--upstream", metavar="URL", help="vLLM behind it, asked straight.  [default: the running project's]")
-@click.option("--upstream-model", metavar="NAME", help="What vLLM calls the same model.  [default: found out]")
+@click.option("--upstream", metavar="URL", help="vLLM behind the proxy.  [default: the running project's]")
+@click.option("--upstream-model", metavar="NAME", help="vLLM's name of the model.  [default: detected]")
 @options.alias
 @options.project
 @options.as_json
 @click.pass_context
 def bench(
-    context: click.Context, /, calls: int | None, concurrency: int, turns: int, timeout: float, as_json: bool,
-    stream: bool, words: int, max_tokens: int, proxy: str | None, upstream: str | None, upstream_model: str | None,
-    model: str | None, project: str | None,
+    context: click.Context, /, calls: int | None, concurrency: int, blocks: int, timeout: float, as_json: bool,
+    stream: bool, prompt_words: int, max_tokens: int, proxy: str | None, upstream: str | None, upstream_model: str |
+    None, model: str | None, project: str | None,
 ) -> int:  # fmt: skip
     """Measure what the proxy costs here: calls straight to your vLLM and through the proxy, in turns.
 
@@ -53,16 +53,16 @@ def bench(
     from ratchet.bench.timed_calls import RequestShape
     from ratchet.output.terminal import progress_bars
 
-    if calls is not None and calls < concurrency * turns:
+    if calls is not None and calls < concurrency * blocks:
         raise click.UsageError(
-            f"--calls {calls}: {turns} turns of {concurrency} calls at a time need {turns * concurrency} or more; "
-            "with fewer, give less --turns or --concurrency"
+            f"--calls {calls}: {blocks} blocks of {concurrency} concurrent calls need {blocks * concurrency} or more; "
+            "reduce --blocks or --concurrency"
         )
     settings = options.read_project_settings(context, {"model": model, "project": project})
     ways = _ways(settings, proxy, upstream, upstream_model)
     shape, plan = (
-        RequestShape(stream, words, max_tokens),
-        MeasurementPlan(calls or 2 * concurrency * turns, concurrency, turns, timeout),
+        RequestShape(stream, prompt_words, max_tokens),
+        MeasurementPlan(calls or 2 * concurrency * blocks, concurrency, blocks, timeout),
     )
     if not as_json:
         click.echo(_told(ways, shape), err=True)

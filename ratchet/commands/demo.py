@@ -1,4 +1,4 @@
-"""`ratchet demo`: the command line of the demo."""
+"""`ratchet demo`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ import click
 
 @click.command()
 @click.option("--seed", type=click.IntRange(min=0), default=1, show_default=True, help="Seed of tasks and learner.")
-@click.option(
-    "--model", metavar="PATH", help="A folder or hub name instead of the example's tiny policy (needs a GPU)."
-)
+@click.option("--model", metavar="PATH", help="Folder or hub name in place of the bundled tiny policy (needs a GPU).")
 @click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True, help="Rounds of training tasks.")
-@click.option("--concurrency", type=click.IntRange(min=1), default=32, show_default=True, help="Agents at once.")
-@click.option("--held-out-tasks", type=click.IntRange(min=1), default=150, show_default=True, help="Unseen tasks.")
-@click.option("--held-out-attempts", type=click.IntRange(min=1), default=2, show_default=True, help="Tries of each.")
+@click.option("--concurrency", type=click.IntRange(min=1), default=32, show_default=True, help="Concurrent agents.")
+@click.option("--held-out-tasks", type=click.IntRange(min=1), default=150, show_default=True, help="Held-out tasks.")
+@click.option("--held-out-attempts", type=click.IntRange(min=1), default=2, show_default=True, help="Attempts each.")
 @click.option("--state-dir", type=click.Path(path_type=Path), help="Folder of the state.  [default: .ratchet]")
 def demo(
     seed: int,
@@ -26,9 +24,9 @@ def demo(
     held_out_attempts: int,
     state_dir: Path | None,
 ) -> int:
-    """Watch an agent that knows nothing of Ratchet get better, on the real vLLM.
+    """Train an unmodified agent on the real vLLM and measure its improvement.
 
-    Exit code 0 only if success on held-out tasks really rose. Figures go to .ratchet/demo/result.json.
+    Exits with 0 only if the success rate on held-out tasks rose significantly. Results: .ratchet/demo/result.json.
 
     \b
     Example:

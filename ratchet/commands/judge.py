@@ -1,4 +1,4 @@
-"""The commands about judges: try one, show what it said and asked, lint it, compare it with what was said before."""
+"""The `ratchet judge` commands: try, show, lint, rescore and calibrate judges."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from ratchet.trainer.controller.judges.audit.calibration import Calibration
     from ratchet.trainer.controller.judges.audit.lint_transcripts import Stage
 
-NOT_EXAMINED = 3  # exit code where the lint could ask the judge nothing that it reads
-_SHOWN = 10  # trajectories that moved the farthest
+EXIT_NOT_CHECKED = 3  # the judge reads nothing that the lint can vary
+_SHOWN = 10  # trajectories with the largest change
 _MARKS = {"ok": "ok", "fooled": "FOOLED", "crashed": "CRASH", "no_return": "NONE"}
 
 
@@ -44,7 +44,7 @@ def judge() -> None:
 @options.as_json
 @click.pass_context
 def try_(context: click.Context, /, names: tuple[str, ...], as_json: bool, **given: Any) -> int:
-    """Judge stored trajectories as one group, and record nothing.
+    """Judge stored trajectories as one group. Records nothing.
 
     \b
     Example:
@@ -119,19 +119,20 @@ def show(context: click.Context, /, group: str, as_json: bool, **given: Any) -> 
 
 @judge.command()
 @options.judge
-@click.option("--task", help="Task that the judge gets: its row as JSON, or its key.")
-@click.option("--question", default="", help="What the user asked.")
-@click.option("--answer", "right", help="The right answer.  [default: that of --trajectory]")
+@click.option("--task", help="Task for the judge: its row as JSON, or its key.")
+@click.option("--question", default="", help="The user's question.")
+@click.option("--answer", "right", help="The correct answer.  [default: that of --trajectory]")
 @click.option("--wrong", multiple=True, help="A plausible wrong answer; repeat for more.")
-@click.option("--trajectory", metavar="ID", help="Recorded trajectory that solved its task: its answer is replaced.")
-@click.option("--tool", metavar="NAME.ARGUMENT", help="Tool that takes the answer, where it is not the last message.")
+@click.option("--trajectory", metavar="ID", help="Recorded trajectory that solved its task; its answer is replaced.")
+@click.option("--tool", metavar="NAME.ARGUMENT", help="Tool argument with the answer, if no message has it.")
 @options.store_url
 @options.project
 @options.as_json
 @click.pass_context
 def lint(context: click.Context, /, as_json: bool, **given: Any) -> int:
-    """Try to fool a judge: empty, listed, padded, denied and injected answers must not earn what the right one earns.
-    Ends with 1 where it is fooled, crashes or forgets a return, with 3 where the right answer earns nothing either.
+    """Try to fool a judge: empty, listed, padded, denied and injected answers must not score like the correct one.
+
+    Exits with 1 if the judge is fooled, crashes or returns nothing, and with 3 if the correct answer scores nothing.
 
     \b
     Example:
@@ -148,7 +149,7 @@ def lint(context: click.Context, /, as_json: bool, **given: Any) -> int:
     stage = _stage(settings, asked)
     with _judge(settings) as made:
         report = try_to_fool(made, stage, asked["wrong"])
-    code = {Outcome.SOUND: 0, Outcome.NOT_EXAMINED: NOT_EXAMINED}.get(report.outcome, 1)
+    code = {Outcome.SOUND: 0, Outcome.NOT_EXAMINED: EXIT_NOT_CHECKED}.get(report.outcome, 1)
     if as_json:
         plain = dataclasses.asdict(report)
         options.print_json({"judge": made.name, "version": made.version, "sound": code == 0} | plain)
@@ -165,7 +166,7 @@ def lint(context: click.Context, /, as_json: bool, **given: Any) -> int:
 
 
 def _stage(settings: Settings, asked: dict[str, Any]) -> Stage:
-    """Return the trajectory whose answer is replaced. Raises JudgeError, RecordNotFound, UsageError."""
+    """Return the trajectory for the lint. Raises JudgeError, RecordNotFound, UsageError."""
     from ratchet.trainer.controller.judges.audit.lint_transcripts import Place, made_up, recorded
 
     place = Place.read(asked["tool"])
@@ -181,13 +182,13 @@ def _stage(settings: Settings, asked: dict[str, Any]) -> Stage:
 
 @judge.command()
 @options.judge
-@click.option("--limit", type=click.IntRange(1, 1000), default=50, show_default=True, help="Newest groups to look at.")
+@click.option("--limit", type=click.IntRange(1, 1000), default=50, show_default=True, help="Maximum number of groups.")
 @options.store_url
 @options.project
 @options.as_json
 @click.pass_context
 def rescore(context: click.Context, /, limit: int, as_json: bool, **given: Any) -> int:
-    """Judge stored groups again and show how the scores would differ; nothing is changed.
+    """Judge stored groups again and show how the scores would change. Records nothing.
 
     \b
     Example:
@@ -206,7 +207,7 @@ def rescore(context: click.Context, /, limit: int, as_json: bool, **given: Any) 
                 members = [store.trajectories.read(name) for name in group.members]
                 compared.append((old, made.judge(group.id, members).verdicts))
     if not compared:
-        raise click.ClickException("no group has a verdict yet: there is nothing to compare with")
+        raise click.ClickException("no group has a verdict yet")
     told = compare(compared)
     if as_json:
         import dataclasses
@@ -232,24 +233,24 @@ def rescore(context: click.Context, /, limit: int, as_json: bool, **given: Any) 
     required=True,
     metavar="JUDGE",
     callback=options.read_judge,
-    help="Judge that can verify: module:function, or a YAML file such as the answer rule.",
+    help="Judge that verifies answers: module:function, or a YAML file.",
 )
-@click.option("--limit", type=click.IntRange(1, 1000), default=50, show_default=True, help="Newest groups to look at.")
+@click.option("--limit", type=click.IntRange(1, 1000), default=50, show_default=True, help="Maximum number of groups.")
 @click.option(
-    "--least",
+    "--min-agreement",
     type=click.FloatRange(0, 1),
     default=0.7,
     show_default=True,
-    help="Agreement below which the command fails.",
+    help="Exit with 1 below this agreement.",
 )
 @options.store_url
 @options.project
 @options.as_json
 @click.pass_context
 def calibrate(
-    context: click.Context, /, truth_given: Any, limit: int, least: float, as_json: bool, **given: Any
+    context: click.Context, /, truth_given: Any, limit: int, min_agreement: float, as_json: bool, **given: Any
 ) -> int:
-    """Hold a judge against verifiable truth, each group twice with its members in both orders. Nothing is recorded.
+    """Compare a judge with a verifying judge on stored groups, each in both orders. Records nothing.
 
     \b
     Example:
@@ -277,7 +278,7 @@ def calibrate(
     if found.agreement is None:
         raise click.ClickException(
             f"of {len(asked)} groups with two members or more none has two that {truth.name} tells apart: there is "
-            "nothing to hold the judge against"
+            "nothing to compare the judge with"
         )
     if as_json:
         import dataclasses
@@ -288,7 +289,7 @@ def calibrate(
     else:
         for line in _calibration_lines(made.name, truth.name, found):
             click.echo(line)
-    return int(found.agreement < least)
+    return int(found.agreement < min_agreement)
 
 
 def _calibration_lines(judge_name: str, truth_name: str, found: Calibration) -> list[str]:
@@ -335,7 +336,7 @@ def _readable(judge_request: Any) -> dict[str, Any]:
 
 
 def _rollout(rollout: Rollout | None) -> str:
-    """Return what the tuner knows of a member: where it stood in its run, and the exception that ended it."""
+    """Describe the rollout of a member: attempt, step, candidate, scenario and failure."""
     if rollout is None:
         return ""
     scenario = "".join(f"  {strip_control_characters(f'{name}={value}')}" for name, value in rollout.scenario.items())

@@ -1,4 +1,4 @@
-"""The commands for a whole project: up, down, status, doctor."""
+"""`ratchet up`, `down`, `status` and `doctor`: the commands for a whole project."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 @options.alias
 @options.judge
 @options.store_url
-@click.option("--port", type=int, help="Port of the proxy, the one that agents use.  [default: 8000]")
+@click.option("--port", type=int, help="Port of the proxy, for agents.  [default: 8000]")
 @click.option("--vllm-port", type=int, help="Port of vLLM.  [default: 8001]")
-@click.option("--detach", is_flag=True, help="Return once all is ready; `ratchet down` stops it.")
+@click.option("--detach", is_flag=True, help="Run in the background; return once everything is ready.")
 @options.as_json
 @click.pass_context
 def up(context: click.Context, /, detach: bool, as_json: bool, vllm_port: int | None, **given: Any) -> None:
-    """Start vLLM, proxy and trainer of a project, and hold them.
+    """Start vLLM, proxy and trainer of a project and supervise them.
 
-    Nothing is left behind when it ends, whatever ends it. Without a judge, calls are recorded and nothing is trained.
+    When it ends, for whatever reason, every process ends. Without a judge, calls are recorded and nothing is trained.
 
     \b
     Example:
@@ -53,7 +53,7 @@ def up(context: click.Context, /, detach: bool, as_json: bool, vllm_port: int | 
     if not detach:
         supervision.run_foreground(settings)
         return
-    # The same command line again, without --detach: one way to start, whoever holds it.
+    # The same command line without --detach: there is one way to start.
     running = supervision.run_detached(settings, [argument for argument in sys.argv[1:] if argument != "--detach"])
     if as_json:
         options.print_json(running)
@@ -68,7 +68,7 @@ def up(context: click.Context, /, detach: bool, as_json: bool, vllm_port: int | 
 @options.as_json
 @click.pass_context
 def down(context: click.Context, project: str | None, as_json: bool) -> None:
-    """Stop everything that `up` started, by its recorded pids. Stopping what is stopped is no error.
+    """Stop everything that `up` started. Succeeds if nothing runs.
 
     \b
     Example:
@@ -90,12 +90,12 @@ def down(context: click.Context, project: str | None, as_json: bool) -> None:
 @options.project
 @options.store_url
 @options.alias
-@click.option("--report", is_flag=True, help="Is it learning? Scores of real traffic before and after, with intervals.")
-@click.option("--png", type=click.Path(path_type=Path, dir_okay=False), help="With --report: draw it into this file.")
+@click.option("--report", is_flag=True, help="Show scores of live traffic before and after training, with intervals.")
+@click.option("--png", type=click.Path(path_type=Path, dir_okay=False), help="With --report: plot file.")
 @click.option(
     "--tensorboard",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Write all rounds and decisions as event files into this new folder.",
+    help="Write all rounds and decisions as event files to this new folder.",
 )
 @options.as_json
 @click.pass_context
@@ -110,7 +110,7 @@ def status(
     tensorboard: Path | None,
     as_json: bool,
 ) -> None:
-    """Show processes, ports, versions, trajectories by state, rounds and alarms; with --report, what was learnt.
+    """Show processes, ports, versions, trajectories by state, rounds and alarms; with --report, whether it learns.
 
     \b
     Example:
@@ -126,7 +126,7 @@ def status(
         _report(settings, png, as_json)
         return
     if png is not None:
-        raise click.UsageError("--png draws the report: give --report with it")
+        raise click.UsageError("--png needs --report")
     from ratchet.status.project_status import collect_status, status_lines
 
     found = collect_status(settings)
@@ -152,7 +152,7 @@ def _report(settings: Settings, png: Path | None, as_json: bool) -> None:
 
 @click.command()
 @options.base_model
-@click.option("--task", metavar="TASK", help="The workflow's: a JSON object, a file, or a task set's first task.")
+@click.option("--task", metavar="TASK", help="Task for the workflow: a JSON object, a file, or a task set.")
 @options.workflow
 @options.judge
 @click.option("--attempts", type=click.IntRange(1, 64), default=4, show_default=True, help="Attempts at the task.")
@@ -164,11 +164,11 @@ def _report(settings: Settings, png: Path | None, as_json: bool) -> None:
 @options.as_json
 @click.pass_context
 def doctor(context: click.Context, /, base_model: str | None, task: str | None, as_json: bool, **given: Any) -> int:
-    """Prove that learning can happen: vLLM, capture, gradient, swap, batches, judge. What fails names the remedy.
+    """Check that training can work: vLLM, capture, gradient, swap, batches, judge. Failures name the remedy.
 
-    Needs a project that is up; without one it proves what can be proven and says what it could not. With --workflow or
-    --task it lets the agent make a few attempts at one task, and names every reason why nothing would be learnt from
-    them. Each may stand in ratchet.yaml instead (tuner.workflow, tuner.tasks).
+    The project should be up; otherwise some checks are skipped and reported. With --workflow or --task, the agent makes
+    a few attempts at one task, and every reason why training on them would have no effect is reported. Both may be set
+    in ratchet.yaml (tuner.workflow, tuner.tasks).
 
     \b
     Example:
@@ -176,7 +176,7 @@ def doctor(context: click.Context, /, base_model: str | None, task: str | None, 
       ratchet doctor --workflow my_agent:run --task '{"question": "2 + 2?", "answer": "4"}' --judge my_judge:judge
     """
     findings = []
-    for finding in _examination(context, base_model, task, given):
+    for finding in _check_results(context, base_model, task, given):
         findings.append(finding)
         if not as_json:
             click.echo(strip_control_characters(finding.line()))
@@ -185,17 +185,17 @@ def doctor(context: click.Context, /, base_model: str | None, task: str | None, 
     return 0 if all(finding.passed for finding in findings) else 1
 
 
-def _examination(
+def _check_results(
     context: click.Context, base_model: str | None, task: str | None, given: dict[str, Any]
 ) -> Iterator[CheckResult]:
     if given["workflow"] is None and task is None:
-        from ratchet.checks import doctor as proving
+        from ratchet.checks import doctor as doctor_checks
         from ratchet.trainer.settings.devices import pinned
 
         own = {"project": given["project"], "base_model": base_model, "trainer.judge": given["judge"]}
         settings = options.read_project_settings(context, own)
-        os.environ.update(pinned(settings.trainer_devices))  # it learns as the trainer would
-        yield from proving.run_checks(settings)
+        os.environ.update(pinned(settings.trainer_devices))  # it trains as the trainer would
+        yield from doctor_checks.run_checks(settings)
         return
     from ratchet.checks import workflow_check
     from ratchet.tuning import context as tuning
@@ -203,5 +203,5 @@ def _examination(
     settings = tuning.settings_of(context, given | {"tasks": None, "test_size": None, "seed": None})
     asked = task or settings.tuner_settings().tasks
     if asked is None:
-        raise click.UsageError("the workflow needs a task to work on: give --task JSON or a file, or set tuner.tasks")
+        raise click.UsageError("the workflow needs a task: give --task JSON or a file, or set tuner.tasks")
     yield from workflow_check.run_checks(settings, workflow_check.task_of(asked, settings))

@@ -1,4 +1,4 @@
-"""The commands for one service alone: proxy and trainer."""
+"""`ratchet proxy` and `ratchet trainer`: one service without a supervisor."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from ratchet import options
 @click.option("--upstream", "upstreams", multiple=True, metavar="URL", help="A vLLM replica; repeat for more.")
 @options.alias
 @options.store_url
-@click.option(
-    "--config", type=click.Path(path_type=Path), help="Settings file, as before the command; it may hold a model_list."
-)
+@click.option("--config", type=click.Path(path_type=Path), help="Settings file; the same as before the command.")
 @click.option("--host", help="Address to listen on.  [default: 127.0.0.1]")
 @click.option("--port", type=int, help="Port to listen on.  [default: 8000]")
-@click.option("--capture", type=click.Choice(["strict", "relaxed"]), help="When a call is durable.  [default: strict]")
+@click.option("--capture", type=click.Choice(["strict", "relaxed"]), help="Durability of calls.  [default: strict]")
 @click.option("--journal", type=click.Path(path_type=Path), help="Folder of the journal, one per proxy.")
 @options.project
 @click.pass_context
@@ -37,7 +35,7 @@ def proxy(
     journal: Path | None,
     project: str | None,
 ) -> int:
-    """Run the proxy alone, in front of vLLM replicas that run elsewhere.
+    """Run only the proxy, for vLLM replicas that run elsewhere.
 
     \b
     Example:
@@ -73,7 +71,7 @@ def trainer(
     vllm: tuple[str, ...],
     project: str | None,
 ) -> int:
-    """Run the trainer alone, beside a proxy and vLLM replicas that run elsewhere.
+    """Run only the trainer, for a proxy and vLLM replicas that run elsewhere.
 
     \b
     Example:
@@ -83,7 +81,7 @@ def trainer(
     values["trainer.judge"] = judge
     settings = options.read_settings(context, values)
     if not settings.has_judge:
-        raise click.UsageError("no judge is named: give --judge module:function or a YAML file, or set trainer.judge")
+        raise click.UsageError("no judge is set: give --judge module:function or a YAML file, or set trainer.judge")
     from ratchet.proxy.telemetry import logs
     from ratchet.supervisor.vllm_command import check_model
     from ratchet.trainer.settings.devices import pinned
@@ -99,7 +97,7 @@ def trainer(
 
 
 def _above_bars(line: str) -> None:
-    """Write a line of the log on a terminal, where bars of progress may stand."""
+    """Write a log line to the terminal, above progress bars."""
     from tqdm import tqdm
 
     tqdm.write(line, file=sys.stderr, end="")

@@ -60,11 +60,11 @@ def bench(circle: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ben
     return circle
 
 
-@pytest.mark.parametrize("how", ["--stream", "--whole"])
+@pytest.mark.parametrize("how", ["--stream", "--no-stream"])
 def test_straight_and_proxied_calls_are_told_side_by_side_with_what_the_proxy_adds(
     bench: Bench, capsys: pytest.CaptureFixture[str], how: str
 ) -> None:
-    assert bench.run("--concurrency", "2", "--turns", "6", "--json", how) == 0
+    assert bench.run("--concurrency", "2", "--blocks", "6", "--json", how) == 0
     told = json.loads(capsys.readouterr().out)
     names = ["straight", "straight, ids and logprobs", "through the proxy"]
     assert [(way["name"], way["calls"], way["failed"]) for way in told["ways"]] == [(name, 24, 0) for name in names]
@@ -81,7 +81,7 @@ def test_straight_and_proxied_calls_are_told_side_by_side_with_what_the_proxy_ad
 def test_every_prompt_is_another_one_and_nothing_of_it_is_ever_trained(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert bench.run("--concurrency", "2", "--turns", "1", "--words", "5") == 0
+    assert bench.run("--concurrency", "2", "--blocks", "1", "--prompt-words", "5") == 0
     assert "the proxy and all it asks for add" in capsys.readouterr().out
     prompts = [body["messages"][0]["content"] for body in bench.vllm.calls]
     assert len({prompt.split()[0] for prompt in prompts}) == len(prompts) == 3 * (2 + 4)  # a warm-up each
@@ -93,12 +93,12 @@ def test_failed_calls_are_counted_with_their_reason_and_end_the_command_with_1(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bench.vllm.failures_left, bench.vllm.failure = 4, 400
-    assert bench.run("--concurrency", "4", "--turns", "1") == 1
+    assert bench.run("--concurrency", "4", "--blocks", "1") == 1
     assert "straight (http://127.0.0.1" in (told := capsys.readouterr().err)
     assert "no call succeeds: 400" in told
     bench.vllm.calls.clear()
     bench.vllm.refused = 3  # after a warm-up of each way
-    assert bench.run("--concurrency", "1", "--turns", "1", "--calls", "1") == 1
+    assert bench.run("--concurrency", "1", "--blocks", "1", "--calls", "1") == 1
     assert "1 of 1 calls failed straight: 400: " in capsys.readouterr().out
 
 
