@@ -155,7 +155,7 @@ class Controller:
         )
         self._warm_starts = WarmStartRequests(store, settings)
         self._backlog = Backlog(store, settings)
-        checkpoint.sweep(settings.checkpoints)
+        checkpoint.remove_incomplete(settings.checkpoints)
         version, resume_from = self._round_runner.newest_commit()
         self.learner = self._make_learner(learner_factory, resume_from)
         candidates = any(policy.state is PolicyState.CANDIDATE for policy in store.policies.all(alias))

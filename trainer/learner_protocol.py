@@ -1,4 +1,4 @@
-"""What the controller asks of a learner, and the report of a round."""
+"""The interface between controller and learner, and the report of a round."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ratchet.trainer.settings.learner_settings import LearnerSettings
 
 
 class LearnerProtocol(Protocol):
-    """What a round needs of a learner; `trainer.learner.Learner` is one."""
+    """The learner of a round; `ratchet.trainer.learner.learner.Learner` implements it."""
 
     @property
     def step(self) -> int: ...
@@ -32,28 +32,28 @@ class LearnerProtocol(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RoundReport:
-    """What one round did.
+    """The figures of one round.
 
-    loss, grad_norm            means over the round's optimiser steps; the norm is before clipping
-    entropy                    of the policy at the trained tokens, mean in nats
-    clip_ratio                 of the trained tokens, those that the ratio's clip silenced
+    loss, grad_norm             means over the round's optimizer steps; the norm is before clipping
+    entropy                     of the policy at the trained tokens, mean in nats
+    clip_ratio                  share of the trained tokens that the ratio's clip masked
     tokens_trained, rows, optimizer_steps  counts
-    step                       optimiser steps since the first round
-    logprob_abs_diff_mean/max  |trainer - engine| over the compared tokens, before the first step
-    tokens_compared            trained tokens of rows with `importance`; 0 makes the two above 0 without meaning
-    importance_clipped_ratio of the compared tokens, those whose importance weight met its cap
-    seconds                    wall time of the round
-    weight_change              L2 norm of what was added to the LoRA parameters
-    kl                         to the base model at the trained tokens, mean in nats; 0 where `kl` is not set
-    rows_rejected              rows that the engine sampled with another policy than the one that learns
-    tokens_forwarded           that the training pass went through, padding included, shared prefixes once
-    learning_rate              that the steps were taken with
-    approx_kl                  how far the steps moved the policy: mean k3 at trained tokens, nats a token
-    approx_kl_target           what `approx_kl` is steered to, or would be where the rate is fixed
-    approx_kl_tokens           trained tokens that were looked at for it
-    logprob_change_abs_mean               |log p after - log p before the steps|, mean over the same tokens
-    logprob_change_positive_mean              the same with its sign, mean over those with a positive advantage
-    numbers                    that the model computes in: bf16 or fp32
+    step                        optimizer steps since the first round
+    logprob_abs_diff_mean/max   |trainer - vLLM| over the compared tokens, before the first step, nats
+    tokens_compared             trained tokens of rows with `importance`; if 0, the two above are 0 and meaningless
+    importance_clipped_ratio    share of the compared tokens whose importance weight reached its cap
+    seconds                     wall time of the round
+    weight_change               L2 norm of the change of the LoRA parameters
+    kl                          to the base model at the trained tokens, mean in nats; 0 if `beta` is 0
+    rows_rejected               rows that vLLM sampled with another policy than the one that is trained
+    tokens_forwarded            tokens of the training pass, with padding, shared prefixes counted once
+    learning_rate               of the steps
+    approx_kl                   how far the steps moved the policy: mean k3 at trained tokens, nats per token
+    approx_kl_target            target of `approx_kl`, also reported with a fixed learning rate
+    approx_kl_tokens            trained tokens that `approx_kl` was measured on
+    logprob_change_abs_mean     |log p after - log p before the steps|, mean over the same tokens
+    logprob_change_positive_mean  the same with its sign, mean over those with a positive advantage
+    numbers                     dtype of the model's computation: bf16 or fp32
     """
 
     loss: float

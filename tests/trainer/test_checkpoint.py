@@ -33,7 +33,7 @@ def test_half_written_checkpoints_are_ignored_and_swept(tmp_path: Path) -> None:
     write_a_file_in(tmp_path / "0003")
     assert checkpoint.newest_complete(tmp_path) == tmp_path / "0001"
     assert checkpoint.next_path(tmp_path) == tmp_path / "0004"
-    assert checkpoint.sweep(tmp_path) == (tmp_path / f".0002.tmp-{DEAD_PID}",)
+    assert checkpoint.remove_incomplete(tmp_path) == (tmp_path / f".0002.tmp-{DEAD_PID}",)
     assert sorted(os.listdir(tmp_path)) == ["0001", "0003"]
 
 
@@ -47,7 +47,7 @@ def test_a_checkpoint_that_lost_bytes_is_passed_over(tmp_path: Path) -> None:
 
 def test_the_folder_of_a_living_writer_is_not_swept(tmp_path: Path) -> None:
     (tmp_path / f".0001.tmp-{os.getppid()}").mkdir()
-    assert checkpoint.sweep(tmp_path) == ()
+    assert checkpoint.remove_incomplete(tmp_path) == ()
 
 
 def test_a_full_disk_leaves_nothing_and_names_path_and_free_bytes(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_a_killed_writer_leaves_no_checkpoint(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False)
     assert len(os.listdir(tmp_path)) == 1
     assert checkpoint.newest_complete(tmp_path) is None
-    assert len(checkpoint.sweep(tmp_path)) == 1
+    assert len(checkpoint.remove_incomplete(tmp_path)) == 1
 
 
 def test_a_taken_folder_is_never_overwritten(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_a_taken_folder_is_never_overwritten(tmp_path: Path) -> None:
 def test_no_folder_means_no_checkpoint(tmp_path: Path) -> None:
     assert checkpoint.newest_complete(tmp_path / "absent") is None
     assert checkpoint.next_path(tmp_path / "absent") == tmp_path / "absent" / "0001"
-    assert checkpoint.sweep(tmp_path / "absent") == ()
+    assert checkpoint.remove_incomplete(tmp_path / "absent") == ()
 
 
 def write_a_file_in(folder: Path) -> None:

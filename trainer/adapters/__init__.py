@@ -1,1 +1,1 @@
-"""Publishing: from a checkpoint on disk to a version that every replica serves, and old ones out again."""
+"""Adapters: checkpoint folders, base model files, and vLLM's control API (`vllm_api.py`, the only caller of it)."""

@@ -1,9 +1,9 @@
-"""A base model by its files: SHA-256 of config, weights, tokenizer and chat template, cheap when asked again.
+"""Identify a base model by its files: SHA-256 of config, weights, tokenizer and chat template.
 
-Promises: a digest is of real content, so that a changed copy of the same shape is another model; a file that has not
-changed since (path, size, time of change, inode) is not read again; a file of the Hugging Face cache that is named by
-its SHA-256 is not read at all. What has no bearing on what a model does is left out: READMEs, the version of the
-library that wrote the config, the name of the folder. Imports no torch.
+Digests cover the content, so a changed copy of the same shape is another model. A file that has not changed (path,
+size, modification time, inode) is not read again; a file of the Hugging Face cache that is named by its SHA-256 is not
+read at all. READMEs, the version of the library that wrote the config, and the folder name do not count. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from ratchet.trainer.errors import OtherBaseModel
 
 log = logging.getLogger(__name__)
 
-DIGESTS = "base_model.json"  # the file, beside an alias's checkpoints, that remembers digests
+DIGESTS = "base_model.json"  # file of cached digests, next to an alias's checkpoints
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json", "tekken.json")
-_CONFIG_ASIDE = ("_name_or_path", "transformers_version")
+_IGNORED_CONFIG_KEYS = ("_name_or_path", "transformers_version")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_AT_ONCE = 4  # files
+_CONCURRENCY = 4  # files
 _CHUNK = 2**22
 
 
 def model_folder(model: str, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the folder of a model: its own, or a hub name's in the Hugging Face cache; None where it is not there."""
+    """Return the folder of a model: a path, or a hub name in the Hugging Face cache; None if it does not exist."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
@@ -47,13 +47,13 @@ def model_folder(model: str, environ: Mapping[str, str] = os.environ) -> Path | 
 
 
 def digests(folder: Path, cache: Path) -> dict[str, str]:
-    """Return the digests of a model folder by part; `cache` is a file that remembers those of unchanged files.
+    """Return the digests of a model folder by part; `cache` is a file with the digests of unchanged files.
 
-    Raises OSError where a file cannot be read.
+    Raises OSError if a file cannot be read.
     """
-    known = _Known(cache)
+    known = _DigestCache(cache)
     parts = {
-        "config": _digest_json(_json(folder / "config.json"), _CONFIG_ASIDE),
+        "config": _digest_json(_json(folder / "config.json"), _IGNORED_CONFIG_KEYS),
         "weights": _joined(folder, _weights(folder), known),
         "tokenizer": _joined(folder, [folder / name for name in _TOKENIZER if (folder / name).is_file()], known),
         "chat_template": hashlib.sha256(_chat_template(folder).encode()).hexdigest(),
@@ -63,15 +63,15 @@ def digests(folder: Path, cache: Path) -> dict[str, str]:
 
 
 def bytes_to_read(folder: Path, cache: Path) -> int:
-    """Return how many bytes of weights `digests` would have to read."""
-    known = _Known(cache)
+    """Return how many bytes of weights `digests` would read."""
+    known = _DigestCache(cache)
     return sum(file.stat().st_size for file in _weights(folder) if known.of(file) is None)
 
 
 def check_files(store: Store, alias: str, model: str, cache: Path) -> None:
     """Compare a base model's files with what the store knows; what is not known is taken up. Raises OtherBaseModel."""
     folder = model_folder(model)
-    if folder is None or not (folder / "config.json").is_file():  # whoever loads it says so
+    if folder is None or not (folder / "config.json").is_file():  # loading it raises the error
         return
     files = digests(folder, cache)
     known = store.base_models.base_model_of(alias)
@@ -83,11 +83,11 @@ def check_files(store: Store, alias: str, model: str, cache: Path) -> None:
     if (known is None or not known.file_digests) and store.base_models.register_base_model(
         alias, model, file_digests=files
     ) is not None:
-        log.info("event=base_model_taken_up alias=%s name=%s weights=%s", alias, model, files["weights"][:12])
+        log.info("event=base_model_registered alias=%s name=%s weights=%s", alias, model, files["weights"][:12])
 
 
-class _Known:
-    """Digests by file, with what changes when the file does."""
+class _DigestCache:
+    """Cached digests by file, valid while the file's stat is unchanged."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -99,7 +99,7 @@ class _Known:
         self._rows: dict[str, Any] = found if isinstance(found, dict) else {}
 
     def of(self, file: Path) -> str | None:
-        """Return a file's digest, where it is known without reading the file."""
+        """Return a file's digest, or None if the file has to be read."""
         there = file.resolve()
         if there.parent.name == "blobs" and _SHA256.fullmatch(there.name):
             return there.name
@@ -118,7 +118,7 @@ class _Known:
         return digest
 
     def save(self) -> None:
-        """Remember for the next time."""
+        """Write the cache file."""
         if self._changed:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             aside = self._file.with_name(f".{self._file.name}.{os.getpid()}")
@@ -140,17 +140,17 @@ def _read(file: Path) -> str:
 
 
 def _weights(folder: Path) -> list[Path]:
-    """Return the files of weights that a server loads: safetensors, or where there are none, PyTorch's."""
+    """Return the weight files that a server loads: safetensors, or else PyTorch's."""
     for pattern in ("*.safetensors", "*.bin"):
         if found := [file for file in sorted(folder.glob(pattern)) if not file.name.startswith("adapter_")]:
             return found
     return []
 
 
-def _joined(folder: Path, files: Iterable[Path], known: _Known) -> str:
-    """Return one digest of several files and their names; large ones are read side by side."""
+def _joined(folder: Path, files: Iterable[Path], known: _DigestCache) -> str:
+    """Return one digest of several files and their names; files are read in parallel."""
     listed = list(files)
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
+    with ThreadPoolExecutor(_CONCURRENCY) as pool:
         found = list(pool.map(known.digest, listed))
     lines = (f"{file.relative_to(folder)} {digest}\n" for file, digest in zip(listed, found, strict=True))
     return hashlib.sha256("".join(lines).encode()).hexdigest()

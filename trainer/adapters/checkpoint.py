@@ -1,8 +1,8 @@
-"""Checkpoint folders: `models/<name>/checkpoints/NNNN/`, each whole or absent.
+"""Checkpoint folders: `models/<name>/checkpoints/NNNN/`, each complete or absent.
 
-A checkpoint is written aside as `.NNNN.tmp-<pid>`, flushed to the disk, given a manifest of its files and sizes, and
+A checkpoint is written as `.NNNN.tmp-<pid>`, flushed to the disk, given a manifest of its files and sizes, and
 renamed. Promises that a reader never sees a half-written checkpoint under its number, also after a power cut or on a
-full disk, and that a number is never given twice. Does not know what is in a checkpoint, and imports no torch.
+full disk, and that a number is never reused. Does not know the content of a checkpoint. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from ratchet.trainer.errors import CheckpointExists, CheckpointUnwritable
 
 MANIFEST = "manifest.json"
-STATE = "learner"  # the part of a checkpoint that only training goes on from
+STATE = "learner"  # the part of a checkpoint that only training needs
 
 _NUMBERED = re.compile(r"\d{4,}")
 _ASIDE = re.compile(r"\.(?P<name>.+)\.tmp-(?P<pid>\d+)")
@@ -26,7 +26,7 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def next_path(root: Path) -> Path:
-    """The folder of the next checkpoint under `root`: one above the highest number ever begun there, from 0001."""
+    """Return the folder of the next checkpoint under `root`: one above the highest number ever started, from 0001."""
     begun = [0]
     for entry in _entries(root):
         aside = _ASIDE.fullmatch(entry.name)
@@ -37,13 +37,13 @@ def next_path(root: Path) -> Path:
 
 
 def write_atomically(folder: Path, writer: Callable[[Path], None]) -> None:
-    """Make `folder` with what `writer` puts into the empty folder that it is given; all of it or nothing.
+    """Create `folder` with the files that `writer` writes into the empty folder it is passed, atomically.
 
-    Raises CheckpointExists when the folder is taken, CheckpointUnwritable when the disk is full or refuses. Whatever
-    the writer itself raises passes through. In every case nothing half-written stays behind.
+    Raises CheckpointExists if the folder exists, CheckpointUnwritable if the disk is full or fails, and whatever the
+    writer raises. No partial checkpoint remains in any case.
     """
     if folder.exists():
-        raise CheckpointExists(f"{folder} is taken: checkpoints are never overwritten, save under a new number")
+        raise CheckpointExists(f"{folder} exists: checkpoints are never overwritten, save under a new number")
     aside = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ def write_atomically(folder: Path, writer: Callable[[Path], None]) -> None:
 
 
 def complete(folder: Path) -> bool:
-    """Whether every file that the folder's manifest names is there with its size."""
+    """Return whether every file of the folder's manifest exists with its size."""
     try:
         sizes = json.loads((folder / MANIFEST).read_text())["bytes"]
         return bool(sizes) and all((folder / name).stat().st_size == size for name, size in sizes.items())
@@ -70,17 +70,17 @@ def complete(folder: Path) -> bool:
 
 
 def newest_complete(root: Path) -> Path | None:
-    """The complete checkpoint with the highest number under `root`, or None."""
+    """Return the complete checkpoint with the highest number under `root`, or None."""
     numbered = [entry for entry in _entries(root) if _NUMBERED.fullmatch(entry.name)]
     newest_first = sorted(numbered, key=lambda entry: int(entry.name), reverse=True)
     return next(filter(complete, newest_first), None)
 
 
-def sweep(root: Path) -> tuple[Path, ...]:
-    """Remove what interrupted writers left under `root`; returns the removed folders.
+def remove_incomplete(root: Path) -> tuple[Path, ...]:
+    """Remove the folders of interrupted writers under `root`; return them.
 
-    A folder whose writer still lives is left alone. A damaged folder under a number is left too: it was renamed whole,
-    so something outside damaged it, and it may be evidence; `newest_complete` passes it over.
+    A folder whose writer is alive stays. A damaged numbered folder stays too: it was complete when it was renamed, so
+    something else damaged it; `newest_complete` skips it.
     """
     abandoned = [
         entry
@@ -95,9 +95,9 @@ def sweep(root: Path) -> tuple[Path, ...]:
 def prune(root: Path, folders: Set[int], states: Set[int]) -> tuple[int, ...]:
     """Remove the numbered folders not in `folders`, and the learner's state from those not in `states`.
 
-    Returns the numbers of the removed folders. Numbers above all of `folders` are left: a round that writes one may be
-    under way. A folder vanishes from under its number in one step; one without its state is complete all the time.
-    What is interrupted is done by the next call, or by `sweep`.
+    Returns the numbers of the removed folders. Numbers above all of `folders` stay: a running round may be writing
+    one. A folder is removed atomically; one that loses its state stays complete throughout. The next call, or
+    `remove_incomplete`, finishes an interrupted removal.
     """
     gone: list[int] = []
     for entry in [entry for entry in _entries(root) if _NUMBERED.fullmatch(entry.name)]:
@@ -124,7 +124,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _write_manifest(folder: Path, without: str | None = None) -> None:
-    """Write the manifest of a folder, in one step; `without` leaves out a folder inside."""
+    """Write the manifest of a folder atomically, without the files of the subfolder `without`."""
     files = [path for path in _files(folder) if path.name != MANIFEST and path.relative_to(folder).parts[0] != without]
     sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
     aside = folder / f".{MANIFEST}"

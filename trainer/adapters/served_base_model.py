@@ -1,8 +1,8 @@
-"""Whether vLLM still serves the base model that the alias's versions belong to, as the trainer asks it.
+"""Checks that vLLM still serves the base model of the alias's versions.
 
 Asked at the start, before each publication and every few minutes, with the fixed questions of
 `store/policies/fingerprints.py`.
-While a replica answers otherwise, nothing is trained, scored against vLLM or published. What the right answers are is
+While a replica answers differently, nothing is trained, scored against vLLM or published. What the right answers are is
 written down by the proxy; as long as they are not known, nothing is said.
 """
 
@@ -18,12 +18,12 @@ from ratchet.trainer.errors import EngineError
 
 log = logging.getLogger(__name__)
 
-_EVERY = 300.0  # seconds between two looks without a reason for one
-_AGAIN = 10.0  # seconds between two looks while a replica serves another base model
+_EVERY = 300.0  # seconds between two checks
+_AGAIN = 10.0  # seconds between two checks while a replica serves another base model
 
 
 class ServedBaseModel:
-    """The look at all replicas of one alias."""
+    """Checks all replicas of one alias."""
 
     def __init__(self, store: Store, alias: str, replicas: Sequence[Replica]) -> None:
         self._store = store
@@ -33,9 +33,9 @@ class ServedBaseModel:
         self._due_at = 0.0
 
     def objection(self, now: float, *, fresh: bool = False) -> str | None:
-        """Return why nothing may be published now, from the last look; `fresh` looks again. Raises no EngineError."""
+        """Return why nothing may be published now, from the last check; `fresh` checks again. Raises no EngineError."""
         if fresh or now >= self._due_at:
-            found = self._look()
+            found = self._check()
             if found is not None and found != self._objection:
                 log.error("event=other_base_model alias=%s reason=%r", self._alias, found)
                 self._store.alarms.raise_(f"base_model:{self._alias}", found)
@@ -46,14 +46,14 @@ class ServedBaseModel:
             self._due_at = now + (_EVERY if found is None else _AGAIN)
         return self._objection
 
-    def _look(self) -> str | None:
+    def _check(self) -> str | None:
         known = self._store.base_models.base_model_of(self._alias)
         if known is None or not known.server_fingerprint:
             return None
         for replica in self._replicas:
             try:
                 difference = fingerprints.difference(known.server_fingerprint, replica.fingerprint())
-            except EngineError:  # whoever needs it next says so
+            except EngineError:  # the next caller reports it
                 continue
             if difference is not None:
                 return (
