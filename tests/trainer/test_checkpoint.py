@@ -63,7 +63,7 @@ def test_a_full_disk_leaves_nothing_and_names_path_and_free_bytes(tmp_path: Path
 
 def test_a_killed_writer_leaves_no_checkpoint(tmp_path: Path) -> None:
     script = (
-        "import os, signal, sys; from pathlib import Path; from trainer.publishing import checkpoint\n"
+        "import os, signal, sys; from pathlib import Path; from ratchet.trainer.adapters import checkpoint\n"
         "def writer(folder): (folder / 'x').write_bytes(b'1'); os.kill(os.getpid(), signal.SIGKILL)\n"
         "checkpoint.write_atomically(Path(sys.argv[1]) / '0001', writer)\n"
     )
