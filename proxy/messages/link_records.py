@@ -1,6 +1,6 @@
-"""The records of linking: an answer that may be continued, what a request says of itself, and the link between them.
+"""The records of linking: an answer that may be continued, a request's evidence, and the link between them.
 
-They hold; they decide nothing. All but the flags of a leaf never change.
+They hold data only. Everything but the flags of a leaf is constant.
 """
 
 from __future__ import annotations
@@ -16,26 +16,28 @@ from ratchet.store.records import OTHER
 
 
 class TokenFingerprint(msgspec.Struct, frozen=True):
-    """A token sequence by length in bytes (int32 each) and hash: enough to say what begins with it."""
+    """A token sequence as its length in bytes (int32 each) and hash: enough to recognize it as a prefix."""
 
     length: int
     digest: bytes
 
     @classmethod
-    def of(cls, packed: bytes) -> TokenFingerprint:
+    def of_ids(cls, packed: bytes) -> TokenFingerprint:
         """Return the fingerprint of packed ids."""
         return cls(len(packed), blake2b(packed, digest_size=16).digest())
 
-    def begins(self, packed: bytes) -> bool:
-        """Return whether `packed` begins with this sequence, id for id."""
+    def is_prefix_of(self, packed: bytes) -> bool:
+        """Return whether packed ids start with this sequence."""
         if not self.length or len(packed) < self.length:
             return False
         return blake2b(memoryview(packed)[: self.length], digest_size=16).digest() == self.digest
 
 
 class Leaf(msgspec.Struct, eq=False):
-    """An answer that a coming request may continue. `extended`: one did; `taken`: one did, or continued another answer
-    of the same call; `quoted`: a segment was found by its words.
+    """An answer that a later request may continue.
+
+    `is_extended`: a request continued it. `is_taken`: a request continued it or another answer of the same call.
+    `is_quoted`: a segment was linked by a quote of it.
     """
 
     trajectory_id: str
@@ -55,7 +57,7 @@ class Leaf(msgspec.Struct, eq=False):
 
 
 class AttemptKey(NamedTuple):
-    """What names an attempt: whoever tries again asks the same under the same key."""
+    """Identifies an attempt: a retry has the same key, prompt and tools."""
 
     key_id: str | None
     prompt_node: str
@@ -63,25 +65,25 @@ class AttemptKey(NamedTuple):
 
 
 class Evidence(msgspec.Struct, frozen=True):
-    """What a request says about where it belongs. `keys` are the link keys of its messages, in order."""
+    """What a request says about its trajectory. `keys` are the link keys of its messages, in order."""
 
     alias: str
-    version: int | None  # where the client asked for one by name
+    version: int | None  # if the request names one
     messages: Sequence[dict[str, Any]]
     keys: tuple[str, ...]
     key_id: str | None
     explicit: str | None = None
     explicit_by: str = ""  # path, header, body, key, previous_response
-    follows: str | None = None  # the call that a `previous_response_id` names
+    follows: str | None = None  # the call of `previous_response_id`
     attempt: AttemptKey | None = None
-    is_retry: bool = False  # the SDK says that it tries again
+    is_retry: bool = False  # the SDK marked the request as a retry
     arrived_at: float = 0.0  # Unix seconds
-    is_other_model: bool = False  # the model is not trained here
-    planned_purpose: str | None = None  # the purpose that a rollout's plan says
+    is_other_model: bool = False  # the model is not trained by this proxy
+    planned_purpose: str | None = None  # the purpose in the rollout's plan
 
     @property
     def purpose(self) -> str:
-        """`other` where the model is not trained here, else as planned; `eval` where a version is asked for by name."""
+        """`other_model` for other models, else as planned; `eval` if the request names a version."""
         if self.is_other_model:
             return OTHER
         if self.planned_purpose is not None:
@@ -90,9 +92,9 @@ class Evidence(msgspec.Struct, frozen=True):
 
 
 class Link(msgspec.Struct, frozen=True):
-    """Where a call belongs. `version` is None where the trajectory is new and has none yet.
+    """A call's place. `version` is None for a new trajectory that has no version yet.
 
-    A call without a parent begins a segment: the first of its trajectory, or one that `quoted` words or ids of it.
+    A call without a parent starts a segment: the first one of its trajectory, or one whose prompt quotes `quoted`.
     """
 
     trajectory_id: str
@@ -100,5 +102,5 @@ class Link(msgspec.Struct, frozen=True):
     linked_by: str
     parent: Leaf | None = None
     purpose: str = "live"
-    key_id: str | None = None  # whose a new trajectory is
+    key_id: str | None = None  # of a new trajectory
     quoted: Leaf | None = None

@@ -1,7 +1,7 @@
-"""What an answer leaves behind in later prompts, apart from its path: by these it is known again when the path changed.
+"""Fingerprints of an answer: by these a later prompt is recognized if the path to the answer has changed.
 
-An answer is telling where nobody else says it by chance: it calls a tool or is long enough. Words that stood in the
-answer's own prompt are no trace of the answer: whoever has the same task writes them, too. Pure.
+An answer is distinctive if it calls a tool or is long enough not to occur by chance. Text of the answer that already
+occurs in its own prompt is not a fingerprint: every caller with the same task writes it too. Pure.
 """
 
 from __future__ import annotations
@@ -15,30 +15,41 @@ import msgspec
 
 from ratchet.store.content import messages as canon
 
-LEAST = 32  # characters that nobody writes twice by chance
-ANCHOR_LENGTH = 24  # of them, the first, by which a quote is looked up
-PREFIX_LENGTHS = (64, 256, 1_024, 4_096, 16_384, 65_536)  # characters after which words that begin alike are told apart
+MIN_QUOTE_LENGTH = 32  # characters; texts this long do not occur twice by chance
+ANCHOR_LENGTH = 24  # first characters, by which a quote is looked up
+PREFIX_LENGTHS = (
+    64,
+    256,
+    1_024,
+    4_096,
+    16_384,
+    65_536,
+)  # characters; prefixes that tell texts with the same beginning apart
 DIGEST_BYTES = 16
 PROMPT = "prompt"  # the role of a plain text prompt
-_MOST_ARGUMENTS = 4
-_TELLING_ID = re.compile(r"(?=[A-Za-z0-9]*[0-9])(?=[A-Za-z0-9]*[A-Za-z])[A-Za-z0-9]{9,}\Z")
+_MAX_ARGUMENTS = 4
+_DISTINCTIVE_ID = re.compile(r"(?=[A-Za-z0-9]*[0-9])(?=[A-Za-z0-9]*[A-Za-z])[A-Za-z0-9]{9,}\Z")
 
 
 class QuotedText(msgspec.Struct, frozen=True):
-    """Words of ours. `pending`: a tool call's argument, which only a sub-agent quotes, and only until it is done;
-    `heads`: this process' hashes of the first characters, so many as each of `PREFIX_LENGTHS` says that they have.
+    """A text of an answer.
+
+    `pending`: an argument of a tool call, which only a sub-agent quotes, and only until the call has its result.
+    `prefix_hashes`: hashes (of this process) of the prefixes of the lengths `PREFIX_LENGTHS`.
     """
 
     anchor: str
     length: int
     digest: bytes
     pending: bool = False
-    heads: tuple[int, ...] = ()
+    prefix_hashes: tuple[int, ...] = ()
 
 
 class TextFingerprints(msgspec.Struct, frozen=True):
-    """`skip_last_key`: the path without the prompt's last message; `answer_key`: the answer wherever it stands;
-    `whole`: the text of a plain prompt with the answer behind it.
+    """The fingerprints of one answer.
+
+    `skip_last_key`: link key of the path without the prompt's last message. `answer_key`: link key of the answer alone.
+    `whole`: a plain prompt together with its answer.
     """
 
     skip_last_key: str = ""
@@ -54,38 +65,38 @@ NO_FINGERPRINTS = TextFingerprints()
 def fingerprints_of(
     answer: Mapping[str, Any], skip_last_key: str, answer_key: str, prompt: Sequence[Mapping[str, Any]]
 ) -> TextFingerprints:
-    """Return the traces of an answer to a prompt."""
+    """Return the fingerprints of an answer to a prompt."""
     texts = [text for text in map(canon.spoken, prompt) if isinstance(text, str)]
     said, calls = canon.spoken(answer), canon.called(answer)
     spoken = isinstance(said, str) and _is_new(said, texts)
     quotes = [quote_of(said)] if spoken else []
     arguments = (text.strip() for text in _strings(calls))
-    quotes += [quote_of(text, pending=True) for text in arguments if _is_new(text, texts)][:_MOST_ARGUMENTS]
+    quotes += [quote_of(text, pending=True) for text in arguments if _is_new(text, texts)][:_MAX_ARGUMENTS]
     return TextFingerprints(skip_last_key, answer_key, bool(calls) or spoken, tuple(quotes), _whole(answer, prompt))
 
 
 def quote_of(text: str, *, pending: bool = False) -> QuotedText:
-    """Return the quote of a text."""
-    heads = []
+    """Return a text as it is indexed."""
+    prefix_hashes = []
     for step in PREFIX_LENGTHS:
         if step > len(text):
             break
-        heads.append(hash(text[:step]))
-    return QuotedText(text[:ANCHOR_LENGTH], len(text), digest(text), pending, tuple(heads))
+        prefix_hashes.append(hash(text[:step]))
+    return QuotedText(text[:ANCHOR_LENGTH], len(text), digest(text), pending, tuple(prefix_hashes))
 
 
 def digest(text: str) -> bytes:
-    """Return what a quoted text is compared by."""
+    """Return the digest by which quoted texts are compared."""
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES).digest()
 
 
-def is_distinctive(tool_call_id: str) -> bool:
+def is_distinctive_id(tool_call_id: str) -> bool:
     """Return whether a tool call's id ends in random letters and digits; `call_0` does not."""
-    return bool(_TELLING_ID.search(tool_call_id))
+    return bool(_DISTINCTIVE_ID.search(tool_call_id))
 
 
 def _is_new(text: str, before: Iterable[str]) -> bool:
-    return len(text) >= LEAST and not any(text in one for one in before)
+    return len(text) >= MIN_QUOTE_LENGTH and not any(text in one for one in before)
 
 
 def _whole(answer: Mapping[str, Any], prompt: Sequence[Mapping[str, Any]]) -> QuotedText | None:
@@ -93,7 +104,7 @@ def _whole(answer: Mapping[str, Any], prompt: Sequence[Mapping[str, Any]]) -> Qu
     if not prompt or prompt[-1].get("role") != PROMPT or not (isinstance(before, str) and isinstance(after, str)):
         return None
     text = (before + after).strip()
-    return quote_of(text) if len(text) >= LEAST else None
+    return quote_of(text) if len(text) >= MIN_QUOTE_LENGTH else None
 
 
 def _strings(calls: Iterable[Sequence[Any]]) -> Iterable[str]:

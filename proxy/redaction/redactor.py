@@ -75,7 +75,7 @@ class Redactor:
             return record if error == record.error else msgspec.structs.replace(record, error=error)
         nodes = tuple(canon.node(node.parent, _object(body)) for node, body in zip(record.nodes, bodies, strict=True))
         for leaf in leaves:
-            leaf.sequence = TokenFingerprint.of(b"")
+            leaf.sequence = TokenFingerprint.of_ids(b"")
         return msgspec.structs.replace(
             record,
             nodes=nodes,

@@ -45,7 +45,7 @@ def answered(linker: TrajectoryLinker, prompt: list[Message], reply: Message, no
         link_key=path,
         tool_call_ids=canon.tool_call_ids(reply),
         key_id=key,
-        sequence=TokenFingerprint.of(pack_ids([1, 2, 3])),
+        sequence=TokenFingerprint.of_ids(pack_ids([1, 2, 3])),
         created_at=now,
         fingerprints=fingerprints_of(reply, gap if len(keys) > 1 else "", own, prompt),
     )
@@ -158,7 +158,7 @@ def test_an_explicit_id_wins_and_a_contradicting_version_is_refused(linker: Traj
     assert (link.trajectory_id, link.parent, link.linked_by) == ("mine", None, "header")
     linker.begin_call(link, "agent", 1, 1.0)
     assert linker.find_link(asked([USER], explicit="mine", explicit_by="path")).version == 1
-    with pytest.raises(BadRequest, match="runs on agent@1"):
+    with pytest.raises(BadRequest, match="uses agent@1"):
         linker.find_link(asked([USER], explicit="mine", explicit_by="path", version=2))
 
 
@@ -220,9 +220,9 @@ def test_a_restored_answer_is_continued(linker: TrajectoryLinker) -> None:
     found = linker.find_link(asked([USER, REPLY, NEXT]))
     assert (found.trajectory_id, found.version) == ("traj_old", 2)
     assert found.parent is not None
-    assert found.parent.sequence.begins(pack_ids([7, 8, 9]))
-    assert not found.parent.sequence.begins(pack_ids([7, 9, 8]))
-    assert not found.parent.sequence.begins(pack_ids([7]))
+    assert found.parent.sequence.is_prefix_of(pack_ids([7, 8, 9]))
+    assert not found.parent.sequence.is_prefix_of(pack_ids([7, 9, 8]))
+    assert not found.parent.sequence.is_prefix_of(pack_ids([7]))
 
 
 @pytest.mark.parametrize(("purpose", "version", "joins"), [
@@ -250,14 +250,14 @@ def test_after_a_restart_an_evaluation_and_an_agent_at_work_stay_apart(
     assert found.purpose == ("live" if version is None else "eval")
 
 
-def test_a_named_run_keeps_its_purpose(linker: TrajectoryLinker) -> None:
+def test_a_named_trajectory_keeps_its_purpose(linker: TrajectoryLinker) -> None:
     trial = linker.find_link(asked([USER], explicit="trial", explicit_by="header", version=1))
     linker.begin_call(trial, "agent", 1, 1.0)
     followed = linker.find_link(asked([USER], explicit="trial", explicit_by="header"))
     assert (followed.version, followed.purpose) == (1, "eval")
     work = linker.find_link(asked([USER], explicit="work", explicit_by="header"))
     linker.begin_call(work, "agent", 1, 1.0)
-    with pytest.raises(BadRequest, match="work is no evaluation"):
+    with pytest.raises(BadRequest, match="work is not an evaluation"):
         linker.find_link(asked([USER], explicit="work", explicit_by="header", version=1))
 
 

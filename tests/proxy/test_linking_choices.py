@@ -7,7 +7,7 @@ from hashlib import blake2b
 import pytest
 
 from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
-from ratchet.proxy.coordinator.linking.trajectory_names import names
+from ratchet.proxy.coordinator.linking.open_trajectories import candidate_names
 from ratchet.proxy.messages.link_records import Leaf, TokenFingerprint
 from ratchet.store.content import messages as canon
 from tests.proxy.test_linking import NEXT, REPLY, USER, asked
@@ -72,4 +72,4 @@ def test_a_name_that_another_key_has_made_up_for_this_one_gives_it_neither_versi
     again = linker.find_link(asked([USER], "victim", explicit="job", explicit_by="header"))
     assert (again.trajectory_id, again.version) == (found.trajectory_id, 1)
     assert len(found.trajectory_id) <= 128
-    assert len(list(names("x" * 128, "victim"))[2]) <= 128
+    assert len(list(candidate_names("x" * 128, "victim"))[2]) <= 128

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from ratchet.proxy.coordinator.linking import quote_match
-from ratchet.proxy.coordinator.linking.fuzzy_match import choose, shared_trajectories
+from ratchet.proxy.coordinator.linking.fuzzy_match import choose_leaf, shared_trajectories
 from ratchet.proxy.coordinator.linking.leaf_index import LeafIndex
-from ratchet.proxy.coordinator.linking.leaves_by_name import LeavesByName
 from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
-from ratchet.proxy.coordinator.linking.quote_index import QuoteIndex, WorkLimit, WorkLimitExceeded
+from ratchet.proxy.coordinator.linking.quote_index import LeavesByName, QuoteIndex, WorkLimit, WorkLimitExceeded
 from ratchet.proxy.messages.link_records import Leaf, TokenFingerprint
-from ratchet.proxy.messages.text_fingerprints import ANCHOR_LENGTH, LEAST, TextFingerprints, quote_of
+from ratchet.proxy.messages.text_fingerprints import ANCHOR_LENGTH, MIN_QUOTE_LENGTH, TextFingerprints, quote_of
 from ratchet.store.content import messages as canon
 from tests.proxy.test_linking import USER, Message, answered, asked
 
@@ -32,7 +31,7 @@ def words_of(rng: random.Random) -> str:
     """Words that a quote may be of: many begin alike."""
     while True:
         text = "".join(rng.choices(PIECES, k=rng.randrange(1, 7))).strip()
-        if len(text) >= LEAST:
+        if len(text) >= MIN_QUOTE_LENGTH:
             return text
 
 
@@ -87,7 +86,7 @@ def plainly(known: Known, messages: Sequence[Message], keys: Sequence[str]) -> t
                         groups.setdefault(words, []).append(leaf)
                         last = message["role"]
     runs = shared_trajectories(groups.values())
-    found = choose(leaf for leaf in list(groups.values())[-1] if leaf.trajectory_id in runs) if runs else None
+    found = choose_leaf(leaf for leaf in list(groups.values())[-1] if leaf.trajectory_id in runs) if runs else None
     return found, last == "assistant"
 
 
@@ -104,7 +103,7 @@ def prompt_of(rng: random.Random, all_words: Sequence[str]) -> list[Message]:
         messages.append(
             {"role": role, "content": "".join([*parts, filler] if rng.random() < 0.5 else [filler, *parts])}
         )
-    return [message for message in messages if len(str(message["content"]).strip()) >= LEAST]
+    return [message for message in messages if len(str(message["content"]).strip()) >= MIN_QUOTE_LENGTH]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -117,11 +116,11 @@ def test_the_index_finds_what_a_plain_search_finds(seed: int) -> None:
         for one, _ in known:
             leaves.add(one)
         for one, _ in known[:4]:
-            leaves.drop(one)
+            leaves.remove(one)
         known = known[4:]
         messages = prompt_of(rng, [words for one in said for words, _ in one])
         keys = canon.link_keys(messages)
-        leaf, by_assistant, _ = quote_match.quoted(leaves, messages, keys, lambda leaf: True)
+        leaf, by_assistant, _ = quote_match.find_quoted_leaf(leaves, messages, keys, lambda leaf: True)
         wanted = plainly(known, messages, keys)
         assert (leaf, by_assistant if leaf else False) == (wanted[0], wanted[1] if wanted[0] else False)
         found += leaf is not None
@@ -135,9 +134,9 @@ def test_what_is_forgotten_leaves_nothing_in_the_index() -> None:
         leaves.add(leaf)
     assert len(leaves.quotes) > 10
     for leaf in held:
-        leaves.drop(leaf)
+        leaves.remove(leaf)
     index = leaves.quotes
-    assert (len(leaves), len(index), index._anchors, index._heads, index._ends) == (0, 0, {}, {}, {})
+    assert (len(leaves), len(index), index._anchors, index._prefixes, index._lengths) == (0, 0, {}, {}, {})
 
 
 def steps_of(deed: Callable[[], object]) -> int:
@@ -200,11 +199,11 @@ def test_a_prompt_that_repeats_how_we_begin_without_end_is_no_evidence_and_soon_
     for number in range(2000):
         index.add(quote_of('"' * (ANCHOR_LENGTH + 40 + number)), leaf)
     with pytest.raises(WorkLimitExceeded):
-        list(index.standing('"' * 140_000, work))
+        list(index.find_quotes('"' * 140_000, work))
     leaves = LeafIndex()
     leaves.add(leaf_of(1, [('"' * 4000, False)], random.Random(0)))
     prompt = [{"role": "user", "content": '"' * 140_000}]
-    assert quote_match.quoted(leaves, prompt, canon.link_keys(prompt), lambda leaf: True)[0] is None
+    assert quote_match.find_quoted_leaf(leaves, prompt, canon.link_keys(prompt), lambda leaf: True)[0] is None
 
 
 def test_under_one_name_the_oldest_are_forgotten_first() -> None:
@@ -212,6 +211,6 @@ def test_under_one_name_the_oldest_are_forgotten_first() -> None:
     leaves = [leaf_of(number, [("x" * 40, False)], random.Random(0)) for number in range(5000)]
     for leaf in leaves:
         names.add("n", leaf)
-    assert list(names.at("n")) == leaves[-4096:]
-    assert [names.drop("n", leaf) for leaf in leaves].count(True) == 1
+    assert list(names.leaves_of("n")) == leaves[-4096:]
+    assert [names.remove("n", leaf) for leaf in leaves].count(True) == 1
     assert not names

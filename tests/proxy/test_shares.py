@@ -66,7 +66,7 @@ def call(linker: TrajectoryLinker, messages: list[Message], reply: Message, key:
     own, path, gap = canon.answer_keys((canon.ANYWHERE, keys[-1], keys[-2] if len(keys) > 1 else ""), reply)
     leaf = Leaf(
         link.trajectory_id, ids.new_id("call"), 0, 0, path, canon.tool_call_ids(reply), key,
-        TokenFingerprint.of(uuid.uuid4().bytes), 1.0, fingerprints=fingerprints_of(reply, gap, own, messages),
+        TokenFingerprint.of_ids(uuid.uuid4().bytes), 1.0, fingerprints=fingerprints_of(reply, gap, own, messages),
     )  # fmt: skip
     linker.end_call(link, [leaf], 1.0)
     return link

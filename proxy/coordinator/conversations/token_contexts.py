@@ -65,7 +65,7 @@ class TokenContexts:
             context = await run_call_lookup(self._read, leaf.trajectory_id, key)
             if context is not None:
                 self._put(key, context)
-        if context is None or leaf.sequence != TokenFingerprint.of(context.ids):
+        if context is None or leaf.sequence != TokenFingerprint.of_ids(context.ids):
             return None
         self._held.move_to_end(key)
         return context

@@ -1,1 +1,1 @@
-"""Which trajectory a call belongs to: the evidence in a request, and the memory of open answers."""
+"""Linking: which trajectory a call belongs to, and which earlier answer it continues."""

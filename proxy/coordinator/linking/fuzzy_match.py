@@ -1,8 +1,9 @@
-"""Which run a conversation belongs to whose path has changed: by the tool-call ids and answers of ours that it holds.
+"""Which trajectory a conversation continues if its path has changed: by the tool-call ids and answers that it holds.
 
-An edited system prompt, a dropped beginning or a rewritten turn changes every path after it; the answers themselves
-are still there. One telling id of ours is proof. Answers must be held by exactly one run: where several runs gave them
-all, nobody can say which it is, unless what led to them is the same in every message.
+An edited system prompt, a dropped beginning or a rewritten turn changes every path after it, but the answers
+themselves are still in the prompt. One distinctive tool-call id is proof. Answers must belong to exactly one
+trajectory: if several trajectories gave all of them, the match is ambiguous, unless the messages before the answers
+are identical.
 """
 
 from __future__ import annotations
@@ -16,30 +17,30 @@ from ratchet.proxy.messages.link_records import Leaf
 from ratchet.store.content import messages as canon
 
 BY_IDS, BY_ANSWER = "tool_ids", "answer"
-_MOST_PLACES = 64  # messages of ours that are looked at, from the end
+_MAX_MESSAGES = 64  # of the assistant or a tool, searched from the end
 
 LeafFilter = Callable[[Leaf], bool]
 
 
-def continued(
-    leaves: LeafIndex, messages: Sequence[dict[str, Any]], fits: LeafFilter, *, sure: bool = False
+def find_continued_leaf(
+    leaves: LeafIndex, messages: Sequence[dict[str, Any]], fits: LeafFilter, *, trajectory_known: bool = False
 ) -> tuple[Leaf | None, str]:
-    """Return the latest answer of ours that the messages hold, and how it was known; None where no run is sure.
+    """Return the latest known answer in the messages and how it was found; None if no trajectory is certain.
 
-    Where the caller is sure of the run, also an answer that tells nothing by itself counts.
+    If the caller knows the trajectory, answers that are not distinctive count too.
     """
-    held = [place for place in islice(_held(leaves, messages, fits), _MOST_PLACES) if any(place)]
-    by_ids = next((_only_trajectory(ids) for ids, _ in held if _only_trajectory(ids)), None)
+    matches = [match for match in islice(_matches(leaves, messages, fits), _MAX_MESSAGES) if any(match)]
+    by_ids = next((_only_trajectory(ids) for ids, _ in matches if _only_trajectory(ids)), None)
     if by_ids is not None:
-        own = (leaf for ids, answers in held for leaf in reversed([*answers, *ids]) if leaf.trajectory_id == by_ids)
+        own = (leaf for ids, answers in matches for leaf in reversed([*answers, *ids]) if leaf.trajectory_id == by_ids)
         return next(own), BY_IDS
-    answers = [found for _, found in held if found]
-    return (_by_answers(answers, sure), BY_ANSWER) if answers else (None, "")
+    answers = [found for _, found in matches if found]
+    return (_match_answers(answers, trajectory_known), BY_ANSWER) if answers else (None, "")
 
 
-def choose(alike: Iterable[Leaf]) -> Leaf | None:
-    """Return the one that is meant: the latest of a single run, or any that is free where all pasts are the same."""
-    found = list(alike)
+def choose_leaf(equal: Iterable[Leaf]) -> Leaf | None:
+    """Return the most likely of equal answers: the latest of one trajectory, or any free one if all pasts are equal."""
+    found = list(equal)
     if _only_trajectory(found) is not None:
         return max(found, key=lambda leaf: (leaf.created_at, -leaf.choice))
     if len({leaf.link_key for leaf in found}) != 1:
@@ -49,46 +50,48 @@ def choose(alike: Iterable[Leaf]) -> Leaf | None:
 
 
 def preference(leaf: Leaf) -> tuple[bool, bool, float, int]:
-    """Return what is greatest of the answer that is meant among equal ones: agents go on with the first of several."""
+    """Return the sort key of equal answers, the best one last: agents continue the first of several choices."""
     return not leaf.is_taken, not leaf.is_extended, leaf.created_at, -leaf.choice
 
 
 def shared_trajectories(groups: Iterable[Iterable[Leaf]]) -> set[str]:
-    """Return the runs that are in every group."""
-    runs: set[str] | None = None
+    """Return the trajectories that occur in every group."""
+    shared: set[str] | None = None
     for group in groups:
-        ours = {leaf.trajectory_id for leaf in group}
-        runs = ours if runs is None else runs & ours
-    return runs or set()
+        own = {leaf.trajectory_id for leaf in group}
+        shared = own if shared is None else shared & own
+    return shared or set()
 
 
-def _held(
+def _matches(
     leaves: LeafIndex, messages: Sequence[dict[str, Any]], fits: LeafFilter
 ) -> Iterator[tuple[list[Leaf], list[Leaf]]]:
-    """Yield, from the last message on, the leaves of its tool-call ids and those that gave it as an answer."""
+    """Yield, from the last message on, the leaves of its tool-call ids and the leaves with that answer."""
     for message in reversed(messages):
         role = message.get("role")
         if role == "assistant":
-            own = canon.link_key(canon.ANYWHERE, message)
+            answer_key = canon.link_key(canon.ANYWHERE, message)
             ids = canon.tool_call_ids(message)
-            found = [leaf for leaf in leaves.at(own) if fits(leaf)]
-            yield [leaf for name in ids for leaf in leaves.calling(name) if fits(leaf)], found
+            answers = [leaf for leaf in leaves.leaves_at(answer_key) if fits(leaf)]
+            yield [leaf for name in ids for leaf in leaves.leaves_with_tool_call(name) if fits(leaf)], answers
         elif role == "tool":
-            yield [leaf for leaf in leaves.calling(str(message.get("tool_call_id"))) if fits(leaf)], []
+            called = leaves.leaves_with_tool_call(str(message.get("tool_call_id")))
+            yield [leaf for leaf in called if fits(leaf)], []
 
 
-def _by_answers(answers: Sequence[Sequence[Leaf]], sure: bool) -> Leaf | None:
-    """Return the latest answer of the run that gave them; later ones count more than earlier ones."""
-    known = [{leaf.trajectory_id for leaf in found} for found in answers]
-    runs = known[0]
-    for others in known[1:]:
-        runs = runs & others or runs
-    told = sure or any(
-        leaf.fingerprints.is_distinctive for found in answers for leaf in found if leaf.trajectory_id in runs
-    )
-    return choose(leaf for leaf in answers[0] if leaf.trajectory_id in runs) if told else None
+def _match_answers(answers: Sequence[Sequence[Leaf]], trajectory_known: bool) -> Leaf | None:
+    """Return the latest answer of the trajectory that gave them; later answers outweigh earlier ones."""
+    by_answer = [{leaf.trajectory_id for leaf in found} for found in answers]
+    shared = by_answer[0]
+    for trajectories in by_answer[1:]:
+        shared = shared & trajectories or shared
+    if not trajectory_known and not any(
+        leaf.fingerprints.is_distinctive for found in answers for leaf in found if leaf.trajectory_id in shared
+    ):
+        return None
+    return choose_leaf(leaf for leaf in answers[0] if leaf.trajectory_id in shared)
 
 
 def _only_trajectory(found: Iterable[Leaf]) -> str | None:
-    runs = {leaf.trajectory_id for leaf in found}
-    return runs.pop() if len(runs) == 1 else None
+    trajectories = {leaf.trajectory_id for leaf in found}
+    return trajectories.pop() if len(trajectories) == 1 else None

@@ -1,58 +1,74 @@
-"""The answers of one key to one alias that may be continued, by everything that a later prompt may know them by.
+"""The answers of one key to one alias that may be continued, indexed by everything that a later prompt may repeat.
 
-Nothing of another key or alias is among them, so that no call looks through another key's traffic.
+Each index holds one key's answers to one alias: a call never searches another key's traffic.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-from ratchet.proxy.coordinator.linking.leaves_by_name import LeavesByName
-from ratchet.proxy.coordinator.linking.quote_index import QuoteIndex
+from ratchet.proxy.coordinator.linking.quote_index import LeavesByName, QuoteIndex
 from ratchet.proxy.messages.link_records import Leaf
-from ratchet.proxy.messages.text_fingerprints import is_distinctive
+from ratchet.proxy.messages.text_fingerprints import is_distinctive_id
+
+# Estimates in bytes, entries in the tables included; a test measures them.
+TRAJECTORY_BYTES = 650  # of a trajectory without its answers
+_LEAF_BYTES = 850  # of an answer with the names that every answer has
+_ID_BYTES = 300  # of a tool call's id
+_QUOTE_BYTES = 500
+_PREFIX_BYTES = 120
 
 
 class LeafIndex:
-    """Leaves by name and by their words. All names share one index, since none can be another's."""
+    """Leaves by name and by quoted text. All kinds of names share one table, as no two kinds can be equal."""
 
     def __init__(self) -> None:
         self.quotes = QuoteIndex()
-        self.wholes = QuoteIndex()  # plain prompts with their answers
-        self._by: LeavesByName[str] = LeavesByName()
+        self.plain_prompts = QuoteIndex()  # plain text prompts with their answers
+        self._by_name: LeavesByName[str] = LeavesByName()
 
     def __len__(self) -> int:
-        return len(self._by)
+        return len(self._by_name)
 
     def add(self, leaf: Leaf) -> None:
-        """Remember an answer under its names and words."""
-        self._by.add_all(_names(leaf), leaf)
+        """Add an answer under its names and texts."""
+        self._by_name.add_all(_names(leaf), leaf)
         for quote in leaf.fingerprints.quotes:
             self.quotes.add(quote, leaf)
         if leaf.fingerprints.whole:
-            self.wholes.add(leaf.fingerprints.whole, leaf)
+            self.plain_prompts.add(leaf.fingerprints.whole, leaf)
 
-    def drop(self, leaf: Leaf) -> None:
-        """Forget an answer."""
+    def remove(self, leaf: Leaf) -> None:
+        """Remove an answer."""
         for name in _names(leaf):
-            self._by.drop(name, leaf)
+            self._by_name.remove(name, leaf)
         for quote in leaf.fingerprints.quotes:
-            self.quotes.drop(quote, leaf)
+            self.quotes.remove(quote, leaf)
         if leaf.fingerprints.whole:
-            self.wholes.drop(leaf.fingerprints.whole, leaf)
+            self.plain_prompts.remove(leaf.fingerprints.whole, leaf)
 
-    def at(self, key: str) -> Collection[Leaf]:
-        """Return the leaves of a link key: of a path, of a path but for its last message, or of an answer alone."""
-        return self._by.at(key)
+    def leaves_at(self, key: str) -> Collection[Leaf]:
+        """Return the leaves of a link key: of a path, of a path without its last message, or of an answer alone."""
+        return self._by_name.leaves_of(key)
 
-    def calling(self, tool_call_id: str) -> Collection[Leaf]:
-        """Return the leaves that gave a tool call this id; none where the id tells nothing."""
-        return self._by.at("id " + tool_call_id)
+    def leaves_with_tool_call(self, tool_call_id: str) -> Collection[Leaf]:
+        """Return the leaves whose tool call has this id; none if the id is not distinctive."""
+        return self._by_name.leaves_of("id " + tool_call_id)
+
+
+def size_of(leaf: Leaf) -> int:
+    """Return the estimated bytes of one answer."""
+    fingerprints = leaf.fingerprints
+    size = _LEAF_BYTES + _ID_BYTES * len(leaf.tool_call_ids)
+    for quote in fingerprints.quotes:
+        size += _QUOTE_BYTES + _PREFIX_BYTES * len(quote.prefix_hashes)
+    whole = fingerprints.whole
+    return size + (_QUOTE_BYTES + _PREFIX_BYTES * len(whole.prefix_hashes) if whole else 0)
 
 
 def _names(leaf: Leaf) -> list[str]:
-    seen = leaf.fingerprints
-    names = [name for name in (leaf.link_key, seen.skip_last_key, seen.answer_key) if name]
+    fingerprints = leaf.fingerprints
+    names = [name for name in (leaf.link_key, fingerprints.skip_last_key, fingerprints.answer_key) if name]
     if leaf.tool_call_ids:
-        names += ["id " + name for name in leaf.tool_call_ids if is_distinctive(name)]
+        names += ["id " + name for name in leaf.tool_call_ids if is_distinctive_id(name)]
     return names

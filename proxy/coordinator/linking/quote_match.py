@@ -1,11 +1,12 @@
-"""Which run a new conversation was begun for: by words or tool-call ids of ours that its prompt quotes.
+"""Which trajectory a new conversation belongs to: by answers or tool-call ids that its prompt quotes.
 
-A summary call quotes the conversation, the call after it quotes the summary; a sub-agent's task is an argument of its
-parent's tool call; an agent that writes its history into one text quotes all of it. Quoted are whole answers and whole
-arguments, as they were or as a JSON string, after a line's beginning, a colon, a bracket or a quotation mark.
-All quotes of a prompt must be of one run: a judge's prompt, which quotes several, belongs to none of them.
-A message of the assistant that begins with an answer of ours and goes on (a closing tag that a stop string had cut off)
-is that answer only where all that stands before it is what led to the answer: other runs say the same words.
+A summary call quotes the conversation, and the call after it quotes the summary. A sub-agent's task is an argument of
+its parent's tool call. An agent that writes its history into one text quotes all of it. A quote is a whole answer or a
+whole argument, verbatim or as a JSON string, after the start of a line, a colon, a bracket or a quotation mark.
+
+All quotes of a prompt must come from one trajectory: a judge's prompt, which quotes several, belongs to none of them.
+An assistant message that starts with a known answer and goes on (a closing tag that a stop string had cut off) counts
+as that answer only if the path before it matches, as other trajectories may contain the same text.
 """
 
 from __future__ import annotations
@@ -14,123 +15,125 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from ratchet.proxy.coordinator.linking.fuzzy_match import LeafFilter, choose, shared_trajectories
+from ratchet.proxy.coordinator.linking.fuzzy_match import LeafFilter, choose_leaf, shared_trajectories
 from ratchet.proxy.coordinator.linking.leaf_index import LeafIndex
 from ratchet.proxy.coordinator.linking.quote_index import WorkLimit, WorkLimitExceeded
 from ratchet.proxy.messages.link_records import Leaf
-from ratchet.proxy.messages.text_fingerprints import LEAST, PROMPT
+from ratchet.proxy.messages.text_fingerprints import MIN_QUOTE_LENGTH, PROMPT
 from ratchet.store.content import messages as canon
 
-_MOST_TEXT = 150_000  # characters that are looked at, of the latest messages
+_MAX_TEXT = 150_000  # characters that are searched, of the latest messages
 _ID = re.compile(r"(?:chatcmpl-tool-|call_|toolu_)[A-Za-z0-9]{9,}")
 
 BY_PATH, BY_IDS, BY_QUOTE = "graph", "tool_ids", "quote"
-_CONTINUED = ("assistant", PROMPT)  # who quotes us there goes on from what we said
+_CONTINUING_ROLES = ("assistant", PROMPT)  # a quote in one of these continues the answer
 
-Text = tuple[int, str, str]  # the message's place, its role, what it says
+Text = tuple[int, str, str]  # the message's position, its role, its text
 
 
-def quoted(
+def find_quoted_leaf(
     leaves: LeafIndex, messages: Sequence[dict[str, Any]], keys: Sequence[str], fits: LeafFilter
 ) -> tuple[Leaf | None, bool, str]:
-    """Return the leaf whose words or ids are quoted last, whether an assistant's message quotes it, and how.
+    """Return the leaf that is quoted last, whether the quote continues it, and how it was found.
 
     `keys` are the link keys of the messages.
     """
     texts = _texts(messages)
-    if texts and texts[-1][1] == PROMPT and (leaf := _begun_with(leaves, texts[-1][2], fits)):
+    if texts and texts[-1][1] == PROMPT and (leaf := _plain_prompt_leaf(leaves, texts[-1][2], fits)):
         return leaf, True, BY_PATH
-    named = [(role, leaf) for _, role, text in texts for leaf in _named(leaves, text) if fits(leaf)]
+    named = [(role, leaf) for _, role, text in texts for leaf in _leaves_by_ids(leaves, text) if fits(leaf)]
     if len({leaf.trajectory_id for _, leaf in named}) == 1:
         role, leaf = named[-1]
-        return leaf, role in _CONTINUED, BY_IDS
+        return leaf, role in _CONTINUING_ROLES, BY_IDS
     if not leaves.quotes:
         return None, False, ""
     try:
-        groups, last = _groups(leaves, texts, keys, fits)
+        groups, last_role = _quoted_groups(leaves, texts, keys, fits)
     except WorkLimitExceeded:
         return None, False, ""
-    return _of_one_trajectory(groups), last in _CONTINUED, BY_QUOTE
+    return _leaf_of_one_trajectory(groups), last_role in _CONTINUING_ROLES, BY_QUOTE
 
 
-def _begun_with(leaves: LeafIndex, text: str, fits: LeafFilter) -> Leaf | None:
-    """Return the leaf whose plain prompt and answer the text begins with: the longest that does."""
+def _plain_prompt_leaf(leaves: LeafIndex, text: str, fits: LeafFilter) -> Leaf | None:
+    """Return the leaf with the longest plain prompt and answer that the text starts with."""
     try:
-        found = leaves.wholes.standing_at(text, 0, WorkLimit())
+        found = leaves.plain_prompts.quotes_at(text, 0, WorkLimit())
     except WorkLimitExceeded:
         return None
-    for digest in reversed(found):  # the longest is found last
-        if same := [leaf for leaf in leaves.wholes.saying(digest) if fits(leaf)]:
-            return choose(same)
+    for digest in reversed(found):  # the longest comes last
+        if equal := [leaf for leaf in leaves.plain_prompts.leaves_with(digest) if fits(leaf)]:
+            return choose_leaf(equal)
     return None
 
 
-def _groups(
+def _quoted_groups(
     leaves: LeafIndex, texts: Sequence[Text], keys: Sequence[str], fits: LeafFilter
 ) -> tuple[dict[bytes, dict[Leaf, None]], str]:
-    """Return who said what is quoted, by its digest in the order of the texts, and the role of the last text that does.
+    """Return the leaves of each quote by its digest, in the order of the texts, and the role of the last quoting text.
 
     Raises WorkLimitExceeded.
     """
     groups: dict[bytes, dict[Leaf, None]] = {}
-    last, work = "", WorkLimit()
-    fitting: dict[bytes, list[Leaf]] = {}  # the same words may stand at many places
-    for place, role, text in texts:
-        for at, standing in leaves.quotes.standing(text, work):
-            for digest in standing.keys() - fitting.keys():
-                fitting[digest] = [one for one in leaves.quotes.saying(digest) if fits(one) and _may(one, digest)]
-            found = {digest: fitting[digest] for digest in standing}
+    last_role, work = "", WorkLimit()
+    fitting: dict[bytes, list[Leaf]] = {}  # a quote may occur at many places
+    for position, role, text in texts:
+        for at, quotes in leaves.quotes.find_quotes(text, work):
+            for digest in quotes.keys() - fitting.keys():
+                fitting[digest] = [
+                    leaf for leaf in leaves.quotes.leaves_with(digest) if fits(leaf) and _may_be_quoted(leaf, digest)
+                ]
+            found = {digest: fitting[digest] for digest in quotes}
             if role == "assistant" and not at:
-                before = keys[place - 1] if place else canon.ROOT
-                found = {digest: _answers(found[digest], before, text[: standing[digest]]) for digest in standing}
+                before = keys[position - 1] if position else canon.ROOT
+                found = {digest: _answers_after(found[digest], before, text[: quotes[digest]]) for digest in quotes}
             for digest in sorted((one for one in found if found[one]), key=lambda one: _order(found[one], one)):
                 group = groups.setdefault(digest, {})
                 if len(group) < len(fitting[digest]):
                     group.update(dict.fromkeys(found[digest]))
-                last = role
-    return groups, last
+                last_role = role
+    return groups, last_role
 
 
-def _may(leaf: Leaf, digest: bytes) -> bool:
-    """Return whether words of a leaf may be quoted: those of a call that has its result may not."""
-    return not leaf.is_extended or any(
-        quote.digest == digest and not quote.pending for quote in leaf.fingerprints.quotes
-    )
+def _may_be_quoted(leaf: Leaf, digest: bytes) -> bool:
+    """Return whether this text of a leaf may be quoted: a tool call's argument may not once the call has its result."""
+    if not leaf.is_extended:
+        return True
+    return any(quote.digest == digest and not quote.pending for quote in leaf.fingerprints.quotes)
 
 
 def _order(found: Sequence[Leaf], digest: bytes) -> tuple[float, int]:
-    """Return what sorts words that stand at one place: those that were said first come first."""
-    words = [quote.digest for quote in found[0].fingerprints.quotes]
-    return found[0].created_at, words.index(digest)
+    """Return the sort key of quotes at one place: oldest first."""
+    digests = [quote.digest for quote in found[0].fingerprints.quotes]
+    return found[0].created_at, digests.index(digest)
 
 
-def _answers(found: Sequence[Leaf], before: str, words: str) -> list[Leaf]:
-    """Return the leaves whose answer these words are after the path named `before`."""
-    key = canon.link_key(before, {"role": "assistant", "content": words})
+def _answers_after(found: Sequence[Leaf], before: str, text: str) -> list[Leaf]:
+    """Return the leaves with this answer directly after the path whose link key is `before`."""
+    key = canon.link_key(before, {"role": "assistant", "content": text})
     return [leaf for leaf in found if leaf.link_key == key]
 
 
-def _of_one_trajectory(groups: Mapping[bytes, Collection[Leaf]]) -> Leaf | None:
-    runs = shared_trajectories(groups.values())
-    if not runs:
+def _leaf_of_one_trajectory(groups: Mapping[bytes, Collection[Leaf]]) -> Leaf | None:
+    trajectories = shared_trajectories(groups.values())
+    if not trajectories:
         return None
-    return choose(leaf for leaf in list(groups.values())[-1] if leaf.trajectory_id in runs)
+    return choose_leaf(leaf for leaf in list(groups.values())[-1] if leaf.trajectory_id in trajectories)
 
 
 def _texts(messages: Sequence[dict[str, Any]]) -> list[Text]:
-    """Return (place, role, text) of the messages that can quote, the last ones where there is too much."""
+    """Return (position, role, text) of the messages long enough to quote; the last ones if there is too much text."""
     found: list[Text] = []
-    left = _MOST_TEXT
-    for place in range(len(messages) - 1, -1, -1):
-        message = messages[place]
+    left = _MAX_TEXT
+    for position in range(len(messages) - 1, -1, -1):
+        message = messages[position]
         text = canon.spoken(message)
-        if isinstance(text, str) and len(text) >= LEAST and left > 0:
-            found.append((place, str(message.get("role")), text[:left]))
+        if isinstance(text, str) and len(text) >= MIN_QUOTE_LENGTH and left > 0:
+            found.append((position, str(message.get("role")), text[:left]))
             left -= len(text)
     return found[::-1]
 
 
-def _named(leaves: LeafIndex, text: str) -> Iterator[Leaf]:
-    if "-tool-" in text or ("_" in text and ("call_" in text or "toolu_" in text)):  # seldom, and quickly told
+def _leaves_by_ids(leaves: LeafIndex, text: str) -> Iterator[Leaf]:
+    if "-tool-" in text or ("_" in text and ("call_" in text or "toolu_" in text)):  # a cheap test before the pattern
         for found in _ID.finditer(text):
-            yield from leaves.calling(found[0])
+            yield from leaves.leaves_with_tool_call(found[0])

@@ -182,7 +182,7 @@ def _new_prompt_ids(open_call: OpenCall, prompt: bytes) -> tuple[str, bytes]:
     parent = open_call.placement.link.parent
     if parent is None:
         return "root", prompt
-    if parent.sequence.begins(prompt):
+    if parent.sequence.is_prefix_of(prompt):
         return "exact", prompt[parent.sequence.length :]
     return "fork", prompt
 
@@ -213,7 +213,7 @@ def _leaf(begun: CallBegun, choice: Choice, prompt: bytes, now: float, fingerpri
         link_key=choice.link_key,
         tool_call_ids=choice.tool_call_ids,
         key_id=begun.key_id,
-        sequence=TokenFingerprint.of(tokens),
+        sequence=TokenFingerprint.of_ids(tokens),
         created_at=now,
         purpose=begun.purpose,
         fingerprints=fingerprints,
