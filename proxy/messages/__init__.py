@@ -1,1 +1,1 @@
-"""proxy/messages."""
+"""The records that the worker and the coordinator exchange."""

@@ -1,1 +1,1 @@
-"""proxy/redaction."""
+"""Redaction of what is written down."""

@@ -27,8 +27,8 @@ from tests.harness.proxy.servers import ROOT, eventually
 _PROXY = """
 import asyncio, ctypes, json, sys, threading
 from ratchet.proxy.telemetry import logs
-from proxy.server import serve
-from proxy.settings import ProxySettings
+from ratchet.proxy.server import serve
+from ratchet.proxy.settings import ProxySettings
 
 def end_a_part(loop):
     name = sys.stdin.readline().strip()

@@ -1,1 +1,1 @@
-"""proxy/coordinator/conversations."""
+"""Stored conversations: `previous_response_id`, stored responses, token contexts."""

@@ -1,1 +1,1 @@
-"""proxy/coordinator/health."""
+"""The health endpoints."""

@@ -1,1 +1,1 @@
-"""proxy/coordinator/keys."""
+"""The API keys in use, and who a key belongs to."""

@@ -1,1 +1,1 @@
-"""proxy/coordinator/limits."""
+"""Rate limits per API key."""

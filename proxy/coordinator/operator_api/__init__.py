@@ -1,1 +1,1 @@
-"""proxy/coordinator/operator_api."""
+"""The operator API under `/api`."""

@@ -1,1 +1,1 @@
-"""proxy/coordinator/tool_checks."""
+"""Checks of recorded tool calls, and what came of them."""

@@ -1,1 +1,1 @@
-"""proxy/coordinator/versions."""
+"""Policy versions: which one serves, the canary, the heartbeat, the base model check."""
