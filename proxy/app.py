@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
-import time
 from typing import NamedTuple
 
 from starlette.types import ASGIApp
@@ -18,13 +16,14 @@ from ratchet.proxy.coordinator.conversations.token_contexts import TokenContexts
 from ratchet.proxy.coordinator.health.health_endpoints import HealthEndpoints
 from ratchet.proxy.coordinator.keys.key_cache import KeyCache
 from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
-from ratchet.proxy.coordinator.linking.unanswered_attempts import RETRY_WINDOW
+from ratchet.proxy.coordinator.linking.restore import LinkingRestore
 from ratchet.proxy.coordinator.operator_api.body_limit import BodyLimit
 from ratchet.proxy.coordinator.rollouts.rollout_plans import Rollouts
 from ratchet.proxy.coordinator.shipping.record_lookups import RecordLookups
 from ratchet.proxy.coordinator.shipping.shipper import Shipper
 from ratchet.proxy.coordinator.shipping.store_writer import InProcessWriter, StoreWriter
 from ratchet.proxy.coordinator.versions.base_model_check import BaseModelCheck
+from ratchet.proxy.coordinator.versions.heartbeat import Heartbeat
 from ratchet.proxy.coordinator.versions.policy_cache import PolicyCache
 from ratchet.proxy.dialects.anthropic_messages import Messages
 from ratchet.proxy.dialects.chat import Chat
@@ -57,7 +56,6 @@ from ratchet.proxy.worker.http.body_memory import BodyMemory
 from ratchet.proxy.worker.http.decompression import Decompression
 from ratchet.proxy.worker.http.error_middleware import ErrorMiddleware
 from ratchet.proxy.worker.http.routing import Lifespan, Router, Service
-from ratchet.store.errors import StoreError
 from ratchet.store.store import Store
 
 log = logging.getLogger("ratchet.proxy")
@@ -78,6 +76,7 @@ class Serving(NamedTuple):
     """From a call to a model: versions, linking, rollouts, replicas."""
 
     policies: PolicyCache
+    heartbeat: Heartbeat
     linker: TrajectoryLinker
     rollouts: Rollouts
     contexts: TokenContexts | None
@@ -133,8 +132,9 @@ def create_app(
         serving.others,
         recording.journal,
         recording.shipper,
-        LinkingRestore(serving.linker, store, settings.trajectory_idle_seconds),
+        LinkingRestore(serving.linker.restore_from_store, store, settings.trajectory_idle_seconds),
         serving.policies,
+        serving.heartbeat,
         serving.rollouts,
         serving.base_check,
         serving.probes,
@@ -207,14 +207,16 @@ def build_serving(
         critical_tasks=critical_tasks,
     )
     policies = PolicyCache(
-        (settings.model,),
+        (settings.model,), store, upstream, metrics, other_models=others.names, critical_tasks=critical_tasks
+    )
+    heartbeat = Heartbeat(
         store,
-        upstream,
         metrics,
         url,
-        pins=lambda now: linker.count_pins(now, settings.version_pin_seconds),
+        policies.live_versions,
+        policies.live_versions_changed,
+        count_pins=lambda now: linker.count_pins(now, settings.version_pin_seconds),
         shipped_until=recording.shipper.shipped_until,
-        others=others.names,
         critical_tasks=critical_tasks,
     )
     vllm = VllmForwarder(policies, upstream, pool, metrics)
@@ -226,7 +228,7 @@ def build_serving(
     base_check = BaseModelCheck(settings.model, store, upstream, vllm.probe_models, critical_tasks=critical_tasks)
     probes = ReplicaProbes(pool, base_check.look, min(settings.probe_interval_seconds, cool_off), critical_tasks)
     forwarder = ModelRouter(own, others)
-    return Serving(policies, linker, Rollouts(store), contexts, pool, others, forwarder, base_check, probes)
+    return Serving(policies, heartbeat, linker, Rollouts(store), contexts, pool, others, forwarder, base_check, probes)
 
 
 def build_routes(
@@ -298,29 +300,3 @@ def _watch_gauges(
     metrics.watch_memory("linking", lambda: linker.bytes)
     metrics.watch_memory("responses", lambda: conversations.size)
     metrics.watch_memory("requests", lambda: bodies.bytes)
-
-
-class LinkingRestore:
-    """Restores the memory of linking from the store after a restart; it stays empty if the store is unavailable."""
-
-    def __init__(self, linker: TrajectoryLinker, store: Store, idle_seconds: float) -> None:
-        self._linker = linker
-        self._store = store
-        self._idle_seconds = idle_seconds
-
-    async def start(self) -> None:
-        """Read the open answers from the store, after the journal has been replayed into it."""
-        now = time.time()
-        since = now - self._idle_seconds
-        try:
-            leaves = await asyncio.to_thread(self._store.resume_state.open_leaves, since)
-            attempts = await asyncio.to_thread(
-                self._store.resume_state.unanswered_calls, max(since, now - RETRY_WINDOW)
-            )
-        except StoreError as error:
-            log.warning("event=linking_not_restored reason=%r", str(error))
-            return
-        self._linker.restore_from_store(leaves, now, attempts)
-
-    async def stop(self) -> None:
-        """Nothing to stop."""

@@ -34,7 +34,9 @@ Json = Mapping[str, Any]
 
 @dataclass(slots=True)
 class Template:
-    """What is known of one template. `turn_end_text` is its turn end as text, `max_model_len` the model's context in tokens."""
+    """What is known of one template. `turn_end_text` is its turn end as text, `max_model_len` the model's context in
+    tokens.
+    """
 
     turn_end: int
     turn_end_text: str

@@ -205,7 +205,8 @@ def _tools_in(fields: Mapping[str, Raw]) -> tuple[str, bytes, bool]:
 
 @lru_cache(maxsize=64)
 def _tools(raw: bytes) -> tuple[str, bytes, bool]:
-    """Return (hash, canonical JSON, whether a tool is strict) of a tool list; agents send the same one with every call."""
+    """Return (hash, canonical JSON, whether a tool is strict) of a tool list; agents send the same one with "
+    "every call."""
     tools = msgspec.json.decode(raw)
     return *canon.tools_hash(tools), isinstance(tools, list) and any(map(_is_strict, tools))
 

@@ -196,7 +196,9 @@ def _untrainable_reason(open_call: OpenCall, capture: Capture, outcome: CallOutc
 
 
 def _parent_keys(open_call: OpenCall) -> list[str]:
-    """Return the keys that an answer is indexed by: its path, itself, its path without a message that may be a reminder."""
+    """Return the keys that an answer is indexed by: its path, itself, its path without a message that may be a
+    reminder.
+    """
     keys = [open_call.keys[-1] if open_call.keys else "", canon.ANYWHERE]
     if len(open_call.keys) > 1 and open_call.messages[-1].get("role") not in ("assistant", "tool"):
         keys.append(open_call.keys[-2])

@@ -126,7 +126,8 @@ class ExactForwarder:
         return self._pool.order(call.begun.trajectory_id)[0].url
 
     async def _forward_exact(self, call: ActiveCall, leaf: Leaf, headers: Mapping[str, str]) -> UpstreamResponse | None:
-        """Return the response after the recorded ids; None if plain chat is exact. Raises ContextFork, UpstreamError."""
+        """Return the response after the recorded ids; None if plain chat is exact. Raises ContextFork, "
+        "UpstreamError."""
         request, begun, url = call.request, call.begun, self._replica_of(call)
         _check_suited(request)
         if self._not_offered_until.get(url, 0.0) > time.monotonic():

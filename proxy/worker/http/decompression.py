@@ -34,7 +34,8 @@ class Decompression:
             return
         if encoding.lower() not in _KNOWN:
             raise BadRequest(
-                f"the body's content-encoding {encoding[:40]!r} is not supported: send the body as gzip, or uncompressed",
+                f"the body's content-encoding {encoding[:40]!r} is not supported: send the body as gzip, or "
+                f"uncompressed",
                 code="unsupported_content_encoding",
                 status=415,
             )
