@@ -1,4 +1,4 @@
-"""`ratchet eval bfcl`: versions of a model on the Berkeley Function-Calling Leaderboard, through the proxy."""
+"""`ratchet eval bfcl`: measure versions of a model on the Berkeley Function-Calling Leaderboard through the proxy."""
 
 from __future__ import annotations
 
@@ -14,21 +14,26 @@ if TYPE_CHECKING:
     from ratchet.settings.project_settings import Settings
     from ratchet.store.store import Store
     from ratchet.trainer.statistics.paired_comparison import Ranking
-    from ratchet.tuner.environments.bfcl.evaluation import Asked
+    from ratchet.tuner.environments.bfcl.evaluation import BfclRequest
     from ratchet.tuner.reports.tuning_result import TuningResult
 
 
 @click.command()
 @click.argument("versions", nargs=-1, metavar="[ALIAS@VERSION...]")
-@click.option("--category", "categories", multiple=True, help="Category, or group; repeat for more.  [simple_python]")
-@click.option("--limit", type=click.IntRange(min=1), help="Entries of each category, a sample; without it, all.")
-@click.option("--seed", type=int, default=0, help="Of the sample.  [default: 0]")
-@click.option("--threads", type=click.IntRange(min=1), default=8, help="Entries asked at once.  [default: 8]")
-@click.option("--temperature", type=float, default=0.0, help="Of every call.  [default: 0]")
-@click.option("--prompt-tools", is_flag=True, help="Tools in the prompt, for a model without a tool parser.")
+@click.option(
+    "--category",
+    "categories",
+    multiple=True,
+    help="Category or group of categories. May be repeated.  [default: simple_python]",
+)
+@click.option("--limit", type=click.IntRange(min=1), help="Sample this many entries per category.  [default: all]")
+@click.option("--seed", type=int, default=0, help="Random seed of the sample.  [default: 0]")
+@click.option("--threads", type=click.IntRange(min=1), default=8, help="Entries evaluated concurrently.  [default: 8]")
+@click.option("--temperature", type=float, default=0.0, help="Sampling temperature.  [default: 0]")
+@click.option("--prompt-tools", is_flag=True, help="Put the tools into the prompt, for models without a tool parser.")
 @options.proxy_url
-@click.option("--environment", type=click.Path(path_type=Path), help="Folder of bfcl-eval's own environment.")
-@click.option("--setup", is_flag=True, help="Make that environment first; needs a package index.")
+@click.option("--environment", type=click.Path(path_type=Path), help="Folder of the virtual environment of bfcl-eval.")
+@click.option("--setup", is_flag=True, help="Create that environment first; needs a package index.")
 @options.store_url
 @options.alias
 @options.project
@@ -47,22 +52,21 @@ def bfcl(
     project: str | None,
     **given: Any,
 ) -> None:
-    """Measure function calling before and after: the same entries for each version, compared pair by pair.
+    """Measure function calling: the same entries for each version, compared pair by pair.
 
-    Without versions, the base model (version 0) and the live one. Nothing is trained on it. The package bfcl-eval needs
-    an environment of its own: --setup makes it, once; with no versions it does only that.
+    Default versions: the base model (version 0) and the live one. The calls are never trained. The package bfcl-eval
+    needs a virtual environment of its own, which --setup creates; without versions, --setup does only that.
 
     \b
     Example:
       ratchet eval bfcl mail@0 mail@7 --category simple_python --limit 100
     """
-    from ratchet.tuner.environments.bfcl import VERSION
-    from ratchet.tuner.environments.bfcl.virtual_env import find, set_up
+    from ratchet.tuner.environments.bfcl.virtual_env import VERSION, find, set_up
 
     settings = options.read_project_settings(context, {"project": project, "store": store, "model": model})
     folder = environment or settings.state_dir.absolute() / "environments" / f"bfcl-{VERSION}"
     if settings.model in versions:
-        raise click.UsageError(f"{settings.model} is trained on what it is asked: name a version, {settings.model}@0")
+        raise click.UsageError(f"{settings.model} is the trained alias: name a version, {settings.model}@0")
     if setup:
         python = set_up(folder)
         click.echo(f"bfcl-eval {VERSION} is ready: {folder}", err=True)
@@ -81,21 +85,21 @@ def bfcl(
         click.echo("\n".join(_lines(found, ranked)))
 
 
-def _asked(given: dict[str, Any]) -> Asked:
-    from ratchet.tuner.environments.bfcl.evaluation import CATEGORIES, Asked
+def _asked(given: dict[str, Any]) -> BfclRequest:
+    from ratchet.tuner.environments.bfcl.evaluation import CATEGORIES, BfclRequest
 
     categories = given["categories"] or ("simple_python",)
     for name in categories:
         if name not in CATEGORIES:
-            raise click.UsageError(f"--category {name} is not run here; known are {', '.join(CATEGORIES)}")
-    return Asked(
+            raise click.UsageError(f"--category {name} is not supported; supported: {', '.join(CATEGORIES)}")
+    return BfclRequest(
         categories=tuple(dict.fromkeys(categories)), limit=given["limit"], seed=given["seed"], threads=given["threads"],
         temperature=given["temperature"], tools=not given["prompt_tools"],
     )  # fmt: skip
 
 
 def _both(store: Store, alias: str) -> tuple[str, ...]:
-    """Return the base model and the live version, where that is another one."""
+    """Return the base model and the live version."""
     live = store.policies.live().get(alias)
     if live is None:
         raise click.UsageError(f"{alias} has no live version in this store: name the versions, such as {alias}@0")
@@ -103,9 +107,9 @@ def _both(store: Store, alias: str) -> tuple[str, ...]:
 
 
 def _evaluate(
-    store: Store, settings: Settings, versions: tuple[str, ...], python: Path, asked: Asked, proxy: str | None
+    store: Store, settings: Settings, versions: tuple[str, ...], python: Path, asked: BfclRequest, proxy: str | None
 ) -> tuple[TuningResult, Ranking]:
-    """Ask each version, and keep the result in the store."""
+    """Evaluate each version and store the result."""
     import msgspec
 
     from ratchet.output.terminal import progress_bars
@@ -122,11 +126,11 @@ def _evaluate(
     key = first_api_key() or "x"
     answers = {}
     with RunLease(store).acquire(tuning.id):
-        with progress_bars() as told:
+        with progress_bars() as report_progress:
             for version in versions:
                 name = folder / version.replace("/", "_")
                 answers[version] = ask(python, version, asked, base_url=base_url, key=key, folder=name)
-                told("versions asked", 1, len(versions))
+                report_progress("versions evaluated", 1, len(versions))
         ranked = ranking(answers)
         wall = time.monotonic() - began
         prices = prices_of((entry.model_dump() for entry in settings.model_list), settings.tuner_settings().prices)
@@ -142,7 +146,7 @@ def _lines(found: TuningResult, ranked: Ranking) -> list[str]:
         text.append(f"  {standing.candidate:<16} {share} right (95% {standing.low:.1%} to {standing.high:.1%})")
     for row in found.details["by_category"]:
         errors = ", ".join(f"{count} {name}" for name, count in row["errors"].items())
-        broken = f", {row['broken']} could not be asked" if row["broken"] else ""
+        broken = f", {row['broken']} failed to run" if row["broken"] else ""
         right = f"{row['right']} of {row['entries']} right{broken}"
         text.append(f"    {row['version']} {row['category']}: {right}" + (f"; wrong: {errors}" if errors else ""))
     if found.gain is not None:

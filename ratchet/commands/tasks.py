@@ -1,4 +1,4 @@
-"""The commands about task sets: look at one, import one under a name, list what was imported."""
+"""The commands `ratchet tasks`: preview a task set, import one under a name, list the imported ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @click.group()
 def tasks() -> None:
-    """Look at task sets and import them.
+    """Preview and import task sets.
 
     \b
     Example:
@@ -27,12 +27,12 @@ def tasks() -> None:
 
 @tasks.command()
 @click.argument("source", metavar="NAME_OR_SOURCE")
-@click.option("--split", default="train", show_default=True, help="Split to look at.")
-@click.option("-n", "count", type=click.IntRange(1, 10_000), default=2, show_default=True, help="How many rows.")
+@click.option("--split", default="train", show_default=True, help="Split to print.")
+@click.option("-n", "count", type=click.IntRange(1, 10_000), default=2, show_default=True, help="Number of rows.")
 @options.project
 @click.pass_context
 def preview(context: click.Context, source: str, split: str, count: int, project: str | None) -> None:
-    """Print the first rows of a task set, exactly as they are, as a JSON list.
+    """Print the first rows of a task set as a JSON list.
 
     \b
     Example:
@@ -44,7 +44,7 @@ def preview(context: click.Context, source: str, split: str, count: int, project
     from ratchet.trainer.tasks.file_reader import ending
     from ratchet.trainer.tasks.task_set import TaskSet
 
-    # A file needs no settings, which take longer to read than its rows.
+    # A file needs no settings; reading them takes longer than reading rows.
     is_file = bool(ending(Path(source))) and Path(source).is_file()
     found = TaskSet.open(source) if is_file else _imported(context, project).open(source)
     rows = found.preview(split, count)
@@ -53,8 +53,8 @@ def preview(context: click.Context, source: str, split: str, count: int, project
 
 @tasks.command("import")
 @click.argument("source")
-@click.option("--name", help="What the set is called.  [default: the source's own name]")
-@click.option("--replace", is_flag=True, help="Put it in the place of a set of that name.")
+@click.option("--name", help="Name of the set.  [default: the source's name]")
+@click.option("--replace", is_flag=True, help="Replace an existing set of that name.")
 @options.test_size
 @options.seed
 @options.project
@@ -70,7 +70,7 @@ def import_(
     project: str | None,
     as_json: bool,
 ) -> None:
-    """Copy a task set into the project's state folder: whole or not at all, equal rows once.
+    """Copy a task set into the project's state folder, atomically; equal rows are stored once.
 
     \b
     Example:
@@ -93,9 +93,9 @@ def import_(
         return
     click.echo(f"{made.name}: {_counts(made.splits)}")
     for split, rows in made.duplicates.items():
-        click.echo(f"{rows} rows of {split} are equal to others: each is one task", err=True)
+        click.echo(f"{rows} rows of {split} are duplicates and were skipped", err=True)
     if made.in_several:
-        click.echo(f"{made.in_several} tasks stand in more than one split: test none that is trained", err=True)
+        click.echo(f"{made.in_several} tasks are in more than one split: do not evaluate on training tasks", err=True)
 
 
 @tasks.command("list")
@@ -118,7 +118,7 @@ def list_(context: click.Context, project: str | None, as_json: bool) -> None:
     for one in found:
         click.echo(f"{one.name}  {_counts(one.splits)}  from {strip_control_characters(one.source)}")
     if not found:
-        click.echo("no task set is imported; `ratchet tasks import SOURCE --name NAME` does it", err=True)
+        click.echo("no task set is imported: use `ratchet tasks import SOURCE --name NAME`", err=True)
 
 
 def _imported(context: click.Context, project: str | None) -> ImportedTasks:
@@ -132,7 +132,7 @@ def _counts(splits: dict[str, Any]) -> str:
 
 
 def _visible(text: str) -> str:
-    """Return JSON whose characters cannot steer a terminal: what is not printable is escaped, as JSON allows."""
+    """Escape non-printable characters of JSON text, which could control the terminal."""
     return "".join(char if char.isprintable() or char == "\n" else _escaped(char) for char in text)
 
 

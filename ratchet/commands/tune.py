@@ -1,4 +1,4 @@
-"""The group `ratchet tune`: three methods on one task set, with one judge and one report; each in a file of its own."""
+"""The group `ratchet tune`: three methods on one task set, with one judge and one report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ratchet.commands import tune_lessons, tune_prompt, tune_report, tune_select
 
 @click.group()
 def tune() -> None:
-    """Tune an agent on a task set: choose its model, its prompt or its weights, and see what each gained.
+    """Tune the model, the prompt or the weights of an agent on a task set, and compare the gains.
 
     \b
     Example:

@@ -80,14 +80,17 @@ def _start(tuner_context: TuningContext, given: ComparisonOptions) -> tuple[Requ
         kind=given.kind, alias=tuner_context.settings.model, candidates=candidates, tasks=source, split=given.split,
         limit=given.limit, workflow=str(tuner_context.tuner.workflow), judge=tuner_context.scorer.name,
         judge_given=tuner_context.settings.trainer.get("judge"), attempts=tuner_context.tuner.attempts,
-        seed=tuner_context.tuner.seed, policy=given.policy, within=given.within, failure_score=tuner_context.tuner.failure_score,
-        score_range=ScoreRange(*given.score_range) if given.score_range else None,
-    )  # fmt: skip
+        seed=tuner_context.tuner.seed, policy=given.policy, within=given.within,
+        failure_score=tuner_context.tuner.failure_score, score_range=ScoreRange(*given.score_range) if
+        given.score_range else None, )  # fmt: skip
     return request, tuner_context.store.tunings.begin(request.kind, request.alias, msgspec.to_builtins(request))
 
 
 def _resume(tuner_context: TuningContext, name: str, kind: str) -> tuple[Request, Tuning]:
-    """Return the request of a stopped run, and the run. Raises UsageError if it cannot be resumed with these options."""
+    """Return the request of a stopped run, and the run.
+
+    Raises UsageError if it cannot be resumed with these options.
+    """
     import msgspec
 
     from ratchet.tuner.selection.model_selection import Request
@@ -99,7 +102,7 @@ def _resume(tuner_context: TuningContext, name: str, kind: str) -> tuple[Request
     for what, now in {"workflow": str(tuner_context.tuner.workflow), "judge": tuner_context.scorer.name}.items():
         if getattr(request, what) != now:
             raise click.UsageError(
-                f"--resume {name}: the run used the {what} {getattr(request, what)}, now it is {now}; use the same "
+                f"--resume {name}: the run used the {what} {getattr(request, what)}, now it is {now}; use the "
                 f"{what} for the whole comparison"
             )
     return request, run

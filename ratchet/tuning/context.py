@@ -1,4 +1,4 @@
-"""What the tuner's commands work with, from settings and options: store, proxy, workflow, judge, prices, task set."""
+"""The tuner's components, built from settings and options: store, proxy, workflow, judge, prices, task set."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ratchet.tuner.rollouts.scoring import Scorer
     from ratchet.tuner.settings.tuner_settings import TunerSettings
 
-EXIT_NOT_BETTER = 3  # exit code where nothing is shown to be better, and --fail-unless-better is given
+EXIT_NOT_BETTER = 3  # exit code without a better result, with --fail-unless-better
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 _OPTIONS = (
@@ -45,26 +45,26 @@ _OPTIONS = (
 fail_unless_better = click.option(
     "--fail-unless-better",
     is_flag=True,
-    help=f"End with {EXIT_NOT_BETTER} where nothing is shown to be better, for scripts.",
+    help=f"Exit with {EXIT_NOT_BETTER} unless something is shown to be better.",
 )
 
 
 def add_rollout_options(command: _Command) -> _Command:
-    """Give a command the options of everything that makes rollouts."""
+    """Add the options of commands that run rollouts."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
 
 
 def settings_of(context: click.Context, given: dict[str, Any]) -> Settings:
-    """Return the settings of the running project, with the options that `add_rollout_options` gave laid over them."""
+    """Return the project's settings, overridden by the options of `add_rollout_options`."""
     tuner = ("tasks", "test_size", "workflow", "attempts", "concurrency", "seed")
     names = {"judge": "trainer.judge", "proxy": "tuner.proxy_url"} | {name: f"tuner.{name}" for name in tuner}
     return options.read_project_settings(context, {names.get(key, key): value for key, value in given.items()})
 
 
 def with_run_settings(settings: Settings, run: str | None) -> Settings:
-    """Return the settings with workflow and judge of the run that goes on, where none are named. Raises StoreError."""
+    """Return the settings with the resumed run's workflow and judge as defaults. Raises StoreError."""
     if run is None:
         return settings
     with options.open_store_for_command(settings.store_url, create=False) as store:
@@ -79,7 +79,7 @@ def with_run_settings(settings: Settings, run: str | None) -> Settings:
 
 @dataclass(frozen=True)
 class TuningContext:
-    """Everything that makes and judges rollouts, for as long as a command runs."""
+    """Components that run and judge rollouts, open while a command runs."""
 
     settings: Settings
     tuner: TunerSettings
@@ -93,9 +93,9 @@ class TuningContext:
     lease: RunLease
 
     def source(self) -> str:
-        """Return the task set that is named. Raises UsageError where none is."""
+        """Return the source of the task set. Raises UsageError if none is set."""
         if self.tuner.tasks is None:
-            raise click.UsageError("no task set is named: give --tasks SOURCE, or set tuner.tasks")
+            raise click.UsageError("no task set is set: give --tasks SOURCE, or set tuner.tasks")
         return str(self.tuner.tasks)
 
     def task_set(self, source: str) -> TaskSet:
@@ -108,7 +108,7 @@ class TuningContext:
 
 
 def task_set_of(settings: Settings, source: str) -> TaskSet:
-    """Return the task set that a source names, divided where the settings say so. Raises TaskSetError."""
+    """Open a task set, split as the settings say. Raises TaskSetError."""
     from ratchet.tuner.tasks.imported import ImportedTasks
 
     tuner = settings.tuner_settings()
@@ -118,8 +118,8 @@ def task_set_of(settings: Settings, source: str) -> TaskSet:
 
 @contextmanager
 def opened(settings: Settings) -> Iterator[TuningContext]:
-    """Open what the settings name. Raises SettingsError, WorkflowError, JudgeError, StoreError."""
-    from ratchet.trainer.observability.progress import Progress, watch_for_command
+    """Open the components. Raises UsageError, SettingsError, WorkflowError, JudgeError, StoreError."""
+    from ratchet.trainer.observability.progress import Progress, format_for_terminal
     from ratchet.tuner.rollouts.prices import prices_of
     from ratchet.tuner.rollouts.runner import RolloutRunner
     from ratchet.tuner.rollouts.scoring import Scorer
@@ -127,25 +127,25 @@ def opened(settings: Settings) -> Iterator[TuningContext]:
 
     tuner = settings.tuner_settings()
     if tuner.workflow is None:
-        raise click.UsageError("no workflow is named: give --workflow module:function, or set tuner.workflow")
+        raise click.UsageError("no workflow is set: give --workflow module:function, or set tuner.workflow")
     workflow = load_workflow(tuner.workflow)
     progress = Progress(watch_for_command())
     proxy_url, key = tuner.proxy_url or proxy_of(settings), first_api_key()
     with options.open_store_for_command(settings.store_url) as store, judge_of(settings) as judge:
         lease = RunLease(store)
         yield TuningContext(
-            settings=settings, tuner=tuner, store=store, proxy_url=proxy_url, api_key=key, progress=progress, lease=lease,
-            runner=RolloutRunner(
+            settings=settings, tuner=tuner, store=store, proxy_url=proxy_url, api_key=key, progress=progress,
+            lease=lease, runner=RolloutRunner(
                 store, proxy_url, key, workflow, tuner, alias=settings.model, progress=progress, check=lease.check
             ),
-            scorer=Scorer(store, judge, alias=settings.model, max_wait_seconds=tuner.judge_wait_seconds, progress=progress),
-            prices=prices_of((entry.model_dump() for entry in settings.model_list), tuner.prices),
+            scorer=Scorer(store, judge, alias=settings.model, max_wait_seconds=tuner.judge_wait_seconds,
+            progress=progress), prices=prices_of((entry.model_dump() for entry in settings.model_list), tuner.prices),
         )  # fmt: skip
 
 
 @contextmanager
 def judge_of(settings: Settings) -> Iterator[Judge | None]:
-    """Make the project's judge; None where none is named."""
+    """Make the project's judge; None if none is set."""
     from ratchet.trainer.controller.judges.make_judge import make_judge
 
     if not settings.has_judge:
@@ -159,7 +159,7 @@ def judge_of(settings: Settings) -> Iterator[Judge | None]:
 
 
 def proxy_of(settings: Settings) -> str:
-    """Return the URL of the running project's proxy; else where the settings have it listen."""
+    """Return the URL of the running project's proxy, or the one in the settings."""
     try:
         running = json.loads(settings.state.running.read_text())
         return str(running["base_url"]).removesuffix("/v1")
@@ -171,5 +171,5 @@ def proxy_of(settings: Settings) -> str:
 
 
 def first_api_key() -> str | None:
-    """Return the key that the rollouts send: the first of RATCHET_API_KEYS."""
+    """Return the API key of the rollouts: the first of RATCHET_API_KEYS."""
     return os.environ.get("RATCHET_API_KEYS", "").split(",")[0].strip() or None

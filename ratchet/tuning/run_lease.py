@@ -1,8 +1,8 @@
-"""A run of the tuner while a process has it: no other goes on with it meanwhile, and how it ends is written down.
+"""The lease of a tuning run: one process at a time runs it, and the way it ended is stored.
 
-Promises: a second process that would go on with the run is refused, and told who has it and since when; one that died
-is taken over from once its lease has expired; what ended a run is raised as it was, also where the store cannot be
-told of it; a process that lost its run writes nothing more about it.
+Guarantees: a second process that tries to resume the run is refused, with the owner and the time in the message; the
+run of a dead process can be resumed after its lease expires; an error that ends a run is raised unchanged, even if the
+store is unreachable; a process that lost the lease writes nothing more about the run.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ if TYPE_CHECKING:
     from ratchet.store.store import Store
     from ratchet.trainer.lease import Lease
 
-LEASE_PREFIX = "tuning:"  # what the names of the runs' leases begin with
-_LEASE_SECONDS = 10.0  # a run is taken over this long after its process died
+LEASE_PREFIX = "tuning:"  # prefix of lease names
+_LEASE_SECONDS = 10.0  # a run can be resumed this long after its process died
 
 
 class RunLease:
-    """This process's hold on a run, or on none yet."""
+    """The lease on at most one run."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._lease: Lease | None = None
 
     def check(self) -> None:
-        """Raise LeaseLost where another process goes on with the run."""
+        """Raise LeaseLost if another process has the run."""
         if self._lease is not None:
             self._lease.check()
 
     @contextmanager
     def acquire(self, run: str, command: str | None = None, *, resume: bool = False) -> Iterator[Tuning]:
-        """Have a run that was begun here, or go on with one. Raises LeaseTaken, InvalidTransition, RecordNotFound.
+        """Acquire the lease of a run, and resume it if asked. Raises LeaseTaken, InvalidTransition, RecordNotFound.
 
-        `command` is what goes on with a run of this kind; None: nothing does.
+        `command`: the command that resumes runs of this kind; None: they cannot be resumed.
         """
         from ratchet.trainer.lease import Lease
 
@@ -54,28 +54,28 @@ class RunLease:
 
 @contextmanager
 def _ending(store: Store, run: str, lease: Lease, command: str | None) -> Iterator[None]:
-    """Write down how a run ended where it did not end by itself; raise what ended it."""
+    """Store how an unfinished run ended; raise the error unchanged."""
     try:
         yield
     except BaseException as error:
-        if _is_written(store, run, lease, error) and command is not None:
-            click.echo(f"`{command} --resume {run}` goes on with it", err=True)
+        if _store_end(store, run, lease, error) and command is not None:
+            click.echo(f"`{command} --resume {run}` resumes it", err=True)
         raise
 
 
-def _is_written(store: Store, run: str, lease: Lease, error: BaseException) -> bool:
-    """Write down what ended a run, unless that is known (the trainer may have ended it); return whether it is ours."""
+def _store_end(store: Store, run: str, lease: Lease, error: BaseException) -> bool:
+    """Store the error of a run unless it has ended; return whether this process still owns the run."""
     from ratchet.store.errors import StoreError
     from ratchet.store.states import TuningState
 
     try:
         if not lease.confirmed():
-            click.echo(f"another process goes on with {run}", err=True)
+            click.echo(f"another process resumed {run}", err=True)
             return False
         if store.tunings.get(run).state is TuningState.RUNNING:
-            stopped = not isinstance(error, Exception)  # Ctrl-C, or whoever listened went away
-            told = None if stopped else f"{type(error).__name__}: {error}"
-            store.tunings.end(run, TuningState.STOPPED if stopped else TuningState.FAILED, error=told)
+            stopped = not isinstance(error, Exception)  # Ctrl-C or a closed pipe
+            message = None if stopped else f"{type(error).__name__}: {error}"
+            store.tunings.end(run, TuningState.STOPPED if stopped else TuningState.FAILED, error=message)
     except StoreError as outage:
-        click.echo(strip_control_characters(f"how {run} ended could not be written down: {outage}"), err=True)
+        click.echo(strip_control_characters(f"the end of {run} could not be stored: {outage}"), err=True)
     return True

@@ -1,4 +1,4 @@
-"""Begin and resume `ratchet tune prompt`, tell what it found, and make a candidate version of it."""
+"""Start, resume and report `ratchet tune prompt`, and create a candidate version from its result."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
     from ratchet.tuner.settings.tuner_settings import TunerSettings
 
 _COMMAND = "ratchet tune prompt"
-_OF_PROMPT = (
+_PROMPT_OPTIONS = (
     "method", "max_rollouts", "max_total_tokens", "mode", "train_tasks", "validation_tasks", "held_out_tasks",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a run came to. `content` is its record as JSON can hold it."""
+class PromptOutcome:
+    """Result of a run. `content`: its record as JSON values."""
 
     run: str
     content: dict[str, Any]
 
     @property
     def better(self) -> bool:
-        """Whether it is shown to be better."""
+        """Whether the prompt is shown to be better."""
         return bool(self._details["verdict"] == "better")
 
     @property
     def prompt(self) -> str:
-        """The prompt that was found; the one that the search began from, where none was better."""
+        """The best prompt; the seed prompt if none was better."""
         return str(self._details["prompt"])
 
     @property
@@ -50,25 +50,25 @@ class Outcome:
         return details
 
     def lines(self) -> list[str]:
-        """Return what people are told."""
+        """Return the result as lines of text."""
         details, gain, budget = self._details, self.content.get("gain"), self._details["budget"]
-        told = [f"{self.run}: {details['verdict']}: {details['why']}"]
+        lines = [f"{self.run}: {details['verdict']}: {details['why']}"]
         if gain is not None and gain["difference"] is not None:
-            told.append(
+            lines.append(
                 f"held-out: {gain['against_mean']:.3f} -> {gain['mean']:.3f}, {gain['difference']:+.3f} "
                 f"({gain['low']:+.3f} to {gain['high']:+.3f}, 95%) on {gain['tasks']} tasks, p {gain['p_value']:.3g}"
             )
         tokens = f"{budget['agent_tokens']:,} tokens of the agent and {budget['reflection_tokens']:,} of reflections"
-        told += [
+        lines += [
             f"cost: {budget['rollouts_begun']} of {budget['rollouts']} rollouts, {tokens}",
             f"search: {len(details['validation'])} prompts; {details['search_ended_by']}",
             f"prompt ({details['mode']}, {details['prompt_id'] or 'unchanged'}):",
         ]
-        return [*told, *(f"  {line}" for line in self.prompt.splitlines())]
+        return [*lines, *(f"  {line}" for line in self.prompt.splitlines())]
 
 
-def start_run(context: click.Context, given: dict[str, Any]) -> Outcome:
-    """Begin a run, and run it to its end. Raises TuningError, SettingsError, UsageError."""
+def start_run(context: click.Context, given: dict[str, Any]) -> PromptOutcome:
+    """Start a run and complete it. Raises TuningError, SettingsError, UsageError."""
     file: Path | None = given.pop("seed_prompt")
     settings = _without_retries(tuning.settings_of(context, _named(given)))
     asked = settings.tuner_settings()
@@ -80,67 +80,67 @@ def start_run(context: click.Context, given: dict[str, Any]) -> Outcome:
         check(asked)
         known_models(
             tuner_context.proxy_url, tuner_context.api_key
-        )  # a proxy that does not answer is told before a run begins
+        )  # fail before the run starts if the proxy does not answer
         config = config_of(asked, settings.trainer.get("judge"), None if file is None else file.read_text())
-        return _ran(tuner_context, tuner_context.store.tunings.begin("prompt", settings.model, config).id)
+        return _complete(tuner_context, tuner_context.store.tunings.begin("prompt", settings.model, config).id)
 
 
-def resume_run(context: click.Context, name: str, given: dict[str, Any]) -> Outcome:
-    """Go on with a run as it was asked; where proxy and store are, and how many at once, may be told anew."""
+def resume_run(context: click.Context, name: str, given: dict[str, Any]) -> PromptOutcome:
+    """Resume a run with its request; only proxy, store and concurrency may change."""
     free = ("proxy", "concurrency", "store", "project")
     fixed = [key for key, value in given.items() if value is not None and key not in free]
     if fixed:
-        told = ", ".join(f"--{key.replace('_', '-')}" for key in fixed)
-        raise click.UsageError(f"--resume goes on with what run {name} was asked: leave out {told}")
+        names = ", ".join(f"--{key.replace('_', '-')}" for key in fixed)
+        raise click.UsageError(f"--resume uses the options of run {name}: leave out {names}")
     settings = tuning.settings_of(context, {key: given[key] for key in free})
     with options.open_store_for_command(settings.store_url) as store:
         run = store.tunings.get(name)
         if run.kind != "prompt":
-            raise click.UsageError(f"--resume {name}: that run is of another kind, {run.kind}")
-    with tuning.opened(_as_asked(settings, run)) as tuner_context:
+            raise click.UsageError(f"--resume {name}: that run is a {run.kind} run")
+    with tuning.opened(_with_request(settings, run)) as tuner_context:
         from ratchet.tuner.selection.model_selection import known_models
 
         known_models(tuner_context.proxy_url, tuner_context.api_key)
-        return _ran(tuner_context, name, resume=True)
+        return _complete(tuner_context, name, resume=True)
 
 
 def create_candidate(store: Store, name: str, *, force: bool = False) -> str:
-    """Make a candidate of the prompt that a run found; return `alias@version`. Raises UsageError, StoreError."""
+    """Create a candidate version with a run's prompt; return `alias@version`. Raises UsageError, StoreError."""
     run = store.tunings.get(name)
     details = (run.result or {}).get("details", {})
     if run.kind != "prompt" or run.state != "done":
         raise click.UsageError(f"run {name} ({run.kind}, {run.state}) has no prompt to promote")
     if details["prompt_id"] is None:
-        raise click.UsageError(f"run {name} found no other prompt than the one that it began from")
+        raise click.UsageError(f"run {name} found no better prompt than its seed prompt")
     if details["verdict"] != "better" and not force:
-        raise click.UsageError(f"run {name}: {details['verdict']}, {details['why']}; --force promotes it all the same")
+        raise click.UsageError(f"run {name}: {details['verdict']}, {details['why']}; promote it anyway with --force")
     evidence = {"tuning": name, "verdict": details["verdict"], "gain": (run.result or {}).get("gain")}
     policy = store.policies.register_prompt_version(run.alias, details["prompt_id"], evidence)
     return f"{policy.alias}@{policy.version}"
 
 
-def promote_result(context: click.Context, found: Outcome, given: Mapping[str, Any]) -> str:
-    """Make a candidate version of what a run of this command found."""
+def promote_result(context: click.Context, found: PromptOutcome, given: Mapping[str, Any]) -> str:
+    """Create a candidate version with the result of this command."""
     with options.open_project_store(context, store=given["store"], project=given["project"]) as store:
         return create_candidate(store, found.run)
 
 
 def _named(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the options by the names of their settings."""
+    """Map options to the names of their settings."""
     url, model = given.pop("reflection_url"), given.pop("reflection_model")
     if (url is None) != (model is None):
         raise click.UsageError("--reflection-url and --reflection-model belong together")
-    named = {f"tuner.prompt.{key}" if key in _OF_PROMPT else key: value for key, value in given.items()}
+    named = {f"tuner.prompt.{key}" if key in _PROMPT_OPTIONS else key: value for key, value in given.items()}
     return named | ({"tuner.reflection": {"base_url": url, "model": model}} if url is not None else {})
 
 
 def _without_retries(settings: Settings) -> Settings:
-    """Every rollout counts against the budget, and one that failed has failed."""
+    """Disable retries: every rollout counts against the budget."""
     return settings.model_copy(update={"tuner": settings.tuner | {"max_retries": 0, "max_failures": None}})
 
 
-def _as_asked(settings: Settings, run: Tuning) -> Settings:
-    """Return the settings with what a run was asked in their place."""
+def _with_request(settings: Settings, run: Tuning) -> Settings:
+    """Return the settings overridden by the request of a run."""
     now = settings.tuner_settings()
     tuner = dict(run.config["tuner"]) | {"proxy_url": now.proxy_url, "concurrency": now.concurrency}
     judge = {} if run.config["judge"] is None else {"judge": run.config["judge"]}
@@ -148,15 +148,15 @@ def _as_asked(settings: Settings, run: Tuning) -> Settings:
     return settings.model_copy(update={"tuner": tuner, "trainer": trainer, "model": run.alias})
 
 
-def _ran(tuner_context: tuning.TuningContext, name: str, *, resume: bool = False) -> Outcome:
-    """Run it to its end, or write down why it ended before."""
+def _complete(tuner_context: tuning.TuningContext, name: str, *, resume: bool = False) -> PromptOutcome:
+    """Complete a run, or store why it ended."""
     import msgspec
 
     from ratchet.tuner.prompts.prompt_run import Tools
     from ratchet.tuner.prompts.prompt_run import run as run_
 
     with tuner_context.lease.acquire(name, _COMMAND, resume=resume) as run:
-        click.echo(f"{run.id}: `{_COMMAND} --resume {run.id}` goes on with it, whatever happens", err=True)
+        click.echo(f"{run.id}: `{_COMMAND} --resume {run.id}` resumes it after an interruption", err=True)
         asked: TunerSettings = tuner_context.tuner
         reflection = asked.reflection
         tools = Tools(
@@ -170,4 +170,4 @@ def _ran(tuner_context: tuning.TuningContext, name: str, *, resume: bool = False
             tell=lambda line: click.echo(strip_control_characters(line), err=True),
         )
         result: TuningResult = run_(run, tools)
-    return Outcome(run.id, {"id": run.id, **msgspec.to_builtins(result)})
+    return PromptOutcome(run.id, {"id": run.id, **msgspec.to_builtins(result)})

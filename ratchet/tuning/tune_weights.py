@@ -71,8 +71,8 @@ def _run(tuner_context: TuningContext, run: Tuning, check: Any) -> TuningResult:
     evaluator = None
     if plan.eval_workflow is not None:
         evaluator = RolloutRunner(
-            tuner_context.store, tuner_context.proxy_url, tuner_context.api_key, load_workflow(plan.eval_workflow), tuner_context.tuner,
-            alias=settings.model, progress=tuner_context.progress, check=tuner_context.lease.check,
+            tuner_context.store, tuner_context.proxy_url, tuner_context.api_key, load_workflow(plan.eval_workflow),
+            tuner_context.tuner, alias=settings.model, progress=tuner_context.progress, check=tuner_context.lease.check,
         )  # fmt: skip
     families = parse_families(plan.families, tuner_context.task_set)
 

@@ -50,7 +50,7 @@ def test_a_prompt_that_is_not_shown_to_be_better_is_promoted_by_force_alone(stor
 
 @pytest.mark.parametrize(
     ("prompt", "state", "told"),
-    [(None, "done", "found no other prompt"), ("Be good.", "failed", "no prompt to promote")],
+    [(None, "done", "found no better prompt"), ("Be good.", "failed", "no prompt to promote")],
 )
 def test_a_run_without_a_prompt_is_refused(store: Store, prompt: str | None, state: str, told: str) -> None:
     run = ended(store, "better", prompt, state)

@@ -53,7 +53,7 @@ def test_an_imported_set_is_listed_and_previewed_by_its_name(project: Project, f
     made = project.run("tasks", "import", "my_dataset", "--name", "sums")
     assert made.returncode == 0, made.stdout
     assert "sums: 3 train, 1 test" in made.stdout
-    assert "1 tasks stand in more than one split" in made.stdout
+    assert "1 tasks are in more than one split" in made.stdout
     assert project.run("tasks", "preview", "sums").stdout == SHOWN
     (listed,) = json.loads(project.run("tasks", "list", "--json").stdout)
     assert (listed["name"], listed["source"], listed["splits"]) == ("sums", "my_dataset", {"train": 3, "test": 1})

@@ -138,7 +138,7 @@ def test_a_stopped_run_goes_on_where_it_was(circle: Circle) -> None:
     ("arguments", "told"),
     [
         (["--candidate", "a"], "at least two candidates"),
-        (["--candidate", "a", "--candidate", "b", "--policy", "cheapest"], "--within X belong together"),
+        (["--candidate", "a", "--candidate", "b", "--policy", "cheapest"], "cheapest needs --within X"),
         (["--candidate", "a", "--candidate", "b", "--score-range", "1", "0"], "LOW must be below HIGH"),
     ],
 )

@@ -61,7 +61,7 @@ def test_it_starts_the_services_where_nothing_runs_and_leaves_a_result_and_no_pr
         (("--warm-start", "policy", "--warm-start-setting", "num_train_epochs"), "KEY=VALUE"),
         (("--warm-start", "policy", "--warm-start-setting", "num_epochs=2"), "warm_start.num_epochs"),
         (("--warm-start", "policy", "--warm-start", "policy"), "is listed twice"),
-        (("--resume", "tun_1", "--tasks", "x"), "leave them out"),
+        (("--resume", "tun_1", "--tasks", "x"), "leave these options out"),
         (("--attempts", "1"), "num_generations"),
         (("--tasks", "./nowhere"), "./nowhere"),
     ],

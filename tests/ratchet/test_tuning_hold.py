@@ -54,7 +54,7 @@ def test_what_ended_a_run_is_written_down_and_raised_and_the_run_is_free(
         raise ValueError("first")
     ended = store.tunings.get(run)
     assert (ended.state, ended.error) == (TuningState.FAILED, "ValueError: first")
-    assert f"`ratchet tune x --resume {run}` goes on with it" in capsys.readouterr().err
+    assert f"`ratchet tune x --resume {run}` resumes it" in capsys.readouterr().err
     with pytest.raises(KeyboardInterrupt), RunLease(store).acquire(run, resume=True):
         raise KeyboardInterrupt
     assert (store.tunings.get(run).state, store.tunings.get(run).error) == (TuningState.STOPPED, None)
@@ -67,7 +67,7 @@ def test_a_store_that_is_away_does_not_hide_what_ended_the_run(
     store.tunings = AwayAtTheEnd(store)
     with pytest.raises(ValueError, match="first"), RunLease(store).acquire(run):
         raise ValueError("first")
-    assert f"how {run} ended could not be written down: scripted outage" in capsys.readouterr().err
+    assert f"the end of {run} could not be stored: scripted outage" in capsys.readouterr().err
 
 
 def test_an_end_that_is_known_stays(store: Store, run: str) -> None:
@@ -94,7 +94,7 @@ def test_a_process_that_lost_its_run_begins_nothing_more_and_writes_no_end(
         while True:
             hold.check()
     assert store.tunings.get(run).state is TuningState.RUNNING
-    assert f"another process goes on with {run}" in capsys.readouterr().err
+    assert f"another process resumed {run}" in capsys.readouterr().err
 
 
 HOLDER = """

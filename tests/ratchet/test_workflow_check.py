@@ -81,14 +81,14 @@ def test_a_sound_workflow_passes_every_step_and_leaves_nothing_to_train(found: E
     ("workflow", "judge", "changes", "step", "said"),
     [
         ("crashes", "right", {}, "rollouts", "2 of 2 failed: ValueError: no tool named search"),
-        ("hangs", "right", {"tuner__timeout_seconds": 0.2}, "rollouts", "it took longer than 0.2 s"),
+        ("hangs", "right", {"tuner__timeout_seconds": 0.2}, "rollouts", "the rollout exceeded 0.2 s"),
         ("asks_elsewhere", "right", {}, "calls", "no call of this rollout reached the proxy"),
         ("asks_greedily", "right", {}, "tokens", "tokens greedy (sampled at temperature 0"),
         ("ask", "right", {}, "attempts", "all 2 attempts sampled the same tokens"),
-        ("ask", "right", {}, "scores", "all 2 attempts scored 1: a group without a difference teaches nothing"),
-        ("ask", "indifferent", {}, "judge", "gave 0.5 to what was answered, to nothing, and to every value"),
+        ("ask", "right", {}, "scores", "all 2 attempts scored 1: a group with equal scores has no learning signal"),
+        ("ask", "indifferent", {}, "judge", "gave 0.5 to the answer, to an empty answer and to every value"),
         ("ask", "picky", {}, "judge", "it failed on 2 of 2 attempts: KeyError"),
-        ("ask", None, {}, "judge", "no judge is named"),
+        ("ask", None, {}, "judge", "no judge is set"),
         ("ask", "right", {"trainer__group_wait_seconds": 1e-6, "tuner__concurrency": 1}, "groups", "1 at a time"),
         ("ask", "right", {"trainer__roles": ("planner",)}, "tokens", "tokens another role"),
     ],
@@ -120,7 +120,7 @@ def test_an_agent_that_asks_for_another_model_is_named(found: Examine) -> None:
 
 def test_calls_to_a_model_that_is_not_trained_are_named(found: Examine) -> None:
     wrong = failed(found("asks_greedily", task=TASK | {"model": "teacher"}))
-    assert "ask for the model, that it is given" in wrong["calls"]
+    assert "use the given base_url and model" in wrong["calls"]
 
 
 def test_calls_that_the_engine_told_no_ids_of_are_named(found: Examine) -> None:
@@ -155,7 +155,7 @@ def test_the_command_prints_the_reasons_and_fails(project: Project, proxy: Proxy
     )  # fmt: skip
     assert done.returncode == 1, done.stdout
     assert "FAIL  calls     no call of this rollout reached the proxy" in done.stdout
-    assert "FAIL  judge     no judge is named" in done.stdout
+    assert "FAIL  judge     no judge is set" in done.stdout
     assert "remedy: " in done.stdout
 
 

@@ -15,6 +15,6 @@ def test_a_folder_that_is_no_environment_is_never_removed(tmp_path: Path, monkey
     folder = tmp_path / "work"
     folder.mkdir()
     (folder / "thesis.txt").write_text("years of it")
-    with pytest.raises(EvaluationUnready, match=r"work is no environment, and not empty: .*--environment"):
+    with pytest.raises(EvaluationUnready, match=r"work is not empty and not a virtual environment: .*--environment"):
         set_up(folder)
     assert (folder / "thesis.txt").read_text() == "years of it"

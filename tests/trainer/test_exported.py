@@ -141,7 +141,7 @@ def test_the_gain_is_told_with_its_interval_and_the_base_models_licence(store: S
     (tmp_path / "README.md").write_text("---\nlicense: apache-2.0\n---\n# base\n")
     card = model_card(gather(store, store.policies.get("agent", 1), str(tmp_path), {}), merged=False)
     assert "0.125 (@0 to @0, 40 scores) to 0.875 (@1 to @1, 40 scores): +0.750 (95% +0.6" in card
-    assert "Base model: apache-2.0, as its own card says" in card
+    assert "Base model: apache-2.0, as stated by its card" in card
     assert "library_name: peft" in card
 
 
@@ -150,7 +150,7 @@ def test_a_version_with_a_prompt_says_that_it_is_not_in_the_weights(store: Store
     prompt = store.prompts.register("Be brief.\n    # not a heading", families={"task:mail": "Read first."})
     tuned = store.policies.register_prompt_version("agent", prompt.id, {})
     card = model_card(gather(store, tuned, "base", {}), merged=True)
-    assert "whoever serves the model elsewhere must send it" in card
+    assert "send it if you serve the model elsewhere" in card
     assert "\n    Be brief.\n        # not a heading\n" in card
     assert "For tasks of task:mail:\n    Read first." in card
     assert "2 trajectories in 1 groups" in card  # those of the weights that it shares
@@ -175,7 +175,7 @@ def test_what_was_imitated_and_what_was_evaluated_is_told(store: Store) -> None:
     doctor = store.tunings.begin("eval", "agent", {"doctor": "w"})  # nor does `ratchet doctor --workflow`
     store.tunings.end(doctor.id, "done", {"reasons": []})
     card = model_card(gather(store, store.policies.get("agent", 1), "base", {}), merged=True)
-    assert "2 trajectories (2 demonstration) were imitated in a warm start, beside 5 rows of general chat data." in card
+    assert "2 trajectories (2 demonstration) were used for an SFT warm start, with 5 rows of general chat data." in card
     assert "0 trajectories in 0 groups" in card
     assert "| rule | `1` | 2 |" in card
     assert "BFCL v4 (20 tasks of bfcl:simple_python, judged by bfcl-eval): agent@1 against agent@0: +1.000" in card

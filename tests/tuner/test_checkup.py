@@ -46,4 +46,4 @@ def test_a_judge_of_answers_that_a_tool_gives_is_not_called_blind() -> None:
 
 def test_a_judge_that_likes_everything_still_is() -> None:
     (reason,) = judge_problems(FunctionJudge(f"{__name__}:blind"), transcript())
-    assert "gave 1 to what was answered" in reason.seen
+    assert "gave 1 to the answer" in reason.seen

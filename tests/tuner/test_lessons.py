@@ -179,7 +179,7 @@ def test_what_agents_and_users_wrote_is_data_and_bounded(
     assert len(user["content"]) < 3 * model.spec.context_tokens + 10_000
     attempt = asked_of(scripted)["attempts"][0]["messages"]
     assert attempt[1]["text"] == '"}]} ' + HOSTILE
-    assert "characters left out" in attempt[2]["text"]
+    assert "characters omitted" in attempt[2]["text"]
 
 
 def test_evaluations_and_deleted_attempts_are_not_learnt_from(
@@ -206,7 +206,7 @@ def test_a_model_that_is_down_is_told_and_nothing_is_put_on_trial(
     for number in range(2):
         tried(store, f"mail/{number}", 0.0)
     scripted.answers = [(503, "busy")] * 2
-    with pytest.raises(ReflectionUnavailable, match="no family got lessons"):
+    with pytest.raises(ReflectionUnavailable, match="no lessons for any family"):
         learn(store, "agent", model, SETTINGS)
     assert len(store.policies.all("agent")) == 1
 

@@ -39,13 +39,13 @@ def test_the_agents_own_system_prompt_is_read_from_what_it_sends(seen: Seen) -> 
 def test_an_agent_without_a_system_prompt_is_given_one(seen: Seen) -> None:
     seed = captured([seen("a", None), seen("b", None)])
     assert (seed.text, seed.mode, seed.is_agents_own) == ("", "replace", True)
-    assert "is given one" in seed.note
+    assert "it gets one" in seed.note
 
 
 def test_a_system_prompt_that_differs_from_task_to_task_is_appended_to(seen: Seen) -> None:
     seed = captured([seen("a", "You help Ann."), seen("b", "You help Bob.")])
     assert (seed.text, seed.mode) == ("", "append")
-    with pytest.raises(SeedPromptUnknown, match="differs from task to task: replacing it takes --seed-prompt"):
+    with pytest.raises(SeedPromptUnknown, match="differs between tasks: to replace it, give --seed-prompt"):
         captured([seen("c", "You help Ann."), seen("d", "You help Bob.")], "replace")
 
 

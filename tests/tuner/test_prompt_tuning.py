@@ -276,7 +276,7 @@ def test_an_agent_that_fails_before_it_calls_a_model_ends_the_run_with_its_reaso
     store: Store, reflection_server: ScriptedReflectionModel
 ) -> None:
     plan = Plan(SETS, attempts=1, seed=1)  # the seed is to be read from what the agent sends
-    with pytest.raises(TooManyFailures, match="fails before it calls a model: RuntimeError: scripted"):
+    with pytest.raises(TooManyFailures, match="failed before calling a model: RuntimeError: scripted"):
         World(store, reflection_server, fails=lambda job: True).run(plan)
 
 

@@ -64,7 +64,7 @@ def test_the_newest_finished_run_of_each_method_stands_side_by_side() -> None:
     verdicts = [row.effect.verdict for row in found.rows if row.effect]
     assert verdicts == [Verdict.TIED, Verdict.BETTER, Verdict.BETTER]
     assert found.rows[2].promoted == "policy@3"
-    assert [(one.tuning_id, one.why) for one in found.excluded] == [(older, "a later run of this method stands here")]
+    assert [(one.tuning_id, one.why) for one in found.excluded] == [(older, "a newer run of this method is shown")]
 
 
 def test_a_run_of_another_workflow_stands_there_and_says_so() -> None:

@@ -52,7 +52,7 @@ def test_every_rollout_is_an_ordinary_captured_trajectory(
         assert trajectory.row == job.task.row
         assert one.response == json.dumps(trajectory.messages[-1]["content"])
         assert (one.scenario, one.step, one.split) == ({"season": "winter"}, 3, "train")
-    assert store.tasks.get(tasks[0].id).set == "sums"  # type: ignore[union-attr]
+    assert store.tasks.get(tasks[0].id).task_set == "sums"  # type: ignore[union-attr]
 
 
 def test_workflows_in_threads_and_programs_are_captured_too(
@@ -113,7 +113,7 @@ def test_a_workflow_whose_own_task_exits_has_failed_and_ends_nobody(
 def test_a_rollout_that_takes_too_long_has_failed(runner: Make, tasks: list[Task], tuning: Tuning) -> None:
     for workflow in ("hangs", "hangs_in_a_thread"):
         (ended,) = run(runner(workflow, timeout_seconds=0.1), jobs_of(tasks[:1]), tuning)
-        assert ended.failure == "TimeoutError: it took longer than 0.1 s (tuner.timeout_seconds)"
+        assert ended.failure == "TimeoutError: the rollout exceeded 0.1 s (tuner.timeout_seconds)"
 
 
 def test_of_a_group_of_exceptions_the_first_is_told() -> None:
@@ -181,7 +181,7 @@ def test_a_run_whose_first_rollouts_all_fail_stops_and_says_what_they_raised(
         run(failing, [job for step in range(9) for job in jobs_of(tasks, step=step)], tuning)
     assert "all of the first 16 rollouts failed, 12 of them with ValueError: no tool named search" in str(stopped.value)
     assert "; 4 of them with KeyError" in str(stopped.value)
-    assert "set tuner.max_failures to go on all the same" in str(stopped.value)
+    assert "set tuner.max_failures to continue anyway" in str(stopped.value)
     assert sum(one.state is RolloutState.FAILED for one in store.rollouts.of_tuning(tuning.id)) == 16
 
 

@@ -67,7 +67,7 @@ def test_a_tie_chooses_nobody_and_says_so() -> None:
 
 def test_where_no_rollout_ended_no_tie_is_told() -> None:
     found = chosen(rollouts("large", ["boom"] * 8), rollouts("small", ["boom"] * 8))
-    assert (found.chosen, found.reason) == (None, "no rollout of any candidate came to an end")
+    assert (found.chosen, found.reason) == (None, "no rollout of any candidate finished")
 
 
 def test_a_run_has_measured_something_where_one_rollout_ended_and_was_judged() -> None:

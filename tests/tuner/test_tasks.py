@@ -213,7 +213,7 @@ def test_an_import_is_found_by_name_and_counts_what_is_twofold(folder: Path, tmp
     assert imported.all() == [made]
     tasks = imported.open("math")
     assert (tasks.name, tasks.splits(), tasks.preview("train", 9)) == ("math", ("train", "test"), ROWS)
-    with pytest.raises(TaskSetError, match="there already: give --replace"):
+    with pytest.raises(TaskSetError, match="already exists: give --replace"):
         imported.add(TaskSet.open(folder), "math")
     write(folder / "train.jsonl", ROWS[:1])
     imported.add(TaskSet.open(folder), "math", replace=True)

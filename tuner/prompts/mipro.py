@@ -1,8 +1,9 @@
 """MIPRO, from the package `dspy` (MIPROv2): instructions proposed from the data, then a Bayesian search over them.
 
-For DSPy the agent is a module with one predictor whose instructions are the system prompt; running it runs our rollouts.
-No demonstration is added to the prompt, because the agent is not changed. Training tasks that the seed prompt solves are
-examples for the proposals. DSPy's language model is our reflection model; its cache and its output are off.
+For DSPy the agent is a module with one predictor whose instructions are the system prompt; running it runs our
+rollouts. No demonstration is added to the prompt, because the agent is not changed. Training tasks that the seed
+prompt solves are examples for the proposals. DSPy's language model is our reflection model; its cache and its output
+are off.
 """
 
 from __future__ import annotations

@@ -70,8 +70,8 @@ class PromptOptimizer(Protocol):
     def optimize(self, seed_prompt: str, evaluate: Evaluate, reflection: Reflection, search: Search) -> None:
         """Search until the budget or the proposals end; `evaluate` records what was tried.
 
-        Must be deterministic: the same scores and answers lead to the same requests, so that an interrupted search can be
-        repeated from the record. Raises BudgetExceeded, TuningError.
+        Must be deterministic: the same scores and answers lead to the same requests, so that an interrupted search can
+        be repeated from the record. Raises BudgetExceeded, TuningError.
         """
 
 

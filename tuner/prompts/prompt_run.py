@@ -111,8 +111,8 @@ class _Run:
             tools.scorer.count_abandoned_tokens(self._tuning.id)
             trials = Trials(
                 tools.store, self._tuning.id, self._tasks, run_jobs, self._scored, self._budget,
-                max_prompt_chars=settings.prompt.max_prompt_chars, failure_score=settings.failure_score, model=self._model(),
-                explanations=self._explanations,
+                max_prompt_chars=settings.prompt.max_prompt_chars, failure_score=settings.failure_score,
+                model=self._model(), explanations=self._explanations,
             )  # fmt: skip
             self._work.at(self._budget.begun, self._budget.rollouts)
             tuned = PromptTuning(

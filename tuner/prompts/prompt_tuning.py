@@ -36,7 +36,10 @@ Verdict = Literal["better", "no better", "worse", "inconclusive"]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Parameters of a run. `attempts` per held-out task; `seed_prompt` None: the agent's own; `mode` None: automatic."""
+    """Parameters of a run.
+
+    `attempts` per held-out task; `seed_prompt` None: the agent's own; `mode` None: automatic.
+    """
 
     sets: Sets
     attempts: int

@@ -1,8 +1,8 @@
 """The reflection model of a prompt tuning: an OpenAI-compatible endpoint chosen by the user.
 
 Guarantees: every request is checked against the budget first and counted afterwards, failed ones included; answers are
-recorded, and a resumed run reads them from the record at no cost. Rollout texts are sent as bounded JSON data inside the
-request; a proposal that is too long is rejected with the reason and requested again.
+recorded, and a resumed run reads them from the record at no cost. Rollout texts are sent as bounded JSON data inside
+the request; a proposal that is too long is rejected with the reason and requested again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The prompt that a search starts from: the system prompt that the agent sends, as observed in rollouts.
 
-If it differs between tasks, it contains task-specific facts (a name, a date, user data) that no single text can replace;
-the search then tunes a text that the proxy appends. An agent without a system prompt gets one.
+If it differs between tasks, it contains task-specific facts (a name, a date, user data) that no single text can
+replace; the search then tunes a text that the proxy appends. An agent without a system prompt gets one.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def given(text: str) -> SeedPrompt:
 def serving(store: Store, alias: str, mode: Mode | None = None) -> SeedPrompt | None:
     """Return the prompt of the live version; None if it has none, or one that does not fit `mode`.
 
-    A prompt with texts per task family (lessons) is not a single text: it stays the baseline, and the agent's own prompt
-    is improved.
+    A prompt with texts per task family (lessons) is not a single text: it stays the baseline, and the agent's own
+    prompt is improved.
     """
     live = store.policies.live().get(alias)
     if live is None or live.prompt_id is None:
@@ -66,7 +66,8 @@ def captured(transcripts: Sequence[Transcript], mode: Mode | None = None) -> See
     if len(sent) > 1:
         if mode == "replace":
             raise SeedPromptUnknown(
-                "the agent's system prompt differs between tasks: to replace it, give --seed-prompt FILE; to tune a text "
+                "the agent's system prompt differs between tasks: to replace it, give --seed-prompt FILE; to tune a "
+                "text "
                 "that is appended to it, leave --mode replace out"
             )
         note = "the agent's system prompt differs between tasks: a text that is appended to it is tuned"

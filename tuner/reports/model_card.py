@@ -1,7 +1,7 @@
-"""A model card from evidence: Markdown with the front matter that model hubs read. Pure.
+"""Model cards: Markdown with the front matter of model hubs, from evidence. Pure.
 
-Says what was trained on what, who judged it, what was decided on which numbers, and the gain with its interval; what is
-not known stands there as not known. Texts of others are put on one line and cannot open a heading or a table cell.
+The card lists training data, judges, decisions with their figures, and the gain with its interval; unknown facts are
+marked as not known. Text from other sources is put on one line and cannot open a heading or a table cell.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ratchet.store.records.tuning import Prompt
 from ratchet.store.reports.learning_comparison import Gain
 from ratchet.tuner.reports.version_evidence import Evidence
 
-_MOST_ROWS = 30  # of one table
+_MAX_ROWS = 30  # per table
 _WARM_START = "warm_start"  # key of a round's metrics
 
 
@@ -36,7 +36,7 @@ def model_card(found: Evidence, *, merged: bool) -> str:
         f"on recorded traffic by Ratchet. {form}",
         "## Gain\n\n" + "\n".join(_gain(found)),
         *(["## System prompt\n\n" + "\n".join(_prompt(found.prompt))] if found.prompt else []),
-        "## What was decided about it\n\n" + "\n".join(_decisions(found)),
+        "## Release decisions\n\n" + "\n".join(_decisions(found)),
         "## Training data\n\n" + "\n".join(_data(found)),
         "## Judges\n\n" + "\n".join(_judges(found)),
         "## Training\n\n" + "\n".join(_training(found)),
@@ -61,19 +61,19 @@ def _gain(found: Evidence) -> Iterator[str]:
     for family in report.families:
         before, after = family.before, family.after
         yield (
-            f"- {_one_line(family.family)}, real traffic: {before.mean:.3f} (@{before.first_version} to "
+            f"- {_one_line(family.family)}, live traffic: {before.mean:.3f} (@{before.first_version} to "
             f"@{before.last_version}, {before.count} scores) to {after.mean:.3f} (@{after.first_version} to "
             f"@{after.last_version}, {after.count} scores): {_interval(family.gain)}"
         )
         if family.same_tasks is not None:
-            yield f"  - on the {family.same_tasks.count} tasks that came under both: {_interval(family.same_tasks)}"
+            yield f"  - on the {family.same_tasks.count} tasks that were run under both: {_interval(family.same_tasks)}"
     own = next((version for version in report.versions if version.version == found.policy.version), None)
     if own is None:
-        yield "\nThis version itself has no scores of real traffic."
+        yield "\nThis version itself has no scores of live traffic."
     else:
         yield f"\nThis version itself: mean score {own.mean:.3f} of {own.count} trajectories."
     yield "\nScores are those of the judges below, not an independent benchmark."
-    for one in found.evaluations[:_MOST_ROWS]:
+    for one in found.evaluations[:_MAX_ROWS]:
         if one.gain is not None:
             tasks = f"{one.task_set.tasks} tasks of {_one_line(one.task_set.source)}, judged by {_one_line(one.judge)}"
             sides = f"{_one_line(one.gain.candidate)} against {_one_line(one.gain.against)}"
@@ -82,8 +82,8 @@ def _gain(found: Evidence) -> Iterator[str]:
 
 def _prompt(prompt: Prompt) -> Iterator[str]:
     yield (
-        f"What was measured is this model with a system prompt ({prompt.mode}), which the proxy swaps in. It is not in "
-        "the weights: whoever serves the model elsewhere must send it."
+        f"The measurements used this model with a system prompt ({prompt.mode}) that the proxy applies. It is not part "
+        "of the weights: send it if you serve the model elsewhere."
     )
     for family, text in {"": prompt.text, **prompt.families}.items():
         if text:
@@ -91,60 +91,63 @@ def _prompt(prompt: Prompt) -> Iterator[str]:
 
 
 def _indented(text: str) -> str:
-    """Return a text as it is, as Markdown's code: indented, so that nothing in it can end it."""
+    """Return a text as indented Markdown code, which its content cannot end."""
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
 def _decisions(found: Evidence) -> Iterator[str]:
     if not found.decisions:
-        yield f"Nothing yet: its state is {found.policy.state}."
+        yield f"None yet; the state is {found.policy.state}."
         return
     for one in found.decisions:
         yield f"- {_when(one.decided_at)}: {one.action} by {_one_line(one.decided_by)}: {_one_line(one.reason)}"
-        for path, value in list(_leaves(one.evidence))[:_MOST_ROWS]:
+        for path, value in list(_leaves(one.evidence))[:_MAX_ROWS]:
             yield f"  - {_one_line(path)}: {_one_line(value)}"
 
 
 def _data(found: Evidence) -> Iterator[str]:
-    rewarded = [held for held in found.trained.rounds if _WARM_START not in held.metrics]
-    imitated = [held.metrics[_WARM_START] for held in found.trained.rounds if _WARM_START in held.metrics]
-    for told in imitated:
-        sources = ", ".join(f"{count} {_one_line(name)}" for name, count in told["by_source"].items())
+    rewarded = [one for one in found.trained.rounds if _WARM_START not in one.metrics]
+    imitated = [one.metrics[_WARM_START] for one in found.trained.rounds if _WARM_START in one.metrics]
+    for metrics in imitated:
+        sources = ", ".join(f"{count} {_one_line(name)}" for name, count in metrics["by_source"].items())
         yield (
-            f"{told['trajectories']} trajectories ({sources}) were imitated in a warm start, beside "
-            f"{told['general_rows']} rows of general chat data.\n"
+            f"{metrics['trajectories']} trajectories ({sources}) were used for an SFT warm start, with "
+            f"{metrics['general_rows']} rows of general chat data.\n"
         )
     trajectories, groups, tokens = (_sum(rewarded, key) for key in ("trajectories", "groups", "tokens_trained"))
     yield (
         f"{trajectories} trajectories in {groups} groups, {tokens} trained tokens: sampled by earlier versions of this "
-        "model while agents worked, with the ids and logprobs of the engine."
+        "model in production, with token ids and logprobs of the inference engine."
     )
-    judged, learnt = sum(found.trained.judges.values()), trajectories + sum(told["trajectories"] for told in imitated)
+    judged, learnt = (
+        sum(found.trained.judges.values()),
+        trajectories + sum(metrics["trajectories"] for metrics in imitated),
+    )
     if judged != learnt:
-        yield f"\n{judged} of these are in the store with a verdict; the others were deleted, or have none."
+        yield f"\n{judged} of these are in the store with a verdict; the others were deleted or have none."
     if found.trained.families:
         yield "\n| task family | trajectories |\n|---|---|"
         most = sorted(found.trained.families.items(), key=lambda item: -item[1])
-        yield from (f"| {_one_line(name)} | {count} |" for name, count in most[:_MOST_ROWS])
-    yield from _left_out(found)
+        yield from (f"| {_one_line(name)} | {count} |" for name, count in most[:_MAX_ROWS])
+    yield from _untrained(found)
 
 
 def _sum(rounds: Sequence[Round], key: str) -> int:
-    return sum(int(held.metrics.get(key, 0)) for held in rounds)
+    return sum(int(one.metrics.get(key, 0)) for one in rounds)
 
 
-def _left_out(found: Evidence) -> Iterator[str]:
+def _untrained(found: Evidence) -> Iterator[str]:
     counts: Counter[str] = Counter()
-    for held in found.trained.rounds:
-        counts.update(held.metrics.get("untrained_tokens") or {})
+    for one in found.trained.rounds:
+        counts.update(one.metrics.get("untrained_tokens") or {})
     if counts:
-        yield "\n| sampled tokens that were left out | why |\n|---|---|"
+        yield "\n| untrained sampled tokens | reason |\n|---|---|"
         yield from (f"| {count} | {_one_line(name)}: {UNTRAINED.get(name, '')} |" for name, count in counts.items())
 
 
 def _judges(found: Evidence) -> Iterator[str]:
     if not found.trained.judges:
-        yield "Not known: no verdict on the training data is in the store."
+        yield "Not known: the store has no verdict on the training data."
         return
     yield "| judge | version (hash of code and rubric) | trajectories |\n|---|---|---|"
     for (name, version), count in sorted(found.trained.judges.items(), key=lambda item: -item[1]):
@@ -155,18 +158,18 @@ def _training(found: Evidence) -> Iterator[str]:
     lora = ", ".join(f"{key} {_one_line(value)}" for key, value in found.lora.items())
     yield f"LoRA: {lora or 'settings not known'}."
     yield "\n| version | round ended | trajectories | reward | loss | entropy | KL to base |\n" + "|---" * 7 + "|"
-    for held in found.trained.rounds[-_MOST_ROWS:]:
-        told = [_number(held.metrics.get(key)) for key in ("trajectories", "reward", "loss", "entropy", "kl")]
-        yield f"| {held.to_version} | {_when(held.ended_at or held.started_at)} | {' | '.join(told)} |"
-    if len(found.trained.rounds) > _MOST_ROWS:
-        yield f"\nThe newest {_MOST_ROWS} of {len(found.trained.rounds)} rounds."
+    for one in found.trained.rounds[-_MAX_ROWS:]:
+        cells = [_number(one.metrics.get(key)) for key in ("trajectories", "reward", "loss", "entropy", "kl")]
+        yield f"| {one.to_version} | {_when(one.ended_at or one.started_at)} | {' | '.join(cells)} |"
+    if len(found.trained.rounds) > _MAX_ROWS:
+        yield f"\nThe newest {_MAX_ROWS} of {len(found.trained.rounds)} rounds."
     yield "\nMade with: " + ", ".join(f"{name} {version}" for name, version in found.versions.items()) + "."
 
 
 def _licences(found: Evidence) -> Iterator[str]:
-    known = f"{_one_line(found.base_license)}, as its own card says" if found.base_license else "not known here"
-    yield f"- Base model: {known}. What is made from it must keep to its terms."
-    yield "- Training data: not known. It is the traffic of the agents that used this model; whoever runs them knows."
+    known = f"{_one_line(found.base_license)}, as stated by its card" if found.base_license else "not known here"
+    yield f"- Base model: {known}. Derived models must comply with its terms."
+    yield "- Training data: not known. It is the traffic of the agents that used this model."
 
 
 def _interval(gain: Gain) -> str:
@@ -190,7 +193,7 @@ def _when(moment: float) -> str:
 
 
 def _one_line(value: Any) -> str:
-    """Return text that stays where it is put: one line, no cell border, no code or markup of its own."""
+    """Return text on one line without table borders, code or markup."""
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     plain = "".join(char if char.isprintable() else " " for char in text)
     return plain.replace("|", "/").replace("`", "'").replace("<", "&lt;")[:300]

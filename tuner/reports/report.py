@@ -1,8 +1,8 @@
-"""One report of all tuning methods: what each gained on the same held-out tasks, and what that cost. Pure.
+"""The report of all tuning methods: gains on the same held-out tasks, and their costs. Pure.
 
-It holds the newest finished run of each method. Runs stand side by side only where they are of the same alias, on the
-same held-out tasks, with the same judge; those of the newest run (or those that are asked for) are taken, and every
-other run is named with the reason why it was left out. Nothing is claimed that an interval does not hold.
+It shows the newest finished run of each method. Runs are compared only with the same alias, held-out tasks and judge:
+by default those of the newest run. Every other run is listed with the reason. A difference is claimed only if its
+interval excludes zero.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ratchet.trainer.statistics.paired_comparison import Compared, Verdict
 from ratchet.tuner.reports.tuning_result import TaskSetUsed, TuningResult, read
 from ratchet.tuner.rollouts.prices import RolloutCost
 
-METHODS: Mapping[str, tuple[str, str]] = {  # kind -> what people call it, and the command that runs it
+METHODS: Mapping[str, tuple[str, str]] = {  # kind -> label, command
     "select-model": ("Model selection", "ratchet tune select-model"),
     "prompt": ("Prompt tuning", "ratchet tune prompt"),
     "weights": ("Model weights", "ratchet tune weights"),
@@ -26,7 +26,7 @@ METHODS: Mapping[str, tuple[str, str]] = {  # kind -> what people call it, and t
 
 
 class Effect(msgspec.Struct, frozen=True, kw_only=True):
-    """A gain as it was measured: score before and after on the held-out tasks, and the difference with its interval."""
+    """A gain on held-out tasks: scores before and after, and the difference with its interval."""
 
     verdict: Verdict
     before: float | None
@@ -39,7 +39,7 @@ class Effect(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One method; `tuning_id` is None where no run of it can stand here, then everything measured is None."""
+    """One method; `tuning_id` None: no comparable run, and everything measured is None."""
 
     method: str
     label: str
@@ -49,16 +49,16 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     technique: str | None = None
     baseline: str | None = None
     best: str | None = None
-    effect: Effect | None = None  # None where nothing was compared on held-out tasks
+    effect: Effect | None = None  # None: nothing was compared on held-out tasks
     spent: RolloutCost | None = None
     wall_seconds: float | None = None
-    promoted: str | None = None  # by the run itself
-    serves: str | None = None  # the live version, where it is what this run found; None: something else serves
+    promoted: str | None = None  # version released by the run
+    serves: str | None = None  # the live version if this run produced it
     notes: tuple[str, ...] = ()
 
 
 class ExcludedTuning(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that does not stand in the report, and why."""
+    """A run that is not compared, and the reason."""
 
     tuning_id: str
     method: str
@@ -66,7 +66,7 @@ class ExcludedTuning(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """Every method, in the order of effort; `task_set` is None where no run has finished."""
+    """All methods in order of effort; `task_set` None: no run has finished."""
 
     alias: str | None
     task_set: TaskSetUsed | None
@@ -83,9 +83,9 @@ def report(
     tasks: str | None = None,
     judge: str | None = None,
 ) -> Report:
-    """Return the report on these runs, given newest first; `live` is what serves now, by alias.
+    """Return the report on these runs, given newest first; `live`: the live versions by alias.
 
-    `alias`, `tasks` (a set's source or fingerprint) and `judge` (its name or name:version) choose what is compared.
+    `alias`, `tasks` (source or fingerprint) and `judge` (name or name:version) select the runs to compare.
     """
     finished: list[tuple[Tuning, TuningResult]] = []
     excluded = []
@@ -118,7 +118,7 @@ def report(
 def missing(
     tunings: Sequence[Tuning], alias: str | None = None, tasks: str | None = None, judge: str | None = None
 ) -> str | None:
-    """Return what is said where no finished run is what was asked for, and some other is; else None."""
+    """Return an error message if no finished run matches the selection but others exist; else None."""
     found = [one for tuning in tunings if tuning.kind in METHODS and not isinstance(one := _finished(tuning), str)]
     if not found or any(_is_asked(one, alias, tasks, judge) for one in found):
         return None
@@ -131,7 +131,7 @@ def missing(
 
 
 def _finished(tuning: Tuning) -> TuningResult | str:
-    """Return a run's result, or why there is none."""
+    """Return the result of a run, or the reason why there is none."""
     if tuning.state is TuningState.RUNNING:
         return "it has not ended"
     if tuning.state is not TuningState.DONE:
@@ -144,7 +144,7 @@ def _finished(tuning: Tuning) -> TuningResult | str:
 
 
 def _scored_nothing(result: TuningResult) -> bool:
-    """Whether every attempt of both sides failed or is unjudged: such a run says nothing of its method."""
+    """Whether every attempt of both sides failed or is unjudged."""
     gain, attempts = result.gain, 2 * result.attempts * result.task_set.tasks
     return gain is not None and gain.failed + gain.against_failed + gain.unjudged >= attempts
 
@@ -157,14 +157,14 @@ def _is_asked(result: TuningResult, alias: str | None, tasks: str | None, judge:
 
 def _why_not(result: TuningResult, reference: TuningResult | None, is_older: bool) -> str | None:
     if reference is None:
-        return "it is not what was asked for"
+        return "it does not match the selection"
     if result.alias != reference.alias:
         return f"it tuned {result.alias}, not {reference.alias}"
     if result.task_set.fingerprint != reference.task_set.fingerprint:
         return f"other held-out tasks: {_named(result.task_set)}, not the {_named(reference.task_set)}"
     if result.judge != reference.judge:
         return f"another judge: {result.judge}"
-    return "a later run of this method stands here" if is_older else None
+    return "a newer run of this method is shown" if is_older else None
 
 
 def _named(used: TaskSetUsed) -> str:
@@ -192,7 +192,7 @@ def _row(
 
 
 def _serves(result: TuningResult, live: Policy | None) -> str | None:
-    """Return the live version where it is what the run found: the version itself, or one with its prompt."""
+    """Return the live version if the run produced it or its prompt."""
     if live is None:
         return None
     name = f"{live.alias}@{live.version}"
@@ -201,8 +201,8 @@ def _serves(result: TuningResult, live: Policy | None) -> str | None:
 
 
 def effect(gain: Compared) -> Effect:
-    """Return what was gained, and what can be said of it."""
-    said = {
+    """Return a gain with its description."""
+    descriptions = {
         Verdict.BETTER: "better",
         Verdict.WORSE: "worse",
         Verdict.TIED: "no difference shown",
@@ -210,5 +210,5 @@ def effect(gain: Compared) -> Effect:
     }
     return Effect(
         verdict=gain.verdict, before=gain.against_mean, after=gain.mean, difference=gain.difference, low=gain.low,
-        high=gain.high, tasks=gain.tasks, description=said[gain.verdict],
+        high=gain.high, tasks=gain.tasks, description=descriptions[gain.verdict],
     )  # fmt: skip

@@ -1,7 +1,7 @@
-"""What a tuning run leaves in `tunings.result`: one shape for all methods, so that one report tells them side by side.
+"""The result of a tuning run in `tunings.result`: one form for all methods, so that one report compares them.
 
-A run writes `plain(result)`; `read` gives it back. `gain` is measured on held-out tasks alone, against what served
-before. What only one method knows goes into `details`.
+`plain` writes it and `read` reads it. `gain` is measured on held-out tasks only, against the version served before.
+Fields of a single method go into `details`.
 """
 
 from __future__ import annotations
@@ -19,51 +19,51 @@ Method = Literal["select-model", "prompt", "weights", "eval", "lessons"]
 
 
 class TaskSetUsed(msgspec.Struct, frozen=True, kw_only=True):
-    """The tasks that the gain was measured on; runs are compared only where `fingerprint` is the same."""
+    """The tasks of the gain; only runs with the same `fingerprint` are compared."""
 
-    source: str  # as the user named it
+    source: str  # as given by the user
     split: str
     tasks: int
-    fingerprint: str  # of the ids of these tasks, whatever their order
+    fingerprint: str  # of the task ids, independent of their order
 
 
 class TuningResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The result of one run of one method."""
 
     method: Method
-    technique: str  # in a few words: "paired comparison of 3 models", "GEPA", "GRPO, 12 rounds"
+    technique: str  # such as "paired comparison of 3 models", "GEPA", "GRPO, 12 rounds"
     alias: str
     task_set: TaskSetUsed
-    judge: str  # name and version: scores of two judges are not compared
+    judge: str  # name and version
     workflow: str
     attempts: int = 1  # at each task
-    baseline: str | None = None  # what the gain is against: a model, `alias@0`, a prompt's id
-    best: str | None = None  # what was found; None where nothing is shown to be better
-    gain: Compared | None = None  # best against baseline on the held-out tasks; None where it was not measured
-    spent: RolloutCost = RolloutCost()  # in all: search, training and evaluation
-    wall_seconds: float = 0.0  # from begin to end, for whoever waited
-    promoted: str | None = None  # what serves now because of this run, such as `policy@4`; None: nothing
-    notes: tuple[str, ...] = ()  # what a reader must know, such as who stood in for a model
+    baseline: str | None = None  # a model, `alias@0` or a prompt id
+    best: str | None = None  # None: nothing is shown to be better
+    gain: Compared | None = None  # best against baseline on held-out tasks; None: not measured
+    spent: RolloutCost = RolloutCost()  # search, training and evaluation
+    wall_seconds: float = 0.0  # elapsed time
+    promoted: str | None = None  # version released by this run, such as `policy@4`
+    notes: tuple[str, ...] = ()  # shown below the report
     details: Mapping[str, Any] = {}
 
 
 def fingerprint(task_ids: Iterable[str]) -> str:
-    """Return the name of a set of tasks, 16 hex digits, whatever their order and the family that they are told of."""
+    """Return a hash of task ids, 16 hex digits, independent of their order and of family prefixes."""
     names = {task_id.rpartition("/")[2] for task_id in task_ids}
     return blake2b("\n".join(sorted(names)).encode(), digest_size=8).hexdigest()
 
 
 def task_set(source: str, split: str, task_ids: Sequence[str]) -> TaskSetUsed:
-    """Return what the report must know of the tasks."""
+    """Return the description of the tasks for the report."""
     return TaskSetUsed(source=source, split=split, tasks=len(set(task_ids)), fingerprint=fingerprint(task_ids))
 
 
 def plain(result: TuningResult) -> dict[str, Any]:
-    """Return a result as JSON can hold it, for `store.tunings.end`."""
+    """Return a result as JSON values, for `store.tunings.end`."""
     content: dict[str, Any] = msgspec.to_builtins(result)
     return content
 
 
 def read(content: Mapping[str, Any]) -> TuningResult:
-    """Return the result that a run left. Raises msgspec.ValidationError where it is none."""
+    """Return the result of a run. Raises msgspec.ValidationError."""
     return msgspec.convert(content, TuningResult)

@@ -1,7 +1,4 @@
-"""Evidence for a version: what it was trained on, who judged, what was decided and what it gained. Reads the store.
-
-Promises: nothing is said that is not in the store or in the base model's own folder; what nobody knows is None.
-"""
+"""Evidence for a version from the store: its training data, judges, decisions and gain. Unknown facts are None."""
 
 from __future__ import annotations
 
@@ -23,21 +20,21 @@ from ratchet.store.store import Store
 from ratchet.store.training.lineage import TrainingData
 from ratchet.tuner.reports.tuning_result import TuningResult, read
 
-_SCORES = 100_000  # newest ones that the gain is made of
-_TUNINGS = 1000  # newest ones that are looked through
+_SCORES = 100_000  # newest scores used for the gain
+_TUNINGS = 1000  # newest runs that are searched
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Everything that a model card says.
+    """The content of a model card.
 
     base_model       its hub name, or its folder's name
     trained          the rounds behind the version, and their trajectories by family and by judge
-    prompt           the system prompt that the proxy swaps in for this version
-    evaluations      of this version against others, on the same tasks, newest first
+    prompt           the system prompt of this version, which the proxy applies
+    evaluations      comparisons of this version with others, newest first
     decisions        about this version, oldest first
-    gain             scores of real traffic before and after, of versions up to this one
-    base_license     as the base model's own card names it; None: not known
+    gain             scores of live traffic before and after, up to this version
+    base_license     from the base model's card; None: unknown
     lora             the adapter's settings, such as r and lora_alpha
     """
 
@@ -54,7 +51,7 @@ class Evidence:
 
 
 def gather(store: Store, policy: Policy, base_model: str, versions: Mapping[str, str]) -> Evidence:
-    """Return the evidence for a version; `versions` are those of the programs that exported it."""
+    """Return the evidence for a version; `versions`: package versions of the exporting program."""
     judge = store.groups.newest_judge_version(policy.alias)
     scores = store.groups.past_scores(policy.alias, judge, limit=_SCORES) if judge else []
     return Evidence(
@@ -82,7 +79,7 @@ def _evaluations(store: Store, name: str) -> list[TuningResult]:
 
 
 def _result(done: Tuning) -> TuningResult | None:
-    """Return what a run measured; None of one that measures nothing, such as the doctor's."""
+    """Return the result of a run; None for runs without one, such as the doctor's."""
     try:
         return read(done.result or {})
     except msgspec.ValidationError:
@@ -98,7 +95,7 @@ def _lora(adapter: Path) -> Mapping[str, Any]:
 
 
 def _license(folder: Path) -> str | None:
-    """Return what the front matter of a model folder's README.md names as its licence."""
+    """Return the license in the front matter of a model folder's README.md."""
     try:
         head, _, rest = (folder / "README.md").read_text().removeprefix("---\n").partition("\n---")
     except (OSError, ValueError):

@@ -36,7 +36,8 @@ class Failures:
             self._first_rollouts.check(self._tuning_id)
         elif self._settings.exceeds_max_failures(failed := self._failed.total(), self._jobs):
             raise TooManyFailures(
-                f"stopped: {failed} of {self._finished} rollouts failed (max_failures {limit}), {_describe_failures(self._failed)}; finished "
+                f"stopped: {failed} of {self._finished} rollouts failed (max_failures {limit}), "
+                f"{_describe_failures(self._failed)}; finished "
                 f"rollouts are kept in tuning {self._tuning_id}"
             )
 
@@ -58,7 +59,8 @@ class FirstRollouts:
         """Raise TooManyFailures if all of the first rollouts failed."""
         if not self._one_returned and self._failed.total() >= FIRST:
             raise TooManyFailures(
-                f"stopped: all of the first {self._failed.total()} rollouts failed, {_describe_failures(self._failed)}; fix the "
+                f"stopped: all of the first {self._failed.total()} rollouts failed, "
+                f"{_describe_failures(self._failed)}; fix the "
                 "workflow (`ratchet doctor --workflow` tests it), or set tuner.max_failures to continue anyway; "
                 f"finished rollouts are kept in tuning {tuning_id}"
             )

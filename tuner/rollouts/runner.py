@@ -96,7 +96,10 @@ class RolloutRunner:
     async def run(
         self, jobs: Sequence[RolloutJob], tuning_id: str, on_end: Callable[[Rollout], object] | None = None
     ) -> list[Rollout]:
-        """Return the rollout of each job, in order; `on_end` is called with each one that ends. Raises TooManyFailures."""
+        """Return the rollout of each job, in order; `on_end` is called with each one that ends.
+
+        Raises TooManyFailures.
+        """
         failures = Failures(self._settings, len(jobs), tuning_id, self._first_rollouts)
         asyncio.get_running_loop().set_task_factory(exits_raise)  # also in tasks that agents create
         state = _RunState(self._store, jobs, tuning_id, self._progress.begin(ROLLOUTS, len(jobs)), on_end, failures)

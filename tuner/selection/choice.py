@@ -1,10 +1,10 @@
-"""Which model to take: what rollouts of several candidates at the same tasks showed, and the choice by a policy. Pure.
+"""Which model to choose, from rollouts of several candidates on the same tasks. Pure.
 
-    best      the one that is shown to be better than every other; ties are told, and then nothing is chosen
-    cheapest  the one that costs least among those that are shown to be worse than none by as much as `within`
+    best      the candidate that is shown to be better than every other; on ties nothing is chosen
+    cheapest  the lowest cost among those shown to be less than `within` below the best
 
-Failed rollouts count as failures in the score, and what they cost counts too. A candidate without a price is never
-called the cheapest, and nothing is called cheapest beside one that might be cheaper.
+Failed rollouts count as failures in the score, and their cost counts too. A candidate without a price is never chosen
+as the cheapest, and neither is any other while such a candidate might be cheaper.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Policy = Literal["best", "cheapest"]
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """What a candidate's rollouts took. Seconds are of the rollouts that ended by themselves; None where none did."""
+    """Cost and duration of a candidate. Seconds: of rollouts that returned; None if none did."""
 
     candidate: str
     spent: RolloutCost
@@ -37,19 +37,19 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cost_per_rollout(self) -> float | None:
-        """What a rollout costs on average; None where the price is unknown."""
+        """Mean cost of a rollout; None if the price is unknown."""
         money = self.spent.money
         return money.amount / self.spent.rollouts if money.known and self.spent.rollouts else None
 
     @property
     def tokens_per_rollout(self) -> float | None:
-        """Prompt and completion tokens of a rollout on average; None where there is none."""
+        """Mean prompt and completion tokens of a rollout; None without rollouts."""
         spent = self.spent
         return (spent.prompt_tokens + spent.completion_tokens) / spent.rollouts if spent.rollouts else None
 
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True):
-    """The ranking, what each took, and the choice with its reason; `chosen` is None where nothing was shown."""
+    """The ranking, the figures of each candidate, and the choice with its reason; `chosen` None: nothing shown."""
 
     ranking: Ranking
     figures: tuple[Figures, ...]  # in the ranking's order
@@ -60,13 +60,13 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def measured(self) -> bool:
-        """Whether any rollout came to an end and was judged; without one the ranking says nothing of the candidates."""
+        """Whether any rollout was finished and judged; otherwise the ranking means nothing."""
         pairs = zip(self.figures, self.ranking.standings, strict=True)
         return any(own.ended > standing.unjudged for own, standing in pairs)
 
 
 def marks_of(rollouts: Iterable[Rollout]) -> dict[str, tuple[Mark, ...]]:
-    """Return what the rollouts of one candidate got, by task; one that has not ended is unjudged."""
+    """Return the results of one candidate by task; an unfinished rollout is unjudged."""
     marks: defaultdict[str, list[Mark]] = defaultdict(list)
     for rollout in rollouts:
         marks[rollout.task_id].append(_mark(rollout))
@@ -80,7 +80,7 @@ def _mark(rollout: Rollout) -> Mark:
 
 
 def figures_of(candidate: str, rollouts: Sequence[Rollout], prices: Prices) -> Figures:
-    """Return what the rollouts of one candidate took."""
+    """Return cost and duration of one candidate's rollouts."""
     over = [one for one in rollouts if not one.planned]
     spent = sum((rollout_cost(one, prices) for one in over), RolloutCost())
     seconds = sorted(_seconds(one) for one in over if one.state is RolloutState.ENDED)
@@ -92,7 +92,7 @@ def figures_of(candidate: str, rollouts: Sequence[Rollout], prices: Prices) -> F
 
 
 def rollout_cost(rollout: Rollout, prices: Prices) -> RolloutCost:
-    """Return what one rollout took."""
+    """Return the cost of one rollout."""
     money = prices.money(rollout.model or rollout.candidate, rollout.prompt_tokens, rollout.completion_tokens)
     return RolloutCost(
         rollouts=1, prompt_tokens=rollout.prompt_tokens, completion_tokens=rollout.completion_tokens,
@@ -110,7 +110,7 @@ def select(
     score_range: ScoreRange | None = None,
     failure_score: float = 0.0,
 ) -> Selection:
-    """Return what the rollouts of at least one candidate show, and the choice."""
+    """Return the ranking of at least one candidate, and the choice."""
     of = {name: [one for one in rollouts if one.candidate == name] for name in candidates}
     marks = {name: marks_of(own) for name, own in of.items()}
     ranking = rank(marks, score_range=score_range, failure_score=failure_score)
@@ -132,14 +132,14 @@ def _best(ranking: Ranking, figures: Sequence[Figures]) -> tuple[str | None, str
         return None, "there is nothing to compare it with"
     first = [one for one in ranking.standings if one.candidate in ranking.first]
     if not any(one.ended for one in figures):
-        return None, "no rollout of any candidate came to an end"
+        return None, "no rollout of any candidate finished"
     if _could_change(ranking):
         return None, f"attempts that the judge failed on could change the ranking: {_unjudged(first)}"
-    return None, f"{' and '.join(ranking.first)} are tied: more tasks would tell them apart, if they differ"
+    return None, f"{' and '.join(ranking.first)} are tied: use more tasks to show a difference"
 
 
 def _could_change(ranking: Ranking) -> bool:
-    """Whether what is unjudged among the first could make one of them the winner."""
+    """Whether unjudged attempts could make one of the first candidates the winner."""
     names = set(ranking.first)
     return any(not pair.settled for pair in ranking.pairs if {pair.candidate, pair.against} <= names)
 
@@ -150,13 +150,13 @@ def _unjudged(standings: Iterable[Standing]) -> str:
 
 def _cheapest(figures: Sequence[Figures], close: Sequence[str], within: float) -> tuple[str | None, str]:
     if not close:
-        return None, f"none is shown to be within {within:g} of the best: more tasks or attempts would show it"
+        return None, f"none is shown to be within {within:g} of the best: use more tasks or attempts"
     prices = {one.candidate: one.cost_per_rollout for one in figures if one.candidate in close}
     unknown = [name for name, price in prices.items() if price is None]
     if unknown:
-        return None, f"the price of {' and '.join(unknown)} is unknown: tell it in model_list or tuner.prices"
+        return None, f"the price of {' and '.join(unknown)} is unknown: set it in model_list or tuner.prices"
     chosen = min(prices, key=lambda name: prices[name] or 0.0)
-    return chosen, f"it costs least of what is shown to be within {within:g} of the best: {', '.join(prices)}"
+    return chosen, f"it costs least of those shown to be within {within:g} of the best: {', '.join(prices)}"
 
 
 def _seconds(rollout: Rollout) -> float:
@@ -166,12 +166,12 @@ def _seconds(rollout: Rollout) -> float:
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float | None:
-    """Return the value that this share is not above (nearest rank); None of nothing."""
+    """Return the quantile by nearest rank; None for no values."""
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None
 
 
 def commonest(reasons: Iterable[str | None]) -> str | None:
-    """Return the reason that is given most often, and how often; None where there is none."""
+    """Return the commonest reason with its count, or None."""
     counted = Counter(reason for reason in reasons if reason)
     if not counted:
         return None

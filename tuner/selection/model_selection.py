@@ -1,11 +1,11 @@
-"""Model selection: the same tasks for every candidate, through the proxy, then one ranking and one choice. The
-evaluation of one version against another is the same with two of them.
+"""Model selection: the same tasks for every candidate through the proxy, one ranking, one choice. An evaluation of one
+version against another is a selection between two.
 
-A candidate is a model of `model_list` or a version of an alias (`policy@3`; an alias alone means the version that is
-live when the run begins). Promises: what the proxy does not know is refused before anything runs; candidates take turns
-at every task, so that drift in time hits all of them alike; attempt N at a task has the same seed in its scenario for
-every candidate; what ended is not run again when a run is resumed; an attempt that failed is a failure of its
-candidate and stops no other; the judge sees all attempts at a task side by side.
+A candidate is a `model_list` name or a version of an alias (`policy@3`; an alias alone is its live version at the start
+of the run). Guarantees: names unknown to the proxy are refused before anything runs; candidates alternate at every
+task, so drift over time affects all alike; attempt N at a task has the same seed for every candidate; a resumed run
+keeps finished rollouts; a failed attempt is a failure of its candidate and stops no other; the judge sees all attempts
+at a task together.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner, final_rollo
 from ratchet.tuner.rollouts.scoring import Scorer
 from ratchet.tuner.selection.choice import Policy, Selection, rollout_cost, select
 
-_PATIENCE = 30.0  # seconds for the proxy's list of models
+_TIMEOUT = 30.0  # seconds, for the proxy's list of models
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """What was asked for; the tuning's `config`, from which a run is resumed."""
+    """The request of a run: the tuning's `config`, from which it is resumed."""
 
     kind: Literal["select-model", "eval"] = "select-model"
     alias: str
-    candidates: tuple[str, ...]  # the first is what the gain is measured against
+    candidates: tuple[str, ...]  # the first is the baseline of the gain
     tasks: str  # the source of the task set
     split: str
     workflow: str
     judge: str  # name and version
-    judge_given: Any = None  # as it was named, so that a run that goes on finds it again
+    judge_given: Any = None  # as given, so that a resumed run loads the same judge
     limit: int | None = None
     attempts: int = 1
     seed: int = 0
@@ -54,11 +54,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def known_models(proxy_url: str, api_key: str | None) -> list[str]:
-    """Return the names that the proxy can be asked for. Raises TuningError."""
+    """Return the model names of the proxy. Raises TuningError."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     url = f"{proxy_url.rstrip('/').removesuffix('/v1')}/v1/models"
     try:
-        answer = httpx.get(url, headers=headers, timeout=_PATIENCE, trust_env=False)
+        answer = httpx.get(url, headers=headers, timeout=_TIMEOUT, trust_env=False)
         answer.raise_for_status()
         return [str(card["id"]) for card in answer.json()["data"]]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
@@ -69,36 +69,35 @@ def known_models(proxy_url: str, api_key: str | None) -> list[str]:
 
 
 def resolved(store: Store, candidates: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
-    """Return the candidates as they stay the same while the run lasts. Raises TuningError where one is unknown."""
+    """Return the candidates with aliases resolved to versions. Raises TuningError for unknown or repeated ones."""
     unknown = [name for name in candidates if name not in known]
     if unknown:
         raise TuningError(
-            f"{', '.join(unknown)}: the proxy knows no such model; it knows {', '.join(known)}; others are "
-            "told to it in model_list"
+            f"{', '.join(unknown)}: unknown to the proxy, which serves {', '.join(known)}; add others to model_list"
         )
     live = {alias: f"{alias}@{policy.version}" for alias, policy in store.policies.live().items()}
     names = tuple(live.get(name, name) for name in candidates)
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise TuningError(
-            f"{', '.join(twice)} is given twice (an alias is its live version): name two that differ, such as the "
-            "version 0 of an alias; attempts at a task are made with --attempts"
+            f"{', '.join(twice)} is given twice (an alias is its live version): name two different ones, such as "
+            "version 0 of an alias; for several attempts at a task use --attempts"
         )
     return names
 
 
 def check_prices(candidates: Sequence[str], prices: Prices, policy: Policy) -> None:
-    """Raise TuningError where the cheapest is asked for and a price is unknown: it could not be told at the end."""
+    """Raise TuningError if the policy is cheapest and a price is unknown."""
     unknown = [name for name in candidates if prices.of(name) is None] if policy == "cheapest" else []
     if unknown:
         raise TuningError(
-            f"--policy cheapest: the price of {', '.join(unknown)} is unknown; tell input_cost_per_token and "
+            f"--policy cheapest: the price of {', '.join(unknown)} is unknown; set input_cost_per_token and "
             "output_cost_per_token under model_info of its model_list entry, or under tuner.prices for an alias"
         )
 
 
 def jobs_of(request: Request, tasks: Sequence[Task]) -> list[RolloutJob]:
-    """Return every rollout in the order in which they begin: candidates take turns, and take turns at being first."""
+    """Return all jobs in order of their start: candidates alternate, and each is first equally often."""
     jobs = []
     for attempt in range(request.attempts):
         for place, task in enumerate(tasks):
@@ -110,7 +109,7 @@ def jobs_of(request: Request, tasks: Sequence[Task]) -> list[RolloutJob]:
 
 
 class ModelSelector:
-    """Runs one selection, from its beginning or from where it was stopped."""
+    """Runs or resumes one selection."""
 
     def __init__(self, store: Store, runner: RolloutRunner, scorer: Scorer, prices: Prices) -> None:
         self._store = store
@@ -121,7 +120,7 @@ class ModelSelector:
     async def run(
         self, request: Request, tasks: Sequence[Task], tuning: Tuning, on_end: Callable[[Rollout], object] | None = None
     ) -> Selection:
-        """Make what is left of the rollouts, judge what is not judged, choose, and write the result down."""
+        """Run and judge what is missing, choose, and store the result."""
         jobs = jobs_of(request, tasks)
         await self._runner.run(pending_jobs(jobs, self._store.rollouts.of_tuning(tuning.id)), tuning.id, on_end)
         began = time.monotonic()
@@ -129,7 +128,7 @@ class ModelSelector:
         judging = time.monotonic() - began
         made = self._store.rollouts.of_tuning(tuning.id)
         found = select(
-            _asked(final_rollouts(made), jobs), request.candidates, self._prices, policy=request.policy,
+            _of_jobs(final_rollouts(made), jobs), request.candidates, self._prices, policy=request.policy,
             within=request.within, score_range=request.score_range, failure_score=request.failure_score,
         )  # fmt: skip
         result = self._result(request, tasks, found, made, judging)
@@ -147,7 +146,7 @@ class ModelSelector:
         spent = sum((rollout_cost(one, self._prices) for one in over), self._scorer.spent)
         notes = [f"{found.chosen or 'none'} was chosen ({found.policy}): {found.reason}"]
         if best != baseline:
-            notes.append("the gain is measured on the tasks that the choice was made on")
+            notes.append("the gain is measured on the tasks of the choice")
         return TuningResult(
             method=request.kind, technique=f"paired comparison of {len(request.candidates)} models",
             alias=request.alias, task_set=task_set(request.tasks, request.split, [task.id for task in tasks]),
@@ -158,7 +157,7 @@ class ModelSelector:
 
 
 def busy_seconds(rollouts: Iterable[Rollout]) -> float:
-    """Return how long rollouts were under way, whatever the number at once; pauses between do not count."""
+    """Return the seconds during which at least one rollout ran."""
     total = over = 0.0
     spans = sorted((one.started_at, one.ended_at) for one in rollouts if one.started_at and one.ended_at)
     for began, ended in spans:
@@ -168,9 +167,9 @@ def busy_seconds(rollouts: Iterable[Rollout]) -> float:
 
 
 def _unscored(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Return all rollouts of the tasks where one has no score yet: a judge that ranks must see them together.
+    """Return all rollouts of tasks with an unscored one: a judge that ranks must see them together.
 
-    Failed ones, those that were tried again too, and abandoned ones are there for their tokens.
+    Failed, retried and abandoned rollouts are included for their tokens.
     """
     over = [one for one in final_rollouts(rollouts) if one.state is RolloutState.ENDED]
     tasks = {one.task_id for one in over if one.score is None}
@@ -178,8 +177,8 @@ def _unscored(rollouts: Sequence[Rollout]) -> list[Rollout]:
     return [one for one in over if one.task_id in tasks] + [one for one in rollouts if one.state in others]
 
 
-def _asked(rollouts: Iterable[Rollout], jobs: Sequence[RolloutJob]) -> list[Rollout]:
-    """Return the rollouts that belong to these jobs."""
+def _of_jobs(rollouts: Iterable[Rollout], jobs: Sequence[RolloutJob]) -> list[Rollout]:
+    """Return the rollouts of these jobs."""
     places = {job.key for job in jobs}
     return [one for one in rollouts if (one.candidate, one.task_id, one.attempt, one.step) in places]
 

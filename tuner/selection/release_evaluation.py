@@ -1,8 +1,8 @@
-"""The evaluation by a workflow: a candidate and the live version play the same held-out tasks, however many calls each.
+"""Release evaluation with a workflow: candidate and live version run the same held-out tasks.
 
-The rollouts go through a running proxy, are recorded as `eval` and never trained; it is the comparison of `ratchet
-eval`, and its run is one of `ratchet tune runs`. A run that was killed goes on where it was. Rollouts that fail count
-as failures of their version; where all of one side fail, nothing was measured and the evaluation has failed.
+The rollouts go through a running proxy with the purpose `eval` and are never trained. The comparison is that of
+`ratchet eval`, and the run is listed by `ratchet tune runs`. An interrupted run is resumed. Failed rollouts count as
+failures of their version; if all of one version fail, nothing was measured and the evaluation has failed.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from ratchet.tuner.rollouts.workflow import load_workflow
 from ratchet.tuner.selection.model_selection import ModelSelector, Request
 from ratchet.tuner.settings.tuner_settings import TunerSettings
 
-GATE = "release"  # what a run's config says whose it is
-_NEWEST = 50  # runs looked at
+GATE = "release"  # key that marks the config of a release evaluation
+_NEWEST = 50  # newest runs searched for one to resume
 
 
 class WorkflowEvaluator:
-    """Has a workflow play held-out tasks under both versions of one alias."""
+    """Runs a workflow on held-out tasks with both versions of an alias."""
 
     def __init__(
         self, store: Store, alias: str, settings: ReleaseSettings, judge: Judge, second: Judge | None = None
     ) -> None:
-        """Raises WorkflowError and TaskSetError where the settings name what cannot be had."""
+        """Raises WorkflowError, TaskSetError."""
         self._store = store
         self._alias = alias
         self._settings = settings
@@ -55,13 +55,13 @@ class WorkflowEvaluator:
         self._scorer = Scorer(store, judge, alias=alias)
 
     def close(self) -> None:
-        """Let go of the judges."""
+        """Close the judges."""
         self._judge.close()
         if self._second is not None:
             self._second.close()
 
     def evaluate(self, candidate: Policy, live: Policy, check: Callable[[], None]) -> EvaluationResult:
-        """Return the paired comparison. Raises TuningError where nothing could be measured."""
+        """Return the paired comparison. Raises TuningError if nothing could be measured."""
         request = self._request(candidate, live)
         run = self._run_of(request)
         runner = RolloutRunner(
@@ -91,8 +91,8 @@ class WorkflowEvaluator:
         )  # fmt: skip
 
     def _run_of(self, request: Request) -> Tuning:
-        """Return the run of this evaluation that was cut off, which goes on, or a new one."""
-        config = json.loads(msgspec.json.encode(request)) | {GATE: True}  # as the store gives it back
+        """Resume the interrupted run of this evaluation, or start one."""
+        config = json.loads(msgspec.json.encode(request)) | {GATE: True}  # in the form that the store returns
         for one in self._store.tunings.page("eval", limit=_NEWEST, state=TuningState.RUNNING):
             if one.alias == self._alias and dict(one.config) == config:
                 return self._store.tunings.resume(one.id)
@@ -103,7 +103,7 @@ class WorkflowEvaluator:
             return self._settings.proxy_url
         instances = self._store.proxy_instances.running(self._alias, time.time() - PROXY_TIMEOUT_SECONDS)
         if not instances:
-            raise TuningError(f"no proxy serves {self._alias}: the workflow has nothing to call; start `ratchet proxy`")
+            raise TuningError(f"no proxy serves {self._alias}: the workflow has no endpoint; start `ratchet proxy`")
         return max(instances, key=lambda instance: instance.heartbeat_at).url
 
     def _tuner(self) -> TunerSettings:
@@ -120,7 +120,7 @@ class WorkflowEvaluator:
                 raise TuningError(f"all {len(own)} rollouts failed of {name}, e.g. {failed[0].failure}")
 
     def _sides(self, request: Request, made: Sequence[Rollout]) -> list[Sides]:
-        """Return, task by task, the trajectories of the candidate and of the live version that came to an end."""
+        """Return the finished trajectories of candidate and live version, by task."""
         live, candidate = request.candidates
         sides: dict[str, Mapping[str, list[Transcript]]] = {}
         for one in made:
@@ -144,5 +144,5 @@ def _tasks(settings: ReleaseSettings) -> list[Task]:
 
 
 def _first_key() -> str | None:
-    """Return the key that the rollouts send: the first of RATCHET_API_KEYS."""
+    """Return the API key of the rollouts: the first of RATCHET_API_KEYS."""
     return os.environ.get("RATCHET_API_KEYS", "").split(",")[0].strip() or None

@@ -1,8 +1,8 @@
-"""Imported task sets: copies in the project's state folder, one JSONL file per split, found by name.
+"""Imported task sets: copies in the project's state folder, one JSONL file per split, opened by name.
 
-Promises: a set is there whole or not at all (written aside, then renamed), and one that is replaced is there until the
-new one is, also where the import is killed or the disk refuses; equal rows are kept once and counted, tasks that stand
-in more than one split are counted, so that nobody evaluates on what was trained.
+Guarantees: an import is atomic, also if it is killed or the disk is full: a replaced set stays until the new one is
+complete. Equal rows are stored once and counted; tasks in more than one split are counted, so that nobody evaluates on
+training tasks unknowingly.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ratchet.trainer.tasks.file_reader import ending
 from ratchet.trainer.tasks.task_set import TaskSet
 
 _ABOUT = "set.json"
-_REPLACED = ".replaced-"  # begins the name of a set while another one takes its place
+_REPLACED = ".replaced-"  # prefix of a set's folder while it is being replaced
 _NAME = re.compile(r"[\w][\w.-]{0,99}")
 
 
@@ -30,9 +30,9 @@ _NAME = re.compile(r"[\w][\w.-]{0,99}")
 class Imported:
     """An imported set.
 
-    splits      name -> tasks
-    duplicates  split -> rows that were left out
-    in_several  tasks that stand in more than one split
+    splits      split -> number of tasks
+    duplicates  split -> number of skipped equal rows
+    in_several  number of tasks in more than one split
     """
 
     name: str
@@ -43,7 +43,7 @@ class Imported:
 
 
 class ImportedTasks:
-    """The imported sets of one project, in a folder."""
+    """The imported sets of a project."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -51,38 +51,38 @@ class ImportedTasks:
     def add(
         self, tasks: TaskSet, name: str, *, replace: bool = False, on_row: Callable[[], object] = lambda: None
     ) -> Imported:
-        """Copy a set under a name. Raises TaskSetError where the name is taken, and whatever a broken row raises."""
+        """Copy a set under a name. Raises TaskSetError if the name is taken or a row is malformed."""
         place = self._place(name)
-        self._settle(name)
+        self._recover(name)
         if place.exists() and not replace:
-            raise TaskSetError(f"task set {name} is there already: give --replace, or another --name")
+            raise TaskSetError(f"task set {name} already exists: give --replace, or another --name")
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=".import-", dir=self._folder))
+        staging = Path(tempfile.mkdtemp(prefix=".import-", dir=self._folder))
         try:
-            made = _copy(tasks, name, aside, on_row)
+            made = _copy(tasks, name, staging, on_row)
             if place.exists():
                 place.rename(self._folder / f"{_REPLACED}{name}")
-            aside.rename(place)
+            staging.rename(place)
         except OSError as error:
             raise TaskSetError(f"task set {name} cannot be written to {self._folder}: {error.strerror}") from error
         finally:
-            shutil.rmtree(aside, ignore_errors=True)
-            self._settle(name)
+            shutil.rmtree(staging, ignore_errors=True)
+            self._recover(name)
         return made
 
-    def _settle(self, name: str) -> None:
-        """Put a set back that was taken away for one that never came; else let go of it."""
+    def _recover(self, name: str) -> None:
+        """Restore a set whose replacement did not complete; otherwise delete the old one."""
         old, place = self._folder / f"{_REPLACED}{name}", self._folder / name
         if old.is_dir() and not place.exists():
-            with contextlib.suppress(OSError):  # another process was quicker
+            with contextlib.suppress(OSError):  # another process did it first
                 old.rename(place)
         if place.exists():
             shutil.rmtree(old, ignore_errors=True)
 
     def all(self) -> list[Imported]:
-        """Return every imported set, by name."""
-        for old in self._folder.glob(f"{_REPLACED}*"):  # of an import that was killed
-            self._settle(old.name.removeprefix(_REPLACED))
+        """Return all imported sets by name."""
+        for old in self._folder.glob(f"{_REPLACED}*"):  # left by a killed import
+            self._recover(old.name.removeprefix(_REPLACED))
         return [_read(about) for about in sorted(self._folder.glob(f"*/{_ABOUT}")) if about.parent.name[0] != "."]
 
     def open(self, source: str) -> TaskSet:
@@ -96,34 +96,34 @@ class ImportedTasks:
             raise _with_names(error, [one.name for one in self.all()]) from error
 
     def folder_of(self, name: str) -> Path | None:
-        """Return the folder of an imported set, which `TaskSet.open` reads as well; None where there is none."""
+        """Return the folder of an imported set, or None."""
         if not _NAME.fullmatch(name):
             return None
-        self._settle(name)
+        self._recover(name)
         return self._folder / name if (self._folder / name / _ABOUT).is_file() else None
 
     def _place(self, name: str) -> Path:
-        if not _NAME.fullmatch(name) or ending(Path(name)):  # a file of that name would hide it
+        if not _NAME.fullmatch(name) or ending(Path(name)):  # a file of that name would shadow it
             raise TaskSetError(
                 f"--name {name!r}: letters, digits, dots, dashes and underscores, at most 100, no suffix"
             )
         return self._folder / name
 
 
-def _copy(tasks: TaskSet, name: str, aside: Path, on_row: Callable[[], object]) -> Imported:
+def _copy(tasks: TaskSet, name: str, staging: Path, on_row: Callable[[], object]) -> Imported:
     counts: dict[str, int] = {}
     duplicates: Counter[str] = Counter()
     splits_of: Counter[int] = Counter()
     for split in tasks.splits():
         counts[split] = 0
-        with (aside / f"{split}.jsonl").open("w", encoding="utf-8") as file:
+        with (staging / f"{split}.jsonl").open("w", encoding="utf-8") as file:
             for task in tasks.rows(split, on_duplicate=lambda *_, split=split: duplicates.update([split])):
                 file.write(json.dumps(task.row) + "\n")
                 splits_of[int(task.id, 16)] += 1
                 counts[split] += 1
                 on_row()
     made = Imported(name, tasks.source, counts, dict(duplicates), sum(count > 1 for count in splits_of.values()))
-    (aside / _ABOUT).write_text(json.dumps(asdict(made), indent=2))
+    (staging / _ABOUT).write_text(json.dumps(asdict(made), indent=2))
     return made
 
 

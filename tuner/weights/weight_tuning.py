@@ -1,20 +1,19 @@
-"""Tuning of weights: rollouts of training tasks through the proxy; the trainer learns from them as from any traffic.
+"""Weight tuning: rollouts of training tasks go through the proxy; the trainer learns from them as from any traffic.
 
-    stage       what is done                                                    what is waited for
+    stage       work                                                            waits for
     ----------  --------------------------------------------------------------  ----------------------------------
-    baseline    the version that is live now, on the validation and the test    the judge
-                tasks; training tasks are tried without being trained, where
-                a warm start asks
-    warm start  the trainer imitates what is good                               its version, proven
-    rounds      training tasks by weight of their family, several attempts      the trainer, before an evaluation
-                each; every so many rounds the live version on the validation
-                tasks; at the end what serves, once, on the test tasks
+    baseline    the live version on the validation and test tasks; training     the judge
+                tasks without training, if a warm start needs them
+    warm start  the trainer runs SFT on good trajectories                       the proven version
+    rounds      training tasks by family weight, several attempts each; the     the trainer, before an evaluation
+                live version on the validation tasks at intervals; finally the
+                live version, once, on the test tasks
 
-Promises: validation and test tasks are never trained, share no content with each other and with the training tasks, and
-versions are compared on them task by task; it stops where nothing is gained any more, and takes back a version that is
-shown to be worse than the best one, both on validation tasks, so that the test tasks decide nothing and the gain on
-them is no pick of several; what was done is in the store, so that a run that was killed goes on where it was. Trains
-nothing itself: the trainer does, with everything that it does in production (proof, gate, sentinel).
+Guarantees: validation and test tasks are never trained and share no content with each other or the training tasks;
+versions are compared task by task. The run stops when validation no longer improves and rolls back a version that is
+worse than the best one on validation tasks, so test tasks decide nothing and the gain on them is not a selected
+maximum. Progress is in the store, so an interrupted run resumes. This module trains nothing: the trainer does, with
+the same proof, release checks and sentinel as in production.
 """
 
 from __future__ import annotations
@@ -58,12 +57,12 @@ from ratchet.tuner.weights.weights_plan import (
 
 _Value = TypeVar("_Value")
 
-ROUNDS_DONE = "rounds"  # the work that progress is told of
+ROUNDS_DONE = "rounds"  # name of the progress bar
 _POLL_SECONDS = 0.2  # seconds
 
 
 class WeightsTuning:
-    """One run. `watch` is called all the while and raises where the rooms have ended; `tell` hears how it goes."""
+    """One run. `watch` is called regularly and raises if a service has ended; `tell` receives progress messages."""
 
     def __init__(
         self,
@@ -94,10 +93,10 @@ class WeightsTuning:
         self._tell = tell
         tests = {family.name: family.of(TEST, self._plan.eval_tasks) for family in families}
         tested = {task.id for tasks in tests.values() for task in tasks}
-        seed, most = self._plan.seed, self._plan.validation_tasks
+        seed, limit = self._plan.seed, self._plan.validation_tasks
         self._split: dict[str, dict[str, list[Task]]] = {
             TEST: tests,
-            VALIDATION: {family.name: family.validation(most, seed, tested) for family in families},
+            VALIDATION: {family.name: family.validation(limit, seed, tested) for family in families},
         }
         self._mix = TaskMix(families, seed, tested | {task.id for task in self._of_split(VALIDATION)})
         self._began = time.monotonic()
@@ -106,7 +105,7 @@ class WeightsTuning:
 
     @property
     def state(self) -> WeightsProgress:
-        """How far it is."""
+        """The stored progress."""
         return self._state
 
     @property
@@ -118,7 +117,7 @@ class WeightsTuning:
         return [task for tasks in self._split[split].values() for task in tasks]
 
     async def run(self) -> WeightsProgress:
-        """Go on to the end. Raises TuningError, TooManyFailures, and what `watch` raises."""
+        """Run to completion. Raises TuningError, TooManyFailures, and the errors of `watch`."""
         if self._state.stage == BASELINE:
             await self._baseline()
         if self._state.stage == WARM_START:
@@ -139,12 +138,12 @@ class WeightsTuning:
         return self._state
 
     def marks(self, version: int, split: str) -> dict[str, Any]:
-        """Return what a version got on a split's tasks, by task."""
+        """Return the results of a version on a split, by task."""
         wanted = {task.id for task in self._of_split(split)}
         return marks_of(final_rollouts(one for one in self._of(self._name(version)) if one.task_id in wanted))
 
     def compared(self, version: int, against: int, family: str | None = None, split: str = TEST) -> Compared:
-        """Return a version against another on a split's tasks, of one family or of all."""
+        """Compare two versions on a split, for one family or all."""
         sides = (self.marks(one, split) for one in (version, against))
         ours, theirs = (
             {task: marks for task, marks in side.items() if family is None or _family_of(task) == family}
@@ -169,7 +168,7 @@ class WeightsTuning:
         self._note(stage=WARM_START if self._plan.warm_start is not None else ROUNDS)
 
     async def _warm_start(self) -> None:
-        """Wait for the trainer, which sees the stage. Raises TuningError where it refuses."""
+        """Wait for the trainer, which reads the stage from the store. Raises TuningError if it refuses."""
         while (found := warm_start_metrics(self._store, self._alias, self._tuning.id)) is None:
             ended = self._store.tunings.get(self._tuning.id)
             if ended.state is not TuningState.RUNNING:
@@ -178,14 +177,14 @@ class WeightsTuning:
         version, metrics = found
         while (policy := self._store.policies.get(self._alias, version)).state is PolicyState.CANDIDATE:
             if (held := self._store.policies.awaiting_approval(self._alias)) is not None and held.version == version:
-                waits = f"the warm start's version {version} waits for a person: see `ratchet policies show`"
+                waits = f"the warm start's version {version} needs approval: see `ratchet policies show`"
                 self._note(notes=(*self._state.notes, waits))
                 break
             await self._pause()
         self._note(warm_start=dict(metrics) | {"version": version, "state": str(policy.state)})
         if policy.state in (PolicyState.REJECTED, PolicyState.UNPROVEN):
-            reason = policy.evidence.get("reason", "it was evaluated as worse")
-            what = "rejected" if policy.state is PolicyState.REJECTED else "not proven, the rounds go on from it"
+            reason = policy.evidence.get("reason", "it was worse in the evaluation")
+            what = "rejected" if policy.state is PolicyState.REJECTED else "not proven; the rounds continue from it"
             self._note(notes=(*self._state.notes, f"the warm start's version was {what}: {reason}"))
         else:
             await self._evaluate(version, VALIDATION)
@@ -239,13 +238,13 @@ class WeightsTuning:
         return rank({family: own}, failure_score=self._failure_score).standings[0].mean
 
     def _is_due(self) -> bool:
-        """Whether the rounds so far end with an evaluation that has not been made."""
+        """Whether an evaluation is due after the rounds so far."""
         done = self._state.rounds
         ends = done > 0 and (done % self._plan.eval_every == 0 or done == self._plan.rounds)
         return ends and self._state.validated[-1].round != done
 
     def _out_of_patience(self) -> bool:
-        """Whether the last evaluations gained nothing."""
+        """Whether the last evaluations brought no gain."""
         patience = self._plan.patience
         if not patience or self._state.evaluations_without_gain < patience:
             return False
@@ -260,7 +259,7 @@ class WeightsTuning:
         return True
 
     def _select_best_version(self) -> None:
-        """Take back the live version where the best one is shown to be better."""
+        """Roll back the live version if it is worse than the best one on validation tasks."""
         live, best = self._live(), self._state.best.version
         if best >= live or live not in {one.version for one in self._state.validated}:
             return
@@ -274,13 +273,15 @@ class WeightsTuning:
             self._store.policies.roll_back(
                 self._alias, best, {"tuning": msgspec.to_builtins(found)}, by="tuner", reason=reason
             )
-            told = f"rolled back from {self._name(live)} to {self._name(best)}: {found.describe()}"
-        except InvalidTransition as refusal:  # its folder was pruned, or a person was quicker
-            told = f"{self._name(live)} is worse than {self._name(best)} ({found.describe()}), but stays: {refusal}"
-        self._note(notes=(*self._state.notes, told))
+            note = f"rolled back from {self._name(live)} to {self._name(best)}: {found.describe()}"
+        except InvalidTransition as refusal:  # its folder was pruned, or a user changed the version
+            note = (
+                f"{self._name(live)} is worse than {self._name(best)} ({found.describe()}), but stays live: {refusal}"
+            )
+        self._note(notes=(*self._state.notes, note))
 
     async def _rollouts(self, runner: RolloutRunner, jobs: Sequence[RolloutJob]) -> list[Rollout]:
-        """Make the rollouts that are not made yet; return all of them that count."""
+        """Run the missing rollouts; return the final ones of all jobs."""
         candidates = {job.candidate for job in jobs}
         known = [one for name in candidates for one in self._of(name)]
         if missing := pending_jobs(jobs, known):
@@ -294,8 +295,8 @@ class WeightsTuning:
             await self._run_watched(asyncio.to_thread(self._scorer.score, unscored))
 
     async def _wait_for_trainer(self) -> None:
-        """Wait until the trainer has done what it can, at most as long as is allowed."""
-        self._tell(f"after {self._state.rounds} rounds: waiting for the trainer to learn from them")
+        """Wait until the trainer has nothing left to train on, up to the limit."""
+        self._tell(f"after {self._state.rounds} rounds: waiting for the trainer")
         until = time.monotonic() + self._plan.max_trainer_wait_seconds
         size, groups = self._trainer.num_generations, self._trainer.groups_per_round
         while time.monotonic() < until:
@@ -308,7 +309,7 @@ class WeightsTuning:
         await asyncio.sleep(_POLL_SECONDS)
 
     async def _run_watched(self, work: Coroutine[Any, Any, _Value]) -> _Value:
-        """Return what the work does, unless the rooms end before it."""
+        """Await the coroutine; stop if `watch` raises."""
         task = asyncio.ensure_future(work)
         try:
             while not (await asyncio.wait({task}, timeout=_POLL_SECONDS))[0]:
@@ -318,7 +319,7 @@ class WeightsTuning:
             task.cancel()
 
     def _note(self, **changes: Any) -> None:
-        """Write down how far it is."""
+        """Store the progress."""
         seconds = self._seconds_before + time.monotonic() - self._began
         self._state = msgspec.structs.replace(self._state, wall_seconds=seconds, **changes)
         self._store.tunings.update(self._tuning.id, plain(self._state))

@@ -1,4 +1,4 @@
-"""What a tuning of weights leaves: gain, cost, curve and figures by family, in the shape of every method's result."""
+"""The result of a weight tuning: gain, cost, learning curve and gains by family, in the form of every method."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ratchet.tuner.weights.weights_plan import LIVE, plan_of
 def result_of(
     store: Store, tuning: Tuning, run: WeightsTuning, trainer: TrainerSettings, judge: str, prices: Prices
 ) -> TuningResult:
-    """Return the result of a run that has come to its end."""
+    """Return the result of a finished run."""
     plan, state = plan_of(tuning), run.state
     final = store.policies.live()[tuning.alias].version
     tested = [one for one in state.evaluations if one.split == TEST]
@@ -38,7 +38,7 @@ def result_of(
     notes = state.notes if is_measured else (*state.notes, f"{tuning.alias}@{final} was not evaluated")
     return TuningResult(
         method="weights",
-        technique=" -> ".join(ours) or "evaluation alone",
+        technique=" -> ".join(ours) or "evaluation only",
         alias=tuning.alias,
         task_set=task_set(", ".join(plan.families), "test", [task.id for task in run.tests]),
         judge=judge,
@@ -68,7 +68,7 @@ def result_of(
 
 
 def _failures(rollouts: Sequence[Rollout]) -> Iterator[str]:
-    """Yield what failed most often, the agent and the judge."""
+    """Yield the commonest failures of the agent and of the judge."""
     if failure := commonest(one.failure for one in rollouts):
         failed = sum(one.failure is not None for one in rollouts)
         yield f"{failed} of {len(rollouts)} rollouts failed, most often with {failure}"

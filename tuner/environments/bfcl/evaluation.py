@@ -1,7 +1,7 @@
-"""One evaluation: versions of a model on the same entries of BFCL, through the proxy, compared pair by pair.
+"""An evaluation on BFCL: the same entries for several versions through the proxy, compared pair by pair.
 
-Promises: every version is asked the same entries; an entry whose inference broke is a failure, never skipped; calls
-name their version, so that they are measurements and never trained. Needs no network beyond the proxy.
+Guarantees: every version gets the same entries; an entry whose inference failed is a failure, never skipped; calls name
+their version, so they are measurements and never trained. Needs no network besides the proxy.
 """
 
 from __future__ import annotations
@@ -17,29 +17,28 @@ from typing import Any
 import msgspec
 
 from ratchet.trainer.statistics.paired_comparison import Compared, Marks, Missing, Ranking, Verdict, rank
-from ratchet.tuner.environments.bfcl import PACKAGE, VERSION
-from ratchet.tuner.environments.bfcl.virtual_env import EvaluationUnready
+from ratchet.tuner.environments.bfcl.virtual_env import PACKAGE, VERSION, EvaluationUnready
 from ratchet.tuner.reports.tuning_result import TuningResult, task_set
 from ratchet.tuner.rollouts.prices import Prices, RolloutCost
 
 PROGRAM = Path(__file__).with_name("program.py")
-# What is in the package and needs neither network nor a second model.
+# Categories that need neither network access nor a second model.
 CATEGORIES = (
     "simple_python", "simple_java", "simple_javascript", "multiple", "parallel", "parallel_multiple", "irrelevance",
     "live_simple", "live_multiple", "live_parallel", "live_parallel_multiple", "live_irrelevance", "live_relevance",
     "multi_turn_base", "multi_turn_miss_func", "multi_turn_miss_param", "multi_turn_long_context",
 )  # fmt: skip
-_LAST_WORDS = 1500  # characters of the program's log that are told where it fails
+_LOG_TAIL = 1500  # characters of the program's log in an error
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of BFCL as one version answered it."""
+    """The result of one version on one BFCL entry."""
 
     id: str
     category: str
     valid: bool
-    broken: str | None = None  # why there was no answer
-    error: str | None = None  # the package's own class of what was wrong
+    broken: str | None = None  # why there is no answer
+    error: str | None = None  # the package's error class
     prompt_tokens: float = 0.0
     completion_tokens: float = 0.0
     seconds: float = 0.0
@@ -49,43 +48,43 @@ class _Found(msgspec.Struct):
     entries: list[Entry]
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """What each version is asked."""
+class BfclRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Parameters of an evaluation."""
 
     categories: tuple[str, ...]
     limit: int | None = None  # entries of each category; None: all
     seed: int = 0  # of the sample
     threads: int = 8
     temperature: float = 0.0
-    tools: bool = True  # tools in the API's own field; False: in the prompt
+    tools: bool = True  # tools in the API field; False: in the prompt
 
 
-def ask(python: Path, model: str, asked: Asked, *, base_url: str, key: str, folder: Path) -> list[Entry]:
-    """Run the package on one version; its files and its log stay in the folder. Raises EvaluationUnready."""
+def ask(python: Path, model: str, asked: BfclRequest, *, base_url: str, key: str, folder: Path) -> list[Entry]:
+    """Run the package on one version; its files and log stay in the folder. Raises EvaluationUnready."""
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "log.txt"
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("RATCHET_", "PYTHON"))}
     environment = kept | {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key, "BFCL_PROJECT_ROOT": str(folder)}
-    said = json.dumps(msgspec.to_builtins(asked) | {"model": model})
+    request = json.dumps(msgspec.to_builtins(asked) | {"model": model})
     with log.open("w") as errors:
         done = subprocess.run(
-            [str(python), str(PROGRAM)], input=said, stdout=subprocess.PIPE, stderr=errors, text=True,
+            [str(python), str(PROGRAM)], input=request, stdout=subprocess.PIPE, stderr=errors, text=True,
             env=environment, check=False,
         )  # fmt: skip
     if done.returncode:
-        raise EvaluationUnready(f"{PACKAGE} ended with {done.returncode} on {model}: {_last_words(log)}")
+        raise EvaluationUnready(f"{PACKAGE} ended with {done.returncode} on {model}: {_log_tail(log)}")
     entries = msgspec.json.decode(done.stdout, type=_Found).entries
     if entries and all(entry.broken for entry in entries):
-        raise EvaluationUnready(f"no entry could be asked of {model} at {base_url}: {entries[0].broken}; log: {log}")
+        raise EvaluationUnready(f"no entry of {model} could be run at {base_url}: {entries[0].broken}; log: {log}")
     return entries
 
 
-def _last_words(log: Path) -> str:
-    return " ".join(log.read_text(errors="replace")[-_LAST_WORDS:].split())
+def _log_tail(log: Path) -> str:
+    return " ".join(log.read_text(errors="replace")[-_LOG_TAIL:].split())
 
 
 def ranking(answers: Mapping[str, Sequence[Entry]]) -> Ranking:
-    """Return the versions by the share of entries that they got right, and every pair of them."""
+    """Rank the versions by their share of correct entries, with all pairs."""
     return rank({name: _marks(entries) for name, entries in answers.items()})
 
 
@@ -95,14 +94,14 @@ def _marks(entries: Sequence[Entry]) -> Marks:
 
 def result(
     alias: str,
-    asked: Asked,
+    asked: BfclRequest,
     answers: Mapping[str, Sequence[Entry]],
     *,
     found: Ranking,
     wall_seconds: float,
     prices: Prices,
 ) -> TuningResult:
-    """Return the evaluation as the tuner's report reads it: the last version against the first."""
+    """Return the tuning result: the last version against the first."""
     names = list(answers)
     gain: Compared | None = found.pair(names[-1], names[0]) if len(names) > 1 else None
     spent = sum((_spent(name, entries, prices) for name, entries in answers.items()), RolloutCost())
@@ -132,7 +131,7 @@ def _spent(version: str, entries: Sequence[Entry], prices: Prices) -> RolloutCos
 
 
 def by_category(answers: Mapping[str, Sequence[Entry]]) -> Iterator[dict[str, Any]]:
-    """Yield, for each version and category, how many entries were right, how many broke and what was wrong most."""
+    """Yield correct and failed entries and the commonest errors by version and category."""
     for name, entries in answers.items():
         for category in dict.fromkeys(entry.category for entry in entries):
             own = [entry for entry in entries if entry.category == category]

@@ -1,11 +1,11 @@
-"""Runs in bfcl-eval's own environment: generates and evaluates with the package, one model, some entries.
+"""Runs in the virtual environment of bfcl-eval: generates and evaluates some entries with one model.
 
-    python program.py < asked.json > found.json          environment: OPENAI_BASE_URL, OPENAI_API_KEY, BFCL_PROJECT_ROOT
+    python program.py < request.json > result.json       environment: OPENAI_BASE_URL, OPENAI_API_KEY, BFCL_PROJECT_ROOT
 
-Asked: model, categories, limit (entries of each category; null: all), seed, threads, temperature, tools (whether tools
-go by the API's own field). Each call carries `x-ratchet-task`. What the package prints goes to standard error. Imports
-nothing of Ratchet and promises nothing beyond what the package says, but for one thing: an entry whose inference broke
-is marked as broken, where the package would count it as right in a category in which no call is the right answer.
+Request: model, categories, limit (entries per category; null: all), seed, threads, temperature, tools (whether tools
+use the API field). Each call carries `x-ratchet-task`. The package's output goes to standard error. Imports nothing of
+Ratchet. Results are those of the package, except that an entry whose inference failed is marked as broken: the package
+would count it as correct in categories where no call is expected.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import threading
 from pathlib import Path
 from typing import Any
 
-NAME = "candidate"  # what the package files the model under
+NAME = "candidate"  # model name in the package's files
 BROKEN = "Error during inference"
 
 
 def main() -> None:
-    sys.path.pop(0)  # nothing of this folder is meant by what the package imports
-    asked: dict[str, Any] = json.load(sys.stdin)
+    sys.path.pop(0)  # keep modules of this folder out of the package's imports
+    request: dict[str, Any] = json.load(sys.stdin)
     with contextlib.redirect_stdout(sys.stderr):
-        entries = run(asked)
+        entries = run(request)
     json.dump({"entries": entries}, sys.stdout)
 
 
-def run(asked: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what the package found, entry by entry."""
+def run(request: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the results by entry."""
     from bfcl_eval import _llm_response_generation as generation
     from bfcl_eval.constants.eval_config import TEST_IDS_TO_GENERATE_PATH
     from bfcl_eval.constants.model_config import MODEL_CONFIG_MAPPING, ModelConfig
@@ -40,20 +40,20 @@ def run(asked: dict[str, Any]) -> list[dict[str, Any]]:
     from bfcl_eval.utils import parse_test_category_argument
 
     MODEL_CONFIG_MAPPING[NAME] = ModelConfig(
-        model_name=asked["model"], display_name=NAME, url="", org="", license="", model_handler=handler(),
-        is_fc_model=asked["tools"], underscore_to_dot=asked["tools"],
+        model_name=request["model"], display_name=NAME, url="", org="", license="", model_handler=handler(),
+        is_fc_model=request["tools"], underscore_to_dot=request["tools"],
     )  # fmt: skip
-    categories = parse_test_category_argument(asked["categories"])
-    ids = {category: chosen(category, asked["limit"], asked["seed"]) for category in categories}
+    categories = parse_test_category_argument(request["categories"])
+    ids = {category: chosen(category, request["limit"], request["seed"]) for category in categories}
     TEST_IDS_TO_GENERATE_PATH.write_text(json.dumps(ids))
     generation.main(
         argparse.Namespace(
             model=[NAME],
             test_category=categories,
-            temperature=asked["temperature"],
+            temperature=request["temperature"],
             include_input_log=False,
             exclude_state_log=True,
-            num_threads=asked["threads"],
+            num_threads=request["threads"],
             num_gpus=0,
             backend="vllm",
             gpu_memory_utilization=0.0,
@@ -72,7 +72,7 @@ def run(asked: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def handler() -> Any:
-    """Return the package's own OpenAI handler, which says with each call what it is for."""
+    """Return the package's OpenAI handler, with the task in a header of each call."""
     from bfcl_eval.model_handler.api_inference.openai_completion import OpenAICompletionsHandler
 
     class Handler(OpenAICompletionsHandler):
@@ -82,14 +82,14 @@ def handler() -> Any:
             self.current.task = f"bfcl/{test_entry['id']}"
             return super().inference(test_entry, include_input_log, exclude_state_log)
 
-        def generate_with_backoff(self, **asked: Any) -> Any:
-            return super().generate_with_backoff(**asked, extra_headers={"x-ratchet-task": self.current.task})
+        def generate_with_backoff(self, **request: Any) -> Any:
+            return super().generate_with_backoff(**request, extra_headers={"x-ratchet-task": self.current.task})
 
     return Handler
 
 
 def chosen(category: str, limit: int | None, seed: int) -> list[str]:
-    """Return the ids of a category's entries, or of a sample that is the same for the same seed."""
+    """Return the ids of a category's entries, or of a sample that depends only on the seed."""
     from bfcl_eval.utils import load_dataset_entry
 
     ids = [entry["id"] for entry in load_dataset_entry(category, include_prereq=False)]
@@ -97,14 +97,14 @@ def chosen(category: str, limit: int | None, seed: int) -> list[str]:
 
 
 def found(category: str) -> list[dict[str, Any]]:
-    """Return the entries of a category as the package's result and score files tell them."""
+    """Read the entries of a category from the package's result and score files."""
     from bfcl_eval.constants.eval_config import RESULT_PATH, SCORE_PATH
 
     wrong = {line["id"]: line for line in lines(SCORE_PATH, f"*_{category}_score.json") if "id" in line}
     entries = []
     for line in lines(RESULT_PATH, f"*_{category}_result.json"):
-        said = line["result"]
-        broken = said if isinstance(said, str) and said.startswith(BROKEN) else None
+        answer = line["result"]
+        broken = answer if isinstance(answer, str) and answer.startswith(BROKEN) else None
         entries.append(
             {
                 "id": line["id"],
@@ -121,7 +121,7 @@ def found(category: str) -> list[dict[str, Any]]:
 
 
 def lines(folder: Path, pattern: str) -> list[dict[str, Any]]:
-    """Return the JSON lines of the one file that fits."""
+    """Return the JSON lines of the matching files."""
     return [json.loads(line) for file in folder.rglob(pattern) for line in file.read_text().splitlines() if line]
 
 

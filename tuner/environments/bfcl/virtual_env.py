@@ -1,4 +1,4 @@
-"""Where bfcl-eval lives: an environment of its own, found or made. Needs a package index only when it is made."""
+"""The virtual environment of bfcl-eval: found or created. Only creating it needs a package index."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 from ratchet.trainer.errors import TrainerError
-from ratchet.tuner.environments.bfcl import PACKAGE, VERSION
 
+PACKAGE = "bfcl-eval"
+VERSION = "2026.3.23"
 _REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 
 
@@ -18,7 +19,7 @@ class EvaluationUnready(TrainerError):
 
 
 def find(folder: Path) -> Path:
-    """Return the environment's Python. Raises EvaluationUnready where it is not whole."""
+    """Return the environment's Python. Raises EvaluationUnready if it is incomplete."""
     python = folder / "bin" / "python"
     if not _stamp(folder).is_file() or not python.exists():
         raise EvaluationUnready(
@@ -29,18 +30,20 @@ def find(folder: Path) -> Path:
 
 
 def set_up(folder: Path) -> Path:
-    """Make the environment anew with pip, whose own settings apply; return its Python. Raises EvaluationUnready.
+    """Create the environment with pip and its settings; return its Python. Raises EvaluationUnready.
 
-    What is removed for it is an environment: another folder that holds something is refused.
+    An existing environment is replaced; any other non-empty folder is refused.
     """
     if folder.exists() and not (folder / "pyvenv.cfg").is_file() and (not folder.is_dir() or any(folder.iterdir())):
-        raise EvaluationUnready(f"{folder} is no environment, and not empty: name another folder with --environment")
+        raise EvaluationUnready(
+            f"{folder} is not empty and not a virtual environment: name another folder with --environment"
+        )
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    _run([sys.executable, "-m", "venv", str(folder)], "making the environment")
+    _run([sys.executable, "-m", "venv", str(folder)], "creating the environment")
     python = folder / "bin" / "python"
     install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    _run([*install, "--requirement", str(_REQUIREMENTS)], "installing what it imports")
+    _run([*install, "--requirement", str(_REQUIREMENTS)], "installing dependencies")
     _run([*install, "--no-deps", f"{PACKAGE}=={VERSION}"], f"installing {PACKAGE}")
     _stamp(folder).touch()
     return python
@@ -52,4 +55,4 @@ def _stamp(folder: Path) -> Path:
 
 def _run(command: list[str], what: str) -> None:
     if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
-        raise EvaluationUnready(f"{what} failed: {' '.join(command)}; its own words are above")
+        raise EvaluationUnready(f"{what} failed: {' '.join(command)}; see its output above")

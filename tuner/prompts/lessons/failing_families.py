@@ -1,4 +1,4 @@
-"""Which task families fail, by the scores of live traffic: what lessons are asked about. Pure."""
+"""Task families that fail, by the scores of live traffic. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ratchet.store.records import PastScore
 
 @dataclass(frozen=True, slots=True)
 class Failing:
-    """A family with failed tasks. `worst` is the lowest attempt at each, the newest task first."""
+    """A family with failed tasks. `worst`: the lowest-scoring attempt at each, newest task first."""
 
     family: str
     tasks: int
@@ -20,9 +20,9 @@ class Failing:
 
 
 def failing(scores: Sequence[PastScore], *, threshold: float, min_failures: int) -> list[Failing]:
-    """Return the families of which at least so many tasks have a mean score below `below`, by name.
+    """Return the families with at least `min_failures` tasks whose mean score is below `threshold`, by name.
 
-    `scores` come oldest first, one per trajectory.
+    `scores`: one per trajectory, oldest first.
     """
     attempts: dict[str, list[PastScore]] = {}
     for scored in scores:
@@ -45,5 +45,5 @@ def _mean(tried: Sequence[PastScore]) -> float:
 
 
 def plain(found: Failing) -> Mapping[str, float]:
-    """Return its figures as a decision keeps them."""
+    """Return the figures for the evidence of a decision."""
     return {"failed_tasks": found.tasks, "mean": round(found.mean, 4)}
