@@ -119,7 +119,7 @@ def task_set_of(settings: Settings, source: str) -> TaskSet:
 @contextmanager
 def opened(settings: Settings) -> Iterator[TuningContext]:
     """Open the components. Raises UsageError, SettingsError, WorkflowError, JudgeError, StoreError."""
-    from ratchet.trainer.observability.progress import Progress, format_for_terminal
+    from ratchet.trainer.observability.progress import Progress, watch_for_command
     from ratchet.tuner.rollouts.prices import prices_of
     from ratchet.tuner.rollouts.runner import RolloutRunner
     from ratchet.tuner.rollouts.scoring import Scorer
