@@ -1,1 +1,1 @@
-"""exact_context: a continuation is answered on the very ids that were sampled before, where plain chat would drift."""
+"""Exact continuation: generate after the recorded token ids instead of a re-rendered prompt."""

@@ -1,11 +1,11 @@
-"""What a chat template does with answers, found out by rendering: which id ends a turn, and where an answer ends.
+"""Learns how a chat template writes assistant messages, by rendering: which id ends a turn, and where a message ends.
 
-Nothing is known of any template by name. The id that ends a turn is the one after an answer's last word, whatever the
-words are. Before the ids of a kind of answer (text, tool calls, with reasoning or without) are spliced for the first
-time, the place where the answer ends is found a second way, by rendering the request again with other words in its
-place; the two ways must agree. A template of which that cannot be shown is never spliced.
+No template is known by name. The id that ends a turn is the one after a message's last word, whatever the words are.
+Before ids of a kind of message (text, tool calls, with or without reasoning) are spliced for the first time, the end of
+the message is found a second way: by rendering the request again with other words in its place. Both ways must agree,
+otherwise the template is never spliced.
 
-Promises: a few small renders per template, one per kind of answer; then none. Memory is bounded.
+Promises: a few small renders per template, one per kind of message, then none. Memory is bounded.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from msgspec import Raw
 from ratchet.proxy.exact.scale_out import Fields, Rendered, ScaleOut
 from ratchet.proxy.exact.splice import ContextFork, first_after_change, tail_after_change
 
-_MOST_TEMPLATES = 256
-_MOST_KINDS = 256  # of one template
+_MAX_TEMPLATES = 256
+_MAX_KINDS = 256  # of one template
 _SHAPING = ("chat_template", "chat_template_kwargs", "reasoning_effort", "documents", "add_special_tokens")
-_WORDS = ("Fig", "Oak")  # they end unlike each other
+_WORDS = ("Fig", "Oak")  # with different endings
 
 _encode = msgspec.json.Encoder().encode
 
@@ -44,26 +44,26 @@ class Template:
     verified: set[tuple[Any, ...]] = field(default_factory=set)
 
     def check_context_length(self, plain: int, exact: int, wanted: int | None) -> None:
-        """Raise Fork where the longer prompt leaves an answer much less room than the plain one would.
+        """Raise ContextFork if the exact prompt leaves much less of the context for the completion than the plain one.
 
-        `plain` and `exact` are lengths of prompts, `wanted` the client's own limit of the answer.
+        `plain` and `exact` are prompt lengths, `wanted` is the client's limit of the completion.
         """
         if self.max_model_len is None or exact <= plain:
             return
-        room, plain_room = self.max_model_len - exact, self.max_model_len - plain
-        if room < (plain_room / 2 if wanted is None else min(wanted, plain_room)):
+        left, plain_left = self.max_model_len - exact, self.max_model_len - plain
+        if left < (plain_left / 2 if wanted is None else min(wanted, plain_left)):
             raise ContextFork("too_long")
 
 
 class ModelLister(Protocol):
-    """Where the length of a model's context is read."""
+    """Lists model cards, which have the length of the context."""
 
     async def models(self, url: str) -> list[dict[str, Any]]:
         """Return a replica's model cards. Raises UpstreamError."""
 
 
 class Templates:
-    """The templates that requests were rendered with, by replica, model and whatever shapes the render."""
+    """The templates in use, by replica, model and the fields that affect the render."""
 
     def __init__(self, scale_out: ScaleOut, cards: ModelLister) -> None:
         self._scale_out = scale_out
@@ -71,15 +71,15 @@ class Templates:
         self._known: OrderedDict[bytes, Template | None] = OrderedDict()
 
     async def find_template(self, url: str, family: str, body: Fields) -> Template:
-        """Return what is known of the template that renders `body`. Raises ContextFork, UpstreamError.
+        """Return the template that renders `body`. Raises ContextFork, UpstreamError.
 
-        `family` names what all versions of a model share.
+        `family` is the same for all versions of a model.
         """
         shaping = {name: body[name] for name in _SHAPING if name in body}
         key = _encode([url, family, shaping])
         if key not in self._known:
             self._known[key] = await self._inspect(url, {"model": body["model"], **shaping})
-            while len(self._known) > _MOST_TEMPLATES:
+            while len(self._known) > _MAX_TEMPLATES:
                 self._known.popitem(last=False)
         self._known.move_to_end(key)
         template = self._known[key]
@@ -97,7 +97,7 @@ class Templates:
         rendered: Rendered,
         tail: Sequence[int],
     ) -> None:
-        """Make sure that `tail` is what follows the answer at `place`. Raises ContextFork, UpstreamError."""
+        """Verify that `tail` follows the message at `place`. Raises ContextFork, UpstreamError."""
         kind = _kind(messages, place)
         if kind in template.verified:
             return
@@ -105,7 +105,7 @@ class Templates:
         other = await self._scale_out.render(url, {**body, "messages": Raw(_encode(changed))})
         if tail_after_change(rendered.ids, other.ids, template.turn_end) != list(tail):
             raise ContextFork("template_unproven")
-        if len(template.verified) < _MOST_KINDS:
+        if len(template.verified) < _MAX_KINDS:
             template.verified.add(kind)
 
     async def _inspect(self, url: str, fields: Fields) -> Template | None:
@@ -115,14 +115,14 @@ class Templates:
             renders.append((await self._scale_out.render(url, {**fields, "messages": Raw(_encode(messages))})).ids)
         turn_end = first_after_change(*renders)
         if turn_end is None:
-            return None  # the template does not write answers
+            return None  # the template omits assistant messages
         turn_end_text = await self._scale_out.text(url, msgspec.json.decode(fields["model"]), [turn_end])
         lengths = [card.get("max_model_len") for card in await self._cards.models(url)]
         return Template(turn_end, turn_end_text, max((n for n in lengths if isinstance(n, int)), default=None))
 
 
 def has_plain_tool_calls(message: Json) -> bool:
-    """Return whether an assistant message's tool calls have the form that they are read in here."""
+    """Return whether an assistant message's tool calls have the standard form."""
     calls = message.get("tool_calls")
     if calls is None:
         return True
@@ -132,7 +132,7 @@ def has_plain_tool_calls(message: Json) -> bool:
 
 
 def renders_text(message: Json, text: str) -> bool:
-    """Return whether an assistant message's own words hold `text`."""
+    """Return whether an assistant message's own text contains `text`."""
     functions = [call["function"] for call in message.get("tool_calls") or ()]
     words = [message.get("content"), message.get("reasoning"), message.get("reasoning_content")]
     words += [function.get(name) for function in functions for name in ("name", "arguments")]
@@ -140,7 +140,7 @@ def renders_text(message: Json, text: str) -> bool:
 
 
 def _kind(messages: Sequence[Json], place: int) -> tuple[Any, ...]:
-    """Return what a template may make a difference of: the answer's parts, and who speaks next."""
+    """Return what a template may distinguish: the message's parts, and the next role."""
     answer = messages[place]
     return (
         bool(answer.get("content")),
@@ -151,7 +151,7 @@ def _kind(messages: Sequence[Json], place: int) -> tuple[Any, ...]:
 
 
 def _with_other_words(answer: Json) -> Json:
-    """Return the answer with its last words changed."""
+    """Return the message with its last words changed."""
     word = token_hex(6)
     if calls := answer.get("tool_calls"):
         *before, last = calls

@@ -1,11 +1,12 @@
-"""What derender says otherwise than plain chat would, set right. Pure; no I/O.
+"""Corrects derender's output where it differs from plain chat. Pure; no I/O.
 
-Found by comparing both on the real vLLM 0.32, request by request (`benchmarks/exact_context.py`):
-- with a parser, derender keeps special tokens, so the id that ended the answer would be read as its text: cut first;
-- it knows no stop strings: the string is cut off the text, and while streaming as much is held back as may begin one;
-- `tool_calls` as finish reason where the engine just stopped, and only there;
-- tool-call ids have vLLM's prefix;
-- null members of a delta are left out, the role comes in a first event of its own.
+The differences were found by comparing both on the real vLLM 0.32 (`benchmarks/exact_context.py`):
+- With a parser, derender keeps special tokens and would parse the final id as text: it is removed first.
+- Derender ignores stop strings: the string is removed from the text; while streaming, text that may begin one is
+  delayed.
+- The finish reason is `tool_calls` exactly where the engine stopped after tool calls.
+- Tool-call ids get vLLM's prefix.
+- Null members of a delta are removed; the role comes in a first event of its own.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import Any
 from ratchet.proxy.exact.scale_out import GeneratedChoice
 
 TOOL_ID = "chatcmpl-tool-"
-_TEXTS = ("content", "reasoning")  # in the order in which a stop string is looked for
+_TEXTS = ("content", "reasoning")  # in the order in which a stop string is searched
 
 Json = dict[str, Any]
 
 
 def strip_turn_end(choice: GeneratedChoice) -> GeneratedChoice:
-    """Return the choice without the id that ended it; a stop string is no id of its own."""
+    """Return the choice without the id that ended it; a stop string has no id."""
     ids = choice.token_ids or []
     if choice.finish_reason == "stop" and not isinstance(choice.stop_reason, str):
         ids = ids[:-1]
@@ -30,20 +31,20 @@ def strip_turn_end(choice: GeneratedChoice) -> GeneratedChoice:
 
 
 def fix_message(message: Mapping[str, Any] | None, choice: GeneratedChoice) -> Json:
-    """Return a whole message as plain chat words it; derender has none where there are no ids."""
-    worded: Json = {"role": "assistant", "content": None if message else "", **(message or {})}
+    """Return a message as plain chat returns it; derender returns none without ids."""
+    fixed: Json = {"role": "assistant", "content": None if message else "", **(message or {})}
     if isinstance(choice.stop_reason, str):
-        _cut(worded, choice.stop_reason)
-    if worded.get("tool_calls"):
-        worded["tool_calls"] = [_with_prefix(call) for call in worded["tool_calls"]]
-    return worded
+        _cut(fixed, choice.stop_reason)
+    if fixed.get("tool_calls"):
+        fixed["tool_calls"] = [_with_prefix(call) for call in fixed["tool_calls"]]
+    return fixed
 
 
 def fix_finish_reason(choice: GeneratedChoice, message: Mapping[str, Any], tool_choice: Any) -> str | None:
-    """Return the finish reason of a whole answer."""
-    called = bool(message.get("tool_calls")) and tool_choice in (None, "auto")
+    """Return the finish reason of a response that is not streamed."""
+    has_calls = bool(message.get("tool_calls")) and tool_choice in (None, "auto")
     required = tool_choice == "required" and choice.finish_reason == "stop"
-    return "tool_calls" if called or required else choice.finish_reason
+    return "tool_calls" if has_calls or required else choice.finish_reason
 
 
 def _cut(message: Json, stop: str) -> None:
@@ -60,39 +61,41 @@ def _with_prefix(call: Mapping[str, Any]) -> Json:
 
 
 class DerenderStreamFixer:
-    """Sets the pieces of one streamed choice right, in order."""
+    """Corrects the pieces of one streamed choice, in order."""
 
     def __init__(self, stops: Sequence[str], tool_choice: Any) -> None:
-        self._held = dict.fromkeys(_TEXTS, "")
+        self._delayed = dict.fromkeys(_TEXTS, "")
         self._stops = bool(stops)
-        self._longest = max((len(stop) for stop in stops), default=1) - 1
-        self._named = isinstance(tool_choice, Mapping)
+        self._max_delay = max((len(stop) for stop in stops), default=1) - 1
+        self._is_named_tool = isinstance(tool_choice, Mapping)
         self._tools = False
 
     def delta(self, given: Mapping[str, Any], piece: GeneratedChoice) -> Json:
-        """Return a delta as plain chat words it."""
+        """Return a delta as plain chat returns it."""
         delta = {name: value for name, value in given.items() if value not in (None, []) and name != "role"}
         if "tool_calls" in delta:
             self._tools = True
             delta["tool_calls"] = [_without_nulls(_with_prefix(call)) for call in delta["tool_calls"]]
         if self._stops:
-            self._hold(delta, piece)
+            self._delay_stop(delta, piece)
         return delta
 
     def finish(self, piece: GeneratedChoice) -> str | None:
         """Return the finish reason of a piece."""
         return (
-            "tool_calls" if piece.finish_reason == "stop" and self._tools and not self._named else piece.finish_reason
+            "tool_calls"
+            if piece.finish_reason == "stop" and self._tools and not self._is_named_tool
+            else piece.finish_reason
         )
 
-    def _hold(self, delta: Json, piece: GeneratedChoice) -> None:
-        """Keep back what may begin a stop string; at the end, give it out without the one that was met."""
+    def _delay_stop(self, delta: Json, piece: GeneratedChoice) -> None:
+        """Delay text that may begin a stop string; at the end, emit it without the matched one."""
         last = piece.finish_reason is not None
         for name in _TEXTS:
-            text = self._held[name] + (delta.pop(name, None) or "")
-            other_goes_on = name == "reasoning" and (delta.get("content") or self._held["content"])
-            keep = 0 if last or other_goes_on else min(self._longest, len(text))
-            self._held[name] = text[len(text) - keep :]
+            text = self._delayed[name] + (delta.pop(name, None) or "")
+            other_goes_on = name == "reasoning" and (delta.get("content") or self._delayed["content"])
+            keep = 0 if last or other_goes_on else min(self._max_delay, len(text))
+            self._delayed[name] = text[len(text) - keep :]
             if text[: len(text) - keep]:
                 delta[name] = text[: len(text) - keep]
         if last and isinstance(piece.stop_reason, str):

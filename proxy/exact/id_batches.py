@@ -1,4 +1,4 @@
-"""The ids of a stream as they arrive, merged while nobody takes them. Reads ahead in a task of its own."""
+"""Reads the ids of a generate stream ahead, in a task of its own, and merges what arrives between two reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ratchet.proxy.errors import UpstreamDisconnected, UpstreamError
 from ratchet.proxy.exact.scale_out import Generated, GeneratedChoice, generated_decoder
 from ratchet.proxy.wire.upstream_response import DONE, SseParser, UpstreamResponse
 
-_MOST_WAITING = 4096  # events read ahead
+_MAX_BUFFERED_EVENTS = 4096
 
 _encode = msgspec.json.Encoder().encode
 
@@ -29,9 +29,9 @@ _logprobs = msgspec.json.Decoder(_Logprobs | None)
 
 @dataclass(slots=True)
 class IdBatch:
-    """What arrived since the last one: one piece per choice, in the order of their first ids."""
+    """What arrived since the last batch: one piece per choice, in the order of their first ids."""
 
-    since: float  # when the earliest of it arrived, monotonic seconds
+    since: float  # arrival of the earliest event, monotonic seconds
     pieces: list[GeneratedChoice] = field(default_factory=list)
     prompt_token_ids: list[int] | None = None
     usage: Raw | None = None
@@ -44,21 +44,23 @@ class IdBatches:
 
     def __init__(self, ids: UpstreamResponse) -> None:
         self._ids = ids
-        self._events: asyncio.Queue[tuple[float, Generated | UpstreamError | None]] = asyncio.Queue(_MOST_WAITING)
+        self._events: asyncio.Queue[tuple[float, Generated | UpstreamError | None]] = asyncio.Queue(
+            _MAX_BUFFERED_EVENTS
+        )
         self._failed: UpstreamError | None = None
         self._ended = asyncio.Event()
         self._reader = asyncio.get_running_loop().create_task(self._read())
 
-    async def take(self) -> IdBatch:
-        """Wait for the next ids and return all that are here. Raises UpstreamError once what came before is taken."""
+    async def next_batch(self) -> IdBatch:
+        """Wait for the next ids and return all that have arrived. Raises UpstreamError after all earlier ids."""
         if self._failed:
             raise self._failed
         since, event = await self._events.get()
-        batch, found = IdBatch(since), [event]
+        batch, events = IdBatch(since), [event]
         while not self._events.empty():
-            found.append(self._events.get_nowait()[1])
+            events.append(self._events.get_nowait()[1])
         pieces: dict[int, list[GeneratedChoice]] = {}
-        for event in found:
+        for event in events:
             if event is None:
                 batch.last = True
             elif isinstance(event, UpstreamError):
@@ -66,17 +68,17 @@ class IdBatches:
             else:
                 _add(batch, pieces, event)
         batch.pieces = [_merged(parts) for parts in pieces.values()]
-        if self._failed and len(found) == 1:
+        if self._failed and len(events) == 1:
             raise self._failed
         return batch
 
     async def gather(self, seconds: float) -> None:
-        """Let more arrive for so long, or until the end is here."""
+        """Wait `seconds` for more ids, or until the stream ends."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._ended.wait(), seconds)
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop reading."""
         self._reader.cancel()
 
     async def _read(self) -> None:
@@ -113,7 +115,7 @@ def _merged(parts: Sequence[GeneratedChoice]) -> GeneratedChoice:
     """Return consecutive pieces of one choice as one piece."""
     if len(parts) == 1:
         return parts[0]
-    rows = [row for part in parts if (told := _logprobs.decode(part.logprobs)) for row in told.content or ()]
+    rows = [row for part in parts if (decoded := _logprobs.decode(part.logprobs)) for row in decoded.content or ()]
     return GeneratedChoice(
         index=parts[-1].index,
         token_ids=[token for part in parts for token in part.token_ids or ()],

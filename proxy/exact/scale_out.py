@@ -1,8 +1,7 @@
 """vLLM's token-in-token-out endpoints (`--enable-scale-out`): render, generate, derender, detokenize.
 
-Each is one function from our words to vLLM's and back; what an answer means is for others. An endpoint that is not
-there is `EndpointNotOffered`, any other refusal is `ScaleOutError`; neither is ever the client's business. Generating
-is not done here, as it is a call like any other that may take minutes: only its body is made.
+One function per endpoint. A missing endpoint is `EndpointNotOffered`, any other refusal `ScaleOutError`; the client sees
+neither. Generate is a call like any other that may take minutes: only its body is built here.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ GENERATE = "/inference/v1/generate"
 DERENDER = "/v1/chat/completions/derender"
 DETOKENIZE = "/detokenize"
 
-_PATIENCE = 20.0  # seconds for a call that generates nothing
-_STUB = Raw(b'[{"role":"user","content":"x"}]')  # derender reads everything of a request but its messages
+_TIMEOUT = 20.0  # seconds of a call that does not generate
+_STUB = Raw(b'[{"role":"user","content":"x"}]')  # derender ignores the messages of a request
 _TRUE = Raw(b"true")
 
 Fields = Mapping[str, Raw]  # a chat request's first level
@@ -34,7 +33,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ScaleOutError(UpstreamError):
-    """The replica answered, but not with what was asked for."""
+    """The replica refused a request or returned an invalid response."""
 
     code = "exact_refused"
 
@@ -46,23 +45,23 @@ class EndpointNotOffered(ScaleOutError):
 
 
 class Sender(Protocol):
-    """What sends a JSON body to a replica."""
+    """Sends JSON bodies to replicas."""
 
     async def post_json(
         self, url: str, path: str, body: bytes, headers: Mapping[str, str] | None = None, /
     ) -> UpstreamResponse:
-        """Send a JSON body by POST. Raises UpstreamError. Close the answer."""
+        """Send a JSON body by POST. Raises UpstreamError. Close the response."""
 
 
 class Rendered(msgspec.Struct):
-    """A rendered request: its prompt's ids, and every member that goes on to generate as it is."""
+    """A rendered request: its prompt ids, and all members, which are passed to generate."""
 
     ids: list[int]
     members: dict[str, Raw]
 
 
 class GeneratedChoice(msgspec.Struct):
-    """What generate says of a choice, or of a piece of one."""
+    """A choice of generate's response, or a piece of one."""
 
     index: int
     token_ids: list[int] | None = None
@@ -72,7 +71,7 @@ class GeneratedChoice(msgspec.Struct):
 
 
 class Generated(msgspec.Struct):
-    """Generate's answer, or one event of its stream."""
+    """Generate's response, or one event of its stream."""
 
     choices: list[GeneratedChoice] = []
     usage: Raw = Raw(b"null")
@@ -81,7 +80,7 @@ class Generated(msgspec.Struct):
 
 
 class DerenderedChunk(msgspec.Struct):
-    """One piece of a stream in words, and the state that the next piece needs."""
+    """One derendered piece of a stream, and the state for the next piece."""
 
     chunk: dict[str, Any]
     stream_state: Raw
@@ -93,7 +92,7 @@ class _Text(msgspec.Struct):
 
 _ids = msgspec.json.Decoder(list[int])
 generated_decoder = msgspec.json.Decoder(Generated)
-_worded = msgspec.json.Decoder(DerenderedChunk)
+_chunk = msgspec.json.Decoder(DerenderedChunk)
 _text = msgspec.json.Decoder(_Text)
 _object = msgspec.json.Decoder(dict[str, Any])
 
@@ -107,47 +106,49 @@ class ScaleOut:
     async def render(self, url: str, body: Fields) -> Rendered:
         """Return a chat request as ids and sampling parameters. Raises UpstreamError."""
         whole = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
-        answer = await self._ask(url, RENDER, _encode(whole))
-        members = _read(_fields, answer, RENDER)
+        response = await self._ask(url, RENDER, _encode(whole))
+        members = _read(_fields, response, RENDER)
         try:
             return Rendered(_ids.decode(members["token_ids"]), members)
         except (KeyError, msgspec.DecodeError) as error:
             raise ScaleOutError(f"{RENDER} answered without token_ids: {error}") from error
 
     async def text(self, url: str, model: str, ids: Sequence[int]) -> str:
-        """Return the text of ids, special ones as they are spelled. Raises UpstreamError."""
-        answer = await self._ask(url, DETOKENIZE, _encode({"model": model, "tokens": ids}))
-        return _read(_text, answer, DETOKENIZE).prompt
+        """Return the text of ids, including special tokens. Raises UpstreamError."""
+        response = await self._ask(url, DETOKENIZE, _encode({"model": model, "tokens": ids}))
+        return _read(_text, response, DETOKENIZE).prompt
 
     async def message(self, url: str, body: bytes) -> dict[str, Any]:
-        """Return a whole answer in words, for a body of `whole_body`. Raises UpstreamError."""
+        """Return a derendered response, for a body of `whole_body`. Raises UpstreamError."""
         return _read(_object, await self._ask(url, DERENDER, body), DERENDER)
 
     async def delta(self, url: str, body: bytes) -> DerenderedChunk:
-        """Return the next piece of a streamed answer, for a body of `piece_body`. Raises UpstreamError."""
-        return _read(_worded, await self._ask(url, DERENDER, body), DERENDER)
+        """Return the next derendered piece of a stream, for a body of `piece_body`. Raises UpstreamError."""
+        return _read(_chunk, await self._ask(url, DERENDER, body), DERENDER)
 
     async def _ask(self, url: str, path: str, body: bytes) -> bytes:
         try:
-            async with asyncio.timeout(_PATIENCE):
-                answer = await self._sender.post_json(url, path, body)
+            async with asyncio.timeout(_TIMEOUT):
+                response = await self._sender.post_json(url, path, body)
                 try:
-                    told = await answer.read()
+                    result = await response.read()
                 finally:
-                    answer.close()
+                    response.close()
         except TimeoutError as error:
-            raise ScaleOutError(f"upstream {url}: {path} took more than {_PATIENCE:.0f} s") from error
-        if answer.status == 200:
-            return told
-        if answer.status == 404 and b'"error"' not in told:  # vLLM's own 404, for a model, has an error object
+            raise ScaleOutError(f"upstream {url}: {path} took more than {_TIMEOUT:.0f} s") from error
+        if response.status == 200:
+            return result
+        if response.status == 404 and b'"error"' not in result:  # vLLM's own 404, for a model, has an error object
             raise EndpointNotOffered(f"upstream {url} has no {path}")
-        raise ScaleOutError(f"upstream {url}: {path} answered {answer.status} {told[:300].decode('utf-8', 'replace')}")
+        raise ScaleOutError(
+            f"upstream {url}: {path} answered {response.status} {result[:300].decode('utf-8', 'replace')}"
+        )
 
 
 def generate_body(rendered: Rendered, ids: Sequence[int], fields: Fields, *, streamed: bool, in_text: bool) -> bytes:
-    """Return the body that generates after `ids` in place of the rendered ones.
+    """Return the body that generates after `ids` instead of the rendered ones.
 
-    `in_text`: logprobs name their tokens. Where the client set no limit, vLLM works it out for the longer prompt.
+    `in_text`: logprobs contain token texts. Without a client's limit, vLLM computes it for the longer prompt.
     """
     body: dict[str, Any] = {**rendered.members, "token_ids": ids, "return_token_ids": _TRUE}
     if not any(name in fields and bytes(fields[name]) != b"null" for name in ("max_tokens", "max_completion_tokens")):
@@ -162,23 +163,23 @@ def generate_body(rendered: Rendered, ids: Sequence[int], fields: Fields, *, str
 
 
 def request_for_derender(body: Fields) -> Raw:
-    """Return what derender has to know of a chat request."""
+    """Return the chat request for derender."""
     return Raw(_encode({**body, "messages": _STUB}))
 
 
 def whole_body(model: str, request: Raw, prompt: Raw, choices: Sequence[GeneratedChoice]) -> bytes:
-    """Return the body that words whole choices. `prompt`: the rendered ids, for the parser's first state."""
-    told = [
+    """Return the body that derenders complete choices. `prompt`: the rendered ids, for the parser's first state."""
+    result = [
         {"index": c.index, "token_ids": c.token_ids, "finish_reason": c.finish_reason, "stop_reason": c.stop_reason}
         for c in choices
     ]
-    answer = {"choices": told, "prompt_token_ids": prompt}
-    return _encode({"model": model, "generate_response": answer, "chat_request": request, "prompt_token_ids": prompt})
+    response = {"choices": result, "prompt_token_ids": prompt}
+    return _encode({"model": model, "generate_response": response, "chat_request": request, "prompt_token_ids": prompt})
 
 
 def piece_body(model: str, request: Raw, prompt: Raw, piece: GeneratedChoice, state: Raw | None) -> bytes:
-    """Return the body that words the next piece of a stream."""
-    told = {
+    """Return the body that derenders the next piece of a stream."""
+    result = {
         "index": piece.index,
         "token_ids": piece.token_ids,
         "finish_reason": piece.finish_reason,
@@ -188,7 +189,7 @@ def piece_body(model: str, request: Raw, prompt: Raw, piece: GeneratedChoice, st
         {
             "stream": True,
             "model": model,
-            "generate_chunk": {"choices": [told]},
+            "generate_chunk": {"choices": [result]},
             "stream_state": state,
             "chat_request": request,
             "prompt_token_ids": prompt,
@@ -197,15 +198,15 @@ def piece_body(model: str, request: Raw, prompt: Raw, piece: GeneratedChoice, st
 
 
 def read_generated(body: bytes) -> Generated:
-    """Return generate's answer. Raises UpstreamError."""
-    told = _read(generated_decoder, body, GENERATE)
-    if bytes(told.error):
-        raise ScaleOutError(f"{GENERATE} answered {bytes(told.error)[:300].decode('utf-8', 'replace')}")
-    return told
+    """Return generate's response. Raises UpstreamError."""
+    result = _read(generated_decoder, body, GENERATE)
+    if bytes(result.error):
+        raise ScaleOutError(f"{GENERATE} answered {bytes(result.error)[:300].decode('utf-8', 'replace')}")
+    return result
 
 
 def _read(decoder: msgspec.json.Decoder[_T], body: bytes, path: str) -> _T:
     try:
         return decoder.decode(body)
     except msgspec.DecodeError as error:
-        raise UpstreamDisconnected(f"the answer of {path} cannot be read: {error}") from error
+        raise UpstreamDisconnected(f"the response of {path} is invalid: {error}") from error

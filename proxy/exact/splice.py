@@ -1,12 +1,12 @@
-"""Puts the ids that were sampled earlier in place of the re-rendered ones. Pure; no I/O.
+"""Replaces re-rendered ids by the ids that were sampled earlier. Pure; no I/O.
 
-A chat template writes a conversation anew at every call: it drops reasoning, re-serialises tool calls, strips
-whitespace. The new prompt then no longer begins with what the engine saw and sampled. Here both are cut into turns
-at the id that ends one, and compared turn by turn: what was sent must be the same, what was sampled may differ.
+A chat template writes the conversation again for every call: it drops reasoning, re-serialises tool calls, strips
+whitespace. The new prompt then no longer begins with what the engine read and sampled. Here both prompts are cut into
+turns at the id that ends one, and compared turn by turn: sent tokens must be equal, sampled tokens may differ.
 
-Promises: the result begins with the held ids, id for id, and goes on with the render's own ids for what is new. Any
-doubt is a `ContextFork`, with its reason; the render is then used as it is. Whether the client edited our answer is not
-seen here: linking has compared the words before.
+Promises: the result begins with the recorded ids, id for id, and continues with the render's own ids. Any doubt raises
+`ContextFork` with a reason; the render is then used as it is. Edits of our answers by the client are not detected here:
+linking has compared the texts before.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import msgspec
 
 from ratchet.store.records import unpack_ids
 
-GENERATION_PROMPT = 16  # ids at the end of a prompt that open the answer; a template may write them otherwise later
+GENERATION_PROMPT = 16  # ids at a prompt's end that open the completion; a template may render them differently later
 
 Span = tuple[int, int]  # [start, end) of sampled ids
 
 
 class ContextFork(Exception):
-    """The held ids cannot be continued for sure; the reason is one of a few words, for a metric."""
+    """The recorded ids cannot be continued safely; `reason` is a metric label."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -32,13 +32,13 @@ class ContextFork(Exception):
 
 
 class Context(msgspec.Struct, frozen=True):
-    """Everything up to and with an answer: `ids` as packed int32, and which of them were sampled, in order."""
+    """All tokens up to the end of a completion: `ids` as packed int32, and the spans that were sampled, in order."""
 
     ids: bytes
     spans: tuple[Span, ...]
 
     def followed(self, new: bytes, sampled: bytes) -> Context:
-        """Return the context of an answer: this one, then what was sent anew, then what was sampled."""
+        """Return this context extended by new prompt ids and sampled ids."""
         start = (len(self.ids) + len(new)) // 4
         return Context(self.ids + new + sampled, (*self.spans, (start, start + len(sampled) // 4)))
 
@@ -48,19 +48,18 @@ EMPTY_CONTEXT = Context(b"", ())
 
 @dataclass(slots=True, frozen=True)
 class Spliced:
-    """A prompt that begins with held ids; `tail` is what is new in it."""
+    """A prompt that begins with recorded ids; `tail` is the new part."""
 
     ids: list[int]
     tail: list[int]
 
 
-def splice(held: Context, rendered: Sequence[int], turn_end: int) -> Spliced | None:
-    """Return the held ids and what is new in `rendered`; None where `rendered` begins with them anyway. Raises
-    ContextFork.
+def splice(context: Context, rendered: Sequence[int], turn_end: int) -> Spliced | None:
+    """Return the recorded ids plus the new part of `rendered`; None if `rendered` begins with them already.
 
-    An answer that was cut off gets the missing `turn_end`: context, never sampled.
+    A completion that was cut off gets the missing `turn_end`, which does not count as sampled. Raises ContextFork.
     """
-    ids = list(unpack_ids(held.ids))
+    ids = list(unpack_ids(context.ids))
     if len(rendered) > len(ids) and list(rendered[: len(ids)]) == ids:
         return None
     if ids[-1] != turn_end:
@@ -70,7 +69,7 @@ def splice(held: Context, rendered: Sequence[int], turn_end: int) -> Spliced | N
         raise ContextFork("turns_gone")
     begin, begin_new = 0, 0
     for end, end_new in zip(ours, theirs, strict=False):
-        spans = [span for span in held.spans if span[0] < end and span[1] > begin]
+        spans = [span for span in context.spans if span[0] < end and span[1] > begin]
         _compare(ids[begin:end], rendered[begin_new:end_new], [(a - begin, b - begin) for a, b in spans])
         begin, begin_new = end, end_new
     if begin_new == len(rendered):
@@ -80,9 +79,9 @@ def splice(held: Context, rendered: Sequence[int], turn_end: int) -> Spliced | N
 
 
 def tail_after_change(rendered: Sequence[int], changed: Sequence[int], turn_end: int) -> list[int] | None:
-    """Return what follows the last answer, found by a second render in which its words are others.
+    """Return the ids after the last assistant message, found by a second render with other words in it.
 
-    The two renders end alike from the answer's last turn end at the latest. None where they say nothing.
+    Both renders are equal from the end of that message's turn on. None if they do not show it.
     """
     common = _common_suffix(rendered, changed)
     if common == len(rendered):
@@ -92,7 +91,7 @@ def tail_after_change(rendered: Sequence[int], changed: Sequence[int], turn_end:
 
 
 def first_after_change(rendered: Sequence[int], changed: Sequence[int]) -> int | None:
-    """Return the id that follows the changed words: the end of their turn. None where the words are not rendered."""
+    """Return the id after the changed words: the end of their turn. None if the words are not rendered."""
     common = _common_suffix(rendered, changed)
     return rendered[len(rendered) - common] if 0 < common < len(rendered) else None
 

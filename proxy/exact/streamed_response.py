@@ -1,9 +1,8 @@
-"""Generated ids as the stream of events that vLLM itself would have answered.
+"""Generated ids as the event stream that vLLM's plain chat would have sent.
 
-One derender call is under way at a time, and none for a while after it; what is generated meanwhile is merged into the
-next one. Every call replays all that came before, in the process that serves vLLM's API: the more streams there are,
-the longer each waits, so that derender takes about a quarter of that process's time at most. A stream whose ids or
-words break off raises; nothing ends in silence.
+One derender call is open at a time, followed by a pause; ids generated meanwhile are merged into the next call. Every
+call replays all ids before it, in the process that serves vLLM's API. So the pause grows with the number of streams,
+and derender uses at most about a quarter of that process's time. A stream that breaks off raises an error.
 """
 
 from __future__ import annotations
@@ -23,96 +22,93 @@ from ratchet.proxy.telemetry.metrics import Metrics
 from ratchet.proxy.wire.upstream_response import UpstreamResponse
 
 _encode = msgspec.json.Encoder().encode
-_SHARE = 3.0  # of a replica's time, parts without derender to one with it
-_LONGEST_PAUSE = 2.0  # seconds
+_PAUSE_FACTOR = 3.0  # pause as a multiple of the time that a derender call took
+_MAX_PAUSE = 2.0  # seconds
 _END = b"data: [DONE]\n\n"
 
 Json = dict[str, Any]
 
 
 class StreamPacer:
-    """How often the streams of one replica ask derender: together for about a quarter of the time."""
+    """Limits the derender calls of one replica's streams to about a quarter of the time in total."""
 
     def __init__(self) -> None:
         self.streams = 0
 
     def pause(self, spent: float) -> float:
-        """Return how long a stream waits after a call that took `spent` seconds."""
-        return min(_SHARE * spent * self.streams, _LONGEST_PAUSE)
+        """Return the pause after a call that took `spent` seconds."""
+        return min(_PAUSE_FACTOR * spent * self.streams, _MAX_PAUSE)
 
 
 class _Choice:
-    """One choice as far as it is worded."""
+    """The derender state of one choice."""
 
-    __slots__ = ("repair", "state")
+    __slots__ = ("fixer", "state")
 
-    def __init__(self, wanted: DerenderRequest) -> None:
-        self.repair = derender_fixes.DerenderStreamFixer(wanted.stops, wanted.tool_choice)
+    def __init__(self, request: DerenderRequest) -> None:
+        self.fixer = derender_fixes.DerenderStreamFixer(request.stops, request.tool_choice)
         self.state: Raw | None = None
 
 
 class StreamedResponse:
-    """A chat completion as its ids come. `ids` is the answer of generate, and closes with this one."""
+    """A chat completion as its ids arrive. `ids` is the response of generate; it closes with this one."""
 
     status = 200
 
     def __init__(
-        self, scale_out: ScaleOut, ids: UpstreamResponse, wanted: DerenderRequest, pacer: StreamPacer, metrics: Metrics
+        self, scale_out: ScaleOut, ids: UpstreamResponse, request: DerenderRequest, pacer: StreamPacer, metrics: Metrics
     ) -> None:
         self.url = ids.url
         self.headers: Mapping[str, str] = {}
         self._scale_out = scale_out
         self._ids = ids
-        self._wanted = wanted
+        self._request = request
         self._metrics = metrics
-        self._head = wanted.head("chat.completion.chunk")
+        self._head = request.head("chat.completion.chunk")
         self._choices: dict[int, _Choice] = {}
         self._pacer = pacer
         self._pacer.streams += 1
-        self._arrivals = IdBatches(ids)
+        self._batches = IdBatches(ids)
         self._first = b""
         self._over = False
         self._closed = False
         self._spent = 0.0  # seconds of the last derender call
 
     async def wait_for_body(self) -> None:
-        """Wait for the first words; until they are here, the call can still be answered otherwise.
-
-        Raises UpstreamError.
-        """
-        batch = await self._arrivals.take()
+        """Wait for the first text; until then the call can still fall back to plain chat. Raises UpstreamError."""
+        batch = await self._batches.next_batch()
         opening: list[bytes] = []
         if batch.error is None:
-            self._wanted.check_prompt(batch.prompt_token_ids)
+            self._request.check_prompt(batch.prompt_token_ids)
             opening = [
                 self._event([derender_fixes.make_first_delta(index)], prompt_token_ids=batch.prompt_token_ids)
-                for index in range(self._wanted.count)
+                for index in range(self._request.count)
             ]
-        self._first = b"".join(opening) + await self._worded(batch)
+        self._first = b"".join(opening) + await self._derender(batch)
 
     async def read(self) -> bytes:
         """Return all events. Raises UpstreamError."""
         return b"".join([piece async for piece in self.pieces()])
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Yield the events as they come. Raises UpstreamError."""
+        """Yield the events as they arrive. Raises UpstreamError."""
         first, self._first = self._first, b""
         if first:
             yield first
         while not self._over:
-            await self._arrivals.gather(self._pacer.pause(self._spent))
-            if events := await self._worded(await self._arrivals.take()):
+            await self._batches.gather(self._pacer.pause(self._spent))
+            if events := await self._derender(await self._batches.next_batch()):
                 yield events
 
     def close(self) -> None:
-        """Stop reading; where ids are still to come, vLLM notices at once."""
+        """Stop reading; an unfinished generation is aborted at once."""
         if not self._closed:
             self._closed = True
             self._pacer.streams -= 1
-        self._arrivals.close()
+        self._batches.close()
         self._ids.close()
 
-    async def _worded(self, batch: IdBatch) -> bytes:
+    async def _derender(self, batch: IdBatch) -> bytes:
         began = time.perf_counter()
         out = [await self._piece(piece) for piece in batch.pieces]
         self._spent = time.perf_counter() - began
@@ -127,27 +123,27 @@ class StreamedResponse:
         return b"".join(out)
 
     async def _piece(self, piece: GeneratedChoice) -> bytes:
-        wanted = self._wanted
-        choice = self._choices.setdefault(piece.index, _Choice(wanted))
+        request = self._request
+        choice = self._choices.setdefault(piece.index, _Choice(request))
         body = piece_body(
-            wanted.model, wanted.request, wanted.rendered, derender_fixes.strip_turn_end(piece), choice.state
+            request.model, request.request, request.rendered, derender_fixes.strip_turn_end(piece), choice.state
         )
-        told = await self._scale_out.delta(self.url, body)
-        choice.state = told.stream_state
+        derendered = await self._scale_out.delta(self.url, body)
+        choice.state = derendered.stream_state
         try:
-            delta = choice.repair.delta(told.chunk["choices"][0]["delta"], piece)
+            delta = choice.fixer.delta(derendered.chunk["choices"][0]["delta"], piece)
         except (KeyError, IndexError, TypeError) as error:
-            raise ScaleOutError(f"derender's event has no {error}") from error
-        worded = {
+            raise ScaleOutError(f"derender's chunk has no {error}") from error
+        event = {
             "index": piece.index,
             "delta": delta,
-            "logprobs": wanted.logprobs(piece.logprobs),
-            "finish_reason": choice.repair.finish(piece),
+            "logprobs": request.logprobs(piece.logprobs),
+            "finish_reason": choice.fixer.finish(piece),
             "token_ids": piece.token_ids,
         }
         if piece.finish_reason is not None:
-            worded["stop_reason"] = piece.stop_reason
-        return self._event([worded])
+            event["stop_reason"] = piece.stop_reason
+        return self._event([event])
 
     def _event(self, choices: Sequence[Json], **members: Any) -> bytes:
         return b"data: " + _encode({**self._head, "choices": choices, **members}) + b"\n\n"

@@ -1,7 +1,7 @@
-"""Generated ids as the chat completion that vLLM itself would have answered, in one body.
+"""Generated ids as the chat completion that vLLM's plain chat would have returned, in one body.
 
-The rest of the proxy cannot tell it from an answer of plain chat: same members, ids and logprobs in them. What is
-missing is told in `docs/exact-context.md`.
+It has the same members, with ids and logprobs, as a response of plain chat. `docs/exact-context.md` lists what is
+missing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Json = dict[str, Any]
 
 @dataclass(slots=True, frozen=True)
 class DerenderRequest:
-    """What the answer is made for. `prompt` was sent; `rendered` is what plain chat would have sent, as JSON."""
+    """What derendering needs from the request. `prompt` was sent; `rendered` is what plain chat would send, as JSON."""
 
     id: str
     model: str
@@ -46,13 +46,13 @@ class DerenderRequest:
     count: int  # choices
     tool_choice: Any
     stops: tuple[str, ...]
-    bare_logprobs: bool  # the client asked for none of the likeliest others: plain chat then lists none
+    bare_logprobs: bool  # the client requested no top_logprobs: plain chat then returns empty lists
 
     @classmethod
     def of(
-        cls, asked: ChatRequest, name: str, body: Fields, rendered: Rendered, prompt: Sequence[int]
+        cls, request: ChatRequest, name: str, body: Fields, rendered: Rendered, prompt: Sequence[int]
     ) -> DerenderRequest:
-        """Return what is made of a request whose `body` went to be rendered; `name` is the answer's id."""
+        """Return the derender request for a rendered `body`; `name` is the response's id."""
         stop = value(body, "stop") or ()
         return cls(
             id=name,
@@ -63,30 +63,30 @@ class DerenderRequest:
             count=lax_values.lax_int(value(body, "n")) or 1,
             tool_choice=value(body, "tool_choice"),
             stops=(stop,) if isinstance(stop, str) else tuple(stop),
-            bare_logprobs=asked.asks_logprobs and not value(body, "top_logprobs"),
+            bare_logprobs=request.asks_logprobs and not value(body, "top_logprobs"),
         )
 
     def head(self, kind: str) -> Json:
-        """Return the members that every event or body begins with."""
+        """Return the first members of every event or body."""
         return {"id": self.id, "object": kind, "created": int(time.time()), "model": self.model}
 
     def logprobs(self, given: Raw) -> Any:
-        """Return logprobs as plain chat lists them."""
+        """Return logprobs as plain chat returns them."""
         if not self.bare_logprobs or bytes(given) == b"null":
             return given
-        told = msgspec.json.decode(given)
-        for token in told["content"] or ():
+        generated = msgspec.json.decode(given)
+        for token in generated["content"] or ():
             token["top_logprobs"] = []
-        return told
+        return generated
 
     def check_prompt(self, ids: Sequence[int] | None) -> None:
         """Raise Refused where the engine did not read what was sent."""
         if ids != self.prompt:
-            raise ScaleOutError("generate read other ids than it was sent")
+            raise ScaleOutError("generate read other ids than were sent")
 
 
 class WholeResponse:
-    """A chat completion that is all here."""
+    """A complete chat completion."""
 
     status = 200
     headers: Mapping[str, str] = {}
@@ -104,48 +104,48 @@ class WholeResponse:
         yield self._body
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""
 
 
-async def read_whole_response(scale_out: ScaleOut, ids: UpstreamResponse, wanted: DerenderRequest) -> WholeResponse:
-    """Return generate's answer in words. Raises UpstreamError."""
-    told = read_generated(await ids.read())
-    wanted.check_prompt(told.prompt_token_ids)
-    cut = [derender_fixes.strip_turn_end(choice) for choice in told.choices]
-    worded = await _worded(scale_out, ids.url, wanted, [choice for choice in cut if choice.token_ids])
+async def read_whole_response(scale_out: ScaleOut, ids: UpstreamResponse, derender: DerenderRequest) -> WholeResponse:
+    """Return generate's response as a chat completion. Raises UpstreamError."""
+    generated = read_generated(await ids.read())
+    derender.check_prompt(generated.prompt_token_ids)
+    cut = [derender_fixes.strip_turn_end(choice) for choice in generated.choices]
+    messages = await _derender(scale_out, ids.url, derender, [choice for choice in cut if choice.token_ids])
     choices = []
-    for choice in told.choices:
-        message = derender_fixes.fix_message(worded.get(choice.index), choice)
+    for choice in generated.choices:
+        message = derender_fixes.fix_message(messages.get(choice.index), choice)
         choices.append(
             {
                 "index": choice.index,
                 "message": message,
-                "logprobs": wanted.logprobs(choice.logprobs),
-                "finish_reason": derender_fixes.fix_finish_reason(choice, message, wanted.tool_choice),
+                "logprobs": derender.logprobs(choice.logprobs),
+                "finish_reason": derender_fixes.fix_finish_reason(choice, message, derender.tool_choice),
                 "stop_reason": choice.stop_reason,
                 "token_ids": choice.token_ids,
             }
         )
     body = {
-        **wanted.head("chat.completion"),
+        **derender.head("chat.completion"),
         "choices": choices,
         "service_tier": None,
-        "usage": told.usage,
+        "usage": generated.usage,
         "prompt_logprobs": None,
-        "prompt_token_ids": told.prompt_token_ids,
+        "prompt_token_ids": generated.prompt_token_ids,
         "kv_transfer_params": None,
     }
     return WholeResponse(ids.url, _encode(body))
 
 
-async def _worded(
-    scale_out: ScaleOut, url: str, wanted: DerenderRequest, choices: Sequence[GeneratedChoice]
+async def _derender(
+    scale_out: ScaleOut, url: str, derender: DerenderRequest, choices: Sequence[GeneratedChoice]
 ) -> dict[int, Json]:
     """Return the messages of choices by index."""
     if not choices:
         return {}
-    answer = await scale_out.message(url, whole_body(wanted.model, wanted.request, wanted.rendered, choices))
+    answer = await scale_out.message(url, whole_body(derender.model, derender.request, derender.rendered, choices))
     try:
         return {choice["index"]: choice["message"] for choice in answer["choices"]}
     except (KeyError, TypeError) as error:
-        raise ScaleOutError(f"derender's answer has no {error}") from error
+        raise ScaleOutError(f"derender's response has no {error}") from error
