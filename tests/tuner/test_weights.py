@@ -184,6 +184,7 @@ def test_without_a_validation_split_some_training_tasks_validate_and_are_not_tra
     assert not (trained | validated) & tested
 
 
+@pytest.mark.slow
 def test_it_stops_where_nothing_is_gained_any_more(stand: Stand) -> None:
     scripted_versions.able |= {0: 4, 1: 6}
     stand.trainer = ScriptedTrainer(stand.store, stand.folder, [0])
@@ -213,6 +214,7 @@ def test_a_last_version_that_is_only_a_bit_lower_stays(stand: Stand) -> None:
     assert result.notes == ()
 
 
+@pytest.mark.slow
 def test_what_was_killed_goes_on_where_it_was_and_repeats_nothing(stand: Stand) -> None:
     scripted_versions.able |= {0: 2, 1: 9}
     stand.trainer = ScriptedTrainer(stand.store, stand.folder, [2])
@@ -232,6 +234,7 @@ def test_what_was_killed_goes_on_where_it_was_and_repeats_nothing(stand: Stand) 
     assert result.gain.verdict is Verdict.BETTER
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_a_kill_prevented_is_made_up_for(stand: Stand) -> None:
     scripted_versions.able |= {0: 2, 1: 9}
     stand.trainer = ScriptedTrainer(stand.store, stand.folder, [0])
@@ -243,6 +246,7 @@ def test_an_evaluation_that_a_kill_prevented_is_made_up_for(stand: Stand) -> Non
     assert [(one["round"], one["version"]) for one in result.details["curve"]] == [(0, 0), (2, 1)]
 
 
+@pytest.mark.slow
 def test_several_families_are_measured_each_by_itself(stand: Stand) -> None:
     scripted_versions.able |= {0: 2, 1: 9}
     stand.trainer = ScriptedTrainer(stand.store, stand.folder, [0])
@@ -271,6 +275,7 @@ def test_what_the_judge_fails_on_is_told_and_names_no_winner(stand: Stand) -> No
     assert stand.store.policies.live()[ALIAS].version == 1, "nor is it taken back for it"
 
 
+@pytest.mark.slow
 def test_training_tasks_are_collected_and_imitated_before_the_first_round(stand: Stand) -> None:
     scripted_versions.able |= {0: 3, 1: 8}
     tuning = stand.begin(rounds=0, collect=2, warm_start={"sources": ["policy"]})
@@ -313,6 +318,7 @@ def test_a_warm_start_whose_version_waits_for_a_person_is_measured_and_told(stan
     assert stand.store.policies.live()[ALIAS].version == 0
 
 
+@pytest.mark.slow
 def test_a_kill_while_tasks_are_collected_tells_the_baseline_once(stand: Stand) -> None:
     tuning = stand.begin(rounds=0, collect=2, warm_start={"sources": ["policy"]})
     turn = stand.trainer.turn
