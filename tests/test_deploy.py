@@ -37,7 +37,7 @@ def test_vllm_is_started_as_up_starts_it(services: dict[str, Any], tmp_path: Pat
         ("model",): ("x", "agent"),
     }
     planned = vllm_command.build_command(load(None, options, {}), 8000, gpu=True)
-    given = iter(planned.arguments[3:])
+    given = iter(planned.arguments[4:])
     wanted = re.findall(r"--[\w-]+(?:=(?!-)[^\s]+)?", " ".join(given).replace(" ", "=").replace("=--", " --"))
     theirs = {"--host", "--dtype", "--model", "--tool-call-parser", "--gpu-memory-utilization"}  # by image, or .env
     command = services["vllm"]["command"]

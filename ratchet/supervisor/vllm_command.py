@@ -230,7 +230,7 @@ def _arguments(settings: Settings, model: str, port: int, gpu: bool) -> tuple[st
     own = settings.vllm
     rank = own.max_lora_rank or _servable_rank(settings)
     arguments = [
-        *(own.command or (sys.executable, "-m", SERVER_MODULE)),
+        *(own.command or (sys.executable, "-P", "-m", SERVER_MODULE)),
         *("--model", model, "--served-model-name", served_name(settings.model)),
         *("--host", own.host, "--port", str(port), "--dtype", own.dtype),
         *("--enable-lora", "--max-lora-rank", str(rank)),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import zipfile
 from collections.abc import Iterator
@@ -97,8 +98,9 @@ def test_the_demo_begins_in_a_folder_without_a_checkout(user_project: UserProjec
     wait_for("the demo's services are started", lambda: running.exists() or process.poll() is not None, seconds=60)
     assert process.poll() is None, process.stdout.read() if process.stdout else ""
     assert (tmp_path / "state" / "demo" / "email_search").is_dir()
-    process.terminate()
-    process.communicate(timeout=40)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=90)
+    assert process.returncode == 130, said
 
 
 def test_no_message_names_a_package_on_an_index() -> None:
