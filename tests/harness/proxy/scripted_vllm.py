@@ -1,13 +1,12 @@
-"""A real server that answers in vLLM's exact shapes, with scripted words instead of a model.
+"""A real server that answers in vLLM's exact formats, with scripted text instead of a model.
 
-A token is a byte (0 to 255); 256 and 257 begin and end a turn, so that a prompt that repeats an answer word for word
-begins with its tokens. Directives in the last message say how to answer: `#say=WORDS` (dots for spaces), `#tokens=N`,
-`#think=WORDS` before it, `#tool=NAME` or `#tool=ONE+OTHER` (`#args=JSON` without blanks, `#drift` samples the arguments
-in another spacing than the template renders, `#broken` ones that are no JSON), `#delay=SECONDS` per token,
-`#status=CODE`, `#cut=N` breaks off after N tokens, `#fault=N` puts an error event there, `#length` and `#stopped=WORD`
-end for another reason, `#noids`, `#nologprobs`, `#short` (one logprob too few), `#html` (a page), `#wait=SECONDS`.
-
-Run alone: `python -m tests.harness.proxy.scripted_vllm PORT`.
+A token is a byte (0 to 255); 256 and 257 start and end a turn, so a prompt that repeats an answer verbatim starts with
+its tokens. Directives in the last message script the answer: `#say=WORDS` (dots for spaces), `#tokens=N`,
+`#think=WORDS` before it, `#tool=NAME` or `#tool=ONE+OTHER` (`#args=JSON` without spaces; `#drift` samples arguments
+with other spacing than the template renders, `#broken` invalid JSON), `#delay=SECONDS` per token, `#status=CODE`,
+`#cut=N` disconnects after N tokens, `#fault=N` sends an error event there, `#length` and `#stopped=WORD` set the finish
+reason, `#noids`, `#nologprobs`, `#short` (one logprob too few), `#html` (a page), `#wait=SECONDS`. To run it:
+`python -m tests.harness.proxy.scripted_vllm PORT`.
 """
 
 from __future__ import annotations
