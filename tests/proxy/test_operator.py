@@ -109,7 +109,7 @@ def test_versions_are_promoted_and_rolled_back_by_hand_with_a_reason(proxy: Prox
         "rude",
     )
     told = proxy.http.get("/api/policies/1/decisions", params=where).json()["data"]
-    assert [(one["action"], one["by"]) for one in told] == [("rollback", "operator"), ("promote", "anna")]
+    assert [(one["action"], one["decided_by"]) for one in told] == [("rollback", "operator"), ("promote", "anna")]
     refused = proxy.http.post("/api/policies/1/promote", params=where, json=why)
     assert refused.status_code == 409
     assert "agent@1 was rejected by operator (rude)" in refused.text

@@ -255,4 +255,4 @@ def test_other_routes_pass_through_with_the_alias_resolved(proxy: Proxy) -> None
     assert proxy.store.calls.page(9) == []
     nowhere = proxy.http.get("/nowhere").json()["error"]
     assert nowhere["code"] == "unknown_route"
-    assert "agents ask below /v1" in nowhere["message"]
+    assert "agents use /v1" in nowhere["message"]
