@@ -98,7 +98,7 @@ def test_lessons_are_put_on_trial_for_half_of_the_traffic_beside_what_serves(
     assert learned.tokens == 1100
     data = asked_of(scripted)
     assert [attempt["score"] for attempt in data["attempts"]] == [0.0] * 3
-    assert data["attempts"][0]["judge_said"] == "too vague"
+    assert data["attempts"][0]["judge_explanation"] == "too vague"
     policy = start_canary(store, "agent", learned, 0.5, "tun_1")
     assert (policy.state, policy.canary_share, policy.adapter) == (PolicyState.CANARY, 0.5, None)
     prompt = store.prompts.get(policy.prompt_id or "")

@@ -90,7 +90,7 @@ class LanguageModel:
                 return read(extract_json(text))
             except ValueError as wrong:
                 problem = f"its answer is unusable: {wrong}"
-                interview.judge_requests[-1] = msgspec.structs.replace(interview.judge_requests[-1], problem=problem)
+                interview.judge_requests[-1] = msgspec.structs.replace(interview.judge_requests[-1], error=problem)
                 messages = [
                     *question,
                     {"role": "assistant", "content": text[:20_000]},
