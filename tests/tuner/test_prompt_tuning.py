@@ -166,7 +166,7 @@ def test_a_comparison_that_the_tokens_end_is_inconclusive(
 def test_a_budget_that_cannot_come_to_a_result_is_refused_with_the_number_that_can(
     store: Store, reflection_server: ScriptedReflectionModel
 ) -> None:
-    with pytest.raises(BudgetTooSmall, match=r"at least 98, 60 of them"):
+    with pytest.raises(BudgetTooSmall, match=r"at least 98, including 60"):
         World(store, reflection_server, rollouts=97).run()
 
 

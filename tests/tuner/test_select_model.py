@@ -162,7 +162,7 @@ async def test_an_alias_means_the_version_that_is_live_when_the_run_begins(bench
 
 def test_what_cannot_be_compared_is_refused_before_anything_runs(bench: Bench) -> None:
     known = known_models(bench.proxy.url, None)
-    with pytest.raises(TuningError, match=r"gpt-9, agent@7: the proxy knows no such model; it knows agent"):
+    with pytest.raises(TuningError, match=r"gpt-9, agent@7: unknown to the proxy, which serves agent"):
         resolved(bench.store, ["right-20", "gpt-9", "agent@7"], known)
     with pytest.raises(TuningError, match="agent@0 is given twice"):
         resolved(bench.store, ["agent", "agent@0"], known)

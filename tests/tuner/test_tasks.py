@@ -240,7 +240,7 @@ def test_a_set_whose_replacement_was_killed_between_the_two_renames_is_there_as_
         (tmp_path / "tasks" / "math").rename(tmp_path / "tasks" / ".replaced-math")
         assert look() in (ROWS, [made])
     (tmp_path / "tasks" / "math").rename(tmp_path / "tasks" / ".replaced-math")
-    with pytest.raises(TaskSetError, match="there already"):
+    with pytest.raises(TaskSetError, match="already exists"):
         imported.add(TaskSet.open(folder), "math")
     imported.add(TaskSet.open(folder), "math", replace=True)
     assert [file.name for file in (tmp_path / "tasks").iterdir()] == ["math"]
