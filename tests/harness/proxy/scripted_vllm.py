@@ -5,8 +5,7 @@ its tokens. Directives in the last message script the answer: `#say=WORDS` (dots
 `#think=WORDS` before it, `#tool=NAME` or `#tool=ONE+OTHER` (`#args=JSON` without spaces; `#drift` samples arguments
 with other spacing than the template renders, `#broken` invalid JSON), `#delay=SECONDS` per token, `#status=CODE`,
 `#cut=N` disconnects after N tokens, `#fault=N` sends an error event there, `#length` and `#stopped=WORD` set the finish
-reason, `#noids`, `#nologprobs`, `#short` (one logprob too few), `#html` (a page), `#wait=SECONDS`. To run it:
-`python -m tests.harness.proxy.scripted_vllm PORT`.
+reason, `#noids`, `#nologprobs`, `#short` (one logprob too few), `#html` (a page), `#wait=SECONDS`.
 """
 
 from __future__ import annotations
