@@ -345,7 +345,7 @@ def test_a_client_that_leaves_stops_generating_at_once(start: Start, vllm: Scrip
         leave(f"{proxy.url}/v1/chat/completions", body, lambda: len(vllm.generated) > generated)
     eventually(lambda: vllm.aborted == 1, 5.0)
     call = eventually(lambda: [call for call in calls_of(proxy) if str(call.state) == "aborted"])[0]
-    assert bool(call.choices and call.choices[0].ids) is streamed
+    assert bool(call.choices and call.choices[0].token_ids) is streamed
 
 
 def test_a_bare_on_and_off_in_yaml_are_understood() -> None:
