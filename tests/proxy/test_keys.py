@@ -242,6 +242,6 @@ def test_without_keys_a_named_page_is_refused_all_the_same(start: Start) -> None
 
 
 @pytest.mark.parametrize("origin", ["app.example.com", "https://app.example.com/", "https://a.example/page", ""])
-def test_what_is_no_origin_is_told(tmp_path: Path, origin: str) -> None:
-    with pytest.raises(ValueError, match="is no origin"):
+def test_an_invalid_origin_is_refused_by_name(tmp_path: Path, origin: str) -> None:
+    with pytest.raises(ValueError, match="is not an origin"):
         ProxySettings(upstreams=("http://a",), model="m", store="-", journal=tmp_path, allowed_origins=(origin,))

@@ -242,7 +242,7 @@ def settings(*entries: Any, environ: dict[str, str] | None = None) -> ProxySetti
         ({"model": "hosted_vllm/a"}, "needs api_base"),
         ({"model": "openai/a", "api_base": "localhost:1"}, "is not a URL"),
         ({"model": "openai/a", "api_base": "http://me:sk-secret@host/v1"}, "must be a plain URL"),
-        ({"model": "openai/a", "rpm": 3}, "rpm: not known here; known are model, api_base, api_key, timeout, "),
+        ({"model": "openai/a", "rpm": 3}, "rpm: unknown; known are model, api_base, api_key, timeout, "),
     ],
 )
 def test_a_wrong_entry_names_the_remedy_and_shows_no_secret(params: dict[str, Any], complaint: str) -> None:
@@ -253,7 +253,7 @@ def test_a_wrong_entry_names_the_remedy_and_shows_no_secret(params: dict[str, An
 
 
 def test_the_trained_alias_cannot_be_another_model() -> None:
-    with pytest.raises(pydantic.ValidationError, match="agent is the alias that is trained here"):
+    with pytest.raises(pydantic.ValidationError, match="agent is the alias that this proxy trains"):
         settings(entry("http://h", name="agent"))
 
 
@@ -287,6 +287,6 @@ def test_a_litellm_file_serves(tmp_path: Any) -> None:
     file.write_text(file.read_text().replace("os.environ/K", KEY))
     from ratchet.errors import SettingsError
 
-    with pytest.raises(SettingsError, match=r"litellm\.yaml: model_list\.0\.litellm_params\.api_key: holds a key") as e:
+    with pytest.raises(SettingsError, match=r"litellm\.yaml: model_list\.0\.litellm_params\.api_key: is a key itself") as e:
         load(file, environ={})
     assert KEY not in str(e.value)
