@@ -287,6 +287,8 @@ def test_a_litellm_file_serves(tmp_path: Any) -> None:
     file.write_text(file.read_text().replace("os.environ/K", KEY))
     from ratchet.errors import SettingsError
 
-    with pytest.raises(SettingsError, match=r"litellm\.yaml: model_list\.0\.litellm_params\.api_key: is a key itself") as e:
+    with pytest.raises(
+        SettingsError, match=r"litellm\.yaml: model_list\.0\.litellm_params\.api_key: is a key itself"
+    ) as e:
         load(file, environ={})
     assert KEY not in str(e.value)
