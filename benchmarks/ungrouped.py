@@ -13,7 +13,8 @@ share, they are asked in the first way alone.
     resample   ungrouped: drop, resample.samples: 3
     ranked     likewise, and the judge is RULER, asking a scripted model that is wrong about 15% of the answers
 
-    python -m benchmarks.ungrouped [--ways none,baseline,resample] [--calls 350] [--rate 5] [--seed 1] [--release-held-out 0]
+    python -m benchmarks.ungrouped [--ways none,baseline,resample] [--calls 350] [--rate 5] [--seed 1]
+        [--release-held-out 0]
 """
 
 from __future__ import annotations

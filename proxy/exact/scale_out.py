@@ -1,7 +1,7 @@
 """vLLM's token-in-token-out endpoints (`--enable-scale-out`): render, generate, derender, detokenize.
 
-One function per endpoint. A missing endpoint is `EndpointNotOffered`, any other refusal `ScaleOutError`; the client sees
-neither. Generate is a call like any other that may take minutes: only its body is built here.
+One function per endpoint. A missing endpoint is `EndpointNotOffered`, any other refusal `ScaleOutError`; the
+client sees neither. Generate is a call like any other that may take minutes: only its body is built here.
 """
 
 from __future__ import annotations

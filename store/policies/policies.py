@@ -1,8 +1,7 @@
-"""Policies: which versions of an alias exist, which one is live, and why.
+"""Policies: the versions of an alias, which one is live, and why.
 
-Promises: at most one live version and one canary per alias; a promotion retires the old one in the same transaction, a
-roll back rejects all that came after it; every decision is written down with its evidence in the same transaction; of
-two that decide at once, the later one is refused.
+An alias has at most one live version and one canary. A promotion retires the old version, a rollback rejects all later
+ones, and both record the decision with its evidence in one transaction. Of two decisions at once, the later is refused.
 """
 
 from __future__ import annotations

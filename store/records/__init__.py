@@ -1,7 +1,6 @@
-"""The frozen records that cross room borders: what the proxy ships and what the trainer and the API read.
+"""The frozen records that components exchange: what the proxy ships, and what the trainer and the API read.
 
-Token ids travel as little-endian int32 bytes, logprobs as little-endian float32 bytes: `pack_*` and `unpack_*`
-are the only two ways in and out. Times are Unix seconds (float, UTC). A record that was read never changes.
+Token ids are packed int32, logprobs packed float32, both little-endian. Times are Unix seconds (float, UTC).
 """
 
 from __future__ import annotations
@@ -10,9 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ratchet.store.records.base import Record
-from ratchet.store.records.encoding import (
-    pack_ids as pack_ids,  # told here as well: they are part of what the records are
-)
+from ratchet.store.records.encoding import pack_ids as pack_ids
 from ratchet.store.records.encoding import pack_logprobs as pack_logprobs
 from ratchet.store.records.encoding import unpack_ids as unpack_ids
 from ratchet.store.records.encoding import unpack_logprobs as unpack_logprobs
@@ -27,9 +24,6 @@ REDACTED = "redacted"  # why a call is untrainable of which something was not wr
 OTHER = "other_model"  # the purpose of calls to a model that is not trained here
 TOOL_GRAMMAR = "tool_grammar"  # among a call's sampling parameters: vLLM held its tool calls to a grammar
 RESAMPLE = "resample"  # the purpose of a further answer to a recorded prompt: trained with it, never counted as traffic
-
-
-# --- what the proxy ships -------------------------------------------------------------------------------------
 
 
 class MessageNode(Record, frozen=True):
@@ -181,9 +175,6 @@ class ProxyInstance(Record, frozen=True):
     pinned_trajectories: Mapping[str, int]  # "alias@version" -> open trajectories pinned to it
     shipped_until: float  # everything that it recorded before this moment is in the store
     heartbeat_at: float
-
-
-# --- what the trainer and the API read ------------------------------------------------------------------------
 
 
 class Call(Record, frozen=True):

@@ -4,8 +4,8 @@ Pairwise over calls. Precision: of the pairs stored in one trajectory, the share
 the pairs that truly belong to one trajectory, the share stored in one. Parents: the share of calls whose stored parent
 and choice are the true ones ("no parent" counts as a value).
 
-If trajectories are indistinguishable because all their messages are equal, the truth is taken up to the permutation that
-fits best: calls with equal bodies are exchanged among trajectories whose earlier calls had equal bodies. Two
+If trajectories are indistinguishable because all their messages are equal, the truth is taken up to the permutation
+that fits best: calls with equal bodies are exchanged among trajectories whose earlier calls had equal bodies. Two
 trajectories merged into one, or one split into two, are wrong under every permutation.
 """
 

@@ -1,7 +1,8 @@
 """A small world in which a system prompt decides: only a good prompt defines the words that questions are about.
 
 A task asks for the word of a thing ("What is a blim? (7)"). The policy knows the rules in the prompt,
-one a line ("a blim is a tree"), and says "unsure" to everything else. The line "only N,N: all rules" defines every word,
+one a line ("a blim is a tree"), and says "unsure" to everything else. The
+line "only N,N: all rules" defines every word,
 but only to questions with these numbers: it is how a prompt can fit some tasks and no others.
 """
 

@@ -5,7 +5,7 @@ engine.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,8 @@ from ratchet.trainer.controller.advantages.judged_group import MemberAdvantages
 from ratchet.trainer.controller.rounds.round_runner import RoundRunner
 from ratchet.trainer.controller_loop import Controller
 from ratchet.trainer.errors import CheckpointDamaged, OutOfMemory, TrainingDiverged
-from ratchet.trainer.learner_protocol import LearnerProtocol, RoundReport
-from ratchet.trainer.rows.token_row import TokenRow
-from ratchet.trainer.settings.learner_settings import LearnerSettings
 from tests.harness.trainer.agents import agents_work
+from tests.harness.trainer.failing_learners import Diverging, Power, TooLarge
 from tests.harness.trainer.scripted_engine import ScriptedEngine
 from tests.harness.trainer.tool_records import tool_called
 
@@ -43,49 +41,6 @@ class OutageAtCommit(Rounds):
             self.outages -= 1
             raise StoreUnavailable("scripted outage")
         return super().commit(round_id, **values)
-
-
-class Power:
-    """A power cut, right after the checkpoint is on disk and before the commit."""
-
-    def __init__(self, learner: LearnerProtocol) -> None:
-        self._learner = learner
-
-    @property
-    def step(self) -> int:
-        return self._learner.step
-
-    def unfit(self, row: TokenRow) -> str | None:
-        return self._learner.unfit(row)
-
-    def train_round(self, rows: Sequence[TokenRow], rate_scale: float = 1.0) -> RoundReport:
-        return self._learner.train_round(rows, rate_scale)
-
-    def score(
-        self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool | Path = True
-    ) -> list[tuple[float, ...]]:
-        return self._learner.score(rows, adapter=adapter)
-
-    def save(self, folder: Path) -> None:
-        self._learner.save(folder)
-        raise KeyboardInterrupt
-
-    def load(self, folder: Path | None, settings: LearnerSettings) -> None:
-        self._learner.load(folder, settings)
-
-
-class Diverging(Power):
-    """A learner whose gradient is not finite."""
-
-    def train_round(self, rows: Sequence[TokenRow], rate_scale: float = 1.0) -> RoundReport:
-        raise TrainingDiverged("the gradient's norm is nan")
-
-
-class TooLarge(Power):
-    """A learner whose round does not fit into memory."""
-
-    def train_round(self, rows: Sequence[TokenRow], rate_scale: float = 1.0) -> RoundReport:
-        raise OutOfMemory("lower learner.token_budget")
 
 
 def test_shipped_calls_become_a_live_version_that_is_proven_to_be_served(

@@ -1,0 +1,54 @@
+"""Learners that fail at one point: a power cut after the checkpoint, a gradient that is not finite, no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ratchet.trainer.errors import OutOfMemory, TrainingDiverged
+from ratchet.trainer.learner_protocol import LearnerProtocol, RoundReport
+from ratchet.trainer.rows.token_row import TokenRow
+from ratchet.trainer.settings.learner_settings import LearnerSettings
+
+
+class Power:
+    """A power cut, right after the checkpoint is on disk and before the commit."""
+
+    def __init__(self, learner: LearnerProtocol) -> None:
+        self._learner = learner
+
+    @property
+    def step(self) -> int:
+        return self._learner.step
+
+    def unfit(self, row: TokenRow) -> str | None:
+        return self._learner.unfit(row)
+
+    def train_round(self, rows: Sequence[TokenRow], rate_scale: float = 1.0) -> RoundReport:
+        return self._learner.train_round(rows, rate_scale)
+
+    def score(
+        self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool | Path = True
+    ) -> list[tuple[float, ...]]:
+        return self._learner.score(rows, adapter=adapter)
+
+    def save(self, folder: Path) -> None:
+        self._learner.save(folder)
+        raise KeyboardInterrupt
+
+    def load(self, folder: Path | None, settings: LearnerSettings) -> None:
+        self._learner.load(folder, settings)
+
+
+class Diverging(Power):
+    """A learner whose gradient is not finite."""
+
+    def train_round(self, rows: Sequence[TokenRow], rate_scale: float = 1.0) -> RoundReport:
+        raise TrainingDiverged("the gradient's norm is nan")
+
+
+class TooLarge(Power):
+    """A learner whose round does not fit into memory."""
+
+    def train_round(self, rows: Sequence[TokenRow], rate_scale: float = 1.0) -> RoundReport:
+        raise OutOfMemory("lower learner.token_budget")
