@@ -32,7 +32,7 @@ from ratchet.store.tuning.tunings import Tunings
 
 
 class Store:
-    """The verbs, by noun."""
+    """Operations by subject."""
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
@@ -68,8 +68,8 @@ class Store:
 def open_store(url: str, *, create: bool = True) -> Store:
     """Open the store at a database URL or an SQLite path; an empty database gets its schema.
 
-    Raises StoreError: SchemaMismatch where another version of Ratchet made the database, StoreUnavailable where
-    it does not answer, StoreNotFound where there is no SQLite file and none is to be made.
+    Raises StoreError: SchemaMismatch if another version of Ratchet made the database, StoreUnavailable where
+    it does not answer, StoreNotFound if there is no SQLite file and none is to be made.
     """
     engine = connect(url, create)
     if not create and (file := missing_file(engine)):

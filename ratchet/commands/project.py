@@ -138,11 +138,11 @@ def status(
 
 def _report(settings: Settings, png: Path | None, as_json: bool) -> None:
     from ratchet.status import training_reports
-    from ratchet.store.reports.learning_report import plain
+    from ratchet.store.reports.learning_report import to_dict
 
     found = training_reports.read_report(settings)
     if as_json:
-        options.print_json(plain(found))
+        options.print_json(to_dict(found))
     else:
         click.echo("\n".join(training_reports.report_lines(found)))
     if png is not None:

@@ -13,8 +13,8 @@ from ratchet import __version__
 from ratchet.settings.project_settings import Settings
 from ratchet.settings.state_folder import SERVICES, StateFolder
 from ratchet.store.reasons import UNTRAINED, drop_meaning
-from ratchet.store.reports.policy_movement import lately
-from ratchet.store.reports.undecided_versions import held, read_canary_scores
+from ratchet.store.reports.policy_movement import recent_movements
+from ratchet.store.reports.undecided_versions import read_awaiting_approval, read_canary_scores
 from ratchet.store.states import PolicyState
 from ratchet.supervisor import pidfile
 from ratchet.supervisor.project_lock import orphaned_pid
@@ -118,7 +118,7 @@ def _store(settings: Settings) -> dict[str, Any] | None:
         "base_model": {"name": base.name, "files": dict(base.file_digests)} if base else None,
         "proxies": _other_proxies(settings, store),
         "canary": read_canary_scores(store, settings.model),
-        "pending_approval": held(store, settings.model),
+        "pending_approval": read_awaiting_approval(store, settings.model),
         "decisions": [
             {
                 "version": one.version,
@@ -151,8 +151,8 @@ def _left_out(rounds: Sequence[Round]) -> dict[str, int]:
 
 def _policy_change(store: Store, alias: str) -> dict[str, Any] | None:
     """Return how much the newest round changed the policy."""
-    newest = next(iter(lately(store, alias)), None)
-    return None if newest is None else dataclasses.asdict(newest) | {"size": newest.size, "meaning": newest.told()}
+    newest = next(iter(recent_movements(store, alias)), None)
+    return None if newest is None else dataclasses.asdict(newest) | {"size": newest.size, "meaning": newest.describe()}
 
 
 def format_canary(scores: dict[str, Any]) -> str:

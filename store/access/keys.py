@@ -21,7 +21,7 @@ from ratchet.store.states import KeyScope
 
 
 class Keys:
-    """The verbs over keys."""
+    """Operations on keys."""
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine

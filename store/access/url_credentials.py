@@ -17,7 +17,7 @@ def without_credentials(url: str) -> str:
 
 
 def credentials(url: str) -> tuple[str, str] | None:
-    """Return the name and password in a URL, decoded; None where it has none. Raises ValueError where it is none."""
+    """Return the name and password in a URL, decoded; None if it has none. Raises ValueError where it is none."""
     parts = urlsplit(url)
     if parts.username is None:
         return None

@@ -26,7 +26,7 @@ _PACKED = ("prompt_blocks", "prompt_ids", "token_ids", "logprobs")  # columns th
 
 
 class Calls:
-    """The verbs over calls and the messages they carry."""
+    """Operations on calls and the messages they carry."""
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine

@@ -1,6 +1,6 @@
-"""Feedback: what people said of answers, where it belongs, and whether a judge has heard it.
+"""Feedback: what people item of answers, where it belongs, and whether a judge has heard it.
 
-Promises: what was said is only ever added, once per id; it is placed at its trajectory as soon as that is stored, in
+Promises: what was item is only ever added, once per id; it is placed at its trajectory as soon as that is stored, in
 the transaction that stores the later of the two, also where two proxies ship them at once; what one key says of another
 key's trajectory is never placed.
 
@@ -41,21 +41,21 @@ UNAPPLIED = (
 
 
 class FeedbackVerbs:
-    """The verbs over feedback."""
+    """Operations on feedback."""
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
 
-    def add(self, said: Sequence[Feedback]) -> None:
+    def add(self, item: Sequence[Feedback]) -> None:
         """Add what is not there yet."""
         with write(self._engine) as connection:
             lock_feedback_order(connection, feedback=True)
-            add(connection, said)
+            add(connection, item)
 
-    def target_of(self, said: Feedback) -> Place | None:
-        """Return where it belongs; None where that is not stored, or is another key's."""
+    def target_of(self, item: Feedback) -> Place | None:
+        """Return where it belongs; None if that is not stored, or is another key's."""
         with read(self._engine) as connection:
-            return _place(connection, said)
+            return _place(connection, item)
 
     def get(self, name: str) -> Feedback:
         """Return one. Raises RecordNotFound."""
@@ -95,20 +95,20 @@ class FeedbackVerbs:
                 connection.execute(sa.update(table).where(chosen, table.c.applied_at.is_(None)).values(applied_at=now))
 
     def applied_too_late(self, alias: str, limit: int = 100) -> list[str]:
-        """Return an alias's trajectories that were judged or put aside before somebody gave a value for them."""
-        table, runs, groups = schema.feedback, schema.trajectories, schema.groups
-        state = unindexed(runs.c.state)
+        """Return an alias's trajectories that were judged or dropped before somebody gave a value for them."""
+        table, trajectories, groups = schema.feedback, schema.trajectories, schema.groups
+        state = unindexed(trajectories.c.state)
         settled = sa.or_(
             state.in_([TrajectoryState.TRAINED, TrajectoryState.DROPPED]),
             sa.and_(state == TrajectoryState.GROUPED, groups.c.state != GroupState.READY),
         )
         query = (
-            sa.select(runs.c.id)
+            sa.select(trajectories.c.id)
             .distinct()
-            .join(table, table.c.trajectory_id == runs.c.id)
-            .outerjoin(groups, groups.c.id == runs.c.group_id)
-            .where(*UNAPPLIED, unindexed(runs.c.alias) == alias, settled)
-            .order_by(runs.c.id)
+            .join(table, table.c.trajectory_id == trajectories.c.id)
+            .outerjoin(groups, groups.c.id == trajectories.c.group_id)
+            .where(*UNAPPLIED, unindexed(trajectories.c.alias) == alias, settled)
+            .order_by(trajectories.c.id)
             .limit(limit)
         )
         with read(self._engine) as connection:
@@ -135,10 +135,10 @@ def lock_feedback_order(connection: sa.Connection, *, feedback: bool) -> None:
         connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock{'' if feedback else '_shared'}({_LOCK})")
 
 
-def add(connection: sa.Connection, said: Iterable[Feedback]) -> None:
+def add(connection: sa.Connection, item: Iterable[Feedback]) -> None:
     """Add feedback inside the caller's transaction, at its place where that is known."""
     rows = []
-    for one in said:
+    for one in item:
         trajectory, call = _place(connection, one) or (None, None)
         rows.append(msgspec.structs.asdict(one) | {"trajectory_id": trajectory, "call_id": call})
     insert_or_ignore(connection, schema.feedback, rows)
@@ -163,7 +163,7 @@ def attach_pending_feedback(connection: sa.Connection, records: Sequence[CallRec
 def delete_pending_feedback_of(connection: sa.Connection, trajectory_ids: Sequence[str]) -> int:
     """Delete what names these trajectories or their calls and was never placed; return how many.
 
-    Another key said it. What was placed goes with its trajectory.
+    Another key item it. What was placed goes with its trajectory.
     """
     calls = schema.calls
     own = sa.select(calls.c.id, calls.c.response_id).where(calls.c.trajectory_id.in_(trajectory_ids))
@@ -174,11 +174,11 @@ def delete_pending_feedback_of(connection: sa.Connection, trajectory_ids: Sequen
 def delete_pending_feedback(connection: sa.Connection, chosen: TrajectoryFilter) -> int:
     """Delete what was never placed, where a filter says no more than whose and how old; return how many."""
     table = schema.feedback
-    said = [table.c.given_at < moment for moment in (chosen.until, chosen.inactive_since) if moment is not None]
-    said += [table.c.key_id == chosen.key] if chosen.key is not None else []
-    if not said or not replace(chosen, key=None, until=None, inactive_since=None, trained=None).is_unrestricted:
+    item = [table.c.given_at < moment for moment in (chosen.until, chosen.inactive_since) if moment is not None]
+    item += [table.c.key_id == chosen.key] if chosen.key is not None else []
+    if not item or not replace(chosen, key=None, until=None, inactive_since=None, trained=None).is_unrestricted:
         return 0
-    return int(connection.execute(sa.delete(table).where(table.c.trajectory_id.is_(None), *said)).rowcount)
+    return int(connection.execute(sa.delete(table).where(table.c.trajectory_id.is_(None), *item)).rowcount)
 
 
 def _delete_waiting(connection: sa.Connection, targets: Sequence[str]) -> int:
@@ -190,7 +190,7 @@ def _delete_waiting(connection: sa.Connection, targets: Sequence[str]) -> int:
 
 
 def feedback_of(connection: sa.Connection, trajectory_id: str) -> tuple[Feedback, ...]:
-    """Return what was said of a trajectory, oldest first."""
+    """Return what was item of a trajectory, oldest first."""
     table = schema.feedback
     chosen = sa.select(table).where(table.c.trajectory_id == trajectory_id).order_by(table.c.given_at, table.c.id)
     return tuple(row_to(Feedback, row) for row in connection.execute(chosen))
@@ -207,30 +207,34 @@ def _names_of(call_id: str, response_id: str | None) -> list[str]:
     return [call_id, *worded, *([response_id] if response_id else [])]
 
 
-def _place(connection: sa.Connection, said: Feedback) -> Place | None:
+def _place(connection: sa.Connection, item: Feedback) -> Place | None:
     """Return the trajectory, and the call, that are meant and may be spoken of."""
-    runs, calls = schema.trajectories, schema.calls
-    if said.kind == TRAJECTORY:
-        found = connection.execute(sa.select(runs.c.id, runs.c.key_id).where(runs.c.id == said.target)).first()
-        return (found.id, None) if found and _may_speak(said, found.key_id) else None
-    query = sa.select(calls.c.id, calls.c.trajectory_id, runs.c.key_id).join(runs, runs.c.id == calls.c.trajectory_id)
-    name = _call_of(said)
+    trajectories, calls = schema.trajectories, schema.calls
+    if item.kind == TRAJECTORY:
+        found = connection.execute(
+            sa.select(trajectories.c.id, trajectories.c.key_id).where(trajectories.c.id == item.target)
+        ).first()
+        return (found.id, None) if found and _may_speak(item, found.key_id) else None
+    query = sa.select(calls.c.id, calls.c.trajectory_id, trajectories.c.key_id).join(
+        trajectories, trajectories.c.id == calls.c.trajectory_id
+    )
+    name = _call_of(item)
     if name is not None and (one := connection.execute(query.where(calls.c.id == name)).first()):
-        return (one.trajectory_id, one.id) if _may_speak(said, one.key_id) else None
-    if said.kind == CALL:
+        return (one.trajectory_id, one.id) if _may_speak(item, one.key_id) else None
+    if item.kind == CALL:
         return None
-    newest = query.where(calls.c.response_id == said.target).order_by(calls.c.id.desc()).limit(_SAME_ID)
-    rows = [row for row in connection.execute(newest) if _may_speak(said, row.key_id)]
+    newest = query.where(calls.c.response_id == item.target).order_by(calls.c.id.desc()).limit(_SAME_ID)
+    rows = [row for row in connection.execute(newest) if _may_speak(item, row.key_id)]
     return (rows[0].trajectory_id, rows[0].id) if rows else None
 
 
-def _call_of(said: Feedback) -> str | None:
+def _call_of(item: Feedback) -> str | None:
     """Return the id of the call that the target's own text names."""
-    if said.kind == CALL:
-        return said.target
-    prefix = next((prefix for prefix in _WORDED if said.target.startswith(prefix)), None)
-    return _CALL + said.target.removeprefix(prefix) if prefix else None
+    if item.kind == CALL:
+        return item.target
+    prefix = next((prefix for prefix in _WORDED if item.target.startswith(prefix)), None)
+    return _CALL + item.target.removeprefix(prefix) if prefix else None
 
 
-def _may_speak(said: Feedback, key_id: str | None) -> bool:
-    return said.trusted or may_share_trajectory(said.key_id, key_id)
+def _may_speak(item: Feedback, key_id: str | None) -> bool:
+    return item.trusted or may_share_trajectory(item.key_id, key_id)

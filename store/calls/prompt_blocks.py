@@ -44,9 +44,9 @@ class Blocks:
         wanted = {(row.trajectory_id, name) for row in rows for name in block_digests(row.prompt_blocks)}
         table = schema.prompt_blocks
         self._ids: dict[tuple[str, bytes], bytes] = {}
-        runs = sorted({run for run, _ in wanted})
-        for start in range(0, len(runs), 500):
-            query = sa.select(table).where(table.c.trajectory_id.in_(runs[start : start + 500]))
+        trajectories = sorted({run for run, _ in wanted})
+        for start in range(0, len(trajectories), 500):
+            query = sa.select(table).where(table.c.trajectory_id.in_(trajectories[start : start + 500]))
             for row in connection.execute(query):
                 if (row.trajectory_id, row.digest) in wanted:
                     self._ids[row.trajectory_id, row.digest] = row.token_ids

@@ -2,8 +2,9 @@
 
 Promises: an original gets its resamples planned once, whoever plans; each is asked for at most once, since it is
 written
-down as asked before the request goes out: what a killed trainer leaves so is never asked for again. A shadow goes with
-its original when that is deleted. Its trajectory, of the same id, has the purpose `shadow`.
+down as asked before the request goes out: what a killed trainer leaves so is never asked for again. A resample goes
+with
+its original when that is deleted. Its trajectory, of the same id, has the purpose `resample`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ratchet.store.records import RESAMPLE, Trajectory
 from ratchet.store.records.base import Record, row_to
 from ratchet.store.states import RESAMPLE_TRANSITIONS, ResampleState, TrajectoryState, states_before
 
-RESAMPLE_ID_PREFIX = "shad"  # of the ids; the proxy knows a shadow by it
+RESAMPLE_ID_PREFIX = "shad"  # of the ids; the proxy knows a resample by it
 
 
 class Resample(Record, frozen=True):
@@ -56,14 +57,14 @@ class ResampleCount(Record, frozen=True):
 
 
 class Resamples:
-    """The verbs over resamples."""
+    """Operations on resamples."""
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
         self._counts = CachedCount(self._count)
 
     def plan(self, original: Trajectory, count: int, tokens: int, now: float) -> None:
-        """Write down that `count` further answers are wanted. Raises InvalidTransition where they were planned
+        """Record that `count` further answers are wanted. Raises InvalidTransition if they were planned
         before.
         """
         values = {"original_id": original.id, "alias": original.alias, "version": original.version, "tokens": tokens}
@@ -79,15 +80,15 @@ class Resamples:
             insert_or_ignore(connection, schema.resamples, rows)
 
     def mark_requested(self, resample_id: str, now: float) -> None:
-        """Write down that a shadow is asked for now. Raises InvalidTransition where it is not planned any more."""
+        """Record that a resample is asked for now. Raises InvalidTransition if it is not planned any more."""
         self._move(resample_id, ResampleState.REQUESTED, requested_at=now)
 
     def mark_answered(self, resample_id: str, now: float, tokens: int) -> None:
-        """Write down that the proxy gave the whole answer. Raises InvalidTransition where its end is known."""
+        """Record that the proxy gave the whole answer. Raises InvalidTransition if its end is known."""
         self._move(resample_id, ResampleState.ANSWERED, ended_at=now, tokens=tokens)
 
     def mark_failed(self, resample_id: str, now: float, failure: str) -> None:
-        """Write down why there is no answer. Raises InvalidTransition where its end is known."""
+        """Record why there is no answer. Raises InvalidTransition if its end is known."""
         self._move(resample_id, ResampleState.FAILED, ended_at=now, failure=failure)
 
     def get(self, resample_id: str) -> Resample:
@@ -97,15 +98,15 @@ class Resamples:
                 sa.select(schema.resamples).where(schema.resamples.c.id == resample_id)
             ).one_or_none()
         if row is None:
-            raise RecordNotFound(f"no shadow {resample_id}")
+            raise RecordNotFound(f"no resample {resample_id}")
         return row_to(Resample, row)
 
     def pending(self, alias: str, originals: Collection[str] | None = None) -> list[Resample]:
         """Return the resamples whose original still waits for a group, those of one original together, oldest first.
 
-        Of all originals, which looks at every shadow of the alias, or of these alone.
+        Of all originals, which looks at every resample of the alias, or of these alone.
         """
-        runs = schema.trajectories
+        trajectories = schema.trajectories
         mine = (
             schema.resamples.c.alias == alias
             if originals is None
@@ -113,8 +114,8 @@ class Resamples:
         )
         query = (
             sa.select(schema.resamples)
-            .join(runs, runs.c.id == schema.resamples.c.original_id)
-            .where(mine, runs.c.state == TrajectoryState.SEALED)
+            .join(trajectories, trajectories.c.id == schema.resamples.c.original_id)
+            .where(mine, trajectories.c.state == TrajectoryState.SEALED)
             .order_by(schema.resamples.c.original_id, schema.resamples.c.number)
         )
         with read(self._engine) as connection:
@@ -130,13 +131,13 @@ class Resamples:
 
     def sealed_of(self, original_id: str) -> list[str]:
         """Return the resamples of an original whose trajectories are sealed: in the store, and whole."""
-        runs = schema.trajectories
+        trajectories = schema.trajectories
         query = (
-            sa.select(runs.c.id)
-            .join(schema.resamples, schema.resamples.c.id == runs.c.id)
+            sa.select(trajectories.c.id)
+            .join(schema.resamples, schema.resamples.c.id == trajectories.c.id)
             .order_by(schema.resamples.c.number)
         )
-        mine = sa.and_(schema.resamples.c.original_id == original_id, runs.c.state == TrajectoryState.SEALED)
+        mine = sa.and_(schema.resamples.c.original_id == original_id, trajectories.c.state == TrajectoryState.SEALED)
         with read(self._engine) as connection:
             return list(connection.scalars(query.where(mine)))
 
@@ -156,12 +157,18 @@ class Resamples:
 
     def seal_trajectories(self, alias: str, shipped_until: float) -> None:
         """Seal the trajectories of resamples that ended before `shipped_until`: every proxy has shipped them."""
-        runs = schema.trajectories
-        over = sa.exists().where(schema.resamples.c.id == runs.c.id, schema.resamples.c.ended_at < shipped_until)
-        mine = sa.and_(runs.c.alias == alias, runs.c.state == TrajectoryState.OPEN, runs.c.purpose == RESAMPLE)
+        trajectories = schema.trajectories
+        over = sa.exists().where(
+            schema.resamples.c.id == trajectories.c.id, schema.resamples.c.ended_at < shipped_until
+        )
+        mine = sa.and_(
+            trajectories.c.alias == alias,
+            trajectories.c.state == TrajectoryState.OPEN,
+            trajectories.c.purpose == RESAMPLE,
+        )
         values = {"state": TrajectoryState.SEALED, "sealed_at": shipped_until, "sealed_by": FINISH}
         with write(self._engine) as connection:
-            connection.execute(sa.update(runs).where(mine, over).values(**values))
+            connection.execute(sa.update(trajectories).where(mine, over).values(**values))
 
     def _count(self) -> dict[tuple[str, ResampleState], ResampleCount]:
         columns = (
@@ -187,4 +194,6 @@ class Resamples:
                 sa.update(schema.resamples).where(mine).values(state=state, **truncate_row(schema.resamples, values))
             )
         if not moved.rowcount:
-            raise InvalidTransition(f"shadow {resample_id} is {self.get(resample_id).state} and cannot become {state}")
+            raise InvalidTransition(
+                f"resample {resample_id} is {self.get(resample_id).state} and cannot become {state}"
+            )

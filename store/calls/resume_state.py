@@ -25,19 +25,26 @@ _RETRIED = (408, 409, 429)  # and every 5xx
 
 
 class ResumeState:
-    """The verbs over open trajectories."""
+    """Operations on open trajectories."""
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
 
     def open_leaves(self, since: float, limit: int = 10_000) -> list[OpenLeaf]:
         """Return the answers of open trajectories active after `since` (Unix seconds), oldest first."""
-        calls, answers, runs = schema.calls, schema.choices, schema.trajectories
+        calls, answers, trajectories = schema.calls, schema.choices, schema.trajectories
         columns = (answers.c.choice, answers.c.link_key, answers.c.tool_call_ids, answers.c.reply_node)
         query = (
-            sa.select(calls, runs.c.purpose, runs.c.root_node, runs.c.last_active_at, *_FAMILY, *columns)
+            sa.select(
+                calls,
+                trajectories.c.purpose,
+                trajectories.c.root_node,
+                trajectories.c.last_active_at,
+                *_FAMILY,
+                *columns,
+            )
             .join(answers, answers.c.call_id == calls.c.id)
-            .join(runs, runs.c.id == calls.c.trajectory_id)
+            .join(trajectories, trajectories.c.id == calls.c.trajectory_id)
             .where(_open(since), answers.c.link_key != "")
             .order_by(calls.c.id.desc())
             .limit(limit)
@@ -53,7 +60,7 @@ class ResumeState:
 
     def unanswered_calls(self, since: float, limit: int = 10_000) -> list[UnansweredCall]:
         """Return the calls of open trajectories that nobody got an answer to since then, oldest first."""
-        calls, runs = schema.calls, schema.trajectories
+        calls, trajectories = schema.calls, schema.trajectories
         failed = sa.and_(calls.c.state == CallState.FAILED, sa.or_(calls.c.status >= 500, calls.c.status.in_(_RETRIED)))
         later = calls.alias("later")
         repeated = sa.exists().where(
@@ -62,8 +69,8 @@ class ResumeState:
             later.c.id > calls.c.id,
         )
         query = (
-            sa.select(calls, runs.c.purpose, runs.c.last_active_at, *_FAMILY)
-            .join(runs, runs.c.id == calls.c.trajectory_id)
+            sa.select(calls, trajectories.c.purpose, trajectories.c.last_active_at, *_FAMILY)
+            .join(trajectories, trajectories.c.id == calls.c.trajectory_id)
             .where(_open(since), calls.c.started_at >= since, sa.or_(calls.c.state.in_(_LOST), failed), ~repeated)
             .order_by(calls.c.id.desc())
             .limit(limit)
@@ -74,8 +81,8 @@ class ResumeState:
 
 
 def _open(since: float) -> sa.ColumnElement[bool]:
-    runs = schema.trajectories
-    return sa.and_(runs.c.state == TrajectoryState.OPEN, runs.c.last_active_at >= since)
+    trajectories = schema.trajectories
+    return sa.and_(trajectories.c.state == TrajectoryState.OPEN, trajectories.c.last_active_at >= since)
 
 
 def _leaf(

@@ -83,11 +83,11 @@ def ship(connection: sa.Connection, records: Sequence[CallRecord]) -> None:
     ending = {n: end for n, end in ended.items() if n not in known or known[n].state in awaited}
     hosts = {name: row.trajectory_id for name, row in known.items()}
     also = [hosts[name] for name in ending if name in hosts]
-    runs = _open_trajectories(connection, new, ended, also)
-    hosts |= _hosts(connection, new, ended, runs)
+    trajectories = _open_trajectories(connection, new, ended, also)
+    hosts |= _hosts(connection, new, ended, trajectories)
     _write_calls(connection, new, ending, hosts, replaced=[name for name in ending if name in known])
     _write_choices(connection, ending.values())
-    _touch(connection, _active(new, ending.values(), hosts), runs)
+    _touch(connection, _active(new, ending.values(), hosts), trajectories)
 
 
 def lock_messages_shared(connection: sa.Connection) -> None:
@@ -187,8 +187,10 @@ def _add_tags(connection: sa.Connection, calls: Sequence[CallBegun], hosts: Mapp
     tagged = {hosts[begun.call_id] for begun in calls if begun.tags}
     if not tagged:
         return
-    runs = schema.trajectories
-    found = connection.execute(sa.select(runs.c.id, runs.c.opened_at).where(runs.c.id.in_(tagged)))
+    trajectories = schema.trajectories
+    found = connection.execute(
+        sa.select(trajectories.c.id, trajectories.c.opened_at).where(trajectories.c.id.in_(tagged))
+    )
     opened = {row.id: row.opened_at for row in found}
     pairs = sorted({(hosts[begun.call_id], tag) for begun in calls for tag in begun.tags})
     rows = [(tag, opened[name], name) for name, tag in pairs]
@@ -214,36 +216,44 @@ def _open_trajectories(
 ) -> dict[str, _Run]:
     """Return the trajectories that calls name, with those of `also`, by id; make those that are new."""
     firsts = {begun.trajectory_id: begun for begun in reversed(calls)}
-    runs = _runs(connection, sorted({*firsts, *also}))
-    if new := {name: begun for name, begun in firsts.items() if name not in runs}:
-        runs |= _add_trajectories(connection, new, ended)
-    return runs
+    trajectories = _runs(connection, sorted({*firsts, *also}))
+    if new := {name: begun for name, begun in firsts.items() if name not in trajectories}:
+        trajectories |= _add_trajectories(connection, new, ended)
+    return trajectories
 
 
 def _hosts(
-    connection: sa.Connection, calls: Sequence[CallBegun], ended: Mapping[str, CallEnded], runs: Mapping[str, _Run]
+    connection: sa.Connection,
+    calls: Sequence[CallBegun],
+    ended: Mapping[str, CallEnded],
+    trajectories: Mapping[str, _Run],
 ) -> dict[str, str]:
     """Return, by call id, the open trajectory that takes the call: the one that it names, or a successor."""
     hosts: dict[str, str] = {}
     taken: set[str] = set()
     for begun in calls:
         name = begun.trajectory_id
-        if _takes(runs[name], begun):
+        if _takes(trajectories[name], begun):
             hosts[begun.call_id] = name
             taken.add(name)
         else:
             hosts[begun.call_id] = _successor(connection, begun, ended)
-    _reopen(connection, [name for name in sorted(taken) if runs[name].state == TrajectoryState.SEALED])
+    _reopen(connection, [name for name in sorted(taken) if trajectories[name].state == TrajectoryState.SEALED])
     return hosts
 
 
 def _runs(connection: sa.Connection, names: Sequence[str]) -> dict[str, _Run]:
     """Return the rows of trajectories by id, locked where the database locks rows: nobody may seal one meanwhile."""
-    runs = schema.trajectories
+    trajectories = schema.trajectories
     if not names:
         return {}
-    columns = [runs.c[name] for name in ("id", *_Run._fields)]
-    query = sa.select(*columns).where(in_values(connection, runs.c.id, names)).order_by(runs.c.id).with_for_update()
+    columns = [trajectories.c[name] for name in ("id", *_Run._fields)]
+    query = (
+        sa.select(*columns)
+        .where(in_values(connection, trajectories.c.id, names))
+        .order_by(trajectories.c.id)
+        .with_for_update()
+    )
     return {row.id: _Run(*row[1:]) for row in connection.execute(query)}
 
 
@@ -265,8 +275,8 @@ def _successor(connection: sa.Connection, begun: CallBegun, ended: Mapping[str, 
 
     A client may have given the name that a successor would get to a run of its own: then the next number is taken.
     """
-    runs, origin = schema.trajectories, begun.trajectory_id
-    count = int(connection.scalar(sa.select(runs.c.successors).where(runs.c.id == origin)) or 0)
+    trajectories, origin = schema.trajectories, begun.trajectory_id
+    count = int(connection.scalar(sa.select(trajectories.c.successors).where(trajectories.c.id == origin)) or 0)
     number = max(1, count)
     while True:
         name = f"{origin}~{number}"
@@ -275,17 +285,17 @@ def _successor(connection: sa.Connection, begun: CallBegun, ended: Mapping[str, 
             break
         number += 1
     if number != count:
-        connection.execute(sa.update(runs).where(runs.c.id == origin).values(successors=number))
+        connection.execute(sa.update(trajectories).where(trajectories.c.id == origin).values(successors=number))
     _reopen(connection, [name])
     return name
 
 
 def _reopen(connection: sa.Connection, names: Sequence[str]) -> None:
-    runs = schema.trajectories
+    trajectories = schema.trajectories
     if names:
         connection.execute(
-            sa.update(runs)
-            .where(runs.c.id.in_(names), runs.c.state == TrajectoryState.SEALED)
+            sa.update(trajectories)
+            .where(trajectories.c.id.in_(names), trajectories.c.state == TrajectoryState.SEALED)
             .values(state=TrajectoryState.OPEN, sealed_at=None, sealed_by=None)
         )
 
@@ -308,9 +318,11 @@ def _last_active(begun: CallBegun, ended: Mapping[str, CallEnded]) -> float:
     return ended[begun.call_id].ended_at if begun.call_id in ended else begun.started_at
 
 
-def _touch(connection: sa.Connection, times: Mapping[str, float], runs: Mapping[str, _Run]) -> None:
+def _touch(connection: sa.Connection, times: Mapping[str, float], trajectories: Mapping[str, _Run]) -> None:
     """Note that trajectories were active at these times, where their rows say less."""
-    later = sorted(name for name in times if name not in runs or runs[name].last_active_at < times[name])
+    later = sorted(
+        name for name in times if name not in trajectories or trajectories[name].last_active_at < times[name]
+    )
     execute_many(connection, _ACTIVE, [{"run": name, "at": times[name]} for name in later])
 
 

@@ -30,7 +30,7 @@ _SAID = (
 
 
 class Tools:
-    """The verbs over tool calls."""
+    """Operations on tool calls."""
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine

@@ -35,7 +35,7 @@ _PAGE_MOST = 1000
 
 
 class Trajectories:
-    """The verbs over trajectories."""
+    """Operations on trajectories."""
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
@@ -50,21 +50,21 @@ class Trajectories:
         A call under way keeps its trajectory open, unless it began more than `lost_after` seconds ago; a rollout whose
         workflow has not returned does, unless it has been still for that long.
         """
-        runs = schema.trajectories
+        trajectories = schema.trajectories
         still = (
-            runs.c.alias == alias,
-            runs.c.state == TrajectoryState.OPEN,
-            runs.c.last_active_at <= now - idle_seconds,
+            trajectories.c.alias == alias,
+            trajectories.c.state == TrajectoryState.OPEN,
+            trajectories.c.last_active_at <= now - idle_seconds,
             ~_under_way(now, lost_after),
-            sa.or_(~is_still_running(runs.c.id), runs.c.last_active_at <= now - lost_after),
+            sa.or_(~is_still_running(trajectories.c.id), trajectories.c.last_active_at <= now - lost_after),
         )
         with write(self._engine) as connection:
             return list(
                 connection.scalars(
-                    sa.update(runs)
+                    sa.update(trajectories)
                     .where(*still)
                     .values(state=TrajectoryState.SEALED, sealed_at=now, sealed_by=IDLE)
-                    .returning(runs.c.id)
+                    .returning(trajectories.c.id)
                 )
             )
 
@@ -74,33 +74,33 @@ class Trajectories:
         Up to that moment every proxy has shipped what it recorded. A call under way counts as for
         `seal_idle_trajectories`. An abandoned rollout's agent may call yet: its trajectory waits until it is still.
         """
-        runs = schema.trajectories
+        trajectories = schema.trajectories
         ended = sa.and_(schema.rollouts.c.state != RolloutState.ABANDONED, schema.rollouts.c.ended_at < shipped_until)
-        over = sa.exists().where(schema.rollouts.c.id == runs.c.id, ended)
-        mine = sa.and_(runs.c.alias == alias, runs.c.state == TrajectoryState.OPEN)
+        over = sa.exists().where(schema.rollouts.c.id == trajectories.c.id, ended)
+        mine = sa.and_(trajectories.c.alias == alias, trajectories.c.state == TrajectoryState.OPEN)
         with write(self._engine) as connection:
             return list(
                 connection.scalars(
-                    sa.update(runs)
+                    sa.update(trajectories)
                     .where(mine, over, ~_under_way(shipped_until, lost_after))
                     .values(state=TrajectoryState.SEALED, sealed_at=shipped_until, sealed_by=FINISH)
-                    .returning(runs.c.id)
+                    .returning(trajectories.c.id)
                 )
             )
 
     def seal(self, trajectory_id: str, now: float) -> Trajectory:
         """Seal one trajectory now; sealing it again changes nothing. Raises RecordNotFound."""
-        runs = schema.trajectories
+        trajectories = schema.trajectories
         with write(self._engine) as connection:
             connection.execute(
-                sa.update(runs)
-                .where(runs.c.id == trajectory_id, runs.c.state == TrajectoryState.OPEN)
+                sa.update(trajectories)
+                .where(trajectories.c.id == trajectory_id, trajectories.c.state == TrajectoryState.OPEN)
                 .values(state=TrajectoryState.SEALED, sealed_at=now, sealed_by=FINISH)
             )
         return self.get(trajectory_id)
 
     def drop(self, trajectory_ids: Iterable[str], reason: str) -> None:
-        """Put trajectories aside for good. Raises InvalidTransition where one is open, trained or already dropped."""
+        """Put trajectories aside for good. Raises InvalidTransition if one is open, trained or already dropped."""
         names = list(trajectory_ids)
         with write(self._engine) as connection:
             drop(connection, names, reason)
@@ -117,38 +117,44 @@ class Trajectories:
 
         With `silent_before`, those that somebody gave a value for, and those whose last call was before that moment.
         """
-        runs = schema.trajectories
-        where = sa.and_(runs.c.state == TrajectoryState.SEALED, runs.c.alias == alias)
+        trajectories = schema.trajectories
+        where = sa.and_(trajectories.c.state == TrajectoryState.SEALED, trajectories.c.alias == alias)
         if silent_before is None:
             return self._select(where, limit, oldest_first=True)
         # Two walks, each along its index: those that still wait for a word may be very many.
-        silent = sa.select(runs.c.id).where(where, runs.c.last_active_at < silent_before)
-        silent = silent.order_by(runs.c.last_active_at).limit(limit)
+        silent = sa.select(trajectories.c.id).where(where, trajectories.c.last_active_at < silent_before)
+        silent = silent.order_by(trajectories.c.last_active_at).limit(limit)
         unheard = sa.select(schema.feedback.c.trajectory_id).where(*UNAPPLIED)
-        sealed = sa.and_(unindexed(runs.c.state) == TrajectoryState.SEALED, unindexed(runs.c.alias) == alias)
-        spoken = sa.select(runs.c.id).where(runs.c.id.in_(unheard), sealed).limit(limit)
+        sealed = sa.and_(
+            unindexed(trajectories.c.state) == TrajectoryState.SEALED, unindexed(trajectories.c.alias) == alias
+        )
+        spoken = sa.select(trajectories.c.id).where(trajectories.c.id.in_(unheard), sealed).limit(limit)
         with read(self._engine) as connection:
             names = sorted({*connection.scalars(silent), *connection.scalars(spoken)})
-        found = self._select(runs.c.id.in_(names), len(names), oldest_first=True) if names else []
+        found = self._select(trajectories.c.id.in_(names), len(names), oldest_first=True) if names else []
         return [run for run in found if run.state is TrajectoryState.SEALED][:limit]
 
     def open_attempts_like(self, alias: str, like: Sequence[Trajectory]) -> list[Trajectory]:
         """Return an alias's open live trajectories that attempt what one of `like` does, without counting calls."""
-        runs = schema.trajectories
+        trajectories = schema.trajectories
         tasks = sorted({run.task for run in like if run.task})
         roots = sorted({run.root_node for run in like if not run.task})
-        still_open = sa.and_(runs.c.alias == alias, runs.c.state == TrajectoryState.OPEN, runs.c.purpose == "live")
+        still_open = sa.and_(
+            trajectories.c.alias == alias,
+            trajectories.c.state == TrajectoryState.OPEN,
+            trajectories.c.purpose == "live",
+        )
         alike: list[sa.ColumnElement[bool]] = [
-            runs.c.task.in_(tasks[at : at + MAX_IN_VALUES]) for at in range(0, len(tasks), MAX_IN_VALUES)
+            trajectories.c.task.in_(tasks[at : at + MAX_IN_VALUES]) for at in range(0, len(tasks), MAX_IN_VALUES)
         ]
         alike += [
-            sa.and_(runs.c.task.is_(None), runs.c.root_node.in_(roots[at : at + MAX_IN_VALUES]))
+            sa.and_(trajectories.c.task.is_(None), trajectories.c.root_node.in_(roots[at : at + MAX_IN_VALUES]))
             for at in range(0, len(roots), MAX_IN_VALUES)
         ]
         found: list[Trajectory] = []
         with read(self._engine) as connection:
             for attempt in alike:
-                query = sa.select(runs, sa.literal(0).label("calls")).where(still_open, attempt)
+                query = sa.select(trajectories, sa.literal(0).label("calls")).where(still_open, attempt)
                 found += [row_to(Trajectory, row) for row in connection.execute(query)]
         return found
 
@@ -179,7 +185,7 @@ class Trajectories:
         chosen: TrajectoryFilter | None = None,
     ) -> list[Trajectory]:
         """Return at most `limit` trajectories that are meant, newest first, from the trajectory `before` on."""
-        runs = schema.trajectories
+        trajectories = schema.trajectories
         wanted = chosen or TrajectoryFilter(state=state)
         opened_at = self.get(before).opened_at if before else 0.0
         besides = count_without_tag(wanted)
@@ -187,7 +193,7 @@ class Trajectories:
             by_tag = besides is None or (connection.scalar(besides) or 0) > FEW
             ids = select_page_ids(wanted, min(limit, _PAGE_MOST), before, opened_at, by_tag=by_tag)
             names = list(connection.scalars(ids))
-        found = {run.id: run for run in self._select(runs.c.id.in_(names), len(names))} if names else {}
+        found = {run.id: run for run in self._select(trajectories.c.id.in_(names), len(names))} if names else {}
         return [found[name] for name in names if name in found]
 
     def read(self, trajectory_id: str, *, tokens: bool = True) -> Transcript:
@@ -212,8 +218,10 @@ class Trajectories:
 
     def last_active(self, trajectory_ids: Sequence[str]) -> dict[str, float]:
         """Return when each trajectory was last active (Unix seconds); unknown ones are left out."""
-        runs = schema.trajectories
-        query = sa.select(runs.c.id, runs.c.last_active_at).where(runs.c.id.in_(list(trajectory_ids)))
+        trajectories = schema.trajectories
+        query = sa.select(trajectories.c.id, trajectories.c.last_active_at).where(
+            trajectories.c.id.in_(list(trajectory_ids))
+        )
         with read(self._engine) as connection:
             return {row.id: row.last_active_at for row in connection.execute(query)}
 
@@ -223,20 +231,20 @@ class Trajectories:
         Only those of one answered chat call, so that their prompt can be asked again. What comes later changes nothing
         once there are so many.
         """
-        runs, calls = schema.trajectories, schema.calls
+        trajectories, calls = schema.trajectories, schema.calls
         whole = sa.and_(calls.c.state == CallState.ANSWERED, calls.c.status == 200, calls.c.dialect != "completions")
         # A task without a name is its first prompt and tools, as `cohort_of` has it.
-        named = sa.func.coalesce(runs.c.task, "") != ""
+        named = sa.func.coalesce(trajectories.c.task, "") != ""
         task = (
-            sa.case((named, runs.c.task)).label("task"),
-            sa.case((~named, runs.c.root_node)).label("root"),
-            sa.case((~named, runs.c.tools_hash)).label("tools"),
+            sa.case((named, trajectories.c.task)).label("task"),
+            sa.case((~named, trajectories.c.root_node)).label("root"),
+            sa.case((~named, trajectories.c.tools_hash)).label("tools"),
         )
         asked = (
-            sa.select(runs.c.id, runs.c.opened_at, *task)
-            .join(calls, calls.c.trajectory_id == runs.c.id)
-            .where(runs.c.alias == alias, runs.c.drop_reason == reason)
-            .group_by(runs.c.id)
+            sa.select(trajectories.c.id, trajectories.c.opened_at, *task)
+            .join(calls, calls.c.trajectory_id == trajectories.c.id)
+            .where(trajectories.c.alias == alias, trajectories.c.drop_reason == reason)
+            .group_by(trajectories.c.id)
             .having(sa.func.count() == 1, sa.func.sum(sa.case((whole, 1), else_=0)) == 1)
         ).subquery()
         same_task = (asked.c.task, asked.c.root, asked.c.tools)
@@ -269,8 +277,13 @@ class Trajectories:
 
     def trained_in_round(self, round_id: str, limit: int = 100) -> list[str]:
         """Return the ids of trajectories that a round trained."""
-        runs = schema.trajectories
-        query = sa.select(runs.c.id).where(runs.c.round_id == round_id).order_by(runs.c.id).limit(limit)
+        trajectories = schema.trajectories
+        query = (
+            sa.select(trajectories.c.id)
+            .where(trajectories.c.round_id == round_id)
+            .order_by(trajectories.c.id)
+            .limit(limit)
+        )
         with read(self._engine) as connection:
             return list(connection.scalars(query))
 
@@ -283,35 +296,41 @@ class Trajectories:
         return dict(self._drop_counts())
 
     def _count(self) -> dict[str, int]:
-        runs = schema.trajectories
+        trajectories = schema.trajectories
         with read(self._engine) as connection:
-            rows = connection.execute(sa.select(runs.c.state, sa.func.count()).group_by(runs.c.state)).all()
+            rows = connection.execute(
+                sa.select(trajectories.c.state, sa.func.count()).group_by(trajectories.c.state)
+            ).all()
         return {str(state): 0 for state in TrajectoryState} | {str(state): int(count) for state, count in rows}
 
     def _count_drops(self) -> dict[str, int]:
-        runs = schema.trajectories
+        trajectories = schema.trajectories
         query = (
-            sa.select(runs.c.drop_reason, sa.func.count())
-            .where(runs.c.drop_reason.is_not(None))
-            .group_by(runs.c.drop_reason)
+            sa.select(trajectories.c.drop_reason, sa.func.count())
+            .where(trajectories.c.drop_reason.is_not(None))
+            .group_by(trajectories.c.drop_reason)
         )
         with read(self._engine) as connection:
             return {str(reason): int(count) for reason, count in connection.execute(query)}
 
     def _select(self, where: sa.ColumnElement[bool], limit: int, oldest_first: bool = False) -> list[Trajectory]:
-        runs = schema.trajectories
-        order = (runs.c.last_active_at, runs.c.id) if oldest_first else (runs.c.opened_at.desc(), runs.c.id.desc())
-        sized = sa.select(sa.func.count()).where(schema.calls.c.trajectory_id == runs.c.id).scalar_subquery()
-        query = sa.select(runs, sized.label("calls")).where(where).order_by(*order).limit(limit)
+        trajectories = schema.trajectories
+        order = (
+            (trajectories.c.last_active_at, trajectories.c.id)
+            if oldest_first
+            else (trajectories.c.opened_at.desc(), trajectories.c.id.desc())
+        )
+        sized = sa.select(sa.func.count()).where(schema.calls.c.trajectory_id == trajectories.c.id).scalar_subquery()
+        query = sa.select(trajectories, sized.label("calls")).where(where).order_by(*order).limit(limit)
         with read(self._engine) as connection:
             return [row_to(Trajectory, row) for row in connection.execute(query)]
 
 
 def _under_way(now: float, lost_after: float) -> sa.ColumnElement[bool]:
     """Return whether a trajectory has a call without an end that began less than `lost_after` seconds ago."""
-    runs, calls = schema.trajectories, schema.calls
+    trajectories, calls = schema.trajectories, schema.calls
     return sa.exists().where(
-        calls.c.trajectory_id == runs.c.id,
+        calls.c.trajectory_id == trajectories.c.id,
         calls.c.state == CallState.BEGUN,
         calls.c.started_at > now - lost_after,
     )
@@ -319,11 +338,11 @@ def _under_way(now: float, lost_after: float) -> sa.ColumnElement[bool]:
 
 def drop(connection: sa.Connection, names: Sequence[str], reason: str) -> None:
     """Drop trajectories inside a transaction; all or none."""
-    runs = schema.trajectories
+    trajectories = schema.trajectories
     allowed = states_before(TRAJECTORY_TRANSITIONS, TrajectoryState.DROPPED)
     changed = connection.execute(
-        sa.update(runs)
-        .where(runs.c.id.in_(names), runs.c.state.in_(allowed))
+        sa.update(trajectories)
+        .where(trajectories.c.id.in_(names), trajectories.c.state.in_(allowed))
         .values(state=TrajectoryState.DROPPED, drop_reason=reason)
     )
     if changed.rowcount != len(names):

@@ -44,38 +44,38 @@ class TrajectoryFilter:
 
     def where(self) -> sa.ColumnElement[bool]:
         """Return the condition on the table of trajectories; a tag is a condition as well here."""
-        runs, tags = schema.trajectories, schema.trajectory_tags
+        trajectories, tags = schema.trajectories, schema.trajectory_tags
         pairs: list[tuple[Any, Any]] = [
-            (runs.c.state, self.state),
-            (runs.c.alias, self.alias),
-            (runs.c.version, self.version),
-            (runs.c.task, short_task(self.task)),
-            (runs.c.key_id, self.key),
+            (trajectories.c.state, self.state),
+            (trajectories.c.alias, self.alias),
+            (trajectories.c.version, self.version),
+            (trajectories.c.task, short_task(self.task)),
+            (trajectories.c.key_id, self.key),
         ]
         said = [column == value for column, value in pairs if value is not None]
         if self.since is not None:
-            said.append(runs.c.opened_at >= self.since)
+            said.append(trajectories.c.opened_at >= self.since)
         if self.until is not None:
-            said.append(runs.c.opened_at < self.until)
+            said.append(trajectories.c.opened_at < self.until)
         if self.trained is not None:
-            said.append((runs.c.state == TrajectoryState.TRAINED) == sa.literal(self.trained))
+            said.append((trajectories.c.state == TrajectoryState.TRAINED) == sa.literal(self.trained))
         if self.inactive_since is not None:
-            said += [runs.c.last_active_at < self.inactive_since, ~self._is_needed(self.inactive_since)]
+            said += [trajectories.c.last_active_at < self.inactive_since, ~self._is_needed(self.inactive_since)]
         if self.search:
-            said += [runs.c.id >= self.search, runs.c.id < self.search + _LAST]
+            said += [trajectories.c.id >= self.search, trajectories.c.id < self.search + _LAST]
         if self.id is not None:
-            said.append(sa.or_(runs.c.id == self.id, successors_of(self.id)))
+            said.append(sa.or_(trajectories.c.id == self.id, successors_of(self.id)))
         if self.tag is not None:
-            said.append(runs.c.id.in_(sa.select(tags.c.trajectory_id).where(tags.c.tag == self.tag[:128])))
+            said.append(trajectories.c.id.in_(sa.select(tags.c.trajectory_id).where(tags.c.tag == self.tag[:128])))
         return sa.and_(sa.true(), *said)
 
     def _is_needed(self, inactive_since: float) -> sa.ColumnElement[bool]:
         """Return whether a trajectory has a successor that is not meant: its contexts go on from this one's."""
-        runs, later = schema.trajectories, schema.trajectories.alias("later")
+        trajectories, later = schema.trajectories, schema.trajectories.alias("later")
         stays = later.c.last_active_at >= inactive_since
         if self.trained is not None:
             stays = sa.or_(stays, (later.c.state == TrajectoryState.TRAINED) != sa.literal(self.trained))
-        return sa.and_(runs.c.successors > 0, sa.exists().where(_succeeds(later, runs), stays))
+        return sa.and_(trajectories.c.successors > 0, sa.exists().where(_succeeds(later, trajectories), stays))
 
 
 def _succeeds(later: Any, run: Any) -> sa.ColumnElement[bool]:
@@ -84,24 +84,30 @@ def _succeeds(later: Any, run: Any) -> sa.ColumnElement[bool]:
 
 def ids_with_successors(chosen: sa.ColumnElement[bool]) -> sa.CompoundSelect[Any]:
     """Return the ids of the trajectories that fit, of those that took their later calls, and of their resamples."""
-    runs, later = schema.trajectories, schema.trajectories.alias("later")
-    own = sa.select(runs.c.id).where(chosen)
-    after = sa.select(later.c.id).join(runs, _succeeds(later, runs)).where(chosen, runs.c.successors > 0)
-    asked = sa.select(schema.resamples.c.id).join(runs, runs.c.id == schema.resamples.c.original_id)
-    shadow = asked.join(later, later.c.id == schema.resamples.c.id).where(chosen)  # those that there are
-    return own.union(after, shadow)
+    trajectories, later = schema.trajectories, schema.trajectories.alias("later")
+    own = sa.select(trajectories.c.id).where(chosen)
+    after = (
+        sa.select(later.c.id)
+        .join(trajectories, _succeeds(later, trajectories))
+        .where(chosen, trajectories.c.successors > 0)
+    )
+    asked = sa.select(schema.resamples.c.id).join(trajectories, trajectories.c.id == schema.resamples.c.original_id)
+    resample = asked.join(later, later.c.id == schema.resamples.c.id).where(chosen)  # those that there are
+    return own.union(after, resample)
 
 
 def successors_of(name: str) -> sa.ColumnElement[bool]:
     """Return whether a trajectory's id says that it took the later calls of the one named."""
-    runs = schema.trajectories
-    return sa.and_(runs.c.id > f"{name}~", runs.c.id < f"{name}~:")  # a number follows the ~; a colon follows the 9
+    trajectories = schema.trajectories
+    return sa.and_(
+        trajectories.c.id > f"{name}~", trajectories.c.id < f"{name}~:"
+    )  # a number follows the ~; a colon follows the 9
 
 
 def count_without_tag(chosen: TrajectoryFilter) -> sa.Select[int] | None:
     """Return the count, up to one more than `FEW`, of those that fit the rest of a filter by tag.
 
-    None where the tag's own order serves the rest as well, or there is no tag.
+    None if the tag's own order serves the rest as well, or there is no tag.
     """
     rest = replace(chosen, tag=None, since=None, until=None)
     if chosen.tag is None or chosen.search or rest.is_unrestricted:
@@ -117,16 +123,20 @@ def select_page_ids(
 
     `by_tag` says to walk those of the tag, if there is one; else those that fit the rest are walked.
     """
-    runs, tags = schema.trajectories, schema.trajectory_tags
+    trajectories, tags = schema.trajectories, schema.trajectory_tags
     if chosen.search:
-        query = sa.select(runs.c.id).where(chosen.where()).order_by(runs.c.id.desc())
-        return query.where(runs.c.id < before).limit(limit) if before else query.limit(limit)
+        query = sa.select(trajectories.c.id).where(chosen.where()).order_by(trajectories.c.id.desc())
+        return query.where(trajectories.c.id < before).limit(limit) if before else query.limit(limit)
     if chosen.tag is not None and by_tag:
         query, time, name = _tagged(chosen), tags.c.opened_at, tags.c.trajectory_id
     else:
-        query, time, name = sa.select(runs.c.id).where(replace(chosen, tag=None).where()), runs.c.opened_at, runs.c.id
+        query, time, name = (
+            sa.select(trajectories.c.id).where(replace(chosen, tag=None).where()),
+            trajectories.c.opened_at,
+            trajectories.c.id,
+        )
         if chosen.tag is not None:
-            mine = sa.and_(tags.c.opened_at == runs.c.opened_at, tags.c.trajectory_id == runs.c.id)
+            mine = sa.and_(tags.c.opened_at == trajectories.c.opened_at, tags.c.trajectory_id == trajectories.c.id)
             query = query.where(sa.exists().where(tags.c.tag == chosen.tag[:128], mine))
     if before:
         # Said twice: the first is what an index on the time alone can begin at.
@@ -138,11 +148,15 @@ def select_page_ids(
 
 def _tagged(chosen: TrajectoryFilter) -> sa.Select[str]:
     """Return the ids at a tag that fit; it knows their times itself."""
-    runs, tags = schema.trajectories, schema.trajectory_tags
+    trajectories, tags = schema.trajectories, schema.trajectory_tags
     query = sa.select(tags.c.trajectory_id).where(tags.c.tag == (chosen.tag or "")[:128])
     if chosen.since is not None:
         query = query.where(tags.c.opened_at >= chosen.since)
     if chosen.until is not None:
         query = query.where(tags.c.opened_at < chosen.until)
     rest = replace(chosen, tag=None, since=None, until=None)
-    return query if rest.is_unrestricted else query.join(runs, runs.c.id == tags.c.trajectory_id).where(rest.where())
+    return (
+        query
+        if rest.is_unrestricted
+        else query.join(trajectories, trajectories.c.id == tags.c.trajectory_id).where(rest.where())
+    )

@@ -14,7 +14,7 @@ from ratchet.store.records.base import row_to
 
 
 class Alarms:
-    """The verbs over alarms."""
+    """Operations on alarms."""
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine

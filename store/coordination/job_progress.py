@@ -59,7 +59,7 @@ class JobProgressVerbs:
         self, alias: str, phase: str, *, done: float, total: float, seconds: float, means: Mapping[str, float],
         ended: bool = False,
     ) -> None:  # fmt: skip
-        """Write down how far a phase is, in place of what was written before."""
+        """Record how far a phase is, in place of what was written before."""
         told = {"done": done, "total": total, "seconds": seconds, "means": dict(means), "ended": ended}
         row = {**told, "updated_at": time.time()}
         with write(self._engine) as connection:

@@ -21,7 +21,7 @@ class LeaseHolder(msgspec.Struct, frozen=True):
 
 
 class Leases:
-    """The verbs over leases. Owners are names that the caller makes unique, e.g. host, pid and a random part."""
+    """Operations on leases. Owners are names that the caller makes unique, e.g. host, pid and a random part."""
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine

@@ -16,7 +16,7 @@ _DELETE_AFTER_SECONDS = 3600.0  # seconds of silence after which a proxy that wa
 
 
 class ProxyInstances:
-    """The verbs over instances."""
+    """Operations on instances."""
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine

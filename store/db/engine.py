@@ -71,7 +71,7 @@ def connect(store_url: str, create: bool = True, *, writes_much: bool = False) -
 
 
 def missing_file(engine: sa.Engine) -> Path | None:
-    """Return the SQLite file of a store that is not there; None where there is one, and for PostgreSQL."""
+    """Return the SQLite file of a store that is not there; None if there is one, and for PostgreSQL."""
     name = engine.url.database
     if engine.dialect.name != "sqlite" or not name or name == ":memory:" or Path(name).exists():
         return None
@@ -136,7 +136,7 @@ def write(engine: sa.Engine) -> Iterator[sa.Connection]:
 def read(engine: sa.Engine) -> Iterator[sa.Connection]:
     """Open one read transaction, a single point in time. Raises StoreUnavailable when the database is down.
 
-    Raises RecordNotFound where something is asked for that no column can hold (a number too large, a NUL in a text).
+    Raises RecordNotFound if something is asked for that no column can hold (a number too large, a NUL in a text).
     """
     try:
         with engine.connect() as connection:
@@ -152,7 +152,7 @@ def read(engine: sa.Engine) -> Iterator[sa.Connection]:
 
 
 def _away(error: DatabaseError, engine: sa.Engine) -> StoreUnavailable | None:
-    """Return what to say where the database is away or damaged; None where a statement was wrong."""
+    """Return what to say where the database is away or damaged; None if a statement was wrong."""
     if isinstance(error, OperationalError):
         return StoreUnavailable(
             f"the store did not answer: {' '.join(str(error.orig).split())}{_remedy(error, engine)}"
@@ -180,7 +180,7 @@ def _remedy(error: OperationalError, engine: sa.Engine) -> str:
 
 
 def check_url(text: str) -> None:
-    """Check a store's URL without connecting to it. Raises StoreError; StoreNotFound where its folder is not there."""
+    """Check a store's URL without connecting to it. Raises StoreError; StoreNotFound if its folder is not there."""
     url = _url(text)
     if url.get_backend_name() != "sqlite" or not url.database or url.database == ":memory:":
         return

@@ -57,7 +57,7 @@ def reject_affected(policies: Policies, held: Sequence[AffectedVersion], *, by: 
     """Reject these versions, of each alias; return those that were not rejected before.
 
     Where the live version is among them, the newest that is not, and still can serve, is live in its place.
-    Raises InvalidTransition where there is none.
+    Raises InvalidTransition if there is none.
     """
     done: dict[str, list[Policy]] = {}
     for alias in sorted({one.alias for one in held}):

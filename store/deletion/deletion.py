@@ -60,35 +60,39 @@ class Deletion(Record, frozen=True):
 
 
 class Deletions:
-    """The verbs over deletions."""
+    """Operations on deletions."""
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
 
-    def count(self, chosen: TrajectoryFilter) -> int:
+    def count(self, selection: TrajectoryFilter) -> int:
         """Return how many trajectories `delete` would delete."""
         with read(self._engine) as connection:
-            return int(connection.scalar(sa.select(sa.func.count()).select_from(_selected(chosen))) or 0)
+            return int(connection.scalar(sa.select(sa.func.count()).select_from(_selected(selection))) or 0)
 
-    def calls_in_flight(self, chosen: TrajectoryFilter, since: float) -> int:
-        """Return how many calls of the chosen began after `since` and have no end: their ends would come back."""
+    def calls_in_flight(self, selection: TrajectoryFilter, since: float) -> int:
+        """Return how many calls of the selection began after `since` and have no end: their ends would come back."""
         calls = schema.calls
         query = sa.select(sa.func.count()).where(
-            calls.c.trajectory_id.in_(sa.select(_selected(chosen).c.id)),
+            calls.c.trajectory_id.in_(sa.select(_selected(selection).c.id)),
             calls.c.state == CallState.BEGUN,
             calls.c.started_at > since,
         )
         with read(self._engine) as connection:
             return int(connection.scalar(query) or 0)
 
-    def versions_trained_on(self, chosen: TrajectoryFilter) -> tuple[AffectedVersion, ...]:
-        """Return the versions that hold something of the chosen trajectories, in order."""
-        runs, imitated = schema.trajectories, schema.sft_trajectories
-        meant = sa.select(_selected(chosen).c.id)
-        trained = sa.select(runs.c.round_id).where(runs.c.id.in_(meant), runs.c.round_id.is_not(None))
-        shown = sa.select(imitated.c.round_id).where(imitated.c.trajectory_id.in_(meant))
+    def versions_trained_on(self, selection: TrajectoryFilter) -> tuple[AffectedVersion, ...]:
+        """Return the versions that hold something of the selection trajectories, in order."""
+        trajectories, imitated = schema.trajectories, schema.sft_trajectories
+        selected = sa.select(_selected(selection).c.id)
+        trained = sa.select(trajectories.c.round_id).where(
+            trajectories.c.id.in_(selected), trajectories.c.round_id.is_not(None)
+        )
+        demonstrated = sa.select(imitated.c.round_id).where(imitated.c.trajectory_id.in_(selected))
         with read(self._engine) as connection:
-            return versions_trained_by(connection, {name for name in connection.scalars(trained.union(shown)) if name})
+            return versions_trained_by(
+                connection, {name for name in connection.scalars(trained.union(demonstrated)) if name}
+            )
 
     def versions_with_deleted_data(self) -> tuple[AffectedVersion, ...]:
         """Return the versions that hold something of trajectories that were deleted, in order."""
@@ -97,23 +101,23 @@ class Deletions:
 
     def delete(
         self,
-        chosen: TrajectoryFilter,
+        selection: TrajectoryFilter,
         reason: str,
         on_batch: Callable[[int], None] = lambda count: None,
         timeout_seconds: float = 30.0,
     ) -> Deletion:
-        """Delete the chosen trajectories and what is theirs alone; `on_batch` hears of each batch's size.
+        """Delete the selection trajectories and what is theirs alone; `on_batch` hears of each batch's size.
 
         Waits at most `timeout_seconds` seconds for running proxies; what then remains is swept by the next deletion.
         """
         deletion = Deletion(id=new_id("del"), reason=reason, started_at=time.time(), updated_at=time.time())
         rounds: set[str] = set()
-        for names in self._batches(chosen):
+        for names in self._batches(selection):
             with write(self._engine) as connection:
                 deletion = _delete_batch(connection, names, deletion, rounds)
             on_batch(len(names))
         with write(self._engine) as connection:
-            waited = delete_pending_feedback(connection, chosen)
+            waited = delete_pending_feedback(connection, selection)
         deletion = msgspec.structs.replace(deletion, feedback=deletion.feedback + waited)
         swept = self.sweep(timeout_seconds)
         return msgspec.structs.replace(deletion, messages=swept, unswept_messages=self._orphan_candidate_count())
@@ -145,14 +149,19 @@ class Deletions:
         self._truncate()
         return gone
 
-    def _batches(self, chosen: TrajectoryFilter) -> Iterator[list[str]]:
-        """Yield the chosen, each batch with its successors."""
-        runs, last = schema.trajectories, ""
+    def _batches(self, selection: TrajectoryFilter) -> Iterator[list[str]]:
+        """Yield the selection, each batch with its successors."""
+        trajectories, last = schema.trajectories, ""
         while True:
-            page = sa.select(runs.c.id).where(chosen.where(), runs.c.id > last).order_by(runs.c.id).limit(_BATCH)
+            page = (
+                sa.select(trajectories.c.id)
+                .where(selection.where(), trajectories.c.id > last)
+                .order_by(trajectories.c.id)
+                .limit(_BATCH)
+            )
             with read(self._engine) as connection:
                 names = list(connection.scalars(page))
-                whole = sorted(connection.scalars(ids_with_successors(runs.c.id.in_(names)))) if names else []
+                whole = sorted(connection.scalars(ids_with_successors(trajectories.c.id.in_(names)))) if names else []
             if not names:
                 return
             last = names[-1]
@@ -182,19 +191,25 @@ class Deletions:
                 connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
-def _selected(chosen: TrajectoryFilter) -> sa.Subquery:
-    return ids_with_successors(chosen.where()).subquery()
+def _selected(selection: TrajectoryFilter) -> sa.Subquery:
+    return ids_with_successors(selection.where()).subquery()
 
 
 def _delete_batch(connection: sa.Connection, names: Sequence[str], deletion: Deletion, rounds: set[str]) -> Deletion:
     if connection.dialect.name == "sqlite":
         connection.exec_driver_sql("PRAGMA secure_delete=ON")  # freed pages are overwritten
-    runs, calls = schema.trajectories, schema.calls
-    locked = sa.select(runs.c.group_id, runs.c.round_id).where(runs.c.id.in_(names)).order_by(runs.c.id)
+    trajectories, calls = schema.trajectories, schema.calls
+    locked = (
+        sa.select(trajectories.c.group_id, trajectories.c.round_id)
+        .where(trajectories.c.id.in_(names))
+        .order_by(trajectories.c.id)
+    )
     found = connection.execute(locked.with_for_update()).all()
     groups = sorted({row.group_id for row in found if row.group_id})
-    shown = sa.select(schema.sft_trajectories.c.round_id).where(schema.sft_trajectories.c.trajectory_id.in_(names))
-    new = ({row.round_id for row in found if row.round_id} | set(connection.scalars(shown))) - rounds
+    demonstrated = sa.select(schema.sft_trajectories.c.round_id).where(
+        schema.sft_trajectories.c.trajectory_id.in_(names)
+    )
+    new = ({row.round_id for row in found if row.round_id} | set(connection.scalars(demonstrated))) - rounds
     rounds |= new
     dropped = _drop_groups(connection, groups, names)
     _add_orphan_candidates(connection, names)
@@ -202,7 +217,7 @@ def _delete_batch(connection: sa.Connection, names: Sequence[str], deletion: Del
     erase_content(connection, names)
     waited = delete_pending_feedback_of(connection, names)
     count = connection.execute(sa.delete(calls).where(calls.c.trajectory_id.in_(names))).rowcount
-    gone = connection.execute(sa.delete(runs).where(runs.c.id.in_(names))).rowcount
+    gone = connection.execute(sa.delete(trajectories).where(trajectories.c.id.in_(names))).rowcount
     _delete_empty(connection, groups)
     deletion = msgspec.structs.replace(
         deletion,
@@ -218,7 +233,7 @@ def _delete_batch(connection: sa.Connection, names: Sequence[str], deletion: Del
 
 
 def _save_progress(connection: sa.Connection, deletion: Deletion) -> None:
-    """Write down what has been deleted so far."""
+    """Record what has been deleted so far."""
     table = schema.deletions
     row = {column.name: getattr(deletion, column.name) for column in table.c}
     row["policies"] = [msgspec.structs.asdict(policy) for policy in deletion.policies]
@@ -228,13 +243,17 @@ def _save_progress(connection: sa.Connection, deletion: Deletion) -> None:
 
 def _drop_groups(connection: sa.Connection, groups: Sequence[str], leaving: Sequence[str]) -> int:
     """Drop the groups that are not trained yet with the members that stay; return how many."""
-    table, runs = schema.groups, schema.trajectories
+    table, trajectories = schema.groups, schema.trajectories
     waiting = (GroupState.READY, GroupState.JUDGED)
     drop = sa.update(table).where(table.c.id.in_(groups), table.c.state.in_(waiting)).returning(table.c.id)
     dropped = list(connection.scalars(drop.values(state=GroupState.DROPPED, drop_reason=DropReason.MEMBER_DELETED)))
     connection.execute(
-        sa.update(runs)
-        .where(runs.c.group_id.in_(dropped), runs.c.state == TrajectoryState.GROUPED, runs.c.id.not_in(leaving))
+        sa.update(trajectories)
+        .where(
+            trajectories.c.group_id.in_(dropped),
+            trajectories.c.state == TrajectoryState.GROUPED,
+            trajectories.c.id.not_in(leaving),
+        )
         .values(state=TrajectoryState.DROPPED, drop_reason=DropReason.MEMBER_DELETED)
     )
     return len(dropped)
@@ -270,11 +289,11 @@ def _delete_verdicts(connection: sa.Connection, names: Sequence[str], groups: Se
 
 def _delete_empty(connection: sa.Connection, groups: Sequence[str]) -> None:
     """Delete the groups that have no member left."""
-    table, runs, verdicts = schema.groups, schema.trajectories, schema.verdicts
+    table, trajectories, verdicts = schema.groups, schema.trajectories, schema.verdicts
     connection.execute(
         sa.delete(table).where(
             table.c.id.in_(groups),
-            ~sa.exists().where(runs.c.group_id == table.c.id),
+            ~sa.exists().where(trajectories.c.group_id == table.c.id),
             ~sa.exists().where(verdicts.c.group_id == table.c.id),
         )
     )
@@ -312,10 +331,10 @@ def _delete_orphans(connection: sa.Connection, page: Sequence[str]) -> Mapping[s
 
 
 def _delete_toolsets(connection: sa.Connection, page: Sequence[str]) -> int:
-    table, runs, calls = schema.toolsets, schema.trajectories, schema.calls
+    table, trajectories, calls = schema.toolsets, schema.trajectories, schema.calls
     unused: Any = sa.delete(table).where(
         table.c.hash.in_(page),
-        ~sa.exists().where(runs.c.tools_hash == table.c.hash),
+        ~sa.exists().where(trajectories.c.tools_hash == table.c.hash),
         ~sa.exists().where(calls.c.tools_hash == table.c.hash),
     )
     return int(connection.execute(unused).rowcount)

@@ -43,13 +43,13 @@ class BaseModel(Record, frozen=True):
 
 
 class BaseModels:
-    """The verbs over base models."""
+    """Operations on base models."""
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
 
     def base_model_of(self, alias: str, version: int = BASE_VERSION) -> BaseModel | None:
-        """Return the base model that a version belongs to; None where that is not known."""
+        """Return the base model that a version belongs to; None if that is not known."""
         policies = schema.policies
         mine = sa.and_(policies.c.alias == alias, policies.c.version == version)
         query = (
@@ -69,9 +69,9 @@ class BaseModels:
         file_digests: Mapping[str, str] | None = None,
         server_fingerprint: Mapping[str, Any] | None = None,
     ) -> BaseModel | None:
-        """Write down what is not known yet of an alias's base model; what is known already stays.
+        """Record what is not known yet of an alias's base model; what is known already stays.
 
-        Returns what is known now; None where the alias has no version 0 yet.
+        Returns what is known now; None if the alias has no version 0 yet.
         """
         policies = schema.policies
         given = {"file_digests": dict(file_digests or {}), "server_fingerprint": dict(server_fingerprint or {})}

@@ -34,7 +34,7 @@ class Decision(Record, frozen=True):
 
 
 class Decisions:
-    """The verbs over decisions."""
+    """Operations on decisions."""
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine

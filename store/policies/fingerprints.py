@@ -64,7 +64,7 @@ def read(part: str, answer: Any) -> list[Any]:
 
 
 def difference(known: Answers, seen: Answers) -> str | None:
-    """Return in words in what a server differs from the known one; None where it is the same as far as can be seen."""
+    """Return in words in what a server differs from the known one; None if it is the same as far as can be seen."""
     found = []
     if _both(known, seen, "tokens") and known["tokens"] != seen["tokens"]:
         found.append("its tokenizer gives other ids")

@@ -25,7 +25,7 @@ from ratchet.store.states import POLICY_TRANSITIONS, PolicyAction, PolicyState, 
 
 
 class Policies:
-    """The verbs over policy versions."""
+    """Operations on policy versions."""
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
@@ -68,7 +68,7 @@ class Policies:
     ) -> Policy:
         """Make a candidate of the live version with another prompt, or, with None, without one.
 
-        With a `share` it is a canary at once. Raises RecordNotFound, and InvalidTransition where the live version
+        With a `share` it is a canary at once. Raises RecordNotFound, and InvalidTransition if the live version
         serves so already, nothing is live, or there is a canary.
         """
         table = schema.policies
@@ -95,14 +95,14 @@ class Policies:
                     f"{alias}@{version} was made by another process, or there is a canary that is not decided"
                 ) from taken
             if share is not None:
-                told = {**evidence, "share": share}
-                record_decision(connection, alias, version, PolicyAction.CANARY, by, reason, told)
+                recorded = {**evidence, "share": share}
+                record_decision(connection, alias, version, PolicyAction.CANARY, by, reason, recorded)
         return self.get(alias, version)
 
     def adopt_prompt(self, alias: str, version: int) -> Policy:
         """Give a candidate the prompt that is live now.
 
-        Raises InvalidTransition where it is no candidate any more, or nothing is live.
+        Raises InvalidTransition if it is no candidate any more, or nothing is live.
         """
         table = schema.policies
         mine = sa.and_(table.c.alias == alias, table.c.version == version, table.c.state == PolicyState.CANDIDATE)
@@ -132,14 +132,14 @@ class Policies:
 
     def awaiting_approval(self, alias: str) -> Policy | None:
         """Return the candidate or canary that only a person promotes: the newest decision about it is a hold."""
-        told = schema.policies.c.version == schema.decisions.c.version
+        recorded = schema.policies.c.version == schema.decisions.c.version
         newest = (
             sa.select(sa.func.max(schema.decisions.c.id))
             .where(schema.decisions.c.alias == alias)
             .group_by(schema.decisions.c.version)
         )
         held = sa.exists().where(
-            told, schema.decisions.c.id.in_(newest), schema.decisions.c.action == PolicyAction.HOLD
+            recorded, schema.decisions.c.id.in_(newest), schema.decisions.c.action == PolicyAction.HOLD
         )
         undecided = schema.policies.c.state.in_((PolicyState.CANDIDATE, PolicyState.CANARY))
         found = self._select(sa.and_(schema.policies.c.alias == alias, undecided, held))
@@ -203,7 +203,7 @@ class Policies:
     ) -> Policy:
         """Let a candidate serve a share of new trajectories, more than 0 and less than 1; or change a canary's share.
 
-        Raises InvalidTransition where the alias has another canary, or a newer version is live, RecordNotFound.
+        Raises InvalidTransition if the alias has another canary, or a newer version is live, RecordNotFound.
         """
         if not 0.0 < share < 1.0:
             raise InvalidTransition(f"policy {alias}@{version}: a canary's share is between 0 and 1, not {share:g}")
@@ -218,8 +218,8 @@ class Policies:
             )
         with write(self._engine) as connection:
             _change_state(connection, policy, PolicyState.CANARY, evidence or {}, share)
-            told = {**(evidence or {}), "share": share}
-            record_decision(connection, alias, version, PolicyAction.CANARY, by, reason, told)
+            recorded = {**(evidence or {}), "share": share}
+            record_decision(connection, alias, version, PolicyAction.CANARY, by, reason, recorded)
         return self.get(alias, version)
 
     def require_approval(self, alias: str, version: int, evidence: Mapping[str, Any], *, by: str, reason: str) -> None:
@@ -254,7 +254,7 @@ class Policies:
     def roll_back(self, alias: str, version: int, evidence: Mapping[str, Any], *, by: str, reason: str) -> list[Policy]:
         """Make an earlier version live, or leave it so, and reject every later one; return the rejected ones.
 
-        Raises InvalidTransition where the live version is older or there is nothing to reject, RecordNotFound.
+        Raises InvalidTransition if the live version is older or there is nothing to reject, RecordNotFound.
         """
         target, live = self._usable(alias, version), self.live().get(alias)
         if live is not None and live.version < version:
@@ -326,7 +326,7 @@ class Policies:
     def prune(self, alias: str, version: int, now: float) -> Policy:
         """Say that a version's folder is about to be deleted, of all versions that share it at once.
 
-        Raises InvalidTransition where one of them is in use.
+        Raises InvalidTransition if one of them is in use.
         """
         table, other = schema.policies, schema.policies.alias("other")
         named = sa.select(table.c.adapter).where(table.c.alias == alias, table.c.version == version).scalar_subquery()

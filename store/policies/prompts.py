@@ -24,7 +24,7 @@ MOST = 200_000  # characters of all texts of a prompt
 
 
 class Prompts:
-    """The verbs over prompts."""
+    """Operations on prompts."""
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine

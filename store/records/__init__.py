@@ -116,11 +116,11 @@ class Feedback(Record, frozen=True, tag="feedback"):
     given_at: float
     key_id: str | None = None  # whose trajectories it may speak of
     trusted: bool = False  # an operator's: of anyone's
-    value: float | None = None  # the more, the better; None where only words were given
+    value: float | None = None  # the more, the better; None if only words were given
     comment: str = ""
     demonstration: str | None = None  # the answer that would have been right
     trajectory_id: str | None = None
-    call_id: str | None = None  # None where it is said of the whole trajectory
+    call_id: str | None = None  # None if it is said of the whole trajectory
     applied_at: float | None = None  # when a verdict first took it into account
 
 

@@ -32,14 +32,14 @@ class Gain:
 
 @dataclass(frozen=True, slots=True)
 class FamilyReport:
-    """One task family, or all of them. `same_tasks` is None where no task came under both sides."""
+    """One task family, or all of them. `same_tasks` is None if no task came under both sides."""
 
     family: str
     before: Side
     after: Side
     gain: Gain
     same_tasks: Gain | None
-    more_scores: int | None  # of the newest versions that would decide; None where it is decided, or none would
+    more_scores: int | None  # of the newest versions that would decide; None if it is decided, or none would
 
 
 @dataclass(frozen=True, slots=True)

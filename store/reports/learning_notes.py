@@ -16,11 +16,11 @@ from ratchet.store.reports.policy_movement import Movement, describe_stall
 if TYPE_CHECKING:
     from ratchet.store.reports.learning_comparison import FamilyReport, Gain, Side, VersionScore
 
-MOST = 100_000  # scores; more than this decide nothing that anybody waits for
+MAX_MORE_SCORES = 100_000  # scores; more than this decide nothing that anybody waits for
 
 
 def more_scores(difference: float, before: float, after: float, count: int, z: float) -> int | None:
-    """Return how many more scores after, beside `count`, leave zero outside the interval; None where none do.
+    """Return how many more scores after, beside `count`, leave zero outside the interval; None if none do.
 
     `before` and `after` are the squared standard errors of the two means, `z` how many of them the interval reaches.
     """
@@ -28,10 +28,10 @@ def more_scores(difference: float, before: float, after: float, count: int, z: f
     if left <= 0:
         return None
     more = max(0, math.ceil(after * count / left) - count)
-    return more if more <= MOST else None
+    return more if more <= MAX_MORE_SCORES else None
 
 
-def notes(
+def describe_gaps(
     whole: FamilyReport, versions: Sequence[VersionScore], enough: int, newest_first: Sequence[Movement]
 ) -> tuple[str, ...]:
     """Return what there is to say of a comparison of all traffic."""

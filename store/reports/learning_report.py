@@ -1,7 +1,8 @@
 """Is it learning? Scores of real traffic before and after, with 95% intervals. Pure.
 
 `before` is the traffic of the first version that served, `after` that of the newest, with as many versions next to it
-as it takes to have `ENOUGH` scores. The gain is the difference of the means, its interval Welch's (unequal variances)
+as it takes to have `MIN_SCORES_PER_SIDE` scores. The gain is the difference of the
+means, its interval Welch's (unequal variances)
 in the normal approximation. Where the same tasks came under both, the gain is also taken task by task, which the mix of
 tasks cannot fake. All intervals take in the two half observations of `intervals.py`, so that equal scores are no
 certainty, and none reaches over what scores can be: 0 to 1 where all lie there, else from the least to the largest that
@@ -19,18 +20,18 @@ from typing import Any
 
 from ratchet.store.records import PastScore, Tally
 from ratchet.store.reports.learning_comparison import FamilyReport, Gain, Side, VersionScore
-from ratchet.store.reports.learning_notes import more_scores, notes
+from ratchet.store.reports.learning_notes import describe_gaps, more_scores
 from ratchet.store.reports.policy_movement import Movement
 from ratchet.store.statistics import Sums, interval, interval_of, squared_error, sums_of
 
-ENOUGH = 30  # scores on each side
-RELATIVE = (
+MIN_SCORES_PER_SIDE = 30  # scores on each side
+RELATIVE_SCORES_NOTE = (
     "the judge's scores are relative: they rank the members of one group, and their mean is the same for good and for "
     "bad versions; compare versions with trainer.release.held_out_share, `ratchet eval`, or a judge that scores each "
     "answer by "
     "itself"
 )
-ALL = "all"
+ALL_FAMILIES = "all"
 _Z = statistics.NormalDist().inv_cdf(0.975)
 
 Range = tuple[float, float]  # what a score can be
@@ -60,76 +61,77 @@ def tallies(scores: Sequence[PastScore]) -> list[Tally]:
     ]
 
 
-def learning_report(told: Sequence[Tally], newest_first: Sequence[Movement] = ()) -> LearningReport:
+def learning_report(rows: Sequence[Tally], newest_first: Sequence[Movement] = ()) -> LearningReport:
     """Return the report on score_tallies scores; `newest_first` is how far the last rounds moved the policy."""
-    versions, reach = _by_version(told), _range(told)
+    versions, reach = _by_version(rows), _range(rows)
     curve = tuple(_version_score(version, versions[version], reach) for version in sorted(versions))
     if len(versions) < 2:
         served = f"version {next(iter(versions))}" if versions else "none"
         return LearningReport((), curve, f"scores of two versions are needed; there are those of {served}")
     sides = _sides(versions)
     if sides is None:
-        said = (
-            f"each side needs {ENOUGH} scores; there are {_sums(told).count} in all, {_lacking(versions)} are missing"
-        )
+        said = f"each side needs {MIN_SCORES_PER_SIDE} scores; there are {_sums(rows).count} in all, "
+        said += f"{_lacking(versions)} are missing"
         return LearningReport((), curve, said)
     before, after = sides
     names = sorted({one.family for one in before} & {one.family for one in after})
-    reports = [_report(ALL, before, after, reach)]
+    reports = [_report(ALL_FAMILIES, before, after, reach)]
     if len(names) > 1:
         reports += [
             _report(n, [x for x in before if x.family == n], [x for x in after if x.family == n], reach) for n in names
         ]
-    return LearningReport(tuple(reports), curve, None, notes(reports[0], curve, ENOUGH, newest_first))
+    return LearningReport(
+        tuple(reports), curve, None, describe_gaps(reports[0], curve, MIN_SCORES_PER_SIDE, newest_first)
+    )
 
 
 def relative_report() -> LearningReport:
     """Return the report on scores that only rank the members of a group: their means say nothing across versions."""
-    return LearningReport((), (), RELATIVE)
+    return LearningReport((), (), RELATIVE_SCORES_NOTE)
 
 
-def plain(report: LearningReport) -> dict[str, Any]:
+def to_dict(report: LearningReport) -> dict[str, Any]:
     """Return the report as JSON can hold it."""
     content = asdict(report)
-    for told, family in zip(content["families"], report.families, strict=True):
-        told["gain"]["verdict"] = family.gain.verdict
+    for rows, family in zip(content["families"], report.families, strict=True):
+        rows["gain"]["verdict"] = family.gain.verdict
         if family.same_tasks is not None:
-            told["same_tasks"]["verdict"] = family.same_tasks.verdict
+            rows["same_tasks"]["verdict"] = family.same_tasks.verdict
     return content
 
 
-def _by_version(told: Sequence[Tally]) -> dict[int, list[Tally]]:
+def _by_version(rows: Sequence[Tally]) -> dict[int, list[Tally]]:
     versions: dict[int, list[Tally]] = {}
-    for one in told:
+    for one in rows:
         versions.setdefault(one.version, []).append(one)
     return versions
 
 
 def _sides(versions: Mapping[int, list[Tally]]) -> tuple[list[Tally], list[Tally]] | None:
-    """Return the scores before and after, from both ends inwards; None where they would meet."""
+    """Return the scores before and after, from both ends inwards; None if they would meet."""
     order = sorted(versions)
     before: list[Tally] = []
     after: list[Tally] = []
-    while order and _sums(before).count < ENOUGH:
+    while order and _sums(before).count < MIN_SCORES_PER_SIDE:
         before += versions[order.pop(0)]
-    while order and _sums(after).count < ENOUGH:
+    while order and _sums(after).count < MIN_SCORES_PER_SIDE:
         after += versions[order.pop()]
-    return (before, after) if min(_sums(before).count, _sums(after).count) >= ENOUGH else None
+    return (before, after) if min(_sums(before).count, _sums(after).count) >= MIN_SCORES_PER_SIDE else None
 
 
 def _lacking(versions: Mapping[int, list[Tally]]) -> int:
     """Return how many more scores make two sides, each version's on one of them."""
     order = sorted(versions)
     before = 0
-    while order and before < ENOUGH:
+    while order and before < MIN_SCORES_PER_SIDE:
         before += _sums(versions[order.pop(0)]).count
     after = sum(_sums(versions[version]).count for version in order)
-    return max(0, ENOUGH - before) + max(0, ENOUGH - after)
+    return max(0, MIN_SCORES_PER_SIDE - before) + max(0, MIN_SCORES_PER_SIDE - after)
 
 
-def _range(told: Sequence[Tally]) -> Range:
+def _range(rows: Sequence[Tally]) -> Range:
     """Return what scores can be, as far as those that were seen tell."""
-    least, largest = min((one.least for one in told), default=0.0), max((one.largest for one in told), default=1.0)
+    least, largest = min((one.least for one in rows), default=0.0), max((one.largest for one in rows), default=1.0)
     if least >= 0 and largest <= 1:
         return 0.0, 1.0
     return (least, largest) if least < largest else (least - 0.5, least + 0.5)
@@ -142,8 +144,8 @@ def _report(family: str, before: Sequence[Tally], after: Sequence[Tally], reach:
     return FamilyReport(family, _side(before), _side(after), gain, _same_tasks(before, after, reach), more)
 
 
-def _side(told: Sequence[Tally]) -> Side:
-    versions, sums = [one.version for one in told], _sums(told)
+def _side(rows: Sequence[Tally]) -> Side:
+    versions, sums = [one.version for one in rows], _sums(rows)
     return Side(min(versions), max(versions), sums.count, sums.mean)
 
 
@@ -177,13 +179,13 @@ def _same_tasks(before: Sequence[Tally], after: Sequence[Tally], reach: Range) -
     return Gain(statistics.fmean(gains), low, high, len(gains))
 
 
-def _version_score(version: int, told: Sequence[Tally], reach: Range) -> VersionScore:
-    sums, middle = _sums(told), (reach[0] + reach[1]) / 2
+def _version_score(version: int, rows: Sequence[Tally], reach: Range) -> VersionScore:
+    sums, middle = _sums(rows), (reach[0] + reach[1]) / 2
     low, high = interval_of(sums.around(middle), (reach[1] - reach[0]) / 2)
     return VersionScore(version, sums.count, sums.mean, middle + low, middle + high)
 
 
-def _sums(told: Iterable[Tally]) -> Sums:
-    parts = [one.sums for one in told]
+def _sums(rows: Iterable[Tally]) -> Sums:
+    parts = [one.sums for one in rows]
     totals, squares = math.fsum(part.total for part in parts), math.fsum(part.squares for part in parts)
     return Sums(sum(part.count for part in parts), totals, squares)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 TOO_SMALL = 1e-4  # nats a token: below it no gain was ever seen, and in bf16 it is what rounding alone reads as
 TOO_LARGE = 0.05  # nats a token; healthy rounds of tiny policies stayed below 0.03, collapsing ones had 0.1 to 0.4
 COLLAPSING = -0.01  # nats a token: healthy rounds stayed above -0.005, collapsing ones fell to -0.02 and below
-LATELY = 3  # rounds
+RECENT_ROUNDS = 3  # rounds
 _LOOKED_AT = 20  # rounds, of which some may have been abandoned
 
 Size = Literal["too small", "healthy", "too large"]
@@ -37,7 +37,7 @@ class Movement:
 
     version: int | None
     k3: float
-    good_gap: float
+    logprob_change_positive: float
     rate: float
     numbers: str
     scale: float = 1.0  # of the rate and so of the movement, below 1 in a small round
@@ -52,9 +52,9 @@ class Movement:
     @property
     def collapsing(self) -> bool:
         """Whether the round made its own good answers less likely."""
-        return self.good_gap < COLLAPSING
+        return self.logprob_change_positive < COLLAPSING
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Return it in one clause."""
         means = _MEANS[self.size]
         if self.size == "too small" and self.numbers == "bf16":
@@ -63,31 +63,32 @@ class Movement:
 
 
 def movement_of(metrics: Mapping[str, Any], version: int | None = None) -> Movement | None:
-    """Return what a round moved, None where it was not measured."""
+    """Return what a round moved, None if it was not measured."""
     if not metrics.get("approx_kl_tokens"):
         return None
     return Movement(
         version=version,
         k3=float(metrics["approx_kl"]),
-        good_gap=float(metrics["logprob_change_positive_mean"]),
+        logprob_change_positive=float(metrics["logprob_change_positive_mean"]),
         rate=float(metrics["learning_rate"]),
         numbers=str(metrics["numbers"]),
         scale=float(metrics.get("rate_scale", 1.0)),
     )
 
 
-def lately(store: Store, alias: str) -> list[Movement]:
+def recent_movements(store: Store, alias: str) -> list[Movement]:
     """Return what the newest committed rounds of an alias moved, newest first."""
     rounds = store.rounds.page(alias, limit=_LOOKED_AT)
     committed = [one for one in rounds if one.state is RoundState.COMMITTED]
     found = (movement_of(one.metrics, one.to_version) for one in committed)
-    return [moved for moved in found if moved is not None][:LATELY]
+    return [moved for moved in found if moved is not None][:RECENT_ROUNDS]
 
 
 def describe_collapse(moved: Movement) -> str:
     """Return why a round warns of collapse, and the remedies."""
     return (
-        f"its steps made its good answers less likely ({moved.good_gap:+.3f} nats a token at rate {moved.rate:.2g}), "
+        f"its steps made its good answers less likely "
+        f"({moved.logprob_change_positive:+.3f} nats a token at rate {moved.rate:.2g}), "
         "and rounds like this end in collapse: lower trainer.learner.learning_rate, or set it to auto with a lower "
         "trainer.learner.target_kl; trainer.learner.beta (0.01) holds the policy near the base model; `ratchet "
         "policies "
@@ -96,13 +97,13 @@ def describe_collapse(moved: Movement) -> str:
 
 
 def describe_stall(newest_first: Sequence[Movement]) -> str | None:
-    """Return that the last rounds moved too little to be seen, and what to do; None where one of them did move."""
-    last = newest_first[:LATELY]
-    if len(last) < LATELY or any(moved.size != "too small" for moved in last):
+    """Return that the last rounds moved too little to be seen, and what to do; None if one of them did move."""
+    last = newest_first[:RECENT_ROUNDS]
+    if len(last) < RECENT_ROUNDS or any(moved.size != "too small" for moved in last):
         return None
     most = max(moved.k3 for moved in last)
     return (
-        f"the steps are too small to be seen: the last {LATELY} rounds moved the policy by at most {most:.2g} nats a "
-        f"token, at rate {last[0].rate:.2g}; set trainer.learner.learning_rate: auto, or ten times what it is; where "
+        f"the steps are too small to be seen: the last {RECENT_ROUNDS} rounds moved the policy by at most "
+        f"{most:.2g} nats a token, at rate {last[0].rate:.2g}; set trainer.learner.learning_rate: auto, or ten times what it is; where "
         "it is auto, raise trainer.learner.target_kl"
     )

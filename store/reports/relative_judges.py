@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ratchet.store.reports.learning_report import LearningReport, learning_report, relative_report
-from ratchet.store.reports.policy_movement import lately
+from ratchet.store.reports.policy_movement import recent_movements
 
 if TYPE_CHECKING:
     from ratchet.store.store import Store
@@ -18,7 +18,7 @@ _KIND = "judge"
 
 
 def record_judge_scale(store: Store, alias: str, version: str, *, relative: bool) -> None:
-    """Write down whether the scores of a judge's version are relative, once."""
+    """Record whether the scores of a judge's version are relative, once."""
     known = store.observations.latest(alias, _KIND).get(version)
     if known is None or bool(known.content.get("relative")) is not relative:
         store.observations.add(alias, _KIND, version, {"relative": relative})
@@ -35,4 +35,4 @@ def read_learning_report(store: Store, alias: str) -> LearningReport:
     judge = store.groups.newest_judge_version(alias)
     if is_relative(store, alias, judge):
         return relative_report()
-    return learning_report(store.groups.score_tallies(alias, judge) if judge else [], lately(store, alias))
+    return learning_report(store.groups.score_tallies(alias, judge) if judge else [], recent_movements(store, alias))

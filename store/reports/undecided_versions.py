@@ -28,8 +28,8 @@ def read_canary_scores(store: Store, alias: str) -> dict[str, Any] | None:
     return content
 
 
-def held(store: Store, alias: str) -> dict[str, Any] | None:
-    """Return the version of an alias that waits for a person, and why; None where none does."""
+def read_awaiting_approval(store: Store, alias: str) -> dict[str, Any] | None:
+    """Return the version of an alias that waits for a person, and why; None if none does."""
     policy = store.policies.awaiting_approval(alias)
     if policy is None:
         return None

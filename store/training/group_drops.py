@@ -1,4 +1,4 @@
-"""Groups that are put aside without being trained: many at once, with their members and the reason.
+"""Groups that are dropped without being trained: many at once, with their members and the reason.
 
 Promises that a drop is one transaction, and that a group which another process moved meanwhile is left alone.
 """
@@ -18,7 +18,7 @@ _UNTRAINED_STATES = (GroupState.READY, GroupState.JUDGED)  # what waits for a ju
 
 
 class GroupDrops:
-    """The verbs that drop groups by what all of them have in common."""
+    """Operations that drop groups by what all of them have in common."""
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
@@ -36,17 +36,19 @@ class GroupDrops:
 
         Groups go on without those members; groups that lose all of them are dropped too.
         """
-        groups, runs, policies = schema.groups, schema.trajectories, schema.policies
+        groups, trajectories, policies = schema.groups, schema.trajectories, schema.policies
         rejected = sa.select(policies.c.version).where(
             policies.c.alias == alias, policies.c.state == PolicyState.REJECTED
         )
-        waiting = runs.c.state.in_((TrajectoryState.SEALED, TrajectoryState.GROUPED))
-        theirs = sa.and_(runs.c.alias == alias, waiting, runs.c.version.in_(rejected))
-        left = sa.exists().where(runs.c.group_id == groups.c.id, runs.c.state != TrajectoryState.DROPPED)
+        waiting = trajectories.c.state.in_((TrajectoryState.SEALED, TrajectoryState.GROUPED))
+        theirs = sa.and_(trajectories.c.alias == alias, waiting, trajectories.c.version.in_(rejected))
+        left = sa.exists().where(
+            trajectories.c.group_id == groups.c.id, trajectories.c.state != TrajectoryState.DROPPED
+        )
         open_ones = sa.and_(groups.c.alias == alias, groups.c.state.in_(_UNTRAINED_STATES))
         with write(self._engine) as connection:
             dropped = connection.execute(
-                sa.update(runs).where(theirs).values(state=TrajectoryState.DROPPED, drop_reason=reason)
+                sa.update(trajectories).where(theirs).values(state=TrajectoryState.DROPPED, drop_reason=reason)
             ).rowcount
             if dropped:
                 emptied = sa.update(groups).where(open_ones, ~left)
@@ -55,16 +57,18 @@ class GroupDrops:
 
     def drop_members(self, trajectory_ids: Sequence[str], reason: str) -> None:
         """Drop members of groups that wait for a round; a group that loses all of them is dropped too."""
-        groups, runs = schema.groups, schema.trajectories
+        groups, trajectories = schema.groups, schema.trajectories
         for start in range(0, len(trajectory_ids), MAX_IN_VALUES):
             names = trajectory_ids[start : start + MAX_IN_VALUES]
-            mine = sa.and_(runs.c.id.in_(names), runs.c.state == TrajectoryState.GROUPED)
-            theirs = sa.select(runs.c.group_id).where(runs.c.id.in_(names))
-            left = sa.exists().where(runs.c.group_id == groups.c.id, runs.c.state != TrajectoryState.DROPPED)
+            mine = sa.and_(trajectories.c.id.in_(names), trajectories.c.state == TrajectoryState.GROUPED)
+            theirs = sa.select(trajectories.c.group_id).where(trajectories.c.id.in_(names))
+            left = sa.exists().where(
+                trajectories.c.group_id == groups.c.id, trajectories.c.state != TrajectoryState.DROPPED
+            )
             emptied = sa.and_(groups.c.id.in_(theirs), groups.c.state.in_(_UNTRAINED_STATES), ~left)
             with write(self._engine) as connection:
                 connection.execute(
-                    sa.update(runs).where(mine).values(state=TrajectoryState.DROPPED, drop_reason=reason)
+                    sa.update(trajectories).where(mine).values(state=TrajectoryState.DROPPED, drop_reason=reason)
                 )
                 connection.execute(
                     sa.update(groups).where(emptied).values(state=GroupState.DROPPED, drop_reason=reason)
@@ -75,12 +79,12 @@ class GroupDrops:
 
         Returns how many. Members that were dropped before do not count.
         """
-        groups, runs = schema.groups, schema.trajectories
+        groups, trajectories = schema.groups, schema.trajectories
         old = (
             sa.select(groups.c.id)
-            .join(runs, runs.c.group_id == groups.c.id)
-            .where(groups.c.alias == alias, groups.c.state.in_(_UNTRAINED_STATES), runs.c.version < version)
-            .where(runs.c.state == TrajectoryState.GROUPED)
+            .join(trajectories, trajectories.c.group_id == groups.c.id)
+            .where(groups.c.alias == alias, groups.c.state.in_(_UNTRAINED_STATES), trajectories.c.version < version)
+            .where(trajectories.c.state == TrajectoryState.GROUPED)
             .distinct()
         )
         with read(self._engine) as connection:
@@ -96,10 +100,10 @@ class GroupDrops:
 
 def _drop_untrained(connection: sa.Connection, group_ids: Sequence[str], reason: str) -> int:
     """Drop those of the groups that still wait for a judge or a round, with their members; return how many."""
-    groups, runs = schema.groups, schema.trajectories
+    groups, trajectories = schema.groups, schema.trajectories
     open_ones = sa.and_(groups.c.id.in_(group_ids), groups.c.state.in_(_UNTRAINED_STATES))
     values = {"state": GroupState.DROPPED, "drop_reason": reason}
     dropped = list(connection.scalars(sa.update(groups).where(open_ones).values(**values).returning(groups.c.id)))
-    grouped = sa.and_(runs.c.group_id.in_(dropped), runs.c.state == TrajectoryState.GROUPED)
-    connection.execute(sa.update(runs).where(grouped).values(state=TrajectoryState.DROPPED, drop_reason=reason))
+    grouped = sa.and_(trajectories.c.group_id.in_(dropped), trajectories.c.state == TrajectoryState.GROUPED)
+    connection.execute(sa.update(trajectories).where(grouped).values(state=TrajectoryState.DROPPED, drop_reason=reason))
     return len(dropped)

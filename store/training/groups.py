@@ -26,7 +26,7 @@ from ratchet.store.training.group_drops import GroupDrops
 
 
 class Groups(GroupDrops):
-    """The verbs over groups and verdicts."""
+    """Operations on groups and verdicts."""
 
     def create(self, key: str, alias: str, members: Sequence[str], now: float) -> Group:
         """Make a group of sealed trajectories. Raises InvalidTransition when one of them is no longer sealed."""
@@ -39,14 +39,14 @@ class Groups(GroupDrops):
             members=tuple(members),
             initial_size=len(members),
         )
-        runs = schema.trajectories
+        trajectories = schema.trajectories
         with write(self._engine) as connection:
             connection.execute(
                 sa.insert(schema.groups).values(id=group.id, key=key, alias=alias, state=group.state, formed_at=now)
             )
             taken = connection.execute(
-                sa.update(runs)
-                .where(runs.c.id.in_(members), runs.c.state == TrajectoryState.SEALED)
+                sa.update(trajectories)
+                .where(trajectories.c.id.in_(members), trajectories.c.state == TrajectoryState.SEALED)
                 .values(state=TrajectoryState.GROUPED, group_id=group.id)
             )
             if taken.rowcount != len(members):
@@ -100,7 +100,7 @@ class Groups(GroupDrops):
     ) -> None:
         """Add what the judge managed, failures included; the group stays ready and is tried again at `retry_at`.
 
-        Raises InvalidTransition where it is not ready any more.
+        Raises InvalidTransition if it is not ready any more.
         """
         groups = schema.groups
         with write(self._engine) as connection:
@@ -114,7 +114,7 @@ class Groups(GroupDrops):
             _add_verdicts(connection, verdicts, judge_requests)
 
     def replace_verdicts(self, verdicts: Sequence[Verdict], judge_requests: Sequence[JudgeRequest] = ()) -> None:
-        """Add what a judge says of trajectories that were judged or put aside before; their states stay."""
+        """Add what a judge says of trajectories that were judged or dropped before; their states stay."""
         with write(self._engine) as connection:
             _add_verdicts(connection, verdicts, judge_requests)
 
@@ -199,12 +199,12 @@ class Groups(GroupDrops):
             return [row_to(Verdict, row) for row in connection.execute(query)]
 
     def newest_judge_version(self, alias: str) -> str | None:
-        """Return the version of the judge that scored a trajectory of an alias last; None where none did."""
-        runs, table = schema.trajectories, schema.verdicts
+        """Return the version of the judge that scored a trajectory of an alias last; None if none did."""
+        trajectories, table = schema.trajectories, schema.verdicts
         query = (
             sa.select(table.c.judge_version)
-            .join(runs, runs.c.id == table.c.trajectory_id)
-            .where(runs.c.alias == alias, table.c.score.is_not(None))
+            .join(trajectories, trajectories.c.id == table.c.trajectory_id)
+            .where(trajectories.c.alias == alias, table.c.score.is_not(None))
             .order_by(table.c.id.desc())
             .limit(1)
         )
@@ -217,12 +217,12 @@ class Groups(GroupDrops):
 
         Of a trajectory that it scored several times, the newest alone; none of resamples, which are no traffic.
         """
-        runs, table = schema.trajectories, schema.verdicts
+        trajectories, table = schema.trajectories, schema.verdicts
         query = (
             _past_scores()
             .add_columns(table.c.id.label("verdict"))
-            .where(runs.c.alias == alias, table.c.judge_version == judge_version, table.c.score.is_not(None))
-            .where(runs.c.purpose != RESAMPLE)
+            .where(trajectories.c.alias == alias, table.c.judge_version == judge_version, table.c.score.is_not(None))
+            .where(trajectories.c.purpose != RESAMPLE)
             .order_by(table.c.id.desc())
             .limit(limit)
         )
@@ -232,34 +232,38 @@ class Groups(GroupDrops):
 
     def score_tallies(self, alias: str, judge_version: str, limit: int = 100_000) -> list[Tally]:
         """Return the scores that `scored` tells, added up by version and task; few rows where there are many scores."""
-        runs, table = schema.trajectories, schema.verdicts
-        by_judge = (runs.c.alias == alias, table.c.judge_version == judge_version, table.c.score.is_not(None))
+        trajectories, table = schema.trajectories, schema.verdicts
+        by_judge = (trajectories.c.alias == alias, table.c.judge_version == judge_version, table.c.score.is_not(None))
         newest = (
             sa.select(table.c.id, table.c.trajectory_id)
-            .join(runs, runs.c.id == table.c.trajectory_id)
-            .where(*by_judge, runs.c.purpose != RESAMPLE)
+            .join(trajectories, trajectories.c.id == table.c.trajectory_id)
+            .where(*by_judge, trajectories.c.purpose != RESAMPLE)
             .order_by(table.c.id.desc())
             .limit(limit)
             .subquery()
         )
         latest = sa.select(sa.func.max(newest.c.id)).group_by(newest.c.trajectory_id)
         # A task alone makes a cohort; without one the prompt and the tools do.
-        root = sa.case((runs.c.task.is_(None), runs.c.root_node), else_=None)
-        tools = sa.case((runs.c.task.is_(None), runs.c.tools_hash), else_=None)
-        score, by = table.c.score, (runs.c.version, runs.c.task, root, tools)
+        root = sa.case((trajectories.c.task.is_(None), trajectories.c.root_node), else_=None)
+        tools = sa.case((trajectories.c.task.is_(None), trajectories.c.tools_hash), else_=None)
+        score, by = table.c.score, (trajectories.c.version, trajectories.c.task, root, tools)
         sums = (sa.func.count(), sa.func.sum(score), sa.func.sum(score * score), sa.func.min(score), sa.func.max(score))
-        query = sa.select(*by, *sums).join(runs, runs.c.id == table.c.trajectory_id).where(table.c.id.in_(latest))
+        query = (
+            sa.select(*by, *sums)
+            .join(trajectories, trajectories.c.id == table.c.trajectory_id)
+            .where(table.c.id.in_(latest))
+        )
         with read(self._engine) as connection:
             return [_tally(row) for row in connection.execute(query.group_by(*by))]
 
     def rewards(self, alias: str, judge_version: str, version: int, since: float = 0.0) -> list[PastScore]:
         """Return the latest score of each live trajectory of a version that began at `since` or later, oldest first."""
-        runs, table = schema.trajectories, schema.verdicts
+        trajectories, table = schema.trajectories, schema.verdicts
         latest = (
             sa.select(sa.func.max(table.c.id))
-            .join(runs, runs.c.id == table.c.trajectory_id)
-            .where(runs.c.alias == alias, runs.c.version == version, runs.c.opened_at >= since)
-            .where(runs.c.purpose == "live", table.c.judge_version == judge_version, table.c.score.is_not(None))
+            .join(trajectories, trajectories.c.id == table.c.trajectory_id)
+            .where(trajectories.c.alias == alias, trajectories.c.version == version, trajectories.c.opened_at >= since)
+            .where(trajectories.c.purpose == "live", table.c.judge_version == judge_version, table.c.score.is_not(None))
             .group_by(table.c.trajectory_id)
         )
         query = _past_scores().where(table.c.id.in_(latest)).order_by(table.c.id)
@@ -267,19 +271,19 @@ class Groups(GroupDrops):
             return [_past_score(row) for row in connection.execute(query)]
 
     def _select(self, where: sa.ColumnElement[bool], limit: int, newest_first: bool = False) -> list[Group]:
-        groups, runs = schema.groups, schema.trajectories
+        groups, trajectories = schema.groups, schema.trajectories
         order = groups.c.id.desc() if newest_first else groups.c.id
         with read(self._engine) as connection:
             rows = connection.execute(sa.select(groups).where(where).order_by(order).limit(limit)).all()
             members: dict[str, list[str]] = {}
             initial_size: Counter[str] = Counter()
-            left = sa.or_(groups.c.state == GroupState.DROPPED, runs.c.state != TrajectoryState.DROPPED)
+            left = sa.or_(groups.c.state == GroupState.DROPPED, trajectories.c.state != TrajectoryState.DROPPED)
             named = (
-                sa.select(runs.c.group_id, runs.c.id, left.label("left"))
-                .join(groups, groups.c.id == runs.c.group_id)
-                .where(runs.c.group_id.in_([row.id for row in rows]))
+                sa.select(trajectories.c.group_id, trajectories.c.id, left.label("left"))
+                .join(groups, groups.c.id == trajectories.c.group_id)
+                .where(trajectories.c.group_id.in_([row.id for row in rows]))
             )
-            for group_id, name, is_left in connection.execute(named.order_by(runs.c.id)):
+            for group_id, name, is_left in connection.execute(named.order_by(trajectories.c.id)):
                 initial_size[group_id] += 1
                 if is_left:
                     members.setdefault(group_id, []).append(name)
@@ -300,9 +304,17 @@ class Groups(GroupDrops):
 
 
 def _past_scores() -> sa.Select[Any]:
-    runs, table = schema.trajectories, schema.verdicts
-    columns = (runs.c.id, runs.c.task, runs.c.root_node, runs.c.tools_hash, runs.c.version)
-    return sa.select(*columns, table.c.score, table.c.judged_at).join(runs, runs.c.id == table.c.trajectory_id)
+    trajectories, table = schema.trajectories, schema.verdicts
+    columns = (
+        trajectories.c.id,
+        trajectories.c.task,
+        trajectories.c.root_node,
+        trajectories.c.tools_hash,
+        trajectories.c.version,
+    )
+    return sa.select(*columns, table.c.score, table.c.judged_at).join(
+        trajectories, trajectories.c.id == table.c.trajectory_id
+    )
 
 
 def _past_score(row: Any) -> PastScore:

@@ -66,14 +66,19 @@ class Lineage:
 
         A version that differs from another one by its prompt alone has the other's weights.
         """
-        rounds, runs, verdicts, imitated = schema.rounds, schema.trajectories, schema.verdicts, schema.sft_trajectories
+        rounds, trajectories, verdicts, imitated = (
+            schema.rounds,
+            schema.trajectories,
+            schema.verdicts,
+            schema.sft_trajectories,
+        )
         mine = sa.and_(rounds.c.alias == policy.alias, rounds.c.state == RoundState.COMMITTED)
         with read(self._engine) as connection:
             found = connection.execute(sa.select(rounds).where(mine, rounds.c.to_version <= policy.version)).all()
             chain = _chain([row_to(Round, row) for row in found], policy.adapter)
             names = [held.id for held in chain]
             learnt_from = sa.union(
-                sa.select(runs.c.id).where(runs.c.round_id.in_(names)),
+                sa.select(trajectories.c.id).where(trajectories.c.round_id.in_(names)),
                 sa.select(imitated.c.trajectory_id).where(imitated.c.round_id.in_(names)),
             ).subquery()
             latest = (
@@ -84,8 +89,8 @@ class Lineage:
                 .subquery()
             )
             judged = (
-                sa.select(runs.c.task, runs.c.tools_hash, verdicts.c.judge, verdicts.c.judge_version)
-                .join(latest, latest.c.trajectory_id == runs.c.id)
+                sa.select(trajectories.c.task, trajectories.c.tools_hash, verdicts.c.judge, verdicts.c.judge_version)
+                .join(latest, latest.c.trajectory_id == trajectories.c.id)
                 .join(verdicts, verdicts.c.id == latest.c.id)
             )
             families: Counter[str] = Counter()
@@ -118,7 +123,9 @@ def descendants(steps: Sequence[tuple[int, int]], version: int) -> list[int]:
 
 def _held_by(trajectory_ids: Sequence[str]) -> sa.CompoundSelect[tuple[str, str]]:
     """Select (trajectory id, round_id) of the rounds that learned from trajectories."""
-    runs, imitated = schema.trajectories, schema.sft_trajectories
-    trained = sa.select(runs.c.id, runs.c.round_id).where(runs.c.id.in_(trajectory_ids), runs.c.round_id.is_not(None))
+    trajectories, imitated = schema.trajectories, schema.sft_trajectories
+    trained = sa.select(trajectories.c.id, trajectories.c.round_id).where(
+        trajectories.c.id.in_(trajectory_ids), trajectories.c.round_id.is_not(None)
+    )
     shown = sa.select(imitated.c.trajectory_id.label("id"), imitated.c.round_id)
     return trained.union_all(shown.where(imitated.c.trajectory_id.in_(trajectory_ids)))

@@ -29,7 +29,7 @@ class Observation(Record, frozen=True):
 
 
 class Observations:
-    """The verbs over observations."""
+    """Operations on observations."""
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine

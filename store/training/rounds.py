@@ -33,7 +33,7 @@ from ratchet.store.states import (
 
 
 class Rounds:
-    """The verbs over training rounds."""
+    """Operations on training rounds."""
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
@@ -107,11 +107,12 @@ class Rounds:
         checkpoint: str,
         groups: Sequence[str],
         metrics: Mapping[str, Any],
-        shown: Sequence[str] = (),
+        demonstrations: Sequence[str] = (),
     ) -> Policy:
         """Consume the groups, record the checkpoint folder and register `version` as a candidate, all at once.
 
-        The candidate has the prompt that is live. `shown` are trajectories that it imitated without consuming them;
+        The candidate has the prompt that is live. `demonstrations` are trajectories that it imitated without consuming
+        them;
         those deleted meanwhile are left out. Raises InvalidTransition when a group is not waiting for a round any more,
         or the number was taken; then nothing is written.
         """
@@ -119,7 +120,7 @@ class Rounds:
         check_transition(ROUND_TRANSITIONS, current.state, RoundState.COMMITTED, f"round {round_id}")
         with write(self._engine) as connection:
             _consume(connection, round_id, groups)
-            _record_demonstrations(connection, round_id, shown)
+            _record_demonstrations(connection, round_id, demonstrations)
             now = time.time()
             settled = connection.execute(
                 sa.update(schema.rounds)
@@ -202,7 +203,7 @@ def _live_prompt(connection: sa.Connection, alias: str) -> str | None:
 
 
 def _register(connection: sa.Connection, policy: Policy) -> None:
-    """Write a new version down. Raises InvalidTransition where its number is taken."""
+    """Write a new version down. Raises InvalidTransition if its number is taken."""
     row = {name: getattr(policy, name) for name in Policy.__struct_fields__}
     try:
         connection.execute(sa.insert(schema.policies).values(**row, base_model_id=base_model_id_of(policy.alias)))
@@ -217,7 +218,7 @@ def _rejected(alias: str) -> sa.Select[tuple[int]]:
 
 
 def _consume(connection: sa.Connection, round_id: str, group_ids: Sequence[str]) -> None:
-    groups, runs = schema.groups, schema.trajectories
+    groups, trajectories = schema.groups, schema.trajectories
     moved = connection.execute(
         sa.update(groups)
         .where(groups.c.id.in_(group_ids), groups.c.state == GroupState.JUDGED)
@@ -226,16 +227,16 @@ def _consume(connection: sa.Connection, round_id: str, group_ids: Sequence[str])
     if moved.rowcount != len(group_ids):
         raise InvalidTransition(f"{len(group_ids) - moved.rowcount} of {len(group_ids)} groups do not wait for a round")
     connection.execute(
-        sa.update(runs)
-        .where(runs.c.group_id.in_(group_ids), runs.c.state == TrajectoryState.GROUPED)
+        sa.update(trajectories)
+        .where(trajectories.c.group_id.in_(group_ids), trajectories.c.state == TrajectoryState.GROUPED)
         .values(state=TrajectoryState.TRAINED, round_id=round_id)
     )
 
 
-def _record_demonstrations(connection: sa.Connection, round_id: str, shown: Sequence[str]) -> None:
-    runs = schema.trajectories
-    for start in range(0, len(shown), MAX_IN_VALUES):
-        there = sa.select(runs.c.id).where(runs.c.id.in_(shown[start : start + MAX_IN_VALUES]))
+def _record_demonstrations(connection: sa.Connection, round_id: str, demonstrations: Sequence[str]) -> None:
+    trajectories = schema.trajectories
+    for start in range(0, len(demonstrations), MAX_IN_VALUES):
+        there = sa.select(trajectories.c.id).where(trajectories.c.id.in_(demonstrations[start : start + MAX_IN_VALUES]))
         rows = [{"round_id": round_id, "trajectory_id": name} for name in connection.scalars(there)]
         if rows:
             connection.execute(sa.insert(schema.sft_trajectories), rows)

@@ -32,7 +32,7 @@ ERASED = "erased"  # in place of words that may quote a deleted trajectory
 
 
 class Rollouts:
-    """The verbs over rollouts."""
+    """Operations on rollouts."""
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
@@ -56,7 +56,7 @@ class Rollouts:
         prompt_tokens: int = 0,
         completion_tokens: int = 0,
     ) -> Rollout:
-        """Write down that the workflow returned. Raises InvalidTransition where the end is known, RecordNotFound."""
+        """Record that the workflow returned. Raises InvalidTransition if the end is known, RecordNotFound."""
         tokens = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
         told = {"response": response, "reward": reward, "metrics": dict(metrics or {})}
         times = {"started_at": started_at, "ended_at": ended_at}
@@ -72,7 +72,7 @@ class Rollouts:
         prompt_tokens: int = 0,
         completion_tokens: int = 0,
     ) -> Rollout:
-        """Write down why the workflow did not return. Raises InvalidTransition where the end is known,
+        """Record why the workflow did not return. Raises InvalidTransition if the end is known,
         RecordNotFound.
         """
         tokens = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
@@ -80,7 +80,7 @@ class Rollouts:
         return self._end(rollout_id, RolloutState.FAILED, {**told, **tokens})
 
     def score(self, rollout_id: str, score: float | None, judge: str, judge_failure: str | None = None) -> Rollout:
-        """Write down what a judge said, or why it said nothing; a later word counts. Raises RecordNotFound."""
+        """Record what a judge said, or why it said nothing; a later word counts. Raises RecordNotFound."""
         if (score is None) == (judge_failure is None):
             raise InvalidTransition(f"rollout {rollout_id}: a judge gives a score or a failure, not both, not neither")
         values = _truncate({"score": score, "judge": judge, "judge_failure": judge_failure})
@@ -89,7 +89,7 @@ class Rollouts:
         return self.get(rollout_id)
 
     def count_tokens(self, rollout_ids: Sequence[str]) -> None:
-        """Write down how many tokens the calls of these rollouts took that have been shipped by now."""
+        """Record how many tokens the calls of these rollouts took that have been shipped by now."""
         took = {name: _summed(schema.calls.c[name]) for name in ("prompt_tokens", "completion_tokens")}
         for start in range(0, len(rollout_ids), MAX_IN_VALUES):
             mine = schema.rollouts.c.id.in_(rollout_ids[start : start + MAX_IN_VALUES])
@@ -139,9 +139,9 @@ class Rollouts:
         return {int(version) for asked, _, version in found if asked == alias and version.isdecimal()}
 
     def end_all(self, over: Sequence[Rollout]) -> None:
-        """Write down how rollouts ended, in one transaction: all of them or none.
+        """Record how rollouts ended, in one transaction: all of them or none.
 
-        Raises InvalidTransition where one is not planned any more.
+        Raises InvalidTransition if one is not planned any more.
         """
         with write(self._engine) as connection:
             for rollout in over:
@@ -174,7 +174,7 @@ def abandon(connection: sa.Connection, tuning_id: str) -> None:
 
 
 def workflow_result_of(connection: sa.Connection, trajectory_id: str) -> tuple[str | None, WorkflowResult | None]:
-    """Return the task of a trajectory's rollout and what its workflow came to; None where it is no rollout."""
+    """Return the task of a trajectory's rollout and what its workflow came to; None if it is no rollout."""
     columns = (
         schema.rollouts.c.task_id,
         schema.rollouts.c.response,

@@ -22,27 +22,27 @@ TASK_ID = sa.String(256)
 
 
 class Tasks:
-    """The verbs over tasks."""
+    """Operations on tasks."""
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
 
     def register(self, rows: Iterable[TaskRow]) -> None:
-        """Write down what is not known yet. Raises InvalidRecord."""
+        """Record what is not known yet. Raises InvalidRecord."""
         waiting = iter(rows)
         while some := [_checked(row) for row in islice(waiting, MAX_IN_VALUES)]:
             with write(self._engine) as connection:
                 insert_or_ignore(connection, schema.tasks, some)
 
     def get(self, task_id: str) -> TaskRow | None:
-        """Return one task's row; None where it is not known."""
+        """Return one task's row; None if it is not known."""
         with read(self._engine) as connection:
             row = connection.execute(sa.select(schema.tasks).where(schema.tasks.c.id == task_id)).one_or_none()
         return None if row is None else row_to(TaskRow, row)
 
 
 def row_of(connection: sa.Connection, task_id: str | None) -> Mapping[str, Any] | None:
-    """Return the row that a task key names; None where it names none."""
+    """Return the row that a task key names; None if it names none."""
     if task_id is None:
         return None
     row: Mapping[str, Any] | None = connection.scalar(

@@ -21,13 +21,13 @@ _NO_TUNING = "no tuning {}; `ratchet tune runs` shows the ids"
 
 
 class Tunings:
-    """The verbs over tunings."""
+    """Operations on tunings."""
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
 
     def begin(self, kind: str, alias: str, config: Mapping[str, Any]) -> Tuning:
-        """Write down that a run begins."""
+        """Record that a run begins."""
         tuning = Tuning(
             id=new_id("tun"),
             kind=TuningKind(kind),
@@ -42,14 +42,14 @@ class Tunings:
         return tuning
 
     def update(self, tuning_id: str, result: Mapping[str, Any]) -> None:
-        """Write down how far a running one is. Raises RecordNotFound, InvalidTransition where it does not run."""
+        """Record how far a running one is. Raises RecordNotFound, InvalidTransition if it does not run."""
         with write(self._engine) as connection:
             self._change(connection, tuning_id, TuningState.RUNNING, result=dict(result))
 
     def end(
         self, tuning_id: str, state: str, result: Mapping[str, Any] | None = None, error: str | None = None
     ) -> Tuning:
-        """Write down how a run ended; without a `result` its progress stays. Raises InvalidTransition,
+        """Record how a run ended; without a `result` its progress stays. Raises InvalidTransition,
         RecordNotFound.
         """
         new = TuningState(state)

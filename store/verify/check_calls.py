@@ -96,7 +96,7 @@ def _answer(name: str, row: Any, one: Any, messages: set[str]) -> Iterator[Viola
 
 
 def _size(packed: bytes) -> int | None:
-    """Return how many token ids are packed; None where they are damaged."""
+    """Return how many token ids are packed; None if they are damaged."""
     try:
         return len(decompress_token_ids(bytes(packed))) // 4
     except ValueError:
@@ -140,8 +140,8 @@ def _parents(connection: sa.Connection, page: Page) -> dict[str, Any]:
 def _blocks(connection: sa.Connection, page: Page) -> dict[tuple[str, bytes], int]:
     """Return how many token ids each block of these calls' trajectories holds; those that are damaged are left out."""
     table = schema.prompt_blocks
-    runs = sorted({row.trajectory_id for row in page if row.prompt_blocks})
+    trajectories = sorted({row.trajectory_id for row in page if row.prompt_blocks})
     packed = sa.type_coerce(table.c.token_ids, sa.LargeBinary).label("token_ids")
-    query = sa.select(table.c.trajectory_id, table.c.digest, packed).where(table.c.trajectory_id.in_(runs))
+    query = sa.select(table.c.trajectory_id, table.c.digest, packed).where(table.c.trajectory_id.in_(trajectories))
     sizes = ((row, _size(row.token_ids)) for row in connection.execute(query))
     return {(row.trajectory_id, bytes(row.digest)): size for row, size in sizes if size is not None}

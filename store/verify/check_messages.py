@@ -75,7 +75,7 @@ def _unnamed(connection: sa.Connection, names: list[str]) -> set[str]:
 
 
 def _body(packed: bytes) -> bytes | None:
-    """Return the JSON of a body; None where it is damaged."""
+    """Return the JSON of a body; None if it is damaged."""
     try:
         body = unpack_body(bytes(packed))
         msgspec.json.decode(body, type=msgspec.Raw)

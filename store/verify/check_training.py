@@ -48,10 +48,10 @@ def _problems(row: Any, with_calls: set[str], groups: set[str], committed: set[s
 
 def check_groups(connection: sa.Connection, page: Page) -> Iterator[Violation]:
     """The members of each group are in the state that the group's says; those of a judged one are all scored."""
-    runs, verdicts = schema.trajectories, schema.verdicts
+    trajectories, verdicts = schema.trajectories, schema.verdicts
     members: defaultdict[str, list[Any]] = defaultdict(list)
-    columns = sa.select(runs.c.id, runs.c.group_id, runs.c.state, runs.c.alias)
-    for run in connection.execute(columns.where(runs.c.group_id.in_([row.id for row in page]))):
+    columns = sa.select(trajectories.c.id, trajectories.c.group_id, trajectories.c.state, trajectories.c.alias)
+    for run in connection.execute(columns.where(trajectories.c.group_id.in_([row.id for row in page]))):
         members[run.group_id].append(run)
     judged = [row.id for row in page if row.state in (GroupState.JUDGED, GroupState.TRAINED)]
     names = [run.id for group in judged for run in members[group]]
@@ -74,9 +74,9 @@ def check_groups(connection: sa.Connection, page: Page) -> Iterator[Violation]:
 
 def check_verdicts(connection: sa.Connection, page: Page) -> Iterator[Violation]:
     """Each verdict is of a trajectory and a group that are there and belong together."""
-    runs, judge_requests = schema.trajectories, schema.judge_requests
+    trajectories, judge_requests = schema.trajectories, schema.judge_requests
     wanted = sorted({row.trajectory_id for row in page})
-    query = sa.select(runs.c.id, runs.c.group_id).where(runs.c.id.in_(wanted))
+    query = sa.select(trajectories.c.id, trajectories.c.group_id).where(trajectories.c.id.in_(wanted))
     groups = {row.id: row.group_id for row in connection.execute(query)}
     asked = known(connection, judge_requests.c.id, {row.judge_request_id for row in page if row.judge_request_id})
     remedy = "delete the verdict, or restore what it names from a backup"

@@ -22,27 +22,29 @@ def check_prompts(_: sa.Connection, page: Page) -> Iterator[Violation]:
 
 def check_rollouts(connection: sa.Connection, page: Page) -> Iterator[Violation]:
     """What was made for an evaluation was never trained."""
-    runs = schema.trajectories
+    trajectories = schema.trajectories
     names = [row.id for row in page if row.purpose == "eval"]
-    trained = sa.select(runs.c.id).where(runs.c.id.in_(names), runs.c.state == TrajectoryState.TRAINED)
+    trained = sa.select(trajectories.c.id).where(
+        trajectories.c.id.in_(names), trajectories.c.state == TrajectoryState.TRAINED
+    )
     for name in connection.scalars(trained):
         problem = "it is of an evaluation, and its trajectory was trained"
         yield Violation(row=f"rollout {name}", problem=problem, remedy="roll back to the version before that round")
 
 
 def check_resamples(connection: sa.Connection, page: Page) -> Iterator[Violation]:
-    """A shadow that was trained was compared with its original, in one group."""
-    runs, originals = schema.trajectories, schema.trajectories.alias("original")
+    """A resample that was trained was compared with its original, in one group."""
+    trajectories, originals = schema.trajectories, schema.trajectories.alias("original")
     query = (
         sa.select(schema.resamples.c.id)
-        .join(runs, runs.c.id == schema.resamples.c.id)
+        .join(trajectories, trajectories.c.id == schema.resamples.c.id)
         .join(originals, originals.c.id == schema.resamples.c.original_id)
-        .where(schema.resamples.c.id.in_([row.id for row in page]), runs.c.state == TrajectoryState.TRAINED)
-        .where(sa.func.coalesce(originals.c.group_id, "") != runs.c.group_id)
+        .where(schema.resamples.c.id.in_([row.id for row in page]), trajectories.c.state == TrajectoryState.TRAINED)
+        .where(sa.func.coalesce(originals.c.group_id, "") != trajectories.c.group_id)
     )
     for name in connection.scalars(query):
         problem = "it was trained, and not in the group of its original"
-        yield Violation(row=f"shadow {name}", problem=problem, remedy="roll back to the version before that round")
+        yield Violation(row=f"resample {name}", problem=problem, remedy="roll back to the version before that round")
 
 
 def check_policies(connection: sa.Connection) -> Iterator[Violation]:

@@ -20,7 +20,7 @@ from examples.reward_hacking.teacher import EVERYTHING, answer, teaching
 from ratchet.demo.email_search.agent import run_tasks
 from ratchet.demo.email_search.mailbox import DATABASE, Mailbox
 from ratchet.demo.email_search.tasks import Task, read_tasks
-from ratchet.store.reports.undecided_versions import held
+from ratchet.store.reports.undecided_versions import read_awaiting_approval
 from ratchet.store.states import PolicyAction, PolicyState
 from ratchet.store.store import open_store
 from ratchet.trainer.controller.judges.audit.lint import Outcome, lint
@@ -119,7 +119,7 @@ async def test_a_policy_that_learnt_to_list_every_answer_is_held_before_it_is_pr
     assert told.evidence["second_judge"]["mean"] <= 0
     assert store.policies.get("agent", 1).state is PolicyState.CANARY
     assert store.policies.live()["agent"].version == 0
-    waiting = held(store, "agent")
+    waiting = read_awaiting_approval(store, "agent")
     assert waiting is not None
     assert SECOND in waiting["reason"]
     alarms = {alarm["name"]: alarm["reason"] for alarm in alarms_of(proxy)}

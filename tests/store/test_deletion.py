@@ -275,7 +275,9 @@ def test_what_a_round_imitated_names_its_versions_and_is_forgotten_with_the_traj
     for number, shown in ((1, ["shown", "a", "gone already"]), (2, [])):
         held = store.rounds.start("agent", number - 1)
         groups = [group.id] if number == 2 else []
-        store.rounds.commit(held.id, version=number, checkpoint=f"/c/{number}", groups=groups, metrics={}, shown=shown)
+        store.rounds.commit(
+            held.id, version=number, checkpoint=f"/c/{number}", groups=groups, metrics={}, demonstrations=shown
+        )
     assert store.trajectories.get("shown").state is TrajectoryState.SEALED, "it may be trained besides"
     both = ("agent@1", "agent@2")
     assert store.lineage.versions_of(["shown", "a", "b", "other"]) == {"shown": both, "a": both, "b": ("agent@2",)}

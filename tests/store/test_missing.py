@@ -9,7 +9,13 @@ import pytest
 
 from ratchet.store.records import PastScore
 from ratchet.store.reports.learning_report import LearningReport, learning_report, tallies
-from ratchet.store.reports.policy_movement import Movement, describe_collapse, describe_stall, lately, movement_of
+from ratchet.store.reports.policy_movement import (
+    Movement,
+    describe_collapse,
+    describe_stall,
+    movement_of,
+    recent_movements,
+)
 from ratchet.store.store import Store
 
 
@@ -29,7 +35,7 @@ def report(*traffic: list[PastScore], moved: Sequence[Movement] = ()) -> Learnin
 
 
 def moved(k3: float, *, good: float = 0.0, rate: float = 1e-5, numbers: str = "fp32") -> Movement:
-    return Movement(version=3, k3=k3, good_gap=good, rate=rate, numbers=numbers)
+    return Movement(version=3, k3=k3, logprob_change_positive=good, rate=rate, numbers=numbers)
 
 
 def said(found: LearningReport, word: str) -> str:
@@ -97,7 +103,7 @@ def test_steps_too_small_are_named_only_where_no_gain_is_seen() -> None:
     ],
 )
 def test_a_movement_is_said_with_what_it_means(k3: float, numbers: str, means: str) -> None:
-    assert moved(k3, numbers=numbers).told().endswith(means)
+    assert moved(k3, numbers=numbers).describe().endswith(means)
 
 
 def test_a_small_round_that_was_meant_to_take_a_small_step_is_not_called_too_small() -> None:
@@ -133,5 +139,5 @@ def test_the_last_rounds_are_read_from_the_store_and_older_ones_say_nothing(stor
         held = store.rounds.start("agent", version - 1)
         store.rounds.commit(held.id, version=version, checkpoint="c", groups=[], metrics=metrics)
     store.rounds.start("agent", 2)
-    assert lately(store, "agent") == [Movement(2, 0.004, 0.1, 2e-3, "fp32")]
+    assert recent_movements(store, "agent") == [Movement(2, 0.004, 0.1, 2e-3, "fp32")]
     assert movement_of({}) is None

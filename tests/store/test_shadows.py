@@ -25,7 +25,7 @@ def test_a_shadow_takes_its_steps_once(store: Store) -> None:
     first, second, third = planned(store, 3)
     store.resamples.mark_requested(first, 4.0)
     for again in (store.resamples.mark_requested, store.resamples.mark_requested):
-        with pytest.raises(InvalidTransition, match="asked and cannot become asked"):
+        with pytest.raises(InvalidTransition, match="requested and cannot become requested"):
             again(first, 5.0)
     store.resamples.mark_answered(first, 6.0, tokens=12)
     store.resamples.mark_requested(second, 7.0)

@@ -161,7 +161,7 @@ def test_what_was_imitated_and_what_was_evaluated_is_told(store: Store) -> None:
     held = store.rounds.start("agent", 0)
     story = {"trajectories": 2, "by_source": {"demonstration": 2}, "general_rows": 5}
     metrics = {"trajectories": 2, "warm_start": story}
-    store.rounds.commit(held.id, version=1, checkpoint="/c", groups=[], metrics=metrics, shown=group.members)
+    store.rounds.commit(held.id, version=1, checkpoint="/c", groups=[], metrics=metrics, demonstrations=group.members)
     marks = {"bfcl": {str(task): (1.0,) for task in range(20)}, "before": {str(task): (0.0,) for task in range(20)}}
     gain = compare(marks["bfcl"], marks["before"], names=("agent@1", "agent@0"))
     tasks = task_set("bfcl:simple_python", "test", list(marks["bfcl"]))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from click.testing import CliRunner
 
 from ratchet.cli import cli
-from ratchet.store.reports.undecided_versions import held
+from ratchet.store.reports.undecided_versions import read_awaiting_approval
 from ratchet.store.states import PolicyAction, PolicyState
 from ratchet.store.store import Store
 from ratchet.trainer.controller_loop import Controller
@@ -165,4 +165,4 @@ def test_status_and_the_commands_speak_of_what_is_held(
     )
     assert shown.exit_code == 0, shown.output
     assert "agent@1 is live" in shown.output
-    assert held(store, "agent") is None
+    assert read_awaiting_approval(store, "agent") is None

@@ -9,7 +9,7 @@ import pytest
 
 from ratchet.proxy.coordinator.operator_api.overview import Overview
 from ratchet.store.records import Verdict
-from ratchet.store.reports.learning_report import RELATIVE
+from ratchet.store.reports.learning_report import RELATIVE_SCORES_NOTE
 from ratchet.store.reports.relative_judges import is_relative, read_learning_report, record_judge_scale
 from ratchet.store.store import Store
 from ratchet.trainer.controller_loop import Controller
@@ -53,13 +53,13 @@ def test_the_learning_report_and_the_console_say_relative_and_give_no_mean(store
     assert read_learning_report(store, "agent").families[0].gain.verdict == "better"
     record_judge_scale(store, "agent", "1", relative=True)
     report = read_learning_report(store, "agent")
-    assert (report.families, report.versions, report.missing) == ((), (), RELATIVE)
-    assert "relative" in RELATIVE
+    assert (report.families, report.versions, report.missing) == ((), (), RELATIVE_SCORES_NOTE)
+    assert "relative" in RELATIVE_SCORES_NOTE
     (alias,) = Overview(store).read()["aliases"]
     assert (alias["relative"], list(alias["learning"]["versions"])) == (True, [])
-    assert alias["learning"]["missing"] == RELATIVE
+    assert alias["learning"]["missing"] == RELATIVE_SCORES_NOTE
     card = gather(store, store.policies.get("agent", 0), "base", {}).gain
-    assert (card.families, card.missing) == ((), RELATIVE)
+    assert (card.families, card.missing) == ((), RELATIVE_SCORES_NOTE)
 
 
 def test_the_trainer_notes_what_its_judge_is(store: Store, make_controller: Callable[..., Controller]) -> None:

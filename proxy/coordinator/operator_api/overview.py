@@ -15,10 +15,10 @@ from ratchet.store.coordination.job_progress import JobProgress
 from ratchet.store.db.count_cache import CachedCount
 from ratchet.store.reasons import drop_meaning
 from ratchet.store.records import Policy, Round
-from ratchet.store.reports.learning_report import plain
+from ratchet.store.reports.learning_report import to_dict
 from ratchet.store.reports.policy_movement import movement_of
 from ratchet.store.reports.relative_judges import is_relative, read_learning_report
-from ratchet.store.reports.undecided_versions import held, read_canary_scores
+from ratchet.store.reports.undecided_versions import read_awaiting_approval, read_canary_scores
 from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
 
@@ -99,9 +99,9 @@ class Overview:
         return {
             "judge": judge,
             "relative": relative,
-            "learning": plain(told),
+            "learning": to_dict(told),
             "canary": canary,
-            "held": held(self._store, alias),
+            "held": read_awaiting_approval(self._store, alias),
         }
 
 
@@ -118,5 +118,5 @@ def _progress(job: JobProgress) -> dict[str, Any]:
 def _round(one: Round) -> dict[str, Any]:
     plain_one = msgspec.structs.asdict(one) | {"metrics": {k: one.metrics[k] for k in _SHOWN if k in one.metrics}}
     moved = movement_of(one.metrics)
-    said = {"untrained_tokens": one.metrics.get("untrained_tokens") or {}, "moved": moved and moved.told()}
+    said = {"untrained_tokens": one.metrics.get("untrained_tokens") or {}, "moved": moved and moved.describe()}
     return plain_one | said
