@@ -104,6 +104,7 @@ def describe_stall(newest_first: Sequence[Movement]) -> str | None:
     most = max(moved.k3 for moved in last)
     return (
         f"the steps are too small to be seen: the last {RECENT_ROUNDS} rounds moved the policy by at most "
-        f"{most:.2g} nats a token, at rate {last[0].rate:.2g}; set trainer.learner.learning_rate: auto, or ten times what it is; where "
+        f"{most:.2g} nats a token, at rate {last[0].rate:.2g}; set trainer.learner.learning_rate: auto, or "
+        f"ten times what it is; where "
         "it is auto, raise trainer.learner.target_kl"
     )
