@@ -156,7 +156,7 @@ def test_status_and_the_commands_speak_of_what_is_held(
     controller = make_controller(sentinel=SENTINEL, groups_per_round=24)
     now = disagreeing(store, controller, time.time())
     until(controller, now, lambda: store.policies.awaiting_approval("agent") is not None, most=200)
-    told = held(store, "agent")
+    told = read_awaiting_approval(store, "agent")
     assert told is not None
     assert (told["version"], told["state"], told["by"]) == (1, "candidate", "sentinel")
     assert "orders the members" in told["reason"]
