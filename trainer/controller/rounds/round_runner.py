@@ -147,7 +147,7 @@ class RoundRunner:
             checkpoint=str(folder.absolute()),
             groups=[group.id for group in groups],
             metrics=metrics,
-            shown=demonstrations,
+            demonstrations=demonstrations,
         )
 
     def probes(self, candidate: Policy) -> list[tuple[int, ...]]:
