@@ -112,9 +112,9 @@ def show(context: click.Context, /, group: str, as_json: bool, **given: Any) -> 
         click.echo(f"\n{told['id']}: {told['url']} status {told['status']}, {told['latency']:.1f} s")
         for message in told["request"].get("messages", ()):
             click.echo(f"[{message.get('role')}] {strip_control_characters(message.get('content'))}")
-        click.echo(f"[answer] {strip_control_characters(told['answer'])}")
+        click.echo(f"[answer] {strip_control_characters(told['response'])}")
         if told["error"]:
-            click.echo(f"[not used] {strip_control_characters(told['problem'])}")
+            click.echo(f"[not used] {strip_control_characters(told['error'])}")
 
 
 @judge.command()

@@ -227,7 +227,7 @@ def _with_bar(store: Store, chosen: TrajectoryFilter, why: str) -> Deletion:
 
 def _print_plan(count: int, policies: list[AffectedVersion], as_json: bool) -> None:
     if as_json:
-        options.print_json({"trajectories": count, "policies": list(map(_plain, policies))})
+        options.print_json({"trajectory_count": count, "policies": list(map(_plain, policies))})
         return
     click.echo(f"{count} trajectories would be deleted")
     _print_policies(policies)

@@ -79,7 +79,7 @@ def test_calls_during_a_deletion_lose_no_message(proxy: Proxy, vllm: ScriptedVll
 def test_an_operator_deletes_a_trajectory_and_reads_what_learnt_from_it(proxy: Proxy) -> None:
     _say(proxy.http, "/t/job")
     answer = proxy.http.delete("/api/trajectories/job")
-    assert (answer.status_code, answer.json()["trajectories"], answer.json()["policies"]) == (200, 1, [])
+    assert (answer.status_code, answer.json()["trajectory_count"], answer.json()["policies"]) == (200, 1, [])
     assert proxy.http.get("/api/trajectories/job").status_code == 404
     assert proxy.http.delete("/api/trajectories/job").status_code == 404
     assert [one["reason"] for one in proxy.http.get("/api/deletions").json()["data"]] == ["operator"]

@@ -47,7 +47,7 @@ def test_pruning_by_age_can_be_tried_and_keep_what_was_trained(project: Project,
     assert _left(url) == {"a", "b", "new"}
     done = project.run("store", "prune", "--older-than", "4w", "--json", "--store", url)
     (told,) = json.loads(done.stdout)
-    assert (told["trajectories"], told["policies"][0]["adapter"]) == (2, "/c/0001")
+    assert (told["trajectory_count"], told["policies"][0]["adapter"]) == (2, "/c/0001")
     assert _left(url) == {"new"}
 
 

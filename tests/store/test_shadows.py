@@ -123,4 +123,4 @@ def test_a_shadow_that_was_trained_apart_from_its_original_is_told(store: Store,
     held = store.rounds.start("agent", 0)
     store.rounds.commit(held.id, version=1, checkpoint="/c/1", groups=[group.id], metrics={})
     told = {finding.row: finding.problem for finding in verify(store_url).findings}
-    assert "not in the group of its original" in told[f"shadow {resamples[0]}"]
+    assert "not in the group of its original" in told[f"resample {resamples[0]}"]

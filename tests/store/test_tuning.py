@@ -212,7 +212,7 @@ def test_a_forgotten_trajectorys_rollout_loses_its_words_and_keeps_its_score(sto
         store.deletions.delete(TrajectoryFilter(id=name), "asked")
     one, two = store.rollouts.get("roll_1"), store.rollouts.get("roll_2")
     assert (one.response, one.score, one.failure) == (None, 1.0, None)
-    assert (two.state, two.failure, two.judge_failure) == (RolloutState.FAILED, "forgotten", "forgotten")
+    assert (two.state, two.failure, two.judge_failure) == (RolloutState.FAILED, "erased", "erased")
     assert store.rollouts.get("roll_3") == kept
 
 
