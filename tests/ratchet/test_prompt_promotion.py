@@ -42,7 +42,7 @@ def test_a_better_prompt_becomes_a_candidate_with_its_evidence(store: Store) -> 
 @pytest.mark.parametrize("verdict", ["worse", "no better", "inconclusive"])
 def test_a_prompt_that_is_not_shown_to_be_better_is_promoted_by_force_alone(store: Store, verdict: str) -> None:
     run = ended(store, verdict)
-    with pytest.raises(click.UsageError, match=f"{verdict}, so it was measured; --force"):
+    with pytest.raises(click.UsageError, match=f"{verdict}, so it was measured; promote it anyway with --force"):
         create_candidate(store, run)
     assert [one.version for one in store.policies.all("agent")] == [0]
     assert create_candidate(store, run, force=True) == "agent@1"

@@ -86,7 +86,7 @@ def test_a_process_that_lost_its_run_begins_nothing_more_and_writes_no_end(
 ) -> None:
     hold = RunLease(store)
     hold.check()
-    with pytest.raises(LeaseLost, match="taken by another process"), hold.acquire(run):  # noqa: PT012
+    with pytest.raises(LeaseLost, match="another process took the lease"), hold.acquire(run):  # noqa: PT012
         hold.check()
         (held,) = store.leases.holders("tuning:")
         store.leases.release(held.name, held.owner)
@@ -99,8 +99,8 @@ def test_a_process_that_lost_its_run_begins_nothing_more_and_writes_no_end(
 
 HOLDER = """
 import sys
-from ratchet.tuning_hold import RunLease
-from store import open_store
+from ratchet.tuning.run_lease import RunLease
+from ratchet.store.store import open_store
 store = open_store("sqlite:///s.db")
 with RunLease(store).acquire(sys.argv[1]):
     print("has it", flush=True)

@@ -90,7 +90,7 @@ def test_a_sound_workflow_passes_every_step_and_leaves_nothing_to_train(found: E
         ("ask", "picky", {}, "judge", "it failed on 2 of 2 attempts: KeyError"),
         ("ask", None, {}, "judge", "no judge is set"),
         ("ask", "right", {"trainer__group_wait_seconds": 1e-6, "tuner__concurrency": 1}, "groups", "1 at a time"),
-        ("ask", "right", {"trainer__roles": ("planner",)}, "tokens", "tokens another role"),
+        ("ask", "right", {"trainer__roles": ("planner",)}, "tokens", "tokens other_role"),
     ],
 )
 def test_every_reason_is_named(
