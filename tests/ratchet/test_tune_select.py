@@ -91,7 +91,7 @@ def test_the_best_is_chosen_and_a_crashing_candidate_is_told_loudly_without_stop
 def test_a_candidate_that_the_proxy_does_not_know_is_refused_before_anything_runs(circle: Circle) -> None:
     done = circle.select("right-95", "gpt-9", "policy@7")
     assert done.returncode == 1
-    assert "gpt-9, policy@7: the proxy knows no such model; it knows policy" in done.stdout
+    assert "gpt-9, policy@7: unknown to the proxy, which serves policy" in done.stdout
     assert circle.models.asked == []
     assert circle.store.tunings.page() == []
 
@@ -131,7 +131,7 @@ def test_a_stopped_run_goes_on_where_it_was(circle: Circle) -> None:
     assert len(over) == len({(one.candidate, one.task_id) for one in over}) == 2 * TASKS
     assert len(circle.models.asked) - asked == 2 * TASKS - len(ended)
     other = circle.project.run("tune", "select-model", "--resume", run.id, *circle.arguments("never_content"))
-    assert "half of a comparison cannot be made with another judge" in other.stdout
+    assert "judge for the whole comparison" in other.stdout
 
 
 @pytest.mark.parametrize(

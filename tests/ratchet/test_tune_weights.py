@@ -57,7 +57,7 @@ def test_it_starts_the_services_where_nothing_runs_and_leaves_a_result_and_no_pr
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--warm-start-setting", "num_train_epochs=2"), "give --warm-start"),
+        (("--warm-start-setting", "num_train_epochs=2"), "needs --warm-start"),
         (("--warm-start", "policy", "--warm-start-setting", "num_train_epochs"), "KEY=VALUE"),
         (("--warm-start", "policy", "--warm-start-setting", "num_epochs=2"), "warm_start.num_epochs"),
         (("--warm-start", "policy", "--warm-start", "policy"), "is listed twice"),
@@ -112,7 +112,7 @@ def test_attempts_that_the_running_trainer_would_wait_for_more_of_are_refused(
     tuned.up()
     monkeypatch.chdir(tuned.folder)
     assert run(["tune", "weights", *SMALL]) != 0
-    assert "compares 8 attempts" in capsys.readouterr().err
+    assert "uses 8 rollouts per task" in capsys.readouterr().err
     done = tuned.run("tune", "weights", "--rounds", "0", "--eval-tasks", "4", seconds=60)
     assert done.returncode == 0, done.stdout  # it came to its end
     assert "on http://127.0.0.1" in done.stdout

@@ -110,7 +110,7 @@ def test_the_card_says_what_the_store_knows_and_what_nobody_knows(store: Store, 
     assert "| 7 | greedy: sampled at temperature 0" in card
     assert "| rule | `1` | 4 |" in card
     assert "promote by release: +0.125 / better # x" in card
-    assert "gate.difference.low: 0.0625" in card
+    assert "release.difference.low: 0.0625" in card
     assert "Not known: each side needs 30 scores; there are 4 in all, " in card
     assert "| 2 | " in card
     assert "Training data: not known" in card
