@@ -102,7 +102,7 @@ def _resume(tuner_context: TuningContext, name: str, kind: str) -> tuple[Request
     for what, now in {"workflow": str(tuner_context.tuner.workflow), "judge": tuner_context.scorer.name}.items():
         if getattr(request, what) != now:
             raise click.UsageError(
-                f"--resume {name}: the run used the {what} {getattr(request, what)}, now it is {now}; use the "
+                f"--resume {name}: the run used the {what} {getattr(request, what)}, now it is {now}; use the same "
                 f"{what} for the whole comparison"
             )
     return request, run

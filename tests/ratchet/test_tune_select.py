@@ -131,7 +131,7 @@ def test_a_stopped_run_goes_on_where_it_was(circle: Circle) -> None:
     assert len(over) == len({(one.candidate, one.task_id) for one in over}) == 2 * TASKS
     assert len(circle.models.asked) - asked == 2 * TASKS - len(ended)
     other = circle.project.run("tune", "select-model", "--resume", run.id, *circle.arguments("never_content"))
-    assert "judge for the whole comparison" in other.stdout
+    assert "use the same judge for the whole comparison" in other.stdout
 
 
 @pytest.mark.parametrize(
