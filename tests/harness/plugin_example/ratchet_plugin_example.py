@@ -14,7 +14,7 @@ class BrevityJudge:
     """`judge: {kind: brevity, max_chars: 200}`: 1.0 for an empty last answer, 0.0 from `max_chars` characters on."""
 
     name = "brevity"
-    at_once = 1
+    concurrency = 1
 
     def __init__(self, settings: Mapping[str, Any], environ: Mapping[str, str]) -> None:
         self._max_chars = int(settings.get("max_chars", 200))
