@@ -74,7 +74,7 @@ def _run(chosen: argparse.Namespace, base_url: str, box: Mailbox) -> dict[str, A
                 api_key=os.environ.get("OPENAI_API_KEY", "none"),
                 model=chosen.model,
                 box=box,
-                at_once=chosen.at_once,
+                concurrency=chosen.concurrency,
                 seed=chosen.seed,
                 habits=Habits(silent=chosen.silent, mistaken=chosen.mistaken, delay=chosen.delay),
                 on_served=on_served,

@@ -49,12 +49,12 @@ async def serve(
     api_key: str,
     model: str,
     box: Mailbox,
-    at_once: int = 24,
+    concurrency: int = 24,
     seed: int = 0,
     habits: Habits = USUAL,
     on_served: Callable[[Served], None] | None = None,
 ) -> tuple[list[Served], Counter]:
-    """Serves each of `people`, `at_once` of them side by side, and returns them in the order in which they left.
+    """Serves each of `people`, `concurrency` of them side by side, and returns them in the order in which they left.
 
     Thumbs are given behind the users' backs, each at its time; the call returns when the last one is given.
     """
@@ -79,7 +79,7 @@ async def serve(
                     on_served(one)
 
         async with asyncio.TaskGroup() as group:
-            for _ in range(at_once):
+            for _ in range(concurrency):
                 group.create_task(desk())
         await asyncio.gather(*told)
     return served, given

@@ -1,8 +1,10 @@
-"""Every example is a folder that can be run: its settings load, its judge imports, and it knows no room."""
+"""Every example is a folder that can be run: its settings load, its judge imports, and it uses no Ratchet."""
 
 from __future__ import annotations
 
 import ast
+import importlib.util
+import re
 import shlex
 from pathlib import Path
 
@@ -15,17 +17,25 @@ from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.tasks.task_set import TaskSet
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-FOLDERS = sorted(path.parent.name for path in EXAMPLES.glob("*/ratchet.yaml"))
-ROOMS = {"ratchet", "proxy", "store", "trainer", "tests", "benchmarks"}
+FOLDERS = sorted(path.parent.name for path in EXAMPLES.glob("*/README.md"))
+THE_DEMOS_AGENT = "ratchet.demo.email_search"
+NOT_FOR_EXAMPLES = {"ratchet", "proxy", "store", "trainer", "tuner", "tests", "benchmarks"}
+
+
+def settings_file(name: str) -> Path:
+    """Return the settings of an example; those of email_search are in the package, with the demo's agent."""
+    demo = EXAMPLES.parent.joinpath(*THE_DEMOS_AGENT.split("."))
+    return (demo if name == demo.name else EXAMPLES / name) / "ratchet.yaml"
 
 
 def test_the_examples_are_all_here() -> None:
     assert FOLDERS == ["email_search", "math", "planner", "production", "reward_hacking"]
+    assert all(settings_file(name).is_file() for name in FOLDERS)
 
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_an_example_has_settings_that_load_a_judge_that_imports_and_a_readme_that_names_them(name: str) -> None:
-    settings = load(EXAMPLES / name / "ratchet.yaml", environ={})
+    settings = load(settings_file(name), environ={})
     trainer = settings.trainer_settings()
     assert make_judge(trainer.judge, {}).version
     assert settings.base_model is not None
@@ -47,15 +57,16 @@ def test_the_task_set_and_the_workflow_that_the_settings_name_are_there(name: st
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("**/*.py")), ids=lambda path: str(path.relative_to(EXAMPLES)))
-def test_no_file_of_an_example_imports_a_room(path: Path) -> None:
+def test_an_example_imports_the_demos_agent_and_no_other_part_of_ratchet(path: Path) -> None:
     imported: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Import):
-            imported |= {alias.name.split(".")[0] for alias in node.names}
+            imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0
-            imported.add((node.module or "").split(".")[0])
-    assert not imported & ROOMS
+            imported |= {f"{node.module}.{alias.name}" for alias in node.names}
+    own = {name for name in imported if name.split(".")[0] in NOT_FOR_EXAMPLES}
+    assert {name for name in own if not f"{name}.".startswith(f"{THE_DEMOS_AGENT}.")} == set()
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -74,3 +85,10 @@ def test_every_command_that_a_readme_shows_can_be_given(name: str) -> None:
             command = found
         known = {option for parameter in command.params for option in parameter.opts}
         assert {word for word in words if word.startswith("--")} <= known, line
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_every_module_that_a_readme_runs_is_there(name: str) -> None:
+    modules = re.findall(r"python -m\s+([\w.]+)", (EXAMPLES / name / "README.md").read_text("utf-8"))
+    assert modules
+    assert [module for module in modules if importlib.util.find_spec(module) is None] == []

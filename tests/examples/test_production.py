@@ -44,7 +44,7 @@ async def stream(
             api_key="x",
             model=model,
             box=box,
-            at_once=4,
+            concurrency=4,
             habits=habits,
         )
     finally:

@@ -146,5 +146,5 @@ async def test_an_agent_that_always_fails_measures_nothing(
 
 
 def test_a_workflow_without_tasks_is_refused() -> None:
-    with pytest.raises(ValidationError, match="workflow and tasks belong together"):
+    with pytest.raises(ValidationError, match="set workflow and tasks together"):
         ReleaseSettings(workflow="a:b")
