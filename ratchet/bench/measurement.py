@@ -1,8 +1,8 @@
-"""A measurement: calls straight to vLLM, as the proxy asks vLLM, and through the proxy, in turns.
+"""A measurement: direct calls to vLLM, calls with what the proxy asks of vLLM, and calls through the proxy, in turns.
 
-    straight                    what an agent would send
-    straight, ids and logprobs  the same, with the ids and logprobs that the proxy asks for: what they cost vLLM itself
-    through the proxy           what the proxy adds to that is its own
+    direct                    what an agent would send
+    direct, ids and logprobs  the same, with the ids and logprobs that the proxy asks for: what they cost vLLM itself
+    through the proxy         what the proxy adds to that is its own
 
 Promises: the ways take turns at being first; the first turn warms up and is not counted; a way of which every warm-up
 call fails ends the measurement with its reason.
@@ -23,7 +23,7 @@ from ratchet.errors import BenchmarkFailed
 from ratchet.proxy.upstreams.http_client import HttpClient
 from ratchet.proxy.upstreams.http_connection import ResponseLimits
 
-DIRECT, DIRECT_WITH_IDS, PROXIED = "straight", "straight, ids and logprobs", "through the proxy"
+DIRECT, DIRECT_WITH_IDS, PROXIED = "direct", "direct, ids and logprobs", "through the proxy"
 IDS: dict[str, Any] = {"return_token_ids": True, "logprobs": True, "top_logprobs": 0}
 _COMPARED = ((PROXIED, DIRECT), (DIRECT_WITH_IDS, DIRECT), (PROXIED, DIRECT_WITH_IDS))
 _CONNECT = 10.0  # seconds

@@ -7,7 +7,7 @@
     batches    on a CPU: beside adapters, vLLM answers requests for the base model by the base model
     judge      it answers, tells answers apart and does not crash (`judge_proof.py`)
 
-and, where resamples are asked for, that they can be made (`shadow_proof.py`).
+and, if resampling is on, that it works (`resampling_check.py`).
 
 Promises: what it leaves in the store is dropped at once and never trained; its adapter is unloaded; a failed proof
 names the remedy, and the proofs that rest on it say so. Torch is imported for the last two only.

@@ -1,6 +1,6 @@
-"""Whether shadow calls can be made: vLLM tells how busy it is, and the proxy lets the trainer's own key in.
+"""Check that resampling works: vLLM reports its load, and the proxy accepts the trainer's own key.
 
-A proof of `ratchet doctor` where `trainer.resample.samples` asks for resamples. Asks for nothing that costs a token.
+A check of `ratchet doctor`, run if `trainer.resample.samples` is set. It sends no request that generates a token.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from ratchet.checks.check_result import CheckResult
 from ratchet.settings.project_settings import Settings
 
-_NAME = "shadow"
+_NAME = "resampling"
 
 
 def wants_resampling(settings: Settings) -> bool:
@@ -41,6 +41,6 @@ def check_resampling(settings: Settings, running: dict[str, Any]) -> CheckResult
     if answer.status_code != httpx.codes.OK:
         seen = f"the proxy refuses the trainer's key ({answer.status_code})"
         return CheckResult(
-            _NAME, False, seen, f"`ratchet keys create --name shadow`, and start with {KEY_VARIABLE}=KEY"
+            _NAME, False, seen, f"`ratchet keys create --name resampling`, and start with {KEY_VARIABLE}=KEY"
         )
     return CheckResult(_NAME, True, f"vLLM runs {load.running} calls now, {load.waiting} wait; the proxy takes the key")

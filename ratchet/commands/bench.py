@@ -36,7 +36,7 @@ def bench(
     stream: bool, prompt_words: int, max_tokens: int, proxy: str | None, upstream: str | None, upstream_model: str |
     None, model: str | None, project: str | None,
 ) -> int:  # fmt: skip
-    """Measure what the proxy costs here: calls straight to your vLLM and through the proxy, in turns.
+    """Measure what the proxy costs here: direct calls to your vLLM and calls through the proxy, in turns.
 
     Overhead latency with its interval, tokens per second, the proxy's CPU per call. The version that is live is asked
     by name, so that nothing is judged or trained; the calls are recorded with the tag `bench`. They are load: measure
@@ -111,9 +111,9 @@ def _base(url: str) -> str:
 
 
 def _told(ways: tuple[CallTarget, ...], shape: RequestShape) -> str:
-    straight, proxied = ways[0], ways[-1]
+    direct, proxied = ways[0], ways[-1]
     return (
-        f"{proxied.model} at {proxied.url} beside {straight.model} at {straight.url}: "
+        f"{proxied.model} at {proxied.url} beside {direct.model} at {direct.url}: "
         f"{'streamed' if shape.stream else 'whole'} answers of {shape.max_tokens} tokens, "
         f"prompts of {shape.words} words"
     )

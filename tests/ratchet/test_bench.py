@@ -61,12 +61,12 @@ def bench(circle: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ben
 
 
 @pytest.mark.parametrize("how", ["--stream", "--no-stream"])
-def test_straight_and_proxied_calls_are_told_side_by_side_with_what_the_proxy_adds(
+def test_direct_and_proxied_calls_are_reported_with_what_the_proxy_adds(
     bench: Bench, capsys: pytest.CaptureFixture[str], how: str
 ) -> None:
     assert bench.run("--concurrency", "2", "--blocks", "6", "--json", how) == 0
     told = json.loads(capsys.readouterr().out)
-    names = ["straight", "straight, ids and logprobs", "through the proxy"]
+    names = ["direct", "direct, ids and logprobs", "through the proxy"]
     assert [(way["name"], way["calls"], way["failed"]) for way in told["ways"]] == [(name, 24, 0) for name in names]
     assert all(way["tokens_per_second"] > 0 and way["whole"]["p50"] >= way["first_byte"]["p50"] for way in told["ways"])
     assert [one["turns"] for one in told["added"]] == [6] * (6 if how == "--stream" else 3)
@@ -94,12 +94,12 @@ def test_failed_calls_are_counted_with_their_reason_and_end_the_command_with_1(
 ) -> None:
     bench.vllm.failures_left, bench.vllm.failure = 4, 400
     assert bench.run("--concurrency", "4", "--blocks", "1") == 1
-    assert "straight (http://127.0.0.1" in (told := capsys.readouterr().err)
+    assert "direct (http://127.0.0.1" in (told := capsys.readouterr().err)
     assert "no call succeeds: 400" in told
     bench.vllm.calls.clear()
     bench.vllm.refused = 3  # after a warm-up of each way
     assert bench.run("--concurrency", "1", "--blocks", "1", "--calls", "1") == 1
-    assert "1 of 1 calls failed straight: 400: " in capsys.readouterr().out
+    assert "1 of 1 calls failed direct: 400: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`ratchet doctor` where resamples are asked for: vLLM tells its load, and the trainer's key opens the door."""
+"""`ratchet doctor` with resampling on: vLLM reports its load, and the proxy accepts the trainer's key."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.proxy.test_keys import made
 SETTINGS = Settings.model_validate({"trainer": {"resample": {"samples": 2}}})
 
 
-def test_each_thing_that_keeps_shadows_from_being_asked_for_is_told_with_its_remedy(
+def test_each_obstacle_to_resampling_is_reported_with_its_remedy(
     tmp_path: Path, store_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert wants_resampling(SETTINGS)

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from ratchet.install_hint import install_hint
 from ratchet.trainer.errors import SettingError
 from ratchet.trainer.rows.tokenizer import is_folder, why_not_loaded
 
@@ -44,8 +45,8 @@ def _nf4(dtype: torch.dtype | Literal["auto"]) -> Any:
         import bitsandbytes  # noqa: F401
     except ImportError as absent:
         raise SettingError(
-            "learner setting quantization is 'nf4', which needs bitsandbytes: install the extra `qlora` "
-            "(pip install -e '.[qlora]'), or set quantization to none"
+            f"learner setting quantization is 'nf4', which needs bitsandbytes: {install_hint('qlora')}, "
+            "or set quantization to none"
         ) from absent
     from transformers import BitsAndBytesConfig
 
