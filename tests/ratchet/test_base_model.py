@@ -80,6 +80,6 @@ def test_a_project_of_before_takes_up_its_base_model_and_says_so(project: Projec
     store.close()
     record_something(project)
     said = end(project.up())
-    assert "it was not known yet which one this project rests on" in said
+    assert "base model: none was recorded for this project; it is now " in said
     refused = project.run("up", "--base-model", str(perturbed(project)))
     assert "is another model" in refused.stdout

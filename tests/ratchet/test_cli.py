@@ -107,7 +107,7 @@ def test_status_says_how_far_the_last_round_moved_the_policy(project: Project) -
             store.rounds.start("mail", 0).id, version=1, checkpoint="c", groups=[], metrics=figures | how
         )
     said = project.run("status", "--store", url, "--model", "mail").stdout
-    assert "last round    moved the policy by 2.4e-08 nats a token (k3) at rate 1e-05: too small to be seen" in said
+    assert "last round    changed the policy by 2.4e-08 nats a token (k3) at rate 1e-05: too small to be seen" in said
 
 
 def test_a_judge_without_its_function_is_told_the_form(project: Project) -> None:
@@ -196,7 +196,7 @@ def test_a_doctor_of_a_workflow_takes_what_is_missing_from_the_settings_or_says_
 def test_a_disk_that_is_full_is_told_as_that() -> None:
     script = "from ratchet import cli; print(cli._sentence(OSError(28, 'No space left on device', '/a/b')))"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True)
-    assert done.stdout == "the disk is full at /a/b: free it, or set `folder` to another one\n"
+    assert done.stdout == "the disk is full at /a/b: free it, or set `state_dir` to another folder\n"
 
 
 def test_keys_are_made_listed_and_revoked(project: Project) -> None:

@@ -66,7 +66,7 @@ def test_the_started_vllm_sees_its_devices_and_its_command_is_told(project: Proj
 @pytest.mark.parametrize("devices", ["first", "0,,1", "-1"])
 def test_what_is_no_device_is_told(project: Project, devices: str) -> None:
     project.write(trainer={"judge": JUDGE, "devices": devices})
-    with pytest.raises(SettingsError, match="is no device"):
+    with pytest.raises(SettingsError, match="is not a device"):
         load(project.folder / "ratchet.yaml", environ={})
 
 

@@ -52,7 +52,7 @@ def test_a_tool_call_parser_that_vllm_does_not_know_is_named_with_those_that_it_
     project.write(vllm={"port": project.content["vllm"]["port"], "tool_call_parser": "herms"})
     up = project.run("up")
     assert up.returncode == 1
-    assert "vllm.tool_call_parser: 'herms' is none of vLLM's; the nearest is hermes, and there are " in up.stdout
+    assert "vllm.tool_call_parser: 'herms' is not a parser of vLLM; the nearest is hermes. vLLM has " in up.stdout
     assert "qwen3_coder" in up.stdout
     assert "Traceback" not in up.stdout
 
@@ -61,8 +61,8 @@ def test_a_state_folder_that_cannot_be_made_is_not_blamed_on_a_full_disk(project
     project.write(state_dir="/proc/nowhere")
     up = project.run("up")
     assert up.returncode == 1
-    assert "cannot be made" in up.stdout
-    assert "set `folder` (RATCHET_STATE_DIR) to one that this user may write" in up.stdout
+    assert "cannot be created" in up.stdout
+    assert "set `state_dir` (RATCHET_STATE_DIR) to a folder that this user may write" in up.stdout
     assert "free the disk" not in up.stdout
 
 

@@ -41,7 +41,7 @@ def hub() -> Iterator[str]:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("acme/mispelt", "taken as a hub name it is no model on {hub}: mend the name"),
+        ("acme/mispelt", "as a hub name it is no model on {hub}: correct the name"),
         ("acme/gated", "gated: accept its terms at {hub}/acme/gated and set HF_TOKEN"),
         ("acme/empty", "without config.json"),
     ],
@@ -56,7 +56,7 @@ def test_a_hub_name_that_names_no_model_is_told_before_anything_starts(
     assert not (project.state / "run" / "vllm.pid").exists()
 
 
-@pytest.mark.parametrize(("offline", "told"), [("1", "HF_HUB_OFFLINE is set"), ("0", "could not be asked")])
+@pytest.mark.parametrize(("offline", "told"), [("1", "HF_HUB_OFFLINE is set"), ("0", "cannot be reached")])
 def test_a_hub_that_cannot_be_asked_is_told(project: Project, offline: str, told: str) -> None:
     nobody = f"http://127.0.0.1:{free_port()}"
     home = str(project.folder)
@@ -70,4 +70,4 @@ def test_a_hub_name_is_said_to_be_taken_as_one(project: Project, hub: str) -> No
     up = project.up(HF_ENDPOINT=hub, HF_HOME=str(project.folder), HF_HUB_OFFLINE="0")
     up.terminate()
     said, _ = up.communicate(timeout=30)
-    assert "base model acme/right: no folder of that name here; taken as a hub name" in said
+    assert "base model acme/right: no such folder; using it as a hub name" in said

@@ -137,7 +137,7 @@ def test_calibrate_holds_a_judge_against_the_truth_in_both_orders(project: Proje
     assert "agreement 50.0% of 1 pairs" in bad.stdout
     nothing = project.run("judge", "calibrate", "--judge", "careful:judge", "--truth", "fooled:judge", *against[2:])
     assert nothing.returncode == 1
-    assert "nothing to hold the judge against" in nothing.stdout
+    assert "nothing to compare the judge with" in nothing.stdout
 
 
 def test_a_judge_file_that_is_no_judge_is_named(project: Project, tmp_path: Path) -> None:

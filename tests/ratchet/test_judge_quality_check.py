@@ -70,7 +70,7 @@ def test_without_traffic_a_judge_is_asked_as_the_lint_asks(
         ("half", True, "scored 2 recorded trajectories, 0.5 to 1, and tells answers apart"),
         ("crashes", False, "fails on 2 of 2: ValueError: no such table"),
         ("exits", False, "it called sys.exit(1)"),
-        ("constant", False, "gave 0.5 to what was answered, to nothing"),
+        ("constant", False, "gave 0.5 to the answer, to an empty answer"),
     ],
 )
 def test_with_traffic_a_judge_is_asked_about_what_was_recorded(

@@ -66,7 +66,7 @@ def test_a_picture_needs_the_report(project: Project) -> None:
 def test_past_training_is_drawn_for_tensorboard_from_the_store(project: Project) -> None:
     project.write(store="sqlite:///s.db")
     store = open_store(str(project.folder / "s.db"))
-    assert "no round of policy" in project.run("status", "--tensorboard", "nothing").stdout
+    assert "no round and no decision of policy" in project.run("status", "--tensorboard", "nothing").stdout
     group = judged_group(store, ["a", "b"], [0.0, 1.0], alias="policy")
     held = store.rounds.start("policy", 0)
     store.rounds.commit(held.id, version=1, checkpoint="x", groups=[group.id], metrics={"reward": 0.5})

@@ -71,7 +71,7 @@ def test_a_version_may_be_named_as_agents_name_it(project: Project, store: Store
     assert again.stdout == "mail@2 is live\n"
     unknown = project.run("policies", "show", "male", "--store", url)
     assert unknown.returncode == 2
-    assert "male: no version of it is known; known are mail" in unknown.stdout
+    assert "male: no such model; known models: mail" in unknown.stdout
 
 
 @pytest.mark.slow

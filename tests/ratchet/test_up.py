@@ -22,7 +22,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, said
 
 
-def test_up_says_the_base_url_and_where_the_vllm_command_stands_and_ctrl_c_stops_all_with_130(project: Project) -> None:
+def test_up_says_the_base_url_and_where_the_vllm_command_is_and_ctrl_c_stops_all_with_130(project: Project) -> None:
     up = project.up()
     pids = project.pids()
     url = f"http://127.0.0.1:{project.content['proxy']['port']}"
@@ -32,7 +32,7 @@ def test_up_says_the_base_url_and_where_the_vllm_command_stands_and_ctrl_c_stops
     code, said = finish(up)
     assert code == 130
     log = project.state / "logs" / "vllm.log"
-    assert f"its command stands in {log}\n" in said
+    assert f"its command is in {log}\n" in said
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True" in log.read_text().splitlines()[0]
     assert "--enable-lora" in log.read_text().splitlines()[0]
     assert max(map(len, said.splitlines())) < 400
@@ -211,7 +211,7 @@ def test_a_store_whose_password_was_not_kept_is_asked_for(project: Project) -> N
     (run / "settings.yaml").write_text("store: postgresql://u:***@db/prod\nmodel: mail\n")
     status = project.run("status")
     assert status.returncode == 1
-    assert "postgresql://u:***@db/prod, whose password is never written down" in status.stdout
+    assert "postgresql://u:***@db/prod, and its password is never saved" in status.stdout
 
 
 @pytest.mark.slow
@@ -260,7 +260,7 @@ def test_a_busy_port_that_was_chosen_names_who_holds_it(project: Project) -> Non
     with socket.create_server(("127.0.0.1", project.content["proxy"]["port"])):
         up = project.run("up")
     assert up.returncode == 1
-    assert f"held by pid {os.getpid()}" in up.stdout
+    assert f"is used by pid {os.getpid()}" in up.stdout
     assert "set proxy.port to a free port" in up.stdout
 
 
@@ -276,7 +276,7 @@ def test_a_full_disk_is_told_before_anything_starts(project: Project) -> None:
     ("change", "told"),
     [
         ({"vllm": {"command": ["no-such-vllm"]}}, "no-such-vllm was not found"),
-        ({"base_model": "./nowhere"}, "there is no such folder"),
+        ({"base_model": "./nowhere"}, "no such folder"),
         ({"base_model": "."}, "it has no config.json"),
         ({"base_model": None}, "give --base-model"),
         ({"trainer": {"learner": {"lor_r": 4}}}, "the nearest known key is trainer.learner.lora_r"),
