@@ -77,8 +77,8 @@ def _wait_for_a_decision() -> bool:
     until = time.monotonic() + _PATIENCE
     while time.monotonic() < until:
         store = json.loads(_ratchet("status", "--json", quiet=True))["store"]
-        if store["held"] or not store["canary"]:
-            return bool(store["held"])
+        if store["pending_approval"] or not store["canary"]:
+            return bool(store["pending_approval"])
         time.sleep(2.0)
     return False
 

@@ -56,7 +56,7 @@ def lines(measured: Measurement) -> list[str]:
     told = [_line(one) for one in measured.added]
     for way in measured.ways:
         if way.failed:
-            told.append(f"{way.failed} of {way.calls} calls failed {way.name}: {way.commonest_failure}")
+            told.append(f"{way.name}: {way.failed} of {way.calls} calls failed: {way.commonest_failure}")
         if way.name == PROXIED and way.cpu_us is None:
             told.append("the proxy's CPU is unknown: its process cannot be seen from here (another machine, or user)")
     if measured.client_was_busy:

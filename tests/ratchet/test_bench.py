@@ -99,7 +99,7 @@ def test_failed_calls_are_counted_with_their_reason_and_end_the_command_with_1(
     bench.vllm.calls.clear()
     bench.vllm.refused = 3  # after a warm-up of each way
     assert bench.run("--concurrency", "1", "--blocks", "1", "--calls", "1") == 1
-    assert "1 of 1 calls failed direct: 400: " in capsys.readouterr().out
+    assert "direct: 1 of 1 calls failed: 400: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
