@@ -86,7 +86,7 @@ def test_status_without_a_run_names_the_projects_that_there_are(project: Project
     (project.folder / ".ratchet" / "demo" / "run").mkdir(parents=True)
     assert "projects  demo: select one with --project NAME" in project.run("status").stdout
     pidfile.write(project.folder / ".ratchet/demo/run/up.pid", os.getpid())
-    assert "up is     demo: look there with --project NAME" in project.run("status").stdout
+    assert "running   demo: select one with --project NAME" in project.run("status").stdout
 
 
 def test_status_names_the_proxies_that_run_elsewhere_on_the_same_store(project: Project) -> None:
