@@ -82,7 +82,7 @@ class Redactor:
             choices=tuple(
                 msgspec.structs.replace(
                     choice,
-                    ids=b"",
+                    token_ids=b"",
                     logprobs=b"",
                     link_key="",
                     reply_node=node.hash,

@@ -111,7 +111,7 @@ def test_a_compressed_body_cannot_be_a_bomb_and_a_broken_one_is_named(start: Sta
     assert decompressed_body(gzip.compress(b"") * 100_000 + gzip.compress(b"x"), 10) == b"x"  # in a moment
     assert post(proxy, b"{}", "gzip").status_code == 400
     foreign = post(proxy, b"x", "zstd")
-    assert (foreign.status_code, "send it as gzip" in foreign.text) == (415, True)
+    assert (foreign.status_code, "send the body as gzip" in foreign.text) == (415, True)
 
 
 def post(proxy: Proxy, content: bytes, encoding: str) -> Any:
