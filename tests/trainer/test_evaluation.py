@@ -149,4 +149,4 @@ def test_a_set_of_prompts_that_grew_is_said_to_be_another_one(
     until(make_controller(release=gate), time.time() + 1000.0, lambda: bool(store.decisions.decisions_of("agent", 2)))
     decision = store.decisions.decisions_of("agent", 2)[-1]
     assert decision.evidence["prompt_set_changed"] is True
-    assert "(other prompts than at the evaluation before)" in decision.reason
+    assert "(other prompts than in the previous evaluation)" in decision.reason

@@ -115,7 +115,7 @@ def test_a_canary_that_its_own_second_judge_likes_is_held_by_the_sentinels(
     until(controller, now + 100.0, lambda: store.policies.awaiting_approval("agent") is not None, most=200)
     told = store.decisions.decisions_of("agent", 1)[0]
     assert told.action is PolicyAction.HOLD
-    assert "the sentinel doubts the judge" in told.reason
+    assert "the sentinel found that the judges disagree" in told.reason
     assert told.evidence["second_judge"]["low"] > 0
     assert told.evidence["release"]["difference"]["low"] > 0
 
@@ -159,7 +159,7 @@ def test_status_and_the_commands_speak_of_what_is_held(
     told = read_awaiting_approval(store, "agent")
     assert told is not None
     assert (told["version"], told["state"], told["by"]) == (1, "candidate", "sentinel")
-    assert "orders the members" in told["reason"]
+    assert "ranks the members" in told["reason"]
     shown = CliRunner().invoke(
         cli, ["policies", "promote", "agent", "--store", controller.settings.store, "--reason", "ok"]
     )

@@ -73,7 +73,7 @@ def test_what_is_loaded_in_place_is_bitwise_what_would_be_built_there(
 
 def test_a_setting_that_shapes_the_adapter_is_not_changed_in_place(tiny_model: Path, tmp_path: Path) -> None:
     learner = Learner(str(tiny_model), SETTINGS, workdir=tmp_path / "work")
-    with pytest.raises(SettingError, match="rank cannot change while the trainer runs"):
+    with pytest.raises(SettingError, match="lora_r cannot change while the trainer runs"):
         learner.load(None, replace(SETTINGS, lora_r=4))
 
 

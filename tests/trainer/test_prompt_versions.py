@@ -137,7 +137,7 @@ def _is(store: Store, version: int, state: PolicyState) -> bool:
 def test_a_worse_prompt_is_rejected_on_held_out_prompts_before_it_serves(
     proxy: Proxy, store: Store, make: Callable[..., Controller], vllm: tuple[PromptSensitiveVllm, str]
 ) -> None:
-    controller = make(enabled=True, held_out=0.3, evaluation_samples=1)
+    controller = make(canary=True, held_out_share=0.3, evaluation_samples=1)
     names = [f"task/{number}" for number in range(200)]
     work(proxy, [name for name in names if is_held_out(f"task:{name}", 0.3)][:6])
     eventually(lambda: bool(controller.step(time.time())) or store.trajectories.drop_counts().get("held_out") == 6)

@@ -115,4 +115,4 @@ def test_status_says_what_the_next_round_waits_for(store: Store) -> None:
     settings = Settings(model="agent", trainer={"judge": "a:b", "groups_per_round": 12, "min_groups_per_round": 3})
     waits = next_round(store, settings)
     assert waits is not None
-    assert next_round_line(waits) == "1 of 12 groups judged; with fewer it begins after 600 s, never with fewer than 3"
+    assert next_round_line(waits) == "1 of 12 groups judged; it starts with fewer after 600 s, but with 3 at least"
