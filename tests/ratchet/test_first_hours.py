@@ -131,4 +131,4 @@ def test_groups_are_listed_by_state_and_shown_with_what_each_member_scored(proje
     table = project.run("groups", "list", "--store", file).stdout
     assert dropped.id in table
     assert "0, 1" in table
-    assert "no such group" in project.run("groups", "list", "--state", "ready", "--store", file).stdout
+    assert "no group matches" in project.run("groups", "list", "--state", "ready", "--store", file).stdout

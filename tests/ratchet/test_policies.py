@@ -117,7 +117,7 @@ def test_a_version_is_exported_with_its_card_or_the_reason_why_not(project: Proj
         assert refused.returncode
         assert reason in refused.stdout
     assert "give one of --merged" in project.run("policies", "export", "mail@4", "--store", url).stdout
-    assert "is there already" in project.run("policies", "export", "mail@4", "--merged", "out", "--store", url).stdout
+    assert "already exists" in project.run("policies", "export", "mail@4", "--merged", "out", "--store", url).stdout
 
 
 @pytest.mark.slow

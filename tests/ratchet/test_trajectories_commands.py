@@ -37,7 +37,7 @@ def test_trajectories_are_listed_newest_first_with_their_scores_page_by_page(pro
     assert found[0]["id"] == "talk"
     assert {one["id"]: one["score"] for one in found} == {"talk": None, "a": 0.0, "b": 1.0}
     page = project.run("trajectories", "list", "--store", url, "--limit", "1").stdout
-    assert "older ones: --before talk" in page
+    assert "next page: --before talk" in page
     assert "talk" not in project.run("trajectories", "list", "--store", url, "--before", "talk").stdout
 
 
@@ -45,7 +45,7 @@ def test_trajectories_are_listed_newest_first_with_their_scores_page_by_page(pro
 def test_the_filter_is_that_of_the_export(project: Project, url: str) -> None:
     open_ones = json.loads(project.run("trajectories", "list", "--store", url, "--state", "open", "--json").stdout)
     assert [one["id"] for one in open_ones] == ["talk"]
-    assert "no such trajectory" in project.run("trajectories", "list", "--store", url, "--task", "none").stdout
+    assert "no trajectory matches" in project.run("trajectories", "list", "--store", url, "--task", "none").stdout
 
 
 def test_one_is_shown_with_messages_calls_and_tool_calls_and_steers_no_terminal(project: Project, url: str) -> None:
