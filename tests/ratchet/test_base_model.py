@@ -70,7 +70,7 @@ def test_a_project_with_a_store_of_its_own_choice_is_given_a_remedy_that_helps_t
 def test_before_anything_has_run_the_base_model_may_be_changed(project: Project) -> None:
     end(project.up())
     said = end(project.up("--base-model", str(perturbed(project))))
-    assert "takes the place of" in said
+    assert "which nothing has run on yet" in said
 
 
 def test_a_project_of_before_takes_up_its_base_model_and_says_so(project: Project) -> None:

@@ -72,7 +72,7 @@ def test_versions_that_learnt_what_is_deleted_are_marked_and_can_be_rejected(pro
     store.close()
     assert project.run("store", "delete", "a", "--yes", "--store", url).returncode == 0
     listed = project.run("policies", "list", "--store", url).stdout.splitlines()
-    assert [line.endswith("(learnt from deleted trajectories)") for line in listed if "@" in line[:10]] == [False, True]
+    assert [line.endswith("(trained on deleted trajectories)") for line in listed if "@" in line[:10]] == [False, True]
     done = project.run("store", "delete", "b", "--reject-policies", "--yes", "--store", url)
     assert "rejected: agent@1; agent@0 is live" in done.stdout
     plain = json.loads(project.run("policies", "list", "--json", "--store", url).stdout)
