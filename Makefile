@@ -54,7 +54,7 @@ bench: venv ## compare the proxy with a bare proxy and LiteLLM, and measure link
 	@$(BIN)/python -m benchmarks.linking
 
 docs: venv ## rewrite the pages that are generated from code
-	@$(BIN)/python -m tests.house
+	@$(BIN)/python -m tests.harness.reference_docs
 
 clean: ## remove the environment, caches and the demo's state
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist *.egg-info .ratchet/demo

@@ -1,6 +1,6 @@
 """What the code says of itself, for the tests that hold the documents true.
 
-`python -m tests.house` rewrites docs/commands.md from the commands' own help.
+`make docs` (tests/harness/reference_docs.py) writes the pages that are made from code.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def commands_page() -> str:
 
     parts = [
         "# Commands\n",
-        "Made from the commands' own help by `python -m tests.house`; a test holds it equal to the code.\n",
+        "Generated from the commands' help by `make docs`.\n",
         "Every command takes `--config FILE` before its name and ends with a non-zero exit code where it fails: 1 with",
         "one line that names the thing and the remedy, 2 for a wrong option, 130 after Ctrl-C, 143 after SIGTERM.\n",
     ]

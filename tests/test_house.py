@@ -12,7 +12,7 @@ from tests import house
 
 ROOT = house.ROOT
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-REMEDY = "run `python -m tests.house`"
+REMEDY = "run `make docs`"
 
 
 def test_every_command_is_documented() -> None:

@@ -38,7 +38,7 @@ def _settings_blocks() -> Iterator[tuple[str, str]]:
     for key, default, description in house.settings_rows():
         section, _, leaf = key.rpartition(".")
         text = description or (learner.get(leaf) if section == "trainer.learner" else None) or by_hand.get(key, "")
-        text = re.sub(r"(?<![\[(])docs/([\w-]+\.md)", r"[\1](\1)", text)
+        text = re.sub(r"(?<!\]\()docs/([\w-]+\.md)", r"[\1](\1)", text)
         tables.setdefault(section or "project", []).append(f"| `{key}` | {default} | {text} |")
     for section, rows in tables.items():
         yield section, "\n".join(["| key | default | meaning |", "|---|---|---|", *rows])
