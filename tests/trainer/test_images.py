@@ -161,11 +161,11 @@ def test_an_image_too_large_to_be_shown_is_described() -> None:
 def test_the_status_names_images_among_what_was_left_out() -> None:
     store: dict[str, Any] = {
         "trajectories": {}, "dropped": {}, "dropped_groups": {}, "untrained_tokens": {"image": 12}, "resamples": {},
-        "rounds": {}, "live": None, "canary": None, "pending_approval": None, "decisions": [], "alarms": [], "proxies": [],
-        "next_round": None, "policy_change": None, "base_model": None,
+        "rounds": {}, "live": None, "canary": None, "pending_approval": None, "decisions": [], "alarms": [],
+        "proxies": [], "next_round": None, "policy_change": None, "base_model": None,
     }  # fmt: skip
     status = {
-        "project": "p", "running": True, "ready": True, "base_url": None, "console": None, "services": {}, "versions": {},
-        "other_projects_up": [], "other_projects": [], "orphaned_pid": None, "store": store,
+        "project": "p", "running": True, "ready": True, "base_url": None, "console": None, "services": {},
+        "versions": {}, "other_projects_up": [], "other_projects": [], "orphaned_pid": None, "store": store,
     }  # fmt: skip
     assert "12 tokens image: images are recorded and judged, never trained" in "\n".join(status_lines(status))
