@@ -53,11 +53,12 @@ def test_an_agents_calls_become_a_trained_version_that_answers_its_next_calls(tm
     finally:
         project.stop()
     with closing(open_store(str(project.state / "store.db"))) as store:
-        (round_,) = store.rounds.page("mail", 10)
+        round_ = store.rounds.page("mail", 10)[-1]  # a later one may follow on a slow machine
         assert round_.state is RoundState.COMMITTED
         assert round_.metrics["tokens_trained"] > 50
         assert round_.metrics["logprob_abs_diff_mean"] < 0.2, "vLLM and the trainer compute different logprobs"
-        assert {policy.version: policy.state for policy in store.policies.all("mail")}[1] is PolicyState.LIVE
+        states = {policy.version: policy.state for policy in store.policies.all("mail")}
+        assert states[1] in (PolicyState.LIVE, PolicyState.RETIRED)
 
 
 def _call(agent: openai.OpenAI, task: str, attempt: int) -> str:
