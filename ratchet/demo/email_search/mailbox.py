@@ -86,7 +86,7 @@ class Mailbox:
     def __init__(self, path: str | Path) -> None:
         if str(path) != ":memory:" and not Path(path).is_file():
             raise FileNotFoundError(f"no mailbox at {path}: run `python -m ratchet.demo.email_search build-db` first")
-        self._db = sqlite3.connect(str(path))
+        self._db = sqlite3.connect(str(path), check_same_thread=False)  # the finalizer may run in another thread
         self.close = weakref.finalize(self, self._db.close)
 
     @classmethod
