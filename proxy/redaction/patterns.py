@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from ratchet.install_hint import install_hint
+from ratchet.store.install_hint import install_hint
 
 # A name's pattern counts in this order; the earlier wins where two begin at the same place.
 BUILT_IN = {

@@ -23,8 +23,8 @@ from typing import Any
 
 from ratchet.checks.check_result import CheckResult
 from ratchet.errors import CliError
-from ratchet.install_hint import install_hint
 from ratchet.settings.project_settings import Settings
+from ratchet.store.install_hint import install_hint
 from ratchet.supervisor import vllm_command
 from ratchet.supervisor.up import read_run_state
 

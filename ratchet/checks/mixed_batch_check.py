@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 
 from ratchet.checks.check_result import CheckResult
-from ratchet.install_hint import install_hint
+from ratchet.store.install_hint import install_hint
 from ratchet.trainer.adapters.vllm_api import Replica
 from ratchet.trainer.errors import TrainerError
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from ratchet.errors import CliError
-from ratchet.install_hint import install_hint
+from ratchet.store.install_hint import install_hint
 
 _BATCH = 64  # trajectories in one row group
 

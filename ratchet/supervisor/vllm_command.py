@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.errors import BaseModelNotFound, SettingsError, VllmNotFound
-from ratchet.install_hint import install_hint
 from ratchet.settings.masking import mask_arguments, mask_variables
 from ratchet.settings.project_settings import STRICT_TOOL_CALLING, Settings, VllmSettings
+from ratchet.store.install_hint import install_hint
 from ratchet.trainer.settings.devices import VARIABLE, pinned
 
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"

@@ -17,9 +17,9 @@ import msgspec
 import sqlalchemy as sa
 from sqlalchemy.exc import DatabaseError, DataError, DBAPIError, OperationalError
 
-from ratchet.install_hint import install_hint
 from ratchet.store.db.sqlite_files import watch_files
 from ratchet.store.errors import RecordNotFound, SchemaMismatch, StoreError, StoreNotFound, StoreUnavailable
+from ratchet.store.install_hint import install_hint
 
 HEAD = "0001_initial"  # the newest migration; a test compares it with the migrations folder
 _MIGRATIONS = Path(__file__).parent / "migrations"  # versions/REVISION.py

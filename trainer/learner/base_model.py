@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from ratchet.install_hint import install_hint
+from ratchet.store.install_hint import install_hint
 from ratchet.trainer.errors import SettingError
 from ratchet.trainer.rows.tokenizer import is_folder, why_not_loaded
 

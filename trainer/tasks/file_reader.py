@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from ratchet.install_hint import install_hint
+from ratchet.store.install_hint import install_hint
 from ratchet.trainer.errors import MalformedTaskRow, TaskSetNotFound, TuningError
 
 Row = Mapping[str, Any]

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ratchet.install_hint import install_hint
+from ratchet.store.install_hint import install_hint
 from ratchet.trainer.errors import TaskSetError, TaskSetNotFound, TuningError
 from ratchet.trainer.tasks.file_reader import Numbered, checked
 

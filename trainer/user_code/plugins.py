@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
 
-from ratchet.install_hint import install_hint
+from ratchet.store.install_hint import install_hint
 
 JUDGES: Final = "ratchet.judges"
 PROMPT_OPTIMIZERS: Final = "ratchet.prompt_optimizers"

@@ -18,10 +18,10 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from ratchet.install_hint import install_hint
 from ratchet.proxy.errors import StartError
 from ratchet.proxy.telemetry.call_telemetry import CallTiming
 from ratchet.proxy.worker.http.request_identity import trace_headers
+from ratchet.store.install_hint import install_hint
 from ratchet.store.records import OTHER, CallEnded
 
 if TYPE_CHECKING:

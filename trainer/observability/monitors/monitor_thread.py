@@ -17,8 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from ratchet.install_hint import install_hint
 from ratchet.store.errors import StoreError
+from ratchet.store.install_hint import install_hint
 from ratchet.store.store import Store
 from ratchet.trainer.errors import SettingError
 from ratchet.trainer.observability.monitors import Monitor

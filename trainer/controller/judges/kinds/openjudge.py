@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ratchet.install_hint import install_hint
+from ratchet.store.install_hint import install_hint
 from ratchet.store.records import Transcript, Verdict
 from ratchet.trainer.controller.judges import Judgement
 from ratchet.trainer.controller.judges.opinion import DraftVerdict, response_of, version_of
