@@ -67,6 +67,7 @@ def mathematician(messages: Messages) -> Script:
     return calls("calculate", expression=f"{left} + {right}")
 
 
+@pytest.mark.clients
 def test_an_agentscope_agent_is_one_exact_trajectory_and_its_answer_is_judged(play: Play) -> None:
     proxy = play(mathematician)
     done = solve(proxy, "roll_1")
@@ -80,6 +81,7 @@ def test_an_agentscope_agent_is_one_exact_trajectory_and_its_answer_is_judged(pl
     assert judge(TASK, done.stdout)["score"] == 1.0
 
 
+@pytest.mark.clients
 def test_the_tool_that_the_agent_offers_is_the_one_that_the_tiny_policy_knows(play: Play) -> None:
     proxy = play(mathematician)
     assert solve(proxy, "roll_1").returncode == 0
@@ -87,6 +89,7 @@ def test_the_tool_that_the_agent_offers_is_the_one_that_the_tiny_policy_knows(pl
     assert list(proxy.store.trajectories.read("roll_1").tools) == [SCHEMA]
 
 
+@pytest.mark.clients
 def test_a_failing_server_is_a_failing_program_and_never_an_answer(play: Play) -> None:
     proxy = play(lambda _: {"cut": "0", "delay": "0.001"})
     done = solve(proxy, "roll_1")
@@ -141,6 +144,7 @@ async def test_the_calculator_reads_one_expression_and_refuses_the_rest() -> Non
             await calculate(text)
 
 
+@pytest.mark.clients
 async def test_what_agentscope_did_in_rollouts_is_judged_and_trained_into_a_version(
     play: Play, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

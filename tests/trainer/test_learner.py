@@ -276,7 +276,8 @@ def test_quantization_without_its_library_is_refused_with_the_remedy(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # as if it were not installed
-    with pytest.raises(SettingError, match="learner setting quantization is 'nf4', which needs bitsandbytes: install"):
+    remedy = r"quantization is 'nf4', which needs bitsandbytes: .*pip install .*\bqlora\b.* or set quantization to none"
+    with pytest.raises(SettingError, match=remedy):
         Learner(str(tiny_model), replace(SETTINGS, quantization="nf4"), workdir=tmp_path)
 
 
