@@ -115,7 +115,7 @@ def fill(url: str, count: int) -> None:
             f"{_BEGAN} + i FROM n"
         )
         run(
-            f"INSERT INTO tags (tag, opened_at, trajectory_id) {source} SELECT "
+            f"INSERT INTO trajectory_tags (tag, opened_at, trajectory_id) {source} SELECT "
             "CASE WHEN i % 100003 = 3 THEN 'rare' ELSE 'nightly' END, "
             f"{_BEGAN} + i, 'traj_' || {padded} FROM n WHERE i % 3 = 0"
         )

@@ -109,7 +109,7 @@ def test_nothing_is_shown_without_a_key_and_a_wrong_one_is_told(start: Start, st
     proxy = start(key_hashes=frozenset({hash_key(b"rk-agent")}), operator_hashes=frozenset({hash_key(key.encode())}))
     safe_page.goto(f"{proxy.url}/ui/")
     sees(safe_page, "An operator's key, please")
-    for wrong, said in (("rk-nobody", "not known here"), ("rk-agent", "an agent's key does not open")):
+    for wrong, said in (("rk-nobody", "missing or unknown"), ("rk-agent", "an agent's key does not open")):
         safe_page.fill("#key", wrong)
         click(safe_page, "Open")
         sees(safe_page, said)
