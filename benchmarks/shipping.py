@@ -29,7 +29,7 @@ from ratchet.proxy.journal.segments import MAGIC, frame
 from ratchet.store.content.messages import node
 from ratchet.store.db.engine import connect
 from ratchet.store.ids import new_id
-from ratchet.store.records import CallBegun, CallEnded, Choice, Shipment, pack_ids, pack_logprobs
+from ratchet.store.records import CallEnded, CallStarted, Choice, Shipment, pack_ids, pack_logprobs
 from ratchet.store.states import CallState
 from ratchet.store.store import Store, open_store
 
@@ -46,14 +46,14 @@ def opening(calls: int, seed: int = 1) -> Iterator[list[Shipment]]:
     for number in range(calls):
         request = node(system.hash, {"role": "user", "content": f"{chance.getrandbits(64)} {_USER}"})
         reply = node(request.hash, {"role": "assistant", "content": f"{chance.getrandbits(64)} " + "word " * 32})
-        begun = CallBegun(
+        start = CallStarted(
             call_id=new_id("call"), trajectory_id=new_id("traj"), started_at=1.79e9 + number / 1000, alias="mail",
             version=0, dialect="chat", streamed=False, linked_by="root", prompt_node=request.hash, key_id="key_1",
             sampling={"temperature": 1.0, "max_tokens": 256}, nodes=(system, request) if number == 0 else (request,),
         )  # fmt: skip
         choice = Choice(index=0, finish_reason="stop", token_ids=sampled, logprobs=logprobs, reply_node=reply.hash)
-        yield [begun, CallEnded(
-            begun=begun, state=CallState.ANSWERED, ended_at=begun.started_at + 0.02, status=200, prompt_ids=prompt,
+        yield [start, CallEnded(
+            start=start, state=CallState.ANSWERED, ended_at=start.started_at + 0.02, status=200, prompt_ids=prompt,
             prompt_tokens=380, completion_tokens=32, choices=(choice,), nodes=(reply,),
             response_id=f"chatcmpl-{chance.getrandbits(128):032x}",
         )]  # fmt: skip
@@ -80,8 +80,8 @@ def journal(file: Path, pairs: Iterator[list[Shipment]], batch: int, later: int)
     bounds: list[int] = []
     with file.open("wb") as segment:
         segment.write(MAGIC)
-        for number, (begun, end) in enumerate(pairs, 1):
-            segment.write(frame(begun))
+        for number, (start, end) in enumerate(pairs, 1):
+            segment.write(frame(start))
             ends.append(end)
             if len(ends) > later * batch:
                 segment.write(frame(ends.pop(0)))

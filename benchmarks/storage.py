@@ -25,7 +25,7 @@ import sqlalchemy as sa
 from ratchet.store.content.messages import link_key, node, tool_call_ids, tools_hash
 from ratchet.store.db.engine import connect
 from ratchet.store.ids import new_id
-from ratchet.store.records import CallBegun, CallEnded, Choice, MessageNode, Shipment, pack_ids, pack_logprobs
+from ratchet.store.records import CallEnded, CallStarted, Choice, MessageNode, Shipment, pack_ids, pack_logprobs
 from ratchet.store.states import CallState
 from ratchet.store.store import open_store
 from tests.harness.postgres import postgres
@@ -118,10 +118,10 @@ def trajectory(writer: Writer, turns: int, forks: bool, at: float) -> Iterator[l
     parent = None
     run = new_id("traj")
     for turn in range(turns):
-        start = at + 3.0 * turn
+        started_at = at + 3.0 * turn
         prompt = [*whole, *fresh]
-        begun = CallBegun(
-            call_id=new_id("call"), trajectory_id=run, started_at=start, alias="mail", version=3, dialect="chat",
+        start = CallStarted(
+            call_id=new_id("call"), trajectory_id=run, started_at=started_at, alias="mail", version=3, dialect="chat",
             streamed=True, linked_by="graph" if parent else "root", prompt_node=nodes[-1].hash, tools_hash=name,
             tools=tools if turn == 0 else b"", parent_call=parent, key_id="0123456789abcdef", task=None,
             sampling=_SAMPLING, nodes=tuple(new),
@@ -136,17 +136,17 @@ def trajectory(writer: Writer, turns: int, forks: bool, at: float) -> Iterator[l
         )  # fmt: skip
         kind = "root" if parent is None else "fork" if forks else "exact"
         ended = CallEnded(
-            begun=begun, state=CallState.ANSWERED, ended_at=start + 1.25, status=200, context=kind,
+            start=start, state=CallState.ANSWERED, ended_at=started_at + 1.25, status=200, context=kind,
             prompt_ids=pack_ids(fresh if kind == "exact" else prompt), prompt_tokens=len(prompt),
-            completion_tokens=len(sampled), first_byte_at=start + 0.21, choices=(choice,),
+            completion_tokens=len(sampled), first_byte_at=started_at + 0.21, choices=(choice,),
             upstream="http://127.0.0.1:8001", nodes=(answer,),
         )  # fmt: skip
-        yield [begun, ended]
+        yield [start, ended]
         result = {"role": "tool", "content": writer.result(), "tool_call_id": (choice.tool_call_ids or ("",))[0]}
         _follow(nodes, keys, [reply, result])
         new, fresh = [nodes[-1]], writer.tokens(str(result["content"]))
         whole = [*prompt, *(writer.tokens(json.dumps(reply)) if forks else sampled)]
-        parent = begun.call_id
+        parent = start.call_id
 
 
 SYSTEM = Writer(0).prose(1500)
@@ -173,7 +173,7 @@ def measure(url: str, trajectories: int, turns: int, forks: bool) -> Size:
             context = len(end.prompt_ids) + (context if end.context == "exact" else 0)
             ids += sum(len(choice.token_ids) for choice in end.choices)
             logprobs += sum(len(choice.logprobs) for choice in end.choices)
-            transcript += sum(len(one.body) for one in (*end.begun.nodes, *end.nodes))
+            transcript += sum(len(one.body) for one in (*end.start.nodes, *end.nodes))
         ids += context
         store.calls.ship(batch)
     store.close()

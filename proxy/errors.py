@@ -123,7 +123,7 @@ class UpstreamError(ProxyError):
 
     status = 502
     kind = "upstream_error"
-    may_have_begun = False  # whether the replica may have begun to process the request
+    may_have_started = False  # whether the replica may have start to process the request
 
 
 class UpstreamUnreachable(UpstreamError):
@@ -136,7 +136,7 @@ class UpstreamDisconnected(UpstreamError):
     """vLLM's response broke off, or is not a valid vLLM response."""
 
     code = "upstream_disconnected"
-    may_have_begun = True
+    may_have_started = True
 
 
 class UpstreamTimeout(UpstreamError):

@@ -97,7 +97,7 @@ UNTRAINED: Mapping[str, str] = {
     "aborted": "the client disconnected before the end",
     "failed": "the call failed",
     "interrupted": "the proxy exited during the call",
-    "begun": "the end of the call is not recorded yet",
+    "started": "the end of the call is not recorded yet",
     "no_answer": "the engine returned no choice",
     "invalid_row": "ids and masks contradict each other: see the trainer's log",
     "image": "images are recorded and judged, never trained",

@@ -15,7 +15,7 @@ from ratchet.store.errors import InvalidTransition
 class CallState(StrEnum):
     """The life of one request to the proxy."""
 
-    BEGUN = "begun"  # forwarded; its end has not been seen yet
+    STARTED = "started"  # forwarded; its end has not been seen yet
     ANSWERED = "answered"  # the client got the whole answer
     FAILED = "failed"  # the upstream or the proxy answered with an error
     ABORTED = "aborted"  # the client left before the end; holds what was generated

@@ -21,7 +21,7 @@ from ratchet.proxy.coordinator.versions.policy_cache import PolicyCache
 from ratchet.proxy.dialects.dialect import ParsedRequest
 from ratchet.proxy.messages.admission import CallIdentity, Placement
 from ratchet.proxy.messages.link_records import AttemptKey, Evidence, Leaf
-from ratchet.store.records import CallBegun, CallEnded
+from ratchet.store.records import CallEnded, CallStarted
 from ratchet.store.records.tuning import Prompt
 
 _NOT_IN_ID = re.compile(r"[^A-Za-z0-9._:~@+=-]")
@@ -78,9 +78,9 @@ class Admission:
         """Record that the answer of an ended call did not reach its client, which may retry."""
         self._linker.add_unanswered(placement.link, placement.attempt, time.time())
 
-    def task_family(self, begun: CallBegun) -> str:
+    def task_family(self, start: CallStarted) -> str:
         """Return the task family of a call's trajectory."""
-        return self._linker.task_family(begun)
+        return self._linker.task_family(start)
 
     def _evidence(
         self,

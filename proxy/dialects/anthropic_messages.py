@@ -12,7 +12,7 @@ from ratchet.proxy.dialects.dialect import ParsedRequest, parsed_request, policy
 from ratchet.proxy.errors import ProxyError
 from ratchet.proxy.wire.capture import Capture
 from ratchet.proxy.wire.error_shapes import ANTHROPIC
-from ratchet.store.records import CallBegun
+from ratchet.store.records import CallStarted
 
 _DELTAS = {
     Kind.REASONING: ("thinking_delta", "thinking"),
@@ -36,9 +36,9 @@ class Messages:
 def _read(body: bytes) -> ParsedRequest:
     wanted = anthropic_request.read(inner_request.decode(body))
 
-    def voice(begun: CallBegun) -> BlockEncoder:
-        capture = chat.make_capture(wanted, begun)
-        return BlockEncoder(capture, MessageRenderer(begun, capture))
+    def voice(start: CallStarted) -> BlockEncoder:
+        capture = chat.make_capture(wanted, start)
+        return BlockEncoder(capture, MessageRenderer(start, capture))
 
     return parsed_request(wanted, voice)
 
@@ -46,10 +46,10 @@ def _read(body: bytes) -> ParsedRequest:
 class MessageRenderer(BlockRenderer):
     """Tells an answer in Anthropic's events."""
 
-    def __init__(self, begun: CallBegun, capture: Capture) -> None:
+    def __init__(self, start: CallStarted, capture: Capture) -> None:
         super().__init__()
-        self._id = "msg_" + begun.call_id.removeprefix("call_")
-        self._model = policy_name(begun)
+        self._id = "msg_" + start.call_id.removeprefix("call_")
+        self._model = policy_name(start)
         self._capture = capture
 
     def started(self) -> list[Event]:

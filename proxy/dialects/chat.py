@@ -9,7 +9,7 @@ from ratchet.proxy.wire import request_body
 from ratchet.proxy.wire.capture import Capture
 from ratchet.proxy.wire.error_shapes import OPENAI
 from ratchet.proxy.wire.request_body import ChatRequest
-from ratchet.store.records import CallBegun
+from ratchet.store.records import CallStarted
 
 PATH = "/v1/chat/completions"
 
@@ -28,13 +28,13 @@ class Chat:
 
 def _read(body: bytes) -> ParsedRequest:
     wanted = with_vllm_fields(request_body.read(body))
-    return parsed_request(wanted, lambda begun: PassthroughEncoder(make_capture(wanted, begun)))
+    return parsed_request(wanted, lambda start: PassthroughEncoder(make_capture(wanted, start)))
 
 
-def make_capture(wanted: ChatRequest, begun: CallBegun) -> Capture:
+def make_capture(wanted: ChatRequest, start: CallStarted) -> Capture:
     """Return the capture of a chat call."""
     return Capture(
-        policy_name(begun),
+        policy_name(start),
         asks_ids=wanted.asks_ids,
         asks_logprobs=wanted.asks_logprobs,
         asks_usage=wanted.asks_usage,

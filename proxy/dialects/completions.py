@@ -112,9 +112,9 @@ def _read(body: bytes) -> ParsedRequest:
         request=wanted,
         nodes=(canon.node(canon.ROOT, said),),
         keys=canon.link_keys([said]),
-        voice=lambda begun: PassthroughEncoder(
+        voice=lambda start: PassthroughEncoder(
             CompletionsCapture(
-                policy_name(begun),
+                policy_name(start),
                 asks_ids=wanted.asks_ids,
                 asks_logprobs=wanted.asks_logprobs,
                 asks_usage=wanted.asks_usage,

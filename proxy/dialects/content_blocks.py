@@ -56,7 +56,7 @@ class BlockRenderer(ABC):
         self.stop: str | None = None  # the stop string that was hit
         self.usage: dict[str, Any] = {}
         self.sampled: list[dict[str, Any]] = []  # the logprobs of the chunk, where the client asked for them
-        self._begun = False
+        self._started = False
         self._open: Block | None = None
         self._calls: dict[int, Block] = {}
 
@@ -90,9 +90,9 @@ class BlockRenderer(ABC):
         return [*self._begin(), *self.failed(error)]
 
     def _begin(self) -> list[Event]:
-        if self._begun:
+        if self._started:
             return []
-        self._begun = True
+        self._started = True
         return self.started()
 
     def _say(self, kind: Kind, piece: str) -> list[Event]:

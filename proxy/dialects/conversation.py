@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 
 from ratchet.proxy.dialects.inner_request import Json
-from ratchet.store.records import CallBegun
+from ratchet.store.records import CallStarted
 
 _OVERHEAD = 600  # bytes of a turn beside its messages: the record, its names, its entry in the table
 
@@ -61,5 +61,5 @@ class Conversations(Protocol):
     async def find_items(self, names: Iterable[str], key_id: str | None) -> dict[str, Json]:
         """Return output items by id. Raises NotFound, NotReady."""
 
-    def add_response(self, begun: CallBegun, messages: Sequence[Json], previous: ConversationTurn | None) -> None:
+    def add_response(self, start: CallStarted, messages: Sequence[Json], previous: ConversationTurn | None) -> None:
         """Store a response: the messages that it adds to `previous`, the answer included."""

@@ -17,7 +17,7 @@ from ratchet.proxy.runtime.thread_pools import run_parsing
 from ratchet.proxy.wire.capture import Capture
 from ratchet.proxy.wire.error_shapes import ErrorShape
 from ratchet.proxy.wire.request_body import ChatRequest
-from ratchet.store.records import CallBegun, MessageNode
+from ratchet.store.records import CallStarted, MessageNode
 
 LARGE = 256 * 1024  # bytes; larger bodies are read in a thread
 
@@ -63,7 +63,7 @@ class ParsedRequest(msgspec.Struct):
     request: ChatRequest
     nodes: tuple[MessageNode, ...]
     keys: tuple[str, ...]
-    voice: Callable[[CallBegun], ResponseEncoder]
+    voice: Callable[[CallStarted], ResponseEncoder]
     storable: StorableRequest | None = None
 
 
@@ -86,14 +86,14 @@ class Dialect(Protocol):
         """Return what a request asks for. Raises ProxyError."""
 
 
-def parsed_request(request: ChatRequest, voice: Callable[[CallBegun], ResponseEncoder]) -> ParsedRequest:
+def parsed_request(request: ChatRequest, voice: Callable[[CallStarted], ResponseEncoder]) -> ParsedRequest:
     """Return a chat request with the nodes and link keys of its messages."""
     return ParsedRequest(request, request.nodes, request.keys, voice)
 
 
-def policy_name(begun: CallBegun) -> str:
+def policy_name(start: CallStarted) -> str:
     """Return the name of the model that the client is told."""
-    return begun.policy
+    return start.policy
 
 
 async def read_body_with(read: Callable[[bytes], _Read], body: bytes) -> _Read:

@@ -15,7 +15,7 @@ from ratchet.proxy.wire import lax_values
 from ratchet.proxy.wire.body_bounds import BodyBounds
 from ratchet.proxy.wire.capture import Capture
 from ratchet.proxy.wire.error_shapes import OPENAI
-from ratchet.store.records import CallBegun
+from ratchet.store.records import CallStarted
 
 
 class Responses:
@@ -53,13 +53,13 @@ class Responses:
         if previous:
             wanted.follows = (previous.trajectory_id, previous.call_id)
 
-        def voice(begun: CallBegun) -> BlockEncoder:
-            capture = chat.make_capture(wanted, begun)
-            renderer = ResponseRenderer(begun, body, *names)
+        def voice(start: CallStarted) -> BlockEncoder:
+            capture = chat.make_capture(wanted, start)
+            renderer = ResponseRenderer(start, body, *names)
             if lax_values.lax_bool(body.get("store")) is False:
                 return BlockEncoder(capture, renderer)
             return RememberingEncoder(
-                capture, renderer, lambda answer: self._conversations.add_response(begun, [*added, answer], previous)
+                capture, renderer, lambda answer: self._conversations.add_response(start, [*added, answer], previous)
             )
 
         return parsed_request(wanted, voice)

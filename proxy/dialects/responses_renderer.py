@@ -12,7 +12,7 @@ from ratchet.proxy.dialects.content_blocks import Block, BlockRenderer, Event, K
 from ratchet.proxy.dialects.dialect import policy_name
 from ratchet.proxy.dialects.inner_request import Json
 from ratchet.proxy.errors import ProxyError
-from ratchet.store.records import CallBegun
+from ratchet.store.records import CallStarted
 
 _ECHOED: Json = {
     "instructions": None,
@@ -41,9 +41,9 @@ class ResponseRenderer(BlockRenderer):
     """Tells one response. `body` is the request, whose settings the response repeats; `custom` and
     `spaces` name its custom tools, and the namespaces of those that have one."""
 
-    def __init__(self, begun: CallBegun, body: Json, custom: frozenset[str], spaces: Mapping[str, str]) -> None:
+    def __init__(self, start: CallStarted, body: Json, custom: frozenset[str], spaces: Mapping[str, str]) -> None:
         super().__init__()
-        self._id = response_id(begun.call_id)
+        self._id = response_id(start.call_id)
         self._custom = custom
         self._spaces = spaces
         self._number = 0
@@ -52,8 +52,8 @@ class ResponseRenderer(BlockRenderer):
         self._ended_at: int | None = None
         self._fixed = _ECHOED | {name: body[name] for name in _ECHOED if body.get(name) is not None}
         self._fixed |= {
-            "created_at": int(begun.started_at),
-            "model": policy_name(begun),
+            "created_at": int(start.started_at),
+            "model": policy_name(start),
             "reasoning": {"effort": None, "summary": None} | (body.get("reasoning") or {}),
             "tools": [_echoed_tool(tool) for tool in body.get("tools") or ()],
             "background": False,

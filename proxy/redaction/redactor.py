@@ -22,7 +22,7 @@ from ratchet.proxy.redaction.patterns import RedactionPatterns
 from ratchet.proxy.runtime.thread_pools import run_parsing
 from ratchet.proxy.wire.error_shapes import ErrorShape
 from ratchet.store.content import messages as canon
-from ratchet.store.records import REDACTED, CallBegun, CallEnded, Feedback
+from ratchet.store.records import REDACTED, CallEnded, CallStarted, Feedback
 
 _encode = msgspec.json.Encoder(order="sorted").encode
 _object = msgspec.json.Decoder(dict[str, Any]).decode
@@ -53,17 +53,17 @@ class Redactor:
             redacted=nodes is not asked.nodes or tools_hash != request.tools_hash,
         )
 
-    def begun(self, begun: CallBegun, kept: StorableRequest) -> CallBegun:
+    def redact_start(self, start: CallStarted, kept: StorableRequest) -> CallStarted:
         """Return the beginning of a call with what may be written of it."""
         clean = self._patterns.text
         return msgspec.structs.replace(
-            begun,
+            start,
             prompt_node=kept.nodes[-1].hash if kept.nodes else "",
             tools_hash=kept.tools_hash,
             sampling=kept.sampling,
-            task=clean(begun.task) if begun.task else None,
-            role=clean(begun.role) if begun.role else None,
-            tags=tuple(clean(tag) for tag in begun.tags),
+            task=clean(start.task) if start.task else None,
+            role=clean(start.role) if start.role else None,
+            tags=tuple(clean(tag) for tag in start.tags),
         )
 
     def ended(self, record: CallEnded, leaves: list[Leaf], *, redacted: bool) -> CallEnded:

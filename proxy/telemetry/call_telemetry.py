@@ -55,7 +55,7 @@ class CallTiming(NamedTuple):
         """Return the timing of an ended call whose client received its last byte after `total` seconds."""
         if record.first_byte_at is None:
             return cls(total, None, None, overhead)
-        first = max(0.0, record.first_byte_at - record.begun.started_at)
+        first = max(0.0, record.first_byte_at - record.start.started_at)
         # Choices are generated in parallel: the steps of the stream are the tokens of one of them.
         steps = record.completion_tokens // max(1, len(record.choices)) - 1
         inter = max(0.0, record.ended_at - record.first_byte_at) / steps if steps > 0 else None
@@ -85,9 +85,9 @@ class CallCounters:
 
     def count(self, record: CallEnded, timing: CallTiming, failure: str | None) -> None:
         """Count one call; `failure` is its error label."""
-        begun = record.begun
+        start = record.start
         context = "untrainable" if record.untrainable else record.context
-        key = (begun.alias, begun.dialect, record.state, begun.purpose, begun.linked_by, context)
+        key = (start.alias, start.dialect, record.state, start.purpose, start.linked_by, context)
         series = self._series.get(key) or self._make_series(key)
         series.calls(1)
         series.links(1)
@@ -97,7 +97,7 @@ class CallCounters:
         series.seconds(timing.total)
         if timing.overhead is not None:
             self._overhead(timing.overhead)
-        if begun.streamed and timing.first_byte is not None:
+        if start.streamed and timing.first_byte is not None:
             series.first_token(timing.first_byte)
             if timing.inter_token is not None:
                 series.inter_token(timing.inter_token)
@@ -145,23 +145,23 @@ def log_call(record: CallEnded, timing: CallTiming, failure: str | None) -> None
 
 def log_fields(record: CallEnded, timing: CallTiming, failure: str | None) -> dict[str, Any]:
     """Return the fields of a call's log line, in order."""
-    begun = record.begun
+    start = record.start
     return {
         "event": "call",
-        "call": begun.call_id,
-        "trajectory": begun.trajectory_id,
-        "alias": begun.alias,
-        "version": begun.version,
-        "dialect": begun.dialect,
+        "call": start.call_id,
+        "trajectory": start.trajectory_id,
+        "alias": start.alias,
+        "version": start.version,
+        "dialect": start.dialect,
         "status": record.status,
         "state": str(record.state),
-        "streamed": begun.streamed,
+        "streamed": start.streamed,
         "prompt_tokens": record.prompt_tokens,
         "completion_tokens": record.completion_tokens,
         "first_byte_ms": _milliseconds(timing.first_byte),
         "total_ms": _milliseconds(timing.total),
         "overhead_ms": _milliseconds(timing.overhead),
-        "linked_by": begun.linked_by,
+        "linked_by": start.linked_by,
         "context": record.context,
         "untrainable": record.untrainable,
         "upstream": _address(record.upstream) if record.upstream else None,

@@ -58,7 +58,7 @@ class HttpClient:
             try:
                 return await self._request(await origin.connect(), origin.url, method, head, body)
             except UpstreamError as error:
-                error.may_have_begun = True  # a request that kills its server looks the same
+                error.may_have_started = True  # a request that kills its server looks the same
                 raise
 
     def _origin(self, url: str) -> _Origin:

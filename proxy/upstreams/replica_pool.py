@@ -171,7 +171,7 @@ def _may_have_started(outcome: HttpResponse | UpstreamError) -> bool:
     """Return whether the failed replica may have started the request, and failed because of it."""
     if isinstance(outcome, HttpResponse):
         return outcome.status in _MAY_HAVE_STARTED
-    return outcome.may_have_begun
+    return outcome.may_have_started
 
 
 def _weight(label: str, trajectory_id: str) -> bytes:

@@ -50,7 +50,7 @@ class Calls:
         with write(self._engine) as connection:
             connection.execute(
                 sa.update(schema.calls)
-                .where(schema.calls.c.id.in_(list(call_ids)), schema.calls.c.state == CallState.BEGUN)
+                .where(schema.calls.c.id.in_(list(call_ids)), schema.calls.c.state == CallState.STARTED)
                 .values(state=CallState.INTERRUPTED, untrainable="interrupted")
             )
 

@@ -198,8 +198,8 @@ def feedback_of(connection: sa.Connection, trajectory_id: str) -> tuple[Feedback
 
 def _names(record: CallRecord) -> list[str]:
     """Return what feedback may call a call."""
-    begun, response_id = (record.begun, record.response_id) if isinstance(record, CallEnded) else (record, None)
-    return [begun.trajectory_id, *_names_of(begun.call_id, response_id)]
+    start, response_id = (record.start, record.response_id) if isinstance(record, CallEnded) else (record, None)
+    return [start.trajectory_id, *_names_of(start.call_id, response_id)]
 
 
 def _names_of(call_id: str, response_id: str | None) -> list[str]:

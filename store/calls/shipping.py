@@ -22,7 +22,7 @@ from ratchet.store.calls import prompt_blocks as blocks
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import execute_many, in_values, insert_columns, insert_or_ignore
 from ratchet.store.db.text_limits import truncate_columns
-from ratchet.store.records import CallBegun, CallEnded, CallRecord, MessageNode
+from ratchet.store.records import CallEnded, CallRecord, CallStarted, MessageNode
 from ratchet.store.states import CallState, TrajectoryState
 
 IDLE = "idle"  # why a trajectory was sealed: it was still
@@ -30,7 +30,7 @@ FINISH = "finish"  # somebody said that it is complete
 MESSAGES_LOCK = 0x52414D53  # advisory lock: shared by those who ship messages, held alone by who deletes some
 _TASK_MOST = 512  # characters; more does not fit an index
 _NODE_COLUMNS = ("hash", "parent", "role", "body")
-_BEGUN_COLUMNS = (
+_START_COLUMNS = (
     "id", "started_at", "alias", "version", "dialect", "streamed", "linked_by", "prompt_node", "tools_hash",
     "parent_call", "parent_choice", "key_id", "role", "tags", "sampling",
 )  # fmt: skip
@@ -38,7 +38,7 @@ _ENDED_COLUMNS = (
     "state", "ended_at", "first_byte_at", "status", "context", "prompt_ids", "prompt_tokens", "completion_tokens",
     "untrainable", "error", "upstream", "response_id",
 )  # fmt: skip
-_NOT_ENDED = (CallState.BEGUN, None, None, None, "root", b"", 0, 0, None, None, None, None)
+_NOT_ENDED = (CallState.STARTED, None, None, None, "root", b"", 0, 0, None, None, None, None)
 _CHOICE_COLUMNS = (
     "call_id", "choice", "finish_reason", "reply_node", "link_key", "tool_call_ids", "token_ids", "logprobs",
 )  # fmt: skip
@@ -47,7 +47,7 @@ _RUN_COLUMNS = (
     "state", "task", "last_active_at",
 )  # fmt: skip
 _node_values = attrgetter(*_NODE_COLUMNS)
-_begun_values = attrgetter("call_id", *_BEGUN_COLUMNS[1:])
+_start_values = attrgetter("call_id", *_START_COLUMNS[1:])
 _ended_values = attrgetter(*_ENDED_COLUMNS)
 _choice_values = attrgetter("index", *_CHOICE_COLUMNS[2:])
 _run_values = attrgetter("alias", "version", "purpose", "prompt_node", "tools_hash", "key_id", "started_at")
@@ -74,12 +74,12 @@ def ship(connection: sa.Connection, records: Sequence[CallRecord]) -> None:
     """Write a batch of beginnings and ends inside the caller's transaction."""
     lock_messages_shared(connection)
     # The first record of a kind counts; those that follow it in the batch repeat it.
-    begun = {one.call_id: one for one in map(_begun_of, reversed(records))}
-    ended = {one.begun.call_id: one for one in reversed(records) if isinstance(one, CallEnded)}
-    known = _known(connection, sorted(begun))
-    _add_messages(connection, begun.values(), ended.values(), known)
-    new = [one for one in reversed(begun.values()) if one.call_id not in known]
-    awaited = (CallState.BEGUN, CallState.INTERRUPTED)
+    starts = {one.call_id: one for one in map(_start_of, reversed(records))}
+    ended = {one.start.call_id: one for one in reversed(records) if isinstance(one, CallEnded)}
+    known = _known(connection, sorted(starts))
+    _add_messages(connection, starts.values(), ended.values(), known)
+    new = [one for one in reversed(starts.values()) if one.call_id not in known]
+    awaited = (CallState.STARTED, CallState.INTERRUPTED)
     ending = {n: end for n, end in ended.items() if n not in known or known[n].state in awaited}
     hosts = {name: row.trajectory_id for name, row in known.items()}
     also = [hosts[name] for name in ending if name in hosts]
@@ -96,17 +96,17 @@ def lock_messages_shared(connection: sa.Connection) -> None:
         connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock_shared({MESSAGES_LOCK})")
 
 
-def _begun_of(record: CallRecord) -> CallBegun:
-    return record if isinstance(record, CallBegun) else record.begun
+def _start_of(record: CallRecord) -> CallStarted:
+    return record if isinstance(record, CallStarted) else record.start
 
 
 def _add_messages(
-    connection: sa.Connection, begun: Iterable[CallBegun], ended: Iterable[CallEnded], known: Collection[str]
+    connection: sa.Connection, starts: Iterable[CallStarted], ended: Iterable[CallEnded], known: Collection[str]
 ) -> None:
     """Write messages and tool lists. Those of a beginning that is stored came with it, and its call keeps them."""
     nodes: dict[str, MessageNode] = {}
     toolsets: dict[str, bytes] = {}
-    for one in begun:
+    for one in starts:
         if one.call_id not in known:
             nodes |= {node.hash: node for node in one.nodes}
             toolsets |= {one.tools_hash: one.tools} if one.tools else {}
@@ -134,7 +134,7 @@ def _known(connection: sa.Connection, names: Sequence[str]) -> dict[str, Any]:
 
 def _write_calls(
     connection: sa.Connection,
-    new: Sequence[CallBegun],
+    new: Sequence[CallStarted],
     ending: Mapping[str, CallEnded],
     hosts: Mapping[str, str],
     replaced: Sequence[str],
@@ -143,25 +143,25 @@ def _write_calls(
     table = schema.calls
     if replaced:
         connection.execute(sa.delete(table).where(in_values(connection, table.c.id, replaced)))
-    rows = [*new, *(ending[name].begun for name in replaced)]
+    rows = [*new, *(ending[name].start for name in replaced)]
     if rows:
-        ends = [ending.get(begun.call_id) for begun in rows]
-        said = zip(_BEGUN_COLUMNS, zip(*map(_begun_values, rows), strict=True), strict=True)
+        ends = [ending.get(start.call_id) for start in rows]
+        said = zip(_START_COLUMNS, zip(*map(_start_values, rows), strict=True), strict=True)
         came = zip(*(_ended_values(end) if end else _NOT_ENDED for end in ends), strict=True)
         columns: dict[str, Sequence[Any]] = dict(said) | dict(zip(_ENDED_COLUMNS, came, strict=True))
         columns |= {
-            "trajectory_id": [hosts[begun.call_id] for begun in rows],
+            "trajectory_id": [hosts[start.call_id] for start in rows],
             "retained_node": list(map(_held, rows, ends)),
         }
         insert_columns(connection, table, truncate_columns(table, _cut_prompts(connection, columns)))
     _add_tags(connection, new, hosts)
 
 
-def _held(begun: CallBegun, end: CallEnded | None) -> str | None:
+def _held(start: CallStarted, end: CallEnded | None) -> str | None:
     """Return the prompt's last message, unless an answer that is stored with the call stands under it."""
-    below = {node.hash for node in end.nodes if node.parent == begun.prompt_node} if end else set()
+    below = {node.hash for node in end.nodes if node.parent == start.prompt_node} if end else set()
     answered = end is not None and any(choice.reply_node in below for choice in end.choices)
-    return None if answered else begun.prompt_node or None
+    return None if answered else start.prompt_node or None
 
 
 def _cut_prompts(connection: sa.Connection, columns: dict[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
@@ -182,9 +182,9 @@ def _cut_prompts(connection: sa.Connection, columns: dict[str, Sequence[Any]]) -
     return {**columns, "prompt_ids": left, "prompt_blocks": named}
 
 
-def _add_tags(connection: sa.Connection, calls: Sequence[CallBegun], hosts: Mapping[str, str]) -> None:
+def _add_tags(connection: sa.Connection, calls: Sequence[CallStarted], hosts: Mapping[str, str]) -> None:
     """Note the tags of calls at their trajectories."""
-    tagged = {hosts[begun.call_id] for begun in calls if begun.tags}
+    tagged = {hosts[start.call_id] for start in calls if start.tags}
     if not tagged:
         return
     trajectories = schema.trajectories
@@ -192,52 +192,52 @@ def _add_tags(connection: sa.Connection, calls: Sequence[CallBegun], hosts: Mapp
         sa.select(trajectories.c.id, trajectories.c.opened_at).where(trajectories.c.id.in_(tagged))
     )
     opened = {row.id: row.opened_at for row in found}
-    pairs = sorted({(hosts[begun.call_id], tag) for begun in calls for tag in begun.tags})
+    pairs = sorted({(hosts[start.call_id], tag) for start in calls for tag in start.tags})
     rows = [(tag, opened[name], name) for name, tag in pairs]
     _insert(connection, schema.trajectory_tags, ("tag", "opened_at", "trajectory_id"), rows, new_only=True)
 
 
 def _write_choices(connection: sa.Connection, ends: Collection[CallEnded]) -> None:
-    rows = [(end.begun.call_id, *_choice_values(choice)) for end in ends for choice in end.choices]
+    rows = [(end.start.call_id, *_choice_values(choice)) for end in ends for choice in end.choices]
     _insert(connection, schema.choices, _CHOICE_COLUMNS, rows)
 
 
-def _active(new: Iterable[CallBegun], ends: Iterable[CallEnded], hosts: Mapping[str, str]) -> dict[str, float]:
+def _active(new: Iterable[CallStarted], ends: Iterable[CallEnded], hosts: Mapping[str, str]) -> dict[str, float]:
     """Return when each trajectory of these calls was active last."""
     times: dict[str, float] = {}
-    moments = [(one.call_id, one.started_at) for one in new] + [(end.begun.call_id, end.ended_at) for end in ends]
+    moments = [(one.call_id, one.started_at) for one in new] + [(end.start.call_id, end.ended_at) for end in ends]
     for name, moment in moments:
         times[hosts[name]] = max(moment, times.get(hosts[name], 0.0))
     return times
 
 
 def _open_trajectories(
-    connection: sa.Connection, calls: Sequence[CallBegun], ended: Mapping[str, CallEnded], also: Iterable[str]
+    connection: sa.Connection, calls: Sequence[CallStarted], ended: Mapping[str, CallEnded], also: Iterable[str]
 ) -> dict[str, _Run]:
     """Return the trajectories that calls name, with those of `also`, by id; make those that are new."""
-    firsts = {begun.trajectory_id: begun for begun in reversed(calls)}
+    firsts = {start.trajectory_id: start for start in reversed(calls)}
     trajectories = _runs(connection, sorted({*firsts, *also}))
-    if new := {name: begun for name, begun in firsts.items() if name not in trajectories}:
+    if new := {name: start for name, start in firsts.items() if name not in trajectories}:
         trajectories |= _add_trajectories(connection, new, ended)
     return trajectories
 
 
 def _hosts(
     connection: sa.Connection,
-    calls: Sequence[CallBegun],
+    calls: Sequence[CallStarted],
     ended: Mapping[str, CallEnded],
     trajectories: Mapping[str, _Run],
 ) -> dict[str, str]:
     """Return, by call id, the open trajectory that takes the call: the one that it names, or a successor."""
     hosts: dict[str, str] = {}
     taken: set[str] = set()
-    for begun in calls:
-        name = begun.trajectory_id
-        if _takes(trajectories[name], begun):
-            hosts[begun.call_id] = name
+    for start in calls:
+        name = start.trajectory_id
+        if _takes(trajectories[name], start):
+            hosts[start.call_id] = name
             taken.add(name)
         else:
-            hosts[begun.call_id] = _successor(connection, begun, ended)
+            hosts[start.call_id] = _successor(connection, start, ended)
     _reopen(connection, [name for name in sorted(taken) if trajectories[name].state == TrajectoryState.SEALED])
     return hosts
 
@@ -257,31 +257,31 @@ def _runs(connection: sa.Connection, names: Sequence[str]) -> dict[str, _Run]:
     return {row.id: _Run(*row[1:]) for row in connection.execute(query)}
 
 
-def _takes(run: _Run, begun: CallBegun) -> bool:
+def _takes(run: _Run, start: CallStarted) -> bool:
     """Return whether a trajectory may take a further call.
 
     It must be open, or sealed only for being still; and of the call's version, purpose and key, since a trajectory has
     one of each.
     """
     still = run.state == TrajectoryState.SEALED and run.sealed_by == IDLE
-    same = (run.version, run.purpose) == (begun.version, begun.purpose) and may_share_trajectory(
-        run.key_id, begun.key_id
+    same = (run.version, run.purpose) == (start.version, start.purpose) and may_share_trajectory(
+        run.key_id, start.key_id
     )
     return bool(same and (run.state == TrajectoryState.OPEN or still))
 
 
-def _successor(connection: sa.Connection, begun: CallBegun, ended: Mapping[str, CallEnded]) -> str:
+def _successor(connection: sa.Connection, start: CallStarted, ended: Mapping[str, CallEnded]) -> str:
     """Return the successor of a closed trajectory that takes the call: the latest one, or a new one.
 
     A client may have given the name that a successor would get to a run of its own: then the next number is taken.
     """
-    trajectories, origin = schema.trajectories, begun.trajectory_id
+    trajectories, origin = schema.trajectories, start.trajectory_id
     count = int(connection.scalar(sa.select(trajectories.c.successors).where(trajectories.c.id == origin)) or 0)
     number = max(1, count)
     while True:
         name = f"{origin}~{number}"
-        known = _runs(connection, [name]) or _add_trajectories(connection, {name: begun}, ended)
-        if _takes(known[name], begun):
+        known = _runs(connection, [name]) or _add_trajectories(connection, {name: start}, ended)
+        if _takes(known[name], start):
             break
         number += 1
     if number != count:
@@ -301,11 +301,11 @@ def _reopen(connection: sa.Connection, names: Sequence[str]) -> None:
 
 
 def _add_trajectories(
-    connection: sa.Connection, new: Mapping[str, CallBegun], ended: Mapping[str, CallEnded]
+    connection: sa.Connection, new: Mapping[str, CallStarted], ended: Mapping[str, CallEnded]
 ) -> dict[str, _Run]:
     """Make trajectories that are not there, each with the values of its first call; return their rows."""
-    rows = [(name, *_run_values(begun), TrajectoryState.OPEN, short_task(begun.task), _last_active(begun, ended))
-            for name, begun in sorted(new.items())]  # fmt: skip
+    rows = [(name, *_run_values(start), TrajectoryState.OPEN, short_task(start.task), _last_active(start, ended))
+            for name, start in sorted(new.items())]  # fmt: skip
     if _insert(connection, schema.trajectories, _RUN_COLUMNS, rows, new_only=True) < len(rows):
         return _runs(connection, sorted(new))  # another proxy was quicker, with other values
     return {
@@ -314,8 +314,8 @@ def _add_trajectories(
     }
 
 
-def _last_active(begun: CallBegun, ended: Mapping[str, CallEnded]) -> float:
-    return ended[begun.call_id].ended_at if begun.call_id in ended else begun.started_at
+def _last_active(start: CallStarted, ended: Mapping[str, CallEnded]) -> float:
+    return ended[start.call_id].ended_at if start.call_id in ended else start.started_at
 
 
 def _touch(connection: sa.Connection, times: Mapping[str, float], trajectories: Mapping[str, _Run]) -> None:

@@ -165,7 +165,7 @@ class Trajectories:
         """
         calls = schema.calls
         last = sa.select(sa.func.max(calls.c.id)).where(calls.c.trajectory_id.in_(trajectory_ids))
-        unseen = calls.c.state.in_([CallState.BEGUN, CallState.INTERRUPTED])
+        unseen = calls.c.state.in_([CallState.STARTED, CallState.INTERRUPTED])
         query = sa.select(calls.c.trajectory_id).where(
             calls.c.id.in_(last.group_by(calls.c.trajectory_id)), sa.or_(unseen, calls.c.status >= 500)
         )
@@ -331,7 +331,7 @@ def _under_way(now: float, lost_after: float) -> sa.ColumnElement[bool]:
     trajectories, calls = schema.trajectories, schema.calls
     return sa.exists().where(
         calls.c.trajectory_id == trajectories.c.id,
-        calls.c.state == CallState.BEGUN,
+        calls.c.state == CallState.STARTED,
         calls.c.started_at > now - lost_after,
     )
 

@@ -75,7 +75,7 @@ class Deletions:
         calls = schema.calls
         query = sa.select(sa.func.count()).where(
             calls.c.trajectory_id.in_(sa.select(_selected(selection).c.id)),
-            calls.c.state == CallState.BEGUN,
+            calls.c.state == CallState.STARTED,
             calls.c.started_at > since,
         )
         with read(self._engine) as connection:

@@ -35,7 +35,7 @@ class MessageNode(Record, frozen=True):
     body: bytes
 
 
-class CallBegun(Record, frozen=True, tag="begun"):
+class CallStarted(Record, frozen=True, tag="started"):
     """A call as it was when it arrived: identity, policy and sampling are fixed here and never later."""
 
     call_id: str
@@ -80,13 +80,13 @@ class Choice(Record, frozen=True):
 
 
 class CallEnded(Record, frozen=True, tag="ended"):
-    """A call's end. `begun` repeats its beginning, so that either record alone makes the row.
+    """A call's end. `start` repeats its beginning, so that either record alone makes the row.
 
     `context` says what `prompt_ids` holds: `root` and `fork` hold the whole prompt, `exact` only what came after
     the parent's prompt and completion, which this prompt begins with, id for id.
     """
 
-    begun: CallBegun
+    start: CallStarted
     state: CallState
     ended_at: float
     status: int
@@ -124,8 +124,8 @@ class Feedback(Record, frozen=True, tag="feedback"):
     applied_at: float | None = None  # when a verdict first took it into account
 
 
-CallRecord = CallBegun | CallEnded
-Shipment = CallBegun | CallEnded | Feedback
+CallRecord = CallStarted | CallEnded
+Shipment = CallStarted | CallEnded | Feedback
 
 
 class OpenLeaf(Record, frozen=True):

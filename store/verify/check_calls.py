@@ -44,7 +44,7 @@ def check_calls(connection: sa.Connection, page: Page) -> Iterator[Violation]:
 
 def _state(name: str, row: Any, own: Sequence[Any]) -> Iterator[Violation]:
     remedy = "start the proxy that recorded it: its journal may hold the end; else drop its trajectory"
-    over = row.state not in (CallState.BEGUN, CallState.INTERRUPTED)
+    over = row.state not in (CallState.STARTED, CallState.INTERRUPTED)
     if over != (row.ended_at is not None):
         problem = f"it is {row.state} and has {'no' if over else 'an'} end"
         yield Violation(row=name, problem=problem, remedy=remedy)

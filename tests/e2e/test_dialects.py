@@ -151,7 +151,7 @@ def test_a_client_that_leaves_stops_the_engine_and_what_was_generated_is_recorde
         found: list[Any] = []
 
         def recorded() -> bool:
-            found[:] = [call for call in store.calls.page(trajectory=name) if call.state != "begun"]
+            found[:] = [call for call in store.calls.page(trajectory=name) if call.state != "started"]
             return bool(found)
 
         wait_for("the call is in the store", recorded)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ratchet.store.content.messages import link_keys, node, path, tool_call_ids, tools_hash
-from ratchet.store.records import CallBegun, CallEnded, Choice, Group, Verdict, pack_ids, pack_logprobs
+from ratchet.store.records import CallEnded, CallStarted, Choice, Group, Verdict, pack_ids, pack_logprobs
 from ratchet.store.states import CallState
 from ratchet.store.store import Store
 
@@ -26,14 +26,14 @@ def tool_call(arguments: str = '{"a": 1}', call_id: str = "c1") -> dict[str, Any
     }
 
 
-def begun(
+def call_start(
     call_id: str,
     trajectory_id: str,
     messages: Sequence[Mapping[str, Any]] = QUESTION,
     *,
     at: float = 1.0,
     **changes: Any,
-) -> CallBegun:
+) -> CallStarted:
     """A call's beginning."""
     nodes = path(messages)
     name, body = tools_hash(TOOLS)
@@ -52,11 +52,11 @@ def begun(
         "nodes": nodes,
         "sampling": {"temperature": 1.0},
     }
-    return CallBegun(**(values | changes))
+    return CallStarted(**(values | changes))
 
 
 def ended(
-    start: CallBegun,
+    start: CallStarted,
     reply: Mapping[str, Any],
     *,
     messages: Sequence[Mapping[str, Any]] = QUESTION,
@@ -77,7 +77,7 @@ def ended(
         tool_call_ids=tool_call_ids(reply),
     )
     values: dict[str, Any] = {
-        "begun": start,
+        "start": start,
         "state": CallState.ANSWERED,
         "ended_at": start.started_at + 0.5,
         "status": 200,
@@ -93,7 +93,7 @@ def ended(
 
 def answered_trajectory(store: Store, name: str, answer: str = "Oslo", **changes: Any) -> None:
     """Ship a trajectory of one answered call."""
-    start = begun(f"call_{name}", name, **changes)
+    start = call_start(f"call_{name}", name, **changes)
     store.calls.ship([start, ended(start, {"role": "assistant", "content": answer})])
 
 

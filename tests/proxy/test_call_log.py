@@ -17,7 +17,7 @@ import pytest
 from ratchet.proxy.telemetry.call_telemetry import CallTiming, log_call, logfmt
 from ratchet.proxy.telemetry.logs import JsonFormatter
 from tests.harness.proxy.servers import ProxyProcess, eventually
-from tests.harness.records import begun, ended
+from tests.harness.records import call_start, ended
 from tests.proxy.conftest import Proxy, Start
 
 CALL = "/v1/chat/completions"
@@ -88,7 +88,7 @@ def test_neither_content_nor_keys_are_logged(proxy: Proxy, lines: Lines) -> None
 
 
 def test_what_waits_for_its_line_is_not_the_calls_record(lines: Lines) -> None:
-    end = ended(begun("call", "job"), {"role": "assistant", "content": "yes"})
+    end = ended(call_start("call", "job"), {"role": "assistant", "content": "yes"})
     timing, holders = CallTiming.of(end, 1.0, None), sys.getrefcount(end)
     log_call(end, timing, None)
     assert sys.getrefcount(end) == holders

@@ -31,7 +31,7 @@ def segment(folder: Path, *ends: Any) -> SegmentRange:
 
 
 def end(name: str) -> Any:
-    return records.ended(records.begun(f"call_{name}", f"traj_{name}"), REPLY)
+    return records.ended(records.call_start(f"call_{name}", f"traj_{name}"), REPLY)
 
 
 @pytest.fixture

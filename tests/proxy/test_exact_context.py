@@ -18,7 +18,7 @@ from ratchet.proxy.coordinator.conversations.token_contexts import TokenContexts
 from ratchet.proxy.exact.splice import Context
 from ratchet.proxy.messages.link_records import Leaf, TokenFingerprint
 from ratchet.proxy.settings import ProxySettings
-from ratchet.store.records import Call, CallBegun, CallEnded, Choice, pack_ids
+from ratchet.store.records import Call, CallEnded, CallStarted, Choice, pack_ids
 from ratchet.store.states import CallState
 from ratchet.store.store import Store
 from tests.harness.proxy.scripted_scale_out import DERENDER, DETOKENIZE, GENERATE, RENDER, ScriptedScaleOut
@@ -296,8 +296,8 @@ def test_of_the_remembered_ids_those_that_were_continued_go_first(store: Store) 
     for number in (1, 2):
         contexts.add_answers(ended(f"call_{number}", 100))
     goes_on = ended("call_3", 100)
-    begun = msgspec.structs.replace(goes_on.begun, parent_call="call_2")
-    contexts.add_answers(msgspec.structs.replace(goes_on, begun=begun, context="exact"))
+    start = msgspec.structs.replace(goes_on.start, parent_call="call_2")
+    contexts.add_answers(msgspec.structs.replace(goes_on, start=start, context="exact"))
     for number in (4, 5):
         contexts.add_answers(ended(f"call_{number}", 100))
     assert [number for number in range(1, 6) if (f"call_{number}", 0) in contexts] == [1, 3, 4, 5]
@@ -305,10 +305,10 @@ def test_of_the_remembered_ids_those_that_were_continued_go_first(store: Store) 
 
 def ended(name: str, ids: int) -> CallEnded:
     """Return the record of a call with so many ids."""
-    begun = CallBegun(call_id=name, trajectory_id="t", started_at=0.0, alias="a", version=0, dialect="chat",
+    start = CallStarted(call_id=name, trajectory_id="t", started_at=0.0, alias="a", version=0, dialect="chat",
                       streamed=False, linked_by="root", prompt_node="")  # fmt: skip
     choice = Choice(index=0, finish_reason="stop", token_ids=pack_ids(range(ids - 10)), logprobs=b"")
-    return CallEnded(begun=begun, state=CallState.ANSWERED, ended_at=0.0, status=200, prompt_ids=pack_ids(range(10)),
+    return CallEnded(start=start, state=CallState.ANSWERED, ended_at=0.0, status=200, prompt_ids=pack_ids(range(10)),
                      choices=(choice,))  # fmt: skip
 
 

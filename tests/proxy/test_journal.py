@@ -27,7 +27,7 @@ from ratchet.proxy.journal.segments import (
 )
 from ratchet.proxy.telemetry.alarm_queue import AlarmQueue
 from ratchet.proxy.telemetry.metrics import Metrics
-from ratchet.store.records import CallBegun, CallEnded
+from ratchet.store.records import CallEnded, CallStarted
 from ratchet.store.states import CallState
 from ratchet.store.store import Store
 from tests.harness import records
@@ -36,9 +36,9 @@ from tests.harness.proxy.servers import eventually
 REPLY = {"role": "assistant", "content": "Oslo"}
 
 
-def pair(name: str) -> tuple[CallBegun, CallEnded]:
-    begun = records.begun(f"call_{name}", f"traj_{name}")
-    return begun, records.ended(begun, REPLY)
+def pair(name: str) -> tuple[CallStarted, CallEnded]:
+    start = records.call_start(f"call_{name}", f"traj_{name}")
+    return start, records.ended(start, REPLY)
 
 
 Open = Callable[..., Journal]

@@ -6,7 +6,7 @@ from typing import Any
 
 from ratchet.proxy.coordinator.operator_api.routes import MOST_TOKENS
 from ratchet.store.store import Store
-from tests.harness.records import begun, ended
+from tests.harness.records import call_start, ended
 from tests.proxy.conftest import Proxy
 
 REPLY = {"role": "assistant", "content": "Oslo"}
@@ -18,7 +18,7 @@ def shipped(store: Store, count: int, run: str = "", **end: Any) -> list[str]:
     names = [f"call_{place:03d}" for place in range(count)]
     for place, name in enumerate(names):
         parent: dict[str, Any] = {"parent_call": names[place - 1]} if run and place else {}
-        start = begun(name, run or f"t{place}", at=float(place), **parent)
+        start = call_start(name, run or f"t{place}", at=float(place), **parent)
         context = "exact" if parent else "root"
         store.calls.ship([start, ended(start, REPLY, **{"context": context, **end})])
     return names
@@ -74,7 +74,7 @@ def test_a_long_trajectory_tells_the_tokens_of_its_first_calls_and_the_others_ar
 def test_exact_turns_count_each_token_once(proxy: Proxy) -> None:
     for place in range(20):
         parent: dict[str, Any] = {"parent_call": f"call_{place - 1:03d}"} if place else {}
-        start = begun(f"call_{place:03d}", "run", at=float(place), **parent)
+        start = call_start(f"call_{place:03d}", "run", at=float(place), **parent)
         context, total = ("exact" if place else "root"), len(LONG) + 10 * place
         end = ended(start, REPLY, prompt=[1] * 8 if place else LONG, context=context, prompt_tokens=total)
         proxy.store.calls.ship([start, end])

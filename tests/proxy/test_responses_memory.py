@@ -13,7 +13,7 @@ from ratchet.proxy.dialects.conversation import ConversationTurn
 from ratchet.proxy.dialects.responses_renderer import response_id
 from ratchet.proxy.errors import NotFound
 from ratchet.store.store import Store
-from tests.harness.records import answered_trajectory, begun
+from tests.harness.records import answered_trajectory, call_start
 
 LIMIT = 50_000
 
@@ -22,7 +22,7 @@ def say(
     memory: ConversationCache, number: int, previous: ConversationTurn | None, size: int = 1000
 ) -> ConversationTurn:
     """Keep a response with `size` characters; return its turn, also where it was forgotten at once."""
-    call = begun(f"call_{number}", "t1", key_id="k1")
+    call = call_start(f"call_{number}", "t1", key_id="k1")
     memory.add_response(call, [{"role": "user", "content": "x" * size}], previous)
     return ConversationTurn(b"", previous, "t1", call.call_id, "k1")
 

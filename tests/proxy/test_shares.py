@@ -28,7 +28,7 @@ from ratchet.store import ids
 from ratchet.store.content import messages as canon
 from ratchet.store.store import Store
 from tests.harness.proxy.servers import eventually
-from tests.harness.records import begun
+from tests.harness.records import call_start
 from tests.proxy.conftest import Start
 from tests.proxy.test_linking import NEXT, USER, Message, asked, tool_reply
 
@@ -141,7 +141,7 @@ def test_a_hostile_key_forgets_its_own_conversations_only(store: Store) -> None:
     memory = ConversationCache(store, RecordLookups(store), 200_000, 150_000)
 
     def keep(number: int, key: str) -> str:
-        made = begun(f"call_{number}", "t1", key_id=key)
+        made = call_start(f"call_{number}", "t1", key_id=key)
         memory.add_response(made, [{"role": "user", "content": "x" * 1000}], None)
         return response_id(made.call_id)
 

@@ -19,7 +19,7 @@ from ratchet.store.states import CallState, ToolOutcome
 from ratchet.store.store import Store
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import served
-from tests.harness.records import begun, ended
+from tests.harness.records import call_start, ended
 from tests.proxy.conftest import Proxy
 from tests.proxy.test_metrics import value
 
@@ -272,9 +272,9 @@ def reply(*calls: tuple[str, str]) -> dict[str, Any]:
 
 def test_shipping_again_counts_nothing_again(store: Store) -> None:
     question = [{"role": "user", "content": "?"}]
-    first = ended(begun("call_1", "job", question), reply(("a", "{}"), ("b", "{}")), messages=question)
+    first = ended(call_start("call_1", "job", question), reply(("a", "{}"), ("b", "{}")), messages=question)
     answers = [*question, reply(("a", "{}"), ("b", "{}")), {"role": "tool", "tool_call_id": "b", "content": "fine"}]
-    second = begun("call_2", "job", answers, parent_call="call_1")
+    second = call_start("call_2", "job", answers, parent_call="call_1")
     store.calls.ship([first, second])
     once = ToolCallChecker(store).check([first, second])
     assert sorted(once, key=str) == [ToolCallCount("search", "valid", None, 2), ToolCallCount("search", None, "ok", 1)]
@@ -286,16 +286,16 @@ def test_shipping_again_counts_nothing_again(store: Store) -> None:
 
 
 def test_calls_that_were_not_answered_or_not_stored_are_left_out(store: Store) -> None:
-    aborted = ended(begun("call_1", "job"), reply(("a", '{"cut')), state=CallState.ABORTED)
-    refused = ended(begun("call_2", "job"), reply(("a", "{}")))
+    aborted = ended(call_start("call_1", "job"), reply(("a", '{"cut')), state=CallState.ABORTED)
+    refused = ended(call_start("call_2", "job"), reply(("a", "{}")))
     store.calls.ship([aborted])
     assert ToolCallChecker(store).check([aborted, refused]) == []
 
 
 def test_tools_of_a_list_that_was_shipped_before_are_read_from_the_store(store: Store) -> None:
-    first, second = (ended(begun(f"call_{n}", "job"), reply(("a", "{}"))) for n in (1, 2))
+    first, second = (ended(call_start(f"call_{n}", "job"), reply(("a", "{}"))) for n in (1, 2))
     store.calls.ship([first])
-    later = msgspec.structs.replace(second, begun=msgspec.structs.replace(second.begun, tools=b""))
+    later = msgspec.structs.replace(second, start=msgspec.structs.replace(second.start, tools=b""))
     store.calls.ship([later])
     assert ToolCallChecker(store).check([later]) == [ToolCallCount("search", "valid", None, 1)]
 
@@ -313,7 +313,7 @@ def test_clients_cannot_make_more_than_a_hundred_series() -> None:
 def test_names_that_a_database_would_refuse_are_made_plain(store: Store) -> None:
     odd = reply(("a\0b", "{}"))
     odd["tool_calls"][0]["function"]["name"] = "sea\0rch" * 100
-    end = ended(begun("call_1", "job"), odd)
+    end = ended(call_start("call_1", "job"), odd)
     store.calls.ship([end])
     ToolCallChecker(store).check([end])
     [row] = store.tools.of_call("call_1")

@@ -95,13 +95,13 @@ async def test_where_the_journals_writer_died_nothing_counts_as_recorded(tmp_pat
     critical_tasks.on_failure = lambda: deaths.append(str(critical_tasks.failure))
     journal = Journal(tmp_path / "journal", 2**20, 2**16, Metrics(), _BrokenAlarmQueue(), critical_tasks)
     await journal.start()
-    assert await journal.commit(records.begun("call_1", "t"))
+    assert await journal.commit(records.call_start("call_1", "t"))
     shutil.rmtree(journal.folder)
     (tmp_path / "journal").write_text("in its place")
     with pytest.raises(NotReady, match="writer died"):
-        await journal.commit(records.begun("call_2", "t"))
+        await journal.commit(records.call_start("call_2", "t"))
     with pytest.raises(NotReady, match="writer died"):
-        await journal.commit(records.begun("call_3", "t"))
+        await journal.commit(records.call_start("call_3", "t"))
     await asyncio.to_thread(eventually, lambda: deaths)
     assert deaths == ["its task 'journal' died: RuntimeError: the alarm queue broke"]
     await journal.stop()

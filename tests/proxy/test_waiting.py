@@ -128,7 +128,7 @@ async def test_many_who_wait_do_not_end_the_batching(counted: tuple[Journal, Shi
     waiting, began, number = set(), time.monotonic(), 0
     while time.monotonic() - began < 2.0:
         number += 1
-        await journal.commit(records.begun(f"call_{number}", "t"))
+        await journal.commit(records.call_start(f"call_{number}", "t"))
         waiting.add(asyncio.create_task(shipper.settle(5.0)))
         await asyncio.sleep(0.002)
     turns = (time.monotonic() - began) / 0.1 + 2  # each waits 0.1 s at least

@@ -129,4 +129,4 @@ def test_a_stream_that_says_nonsense_comes_to_an_end_and_is_recorded(
         assert got.status_code in (200, 502), path
         if path != "/v1/chat/completions":  # whose chunks are given on as they are
             assert '"error"' in got.text, path
-    assert newest(proxy) is not CallState.BEGUN
+    assert newest(proxy) is not CallState.STARTED

@@ -10,14 +10,14 @@ import pytest
 
 from ratchet.store.store import open_store
 from tests.harness.cli.project import Project
-from tests.harness.records import begun, ended
+from tests.harness.records import call_start, ended
 from tests.ratchet.test_up import finish
 
 
 def record_something(project: Project) -> None:
     """As a project that has served: a trajectory, and a version that was trained."""
     store = open_store(f"sqlite:///{project.state / 'store.db'}")
-    store.calls.ship([ended(begun("call_1", "t1", alias="policy"), {"role": "assistant", "content": "hello"})])
+    store.calls.ship([ended(call_start("call_1", "t1", alias="policy"), {"role": "assistant", "content": "hello"})])
     round_ = store.rounds.start("policy", 0)
     store.rounds.commit(round_.id, version=1, checkpoint=str(project.folder / "1"), groups=[], metrics={})
     store.close()
@@ -58,7 +58,7 @@ def test_a_project_with_a_store_of_its_own_choice_is_given_a_remedy_that_helps_t
     project.write(store=str(project.folder / "shared.db"))
     end(project.up())
     store = open_store(str(project.folder / "shared.db"))
-    store.calls.ship([ended(begun("call_1", "t1", alias="policy"), {"role": "assistant", "content": "hello"})])
+    store.calls.ship([ended(call_start("call_1", "t1", alias="policy"), {"role": "assistant", "content": "hello"})])
     store.close()
     refused = project.run("up", "--base-model", str(perturbed(project)))
     assert refused.returncode == 1

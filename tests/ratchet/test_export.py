@@ -15,7 +15,7 @@ os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 from ratchet.store.records import unpack_ids, unpack_logprobs
 from ratchet.store.store import open_store
 from tests.harness.cli.project import Project
-from tests.harness.records import QUESTION, begun, ended, judged_group, tool_call
+from tests.harness.records import QUESTION, call_start, ended, judged_group, tool_call
 
 REPLIES = [tool_call(), {"role": "assistant", "content": "Oslo"}]
 
@@ -28,9 +28,9 @@ def url(project: Project) -> str:
     judged_group(store, ["a", "b"], [0.0, 1.0])
     picture = {"type": "image_url", "image_url": {"url": "data:,"}}
     asked: list[dict[str, Any]] = [*QUESTION, {"role": "user", "content": [{"type": "text", "text": "this?"}, picture]}]
-    first = begun("call_1", "talk", asked, at=500.0)
+    first = call_start("call_1", "talk", asked, at=500.0)
     later = [*asked, REPLIES[0], {"role": "tool", "content": "found", "tool_call_id": "c1"}]
-    second = begun("call_2", "talk", later, at=501.0, parent_call="call_1", linked_by="graph")
+    second = call_start("call_2", "talk", later, at=501.0, parent_call="call_1", linked_by="graph")
     store.calls.ship(
         [
             ended(first, REPLIES[0], messages=asked, prompt=(1, 2, 3), ids=(4, 5)),

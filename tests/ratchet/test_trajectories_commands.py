@@ -8,7 +8,7 @@ import pytest
 
 from ratchet.store.store import open_store
 from tests.harness.cli.project import Project
-from tests.harness.records import QUESTION, begun, ended, judged_group, tool_call
+from tests.harness.records import QUESTION, call_start, ended, judged_group, tool_call
 
 
 @pytest.fixture
@@ -17,9 +17,9 @@ def url(project: Project) -> str:
     file = str(project.folder / "filled.db")
     store = open_store(file)
     judged_group(store, ["a", "b"], [0.0, 1.0])
-    first = begun("call_1", "talk", QUESTION, at=5000.0)
+    first = call_start("call_1", "talk", QUESTION, at=5000.0)
     later = [*QUESTION, tool_call(), {"role": "tool", "content": "found", "tool_call_id": "c1"}]
-    second = begun("call_2", "talk", later, at=5001.0, parent_call="call_1", linked_by="graph")
+    second = call_start("call_2", "talk", later, at=5001.0, parent_call="call_1", linked_by="graph")
     hostile = {"role": "assistant", "content": "Oslo\x1b]0;owned\x07 [red]not markup[/red]"}
     store.calls.ship(
         [

@@ -8,7 +8,7 @@ from typing import Any
 from ratchet.store.policies import fingerprints
 from ratchet.store.records import BASE_VERSION
 from ratchet.store.store import Store
-from tests.harness.records import begun, ended
+from tests.harness.records import call_start, ended
 
 FILES = {"config": "c", "weights": "w", "tokenizer": "t", "chat_template": "x"}
 SERVED: dict[str, Any] = {"tokens": [1, 2], "rendered": [3, 4], "likeliest": [{"token_id:1": -0.1}]}
@@ -57,7 +57,7 @@ def test_a_base_model_is_forgotten_only_while_nothing_rests_on_it(store: Store) 
     assert store.base_models.clear_base_model("agent")
     assert store.base_models.base_model_of("agent") is None
     store.base_models.register_base_model("agent", "/n", file_digests=FILES, server_fingerprint=SERVED)
-    store.calls.ship([ended(begun("call_1", "t1"), {"role": "assistant", "content": "hello"})])
+    store.calls.ship([ended(call_start("call_1", "t1"), {"role": "assistant", "content": "hello"})])
     assert not store.base_models.clear_base_model("agent")
     assert store.base_models.clear_base_model("agent", served_only=True)
     found = store.base_models.base_model_of("agent")

@@ -12,11 +12,11 @@ from ratchet.store.errors import RecordNotFound
 from ratchet.store.records import unpack_ids, unpack_logprobs
 from ratchet.store.states import CallState, TrajectoryState
 from ratchet.store.store import Store
-from tests.harness.records import QUESTION, TOOLS, answered_trajectory, begun, ended, tool_call
+from tests.harness.records import QUESTION, TOOLS, answered_trajectory, call_start, ended, tool_call
 
 
 def test_a_call_is_read_back_as_it_was_shipped(store: Store) -> None:
-    start = begun("call_1", "t1", task="find", role="planner", key_id="k1")
+    start = call_start("call_1", "t1", task="find", role="planner", key_id="k1")
     end = ended(start, tool_call(), prompt=(7, 8), ids=(9, 10, 11))
     store.calls.ship([start, end])
     call = store.calls.read("call_1")
@@ -32,7 +32,7 @@ def test_a_call_is_read_back_as_it_was_shipped(store: Store) -> None:
 
 
 def test_shipping_twice_changes_nothing(store: Store) -> None:
-    start = begun("call_1", "t1")
+    start = call_start("call_1", "t1")
     end = ended(start, tool_call())
     store.calls.ship([start, end])
     first = store.calls.read("call_1")
@@ -42,12 +42,12 @@ def test_shipping_twice_changes_nothing(store: Store) -> None:
 
 
 def test_an_end_alone_makes_the_whole_row(store: Store) -> None:
-    store.calls.ship([ended(begun("call_1", "t1"), tool_call())])
+    store.calls.ship([ended(call_start("call_1", "t1"), tool_call())])
     assert store.calls.read("call_1").state is CallState.ANSWERED
 
 
 def test_a_beginning_without_end_becomes_interrupted(store: Store) -> None:
-    start = begun("call_1", "t1")
+    start = call_start("call_1", "t1")
     answered_trajectory(store, "t2")
     store.calls.ship([start])
     store.calls.mark_interrupted(["call_1", "call_t2"])
@@ -60,7 +60,7 @@ def test_a_beginning_without_end_becomes_interrupted(store: Store) -> None:
 def test_a_call_after_a_still_trajectory_was_sealed_opens_it_again(store: Store) -> None:
     answered_trajectory(store, "t1")
     store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0)
-    store.calls.ship([begun("call_2", "t1", at=101.0)])
+    store.calls.ship([call_start("call_2", "t1", at=101.0)])
     run = store.trajectories.get("t1")
     assert (run.state, run.calls, run.sealed_by) == (TrajectoryState.OPEN, 2, None)
 
@@ -69,7 +69,7 @@ def test_a_call_after_grouping_opens_a_successor(store: Store) -> None:
     answered_trajectory(store, "t1")
     store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0)
     store.groups.create("k", "agent", ["t1"], now=100.0)
-    store.calls.ship([begun("call_2", "t1", at=101.0)])
+    store.calls.ship([call_start("call_2", "t1", at=101.0)])
     assert store.trajectories.get("t1").calls == 1
     assert store.trajectories.get("t1~1").state is TrajectoryState.OPEN
 
@@ -77,9 +77,13 @@ def test_a_call_after_grouping_opens_a_successor(store: Store) -> None:
 @pytest.mark.parametrize("changes", [{"version": 1}, {"purpose": "eval"}], ids=["version", "purpose"])
 def test_a_trajectory_never_mixes_versions_or_purposes(store: Store, changes: dict[str, Any]) -> None:
     answered_trajectory(store, "t1")
-    store.calls.ship([begun("call_2", "t1", at=2.0, **changes)])
+    store.calls.ship([call_start("call_2", "t1", at=2.0, **changes)])
     assert (store.trajectories.get("t1").calls, store.trajectories.get("t1~1").calls) == (1, 1)
-    both = [begun("call_3", "t2", at=3.0), begun("call_4", "t2", at=4.0, **changes), begun("call_5", "t2", at=5.0)]
+    both = [
+        call_start("call_3", "t2", at=3.0),
+        call_start("call_4", "t2", at=4.0, **changes),
+        call_start("call_5", "t2", at=5.0),
+    ]
     store.calls.ship(both)
     assert (store.trajectories.get("t2").calls, store.trajectories.get("t2~1").calls) == (2, 1)
 
@@ -88,18 +92,18 @@ def test_a_call_after_the_finish_opens_a_successor(store: Store) -> None:
     answered_trajectory(store, "t1")
     store.trajectories.seal("t1", now=9.0)
     for call_id in ("call_2", "call_3"):
-        store.calls.ship([ended(begun(call_id, "t1", parent_call="call_t1"), tool_call(), context="exact")])
+        store.calls.ship([ended(call_start(call_id, "t1", parent_call="call_t1"), tool_call(), context="exact")])
     assert store.trajectories.get("t1~1").calls == 2
     assert store.trajectories.get("t1").calls == 1
     store.trajectories.seal("t1~1", now=10.0)
-    store.calls.ship([begun("call_4", "t1")])
+    store.calls.ship([call_start("call_4", "t1")])
     assert store.trajectories.get("t1~2").state is TrajectoryState.OPEN
 
 
 def test_a_successor_can_read_the_context_that_it_continues(store: Store) -> None:
     answered_trajectory(store, "t1")
     store.trajectories.seal("t1", now=9.0)
-    store.calls.ship([ended(begun("call_2", "t1", parent_call="call_t1", at=5.0), tool_call(), context="exact")])
+    store.calls.ship([ended(call_start("call_2", "t1", parent_call="call_t1", at=5.0), tool_call(), context="exact")])
     found = store.trajectories.context_calls(store.trajectories.read("t1~1"))
     assert [call.id for call in found] == ["call_t1", "call_2"]
 
@@ -107,7 +111,7 @@ def test_a_successor_can_read_the_context_that_it_continues(store: Store) -> Non
 def test_a_history_that_is_sent_again_is_stored_once(store: Store) -> None:
     messages = list(QUESTION)
     for turn in range(5):
-        start = begun(f"call_{turn}", "t1", messages, at=float(turn))
+        start = call_start(f"call_{turn}", "t1", messages, at=float(turn))
         reply = {"role": "assistant", "content": f"answer {turn}"}
         store.calls.ship([ended(start, reply, messages=messages)])
         messages = [*messages, reply, {"role": "user", "content": f"more {turn}"}]
@@ -116,8 +120,8 @@ def test_a_history_that_is_sent_again_is_stored_once(store: Store) -> None:
 
 
 def test_open_leaves_hold_the_whole_token_context(store: Store) -> None:
-    store.calls.ship([ended(begun("call_1", "t1"), tool_call(), prompt=(1, 2), ids=(3,))])
-    second = begun("call_2", "t1", parent_call="call_1", at=2.0)
+    store.calls.ship([ended(call_start("call_1", "t1"), tool_call(), prompt=(1, 2), ids=(3,))])
+    second = call_start("call_2", "t1", parent_call="call_1", at=2.0)
     store.calls.ship([ended(second, tool_call(), prompt=(4,), ids=(5,), context="exact")])
     answered_trajectory(store, "gone")
     store.trajectories.seal("gone", now=9.0)
@@ -134,12 +138,12 @@ def test_open_leaves_hold_the_whole_token_context(store: Store) -> None:
 def test_open_attempts_are_those_that_nobody_repeated(store: Store) -> None:
     lost = {"call_1": 503, "call_2": 429, "call_3": 400, "call_4": 500}
     for number, (name, status) in enumerate(lost.items()):
-        start = begun(name, f"t{number}", at=float(number))
+        start = call_start(name, f"t{number}", at=float(number))
         failed = ended(start, tool_call(), ids=())
         store.calls.ship([msgspec.structs.replace(failed, state=CallState.FAILED, status=status)])
-    store.calls.ship([begun("call_5", "t5", at=5.0)])
+    store.calls.ship([call_start("call_5", "t5", at=5.0)])
     store.calls.mark_interrupted(["call_5"])
-    store.calls.ship([ended(begun("call_6", "t3", at=6.0, linked_by="retry"), tool_call())])
+    store.calls.ship([ended(call_start("call_6", "t3", at=6.0, linked_by="retry"), tool_call())])
     found = store.resume_state.unanswered_calls(since=0.0)
     assert [(one.trajectory_id, one.linked_by) for one in found] == [("t0", "root"), ("t1", "root"), ("t5", "root")]
     assert [one.trajectory_id for one in store.resume_state.unanswered_calls(since=4.0)] == ["t5"]
@@ -160,8 +164,8 @@ def test_an_unknown_call_is_an_error_with_its_id(store: Store) -> None:
 
 
 def test_a_failed_batch_writes_nothing(store: Store) -> None:
-    good = begun("call_1", "t1")
-    bad = msgspec.structs.replace(ended(begun("call_2", "t2"), tool_call()), context="nonsense")
+    good = call_start("call_1", "t1")
+    bad = msgspec.structs.replace(ended(call_start("call_2", "t2"), tool_call()), context="nonsense")
     with pytest.raises(Exception, match="context_known"):
         store.calls.ship([good, bad])
     assert store.calls.page() == []

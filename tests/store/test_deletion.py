@@ -14,7 +14,7 @@ from ratchet.store.records import Feedback, JudgeRequest, ProxyInstance, Verdict
 from ratchet.store.states import GroupState, TrajectoryState
 from ratchet.store.store import Store
 from ratchet.store.verify import verify
-from tests.harness.records import QUESTION, answered_trajectory, begun, ended, judged_group, tool_call
+from tests.harness.records import QUESTION, answered_trajectory, call_start, ended, judged_group, tool_call
 
 SECRET = "the patient's name is Ada Lovelace"
 _ANSWERS = ("deletions", "alembic_version")  # tables that may say something of what was deleted
@@ -22,7 +22,7 @@ _ANSWERS = ("deletions", "alembic_version")  # tables that may say something of 
 
 def _secretive(store: Store, name: str, secret: str = SECRET, at: float = 1.0) -> None:
     messages = [*QUESTION, {"role": "user", "content": secret}]
-    start = begun(f"call_{name}", name, messages, at=at, tags=("tag",))
+    start = call_start(f"call_{name}", name, messages, at=at, tags=("tag",))
     prompt = range(600)
     store.calls.ship([start, ended(start, tool_call(), messages=messages, prompt=prompt, context="fork")])
 
@@ -44,7 +44,7 @@ def test_a_deleted_trajectory_leaves_no_row_and_others_keep_what_they_share(stor
     before = _rows(store_url)
     content = store.trajectories.read("stays")
     _secretive(store, "goes")
-    store.calls.ship([begun("call_later", "goes", at=2.0)])
+    store.calls.ship([call_start("call_later", "goes", at=2.0)])
     done = store.deletions.delete(TrajectoryFilter(id="goes"), "asked")
     assert (done.trajectory_count, done.call_count, done.messages, done.unswept_messages) == (1, 2, 2, 0)
     assert _rows(store_url) == before
@@ -56,7 +56,7 @@ def test_a_deleted_trajectory_leaves_no_row_and_others_keep_what_they_share(stor
 
 def test_a_prompt_stays_for_a_call_without_an_answer_and_goes_with_it(store: Store, store_url: str) -> None:
     answered_trajectory(store, "goes")
-    waiting = begun("call_waits", "waits")
+    waiting = call_start("call_waits", "waits")
     store.calls.ship([waiting])
     store.deletions.delete(TrajectoryFilter(id="goes"), "asked")
     assert store.trajectories.read("waits").messages == tuple(QUESTION)
@@ -72,7 +72,7 @@ def test_on_sqlite_the_file_holds_nothing_of_it_either(store: Store, store_url: 
     if not store_url.startswith("sqlite"):
         pytest.skip("PostgreSQL frees rows by VACUUM")
     words = "zyxwvutsrqponmlkjihgfedcba"
-    start = begun("call_1", "goes", task=words)
+    start = call_start("call_1", "goes", task=words)
     store.calls.ship([start, ended(start, tool_call(), error=words)])
     file = sa.make_url(store_url).database or ""
     store.deletions.delete(TrajectoryFilter(id="goes"), "asked")
@@ -84,7 +84,7 @@ def test_on_sqlite_the_file_holds_nothing_of_it_either(store: Store, store_url: 
 def test_successors_go_with_the_trajectory_that_they_continue(store: Store) -> None:
     answered_trajectory(store, "t1")
     store.trajectories.seal("t1", now=2.0)
-    store.calls.ship([begun("call_2", "t1", at=3.0)])
+    store.calls.ship([call_start("call_2", "t1", at=3.0)])
     answered_trajectory(store, "t10")
     assert store.deletions.count(TrajectoryFilter(id="t1")) == 2
     assert store.deletions.delete(TrajectoryFilter(id="t1"), "asked").trajectory_count == 2
@@ -95,7 +95,7 @@ def test_pruning_keeps_what_a_younger_successor_goes_on_from(store: Store) -> No
     for name in ("t1", "old"):
         answered_trajectory(store, name)
     store.trajectories.seal("t1", now=2.0)
-    store.calls.ship([begun("call_2", "t1", at=50.0)])
+    store.calls.ship([call_start("call_2", "t1", at=50.0)])
     old = TrajectoryFilter(inactive_since=10.0)
     assert store.deletions.delete(old, "old").trajectory_count == 1
     assert {run.id for run in store.trajectories.page()} == {"t1", "t1~1"}
@@ -202,7 +202,7 @@ def _said(name: str, target: str, key: str, at: float = 5.0) -> Feedback:
 
 
 def test_feedback_that_was_never_placed_goes_with_what_it_names(store: Store) -> None:
-    start = begun("call_1", "goes", key_id="k1")
+    start = call_start("call_1", "goes", key_id="k1")
     store.calls.ship([start, ended(start, tool_call(), response_id="chatcmpl-9")])
     targets = ["call_1", "resp_1", "msg_1", "chatcmpl-9", "goes", "call_2"]
     store.calls.ship([_said(f"fb_{n}", target, "another") for n, target in enumerate(targets)])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ratchet.store.store import Store
-from tests.harness.records import begun, ended
+from tests.harness.records import call_start, ended
 
 SYSTEM = {"role": "system", "content": "Plan."}
 Message = dict[str, Any]
@@ -22,7 +22,7 @@ def said(text: str) -> Message:
 
 
 def call(store: Store, name: str, messages: list[Message], answer: str, at: float, **more: Any) -> None:
-    start = begun(name, "t", messages, at=at, **more)
+    start = call_start(name, "t", messages, at=at, **more)
     store.calls.ship([ended(start, said(answer), messages=messages)])
 
 

@@ -12,7 +12,7 @@ import pytest
 from ratchet.store.records import Feedback
 from ratchet.store.store import Store
 from ratchet.store.training.lineage import descendants
-from tests.harness.records import begun, ended, judged_group
+from tests.harness.records import call_start, ended, judged_group
 
 REPLY = {"role": "assistant", "content": "Oslo"}
 
@@ -23,7 +23,7 @@ def said(name: str, kind: str = "call", target: str = "call_1", **changes: Any) 
 
 
 def answered(name: str = "call_1", run: str = "t1", **changes: Any) -> Any:
-    return ended(begun(name, run, key_id="k1"), REPLY, **changes)
+    return ended(call_start(name, run, key_id="k1"), REPLY, **changes)
 
 
 TARGETS = [
@@ -72,7 +72,7 @@ def test_a_call_and_what_is_said_of_it_find_each_other_when_two_proxies_ship_the
 
 def test_a_beginning_places_what_was_said_of_its_call(store: Store) -> None:
     store.calls.ship([said("fb_1")])
-    store.calls.ship([begun("call_1", "t1", key_id="k1")])
+    store.calls.ship([call_start("call_1", "t1", key_id="k1")])
     store.calls.ship([answered()])  # replaces the beginning's row
     assert [one.id for one in store.trajectories.read("t1").feedback] == ["fb_1"]
 
@@ -89,7 +89,7 @@ def test_a_key_never_speaks_of_anothers_trajectory(store: Store, kind: str, targ
 
 def test_an_id_that_an_engine_gave_twice_means_the_newest_call_of_the_speaker(store: Store) -> None:
     for name, run, key in (("call_1", "t1", "k1"), ("call_2", "t2", "k1"), ("call_3", "t3", "k2")):
-        store.calls.ship([ended(begun(name, run, key_id=key), REPLY, response_id="chatcmpl-9")])
+        store.calls.ship([ended(call_start(name, run, key_id=key), REPLY, response_id="chatcmpl-9")])
     store.calls.ship([said("fb_1", "response", "chatcmpl-9")])
     assert [one.id for one in store.trajectories.read("t2").feedback] == ["fb_1"]
 
@@ -129,7 +129,7 @@ def test_descent_follows_the_rounds_and_not_the_numbers() -> None:
 
 def test_those_that_wait_for_a_word_are_told_once_it_is_said_or_its_time_is_up(store: Store) -> None:
     for name, at in (("old", 1.0), ("new", 50.0), ("spoken", 60.0)):
-        store.calls.ship([ended(begun(f"call_{name}", name, key_id="k1", at=at), REPLY)])
+        store.calls.ship([ended(call_start(f"call_{name}", name, key_id="k1", at=at), REPLY)])
     store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0)
     store.feedback.add([said("fb_1", target="call_spoken", given_at=70.0), said("fb_2", target="call_new", value=None)])
 

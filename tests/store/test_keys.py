@@ -8,7 +8,7 @@ import sqlalchemy as sa
 from ratchet.store.errors import RecordNotFound
 from ratchet.store.states import KeyScope, TrajectoryState
 from ratchet.store.store import Store
-from tests.harness.records import begun
+from tests.harness.records import call_start
 
 
 def test_a_key_is_made_used_and_revoked(store: Store) -> None:
@@ -41,8 +41,10 @@ def test_one_key_is_one_row(store: Store) -> None:
 
 
 def test_a_call_with_another_key_never_joins_a_trajectory(store: Store) -> None:
-    store.calls.ship([begun("call_1", "job", key_id="key_a"), begun("call_2", "job", key_id="key_b", at=2.0)])
-    store.calls.ship([begun("call_3", "job", key_id="key_b", at=3.0), begun("call_4", "job", key_id="key_a", at=4.0)])
+    store.calls.ship([call_start("call_1", "job", key_id="key_a"), call_start("call_2", "job", key_id="key_b", at=2.0)])
+    store.calls.ship(
+        [call_start("call_3", "job", key_id="key_b", at=3.0), call_start("call_4", "job", key_id="key_a", at=4.0)]
+    )
     found = {run.id: (run.key_id, run.calls, run.state) for run in store.trajectories.page()}
     assert found == {
         "job": ("key_a", 2, TrajectoryState.OPEN),
@@ -51,5 +53,5 @@ def test_a_call_with_another_key_never_joins_a_trajectory(store: Store) -> None:
 
 
 def test_without_keys_everyone_is_one(store: Store) -> None:
-    store.calls.ship([begun("call_1", "job", key_id="open:1"), begun("call_2", "job", key_id=None, at=2.0)])
+    store.calls.ship([call_start("call_1", "job", key_id="open:1"), call_start("call_2", "job", key_id=None, at=2.0)])
     assert [run.calls for run in store.trajectories.page()] == [2]

@@ -11,13 +11,13 @@ from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.records import ProxyInstance, Verdict
 from ratchet.store.states import CallState, GroupState, PolicyState, RoundState, TrajectoryState
 from ratchet.store.store import Store
-from tests.harness.records import answered_trajectory, begun, ended, judged_group, tool_call
+from tests.harness.records import answered_trajectory, call_start, ended, judged_group, tool_call
 
 
 def test_only_still_trajectories_are_sealed(store: Store) -> None:
     answered_trajectory(store, "old", at=1.0)
     answered_trajectory(store, "new", at=50.0)
-    store.calls.ship([begun("call_busy", "busy", at=1.0)])
+    store.calls.ship([call_start("call_busy", "busy", at=1.0)])
     assert store.trajectories.seal_idle_trajectories("agent", now=55.0, idle_seconds=10.0) == ["old"]
     assert store.trajectories.seal_idle_trajectories("agent", now=55.0, idle_seconds=10.0) == []
     assert store.trajectories.counts()["open"] == 2
@@ -25,11 +25,11 @@ def test_only_still_trajectories_are_sealed(store: Store) -> None:
 
 def test_a_trajectory_whose_last_call_a_machine_ended_is_cut_off(store: Store) -> None:
     for name, state, status in (("ok", "answered", 200), ("bad", "failed", 400), ("gone", "failed", 502)):
-        start = begun(f"call_{name}", name)
+        start = call_start(f"call_{name}", name)
         store.calls.ship([ended(start, tool_call(), state=CallState(state), status=status)])
-    store.calls.ship([begun("call_unseen", "unseen")])
+    store.calls.ship([call_start("call_unseen", "unseen")])
     store.calls.mark_interrupted(["call_unseen"])
-    again = ended(begun("call_gone2", "gone", at=2.0), tool_call())
+    again = ended(call_start("call_gone2", "gone", at=2.0), tool_call())
     names = ["ok", "bad", "gone", "unseen"]
     assert store.trajectories.ended_by_failure(names) == {"gone", "unseen"}
     store.calls.ship([again])
@@ -38,8 +38,8 @@ def test_a_trajectory_whose_last_call_a_machine_ended_is_cut_off(store: Store) -
 
 def test_attempts_under_way_are_the_open_ones_at_the_same_things(store: Store) -> None:
     for name, task in (("done", "t"), ("same", "t"), ("other", "u"), ("asked", None), ("asks", None)):
-        store.calls.ship([begun(f"call_{name}", name, task=task)])
-    store.calls.ship([begun("call_measured", "measured", task="t", purpose="eval")])
+        store.calls.ship([call_start(f"call_{name}", name, task=task)])
+    store.calls.ship([call_start("call_measured", "measured", task="t", purpose="eval")])
     for name in ("done", "asked"):
         store.trajectories.seal(name, now=5.0)
     assert [run.id for run in store.trajectories.open_attempts_like("agent", [store.trajectories.get("done")])] == [
@@ -257,7 +257,7 @@ def test_held_out_prompts_are_the_first_of_each_task_and_of_one_answered_call(st
     ):
         changes = {"dialect": "completions"} if name == "text" else {}
         answered_trajectory(store, name, task=task, at=float(at), **changes)
-    start = begun("call_more", "long", at=9.0)
+    start = call_start("call_more", "long", at=9.0)
     store.calls.ship([start, ended(start, {"role": "assistant", "content": "more"})])
     for name in ("old", "new", "long", "kept", "text"):
         store.trajectories.seal(name, now=10.0)

@@ -14,11 +14,11 @@ from ratchet.store.records import CallEnded, Shipment, Verdict, pack_ids
 from ratchet.store.states import CallState, TrajectoryState
 from ratchet.store.store import Store, open_store
 from ratchet.store.verify import verify
-from tests.harness.records import QUESTION, answered_trajectory, begun, ended, tool_call
+from tests.harness.records import QUESTION, answered_trajectory, call_start, ended, tool_call
 
 
 def _pair(call_id: str, run: str, at: float = 1.0, **changes: Any) -> tuple[Shipment, CallEnded]:
-    start = begun(call_id, run, at=at, **changes)
+    start = call_start(call_id, run, at=at, **changes)
     return start, ended(start, tool_call())
 
 
@@ -89,15 +89,17 @@ def test_proxies_that_ship_the_same_messages_and_trajectories_do_not_harm_each_o
 
 
 def test_two_proxies_that_begin_one_trajectory_on_two_versions_make_two(store: Store) -> None:
-    store.calls.ship([begun("call_1", "t1", version=1)])
-    store.calls.ship([begun("call_2", "t1", version=2), begun("call_3", "t1", version=1)])
+    store.calls.ship([call_start("call_1", "t1", version=1)])
+    store.calls.ship([call_start("call_2", "t1", version=2), call_start("call_3", "t1", version=1)])
     assert {run.id: (run.version, run.calls) for run in store.trajectories.page()} == {"t1": (1, 2), "t1~1": (2, 1)}
 
 
 def test_no_text_of_an_agent_or_an_upstream_is_refused(store: Store) -> None:
     odd = "x\0y" * 3000
     messages = [{"role": odd, "content": odd}]
-    start = begun("call_1", "t1", messages, task=odd, role=odd[:128], tags=(odd[:400], "plain"), sampling={"stop": odd})
+    start = call_start(
+        "call_1", "t1", messages, task=odd, role=odd[:128], tags=(odd[:400], "plain"), sampling={"stop": odd}
+    )
     store.calls.ship([start, ended(start, tool_call(), messages=messages, error=odd, upstream=odd)])
     call = store.calls.read("call_1")
     assert call.state is CallState.ANSWERED
@@ -116,9 +118,9 @@ def test_no_text_of_a_judge_is_refused(store: Store) -> None:
 
 def test_a_forked_prompt_is_read_back_whole_and_stored_once(store: Store) -> None:
     prompt = list(range(1000))
-    store.calls.ship([ended(begun("call_0", "t1"), tool_call(), prompt=prompt)])
+    store.calls.ship([ended(call_start("call_0", "t1"), tool_call(), prompt=prompt)])
     for turn in range(1, 5):
-        start = begun(f"call_{turn}", "t1", QUESTION, at=1.0 + turn, parent_call=f"call_{turn - 1}")
+        start = call_start(f"call_{turn}", "t1", QUESTION, at=1.0 + turn, parent_call=f"call_{turn - 1}")
         store.calls.ship([ended(start, tool_call(), prompt=prompt * turn, context="fork")])
     for turn in range(1, 5):
         assert store.calls.read(f"call_{turn}").prompt_ids == pack_ids(prompt * turn)
@@ -126,7 +128,7 @@ def test_a_forked_prompt_is_read_back_whole_and_stored_once(store: Store) -> Non
 
 
 def test_a_successor_never_joins_a_run_that_another_key_gave_its_name_to(store: Store) -> None:
-    store.calls.ship([begun("call_1", "t1~1", key_id="key_theirs"), begun("call_2", "t1", key_id="key_ours")])
+    store.calls.ship([call_start("call_1", "t1~1", key_id="key_theirs"), call_start("call_2", "t1", key_id="key_ours")])
     store.trajectories.seal("t1", now=2.0)
-    store.calls.ship([begun("call_3", "t1", key_id="key_ours", at=3.0)])
+    store.calls.ship([call_start("call_3", "t1", key_id="key_ours", at=3.0)])
     assert store.calls.read("call_3").trajectory_id == "t1~2"

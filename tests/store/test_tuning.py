@@ -18,7 +18,7 @@ from ratchet.store.records.tuning import Rollout, TaskRow
 from ratchet.store.states import PolicyState, PromptMode, RolloutState, TuningState
 from ratchet.store.store import Store
 from ratchet.store.verify import verify
-from tests.harness.records import answered_trajectory, begun, judged_group
+from tests.harness.records import answered_trajectory, call_start, judged_group
 
 
 def _planned(store: Store, *names: str, **changes: Any) -> str:
@@ -188,7 +188,7 @@ def test_the_trajectory_of_an_ended_rollout_is_sealed_once_every_proxy_has_shipp
     _planned(store, "roll_1", "roll_2", "roll_3")
     for name in ("roll_1", "roll_2"):
         answered_trajectory(store, name)
-    store.calls.ship([begun("call_busy", "roll_3", at=4.0)])
+    store.calls.ship([call_start("call_busy", "roll_3", at=4.0)])
     for name in ("roll_1", "roll_3"):
         store.rollouts.end(name, started_at=1.0, ended_at=5.0)
     assert store.trajectories.seal_rollouts("other", 6.0) == []

@@ -14,7 +14,7 @@ from ratchet.store.db import schema
 from ratchet.store.db.engine import connect
 from ratchet.store.store import Store, open_store
 from ratchet.store.verify import verify
-from tests.harness.records import answered_trajectory, begun, ended, judged_group, tool_call
+from tests.harness.records import answered_trajectory, call_start, ended, judged_group, tool_call
 
 calls, choices, messages, runs = schema.calls, schema.choices, schema.messages, schema.trajectories
 
@@ -33,9 +33,9 @@ def _fill(store: Store) -> Store:
     judged_group(store, ["c", "d"], [0.0, 1.0], task="u")
     flat = judged_group(store, ["e", "f"], [1.0, 1.0], task="v")
     store.groups.drop(flat.id, "no_variance")
-    first = begun("call_t1", "t1")
-    fork = begun("call_t2", "t1", at=2.0, parent_call="call_t1")
-    exact = begun("call_t3", "t1", at=3.0, parent_call="call_t2")
+    first = call_start("call_t1", "t1")
+    fork = call_start("call_t2", "t1", at=2.0, parent_call="call_t1")
+    exact = call_start("call_t3", "t1", at=3.0, parent_call="call_t2")
     store.calls.ship(
         [
             ended(first, tool_call()),
@@ -44,8 +44,8 @@ def _fill(store: Store) -> Store:
         ]
     )
     store.trajectories.seal("t1", now=9.0)
-    store.calls.ship([ended(begun("call_t4", "t1", at=10.0, parent_call="call_t3"), tool_call(), context="exact")])
-    store.calls.ship([begun("call_open", "open")])
+    store.calls.ship([ended(call_start("call_t4", "t1", at=10.0, parent_call="call_t3"), tool_call(), context="exact")])
+    store.calls.ship([call_start("call_open", "open")])
     return store
 
 

@@ -16,10 +16,10 @@ from tests.harness import records
 def test_a_trajectory_whose_messages_were_lost_is_put_aside_and_the_others_are_grouped(store: Store) -> None:
     torn = [{"role": "system", "content": "Lost."}, {"role": "user", "content": "Where?"}]
     for name in ("torn", "one", "two"):
-        begun = records.begun(f"call_{name}", name, torn if name == "torn" else records.QUESTION, task="t")
+        start = records.call_start(f"call_{name}", name, torn if name == "torn" else records.QUESTION, task="t")
         if name == "torn":
-            begun = msgspec.structs.replace(begun, nodes=begun.nodes[1:])
-        store.calls.ship([records.ended(begun, {"role": "assistant", "content": name})])
+            start = msgspec.structs.replace(start, nodes=start.nodes[1:])
+        store.calls.ship([records.ended(start, {"role": "assistant", "content": name})])
         store.trajectories.seal(name, 2.0)
     settings = TrainerSettings(
         store="s", model="agent", base_model="b", vllm=("http://127.0.0.1:1",), checkpoints="c", num_generations=2,

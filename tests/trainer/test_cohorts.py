@@ -23,7 +23,7 @@ from ratchet.trainer.controller_loop import Controller
 from ratchet.trainer.rows.roles import Roles
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.statistics.score_spread import has_signal
-from tests.harness.records import begun, ended
+from tests.harness.records import call_start, ended
 from tests.harness.trainer import judge_samples
 from tests.trainer.test_grouping import run
 
@@ -91,7 +91,9 @@ def test_credit_knows_a_cohort_by_its_tasks() -> None:
 
 def single(store: Store, number: int, answer: str, system: str = "Answer.") -> None:
     asked = [{"role": "system", "content": system}, {"role": "user", "content": f"Where is {number}?"}]
-    start = begun(f"call_{number}", f"traj_{number}", asked, at=time.time() - 9.0 + number / 10, task=f"mail/{number}")
+    start = call_start(
+        f"call_{number}", f"traj_{number}", asked, at=time.time() - 9.0 + number / 10, task=f"mail/{number}"
+    )
     reply = {"role": "assistant", "content": answer}
     # Of equal tokens with advantages that cancel out nothing could be learnt.
     store.calls.ship([ended(start, reply, messages=asked, ids=(8, 9) if answer == "good" else (4, 5))])

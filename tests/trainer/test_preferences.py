@@ -10,7 +10,7 @@ import pytest
 from ratchet.store.records import Feedback, Transcript
 from ratchet.store.store import Store
 from ratchet.trainer.rows.preference_rows import Preferences, Row, pairs, shown, unpaired
-from tests.harness.records import QUESTION, answered_trajectory, begun, ended, judged_group, tool_call
+from tests.harness.records import QUESTION, answered_trajectory, call_start, ended, judged_group, tool_call
 
 
 def said(store: Store, target: str, number: int, **changes: Any) -> None:
@@ -25,10 +25,10 @@ def read(store: Store, *names: str) -> list[Transcript]:
 
 def two_turns(store: Store, run: str) -> None:
     """An agent that calls a tool and then answers."""
-    first = begun(f"call_{run}1", run)
+    first = call_start(f"call_{run}1", run)
     call = tool_call()
     history: list[Any] = [*QUESTION, call, {"role": "tool", "tool_call_id": "c1", "content": "in Oslo"}]
-    second = begun(f"call_{run}2", run, history, at=2.0, parent_call=first.call_id)
+    second = call_start(f"call_{run}2", run, history, at=2.0, parent_call=first.call_id)
     answer = {"role": "assistant", "content": "Oslo"}
     store.calls.ship([ended(first, call), ended(second, answer, messages=history, context="fork")])
 
@@ -77,10 +77,10 @@ def test_what_cannot_be_a_row_is_counted_with_its_reason(store: Store) -> None:
     given = [[(one, 1.0)], [(one, 1.0), (other, 1.0)], [(one, 1.0), (other, 0.0)], [(one, 1.0), (longer, 0.0)]]
     assert pairs(given).left_out == {"no best and worst": 2, "equal answers": 1, "different histories": 1}
     said(store, "a", 1, value=0.5)
-    store.calls.ship([begun("call_i", "i", [{"role": "user", "content": [{"type": "image_url"}]}])])
+    store.calls.ship([call_start("call_i", "i", [{"role": "user", "content": [{"type": "image_url"}]}])])
     said(store, "i", 1, value=1.0)
     said(store, "call_i", 2, value=1.0)
-    picture = begun("call_p", "p", [{"role": "user", "content": [{"type": "image_url"}]}])
+    picture = call_start("call_p", "p", [{"role": "user", "content": [{"type": "image_url"}]}])
     store.calls.ship([ended(picture, {"role": "assistant", "content": "a cat"})])
     said(store, "p", 1, value=1.0)
     found = unpaired(read(store, "a", "i", "p"), store.trajectories.messages_to)
@@ -90,7 +90,7 @@ def test_what_cannot_be_a_row_is_counted_with_its_reason(store: Store) -> None:
 
 def test_text_in_parts_becomes_one_text(store: Store) -> None:
     parts = [{"type": "text", "text": "Where "}, {"type": "text", "text": "is it?"}]
-    start = begun("call_t", "t", [{"role": "user", "content": parts}])
+    start = call_start("call_t", "t", [{"role": "user", "content": parts}])
     store.calls.ship([ended(start, {"role": "assistant", "content": "Oslo"})])
     said(store, "t", 1, demonstration="first")
     said(store, "t", 2, demonstration="Bergen")

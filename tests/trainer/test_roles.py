@@ -16,7 +16,7 @@ from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator
 from ratchet.trainer.controller.collect.role_resolution import RoleResolver
 from ratchet.trainer.rows.build_rows import build_rows
 from ratchet.trainer.rows.roles import UNTRAINED_ROLE, Roles
-from tests.harness.records import begun, ended, judged_group
+from tests.harness.records import call_start, ended, judged_group
 from tests.harness.trainer import judge_samples
 from tests.harness.trainer.agents import agents_work
 from tests.trainer.test_rows import call, choice
@@ -70,10 +70,10 @@ def test_roles_that_earned_apart_are_rows_of_their_own_also_in_one_exact_chain()
 
 def test_the_header_says_the_role_and_else_the_system_prompt_does(store: Store) -> None:
     shipped = [
-        begun("c1", "t1", PLAN, at=1.0),
-        begun("c2", "t1", WORK, at=2.0),
-        begun("c3", "t1", PLAN, at=3.0, role="critic"),
-        begun("c4", "t1", PLAN[1:], at=4.0),
+        call_start("c1", "t1", PLAN, at=1.0),
+        call_start("c2", "t1", WORK, at=2.0),
+        call_start("c3", "t1", PLAN, at=3.0, role="critic"),
+        call_start("c4", "t1", PLAN[1:], at=4.0),
     ]
     store.calls.ship([ended(start, {"role": "assistant", "content": start.call_id}) for start in shipped])
     casting = RoleResolver(store, "agent", Roles(("planner",), PROMPTS))
@@ -83,7 +83,7 @@ def test_the_header_says_the_role_and_else_the_system_prompt_does(store: Store) 
 
 def test_a_longer_conversation_has_the_system_prompt_that_it_began_with(store: Store) -> None:
     further = [*PLAN, {"role": "assistant", "content": "a"}, {"role": "user", "content": "and then?"}]
-    start = begun("c1", "t1", further)
+    start = call_start("c1", "t1", further)
     store.calls.ship([ended(start, {"role": "assistant", "content": "b"}, messages=further)])
     assert store.trajectories.system_prompt(start.prompt_node) == "You plan the work."
 
@@ -126,7 +126,7 @@ def two_roles(store: Store, task: str, scores: Sequence[float]) -> None:
         name = f"{task}-{number}"
         judge_samples.by_answer[name] = score
         for at, (role, words) in enumerate((("worker", "done"), ("planner", name)), 1):
-            start = begun(f"{name}-{role}", name, task=task, role=role, at=float(at))
+            start = call_start(f"{name}-{role}", name, task=task, role=role, at=float(at))
             store.calls.ship([ended(start, {"role": "assistant", "content": words}, ids=(10 * at + number, 2))])
 
 

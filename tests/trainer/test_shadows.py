@@ -29,7 +29,7 @@ from ratchet.trainer.rows.roles import Roles
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import eventually, served
-from tests.harness.records import TOOLS, answered_trajectory, begun, ended
+from tests.harness.records import TOOLS, answered_trajectory, call_start, ended
 from tests.harness.trainer.scripted_engine import ScriptedEngine
 from tests.harness.trainer.whole_circle import all_shipped, proxy_before, trainer_of
 from tests.proxy.conftest import Proxy, running
@@ -232,7 +232,7 @@ def test_an_answer_to_other_prompt_tokens_is_not_compared(
 ) -> None:
     with door(store, tmp_path) as (proxy, _):
         # What the engine saw is not what its template makes of the messages now.
-        start = begun("call_1", "traj_1", QUESTION, at=time.time() - 9.0, tools_hash="", tools=b"")
+        start = call_start("call_1", "traj_1", QUESTION, at=time.time() - 9.0, tools_hash="", tools=b"")
         store.calls.ship([ended(start, {"role": "assistant", "content": "so"}, messages=QUESTION)])
         trainer = line(proxy)
         trainer.until(lambda: store.trajectories.get("traj_1").drop_reason == "ungrouped")
@@ -335,10 +335,10 @@ def test_several_calls_several_answers_and_what_was_redacted_are_not_asked_again
     answered_trajectory(store, "a")
     recorded = store.trajectories.read("a")
     assert resample_call.find_single_call(recorded) is not None
-    start = begun("call_2", "a", at=2.0)
+    start = call_start("call_2", "a", at=2.0)
     store.calls.ship([ended(start, {"role": "assistant", "content": "again"})])
     assert resample_call.find_single_call(store.trajectories.read("a")) is None
-    start = begun("call_3", "b")
+    start = call_start("call_3", "b")
     store.calls.ship([ended(start, {"role": "assistant", "content": "x"}, untrainable="redacted", prompt_ids=b"")])
     assert resample_call.find_single_call(store.trajectories.read("b")) is None
 

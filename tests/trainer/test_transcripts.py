@@ -6,7 +6,7 @@ from ratchet.store.calls.trajectories import Trajectories
 from ratchet.store.records import Transcript
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judging.judged_groups import TranscriptCache
-from tests.harness.records import answered_trajectory, begun, ended
+from tests.harness.records import answered_trajectory, call_start, ended
 
 
 class CountingReads(Trajectories):
@@ -37,7 +37,7 @@ def test_a_trajectory_that_has_gone_on_is_read_again(store: Store) -> None:
     answered_trajectory(store, "a")
     transcripts = TranscriptCache(store)
     assert len(transcripts.read("a").calls) == 1
-    store.calls.ship([ended(begun("call_late", "a", at=50.0), {"role": "assistant", "content": "more"})])
+    store.calls.ship([ended(call_start("call_late", "a", at=50.0), {"role": "assistant", "content": "more"})])
     assert len(transcripts.pop(["a"])[0].calls) == 2
 
 

@@ -23,7 +23,7 @@ from ratchet.trainer.rows.chat_rows import ChatRows
 from ratchet.trainer.settings.judge_specs import FunctionSpec
 from ratchet.trainer.settings.warm_start_settings import WarmStartSettings
 from ratchet.trainer.tasks.held_out import is_held_out
-from tests.harness.records import QUESTION, begun, ended, tool_call
+from tests.harness.records import QUESTION, call_start, ended, tool_call
 from tests.harness.trainer import judge_samples
 from tests.harness.trainer.agents import agents_work
 from tests.harness.trainer.scripted_engine import ScriptedEngine
@@ -172,10 +172,10 @@ def teacher(store: Store, name: str, answer: str, **changes: Any) -> None:
     """A trajectory of another model: two calls, without ids of our tokenizer."""
     judge_samples.by_answer.setdefault(answer, 0.0)
     values: dict[str, Any] = {"alias": "big", "purpose": OTHER} | changes
-    first = begun(f"call_{name}a", name, **values)
+    first = call_start(f"call_{name}a", name, **values)
     one = ended(first, tool_call(), prompt=(), ids=(), untrainable="no_token_ids")
     told = [*QUESTION, tool_call(), {"role": "tool", "tool_call_id": "c1", "content": "Oslo"}]
-    second = begun(f"call_{name}b", name, told, at=2.0, parent_call=first.call_id, **values)
+    second = call_start(f"call_{name}b", name, told, at=2.0, parent_call=first.call_id, **values)
     reply = {"role": "assistant", "content": answer}
     two = ended(second, reply, messages=told, prompt=(), ids=(), untrainable="no_token_ids")
     store.calls.ship([one, two])
@@ -308,7 +308,7 @@ def test_a_trajectory_with_a_fork_is_learnt_once(store: Store) -> None:
     teacher(store, "t1", "in Oslo")
     told = [*QUESTION, tool_call(), {"role": "tool", "tool_call_id": "c1", "content": "Rome"}]
     values: dict[str, Any] = {"alias": "big", "purpose": OTHER}
-    other = begun("call_t1c", "t1", told, at=3.0, parent_call="call_t1a", **values)
+    other = call_start("call_t1c", "t1", told, at=3.0, parent_call="call_t1a", **values)
     reply = {"role": "assistant", "content": "in Rome"}
     end = ended(other, reply, messages=told, prompt=(), ids=(), untrainable="no_token_ids")
     store.calls.ship([msgspec.structs.replace(end, ended_at=3.5)])

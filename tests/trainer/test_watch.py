@@ -11,7 +11,7 @@ from ratchet.store.store import Store
 from ratchet.trainer.controller.sentinel.behavior import read_behavior
 from ratchet.trainer.controller.sentinel.sentinel import Sentinel
 from ratchet.trainer.settings.sentinel_settings import SentinelSettings
-from tests.harness.records import answered_trajectory, begun, ended
+from tests.harness.records import answered_trajectory, call_start, ended
 from tests.harness.trainer import tool_records
 
 EAGER = SentinelSettings(interval_seconds=1.0)
@@ -114,7 +114,7 @@ def test_a_look_reads_a_few_trajectories_at_a_time_and_each_once(store: Store) -
 
 
 def test_reasoning_tokens_are_the_reasonings_share_of_what_was_sampled(store: Store) -> None:
-    start = begun("call_a", "a")
+    start = call_start("call_a", "a")
     reply = {"role": "assistant", "content": f"<think>{'a' * 30}</think>{'b' * 10}"}
     store.calls.ship([ended(start, reply, ids=range(3, 13))])
     told = read_behavior(store.trajectories.read("a"))

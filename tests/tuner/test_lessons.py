@@ -22,7 +22,7 @@ from ratchet.tuner.prompts.lessons.lesson_text import HEADER, fit, lessons_of, q
 from ratchet.tuner.prompts.lessons.reflexion import LearnedLessons, learn, start_canary
 from ratchet.tuner.settings.tuner_settings import LessonSettings
 from tests.harness.cli.project import Project
-from tests.harness.records import begun, ended
+from tests.harness.records import call_start, ended
 from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says
 
 SETTINGS = LessonSettings(min_failures=2)
@@ -54,7 +54,7 @@ def tried(store: Store, task: str, score: float, said: str = "Oslo", asked: str 
     """An attempt at a task and its score."""
     name = f"{task}-{score:g}"
     messages = [{"role": "system", "content": "Be nice."}, {"role": "user", "content": asked}]
-    start = begun(f"call_{name}", name, messages, task=task, **changes)
+    start = call_start(f"call_{name}", name, messages, task=task, **changes)
     store.calls.ship([start, ended(start, {"role": "assistant", "content": said}, messages=messages)])
     store.trajectories.seal(name, now=2.0)
     group = store.groups.create(f"task:{task}:{score}", "agent", [name], now=3.0)

@@ -11,7 +11,7 @@ from ratchet.store.records import Transcript
 from ratchet.store.store import Store
 from ratchet.trainer.errors import SeedPromptUnknown
 from ratchet.tuner.prompts.seed_prompt import captured, given, serving, system_prompt
-from tests.harness.records import begun, ended
+from tests.harness.records import call_start, ended
 
 Seen = Callable[..., Transcript]
 
@@ -23,7 +23,7 @@ def seen(store: Store) -> Seen:
     def make(name: str, prompt: str | None, role: str = "system") -> Transcript:
         system = [] if prompt is None else [{"role": role, "content": prompt}]
         messages = [*system, {"role": "user", "content": f"Do {name}."}]
-        begin = begun(f"call_{name}", name, messages)
+        begin = call_start(f"call_{name}", name, messages)
         end = ended(begin, {"role": "assistant", "content": "done"}, messages=messages)
         store.calls.ship([begin, end])
         return store.trajectories.read(name)

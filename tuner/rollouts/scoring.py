@@ -145,7 +145,7 @@ class Scorer:
             except RecordNotFound:
                 self._write(one.id, None, judge.name, NO_CALL, work)
                 continue
-            if any(call.state is CallState.BEGUN for call in transcript.calls):
+            if any(call.state is CallState.STARTED for call in transcript.calls):
                 self._write(one.id, None, judge.name, self._missing_calls(), work)
                 continue
             found.append(transcript)

@@ -29,7 +29,7 @@ from ratchet.proxy.errors import NotFound, NotReady
 from ratchet.proxy.runtime.byte_quotas import ByteQuotas
 from ratchet.store.errors import RecordNotFound, StoreError, StoreUnavailable
 from ratchet.store.ids import moment
-from ratchet.store.records import REDACTED, CallBegun
+from ratchet.store.records import REDACTED, CallStarted
 from ratchet.store.store import Store
 
 ANSWER_SECONDS = 3.0  # for other proxies to ship a response that a client has already
@@ -53,10 +53,10 @@ class ConversationCache:
         """Return the bytes that the remembered turns take."""
         return self._quotas.bytes
 
-    def add_response(self, begun: CallBegun, messages: Sequence[Json], previous: ConversationTurn | None) -> None:
+    def add_response(self, start: CallStarted, messages: Sequence[Json], previous: ConversationTurn | None) -> None:
         """Remember a response: its new messages, answer included, after those of `previous`."""
         self._use(
-            ConversationTurn(msgspec.json.encode(messages), previous, begun.trajectory_id, begun.call_id, begun.key_id)
+            ConversationTurn(msgspec.json.encode(messages), previous, start.trajectory_id, start.call_id, start.key_id)
         )
 
     async def find_turn(self, name: str, key_id: str | None) -> ConversationTurn:
@@ -131,8 +131,8 @@ class ConversationCache:
 def _output(turn: ConversationTurn) -> dict[str, Json]:
     """Return the items of a turn's answer by their places in it."""
     call_id = turn.call_id
-    begun = CallBegun(call_id, turn.trajectory_id, 0.0, "", 0, "responses", False, "", "")
-    teller = ResponseRenderer(begun, {}, frozenset(), {})
+    start = CallStarted(call_id, turn.trajectory_id, 0.0, "", 0, "responses", False, "", "")
+    teller = ResponseRenderer(start, {}, frozenset(), {})
     teller.feed({"choices": [message_to_delta({"message": decode_messages(turn.added)[-1], "finish_reason": "stop"})]})
     teller.finish()
     return {item["id"].rpartition("_")[2]: item for item in teller.answer()["output"]}

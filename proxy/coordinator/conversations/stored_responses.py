@@ -23,7 +23,7 @@ from ratchet.proxy.dialects.responses_request import INPUT
 from ratchet.proxy.errors import BadRequest, Forbidden, NotFound, NotReady, UpstreamDisconnected
 from ratchet.proxy.wire.asgi import KEY_ID, PATH, send_json
 from ratchet.store.errors import RecordNotFound, StoreError
-from ratchet.store.records import REDACTED, Call, CallBegun
+from ratchet.store.records import REDACTED, Call, CallStarted
 from ratchet.store.states import CallState
 from ratchet.store.store import Store
 
@@ -81,7 +81,7 @@ class StoredResponses:
     def _read(self, name: str, key_id: str | None) -> StoredResponse | None:
         try:
             call = self._store.calls.read("call_" + name.removeprefix("resp_"))
-            if call.dialect != "responses" or call.untrainable == REDACTED or call.state == CallState.BEGUN:
+            if call.dialect != "responses" or call.untrainable == REDACTED or call.state == CallState.STARTED:
                 return None
             run = self._store.trajectories.read(call.trajectory_id)
         except RecordNotFound:
@@ -97,7 +97,7 @@ def _told_again(kept: StoredResponse) -> Json:
     """Return the response object."""
     call = kept.call
     tools = [_tool(tool) for tool in kept.tools or ()]
-    begun = CallBegun(
+    start = CallStarted(
         call_id=call.id,
         trajectory_id=call.trajectory_id,
         started_at=call.started_at,
@@ -109,7 +109,7 @@ def _told_again(kept: StoredResponse) -> Json:
         prompt_node=call.prompt_node,
     )
     teller = ResponseRenderer(
-        begun, _body(call, tools), frozenset(t["name"] for t in tools if t["type"] == "custom"), {}
+        start, _body(call, tools), frozenset(t["name"] for t in tools if t["type"] == "custom"), {}
     )
     if kept.answer is not None:
         choice = {"message": kept.answer, "finish_reason": call.choices[0].finish_reason}

@@ -44,17 +44,17 @@ class TokenContexts:
 
     def add_answers(self, record: CallEnded) -> None:
         """Keep the answers of a call that has ended."""
-        begun, before = record.begun, EMPTY_CONTEXT
-        if record.untrainable or not record.choices or begun.purpose == OTHER:
+        start, before = record.start, EMPTY_CONTEXT
+        if record.untrainable or not record.choices or start.purpose == OTHER:
             return
         if record.context == "exact":
-            parent = self._held.get((begun.parent_call or "", begun.parent_choice))
+            parent = self._held.get((start.parent_call or "", start.parent_choice))
             if parent is None:  # the store knows it
                 return
             before = parent
-            self._held.move_to_end((begun.parent_call or "", begun.parent_choice), last=False)
+            self._held.move_to_end((start.parent_call or "", start.parent_choice), last=False)
         for choice in record.choices:
-            self._put((begun.call_id, choice.index), before.followed(record.prompt_ids, choice.token_ids))
+            self._put((start.call_id, choice.index), before.followed(record.prompt_ids, choice.token_ids))
 
     async def find_context(self, leaf: Leaf) -> Context | None:
         """Return the context of an answer, or None where nobody knows it any more."""

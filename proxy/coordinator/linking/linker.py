@@ -38,7 +38,7 @@ from ratchet.proxy.runtime.byte_quotas import ByteQuotas
 from ratchet.store.access.ownership import may_share_trajectory, owner
 from ratchet.store.content import messages as canon
 from ratchet.store.ids import new_id
-from ratchet.store.records import CallBegun, OpenLeaf, UnansweredCall, family_of
+from ratchet.store.records import CallStarted, OpenLeaf, UnansweredCall, family_of
 
 _MAX_LEAVES = 2_000  # of one trajectory
 _MAX_SKIPPED = 64  # trajectories with an open call that one eviction passes over
@@ -203,12 +203,12 @@ class TrajectoryLinker:
             elif other.created_at < leaf.created_at:
                 return
 
-    def task_family(self, begun: CallBegun) -> str:
+    def task_family(self, start: CallStarted) -> str:
         """Return the task family of a call's trajectory: that of its first call."""
-        trajectory = self._trajectories.get(begun.trajectory_id)
+        trajectory = self._trajectories.get(start.trajectory_id)
         found = trajectory.family if trajectory else None
         if found is None:
-            found = family_of(begun.task, begun.tools_hash)
+            found = family_of(start.task, start.tools_hash)
             if trajectory is not None:
                 trajectory.family = found
         return found

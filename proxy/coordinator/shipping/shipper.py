@@ -313,7 +313,7 @@ class Shipper:
     def _advance(self, segment: int, carried: Carried) -> None:
         if (segment, carried.offset) == (self._position.segment, self._position.offset):
             return
-        still_open = dict.fromkeys((*self._position.open, *carried.begun))
+        still_open = dict.fromkeys((*self._position.open, *carried.started))
         for name in carried.ended:
             still_open.pop(name, None)
         self._write_position(Position(segment, carried.offset, tuple(still_open)))

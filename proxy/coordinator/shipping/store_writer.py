@@ -18,7 +18,7 @@ import msgspec
 from ratchet.proxy.coordinator.tool_checks.checker import ToolCallChecker, ToolCallCount
 from ratchet.proxy.journal.segments import read_segment
 from ratchet.store.errors import SchemaMismatch, StoreUnavailable
-from ratchet.store.records import CallBegun, CallEnded, Feedback, Shipment
+from ratchet.store.records import CallEnded, CallStarted, Feedback, Shipment
 from ratchet.store.store import Store
 
 DEAD_LETTERS = "dead-letters.jsonl"
@@ -47,7 +47,7 @@ class Carried(msgspec.Struct, frozen=True):
     records: int
     offset: int
     end: str
-    begun: tuple[str, ...] = ()  # calls whose beginning was among them
+    started: tuple[str, ...] = ()  # calls whose beginning was among them
     ended: tuple[str, ...] = ()
     dead: tuple[DeadLetter, ...] = ()
     tools: tuple[ToolCallCount, ...] = ()  # what became known of tool calls
@@ -89,8 +89,8 @@ class InProcessWriter:
             records=len(reading.records),
             offset=reading.offset,
             end=reading.end,
-            begun=tuple(record.call_id for record in reading.records if isinstance(record, CallBegun)),
-            ended=tuple(record.begun.call_id for record in reading.records if isinstance(record, CallEnded)),
+            started=tuple(record.call_id for record in reading.records if isinstance(record, CallStarted)),
+            ended=tuple(record.start.call_id for record in reading.records if isinstance(record, CallEnded)),
             dead=tuple(dead),
             tools=tuple(self._checks.check([one for one in records if not isinstance(one, Feedback)])),
         )
@@ -132,12 +132,12 @@ def _put_aside(record: Shipment, error: Exception, dead_letters: Path) -> DeadLe
 
 def _without_ended_beginnings(records: Sequence[Shipment]) -> list[Shipment]:
     """Leave out beginnings whose end is here too: the end repeats them."""
-    ended = {record.begun.call_id for record in records if isinstance(record, CallEnded)}
-    return [record for record in records if not isinstance(record, CallBegun) or record.call_id not in ended]
+    ended = {record.start.call_id for record in records if isinstance(record, CallEnded)}
+    return [record for record in records if not isinstance(record, CallStarted) or record.call_id not in ended]
 
 
 def _name(record: Shipment) -> str:
     """Return the id of a call, or of feedback."""
     if isinstance(record, Feedback):
         return record.id
-    return record.begun.call_id if isinstance(record, CallEnded) else record.call_id
+    return record.start.call_id if isinstance(record, CallEnded) else record.call_id

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ratchet.store.records import CallBegun, CallEnded, CallRecord
+from ratchet.store.records import CallEnded, CallRecord, CallStarted
 from ratchet.store.records.tool_calls import ToolCall, ToolCallResult
 from ratchet.store.states import CallState, ToolOutcome
 from ratchet.store.store import Store
@@ -67,34 +67,34 @@ class ToolCallChecker:
             body = bodies.get(choice.reply_node)
             calls = _object(body).get("tool_calls") if body is not None else None
             for place, call in enumerate(calls if isinstance(calls, list) else ()):
-                yield self._checked(end.begun, choice.index, place, call)
+                yield self._checked(end.start, choice.index, place, call)
 
-    def _checked(self, begun: CallBegun, choice: int, place: int, call: Any) -> ToolCall:
+    def _checked(self, start: CallStarted, choice: int, place: int, call: Any) -> ToolCall:
         call = call if isinstance(call, dict) else {}
         function = call.get("function") if isinstance(call.get("function"), dict) else {}
         name = str(function.get("name") or "")
-        outcome, detail = self._toolset(begun).check_call(name, function.get("arguments"))
+        outcome, detail = self._toolset(start).check_call(name, function.get("arguments"))
         return ToolCall(
-            call_id=begun.call_id,
+            call_id=start.call_id,
             choice=choice,
             place=place,
-            alias=begun.alias,
-            version=begun.version,
+            alias=start.alias,
+            version=start.version,
             tool=_plain(name),
             tool_call_id=_plain(str(call.get("id") or "")),
             outcome=outcome,
             detail=_plain(detail) if detail else None,
         )
 
-    def _toolset(self, begun: CallBegun) -> Toolset:
+    def _toolset(self, start: CallStarted) -> Toolset:
         from ratchet.proxy.coordinator.tool_checks.toolset import (
             Toolset,  # with JSON Schema, which only a process that checks needs
         )
 
-        name = begun.tools_hash
+        name = start.tools_hash
         known = self._toolsets.get(name)
         if known is None:
-            body = (begun.tools or self._store.tools.toolset(name)) if name else b""
+            body = (start.tools or self._store.tools.toolset(name)) if name else b""
             known = Toolset(body)
             if body is None:
                 return known  # not to be remembered: another record may still bring it
@@ -105,24 +105,24 @@ class ToolCallChecker:
         return known
 
 
-def _beginning(record: CallRecord) -> CallBegun:
-    return record.begun if isinstance(record, CallEnded) else record
+def _beginning(record: CallRecord) -> CallStarted:
+    return record.start if isinstance(record, CallEnded) else record
 
 
-def _answers(begun: CallBegun) -> Iterator[ToolCallResult]:
+def _answers(start: CallStarted) -> Iterator[ToolCallResult]:
     """Return what the last turn of a prompt says came of the tool calls of the call that it continues."""
     from ratchet.proxy.coordinator.tool_checks.tool_results import result_of
 
-    if begun.parent_call is None:
+    if start.parent_call is None:
         return
-    for node in reversed(begun.nodes):
+    for node in reversed(start.nodes):
         if node.role == "assistant":
             return
         if node.role == "tool":
             message = _object(node.body)
             yield ToolCallResult(
-                call_id=begun.parent_call,
-                choice=begun.parent_choice,
+                call_id=start.parent_call,
+                choice=start.parent_choice,
                 tool_call_id=_plain(str(message.get("tool_call_id") or "")),
                 result=result_of(message),
             )

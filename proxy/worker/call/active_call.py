@@ -39,7 +39,7 @@ from ratchet.proxy.telemetry.metrics import INTERNAL_ERROR, error_label
 from ratchet.proxy.wire.asgi import JSON, Headers
 from ratchet.proxy.wire.capture import Capture
 from ratchet.proxy.wire.request_body import ChatRequest
-from ratchet.store.records import CallBegun, CallEnded, MessageNode
+from ratchet.store.records import CallEnded, CallStarted, MessageNode
 from ratchet.store.states import CallState
 
 SSE = (b"content-type", b"text/event-stream; charset=utf-8")
@@ -102,7 +102,7 @@ def upstream_failed(error: UpstreamError, *, head_sent: bool) -> CallOutcome:
 class OpenCall(msgspec.Struct):
     """The recorder's part of a call: its begin record, and what its end record needs from the request."""
 
-    begun: CallBegun
+    start: CallStarted
     placement: Placement
     keys: tuple[str, ...]  # link keys of the prompt's messages; empty if nothing can continue the call
     messages: Sequence[dict[str, Any]]  # the prompt
@@ -131,9 +131,9 @@ class ActiveCall(msgspec.Struct):
     span: Any = None  # OpenTelemetry's, if calls are traced
 
     @property
-    def begun(self) -> CallBegun:
+    def start(self) -> CallStarted:
         """The begin record."""
-        return self.open_call.begun
+        return self.open_call.start
 
     @property
     def capture(self) -> Capture:
@@ -143,7 +143,7 @@ class ActiveCall(msgspec.Struct):
     @property
     def policy(self) -> str:
         """`alias@version`, or another model's name."""
-        return self.open_call.begun.policy
+        return self.open_call.start.policy
 
     @property
     def head_sent(self) -> bool:
@@ -153,7 +153,7 @@ class ActiveCall(msgspec.Struct):
     def enter(self, phase: CallPhase) -> None:
         """Move to the next phase. Raises RuntimeError for a transition that the table does not have."""
         if phase not in _NEXT[self.phase]:
-            raise RuntimeError(f"call {self.begun.call_id} cannot go from {self.phase.name} to {phase.name}")
+            raise RuntimeError(f"call {self.start.call_id} cannot go from {self.phase.name} to {phase.name}")
         self.phase = phase
 
     def mark_head_sent(self) -> None:
@@ -180,13 +180,13 @@ class ActiveCall(msgspec.Struct):
 
     def headers(self, *, streamed: bool = False) -> Headers:
         """Return the response headers of every captured call."""
-        begun = self.open_call.begun
+        start = self.open_call.start
         return [
             SSE if streamed else JSON,
             (b"x-request-id", self.request_id),
-            *(((b"request-id", self.request_id),) if begun.dialect == "messages" else ()),  # Anthropic's name
-            (b"x-ratchet-call", begun.call_id.encode()),
-            (b"x-ratchet-trajectory", begun.trajectory_id.encode()),
+            *(((b"request-id", self.request_id),) if start.dialect == "messages" else ()),  # Anthropic's name
+            (b"x-ratchet-call", start.call_id.encode()),
+            (b"x-ratchet-trajectory", start.trajectory_id.encode()),
             (b"x-ratchet-policy", self.policy.encode()),
             (b"x-ratchet-overhead-ms", b"%.3f" % (self.overhead() * 1000)),
         ]

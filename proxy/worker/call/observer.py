@@ -34,7 +34,7 @@ class CallObserver:
             try:
                 return self._spans.start_span(call, headers)
             except Exception as error:  # the call goes on without a span
-                log.exception("event=observation_failed call=%s reason=%r", call.begun.call_id, str(error))
+                log.exception("event=observation_failed call=%s reason=%r", call.start.call_id, str(error))
         return trace_headers(headers)
 
     def upstream_failed(self, label: str) -> None:
@@ -50,7 +50,7 @@ class CallObserver:
         try:
             self._report(call)
         except Exception as error:  # the client has its response; only the report is lost
-            log.exception("event=observation_failed call=%s reason=%r", call.begun.call_id, str(error))
+            log.exception("event=observation_failed call=%s reason=%r", call.start.call_id, str(error))
 
     def _report(self, call: ActiveCall) -> None:
         record, timing = call.open_call.ended, None

@@ -26,7 +26,7 @@ from ratchet.proxy.telemetry.metrics import Metrics
 from ratchet.proxy.wire.capture import Capture
 from ratchet.proxy.worker.call.active_call import ActiveCall, CallOutcome, OpenCall
 from ratchet.store.content import messages as canon
-from ratchet.store.records import OTHER, CallBegun, CallEnded, Choice
+from ratchet.store.records import OTHER, CallEnded, CallStarted, Choice
 from ratchet.store.states import CallState
 
 log = logging.getLogger("ratchet.proxy")
@@ -77,24 +77,24 @@ class Recorder:
         self._epoch += 1  # first: open calls that left messages out prove nothing any more
         self._durable.clear()
 
-    def record_begin(self, parsed: ParsedRequest, placement: Placement, begun: CallBegun) -> OpenCall:
+    def record_begin(self, parsed: ParsedRequest, placement: Placement, start: CallStarted) -> OpenCall:
         """Write the begin record without waiting for it."""
         request, storable, epoch = parsed.request, parsed.storable, self._epoch
         nodes, tools = (parsed.nodes, request.tools) if storable is None else (storable.nodes, storable.tools)
         if self._redactor is not None and storable is not None:
-            begun = self._redactor.begun(begun, storable)
-        begun = msgspec.structs.replace(
-            begun,
+            start = self._redactor.redact_start(start, storable)
+        start = msgspec.structs.replace(
+            start,
             nodes=tuple(node for node in nodes if node.hash not in self._durable),
-            tools=b"" if begun.tools_hash in self._durable else tools,
+            tools=b"" if start.tools_hash in self._durable else tools,
         )
         try:
-            self._journal.write(begun)
+            self._journal.write(start)
         except Exception as error:
-            log.exception("event=record_failed call=%s reason=%r", begun.call_id, str(error))
+            log.exception("event=record_failed call=%s reason=%r", start.call_id, str(error))
         redacted = storable is not None and storable.redacted
         return OpenCall(
-            begun, placement, parsed.keys, request.messages, request.untrainable, nodes, redacted, epoch=epoch
+            start, placement, parsed.keys, request.messages, request.untrainable, nodes, redacted, epoch=epoch
         )
 
     def record_end(self, call: ActiveCall, outcome: CallOutcome) -> tuple[list[Leaf], asyncio.Future[bool] | None]:
@@ -106,12 +106,12 @@ class Recorder:
                 record = self._redactor.ended(record, leaves, redacted=open_call.redacted)
             open_call.ended = record
             future = self._journal.commit(record)
-            hashes = [node.hash for node in (*record.begun.nodes, *record.nodes)]
-            if record.begun.tools:
-                hashes.append(record.begun.tools_hash)
+            hashes = [node.hash for node in (*record.start.nodes, *record.nodes)]
+            if record.start.tools:
+                hashes.append(record.start.tools_hash)
             future.add_done_callback(lambda done: self._mark_durable(hashes, open_call.epoch, done))
         except Exception as error:
-            log.exception("event=record_failed call=%s reason=%r", open_call.begun.call_id, str(error))
+            log.exception("event=record_failed call=%s reason=%r", open_call.start.call_id, str(error))
             self._metrics.lost.inc()
             return [], None
         return leaves, future if self._strict else None
@@ -128,19 +128,19 @@ def _assemble_safely(call: ActiveCall, outcome: CallOutcome, now: float) -> tupl
     try:
         return assemble(call, call.capture, outcome, now)
     except Exception as error:
-        log.exception("event=response_not_recorded call=%s reason=%r", call.begun.call_id, str(error))
+        log.exception("event=response_not_recorded call=%s reason=%r", call.start.call_id, str(error))
         return assemble(call, Capture("", asks_ids=False, asks_logprobs=False, asks_usage=False), outcome, now)
 
 
 def assemble(call: ActiveCall, capture: Capture, outcome: CallOutcome, now: float) -> tuple[CallEnded, list[Leaf]]:
     """Return the end record of a call, and its answers as leaves that later requests may continue."""
-    open_call, begun = call.open_call, call.open_call.begun
+    open_call, start = call.open_call, call.open_call.start
     context, new_ids = _new_prompt_ids(open_call, capture.prompt_ids)
     choices, nodes, leaves = [], [], []
     parents = _parent_keys(open_call)
     for sampled in capture.choices:
         message = sampled.message()
-        node = canon.node(begun.prompt_node, message)
+        node = canon.node(start.prompt_node, message)
         keys = canon.answer_keys(parents, message) if open_call.keys else ("",)
         ids, logprobs = sampled.packed()
         choice = Choice(
@@ -156,9 +156,9 @@ def assemble(call: ActiveCall, capture: Capture, outcome: CallOutcome, now: floa
         nodes.append(node)
         if choice.link_key and sampled.has_content():
             fingerprints = fingerprints_of(message, keys[2] if keys[2:] else "", keys[1], open_call.messages)
-            leaves.append(_leaf(begun, choice, capture.prompt_ids, now, fingerprints))
+            leaves.append(_leaf(start, choice, capture.prompt_ids, now, fingerprints))
     record = CallEnded(
-        begun=begun,
+        start=start,
         state=outcome.state,
         ended_at=now,
         status=outcome.status,
@@ -172,7 +172,7 @@ def assemble(call: ActiveCall, capture: Capture, outcome: CallOutcome, now: floa
         error=outcome.error,
         upstream=call.url,
         nodes=tuple(nodes),
-        response_id=capture.response_id if begun.dialect in _ENGINE_IDS else None,
+        response_id=capture.response_id if start.dialect in _ENGINE_IDS else None,
     )
     return record, leaves
 
@@ -190,7 +190,7 @@ def _new_prompt_ids(open_call: OpenCall, prompt: bytes) -> tuple[str, bytes]:
 def _untrainable_reason(open_call: OpenCall, capture: Capture, outcome: CallOutcome) -> str | None:
     failed = outcome.state == CallState.FAILED
     reason = open_call.untrainable or ("failed" if failed else capture.untrainable())
-    if reason and open_call.begun.purpose == OTHER and not failed:
+    if reason and open_call.start.purpose == OTHER and not failed:
         return "other_model"  # its server does not return ids
     return reason
 
@@ -205,18 +205,18 @@ def _parent_keys(open_call: OpenCall) -> list[str]:
     return keys
 
 
-def _leaf(begun: CallBegun, choice: Choice, prompt: bytes, now: float, fingerprints: TextFingerprints) -> Leaf:
+def _leaf(start: CallStarted, choice: Choice, prompt: bytes, now: float, fingerprints: TextFingerprints) -> Leaf:
     tokens = prompt + choice.token_ids if prompt and choice.token_ids else b""
     return Leaf(
-        trajectory_id=begun.trajectory_id,
-        call_id=begun.call_id,
+        trajectory_id=start.trajectory_id,
+        call_id=start.call_id,
         choice=choice.index,
-        version=begun.version,
+        version=start.version,
         link_key=choice.link_key,
         tool_call_ids=choice.tool_call_ids,
-        key_id=begun.key_id,
+        key_id=start.key_id,
         sequence=TokenFingerprint.of_ids(tokens),
         created_at=now,
-        purpose=begun.purpose,
+        purpose=start.purpose,
         fingerprints=fingerprints,
     )

@@ -78,18 +78,18 @@ class CallSpans:
 
     def start_span(self, call: ActiveCall, headers: Mapping[bytes, bytes]) -> dict[str, str]:
         """Start a call's span; return the trace headers for vLLM."""
-        begun = call.begun
-        operation = "text_completion" if begun.dialect == "completions" else "chat"
+        start = call.start
+        operation = "text_completion" if start.dialect == "completions" else "chat"
         arrived = time.time_ns() - int((time.perf_counter() - call.arrived) * 1e9)
         given = trace_headers(headers)
         span = self._tracer.start_span(
-            f"{operation} {begun.alias}",
+            f"{operation} {start.alias}",
             context=self._propagator.extract(given) if given else None,
             kind=self._kind,
             start_time=arrived,
             attributes={
                 "gen_ai.operation.name": operation,
-                "gen_ai.provider.name": "openai" if begun.purpose == OTHER else "vllm",
+                "gen_ai.provider.name": "openai" if start.purpose == OTHER else "vllm",
                 "gen_ai.request.model": call.request.model,
             },
         )
@@ -159,25 +159,25 @@ def _error_status() -> Any:
 
 
 def _attributes(record: CallEnded, timing: CallTiming, response_id: str | None) -> _Attributes:
-    begun = record.begun
+    start = record.start
     attributes: _Attributes = {
-        "gen_ai.conversation.id": begun.trajectory_id,
-        "gen_ai.response.model": begun.policy,
+        "gen_ai.conversation.id": start.trajectory_id,
+        "gen_ai.response.model": start.policy,
         "gen_ai.usage.input_tokens": record.prompt_tokens,
         "gen_ai.usage.output_tokens": record.completion_tokens,
         "http.response.status_code": record.status,
-        "ratchet.call.id": begun.call_id,
+        "ratchet.call.id": start.call_id,
         "ratchet.call.state": str(record.state),
         "ratchet.call.context": record.context,
-        "ratchet.linked_by": begun.linked_by,
-        "ratchet.dialect": begun.dialect,
+        "ratchet.linked_by": start.linked_by,
+        "ratchet.dialect": start.dialect,
     }
-    attributes |= _numbers(begun.sampling.items())
+    attributes |= _numbers(start.sampling.items())
     if reasons := [choice.finish_reason for choice in record.choices if choice.finish_reason]:
         attributes["gen_ai.response.finish_reasons"] = reasons
     if response_id:
         attributes["gen_ai.response.id"] = response_id
-    if begun.streamed:
+    if start.streamed:
         attributes["gen_ai.request.stream"] = True
         if timing.first_byte is not None:
             attributes["gen_ai.response.time_to_first_chunk"] = timing.first_byte

@@ -41,7 +41,7 @@ from ratchet.proxy.worker.http import request_identity
 from ratchet.proxy.worker.http.disconnect_watch import DisconnectWatch
 from ratchet.proxy.worker.http.sse_keep_alive import SseKeepAlive
 from ratchet.store.ids import new_id
-from ratchet.store.records import CallBegun
+from ratchet.store.records import CallStarted
 
 log = logging.getLogger("ratchet.proxy")
 
@@ -122,7 +122,7 @@ class CallEndpoint:
     ) -> ActiveCall:
         """Journal the beginning of a call and return its state. Does not wait."""
         request, link = parsed.request, placement.link
-        begun = CallBegun(
+        start = CallStarted(
             call_id=new_id("call"),
             trajectory_id=link.trajectory_id,
             started_at=placement.started_at,
@@ -142,12 +142,12 @@ class CallEndpoint:
             purpose=link.purpose,
             sampling=request.sampling,
         )
-        open_call = self._recorder.record_begin(parsed, placement, begun)
+        open_call = self._recorder.record_begin(parsed, placement, start)
         return ActiveCall(
             request=self._with_prompt(request, open_call),
             open_call=open_call,
-            encoder=parsed.voice(begun),
-            request_id=request_identity.request_id(headers, begun.call_id),
+            encoder=parsed.voice(start),
+            request_id=request_identity.request_id(headers, start.call_id),
             arrived=arrived,
         )
 
@@ -156,7 +156,7 @@ class CallEndpoint:
         prompt = open_call.placement.prompt
         if prompt is None or not request.is_chat:
             return request
-        return request.with_prompt(prompt, self._admission.task_family(open_call.begun))
+        return request.with_prompt(prompt, self._admission.task_family(open_call.start))
 
     async def _serve(self, call: ActiveCall, trace: dict[str, str], send: Send, watch: DisconnectWatch) -> None:
         keep_alive = None
@@ -271,7 +271,7 @@ class CallEndpoint:
     async def _fail(self, call: ActiveCall, error: UpstreamError, send: Send, watch: DisconnectWatch) -> None:
         """Answer with an upstream failure, as an error event if the head was sent."""
         self._observer.upstream_failed(error.code or "other")
-        log.warning("event=call_failed call=%s reason=%r", call.begun.call_id, str(error))
+        log.warning("event=call_failed call=%s reason=%r", call.start.call_id, str(error))
         head_sent = call.head_sent
         await _wait(self._record_end(call, active_call.upstream_failed(error, head_sent=head_sent)))
         if head_sent:

@@ -104,7 +104,7 @@ class ExactForwarder:
                 self._on_fallback(call, error)
             except Exception as error:  # a bug here, or a malformed response: plain chat does not depend on it
                 self._metrics.exact_fallbacks.labels(INTERNAL_ERROR).inc()
-                log.exception("event=exact_context_error call=%s reason=%r", call.begun.call_id, str(error))
+                log.exception("event=exact_context_error call=%s reason=%r", call.start.call_id, str(error))
             else:
                 self._metrics.exact_splices.labels("undrifted" if response is None else "spliced").inc()
                 if response is not None:
@@ -120,15 +120,15 @@ class ExactForwarder:
             self._not_offered_until[url] = time.monotonic() + _RETRY_SECONDS
             self._contexts.shrink()
         else:
-            log.warning("event=exact_context_failed call=%s reason=%r", call.begun.call_id, str(error))
+            log.warning("event=exact_context_failed call=%s reason=%r", call.start.call_id, str(error))
 
     def _replica_of(self, call: ActiveCall) -> str:
-        return self._pool.order(call.begun.trajectory_id)[0].url
+        return self._pool.order(call.start.trajectory_id)[0].url
 
     async def _forward_exact(self, call: ActiveCall, leaf: Leaf, headers: Mapping[str, str]) -> UpstreamResponse | None:
         """Return the response after the recorded ids; None if plain chat is exact. Raises ContextFork, "
         "UpstreamError."""
-        request, begun, url = call.request, call.begun, self._replica_of(call)
+        request, start, url = call.request, call.start, self._replica_of(call)
         _check_suited(request)
         if self._not_offered_until.get(url, 0.0) > time.monotonic():
             raise ContextFork("not_offered")
@@ -137,13 +137,13 @@ class ExactForwarder:
             raise ContextFork("context_unknown")
         # A substituted system prompt stands before the client's messages if the client sent none.
         place = _place(call.open_call.keys, leaf) + len(request.messages) - len(call.open_call.messages)
-        body = request.outgoing_fields(self._policies.served_name(begun.alias, begun.version))
-        rendered, spliced = await self._splice(url, begun.alias, body, request, place, context)
+        body = request.outgoing_fields(self._policies.served_name(start.alias, start.version))
+        rendered, spliced = await self._splice(url, start.alias, body, request, place, context)
         if spliced is None:
             return None
         in_text = request.asks_logprobs
         sent = generate_body(rendered, spliced.ids, request.fields, streamed=request.streamed, in_text=in_text)
-        derender = DerenderRequest.of(request, f"chatcmpl-{begun.call_id}", body, rendered, spliced.ids)
+        derender = DerenderRequest.of(request, f"chatcmpl-{start.call_id}", body, rendered, spliced.ids)
         generated = await self._generate(call, sent, headers)
         try:
             return await self._derender(generated, request, derender)
@@ -177,7 +177,7 @@ class ExactForwarder:
             call.url = replica.url
             return await self._upstream.post_json(replica.url, GENERATE, body, headers)
 
-        response = await self._pool.send(call.begun.trajectory_id, send)
+        response = await self._pool.send(call.start.trajectory_id, send)
         if response.status != 200:
             try:
                 text = await response.read()

@@ -42,7 +42,7 @@ class ModelRouter:
 
     async def forward(self, call: ActiveCall, path: str, headers: Mapping[str, str]) -> UpstreamResponse:
         """Send a call to `path` and return its response; sets `call.url`. Raises UpstreamError."""
-        forwarder = self._others if call.begun.purpose == OTHER else self._own
+        forwarder = self._others if call.start.purpose == OTHER else self._own
         return await forwarder.forward(call, path, headers)
 
 
@@ -94,19 +94,19 @@ class VllmForwarder:
 
     async def forward(self, call: ActiveCall, path: str, headers: Mapping[str, str]) -> UpstreamResponse:
         """Send a call to `path` and return its response; sets `call.url`. Raises UpstreamError."""
-        begun = call.begun
+        start = call.start
         overflow = find_context_overflow(call.request, (replica.max_model_len for replica in self._pool.replicas))
         if overflow:
             raise overflow
-        body = call.request.outgoing(self._policies.served_name(begun.alias, begun.version))
+        body = call.request.outgoing(self._policies.served_name(start.alias, start.version))
 
         async def send(replica: Replica) -> HttpResponse:
             call.url = replica.url
             response = await self._upstream.post_json(replica.url, path, body, headers)
-            if await self._adapters.load_if_missing(response, begun.alias, begun.version):
+            if await self._adapters.load_if_missing(response, start.alias, start.version):
                 response = await self._upstream.post_json(replica.url, path, body, headers)
             if call.request.streamed and response.status == 200:
                 await response.wait_for_body()
             return response
 
-        return await self._pool.send(begun.trajectory_id, send)
+        return await self._pool.send(start.trajectory_id, send)

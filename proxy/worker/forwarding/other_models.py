@@ -124,19 +124,19 @@ class OtherModels:
 
     async def forward(self, call: ActiveCall, path: str, headers: Mapping[str, str]) -> HttpResponse:
         """Forward a captured call and return its response. Raises UpstreamError."""
-        begun, request = call.begun, call.request
+        start, request = call.start, call.request
 
         async def send(deployment: Deployment) -> HttpResponse:
             call.url = deployment.url
             name = deployment.served_name
-            body = request.outgoing(name) if deployment.vllm else openai_body(request, name, begun.dialect)
+            body = request.outgoing(name) if deployment.vllm else openai_body(request, name, start.dialect)
             sent_headers = {"content-type": "application/json", **(headers if deployment.vllm else {})}
             response = await deployment.send("POST", path.removeprefix("/v1"), body, sent_headers)
             if request.streamed and response.status == 200:
                 await response.wait_for_body()
             return response
 
-        return await self._pools[begun.alias].send(begun.trajectory_id, send)
+        return await self._pools[start.alias].send(start.trajectory_id, send)
 
 
 def openai_body(request: ChatRequest, served_name: str, dialect: str) -> bytes:

@@ -138,7 +138,7 @@ class DurabilityCampaign:
                     yield f"{call.id} is stored with tokens other than those its client received"
                 elif call.id in self.load.abandoned and call.state is CallState.FAILED:
                     yield f"{call.id} was abandoned by its client and is stored as failed"
-                elif call.state is CallState.BEGUN:
+                elif call.state is CallState.STARTED:
                     yield f"{call.id} is stored as unfinished"
         store.close()
         yield from (f"{name} was answered and is not stored" for name in expected)

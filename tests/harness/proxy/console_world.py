@@ -8,7 +8,7 @@ from typing import Any
 from ratchet.store.ids import new_id
 from ratchet.store.records import Feedback, JudgeRequest, Verdict
 from ratchet.store.store import Store
-from tests.harness.records import answered_trajectory, begun, ended, tool_call
+from tests.harness.records import answered_trajectory, call_start, ended, tool_call
 
 ALIAS = "agent"
 MARK = "window.ranHostile = true"
@@ -38,7 +38,8 @@ def fill(store: Store) -> None:
         names = [f"run-{version}-{number:02d}" for number in range(40)]
         scores = [float(randomness.random() < 0.25 + 0.15 * version) for _ in names]
         starts = [
-            begun(f"call_{name}", name, version=version, task=f"mail/{place % 8}") for place, name in enumerate(names)
+            call_start(f"call_{name}", name, version=version, task=f"mail/{place % 8}")
+            for place, name in enumerate(names)
         ]
         store.calls.ship([ended(start, {"role": "assistant", "content": "Oslo"}) for start in starts])
         store.trajectories.seal_idle_trajectories(ALIAS, now=100.0, idle_seconds=1.0)
@@ -79,11 +80,11 @@ def _train(store: Store, version: int, group: str, reward: float) -> None:
 
 def hostile(store: Store) -> None:
     """A trajectory whose every text would like to run, hide or mislead."""
-    first = begun("call_h1", "hostile", TALK, at=2.0, task="evil/" + HOSTILE[:60], role="planner" + HOSTILE[:20],
+    first = call_start("call_h1", "hostile", TALK, at=2.0, task="evil/" + HOSTILE[:60], role="planner" + HOSTILE[:20],
                   tags=("nightly",))  # fmt: skip
     request = {**tool_call('{"query": "' + "x" * 20 + '<b>"}'), "reasoning": "thinking " + HOSTILE}
     seen = [*TALK, request, {"role": "tool", "tool_call_id": "c1", "content": HOSTILE}]
-    second = begun("call_h2", "hostile", seen, at=3.0, parent_call="call_h1", linked_by="graph+tool_ids")
+    second = call_start("call_h2", "hostile", seen, at=3.0, parent_call="call_h1", linked_by="graph+tool_ids")
     store.calls.ship([first, ended(first, request, messages=TALK)])
     store.calls.ship([second, ended(second, {"role": "assistant", "content": "Oslo " + HOSTILE}, messages=seen,
                                     context="exact", prompt=(6, 7))])  # fmt: skip

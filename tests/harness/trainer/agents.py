@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from ratchet.store.store import Store
-from tests.harness.records import begun, ended
+from tests.harness.records import call_start, ended
 from tests.harness.trainer import judge_samples
 
 
@@ -28,7 +28,7 @@ def agents_work(
     for number, score in enumerate(scores):
         name = f"{task}-{number}"
         judge_samples.by_answer[name] = score
-        start = begun(f"call_{name}", name, task=task, sampling={"temperature": temperature}, **changes)
+        start = call_start(f"call_{name}", name, task=task, sampling={"temperature": temperature}, **changes)
         ids = (10 + number, 11 + sum(task.encode()) % 7, 2)
         reply = {"role": "assistant", "content": name}
         shipped = ended(start, reply, prompt=prompt, ids=ids)

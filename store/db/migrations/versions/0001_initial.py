@@ -456,7 +456,7 @@ def _calls() -> None:
         sa.Column("retained_node", sa.LargeBinary),
         sa.CheckConstraint("context IN ('root', 'exact', 'fork')", name="ck_calls_context_known"),
         sa.CheckConstraint(
-            "state IN ('begun', 'answered', 'failed', 'aborted', 'interrupted')", name="ck_calls_state_known"
+            "state IN ('started', 'answered', 'failed', 'aborted', 'interrupted')", name="ck_calls_state_known"
         ),
         sa.ForeignKeyConstraint(["trajectory_id"], ["trajectories.id"], name="fk_calls_trajectory_id"),
         sa.PrimaryKeyConstraint("id", name="pk_calls"),
