@@ -25,7 +25,7 @@ from ratchet.proxy.dialects.chat import PATH
 from ratchet.proxy.exact.scale_out import GENERATE, ScaleOut, generate_body
 from ratchet.proxy.exact.streamed_response import StreamedResponse, StreamPacer
 from ratchet.proxy.exact.whole_response import DerenderRequest, read_whole_response
-from ratchet.proxy.telemetry.metrics import Metrics
+from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.proxy.upstreams.vllm_client import Upstream
 from ratchet.proxy.wire import request_body
 from ratchet.proxy.wire.capture import Capture
@@ -82,7 +82,7 @@ class Both:
         self._upstream = upstream
         self._scale_out = ScaleOut(upstream)
         self._pace = StreamPacer()
-        self.metrics = Metrics()
+        self.metrics = ProxyMetrics()
 
     async def plain(self, asked: ChatRequest, served: str) -> UpstreamResponse:
         """Return plain chat's answer."""

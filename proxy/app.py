@@ -18,7 +18,7 @@ from ratchet.proxy.coordinator.keys.key_cache import KeyCache
 from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
 from ratchet.proxy.coordinator.linking.restore import LinkingRestore
 from ratchet.proxy.coordinator.operator_api.body_limit import BodyLimit
-from ratchet.proxy.coordinator.rollouts.rollout_plans import Rollouts
+from ratchet.proxy.coordinator.rollouts.rollout_plans import RolloutPlans
 from ratchet.proxy.coordinator.shipping.record_lookups import RecordLookups
 from ratchet.proxy.coordinator.shipping.shipper import Shipper
 from ratchet.proxy.coordinator.shipping.store_writer import InProcessWriter, StoreWriter
@@ -36,7 +36,7 @@ from ratchet.proxy.redaction.redactor import RedactingDialect, Redactor
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.settings import ProxySettings
 from ratchet.proxy.telemetry.alarm_queue import AlarmQueue
-from ratchet.proxy.telemetry.metrics import Metrics
+from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.proxy.upstreams.circuit_breaker import CircuitBreaker
 from ratchet.proxy.upstreams.replica_pool import Replica, ReplicaPool
 from ratchet.proxy.upstreams.replica_probes import ReplicaProbes
@@ -55,7 +55,7 @@ from ratchet.proxy.worker.http.authentication import Authentication
 from ratchet.proxy.worker.http.body_memory import BodyMemory
 from ratchet.proxy.worker.http.decompression import Decompression
 from ratchet.proxy.worker.http.error_middleware import ErrorMiddleware
-from ratchet.proxy.worker.http.routing import Lifespan, Router, Service
+from ratchet.proxy.worker.http.routing import Lifespan, LifespanService, Router
 from ratchet.store.store import Store
 
 log = logging.getLogger("ratchet.proxy")
@@ -78,7 +78,7 @@ class Serving(NamedTuple):
     policies: PolicyCache
     heartbeat: Heartbeat
     linker: TrajectoryLinker
-    rollouts: Rollouts
+    rollouts: RolloutPlans
     contexts: TokenContexts | None
     pool: ReplicaPool[Replica]
     others: OtherModels
@@ -102,7 +102,7 @@ def create_app(
         store_writer: writes the journal's records into the store; by default a thread of this process does.
         critical_tasks: receives the failures of background tasks.
     """
-    metrics, critical_tasks = Metrics(), critical_tasks or CriticalTasks()
+    metrics, critical_tasks = ProxyMetrics(), critical_tasks or CriticalTasks()
     recording = build_recording(settings, store, store_writer, metrics, critical_tasks)
     serving = build_serving(settings, store, upstream, url, recording, metrics, critical_tasks)
     spans = make_spans(settings.otlp_endpoint, os.environ)
@@ -125,7 +125,7 @@ def create_app(
             app, settings.allowed_origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"], max_age=600
         )
     _watch_gauges(metrics, recording, serving, health, bodies)
-    services: list[Service] = [
+    services: list[LifespanService] = [
         *([] if spans is None else [spans]),
         keys,
         upstream,
@@ -146,7 +146,7 @@ def build_recording(
     settings: ProxySettings,
     store: Store,
     store_writer: StoreWriter | None,
-    metrics: Metrics,
+    metrics: ProxyMetrics,
     critical_tasks: CriticalTasks,
 ) -> Recording:
     """Build what records calls and ships the records to the store."""
@@ -184,7 +184,7 @@ def build_serving(
     upstream: Upstream,
     url: str,
     recording: Recording,
-    metrics: Metrics,
+    metrics: ProxyMetrics,
     critical_tasks: CriticalTasks,
 ) -> Serving:
     """Build what places calls and forwards them to models."""
@@ -228,7 +228,9 @@ def build_serving(
     base_check = BaseModelCheck(settings.model, store, upstream, vllm.probe_models, critical_tasks=critical_tasks)
     probes = ReplicaProbes(pool, base_check.look, min(settings.probe_interval_seconds, cool_off), critical_tasks)
     forwarder = ModelRouter(own, others)
-    return Serving(policies, heartbeat, linker, Rollouts(store), contexts, pool, others, forwarder, base_check, probes)
+    return Serving(
+        policies, heartbeat, linker, RolloutPlans(store), contexts, pool, others, forwarder, base_check, probes
+    )
 
 
 def build_routes(
@@ -239,7 +241,7 @@ def build_routes(
     serving: Serving,
     health: HealthEndpoints,
     spans: CallSpans | None,
-    metrics: Metrics,
+    metrics: ProxyMetrics,
 ) -> Router:
     """Return the routes: captured calls, models, health, metrics, console, operator API, pass-through."""
     # FastAPI and its pydantic models take long to import; the rest of the proxy does not.
@@ -288,7 +290,7 @@ def build_routes(
 
 
 def _watch_gauges(
-    metrics: Metrics, recording: Recording, serving: Serving, health: HealthEndpoints, bodies: BodyMemory
+    metrics: ProxyMetrics, recording: Recording, serving: Serving, health: HealthEndpoints, bodies: BodyMemory
 ) -> None:
     """Connect the gauges that are read when Prometheus scrapes."""
     linker, conversations = serving.linker, recording.conversations

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ratchet.store.store import Store
-from ratchet.trainer.adapters.vllm_api import Replica
+from ratchet.trainer.adapters.vllm_api import VllmServer
 from ratchet.trainer.controller.advantages.baseline import ScoreHistory
 from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator
 from ratchet.trainer.controller.judges import Judge
@@ -20,7 +20,7 @@ from ratchet.trainer.controller.judging.judged_groups import JudgedGroupCache
 from ratchet.trainer.controller.judging.rejudging import Rejudger
 from ratchet.trainer.controller.judging.second_judge import SecondJudge
 from ratchet.trainer.controller.sentinel.sentinel import Sentinel
-from ratchet.trainer.observability.metrics import Metrics
+from ratchet.trainer.observability.metrics import TrainerMetrics
 from ratchet.trainer.observability.progress import Progress
 from ratchet.trainer.release.canary import CanaryController
 from ratchet.trainer.release.evaluation_runner import (
@@ -93,9 +93,9 @@ def make_judging_components(settings: TrainerSettings, store: Store, progress: P
 def make_release_components(
     settings: TrainerSettings,
     store: Store,
-    replicas: Sequence[Replica],
+    replicas: Sequence[VllmServer],
     judging: JudgingComponents,
-    metrics: Metrics,
+    metrics: TrainerMetrics,
     make_workflow_evaluator: MakeWorkflowEvaluator | None,
 ) -> ReleaseComponents:
     """Return the components that release the versions of an alias."""

@@ -52,7 +52,7 @@ from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
 from ratchet.trainer.adapters import checkpoint
 from ratchet.trainer.adapters.served_base_model import ServedBaseModel
-from ratchet.trainer.adapters.vllm_api import Replica
+from ratchet.trainer.adapters.vllm_api import VllmServer
 from ratchet.trainer.components import make_judging_components, make_release_components
 from ratchet.trainer.controller.collect.collector import TrajectoryCollector
 from ratchet.trainer.controller.collect.feedback_wait import feedback_wait_of
@@ -67,7 +67,7 @@ from ratchet.trainer.errors import EngineUnreachable, OutOfMemory, TrainingDiver
 from ratchet.trainer.learner.learner import Learner
 from ratchet.trainer.learner_protocol import LearnerProtocol
 from ratchet.trainer.lease import Lease
-from ratchet.trainer.observability.metrics import Metrics
+from ratchet.trainer.observability.metrics import TrainerMetrics
 from ratchet.trainer.observability.progress import GATHERING, Progress, StoredProgress, watch_for_service
 from ratchet.trainer.release.candidates import next_candidate
 from ratchet.trainer.release.evaluation_runner import MakeWorkflowEvaluator
@@ -129,9 +129,9 @@ class Controller:
         self._store = store
         self._stop = stop
         alias = settings.model
-        self._replicas = [Replica(url, key=upstream_key) for url in settings.vllm]
+        self._replicas = [VllmServer(url, key=upstream_key) for url in settings.vllm]
         self._base = ServedBaseModel(store, alias, self._replicas)
-        self.metrics = Metrics(alias, store)
+        self.metrics = TrainerMetrics(alias, store)
         if settings.metrics_port is not None:
             self.metrics.serve(settings.metrics_host, settings.metrics_port)
         self.progress = Progress(watch_for_service(), self.metrics.progress, StoredProgress(store, alias))

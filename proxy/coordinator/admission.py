@@ -16,11 +16,11 @@ import msgspec
 
 from ratchet.proxy.coordinator.conversations.token_contexts import TokenContexts
 from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
-from ratchet.proxy.coordinator.rollouts.rollout_plans import PREFIX, RolloutPlan, Rollouts
+from ratchet.proxy.coordinator.rollouts.rollout_plans import PREFIX, RolloutPlan, RolloutPlans
 from ratchet.proxy.coordinator.versions.policy_cache import PolicyCache
 from ratchet.proxy.dialects.dialect import ParsedRequest
 from ratchet.proxy.messages.admission import CallIdentity, Placement
-from ratchet.proxy.messages.link_records import AttemptKey, Evidence, Leaf
+from ratchet.proxy.messages.link_records import AttemptKey, Leaf, LinkEvidence
 from ratchet.store.records import CallEnded, CallStarted
 from ratchet.store.records.tuning import Prompt
 
@@ -32,7 +32,7 @@ class Admission:
     """Places calls when they begin, and updates linking when they end."""
 
     def __init__(
-        self, policies: PolicyCache, linker: TrajectoryLinker, rollouts: Rollouts, contexts: TokenContexts | None
+        self, policies: PolicyCache, linker: TrajectoryLinker, rollouts: RolloutPlans, contexts: TokenContexts | None
     ) -> None:
         self._policies = policies
         self._linker = linker
@@ -91,13 +91,13 @@ class Admission:
         requested: int | None,
         attempt: AttemptKey,
         now: float,
-    ) -> Evidence:
+    ) -> LinkEvidence:
         request, explicit = parsed.request, identity.trajectory
         is_other = alias in self._policies.other_models
         # If a rollout runs on another model, the named trajectory is that model's. Else the other model only helps.
         if is_other and explicit is not None and not (plan and plan.model == alias):
             explicit = other_model_trajectory_id(explicit, alias)
-        return Evidence(
+        return LinkEvidence(
             alias=alias,
             version=requested,
             messages=request.messages,

@@ -20,11 +20,11 @@ _MAX_BUFFERED_EVENTS = 4096
 _encode = msgspec.json.Encoder().encode
 
 
-class _Logprobs(msgspec.Struct):
+class _RawLogprobs(msgspec.Struct):
     content: list[Raw] | None = None
 
 
-_logprobs = msgspec.json.Decoder(_Logprobs | None)
+_logprobs = msgspec.json.Decoder(_RawLogprobs | None)
 
 
 @dataclass(slots=True)

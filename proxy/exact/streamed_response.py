@@ -18,7 +18,7 @@ from ratchet.proxy.exact import derender_fixes
 from ratchet.proxy.exact.id_batches import IdBatch, IdBatches
 from ratchet.proxy.exact.scale_out import GeneratedChoice, ScaleOut, ScaleOutError, piece_body
 from ratchet.proxy.exact.whole_response import DerenderRequest
-from ratchet.proxy.telemetry.metrics import Metrics
+from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.proxy.wire.upstream_response import UpstreamResponse
 
 _encode = msgspec.json.Encoder().encode
@@ -56,7 +56,12 @@ class StreamedResponse:
     status = 200
 
     def __init__(
-        self, scale_out: ScaleOut, ids: UpstreamResponse, request: DerenderRequest, pacer: StreamPacer, metrics: Metrics
+        self,
+        scale_out: ScaleOut,
+        ids: UpstreamResponse,
+        request: DerenderRequest,
+        pacer: StreamPacer,
+        metrics: ProxyMetrics,
     ) -> None:
         self.url = ids.url
         self.headers: Mapping[str, str] = {}

@@ -41,7 +41,7 @@ from ratchet.proxy.journal.segments import (
 )
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.telemetry.alarm_queue import AlarmQueue
-from ratchet.proxy.telemetry.metrics import Metrics
+from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.store.records import Shipment
 
 log = logging.getLogger("ratchet.proxy")
@@ -70,7 +70,7 @@ class Journal:
         folder: Path,
         max_bytes: int,
         segment_bytes: int,
-        metrics: Metrics,
+        metrics: ProxyMetrics,
         alarm_queue: AlarmQueue,
         critical_tasks: CriticalTasks | None = None,
     ) -> None:

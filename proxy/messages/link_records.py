@@ -64,7 +64,7 @@ class AttemptKey(NamedTuple):
     tools_hash: str
 
 
-class Evidence(msgspec.Struct, frozen=True):
+class LinkEvidence(msgspec.Struct, frozen=True):
     """What a request says about its trajectory. `keys` are the link keys of its messages, in order."""
 
     alias: str

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
 from ratchet.proxy.telemetry.logs import FIELDS
-from ratchet.proxy.telemetry.metrics import Metrics
+from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.store.records import CallEnded
 
 log = logging.getLogger("ratchet.calls")
@@ -78,7 +78,7 @@ class _Series(NamedTuple):
 class CallCounters:
     """The counters of ended calls."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: ProxyMetrics) -> None:
         self._metrics = metrics
         self._overhead = metrics.overhead_seconds.observe
         self._series: dict[tuple[str, str, str, str, str, str], _Series] = {}

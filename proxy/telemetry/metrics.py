@@ -33,7 +33,7 @@ _IN_USE = (PolicyState.CANDIDATE, PolicyState.CANARY, PolicyState.LIVE)
 INTERNAL_ERROR = "internal_error"  # error label of a bug in the proxy
 
 
-class Metrics:
+class ProxyMetrics:
     """The metrics, in a registry of their own, so that one process can run several proxies."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ from hashlib import blake2b
 from typing import Generic, TypeVar
 
 from ratchet.proxy.errors import UpstreamDisconnected, UpstreamError, UpstreamTimeout, UpstreamUnreachable
-from ratchet.proxy.telemetry.metrics import Metrics
+from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.proxy.upstreams.circuit_breaker import CircuitBreaker
 from ratchet.proxy.upstreams.http_connection import HttpResponse
 
@@ -69,7 +69,7 @@ _R = TypeVar("_R", bound=Replica)
 class ReplicaPool(Generic[_R]):
     """The replicas. A trajectory leaves a replica with `slack` more calls than the least busy one."""
 
-    def __init__(self, replicas: Sequence[_R], metrics: Metrics, slack: int = 16) -> None:
+    def __init__(self, replicas: Sequence[_R], metrics: ProxyMetrics, slack: int = 16) -> None:
         self.replicas = tuple(replicas)
         self._slack = slack
         self._metrics = metrics

@@ -221,7 +221,7 @@ def _swap(
         return CheckResult("swap", False, "not proven: no project is up", _NO_PROJECT)
     if learner is None:
         return CheckResult("swap", False, "not proven: there is no trained adapter", "mend the gradient first")
-    from ratchet.trainer.adapters.vllm_api import Replica
+    from ratchet.trainer.adapters.vllm_api import VllmServer
     from ratchet.trainer.errors import TrainerError
     from ratchet.trainer.release.proof import Outcome
     from ratchet.trainer.release.served_proof import prove_served
@@ -229,7 +229,7 @@ def _swap(
     probes = _probes(captured)
     tolerance = float(settings.trainer.get("proof_tolerance", _TOLERANCE))
     name = f"{settings.model}@doctor-{time.time_ns()}"
-    replica = Replica(running["vllm_url"])
+    replica = VllmServer(running["vllm_url"])
     try:
         learner.save(folder / "adapter")
         replica.load(name, folder / "adapter")
@@ -257,9 +257,9 @@ def _swap(
 def _batches(settings: Settings, running: dict[str, Any], captured: tuple[int, ...], folder: Path) -> CheckResult:
     """Return the finding about batches of both kinds; the adapter is the one that the swap has proven."""
     from ratchet.checks.mixed_batch_check import check_batches
-    from ratchet.trainer.adapters.vllm_api import Replica
+    from ratchet.trainer.adapters.vllm_api import VllmServer
 
-    replica = Replica(running["vllm_url"])
+    replica = VllmServer(running["vllm_url"])
     base = vllm_command.served_name(settings.model)
     try:
         return check_batches(replica, base, folder / "adapter", settings.vllm.max_loras, _probes(captured))

@@ -14,7 +14,7 @@ from statistics import fmean
 
 from ratchet.checks.check_result import CheckResult
 from ratchet.store.install_hint import install_hint
-from ratchet.trainer.adapters.vllm_api import Replica
+from ratchet.trainer.adapters.vllm_api import VllmServer
 from ratchet.trainer.errors import TrainerError
 
 _NAME = "batches"
@@ -27,7 +27,7 @@ Likeliest = Sequence[Mapping[int, float]]
 
 
 def check_batches(
-    replica: Replica, base: str, adapter: Path, slots: int, probes: Sequence[Sequence[int]]
+    replica: VllmServer, base: str, adapter: Path, slots: int, probes: Sequence[Sequence[int]]
 ) -> CheckResult:
     """Ask the base model alone and beside `slots` adapters, and compare. `probes` are id sequences."""
     names = [f"{base}-beside-{number}" for number in range(slots)]
@@ -45,7 +45,7 @@ def check_batches(
     return verdict(alone, adapted, beside)
 
 
-def _beside(replica: Replica, base: str, names: Sequence[str], probes: Sequence[Sequence[int]]) -> list[Likeliest]:
+def _beside(replica: VllmServer, base: str, names: Sequence[str], probes: Sequence[Sequence[int]]) -> list[Likeliest]:
     """Return what the base model answers while every adapter is busy, as often as there is time for."""
     found: list[Likeliest] = []
     with ThreadPoolExecutor(len(names)) as pool:

@@ -26,7 +26,7 @@ from ratchet.proxy.journal.segments import (
     write_position,
 )
 from ratchet.proxy.telemetry.alarm_queue import AlarmQueue
-from ratchet.proxy.telemetry.metrics import Metrics
+from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.store.records import CallEnded, CallStarted
 from ratchet.store.states import CallState
 from ratchet.store.store import Store
@@ -50,7 +50,7 @@ async def journal(tmp_path: Path) -> AsyncIterator[Open]:
     opened: list[Journal] = []
 
     def begin(max_bytes: int = 2**20, journal_segment_bytes: int = 2**16, folder: str = "journal") -> Journal:
-        opened.append(Journal(tmp_path / folder, max_bytes, journal_segment_bytes, Metrics(), AlarmQueue()))
+        opened.append(Journal(tmp_path / folder, max_bytes, journal_segment_bytes, ProxyMetrics(), AlarmQueue()))
         return opened[-1]
 
     yield begin

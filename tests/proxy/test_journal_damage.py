@@ -10,7 +10,7 @@ import pytest
 from ratchet.proxy.journal.journal import Journal
 from ratchet.proxy.journal.segments import MAGIC, Position, segment_path, write_position
 from ratchet.proxy.telemetry.alarm_queue import AlarmQueue
-from ratchet.proxy.telemetry.metrics import Metrics
+from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.store.store import Store
 from tests.harness.proxy.servers import eventually
 from tests.proxy.test_journal import pair, shipping
@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
 
 async def begun(folder: Path) -> Journal:
     """Return a journal that has started."""
-    journal = Journal(folder, 2**20, 2**16, Metrics(), AlarmQueue())
+    journal = Journal(folder, 2**20, 2**16, ProxyMetrics(), AlarmQueue())
     await journal.start()
     return journal
 

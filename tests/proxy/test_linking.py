@@ -10,7 +10,7 @@ import pytest
 
 from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
 from ratchet.proxy.errors import BadRequest
-from ratchet.proxy.messages.link_records import AttemptKey, Evidence, Leaf, Link, TokenFingerprint
+from ratchet.proxy.messages.link_records import AttemptKey, Leaf, Link, LinkEvidence, TokenFingerprint
 from ratchet.proxy.messages.text_fingerprints import fingerprints_of
 from ratchet.store.content import messages as canon
 from ratchet.store.records import OpenLeaf, pack_ids, unpack_ids
@@ -25,10 +25,10 @@ REPLY: Message = {"role": "assistant", "content": "hello"}
 NEXT: Message = {"role": "user", "content": "and now?"}
 
 
-def asked(messages: list[Message], key: str = "k", **more: Any) -> Evidence:
+def asked(messages: list[Message], key: str = "k", **more: Any) -> LinkEvidence:
     values: dict[str, Any] = {"alias": "agent", "version": None, "messages": messages, "key_id": key}
     values |= {"keys": canon.link_keys(messages), "arrived_at": 1.0}
-    return Evidence(**(values | more))
+    return LinkEvidence(**(values | more))
 
 
 def answered(linker: TrajectoryLinker, prompt: list[Message], reply: Message, now: float = 1.0, key: str = "k") -> Link:

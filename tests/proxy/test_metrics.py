@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from ratchet.trainer.observability.metrics import Metrics as TrainerMetrics
+from ratchet.trainer.observability.metrics import TrainerMetrics
 from tests.harness.proxy.servers import ROOT, eventually
 from tests.proxy.conftest import Proxy, Start
 

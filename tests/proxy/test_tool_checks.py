@@ -13,7 +13,7 @@ from ratchet.proxy.coordinator.tool_checks.checker import ToolCallChecker, ToolC
 from ratchet.proxy.coordinator.tool_checks.tool_counts import ToolCallCounters
 from ratchet.proxy.coordinator.tool_checks.tool_results import result_of
 from ratchet.proxy.coordinator.tool_checks.toolset import Toolset
-from ratchet.proxy.telemetry.metrics import Metrics
+from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.store.records.tool_calls import ToolCallCounts
 from ratchet.store.states import CallState, ToolOutcome
 from ratchet.store.store import Store
@@ -301,7 +301,7 @@ def test_tools_of_a_list_that_was_shipped_before_are_read_from_the_store(store: 
 
 
 def test_clients_cannot_make_more_than_a_hundred_series() -> None:
-    metrics = Metrics()
+    metrics = ProxyMetrics()
     counts = ToolCallCounters(metrics)
     counts.count(ToolCallCount(f"tool-{number}" * 50, "valid", None, 1) for number in range(5_000))
     names = {s.labels["tool"] for f in metrics.registry.collect() for s in f.samples if "tool" in s.labels}

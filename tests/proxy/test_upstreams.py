@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ratchet.proxy.telemetry.metrics import Metrics
+from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.proxy.upstreams.circuit_breaker import BreakerState, CircuitBreaker
 from ratchet.proxy.upstreams.replica_pool import Replica, ReplicaPool
 from ratchet.proxy.upstreams.replica_probes import ReplicaProbes
@@ -31,7 +31,9 @@ def body(text: str = "hi", **fields: Any) -> dict[str, Any]:
 
 
 def pool(urls: Sequence[str] = URLS) -> ReplicaPool[Replica]:
-    return ReplicaPool([Replica(url, CircuitBreaker(failures=1, cool_off=1.0)) for url in urls], Metrics(), slack=3)
+    return ReplicaPool(
+        [Replica(url, CircuitBreaker(failures=1, cool_off=1.0)) for url in urls], ProxyMetrics(), slack=3
+    )
 
 
 # --- the choice -----------------------------------------------------------------------------------------------

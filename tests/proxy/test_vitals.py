@@ -19,7 +19,7 @@ from ratchet.proxy.errors import NotReady
 from ratchet.proxy.journal.journal import Journal
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.telemetry.alarm_queue import AlarmQueue
-from ratchet.proxy.telemetry.metrics import Metrics
+from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.proxy.worker.http.connections import ClientConnection, ClientConnections
 from tests.harness import records
 from tests.harness.proxy.servers import ROOT, eventually
@@ -93,7 +93,7 @@ async def test_where_the_journals_writer_died_nothing_counts_as_recorded(tmp_pat
     deaths: list[str] = []
     critical_tasks = CriticalTasks()
     critical_tasks.on_failure = lambda: deaths.append(str(critical_tasks.failure))
-    journal = Journal(tmp_path / "journal", 2**20, 2**16, Metrics(), _BrokenAlarmQueue(), critical_tasks)
+    journal = Journal(tmp_path / "journal", 2**20, 2**16, ProxyMetrics(), _BrokenAlarmQueue(), critical_tasks)
     await journal.start()
     assert await journal.commit(records.call_start("call_1", "t"))
     shutil.rmtree(journal.folder)

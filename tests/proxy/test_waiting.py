@@ -22,7 +22,7 @@ from ratchet.proxy.coordinator.shipping.shipper import Shipper
 from ratchet.proxy.coordinator.shipping.store_writer import Carried, InProcessWriter, SegmentRange
 from ratchet.proxy.journal.journal import Journal
 from ratchet.proxy.telemetry.alarm_queue import AlarmQueue
-from ratchet.proxy.telemetry.metrics import Metrics
+from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.store.ids import new_id
 from ratchet.store.store import Store
 from tests.harness import records
@@ -113,10 +113,10 @@ class _Counting(InProcessWriter):
 @pytest.fixture
 async def counted(tmp_path: Path, store: Store) -> AsyncIterator[tuple[Journal, Shipper, _Counting]]:
     """A journal that is shipped, and who carries it."""
-    journal = Journal(tmp_path / "journal", 2**20, 2**16, Metrics(), AlarmQueue())
+    journal = Journal(tmp_path / "journal", 2**20, 2**16, ProxyMetrics(), AlarmQueue())
     await journal.start()
     store_writer = _Counting(store)
-    shipper = Shipper(journal, store, store_writer, Metrics(), AlarmQueue(), forget_durable_messages=lambda: None)
+    shipper = Shipper(journal, store, store_writer, ProxyMetrics(), AlarmQueue(), forget_durable_messages=lambda: None)
     await shipper.start()
     yield journal, shipper, store_writer
     await shipper.stop()

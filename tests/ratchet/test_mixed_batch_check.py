@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ratchet.checks.mixed_batch_check import check_batches
-from ratchet.trainer.adapters.vllm_api import Replica
+from ratchet.trainer.adapters.vllm_api import VllmServer
 from tests.harness.cli.mixing_engine import MixingEngine
 from tests.harness.proxy.servers import served
 
@@ -14,7 +14,7 @@ PROBES = [(1, 2, 3), (4, 5)]
 
 def prove(engine: MixingEngine) -> tuple[bool, str]:
     with served(engine) as url:
-        replica = Replica(url)
+        replica = VllmServer(url)
         found = check_batches(replica, "policy@0", Path("/adapter"), 2, PROBES)
         replica.close()
     assert engine.loaded == []

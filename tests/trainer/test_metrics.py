@@ -13,7 +13,7 @@ from ratchet.store.states import ToolResult
 from ratchet.store.store import Store
 from ratchet.trainer.controller.sentinel.sentinel import Sentinel
 from ratchet.trainer.errors import SettingError
-from ratchet.trainer.observability.metrics import Metrics
+from ratchet.trainer.observability.metrics import TrainerMetrics
 from ratchet.trainer.settings.sentinel_settings import SentinelSettings
 from ratchet.trainer.statistics.sequential_test import Difference
 from tests import house
@@ -21,7 +21,7 @@ from tests.harness.records import answered_trajectory, judged_group
 from tests.harness.trainer.tool_records import tool_called
 
 
-def told(metrics: Metrics) -> dict[tuple[str, ...], float]:
+def told(metrics: TrainerMetrics) -> dict[tuple[str, ...], float]:
     """Every sample by its name and its labels' values."""
     text = httpx.get(f"http://127.0.0.1:{metrics.serve('127.0.0.1', 0)}/metrics", trust_env=False).text
     return {
@@ -40,7 +40,7 @@ def test_findings_rounds_drops_and_alarms_are_told(store: Store) -> None:
     group = next(one for one in store.groups.awaiting_round("agent"))
     store.rounds.commit(held.id, version=1, checkpoint="x", groups=[group.id], metrics=numbers)
     tool_called(store, "a", ToolResult.TIMEOUT)
-    metrics = Metrics("agent", store)
+    metrics = TrainerMetrics("agent", store)
     watching = Sentinel(SentinelSettings(interval_seconds=1.0), store, "agent", metrics)
     watching.check(1.0)
     watching.check(2.0)
@@ -63,7 +63,7 @@ def test_what_the_gate_sees_and_decides_is_told(store: Store) -> None:
     store.policies.promote("agent", 1, {})
     store.policies.start_canary("agent", 2, 0.5)
     store.policies.require_approval("agent", 2, {}, by="release", reason="too good")
-    metrics = Metrics("agent", store)
+    metrics = TrainerMetrics("agent", store)
     metrics.canary(20, 30, Difference(0.5, 0.25, 0.75, 20, 30))
     metrics.evaluating(True)
     found = told(metrics)
@@ -80,27 +80,27 @@ def test_what_the_gate_sees_and_decides_is_told(store: Store) -> None:
 def test_what_is_no_longer_found_is_no_longer_shown(store: Store) -> None:
     answered_trajectory(store, "a")
     tool_called(store, "a", ToolResult.OK)
-    metrics = Metrics("agent", store)
+    metrics = TrainerMetrics("agent", store)
     Sentinel(SentinelSettings(), store, "agent", metrics).check(1.0)
     metrics.findings((), paused=False)
     assert not [name for name, *_ in told(metrics) if name == "ratchet_tool_failure_ratio"]
 
 
 def test_a_store_that_is_away_leaves_the_rest(store: Store, tmp_path: Path) -> None:
-    metrics = Metrics("agent", store)
+    metrics = TrainerMetrics("agent", store)
     store.close()
     (tmp_path / "store.db").rename(tmp_path / "away.db")
     assert told(metrics) == {("ratchet_training_paused", "agent"): 0}
 
 
 def test_a_port_that_is_taken_is_refused_by_name() -> None:
-    port = Metrics("agent").serve("127.0.0.1", 0)
+    port = TrainerMetrics("agent").serve("127.0.0.1", 0)
     with pytest.raises(SettingError, match=f"trainer.metrics_port {port}"):
-        Metrics("agent").serve("127.0.0.1", port)
+        TrainerMetrics("agent").serve("127.0.0.1", port)
 
 
 def test_every_metric_of_the_trainer_is_documented(store: Store) -> None:
     _, _, page = (house.ROOT / "docs" / "metrics.md").read_text().partition("## The trainer")
-    families = Metrics("agent", store).registry.collect()
+    families = TrainerMetrics("agent", store).registry.collect()
     names = {family.name + ("_total" if family.type == "counter" else "") for family in families}
     assert names == set(re.findall(r"^\| `(ratchet_\w+)`", page, re.MULTILINE))

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from ratchet.store.db.engine import connect
 from ratchet.store.store import Store, open_store
-from ratchet.trainer.observability.metrics import Metrics
+from ratchet.trainer.observability.metrics import TrainerMetrics
 from ratchet.trainer.observability.progress import (
     PeriodicLines,
     PhaseBars,
@@ -108,7 +108,7 @@ def test_a_bar_shows_done_total_and_means() -> None:
 
 def test_prometheus_gets_the_same_numbers() -> None:
     clock = Clock()
-    metrics = Metrics("agent")
+    metrics = TrainerMetrics("agent")
     phase = Progress(metrics.progress, clock=clock).begin("judging", 20)
     clock.now += 10
     phase.add(4, reward=0.5)

@@ -14,7 +14,7 @@ from ratchet.store.errors import InvalidTransition
 from ratchet.store.records import Policy
 from ratchet.store.states import PolicyAction, PolicyState
 from ratchet.store.store import Store, open_store
-from ratchet.trainer.adapters.vllm_api import Replica
+from ratchet.trainer.adapters.vllm_api import VllmServer
 from ratchet.trainer.controller.judges.language_model import LanguageModel
 from ratchet.trainer.controller.rounds.staleness import oldest_fresh
 from ratchet.trainer.controller_loop import Controller
@@ -194,7 +194,7 @@ def engine() -> Iterator[ScriptedEngine]:
 
 @pytest.fixture
 def publisher(local: Store, engine: ScriptedEngine) -> Iterator[Publisher]:
-    replica = Replica(engine.url)
+    replica = VllmServer(engine.url)
     yield Publisher(local, [replica], alias="agent", tolerance=0.05, keep_loaded_adapters=0)
     replica.close()
 

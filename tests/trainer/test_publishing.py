@@ -14,7 +14,7 @@ import pytest
 from ratchet.store.records import Policy, ProxyInstance
 from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
-from ratchet.trainer.adapters.vllm_api import Replica
+from ratchet.trainer.adapters.vllm_api import VllmServer
 from ratchet.trainer.adapters.vllm_load import Load, load_of
 from ratchet.trainer.errors import AdapterRefused, EngineUnreachable
 from ratchet.trainer.release.publisher import Publisher, PublishResult
@@ -39,7 +39,7 @@ def engines() -> Iterator[list[ScriptedEngine]]:
 
 @pytest.fixture
 def publisher(store: Store, engines: list[ScriptedEngine]) -> Iterator[Publisher]:
-    replicas = [Replica(engine.url) for engine in engines]
+    replicas = [VllmServer(engine.url) for engine in engines]
     yield Publisher(store, replicas, alias="agent", tolerance=0.05, keep_loaded_adapters=0)
     for replica in replicas:
         replica.close()
@@ -127,7 +127,7 @@ def test_a_refused_adapter_keeps_the_engines_own_words(
 
 
 def test_an_engine_that_is_away_leaves_the_candidate_for_later(store: Store) -> None:
-    replica = Replica("http://127.0.0.1:1")
+    replica = VllmServer("http://127.0.0.1:1")
     publisher = Publisher(store, [replica], alias="agent", tolerance=0.05, keep_loaded_adapters=0)
     policy = candidate(store, 1)
     with pytest.raises(EngineUnreachable, match="does not answer"):
@@ -151,7 +151,7 @@ def test_an_old_version_is_unloaded_only_when_no_door_needs_it(
 
 
 def test_the_newest_old_versions_stay_loaded(store: Store, engines: list[ScriptedEngine]) -> None:
-    replica = Replica(engines[0].url)
+    replica = VllmServer(engines[0].url)
     publisher = Publisher(store, [replica], alias="agent", tolerance=0.05, keep_loaded_adapters=2)
     for version, left in ((1, []), (2, []), (3, []), (4, ["agent@1"])):
         publish(publisher, candidate(store, version))
@@ -165,8 +165,8 @@ def test_an_engine_that_wants_a_key_gets_it_and_its_refusal_is_told(
 ) -> None:
     engines[0].key = "secret"
     with pytest.raises(AdapterRefused, match="401"):
-        Replica(engines[0].url).models()
-    replica = Replica(engines[0].url, key="secret")
+        VllmServer(engines[0].url).models()
+    replica = VllmServer(engines[0].url, key="secret")
     assert replica.models() == ("base",)
     replica.close()
 
@@ -175,13 +175,13 @@ def test_a_password_in_a_replicas_url_goes_to_it_and_is_shown_nowhere(engines: l
     engine, whole = engines[0], engines[0].url.replace("//", "//alice:s3%2Fcret@")
     pair = base64.b64encode(b"alice:s3/cret").decode()
     engine.authorization = f"Basic {pair}"
-    replica = Replica(whole)
+    replica = VllmServer(whole)
     assert (replica.models(), load_of([whole], None)) == (("base",), Load(0, 0))
     engine.authorization, engine.load = "another", None
     with pytest.raises(AdapterRefused) as refused:
         replica.models()
     replica.close()
-    gone = Replica("http://alice:s3%2Fcret@127.0.0.1:1")
+    gone = VllmServer("http://alice:s3%2Fcret@127.0.0.1:1")
     with pytest.raises(EngineUnreachable) as unreachable:
         gone.models()
     gone.close()

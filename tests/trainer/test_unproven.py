@@ -12,7 +12,7 @@ from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
 from ratchet.trainer.controller.rounds.staleness import oldest_fresh
 from ratchet.trainer.controller_loop import Controller
-from ratchet.trainer.observability.metrics import Metrics
+from ratchet.trainer.observability.metrics import TrainerMetrics
 from ratchet.trainer.release.retention import retained
 from ratchet.trainer.rows.probes import contexts
 from ratchet.trainer.settings.learner_settings import LearnerSettings
@@ -57,7 +57,7 @@ def test_training_goes_on_from_an_unproven_version_until_its_distance_is_told(
 def _metrics(store: Store) -> str:
     from prometheus_client import generate_latest
 
-    return generate_latest(Metrics("agent", store).registry).decode()
+    return generate_latest(TrainerMetrics("agent", store).registry).decode()
 
 
 def versions(**states: PolicyState) -> list[Policy]:

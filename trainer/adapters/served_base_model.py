@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from ratchet.store.policies import fingerprints
 from ratchet.store.store import Store
-from ratchet.trainer.adapters.vllm_api import Replica
+from ratchet.trainer.adapters.vllm_api import VllmServer
 from ratchet.trainer.errors import EngineError
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ _AGAIN = 10.0  # seconds between two checks while a replica serves another base 
 class ServedBaseModel:
     """Checks all replicas of one alias."""
 
-    def __init__(self, store: Store, alias: str, replicas: Sequence[Replica]) -> None:
+    def __init__(self, store: Store, alias: str, replicas: Sequence[VllmServer]) -> None:
         self._store = store
         self._alias = alias
         self._replicas = replicas

@@ -17,7 +17,7 @@ from ratchet.store.policies import fingerprints
 from ratchet.trainer.errors import AdapterRefused, EngineUnreachable
 
 
-class Replica:
+class VllmServer:
     """One vLLM server. `key` is its API key, if it has one; `timeout` is in seconds.
 
     `url` is without /v1. User name and password in it are sent to the server and appear nowhere else.

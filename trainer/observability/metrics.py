@@ -62,7 +62,7 @@ _ROUND_METRICS = {
 }
 
 
-class Metrics:
+class TrainerMetrics:
     """The metrics of one alias, in their own registry."""
 
     def __init__(self, alias: str, store: Store | None = None) -> None:

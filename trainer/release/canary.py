@@ -17,7 +17,7 @@ from ratchet.store.records import PastScore, Policy
 from ratchet.store.states import PolicyAction, PolicyState
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges import Judge
-from ratchet.trainer.observability.metrics import Metrics
+from ratchet.trainer.observability.metrics import TrainerMetrics
 from ratchet.trainer.release.approval import (
     GetBlockingFindings,
     blocking_reason,
@@ -51,7 +51,7 @@ class CanaryController:
         judge_version: str,
         second: Judge | None = None,
         blocking_findings: GetBlockingFindings = no_blocking_findings,
-        metrics: Metrics | None = None,
+        metrics: TrainerMetrics | None = None,
     ) -> None:
         self._store = store
         self._alias = alias
@@ -61,7 +61,7 @@ class CanaryController:
             SecondOpinionRunner(second, settings.second_judge_pairs, store.trajectories.read) if second else None
         )
         self._blocking_findings = blocking_findings
-        self._metrics = metrics or Metrics(alias)
+        self._metrics = metrics or TrainerMetrics(alias)
         self._checked_at = 0.0
         self.undecided = True  # a version waits for a decision, or this is not known yet
 

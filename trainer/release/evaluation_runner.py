@@ -18,7 +18,7 @@ import msgspec
 
 from ratchet.store.records import Policy
 from ratchet.store.store import Store
-from ratchet.trainer.adapters.vllm_api import Replica
+from ratchet.trainer.adapters.vllm_api import VllmServer
 from ratchet.trainer.controller.judges import Judge
 from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.errors import EngineError, EngineUnreachable, EvaluationStopped, SettingError, TuningError
@@ -55,7 +55,7 @@ MakeWorkflowEvaluator = Callable[[Store, str, ReleaseSettings, Judge, Judge | No
 def make_evaluation_runner(
     settings: TrainerSettings,
     store: Store,
-    replica: Replica,
+    replica: VllmServer,
     make_workflow_evaluator: MakeWorkflowEvaluator | None = None,
 ) -> EvaluationRunner | None:
     """Return the runner that the settings name: a workflow, recorded prompts, or None if nothing is held out.

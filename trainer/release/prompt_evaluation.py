@@ -23,7 +23,7 @@ from ratchet.store.content.prompt_substitution import with_prompt
 from ratchet.store.reasons import DropReason
 from ratchet.store.records import Call, Policy, Transcript
 from ratchet.store.store import Store
-from ratchet.trainer.adapters.vllm_api import Replica
+from ratchet.trainer.adapters.vllm_api import VllmServer
 from ratchet.trainer.controller.judges import Judge
 from ratchet.trainer.release.evaluation import PROMPT_SET, EvaluationResult, Sides, compare_with_judge
 
@@ -44,7 +44,7 @@ class PromptEvaluator:
     def __init__(
         self,
         store: Store,
-        replica: Replica,
+        replica: VllmServer,
         judge: Judge,
         second: Judge | None = None,
         *,

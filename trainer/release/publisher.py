@@ -20,7 +20,7 @@ from ratchet.store.coordination.proxies import PROXY_TIMEOUT_SECONDS
 from ratchet.store.records import BASE_VERSION, Policy
 from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
-from ratchet.trainer.adapters.vllm_api import Replica
+from ratchet.trainer.adapters.vllm_api import VllmServer
 from ratchet.trainer.errors import AdapterRefused
 from ratchet.trainer.release.approval import (
     GetBlockingFindings,
@@ -63,7 +63,7 @@ class Publisher:
     def __init__(
         self,
         store: Store,
-        replicas: Sequence[Replica],
+        replicas: Sequence[VllmServer],
         *,
         alias: str,
         tolerance: float,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from ratchet.trainer.adapters.vllm_api import Replica
+from ratchet.trainer.adapters.vllm_api import VllmServer
 from ratchet.trainer.release.proof import Outcome, Proof, VersionLogprobs, prove
 
 _TOKENS = 3  # most likely next tokens that are compared after each probe
@@ -31,7 +31,7 @@ class ProofFailed(Exception):
 
 
 def prove_served(
-    replica: Replica,
+    replica: VllmServer,
     name: str,
     old: Mapping[str, Path | None],
     probes: Sequence[Sequence[int]],

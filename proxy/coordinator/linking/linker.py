@@ -33,7 +33,7 @@ from ratchet.proxy.coordinator.linking.open_trajectories import OpenTrajectory, 
 from ratchet.proxy.coordinator.linking.restore import attempt_from_store, leaf_from_store
 from ratchet.proxy.coordinator.linking.unanswered_attempts import RESEND_WINDOW, RETRY_WINDOW, UnansweredAttempts
 from ratchet.proxy.errors import BadRequest
-from ratchet.proxy.messages.link_records import AttemptKey, Evidence, Leaf, Link, TokenFingerprint
+from ratchet.proxy.messages.link_records import AttemptKey, Leaf, Link, LinkEvidence, TokenFingerprint
 from ratchet.proxy.runtime.byte_quotas import ByteQuotas
 from ratchet.store.access.ownership import may_share_trajectory, owner
 from ratchet.store.content import messages as canon
@@ -66,7 +66,7 @@ class TrajectoryLinker:
         """The estimated memory use."""
         return self._quotas.bytes + self._attempts.bytes
 
-    def find_link(self, evidence: Evidence) -> Link:
+    def find_link(self, evidence: LinkEvidence) -> Link:
         """Return a request's place. Raises BadRequest if its trajectory id and its version contradict each other."""
         if evidence.explicit is not None:
             return self._link_named_trajectory(evidence, evidence.explicit)
@@ -87,7 +87,7 @@ class TrajectoryLinker:
             return Link(quoted.trajectory_id, quoted.version, by, parent, quoted.purpose, quoted=quoted)
         return Link(new_id("traj"), None, "root", purpose=evidence.purpose, key_id=evidence.key_id)
 
-    def _link_named_trajectory(self, evidence: Evidence, name: str) -> Link:
+    def _link_named_trajectory(self, evidence: LinkEvidence, name: str) -> Link:
         """Return the trajectory that the client names. Only an explicit version can contradict it."""
         for candidate in candidate_names(name, evidence.key_id):
             name, trajectory = candidate, self._trajectories.get(candidate)
@@ -117,7 +117,7 @@ class TrajectoryLinker:
         known = (leaf for leaf in reversed(trajectory.leaves if trajectory else ()) if leaf.call_id == call_id)
         return next(known, None) or Leaf(name, call_id, 0, 0, "", (), None, TokenFingerprint(0, b""), 0.0)
 
-    def _find_unanswered_attempt(self, evidence: Evidence, attempt: AttemptKey) -> Link | None:
+    def _find_unanswered_attempt(self, evidence: LinkEvidence, attempt: AttemptKey) -> Link | None:
         """Return the link of an unanswered attempt at the same request; each is used once."""
         since = evidence.arrived_at - (RETRY_WINDOW if evidence.is_retry else RESEND_WINDOW)
         while link := self._attempts.take(attempt, since):
@@ -131,7 +131,7 @@ class TrajectoryLinker:
                 return Link(link.trajectory_id, trajectory.version, by, link.parent, trajectory.purpose)
         return None
 
-    def _find_parent(self, evidence: Evidence, trajectory_id: str | None) -> tuple[Leaf | None, str]:
+    def _find_parent(self, evidence: LinkEvidence, trajectory_id: str | None) -> tuple[Leaf | None, str]:
         """Return the answer that the request continues, and how it was found."""
         deepest, leaves = None, self._leaves_of(evidence)
         for place in range(len(evidence.keys) - 1, -1, -1):
@@ -152,7 +152,7 @@ class TrajectoryLinker:
             leaves, evidence.messages, lambda leaf: self._may_continue(leaf, evidence, trajectory_id)
         )
 
-    def _find_later_answer(self, evidence: Evidence, found: Sequence[Leaf], place: int) -> tuple[Leaf | None, str]:
+    def _find_later_answer(self, evidence: LinkEvidence, found: Sequence[Leaf], place: int) -> tuple[Leaf | None, str]:
         """Return an answer of the same trajectories after `place`, where the path has changed."""
         trajectories = {leaf.trajectory_id for leaf in found}
         after = evidence.messages[place + 1 :]
@@ -160,10 +160,10 @@ class TrajectoryLinker:
             self._leaves_of(evidence), after, lambda leaf: leaf.trajectory_id in trajectories, trajectory_known=True
         )
 
-    def _leaves_of(self, evidence: Evidence) -> LeafIndex:
+    def _leaves_of(self, evidence: LinkEvidence) -> LeafIndex:
         return self._leaves.get((evidence.alias, owner(evidence.key_id)), _EMPTY)
 
-    def _may_continue(self, leaf: Leaf, evidence: Evidence, trajectory_id: str | None) -> bool:
+    def _may_continue(self, leaf: Leaf, evidence: LinkEvidence, trajectory_id: str | None) -> bool:
         trajectory = self._trajectories.get(leaf.trajectory_id)
         if (
             trajectory is None
@@ -325,7 +325,7 @@ class TrajectoryLinker:
                 self.forget_trajectory(trajectory_id)
 
 
-def _best(evidence: Evidence, place: int, found: Sequence[Leaf]) -> tuple[Leaf, str]:
+def _best(evidence: LinkEvidence, place: int, found: Sequence[Leaf]) -> tuple[Leaf, str]:
     """Return the best leaf of one path, and how it was told from the others."""
     exact = [leaf for leaf in found if leaf.link_key == evidence.keys[place]]
     ids = canon.tool_call_ids(evidence.messages[place])

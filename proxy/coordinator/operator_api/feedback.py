@@ -18,7 +18,7 @@ from ratchet.proxy.coordinator.shipping.record_lookups import RecordLookups
 from ratchet.proxy.errors import BadRequest, NotFound, NotReady
 from ratchet.proxy.journal.journal import Journal
 from ratchet.proxy.redaction.redactor import Redactor
-from ratchet.proxy.telemetry.metrics import Metrics
+from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.store.calls.feedback import CALL, RESPONSE, TRAJECTORY, Place
 from ratchet.store.errors import StoreUnavailable
 from ratchet.store.ids import new_id
@@ -99,7 +99,7 @@ class FeedbackIntake:
     """Takes feedback. Belongs to the event loop's thread; the store is asked in another."""
 
     def __init__(
-        self, store: Store, journal: Journal, lookups: RecordLookups, redactor: Redactor | None, metrics: Metrics
+        self, store: Store, journal: Journal, lookups: RecordLookups, redactor: Redactor | None, metrics: ProxyMetrics
     ) -> None:
         self._store = store
         self._journal = journal

@@ -82,7 +82,7 @@ class _Known:
         return self.plan if may_share_trajectory(self.owner, key_id) else None
 
 
-class Rollouts:
+class RolloutPlans:
     """The plans of rollouts."""
 
     def __init__(self, store: Store, most: int = _MOST) -> None:

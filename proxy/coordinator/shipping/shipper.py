@@ -33,7 +33,7 @@ from ratchet.proxy.journal.segments import (
 )
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.telemetry.alarm_queue import AlarmQueue
-from ratchet.proxy.telemetry.metrics import Metrics
+from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.store.errors import SchemaMismatch, StoreUnavailable
 from ratchet.store.store import Store
 
@@ -58,7 +58,7 @@ class Shipper:
         journal: Journal,
         store: Store,
         store_writer: StoreWriter,
-        metrics: Metrics,
+        metrics: ProxyMetrics,
         alarm_queue: AlarmQueue,
         forget_durable_messages: Callable[[], None],
         on_deletion: Callable[[], None] = lambda: None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ratchet.proxy.coordinator.tool_checks.checker import ToolCallCount
-from ratchet.proxy.telemetry.metrics import Metrics
+from ratchet.proxy.telemetry.metrics import ProxyMetrics
 
 OTHER = "other"
 _MOST_NAMES = 100
@@ -15,7 +15,7 @@ _LONGEST_NAME = 64
 class ToolCallCounters:
     """The counters. The first hundred names are shown, all later ones are `other`."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: ProxyMetrics) -> None:
         self._metrics = metrics
         self._names: set[str] = set()
 

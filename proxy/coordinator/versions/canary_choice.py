@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
-from ratchet.proxy.telemetry.metrics import Metrics
+from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.store.records import Policy
 
 log = logging.getLogger("ratchet.proxy")
@@ -15,7 +15,7 @@ log = logging.getLogger("ratchet.proxy")
 class CanaryChoice:
     """The canary of each alias, and the version of each new trajectory."""
 
-    def __init__(self, aliases: Sequence[str], metrics: Metrics) -> None:
+    def __init__(self, aliases: Sequence[str], metrics: ProxyMetrics) -> None:
         self._aliases = aliases
         self._metrics = metrics
         self._canaries: dict[str, Policy] = {}

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
-from ratchet.proxy.telemetry.metrics import Metrics
+from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.store.errors import StoreError
 from ratchet.store.ids import new_id
 from ratchet.store.records import ProxyInstance
@@ -36,7 +36,7 @@ class Heartbeat:
     def __init__(
         self,
         store: Store,
-        metrics: Metrics,
+        metrics: ProxyMetrics,
         url: str,
         live_versions: Callable[[], Mapping[str, int]],
         live_versions_changed: asyncio.Event,

@@ -21,7 +21,7 @@ from typing import TypeVar
 from ratchet.proxy.coordinator.versions.canary_choice import CanaryChoice
 from ratchet.proxy.errors import NotFound, NotReady, UpstreamError
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
-from ratchet.proxy.telemetry.metrics import Metrics
+from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.proxy.upstreams.vllm_client import Upstream
 from ratchet.store.errors import StoreError
 from ratchet.store.records import BASE_VERSION, Policy
@@ -46,7 +46,7 @@ class PolicyCache:
         aliases: Sequence[str],
         store: Store,
         upstream: Upstream,
-        metrics: Metrics,
+        metrics: ProxyMetrics,
         other_models: Iterable[str] = (),
         critical_tasks: CriticalTasks | None = None,
         refresh_seconds: float = 0.2,

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 
 from ratchet.proxy.telemetry.call_telemetry import CallCounters, CallTiming, log_call
-from ratchet.proxy.telemetry.metrics import Metrics
+from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.proxy.worker.call.active_call import ActiveCall, CallPhase
 from ratchet.proxy.worker.call.tracing import CallSpans
 from ratchet.proxy.worker.http.request_identity import trace_headers
@@ -21,7 +21,7 @@ log = logging.getLogger("ratchet.proxy")
 class CallObserver:
     """Counts calls; logs them if `logs_calls`; traces them if there are `spans`."""
 
-    def __init__(self, metrics: Metrics, spans: CallSpans | None = None, *, logs_calls: bool = False) -> None:
+    def __init__(self, metrics: ProxyMetrics, spans: CallSpans | None = None, *, logs_calls: bool = False) -> None:
         self._metrics = metrics
         self._counters = CallCounters(metrics)
         self._logs_calls = logs_calls

@@ -22,7 +22,7 @@ from ratchet.proxy.messages.admission import Placement
 from ratchet.proxy.messages.link_records import Leaf, TokenFingerprint
 from ratchet.proxy.messages.text_fingerprints import TextFingerprints, fingerprints_of
 from ratchet.proxy.redaction.redactor import Redactor
-from ratchet.proxy.telemetry.metrics import Metrics
+from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.proxy.wire.capture import Capture
 from ratchet.proxy.worker.call.active_call import ActiveCall, CallOutcome, OpenCall
 from ratchet.store.content import messages as canon
@@ -64,7 +64,9 @@ class DurableMessages:
 class Recorder:
     """Records the beginning and the end of calls."""
 
-    def __init__(self, journal: Journal, metrics: Metrics, *, strict: bool, redactor: Redactor | None = None) -> None:
+    def __init__(
+        self, journal: Journal, metrics: ProxyMetrics, *, strict: bool, redactor: Redactor | None = None
+    ) -> None:
         self._redactor = redactor
         self._journal = journal
         self._metrics = metrics

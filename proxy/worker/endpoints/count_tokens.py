@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from ratchet.proxy.coordinator.rollouts.rollout_plans import RolloutPlan, Rollouts
+from ratchet.proxy.coordinator.rollouts.rollout_plans import RolloutPlan, RolloutPlans
 from ratchet.proxy.coordinator.versions.policy_cache import PolicyCache
 from ratchet.proxy.dialects import anthropic_request, inner_request
 from ratchet.proxy.dialects.dialect import read_body_with
@@ -38,7 +38,7 @@ class CountTokensEndpoint:
         policies: PolicyCache,
         upstream: Upstream,
         pool: ReplicaPool[Replica],
-        rollouts: Rollouts,
+        rollouts: RolloutPlans,
         bounds: BodyBounds,
     ) -> None:
         self._policies = policies

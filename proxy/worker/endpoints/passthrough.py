@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from ratchet.proxy.coordinator.limits.rate_limits import TOKEN_RESERVATION
 from ratchet.proxy.coordinator.versions.policy_cache import PolicyCache
 from ratchet.proxy.errors import BadRequest, NotFound
-from ratchet.proxy.telemetry.metrics import Metrics
+from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.proxy.upstreams.http_connection import HttpResponse
 from ratchet.proxy.upstreams.replica_pool import Replica, ReplicaPool
 from ratchet.proxy.upstreams.vllm_client import Upstream
@@ -61,7 +61,7 @@ class PassThroughEndpoint:
         upstream: Upstream,
         pool: ReplicaPool[Replica],
         others: OtherModels,
-        metrics: Metrics,
+        metrics: ProxyMetrics,
         bounds: BodyBounds,
     ) -> None:
         self._policies = policies

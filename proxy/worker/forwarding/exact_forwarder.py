@@ -38,7 +38,7 @@ from ratchet.proxy.exact.streamed_response import StreamedResponse, StreamPacer
 from ratchet.proxy.exact.whole_response import DerenderRequest, read_whole_response
 from ratchet.proxy.messages.link_records import Leaf
 from ratchet.proxy.runtime.thread_pools import run_parsing
-from ratchet.proxy.telemetry.metrics import INTERNAL_ERROR, Metrics
+from ratchet.proxy.telemetry.metrics import INTERNAL_ERROR, ProxyMetrics
 from ratchet.proxy.upstreams.http_connection import HttpResponse
 from ratchet.proxy.upstreams.replica_pool import Replica, ReplicaPool
 from ratchet.proxy.upstreams.vllm_client import Upstream
@@ -76,7 +76,7 @@ class ExactForwarder:
         upstream: Upstream,
         pool: ReplicaPool[Replica],
         contexts: TokenContexts,
-        metrics: Metrics,
+        metrics: ProxyMetrics,
         *,
         required: bool,
     ) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from ratchet.proxy.coordinator.versions.policy_cache import PolicyCache
 from ratchet.proxy.errors import UpstreamError
-from ratchet.proxy.telemetry.metrics import Metrics
+from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.proxy.upstreams.http_connection import HttpResponse
 from ratchet.proxy.upstreams.replica_pool import Replica, ReplicaPool
 from ratchet.proxy.upstreams.vllm_client import Upstream
@@ -49,7 +49,7 @@ class ModelRouter:
 class AdapterLoader:
     """Loads adapters that a replica does not have, which its 404 reports. Concurrent callers share one load."""
 
-    def __init__(self, policies: PolicyCache, upstream: Upstream, metrics: Metrics) -> None:
+    def __init__(self, policies: PolicyCache, upstream: Upstream, metrics: ProxyMetrics) -> None:
         self._policies = policies
         self._upstream = upstream
         self._metrics = metrics
@@ -80,7 +80,9 @@ class AdapterLoader:
 class VllmForwarder:
     """Forwards calls to the vLLM replicas."""
 
-    def __init__(self, policies: PolicyCache, upstream: Upstream, pool: ReplicaPool[Replica], metrics: Metrics) -> None:
+    def __init__(
+        self, policies: PolicyCache, upstream: Upstream, pool: ReplicaPool[Replica], metrics: ProxyMetrics
+    ) -> None:
         self._policies = policies
         self._upstream = upstream
         self._pool = pool

@@ -16,7 +16,7 @@ from msgspec import Raw
 from ratchet.proxy.errors import UpstreamError
 from ratchet.proxy.model_list import ModelEntry, ModelKeys, key_of
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
-from ratchet.proxy.telemetry.metrics import Metrics
+from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.proxy.upstreams.circuit_breaker import CircuitBreaker
 from ratchet.proxy.upstreams.http_connection import HttpResponse
 from ratchet.proxy.upstreams.replica_pool import Replica, ReplicaPool
@@ -70,7 +70,7 @@ class OtherModels:
         self,
         entries: Sequence[ModelEntry],
         keys: ModelKeys,
-        metrics: Metrics,
+        metrics: ProxyMetrics,
         *,
         request_timeout_seconds: float,
         connect_timeout_seconds: float,

@@ -100,7 +100,7 @@ def split_trajectory(path: str) -> tuple[str | None, str]:
     return unquote(name), "/" + rest
 
 
-class Service(Protocol):
+class LifespanService(Protocol):
     """A component that runs as long as the server."""
 
     async def start(self) -> None: ...
@@ -111,7 +111,7 @@ class Service(Protocol):
 class Lifespan:
     """Starts services in order with the server, and stops them in reverse order."""
 
-    def __init__(self, app: ASGIApp, services: Sequence[Service], on_stop: Callable[[], None]) -> None:
+    def __init__(self, app: ASGIApp, services: Sequence[LifespanService], on_stop: Callable[[], None]) -> None:
         self._app = app
         self._services = services
         self.on_stop = on_stop  # called when the server begins to stop
@@ -121,7 +121,7 @@ class Lifespan:
         if scope["type"] != "lifespan":
             await self._app(scope, receive, send)
             return
-        running: list[Service] = []
+        running: list[LifespanService] = []
         await receive()
         try:
             for service in self._services:
@@ -138,6 +138,6 @@ class Lifespan:
         await self._stop(running)
         await send({"type": "lifespan.shutdown.complete"})
 
-    async def _stop(self, running: list[Service]) -> None:
+    async def _stop(self, running: list[LifespanService]) -> None:
         for service in reversed(running):
             await service.stop()

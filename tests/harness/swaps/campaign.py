@@ -22,7 +22,7 @@ import aiohttp
 import httpx
 
 from ratchet.store.store import Store, open_store
-from ratchet.trainer.adapters.vllm_api import Replica
+from ratchet.trainer.adapters.vllm_api import VllmServer
 from ratchet.trainer.release.publisher import Publisher, PublishResult
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.harness.proxy.servers import ProxyProcess, eventually, scripted_process
@@ -164,7 +164,7 @@ def run(folder: Path, swaps: int, pause: float, steady: float, agents: int = 8, 
     with serve(folder) as (vllm, maker):
         proxy = ProxyProcess(folder, upstreams=[vllm])
         eventually(lambda: httpx.get(proxy.url + "/health/ready", timeout=5).status_code == 200, 30)
-        store, replica = open_store(str(folder / "store.db")), Replica(vllm)
+        store, replica = open_store(str(folder / "store.db")), VllmServer(vllm)
         publisher = Publisher(store, [replica], alias=ALIAS, tolerance=0.01, keep_loaded_adapters=2)
         traffic, durations = SwapTraffic(proxy.url, agents), []
         try:

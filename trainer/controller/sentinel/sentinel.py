@@ -27,7 +27,7 @@ from ratchet.trainer.controller.sentinel.round_checks import MAX_ROUNDS, check_r
 from ratchet.trainer.controller.sentinel.tool_health import CHECK as TOOL_HEALTH
 from ratchet.trainer.controller.sentinel.tool_health import ToolHistory, check_tool_health
 from ratchet.trainer.observability.finding import Finding
-from ratchet.trainer.observability.metrics import Metrics
+from ratchet.trainer.observability.metrics import TrainerMetrics
 from ratchet.trainer.settings.sentinel_settings import SentinelSettings
 
 log = logging.getLogger(__name__)
@@ -49,14 +49,14 @@ class Sentinel:
         settings: SentinelSettings,
         store: Store,
         alias: str,
-        metrics: Metrics | None = None,
+        metrics: TrainerMetrics | None = None,
         second: SecondJudge | None = None,
     ) -> None:
         self._settings = settings
         self._store = store
         self._alias = alias
         self._second = second
-        self._metrics = metrics or Metrics(alias)
+        self._metrics = metrics or TrainerMetrics(alias)
         self._checked_at: float | None = None
         self._behaviors: dict[str, TrajectoryBehavior] = {}
         self._behind = False  # there is more to read than one check reads
