@@ -70,7 +70,7 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         made = ClientRuns(proxy, vllm, witness)
         for client in CLIENTS:
             if client in _wanted(request.session):
-                questions = [client.scenario.asked(client.marker(streamed), streamed) for streamed in client.modes]
+                questions = [client.scenario.question(client.marker(streamed), streamed) for streamed in client.modes]
                 made.results[client.name] = pool.submit(client.program.run, proxy.url, questions)
         yield made
     store.close()

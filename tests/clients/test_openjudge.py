@@ -75,7 +75,7 @@ def test_a_grader_that_asks_a_model_is_put_on_the_scale_from_0_to_1() -> None:
         )  # fmt: skip
         (found,) = verdicts(judge, [answered("Oslo, I think", answer="Oslo")])
         assert (found.score, found.explanation) == (0.75, "close")
-        assert "Oslo, I think" in str(model.asked[0]["messages"])
+        assert "Oslo, I think" in str(model.requests[0]["messages"])
         assert model.headers[0]["authorization"] == "Bearer sk-grader"
 
 

@@ -94,7 +94,7 @@ def test_another_number_type_or_machine_is_no_other_base_model(store: Store, tmp
         app = ScriptedVllm()
         app.model = ScriptedBaseModel(root="/elsewhere", noise=0.04)
         with served(app, port):
-            eventually(lambda: app.model.asked)
+            eventually(lambda: app.model.comparisons)
             eventually(lambda: proxy.http.get("/health/ready").status_code == 200)
             assert alarms(store) == {}
 
@@ -131,7 +131,7 @@ async def test_a_replica_that_gives_no_sign_of_a_change_is_asked_again_after_a_w
         check = BaseModelCheck("agent", store, upstream, lambda one: upstream.models(one.url), every=0.05)
         await check.start()
         await check.look(replica)
-        while not app.model.asked:
+        while not app.model.comparisons:
             await asyncio.sleep(0.01)
         app.model.weights = 1
         while not await refused(check, replica):
@@ -150,6 +150,6 @@ async def test_a_replica_that_is_well_is_not_asked_with_every_look(store: Store)
         for _ in range(30):
             await check.look(replica)
             await asyncio.sleep(0.01)
-        assert app.model.asked == 1
+        assert app.model.comparisons == 1
         await check.stop()
         await upstream.stop()

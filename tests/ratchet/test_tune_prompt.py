@@ -87,7 +87,7 @@ def test_an_agent_that_is_left_as_it_is_gets_a_better_prompt_which_serves_once_i
     assert result.spent.rollouts == len(circle.vllm.prompts) <= 200
     assert result.spent.prompt_tokens > 0
     assert {one.purpose for one in circle.store.rollouts.of_tuning(run.id)} == {"eval"}  # never trained
-    assert '"feedback":"The word was ' in circle.reflection.asked[0]["messages"][1]["content"]
+    assert '"feedback":"The word was ' in circle.reflection.requests[0]["messages"][1]["content"]
     report = circle.project.run("tune", "report").stdout
     assert "GEPA" in report
     assert "+1.000" in report
@@ -124,14 +124,14 @@ def test_a_system_prompt_that_differs_from_task_to_task_is_kept_and_appended_to(
 def test_a_run_that_was_killed_goes_on_by_its_id_alone_and_pays_for_nothing_twice(circle: Circle) -> None:
     circle.vllm.seconds = 0.05
     process = circle.project.start("tune", "prompt", *circle.arguments(concurrency=2))
-    eventually(lambda: len(circle.reflection.asked) >= 2, 60)
+    eventually(lambda: len(circle.reflection.requests) >= 2, 60)
     process.kill()
     process.wait(10)
     (run,) = circle.store.tunings.page()
     assert run.state == "running"
     before = {(one.candidate, one.task_id) for one in circle.store.rollouts.of_tuning(run.id) if one.state == "ended"}
     assert before
-    asked = len(circle.reflection.asked)
+    asked = len(circle.reflection.requests)
     circle.vllm.seconds = 0.0
     done = circle.project.run("tune", "prompt", "--resume", run.id, seconds=180)
     assert done.returncode == 0, done.stdout
@@ -142,7 +142,7 @@ def test_a_run_that_was_killed_goes_on_by_its_id_alone_and_pays_for_nothing_twic
     assert before <= set(ended)
     assert len(ended) == len(set(ended))
     # What was answered before the kill was not asked again, but for the question that was on its way.
-    first, again = circle.reflection.asked[: asked - 1], circle.reflection.asked[asked:]
+    first, again = circle.reflection.requests[: asked - 1], circle.reflection.requests[asked:]
     assert not [one for one in first if one in again]
 
 

@@ -92,7 +92,7 @@ def test_a_candidate_that_the_proxy_does_not_know_is_refused_before_anything_run
     done = circle.select("right-95", "gpt-9", "policy@7")
     assert done.returncode == 1
     assert "gpt-9, policy@7: unknown to the proxy, which serves policy" in done.stdout
-    assert circle.models.asked == []
+    assert circle.models.requests == []
     assert circle.store.tunings.page() == []
 
 
@@ -116,20 +116,20 @@ def test_an_evaluation_of_two_ends_with_what_it_shows(circle: Circle) -> None:
 def test_a_stopped_run_goes_on_where_it_was(circle: Circle) -> None:
     named = ["--candidate", "right-95", "--candidate", "right-20", "--concurrency", "1"]
     process = circle.project.start("tune", "select-model", *named, *circle.arguments())
-    eventually(lambda: len(circle.models.asked) >= 10, 30)
+    eventually(lambda: len(circle.models.requests) >= 10, 30)
     process.send_signal(signal.SIGINT)
     assert process.wait(30) == 130
     (run,) = circle.store.tunings.page()
     assert run.state == "stopped"
     ended = {one.id for one in circle.store.rollouts.of_tuning(run.id) if one.state is RolloutState.ENDED}
-    asked = len(circle.models.asked)
+    asked = len(circle.models.requests)
     done = circle.project.run("tune", "select-model", "--resume", run.id, seconds=120)  # as it is told on Ctrl-C
     assert "chosen: right-95" in done.stdout
     again = circle.store.rollouts.of_tuning(run.id)
     assert ended <= {one.id for one in again}
     over = [one for one in again if one.state is RolloutState.ENDED]
     assert len(over) == len({(one.candidate, one.task_id) for one in over}) == 2 * TASKS
-    assert len(circle.models.asked) - asked == 2 * TASKS - len(ended)
+    assert len(circle.models.requests) - asked == 2 * TASKS - len(ended)
     other = circle.project.run("tune", "select-model", "--resume", run.id, *circle.arguments("never_content"))
     assert "use the same judge for the whole comparison" in other.stdout
 

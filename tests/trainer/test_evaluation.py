@@ -69,7 +69,7 @@ def test_a_candidate_that_answers_as_well_goes_on_with_the_evidence(
     assert store.policies.live()["agent"].version == 1
     found = store.decisions.decisions_of("agent", 1)[0].evidence["evaluation"]
     assert (found["prompts"], found["candidate"], found["live"]) == (5, 0.9, 0.2)
-    asked = engine.asked[0]
+    asked = engine.requests[0]
     assert asked["messages"][-1]["role"] == "user"
     assert (asked["temperature"], asked["n"], bool(asked["tools"])) == (1.0, 2, True)
 

@@ -85,12 +85,12 @@ def test_what_was_found_before_a_kill_is_decided_on_without_trying_again(
     controller = make_controller(release=GATE)
     controller.step(time.time())
     eventually(lambda: len(store.observations.newest("agent", KIND, 10)) == 1)
-    asked = len(engine.asked)
+    asked = len(engine.requests)
     assert store.policies.get("agent", 1).state is PolicyState.CANDIDATE
     until(
         make_controller(release=GATE), time.time(), lambda: store.policies.get("agent", 1).state is PolicyState.REJECTED
     )
-    assert len(engine.asked) == asked
+    assert len(engine.requests) == asked
     assert "0.200 against 0.900" in store.decisions.decisions_of("agent", 1)[0].reason
 
 

@@ -118,7 +118,7 @@ def ranks_two(model: ScriptedJudgeModel, **changes: Any) -> dict[str, Any]:
     members = [member(name, asked_about(data_url(shade), name)) for name, shade in (("a", 1), ("b", 2))]
     verdicts = judge(model, **changes).judge("g", members).verdicts
     assert [verdict.failure for verdict in verdicts] == [None, None]
-    return model.asked[-1]
+    return model.requests[-1]
 
 
 def test_a_judge_model_that_cannot_see_reads_what_the_images_are_and_none_of_their_bytes(

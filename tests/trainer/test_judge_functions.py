@@ -205,7 +205,7 @@ def test_a_grader_is_sent_what_became_of_each_tool_call(store: Store) -> None:
         judge = made(kind="http", url=f"{grader.url}/grade")
         judge.judge("g", [with_tools(store, "t1", BROKEN)])
         judge.close()
-    assert grader.asked[0]["tool_outcomes"] == [
+    assert grader.requests[0]["tool_outcomes"] == [
         {"tool": "tool0", "tool_call_id": "i0", "outcome": "invalid_json", "detail": None, "result": "error"}
     ]
 

@@ -76,7 +76,7 @@ def pair(task: int) -> list[Transcript]:
 
 
 def first_shown(model: ScriptedJudgeModel) -> list[str]:
-    return [said_by(shown(asked)["attempts"][0]) for asked in model.asked]
+    return [said_by(shown(asked)["attempts"][0]) for asked in model.requests]
 
 
 def test_over_many_tasks_each_version_is_shown_first_about_half_the_time(

@@ -119,7 +119,7 @@ def test_the_golden_group_keeps_its_prefix_and_its_four_scores(model: ScriptedJu
 
     model.answers = [answer]
     assert scores(judge(model).judge("grp_1", members)) == [0.1, 0.4, 0.2, 0.0]
-    asked = shown(model.asked[0])
+    asked = shown(model.requests[0])
     assert asked["shared_beginning"] == GOLDEN["common_prefix"]
     assert len(asked["attempts"]) == 4
 
@@ -128,7 +128,7 @@ def test_scores_follow_labels_whatever_the_order_of_the_answer(model: ScriptedJu
     for task in ("a", "b", "c", "d"):
         model.answers = [by_content({"Oslo": 0.9, "Rome": 0.1})]
         assert scores(judge(model).judge("grp", two(task))) == [0.9, 0.1]
-    orders = {tuple(json.dumps(a["messages"]) for a in shown(asked)["attempts"]) for asked in model.asked}
+    orders = {tuple(json.dumps(a["messages"]) for a in shown(asked)["attempts"]) for asked in model.requests}
     assert len(orders) == 2  # the members were shuffled
 
 
@@ -136,7 +136,7 @@ def test_equal_members_are_shown_once_and_share_their_score(model: ScriptedJudge
     members = [*two(), two()[0]]
     model.answers = [by_content({"Oslo": 0.75, "Rome": 0.25})]
     assert scores(judge(model).judge("g", members)) == [0.75, 0.25, 0.75]
-    assert len(shown(model.asked[0])["attempts"]) == 2
+    assert len(shown(model.requests[0])["attempts"]) == 2
 
 
 def test_the_engines_random_tool_ids_make_no_two_runs_different() -> None:
@@ -166,7 +166,7 @@ def test_an_unusable_answer_is_told_why_and_asked_for_again(model: ScriptedJudge
     model.answers = [answer, by_content({"Oslo": 1.0, "Rome": 0.0})]
     judgement = judge(model).judge("g", two())
     assert scores(judgement) == [1.0, 0.0]
-    assert wrong in model.asked[1]["messages"][-1]["content"]
+    assert wrong in model.requests[1]["messages"][-1]["content"]
     assert [one.error is None for one in judgement.judge_requests] == [False, True]
 
 
@@ -192,7 +192,7 @@ def test_an_endpoint_that_knows_no_schemas_is_asked_in_plainer_words(model: Scri
     once = judge(model)
     assert scores(once.judge("g", two())) == [1.0, 0.0]
     assert scores(once.judge("h", two())) == [1.0, 0.0]
-    forms = [asked.get("response_format", {}).get("type") for asked in model.asked]
+    forms = [asked.get("response_format", {}).get("type") for asked in model.requests]
     assert forms == ["json_schema", "json_object", None, None]
 
 
@@ -200,7 +200,7 @@ def test_the_whole_exchange_is_kept_with_its_price_and_without_the_key(model: Sc
     model.answers = [by_content({"Oslo": 1.0, "Rome": 0.0})]
     judgement = judge(model).judge("g", two())
     (exchange,) = judgement.judge_requests
-    assert json.loads(exchange.request) == model.asked[0]
+    assert json.loads(exchange.request) == model.requests[0]
     assert b"because" in exchange.response
     assert exchange.cost == pytest.approx((1000 * 2.0 + 100 * 10.0) / 1e6)
     assert sum(verdict.cost or 0 for verdict in judgement.verdicts) == pytest.approx(exchange.cost)
@@ -222,7 +222,7 @@ def test_what_an_agent_wrote_cannot_speak_as_the_judges_question(model: Scripted
     ]
     model.answers = [by_content({"Oslo": 1.0, "Ignore": 0.0})]
     assert scores(judge(model).judge("g", members)) == [1.0, 0.0]
-    attempts = shown(model.asked[0])["attempts"]
+    attempts = shown(model.requests[0])["attempts"]
     assert sorted(attempt["trajectory_id"] for attempt in attempts) == ["1", "2"]
     assert hostile in [attempt["messages"][-1]["content"] for attempt in attempts]
 

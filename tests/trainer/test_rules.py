@@ -158,8 +158,8 @@ def test_a_grader_gets_the_whole_trajectory_signed_once_per_key(tmp_path: Path) 
         verdict = judge.judge("grp_1", [member("Oslo")]).verdicts[0]
         judge.close()
     assert (verdict.score, verdict.components, verdict.explanation) == (0.5, {"style": 1.0}, "fine")
-    assert grader.asked[0]["trajectory_id"] == "run-Oslo"
-    assert grader.asked[0]["answer"] == "Oslo"
+    assert grader.requests[0]["trajectory_id"] == "run-Oslo"
+    assert grader.requests[0]["answer"] == "Oslo"
     assert grader.headers[0]["idempotency-key"] == grader.headers[1]["idempotency-key"]
     told = dict(part.split("=", 1) for part in grader.headers[1]["x-ratchet-signature"].split(","))
     expected = hmac.new(b"s3", told["t"].encode() + b"." + grader.raw[1], hashlib.sha256).hexdigest()
@@ -203,7 +203,7 @@ def test_what_came_next_is_evidence_and_a_lone_answer_has_none() -> None:
         judge.close()
     assert (said[0].score, said[0].components) == (0.0, {"turn_1": 0.0})
     assert "no evidence" in (said[1].failure or "")
-    assert json.loads(model.asked[0]["messages"][1]["content"])["answers"] == evidence(
+    assert json.loads(model.requests[0]["messages"][1]["content"])["answers"] == evidence(
         [{"role": "user", "content": "?"}, *turns, {"role": "assistant", "content": "Oslo"}]
     )
 

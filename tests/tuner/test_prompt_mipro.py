@@ -33,7 +33,11 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         )
     assert done.returncode == 0, done.stderr
     cases: dict[str, Any] = json.loads(done.stdout)
-    return cases | {"asked": server.asked, "errors": done.stderr, "home": sorted(str(one) for one in home.rglob("*"))}
+    return cases | {
+        "requests": server.requests,
+        "errors": done.stderr,
+        "home": sorted(str(one) for one in home.rglob("*")),
+    }
 
 
 def test_mipro_finds_every_rule_that_a_reflection_model_proposes(outcome: dict[str, Any]) -> None:
@@ -50,7 +54,7 @@ def test_mipro_goes_the_same_way_again_on_what_it_was_told_before(outcome: dict[
 def test_mipro_asks_no_model_but_the_reflection(outcome: dict[str, Any]) -> None:
     assert outcome["whole"]["reflections"] > 0
     assert "litellm" not in outcome["imported"]
-    assert {asked["model"] for asked in outcome["asked"]} == {"scripted-reflection"}
+    assert {request["model"] for request in outcome["requests"]} == {"scripted-reflection"}
 
 
 def test_mipro_prints_nothing_and_keeps_no_cache(outcome: dict[str, Any]) -> None:
@@ -59,9 +63,9 @@ def test_mipro_prints_nothing_and_keeps_no_cache(outcome: dict[str, Any]) -> Non
 
 
 def test_mipro_shows_the_reflection_model_no_validation_task(outcome: dict[str, Any]) -> None:
-    asked = str(outcome["asked"])
-    assert "(0)" in asked
-    assert not [n for n in range(9, 18) if f"({n})" in asked]
+    requests = str(outcome["requests"])
+    assert "(0)" in requests
+    assert not [n for n in range(9, 18) if f"({n})" in requests]
 
 
 def test_mipro_ends_with_the_budget(outcome: dict[str, Any]) -> None:

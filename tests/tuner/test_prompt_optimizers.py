@@ -45,7 +45,7 @@ def test_gepa_ends_by_itself_when_nothing_new_is_to_be_learnt(reflection_server:
 
 def test_reflection_is_shown_training_tasks_alone(reflection_server: ScriptedReflectionModel) -> None:
     load_optimizer("gepa").optimize(prompt_world.SEED, WorldEvaluate(), reflection(reflection_server), search())
-    asked = str(reflection_server.asked)
+    asked = str(reflection_server.requests)
     numbers = range(len(TRAIN), len(TRAIN) + len(VALIDATION))
     assert "(0)" in asked
     assert not [n for n in numbers if f"({n})" in asked]

@@ -37,7 +37,7 @@ def proposes(prompt: Any) -> Any:
 def test_rollouts_go_to_the_model_as_json_data_with_the_prompt_beside_them(server: ScriptedJudgeModel) -> None:
     server.answers = [proposes("better")]
     assert reflection(server, Budget(1)).propose("now", [HOSTILE]) == "better"
-    system, user = server.asked[0]["messages"]
+    system, user = server.requests[0]["messages"]
     data = json.loads(user["content"])
     assert data["prompt"] == "now"
     assert data["examples"][0]["transcript"] == HOSTILE.transcript
@@ -51,7 +51,7 @@ def test_a_prompt_that_is_too_long_is_asked_again_with_the_reason_and_then_set_a
     server.answers = [proposes("x" * 101), proposes("x" * 100), proposes("x" * 101), proposes("")]
     model = reflection(server, Budget(1), max_prompt_chars=100)
     assert model.propose("now", []) == "x" * 100
-    assert "at most 100 are allowed" in server.asked[1]["messages"][-1]["content"]
+    assert "at most 100 are allowed" in server.requests[1]["messages"][-1]["content"]
     with pytest.raises(Unanswered):
         model.propose("other", [])
 
@@ -83,7 +83,7 @@ def test_what_was_answered_once_is_not_asked_again_by_a_run_that_goes_on(server:
     with pytest.raises(Unanswered):
         again.propose("other", [])
     assert again.chat([{"role": "user", "content": "Say words."}], 1.0) == "words"
-    assert len(server.asked) == 5
+    assert len(server.requests) == 5
     assert budget.reflection_tokens == 5500
     server.answers = [proposes("three")]
     assert again.propose("now", []) == "three"
@@ -92,7 +92,7 @@ def test_what_was_answered_once_is_not_asked_again_by_a_run_that_goes_on(server:
 def test_a_question_that_the_budget_does_not_allow_is_not_asked(server: ScriptedJudgeModel) -> None:
     with pytest.raises(BudgetExceeded):
         reflection(server, Budget(1, tokens=10)).propose("now", [HOSTILE])
-    assert server.asked == []
+    assert server.requests == []
 
 
 def test_three_questions_in_a_row_without_an_answer_end_it(server: ScriptedJudgeModel) -> None:
@@ -110,8 +110,8 @@ def test_a_question_fits_into_the_models_context(server: ScriptedJudgeModel) -> 
     spec = ModelSpec(base_url=server.url, model="thinker", context_tokens=2000)
     examples = [Example("t" * 2000, f"begin{'c' * 6000}end", 0.5, "f" * 1000)] * 4
     ReflectionModel(LanguageModel(spec, None), Budget(1), max_prompt_chars=1000).propose("now", examples)
-    assert sum(len(message["content"]) for message in server.asked[0]["messages"]) < 3 * 2000
-    shown = json.loads(server.asked[0]["messages"][1]["content"])["examples"]
+    assert sum(len(message["content"]) for message in server.requests[0]["messages"]) < 3 * 2000
+    shown = json.loads(server.requests[0]["messages"][1]["content"])["examples"]
     assert len(shown) == 4
     assert all(one["transcript"].startswith("begin") and one["transcript"].endswith("end") for one in shown)
 

@@ -95,7 +95,7 @@ def test_what_is_found_is_better_on_tasks_that_the_search_never_saw(
     assert (found.gain.against_mean, found.gain.mean, found.gain.tasks) == (0.0, 1.0, 30)
     assert store.prompts.get(found.best).text == found.prompt
     assert world.prompts_on(SETS.held_out) == {prompt_world.SEED, found.prompt}
-    assert "(30)" not in str(reflection_server.asked)
+    assert "(30)" not in str(reflection_server.requests)
 
 
 def test_held_out_tasks_decide_against_a_prompt_that_fits_the_searchs_tasks_only(
@@ -176,7 +176,7 @@ def test_a_killed_run_goes_on_where_it_was_and_pays_for_nothing_twice(
 ) -> None:
     whole = World(store, reflection_server)
     expected = whole.run()
-    asked = len(reflection_server.asked)
+    asked = len(reflection_server.requests)
     world = World(store, reflection_server, lives=lives)
     with pytest.raises(Killed):
         world.run()
@@ -186,7 +186,7 @@ def test_a_killed_run_goes_on_where_it_was_and_pays_for_nothing_twice(
     found = world.run()
     assert (found.prompt, found.verdict, found.tried) == (expected.prompt, expected.verdict, expected.tried)
     assert sorted(before + world.rollouts.made) == sorted(whole.rollouts.made)
-    assert len(reflection_server.asked) == 2 * asked
+    assert len(reflection_server.requests) == 2 * asked
 
 
 def _abandoned(store: Store, world: World, more: int = 0) -> int:
@@ -262,7 +262,7 @@ def test_the_reflection_model_is_told_why_a_rollout_failed(
     store: Store, reflection_server: ScriptedReflectionModel
 ) -> None:
     World(store, reflection_server, fails=lambda job: job.task.id in SETS.train[:5]).run()
-    assert "The agent failed: RuntimeError: scripted" in str(reflection_server.asked)
+    assert "The agent failed: RuntimeError: scripted" in str(reflection_server.requests)
 
 
 def test_a_seed_prompt_whose_rollouts_all_fail_ends_the_run_with_their_reason(

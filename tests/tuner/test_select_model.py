@@ -81,7 +81,7 @@ def bench(start_proxy: Callable[..., Proxy], store: Store, tmp_path: Path) -> It
 
 async def test_candidates_take_turns_at_the_same_tasks(bench: Bench) -> None:
     await bench.select("right-20", "right-95", tasks=10, concurrency=1)
-    asked = bench.models.asked
+    asked = bench.models.requests
     assert len(asked) == 20
     assert all({"right-20", "right-95"} == set(asked[place : place + 2]) for place in range(0, 20, 2))
     assert {asked[0], asked[2]} == {"right-20", "right-95"}  # and at being first
@@ -144,9 +144,9 @@ async def test_what_ended_is_not_run_again(bench: Bench) -> None:
     tuning = bench.store.tunings.begin("select-model", "agent", {})
     some = jobs_of(request, bench.tasks[:6])[:7]
     await runner.run(some, tuning.id)
-    assert len(bench.models.asked) == 7
+    assert len(bench.models.requests) == 7
     await ModelSelector(bench.store, runner, scorer, prices_of([])).run(request, bench.tasks[:6], tuning)
-    assert len(bench.models.asked) == 12
+    assert len(bench.models.requests) == 12
     rollouts = bench.store.rollouts.of_tuning(tuning.id)
     assert all(one.state is RolloutState.ENDED and one.score is not None for one in rollouts)
 

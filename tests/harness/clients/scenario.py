@@ -33,7 +33,7 @@ class Scenario:
     read: tuple[str, ...]
     sampled: tuple[str, ...]
 
-    def asked(self, marker: str, streamed: bool) -> dict[str, Any]:
+    def question(self, marker: str, streamed: bool) -> dict[str, Any]:
         """The question as a program reads it."""
         return {
             "question": f"{marker} What is the budget? {self.directives}",

@@ -37,8 +37,8 @@ def _client(name: str, environment: str, script: str, *arguments: str, **more: A
 RESPONSE_ID = ("previous_response",)  # `previous_response_id`, which the SDK's own documentation teaches
 
 # The history becomes texts: it names our tool calls' ids, or holds our words, and each context is a new one.
-TOLD_IN_TEXTS: dict[str, Any] = {"linked_by": ("tool_ids",), "contexts": ("root", "fork", "fork", "fork")}
-TOLD_IN_CODE: dict[str, Any] = {"linked_by": ("quote",), "contexts": ("root", "fork", "fork")}
+AS_TEXT: dict[str, Any] = {"linked_by": ("tool_ids",), "contexts": ("root", "fork", "fork", "fork")}
+AS_CODE: dict[str, Any] = {"linked_by": ("quote",), "contexts": ("root", "fork", "fork")}
 
 CLIENTS = (
     _client("openai2", "openai2", "openai_chat.py"),
@@ -60,7 +60,7 @@ CLIENTS = (
     _client("autogen", "openai3", "autogen_agent.py"),
     _client("llama-index", "openai2", "llama_index_agent.py"),
     _client("strands", "openai2", "strands_agent.py", modes=(True,)),
-    _client("smolagents-tools", "openai3", "smolagents_agent.py", "tools", scenario=FINAL_TOOL, **TOLD_IN_TEXTS),
+    _client("smolagents-tools", "openai3", "smolagents_agent.py", "tools", scenario=FINAL_TOOL, **AS_TEXT),
     # Not streamed as well: equal answers to different questions cannot be distinguished by their text.
-    _client("smolagents-code", "openai3", "smolagents_agent.py", "code", scenario=CODE, modes=(False,), **TOLD_IN_CODE),
+    _client("smolagents-code", "openai3", "smolagents_agent.py", "code", scenario=CODE, modes=(False,), **AS_CODE),
 )

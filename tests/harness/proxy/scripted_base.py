@@ -10,31 +10,31 @@ from typing import Any
 
 from ratchet.store.policies.fingerprints import requests
 
-_ASKED = {part: body for part, (_, body) in requests("").items()}
+_QUESTIONS = {part: body for part, (_, body) in requests("").items()}
 
 
 @dataclass(slots=True)
 class ScriptedBaseModel:
-    """A base model: where it says that it is from, its weights and its template; `asked` counts comparisons."""
+    """A base model with its reported root, weights and chat template. `comparisons` counts reads of its logprobs."""
 
     root: str = "x"
     weights: int = 0  # other weights are other logprobs
     noise: float = 0.0  # nats, as of another number type
     template: int = 0
-    asked: int = 0
+    comparisons: int = 0
 
     def answer(self, path: str, body: bytes) -> dict[str, Any] | None:
         """Return the answer to one of the fixed questions; None where it is none of them."""
         if path not in ("/tokenize", "/v1/completions"):
             return None
         request = json.loads(body)
-        if request.get("prompt") == _ASKED["tokens"]["prompt"]:
+        if request.get("prompt") == _QUESTIONS["tokens"]["prompt"]:
             return {"tokens": [1, 2, 3]}
-        if request.get("messages") == _ASKED["rendered"]["messages"]:
+        if request.get("messages") == _QUESTIONS["rendered"]["messages"]:
             return {"tokens": list(range(self.template, self.template + 50))}
-        if request.get("prompt") != _ASKED["likeliest"]["prompt"]:
+        if request.get("prompt") != _QUESTIONS["likeliest"]["prompt"]:
             return None
-        self.asked += 1
+        self.comparisons += 1
         drawn = random.Random(self.weights)
         tops = [{f"token_id:{drawn.randrange(99)}": self.noise - place - drawn.random() for place in range(10)}
                 for _ in request["prompt"]]  # fmt: skip

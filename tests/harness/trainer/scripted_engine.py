@@ -47,7 +47,7 @@ class ScriptedEngine:
         self.log: list[str] = []
         self.refuse: str | None = None
         self.reply: Callable[[str, Sequence[Any]], str] = lambda name, messages: "noted"
-        self.asked: list[dict[str, Any]] = []  # bodies of chat calls
+        self.requests: list[dict[str, Any]] = []  # bodies of chat calls
         self.key: str | None = None
         self.authorization: str | None = None
         self.load: tuple[int, int] | None = (0, 0)  # calls running and waiting; None: not reported
@@ -111,7 +111,7 @@ class ScriptedEngine:
             self.log.append(f"unload {body['lora_name']}")
             return 200, {}
         if path == "/v1/chat/completions":
-            self.asked.append(body)
+            self.requests.append(body)
             message = {"role": "assistant", "content": self.reply(body["model"], body["messages"])}
             count = body.get("n", 1)
             text = [{"index": index, "message": message} for index in range(count)]

@@ -13,12 +13,12 @@ Answer = tuple[int, Any]
 
 
 class ScriptedJudgeModel:
-    """Answers each request with the next of `answers`: (status, text or JSON); keeps what it was asked."""
+    """Answers each request with the next of `answers`: (status, text or JSON); records them."""
 
     def __init__(self, path: str = "/v1/chat/completions") -> None:
         self.path = path
         self.answers: list[Answer | Callable[[dict[str, Any]], Answer]] = []
-        self.asked: list[dict[str, Any]] = []
+        self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.raw: list[bytes] = []
         self.url = ""
@@ -60,7 +60,7 @@ class ScriptedJudgeModel:
         if path != self.path:
             return 404, {"error": {"message": f"no route {path}"}}
         request = json.loads(body)
-        self.asked.append(request)
+        self.requests.append(request)
         self.raw.append(body)
         self.headers.append({name.lower(): value for name, value in headers.items()})
         answer = self.answers.pop(0)

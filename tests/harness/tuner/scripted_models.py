@@ -19,16 +19,16 @@ _SUM = re.compile(r"(\d+) \+ (\d+)")
 
 
 class ScriptedModels:
-    """The ASGI application; `asked` holds the models in the order in which they were asked."""
+    """The ASGI application; `requests` holds the requested model names, in order."""
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         self.app = Starlette(routes=[Route("/v1/chat/completions", self._answer, methods=["POST"])])
 
     async def _answer(self, request: Request) -> JSONResponse:
         body = msgspec.json.decode(await request.body())
         model, question = body["model"], body["messages"][-1]["content"]
-        self.asked.append(model)
+        self.requests.append(model)
         if model == "crash":
             return JSONResponse({"error": {"message": "the GPU fell out", "type": "server_error"}}, 500)
         return JSONResponse(_completion(model, answer_of(model, question)))

@@ -21,15 +21,15 @@ _ROW = re.compile(r'\{"question".*?\}')
 
 
 class ScriptedReflectionModel:
-    """Keeps what it was asked; answers `down` requests with status 503 first."""
+    """Records its requests; answers `down` requests with status 503 first."""
 
     def __init__(self, propose: Propose = prompt_world.improved) -> None:
         self.propose = propose
-        self.asked: list[dict[str, Any]] = []
+        self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.down = 0
         self.url = ""
-        self._said = 0
+        self._proposals = 0
 
     @contextmanager
     def running(self) -> Iterator[ScriptedReflectionModel]:
@@ -79,9 +79,9 @@ class ScriptedReflectionModel:
         """The n-th proposal contains n more rules; after the last it starts over."""
         rows = [json.loads(found) for found in _ROW.findall(words)]
         prompt = words.rpartition("[[ ## basic_instruction ## ]]")[2].partition("[[ ##")[0].strip()
-        for _ in range(self._said % 4):
+        for _ in range(self._proposals % 4):
             prompt = self.propose(prompt, rows)
-        self._said += 1
+        self._proposals += 1
         return prompt
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
@@ -90,7 +90,7 @@ class ScriptedReflectionModel:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                scripted.asked.append(body)
+                scripted.requests.append(body)
                 scripted.headers.append({name.lower(): value for name, value in self.headers.items()})
                 if scripted.down:
                     scripted.down -= 1
