@@ -31,7 +31,7 @@ _SETTINGS = SentinelSettings()
 def alarms(calls: Sequence[ToolCall]) -> dict[str, bool]:
     """Return the sick tools after these calls, oldest first, and whether each holds training."""
     found, _ = check_tool_health(calls[-_WINDOW:][::-1], _SETTINGS)
-    return {one.subject: one.holds for one in found if one.reason}
+    return {one.subject: one.blocks_training for one in found if one.reason}
 
 
 def calls_until_alarm(calls: Sequence[ToolCall], tool: str, start: int, rate: float, seed: int) -> int | None:

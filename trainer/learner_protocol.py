@@ -11,6 +11,16 @@ from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 
 
+class LogprobScorer(Protocol):
+    """Computes logprobs as the trainer does."""
+
+    def score(self, rows: Sequence[Sequence[int]], *, adapter: bool | Path = True) -> list[tuple[float, ...]]:
+        """Return the logprobs of each row under the newest version (True), the base model (False) or an adapter
+        folder.
+        """
+        ...
+
+
 class LearnerProtocol(Protocol):
     """The learner of a round; `ratchet.trainer.learner.learner.Learner` implements it."""
 
@@ -53,7 +63,7 @@ class RoundReport:
     approx_kl_tokens            trained tokens that `approx_kl` was measured on
     logprob_change_abs_mean     |log p after - log p before the steps|, mean over the same tokens
     logprob_change_positive_mean  the same with its sign, mean over those with a positive advantage
-    numbers                     dtype of the model's computation: bf16 or fp32
+    dtype                       number format of the model's computation: bf16 or fp32
     """
 
     loss: float
@@ -79,4 +89,4 @@ class RoundReport:
     approx_kl_tokens: int = 0
     logprob_change_abs_mean: float = 0.0
     logprob_change_positive_mean: float = 0.0
-    numbers: str = "fp32"
+    dtype: str = "fp32"

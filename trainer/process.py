@@ -38,7 +38,7 @@ def run(
     """Run the trainer until SIGTERM or SIGINT; return the exit code. Waits for the lease of the alias."""
     if distributed.processes() == 1:
         return _run_controller(settings, learner_factory, make_workflow_evaluator)
-    line = distributed.Line()
+    line = distributed.FollowerChannel()
     if not distributed.is_leader():
         return distributed.follow(line)
     try:
@@ -48,7 +48,7 @@ def run(
 
 
 def _make_rank_zero_learner(
-    line: distributed.Line, settings: TrainerSettings, resume_from: Path | None
+    line: distributed.FollowerChannel, settings: TrainerSettings, resume_from: Path | None
 ) -> LearnerProtocol:
     return distributed.RankZeroLearner(
         line, settings.base_model, settings.learner, workdir=settings.checkpoints.parent, resume_from=resume_from

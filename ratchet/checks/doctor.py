@@ -223,7 +223,7 @@ def _swap(
         return CheckResult("swap", False, "not proven: there is no trained adapter", "mend the gradient first")
     from ratchet.trainer.adapters.vllm_api import VllmServer
     from ratchet.trainer.errors import TrainerError
-    from ratchet.trainer.release.proof import Outcome
+    from ratchet.trainer.release.proof import ProofOutcome
     from ratchet.trainer.release.served_proof import prove_served
 
     probes = _probes(captured)
@@ -244,7 +244,7 @@ def _swap(
         replica.close()
     if not proof.holds:
         remedy = "check that vLLM serves the same base model as the trainer loads"
-        if proof.outcome is Outcome.UNPROVEN:
+        if proof.outcome is ProofOutcome.UNPROVEN:
             remedy = "serve and train in float32, or check that both round alike (quantisation, attention kernels)"
         return CheckResult("swap", False, str(proof.reason), remedy)
     seen = (

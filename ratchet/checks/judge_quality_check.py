@@ -114,12 +114,12 @@ def _waits(judge: Judge) -> CheckResult:
 
 
 def _by_lint(judge: Judge) -> CheckResult:
-    from ratchet.trainer.controller.judges.audit.lint import Outcome, lint
-    from ratchet.trainer.controller.judges.audit.lint_transcripts import Place, made_up
+    from ratchet.trainer.controller.judges.audit.lint import LintOutcome, lint
+    from ratchet.trainer.controller.judges.audit.lint_transcripts import Place, synthetic
 
-    report = lint(judge, made_up(None, "What is the capital of Norway?", "Oslo", Place()), ["Rome", "Paris"])
-    if report.outcome is Outcome.SOUND:
+    report = lint(judge, synthetic(None, "What is the capital of Norway?", "Oslo", Place()), ["Rome", "Paris"])
+    if report.outcome is LintOutcome.SOUND:
         return CheckResult(_NAME, True, f"nothing is recorded yet; {report.reason}")
-    if report.outcome is Outcome.FOOLED:
+    if report.outcome is LintOutcome.FOOLED:
         return CheckResult(_NAME, False, f"nothing is recorded yet; {report.reason}", "see `ratchet judge lint`")
     return CheckResult(_NAME, False, f"not proven: nothing is recorded yet, and {report.reason}", _ASK)

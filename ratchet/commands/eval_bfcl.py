@@ -141,7 +141,7 @@ def _evaluate(
 
 def _lines(found: TuningResult, ranked: Ranking) -> list[str]:
     text = [f"{found.technique}: {found.task_set.tasks} entries, judged by {found.judge}"]
-    for standing in ranked.standings:
+    for standing in ranked.scores:
         share = "not known" if standing.mean is None else f"{standing.mean:.1%}"
         text.append(f"  {standing.candidate:<16} {share} right (95% {standing.low:.1%} to {standing.high:.1%})")
     for row in found.details["by_category"]:

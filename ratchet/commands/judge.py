@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ratchet.store.records.tuning import Rollout
     from ratchet.trainer.controller.judges import Judge
     from ratchet.trainer.controller.judges.audit.calibration import Calibration
-    from ratchet.trainer.controller.judges.audit.lint_transcripts import Stage
+    from ratchet.trainer.controller.judges.audit.lint_transcripts import LintTranscript
 
 EXIT_NOT_CHECKED = 3  # the judge reads nothing that the lint can vary
 _SHOWN = 10  # trajectories with the largest change
@@ -141,7 +141,7 @@ def lint(context: click.Context, /, as_json: bool, **given: Any) -> int:
     """
     import dataclasses
 
-    from ratchet.trainer.controller.judges.audit.lint import Outcome
+    from ratchet.trainer.controller.judges.audit.lint import LintOutcome
     from ratchet.trainer.controller.judges.audit.lint import lint as try_to_fool
 
     asked = {name: given.pop(name) for name in ("task", "question", "right", "wrong", "trajectory", "tool")}
@@ -149,7 +149,7 @@ def lint(context: click.Context, /, as_json: bool, **given: Any) -> int:
     stage = _stage(settings, asked)
     with _judge(settings) as made:
         report = try_to_fool(made, stage, asked["wrong"])
-    code = {Outcome.SOUND: 0, Outcome.NOT_EXAMINED: EXIT_NOT_CHECKED}.get(report.outcome, 1)
+    code = {LintOutcome.SOUND: 0, LintOutcome.NOT_EXAMINED: EXIT_NOT_CHECKED}.get(report.outcome, 1)
     if as_json:
         plain = dataclasses.asdict(report)
         options.print_json({"judge": made.name, "version": made.version, "sound": code == 0} | plain)
@@ -165,9 +165,9 @@ def lint(context: click.Context, /, as_json: bool, **given: Any) -> int:
     return code
 
 
-def _stage(settings: Settings, asked: dict[str, Any]) -> Stage:
+def _stage(settings: Settings, asked: dict[str, Any]) -> LintTranscript:
     """Return the trajectory for the lint. Raises JudgeError, RecordNotFound, UsageError."""
-    from ratchet.trainer.controller.judges.audit.lint_transcripts import Place, made_up, recorded
+    from ratchet.trainer.controller.judges.audit.lint_transcripts import Place, recorded, synthetic
 
     place = Place.read(asked["tool"])
     if asked["trajectory"] is None:
@@ -175,7 +175,7 @@ def _stage(settings: Settings, asked: dict[str, Any]) -> Stage:
             raise click.UsageError(
                 "give --answer, the right answer, or --trajectory, a recorded one that solved its task"
             )
-        return made_up(asked["task"], asked["question"], asked["right"], place)
+        return synthetic(asked["task"], asked["question"], asked["right"], place)
     with options.open_store_for_command(settings.store_url, create=False) as store:
         return recorded(store.trajectories.read(asked["trajectory"]), asked["right"], place)
 
@@ -258,7 +258,7 @@ def calibrate(
     """
     from tqdm import tqdm
 
-    from ratchet.trainer.controller.judges.audit.calibration import Asked
+    from ratchet.trainer.controller.judges.audit.calibration import CalibrationGroup
     from ratchet.trainer.controller.judges.audit.calibration import calibrate as hold_against
 
     settings = _settings(context, given)
@@ -273,7 +273,7 @@ def calibrate(
         for group in tqdm(groups, unit="group", disable=not sys.stderr.isatty() or as_json):
             members = [store.trajectories.read(name) for name in group.members]
             first, reverse = (made.judge(None, order).verdicts for order in (members, members[::-1]))
-            asked.append(Asked(truth.judge(None, members).verdicts, first, reverse))
+            asked.append(CalibrationGroup(truth.judge(None, members).verdicts, first, reverse))
     found = hold_against(asked)
     if found.agreement is None:
         raise click.ClickException(

@@ -10,7 +10,7 @@ from ratchet.output.files import pyplot
 from ratchet.output.terminal import print_table, strip_control_characters
 
 if TYPE_CHECKING:
-    from ratchet.trainer.statistics.paired_comparison import Standing
+    from ratchet.trainer.statistics.paired_comparison import CandidateScore
     from ratchet.tuner.reports.report import Report, Row
     from ratchet.tuner.reports.tuning_result import TuningResult
     from ratchet.tuner.rollouts.prices import RolloutCost
@@ -160,7 +160,7 @@ def show_selection(selection: Selection, with_choice: bool = True) -> None:
     drawn = Table()
     for column in _SELECTION_COLUMNS:
         drawn.add_column(column, justify="left" if column == "candidate" else "right", overflow="fold")
-    for standing, figures in zip(selection.ranking.standings, selection.figures, strict=True):
+    for standing, figures in zip(selection.ranking.scores, selection.figures, strict=True):
         drawn.add_row(
             *(Text(strip_control_characters(cell)) for cell in _selection_cells(selection, standing, figures))
         )
@@ -190,7 +190,7 @@ def draw_selection(selection: Selection, path: Path) -> None:
     priced = any(one.cost_per_rollout is not None for one in selection.figures)
     figure, (left, right) = plots.subplots(1, 2, figsize=(9, 1.6 + 0.5 * len(selection.figures)), dpi=120, sharey=True)
     names = []
-    for row, (standing, figures) in enumerate(zip(selection.ranking.standings, selection.figures, strict=True)):
+    for row, (standing, figures) in enumerate(zip(selection.ranking.scores, selection.figures, strict=True)):
         names.append(standing.candidate + (" (chosen)" if standing.candidate == selection.chosen else ""))
         if standing.mean is not None:
             bars = [[max(0.0, standing.mean - standing.low)], [max(0.0, standing.high - standing.mean)]]
@@ -210,7 +210,7 @@ def draw_selection(selection: Selection, path: Path) -> None:
     plots.close(figure)
 
 
-def _selection_cells(selection: Selection, standing: Standing, figures: Figures) -> tuple[str, ...]:
+def _selection_cells(selection: Selection, standing: CandidateScore, figures: Figures) -> tuple[str, ...]:
     interval = f"({standing.low:.3f} to {standing.high:.3f})"
     money, tokens = figures.cost_per_rollout, figures.tokens_per_rollout
     return (
@@ -223,7 +223,7 @@ def _selection_cells(selection: Selection, standing: Standing, figures: Figures)
 
 
 def _against_first(selection: Selection, candidate: str) -> str:
-    first = selection.ranking.standings[0].candidate
+    first = selection.ranking.scores[0].candidate
     if candidate == first:
         return ""
     pair = selection.ranking.pair(candidate, first)

@@ -33,13 +33,13 @@ _MEANS: Mapping[Size, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Movement:
-    """What one round moved; `numbers` are those that the model computes in (bf16 or fp32)."""
+    """What one round moved; `dtype` is the model's computation (bf16 or fp32)."""
 
     version: int | None
     k3: float
     logprob_change_positive: float
     rate: float
-    numbers: str
+    dtype: str
     scale: float = 1.0  # of the rate and so of the movement, below 1 in a small round
 
     @property
@@ -57,7 +57,7 @@ class Movement:
     def describe(self) -> str:
         """Return it in one clause."""
         means = _MEANS[self.size]
-        if self.size == "too small" and self.numbers == "bf16":
+        if self.size == "too small" and self.dtype == "bf16":
             means += "; in bf16 rounding alone reads as this much"
         return f"{self.k3:.2g} nats a token (k3) at rate {self.rate:.2g}: {means}"
 
@@ -71,7 +71,7 @@ def movement_of(metrics: Mapping[str, Any], version: int | None = None) -> Movem
         k3=float(metrics["approx_kl"]),
         logprob_change_positive=float(metrics["logprob_change_positive_mean"]),
         rate=float(metrics["learning_rate"]),
-        numbers=str(metrics["numbers"]),
+        dtype=str(metrics["dtype"]),
         scale=float(metrics.get("rate_scale", 1.0)),
     )
 

@@ -14,9 +14,8 @@ import pytest
 from ratchet.demo.email_search.__main__ import main
 from ratchet.demo.email_search.agent import Rollout
 from ratchet.demo.email_search.mailbox import DATABASE, Mailbox
-from ratchet.demo.email_search.progress import metrics
+from ratchet.demo.email_search.progress import MetricMeans, metrics
 from ratchet.demo.email_search.tasks import read_tasks
-from ratchet.trainer.observability.progress import RunningMeans
 from tests.harness.examples.scripted_model import Reply, ScriptedModel, completion, tool_call
 
 ROOT = Path(__file__).parents[2]
@@ -101,7 +100,7 @@ def test_each_metric_has_its_own_divisor() -> None:
     shared: dict[str, Any] = {"index": 0, "task_id": "t", "question": "q", "correct_answer": "a", "models": ()}
     good = Rollout(**shared, **ended, success=True, end="answer", turns=3, completion_tokens=30, errors=())
     lost = Rollout(**shared, **ended, success=False, end="api_error", turns=0, completion_tokens=0, errors=("x",))
-    means = RunningMeans()
+    means = MetricMeans()
     means.add(metrics(good))
     means.add(metrics(lost))
     assert means.means() == {

@@ -23,8 +23,8 @@ from ratchet.demo.email_search.tasks import Task, read_tasks
 from ratchet.store.reports.undecided_versions import read_awaiting_approval
 from ratchet.store.states import PolicyAction, PolicyState
 from ratchet.store.store import open_store
-from ratchet.trainer.controller.judges.audit.lint import Outcome, lint
-from ratchet.trainer.controller.judges.audit.lint_transcripts import Place, made_up
+from ratchet.trainer.controller.judges.audit.lint import LintOutcome, lint
+from ratchet.trainer.controller.judges.audit.lint_transcripts import Place, synthetic
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.controller_loop import Controller
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
@@ -143,10 +143,10 @@ def alarms_of(proxy: Proxy) -> list[dict[str, Any]]:
 
 def test_the_lint_says_beforehand_that_the_judge_can_be_fooled() -> None:
     task = json.dumps({"id": "t", "question": "Where is the lease?", "answer": "Oslo"})
-    stage = made_up(task, "Where is the lease?", "Oslo", Place())
+    stage = synthetic(task, "Where is the lease?", "Oslo", Place())
     report = lint(FunctionJudge(JUDGE), stage, ["Lima"])
     fooling = {found.trick for found in report.findings if not found.sound}
-    assert report.outcome is Outcome.FOOLED
+    assert report.outcome is LintOutcome.FOOLED
     assert {"every candidate", "denied"} <= fooling
     assert "wrong: Lima" not in fooling
 
@@ -159,10 +159,10 @@ def test_the_agents_own_judge_passes_the_lint_where_answers_are_given_by_its_too
     row = json.dumps({"id": task.id, "question": task.question, "answer": task.answer})
     judge = FunctionJudge("ratchet.demo.email_search.judge:judge")
     wrong = [city for city in ("Oslo", "Paris") if city != task.answer]
-    by_tool = made_up(row, task.question, task.answer, Place.read("return_final_answer.answer"))
-    assert lint(judge, by_tool, wrong).outcome is Outcome.SOUND
-    in_words = made_up(row, task.question, task.answer, Place())
-    assert lint(judge, in_words, wrong).outcome is Outcome.NOT_EXAMINED
+    by_tool = synthetic(row, task.question, task.answer, Place.read("return_final_answer.answer"))
+    assert lint(judge, by_tool, wrong).outcome is LintOutcome.SOUND
+    in_words = synthetic(row, task.question, task.answer, Place())
+    assert lint(judge, in_words, wrong).outcome is LintOutcome.NOT_EXAMINED
 
 
 def test_the_two_judges_disagree_about_a_list_and_agree_about_an_answer_that_was_found() -> None:

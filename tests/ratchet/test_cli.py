@@ -100,7 +100,7 @@ def test_status_names_the_proxies_that_run_elsewhere_on_the_same_store(project: 
 def test_status_says_how_far_the_last_round_moved_the_policy(project: Project) -> None:
     url = str(project.folder / "store.db")
     figures = {"approx_kl": 2.4e-8, "approx_kl_tokens": 9, "logprob_change_positive_mean": 0.0}
-    how = {"learning_rate": 1e-5, "numbers": "fp32"}
+    how = {"learning_rate": 1e-5, "dtype": "fp32"}
     with contextlib.closing(open_store(url)) as store:
         store.policies.register_base("mail", "mail")
         store.rounds.commit(

@@ -48,9 +48,7 @@ def test_the_report_says_what_is_missing_and_that_rounds_move_nothing(project: P
     still = {"approx_kl": 2e-8, "approx_kl_tokens": 900, "logprob_change_positive_mean": 0.0, "learning_rate": 1e-5}
     for version in range(3):
         held = store.rounds.start("policy", version)
-        store.rounds.commit(
-            held.id, version=version + 1, checkpoint="x", groups=[], metrics=still | {"numbers": "fp32"}
-        )
+        store.rounds.commit(held.id, version=version + 1, checkpoint="x", groups=[], metrics=still | {"dtype": "fp32"})
     store.close()
     said = project.run("status", "--report").stdout
     assert said.startswith("is it learning?  unknown")

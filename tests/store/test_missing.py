@@ -1,4 +1,4 @@
-"""What is missing for an answer to "is it learning?", and what the last rounds moved: said in numbers that hold."""
+"""What is missing for an answer to "is it learning?", and what the last rounds moved: said in dtype that hold."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def report(*traffic: list[PastScore], moved: Sequence[Movement] = ()) -> Learnin
     return learning_report(tallies([one for version in traffic for one in version]), moved)
 
 
-def moved(k3: float, *, good: float = 0.0, rate: float = 1e-5, numbers: str = "fp32") -> Movement:
-    return Movement(version=3, k3=k3, logprob_change_positive=good, rate=rate, numbers=numbers)
+def moved(k3: float, *, good: float = 0.0, rate: float = 1e-5, dtype: str = "fp32") -> Movement:
+    return Movement(version=3, k3=k3, logprob_change_positive=good, rate=rate, dtype=dtype)
 
 
 def said(found: LearningReport, word: str) -> str:
@@ -94,7 +94,7 @@ def test_steps_too_small_are_named_only_where_no_gain_is_seen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("k3", "numbers", "means"),
+    ("k3", "dtype", "means"),
     [
         (2e-8, "fp32", "2e-08 nats a token (k3) at rate 1e-05: too small to be seen"),
         (5e-5, "bf16", "too small to be seen; in bf16 rounding alone reads as this much"),
@@ -102,8 +102,8 @@ def test_steps_too_small_are_named_only_where_no_gain_is_seen() -> None:
         (0.3, "fp32", "too large: rounds like this end in collapse"),
     ],
 )
-def test_a_movement_is_said_with_what_it_means(k3: float, numbers: str, means: str) -> None:
-    assert moved(k3, numbers=numbers).describe().endswith(means)
+def test_a_movement_is_said_with_what_it_means(k3: float, dtype: str, means: str) -> None:
+    assert moved(k3, dtype=dtype).describe().endswith(means)
 
 
 def test_a_small_round_that_was_meant_to_take_a_small_step_is_not_called_too_small() -> None:
@@ -112,7 +112,7 @@ def test_a_small_round_that_was_meant_to_take_a_small_step_is_not_called_too_sma
         "approx_kl_tokens": 9,
         "logprob_change_positive_mean": 0.0,
         "learning_rate": 2e-4,
-        "numbers": "fp32",
+        "dtype": "fp32",
     }
     sizes = [found.size for scale in (1.0, 0.1) if (found := movement_of(figures | {"rate_scale": scale})) is not None]
     assert sizes == ["too small", "healthy"]
@@ -132,7 +132,7 @@ def test_the_last_rounds_are_read_from_the_store_and_older_ones_say_nothing(stor
             "approx_kl_tokens": 9,
             "logprob_change_positive_mean": 0.1,
             "learning_rate": 2e-3,
-            "numbers": "fp32",
+            "dtype": "fp32",
         },
     ]
     for version, metrics in enumerate(figures, 1):

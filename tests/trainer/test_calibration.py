@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from ratchet.store.records import Verdict
-from ratchet.trainer.controller.judges.audit.calibration import Asked, calibrate, differences, kendall
+from ratchet.trainer.controller.judges.audit.calibration import CalibrationGroup, calibrate, differences, kendall
 
 
 def verdicts(scores: Mapping[str, float | None]) -> list[Verdict]:
@@ -19,8 +19,10 @@ def verdicts(scores: Mapping[str, float | None]) -> list[Verdict]:
     ]  # fmt: skip
 
 
-def asked(truth: Mapping[str, float], first: Mapping[str, float | None], reverse: Mapping[str, float | None]) -> Asked:
-    return Asked(verdicts(truth), verdicts(first), verdicts(reverse))
+def asked(
+    truth: Mapping[str, float], first: Mapping[str, float | None], reverse: Mapping[str, float | None]
+) -> CalibrationGroup:
+    return CalibrationGroup(verdicts(truth), verdicts(first), verdicts(reverse))
 
 
 TRUTH = {"a": 1.0, "b": 0.0, "c": 0.0}

@@ -10,8 +10,8 @@ import pytest
 
 from ratchet.store.records import Transcript
 from ratchet.trainer.controller.judges import Judge
-from ratchet.trainer.controller.judges.audit.lint import Mark, Outcome, Report, lint
-from ratchet.trainer.controller.judges.audit.lint_transcripts import Place, made_up, recorded
+from ratchet.trainer.controller.judges.audit.lint import LintMark, LintOutcome, LintReport, lint
+from ratchet.trainer.controller.judges.audit.lint_transcripts import Place, recorded, synthetic
 from ratchet.trainer.controller.judges.kinds.answer import contains, numeric
 from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.errors import JudgeError
@@ -60,41 +60,43 @@ def judge(tmp_path: Path) -> Any:
     return lambda name: make_judge(read_spec(f"{file}:{name}"), {})
 
 
-def examined(judge: Judge, tool: str | None = None, right: str = "Oslo", wrong: tuple[str, ...] = ("Rome",)) -> Report:
-    return lint(judge, made_up("capital", "?", right, Place.read(tool)), wrong)
+def examined(
+    judge: Judge, tool: str | None = None, right: str = "Oslo", wrong: tuple[str, ...] = ("Rome",)
+) -> LintReport:
+    return lint(judge, synthetic("capital", "?", right, Place.read(tool)), wrong)
 
 
 def test_a_judge_that_crashes_is_a_crash_and_not_fooled(judge: Any) -> None:
     report = examined(judge("raises"))
-    assert report.outcome is Outcome.CRASHES
+    assert report.outcome is LintOutcome.CRASHES
     assert "crashes on the right answer: ValueError: no such table" in report.reason
-    assert [one.mark for one in report.findings] == [Mark.CRASHED]
+    assert [one.mark for one in report.findings] == [LintMark.CRASHED]
 
 
 def test_a_judge_that_crashes_on_wrong_answers_is_not_sound(judge: Any) -> None:
     report = examined(judge("brittle"))
-    assert {one.trick for one in report.findings if one.mark is Mark.CRASHED} == {"empty", "blank"}
-    assert report.outcome is Outcome.FOOLED
+    assert {one.trick for one in report.findings if one.mark is LintMark.CRASHED} == {"empty", "blank"}
+    assert report.outcome is LintOutcome.FOOLED
     assert "is fooled by 1 of 12 answers; crashes on 2 of 12" in report.reason
 
 
 def test_a_missing_return_is_named_as_one(judge: Any) -> None:
     report = examined(judge("forgets"))
-    assert report.outcome is Outcome.NO_RETURN
+    assert report.outcome is LintOutcome.NO_RETURN
     assert "returns nothing for 12 of 12 answers: a return is missing" in report.reason
-    assert examined(judge("forgets_all")).outcome is Outcome.NO_RETURN
+    assert examined(judge("forgets_all")).outcome is LintOutcome.NO_RETURN
 
 
 def test_a_judge_of_tool_calls_is_not_fooled_but_not_examined_until_the_tool_is_named(judge: Any) -> None:
     report = examined(judge("by_tool"))
-    assert report.outcome is Outcome.NOT_EXAMINED
+    assert report.outcome is LintOutcome.NOT_EXAMINED
     assert "--tool NAME.ARGUMENT" in report.reason
-    assert examined(judge("by_tool"), tool="finish").outcome is Outcome.SOUND
-    assert examined(judge("by_tool"), tool="other.answer").outcome is Outcome.NOT_EXAMINED
+    assert examined(judge("by_tool"), tool="finish").outcome is LintOutcome.SOUND
+    assert examined(judge("by_tool"), tool="other.answer").outcome is LintOutcome.NOT_EXAMINED
 
 
 def test_a_scale_that_ends_at_zero_and_a_judge_that_likes_all_are_what_they_are(judge: Any) -> None:
-    assert examined(judge("below_zero")).outcome is Outcome.SOUND
+    assert examined(judge("below_zero")).outcome is LintOutcome.SOUND
     assert "is fooled by 12 of 12" in examined(judge("everything")).reason
 
 
@@ -115,7 +117,7 @@ def test_a_recorded_trajectory_gives_its_own_answer_where_it_stands(judge: Any) 
     by_tool = run(searched, found, finished)
     stage = recorded(by_tool, "Oslo", Place())
     assert (stage.place, stage.right) == (Place("finish", "answer"), "Oslo")
-    assert lint(judge("by_tool"), stage, ["Rome"]).outcome is Outcome.SOUND
+    assert lint(judge("by_tool"), stage, ["Rome"]).outcome is LintOutcome.SOUND
     assert recorded(by_tool, None, Place.read("finish.answer")).right == "Oslo"
     in_words = run(searched, found, {"role": "assistant", "content": "Oslo"})
     assert recorded(in_words, None, Place()).place == Place()
@@ -129,9 +131,9 @@ def test_what_the_tools_came_to_stays_with_the_recorded_trajectory(judge: Any, s
 
     answered_trajectory(store, "t1", "Oslo")
     tool_called(store, "t1", ToolResult.OK, times=1)
-    assert examined(judge("worked")).outcome is Outcome.NOT_EXAMINED
+    assert examined(judge("worked")).outcome is LintOutcome.NOT_EXAMINED
     stage = recorded(store.trajectories.read("t1"), None, Place())
-    assert lint(judge("worked"), stage, ["Rome"]).outcome is Outcome.SOUND
+    assert lint(judge("worked"), stage, ["Rome"]).outcome is LintOutcome.SOUND
 
 
 def test_a_trajectory_without_an_answer_in_words_asks_for_the_tool() -> None:

@@ -11,7 +11,7 @@ import numpy
 import pytest
 from numpy.typing import NDArray
 
-from ratchet.trainer.release.proof import Outcome, Proof, VersionLogprobs, prove
+from ratchet.trainer.release.proof import Proof, ProofOutcome, VersionLogprobs, prove
 
 CONTEXTS, TOKENS = 48, 3  # what the publisher asks for
 TRIALS = 80
@@ -61,7 +61,7 @@ class World:
 
 def outcomes(
     change: float, noise: float, case: Callable[[World], Proof], trials: int = TRIALS, own: float = 1e-7
-) -> Counter[Outcome]:
+) -> Counter[ProofOutcome]:
     dice = numpy.random.default_rng([round(1e9 * change), round(1e9 * noise), trials])
     return Counter(case(World(dice, change, noise, own)).outcome for _ in range(trials))
 
@@ -113,7 +113,7 @@ def test_what_is_not_the_new_version_is_never_called_proven(case: Callable[[Worl
     for change in CHANGES:
         for noise in NOISES:
             found = outcomes(change, noise, case)
-            assert found[Outcome.PROVEN] == 0, (case.__name__, change, noise, found)
+            assert found[ProofOutcome.PROVEN] == 0, (case.__name__, change, noise, found)
 
 
 @pytest.mark.parametrize("own", [1e-7, 1e-3])
@@ -123,14 +123,14 @@ def test_an_applied_adapter_is_proven_where_it_changes_six_times_what_rounding_d
             if 6 * max(noise, own) > change:
                 continue
             found = outcomes(change, noise, applied, 50, own)
-            assert found[Outcome.PROVEN] == 50, (change, noise, found)
+            assert found[ProofOutcome.PROVEN] == 50, (change, noise, found)
 
 
 def test_rounding_alone_never_rejects_an_applied_adapter() -> None:
     for change in CHANGES:
         for noise in NOISES:
             found = outcomes(change, noise, applied, 40)
-            assert found[Outcome.WRONG] == 0, (change, noise, found)
+            assert found[ProofOutcome.WRONG] == 0, (change, noise, found)
 
 
 @pytest.mark.parametrize("case", [never_applied, served_by_the_base, first_version_served_by_the_base])
@@ -138,7 +138,7 @@ def test_what_is_plainly_not_applied_is_rejected_and_not_waited_for(case: Callab
     for change in CHANGES[2:]:
         for noise in NOISES:
             if 10 * noise <= change:
-                assert outcomes(change, noise, case, 20)[Outcome.WRONG] == 20, (change, noise)
+                assert outcomes(change, noise, case, 20)[ProofOutcome.WRONG] == 20, (change, noise)
 
 
 def test_a_change_that_grows_beyond_rounding_is_told_in_the_end() -> None:
@@ -159,8 +159,8 @@ def test_what_cannot_be_compared_is_unproven_and_says_why() -> None:
     assert "no probe" in str(prove([], VersionLogprobs([], []), {}, tolerance=0.1).reason)
     found = prove([0, 1, 2], new, {"agent@1": old}, tolerance=0.1)
     assert (found.outcome, found.reason) == (
-        Outcome.UNPROVEN,
+        ProofOutcome.UNPROVEN,
         "agent@1 gives every probe token too low a probability to compare",
     )
     few = prove([0, 0, 0], new, {"agent@1": VersionLogprobs([-1.1] * 3, [-1.1] * 3)}, tolerance=0.1)
-    assert (few.outcome, "too few contexts (1.0)" in str(few.reason)) == (Outcome.UNPROVEN, True)
+    assert (few.outcome, "too few contexts (1.0)" in str(few.reason)) == (ProofOutcome.UNPROVEN, True)

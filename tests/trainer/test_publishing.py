@@ -15,7 +15,7 @@ from ratchet.store.records import Policy, ProxyInstance
 from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_api import VllmServer
-from ratchet.trainer.adapters.vllm_load import Load, load_of
+from ratchet.trainer.adapters.vllm_load import VllmLoad, load_of
 from ratchet.trainer.errors import AdapterRefused, EngineUnreachable
 from ratchet.trainer.release.publisher import Publisher, PublishResult
 from tests.harness.records import judged_group
@@ -176,7 +176,7 @@ def test_a_password_in_a_replicas_url_goes_to_it_and_is_shown_nowhere(engines: l
     pair = base64.b64encode(b"alice:s3/cret").decode()
     engine.authorization = f"Basic {pair}"
     replica = VllmServer(whole)
-    assert (replica.models(), load_of([whole], None)) == (("base",), Load(0, 0))
+    assert (replica.models(), load_of([whole], None)) == (("base",), VllmLoad(0, 0))
     engine.authorization, engine.load = "another", None
     with pytest.raises(AdapterRefused) as refused:
         replica.models()

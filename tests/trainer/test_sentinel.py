@@ -52,7 +52,7 @@ def one(findings: Sequence[Finding], check: str) -> Finding:
 def test_a_tool_that_fails_more_than_under_the_same_version_holds_training() -> None:
     newest = calls([ERROR] * 30 + [OK] * 20) + calls([OK] * 190 + [ERROR] * 10)
     (found,), _ = check_tool_health(newest, SETTINGS)
-    assert (found.subject, found.value, found.holds) == ("search", 0.6, True)
+    assert (found.subject, found.value, found.blocks_training) == ("search", 0.6, True)
     assert found.reason == (
         "tool 'search' failed in 30 of its last 50 calls (30 error), up from 5% under the same version: fix the tool"
     )
@@ -61,7 +61,7 @@ def test_a_tool_that_fails_more_than_under_the_same_version_holds_training() -> 
 def test_failures_that_begin_with_a_version_are_told_and_do_not_hold() -> None:
     (found,), _ = check_tool_health(calls([ERROR] * 40 + [OK] * 10, version=2) + calls([OK] * 200), SETTINGS)
     assert "it began with version 2" in str(found.reason)
-    assert not found.holds
+    assert not found.blocks_training
 
 
 def test_a_tool_that_was_always_flaky_is_no_alarm() -> None:
@@ -71,7 +71,7 @@ def test_a_tool_that_was_always_flaky_is_no_alarm() -> None:
 
 def test_a_tool_that_never_works_holds_without_any_past() -> None:
     (found,), _ = check_tool_health(calls([ToolResult.TIMEOUT] * 50), SETTINGS)
-    assert found.holds
+    assert found.blocks_training
     assert "raise max_tool_failure_rate" in str(found.reason)
 
 
@@ -94,9 +94,9 @@ def test_a_long_sickness_does_not_become_its_own_past() -> None:
     assert check_tool_health(milder, settings)[0][0].reason is None  # nothing else is known
     kept = {"search": ToolHistory(failures=5, calls=100, same_versions=True)}
     (found,), pasts = check_tool_health(milder, settings, kept)
-    assert found.holds
+    assert found.blocks_training
     assert pasts == kept
-    assert check_tool_health(sick, settings, kept)[0][0].holds
+    assert check_tool_health(sick, settings, kept)[0][0].blocks_training
 
 
 def test_an_empty_result_counts_only_against_the_tools_own_past() -> None:
@@ -104,7 +104,7 @@ def test_an_empty_result_counts_only_against_the_tools_own_past() -> None:
     (usual,), _ = check_tool_health(calls([EMPTY, OK] * 200), settings)
     (risen,), _ = check_tool_health(calls([EMPTY] * 40 + [OK] * 10) + calls([OK] * 200), settings)
     assert usual.reason is None
-    assert risen.holds
+    assert risen.blocks_training
 
 
 # --- conduct ----------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from ratchet.store.errors import InvalidTransition
 from ratchet.store.records import Trajectory
 from ratchet.store.states import TrajectoryState
 from ratchet.store.store import Store
-from ratchet.trainer.adapters.vllm_load import Load, load_of
+from ratchet.trainer.adapters.vllm_load import VllmLoad, load_of
 from ratchet.trainer.controller.advantages.baseline import ScoreHistory
 from ratchet.trainer.controller.collect.collector import TrajectoryCollector
 from ratchet.trainer.controller.collect.resampling import resample_call
@@ -308,10 +308,10 @@ def test_shadows_are_planned_once(store: Store) -> None:
 
 def test_the_load_of_all_replicas_counts_and_silence_is_no_idleness(engine: ScriptedEngine) -> None:
     engine.load = (2, 1)
-    assert load_of([engine.url, engine.url], None) == Load(4, 2)
-    assert Load(3, 0).spare(own=2, max_running_requests=1)
-    assert not Load(3, 0).spare(own=1, max_running_requests=1)
-    assert not Load(0, 1).spare(own=1, max_running_requests=9)
+    assert load_of([engine.url, engine.url], None) == VllmLoad(4, 2)
+    assert VllmLoad(3, 0).spare(own=2, max_running_requests=1)
+    assert not VllmLoad(3, 0).spare(own=1, max_running_requests=1)
+    assert not VllmLoad(0, 1).spare(own=1, max_running_requests=9)
     silent = load_of([engine.url, "http://127.0.0.1:1"], None)
     assert not silent.spare(own=0, max_running_requests=9)
 

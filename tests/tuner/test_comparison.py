@@ -7,7 +7,15 @@ import random
 
 import pytest
 
-from ratchet.trainer.statistics.paired_comparison import Mark, Marks, Missing, ScoreRange, Verdict, compare, rank
+from ratchet.trainer.statistics.paired_comparison import (
+    ComparisonVerdict,
+    Mark,
+    Marks,
+    Missing,
+    ScoreRange,
+    compare,
+    rank,
+)
 
 FAILED, UNJUDGED = Missing.FAILED, Missing.UNJUDGED
 
@@ -26,9 +34,9 @@ def agent(success: float, tasks: int, attempts: int = 4, seed: int = 0) -> Marks
 def test_a_real_difference_is_shown_and_seen_from_the_other_side_alike() -> None:
     found = rank({"small": agent(0.3, 30), "large": agent(0.8, 30)})
     assert (found.winner, found.first) == ("large", ("large",))
-    assert [one.candidate for one in found.standings] == ["large", "small"]
+    assert [one.candidate for one in found.scores] == ["large", "small"]
     there, back = found.pair("large", "small"), found.pair("small", "large")
-    assert (there.verdict, back.verdict) == (Verdict.BETTER, Verdict.WORSE)
+    assert (there.verdict, back.verdict) == (ComparisonVerdict.BETTER, ComparisonVerdict.WORSE)
     assert (there.low, there.high) == (-back.high, -back.low)
     assert there.low > 0.2
 
@@ -37,14 +45,14 @@ def test_crashes_count_as_failures_and_never_as_skipped() -> None:
     crashing = marks(1.0, FAILED, FAILED, FAILED, FAILED, FAILED)  # right wherever it did not crash
     steady = marks(1.0, 1.0, 1.0, 1.0, 1.0, 0.0)
     found = rank({"crashing": crashing, "steady": steady})
-    assert [(one.candidate, one.mean) for one in found.standings] == [("steady", 5 / 6), ("crashing", 1 / 6)]
-    assert [one.failed for one in found.standings] == [0, 5]
+    assert [(one.candidate, one.mean) for one in found.scores] == [("steady", 5 / 6), ("crashing", 1 / 6)]
+    assert [one.failed for one in found.scores] == [0, 5]
 
 
 def test_a_crash_never_counts_more_than_the_lowest_score_of_a_judge_with_negative_scores() -> None:
     found = rank({"crashing": marks(*[FAILED] * 8), "bad": marks(*[-2.0, -3.0] * 4)})
     assert found.failure_score == -3.0
-    assert [(one.candidate, one.mean) for one in found.standings] == [("bad", -2.5), ("crashing", -3.0)]
+    assert [(one.candidate, one.mean) for one in found.scores] == [("bad", -2.5), ("crashing", -3.0)]
     assert found.score_range == ScoreRange(-3.0, 1.0)
 
 
@@ -52,9 +60,9 @@ def test_a_tie_is_told_as_a_tie() -> None:
     found = rank({"one": agent(0.5, 20, seed=1), "other": agent(0.5, 20, seed=2), "bad": agent(0.05, 20)})
     assert found.winner is None
     assert set(found.first) == {"one", "other"}
-    assert found.pair("one", "other").verdict is Verdict.TIED
+    assert found.pair("one", "other").verdict is ComparisonVerdict.TIED
     equal = compare(marks(*[1.0] * 10), marks(*[1.0] * 10))
-    assert (equal.verdict, equal.difference, equal.p_value) == (Verdict.TIED, 0.0, 1.0)
+    assert (equal.verdict, equal.difference, equal.p_value) == (ComparisonVerdict.TIED, 0.0, 1.0)
     assert equal.low < 0 < equal.high
 
 
@@ -66,16 +74,16 @@ def test_attempts_at_one_task_are_not_taken_for_tasks() -> None:
 
 def test_no_winner_is_named_where_the_unjudged_could_change_it() -> None:
     better, worse = marks(*[1.0] * 8), marks(*[0.0] * 8)
-    assert compare(better, worse).verdict is Verdict.BETTER
+    assert compare(better, worse).verdict is ComparisonVerdict.BETTER
     some = marks(*[1.0] * 4, *[UNJUDGED] * 4)
     inconclusive = compare(some, worse)
-    assert (inconclusive.verdict, inconclusive.unjudged, inconclusive.tasks) == (Verdict.INCONCLUSIVE, 4, 4)
+    assert (inconclusive.verdict, inconclusive.unjudged, inconclusive.tasks) == (ComparisonVerdict.INCONCLUSIVE, 4, 4)
     assert rank({"better": some, "worse": worse}).winner is None
 
 
 def test_a_few_unjudged_that_can_change_nothing_do_not_hide_a_winner() -> None:
     found = compare({**agent(0.95, 40), "0": (UNJUDGED, 1.0)}, agent(0.2, 40))
-    assert (found.verdict, found.unjudged, found.settled) == (Verdict.BETTER, 1, True)
+    assert (found.verdict, found.unjudged, found.settled) == (ComparisonVerdict.BETTER, 1, True)
 
 
 def test_the_interval_holds_whatever_the_unjudged_would_have_got() -> None:
@@ -96,7 +104,7 @@ def test_a_task_that_was_not_asked_of_one_is_unjudged_for_it() -> None:
 def test_nothing_judged_shows_nothing() -> None:
     found = compare(marks(UNJUDGED, UNJUDGED), marks(1.0, 1.0), score_range=ScoreRange(-1.0, 1.0))
     assert (found.difference, found.low, found.high, found.p_value) == (None, -2.0, 2.0, 1.0)
-    assert found.verdict is not Verdict.WORSE
+    assert found.verdict is not ComparisonVerdict.WORSE
     assert "2 attempts are unjudged" in found.describe()
 
 
@@ -116,4 +124,4 @@ def test_p_values_are_corrected_over_all_pairs() -> None:
 def test_one_candidate_alone_has_a_standing_and_no_winner() -> None:
     found = rank({"alone": marks(1.0, 0.0, 1.0)})
     assert (found.winner, found.first, found.pairs) == (None, ("alone",), ())
-    assert found.standings[0].low < 2 / 3 < found.standings[0].high
+    assert found.scores[0].low < 2 / 3 < found.scores[0].high

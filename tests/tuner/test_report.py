@@ -9,7 +9,7 @@ from typing import Any
 from ratchet.store.records import Policy
 from ratchet.store.records.tuning import Tuning
 from ratchet.store.states import PolicyState, TuningKind, TuningState
-from ratchet.trainer.statistics.paired_comparison import Compared, Missing, Verdict, compare
+from ratchet.trainer.statistics.paired_comparison import Compared, ComparisonVerdict, Missing, compare
 from ratchet.tuner.reports.report import Report, report
 from ratchet.tuner.reports.tuning_result import TuningResult, plain, task_set
 from ratchet.tuner.rollouts.prices import UNKNOWN, Money, RolloutCost
@@ -62,7 +62,7 @@ def test_the_newest_finished_run_of_each_method_stands_side_by_side() -> None:
         ("select-model", "tun_1"), ("prompt", "tun_2"), ("weights", "tun_3"),
     ]  # fmt: skip
     verdicts = [row.effect.verdict for row in found.rows if row.effect]
-    assert verdicts == [Verdict.TIED, Verdict.BETTER, Verdict.BETTER]
+    assert verdicts == [ComparisonVerdict.TIED, ComparisonVerdict.BETTER, ComparisonVerdict.BETTER]
     assert found.rows[2].promoted == "policy@3"
     assert [(one.tuning_id, one.why) for one in found.excluded] == [(older, "a newer run of this method is shown")]
 

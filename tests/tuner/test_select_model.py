@@ -14,7 +14,7 @@ from ratchet.store.states import RolloutState
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.errors import TuningError
-from ratchet.trainer.statistics.paired_comparison import Verdict
+from ratchet.trainer.statistics.paired_comparison import ComparisonVerdict
 from ratchet.trainer.tasks.task_set import Task, TaskSet
 from ratchet.tuner.reports.tuning_result import read
 from ratchet.tuner.rollouts.prices import prices_of
@@ -92,7 +92,7 @@ async def test_candidates_take_turns_at_the_same_tasks(bench: Bench) -> None:
 
 async def test_a_judge_with_negative_scores_still_puts_the_crashing_candidate_last(bench: Bench) -> None:
     found = await bench.select("crash", "right-20", judge="never_content", tasks=12)
-    assert [one.candidate for one in found.ranking.standings] == ["right-20", "crash"]
+    assert [one.candidate for one in found.ranking.scores] == ["right-20", "crash"]
     assert found.ranking.failure_score == -2.0
     assert found.figures[1].commonest_failure is not None
     assert "the GPU fell out" in found.figures[1].commonest_failure
@@ -118,7 +118,7 @@ async def test_a_judge_that_fails_on_some_names_no_winner_where_that_matters(ben
     assert found.chosen is None
     assert "could change the ranking" in found.reason
     pair = found.ranking.pair("right-95", "right-20")
-    assert (pair.verdict, pair.unjudged > 10) == (Verdict.INCONCLUSIVE, True)
+    assert (pair.verdict, pair.unjudged > 10) == (ComparisonVerdict.INCONCLUSIVE, True)
     failures = [one.judge_failure for one in bench.store.rollouts.of_tuning(bench.store.tunings.page()[0].id)]
     assert "ValueError: cannot count so far" in failures
 

@@ -46,7 +46,7 @@ def test_the_better_model_is_chosen_by_what_its_rollouts_show() -> None:
 def test_a_candidate_that_always_crashes_is_last_and_says_why_most_often() -> None:
     crash = rollouts("large", ["ConnectError: refused"] * 7 + ["TimeoutError: 5 s"])
     found = chosen(crash, rollouts("small", [0.0, -1.0] * 4))
-    assert [(one.candidate, one.mean, one.failed) for one in found.ranking.standings] == [
+    assert [(one.candidate, one.mean, one.failed) for one in found.ranking.scores] == [
         ("small", -0.5, 0), ("large", -1.0, 8),
     ]  # fmt: skip
     assert found.figures[1].commonest_failure == "ConnectError: refused (7 of 8)"
@@ -56,7 +56,7 @@ def test_a_candidate_that_always_crashes_is_last_and_says_why_most_often() -> No
 def test_one_right_of_six_with_five_crashes_does_not_beat_five_of_six() -> None:
     crashing: list[float | str | None] = [1.0, *["boom"] * 5]
     found = chosen(rollouts("large", crashing), rollouts("small", [1.0] * 5 + [0.0]))
-    assert [one.candidate for one in found.ranking.standings] == ["small", "large"]
+    assert [one.candidate for one in found.ranking.scores] == ["small", "large"]
 
 
 def test_a_tie_chooses_nobody_and_says_so() -> None:

@@ -17,7 +17,7 @@ from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.errors import TuningError
 from ratchet.trainer.settings.judge_specs import FunctionSpec
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
-from ratchet.trainer.statistics.paired_comparison import Verdict
+from ratchet.trainer.statistics.paired_comparison import ComparisonVerdict
 from ratchet.tuner.reports.tuning_result import plain as plain_result
 from ratchet.tuner.reports.tuning_result import read
 from ratchet.tuner.rollouts.prices import Prices
@@ -231,7 +231,7 @@ def test_what_was_killed_goes_on_where_it_was_and_repeats_nothing(stand: Stand) 
     assert len({(one.task_id, one.attempt, one.step) for one in live}) == len(live), "no job was done twice"
     assert before <= {one.id for one in after}
     assert [one["version"] for one in result.details["curve"]] == [0, 0, 1]
-    assert result.gain.verdict is Verdict.BETTER
+    assert result.gain.verdict is ComparisonVerdict.BETTER
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ _MAX_CHECKS = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class VllmLoad:
     """Running and waiting calls of all replicas; `unknown` is the reason if they are not known."""
 
     running: int = 0
@@ -65,7 +65,7 @@ class BusyPeriod:
         )
 
 
-def load_of(urls: Sequence[str], key: str | None, timeout: float = 2.0) -> Load:
+def load_of(urls: Sequence[str], key: str | None, timeout: float = 2.0) -> VllmLoad:
     """Return the load of the replicas at these URLs, without /v1."""
     headers = {"authorization": f"Bearer {key}"} if key else {}
     running = waiting = 0
@@ -76,12 +76,12 @@ def load_of(urls: Sequence[str], key: str | None, timeout: float = 2.0) -> Load:
                 answer = http.get(f"{url}/metrics", auth=credentials(whole))
                 gauges = _parse_gauges(answer.text) if answer.status_code == httpx.codes.OK else {}
             except (httpx.HTTPError, ValueError) as error:
-                return Load(unknown=f"vLLM at {url} does not report its load ({error or type(error).__name__})")
+                return VllmLoad(unknown=f"vLLM at {url} does not report its load ({error or type(error).__name__})")
             if RUNNING not in gauges:
-                return Load(unknown=f"vLLM at {url} shows no {RUNNING} at /metrics (is --disable-log-stats set?)")
+                return VllmLoad(unknown=f"vLLM at {url} shows no {RUNNING} at /metrics (is --disable-log-stats set?)")
             running += gauges[RUNNING]
             waiting += gauges.get(WAITING, 0)
-    return Load(running, waiting)
+    return VllmLoad(running, waiting)
 
 
 def _parse_gauges(text: str) -> dict[str, int]:

@@ -45,7 +45,7 @@ def is_leader() -> bool:
     return _rank() == 0
 
 
-class Line:
+class FollowerChannel:
     """How the leader speaks to the followers: in a group of its own, on the CPU, whatever they train on.
 
     `company` is how long a process that met an error waits for the others to meet one too.
@@ -169,7 +169,13 @@ class RankZeroLearner(Learner):
     """The leader's learner: what it does, the followers do."""
 
     def __init__(
-        self, line: Line, base_model: str, settings: LearnerSettings, *, workdir: Path, resume_from: Path | None = None
+        self,
+        line: FollowerChannel,
+        base_model: str,
+        settings: LearnerSettings,
+        *,
+        workdir: Path,
+        resume_from: Path | None = None,
     ) -> None:
         self._line = line
         line.tell("made", base_model, settings, workdir, resume_from)
@@ -195,7 +201,7 @@ class RankZeroLearner(Learner):
             super().load(folder, settings)
 
 
-def follow(line: Line, make: Callable[..., Learner] = Learner) -> int:
+def follow(line: FollowerChannel, make: Callable[..., Learner] = Learner) -> int:
     """Do what the leader says until it says stop; return the exit code. A signal does not end this process."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
@@ -208,7 +214,7 @@ def follow(line: Line, make: Callable[..., Learner] = Learner) -> int:
     return 0
 
 
-def _do_as_told(line: Line, make: Callable[..., Learner]) -> None:
+def _do_as_told(line: FollowerChannel, make: Callable[..., Learner]) -> None:
     learner: Learner | None = None
     while True:
         what, values = line.hear()

@@ -175,7 +175,7 @@ class Learner:
             "approx_kl_tokens": moved.tokens,
             "logprob_change_abs_mean": moved.absolute,
             "logprob_change_positive_mean": moved.good,
-            "numbers": steering.numbers,
+            "dtype": steering.dtype,
         }
 
     def _stepped(self, rows: Sequence[TokenRow]) -> Steps:

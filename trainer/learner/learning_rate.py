@@ -132,9 +132,9 @@ def _factor(k3: float, expected: float) -> float:
 class LearningRateController:
     """The rate of one learner: fixed where its settings name a number or its loss imitates, else steered."""
 
-    def __init__(self, settings: LearnerSettings, parameters: int, numbers: str) -> None:
+    def __init__(self, settings: LearnerSettings, parameters: int, dtype: str) -> None:
         self.bounds = bounds(parameters)
-        self.numbers = numbers  # that the model computes in: bf16 or fp32
+        self.dtype = dtype  # that the model computes in: bf16 or fp32
         self.adopt(settings)
 
     def adopt(self, settings: LearnerSettings) -> None:
@@ -155,12 +155,12 @@ class LearningRateController:
 
     def aim(self, moved: RoundShift) -> float:
         """Return what a round is steered to."""
-        return aim(self._state, moved, ROUNDING[self.numbers])
+        return aim(self._state, moved, ROUNDING[self.dtype])
 
     def after(self, moved: RoundShift) -> None:
         """Learn from a round."""
         if self.steers:
-            self._state = steered(self._state, moved, self.bounds, ROUNDING[self.numbers])
+            self._state = steered(self._state, moved, self.bounds, ROUNDING[self.dtype])
 
     def state(self) -> dict[str, Any] | None:
         """Return what a checkpoint keeps; None where nothing is steered."""

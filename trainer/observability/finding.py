@@ -9,13 +9,13 @@ from dataclasses import dataclass
 class Finding:
     """What a check measured about one subject.
 
-    check    name of the check and of its alarm
-    metric   the metric that shows the value
-    subject  the tool or task family, "" for the whole alias
-    value    the measurement
-    reason   why it is an alarm, in one sentence with the remedy; None if there is no problem
-    holds    whether training should wait until it is gone
-    doubts   whether a person should look before any version is promoted
+    check            name of the check and of its alarm
+    metric           the metric that shows the value
+    subject          the tool or task family, "" for the whole alias
+    value            the measurement
+    reason           why it is an alarm, in one sentence with the remedy; None if there is no problem
+    blocks_training  whether training waits until it is gone
+    blocks_release   whether no version is promoted without an approval
     """
 
     check: str
@@ -23,5 +23,5 @@ class Finding:
     subject: str
     value: float
     reason: str | None = None
-    holds: bool = False
-    doubts: bool = False
+    blocks_training: bool = False
+    blocks_release: bool = False

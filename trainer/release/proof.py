@@ -42,7 +42,7 @@ _FLOOR = 1e-5  # nats; the error of float32 for a logprob far from 0
 _MIN_CONTEXTS = 12  # with an error beyond rounding
 
 
-class Outcome(StrEnum):
+class ProofOutcome(StrEnum):
     """The outcome of a proof."""
 
     PROVEN = "proven"
@@ -69,7 +69,7 @@ class Proof:
     contexts                    number that the trained change is spread over
     """
 
-    outcome: Outcome
+    outcome: ProofOutcome
     reason: str | None
     tokens: int
     served_vs_trainer: float
@@ -83,7 +83,7 @@ class Proof:
     @property
     def holds(self) -> bool:
         """Whether the swap is proven."""
-        return self.outcome is Outcome.PROVEN
+        return self.outcome is ProofOutcome.PROVEN
 
 
 def prove(
@@ -96,15 +96,15 @@ def prove(
     """
     distances = [abs(s - t) for s, t in zip(new.served, new.trained, strict=True) if s is not None]
     if not distances or not old:
-        return Proof(Outcome.UNPROVEN, "there was no probe to compare", 0, 0.0, 0.0)
+        return Proof(ProofOutcome.UNPROVEN, "there was no probe to compare", 0, 0.0, 0.0)
     changes = [_Change.between(places, new, answer, name) for name, answer in old.items()]
     rounding = max(change.mismatch for change in changes)
     outcomes = [change.outcome(rounding) for change in changes]
-    outcome = next(one for one in (Outcome.WRONG, Outcome.UNPROVEN, Outcome.PROVEN) if one in outcomes)
+    outcome = next(one for one in (ProofOutcome.WRONG, ProofOutcome.UNPROVEN, ProofOutcome.PROVEN) if one in outcomes)
     worst = max((c for c, o in zip(changes, outcomes, strict=True) if o is outcome), key=lambda change: change.error)
     reason = worst.reason(outcome)
     if fmean(distances) > tolerance:
-        outcome = Outcome.WRONG
+        outcome = ProofOutcome.WRONG
         reason = (
             f"served logprobs differ by {fmean(distances):.4f} nats from the trainer's, more than the tolerance of "
             f"{tolerance}"
@@ -161,21 +161,21 @@ class _Change:
         """Return a bound on the probability that noise alone is this close to the trained change."""
         return min(1.0, 0.5 * self.error ** max(self.contexts - 1.0, 0.0)) if self.error <= 1.0 else 1.0
 
-    def outcome(self, rounding: float) -> Outcome:
+    def outcome(self, rounding: float) -> ProofOutcome:
         if self.error <= _MAX_ERROR and self._chance <= _MAX_CHANCE:
-            return Outcome.PROVEN
+            return ProofOutcome.PROVEN
         beyond = self.gap > _ROUNDING * rounding + _FLOOR and self.contexts_compared >= _MIN_CONTEXTS
-        return Outcome.WRONG if beyond and self.error > _MAX_ERROR else Outcome.UNPROVEN
+        return ProofOutcome.WRONG if beyond and self.error > _MAX_ERROR else ProofOutcome.UNPROVEN
 
-    def reason(self, outcome: Outcome) -> str | None:
+    def reason(self, outcome: ProofOutcome) -> str | None:
         moved = f"since {self.name} the trainer's logprobs changed by {self.trained:.2g} nats, the served ones by "
-        if outcome is Outcome.WRONG:
+        if outcome is ProofOutcome.WRONG:
             not_applied = self.served < 0.5 * self.trained
             what = (
                 f"the adapter is not applied, vLLM answers as {self.name}" if not_applied else "vLLM serves another one"
             )
             return f"{what}: {moved}{self.served:.2g}"
-        if outcome is Outcome.PROVEN:
+        if outcome is ProofOutcome.PROVEN:
             return None
         if not self.tokens:
             return f"{self.name} gives every probe token too low a probability to compare"

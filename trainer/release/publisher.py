@@ -22,6 +22,7 @@ from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_api import VllmServer
 from ratchet.trainer.errors import AdapterRefused
+from ratchet.trainer.learner_protocol import LogprobScorer
 from ratchet.trainer.release.approval import (
     GetBlockingFindings,
     blocking_reason,
@@ -31,8 +32,8 @@ from ratchet.trainer.release.approval import (
 )
 from ratchet.trainer.release.candidates import is_trained, version_name
 from ratchet.trainer.release.evaluation_runner import EvaluationRunner
-from ratchet.trainer.release.proof import Outcome, Proof
-from ratchet.trainer.release.served_proof import ProofFailed, Scorer, prove_served
+from ratchet.trainer.release.proof import Proof, ProofOutcome
+from ratchet.trainer.release.served_proof import ProofFailed, prove_served
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class Publisher:
         self._max_gain = max_gain
         self._blocking_findings = blocking_findings
 
-    def publish(self, candidate: Policy, probes: Sequence[Sequence[int]], scorer: Scorer) -> PublishResult:
+    def publish(self, candidate: Policy, probes: Sequence[Sequence[int]], scorer: LogprobScorer) -> PublishResult:
         """Load, prove, evaluate and release a candidate.
 
         `probes` are sequences of token ids; the scorer holds the candidate's weights. Raises AdapterRefused if the
@@ -95,7 +96,7 @@ class Publisher:
         try:
             proofs = self._serve_everywhere(candidate, live, probes, scorer)
         except ProofFailed as failure:
-            if failure.outcome is Outcome.WRONG:
+            if failure.outcome is ProofOutcome.WRONG:
                 return self._reject_as_wrong(candidate, str(failure), failure.proofs)
             return self._mark_unproven(candidate, str(failure), failure.proofs)
         reason = _describe_proofs(candidate, live, proofs)
@@ -136,7 +137,7 @@ class Publisher:
         return PublishResult.RELEASED
 
     def _serve_everywhere(
-        self, candidate: Policy, live: Policy, probes: Sequence[Sequence[int]], scorer: Scorer
+        self, candidate: Policy, live: Policy, probes: Sequence[Sequence[int]], scorer: LogprobScorer
     ) -> dict[str, Proof]:
         """Load both versions on every replica and prove the new one, unless its adapter is served already.
 
@@ -156,8 +157,8 @@ class Publisher:
                     replica, candidate.served_name, old, probes, scorer, tolerance=self._tolerance
                 )
             except AdapterRefused as refusal:
-                raise ProofFailed(str(refusal), Outcome.WRONG, proofs) from refusal
-        for outcome in (Outcome.WRONG, Outcome.UNPROVEN):
+                raise ProofFailed(str(refusal), ProofOutcome.WRONG, proofs) from refusal
+        for outcome in (ProofOutcome.WRONG, ProofOutcome.UNPROVEN):
             for url, proof in proofs.items():
                 if proof.outcome is outcome:
                     raise ProofFailed(f"{url}: {proof.reason}", outcome, proofs)

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from ratchet.trainer.adapters.vllm_api import VllmServer
-from ratchet.trainer.release.proof import Outcome, Proof, VersionLogprobs, prove
+from ratchet.trainer.learner_protocol import LogprobScorer
+from ratchet.trainer.release.proof import Proof, ProofOutcome, VersionLogprobs, prove
 
 _TOKENS = 3  # most likely next tokens that are compared after each probe
 _REQUESTED_TOKENS = 20  # of every version, so that those are among them; vLLM returns no more by default
 
 
-class Scorer(Protocol):
-    """Computes logprobs as the trainer does; `ratchet.trainer.learner.learner.Learner` is one."""
-
-    def score(self, rows: Sequence[Sequence[int]], *, adapter: bool | Path = True) -> list[tuple[float, ...]]:
-        """Return the logprobs of ids under the newest version (True), the base model (False) or a folder's adapter."""
-        ...
-
-
 class ProofFailed(Exception):
     """No replica serves the candidate as the trainer made it, or it is unproven; `proofs` are those made so far."""
 
-    def __init__(self, reason: str, outcome: Outcome, proofs: dict[str, Proof]) -> None:
+    def __init__(self, reason: str, outcome: ProofOutcome, proofs: dict[str, Proof]) -> None:
         super().__init__(reason)
         self.outcome = outcome
         self.proofs = proofs
@@ -35,7 +27,7 @@ def prove_served(
     name: str,
     old: Mapping[str, Path | None],
     probes: Sequence[Sequence[int]],
-    scorer: Scorer,
+    scorer: LogprobScorer,
     *,
     tolerance: float,
 ) -> Proof:

@@ -31,7 +31,7 @@ Mark = float | Missing
 Marks = Mapping[str, Sequence[Mark]]  # by task, one for each attempt
 
 
-class Verdict(StrEnum):
+class ComparisonVerdict(StrEnum):
     """What is known of a candidate against another."""
 
     BETTER = "better"
@@ -69,14 +69,14 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
     confidence: float = CONFIDENCE
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> ComparisonVerdict:
         """better or worse where that is shown; else tied, or inconclusive."""
         shown = self.p_value < 1 - self.confidence
         if shown and self.low > 0:
-            return Verdict.BETTER
+            return ComparisonVerdict.BETTER
         if shown and self.high < 0:
-            return Verdict.WORSE
-        return Verdict.TIED if self.settled else Verdict.INCONCLUSIVE
+            return ComparisonVerdict.WORSE
+        return ComparisonVerdict.TIED if self.settled else ComparisonVerdict.INCONCLUSIVE
 
     def describe(self) -> str:
         """Return it in one clause."""
@@ -88,7 +88,7 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
         return f"{text}; {self.unjudged} unjudged" if self.unjudged else text
 
 
-class Standing(msgspec.Struct, frozen=True, kw_only=True):
+class CandidateScore(msgspec.Struct, frozen=True, kw_only=True):
     """One candidate by itself: the mean over its tasks with an interval, and what went wrong."""
 
     candidate: str
@@ -106,7 +106,7 @@ class Ranking(msgspec.Struct, frozen=True, kw_only=True):
     `winner` is the only one that is shown to be better than all others; None where there is none.
     """
 
-    standings: tuple[Standing, ...]
+    scores: tuple[CandidateScore, ...]
     pairs: tuple[Compared, ...]
     first: tuple[str, ...]
     winner: str | None
@@ -150,23 +150,23 @@ def rank(
     """Return the ranking of at least one candidate; p-values are corrected over all pairs."""
     failure = _failure(candidates.values(), failure_score)
     possible = _range(candidates.values(), failure, score_range)
-    standings = sorted(
-        (_standing(name, marks, possible, failure, confidence) for name, marks in candidates.items()),
+    scores = sorted(
+        (_score(name, marks, possible, failure, confidence) for name, marks in candidates.items()),
         key=lambda one: (-math.inf if one.mean is None else one.mean, -one.unjudged),
         reverse=True,
     )
-    order = [one.candidate for one in standings]
+    order = [one.candidate for one in scores]
     pairs = [
         _compare(candidates[one], candidates[other], (one, other), possible, failure, confidence)
         for one, other in combinations(order, 2)
     ]
     corrected = holm([pair.p_value for pair in pairs])
     pairs = [msgspec.structs.replace(pair, p_value=p) for pair, p in zip(pairs, corrected, strict=True)]
-    beaten = {pair.against for pair in pairs if pair.verdict is Verdict.BETTER}
-    beaten |= {pair.candidate for pair in pairs if pair.verdict is Verdict.WORSE}
+    beaten = {pair.against for pair in pairs if pair.verdict is ComparisonVerdict.BETTER}
+    beaten |= {pair.candidate for pair in pairs if pair.verdict is ComparisonVerdict.WORSE}
     first = tuple(name for name in order if name not in beaten)
     return Ranking(
-        standings=tuple(standings), pairs=tuple(pairs), first=first, winner=_winner(order, pairs),
+        scores=tuple(scores), pairs=tuple(pairs), first=first, winner=_winner(order, pairs),
         score_range=possible, failure_score=failure,
     )  # fmt: skip
 
@@ -187,7 +187,7 @@ def _winner(order: Sequence[str], pairs: Sequence[Compared]) -> str | None:
             for pair in pairs
             if name in (pair.candidate, pair.against)
         ]
-        if own and all(pair.verdict is Verdict.BETTER for pair in own):
+        if own and all(pair.verdict is ComparisonVerdict.BETTER for pair in own):
             return name
     return None
 
@@ -250,12 +250,12 @@ def _side(low: float, high: float, _: float) -> int:
     return 1 if low > 0 else -1 if high < 0 else 0
 
 
-def _standing(name: str, marks: Marks, possible: ScoreRange, failure: float, confidence: float) -> Standing:
+def _score(name: str, marks: Marks, possible: ScoreRange, failure: float, confidence: float) -> CandidateScore:
     judged = list(_judged(marks, failure).values())
     middle = (possible.low + possible.high) / 2
     half = (possible.high - possible.low) / 2
     low, high = interval([mean - middle for mean in judged], half, confidence) if judged else (-half, half)
-    return Standing(
+    return CandidateScore(
         candidate=name, tasks=len(judged), mean=_mean(judged), low=low + middle, high=high + middle,
         failed=_count(marks, Missing.FAILED), unjudged=_count(marks, Missing.UNJUDGED),
     )  # fmt: skip

@@ -18,8 +18,7 @@ from typing import Any, Literal
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges.truncation import shortened
 from ratchet.trainer.errors import BudgetExceeded, BudgetTooSmall, TooManyFailures, Unjudged
-from ratchet.trainer.statistics.paired_comparison import Compared, compare
-from ratchet.trainer.statistics.paired_comparison import Verdict as Shown
+from ratchet.trainer.statistics.paired_comparison import Compared, ComparisonVerdict, compare
 from ratchet.tuner.prompts.budget import Budget
 from ratchet.tuner.prompts.optimizer import PromptOptimizer, Reflection, Search
 from ratchet.tuner.prompts.seed_prompt import PROBES, Mode, SeedPrompt, captured
@@ -203,14 +202,14 @@ class PromptTuning:
 
 def judged(gain: Compared) -> tuple[Verdict, str]:
     """Return the verdict of a held-out comparison and its reason."""
-    if gain.verdict is Shown.BETTER:
+    if gain.verdict is ComparisonVerdict.BETTER:
         return "better", "the interval on the held-out tasks lies above zero"
-    if gain.verdict is Shown.WORSE:
+    if gain.verdict is ComparisonVerdict.WORSE:
         return (
             "worse",
             "the interval on the held-out tasks lies below zero: the prompt fits only the tasks of the search",
         )
-    if gain.verdict is Shown.INCONCLUSIVE or gain.difference is None:
+    if gain.verdict is ComparisonVerdict.INCONCLUSIVE or gain.difference is None:
         return "inconclusive", f"{gain.unjudged} attempts are unjudged and could change the verdict"
     if gain.difference <= 0:
         return "no better", "on the held-out tasks it scores no higher than the seed prompt"

@@ -14,7 +14,7 @@ import msgspec
 from ratchet.store.records import Policy
 from ratchet.store.records.tuning import Tuning
 from ratchet.store.states import TuningState
-from ratchet.trainer.statistics.paired_comparison import Compared, Verdict
+from ratchet.trainer.statistics.paired_comparison import Compared, ComparisonVerdict
 from ratchet.tuner.reports.tuning_result import TaskSetUsed, TuningResult, read
 from ratchet.tuner.rollouts.prices import RolloutCost
 
@@ -28,7 +28,7 @@ METHODS: Mapping[str, tuple[str, str]] = {  # kind -> label, command
 class Effect(msgspec.Struct, frozen=True, kw_only=True):
     """A gain on held-out tasks: scores before and after, and the difference with its interval."""
 
-    verdict: Verdict
+    verdict: ComparisonVerdict
     before: float | None
     after: float | None
     difference: float | None
@@ -203,10 +203,10 @@ def _serves(result: TuningResult, live: Policy | None) -> str | None:
 def effect(gain: Compared) -> Effect:
     """Return a gain with its description."""
     descriptions = {
-        Verdict.BETTER: "better",
-        Verdict.WORSE: "worse",
-        Verdict.TIED: "no difference shown",
-        Verdict.INCONCLUSIVE: "inconclusive: attempts that were not judged could change it",
+        ComparisonVerdict.BETTER: "better",
+        ComparisonVerdict.WORSE: "worse",
+        ComparisonVerdict.TIED: "no difference shown",
+        ComparisonVerdict.INCONCLUSIVE: "inconclusive: attempts that were not judged could change it",
     }
     return Effect(
         verdict=gain.verdict, before=gain.against_mean, after=gain.mean, difference=gain.difference, low=gain.low,

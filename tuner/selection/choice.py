@@ -18,7 +18,15 @@ import msgspec
 
 from ratchet.store.records.tuning import Rollout
 from ratchet.store.states import RolloutState
-from ratchet.trainer.statistics.paired_comparison import Mark, Missing, Ranking, ScoreRange, Standing, rank, within_best
+from ratchet.trainer.statistics.paired_comparison import (
+    CandidateScore,
+    Mark,
+    Missing,
+    Ranking,
+    ScoreRange,
+    rank,
+    within_best,
+)
 from ratchet.tuner.rollouts.prices import Prices, RolloutCost
 
 Policy = Literal["best", "cheapest"]
@@ -61,7 +69,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def measured(self) -> bool:
         """Whether any rollout was finished and judged; otherwise the ranking means nothing."""
-        pairs = zip(self.figures, self.ranking.standings, strict=True)
+        pairs = zip(self.figures, self.ranking.scores, strict=True)
         return any(own.ended > standing.unjudged for own, standing in pairs)
 
 
@@ -114,7 +122,7 @@ def select(
     of = {name: [one for one in rollouts if one.candidate == name] for name in candidates}
     marks = {name: marks_of(own) for name, own in of.items()}
     ranking = rank(marks, score_range=score_range, failure_score=failure_score)
-    figures = tuple(figures_of(one.candidate, of[one.candidate], prices) for one in ranking.standings)
+    figures = tuple(figures_of(one.candidate, of[one.candidate], prices) for one in ranking.scores)
     if policy == "best" or within is None:
         chosen, reason = _best(ranking, figures)
     else:
@@ -128,9 +136,9 @@ def select(
 def _best(ranking: Ranking, figures: Sequence[Figures]) -> tuple[str | None, str]:
     if ranking.winner is not None:
         return ranking.winner, "it is shown to be better than every other"
-    if len(ranking.standings) == 1:
+    if len(ranking.scores) == 1:
         return None, "there is nothing to compare it with"
-    first = [one for one in ranking.standings if one.candidate in ranking.first]
+    first = [one for one in ranking.scores if one.candidate in ranking.first]
     if not any(one.ended for one in figures):
         return None, "no rollout of any candidate finished"
     if _could_change(ranking):
@@ -144,7 +152,7 @@ def _could_change(ranking: Ranking) -> bool:
     return any(not pair.settled for pair in ranking.pairs if {pair.candidate, pair.against} <= names)
 
 
-def _unjudged(standings: Iterable[Standing]) -> str:
+def _unjudged(standings: Iterable[CandidateScore]) -> str:
     return ", ".join(f"{one.candidate} has {one.unjudged} unjudged" for one in standings if one.unjudged)
 
 

@@ -139,7 +139,7 @@ class ModelSelector:
         self, request: Request, tasks: Sequence[Task], found: Selection, made: Sequence[Rollout], judging: float
     ) -> TuningResult:
         baseline = request.candidates[0]
-        best = found.chosen or found.ranking.standings[0].candidate
+        best = found.chosen or found.ranking.scores[0].candidate
         if request.kind == "eval":
             best = request.candidates[1]
         over = (one for one in made if not one.planned)

@@ -35,7 +35,7 @@ from ratchet.trainer.controller.warm_start.sft_round import warm_start_metrics
 from ratchet.trainer.errors import TuningError
 from ratchet.trainer.observability.progress import Progress
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
-from ratchet.trainer.statistics.paired_comparison import Compared, Verdict, compare, rank
+from ratchet.trainer.statistics.paired_comparison import Compared, ComparisonVerdict, compare, rank
 from ratchet.trainer.tasks.task_set import TEST, Task
 from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner, final_rollouts, pending_jobs
 from ratchet.tuner.rollouts.scoring import Scorer
@@ -214,7 +214,7 @@ class WeightsTuning:
         ]
         await self._scored(await self._rollouts(self._evaluator, jobs))
         marks = self.marks(version, split)
-        standing = rank({"it": marks}, failure_score=self._failure_score).standings[0]
+        standing = rank({"it": marks}, failure_score=self._failure_score).scores[0]
         baseline = self._state.baseline
         found = Evaluated(
             version=version,
@@ -235,7 +235,7 @@ class WeightsTuning:
 
     def _family_mean(self, marks: Mapping[str, Any], family: str) -> float | None:
         own = {task: mark for task, mark in marks.items() if _family_of(task) == family}
-        return rank({family: own}, failure_score=self._failure_score).standings[0].mean
+        return rank({family: own}, failure_score=self._failure_score).scores[0].mean
 
     def _is_due(self) -> bool:
         """Whether an evaluation is due after the rounds so far."""
@@ -264,7 +264,7 @@ class WeightsTuning:
         if best >= live or live not in {one.version for one in self._state.validated}:
             return
         found = self.compared(live, best, split=VALIDATION)
-        if found.verdict is not Verdict.WORSE:
+        if found.verdict is not ComparisonVerdict.WORSE:
             return
         reason = (
             f"tuning {self._tuning.id}: on the validation tasks it is worse than {self._name(best)}: {found.describe()}"

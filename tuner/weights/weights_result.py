@@ -10,7 +10,7 @@ import msgspec
 from ratchet.store.records.tuning import Rollout, Tuning
 from ratchet.store.store import Store
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
-from ratchet.trainer.statistics.paired_comparison import Compared, Verdict
+from ratchet.trainer.statistics.paired_comparison import Compared, ComparisonVerdict
 from ratchet.trainer.tasks.task_set import TEST
 from ratchet.tuner.reports.tuning_result import TuningResult, task_set
 from ratchet.tuner.rollouts.prices import Prices, RolloutCost
@@ -45,7 +45,7 @@ def result_of(
         workflow=plan.workflow,
         attempts=plan.eval_attempts,
         baseline=f"{tuning.alias}@{state.baseline}",
-        best=f"{tuning.alias}@{final}" if gain is not None and gain.verdict is Verdict.BETTER else None,
+        best=f"{tuning.alias}@{final}" if gain is not None and gain.verdict is ComparisonVerdict.BETTER else None,
         gain=gain,
         spent=sum((rollout_cost(one, prices) for one in made if one.counts or one.prompt_tokens), RolloutCost()),
         wall_seconds=state.wall_seconds,

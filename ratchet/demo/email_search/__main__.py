@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ratchet.demo.email_search.agent import MAX_TOKENS, Rollout, run_tasks, shuffled
 from ratchet.demo.email_search.mailbox import DATABASE, Mailbox, synthetic_mails
-from ratchet.demo.email_search.progress import Progress, Results, summary
+from ratchet.demo.email_search.progress import Results, RolloutProgress, summary
 from ratchet.demo.email_search.prompt import MAX_TURNS
 from ratchet.demo.email_search.tasks import FILES, Task, home, make_tasks, read_tasks, write_tasks
 
@@ -130,7 +130,7 @@ def _run(chosen: argparse.Namespace, tasks: list[Task], name: str, per_round: in
     if not base_url:
         raise UsageError("no server: set OPENAI_BASE_URL, for example to http://127.0.0.1:8000/v1")
     answers = {task.answer for split in FILES for task in read_tasks(chosen.home, split)}
-    with Progress(name, len(tasks) * chosen.attempts, per_round) as progress, Results(chosen.out) as results:
+    with RolloutProgress(name, len(tasks) * chosen.attempts, per_round) as progress, Results(chosen.out) as results:
 
         def on_result(rollout: Rollout) -> None:
             results.write(rollout)

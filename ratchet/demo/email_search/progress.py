@@ -20,7 +20,7 @@ from tqdm import tqdm
 from ratchet.demo.email_search.agent import Rollout
 
 
-class RunningMeans:
+class MetricMeans:
     """Means of named metrics over what was added so far; each metric counts only the rows that have it."""
 
     def __init__(self) -> None:
@@ -49,13 +49,13 @@ def metrics(rollout: Rollout) -> dict[str, float]:
     return row
 
 
-class Progress:
+class RolloutProgress:
     """One bar over all rollouts (done/total, time a rollout, time left, running means), one line for each round."""
 
     def __init__(self, name: str, total: int, per_round: int | None = None) -> None:
         self._bar: tqdm[Any] = tqdm(total=total, desc=name, unit="rollout", file=sys.stderr, mininterval=0.5)
-        self._means, self._per_round = RunningMeans(), per_round
-        self._rounds: dict[int, RunningMeans] = {}
+        self._means, self._per_round = MetricMeans(), per_round
+        self._rounds: dict[int, MetricMeans] = {}
         self._done: Counter[int] = Counter()
 
     def add(self, rollout: Rollout) -> None:
@@ -66,7 +66,7 @@ class Progress:
         if self._per_round is None:
             return
         number = rollout.index // self._per_round
-        self._rounds.setdefault(number, RunningMeans()).add(metrics(rollout))
+        self._rounds.setdefault(number, MetricMeans()).add(metrics(rollout))
         self._done[number] += 1
         if self._done[number] == self._per_round:
             told = " ".join(f"{name}={value}" for name, value in _rounded(self._rounds.pop(number).means()).items())
@@ -108,7 +108,7 @@ class Results:
 
 def summary(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     """Counts and means of a run: `success` is over all rollouts, API errors included."""
-    means = RunningMeans()
+    means = MetricMeans()
     failures: Counter[str] = Counter()
     for rollout in rollouts:
         means.add(metrics(rollout))

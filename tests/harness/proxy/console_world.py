@@ -72,7 +72,7 @@ def _train(store: Store, version: int, group: str, reward: float) -> None:
         "logprob_change_positive_mean": 0.002,
         "learning_rate": 2e-3,
     }
-    metrics |= {"numbers": "fp32"}
+    metrics |= {"dtype": "fp32"}
     store.rounds.commit(round_.id, version=version + 1, checkpoint=f"c/{version + 1}", groups=[group], metrics=metrics)
     if version < 4:
         store.policies.promote(ALIAS, version + 1, {"gain": 0.1}, by="release", reason="better: +0.15 (0.05 to 0.25)")

@@ -87,7 +87,7 @@ def learn(model: str, folder: Path) -> int:
     return 0
 
 
-def lead(line: distributed.Line, case: str, model: str, folder: Path) -> int:
+def lead(line: distributed.FollowerChannel, case: str, model: str, folder: Path) -> int:
     settings = LearnerSettings(threads=1, token_budget=1 << 15, share_prefixes=False)
     try:
         learner = UnluckyLeader(line, model, settings, workdir=folder / case)
@@ -113,7 +113,7 @@ def one(case: str, model: str, folder: Path) -> int:
     if case == "learn":
         return learn(model, folder)
     # Where all meet an error, a process that the machine keeps waiting must be waited for.
-    line = distributed.Line(company=timedelta(seconds=MOST_SECONDS if case.startswith("all") else 2))
+    line = distributed.FollowerChannel(company=timedelta(seconds=MOST_SECONDS if case.startswith("all") else 2))
     unlucky = ("leader" if distributed.is_leader() else "follower", "all")
     Unlucky.case = case if case.startswith(unlucky) else ""
     if distributed.is_leader():

@@ -113,7 +113,7 @@ def agreement(paired: Sequence[PairedJudgements], judge: str, settings: Sentinel
             f"{tau:+.2f}, below min_agreement {settings.min_agreement:g}; newest group {paired[-1].group_id}): one of "
             "the two judges is wrong; compare them with `ratchet judge calibrate`"
         )
-    return [Finding(KIND, _METRIC, "", tau, reason, doubts=reason is not None)]
+    return [Finding(KIND, _METRIC, "", tau, reason, blocks_release=reason is not None)]
 
 
 def _figures(paired: PairedJudgements) -> dict[str, list[float] | None]:

@@ -79,7 +79,7 @@ class Sentinel:
 
     def blocking_findings(self) -> list[Finding]:
         """Return the findings of the last check after which a person should approve a version."""
-        return [found for found in self.findings if found.doubts] if self._settings.block_release else []
+        return [found for found in self.findings if found.blocks_release] if self._settings.block_release else []
 
     def _run_checks(self) -> list[Finding]:
         rounds = self._store.rounds.page(self._alias, limit=_ROUNDS_PER_COMMIT * MAX_ROUNDS)
@@ -137,7 +137,7 @@ class Sentinel:
         for found in findings:
             if found.reason:
                 reasons.setdefault(found.check, []).append(found.reason)
-        pausing = [found.reason for found in findings if found.holds and found.reason]
+        pausing = [found.reason for found in findings if found.blocks_training and found.reason]
         pausing = pausing if self._settings.pause_training else []
         if pausing:
             reasons[PAUSED] = [f"training is paused, collecting and judging continue: {_joined(pausing)}"]

@@ -13,18 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 from ratchet.trainer.errors import RowError, WarmStartRefused
+from ratchet.trainer.learner_protocol import LearnerProtocol
 from ratchet.trainer.rows.chat_rows import ChatRows, Conversation
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.warm_start_settings import WarmStartSettings
-
-
-class Scorer(Protocol):
-    """Computes logprobs: a learner."""
-
-    def score(self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool = True) -> list[tuple[float, ...]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +62,9 @@ def mix_rows(examples: Sequence[TokenRow], general: Sequence[TokenRow], ratio: f
     return [*examples, *random.Random(seed).sample(list(general), wanted)]
 
 
-def mean_loss(scorer: Scorer, rows: Sequence[TokenRow]) -> float:
+def mean_loss(learner: LearnerProtocol, rows: Sequence[TokenRow]) -> float:
     """Return the mean of -log p over the answers' tokens, in nats."""
-    scored = scorer.score(rows)
+    scored = learner.score(rows)
     return fmean(
         -logprob
         for row, logprobs in zip(rows, scored, strict=True)

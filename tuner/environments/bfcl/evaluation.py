@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from ratchet.trainer.statistics.paired_comparison import Compared, Marks, Missing, Ranking, Verdict, rank
+from ratchet.trainer.statistics.paired_comparison import Compared, ComparisonVerdict, Marks, Missing, Ranking, rank
 from ratchet.tuner.environments.bfcl.virtual_env import PACKAGE, VERSION, EvaluationUnready
 from ratchet.tuner.reports.tuning_result import TuningResult, task_set
 from ratchet.tuner.rollouts.prices import Prices, RolloutCost
@@ -113,11 +113,11 @@ def result(
         judge=f"{PACKAGE} {VERSION}",
         workflow=f"{PACKAGE} ({'tools' if asked.tools else 'prompt'})",
         baseline=names[0] if gain else None,
-        best=names[-1] if gain and gain.verdict is Verdict.BETTER else None,
+        best=names[-1] if gain and gain.verdict is ComparisonVerdict.BETTER else None,
         gain=gain,
         spent=spent,
         wall_seconds=wall_seconds,
-        details={"standings": msgspec.to_builtins(found.standings), "by_category": list(by_category(answers))},
+        details={"scores": msgspec.to_builtins(found.scores), "by_category": list(by_category(answers))},
     )
 
 

@@ -21,7 +21,7 @@ from ratchet.store.calls.resamples import Resample
 from ratchet.store.coordination.proxies import PROXY_TIMEOUT_SECONDS
 from ratchet.store.records import Call, Transcript
 from ratchet.store.store import Store
-from ratchet.trainer.adapters.vllm_load import Load
+from ratchet.trainer.adapters.vllm_load import VllmLoad
 from ratchet.trainer.rows.build_rows import why_untrainable
 from ratchet.trainer.settings.resampling_settings import ResamplingSettings
 
@@ -49,7 +49,7 @@ class ResamplingClient:
     """Sends the resampling calls of one alias; thread-safe. `read_load` returns vLLM's current load."""
 
     def __init__(
-        self, store: Store, settings: ResamplingSettings, key: str | None, read_load: Callable[[], Load]
+        self, store: Store, settings: ResamplingSettings, key: str | None, read_load: Callable[[], VllmLoad]
     ) -> None:
         self._store = store
         self._settings = settings

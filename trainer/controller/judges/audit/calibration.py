@@ -47,7 +47,7 @@ class Calibration:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CalibrationGroup:
     """One group: what the truth says, and what the judge said first and with the members in reverse."""
 
     truth: Sequence[Verdict]
@@ -55,7 +55,7 @@ class Asked:
     reverse: Sequence[Verdict]
 
 
-def calibrate(groups: Sequence[Asked]) -> Calibration:
+def calibrate(groups: Sequence[CalibrationGroup]) -> Calibration:
     """Return the calibration over groups; only what all three scored counts."""
     said = [one for one in (_common(group) for group in groups) if one]
     ordered = [pair for truth, first, _ in said for pair in _pairs(truth, first)]
@@ -100,7 +100,7 @@ def _pairs(one: Scores, other: Scores) -> list[tuple[float, float]]:
     return [(one[a] - one[b], other[a] - other[b]) for a, b in combinations(sorted(one), 2)]
 
 
-def _common(group: Asked) -> tuple[Scores, Scores, Scores] | None:
+def _common(group: CalibrationGroup) -> tuple[Scores, Scores, Scores] | None:
     """Return the three scores of the trajectories that all three scored; None where fewer than two are left."""
     given = [
         {verdict.trajectory_id: verdict.score for verdict in verdicts if verdict.score is not None}

@@ -1,6 +1,6 @@
 """The lint of a judge: answers that must not earn what the right one earns.
 
-Each is a known way in which judges were fooled. What it comes to is one of `Outcome`: a judge that crashes, forgets a
+Each is a known way in which judges were fooled. What it comes to is one of `LintOutcome`: a judge that crashes, forgets a
 return, or gives the right answer nothing as well was not fooled, and that is said. A judge that ranks (RULER) sees each
 answer beside the right one. Nothing is recorded.
 """
@@ -13,13 +13,13 @@ from enum import StrEnum
 
 from ratchet.store.records import Transcript, Verdict
 from ratchet.trainer.controller.judges import Judge
-from ratchet.trainer.controller.judges.audit.lint_transcripts import Stage
+from ratchet.trainer.controller.judges.audit.lint_transcripts import LintTranscript
 from ratchet.trainer.controller.judges.opinion import NO_RETURN
 
 MARGIN = 0.05  # of the score
 
 
-class Mark(StrEnum):
+class LintMark(StrEnum):
     """What one answer showed."""
 
     OK = "ok"  # the right answer was scored, or another one earned less
@@ -28,7 +28,7 @@ class Mark(StrEnum):
     NO_RETURN = "no_return"  # the judge returned None, which is a missing return
 
 
-class Outcome(StrEnum):
+class LintOutcome(StrEnum):
     """What the lint of a judge came to."""
 
     SOUND = "sound"  # every other answer earned less than the right one
@@ -41,28 +41,28 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class LintFinding:
     """One answer and what it showed. `score` is None where the judge failed."""
 
     trick: str
     answer: str
     score: float | None
     failure: str | None
-    mark: Mark
+    mark: LintMark
 
     @property
     def sound(self) -> bool:
         """Whether nothing is wrong with it."""
-        return self.mark is Mark.OK
+        return self.mark is LintMark.OK
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class LintReport:
     """What the lint came to, in one sentence, with the remedy, and every answer, the right one first."""
 
-    outcome: Outcome
+    outcome: LintOutcome
     reason: str
-    findings: tuple[Finding, ...]
+    findings: tuple[LintFinding, ...]
     limits: str | None = None  # what the judge itself says that it cannot see
 
 
@@ -88,44 +88,44 @@ def tricks(right: str, wrong: Sequence[str]) -> list[tuple[str, str]]:
     ]
 
 
-def lint(judge: Judge, stage: Stage, wrong: Sequence[str], margin: float = MARGIN) -> Report:
+def lint(judge: Judge, stage: LintTranscript, wrong: Sequence[str], margin: float = MARGIN) -> LintReport:
     """Try to fool a judge with what does not answer as the stage does."""
     alone = _asked(judge, [stage.answered(stage.right, 0)])[0]
-    first = Finding("the right answer", stage.right, alone.score, alone.failure, _failed(alone) or Mark.OK)
+    first = LintFinding("the right answer", stage.right, alone.score, alone.failure, _failed(alone) or LintMark.OK)
     findings = [first]
     if first.sound:
         findings += [_tried(judge, stage, trick, answer, margin) for trick, answer in tricks(stage.right, wrong)]
     outcome, reason = _summed_up(judge.name, findings, margin)
-    return Report(outcome, reason, tuple(findings), getattr(judge, "limits", None))
+    return LintReport(outcome, reason, tuple(findings), getattr(judge, "limits", None))
 
 
-def _tried(judge: Judge, stage: Stage, trick: str, answer: str, margin: float) -> Finding:
+def _tried(judge: Judge, stage: LintTranscript, trick: str, answer: str, margin: float) -> LintFinding:
     """Return what an answer showed, judged in one group with the right one."""
     good, bad = _asked(judge, [stage.answered(stage.right, 0), stage.answered(answer, 1)])
     mark = _failed(bad) or _failed(good)
     if mark is None:
         assert good.score is not None
         assert bad.score is not None
-        mark = Mark.OK if bad.score <= good.score - margin else Mark.FOOLED
-    return Finding(trick, answer, bad.score, bad.failure or good.failure, mark)
+        mark = LintMark.OK if bad.score <= good.score - margin else LintMark.FOOLED
+    return LintFinding(trick, answer, bad.score, bad.failure or good.failure, mark)
 
 
 def _asked(judge: Judge, members: Sequence[Transcript]) -> tuple[Verdict, ...]:
     return judge.judge(None, members).verdicts
 
 
-def _failed(verdict: Verdict) -> Mark | None:
+def _failed(verdict: Verdict) -> LintMark | None:
     if verdict.failure is None:
         return None
-    return Mark.NO_RETURN if verdict.failure.startswith(NO_RETURN) else Mark.CRASHED
+    return LintMark.NO_RETURN if verdict.failure.startswith(NO_RETURN) else LintMark.CRASHED
 
 
-def _summed_up(name: str, findings: Sequence[Finding], margin: float) -> tuple[Outcome, str]:
+def _summed_up(name: str, findings: Sequence[LintFinding], margin: float) -> tuple[LintOutcome, str]:
     right, others = findings[0], findings[1:]
-    if right.mark is Mark.NO_RETURN:
-        return Outcome.NO_RETURN, f"{name} returns nothing for the right answer: a return is missing"
-    if right.mark is Mark.CRASHED:
-        return Outcome.CRASHES, f"{name} crashes on the right answer: {right.failure}"
+    if right.mark is LintMark.NO_RETURN:
+        return LintOutcome.NO_RETURN, f"{name} returns nothing for the right answer: a return is missing"
+    if right.mark is LintMark.CRASHED:
+        return LintOutcome.CRASHES, f"{name} crashes on the right answer: {right.failure}"
     scored = [one for one in others if one.score is not None]
     assert right.score is not None
     if (
@@ -133,19 +133,27 @@ def _summed_up(name: str, findings: Sequence[Finding], margin: float) -> tuple[O
         and scored
         and all(abs(one.score - right.score) < margin for one in scored if one.score is not None)
     ):
-        return Outcome.NOT_EXAMINED, (
+        return LintOutcome.NOT_EXAMINED, (
             f"{name} could not be examined: the right answer earns {right.score:g}, as every other does. Where it "
             "reads tool calls or a whole run, give a recorded trajectory that solved its task (--trajectory ID), or "
             "the tool that takes the answer (--tool NAME.ARGUMENT); where it reads the task's row, give --task '{...}'"
         )
-    whole, said, outcome = len(others), [], Outcome.SOUND
+    whole, said, outcome = len(others), [], LintOutcome.SOUND
     for mark, found, words in (
-        (Mark.FOOLED, Outcome.FOOLED, "is fooled by {} of {} answers"),
-        (Mark.NO_RETURN, Outcome.NO_RETURN, "returns nothing for {} of {} answers: a return is missing (return 0.0)"),
-        (Mark.CRASHED, Outcome.CRASHES, "crashes on {} of {} answers, which are then dropped, not scored: return 0.0"),
+        (LintMark.FOOLED, LintOutcome.FOOLED, "is fooled by {} of {} answers"),
+        (
+            LintMark.NO_RETURN,
+            LintOutcome.NO_RETURN,
+            "returns nothing for {} of {} answers: a return is missing (return 0.0)",
+        ),
+        (
+            LintMark.CRASHED,
+            LintOutcome.CRASHES,
+            "crashes on {} of {} answers, which are then dropped, not scored: return 0.0",
+        ),
     ):
         times = sum(one.mark is mark for one in others)
         if times:
-            outcome = found if outcome is Outcome.SOUND else outcome
+            outcome = found if outcome is LintOutcome.SOUND else outcome
             said.append(words.format(times, whole))
     return outcome, f"{name} " + ("; ".join(said) if said else f"is fooled by none of {whole} answers")

@@ -40,7 +40,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class LintTranscript:
     """A trajectory that ends with the right answer, and where that stands in it."""
 
     transcript: Transcript
@@ -59,7 +59,7 @@ class Stage:
         )
 
 
-def made_up(task: str | None, question: str, right: str, place: Place) -> Stage:
+def synthetic(task: str | None, question: str, right: str, place: Place) -> LintTranscript:
     """Return a trajectory of one answer. `task` is a task key, or a task's row as a JSON object."""
     row = json.loads(task) if task is not None and task.lstrip().startswith("{") else None
     run = Trajectory(
@@ -70,7 +70,9 @@ def made_up(task: str | None, question: str, right: str, place: Place) -> Stage:
     asked = {"role": "user", "content": question}
     if place.tool is None:
         said: Mapping[str, Any] = {"role": "assistant", "content": right}
-        return Stage(Transcript(trajectory=run, calls=(), messages=(asked, said), tools=(), row=row), place, right)
+        return LintTranscript(
+            Transcript(trajectory=run, calls=(), messages=(asked, said), tools=(), row=row), place, right
+        )
     function = {"name": place.tool, "arguments": json.dumps({place.argument: right})}
     call = {"id": "call_lint", "type": "function", "function": function}
     said = {"role": "assistant", "content": None, "tool_calls": [call]}
@@ -83,10 +85,10 @@ def made_up(task: str | None, question: str, right: str, place: Place) -> Stage:
     told = Transcript(
         trajectory=run, calls=(), messages=(asked, said), tools=(tool,), row=row, tool_calls=(outcome,)
     )  # fmt: skip
-    return Stage(told, place, right)
+    return LintTranscript(told, place, right)
 
 
-def recorded(transcript: Transcript, right: str | None, named: Place) -> Stage:
+def recorded(transcript: Transcript, right: str | None, named: Place) -> LintTranscript:
     """Return a recorded trajectory whose answer is right; `right` takes its place where it is given.
 
     Without a named tool the answer stands in the argument that is the right answer, else in the last message where it
@@ -101,8 +103,8 @@ def recorded(transcript: Transcript, right: str | None, named: Place) -> Stage:
     there = _standing(transcript, place)
     if there is None:
         raise JudgeError(f"trajectory {transcript.trajectory.id} has no text at {place}")
-    stage = Stage(transcript, place, there if right is None else right)
-    return stage if right in (None, there) else Stage(stage.answered(str(right), 0), place, str(right))
+    stage = LintTranscript(transcript, place, there if right is None else right)
+    return stage if right in (None, there) else LintTranscript(stage.answered(str(right), 0), place, str(right))
 
 
 def _found(transcript: Transcript, right: str | None) -> Place | None:

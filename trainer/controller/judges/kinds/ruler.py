@@ -44,7 +44,7 @@ one entry for each of the ids {ids}."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ranking:
+class RankingPrompt:
     """What is asked: the messages, and which members each label stands for."""
 
     question: tuple[Message, ...]
@@ -115,7 +115,7 @@ def _seed(members: Sequence[Transcript]) -> str:
 
 def ranked(
     members: Sequence[Transcript], *, rubric: str, budget: int, shuffle: random.Random, images: int = 0
-) -> Ranking:
+) -> RankingPrompt:
     """Return the question about a group; `budget` is its longest form in characters, without the images shown."""
     runs = [with_plain_ids(member.messages) for member in members]
     shared = common_prefix(runs)
@@ -135,7 +135,7 @@ def ranked(
     ids = ", ".join(labels)
     pictures = JudgeImages(images)
     told = fitted(pictures.described(shown), budget)
-    return Ranking(
+    return RankingPrompt(
         (
             {"role": "system", "content": _TASK.format(rubric=rubric, ids=ids)},
             {"role": "user", "content": pictures.content(told)},
