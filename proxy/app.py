@@ -255,7 +255,7 @@ def build_routes(
         settings.bounds,
         settings.keep_alive_seconds,
         settings.tool_strict_level,
-        lambda model: None if model in policies.other_models else serving.pool.longest_context(),
+        lambda model: None if model in policies.other_models else serving.pool.max_context_length(),
     )
 
     def captured(dialect: Dialect) -> CallEndpoint:

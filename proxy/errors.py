@@ -123,7 +123,7 @@ class UpstreamError(ProxyError):
 
     status = 502
     kind = "upstream_error"
-    may_have_started = False  # whether the replica may have start to process the request
+    may_have_started = False  # whether the replica may have started to process the request
 
 
 class UpstreamUnreachable(UpstreamError):
@@ -147,16 +147,16 @@ class UpstreamTimeout(UpstreamError):
 
 
 class ContextOverflow(UpstreamError):
-    """The prompt is longer than the model's context. `limit` and `asked` are tokens; `asked` is None if unknown."""
+    """The prompt is longer than the model's context. `limit` and `prompt_tokens` are tokens."""
 
     status = 400
     kind = "invalid_request_error"
     code = "context_length_exceeded"
 
-    def __init__(self, message: str, *, limit: int, asked: int | None, param: str) -> None:
+    def __init__(self, message: str, *, limit: int, prompt_tokens: int | None, param: str) -> None:
         super().__init__(message, param=param)
         self.limit = limit
-        self.asked = asked
+        self.prompt_tokens = prompt_tokens  # None if unknown
 
 
 class StartError(ProxyError):

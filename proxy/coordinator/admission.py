@@ -19,8 +19,7 @@ from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
 from ratchet.proxy.coordinator.rollouts.rollout_plans import PREFIX, RolloutPlan, RolloutPlans
 from ratchet.proxy.coordinator.versions.policy_cache import PolicyCache
 from ratchet.proxy.dialects.dialect import ParsedRequest
-from ratchet.proxy.messages.admission import CallIdentity, Placement
-from ratchet.proxy.messages.link_records import AttemptKey, Leaf, LinkEvidence
+from ratchet.proxy.messages.link_records import AttemptKey, CallIdentity, Leaf, LinkEvidence, Placement
 from ratchet.store.records import CallEnded, CallStarted
 from ratchet.store.records.tuning import Prompt
 

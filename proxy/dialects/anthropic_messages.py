@@ -22,29 +22,29 @@ _DELTAS = {
 
 
 class Messages:
-    """The dialect."""
+    """The Messages dialect."""
 
     name = "messages"
     path = chat.PATH
     shape = ANTHROPIC
 
     async def read(self, body: bytes, key_id: str | None) -> ParsedRequest:
-        """Return what a request asks for. Raises BadRequest."""
+        """Parse a request. Raises BadRequest."""
         return await read_body_with(_read, body)
 
 
 def _read(body: bytes) -> ParsedRequest:
-    wanted = anthropic_request.read(inner_request.decode(body))
+    request = anthropic_request.read(inner_request.decode(body))
 
-    def voice(start: CallStarted) -> BlockEncoder:
-        capture = chat.make_capture(wanted, start)
+    def make_encoder(start: CallStarted) -> BlockEncoder:
+        capture = chat.make_capture(request, start)
         return BlockEncoder(capture, MessageRenderer(start, capture))
 
-    return parsed_request(wanted, voice)
+    return parsed_request(request, make_encoder)
 
 
 class MessageRenderer(BlockRenderer):
-    """Tells an answer in Anthropic's events."""
+    """Renders an answer as Anthropic's events."""
 
     def __init__(self, start: CallStarted, capture: Capture) -> None:
         super().__init__()
@@ -53,12 +53,12 @@ class MessageRenderer(BlockRenderer):
         self._capture = capture
 
     def started(self) -> list[Event]:
-        """The answer begins; the prompt's ids have told its length already."""
+        """Return the start of the message; the prompt's length is known from its ids."""
         message = {**self.answer(), "usage": {**self._usage(), "input_tokens": self._capture.prompt_tokens}}
         return [{"type": "message_start", "message": message}, {"type": "ping"}]
 
     def opened(self, block: Block) -> list[Event]:
-        """A block begins, empty."""
+        """Return the start of an empty block."""
         empty = {
             Kind.REASONING: {"type": "thinking", "thinking": "", "signature": ""},
             Kind.TEXT: {"type": "text", "text": "", "citations": []},
@@ -67,12 +67,12 @@ class MessageRenderer(BlockRenderer):
         return [{"type": "content_block_start", "index": block.place, "content_block": empty[block.kind]}]
 
     def grew(self, block: Block, piece: str) -> list[Event]:
-        """A block has more."""
+        """Return the delta of a block."""
         kind, field = _DELTAS[block.kind]
         return [{"type": "content_block_delta", "index": block.place, "delta": {"type": kind, field: piece}}]
 
     def closed(self, block: Block) -> list[Event]:
-        """A block is whole; a thought ends with its signature."""
+        """Return the end of a block; reasoning ends with a signature."""
         stop = {"type": "content_block_stop", "index": block.place}
         if block.kind != Kind.REASONING:
             return [stop]
@@ -80,12 +80,12 @@ class MessageRenderer(BlockRenderer):
         return [{"type": "content_block_delta", "index": block.place, "delta": signed}, stop]
 
     def ended(self) -> list[Event]:
-        """The answer is whole."""
+        """Return the end of the message."""
         delta = {**self._stopped(), "stop_details": None, "container": None}
         return [{"type": "message_delta", "delta": delta, "usage": self._usage()}, {"type": "message_stop"}]
 
     def failed(self, error: ProxyError) -> list[Event]:
-        """The answer breaks off."""
+        """Return the error event."""
         return [msgspec.json.decode(ANTHROPIC.encode_error(error))]
 
     def answer(self) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class MessageRenderer(BlockRenderer):
         return {"stop_reason": reason, "stop_sequence": self.stop if reason == "stop_sequence" else None}
 
     def _usage(self) -> dict[str, Any]:
-        """Return the usage so far; `input_tokens` does not count what came from the cache."""
+        """Return the usage so far; `input_tokens` excludes cached tokens."""
         usage = self.usage
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         thought = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
@@ -144,7 +144,7 @@ def _tool_use(block: Block, value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Return a tool call's arguments as an object; what is none is kept, so that it comes back as it was."""
+    """Return a tool call's arguments as an object. Invalid JSON is wrapped, for the client to send it back."""
     try:
         return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError):

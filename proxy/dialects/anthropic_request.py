@@ -1,9 +1,8 @@
 """A request to /v1/messages as a chat request.
 
-Thoughts go back as the reasoning of their message, tool results become tool messages before the rest of their turn,
-images stay in place, documents of text are text, and what the system says later is a reminder in a user's turn. What
-vLLM cannot serve is refused by name, but for tools that only Anthropic's servers run: those are left out, as the model
-cannot call them.
+Thinking becomes the reasoning of its message. Tool results become tool messages before the rest of their turn. Images
+stay in place, text documents become text, and later system messages become reminders in a user turn. What vLLM cannot
+serve is rejected by name. Tools that Anthropic's servers run are left out, because the model cannot call them.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from ratchet.proxy.errors import BadRequest
 from ratchet.proxy.wire import lax_values
 from ratchet.proxy.wire.request_body import ChatRequest
 
-UNREADABLE = "unreadable_arguments"  # the one member of an `input` that stands for arguments that are not JSON
+UNREADABLE = "unreadable_arguments"  # the one member of an `input` with arguments that are not JSON
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -28,7 +27,7 @@ def read(body: Json) -> ChatRequest:
     """Return the inner chat request. Raises BadRequest."""
     if body.get("thread"):
         # The SDK's tool runner then sends the whole conversation instead.
-        raise BadRequest("`thread` is not served: send the whole conversation", code="thread_unsupported_request")
+        raise BadRequest("`thread` is not supported: send the whole conversation", code="thread_unsupported_request")
     inner_request.require(body, "model", "max_tokens", "messages")
     messages = chat_messages(body)
     tools = _tools(body)
@@ -51,7 +50,7 @@ def read(body: Json) -> ChatRequest:
 
 
 def count_body(body: Json, served_name: str) -> Json:
-    """Return the body for vLLM's /tokenize: the same prompt as the call itself would have. Raises BadRequest."""
+    """Return the body for vLLM's /tokenize: with the prompt of the call itself. Raises BadRequest."""
     inner_request.require(body, "model", "messages")
     fields = {"tools": _tools(body) or None, "chat_template_kwargs": template_fields(body)}
     chosen = {name: value for name, value in fields.items() if value is not None}
@@ -67,34 +66,34 @@ def chat_messages(body: Json) -> list[Json]:
         messages.append({"role": "system", "content": _content(_blocks(system), "system")})
     for place, message in enumerate(body["messages"]):
         try:
-            messages += _said(message)
+            messages += _converted(message)
         except (KeyError, TypeError, AttributeError) as error:
             raise inner_request.unreadable(f"messages.{place}", error) from error
     return inner_request.merge_system_messages(_with_reminders(messages))
 
 
 def _with_reminders(messages: Sequence[Json]) -> list[Json]:
-    """Return the messages with system messages among the others, as Claude Code sends them, as text of a user's turn.
+    """Move system messages that are not at the beginning, as Claude Code sends them, into user turns.
 
-    Many chat templates refuse a system message that is not the first, or leave it out.
+    Many chat templates reject or drop such a message.
     """
-    told: list[Json] = []
+    result: list[Json] = []
     for message in messages:
-        first = all(said["role"] == "system" for said in told)
+        first = all(earlier["role"] == "system" for earlier in result)
         if message["role"] != "system" or first or not isinstance(message["content"], str):
-            told.append(message)
+            result.append(message)
             continue
         reminder = f"<system-reminder>\n{message['content']}\n</system-reminder>"
-        if told[-1]["role"] != "user":
-            told.append({"role": "user", "content": reminder})
-        elif isinstance(before := told[-1]["content"], str):
-            told[-1] = {"role": "user", "content": f"{before}\n\n{reminder}"}
+        if result[-1]["role"] != "user":
+            result.append({"role": "user", "content": reminder})
+        elif isinstance(before := result[-1]["content"], str):
+            result[-1] = {"role": "user", "content": f"{before}\n\n{reminder}"}
         else:
-            told[-1] = {"role": "user", "content": [*before, {"type": "text", "text": reminder}]}
-    return told
+            result[-1] = {"role": "user", "content": [*before, {"type": "text", "text": reminder}]}
+    return result
 
 
-def _said(message: Json) -> list[Json]:
+def _converted(message: Json) -> list[Json]:
     role, blocks = message["role"], _blocks(message["content"])
     if role == "assistant":
         return [_assistant(blocks)]
@@ -104,10 +103,10 @@ def _said(message: Json) -> list[Json]:
 
 
 def template_fields(body: Json) -> Json | None:
-    """Return what the chat template is told of thinking."""
-    given: Json | None = body.get("chat_template_kwargs")
+    """Return the chat template's fields for thinking."""
+    fields: Json | None = body.get("chat_template_kwargs")
     thinking = (body.get("thinking") or {}).get("type")
-    return given if given or not thinking else {"enable_thinking": thinking != "disabled"}
+    return fields if fields or not thinking else {"enable_thinking": thinking != "disabled"}
 
 
 def _blocks(content: Any) -> list[Json]:
@@ -134,21 +133,21 @@ def _part(block: Json, role: str) -> Json:
         case "document", "content":
             return {"type": "text", "text": _titled(block, _texts(source["content"]))}
         case kind, None:
-            raise BadRequest(f"messages: a {kind} block in a {role} message is not served", param="messages")
+            raise BadRequest(f"messages: a {kind} block in a {role} message is not supported", param="messages")
         case kind, made:
-            raise BadRequest(f"messages: a {kind} block of a {made} source is not served", param="messages")
+            raise BadRequest(f"messages: a {kind} block of a {made} source is not supported", param="messages")
 
 
-def _titled(block: Json, *said: str) -> str:
-    """Return the text of a document under its title and what it is said of it, where there are such."""
-    return "\n".join(part for part in (block.get("title"), block.get("context"), *said) if part)
+def _titled(block: Json, *texts: str) -> str:
+    """Return the text of a document below its title and context, if it has them."""
+    return "\n".join(part for part in (block.get("title"), block.get("context"), *texts) if part)
 
 
 def _texts(content: Any) -> str:
-    """Return the text of blocks. Raises BadRequest where one is none."""
+    """Return the text of blocks. Raises BadRequest if one is not text."""
     text = _content(_blocks(content), "user")
     if not isinstance(text, str):
-        raise BadRequest("messages: a document holds text only here", param="messages")
+        raise BadRequest("messages: documents may contain text only", param="messages")
     return text
 
 
@@ -161,11 +160,11 @@ def _assistant(blocks: Sequence[Json]) -> Json:
             case "thinking":
                 thoughts.append(block["thinking"])
             case "redacted_thinking":
-                pass  # another server's; nobody can read it here
+                pass  # encrypted for Anthropic's servers
             case "tool_use":
                 calls.append(inner_request.called(block["id"], block["name"], _arguments(block["input"])))
             case kind:
-                raise BadRequest(f"messages: a {kind} block in an assistant message is not served")
+                raise BadRequest(f"messages: a {kind} block in an assistant message is not supported")
     message: Json = {"role": "assistant", "content": "".join(texts) or None}
     if thoughts:
         message["reasoning"] = "".join(thoughts)
@@ -181,10 +180,10 @@ def _arguments(value: Json) -> str:
 
 
 def _turn(role: str, blocks: Sequence[Json]) -> list[Json]:
-    """Return the tool results of a turn, each as a message, then what else it holds."""
+    """Return each tool result of a turn as a message, then the rest of the turn."""
     messages: list[Json] = []
     rest: list[Json] = []
-    pictures: list[Json] = []  # of tool results, as tool messages are text
+    pictures: list[Json] = []  # of tool results, because tool messages are text
     for block in blocks:
         if block["type"] != "tool_result":
             rest.append(block)
@@ -192,8 +191,8 @@ def _turn(role: str, blocks: Sequence[Json]) -> list[Json]:
         parts = [_part(part, "user") for part in _blocks(block.get("content") or "")]
         text = "".join(part["text"] for part in parts if part["type"] == "text")
         pictures += [part for part in parts if part["type"] != "text"]
-        said = f"Error: {text}" if block.get("is_error") else text
-        messages.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": said})
+        content = f"Error: {text}" if block.get("is_error") else text
+        messages.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": content})
     if parts := [*pictures, *(_part(block, role) for block in rest)]:
         messages.append({"role": role, "content": inner_request.joined(parts)})
     return messages

@@ -1,8 +1,8 @@
 """Anthropic's own tools that the client runs (bash, text editor, memory), as functions for any model.
 
-Their requests name a type alone: Anthropic's models were taught the rest. Here they get the schema that Anthropic
-documents, so that the client's own code runs what comes back. Tools that only Anthropic's servers run are none of the
-model's here and are left out; those that a client runs with pictures of a screen are refused by name.
+A request names only the type of such a tool, because Anthropic's models were trained on them. Here they get the schema
+that Anthropic documents, so that the client can run the calls. Tools that Anthropic's servers run are left out. Tools
+that need screenshots (computer, browser) are rejected.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _REFUSED = ("computer", "browser")
 
 
 def functions(tools: list[Json]) -> list[Json]:
-    """Return the tools that the model may call, as chat knows them. Raises BadRequest."""
-    found = []
+    """Return the tools that the model may call in the chat format. Raises BadRequest."""
+    chat_tools = []
     for place, tool in enumerate(tools):
         try:
-            made = _function(tool)
+            function = _function(tool)
         except (KeyError, TypeError, AttributeError) as error:
             raise inner_request.unreadable(f"tools.{place}", error) from error
-        found += [made] if made else []
-    return found
+        chat_tools += [function] if function else []
+    return chat_tools
 
 
 def _function(tool: Json) -> Json | None:
@@ -45,19 +45,19 @@ def _function(tool: Json) -> Json | None:
     if kind == "custom":
         return inner_request.function(tool["name"], tool.get("description"), tool["input_schema"], tool.get("strict"))
     if kind.startswith(_REFUSED):
-        raise BadRequest(f"tools: a tool of the type {kind} is not served here", param="tools")
+        raise BadRequest(f"tools: a tool of the type {kind} is not supported", param="tools")
     if kind.startswith("bash_"):
         return _of(tool, "Run a command in a bash shell that stays open.", _bash())
     if kind.startswith("memory_"):
         commands = ("view", "create", "str_replace", "insert", "delete", "rename")
-        said = "Keep notes in files below /memories, which stay between conversations."
-        return _of(tool, said, _commands(commands, _EDITS | _INSERTED | _MOVES, ["command"]))
+        description = "Keep notes in files below /memories, which stay between conversations."
+        return _of(tool, description, _commands(commands, _EDITS | _INSERTED | _MOVES, ["command"]))
     if kind.startswith("text_editor_"):
         undone = () if kind >= "text_editor_20250429" else ("undo_edit",)
         inserted = _INSERTED if kind >= "text_editor_20250728" else {}
         commands = ("view", "create", "str_replace", "insert", *undone)
-        said = "View, create and edit text files."
-        return _of(tool, said, _commands(commands, _EDITS | inserted, ["command", "path"]))
+        description = "View, create and edit text files."
+        return _of(tool, description, _commands(commands, _EDITS | inserted, ["command", "path"]))
     return None
 
 

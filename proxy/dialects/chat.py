@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: vLLM's own dialect, passed on byte for byte but for what only OpenAI knows."""
+"""POST /v1/chat/completions: vLLM's own dialect. Bodies pass unchanged, except for fields that only OpenAI knows."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ PATH = "/v1/chat/completions"
 
 
 class Chat:
-    """The dialect."""
+    """The Chat Completions dialect."""
 
     name = "chat"
     path = PATH
     shape = OPENAI
 
     async def read(self, body: bytes, key_id: str | None) -> ParsedRequest:
-        """Return what a request asks for. Raises BadRequest."""
+        """Parse a request. Raises BadRequest."""
         return await read_body_with(_read, body)
 
 
 def _read(body: bytes) -> ParsedRequest:
-    wanted = with_vllm_fields(request_body.read(body))
-    return parsed_request(wanted, lambda start: PassthroughEncoder(make_capture(wanted, start)))
+    request = with_vllm_fields(request_body.read(body))
+    return parsed_request(request, lambda start: PassthroughEncoder(make_capture(request, start)))
 
 
-def make_capture(wanted: ChatRequest, start: CallStarted) -> Capture:
+def make_capture(request: ChatRequest, start: CallStarted) -> Capture:
     """Return the capture of a chat call."""
     return Capture(
         policy_name(start),
-        asks_ids=wanted.asks_ids,
-        asks_logprobs=wanted.asks_logprobs,
-        asks_usage=wanted.asks_usage,
+        asks_ids=request.asks_ids,
+        asks_logprobs=request.asks_logprobs,
+        asks_usage=request.asks_usage,
     )
 
 
 class PassthroughEncoder:
-    """Says what vLLM says; the capture has taken out what the client did not ask for."""
+    """Passes vLLM's response on; the capture has removed what the client did not request."""
 
     __slots__ = ("capture",)
 
@@ -50,7 +50,7 @@ class PassthroughEncoder:
         self.capture = capture
 
     def whole(self, body: bytes) -> bytes:
-        """Return the client's form of an answer that did not stream. Raises UpstreamDisconnected."""
+        """Encode a response that did not stream. Raises UpstreamDisconnected."""
         return self.capture.whole(body)
 
     def chunk(self, data: bytes) -> bytes | None:

@@ -1,7 +1,7 @@
-"""POST /v1/completions: plain text in, plain text out, passed on byte for byte but for what was not asked for.
+"""POST /v1/completions: plain text in, plain text out, without what the client did not request.
 
-A prompt (text or token ids) is recorded as one message of the role `prompt`. A text that holds an earlier answer goes
-on from it; a prompt of token ids, and one that holds nothing of ours, begins a trajectory, unless the client names one.
+A prompt (text or token ids) is recorded as one message of the role `prompt`. A text that
+contains an earlier answer continues it. Any other prompt starts a trajectory, unless the client names one.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ PATH = "/v1/completions"
 
 
 class Completions:
-    """The dialect."""
+    """The Completions dialect."""
 
     name = "completions"
     path = PATH
     shape = OPENAI
 
     async def read(self, body: bytes, key_id: str | None) -> ParsedRequest:
-        """Return what a request asks for. Raises BadRequest."""
+        """Parse a request. Raises BadRequest."""
         return await read_body_with(_read, body)
 
 
 class CompletionsRequest(ChatRequest):
-    """A request without messages; its `logprobs` is a number."""
+    """A request with a prompt instead of messages; its `logprobs` is a number."""
 
     is_chat: ClassVar[bool] = False
 
-    echoes: bool = False  # the prompt comes back with the answer
+    echoes: bool = False  # the response repeats the prompt
 
     def outgoing(self, served_name: str) -> bytes:
-        """Return the body for vLLM: the served model, and the request for ids, logprobs and usage.
+        """Return the body for vLLM, with the served model, requesting ids, logprobs and usage.
 
-        What echoes its prompt is not trained, and vLLM does not echo to who asks for ids: it is left as it is.
+        vLLM cannot echo the prompt and return ids; a call that echoes is not trained, so its fields stay unchanged.
         """
         fields = {**self.fields, "model": Raw(msgspec.json.encode(served_name))}
         if not self.echoes:
@@ -65,7 +65,7 @@ _logprobs = msgspec.json.Decoder(_TextLogprobs | None)
 
 
 class CompletionsCapture(Capture):
-    """What a text completion says; vLLM puts the prompt's ids into each choice."""
+    """The capture of a text completion; vLLM puts the prompt's ids into each choice."""
 
     def _capture_choice(self, fields: dict[str, Raw]) -> SampledChoice:
         if "prompt_token_ids" in fields:
@@ -93,11 +93,11 @@ def _read(body: bytes) -> ParsedRequest:
     prompt = request_body.value(fields, "prompt")
     several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
     streamed, options = request_body.stream_in(fields)
-    said = {"role": "prompt", "content": prompt}
-    wanted = CompletionsRequest(
+    message = {"role": "prompt", "content": prompt}
+    request = CompletionsRequest(
         fields=fields,
         model=model,
-        messages=[said],
+        messages=[message],
         streamed=streamed,
         asks_ids=request_body.is_true(fields, "return_token_ids"),
         asks_logprobs=request_body.value(fields, "logprobs") is not None,
@@ -109,15 +109,15 @@ def _read(body: bytes) -> ParsedRequest:
         echoes=request_body.is_true(fields, "echo"),
     )
     return ParsedRequest(
-        request=wanted,
-        nodes=(canon.node(canon.ROOT, said),),
-        keys=canon.link_keys([said]),
-        voice=lambda start: PassthroughEncoder(
+        request=request,
+        nodes=(canon.node(canon.ROOT, message),),
+        keys=canon.link_keys([message]),
+        make_encoder=lambda start: PassthroughEncoder(
             CompletionsCapture(
                 policy_name(start),
-                asks_ids=wanted.asks_ids,
-                asks_logprobs=wanted.asks_logprobs,
-                asks_usage=wanted.asks_usage,
+                asks_ids=request.asks_ids,
+                asks_logprobs=request.asks_logprobs,
+                asks_usage=request.asks_usage,
             )
         ),
     )

@@ -1,7 +1,7 @@
-"""From a chat answer's deltas to blocks, of which one is open at a time: what Responses and Messages are told in.
+"""Turns the deltas of a chat answer into content blocks, one open at a time, for Responses and Messages.
 
-A block is a thought, a text or one tool call. A delta of another kind, or of another tool call, closes the open
-block first. The subclass words each step; an answer that did not stream takes the same way, in one feed.
+A block is reasoning, a text or one tool call. A delta of another kind, or of another tool call, closes the open block
+first. A subclass renders each step. An answer that did not stream is fed as one delta.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ class Block:
     id: str = ""
     name: str = ""
     pieces: list[str] = field(default_factory=list)
-    logprobs: list[dict[str, Any]] = field(default_factory=list)  # of a text, where the client asked for them
+    logprobs: list[dict[str, Any]] = field(default_factory=list)  # of a text block, if the client requested them
 
     @property
     def text(self) -> str:
-        """What the block holds so far; of a tool call its arguments."""
+        """The content so far; of a tool call its arguments."""
         return "".join(self.pieces)
 
 
 class BlockRenderer(ABC):
-    """Tells one answer (the first choice) as events, and at the end as a whole."""
+    """Renders one answer (the first choice) as events, and at the end as one object."""
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
         self.finish_reason: str | None = None
         self.stop: str | None = None  # the stop string that was hit
         self.usage: dict[str, Any] = {}
-        self.sampled: list[dict[str, Any]] = []  # the logprobs of the chunk, where the client asked for them
+        self.sampled: list[dict[str, Any]] = []  # the logprobs of the chunk, if the client requested them
         self._started = False
         self._open: Block | None = None
         self._calls: dict[int, Block] = {}
 
     def feed(self, chunk: dict[str, Any]) -> list[Event]:
-        """Return the events of one chat chunk. Raises UpstreamDisconnected where tool calls are mixed up."""
+        """Return the events of one chat chunk. Raises UpstreamDisconnected if tool calls are interleaved."""
         events = self._begin()
         self.usage = chunk.get("usage") or self.usage
         for choice in chunk.get("choices", ())[:1]:
@@ -71,10 +71,10 @@ class BlockRenderer(ABC):
             if isinstance(choice.get("stop_reason"), str):
                 self.stop = choice["stop_reason"]
             if thought := delta.get("reasoning") or delta.get("reasoning_content"):
-                events += self._say(Kind.REASONING, thought)
+                events += self._grow(Kind.REASONING, thought)
             text = delta.get("content")
             if text:
-                events += self._say(Kind.TEXT, text)
+                events += self._grow(Kind.TEXT, text)
             if self.sampled and self._open is not None and self._open.kind == Kind.TEXT:
                 self._open.logprobs += self.sampled
             for part in delta.get("tool_calls") or ():
@@ -82,7 +82,7 @@ class BlockRenderer(ABC):
         return events
 
     def finish(self) -> list[Event]:
-        """Return the events that end a good answer."""
+        """Return the events that end a complete answer."""
         return [*self._begin(), *self._close(), *self.ended()]
 
     def fail(self, error: ProxyError) -> list[Event]:
@@ -95,7 +95,7 @@ class BlockRenderer(ABC):
         self._started = True
         return self.started()
 
-    def _say(self, kind: Kind, piece: str) -> list[Event]:
+    def _grow(self, kind: Kind, piece: str) -> list[Event]:
         events: list[Event] = []
         if self._open is None or self._open.kind != kind:
             events = self._start(Block(len(self.blocks), kind))
@@ -115,7 +115,7 @@ class BlockRenderer(ABC):
         if piece := function.get("arguments"):
             if block is not self._open:
                 raise UpstreamDisconnected(
-                    f"the upstream went on with tool call {place} after it had begun something else"
+                    f"the upstream continued tool call {place} after it had started another block"
                 )
             block.pieces.append(_text(piece))
             events = [*events, *self.grew(block, piece)]
@@ -133,88 +133,88 @@ class BlockRenderer(ABC):
 
     @abstractmethod
     def started(self) -> list[Event]:
-        """The answer begins."""
+        """Return the events for the start of the answer."""
 
     @abstractmethod
     def opened(self, block: Block) -> list[Event]:
-        """A block begins."""
+        """Return the events for a new block."""
 
     @abstractmethod
     def grew(self, block: Block, piece: str) -> list[Event]:
-        """A block has more."""
+        """Return the events for more content in a block."""
 
     @abstractmethod
     def closed(self, block: Block) -> list[Event]:
-        """A block is whole."""
+        """Return the events for a complete block."""
 
     @abstractmethod
     def ended(self) -> list[Event]:
-        """The answer is whole."""
+        """Return the events for a complete answer."""
 
     @abstractmethod
     def failed(self, error: ProxyError) -> list[Event]:
-        """The answer breaks off."""
+        """Return the events for an answer that failed."""
 
     @abstractmethod
     def answer(self) -> dict[str, Any]:
-        """Return the whole answer, for clients that did not ask for a stream."""
+        """Return the complete answer, for clients that do not stream."""
 
 
 class BlockEncoder:
-    """The voice of a dialect that has a teller."""
+    """The response encoder of a dialect with a renderer."""
 
-    __slots__ = ("_teller", "capture")
+    __slots__ = ("_renderer", "capture")
 
-    def __init__(self, capture: Capture, teller: BlockRenderer) -> None:
+    def __init__(self, capture: Capture, renderer: BlockRenderer) -> None:
         self.capture = capture
-        self._teller = teller
+        self._renderer = renderer
 
     def whole(self, body: bytes) -> bytes:
-        """Return the client's form of an answer that did not stream. Raises UpstreamDisconnected."""
+        """Encode a response that did not stream. Raises UpstreamDisconnected."""
         answer = _object.decode(self.capture.whole(body))
         try:
-            self._teller.feed({"usage": answer.get("usage"), "choices": [message_to_delta(answer["choices"][0])]})
+            self._renderer.feed({"usage": answer.get("usage"), "choices": [message_to_delta(answer["choices"][0])]})
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise UpstreamDisconnected(f"the upstream's answer is not a chat completion: {error}") from error
-        self._teller.finish()
-        return _encode(self._teller.answer())
+        self._renderer.finish()
+        return _encode(self._renderer.answer())
 
     def chunk(self, data: bytes) -> bytes | None:
         """Return the client's events for one streamed chunk. Raises UpstreamDisconnected for an invalid one."""
-        kept = self.capture.chunk(data)
-        if kept is None or self.capture.error:
+        chunk = self.capture.chunk(data)
+        if chunk is None or self.capture.error:
             return None
         if self.capture.unread:
-            raise UpstreamDisconnected(f"the upstream's stream cannot be told: {self.capture.unread}")
+            raise UpstreamDisconnected(f"the upstream's stream cannot be rendered: {self.capture.unread}")
         try:
-            return _events(self._teller.feed(_object.decode(kept)))
+            return _events(self._renderer.feed(_object.decode(chunk)))
         except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise UpstreamDisconnected(f"the upstream sent a chunk that cannot be read: {error}") from error
 
     def end(self) -> bytes:
-        """Return the events that end the stream: well, or with the upstream's own error."""
+        """Return the events that end the stream, after success or with the upstream's error."""
         if self.capture.error:
             return self.failed(UpstreamDisconnected(self.capture.error))
-        return _events(self._teller.finish())
+        return _events(self._renderer.finish())
 
     def failed(self, error: ProxyError) -> bytes:
-        """Return the events that tell a failure."""
-        return _events(self._teller.fail(error))
+        """Return the events for a failure."""
+        return _events(self._renderer.fail(error))
 
 
 def _text(piece: Any) -> str:
-    """Return a piece of text as it is. Raises TypeError for anything else."""
+    """Return the piece. Raises TypeError if it is not text."""
     if not isinstance(piece, str):
-        raise TypeError(f"{str(piece)[:40]!r} stands where a text should")
+        raise TypeError(f"{str(piece)[:40]!r} is not text")
     return piece
 
 
 def message_to_delta(choice: dict[str, Any]) -> dict[str, Any]:
-    """Return a whole choice as the only chunk of a stream."""
+    """Return the choice of a complete response as one chunk of a stream."""
     message = choice["message"]
     calls = [{**call, "index": place} for place, call in enumerate(message.get("tool_calls") or ())]
     content = message.get("content")
-    if isinstance(content, list):  # some servers answer in parts
+    if isinstance(content, list):  # some servers return parts
         content = "".join(part["text"] for part in content if part.get("type") == "text")
     return {**choice, "delta": {**message, "content": content, "tool_calls": calls}}
 

@@ -31,7 +31,7 @@ class ConversationTurn:
     def conversation(self, *, has_instructions: bool) -> list[Json]:
         """Return the messages up to this turn.
 
-        `has_instructions` means that the next request has instructions of its own, which replace stored ones.
+        `has_instructions` means that the next request has instructions, which replace the stored ones.
         """
         chain = list(self.back())
         messages = [message for turn in reversed(chain) for message in decode_messages(turn.added)]
@@ -48,7 +48,7 @@ class ConversationTurn:
 
     @property
     def size(self) -> int:
-        """Return the bytes of this turn alone."""
+        """The bytes of this turn alone."""
         return len(self.added) + _OVERHEAD
 
 

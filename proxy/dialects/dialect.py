@@ -1,8 +1,7 @@
-"""What a dialect is: how a request is read, and how its answer is worded.
+"""A dialect: how its requests are parsed and its responses encoded.
 
-Every dialect makes one inner call to vLLM, which carries token ids and logprobs. `read` gives that call; the
-`ResponseEncoder`
-that comes with it turns vLLM's answer into what the client expects, piece by piece, and captures it on the way.
+Every dialect makes one inner call to vLLM, with token ids and logprobs. `read` returns that call with a
+`ResponseEncoder`, which converts vLLM's response to the client's format piece by piece and captures it on the way.
 """
 
 from __future__ import annotations
@@ -19,33 +18,33 @@ from ratchet.proxy.wire.error_shapes import ErrorShape
 from ratchet.proxy.wire.request_body import ChatRequest
 from ratchet.store.records import CallStarted, MessageNode
 
-LARGE = 256 * 1024  # bytes; larger bodies are read in a thread
+LARGE = 256 * 1024  # bytes; larger bodies are parsed in a thread
 
 _Read = TypeVar("_Read")
 
 
 class ResponseEncoder(Protocol):
-    """One answer in the client's words. Everything that it returns is whole: a body, or whole events."""
+    """Encodes one response in the client's format. It returns complete bodies and complete events only."""
 
     @property
     def capture(self) -> Capture:
-        """What vLLM sampled."""
+        """The capture of what vLLM sampled."""
 
     def whole(self, body: bytes) -> bytes:
-        """Return the client's form of an answer that did not stream. Raises UpstreamDisconnected."""
+        """Encode a response that did not stream. Raises UpstreamDisconnected."""
 
     def chunk(self, data: bytes) -> bytes | None:
-        """Return the client's events for one streamed chunk; nothing where the chunk holds nothing for it."""
+        """Return the client's events for one streamed chunk, None if it has nothing for the client."""
 
     def end(self) -> bytes:
-        """Return the events that end a stream; they are held back until the call is durable."""
+        """Return the events that end a stream. They are sent once the call is durable."""
 
     def failed(self, error: ProxyError) -> bytes:
-        """Return the events that tell a failure in mid-stream."""
+        """Return the events for a failure in mid-stream."""
 
 
 class StorableRequest(msgspec.Struct, frozen=True):
-    """What may be written of a request. `redacted` says that something of its content may not."""
+    """The part of a request that may be stored. `redacted`: some of its content was removed."""
 
     nodes: tuple[MessageNode, ...]
     tools_hash: str
@@ -55,20 +54,20 @@ class StorableRequest(msgspec.Struct, frozen=True):
 
 
 class ParsedRequest(msgspec.Struct):
-    """A request that was understood: the inner call, its messages as nodes with their link keys, and its voice.
+    """A parsed request: the inner call, its messages as nodes, and their link keys.
 
-    `kept` is there where not all of it may be written.
+    `storable` is set if redaction applies.
     """
 
     request: ChatRequest
     nodes: tuple[MessageNode, ...]
     keys: tuple[str, ...]
-    voice: Callable[[CallStarted], ResponseEncoder]
+    make_encoder: Callable[[CallStarted], ResponseEncoder]
     storable: StorableRequest | None = None
 
 
 class Dialect(Protocol):
-    """One way of asking. `name` is what the record says, `path` is vLLM's route for the inner call."""
+    """One HTTP API for agents."""
 
     @property
     def name(self) -> str:
@@ -76,30 +75,30 @@ class Dialect(Protocol):
 
     @property
     def path(self) -> str:
-        """Where the inner call goes."""
+        """vLLM's route for the inner call."""
 
     @property
     def shape(self) -> ErrorShape:
-        """How errors are worded."""
+        """The format of errors."""
 
     async def read(self, body: bytes, key_id: str | None) -> ParsedRequest:
-        """Return what a request asks for. Raises ProxyError."""
+        """Parse a request. Raises ProxyError."""
 
 
-def parsed_request(request: ChatRequest, voice: Callable[[CallStarted], ResponseEncoder]) -> ParsedRequest:
+def parsed_request(request: ChatRequest, make_encoder: Callable[[CallStarted], ResponseEncoder]) -> ParsedRequest:
     """Return a chat request with the nodes and link keys of its messages."""
-    return ParsedRequest(request, request.nodes, request.keys, voice)
+    return ParsedRequest(request, request.nodes, request.keys, make_encoder)
 
 
 def policy_name(start: CallStarted) -> str:
-    """Return the name of the model that the client is told."""
+    """Return the model name for the client."""
     return start.policy
 
 
 async def read_body_with(read: Callable[[bytes], _Read], body: bytes) -> _Read:
-    """Return `read(body)`, in a thread where the body is large. Raises ProxyError, whatever is wrong in the body."""
+    """Return `read(body)`, computed in a thread if the body is large. Raises BadRequest for an invalid body."""
     try:
         return await run_parsing(read, body) if len(body) > LARGE else read(body)
     except (TypeError, AttributeError, KeyError, ValueError, RecursionError) as error:
-        said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise BadRequest(f"the request has a field of the wrong kind: {said}") from error
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise BadRequest(f"the request has a field of the wrong type: {reason}") from error

@@ -1,4 +1,4 @@
-"""The inner chat call of a dialect that is not chat: made from translated messages and fields, then read as any other.
+"""Builds the inner chat call of the other dialects from translated messages and fields.
 
 Sampling fields that vLLM knows and the dialect does not (`min_p`, `seed`, ...) pass through under their own names.
 """
@@ -46,18 +46,17 @@ def chat_request(body: Json, messages: Sequence[Json], fields: Mapping[str, Any]
 
 
 def require(body: Json, *names: str) -> None:
-    """Raise BadRequest for the first field that is not there."""
+    """Raise BadRequest for the first missing field."""
     for name in names:
         if body.get(name) is None:
             raise BadRequest(f"{name}: field required", param=name)
 
 
 def unreadable(where: str, error: Exception) -> BadRequest:
-    """Return what is said of a part of the body that is not of the kind that it has to be."""
-    what = (
-        f"{error} is missing" if isinstance(error, KeyError) else "not an object, or a field of it has the wrong kind"
-    )
-    return BadRequest(f"{where}: {what}", param=where)
+    """Return the error for a part of the body with the wrong type."""
+    wrong_type = "not an object, or one of its fields has the wrong type"
+    reason = f"{error} is missing" if isinstance(error, KeyError) else wrong_type
+    return BadRequest(f"{where}: {reason}", param=where)
 
 
 def joined(parts: Sequence[Json]) -> str | list[Json]:
@@ -68,23 +67,23 @@ def joined(parts: Sequence[Json]) -> str | list[Json]:
 
 
 def image(url: str, detail: str | None = None) -> Json:
-    """Return an image as a chat content part; nobody here opens the URL."""
+    """Return an image as a chat content part. The proxy never opens the URL."""
     return {"type": "image_url", "image_url": {"url": url, **({"detail": detail} if detail else {})}}
 
 
 def function(name: str, description: str | None, parameters: Any, strict: Any) -> Json:
-    """Return a tool as chat knows it."""
+    """Return a tool in the chat format."""
     given = {"name": name, "description": description, "parameters": parameters, "strict": strict}
     return {"type": "function", "function": {key: value for key, value in given.items() if value is not None}}
 
 
 def called(call_id: str, name: str, arguments: str) -> Json:
-    """Return a tool call as chat knows it."""
+    """Return a tool call in the chat format."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def merge_system_messages(messages: Sequence[Json]) -> list[Json]:
-    """Return the messages with all system messages at the beginning as one: many chat templates refuse a second."""
+    """Return the messages with the leading system messages merged: many chat templates reject a second one."""
     count = next((place for place, message in enumerate(messages) if message["role"] != "system"), len(messages))
     first = messages[:count]
     if count < 2 or not all(isinstance(message["content"], str) for message in first):

@@ -48,13 +48,13 @@ class Responses:
         added = responses_request.added_messages(body)
         before = previous.conversation(has_instructions=bool(body.get("instructions"))) if previous else []
         self._bounds.check_messages(len(before) + len(added))
-        wanted = responses_request.read(body, added, before)
+        request = responses_request.read(body, added, before)
         names = responses_request.custom_names(body), responses_request.namespaces(body)
         if previous:
-            wanted.follows = (previous.trajectory_id, previous.call_id)
+            request.follows = (previous.trajectory_id, previous.call_id)
 
-        def voice(start: CallStarted) -> BlockEncoder:
-            capture = chat.make_capture(wanted, start)
+        def make_encoder(start: CallStarted) -> BlockEncoder:
+            capture = chat.make_capture(request, start)
             renderer = ResponseRenderer(start, body, *names)
             if lax_values.lax_bool(body.get("store")) is False:
                 return BlockEncoder(capture, renderer)
@@ -62,7 +62,7 @@ class Responses:
                 capture, renderer, lambda answer: self._conversations.add_response(start, [*added, answer], previous)
             )
 
-        return parsed_request(wanted, voice)
+        return parsed_request(request, make_encoder)
 
 
 class RememberingEncoder(BlockEncoder):

@@ -1,4 +1,4 @@
-"""Tells an answer in the events and objects of the Responses API."""
+"""Renders an answer as the events and objects of the Responses API."""
 
 from __future__ import annotations
 
@@ -33,13 +33,15 @@ _ECHOED: Json = {
     "truncation": "disabled",
     "user": None,
 }
-_CODES = ("context_length_exceeded", "rate_limit_exceeded")  # by which clients act
+_CODES = ("context_length_exceeded", "rate_limit_exceeded")  # codes that clients act on
 _PREFIX = {Kind.REASONING: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}
 
 
 class ResponseRenderer(BlockRenderer):
-    """Tells one response. `body` is the request, whose settings the response repeats; `custom` and
-    `spaces` name its custom tools, and the namespaces of those that have one."""
+    """Renders one response. The response repeats the settings of `body`, the request.
+
+    `custom`: the names of custom tools. `spaces`: tool name -> namespace.
+    """
 
     def __init__(self, start: CallStarted, body: Json, custom: frozenset[str], spaces: Mapping[str, str]) -> None:
         super().__init__()
@@ -62,12 +64,12 @@ class ResponseRenderer(BlockRenderer):
         }
 
     def started(self) -> list[Event]:
-        """The response begins, empty."""
+        """Return the start of an empty response."""
         kinds = ("response.created", "response.in_progress")
         return [self._event(kind, response=self.answer()) for kind in kinds]
 
     def opened(self, block: Block) -> list[Event]:
-        """An item begins, empty."""
+        """Return the start of an empty item."""
         item = self._item(block, "in_progress")
         if block.kind == Kind.CALL:
             return [self._event("response.output_item.added", output_index=block.place, item=item)]
@@ -75,7 +77,7 @@ class ResponseRenderer(BlockRenderer):
         return [added, self._of(block, "response.content_part.added", content_index=0, part=item["content"][0])]
 
     def grew(self, block: Block, piece: str) -> list[Event]:
-        """An item has more; a custom tool's input is told whole, as it comes wrapped in JSON."""
+        """Return the delta of an item. A custom tool's input is sent when complete: vLLM wraps it in JSON."""
         if block.kind == Kind.REASONING:
             return [self._of(block, "response.reasoning_text.delta", content_index=0, delta=piece)]
         if block.kind == Kind.TEXT:
@@ -85,15 +87,15 @@ class ResponseRenderer(BlockRenderer):
         return [self._of(block, "response.function_call_arguments.delta", delta=piece)]
 
     def closed(self, block: Block) -> list[Event]:
-        """An item is whole, or all that there will be of it."""
+        """Return the end of an item, complete or cut off."""
         item = self._item(block, self._item_status(block))
         events = []
         if self._is_custom(block):
             events.append(self._of(block, "response.custom_tool_call_input.delta", delta=item["input"]))
             events.append(self._of(block, "response.custom_tool_call_input.done", input=item["input"]))
         elif block.kind == Kind.CALL:
-            told = {"name": block.name, "arguments": block.text}
-            events.append(self._of(block, "response.function_call_arguments.done", **told))
+            call = {"name": block.name, "arguments": block.text}
+            events.append(self._of(block, "response.function_call_arguments.done", **call))
         else:
             thought = block.kind == Kind.REASONING
             kind = "response.reasoning_text.done" if thought else "response.output_text.done"
@@ -104,13 +106,13 @@ class ResponseRenderer(BlockRenderer):
         return [*events, self._event("response.output_item.done", output_index=block.place, item=item)]
 
     def ended(self) -> list[Event]:
-        """The response is whole, or cut by its length limit."""
+        """Return the end of the response, complete or cut off at max_tokens."""
         self._status = "incomplete" if self.finish_reason == "length" else "completed"
         self._ended_at = int(time.time())
         return [self._event(f"response.{self._status}", response=self.answer())]
 
     def failed(self, error: ProxyError) -> list[Event]:
-        """The response breaks off."""
+        """Return the failed response."""
         self._status = "failed"
         code = error.code if error.code in _CODES else "server_error"
         self._error = {"code": code, "message": str(error)}
@@ -187,7 +189,7 @@ def _echoed_tool(tool: Json) -> Json:
 
 
 def _input(arguments: str) -> str:
-    """Return a custom tool's input: what its JSON wrapper holds, or the text where it is none."""
+    """Unwrap a custom tool's input; return the text unchanged if it is not wrapped."""
     try:
         return str(msgspec.json.decode(arguments, type=dict[str, Any])["input"]) if arguments else ""
     except (msgspec.DecodeError, KeyError, RecursionError):

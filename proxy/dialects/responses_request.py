@@ -1,9 +1,8 @@
 """A request to /v1/responses as a chat request.
 
-Consecutive items of the assistant (reasoning, message, calls) are one chat message, as the model said them in one.
-A custom tool becomes a function with the one string `input`; the tools of a namespace are tools like others. What vLLM
-cannot serve is refused by name, but for tools that only OpenAI's servers run: those are left out, as the model cannot
-call them.
+Consecutive assistant items (reasoning, message, calls) become one chat message, as the model generated them. A custom
+tool becomes a function with one string, `input`. Tools of a namespace are treated like others. What vLLM cannot serve
+is rejected by name. Tools that OpenAI's servers run are left out, because the model cannot call them.
 """
 
 from __future__ import annotations
@@ -19,9 +18,10 @@ from ratchet.proxy.errors import BadRequest
 from ratchet.proxy.wire.request_body import ChatRequest
 
 _REFUSED = ("background", "conversation", "prompt")
-_CLIENT_RUN = ("computer", "computer_use_preview", "local_shell", "shell", "apply_patch")  # by what only OpenAI's know
+# Tools that the client runs, in formats that only OpenAI's models know.
+_CLIENT_RUN = ("computer", "computer_use_preview", "local_shell", "shell", "apply_patch")
 _NAMESPACE = "namespace"
-_LOGPROBS = "message.output_text.logprobs"  # in `include`: the client wants them
+_LOGPROBS = "message.output_text.logprobs"  # the value of `include` that requests them
 INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
@@ -56,16 +56,16 @@ def added_messages(body: Json) -> list[Json]:
     inner_request.require(body, "model", "input")
     for name in _REFUSED:
         if body.get(name):
-            raise BadRequest(f"`{name}` is not served here", param=name)
-    given = body["input"]
-    if not given and not body.get("previous_response_id"):
+            raise BadRequest(f"`{name}` is not supported", param=name)
+    value = body["input"]
+    if not value and not body.get("previous_response_id"):
         raise BadRequest("`input` is empty", param="input")
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
-    if not isinstance(given, list):
-        raise BadRequest("`input` must be a text or a list of items", param="input")
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise BadRequest("`input` must be text or a list of items", param="input")
     messages: list[Json] = []
-    for place, item in enumerate(given):
+    for place, item in enumerate(value):
         try:
             _add(messages, item)
         except (KeyError, TypeError, AttributeError) as error:
@@ -74,7 +74,7 @@ def added_messages(body: Json) -> list[Json]:
 
 
 def is_reference(item: Any) -> bool:
-    """Return whether an input item stands for one that was told before."""
+    """Return whether an input item refers to an item of an earlier response."""
     return isinstance(item, dict) and item.get("type") == "item_reference"
 
 
@@ -112,18 +112,18 @@ def _add(messages: list[Json], item: Json) -> None:
         case "function_call_output" | "custom_tool_call_output":
             _add_output(messages, item)
         case kind:
-            raise BadRequest(f"input: an item of the type {kind} is not served here", param="input")
+            raise BadRequest(f"input: an item of the type {kind} is not supported", param="input")
 
 
 def _assistant(messages: list[Json]) -> Json:
-    """Return the assistant's turn that is going on; begin one where there is none."""
+    """Return the open assistant turn; start one if there is none."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": None})
     return messages[-1]
 
 
 def _add_output(messages: list[Json], item: Json) -> None:
-    """Add a tool's result; its images follow as a user message, as tool messages are text."""
+    """Add a tool's result; its images follow as a user message, because tool messages are text."""
     output = item["output"]
     parts = [{"type": "input_text", "text": output}] if isinstance(output, str) else output
     images = [_part(part) for part in parts if part["type"] == "input_image"]
@@ -143,7 +143,7 @@ def _content(content: Any, role: str) -> Any:
         return content
     parts = inner_request.joined([_part(part) for part in content])
     if role == "assistant" and not isinstance(parts, str):
-        raise BadRequest("input: a message of the assistant holds text only", param="input")
+        raise BadRequest("input: an assistant message may contain text only", param="input")
     return parts
 
 
@@ -156,7 +156,7 @@ def _part(part: Json) -> Json:
         case "input_image" if part.get("image_url"):
             return inner_request.image(part["image_url"], part.get("detail"))
         case kind:
-            raise BadRequest(f"input: a content part of the type {kind} is not served here", param="input")
+            raise BadRequest(f"input: a content part of the type {kind} is not supported", param="input")
 
 
 def _own_tools(body: Json) -> Iterator[Json]:
@@ -172,14 +172,14 @@ def _tools(body: Json) -> list[Json]:
     tools = []
     for tool in _own_tools(body):
         if tool["type"] in _CLIENT_RUN:
-            raise BadRequest(f"tools: a tool of the type {tool['type']} is not served here", param="tools")
+            raise BadRequest(f"tools: a tool of the type {tool['type']} is not supported", param="tools")
         if tool["type"] == "function":
             if "function" in tool and "name" not in tool:
                 raise BadRequest(
-                    "tools: a function's `name` stands beside its `type`, not in `function`", param="tools"
+                    "tools: a function's `name` belongs next to its `type`, not in `function`", param="tools"
                 )
-            given = (tool["name"], tool.get("description"), tool.get("parameters"), tool.get("strict"))
-            tools.append(inner_request.function(*given))
+            value = (tool["name"], tool.get("description"), tool.get("parameters"), tool.get("strict"))
+            tools.append(inner_request.function(*value))
         elif tool["type"] == "custom":
             tools.append(inner_request.function(tool["name"], tool.get("description"), INPUT, None))
     return tools

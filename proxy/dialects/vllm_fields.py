@@ -1,11 +1,11 @@
-"""A chat request in vLLM's words, where OpenAI's API knows more of them.
+"""Converts what only OpenAI's API knows in a chat request to vLLM's fields.
 
-- The role `developer` becomes `system`, as OpenAI means it: most chat templates know no `developer`, and many leave
-  such a message out without a word.
+- The role `developer` becomes `system`, as OpenAI defines it. Most chat templates do not know `developer`, and many
+  drop such a message silently.
 - A `tool_choice` of the type `allowed_tools` becomes the tools that it allows, and its mode.
-- `functions`, which vLLM does not read, are refused: the model would never hear of them.
+- `functions` are rejected: vLLM ignores them.
 
-Promises: where a request has neither, it stays as it is; linking and the records go by what the client said. Pure.
+Other requests stay unchanged. Linking and records use the client's own messages. Pure.
 """
 
 from __future__ import annotations
@@ -25,45 +25,47 @@ _encode = msgspec.json.Encoder().encode
 _ALLOWED = "allowed_tools"
 
 
-def with_vllm_fields(wanted: ChatRequest) -> ChatRequest:
-    """Return the request as vLLM understands it; itself where it does already. Raises BadRequest."""
-    for said in wanted.messages:
-        if said.get("role") == "developer":
-            wanted = _without_developers(wanted)
+def with_vllm_fields(request: ChatRequest) -> ChatRequest:
+    """Return the request in vLLM's form, or the same object if nothing changes. Raises BadRequest."""
+    for message in request.messages:
+        if message.get("role") == "developer":
+            request = _without_developers(request)
             break
-    if "functions" in wanted.fields and request_body.value(wanted.fields, "functions"):
-        raise BadRequest("`functions` are not served here: send them as `tools`", param="functions")
-    choice = wanted.fields.get("tool_choice")
+    if "functions" in request.fields and request_body.value(request.fields, "functions"):
+        raise BadRequest("`functions` are not supported: send them as `tools`", param="functions")
+    choice = request.fields.get("tool_choice")
     if choice is not None and b"allowed_tools" in bytes(choice):
-        wanted = _with_allowed_tools(wanted)
-    return wanted
+        request = _with_allowed_tools(request)
+    return request
 
 
-def _without_developers(wanted: ChatRequest) -> ChatRequest:
-    messages = [said | {"role": "system"} if said.get("role") == "developer" else said for said in wanted.messages]
+def _without_developers(request: ChatRequest) -> ChatRequest:
+    messages = [
+        message | {"role": "system"} if message.get("role") == "developer" else message for message in request.messages
+    ]
     raws = [
         Raw(_encode(new)) if new is not old else raw
-        for new, old, raw in zip(messages, wanted.messages, _raws.decode(wanted.fields["messages"]), strict=True)
+        for new, old, raw in zip(messages, request.messages, _raws.decode(request.fields["messages"]), strict=True)
     ]
-    fields = {**wanted.fields, "messages": Raw(_encode(raws))}
-    return msgspec.structs.replace(wanted, fields=fields, messages=messages)
+    fields = {**request.fields, "messages": Raw(_encode(raws))}
+    return msgspec.structs.replace(request, fields=fields, messages=messages)
 
 
-def _with_allowed_tools(wanted: ChatRequest) -> ChatRequest:
-    choice = request_body.value(wanted.fields, "tool_choice")
+def _with_allowed_tools(request: ChatRequest) -> ChatRequest:
+    choice = request_body.value(request.fields, "tool_choice")
     if not isinstance(choice, dict) or choice.get("type") != _ALLOWED:
-        return wanted
+        return request
     try:
         allowed = choice[_ALLOWED]
         names = [tool["function"]["name"] for tool in allowed["tools"]]
         mode: Any = allowed.get("mode", "auto")
-        tools = [tool for tool in request_body.value(wanted.fields, "tools") if tool["function"]["name"] in names]
+        tools = [tool for tool in request_body.value(request.fields, "tools") if tool["function"]["name"] in names]
     except (KeyError, TypeError, AttributeError) as error:
-        raise BadRequest(f"`tool_choice` allows tools in another form than {_FORM}", param="tool_choice") from error
+        raise BadRequest(f"`tool_choice` must have the form {_FORM}", param="tool_choice") from error
     if not tools:
-        raise BadRequest(f"`tool_choice` allows none of the `tools`, but {', '.join(names)}", param="tool_choice")
-    fields = {**wanted.fields, "tools": Raw(_encode(tools)), "tool_choice": Raw(_encode(mode))}
-    return msgspec.structs.replace(wanted, fields=fields)
+        raise BadRequest(f"`tool_choice` allows none of the `tools`; it names {', '.join(names)}", param="tool_choice")
+    fields = {**request.fields, "tools": Raw(_encode(tools)), "tool_choice": Raw(_encode(mode))}
+    return msgspec.structs.replace(request, fields=fields)
 
 
 _FORM = (

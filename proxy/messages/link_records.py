@@ -1,4 +1,4 @@
-"""The records of linking: an answer that may be continued, a request's evidence, and the link between them.
+"""The records of linking: a request's identity and evidence, an answer that may be continued, the link, the placement.
 
 They hold data only. Everything but the flags of a leaf is constant.
 """
@@ -13,6 +13,7 @@ import msgspec
 
 from ratchet.proxy.messages.text_fingerprints import NO_FINGERPRINTS, TextFingerprints
 from ratchet.store.records import OTHER
+from ratchet.store.records.tuning import Prompt
 
 
 class TokenFingerprint(msgspec.Struct, frozen=True):
@@ -104,3 +105,26 @@ class Link(msgspec.Struct, frozen=True):
     purpose: str = "live"
     key_id: str | None = None  # of a new trajectory
     quoted: Leaf | None = None
+
+
+class CallIdentity(NamedTuple):
+    """What path, headers, key and body of a request say about its place."""
+
+    trajectory: str | None  # the explicit trajectory id
+    named_by: str  # path, header, body, key or previous_response; empty without an id
+    task: str | None
+    role: str | None
+    tags: tuple[str, ...]
+    is_retry: bool  # the SDK marked it as a retry
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """Where a call belongs and which version serves it. Fixed when the call begins."""
+
+    alias: str
+    version: int
+    link: Link  # trajectory, parent answer, purpose
+    attempt: AttemptKey  # identifies retries of this call
+    started_at: float  # Unix seconds
+    task: str | None
+    prompt: Prompt | None  # the system prompt to substitute

@@ -1,4 +1,4 @@
-"""Fingerprints of an answer: by these a later prompt is recognized if the path to the answer has changed.
+"""Fingerprints of an answer: they recognize it in a later prompt whose messages before it have changed.
 
 An answer is distinctive if it calls a tool or is long enough not to occur by chance. Text of the answer that already
 occurs in its own prompt is not a fingerprint: every caller with the same task writes it too. Pure.
@@ -16,7 +16,7 @@ import msgspec
 from ratchet.store.content import messages as canon
 
 MIN_QUOTE_LENGTH = 32  # characters; texts this long do not occur twice by chance
-ANCHOR_LENGTH = 24  # first characters, by which a quote is looked up
+ANCHOR_LENGTH = 24  # first characters, the key of a quote in the index
 PREFIX_LENGTHS = (
     64,
     256,
@@ -24,7 +24,7 @@ PREFIX_LENGTHS = (
     4_096,
     16_384,
     65_536,
-)  # characters; prefixes that tell texts with the same beginning apart
+)  # characters
 DIGEST_BYTES = 16
 PROMPT = "prompt"  # the role of a plain text prompt
 _MAX_ARGUMENTS = 4
@@ -35,7 +35,7 @@ class QuotedText(msgspec.Struct, frozen=True):
     """A text of an answer.
 
     `pending`: an argument of a tool call, which only a sub-agent quotes, and only until the call has its result.
-    `prefix_hashes`: hashes (of this process) of the prefixes of the lengths `PREFIX_LENGTHS`.
+    `prefix_hashes`: tell texts with the same beginning apart: hashes (of this process) of the prefixes of lengths `PREFIX_LENGTHS`.
     """
 
     anchor: str
@@ -67,16 +67,16 @@ def fingerprints_of(
 ) -> TextFingerprints:
     """Return the fingerprints of an answer to a prompt."""
     texts = [text for text in map(canon.spoken, prompt) if isinstance(text, str)]
-    said, calls = canon.spoken(answer), canon.called(answer)
-    spoken = isinstance(said, str) and _is_new(said, texts)
-    quotes = [quote_of(said)] if spoken else []
+    content, calls = canon.spoken(answer), canon.called(answer)
+    spoken = isinstance(content, str) and _is_new(content, texts)
+    quotes = [quote_of(content)] if spoken else []
     arguments = (text.strip() for text in _strings(calls))
     quotes += [quote_of(text, pending=True) for text in arguments if _is_new(text, texts)][:_MAX_ARGUMENTS]
     return TextFingerprints(skip_last_key, answer_key, bool(calls) or spoken, tuple(quotes), _whole(answer, prompt))
 
 
 def quote_of(text: str, *, pending: bool = False) -> QuotedText:
-    """Return a text as it is indexed."""
+    """Return the index entry of a text."""
     prefix_hashes = []
     for step in PREFIX_LENGTHS:
         if step > len(text):
@@ -86,7 +86,7 @@ def quote_of(text: str, *, pending: bool = False) -> QuotedText:
 
 
 def digest(text: str) -> bytes:
-    """Return the digest by which quoted texts are compared."""
+    """Return the digest for comparing quoted texts."""
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES).digest()
 
 

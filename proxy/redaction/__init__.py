@@ -1,1 +1,1 @@
-"""Redaction of what is written down."""
+"""Redaction of recorded calls and feedback."""

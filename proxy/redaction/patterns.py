@@ -1,7 +1,7 @@
-"""The patterns of redaction: those that are built in by name, the user's own, and how a text is cleaned of them.
+"""The redaction patterns, built in and the user's own. A match becomes `[name]`.
 
-They run on RE2, which takes time in proportion to the text whatever the pattern: no text can make one hang. RE2 knows
-no look-around and no back-references. A match becomes `[name]`. Pure; no I/O.
+They run on RE2: its time is linear in the text for every pattern, so that no text can make one hang. RE2 has no
+look-around and no back-references. Pure; no I/O.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 
 from ratchet.store.install_hint import install_hint
 
-# A name's pattern counts in this order; the earlier wins where two begin at the same place.
+# The order matters: if two patterns match at the same position, the first one wins.
 BUILT_IN = {
     "secret": (
         r"-----BEGIN [A-Z ]*PRIVATE KEY-----[A-Za-z0-9+/=\s]+-----END [A-Z ]*PRIVATE KEY-----"
@@ -32,7 +32,7 @@ BUILT_IN = {
     ),
 }
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
-# Every record is made of these words; a pattern that matches one would take it apart.
+# Every record contains these words; a pattern that matches one would corrupt it.
 _PROTOCOL = (
     "role", "content", "type", "text", "name", "arguments", "id", "tool_calls", "function", "parameters", "properties",
     "description", "index", "image_url", "system", "developer", "user", "assistant", "tool", "prompt", "string",
@@ -44,7 +44,7 @@ _string = msgspec.json.Decoder(str).decode
 
 
 class RedactionPatterns:
-    """Patterns by name, as one. Raises ValueError for one that cannot be used, with its name and the remedy."""
+    """Patterns by name, compiled into one. Raises ValueError with the name and the remedy for an invalid pattern."""
 
     def __init__(self, names: Iterable[str], own: Mapping[str, str]) -> None:
         engine = _engine()
@@ -52,8 +52,8 @@ class RedactionPatterns:
         for name in names:
             if name not in BUILT_IN:
                 raise ValueError(
-                    f"redact: {name!r} is not built in; built in are {', '.join(BUILT_IN)}; "
-                    f"a pattern of your own goes into redact_patterns"
+                    f"redact: {name!r} is not a built-in pattern ({', '.join(BUILT_IN)}); "
+                    f"put your own patterns into redact_patterns"
                 )
         chosen |= {name: pattern for name, pattern in BUILT_IN.items() if name in set(names)}
         for name, pattern in own.items():
@@ -61,11 +61,11 @@ class RedactionPatterns:
         self._names = tuple(chosen)
         whole = "|".join(f"(?P<{name}>{pattern})" for name, pattern in chosen.items())
         self._any = engine.compile(whole, _options(engine))
-        # Over a whole JSON text an anchor means something else than in one string of it.
+        # An anchor has another meaning in a whole JSON text than in one of its strings.
         self._quick = not any(re.search(r"[$^]|\\[Az]", pattern) for pattern in own.values())
 
     def text(self, text: str) -> str:
-        """Return a text with every match replaced; inside a text that is JSON also what its escapes hide."""
+        """Replace every match in a text; if the text is JSON, also matches that its escapes hide."""
         if text[:1] in ("{", "[", '"') and "\\" in text:
             try:
                 plain = _encode(msgspec.json.decode(text))
@@ -74,11 +74,11 @@ class RedactionPatterns:
             cleaned = self.json(plain)
             if cleaned != plain:
                 return cleaned.decode()
-        told: str = self._any.sub(self._word, text)
-        return told
+        redacted: str = self._any.sub(self._replacement, text)
+        return redacted
 
     def json(self, body: bytes) -> bytes:
-        """Return a JSON text with the matches in all of its strings replaced, keys too."""
+        """Replace the matches in all strings of a JSON text, keys included."""
         if self._quick and b"\\" not in body and self._any.search(body) is None:
             return body
         return _LITERAL.sub(self._literal, body)
@@ -88,10 +88,10 @@ class RedactionPatterns:
         cleaned = self.text(text)
         return found[0] if cleaned == text else _encode(cleaned)
 
-    def _word(self, found: Any) -> str:
+    def _replacement(self, found: Any) -> str:
         name = next(name for name in self._names if found.group(name) is not None)
-        said: str = found.group()
-        return said if name in _PROOFS and not _PROOFS[name](said) else f"[{name}]"
+        text: str = found.group()
+        return text if name in _CHECKS and not _CHECKS[name](text) else f"[{name}]"
 
 
 def _engine() -> Any:
@@ -111,31 +111,31 @@ def _options(engine: Any) -> Any:
 def _check(engine: Any, name: str, pattern: str) -> None:
     if not _NAME.fullmatch(name) or name in BUILT_IN:
         raise ValueError(
-            f"redact_patterns: the name {name!r} must be lower-case letters, digits and _, and none of the built-in"
+            f"redact_patterns: the name {name!r} must consist of a-z, 0-9 and _, and differ from the built-in names"
         )
     try:
         compiled = engine.compile(pattern, _options(engine))
     except engine.error as error:
-        said = error.args[0]
-        said = said.decode("utf-8", "replace") if isinstance(said, bytes) else str(said)
-        raise ValueError(f"redact_patterns: {name} is not a pattern of RE2: {said}") from error
+        reason = error.args[0]
+        reason = reason.decode("utf-8", "replace") if isinstance(reason, bytes) else str(reason)
+        raise ValueError(f"redact_patterns: {name} is not a valid RE2 pattern: {reason}") from error
     word = next((word for word in ("", *_PROTOCOL) if compiled.search(word)), None)
     if word is not None:
-        told = f"the word {word!r} of the protocol" if word else "the empty text"
-        raise ValueError(f"redact_patterns: {name} matches {told}, and would take every record apart; narrow it")
+        matched = f"the word {word!r} of the protocol" if word else "the empty text"
+        raise ValueError(f"redact_patterns: {name} matches {matched} and would corrupt every record; make it narrower")
 
 
-def _is_card(said: str) -> bool:
-    """Return whether the digits fulfil Luhn's rule, as card numbers do."""
-    digits = [int(sign) for sign in said if sign.isdigit()]
+def _is_card(text: str) -> bool:
+    """Return whether the digits satisfy Luhn's rule, as card numbers do."""
+    digits = [int(sign) for sign in text if sign.isdigit()]
     doubled = [digit * 2 - 9 * (digit > 4) for digit in digits[-2::-2]]
     return (sum(digits[-1::-2]) + sum(doubled)) % 10 == 0
 
 
-def _is_iban(said: str) -> bool:
+def _is_iban(text: str) -> bool:
     """Return whether the check digits are right (ISO 7064, modulo 97)."""
-    bare = said.replace(" ", "")
+    bare = text.replace(" ", "")
     return int("".join(str(int(sign, 36)) for sign in bare[4:] + bare[:4])) % 97 == 1
 
 
-_PROOFS = {"card": _is_card, "iban": _is_iban}
+_CHECKS = {"card": _is_card, "iban": _is_iban}

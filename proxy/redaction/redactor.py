@@ -1,12 +1,12 @@
-"""Redaction: what patterns find in a call never reaches the journal, the store or a log.
+"""Redaction: what matches a pattern never reaches the journal, the store or a log.
 
-Promises: messages, tool definitions, tool arguments, sampling parameters, labels and errors are cleaned before the
-first byte is written; what goes to vLLM and to the client stays as it is. Of a call in which content was redacted no
-token id, logprob or link key is kept (each would tell the content), and it is marked untrainable as "redacted".
-Linking works on the original in memory; after a restart such a call can only be continued by an explicit id.
+Promises: messages, tool definitions, tool arguments, sampling parameters, labels and errors are redacted before they
+are written. vLLM and the client get the original. A call with redacted content is stored without token ids, logprobs
+and link keys, because they reveal the content, and is untrainable as "redacted". Linking uses the original in memory;
+after a restart only an explicit id continues such a call.
 
-Does not clean the ids that a client chooses for trajectories and requests, or an image's bytes; does not find what is
-split over two messages.
+Limits: ids that a client chooses for trajectories and requests, and the bytes of images, are not redacted. A match
+that is split over two messages is not found.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _object = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 class Redactor:
-    """Cleans requests and records."""
+    """Redacts requests, call records and feedback."""
 
     def __init__(self, patterns: RedactionPatterns) -> None:
         self._patterns = patterns
 
-    def request(self, asked: ParsedRequest) -> StorableRequest:
-        """Return what may be written of a request."""
-        request = asked.request
-        bodies = [self._patterns.json(node.body) for node in asked.nodes]
+    def redact_request(self, parsed: ParsedRequest) -> StorableRequest:
+        """Return the part of a request that may be stored."""
+        request = parsed.request
+        bodies = [self._patterns.json(node.body) for node in parsed.nodes]
         tools = self._patterns.json(request.tools) if request.tools else b""
         sampling = _encode(request.sampling)
-        nodes, tools_hash = asked.nodes, request.tools_hash
+        nodes, tools_hash = parsed.nodes, request.tools_hash
         if any(body != node.body for body, node in zip(bodies, nodes, strict=True)):
             nodes = canon.path(map(_object, bodies))
         if tools != request.tools:
@@ -50,24 +50,24 @@ class Redactor:
             tools_hash=tools_hash,
             tools=tools,
             sampling=_object(self._patterns.json(sampling)),
-            redacted=nodes is not asked.nodes or tools_hash != request.tools_hash,
+            redacted=nodes is not parsed.nodes or tools_hash != request.tools_hash,
         )
 
-    def redact_start(self, start: CallStarted, kept: StorableRequest) -> CallStarted:
-        """Return the beginning of a call with what may be written of it."""
+    def redact_start(self, start: CallStarted, storable: StorableRequest) -> CallStarted:
+        """Return the redacted start of a call."""
         clean = self._patterns.text
         return msgspec.structs.replace(
             start,
-            prompt_node=kept.nodes[-1].hash if kept.nodes else "",
-            tools_hash=kept.tools_hash,
-            sampling=kept.sampling,
+            prompt_node=storable.nodes[-1].hash if storable.nodes else "",
+            tools_hash=storable.tools_hash,
+            sampling=storable.sampling,
             task=clean(start.task) if start.task else None,
             role=clean(start.role) if start.role else None,
             tags=tuple(clean(tag) for tag in start.tags),
         )
 
-    def ended(self, record: CallEnded, leaves: list[Leaf], *, redacted: bool) -> CallEnded:
-        """Return the end of a call with what may be written of it; its leaves forget tokens that are not kept."""
+    def redact_end(self, record: CallEnded, leaves: list[Leaf], *, redacted: bool) -> CallEnded:
+        """Return the redacted end of a call; its leaves forget tokens that are not stored."""
         bodies = [self._patterns.json(node.body) for node in record.nodes]
         redacted |= any(body != node.body for body, node in zip(bodies, record.nodes, strict=True))
         error = self._patterns.text(record.error) if record.error else None
@@ -96,15 +96,15 @@ class Redactor:
             error=error,
         )
 
-    def feedback(self, said: Feedback) -> Feedback:
-        """Return feedback with what may be written of it; a source that must not be written is known by its hash."""
+    def redact_feedback(self, feedback: Feedback) -> Feedback:
+        """Return redacted feedback. A source that matches a pattern is replaced by its hash."""
         clean = self._patterns.text
-        source = said.source if clean(said.source) == said.source else f"hash:{_digest(said.source)}"
+        source = feedback.source if clean(feedback.source) == feedback.source else f"hash:{_digest(feedback.source)}"
         return msgspec.structs.replace(
-            said,
+            feedback,
             source=source,
-            comment=clean(said.comment),
-            demonstration=clean(said.demonstration) if said.demonstration else said.demonstration,
+            comment=clean(feedback.comment),
+            demonstration=clean(feedback.demonstration) if feedback.demonstration else feedback.demonstration,
         )
 
 
@@ -113,7 +113,7 @@ def _digest(text: str) -> str:
 
 
 class RedactingDialect:
-    """A dialect whose requests say what may be written of them. Large requests are cleaned in a thread."""
+    """A dialect that redacts what is stored of its requests. Large requests are redacted in a thread."""
 
     def __init__(self, dialect: Dialect, redactor: Redactor) -> None:
         self._dialect = dialect
@@ -126,17 +126,17 @@ class RedactingDialect:
 
     @property
     def path(self) -> str:
-        """Where the inner call goes."""
+        """vLLM's route for the inner call."""
         return self._dialect.path
 
     @property
     def shape(self) -> ErrorShape:
-        """How errors are worded."""
+        """The format of errors."""
         return self._dialect.shape
 
     async def read(self, body: bytes, key_id: str | None) -> ParsedRequest:
-        """Return what a request asks for. Raises ProxyError."""
-        asked = await self._dialect.read(body, key_id)
-        clean = self._redactor.request
-        kept = await run_parsing(clean, asked) if len(body) > LARGE else clean(asked)
-        return msgspec.structs.replace(asked, storable=kept)
+        """Parse a request. Raises ProxyError."""
+        parsed = await self._dialect.read(body, key_id)
+        redact = self._redactor.redact_request
+        storable = await run_parsing(redact, parsed) if len(body) > LARGE else redact(parsed)
+        return msgspec.structs.replace(parsed, storable=storable)

@@ -76,7 +76,7 @@ class ReplicaPool(Generic[_R]):
         for replica in self.replicas:
             metrics.watch_upstream(replica.label, replica.is_up, replica.load)
 
-    def longest_context(self) -> int | None:
+    def max_context_length(self) -> int | None:
         """Return the longest context of a replica in tokens; None if unknown."""
         return max((replica.max_model_len or 0 for replica in self.replicas), default=0) or None
 

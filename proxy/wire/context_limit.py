@@ -1,7 +1,7 @@
 """The context limit of the replicas, and whether a request is known to exceed it.
 
 Only token ids can be counted here. The tokens of a text, or of messages after a chat template, are counted by the
-engine before it generates; `parse_context_overflow` reads its refusal. So no request that fits is refused.
+engine before it generates; `parse_context_overflow` reads its error. So no request that fits is rejected.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from ratchet.proxy.wire.request_body import ChatRequest
 
 # The messages of vLLM's renderers and its engine, of earlier releases and of other servers.
 _LIMIT = re.compile(r"maximum (?:context|model) length(?: is| of)? \(?(\d+)|context length is only (\d+)")
-_ASKED = re.compile(
+_PROMPT_TOKENS = re.compile(
     r"(?:contains|has|passed|resulted in|requested)(?: at least)? (\d+) (?:input )?tokens"
     r"|Input length \((\d+)\)|prompt \(length (\d+)\)"
 )
 
 
-def longest_context(cards: Iterable[dict[str, Any]]) -> int | None:
-    """Return the longest context in a list of model cards, in tokens."""
+def max_context_length(cards: Iterable[dict[str, Any]]) -> int | None:
+    """Return the longest context in a list of model cards in tokens; None if unknown."""
     lengths = [card.get("max_model_len") for card in cards]
     return max((length for length in lengths if isinstance(length, int)), default=None)
 
@@ -37,25 +37,27 @@ def find_context_overflow(request: ChatRequest, limits: Iterable[int | None]) ->
     if not isinstance(prompt, list) or not prompt:
         return None
     prompts = [prompt] if isinstance(prompt[0], int) else [ids for ids in prompt if isinstance(ids, list)]
-    asked = max(map(len, prompts), default=0)
-    if asked < limit:  # at least one token must be left for the completion
+    prompt_tokens = max(map(len, prompts), default=0)
+    if prompt_tokens < limit:  # at least one token must be left for the completion
         return None
     return ContextOverflow(
-        f"This model's maximum context length is {limit} tokens. However, your prompt contains {asked} input tokens. "
+        f"This model's maximum context length is {limit} tokens. However, your prompt contains {prompt_tokens} input tokens. "
         "Please reduce the length of the prompt.",
         limit=limit,
-        asked=asked,
+        prompt_tokens=prompt_tokens,
         param="prompt",
     )
 
 
 def parse_context_overflow(status: int, message: str) -> ContextOverflow | None:
-    """Return an upstream's refusal as ContextOverflow if its message says that the context is too long."""
+    """Return an upstream's error as ContextOverflow if its message says that the context is too long."""
     found = _LIMIT.search(message) if status == 400 else None
     if found is None:
         return None
-    asked = _ASKED.search(message)
-    return ContextOverflow(message, limit=_number(found), asked=_number(asked) if asked else None, param="messages")
+    prompt_tokens = _PROMPT_TOKENS.search(message)
+    return ContextOverflow(
+        message, limit=_number(found), prompt_tokens=_number(prompt_tokens) if prompt_tokens else None, param="messages"
+    )
 
 
 def _number(found: re.Match[str]) -> int:

@@ -64,9 +64,9 @@ class AnthropicErrorShape:
 
 
 def _too_long(error: ContextOverflow) -> str:
-    """Return the message by which Anthropic's clients recognise that they must shorten the conversation."""
-    if error.asked is not None and error.asked > error.limit:
-        return f"prompt is too long: {error.asked} tokens > {error.limit} maximum"
+    """Return the message that makes Anthropic's clients shorten the conversation."""
+    if error.prompt_tokens is not None and error.prompt_tokens > error.limit:
+        return f"prompt is too long: {error.prompt_tokens} tokens > {error.limit} maximum"
     return f"prompt is too long: {error}"
 
 

@@ -255,7 +255,7 @@ def test_an_upstream_that_is_gone_is_named(start: Start, vllm: ScriptedVllm) -> 
         (b'{"model": "agent"}', 400, "messages"),
         (b'{"model": "agent", "messages": []}', 400, "empty"),
         (b'{"model": "agent", "messages": ["x"]}', 400, "messages"),
-        (b'{"model": "agent", "messages": [{"role": "assistant", "tool_calls": 5}]}', 400, "wrong kind"),
+        (b'{"model": "agent", "messages": [{"role": "assistant", "tool_calls": 5}]}', 400, "wrong type"),
         (b'{"model": "agent", "messages": [' + b"[" * 3000, 400, "max_json_depth"),
         (b'{"model": 5, "messages": []}', 400, "model"),
         (b"\xff\xfe", 400, "not a JSON object"),

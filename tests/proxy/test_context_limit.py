@@ -90,7 +90,7 @@ def test_a_prompt_of_token_ids_is_refused_before_it_is_sent_and_never_one_that_f
 def test_every_wording_of_vllm_is_understood(message: str, limit: int, asked: int | None) -> None:
     overflow = parse_context_overflow(400, message)
     assert overflow is not None
-    assert (overflow.limit, overflow.asked, str(overflow)) == (limit, asked, message)
+    assert (overflow.limit, overflow.prompt_tokens, str(overflow)) == (limit, asked, message)
     assert parse_context_overflow(500, message) is None
 
 

@@ -255,7 +255,7 @@ def test_tools_that_the_client_runs_for_anthropic_are_functions_here(
     assert list(given) == ["bash", "str_replace_based_edit_tool", "memory"]
     assert "rename" in given["memory"]["properties"]["command"]["enum"]
     assert last_call(proxy).untrainable is None
-    with pytest.raises(anthropic.BadRequestError, match="computer_20250124 is not served"):
+    with pytest.raises(anthropic.BadRequestError, match="computer_20250124 is not supported"):
         client.messages.create(**ask("x", tools=[{"type": "computer_20250124", "name": "computer"}]))
 
 

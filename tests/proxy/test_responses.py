@@ -228,7 +228,7 @@ def test_a_failure_in_mid_stream_is_told_and_recorded(proxy: Proxy, how: str) ->
         ({"model": "agent", "input": "hi", "background": True}, 400, "background"),
         ({"model": "agent", "input": [{"type": "item_reference", "id": "x"}]}, 404, "the item 'x' is not known"),
         ({"model": "agent", "input": [{"type": "function_call"}]}, 400, "missing"),
-        ({"model": "agent", "input": [5]}, 400, "wrong kind"),
+        ({"model": "agent", "input": [5]}, 400, "wrong type"),
         ({"model": "agent", "input": "#status=429"}, 429, "scripted failure"),
     ],
 )
@@ -271,12 +271,12 @@ def test_the_tools_of_a_namespace_are_tools_and_their_calls_name_it(proxy: Proxy
         ({"input": [{"role": "user", "content": "x"}, "y"]}, "input[1]: "),
         ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0]: 'output' is missing"),
         ({"tools": [{"name": "x"}]}, "tools[0]: 'type' is missing"),
-        ({"tools": [{"type": "function", "function": {"name": "x"}}]}, "tools: a function's `name` stands beside"),
-        ({"tools": [{"type": "local_shell"}]}, "tools: a tool of the type local_shell is not served"),
-        ({"tools": [{"type": "custom", "name": ["x"]}]}, "the request has a field of the wrong kind"),
+        ({"tools": [{"type": "function", "function": {"name": "x"}}]}, "tools: a function's `name` belongs next to"),
+        ({"tools": [{"type": "local_shell"}]}, "tools: a tool of the type local_shell is not supported"),
+        ({"tools": [{"type": "custom", "name": ["x"]}]}, "the request has a field of the wrong type"),
         (
             {"tools": [{"type": "namespace", "tools": [{"type": "function", "name": "x"}]}]},
-            "the request has a field of the wrong kind",
+            "the request has a field of the wrong type",
         ),
     ],
 )

@@ -113,7 +113,7 @@ class FeedbackIntake:
         Raises NotFound, NotReady, RateLimited.
         """
         place = await self._find(said)
-        if not await self._journal.commit(self._redactor.feedback(said) if self._redactor else said):
+        if not await self._journal.commit(self._redactor.redact_feedback(said) if self._redactor else said):
             raise NotReady(
                 "the journal cannot be written, so that this feedback is not safe: send it again in a moment, with the "
                 "same idempotency_key"

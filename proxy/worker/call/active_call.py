@@ -34,7 +34,7 @@ from starlette.types import Message
 
 from ratchet.proxy.dialects.dialect import ResponseEncoder
 from ratchet.proxy.errors import UpstreamError
-from ratchet.proxy.messages.admission import Placement
+from ratchet.proxy.messages.link_records import Placement
 from ratchet.proxy.telemetry.metrics import INTERNAL_ERROR, error_label
 from ratchet.proxy.wire.asgi import JSON, Headers
 from ratchet.proxy.wire.capture import Capture

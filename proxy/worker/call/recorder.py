@@ -18,8 +18,7 @@ import msgspec
 
 from ratchet.proxy.dialects.dialect import ParsedRequest
 from ratchet.proxy.journal.journal import Journal
-from ratchet.proxy.messages.admission import Placement
-from ratchet.proxy.messages.link_records import Leaf, TokenFingerprint
+from ratchet.proxy.messages.link_records import Leaf, Placement, TokenFingerprint
 from ratchet.proxy.messages.text_fingerprints import TextFingerprints, fingerprints_of
 from ratchet.proxy.redaction.redactor import Redactor
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
@@ -105,7 +104,7 @@ class Recorder:
         try:
             record, leaves = _assemble_safely(call, outcome, time.time())
             if self._redactor is not None:
-                record = self._redactor.ended(record, leaves, redacted=open_call.redacted)
+                record = self._redactor.redact_end(record, leaves, redacted=open_call.redacted)
             open_call.ended = record
             future = self._journal.commit(record)
             hashes = [node.hash for node in (*record.start.nodes, *record.nodes)]

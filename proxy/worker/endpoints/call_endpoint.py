@@ -25,7 +25,7 @@ from ratchet.proxy.coordinator.limits.rate_limits import TOKEN_RESERVATION, Toke
 from ratchet.proxy.dialects import tool_grammar
 from ratchet.proxy.dialects.dialect import LARGE, Dialect, ParsedRequest, ResponseEncoder
 from ratchet.proxy.errors import ClientDisconnected, UpstreamDisconnected, UpstreamError, upstream_refusal
-from ratchet.proxy.messages.admission import CallIdentity, Placement
+from ratchet.proxy.messages.link_records import CallIdentity, Placement
 from ratchet.proxy.runtime.thread_pools import run_parsing
 from ratchet.proxy.wire.asgi import CLIENT_LEFT, KEY_ID, headers_of, send_bytes
 from ratchet.proxy.wire.body_bounds import BodyBounds, read_json
@@ -82,7 +82,7 @@ class CallEndpoint:
         body = await read_json(receive, self._limits.bounds)
         parsed = await self._dialect.read(body, scope[KEY_ID])
         if parsed.request.tools:
-            parsed = tool_grammar.noted(parsed, self._limits.tool_strict_level)
+            parsed = tool_grammar.mark_tool_grammar(parsed, self._limits.tool_strict_level)
         headers = headers_of(scope)
         identity = request_identity.read_identity(scope, headers, parsed.request)
         reservation: TokenReservation | None = scope.get(TOKEN_RESERVATION)
@@ -146,7 +146,7 @@ class CallEndpoint:
         return ActiveCall(
             request=self._with_prompt(request, open_call),
             open_call=open_call,
-            encoder=parsed.voice(start),
+            encoder=parsed.make_encoder(start),
             request_id=request_identity.request_id(headers, start.call_id),
             arrived=arrived,
         )

@@ -18,7 +18,7 @@ from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.proxy.upstreams.http_connection import HttpResponse
 from ratchet.proxy.upstreams.replica_pool import Replica, ReplicaPool
 from ratchet.proxy.upstreams.vllm_client import Upstream
-from ratchet.proxy.wire.context_limit import find_context_overflow, longest_context
+from ratchet.proxy.wire.context_limit import find_context_overflow, max_context_length
 from ratchet.proxy.wire.upstream_response import UpstreamResponse
 from ratchet.proxy.worker.call.active_call import ActiveCall
 from ratchet.store.records import BASE_VERSION, OTHER
@@ -91,7 +91,7 @@ class VllmForwarder:
     async def probe_models(self, replica: Replica) -> list[dict[str, Any]]:
         """Return a replica's model cards, and note its longest context. Raises UpstreamError."""
         cards = await self._upstream.models(replica.url)
-        replica.max_model_len = longest_context(cards)
+        replica.max_model_len = max_context_length(cards)
         return cards
 
     async def forward(self, call: ActiveCall, path: str, headers: Mapping[str, str]) -> UpstreamResponse:

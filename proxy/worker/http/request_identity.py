@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from starlette.types import Scope
 
 from ratchet.proxy.errors import BadRequest
-from ratchet.proxy.messages.admission import CallIdentity
+from ratchet.proxy.messages.link_records import CallIdentity
 from ratchet.proxy.wire.asgi import CALLER, TRAJECTORY
 from ratchet.proxy.wire.request_body import ChatRequest
 
