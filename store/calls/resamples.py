@@ -16,10 +16,9 @@ import sqlalchemy as sa
 
 from ratchet.store.calls.shipping import FINISH
 from ratchet.store.db import schema
-from ratchet.store.db.bulk import insert_or_ignore
+from ratchet.store.db.bulk import insert_or_ignore, truncate_row
 from ratchet.store.db.count_cache import CachedCount
 from ratchet.store.db.engine import read, write
-from ratchet.store.db.text_limits import truncate_row
 from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.ids import new_id
 from ratchet.store.records import RESAMPLE, Trajectory

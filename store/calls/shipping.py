@@ -20,8 +20,7 @@ import sqlalchemy as sa
 from ratchet.store.access.ownership import may_share_trajectory
 from ratchet.store.calls import prompt_blocks as blocks
 from ratchet.store.db import schema
-from ratchet.store.db.bulk import execute_many, in_values, insert_columns, insert_or_ignore
-from ratchet.store.db.text_limits import truncate_columns
+from ratchet.store.db.bulk import execute_many, in_values, insert_columns, insert_or_ignore, truncate_columns
 from ratchet.store.records import CallEnded, CallRecord, CallStarted, MessageNode
 from ratchet.store.states import CallState, TrajectoryState
 

@@ -8,17 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import msgspec
 import sqlalchemy as sa
 
 from ratchet.store.calls.calls import load_calls
-from ratchet.store.calls.completeness import incomplete
 from ratchet.store.calls.feedback import UNAPPLIED, feedback_of, unindexed
+from ratchet.store.calls.message_paths import incomplete, load_path, load_tools, system_prompt
 from ratchet.store.calls.shipping import FINISH, IDLE
 from ratchet.store.calls.tool_call_outcomes import tool_calls_of
 from ratchet.store.calls.trajectory_filter import FEW, TrajectoryFilter, count_without_tag, select_page_ids
 from ratchet.store.content.last_answer import last_answer_node
-from ratchet.store.content.messages import ROOT
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import MAX_IN_VALUES
 from ratchet.store.db.count_cache import CachedCount
@@ -204,9 +202,9 @@ class Trajectories:
         trajectory = self.get(trajectory_id)
         with read(self._engine) as connection:
             calls = load_calls(connection, schema.calls.c.trajectory_id == trajectory_id, tokens=tokens)
-            leaf, own_tools = last_answer_node(calls, lambda node: _system_prompt(connection, node))
+            leaf, own_tools = last_answer_node(calls, lambda node: system_prompt(connection, node))
             messages = load_path(connection, leaf)
-            tools = _load_tools(connection, own_tools)
+            tools = load_tools(connection, own_tools)
             said = feedback_of(connection, trajectory_id)
             called = tool_calls_of(connection, trajectory_id)
             task, returned = workflow_result_of(connection, trajectory_id)
@@ -262,7 +260,7 @@ class Trajectories:
     def system_prompt(self, leaf: str) -> str:
         """Return the system prompt that the path to a message begins with; nothing where it has none."""
         with read(self._engine) as connection:
-            return _system_prompt(connection, leaf)
+            return system_prompt(connection, leaf)
 
     def context_calls(self, transcript: Transcript) -> tuple[Call, ...]:
         """Return the transcript's calls after those of earlier trajectories that they continue, oldest first."""
@@ -347,38 +345,3 @@ def drop(connection: sa.Connection, names: Sequence[str], reason: str) -> None:
     )
     if changed.rowcount != len(names):
         raise InvalidTransition(f"{len(names) - changed.rowcount} of {len(names)} trajectories cannot be dropped now")
-
-
-def load_path(connection: sa.Connection, leaf: str) -> tuple[Mapping[str, Any], ...]:
-    """Return the messages from the first one to the one named `leaf`."""
-    table = schema.messages
-    start = sa.select(table.c.parent, table.c.body, sa.literal(0).label("depth")).where(table.c.hash == leaf)
-    chain = start.cte("chain", recursive=True)
-    parent = table.alias("up")
-    chain = chain.union_all(
-        sa.select(parent.c.parent, parent.c.body, chain.c.depth + 1).where(parent.c.hash == chain.c.parent)
-    )
-    bodies = connection.scalars(sa.select(chain.c.body).order_by(chain.c.depth.desc()))
-    return tuple(msgspec.json.decode(body) for body in bodies)
-
-
-def _system_prompt(connection: sa.Connection, leaf: str) -> str:
-    """Return the system prompt that the path to a node begins with; nothing where it has none."""
-    table, up = schema.messages, schema.messages.alias("up")
-    start = sa.select(table.c.hash, table.c.parent).where(table.c.hash == leaf)
-    chain = start.cte("chain", recursive=True)
-    chain = chain.union_all(sa.select(up.c.hash, up.c.parent).where(up.c.hash == chain.c.parent))
-    first = sa.select(chain.c.hash).where(chain.c.parent == ROOT).scalar_subquery()
-    body = connection.scalar(sa.select(table.c.body).where(table.c.hash == first))
-    message = msgspec.json.decode(body) if body else {}
-    if message.get("role") not in ("system", "developer"):
-        return ""
-    content = message.get("content")
-    if isinstance(content, list):
-        return "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
-    return str(content)
-
-
-def _load_tools(connection: sa.Connection, name: str) -> tuple[Mapping[str, Any], ...]:
-    body = connection.scalar(sa.select(schema.toolsets.c.body).where(schema.toolsets.c.hash == name))
-    return tuple(msgspec.json.decode(body)) if body else ()

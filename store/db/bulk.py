@@ -1,13 +1,15 @@
-"""Many rows past SQLAlchemy's work for each: a statement is compiled once, and the driver gets values.
+"""Writes many rows with one compiled statement, and truncates text to its column.
 
-What a column holds is its type's doing, as everywhere else; a row says every column that has no default in the
-database, and all rows say the same ones. Errors are SQLAlchemy's, except where a value does not fit its type.
+It skips SQLAlchemy's work per row: column types still encode the values, but all rows must have the same columns,
+including every column without a default in the database. Errors are SQLAlchemy's, except for a value that does not fit
+its type. Agents and upstreams choose text of any length; no database refuses a row for it.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import sqlalchemy as sa
@@ -15,18 +17,19 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 Row = dict[str, Any]
 
-_STATEMENTS = 256  # that are remembered: dialects (one per engine) x tables
+MAX_IN_VALUES = 500  # values in one IN (...)
+_MAX_STATEMENTS = 256  # in the cache: dialects (one per engine) x tables
 
 
 def insert(connection: sa.Connection, table: sa.Table, rows: Sequence[Row], *, new_only: bool = False) -> int:
-    """Insert rows, return how many; with `new_only` those whose primary key exists are left as they are."""
+    """Insert rows; return the number. With `new_only`, existing rows (by primary key) stay as they are."""
     return insert_columns(connection, table, _columns(rows), new_only=new_only)
 
 
 def insert_columns(
     connection: sa.Connection, table: sa.Table, columns: Mapping[str, Sequence[Any]], *, new_only: bool = False
 ) -> int:
-    """Insert rows that are given column by column, as `insert` does."""
+    """Insert rows given as columns; otherwise like `insert`."""
     if not columns or not next(iter(columns.values())):
         return 0
     statement = _compiled(connection.dialect, table, tuple(columns), new_only)
@@ -34,7 +37,7 @@ def insert_columns(
 
 
 def in_values(connection: sa.Connection, column: sa.Column[str], names: Sequence[str]) -> sa.ColumnElement[bool]:
-    """Return that a text column is one of many names, in a statement whose words do not depend on how many."""
+    """Return the condition that a text column is one of these names. The statement does not depend on their number."""
     if connection.dialect.name == "postgresql":
         return column == sa.any_(sa.bindparam(None, names, sa.ARRAY(sa.String)))
     listed = sa.func.json_each(sa.bindparam(None, names, sa.JSON)).table_valued("value")
@@ -42,7 +45,7 @@ def in_values(connection: sa.Connection, column: sa.Column[str], names: Sequence
 
 
 def execute_many(connection: sa.Connection, statement: sa.Update, rows: Sequence[Row]) -> None:
-    """Execute an UPDATE once per row. It names its values by `bindparam`; it is compiled once if it is always the same.
+    """Execute an UPDATE with `bindparam` values once per row. The same statement is compiled once.
 
     A parameter must not have the name of a column.
     """
@@ -56,7 +59,7 @@ def _columns(rows: Sequence[Row]) -> dict[str, Sequence[Any]]:
 
 
 class _Statement:
-    """A statement in a dialect's own words, and what turns rows into its values."""
+    """A statement compiled for a dialect, with the conversion of rows to its parameters."""
 
     def __init__(self, dialect: sa.Dialect, statement: sa.Insert | sa.Update, columns: Sequence[str] | None) -> None:
         compiled: Any = statement.compile(dialect=dialect, column_keys=None if columns is None else list(columns))
@@ -64,32 +67,52 @@ class _Statement:
         self._positional = bool(compiled.positional)
         self._names = tuple(compiled.positiontup or compiled.binds)
         types = [compiled.binds[name].type.dialect_impl(dialect) for name in self._names]
-        self._packs: list[Callable[[Any], Any] | None] = [kind.bind_processor(dialect) for kind in types]
+        self._encoders: list[Callable[[Any], Any] | None] = [kind.bind_processor(dialect) for kind in types]
 
     def values(self, columns: Mapping[str, Sequence[Any]]) -> Any:
-        """Return the rows as the driver takes them."""
-        said: list[Iterable[Any]] = [columns[name] for name in self._names]
-        packed = zip(
-            *(map(pack, one) if pack else one for pack, one in zip(self._packs, said, strict=True)), strict=True
-        )
-        return list(packed) if self._positional else [dict(zip(self._names, row, strict=True)) for row in packed]
+        """Return the rows as parameters for the driver."""
+        values: list[Iterable[Any]] = [columns[name] for name in self._names]
+        encoded = [
+            map(encode, column) if encode else column for encode, column in zip(self._encoders, values, strict=True)
+        ]
+        rows = zip(*encoded, strict=True)
+        return list(rows) if self._positional else [dict(zip(self._names, row, strict=True)) for row in rows]
 
 
-@lru_cache(maxsize=_STATEMENTS)
+@lru_cache(maxsize=_MAX_STATEMENTS)
 def _compiled(dialect: sa.Dialect, table: sa.Table, columns: tuple[str, ...], new_only: bool) -> _Statement:
     kinds = postgresql if dialect.name == "postgresql" else sqlite
     statement = kinds.insert(table).on_conflict_do_nothing() if new_only else sa.insert(table)
     return _Statement(dialect, statement, columns)
 
 
-@lru_cache(maxsize=_STATEMENTS)
+@lru_cache(maxsize=_MAX_STATEMENTS)
 def _compiled_change(dialect: sa.Dialect, statement: sa.Update) -> _Statement:
     return _Statement(dialect, statement, None)
 
 
 def insert_or_ignore(connection: sa.Connection, table: sa.Table, rows: list[dict[str, Any]]) -> int:
-    """Insert rows, leaving those whose primary key exists as they are; return how many are new."""
+    """Insert the rows whose primary key is new; return their number."""
     return insert(connection, table, rows, new_only=True)
 
 
-MAX_IN_VALUES = 500  # values in one IN (...)
+def truncate_row(table: sa.Table, row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row with every text truncated to its column, without NUL (which PostgreSQL cannot store)."""
+    return {name: values[0] for name, values in truncate_columns(table, {key: (row[key],) for key in row}).items()}
+
+
+def truncate_columns(table: sa.Table, columns: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
+    """Return columns with every text truncated; a column whose texts all fit is returned as it is."""
+    truncated = dict(columns)
+    for name, length in _text_lengths(table):
+        texts = [value for value in truncated.get(name, ()) if value is not None]
+        if texts and (max(map(len, texts)) > length or "\0" in "".join(texts)):
+            column = truncated[name]
+            truncated[name] = [None if text is None else text.replace("\0", "\ufffd")[:length] for text in column]
+    return truncated
+
+
+@cache
+def _text_lengths(table: sa.Table) -> tuple[tuple[str, int], ...]:
+    """Return the text columns with their maximum length."""
+    return tuple((c.name, c.type.length or sys.maxsize) for c in table.c if isinstance(c.type, sa.String))

@@ -15,20 +15,17 @@ from sqlalchemy.exc import IntegrityError
 
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import insert_or_ignore
-from ratchet.store.db.engine import read, write
+from ratchet.store.db.engine import write
 from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.policies.base_models import base_model_id_of
 from ratchet.store.policies.decisions import record_decision
+from ratchet.store.policies.policy_reads import PolicyReads
 from ratchet.store.records import BASE_VERSION, Policy
-from ratchet.store.records.base import row_to
 from ratchet.store.states import POLICY_TRANSITIONS, PolicyAction, PolicyState, check_transition
 
 
-class Policies:
+class Policies(PolicyReads):
     """Operations on policy versions."""
-
-    def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
 
     def register_base(self, alias: str, served_name: str) -> Policy:
         """Make version 0 of an alias: the base model that vLLM serves as `served_name`.
@@ -111,58 +108,6 @@ class Policies:
             if not connection.execute(change).rowcount:
                 raise InvalidTransition(f"{alias}@{version} is no candidate any more")
         return self.get(alias, version)
-
-    def serving(self) -> list[Policy]:
-        """Return the versions that new trajectories begin on: live ones and canaries, of every alias."""
-        return self._select(schema.policies.c.state.in_((PolicyState.LIVE, PolicyState.CANARY)))
-
-    def counts(self) -> dict[str, dict[str, int]]:
-        """Return how many versions of each alias are in each state that any is in."""
-        table = schema.policies
-        query = sa.select(table.c.alias, table.c.state, sa.func.count()).group_by(table.c.alias, table.c.state)
-        found: dict[str, dict[str, int]] = {}
-        with read(self._engine) as connection:
-            for alias, state, count in connection.execute(query):
-                found.setdefault(alias, {})[state] = int(count)
-        return found
-
-    def live(self) -> dict[str, Policy]:
-        """Return the live version of every alias."""
-        return {policy.alias: policy for policy in self._select(schema.policies.c.state == PolicyState.LIVE)}
-
-    def awaiting_approval(self, alias: str) -> Policy | None:
-        """Return the candidate or canary that only a person promotes: the newest decision about it is a hold."""
-        recorded = schema.policies.c.version == schema.decisions.c.version
-        newest = (
-            sa.select(sa.func.max(schema.decisions.c.id))
-            .where(schema.decisions.c.alias == alias)
-            .group_by(schema.decisions.c.version)
-        )
-        held = sa.exists().where(
-            recorded, schema.decisions.c.id.in_(newest), schema.decisions.c.action == PolicyAction.HOLD
-        )
-        undecided = schema.policies.c.state.in_((PolicyState.CANDIDATE, PolicyState.CANARY))
-        found = self._select(sa.and_(schema.policies.c.alias == alias, undecided, held))
-        return found[-1] if found else None
-
-    def list_unproven(self, alias: str) -> list[Policy]:
-        """Return the unproven versions that are newer than the live one."""
-        table = schema.policies
-        live = sa.select(table.c.version).where(table.c.alias == alias, table.c.state == PolicyState.LIVE)
-        newer = table.c.version > sa.func.coalesce(live.scalar_subquery(), BASE_VERSION)
-        return self._select(sa.and_(table.c.alias == alias, table.c.state == PolicyState.UNPROVEN, newer))
-
-    def get(self, alias: str, version: int) -> Policy:
-        """Return one version. Raises RecordNotFound."""
-        table = schema.policies
-        found = self._select(sa.and_(table.c.alias == alias, table.c.version == version))
-        if not found:
-            raise RecordNotFound(f"no policy {alias}@{version}")
-        return found[0]
-
-    def all(self, alias: str | None = None) -> list[Policy]:
-        """Return every version, of one alias or of all, oldest first."""
-        return self._select(schema.policies.c.alias == alias if alias else sa.true())
 
     def promote(
         self,
@@ -293,17 +238,6 @@ class Policies:
             )
         return self.promote(alias, version, {}, by=by, reason=reason)
 
-    def _why_rejected(self, alias: str, version: int) -> str:
-        table = schema.decisions
-        mine = sa.and_(table.c.alias == alias, table.c.version == version)
-        rejecting = table.c.action.in_((PolicyAction.REJECT, PolicyAction.ROLLBACK))
-        query = (
-            sa.select(table.c.decided_by, table.c.reason).where(mine, rejecting).order_by(table.c.id.desc()).limit(1)
-        )
-        with read(self._engine) as connection:
-            row = connection.execute(query).one_or_none()
-        return "" if row is None else f" by {row.decided_by} ({row.reason})"
-
     def roll_back_manually(self, alias: str, version: int | None, *, by: str, reason: str) -> list[Policy]:
         """Go back to the version that is named; else take back a canary or what is held; else to what was before.
 
@@ -340,18 +274,6 @@ class Policies:
             if not connection.execute(sa.update(table).where(sharing).values(pruned_at=now)).rowcount:
                 raise InvalidTransition(f"{alias}@{version} is in use and cannot be pruned")
         return self.get(alias, version)
-
-    def _usable(self, alias: str, version: int) -> Policy:
-        policy = self.get(alias, version)
-        if policy.pruned_at is not None:
-            raise InvalidTransition(f"{alias}@{version} cannot serve again: its folder was pruned")
-        return policy
-
-    def _select(self, where: sa.ColumnElement[bool]) -> list[Policy]:
-        table = schema.policies
-        with read(self._engine) as connection:
-            rows = connection.execute(sa.select(table).where(where).order_by(table.c.alias, table.c.version)).all()
-        return [row_to(Policy, row) for row in rows]
 
 
 def _lock_live(connection: sa.Connection, alias: str) -> Any:

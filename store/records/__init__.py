@@ -13,8 +13,13 @@ from ratchet.store.records.encoding import pack_ids as pack_ids
 from ratchet.store.records.encoding import pack_logprobs as pack_logprobs
 from ratchet.store.records.encoding import unpack_ids as unpack_ids
 from ratchet.store.records.encoding import unpack_logprobs as unpack_logprobs
-from ratchet.store.states import CallState, GroupState, KeyScope, PolicyState, RoundState, TrajectoryState
-from ratchet.store.statistics import Sums
+from ratchet.store.records.training import Group as Group
+from ratchet.store.records.training import JudgeRequest as JudgeRequest
+from ratchet.store.records.training import PastScore as PastScore
+from ratchet.store.records.training import Round as Round
+from ratchet.store.records.training import Tally as Tally
+from ratchet.store.records.training import Verdict as Verdict
+from ratchet.store.states import CallState, KeyScope, PolicyState, TrajectoryState
 
 if TYPE_CHECKING:
     from ratchet.store.records.tool_calls import ToolCall
@@ -271,68 +276,6 @@ class Transcript(Record, frozen=True):
     tool_calls: tuple[ToolCall, ...] = ()  # what became of each, in order; see docs/tools.md
 
 
-class Verdict(Record, frozen=True):
-    """What a judge said of one trajectory: a score, or the reason why there is none. Never both, never neither."""
-
-    trajectory_id: str
-    group_id: str | None
-    judge: str
-    judge_version: str  # hash of the judge's code and rubric
-    score: float | None = None
-    failure: str | None = None
-    explanation: str = ""
-    components: Mapping[str, float] = {}
-    cost: float | None = None  # money, where the price is known
-    latency: float = 0.0  # seconds
-    judged_at: float = 0.0
-    judge_request_id: str | None = None  # the last exchange that led to it, where the judge asked somebody
-    baseline_mean: float | None = None  # of a single: what its family scored before, as it was then
-    baseline_std: float | None = None
-
-
-class PastScore(Record, frozen=True):
-    """A score as later ones are compared with it: `family` and `cohort` are those of its trajectory."""
-
-    trajectory_id: str
-    family: str
-    cohort: str
-    version: int  # that it was sampled from
-    score: float
-    judged_at: float
-
-
-class JudgeRequest(Record, frozen=True):
-    """One question of a judge to a language model and what came back, word for word, without keys."""
-
-    id: str
-    group_id: str | None
-    judge: str
-    url: str
-    request: bytes  # JSON
-    response: bytes  # what came back, cut at a million bytes
-    status: int  # 0 where nothing answered
-    error: str | None  # why it could not be used
-    prompt_tokens: int
-    completion_tokens: int
-    cost: float | None  # money, where the price is known
-    latency: float  # seconds
-    requested_at: float
-
-
-class Group(Record, frozen=True):
-    """Attempts at the same thing, compared with each other."""
-
-    id: str
-    key: str
-    alias: str
-    state: GroupState
-    formed_at: float
-    members: tuple[str, ...]
-    failures: int = 0  # judge failures so far
-    drop_reason: str | None = None
-    initial_size: int = 0  # members when it was formed: some may have been dropped since
-
-
 class Policy(Record, frozen=True):
     """One version of an alias: an adapter, a prompt, or both; version 0 has neither. A prompt shares its adapter."""
 
@@ -347,21 +290,6 @@ class Policy(Record, frozen=True):
     canary_share: float | None = None  # of new trajectories, where it is a canary
     pruned_at: float | None = None  # when its folder was deleted; it can serve no more
     prompt_id: str | None = None  # of the prompt that is swapped in
-
-
-class Round(Record, frozen=True):
-    """One training round."""
-
-    id: str
-    alias: str
-    state: RoundState
-    from_version: int
-    to_version: int | None
-    started_at: float
-    ended_at: float | None
-    checkpoint: str | None
-    metrics: Mapping[str, Any]
-    reason: str | None
 
 
 class Key(Record, frozen=True):
@@ -387,14 +315,3 @@ class Alarm(Record, frozen=True):
     last_raised_at: float
     count: int
     cleared_at: float | None = None
-
-
-class Tally(Record, frozen=True):
-    """The scores of one version at one cohort (a task, or a prompt), added up."""
-
-    version: int
-    family: str
-    cohort: str
-    sums: Sums
-    least: float
-    largest: float

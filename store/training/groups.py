@@ -14,8 +14,8 @@ import sqlalchemy as sa
 
 from ratchet.store.calls.trajectories import drop as drop_trajectories
 from ratchet.store.db import schema
+from ratchet.store.db.bulk import truncate_row
 from ratchet.store.db.engine import read, write
-from ratchet.store.db.text_limits import truncate_row
 from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.ids import new_id
 from ratchet.store.records import RESAMPLE, Group, JudgeRequest, PastScore, Tally, Verdict, cohort_of, family_of

@@ -15,9 +15,8 @@ import msgspec
 import sqlalchemy as sa
 
 from ratchet.store.db import schema
-from ratchet.store.db.bulk import MAX_IN_VALUES, insert_or_ignore
+from ratchet.store.db.bulk import MAX_IN_VALUES, insert_or_ignore, truncate_row
 from ratchet.store.db.engine import read, write
-from ratchet.store.db.text_limits import truncate_row
 from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.records import WorkflowResult
 from ratchet.store.records.base import row_to

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from ratchet.store.db import schema
 from ratchet.store.db.engine import connect, ensure_schema, read
 from ratchet.store.verify import check_calls, check_messages, check_training, check_tuning
-from ratchet.store.verify.violation import Page, Violation
+from ratchet.store.verify.violation import Page, Violation, undecoded
 
 _MOST_KEPT = 1_000  # findings
 OnProgress = Callable[[str, int, int], None]  # table, rows looked at now, rows in all
@@ -85,7 +85,7 @@ def _walk(
     check: Callable[[sa.Connection, Page], Iterator[Violation]],
 ) -> Iterator[tuple[list[Violation], int, int]]:
     """Yield, page by page, what was found, how many rows were looked at, and how many there are."""
-    columns = check_messages.undecoded(table)
+    columns = undecoded(table)
     still, last = _still(engine), None
     with read(still) as connection:
         total = int(connection.scalar(sa.select(sa.func.count()).select_from(table)) or 0)

@@ -11,8 +11,7 @@ from ratchet.store.calls.prompt_blocks import block_digests
 from ratchet.store.db import schema
 from ratchet.store.db.column_types import decompress_token_ids
 from ratchet.store.states import CallState
-from ratchet.store.verify.check_messages import known, undecoded
-from ratchet.store.verify.violation import Page, Violation
+from ratchet.store.verify.violation import Page, Violation, existing_values, undecoded
 
 _BACKUP = "restore it from a backup"
 _UNTRAINED = "its tokens will not be trained; restore it from a backup to have them"
@@ -24,8 +23,8 @@ def check_calls(connection: sa.Connection, page: Page) -> Iterator[Violation]:
     answers = _answers(connection, [row.id for row in page])
     parents = _parents(connection, page)
     named = {row.prompt_node for row in page} | {one.reply_node for some in answers.values() for one in some}
-    messages = known(connection, schema.messages.c.hash, named - {""})
-    toolsets = known(connection, schema.toolsets.c.hash, {row.tools_hash for row in page} - {""})
+    messages = existing_values(connection, schema.messages.c.hash, named - {""})
+    toolsets = existing_values(connection, schema.toolsets.c.hash, {row.tools_hash for row in page} - {""})
     blocks = _blocks(connection, page)
     for row in page:
         own = answers.get(row.id, [])

@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import msgspec
 import sqlalchemy as sa
 
 from ratchet.store.content.messages import ROOT, is_intact, is_intact_toolset
 from ratchet.store.db import schema
-from ratchet.store.db.column_types import Body, Ids, unpack_body
+from ratchet.store.db.column_types import unpack_body
 from ratchet.store.records import MessageNode
-from ratchet.store.verify.violation import Page, Violation
+from ratchet.store.verify.violation import Page, Violation, existing_values
 
 _LOST = "restore it from a backup; transcripts through it are cut off, tokens are not touched"
 _LEFT = "nothing is lost: the next `ratchet store prune` deletes it"
 
 
-def undecoded(table: sa.Table) -> list[sa.ColumnElement[Any]]:
-    """Return a table's columns, packed ones as the bytes that they are: a damaged one must not stop the page."""
-    return [
-        sa.type_coerce(column, sa.LargeBinary).label(column.name) if isinstance(column.type, (Body, Ids)) else column
-        for column in table.c
-    ]
-
-
 def check_messages(connection: sa.Connection, page: Page) -> Iterator[Violation]:
     """Each message has the hash of its parent and body; its parent is there; something leads to it."""
-    there = known(connection, schema.messages.c.hash, {row.parent for row in page} - {ROOT})
+    there = existing_values(connection, schema.messages.c.hash, {row.parent for row in page} - {ROOT})
     nobodys = _unnamed(connection, [row.hash for row in page])
     for row in page:
         name = f"message {row.hash}"
@@ -51,14 +42,6 @@ def check_toolsets(_: sa.Connection, page: Page) -> Iterator[Violation]:
         if body is None or not is_intact_toolset(row.hash, body):
             problem = "it does not inflate to JSON" if body is None else "its hash is not that of what it holds"
             yield Violation(row=f"tool list {row.hash}", problem=problem, remedy="restore it from a backup")
-
-
-def known(connection: sa.Connection, column: sa.Column[str], wanted: Collection[str]) -> set[str]:
-    """Return those of the values that a column holds."""
-    names, found = sorted(wanted), set()
-    for start in range(0, len(names), 500):
-        found |= set(connection.scalars(sa.select(column).where(column.in_(names[start : start + 500]))))
-    return found
 
 
 def _unnamed(connection: sa.Connection, names: list[str]) -> set[str]:

@@ -10,8 +10,7 @@ import sqlalchemy as sa
 
 from ratchet.store.db import schema
 from ratchet.store.states import GroupState, RoundState, TrajectoryState
-from ratchet.store.verify.check_messages import known
-from ratchet.store.verify.violation import Page, Violation
+from ratchet.store.verify.violation import Page, Violation, existing_values
 
 _DROP = "delete it with `ratchet store delete`, or restore the store from a backup"
 _MEMBERS = {
@@ -25,8 +24,8 @@ _MEMBERS = {
 def check_trajectories(connection: sa.Connection, page: Page) -> Iterator[Violation]:
     """Each trajectory has calls, an end unless it is open, a group where grouped, a committed round where trained."""
     rounds, groups, calls = schema.rounds, schema.groups, schema.calls
-    with_calls = known(connection, calls.c.trajectory_id, {row.id for row in page})
-    group_ids = known(connection, groups.c.id, {row.group_id for row in page if row.group_id})
+    with_calls = existing_values(connection, calls.c.trajectory_id, {row.id for row in page})
+    group_ids = existing_values(connection, groups.c.id, {row.group_id for row in page if row.group_id})
     wanted = sorted({row.round_id for row in page if row.round_id})
     query = sa.select(rounds.c.id).where(rounds.c.id.in_(wanted), rounds.c.state == RoundState.COMMITTED)
     committed = set(connection.scalars(query))
@@ -78,7 +77,9 @@ def check_verdicts(connection: sa.Connection, page: Page) -> Iterator[Violation]
     wanted = sorted({row.trajectory_id for row in page})
     query = sa.select(trajectories.c.id, trajectories.c.group_id).where(trajectories.c.id.in_(wanted))
     groups = {row.id: row.group_id for row in connection.execute(query)}
-    asked = known(connection, judge_requests.c.id, {row.judge_request_id for row in page if row.judge_request_id})
+    asked = existing_values(
+        connection, judge_requests.c.id, {row.judge_request_id for row in page if row.judge_request_id}
+    )
     remedy = "delete the verdict, or restore what it names from a backup"
     for row in page:
         name = f"verdict {row.id}"

@@ -1,0 +1,65 @@
+"""Reads the messages and tools that calls name by hash, and finds trajectories in which some are missing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+
+from ratchet.store.content.messages import ROOT
+from ratchet.store.db import schema
+from ratchet.store.db.bulk import in_values
+
+
+def load_path(connection: sa.Connection, leaf: str) -> tuple[Mapping[str, Any], ...]:
+    """Return the messages from the first one to the one named `leaf`."""
+    table = schema.messages
+    start = sa.select(table.c.parent, table.c.body, sa.literal(0).label("depth")).where(table.c.hash == leaf)
+    chain = start.cte("chain", recursive=True)
+    parent = table.alias("up")
+    chain = chain.union_all(
+        sa.select(parent.c.parent, parent.c.body, chain.c.depth + 1).where(parent.c.hash == chain.c.parent)
+    )
+    bodies = connection.scalars(sa.select(chain.c.body).order_by(chain.c.depth.desc()))
+    return tuple(msgspec.json.decode(body) for body in bodies)
+
+
+def system_prompt(connection: sa.Connection, leaf: str) -> str:
+    """Return the system prompt that the path to a node begins with; nothing where it has none."""
+    table, up = schema.messages, schema.messages.alias("up")
+    start = sa.select(table.c.hash, table.c.parent).where(table.c.hash == leaf)
+    chain = start.cte("chain", recursive=True)
+    chain = chain.union_all(sa.select(up.c.hash, up.c.parent).where(up.c.hash == chain.c.parent))
+    first = sa.select(chain.c.hash).where(chain.c.parent == ROOT).scalar_subquery()
+    body = connection.scalar(sa.select(table.c.body).where(table.c.hash == first))
+    message = msgspec.json.decode(body) if body else {}
+    if message.get("role") not in ("system", "developer"):
+        return ""
+    content = message.get("content")
+    if isinstance(content, list):
+        return "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
+    return str(content)
+
+
+def load_tools(connection: sa.Connection, name: str) -> tuple[Mapping[str, Any], ...]:
+    body = connection.scalar(sa.select(schema.toolsets.c.body).where(schema.toolsets.c.hash == name))
+    return tuple(msgspec.json.decode(body)) if body else ()
+
+
+def incomplete(connection: sa.Connection, trajectory_ids: Sequence[str]) -> set[str]:
+    """Return those of the trajectories whose prompts or tools are not stored whole."""
+    if not trajectory_ids:
+        return set()
+    calls, messages, toolsets = schema.calls, schema.messages, schema.toolsets
+    ours = in_values(connection, calls.c.trajectory_id, list(trajectory_ids))
+    prompts = sa.select(calls.c.trajectory_id.label("run"), calls.c.prompt_node.label("hash"))
+    path = prompts.where(ours, calls.c.prompt_node != ROOT).cte("path", recursive=True)
+    above = sa.select(path.c.run, messages.c.parent).join(messages, messages.c.hash == path.c.hash)
+    path = path.union(above.where(messages.c.parent != ROOT))
+    cut = sa.select(path.c.run).where(~sa.exists().where(messages.c.hash == path.c.hash))
+    bare = sa.select(calls.c.trajectory_id).where(
+        ours, calls.c.tools_hash != "", ~sa.exists().where(toolsets.c.hash == calls.c.tools_hash)
+    )
+    return {*connection.scalars(cut), *connection.scalars(bare)}
