@@ -170,7 +170,7 @@ def _read_back(store: Any, call_id: str, log: str) -> tuple[tuple[int, ...], Che
         return (), CheckResult("capture", False, seen, f"look at {log} for the shipper's errors")
     store.trajectories.seal(call.trajectory_id, time.time())
     store.trajectories.drop([call.trajectory_id], DropReason.DOCTOR)
-    prompt, ids = unpack_ids(call.prompt_ids), unpack_ids(call.choices[0].ids)
+    prompt, ids = unpack_ids(call.prompt_ids), unpack_ids(call.choices[0].token_ids)
     logprobs = unpack_logprobs(call.choices[0].logprobs)
     if not prompt or not ids or len(ids) != len(logprobs):
         seen = f"{call.id} has {len(prompt)} prompt ids, {len(ids)} sampled ids, {len(logprobs)} logprobs"

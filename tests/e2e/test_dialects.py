@@ -93,7 +93,7 @@ def test_a_tool_call_comes_back_in_every_dialect_and_is_captured(
     call = captured()[0]
     store.close()
     assert (call.untrainable, call.prompt_tokens) == (None, len(call.prompt_ids) // 4)
-    assert len(call.choices[0].ids) == len(call.choices[0].logprobs) == 4 * call.completion_tokens > 0
+    assert len(call.choices[0].token_ids) == len(call.choices[0].logprobs) == 4 * call.completion_tokens > 0
 
 
 @pytest.mark.e2e
@@ -159,10 +159,10 @@ def test_a_client_that_leaves_stops_the_engine_and_what_was_generated_is_recorde
 
     # On two cores a busy engine can keep this client from leaving until all is generated: then the client tries again.
     calls = (left(seed) for seed in range(8))
-    short = (call for call in calls if all(len(choice.ids) < 4 * 900 for choice in call.choices))
+    short = (call for call in calls if all(len(choice.token_ids) < 4 * 900 for choice in call.choices))
     call = next((call for call in short if call.state == "aborted"), None)
     store.close()
     assert call is not None
     assert (call.status, call.error) == (499, "the client disconnected")
     assert (len(call.choices) == 1) == streamed
-    assert all(0 < len(choice.ids) == len(choice.logprobs) for choice in call.choices)
+    assert all(0 < len(choice.token_ids) == len(choice.logprobs) for choice in call.choices)
