@@ -24,7 +24,7 @@ import msgspec
 
 from benchmarks.storage import Writer, trajectory
 from ratchet.proxy.coordinator.shipping.store_writer import InProcessWriter, SegmentRange
-from ratchet.proxy.coordinator.shipping.writer_process import COLLECT
+from ratchet.proxy.coordinator.shipping.writer_process import GC_THRESHOLDS
 from ratchet.proxy.journal.segments import MAGIC, frame
 from ratchet.store.content.messages import node
 from ratchet.store.db.engine import connect
@@ -99,7 +99,7 @@ def carry(url: str, file: Path, bounds: list[int]) -> dict[str, float]:
         if number == 2:
             calls, before = 0, resource.getrusage(resource.RUSAGE_SELF)
         while at < bound:
-            carried = writer_.carry(SegmentRange(str(file), at, bound))
+            carried = writer_.write(SegmentRange(str(file), at, bound))
             at, calls = carried.offset, calls + len(carried.ended)
     after = resource.getrusage(resource.RUSAGE_SELF)
     kernel = after.ru_stime - before.ru_stime
@@ -125,7 +125,7 @@ def main() -> None:
             bounds = journal(file, make(options.calls), options.batch, later)
             gc.collect()
             gc.freeze()
-            gc.set_threshold(*COLLECT)
+            gc.set_threshold(*GC_THRESHOLDS)
             found[kind] = carry(url, file, bounds)
     if options.json:
         print(msgspec.json.encode(found).decode())

@@ -1,1 +1,1 @@
-"""The front door: serves the OpenAI API, forwards to vLLM, remembers every call. Never trains, never imports torch."""
+"""The proxy: serves the OpenAI API, forwards to vLLM and records every call. Never trains, never imports torch."""

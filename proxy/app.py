@@ -17,7 +17,6 @@ from ratchet.proxy.coordinator.health.health_endpoints import HealthEndpoints
 from ratchet.proxy.coordinator.keys.key_cache import KeyCache
 from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
 from ratchet.proxy.coordinator.linking.restore import LinkingRestore
-from ratchet.proxy.coordinator.operator_api.body_limit import BodyLimit
 from ratchet.proxy.coordinator.rollouts.rollout_plans import RolloutPlans
 from ratchet.proxy.coordinator.shipping.record_lookups import RecordLookups
 from ratchet.proxy.coordinator.shipping.shipper import Shipper
@@ -52,7 +51,7 @@ from ratchet.proxy.worker.forwarding.exact_forwarder import ExactForwarder
 from ratchet.proxy.worker.forwarding.forwarders import Forwarder, ModelRouter, VllmForwarder
 from ratchet.proxy.worker.forwarding.other_models import OtherModels
 from ratchet.proxy.worker.http.authentication import Authentication
-from ratchet.proxy.worker.http.body_memory import BodyMemory
+from ratchet.proxy.worker.http.body_memory import BodyLimit, BodyMemory
 from ratchet.proxy.worker.http.decompression import Decompression
 from ratchet.proxy.worker.http.error_middleware import ErrorMiddleware
 from ratchet.proxy.worker.http.routing import Lifespan, LifespanService, Router

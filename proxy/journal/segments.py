@@ -25,7 +25,7 @@ _HEAD = struct.Struct("<II")
 _MAX_FRAME_BYTES = 2**30
 _CHUNK = 2**20
 
-_PAYLOAD = re.compile(rb"(?s)(?:[\x80-\x8f]|\xde..)\xa4type(?:\xa5begun|\xa5ended|\xa8feedback)")
+_PAYLOAD = re.compile(rb"(?s)(?:[\x80-\x8f]|\xde..)\xa4type(?:\xa7started|\xa5ended|\xa8feedback)")
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Shipment).decode
 

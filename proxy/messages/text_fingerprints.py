@@ -35,7 +35,8 @@ class QuotedText(msgspec.Struct, frozen=True):
     """A text of an answer.
 
     `pending`: an argument of a tool call, which only a sub-agent quotes, and only until the call has its result.
-    `prefix_hashes`: tell texts with the same beginning apart: hashes (of this process) of the prefixes of lengths `PREFIX_LENGTHS`.
+    `prefix_hashes`: distinguish texts with the same beginning; hashes (of this process) of prefixes of the lengths
+    `PREFIX_LENGTHS`.
     """
 
     anchor: str

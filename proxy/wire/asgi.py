@@ -16,7 +16,7 @@ PATH = "ratchet.path"
 KEY_ID = "ratchet.key_id"
 HEADERS_BY_NAME = "ratchet.headers"  # cache of `headers_of`; set to None by middleware that changes the headers
 CLIENT_LEFT = "ratchet.gone"  # returns whether the client has disconnected, if the server can tell
-CALLER = "ratchet.caller"  # coordinator.keys.caller.Caller
+CALLER = "ratchet.caller"  # coordinator.keys.key_cache.Caller
 
 Headers = list[tuple[bytes, bytes]]
 

@@ -41,8 +41,8 @@ def find_context_overflow(request: ChatRequest, limits: Iterable[int | None]) ->
     if prompt_tokens < limit:  # at least one token must be left for the completion
         return None
     return ContextOverflow(
-        f"This model's maximum context length is {limit} tokens. However, your prompt contains {prompt_tokens} input tokens. "
-        "Please reduce the length of the prompt.",
+        f"This model's maximum context length is {limit} tokens. However, your prompt contains {prompt_tokens} input "
+        "tokens. Please reduce the length of the prompt.",
         limit=limit,
         prompt_tokens=prompt_tokens,
         param="prompt",

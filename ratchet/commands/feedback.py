@@ -64,7 +64,7 @@ def add(
 
     import msgspec
 
-    from ratchet.proxy.coordinator.keys.caller import OPERATOR
+    from ratchet.proxy.coordinator.keys.key_cache import OPERATOR
     from ratchet.proxy.coordinator.operator_api.feedback import parse_feedback
 
     named: dict[str, Any] = {"response_id": response, "call_id": call, "trajectory_id": trajectory}

@@ -1,4 +1,4 @@
-"""What stands undecided: the scores of a canary and of the live version beside it, and what waits for a person."""
+"""Versions without a decision: the scores of canary and live version, and the version that awaits approval."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ if TYPE_CHECKING:
 
 
 def read_canary_scores(store: Store, alias: str) -> dict[str, Any] | None:
-    """Return what the canary of an alias and the live version beside it have scored; None without a canary."""
+    """Return the scores of the canary of an alias and of its live version; None without a canary."""
     serving = {policy.state: policy for policy in store.policies.serving() if policy.alias == alias}
     canary, live = serving.get(PolicyState.CANARY), serving.get(PolicyState.LIVE)
     if canary is None or live is None:
         return None
-    told = store.decisions.decisions_of(alias, canary.version)
-    since = min((one.decided_at for one in told if one.action is PolicyAction.CANARY), default=canary.created_at)
+    decisions = store.decisions.decisions_of(alias, canary.version)
+    since = min((one.decided_at for one in decisions if one.action is PolicyAction.CANARY), default=canary.created_at)
     judge = store.groups.newest_judge_version(alias) or ""
     sides = {"canary": (canary.version, 0.0), "live": (live.version, since)}
     content: dict[str, Any] = {"version": canary.version, "share": canary.canary_share}
-    content["held"] = bool(told) and told[0].action is PolicyAction.HOLD
+    content["awaiting_approval"] = bool(decisions) and decisions[0].action is PolicyAction.HOLD
     for side, (version, after) in sides.items():
         scores = [one.score for one in store.groups.rewards(alias, judge, version, after)]
         content[side] = {"count": len(scores), "mean": sum(scores) / len(scores) if scores else None}
@@ -29,7 +29,7 @@ def read_canary_scores(store: Store, alias: str) -> dict[str, Any] | None:
 
 
 def read_awaiting_approval(store: Store, alias: str) -> dict[str, Any] | None:
-    """Return the version of an alias that waits for a person, and why; None if none does."""
+    """Return the version of an alias that awaits approval, and why; None if none does."""
     policy = store.policies.awaiting_approval(alias)
     if policy is None:
         return None

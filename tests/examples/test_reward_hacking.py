@@ -137,7 +137,7 @@ def turns_until_held(controller: Controller, proxy: Proxy) -> None:
 
 
 def alarms_of(proxy: Proxy) -> list[dict[str, Any]]:
-    found = proxy.http.get("/api/alarms", params={"standing": "true"}).json()
+    found = proxy.http.get("/api/alarms", params={"active": "true"}).json()
     return list(found["data"])
 
 

@@ -50,7 +50,7 @@ def test_records_reach_the_store_and_those_that_it_refuses_are_put_aside(
     store_writer: WriterProcess, store: Store, tmp_path: Path
 ) -> None:
     bad = msgspec.structs.replace(end("bad"), context="nonsense")
-    carried = store_writer.carry(segment(tmp_path, end("a"), bad, end("b")))
+    carried = store_writer.write(segment(tmp_path, end("a"), bad, end("b")))
     assert (carried.records, carried.end) == (3, "end")
     assert set(carried.ended) == {"call_a", "call_bad", "call_b"}
     assert [letter.call_id for letter in carried.dead] == ["call_bad"]
@@ -62,24 +62,24 @@ def test_a_sick_store_and_a_missing_segment_are_told_as_what_they_are(
     store_writer: WriterProcess, store: Store, tmp_path: Path
 ) -> None:
     with pytest.raises(OSError, match="No such file"):
-        store_writer.carry(SegmentRange(str(tmp_path / "000000000009.journal"), 0, None))
+        store_writer.write(SegmentRange(str(tmp_path / "000000000009.journal"), 0, None))
     store.close()
     spoil(*tmp_path.glob("store.db*"))
     with pytest.raises(StoreError, match="not a database"):
-        store_writer.carry(segment(tmp_path, end("a")))
+        store_writer.write(segment(tmp_path, end("a")))
 
 
 def test_a_killed_process_is_replaced_with_the_next_piece(
     store_writer: WriterProcess, store: Store, tmp_path: Path
 ) -> None:
     piece = segment(tmp_path, end("a"))
-    assert store_writer.carry(piece).records == 1
+    assert store_writer.write(piece).records == 1
     first = store_writer.pid
     assert first is not None
     psutil.Process(first).kill()
     with pytest.raises(OSError, match="died"):
-        store_writer.carry(piece)
-    assert store_writer.carry(piece).records == 1
+        store_writer.write(piece)
+    assert store_writer.write(piece).records == 1
     assert store_writer.pid not in (first, None)
     assert len(store.calls.page(9)) == 1
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from ratchet.proxy.coordinator.shipping.shipper import Shipper
-from ratchet.proxy.coordinator.shipping.store_writer import DEAD_LETTERS, Carried, InProcessWriter, SegmentRange
+from ratchet.proxy.coordinator.shipping.store_writer import DEAD_LETTERS, InProcessWriter, SegmentRange, WriteResult
 from ratchet.proxy.errors import StartError
 from ratchet.proxy.journal.journal import ALARM, Journal
 from ratchet.proxy.journal.segments import (
@@ -266,9 +266,9 @@ class _Counting(InProcessWriter):
 
     carried = 0
 
-    def carry(self, piece: SegmentRange) -> Carried:
+    def write(self, segment: SegmentRange) -> WriteResult:
         self.carried += 1
-        return super().carry(piece)
+        return super().write(segment)
 
 
 async def test_a_restart_ships_what_was_left_and_interrupts_what_never_ended(journal: Open, store: Store) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ratchet.proxy.coordinator.operator_api.routes import MOST_TOKENS
+from ratchet.proxy.coordinator.operator_api.routes import MAX_TOKENS
 from ratchet.store.store import Store
 from tests.harness.records import call_start, ended
 from tests.proxy.conftest import Proxy
 
 REPLY = {"role": "assistant", "content": "Oslo"}
-LONG = [7] * (MOST_TOKENS // 4)
+LONG = [7] * (MAX_TOKENS // 4)
 
 
 def shipped(store: Store, count: int, run: str = "", **end: Any) -> list[str]:

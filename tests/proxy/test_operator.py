@@ -70,7 +70,7 @@ def test_a_misspelt_filter_is_refused_and_chooses_nothing(proxy: Proxy) -> None:
     answer = proxy.http.get("/api/trajectories?model=agent&limit=3")
     assert answer.status_code == 400
     said = answer.json()["error"]["message"]
-    assert "unknown query parameter 'model'; /api/trajectories has these: alias, before" in said
+    assert "unknown query parameter 'model'; /api/trajectories has: alias, before" in said
     assert proxy.http.get("/api/trajectories?alias=agent&limit=3").status_code == 200
     assert proxy.http.get("/api/policies/1/decisions?alais=agent").status_code in (400, 422)
 

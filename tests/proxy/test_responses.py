@@ -327,5 +327,5 @@ def test_items_are_found_by_their_ids(proxy: Proxy, vllm: ScriptedVllm) -> None:
     assert (said[1]["reasoning"], said[1]["tool_calls"][0]["function"]["name"]) == ("hm", "search")
     begun = last_call(proxy)
     assert begun.parent_call == "call_" + first.id.removeprefix("resp_")
-    with pytest.raises(openai.NotFoundError, match="is not known: send it whole"):
+    with pytest.raises(openai.NotFoundError, match="is not known: send the item itself"):
         proxy.agent(key="another").responses.create(model="agent", input=whole)

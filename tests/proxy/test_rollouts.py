@@ -204,7 +204,7 @@ def test_while_the_store_is_away_a_rollout_is_told_to_wait_and_nobody_else_is(
 
 
 async def test_memory_is_bounded_and_one_look_serves_all_who_ask(store: Store) -> None:
-    rollouts = RolloutPlans(store, most=10)
+    rollouts = RolloutPlans(store, max_ids=10)
     names = [plan(store) for _ in range(15)]
     found = await asyncio.gather(*(rollouts.find_plan(name, None) for name in names for _ in range(3)))
     assert all(one is not None and one.task == "mail/7" for one in found)

@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ratchet.proxy.coordinator.tool_checks.checker import ToolCallChecker, ToolCallCount
-from ratchet.proxy.coordinator.tool_checks.tool_counts import ToolCallCounters
+from ratchet.proxy.coordinator.tool_checks.checker import ToolCallChecker, ToolCallCount, ToolCallCounters
 from ratchet.proxy.coordinator.tool_checks.tool_results import result_of
 from ratchet.proxy.coordinator.tool_checks.toolset import Toolset
 from ratchet.proxy.telemetry.metrics import ProxyMetrics

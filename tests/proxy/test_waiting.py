@@ -17,9 +17,9 @@ import psutil
 import pytest
 import sqlalchemy as sa
 
-from ratchet.proxy.coordinator.shipping.record_lookups import MOST_WAITING
+from ratchet.proxy.coordinator.shipping.record_lookups import MAX_WAITING
 from ratchet.proxy.coordinator.shipping.shipper import Shipper
-from ratchet.proxy.coordinator.shipping.store_writer import Carried, InProcessWriter, SegmentRange
+from ratchet.proxy.coordinator.shipping.store_writer import InProcessWriter, SegmentRange, WriteResult
 from ratchet.proxy.journal.journal import Journal
 from ratchet.proxy.telemetry.alarm_queue import AlarmQueue
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
@@ -65,7 +65,7 @@ def test_feedback_that_waits_for_the_store_delays_no_large_call(tmp_path: Path, 
 
 
 def test_a_key_may_have_so_many_requests_waiting_and_others_are_not_concerned(tmp_path: Path, vllm_url: str) -> None:
-    more = MOST_WAITING + 20
+    more = MAX_WAITING + 20
     with not_shipping(tmp_path, vllm_url) as client, ThreadPoolExecutor(more) as agents:
         said = [agents.submit(client.get, f"/v1/responses/{new_id('resp')}") for _ in range(more)]
         refused = eventually(lambda: [one.result() for one in said if one.done()])
@@ -73,7 +73,7 @@ def test_a_key_may_have_so_many_requests_waiting_and_others_are_not_concerned(tm
         assert "retry-after" in refused[0].headers
         other = client.get(f"/v1/responses/{new_id('resp')}", headers={"authorization": "Bearer other"})
         assert other.status_code == 404
-        assert [one.result().status_code for one in said].count(404) == MOST_WAITING
+        assert [one.result().status_code for one in said].count(404) == MAX_WAITING
 
 
 @pytest.mark.parametrize("way", ["feedback", "response", "items", "previous_response_id"])
@@ -105,9 +105,9 @@ class _Counting(InProcessWriter):
 
     carried = 0
 
-    def carry(self, piece: SegmentRange) -> Carried:
+    def write(self, segment: SegmentRange) -> WriteResult:
         self.carried += 1
-        return super().carry(piece)
+        return super().write(segment)
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ def test_an_open_host_without_a_key_is_refused_once_before_anything_starts(proje
     project.write(proxy=project.content["proxy"] | {"host": "0.0.0.0"})
     up = project.run("up")
     assert up.returncode == 1
-    assert up.stdout.count("there is no API key: make one with `ratchet keys create --name NAME`") == 1
+    assert up.stdout.count("there is no API key: create one with `ratchet keys create --name NAME`") == 1
     assert up.stdout.count("\n") == 1, up.stdout
     assert not (project.state / "logs" / "vllm.log").exists()
 

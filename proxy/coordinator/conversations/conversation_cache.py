@@ -1,15 +1,13 @@
-"""What `previous_response_id` stands for: the conversation up to and with a response.
+"""The conversations that `previous_response_id` continues: all messages up to a response and its answer.
 
-Bounded in bytes, in all and per key (`proxy/runtime/byte_quotas.py`): of who holds too much the conversations used
-longest ago are
-forgotten first, from their last response back; a turn is counted as long as a later one stands on it. A forgotten one,
-one from before a restart and one that another proxy made is read back from the store, where a response's id is its
-call's. There the `instructions` of that call cannot be told from a system message of its input: new instructions take
-the place of the first system message, else it stays.
+Memory is bounded in bytes, in total and per key (`proxy/runtime/byte_quotas.py`). Above a limit, the key loses its
+least recently used conversations, last response first; a turn stays as long as a later one needs it. Evicted turns,
+and those of earlier processes and other proxies, are read from the store, where a response has its call's id. The store
+does not distinguish the `instructions` of that call from a system message of its input: new instructions replace the
+first system message.
 
-What was deleted from the store is not gone on from, a second or so later at most.
-
-A response is known only to the key that it was made with.
+A conversation that was deleted from the store cannot be continued, after about a second. Only the key that made a
+response can continue it.
 """
 
 from __future__ import annotations
@@ -32,29 +30,29 @@ from ratchet.store.ids import moment
 from ratchet.store.records import REDACTED, CallStarted
 from ratchet.store.store import Store
 
-ANSWER_SECONDS = 3.0  # for other proxies to ship a response that a client has already
-_RECENT = 60.0  # seconds in which they usually have, however busy
+ANSWER_SECONDS = 3.0  # for other proxies to ship a response that the client has
+_RECENT = 60.0  # seconds; even a busy proxy has usually shipped by then
 _ID_LENGTH = len("resp_") + 26
 
 
 class ConversationCache:
-    """Turns by response id, the first to be forgotten first: no turn comes before one that stands on it."""
+    """Turns by response id in the order of eviction: a turn comes after the turns that continue it."""
 
     def __init__(self, store: Store, lookups: RecordLookups, max_bytes: int, max_bytes_per_key: int) -> None:
         self._store = store
         self._lookups = lookups
         self._turns: dict[str, ConversationTurn] = {}
         self._quotas: ByteQuotas[str] = ByteQuotas(max_bytes, max_bytes_per_key)
-        self._invalidated: set[str] = set()  # they may have been deleted from the store
-        self._lock = threading.Lock()  # large answers are told in threads
+        self._invalidated: set[str] = set()  # turns that may have been deleted from the store
+        self._lock = threading.Lock()  # large answers are added in threads
 
     @property
     def size(self) -> int:
-        """Return the bytes that the remembered turns take."""
+        """The bytes of the cached turns."""
         return self._quotas.bytes
 
     def add_response(self, start: CallStarted, messages: Sequence[Json], previous: ConversationTurn | None) -> None:
-        """Remember a response: its new messages, answer included, after those of `previous`."""
+        """Cache a response: the messages that it adds to `previous`, the answer included."""
         self._use(
             ConversationTurn(msgspec.json.encode(messages), previous, start.trajectory_id, start.call_id, start.key_id)
         )
@@ -76,26 +74,26 @@ class ConversationCache:
         return turn
 
     async def find_items(self, names: Iterable[str], key_id: str | None) -> dict[str, Json]:
-        """Return items of answers by the ids that they were told with. Raises NotFound, NotReady."""
+        """Return output items by id. Raises NotFound, NotReady."""
         found: dict[str, Json] = {}
         for name in names:
-            made, _, place = name.partition("_")[2].rpartition("_")
+            response, _, place = name.partition("_")[2].rpartition("_")
             try:
-                turn = await self.find_turn(f"resp_{made}", key_id)
+                turn = await self.find_turn(f"resp_{response}", key_id)
                 found[name] = _output(turn)[place]
             except (NotFound, KeyError) as error:
-                raise NotFound(f"the item {name[:80]!r} is not known: send it whole", param="input") from error
+                raise NotFound(f"the item {name[:80]!r} is not known: send the item itself", param="input") from error
         return found
 
     def invalidate_all(self) -> None:
-        """Something was deleted: what is remembered is looked for in the store before it is gone on from."""
+        """Verify every cached turn in the store before its next use: records were deleted."""
         with self._lock:
             self._invalidated = set(self._turns)
 
     async def _stored(self, name: str, key_id: str | None) -> ConversationTurn | None:
-        """Return a turn as the store has it; one that another proxy made just now may still be on its way there."""
+        """Read a turn from the store; wait a little if another proxy may still have to ship it."""
         patience = ANSWER_SECONDS if is_recent(name) else 0.0
-        ours = name in self._invalidated  # and perhaps still on its way
+        ours = name in self._invalidated  # this proxy may still have to ship it
         try:
             turn, _ = await self._lookups.wait_for(lambda: self._read(name), key_id, patience, ours=ours, for_call=True)
         except StoreUnavailable as error:
@@ -103,7 +101,7 @@ class ConversationCache:
         return turn
 
     def _use(self, turn: ConversationTurn) -> None:
-        """Make a turn, and all that it stands on, the last to be forgotten; forget what is too much."""
+        """Move a turn and the turns before it to the end of the eviction order; evict above the limits."""
         with self._lock:
             for one in turn.back():
                 name = response_id(one.call_id)
@@ -111,8 +109,8 @@ class ConversationCache:
                 self._turns[name] = one
                 self._quotas.add_use(one.key_id, name, one.size - (before.size if before else 0))
             while (excess := self._quotas.next_to_evict(turn.key_id)) is not None:
-                forgotten = self._turns.pop(excess)
-                self._quotas.remove(forgotten.key_id, excess, forgotten.size)
+                evicted = self._turns.pop(excess)
+                self._quotas.remove(evicted.key_id, excess, evicted.size)
 
     def _read(self, name: str) -> ConversationTurn | None:
         try:
@@ -129,17 +127,19 @@ class ConversationCache:
 
 
 def _output(turn: ConversationTurn) -> dict[str, Json]:
-    """Return the items of a turn's answer by their places in it."""
+    """Return the items of a turn's answer by position."""
     call_id = turn.call_id
     start = CallStarted(call_id, turn.trajectory_id, 0.0, "", 0, "responses", False, "", "")
-    teller = ResponseRenderer(start, {}, frozenset(), {})
-    teller.feed({"choices": [message_to_delta({"message": decode_messages(turn.added)[-1], "finish_reason": "stop"})]})
-    teller.finish()
-    return {item["id"].rpartition("_")[2]: item for item in teller.answer()["output"]}
+    renderer = ResponseRenderer(start, {}, frozenset(), {})
+    renderer.feed(
+        {"choices": [message_to_delta({"message": decode_messages(turn.added)[-1], "finish_reason": "stop"})]}
+    )
+    renderer.finish()
+    return {item["id"].rpartition("_")[2]: item for item in renderer.answer()["output"]}
 
 
 def is_recent(name: str) -> bool:
-    """Return whether a name is a response's that was made within the last minute."""
+    """Return whether a name is the id of a response of the last minute."""
     try:
         return len(name) == _ID_LENGTH and abs(time.time() - moment(name)) < _RECENT
     except ValueError:

@@ -1,8 +1,8 @@
-"""GET /v1/responses/{id} and /v1/responses/{id}/input_items: a response as it is recorded, told again.
+"""GET /v1/responses/{id} and /v1/responses/{id}/input_items: a response, rendered from its record.
 
-A response is known only to the key that it was made with, and waits a moment for its record to come to the store.
-What is not recorded is not made up: `metadata` is empty, and `instructions` stand as the first system message among the
-input items. An answer is deleted by an operator, with its whole trajectory, as what is trained on is decided there.
+Only the key that made a response can read it. The endpoint waits a moment for the record to reach the store. Fields
+that are not recorded stay empty: `metadata` is {}, and `instructions` are the first system message of the input items.
+Responses are deleted by an operator, with the whole trajectory.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from ratchet.store.store import Store
 PREFIX = "/responses/"
 _ITEMS = "/input_items"
 _DELETED_BY = "responses are deleted by an operator, with their trajectory: DELETE /api/trajectories/{id}"
-_MOST = 100
-_USUAL = 20
+_MAX_ITEMS = 100
+_DEFAULT_ITEMS = 20
 
 Message = Mapping[str, Any]
 
 
 class StoredResponse(msgspec.Struct, frozen=True):
-    """A response in the store: its call, the messages of its prompt and its answer, the tools as chat knows them."""
+    """A response in the store: its call, the messages of its prompt, its answer, and its tools in the chat format."""
 
     call: Call
     messages: tuple[Message, ...]
@@ -46,7 +46,7 @@ class StoredResponse(msgspec.Struct, frozen=True):
 
 
 class StoredResponses:
-    """The endpoint for one response."""
+    """The endpoint for stored responses."""
 
     def __init__(self, store: Store, lookups: RecordLookups) -> None:
         self._store = store
@@ -61,22 +61,22 @@ class StoredResponses:
             raise NotFound(f"no route {scope['method']} {scope['path'][:200]}", code="unknown_route")
         query = {key: values[-1] for key, values in parse_qs(scope["query_string"].decode("latin-1")).items()}
         if query.get("stream", "false") == "true":
-            raise BadRequest("a response is read back whole, without `stream`", param="stream")
+            raise BadRequest("a stored response cannot be streamed: leave out `stream`", param="stream")
         if name.endswith(_ITEMS):
-            kept = await self._find(name.removesuffix(_ITEMS), scope[KEY_ID])
-            await send_json(send, 200, _page(_input_items(kept), query))
+            stored = await self._find(name.removesuffix(_ITEMS), scope[KEY_ID])
+            await send_json(send, 200, _page(_input_items(stored), query))
         else:
-            await send_json(send, 200, _told_again(await self._find(name, scope[KEY_ID])))
+            await send_json(send, 200, _response_object(await self._find(name, scope[KEY_ID])))
 
     async def _find(self, name: str, key_id: str | None) -> StoredResponse:
         patience = ANSWER_SECONDS if is_recent(name) else 0.0
         try:
-            kept, _ = await self._lookups.wait_for(lambda: self._read(name, key_id), key_id, patience)
+            stored, _ = await self._lookups.wait_for(lambda: self._read(name, key_id), key_id, patience)
         except StoreError as error:
             raise NotReady(f"response {name!r} cannot be looked up: {error}") from error
-        if kept is None:
+        if stored is None:
             raise NotFound(f"no response {name[:80]!r} is recorded", param="response_id")
-        return kept
+        return stored
 
     def _read(self, name: str, key_id: str | None) -> StoredResponse | None:
         try:
@@ -93,10 +93,10 @@ class StoredResponses:
         return StoredResponse(call, path(call.prompt_node), answer[0] if answer else None, run.tools)
 
 
-def _told_again(kept: StoredResponse) -> Json:
+def _response_object(stored: StoredResponse) -> Json:
     """Return the response object."""
-    call = kept.call
-    tools = [_tool(tool) for tool in kept.tools or ()]
+    call = stored.call
+    tools = [_tool(tool) for tool in stored.tools or ()]
     start = CallStarted(
         call_id=call.id,
         trajectory_id=call.trajectory_id,
@@ -108,33 +108,33 @@ def _told_again(kept: StoredResponse) -> Json:
         linked_by=call.linked_by,
         prompt_node=call.prompt_node,
     )
-    teller = ResponseRenderer(
+    renderer = ResponseRenderer(
         start, _body(call, tools), frozenset(t["name"] for t in tools if t["type"] == "custom"), {}
     )
-    if kept.answer is not None:
-        choice = {"message": kept.answer, "finish_reason": call.choices[0].finish_reason}
+    if stored.answer is not None:
+        choice = {"message": stored.answer, "finish_reason": call.choices[0].finish_reason}
         usage = {"prompt_tokens": call.prompt_tokens, "completion_tokens": call.completion_tokens}
-        teller.feed({"usage": usage, "choices": [message_to_delta(choice)]})
+        renderer.feed({"usage": usage, "choices": [message_to_delta(choice)]})
     if call.state == CallState.ANSWERED:
-        teller.finish()
+        renderer.finish()
     else:
-        teller.fail(UpstreamDisconnected(call.error or f"the call was {call.state}"))
-    told = teller.answer()
-    return told | ({"completed_at": int(call.ended_at)} if told["completed_at"] and call.ended_at else {})
+        renderer.fail(UpstreamDisconnected(call.error or f"the call was {call.state}"))
+    response = renderer.answer()
+    return response | ({"completed_at": int(call.ended_at)} if response["completed_at"] and call.ended_at else {})
 
 
 def _body(call: Call, tools: Sequence[Json]) -> Json:
-    """Return what the request said, as far as it is recorded."""
-    given = call.sampling
+    """Return the recorded fields of the request."""
+    sampling = call.sampling
     follows = call.linked_by == "previous_response" and call.parent_call
     return {
         "tools": tools,
-        "max_output_tokens": given.get("max_tokens"),
-        "temperature": given.get("temperature"),
-        "top_p": given.get("top_p"),
-        "presence_penalty": given.get("presence_penalty"),
-        "frequency_penalty": given.get("frequency_penalty"),
-        "reasoning": {"effort": given["reasoning_effort"]} if given.get("reasoning_effort") else None,
+        "max_output_tokens": sampling.get("max_tokens"),
+        "temperature": sampling.get("temperature"),
+        "top_p": sampling.get("top_p"),
+        "presence_penalty": sampling.get("presence_penalty"),
+        "frequency_penalty": sampling.get("frequency_penalty"),
+        "reasoning": {"effort": sampling["reasoning_effort"]} if sampling.get("reasoning_effort") else None,
         "previous_response_id": response_id(call.parent_call) if follows and call.parent_call else None,
     }
 
@@ -146,12 +146,12 @@ def _tool(tool: Json) -> Json:
     return {"type": "function", "parameters": None, **function}
 
 
-def _input_items(kept: StoredResponse) -> list[Json]:
-    """Return the prompt as items, the first one first."""
+def _input_items(stored: StoredResponse) -> list[Json]:
+    """Return the prompt as items, oldest first."""
     items: list[Json] = []
-    for message in kept.messages:
+    for message in stored.messages:
         items += _items(message)
-    suffix = kept.call.id.removeprefix("call_")
+    suffix = stored.call.id.removeprefix("call_")
     return [{"id": f"{_PREFIXES.get(item['type'], 'msg')}_{suffix}_in{n}", **item} for n, item in enumerate(items)]
 
 
@@ -169,8 +169,7 @@ def _items(message: Message) -> list[Json]:
         items.append({"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": thought}]})
     if content:
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        told = [_part(part, role) for part in parts]
-        items.append({"type": "message", "role": role, "content": told, **done})
+        items.append({"type": "message", "role": role, "content": [_part(part, role) for part in parts], **done})
     calls = message.get("tool_calls") or ()
     return [*items, *({"type": "function_call", "call_id": c["id"], **c["function"], **done} for c in calls)]
 
@@ -185,15 +184,15 @@ def _part(part: Message, role: str) -> Json:
 
 
 def _page(items: list[Json], query: Mapping[str, str]) -> Json:
-    """Return one page of a list, the last item first unless `order` is `asc`. Raises BadRequest."""
-    limit = query.get("limit", str(_USUAL))
-    if not limit.isdecimal() or not 1 <= int(limit) <= _MOST:
-        raise BadRequest(f"`limit` must be a number from 1 to {_MOST}", param="limit")
+    """Return one page of items, newest first unless `order` is `asc`. Raises BadRequest."""
+    limit = query.get("limit", str(_DEFAULT_ITEMS))
+    if not limit.isdecimal() or not 1 <= int(limit) <= _MAX_ITEMS:
+        raise BadRequest(f"`limit` must be a number from 1 to {_MAX_ITEMS}", param="limit")
     ordered = items if query.get("order") == "asc" else items[::-1]
     if "after" in query:
         places = [place for place, item in enumerate(ordered) if item["id"] == query["after"]]
         if not places:
-            raise BadRequest("`after` is no item of this response", param="after")
+            raise BadRequest("`after` is not an item of this response", param="after")
         ordered = ordered[places[0] + 1 :]
     page = ordered[: int(limit)]
     ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}

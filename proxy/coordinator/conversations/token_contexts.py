@@ -1,8 +1,9 @@
-"""The ids of open answers, so that coming calls can be spliced onto them.
+"""The token ids of open answers, onto which later calls are spliced.
 
-Bounded in bytes: those that were continued go first (the next answer holds their ids, too), then the stillest. Only a
-few are held as long as nobody asks for one, since vLLM may not offer what they are for. What is not here any more is
-read from the store, off the event loop. A context that linking does not know is not given out.
+Bounded in bytes. Answers that were continued are evicted first, because the next answer contains their ids, then the
+least recently used. The bound is low until a context is requested, because vLLM may not offer the endpoints that
+splicing needs. Evicted contexts are read from the store in a thread. A context must match the fingerprint that linking
+has.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ log = logging.getLogger("ratchet.proxy")
 
 Key = tuple[str, int]  # (call id, choice)
 
-_RECORD = 500  # bytes that a context takes besides its ids
-_MIN_BYTES = 2**20  # bytes until the first is asked for
+_RECORD = 500  # bytes of a context besides its ids
+_MIN_BYTES = 2**20  # the bound until a context is requested
 
 
 class TokenContexts:
@@ -31,61 +32,61 @@ class TokenContexts:
 
     def __init__(self, store: Store, max_bytes: int) -> None:
         self._store = store
-        self._most = max_bytes
-        self._asked = False
-        self._held: OrderedDict[Key, Context] = OrderedDict()
+        self._max_bytes = max_bytes
+        self._in_use = False
+        self._contexts: OrderedDict[Key, Context] = OrderedDict()
         self.bytes = 0
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._contexts)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._held
+        return key in self._contexts
 
     def add_answers(self, record: CallEnded) -> None:
-        """Keep the answers of a call that has ended."""
+        """Add the answers of a call that has ended."""
         start, before = record.start, EMPTY_CONTEXT
         if record.untrainable or not record.choices or start.purpose == OTHER:
             return
         if record.context == "exact":
-            parent = self._held.get((start.parent_call or "", start.parent_choice))
+            parent = self._contexts.get((start.parent_call or "", start.parent_choice))
             if parent is None:  # the store knows it
                 return
             before = parent
-            self._held.move_to_end((start.parent_call or "", start.parent_choice), last=False)
+            self._contexts.move_to_end((start.parent_call or "", start.parent_choice), last=False)
         for choice in record.choices:
             self._put((start.call_id, choice.index), before.followed(record.prompt_ids, choice.token_ids))
 
     async def find_context(self, leaf: Leaf) -> Context | None:
-        """Return the context of an answer, or None where nobody knows it any more."""
-        self._asked = True
+        """Return the context of an answer; None if it is unknown."""
+        self._in_use = True
         key = (leaf.call_id, leaf.choice)
-        context = self._held.get(key)
+        context = self._contexts.get(key)
         if context is None:
             context = await run_call_lookup(self._read, leaf.trajectory_id, key)
             if context is not None:
                 self._put(key, context)
         if context is None or leaf.sequence != TokenFingerprint.of_ids(context.ids):
             return None
-        self._held.move_to_end(key)
+        self._contexts.move_to_end(key)
         return context
 
     def shrink(self) -> None:
-        """Hold few again until the next is asked for: vLLM offers nothing to do with them."""
-        self._asked = False
+        """Apply the low bound until the next request: vLLM does not offer the endpoints."""
+        self._in_use = False
         self._shrink()
 
     def _put(self, key: Key, context: Context) -> None:
-        if (old := self._held.pop(key, None)) is not None:
+        if (old := self._contexts.pop(key, None)) is not None:
             self.bytes -= _size(old)
-        self._held[key] = context
+        self._contexts[key] = context
         self.bytes += _size(context)
         self._shrink()
 
     def _shrink(self) -> None:
-        most = self._most if self._asked else min(self._most, _MIN_BYTES)
-        while self.bytes > most:
-            _, gone = self._held.popitem(last=False)
+        limit = self._max_bytes if self._in_use else min(self._max_bytes, _MIN_BYTES)
+        while self.bytes > limit:
+            _, gone = self._contexts.popitem(last=False)
             self.bytes -= _size(gone)
 
     def _read(self, trajectory_id: str, key: Key) -> Context | None:

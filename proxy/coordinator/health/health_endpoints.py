@@ -1,9 +1,9 @@
 """GET /health/live, /health/ready, /health/backlog: for probes and for people. Never needs a key, never blocks.
 
-`live` is for a liveness probe: only a process that hangs fails it, or one that ends because a part of it died. `ready`
-is for a readiness probe: it is 503 while a call would not be served, as far as the latest looks at the replicas say; it
-asks them nothing, so that nobody can wear them out through it. `backlog` is for alarms: it is 503 while the store is
-too far behind, although calls are served and nothing is lost; no probe that restarts anything should ask it.
+`live` is for a liveness probe: it fails if the process hangs, or exits because a component died. `ready` is for a
+readiness probe: it is 503 while a call would not be served, according to the latest probes of the replicas; it sends
+them no request of its own. `backlog` is for alarms: it is 503 while the store is too far behind, although calls are
+served and nothing is lost. Do not restart anything because of `backlog`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ratchet.proxy.wire.asgi import send_json
 
 
 class HealthEndpoints:
-    """The three endpoints. `max_lag_seconds`: seconds that the store may be behind."""
+    """The three endpoints. `max_lag_seconds`: how far the store may be behind."""
 
     def __init__(
         self,
@@ -37,23 +37,23 @@ class HealthEndpoints:
         self._probes = probes
         self._journal = journal
         self._shipper = shipper
-        self._most_lag = max_lag_seconds
+        self._max_lag_seconds = max_lag_seconds
         self._critical_tasks = critical_tasks
         self._started_at = time.time()
         self._stopping = False
 
     def stop(self) -> None:
-        """The proxy was told to stop: from here on it is not ready."""
+        """Report not ready from now on: the proxy is stopping."""
         self._stopping = True
 
     async def live(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """200 as long as the process answers; 503 with the reason where it ends because a part of it died."""
+        """200 while the process works; 503 with the reason if it exits because a component died."""
         reason = self._critical_tasks.failure
-        told = {"status": "live"} if reason is None else {"status": "failed", "reason": reason}
-        await send_json(send, 200 if reason is None else 503, told)
+        body = {"status": "live"} if reason is None else {"status": "failed", "reason": reason}
+        await send_json(send, 200 if reason is None else 503, body)
 
     async def ready(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """200 when a call would be served: by at least one replica; else 503 with what is missing."""
+        """200 if at least one replica can serve a call; else 503 with what is missing."""
         upstreams = self._probes.last_results()
         missing = [*(["the proxy is stopping"] if self._stopping else ()), *self._policies.readiness_problems()]
         if not any(upstream["up"] for upstream in upstreams):
@@ -62,22 +62,22 @@ class HealthEndpoints:
         await send_json(send, 503 if missing else 200, {"status": status, "missing": missing, "upstreams": upstreams})
 
     async def backlog(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """How much of what was recorded is not in the store yet; 503 where it is too old."""
+        """Report the records that are not in the store yet; 503 if the oldest is too old."""
         lag = self.lag()
-        behind = lag > self._most_lag
-        told = {
+        behind = lag > self._max_lag_seconds
+        body = {
             "status": "behind" if behind else "ok",
             "journal_bytes": self._journal.bytes,
             "unshipped_records": self._shipper.backlog,
             "lag_seconds": round(lag, 3),
-            "max_lag_seconds": self._most_lag,
+            "max_lag_seconds": self._max_lag_seconds,
         }
-        await send_json(send, 503 if behind else 200, told)
+        await send_json(send, 503 if behind else 200, body)
 
     def lag(self) -> float:
         """Return the age in seconds of the oldest record that is not in the store; up to about 1 s too high.
 
-        While records of an earlier process are not there yet, it is at least the time since this one's start.
+        While records of an earlier process are missing, it is at least the time since this process started.
         """
         now = time.time()
         until = max(self._started_at, self._shipper.shipped_until(now))

@@ -1,15 +1,13 @@
-"""The keys that are known now: those of the environment, and a copy of the store's that a task renews.
+"""The known API keys: those of the environment, and a copy of the store's keys that a task refreshes.
 
-Promises: a store that does not answer leaves the last copy in use, so that an outage locks nobody out; a key that was
-revoked is refused within `refresh_seconds` of the store's answering again. Until the store's keys have been read once,
-only the environment's open the door, and where there are none, nothing does: a door that may need keys is not open.
-A key that was made a moment ago is looked for when it first comes. The copy lives in this process; a proxy cannot start
-while the store is down.
+Promises: while the store is down, the last copy stays in use, so that an outage locks nobody out. A revoked key is
+rejected within `refresh_seconds` after the store answers again. Until the store's keys have been read once, only keys
+of the environment are accepted; without them, no request is. An unknown key triggers a look-up, because it may be new.
 
-Keys are required as soon as there is one, also a revoked one: revoking the last key does not open the door. On a host
-that other machines reach they are required always. Keys themselves are never kept, only SHA-256.
+Keys are required as soon as one exists, even a revoked one: revoking the last key does not turn authentication off. On
+a host that other machines can reach, keys are always required. Only the SHA-256 of a key is stored.
 
-Belongs to the event loop's thread; the store is asked in one of its own.
+All state belongs to the event loop's thread; the store is read in a thread of its own.
 """
 
 from __future__ import annotations
@@ -22,8 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
+import msgspec
+
 from ratchet.proxy.api_keys import KEYS_VARIABLE, is_loopback
-from ratchet.proxy.coordinator.keys.caller import Caller
 from ratchet.proxy.coordinator.limits.rate_limits import KeyMeter
 from ratchet.proxy.errors import NotReady, StartError
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
@@ -37,9 +36,22 @@ log = logging.getLogger("ratchet.proxy")
 
 _T = TypeVar("_T")
 
-_NOTE_EVERY = 60.0  # seconds between notes of when keys were used last
-_LOOK_EVERY = 0.25  # seconds between looks for a key that is not known
-_LOOK_PATIENCE = 1.0  # seconds that a request waits for such a look
+_RECORD_USE_SECONDS = 60.0  # between records of when keys were used last
+_MIN_REFRESH_SECONDS = 0.25  # between refreshes for unknown keys
+_REFRESH_TIMEOUT = 1.0  # seconds that a request waits for such a refresh
+
+
+class Caller(msgspec.Struct, frozen=True):
+    """The caller of a request, by its API key. Fixed when the request arrives."""
+
+    key_id: str | None  # names the key in records
+    trajectory: str | None = None  # named by a suffix of the key
+    meter: KeyMeter | None = None  # the key's limits
+    operator: bool = False  # may read everything, and give feedback on everything
+
+
+ANONYMOUS = Caller(None)
+OPERATOR = Caller(None, operator=True)
 
 
 class KeyCache:
@@ -56,11 +68,15 @@ class KeyCache:
         self._critical_tasks = critical_tasks or CriticalTasks()
         self._settings = settings
         self._is_reachable = not is_loopback(settings.host)
-        self._usual = (settings.requests_per_minute, settings.tokens_per_minute)  # of keys without limits of their own
+        self._default_limits = (
+            settings.requests_per_minute,
+            settings.tokens_per_minute,
+        )  # of keys without their own limits
         self._meters: dict[str, KeyMeter] = {}  # by key id
-        self.anyone = Caller(None, meter=self._meter("", self._usual))
+        self.anyone = Caller(None, meter=self._meter("", self._default_limits))
         self._environment = {
-            hashed: Caller(hashed[:16], meter=self._meter(hashed[:16], self._usual)) for hashed in settings.key_hashes
+            hashed: Caller(hashed[:16], meter=self._meter(hashed[:16], self._default_limits))
+            for hashed in settings.key_hashes
         }
         self._operator_hashes = settings.operator_hashes
         self._refresh_seconds = refresh_seconds
@@ -69,54 +85,54 @@ class KeyCache:
         self._operators = set(self._operator_hashes)
         self._agents_need_keys = bool(self._environment) or self._is_reachable
         self._used: set[str] = set()
-        self._noted_at = time.monotonic()
+        self._use_recorded_at = time.monotonic()
         self._task: asyncio.Task[None] | None = None
         self._refresh_task: asyncio.Task[None] | None = None  # for a key that is not known
-        self._looked_at = 0.0
+        self._refreshed_at = 0.0
         self._thread = ThreadPoolExecutor(1, "keys")
 
-    # --- asked with every request --------------------------------------------------------------------------
+    # --- for every request ---------------------------------------------------------------------------------
 
     @property
     def key_needed(self) -> bool:
-        """Whether agents need a key. Raises NotReady where that is not known yet."""
+        """Whether agents need a key. Raises NotReady until that is known."""
         if self._agents_need_keys:
             return True
         if self._rows is None:
-            raise NotReady("the store has not told its API keys yet; try again in a moment")
+            raise NotReady("the API keys have not been read from the store yet; try again in a moment")
         return False
 
     @property
     def operator_key_needed(self) -> bool:
-        """Whether the operator API needs a key. Raises NotReady where that is not known yet."""
+        """Whether the operator API needs a key. Raises NotReady until that is known."""
         return bool(self._operators) or self.key_needed or bool(self._rows)
 
     def caller_of(self, hashed: str) -> Caller | None:
-        """Return whose key it is; None where it is no agent's."""
+        """Return the caller with this key; None if it is not an agent's key."""
         caller = self._agents.get(hashed)
         if caller is not None:
             self._used.add(hashed)
         return caller
 
     def is_operator_key(self, hashed: str) -> bool:
-        """Return whether a key opens the operator API."""
+        """Return whether a key is an operator's."""
         if hashed not in self._operators:
             return False
         self._used.add(hashed)
         return True
 
     def is_known_key(self, hashed: str) -> bool:
-        """Return whether a key opens anything."""
+        """Return whether a key is an agent's or an operator's."""
         return hashed in self._agents or hashed in self._operators
 
     async def refresh_keys(self) -> None:
-        """Look into the store for a key that was made just now; few looks, however many wrong keys there are."""
-        if self._refresh_task is None and time.monotonic() - self._looked_at > _LOOK_EVERY:
-            self._refresh_task = asyncio.create_task(self._look())
+        """Read the store's keys again, for an unknown key that may be new. Rate-limited against wrong keys."""
+        if self._refresh_task is None and time.monotonic() - self._refreshed_at > _MIN_REFRESH_SECONDS:
+            self._refresh_task = asyncio.create_task(self._refresh())
         if self._refresh_task is not None:
-            await asyncio.wait([self._refresh_task], timeout=_LOOK_PATIENCE)
+            await asyncio.wait([self._refresh_task], timeout=_REFRESH_TIMEOUT)
             if self._refresh_task is not None and self._refresh_task.done():
-                self._refresh_task, self._looked_at = None, time.monotonic()
+                self._refresh_task, self._refreshed_at = None, time.monotonic()
 
     @property
     def has_operators(self) -> bool:
@@ -126,54 +142,54 @@ class KeyCache:
     # --- the copy ------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Read the store's keys. Raises StartError on a host that others reach where no agent has a key."""
-        await self._look()
+        """Read the store's keys. Raises StartError if other machines can reach the host and no agent has a key."""
+        await self._refresh()
         if self._rows is not None:
             check_host_has_keys(self._settings, self._rows)
         self._task = self._critical_tasks.start_task(self._run(), "keys")
 
     async def stop(self) -> None:
-        """Write down which keys were used, and end."""
+        """Record which keys were used, and stop."""
         if self._task is not None:
             await self._critical_tasks.stop_tasks(self._task)
         if self._refresh_task is not None:
             await asyncio.wait([self._refresh_task])
-        self._noted_at = 0.0
-        await self._note()
+        self._use_recorded_at = 0.0
+        await self._record_use()
         self._thread.shutdown(wait=False)
 
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(self._refresh_seconds)
-            await self._look()
-            await self._note()
+            await self._refresh()
+            await self._record_use()
 
-    async def _look(self) -> None:
+    async def _refresh(self) -> None:
         try:
-            rows = tuple(await self._ask(self._store.keys.all))
+            rows = tuple(await self._in_thread(self._store.keys.all))
         except StoreError as error:
             log.warning("event=keys_not_read reason=%r", str(error))
             return
         if rows != self._rows:
-            self._take(rows)
+            self._replace_copy(rows)
 
-    def _take(self, rows: tuple[Key, ...]) -> None:
+    def _replace_copy(self, rows: tuple[Key, ...]) -> None:
         agents = {
             row.hash: Caller(row.id, meter=self._meter(row.id, (row.requests_per_minute, row.tokens_per_minute)))
-            for row in _standing(rows, KeyScope.AGENT)
+            for row in _valid(rows, KeyScope.AGENT)
         }
         gone = {row.id for row in rows if row.revoked_at is not None}
         self._meters = {key_id: meter for key_id, meter in self._meters.items() if key_id not in gone}
         self._rows = rows
         self._agents = {**agents, **self._environment}
-        self._operators = {*self._operator_hashes, *(row.hash for row in _standing(rows, KeyScope.OPERATOR))}
+        self._operators = {*self._operator_hashes, *(row.hash for row in _valid(rows, KeyScope.OPERATOR))}
         self._agents_need_keys = (
             bool(self._environment) or self._is_reachable or any(row.scope == KeyScope.AGENT for row in rows)
         )
 
     def _meter(self, key_id: str, limits: tuple[int | None, int | None]) -> KeyMeter | None:
-        """Return the meter of a key, the one that it has where its limits are the same; None where it has no limits."""
-        limits = (limits[0] or self._usual[0], limits[1] or self._usual[1])
+        """Return the meter of a key; the existing one if its limits are unchanged, None without limits."""
+        limits = (limits[0] or self._default_limits[0], limits[1] or self._default_limits[1])
         if limits == (None, None):
             self._meters.pop(key_id, None)
             return None
@@ -182,34 +198,34 @@ class KeyCache:
             known = self._meters[key_id] = KeyMeter(*limits)
         return known
 
-    async def _note(self) -> None:
-        """Tell the store about once a minute which of its keys were used; of a first use at once."""
+    async def _record_use(self) -> None:
+        """Record in the store which keys were used: a first use at once, later ones about once a minute."""
         now = time.monotonic()
-        first = any(row.last_used_at is None and row.hash in self._used for row in self._rows or ())
-        if not self._used or (now - self._noted_at < _NOTE_EVERY and not first):
+        is_first_use = any(row.last_used_at is None and row.hash in self._used for row in self._rows or ())
+        if not self._used or (now - self._use_recorded_at < _RECORD_USE_SECONDS and not is_first_use):
             return
-        used, self._used, self._noted_at = self._used, set(), now
+        used, self._used, self._use_recorded_at = self._used, set(), now
         ids = [row.id for row in self._rows or () if row.hash in used]
         try:
             if ids:
-                await self._ask(partial(self._store.keys.record_use, ids, time.time()))
+                await self._in_thread(partial(self._store.keys.record_use, ids, time.time()))
         except StoreError as error:
             log.warning("event=keys_not_noted reason=%r", str(error))
 
-    async def _ask(self, verb: Callable[[], _T]) -> _T:
+    async def _in_thread(self, verb: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, verb)
 
 
 def check_host_has_keys(settings: ProxySettings, rows: Iterable[Key]) -> None:
-    """Raise StartError on a host that others reach where no agent has a key; `rows` are the store's keys."""
-    if is_loopback(settings.host) or settings.key_hashes or any(_standing(rows, KeyScope.AGENT)):
+    """Raise StartError if other machines can reach the host and no agent has a key. `rows`: the store's keys."""
+    if is_loopback(settings.host) or settings.key_hashes or any(_valid(rows, KeyScope.AGENT)):
         return
     raise StartError(
-        f"host {settings.host} can be reached from other machines and there is no API key: make one with "
+        f"host {settings.host} can be reached from other machines, but there is no API key: create one with "
         f"`ratchet keys create --name NAME`, or set {KEYS_VARIABLE} to one or more keys, separated by commas, "
         "or use host 127.0.0.1"
     )
 
 
-def _standing(rows: Iterable[Key], scope: KeyScope) -> Iterable[Key]:
+def _valid(rows: Iterable[Key], scope: KeyScope) -> Iterable[Key]:
     return (row for row in rows if row.scope == scope and row.revoked_at is None)

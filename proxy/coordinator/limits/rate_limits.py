@@ -1,13 +1,13 @@
-"""Limits per key: requests and tokens a minute, as token buckets that hold one minute's worth.
+"""Limits per key: requests and tokens per minute, as token buckets with a capacity of one minute.
 
-A request is counted when it arrives. Tokens are reserved then too, by an estimate (the body's length, and the longest
-answer that is asked for, within the model's context), and settled at the end with what was really used. A call that
-is larger than a minute's tokens waits for a full bucket, and leaves a debt where it really used more. Over a limit the
-call gets 429 in its dialect's shape and is told when to come back; nothing of it is recorded or forwarded.
+A request is counted when it arrives. Its tokens are reserved by an estimate (the body's length and max_tokens, within
+the model's context), and settled at the end with the actual usage. A call with more tokens than a minute's limit needs
+a full bucket, and leaves a debt if it used more. Above a limit the call gets 429 in its dialect's format, with the time
+to wait; it is neither recorded nor forwarded.
 
-Promises: a key without limits costs nothing here; memory is two numbers per key that has limits; what was only
-estimated, and what a client left behind, never costs a key more than one full bucket. Does not share: each
-proxy process counts what comes through itself. Time is a parameter of the buckets; all belongs to the loop's thread.
+Promises: a key without limits costs nothing here; a key with limits costs two numbers. An estimate, or a call that its
+client abandoned, never costs a key more than one full bucket. Each proxy process counts its own calls only. Time is a
+parameter of the buckets; all state belongs to the event loop's thread.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from ratchet.proxy.errors import RateLimited
 from ratchet.proxy.wire import lax_values
 from ratchet.proxy.wire.asgi import Headers
 
-TOKEN_RESERVATION = "ratchet.hold"  # where the scope has the Hold of a call whose key has limits
+TOKEN_RESERVATION = "ratchet.token_reservation"  # scope key of the TokenReservation of a call whose key has limits
 
 _BYTES_PER_TOKEN = 4
-_USUAL_ANSWER = 512  # tokens, where the client sets no limit
+_DEFAULT_MAX_TOKENS = 512  # of an answer, if the client sets no limit
 _MINUTE = 60.0
 
 
 class Bucket:
-    """So much a minute, and no more than a minute's worth at once."""
+    """A token bucket: `limit` per minute, with a capacity of one minute."""
 
     __slots__ = ("_at", "level", "limit")
 
     def __init__(self, limit: int, now: float) -> None:
         self.limit = limit
-        self.level = float(limit)  # below 0 while a debt stands
+        self.level = float(limit)  # negative while in debt
         self._at = now
 
     def take(self, amount: int, now: float) -> float:
-        """Take an amount, a full bucket at most, and return 0.0; where there is less, the seconds to wait for it."""
+        """Take an amount, at most a full bucket, and return 0.0; or return the seconds to wait for it."""
         self._fill(now)
-        wanted = min(amount, self.limit)
-        if self.level < wanted:
-            return (wanted - self.level) * _MINUTE / self.limit
-        self.level -= wanted
+        amount = min(amount, self.limit)
+        if self.level < amount:
+            return (amount - self.level) * _MINUTE / self.limit
+        self.level -= amount
         return 0.0
 
     def give(self, amount: int, now: float) -> None:
-        """Give back what was not used; a negative amount takes more, into debt if need be."""
+        """Return an unused amount; a negative amount takes more, into debt if necessary."""
         self._fill(now)
         self.level = min(float(self.limit), self.level + amount)
 
@@ -78,29 +78,29 @@ class KeyMeter:
         self._take("requests", self._requests, 1)
 
     def reserve(self, tokens: int) -> int:
-        """Set tokens aside, and return how many: no more than the bucket holds. Raises RateLimited."""
+        """Reserve tokens, at most a full bucket; return how many. Raises RateLimited."""
         tokens = self.bounded(tokens)
         self._take("tokens", self._tokens, tokens)
         return tokens
 
     def bounded(self, tokens: int) -> int:
-        """Return no more tokens than the bucket holds."""
+        """Return `tokens`, at most a full bucket."""
         return tokens if self._tokens is None else min(tokens, self._tokens.limit)
 
     def settle(self, reserved: int, used: int) -> None:
-        """Replace what was reserved by what was used."""
+        """Replace the reserved tokens by the used ones."""
         if self._tokens is not None:
             self._tokens.give(reserved - used, time.monotonic())
 
     def headers(self) -> Headers:
-        """Return where the limits stand, as OpenAI's headers say it."""
-        now, told = time.monotonic(), []
+        """Return OpenAI's rate limit headers."""
+        now, headers = time.monotonic(), []
         for name, bucket in (("requests", self._requests), ("tokens", self._tokens)):
             if bucket is not None:
-                told.append((f"x-ratelimit-limit-{name}", str(bucket.limit)))
-                told.append((f"x-ratelimit-reset-{name}", _span(bucket.full_in(now))))
-                told.append((f"x-ratelimit-remaining-{name}", str(max(0, int(bucket.level)))))
-        return [(name.encode(), value.encode()) for name, value in told]
+                headers.append((f"x-ratelimit-limit-{name}", str(bucket.limit)))
+                headers.append((f"x-ratelimit-reset-{name}", _span(bucket.full_in(now))))
+                headers.append((f"x-ratelimit-remaining-{name}", str(max(0, int(bucket.level)))))
+        return [(name.encode(), value.encode()) for name, value in headers]
 
     def _take(self, name: str, bucket: Bucket | None, amount: int) -> None:
         wait = bucket.take(amount, time.monotonic()) if bucket is not None else 0.0
@@ -108,8 +108,8 @@ class KeyMeter:
             return
         wait = max(wait, 0.001)
         raise RateLimited(
-            f"the key's limit of {bucket.limit} {name} a minute is reached: {max(0, int(bucket.level))} are left and "
-            f"{amount} are asked for; try again in {_span(wait)}",
+            f"the key's limit of {bucket.limit} {name} per minute is reached: {max(0, int(bucket.level))} are left and "
+            f"{amount} are required; try again in {_span(wait)}",
             code="rate_limit_exceeded",
             kind=name,
             headers=[
@@ -121,7 +121,7 @@ class KeyMeter:
 
 
 class TokenReservation:
-    """What one call has set aside of its key's tokens; given back where nothing says that it was used."""
+    """The tokens that one call has reserved; returned at the end unless the call reports its usage."""
 
     __slots__ = ("_meter", "_reserved", "_used")
 
@@ -131,15 +131,15 @@ class TokenReservation:
         self._used = 0
 
     def reserve(self, sampling: Mapping[str, Any], body: bytes, context: int | None) -> None:
-        """Set aside what a call may need of a model with so long a context, if that is known. Raises RateLimited."""
+        """Reserve what a call may need; `context` is the model's context length, if known. Raises RateLimited."""
         self._reserved = self._meter.reserve(estimate(sampling, body, context))
 
     def reserve_prompt(self, body: bytes) -> None:
-        """Count a body whose answer nobody reads here, by its length. Raises RateLimited."""
+        """Count a body by its length, for a call whose response is not parsed. Raises RateLimited."""
         self._reserved = self._used = self._meter.reserve(len(body) // _BYTES_PER_TOKEN)
 
     def use(self, tokens: int, *, left: bool) -> None:
-        """Say what the call took. Of a client that left before that was known, the reservation is kept."""
+        """Report the usage of the call. If the client left before it was known, the reservation counts."""
         self._used = self._meter.bounded(tokens or self._reserved) if left else tokens
 
     def settle(self) -> None:
@@ -148,33 +148,33 @@ class TokenReservation:
 
 
 def estimate(sampling: Mapping[str, Any], body: bytes, context: int | None = None) -> int:
-    """Return about how many tokens a call with this body takes, prompt and answers, each within the model's context."""
-    asked = lax_values.lax_int(sampling.get("max_completion_tokens") or sampling.get("max_tokens")) or 0
+    """Estimate the tokens of a call with this body, prompt and answers, each within the model's context."""
+    max_tokens = lax_values.lax_int(sampling.get("max_completion_tokens") or sampling.get("max_tokens")) or 0
     answers = max(1, lax_values.lax_int(sampling.get("n")) or 1)
-    prompt, longest = len(body) // _BYTES_PER_TOKEN, asked if asked > 0 else _USUAL_ANSWER
+    prompt, max_tokens = len(body) // _BYTES_PER_TOKEN, max_tokens if max_tokens > 0 else _DEFAULT_MAX_TOKENS
     if context is not None:
-        prompt, longest = min(prompt, context), min(longest, context)
-    return prompt + longest * answers
+        prompt, max_tokens = min(prompt, context), min(max_tokens, context)
+    return prompt + max_tokens * answers
 
 
 async def with_rate_limits(app: ASGIApp, meter: KeyMeter, scope: Scope, receive: Receive, send: Send) -> None:
-    """Run a request under its key's limits. Raises RateLimited."""
+    """Run a request within its key's limits. Raises RateLimited."""
     meter.request()
-    hold = scope[TOKEN_RESERVATION] = TokenReservation(meter)
+    reservation = scope[TOKEN_RESERVATION] = TokenReservation(meter)
 
-    async def told(message: Message) -> None:
+    async def send_with_limits(message: Message) -> None:
         if message["type"] == "http.response.start":
             message["headers"] = [*message["headers"], *meter.headers()]
         await send(message)
 
     try:
-        await app(scope, receive, told)
+        await app(scope, receive, send_with_limits)
     finally:
-        hold.settle()
+        reservation.settle()
 
 
 def _span(seconds: float) -> str:
-    """Return a time as OpenAI writes it: 120ms, 1.5s, 6m0s."""
+    """Return a duration in OpenAI's format: 120ms, 1.5s, 6m0s."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     if seconds < _MINUTE:

@@ -11,7 +11,7 @@ Evidence, strongest first:
 Without evidence a new trajectory starts, so concurrent trajectories with the same prompt never merge. `docs/linking.md`
 has the rules and measures them.
 
-Equal answers are told apart by their tool-call ids, then by calls without a continued answer, then by answers that
+Equal answers are distinguished by their tool-call ids, then by calls without a continued answer, then by answers that
 are not continued, then by age, latest first. A trajectory has one key, one version and one purpose; other calls join it
 only by its explicit id. Calls of another key never join: the same name under another key is another trajectory.
 
@@ -206,12 +206,12 @@ class TrajectoryLinker:
     def task_family(self, start: CallStarted) -> str:
         """Return the task family of a call's trajectory: that of its first call."""
         trajectory = self._trajectories.get(start.trajectory_id)
-        found = trajectory.family if trajectory else None
-        if found is None:
-            found = family_of(start.task, start.tools_hash)
+        family = trajectory.family if trajectory else None
+        if family is None:
+            family = family_of(start.task, start.tools_hash)
             if trajectory is not None:
-                trajectory.family = found
-        return found
+                trajectory.family = family
+        return family
 
     def end_call(self, link: Link, leaves: Iterable[Leaf], now: float) -> None:
         """Record that a call of this trajectory has ended; `leaves` are its answers."""
@@ -326,7 +326,7 @@ class TrajectoryLinker:
 
 
 def _best(evidence: LinkEvidence, place: int, found: Sequence[Leaf]) -> tuple[Leaf, str]:
-    """Return the best leaf of one path, and how it was told from the others."""
+    """Return the best leaf of one path, and how it was distinguished from the others."""
     exact = [leaf for leaf in found if leaf.link_key == evidence.keys[place]]
     ids = canon.tool_call_ids(evidence.messages[place])
     same_ids = [leaf for leaf in found if leaf.tool_call_ids == ids] if ids else []

@@ -2,7 +2,7 @@
 
 A quote starts at the beginning of a text, or after a boundary character and the white space that follows it. One pass
 of a regular expression skips positions that cannot start any known text, by the character classes of its first
-characters. Texts with the same beginning are told apart by the hashes of their first 64, 256, 1,024 ... characters.
+characters. Texts with the same beginning are distinguished by the hashes of their first 64, 256, 1,024 ... characters.
 Holds hashes, apart from the first characters of each text. No I/O.
 """
 

@@ -75,20 +75,20 @@ def _quoted_groups(
     """
     groups: dict[bytes, dict[Leaf, None]] = {}
     last_role, work = "", WorkLimit()
-    fitting: dict[bytes, list[Leaf]] = {}  # a quote may occur at many places
+    candidates: dict[bytes, list[Leaf]] = {}  # by digest: a quote may occur many times
     for position, role, text in texts:
         for at, quotes in leaves.quotes.find_quotes(text, work):
-            for digest in quotes.keys() - fitting.keys():
-                fitting[digest] = [
+            for digest in quotes.keys() - candidates.keys():
+                candidates[digest] = [
                     leaf for leaf in leaves.quotes.leaves_with(digest) if fits(leaf) and _may_be_quoted(leaf, digest)
                 ]
-            found = {digest: fitting[digest] for digest in quotes}
+            found = {digest: candidates[digest] for digest in quotes}
             if role == "assistant" and not at:
                 before = keys[position - 1] if position else canon.ROOT
                 found = {digest: _answers_after(found[digest], before, text[: quotes[digest]]) for digest in quotes}
             for digest in sorted((one for one in found if found[one]), key=lambda one: _order(found[one], one)):
                 group = groups.setdefault(digest, {})
-                if len(group) < len(fitting[digest]):
+                if len(group) < len(candidates[digest]):
                     group.update(dict.fromkeys(found[digest]))
                 last_role = role
     return groups, last_role

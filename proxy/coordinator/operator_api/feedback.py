@@ -1,9 +1,9 @@
-"""Feedback at the door: reads what somebody says of an answer, and makes it durable before it says so.
+"""Receives feedback on answers and trajectories, and acknowledges it once it is durable.
 
-Promises: what was taken is in the journal (fdatasync) when the answer goes out, whether the store is up or not, and is
-shipped like a call, once per id; an id that no proxy of the store knows is a 404, unless the store is down or another
-proxy has not shipped its journal: then it waits, and is placed when the call is stored. An agent's key speaks of its
-own trajectories alone; another's do not exist for it.
+Promises: acknowledged feedback is in the journal (fdatasync), whether the store is up or not, and is shipped like a
+call, once per id. An unknown target is a 404, unless the store is down or another proxy has not shipped its journal:
+then the feedback waits until the call is stored. An agent's key gives feedback on its own trajectories only; those of
+other keys do not exist for it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, ValidationError, model_validator
 
-from ratchet.proxy.coordinator.keys.caller import Caller
+from ratchet.proxy.coordinator.keys.key_cache import Caller
 from ratchet.proxy.coordinator.shipping.record_lookups import RecordLookups
 from ratchet.proxy.errors import BadRequest, NotFound, NotReady
 from ratchet.proxy.journal.journal import Journal
@@ -27,15 +27,15 @@ from ratchet.store.store import Store
 
 BODY_LIMIT = 2**20
 WAITING_DETAIL = (
-    "kept; whether its id is known cannot be said yet, since the store is down or a proxy has not shipped its journal: "
-    "it is placed when its call is stored, and stays in `ratchet feedback list` as waiting if none comes"
+    "recorded; its target is not in the store yet, because the store is down or a proxy has not shipped its journal: "
+    "the feedback is placed when its call is stored, and is listed as waiting in `ratchet feedback list` until then"
 )
-_MOST = 1e9  # of a value, either way
-_PATIENCE = 3.0  # seconds that a call gets to reach the store, here or by another proxy, before its id is unknown
+_MAX_VALUE = 1e9  # absolute
+_TIMEOUT = 3.0  # seconds for a call to reach the store, from here or from another proxy, before its id is unknown
 
 
 class FeedbackBody(BaseModel):
-    """What `POST /api/feedback` takes."""
+    """The body of `POST /api/feedback`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
@@ -47,34 +47,36 @@ class FeedbackBody(BaseModel):
     value: StrictBool | StrictInt | StrictFloat | Literal["up", "down"] | None = Field(
         None, description="how good it was: a number, true or false, up or down"
     )
-    comment: str = Field("", max_length=10_000, description="words about it")
+    comment: str = Field("", max_length=10_000, description="a comment")
     demonstration: str | None = Field(
         None, max_length=200_000, min_length=1, description="the answer that would be right"
     )
-    end_user: str | None = Field(None, max_length=200, description="who says it; the same one said again is a revision")
-    idempotency_key: str | None = Field(None, max_length=200, description="the same key sent again changes nothing")
+    end_user: str | None = Field(
+        None, max_length=200, description="source gives it; more feedback of the same user is a revision"
+    )
+    idempotency_key: str | None = Field(None, max_length=200, description="sending the same key again changes nothing")
 
     @model_validator(mode="after")
-    def _says_something(self) -> FeedbackBody:
+    def _check(self) -> FeedbackBody:
         if sum(name is not None for name in (self.trajectory_id, self.call_id, self.response_id)) != 1:
             raise ValueError("name one of trajectory_id, call_id and response_id")
         if self.value is None and not self.comment and self.demonstration is None:
-            raise ValueError("say something: value, comment or demonstration")
-        if not isinstance(self.value, str | None) and not -_MOST <= self.value <= _MOST:
-            raise ValueError(f"value must lie between {-_MOST:g} and {_MOST:g}")
+            raise ValueError("give a value, a comment or a demonstration")
+        if not isinstance(self.value, str | None) and not -_MAX_VALUE <= self.value <= _MAX_VALUE:
+            raise ValueError(f"value must lie between {-_MAX_VALUE:g} and {_MAX_VALUE:g}")
         return self
 
     def record(self, caller: Caller, idempotency_key: str | None, now: float) -> Feedback:
-        """Return the record of it."""
+        """Return the record."""
         kinds = ((TRAJECTORY, self.trajectory_id), (CALL, self.call_id), (RESPONSE, self.response_id))
         kind, target = next((kind, name) for kind, name in kinds if name is not None)
         key = self.idempotency_key or idempotency_key
-        who = "operator" if caller.operator else f"key:{caller.key_id}" if caller.key_id else "anyone"
+        source = "operator" if caller.operator else f"key:{caller.key_id}" if caller.key_id else "anyone"
         return Feedback(
-            id=_derived_id(who, key) if key else new_id("fb"),
+            id=_derived_id(source, key) if key else new_id("fb"),
             kind=kind,
             target=_plain(target),
-            source=_plain(f"user:{self.end_user}") if self.end_user else who,
+            source=_plain(f"user:{self.end_user}") if self.end_user else source,
             given_at=now,
             key_id=caller.key_id,
             trusted=caller.operator,
@@ -85,18 +87,18 @@ class FeedbackBody(BaseModel):
 
 
 def parse_feedback(body: bytes) -> FeedbackBody:
-    """Return what a body says. Raises BadRequest that names the field."""
+    """Parse a body. Raises BadRequest, which names the field."""
     try:
         return FeedbackBody.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         field = str(first["loc"][0]) if first["loc"] else None
-        said = first["msg"].removeprefix("Value error, ")
-        raise BadRequest(f"{field}: {said}" if field else said, param=field) from error
+        reason = first["msg"].removeprefix("Value error, ")
+        raise BadRequest(f"{field}: {reason}" if field else reason, param=field) from error
 
 
 class FeedbackIntake:
-    """Takes feedback. Belongs to the event loop's thread; the store is asked in another."""
+    """Records feedback. Belongs to the event loop's thread; the store is read in another."""
 
     def __init__(
         self, store: Store, journal: Journal, lookups: RecordLookups, redactor: Redactor | None, metrics: ProxyMetrics
@@ -107,42 +109,42 @@ class FeedbackIntake:
         self._redactor = redactor
         self._metrics = metrics
 
-    async def take(self, said: Feedback) -> Place | None:
-        """Make it durable; return where it belongs, None where that is waited for.
+    async def record(self, feedback: Feedback) -> Place | None:
+        """Make feedback durable; return where it belongs, None if its call is not stored yet.
 
         Raises NotFound, NotReady, RateLimited.
         """
-        place = await self._find(said)
-        if not await self._journal.commit(self._redactor.redact_feedback(said) if self._redactor else said):
+        place = await self._find(feedback)
+        if not await self._journal.commit(self._redactor.redact_feedback(feedback) if self._redactor else feedback):
             raise NotReady(
-                "the journal cannot be written, so that this feedback is not safe: send it again in a moment, with the "
+                "the journal cannot be written, so this feedback is not recorded: send it again in a moment, with the "
                 "same idempotency_key"
             )
         self._metrics.feedback.labels("waiting" if place is None else "placed").inc()
         return place
 
-    async def _find(self, said: Feedback) -> Place | None:
-        """Return where it belongs; None where it has to wait. Raises NotFound."""
+    async def _find(self, feedback: Feedback) -> Place | None:
+        """Return where feedback belongs; None if it has to wait. Raises NotFound."""
 
         def look() -> Place | None:
-            return self._store.feedback.target_of(said)
+            return self._store.feedback.target_of(feedback)
 
         try:
-            place, certain = await self._lookups.wait_for(look, said.key_id, _PATIENCE)
+            place, certain = await self._lookups.wait_for(look, feedback.key_id, _TIMEOUT)
         except StoreUnavailable:
             return None
         if place is None and certain:
             raise NotFound(
-                f"no {said.kind} {said.target!r} is known here: send the `id` of an answer as response_id, "
+                f"no {feedback.kind} {feedback.target!r} is known: send the `id` of an answer as response_id, "
                 "the header x-ratchet-call as call_id, or x-ratchet-trajectory as trajectory_id",
-                param=f"{said.kind}_id",
+                param=f"{feedback.kind}_id",
                 code="unknown_target",
             )
         return place
 
 
 def _plain(text: str) -> str:
-    """Return text without what PostgreSQL's texts cannot hold."""
+    """Replace the characters that PostgreSQL cannot store."""
     return text.replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 
@@ -150,5 +152,5 @@ def _number(value: float | None) -> float | None:
     return None if value is None else float(value)
 
 
-def _derived_id(who: str, key: str) -> str:
-    return "fb_" + blake2b(f"{who}\0{key}".encode(), digest_size=16).hexdigest()
+def _derived_id(source: str, key: str) -> str:
+    return "fb_" + blake2b(f"{source}\0{key}".encode(), digest_size=16).hexdigest()

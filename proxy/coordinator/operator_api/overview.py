@@ -1,7 +1,7 @@
-"""The overview: what `ratchet status --report` tells, of every alias, in one answer for the console's first page.
+"""The overview for the console's first page: the report of `ratchet status --report` for every alias.
 
-Promises that being looked at costs next to nothing: sums are made in the database, the dear ones are remembered for
-twenty times as long as they took, and only small figures pass through this process.
+It is cheap to poll: the database computes the sums, and expensive ones are cached for twenty times as long as they
+took.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ratchet.store.store import Store
 
 _ROUNDS = 50
 _DECISIONS = 5
-_SHOWN = (
+_ROUND_METRICS = (
     "reward",
     "trajectories",
     "groups",
@@ -46,7 +46,7 @@ class Overview:
         self._learning: dict[str, CachedCount[dict[str, Any]]] = {}
 
     def read(self) -> dict[str, Any]:
-        """Return everything that the page shows, of all aliases."""
+        """Return the data of the page, for all aliases."""
         store = self._store
         serving = store.policies.serving()
         versions, progress = store.policies.counts(), store.job_progress.all()
@@ -66,7 +66,7 @@ class Overview:
         self, alias: str, serving: list[Policy], versions: dict[str, int], progress: list[JobProgress]
     ) -> dict[str, Any]:
         live = _version(alias, PolicyState.LIVE, serving)
-        told = self._store.decisions.decisions_of(alias, limit=_DECISIONS)
+        decisions = self._store.decisions.decisions_of(alias, limit=_DECISIONS)
         return {
             "alias": alias,
             "versions": versions,
@@ -79,29 +79,29 @@ class Overview:
                     "reason": one.reason,
                     "at": one.decided_at,
                 }
-                for one in told
+                for one in decisions
             ],
             "progress": [_progress(job) for job in progress if job.alias == alias],
             **self._report(alias),
         }
 
     def _report(self, alias: str) -> dict[str, Any]:
-        """Return whether an alias learns, as old as that was dear to find out."""
+        """Return the learning report of an alias, cached by its cost."""
         if alias not in self._learning:
             self._learning[alias] = CachedCount(lambda: self._read_report(alias))
         return self._learning[alias]()
 
     def _read_report(self, alias: str) -> dict[str, Any]:
         judge = self._store.groups.newest_judge_version(alias)
-        told = read_learning_report(self._store, alias)
+        report = read_learning_report(self._store, alias)
         canary = read_canary_scores(self._store, alias)
         relative = is_relative(self._store, alias, judge)
         return {
             "judge": judge,
             "relative": relative,
-            "learning": to_dict(told),
+            "learning": to_dict(report),
             "canary": canary,
-            "held": read_awaiting_approval(self._store, alias),
+            "awaiting_approval": read_awaiting_approval(self._store, alias),
         }
 
 
@@ -116,7 +116,9 @@ def _progress(job: JobProgress) -> dict[str, Any]:
 
 
 def _round(one: Round) -> dict[str, Any]:
-    plain_one = msgspec.structs.asdict(one) | {"metrics": {k: one.metrics[k] for k in _SHOWN if k in one.metrics}}
-    moved = movement_of(one.metrics)
-    said = {"untrained_tokens": one.metrics.get("untrained_tokens") or {}, "moved": moved and moved.describe()}
-    return plain_one | said
+    movement = movement_of(one.metrics)
+    return msgspec.structs.asdict(one) | {
+        "metrics": {name: one.metrics[name] for name in _ROUND_METRICS if name in one.metrics},
+        "untrained_tokens": one.metrics.get("untrained_tokens") or {},
+        "policy_movement": movement and movement.describe(),
+    }

@@ -1,8 +1,7 @@
-"""The operator API under /api: what was recorded, judged and trained; feedback; trajectories finished and deleted.
+"""The operator API under /api: calls, trajectories, groups, feedback, policies, training, alarms.
 
-Lists are pages by key: `limit`, and `before` = the `next` of the page before. Packed tokens come out as lists where
-they are asked for, no more of them in one response than `MOST_TOKENS`, or one call's.
-Reads the store in threads; never on the path of a call.
+Lists are paged by key: `limit`, and `before` = the `next` of the previous page. Tokens are returned as lists on
+request, at most `MAX_TOKENS` in one response, or those of one call. The store is read in threads.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ from ratchet.store.records.base import Record
 from ratchet.store.store import Store
 
 _Limit = Annotated[int, Query(ge=1, le=1000)]
-_SETTLE_SECONDS = 5.0
-MOST_TOKENS = 250_000  # told in one response
+_SHIP_TIMEOUT = 5.0  # seconds
+MAX_TOKENS = 250_000  # of one response
 _FEEDBACK_BODY = {"content": {"application/json": {"schema": FeedbackBody.model_json_schema()}}, "required": True}
-_LOST_AFTER = 3600.0  # seconds after which a call without an end is not waited for
+_LOST_AFTER = 3600.0  # seconds after which a call without an end no longer counts as in flight
 
 
 class _ManualDecision(BaseModel):
-    """What a person decides, and why."""
+    """A person's decision."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -53,7 +52,7 @@ class _ManualDecision(BaseModel):
 
 
 class _ManualPromotion(_ManualDecision):
-    """What is to be promoted; `rejected`: also a version that was rejected."""
+    """A promotion by hand; `rejected`: also of a rejected version."""
 
     rejected: bool = False
 
@@ -61,9 +60,9 @@ class _ManualPromotion(_ManualDecision):
 _STATUS: dict[type[StoreError], int] = {RecordNotFound: 404, InvalidTransition: 409, StoreUnavailable: 503}
 
 
-def create_operator_api(store: Store, shipper: Shipper, linker: TrajectoryLinker, desk: FeedbackIntake) -> FastAPI:
+def create_operator_api(store: Store, shipper: Shipper, linker: TrajectoryLinker, intake: FeedbackIntake) -> FastAPI:
     """Return the operator application."""
-    # No pages: they would run scripts of other servers beside an API that reads everything.
+    # No docs pages: they run scripts of other servers, next to an API that reads everything.
     known = [Depends(_known_parameters)]
     api = FastAPI(
         title="Ratchet operator API", version="1", docs_url=None, redoc_url=None, dependencies=known,
@@ -71,26 +70,26 @@ def create_operator_api(store: Store, shipper: Shipper, linker: TrajectoryLinker
     )  # fmt: skip
 
     @api.exception_handler(StoreError)
-    async def refuse(_: Request, error: StoreError) -> Response:
+    async def on_store_error(_: Request, error: StoreError) -> Response:
         status = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 500)
         return Response(openai_error(str(error), type(error).__name__), status, media_type="application/json")
 
     @api.exception_handler(ProxyError)
-    async def tell(_: Request, error: ProxyError) -> Response:
+    async def on_proxy_error(_: Request, error: ProxyError) -> Response:
         headers = {"retry-after": str(error.retry_after)} if error.retry_after is not None else None
         return Response(to_openai_error(error), error.status, headers, media_type="application/json")
 
     add_error_handlers(api)
     _add_calls(api, store)
     _add_endings(api, store, shipper, linker)
-    _add_feedback(api, store, desk)
+    _add_feedback(api, store, intake)
     _add_policies(api, store)
     _add_reports(api, store)
     return api
 
 
 def _add_calls(api: FastAPI, store: Store) -> None:
-    """What was recorded: calls, trajectories, and the groups that they are judged in."""
+    """Calls, trajectories and groups."""
 
     @api.get("/calls")
     def calls(
@@ -100,7 +99,7 @@ def _add_calls(api: FastAPI, store: Store) -> None:
         state: str | None = None,
         tokens: bool = False,
     ) -> Response:
-        """Calls, newest first; with `tokens` their ids and logprobs, and then fewer on a page where they are many."""
+        """Calls, newest first. With `tokens`, also ids and logprobs; then a page may have fewer calls."""
         found = store.calls.page(limit, before, trajectory, state, tokens=False)
         if not tokens:
             return _page([_call(call, tokens=False) for call in found], limit)
@@ -117,9 +116,9 @@ def _add_calls(api: FastAPI, store: Store) -> None:
     def trajectories(
         chosen: Annotated[TrajectoryFilter, Depends(_chosen)], limit: _Limit = 100, before: str | None = None
     ) -> Response:
-        """Trajectories without content, newest first; those of a search in the order of their ids, the last first.
+        """Trajectories without content, newest first; those of a search by id, last first.
 
-        Each with the `score` that counts, null where no judge gave one.
+        Each has its `score`, null without a judge's score.
         """
         found = store.trajectories.page(limit, before, chosen=chosen)
         scores = store.groups.scores([one.id for one in found])
@@ -129,7 +128,7 @@ def _add_calls(api: FastAPI, store: Store) -> None:
     def trajectory(trajectory_id: str, tokens: bool = True) -> Response:
         """One trajectory with its calls, messages and every verdict.
 
-        Tokens are told of its first calls, as many as a response may hold; the others' are null, and at /calls/ID.
+        Its first calls have tokens, as many as a response may contain; those of later calls are null: see /calls/ID.
         """
         found = store.trajectories.read(trajectory_id, tokens=False)
         whole = store.calls.read_with_tokens(within(found.calls)) if tokens else {}
@@ -137,7 +136,7 @@ def _add_calls(api: FastAPI, store: Store) -> None:
         return _json(
             _plain(found.trajectory)
             | {"calls": calls, "messages": found.messages, "tools": found.tools}
-            | {"feedback": [_plain(said) for said in found.feedback]}
+            | {"feedback": [_plain(one) for one in found.feedback]}
             | {"verdicts": [_plain(verdict) for verdict in store.groups.verdicts_of(trajectory_id)]}
             | {"trained": store.lineage.versions_of([trajectory_id]).get(trajectory_id, ())}
             | {"complete": not store.trajectories.incomplete([trajectory_id])}
@@ -157,30 +156,32 @@ def _add_calls(api: FastAPI, store: Store) -> None:
 
     @api.get("/groups/{group_id}/judge-requests")
     def judge_requests(group_id: str) -> Response:
-        """What judges asked about a group and what came back, word for word, oldest first."""
+        """The judges' model requests for a group and the responses, verbatim, oldest first."""
         return _page([_judge_request(one) for one in store.groups.judge_requests(store.groups.get(group_id).id)])
 
 
 def _add_endings(api: FastAPI, store: Store, shipper: Shipper, linker: TrajectoryLinker) -> None:
-    """How trajectories end: finished by hand, or deleted."""
+    """Finishing and deleting trajectories."""
 
     @api.post("/trajectories/{trajectory_id}/finish")
     async def finish(trajectory_id: str) -> Response:
-        """Seal a trajectory: it is complete. Waits until every call of it that has ended is in the store."""
-        if not await shipper.settle(_SETTLE_SECONDS):
-            raise StoreUnavailable("the store has not taken all calls yet; finish the trajectory again in a moment")
+        """Seal a trajectory. Waits until all its ended calls are in the store."""
+        if not await shipper.settle(_SHIP_TIMEOUT):
+            raise StoreUnavailable("not all calls are in the store yet; finish the trajectory again in a moment")
         sealed = await run_in_threadpool(store.trajectories.seal, trajectory_id, time.time())
         linker.forget_trajectory(trajectory_id)
         return _json(_plain(sealed))
 
     @api.delete("/trajectories/{trajectory_id}")
     async def delete(trajectory_id: str) -> Response:
-        """Delete a trajectory and its successors for good. Takes seconds: the proxies must know of it first."""
+        """Delete a trajectory and its successors permanently. Takes seconds: all proxies must notice it first."""
         chosen = TrajectoryFilter(id=trajectory_id)
-        if not await shipper.settle(_SETTLE_SECONDS):
-            raise StoreUnavailable("the store has not taken all calls yet; delete the trajectory again in a moment")
+        if not await shipper.settle(_SHIP_TIMEOUT):
+            raise StoreUnavailable("not all calls are in the store yet; delete the trajectory again in a moment")
         if await run_in_threadpool(store.deletions.calls_in_flight, chosen, time.time() - _LOST_AFTER):
-            raise InvalidTransition(f"a call of trajectory {trajectory_id} is under way: delete it when it has ended")
+            raise InvalidTransition(
+                f"trajectory {trajectory_id} has a call in flight: delete it when the call has ended"
+            )
         linker.forget_trajectory(trajectory_id)
         done = await run_in_threadpool(store.deletions.delete, chosen, "operator")
         if not done.trajectory_count:
@@ -189,38 +190,39 @@ def _add_endings(api: FastAPI, store: Store, shipper: Shipper, linker: Trajector
 
     @api.get("/deletions")
     def deletions() -> Response:
-        """What was deleted, without its content, and the policies that had learnt it; the latest first."""
+        """Deletions, without content, and the policies that were trained on the deleted data; latest first."""
         return _page([_plain(found) for found in store.deletions.all()])
 
 
-def _add_feedback(api: FastAPI, store: Store, desk: FeedbackIntake) -> None:
-    """What people say, and what was said."""
+def _add_feedback(api: FastAPI, store: Store, intake: FeedbackIntake) -> None:
+    """Giving and listing feedback."""
 
     @api.post("/feedback", status_code=201, openapi_extra={"requestBody": _FEEDBACK_BODY})
-    async def say(request: Request) -> Response:
-        """Say how good a trajectory or an answer was: 201 once it is durable, 202 where its call is waited for."""
+    async def give_feedback(request: Request) -> Response:
+        """Give feedback on a trajectory or an answer: 201 once it is durable, 202 if its call is not stored yet."""
         body = parse_feedback(await read_body(request.receive, BODY_LIMIT))
         key = request.headers.get("idempotency-key")
-        said = body.record(request.scope[CALLER], key[:200] if key else None, time.time())
-        place = await desk.take(said)
+        received = body.record(request.scope[CALLER], key[:200] if key else None, time.time())
+        place = await intake.record(received)
         trajectory, call = place or (None, None)
-        told = {"id": said.id, "trajectory_id": trajectory, "call_id": call, "state": "placed" if place else "waiting"}
-        return _json(told, 201) if place else _json(told | {"detail": WAITING_DETAIL}, 202)
+        state = "placed" if place else "waiting"
+        fields = {"id": received.id, "trajectory_id": trajectory, "call_id": call, "state": state}
+        return _json(fields, 201) if place else _json(fields | {"detail": WAITING_DETAIL}, 202)
 
     @api.get("/feedback")
     def feedback(limit: _Limit = 100, before: str | None = None, trajectory: str | None = None) -> Response:
-        """What was said, newest first, each with the policies that its trajectory had part in."""
+        """Feedback, newest first, each with the policies that its trajectory trained."""
         found = store.feedback.page(limit, before, trajectory)
-        trained = store.lineage.versions_of(list({said.trajectory_id for said in found if said.trajectory_id}))
-        return _page([_plain(said) | {"trained": trained.get(said.trajectory_id or "", ())} for said in found], limit)
+        trained = store.lineage.versions_of(list({one.trajectory_id for one in found if one.trajectory_id}))
+        return _page([_plain(one) | {"trained": trained.get(one.trajectory_id or "", ())} for one in found], limit)
 
 
 def _add_policies(api: FastAPI, store: Store) -> None:
-    """Versions, what was decided about them, and decisions by hand."""
+    """Versions, decisions about them, and manual decisions."""
 
     @api.get("/policies")
     def policies(alias: str | None = None) -> Response:
-        """Every policy version, oldest first, each with the newest decision, and whether it learnt what was deleted."""
+        """Policy versions, oldest first, each with its newest decision, and whether its data was deleted."""
         decided = {key: _plain(decision) for key, decision in store.decisions.latest(alias).items()}
         learnt = {(one.alias, one.version) for one in store.deletions.versions_with_deleted_data()}
         names = [((policy.alias, policy.version), policy) for policy in store.policies.all(alias)]
@@ -230,42 +232,42 @@ def _add_policies(api: FastAPI, store: Store) -> None:
 
     @api.get("/policies/{version}/decisions")
     def decisions(version: int, alias: str) -> Response:
-        """Every decision about a version with its evidence, newest first."""
+        """The decisions about a version with their evidence, newest first."""
         return _page([_plain(decision) for decision in store.decisions.decisions_of(alias, version)])
 
     @api.get("/policies/{version}/prompt")
     def prompt(version: int, alias: str) -> Response:
-        """The prompt that the proxy swaps in for a version; null where it has none."""
+        """The system prompt of a version; null without one."""
         name = store.policies.get(alias, version).prompt_id
         return _json({"prompt": _plain(store.prompts.get(name)) if name else None})
 
     @api.post("/policies/{version}/promote")
     def promote(version: int, alias: str, order: _ManualPromotion) -> Response:
-        """Make a version live by hand; one that was rejected only with `rejected`."""
-        made = store.policies.promote_manually(
+        """Make a version live; a rejected one only with `rejected`."""
+        promoted = store.policies.promote_manually(
             alias, version, by=order.by, reason=order.reason, rejected=order.rejected
         )
-        return _json(_plain(made))
+        return _json(_plain(promoted))
 
     @api.post("/policies/{version}/rollback")
     def rollback(version: int, alias: str, order: _ManualDecision) -> Response:
-        """Go back to a version by hand: it is live, and every later one is rejected."""
+        """Roll back to a version: it becomes live, and all later versions are rejected."""
         rejected = store.policies.roll_back_manually(alias, version, by=order.by, reason=order.reason)
         return _page([_plain(policy) for policy in rejected])
 
 
 def _add_reports(api: FastAPI, store: Store) -> None:
-    """How training, tools and alarms stand."""
-    looking = Overview(store)
+    """Overview, training, tools and alarms."""
+    reader = Overview(store)
 
     @api.get("/overview")
     def overview() -> Response:
-        """Is it learning? By alias: scores by version, before and after, canary, works under way; rounds, alarms."""
-        return _json(looking.read())
+        """By alias: scores by version, before and after, canary, job progress; rounds and alarms."""
+        return _json(reader.read())
 
     @api.get("/training")
     def training(alias: str | None = None, limit: _Limit = 100, before: str | None = None) -> Response:
-        """Training rounds, newest first, and how many trajectories are in each state."""
+        """Training rounds, newest first, and the number of trajectories by state."""
         found = store.rounds.page(alias, limit, before)
         return _json(
             {
@@ -279,24 +281,24 @@ def _add_reports(api: FastAPI, store: Store) -> None:
 
     @api.get("/tools")
     def tools(alias: str | None = None, version: int | None = None) -> Response:
-        """How often each tool was called under each policy version, by outcome and result; most called first."""
+        """Tool calls by tool and policy version, with outcomes and results; most called first."""
         return _page([_plain(tally) for tally in store.tools.counts_by_version(alias, version)])
 
     @api.get("/alarms")
-    def alarms(standing: bool = False) -> Response:
-        """Alarms, the latest first."""
-        return _page([_plain(alarm) for alarm in (store.alarms.active() if standing else store.alarms.all())])
+    def alarms(active: bool = False) -> Response:
+        """Alarms, latest first; with `active`, only those that are not cleared."""
+        return _page([_plain(alarm) for alarm in (store.alarms.active() if active else store.alarms.all())])
 
 
 def within(calls: Sequence[Call]) -> list[str]:
-    """Return the first calls whose tokens one response may hold together, the first one whatever it has: ids."""
+    """Return the ids of the first calls whose tokens fit into one response, at least one."""
     ends = {call.id: call.prompt_tokens + call.completion_tokens for call in calls}
     chosen: list[str] = []
     total = 0
     for call in calls:
-        known = ends.get(call.parent_call or "", 0) if call.context == "exact" else 0  # told with the call before
+        known = ends.get(call.parent_call or "", 0) if call.context == "exact" else 0  # returned with the parent
         total += max(0, ends[call.id] - known)
-        if chosen and total > MOST_TOKENS:
+        if chosen and total > MAX_TOKENS:
             break
         chosen.append(call.id)
     return chosen
@@ -307,22 +309,20 @@ def _json(value: Any, status: int = 200) -> Response:
 
 
 def _page(rows: list[dict[str, Any]], limit: int | None = None) -> Response:
-    """Answer with a list; `next` is what `before` has to be for the page that follows, null where none does."""
+    """Return a list; `next` is the value of `before` for the next page, null on the last one."""
     return _json({"data": rows, "next": rows[-1]["id"] if limit and len(rows) == limit else None})
 
 
 def _known_parameters(request: Request) -> None:
-    """Refuse a query parameter that the route does not have: a misspelt filter would choose everything."""
+    """Reject unknown query parameters: a misspelled filter would match everything. Raises BadRequest."""
     if not request.query_params:
         return
     route = request.scope["route"].path
-    told = request.scope["app"].openapi()["paths"].get(route, {}).get(request.method.lower(), {})
-    names = sorted(one["name"] for one in told.get("parameters", ()) if one["in"] == "query")
+    schema = request.scope["app"].openapi()["paths"].get(route, {}).get(request.method.lower(), {})
+    names = sorted(one["name"] for one in schema.get("parameters", ()) if one["in"] == "query")
     if unknown := sorted(set(request.query_params) - set(names)):
-        there_are = ", ".join(names) or "none"
-        raise BadRequest(
-            f"unknown query parameter {unknown[0]!r}; /api{route} has these: {there_are}", param=unknown[0]
-        )
+        known = ", ".join(names) or "none"
+        raise BadRequest(f"unknown query parameter {unknown[0]!r}; /api{route} has: {known}", param=unknown[0])
 
 
 def _chosen(
@@ -336,7 +336,7 @@ def _chosen(
     until: float | None = None,
     search: str | None = None,
 ) -> TrajectoryFilter:
-    """Read the filter: equal to what is given; opened from `since` on and before `until`; an id that begins so."""
+    """Return the filter: equal values; opened from `since` and before `until`; ids that start with `search`."""
     return TrajectoryFilter(state, alias, version, task, key, tag, since, until, search)
 
 
@@ -352,9 +352,9 @@ def _judge_request(one: JudgeRequest) -> dict[str, Any]:
 
 
 def _call(call: Call, tokens: bool = True) -> dict[str, Any]:
-    """Return a call as JSON can hold it; its ids and logprobs where `tokens` says so."""
-    shown = [_tokens(choice) if tokens else {"token_ids": None, "logprobs": None} for choice in call.choices]
-    choices = [_plain(choice) | told for choice, told in zip(call.choices, shown, strict=True)]
+    """Return a call as JSON values; its ids and logprobs are null without `tokens`."""
+    no_tokens = {"token_ids": None, "logprobs": None}
+    choices = [_plain(choice) | (_tokens(choice) if tokens else no_tokens) for choice in call.choices]
     return _plain(call) | {"prompt_ids": unpack_ids(call.prompt_ids) if tokens else None, "choices": choices}
 
 

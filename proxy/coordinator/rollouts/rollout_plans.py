@@ -1,12 +1,13 @@
-"""Rollouts by the id of their trajectory: what the tuner has written down of an attempt before it began; and resamples,
-the trainer's further answers to a recorded prompt, likewise.
+"""The plans of rollouts, by trajectory id: task, model and prompt, which the tuner stores before a rollout starts.
 
-Each is looked up once, in a thread, and remembered; memory is bounded. An id that the store does not know is an
-ordinary trajectory's. While the store does not answer, a call of a rollout that is not remembered is refused (503), so
-that no attempt runs under another prompt or model than it counts for; no other call is.
+Resamples, which the trainer plans, are found in the same way.
 
-A rollout belongs to the key that the tuner named, else to the first that calls; under another key its id is an
-ordinary trajectory's. Belongs to the event loop's thread.
+A plan is looked up once, in a thread, and cached; the cache is bounded. An id that the store does not know is that of
+an ordinary trajectory. While the store is down, calls of rollouts that are not cached are rejected (503), because they
+would run with the wrong prompt or model; no other call is.
+
+A rollout belongs to the key that the tuner named, else to the first key that calls; for another key its id is that of
+an ordinary trajectory. All state belongs to the event loop's thread.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from ratchet.store.store import Store
 
 PREFIX = "roll_"
 _PLANNED = (PREFIX, f"{RESAMPLE_ID_PREFIX}_")
-_MOST = 20_000  # ids
-_UNKNOWN_SECONDS = 5.0  # an id that is unknown now may be planned later
-_PATIENCE = 5.0  # seconds for the store
+_MAX_IDS = 20_000
+_UNKNOWN_SECONDS = 5.0  # until an unknown id, which may be planned later, is looked up again
+_TIMEOUT = 5.0  # seconds for the store
 _THREADS = 4
-_PROMPTS = 256  # that are remembered beside the rollouts that have them
+_MAX_PROMPTS = 256  # cached
 
 
 @dataclass(slots=True, frozen=True)
 class RolloutPlan:
-    """What a rollout's calls are served as."""
+    """How the calls of a rollout are served."""
 
     task: str | None
     model: str | None
@@ -48,33 +49,33 @@ class RolloutPlan:
 
     @property
     def plain(self) -> bool:
-        """Whether it is served as live traffic is, a canary's share included: not measured, nothing swapped in."""
+        """Whether it is served like live traffic, canaries included: it is not an evaluation and has no prompt."""
         return self.purpose == "live" and self.prompt is None
 
-    def model_for(self, asked: str, others: Container[str]) -> str:
-        """Return the model that serves a call: the planned one, but where it asks for another model by its name."""
-        return asked if self.model is None or asked in others else self.model
+    def model_for(self, model: str, others: Container[str]) -> str:
+        """Return the model that serves a call: the planned one, unless it requests one of `others`."""
+        return model if self.model is None or model in others else self.model
 
     def prompt_for(self, alias: str, others: Container[str]) -> Prompt | None:
-        """Return what is swapped in for calls to an alias: nothing for models that only help with the rollout."""
+        """Return the prompt for calls to an alias; None for other models that the rollout uses."""
         return None if alias in others and alias != self.model else self.prompt
 
 
 @dataclass(slots=True)
-class _Known:
-    """What was found of an id. `owner` is the key that it belongs to, once that is known."""
+class _CachedPlan:
+    """A cached look-up. `owner` is the key that the rollout belongs to, once known."""
 
     plan: RolloutPlan | None
-    found_at: float
+    looked_up_at: float
     owned: bool = False
     owner: str | None = None
 
     def is_fresh(self) -> bool:
-        """Return whether the store need not be asked again."""
-        return self.plan is not None or time.monotonic() - self.found_at < _UNKNOWN_SECONDS
+        """Return whether no new look-up is necessary."""
+        return self.plan is not None or time.monotonic() - self.looked_up_at < _UNKNOWN_SECONDS
 
     def plan_for(self, key_id: str | None) -> RolloutPlan | None:
-        """Return the plan, if it is this key's; the first that asks has it where nobody was named."""
+        """Return the plan if it belongs to this key; without a named key it belongs to the first caller."""
         if self.plan is None:
             return None
         if not self.owned:
@@ -85,71 +86,71 @@ class _Known:
 class RolloutPlans:
     """The plans of rollouts."""
 
-    def __init__(self, store: Store, most: int = _MOST) -> None:
+    def __init__(self, store: Store, max_ids: int = _MAX_IDS) -> None:
         self._store = store
-        self._most = most
-        self._known: OrderedDict[str, _Known] = OrderedDict()
-        self._asked: dict[str, asyncio.Future[_Known]] = {}
+        self._max_ids = max_ids
+        self._cache: OrderedDict[str, _CachedPlan] = OrderedDict()
+        self._pending: dict[str, asyncio.Future[_CachedPlan]] = {}
         self._threads = ThreadPoolExecutor(_THREADS, "rollouts")
-        self._prompt = lru_cache(_PROMPTS)(store.prompts.get)  # one text for all rollouts that try it
+        self._prompt = lru_cache(_MAX_PROMPTS)(store.prompts.get)  # rollouts with the same prompt share one object
 
     async def start(self) -> None:
-        """Nothing to begin."""
+        """Nothing to start."""
 
     async def stop(self) -> None:
-        """Let go of the threads."""
+        """Stop the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def find_plan(self, trajectory_id: str, key_id: str | None) -> RolloutPlan | None:
         """Return the plan of a rollout for a key; None for any other trajectory. Raises NotReady."""
         if not trajectory_id.startswith(_PLANNED):
             return None
-        known = self._known.get(trajectory_id)
+        known = self._cache.get(trajectory_id)
         if known is None or not known.is_fresh():
-            known = await self._look(trajectory_id)
+            known = await self._look_up(trajectory_id)
         return known.plan_for(key_id)
 
     def cached_plan(self, trajectory_id: str, key_id: str | None) -> RolloutPlan | None:
         """Return the plan of a rollout that was looked up before; never waits."""
-        known = self._known.get(trajectory_id)
+        known = self._cache.get(trajectory_id)
         return known.plan_for(key_id) if known is not None else None
 
-    async def _look(self, name: str) -> _Known:
-        """Look an id up; those who ask for the same one at the same time share one look."""
-        asked = self._asked.get(name)
-        if asked is None:
+    async def _look_up(self, name: str) -> _CachedPlan:
+        """Look up an id; concurrent callers share one look-up."""
+        pending = self._pending.get(name)
+        if pending is None:
             loop = asyncio.get_running_loop()
-            asked = self._asked[name] = loop.run_in_executor(self._threads, self._read, name)
-            asked.add_done_callback(lambda done: self._take(name, done))
+            pending = self._pending[name] = loop.run_in_executor(self._threads, self._read, name)
+            pending.add_done_callback(lambda done: self._on_done(name, done))
         try:
-            return await asyncio.wait_for(asyncio.shield(asked), _PATIENCE)
-        except Exception as error:  # whatever ails the store: an attempt is never served as what it may not be
-            why = str(error) if isinstance(error, StoreError) else "the store does not answer"
-            raise NotReady(f"rollout {name} cannot be looked up: {why}", code="rollout_unknown") from error
+            return await asyncio.wait_for(asyncio.shield(pending), _TIMEOUT)
+        except Exception as error:  # for any failure: a rollout is never served without its plan
+            reason = str(error) if isinstance(error, StoreError) else "the store does not answer"
+            raise NotReady(f"rollout {name} cannot be looked up: {reason}", code="rollout_unknown") from error
 
-    def _take(self, name: str, done: asyncio.Future[_Known]) -> None:
-        del self._asked[name]
+    def _on_done(self, name: str, done: asyncio.Future[_CachedPlan]) -> None:
+        del self._pending[name]
         if done.cancelled() or done.exception() is not None:
             return
-        self._known[name] = done.result()
-        self._known.move_to_end(name)  # looked up last; a rollout is short, so the oldest is over
-        while len(self._known) > self._most:
-            self._known.popitem(last=False)
+        self._cache[name] = done.result()
+        self._cache.move_to_end(name)  # rollouts are short: the oldest has ended
+        while len(self._cache) > self._max_ids:
+            self._cache.popitem(last=False)
 
-    def _read(self, name: str) -> _Known:
+    def _read(self, name: str) -> _CachedPlan:
         try:
-            plan = self._rollout(name) if name.startswith(PREFIX) else self._shadow(name)
+            plan = self._rollout(name) if name.startswith(PREFIX) else self._resample(name)
         except RecordNotFound:
             plan = None
-        return _Known(plan, time.monotonic())
+        return _CachedPlan(plan, time.monotonic())
 
     def _rollout(self, name: str) -> RolloutPlan:
         rollout = self._store.rollouts.get(name)
         prompt = self._prompt(rollout.prompt_id) if rollout.prompt_id else None
         return RolloutPlan(rollout.task_id, rollout.model, rollout.purpose, prompt, rollout.key_id)
 
-    def _shadow(self, name: str) -> RolloutPlan:
-        """Return a shadow's plan: the original's task and version, under its own purpose."""
-        shadow = self._store.resamples.get(name)
-        task = self._store.trajectories.get(shadow.original_id).task
-        return RolloutPlan(task, f"{shadow.alias}@{shadow.version}", RESAMPLE, None, None)
+    def _resample(self, name: str) -> RolloutPlan:
+        """Return a resample's plan: the task and version of the original trajectory."""
+        resample = self._store.resamples.get(name)
+        task = self._store.trajectories.get(resample.original_id).task
+        return RolloutPlan(task, f"{resample.alias}@{resample.version}", RESAMPLE, None, None)

@@ -1,10 +1,10 @@
-"""Look-ups of what may not be in the store yet: recorded here a moment ago, or by another proxy of the store.
+"""Looks up records that may not be in the store yet: this proxy or another one recorded them a moment ago.
 
-Promises: what is there is told at once; what nobody recorded costs one look, and another where records from before the
-question were still on their way; nobody who waits holds a thread, and each key has at most `MOST_WAITING` who do (429;
-`_MOST_IN_ALL` of all keys: 503). What other proxies may hold is waited for with growing pauses: each of them says once
-a second in the store's instances up to which moment it has shipped what it recorded. With one proxy alone there is
-nothing of others to wait for; a proxy that has stopped talking counts for a minute.
+Promises: a stored record is returned at once. An unknown one costs one read of the store, and a second one if records
+from before the request were being shipped. A waiting request holds no thread. At most `MAX_WAITING` requests per key
+wait (429 above), and `_MAX_WAITING_TOTAL` in total (503). Records of other proxies are awaited with growing pauses:
+each proxy writes to the store once a second up to which moment it has shipped. A proxy without heartbeat counts for
+a minute.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from ratchet.proxy.runtime import thread_pools
 from ratchet.store.records import ProxyInstance
 from ratchet.store.store import Store
 
-MOST_WAITING = 64  # requests of one key
-_MOST_IN_ALL = 1024
-_DOOR_SILENCE = 60.0  # seconds after which another proxy is not counted
-_INSTANCES_CACHE_SECONDS = 0.1  # seconds that those who wait share one look at the instances
+MAX_WAITING = 64  # requests of one key
+_MAX_WAITING_TOTAL = 1024
+_HEARTBEAT_TIMEOUT = 60.0  # seconds
+_INSTANCES_CACHE_SECONDS = 0.1  # seconds
 _FIRST_PAUSE = 0.1  # seconds; each pause is twice the one before
 
 _Found = TypeVar("_Found")
 
 
 class RecordLookups:
-    """Looks for records until they are there, or until nobody can hold them any more. Belongs to the loop's thread."""
+    """Waits for records until they are stored, or until no proxy can have them. Belongs to the loop's thread."""
 
     def __init__(self, store: Store, shipper: Shipper | None = None) -> None:
         self._store = store
         self._shipper = shipper
         self._waiting: Counter[str | None] = Counter()  # by key
-        self._doors: asyncio.Task[list[ProxyInstance]] | None = None
-        self._doors_at = 0.0
+        self._instances: asyncio.Task[list[ProxyInstance]] | None = None
+        self._instances_at = 0.0
 
     async def wait_for(
         self,
@@ -50,21 +50,24 @@ class RecordLookups:
         ours: bool = True,
         for_call: bool = False,
     ) -> tuple[_Found | None, bool]:
-        """Return what `look` finds, and whether it is certain that nobody had recorded it when this was asked.
+        """Return the result of `look`, and whether every proxy had shipped its records from before this call.
 
-        Waits `patience` seconds at most; 0: looks once. `ours`: it may be this proxy's own. `for_call`: a call to a
-        model goes on from it. Raises what `look` raises, StoreUnavailable, RateLimited, NotReady.
+        Args:
+            patience: the maximum wait in seconds; with 0, looks once.
+            ours: this proxy may have recorded it.
+            for_call: a call to a model depends on it.
+
+        Raises what `look` raises, StoreUnavailable, RateLimited, NotReady.
         """
         run = thread_pools.run_call_lookup if for_call else thread_pools.run_lookup
         if not patience:
             return await run(look), False
-        asked_at, until = time.time(), time.monotonic() + patience
+        requested_at, until = time.time(), time.monotonic() + patience
         shipper = self._shipper if ours else None
         mark = shipper.mark() if shipper else 0
         shipped = shipper is None or shipper.has(mark)
-        settled = shipped and await self._others_have_shipped(
-            asked_at
-        )  # before the look: else it might come in between
+        # Before the look: else a record could arrive in between.
+        settled = shipped and await self._others_have_shipped(requested_at)
         found = await run(look)
         if found is not None or settled:
             return found, settled
@@ -76,35 +79,35 @@ class RecordLookups:
                 else:
                     await asyncio.sleep(min(pause, left))
                     pause *= 2
-                settled = shipped and await self._others_have_shipped(asked_at)
+                settled = shipped and await self._others_have_shipped(requested_at)
                 found = await run(look)
         return found, settled
 
     async def _others_have_shipped(self, before: float) -> bool:
-        """Return whether every other proxy has shipped what it recorded before that moment."""
+        """Return whether every other proxy has shipped its records from before that moment."""
         instances = await self._read_instances()
         return len(instances) <= 1 or min(instance.shipped_until for instance in instances) >= before
 
     async def _read_instances(self) -> list[ProxyInstance]:
-        """Return the proxies that run; those who ask within `_INSTANCES_CACHE_SECONDS` share a look."""
-        if self._doors is None or time.monotonic() - self._doors_at > _INSTANCES_CACHE_SECONDS:
-            self._doors_at = time.monotonic()
-            self._doors = asyncio.create_task(
-                thread_pools.run_lookup(self._store.proxy_instances.running, None, time.time() - _DOOR_SILENCE)
+        """Return the running proxies, cached for `_INSTANCES_CACHE_SECONDS`."""
+        if self._instances is None or time.monotonic() - self._instances_at > _INSTANCES_CACHE_SECONDS:
+            self._instances_at = time.monotonic()
+            self._instances = asyncio.create_task(
+                thread_pools.run_lookup(self._store.proxy_instances.running, None, time.time() - _HEARTBEAT_TIMEOUT)
             )
-        return await asyncio.shield(self._doors)
+        return await asyncio.shield(self._instances)
 
     @contextmanager
     def _count_waiter(self, key_id: str | None) -> Iterator[None]:
-        """Count one who waits. Raises RateLimited, NotReady."""
-        if self._waiting[key_id] >= MOST_WAITING:
+        """Count a waiting request. Raises RateLimited, NotReady."""
+        if self._waiting[key_id] >= MAX_WAITING:
             raise RateLimited(
-                f"{MOST_WAITING} requests of this key wait already for records that are not in the store: ask only for "
-                "ids that this proxy gave, and again in a moment",
+                f"{MAX_WAITING} requests of this key are waiting for records that are not in the store: request only ids "
+                "from this proxy, and retry in a moment",
                 code="too_many_waiting",
             )
-        if self._waiting.total() >= _MOST_IN_ALL:
-            raise NotReady(f"{_MOST_IN_ALL} requests wait already for records that are not in the store: ask again")
+        if self._waiting.total() >= _MAX_WAITING_TOTAL:
+            raise NotReady(f"{_MAX_WAITING_TOTAL} requests are waiting for records in the store: retry")
         self._waiting[key_id] += 1
         try:
             yield

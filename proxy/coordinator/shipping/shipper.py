@@ -1,11 +1,11 @@
-"""Moves the journal into the store, in order, as often as it takes: says what is carried next, and keeps the place.
+"""Ships the journal to the store, in order and with retries, and keeps the position.
 
-Promises: a record leaves the journal only after the store has it; while the store is down nothing is lost and nothing
-waits for it; a record that the store refuses for good (`store_writer.py` puts it aside) is told by a counter and an
-alarm. Where something is deleted from the store, the recorder hears of it within about a second, before the next batch.
-What cannot be shipped any more, since its segment was deleted or is damaged, is counted as lost and told by an alarm;
-the recorder then writes every message again, and `store.completeness` finds what was recorded without some meanwhile.
-Calls that an earlier proxy process began and never ended become `interrupted` once its segments are shipped.
+Promises: a record is removed from the journal only after the store has it. While the store is down nothing is lost, and
+no call waits for it. A rejected record (a dead letter of `store_writer.py`) increments a counter and raises an alarm.
+After a deletion in the store the recorder is notified within about a second, before the next batch. Records whose
+segment was deleted or is damaged are counted as lost and raise an alarm; the recorder then writes all messages again,
+and `store.completeness` finds calls that were recorded without some of theirs. Calls that an earlier proxy process
+started and never ended become `interrupted` once its segments are shipped.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 
 import msgspec
 
-from ratchet.proxy.coordinator.shipping.store_writer import DEAD_LETTERS, Carried, SegmentRange, StoreWriter
-from ratchet.proxy.coordinator.tool_checks.tool_counts import ToolCallCounters
+from ratchet.proxy.coordinator.shipping.store_writer import DEAD_LETTERS, SegmentRange, StoreWriter, WriteResult
+from ratchet.proxy.coordinator.tool_checks.checker import ToolCallCounters
 from ratchet.proxy.journal.journal import Journal, SegmentContent
 from ratchet.proxy.journal.segments import (
     Position,
@@ -42,16 +42,16 @@ log = logging.getLogger("ratchet.proxy")
 DEAD_LETTER_ALARM = "proxy_dead_letters"
 DAMAGE_ALARM = "proxy_journal_damaged"
 LOSS_ALARM = "proxy_journal_lost"
-_LINGER = 0.1  # seconds to let a batch grow: most calls then end in the batch that they begin in
-_BUSY_LINGER = 0.3  # the same while `_MANY` records and more come meanwhile: a batch costs as much as 25 calls
+_LINGER = 0.1  # seconds to let a batch grow: most calls then start and end in the same batch
+_BUSY_LINGER = 0.3  # the same if at least `_MANY` records arrive meanwhile: a batch costs as much as 25 calls
 _MANY = 100
-_LONGEST_WAIT = 5.0  # seconds between tries while the store is down
-_HURRY_EVERY = 1.0  # seconds between batches that do not grow because somebody waits for one
-_LOOK_EVERY = 1.0  # seconds between looks for deletions; `store.deletion` counts on it
+_MAX_RETRY_SECONDS = 5.0  # between attempts while the store is down
+_FLUSH_INTERVAL = 1.0  # seconds between batches that are written early because a request waits for one
+_DELETION_CHECK_INTERVAL = 1.0  # seconds; `store.deletion` relies on it
 
 
 class Shipper:
-    """The one thread between journal and store."""
+    """The thread that moves records from the journal to the store."""
 
     def __init__(
         self,
@@ -65,28 +65,28 @@ class Shipper:
         critical_tasks: CriticalTasks | None = None,
     ) -> None:
         self.replayed = threading.Event()  # set when the segments of earlier processes are in the store
-        self.moved = 0  # records taken out of the journal since the start, earlier processes' included
-        self.replays = 0  # those of earlier processes
+        self.shipped = 0  # records since the start, those of earlier processes included
+        self.replays = 0  # shipped records of earlier processes
         self._journal = journal
-        self._store = store  # for alarms and interrupted calls; records go through the store_writer
+        self._store = store  # for alarms and interrupted calls; records go through the store writer
         self._store_writer = store_writer
         self._metrics = metrics
         self._tools = ToolCallCounters(metrics)
         self._alarm_queue = alarm_queue
         self._forget_durable_messages = forget_durable_messages
         self._on_deletion = on_deletion  # called in this thread
-        self._deleted_at = 0.0  # the store's latest deletion that was seen
-        self._look_at = 0.0
+        self._deleted_at = 0.0  # the latest known deletion in the store
+        self._next_deletion_check = 0.0
         self._records_given_up = 0  # records of this process that can never be shipped
         self._done: Counter[int] = Counter()  # by segment of this process: records shipped or given up
         self._position = Position()
         self._marks: deque[tuple[int, float]] = deque(maxlen=100_000)  # (records taken, when)
         self._until = 0.0
         self._stop = threading.Event()
-        self._flush_now = threading.Event()  # set where the next batch need not grow
+        self._flush_now = threading.Event()  # the next batch need not grow
         self._flushed_at = 0.0
-        self._waiting = 0  # those who wait for the store to have something
-        self._moved = asyncio.Event()  # for them: set after each batch, and a new one put in its place
+        self._waiting = 0  # requests that wait for records to be shipped
+        self._batch_done = asyncio.Event()  # set after each batch, then replaced
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = (critical_tasks or CriticalTasks()).make_thread(self._run, "shipper")
 
@@ -94,15 +94,15 @@ class Shipper:
     def backlog(self) -> int:
         """Records of this process that the store does not have yet."""
         lost = self._journal.records_lost + self._records_given_up
-        return max(0, self._journal.records_taken - lost - (self.moved - self.replays))
+        return max(0, self._journal.records_taken - lost - (self.shipped - self.replays))
 
     def shipped_until(self, now: float) -> float:
         """Return the latest known moment before which everything recorded is in the store (Unix seconds).
 
-        To be asked regularly, from the thread that records: each time it notes how much there was at `now`.
+        Call it regularly, from the recording thread: each call notes how many records there were at `now`.
         """
         if not self.replayed.is_set():
-            return 0.0  # what earlier processes left is not there yet
+            return 0.0  # records of earlier processes are missing
         self._marks.append((self._journal.records_taken, now))
         done = self._journal.records_taken - self.backlog
         while self._marks and self._marks[0][0] <= done:
@@ -110,41 +110,41 @@ class Shipper:
         return self._until
 
     async def start(self) -> None:
-        """Begin, where an earlier process stopped. Waits a little for its segments to be shipped."""
+        """Continue where an earlier process stopped. Waits a little for its segments to be shipped."""
         self._position = read_position(self._journal.folder)
         self._store_writer.start()
         self._loop = asyncio.get_running_loop()
         self._thread.start()
         await asyncio.to_thread(self.replayed.wait, 10.0)
 
-    async def stop(self, most_seconds: float = 5.0) -> None:
-        """Ship what is there, within `most_seconds`; the rest stays in the journal for the next start."""
-        await self.settle(most_seconds)
+    async def stop(self, timeout_seconds: float = 5.0) -> None:
+        """Ship what is there, within `timeout_seconds`; the rest stays in the journal for the next start."""
+        await self.settle(timeout_seconds)
         self._stop.set()
         self._flush_now.set()
         self._journal.new_records.set()
-        await asyncio.to_thread(self._thread.join, most_seconds)
+        await asyncio.to_thread(self._thread.join, timeout_seconds)
         await asyncio.to_thread(self._store_writer.close)
 
     def mark(self) -> int:
-        """Return what everything recorded so far can be asked for by."""
+        """Return a mark for everything recorded so far."""
         return self._journal.records_taken
 
     def has(self, mark: int) -> bool:
         """Return whether the store has everything up to a mark."""
         return self.replayed.is_set() and self._journal.records_taken - self.backlog >= mark
 
-    async def settle(self, most_seconds: float, mark: int | None = None) -> bool:
+    async def settle(self, timeout_seconds: float, mark: int | None = None) -> bool:
         """Wait until the store has everything up to a mark, or recorded so far; return whether it has."""
         mark = self.mark() if mark is None else mark
-        if time.monotonic() - self._flushed_at > _HURRY_EVERY:
+        if time.monotonic() - self._flushed_at > _FLUSH_INTERVAL:
             self._flushed_at = time.monotonic()
             self._flush_now.set()
         self._waiting += 1
         try:
-            async with asyncio.timeout(most_seconds):
+            async with asyncio.timeout(timeout_seconds):
                 while not self.has(mark) and self._thread.is_alive():
-                    await self._moved.wait()
+                    await self._batch_done.wait()
         except TimeoutError:
             pass
         finally:
@@ -152,16 +152,16 @@ class Shipper:
         return self.has(mark)
 
     def _wake(self) -> None:
-        moved, self._moved = self._moved, asyncio.Event()
-        moved.set()
+        done, self._batch_done = self._batch_done, asyncio.Event()
+        done.set()
 
     def _run(self) -> None:
-        wait, moved = 0.1, 0
+        wait, shipped = 0.1, 0
         while not self._stop.is_set():
             try:
-                busy, failed = self._turn(), False
+                busy, failed = self._ship_batch(), False
                 wait = 0.1
-            except Exception as error:  # noqa: BLE001 -- nothing has moved; whatever it is, it is tried again
+            except Exception as error:  # noqa: BLE001 -- the position is unchanged; retry
                 busy, failed = False, True
                 self._metrics.ship_failures.inc()
                 log.warning("event=ship_failed retry_seconds=%.1f reason=%r", wait, str(error))
@@ -170,17 +170,17 @@ class Shipper:
                 self._loop.call_soon_threadsafe(self._wake)
             if failed:
                 self._stop.wait(wait)
-                wait = min(wait * 2, _LONGEST_WAIT)
+                wait = min(wait * 2, _MAX_RETRY_SECONDS)
             elif not busy:
                 self._journal.new_records.wait(1.0)
                 self._journal.new_records.clear()
-                self._flush_now.wait(_LINGER if self.moved - moved < _MANY else _BUSY_LINGER)
+                self._flush_now.wait(_LINGER if self.shipped - shipped < _MANY else _BUSY_LINGER)
                 self._flush_now.clear()
-                moved = self.moved
+                shipped = self.shipped
 
-    def _turn(self) -> bool:
-        """Ship one batch; return whether there may be more. Raises StoreError, OSError; then nothing has moved."""
-        self._look_for_deletions()
+    def _ship_batch(self) -> bool:
+        """Ship one batch; return whether there may be more. Raises StoreError, OSError, without effect."""
+        self._check_deletions()
         at = self._position
         written = self._journal.segments()
         self._count_lost_segments(written)
@@ -193,75 +193,75 @@ class Shipper:
         if ours:
             self._finish_replay()
             at = self._position
-        known = number == at.segment and at.offset <= written[number].bytes  # else the position is another journal's
+        known = number == at.segment and at.offset <= written[number].bytes  # else it is another journal's
         offset = at.offset if known else 0
         path = segment_path(self._journal.folder, number)
-        carried = self._carry(SegmentRange(str(path), offset, written[number].bytes if ours else None))
-        self._advance(number, carried)
-        self._count(number, carried, ours)
-        # Our own segments hold whole records up to where they were written: less than that is damage, too.
-        short = ours and (carried.end == "torn" or (carried.end == "more" and not carried.records))
-        torn = carried.end == "torn" and next_frame(path, carried.offset + 1) is not None
-        if carried.end == "damaged" or short or torn:
-            self._set_aside_damage(number, carried.offset, ours)
+        result = self._write(SegmentRange(str(path), offset, written[number].bytes if ours else None))
+        self._advance(number, result)
+        self._count(number, result, ours)
+        # Our own segments contain complete records up to the written length: fewer are damage too.
+        short = ours and (result.end == "torn" or (result.end == "more" and not result.records))
+        torn = result.end == "torn" and next_frame(path, result.offset + 1) is not None
+        if result.end == "damaged" or short or torn:
+            self._set_aside_damage(number, result.offset, ours)
             return True
-        if carried.end == "more":
+        if result.end == "more":
             return True
         if ours and self._journal.is_current_segment(number):
-            return False  # what came meanwhile has rung `fresh`, and waits until it is a batch
-        if not ours or self._journal.segments()[number].bytes == carried.offset:
+            return False  # later records have set `new_records`; let them grow into a batch
+        if not ours or self._journal.segments()[number].bytes == result.offset:
             self._journal.remove_segment(number)
         return True
 
-    def _look_for_deletions(self) -> None:
-        """Where something was deleted from the store, messages that were there may be there no more."""
-        if time.monotonic() < self._look_at:
+    def _check_deletions(self) -> None:
+        """Notify the recorder of deletions in the store: stored messages may be gone."""
+        if time.monotonic() < self._next_deletion_check:
             return
         deleted_at = self._store.deletions.latest()
         if deleted_at != self._deleted_at:
             self._forget_durable_messages()
             self._on_deletion()
-        self._deleted_at, self._look_at = deleted_at, time.monotonic() + _LOOK_EVERY
+        self._deleted_at, self._next_deletion_check = deleted_at, time.monotonic() + _DELETION_CHECK_INTERVAL
 
-    def _count(self, number: int, carried: Carried, ours: bool) -> None:
+    def _count(self, number: int, result: WriteResult, ours: bool) -> None:
         if ours:
-            self._done[number] += carried.records
+            self._done[number] += result.records
         else:
-            self.replays += carried.records
-        self.moved += carried.records
+            self.replays += result.records
+        self.shipped += result.records
 
     def _set_aside_damage(self, number: int, offset: int, ours: bool) -> None:
-        """Put a segment that cannot be read on aside, for a person to see; what can be read behind it is shipped."""
+        """Rename a damaged segment for a person to inspect, and ship the readable records after the damage."""
         path = segment_path(self._journal.folder, number)
-        kept = path.with_suffix(".damaged")
-        if ours:  # first: from then on the journal writes to another one
-            path.rename(kept)
+        damaged = path.with_suffix(".damaged")
+        if ours:  # first: the journal then writes to a new segment
+            path.rename(damaged)
         self._forget_durable_messages()
-        rest = self._behind(kept if ours else path, offset)
+        rest = self._ship_after_damage(damaged if ours else path, offset)
         if not ours:
-            path.rename(kept)
-        for carried in rest:
-            self._advance(number, carried)
-            self._count(number, carried, ours)
-        read = sum(carried.records for carried in rest)
+            path.rename(damaged)
+        for result in rest:
+            self._advance(number, result)
+            self._count(number, result, ours)
+        read = sum(result.records for result in rest)
         self._alarm_queue.raise_alarm(
-            DAMAGE_ALARM, f"{kept} cannot be read at byte {offset}; {read} records behind it were shipped"
+            DAMAGE_ALARM, f"{damaged} cannot be read at byte {offset}; {read} records after it were shipped"
         )
 
-    def _behind(self, path: Path, offset: int) -> list[Carried]:
-        """Have carried what can be read behind damage at `offset`. Raises StoreError, OSError."""
-        rest: list[Carried] = []
+    def _ship_after_damage(self, path: Path, offset: int) -> list[WriteResult]:
+        """Ship the readable records after damage at `offset`. Raises StoreError, OSError."""
+        rest: list[WriteResult] = []
         while (at := next_frame(path, offset + 1)) is not None:
-            rest.append(self._carry(SegmentRange(str(path), at, None)))
+            rest.append(self._write(SegmentRange(str(path), at, None)))
             while rest[-1].end == "more" and rest[-1].records:
-                rest.append(self._carry(SegmentRange(str(path), rest[-1].offset, None)))
+                rest.append(self._write(SegmentRange(str(path), rest[-1].offset, None)))
             if rest[-1].end == "end":
                 break
             offset = rest[-1].offset
         return rest
 
     def _count_lost_segments(self, segments: Mapping[int, SegmentContent]) -> None:
-        """Give up the records whose segment has gone before they were shipped."""
+        """Count the unshipped records of deleted segments as lost."""
         for number, written in segments.items():
             if segment_path(self._journal.folder, number).exists():
                 continue
@@ -274,13 +274,13 @@ class Shipper:
                 self._alarm_queue.raise_alarm(
                     LOSS_ALARM,
                     f"{missing} records of segment {number} in {self._journal.folder} are lost: it was deleted or "
-                    f"damaged before the store had them; the runs that they belong to are not complete",
+                    f"damaged before the store had them; their trajectories are incomplete",
                 )
             if not self._journal.is_current_segment(number):
                 self._journal.forget_segment(number)
 
     def _finish_replay(self) -> None:
-        """The earlier processes' segments are shipped: what they began and never ended was interrupted."""
+        """Mark the open calls of earlier processes as interrupted, once their segments are shipped."""
         if self.replayed.is_set():
             return
         if self._position.open:
@@ -289,37 +289,37 @@ class Shipper:
             self._write_position(msgspec.structs.replace(self._position, open=()))
         self.replayed.set()
 
-    def _carry(self, piece: SegmentRange) -> Carried:
-        """Have a piece of the journal carried into the store. Raises StoreError, OSError; then nothing has moved."""
+    def _write(self, segment: SegmentRange) -> WriteResult:
+        """Write a range of the journal into the store. Raises StoreError, OSError; then the position is unchanged."""
         try:
-            carried = self._store_writer.carry(piece)
+            result = self._store_writer.write(segment)
         except (StoreUnavailable, SchemaMismatch):
             self._metrics.store.report("shipping", ok=False)
             raise
-        if carried.records:
+        if result.records:
             self._metrics.store.report("shipping", ok=True)
-            self._metrics.shipped.inc(carried.records)
-        self._tools.count(carried.tools)
-        for letter in carried.dead:
-            log.warning("event=record_refused call=%s reason=%r", letter.call_id, letter.reason)
+            self._metrics.shipped.inc(result.records)
+        self._tools.count(result.tools)
+        for letter in result.dead:
+            log.warning("event=record_rejected call=%s reason=%r", letter.call_id, letter.reason)
             self._metrics.dead_letters.inc()
             place = self._journal.folder / DEAD_LETTERS
             self._alarm_queue.raise_alarm(
-                DEAD_LETTER_ALARM, f"the store refuses a record of call {letter.call_id}: see {place}"
+                DEAD_LETTER_ALARM, f"the store rejected a record of call {letter.call_id}: see {place}"
             )
             self._forget_durable_messages()
-        return carried
+        return result
 
-    def _advance(self, segment: int, carried: Carried) -> None:
-        if (segment, carried.offset) == (self._position.segment, self._position.offset):
+    def _advance(self, segment: int, result: WriteResult) -> None:
+        if (segment, result.offset) == (self._position.segment, self._position.offset):
             return
-        still_open = dict.fromkeys((*self._position.open, *carried.started))
-        for name in carried.ended:
-            still_open.pop(name, None)
-        self._write_position(Position(segment, carried.offset, tuple(still_open)))
+        open_calls = dict.fromkeys((*self._position.open, *result.started))
+        for name in result.ended:
+            open_calls.pop(name, None)
+        self._write_position(Position(segment, result.offset, tuple(open_calls)))
 
     def _write_position(self, position: Position) -> None:
-        """Keep the position; without a disk in memory only, since shipping again changes nothing."""
+        """Store the position; if the disk fails only in memory, because shipping a record again changes nothing."""
         self._position = position
         try:
             write_position(self._journal.folder, position)

@@ -1,8 +1,8 @@
-"""Carries a piece of the journal into the store: reads records, writes them, says what was done.
+"""Writes a range of the journal into the store, and reports what it wrote.
 
-Promises: carrying a piece twice changes nothing (the store goes by call id); an exception means that it has to be
-carried again. A record that the store refuses for good goes to `dead-letters.jsonl` beside the journal, with the
-reason, and the rest goes on. Remembers nothing between two pieces: where the journal stands is `shipper.py`'s.
+Promises: writing a range twice changes nothing, because the store upserts by call id; after an exception the range must
+be written again. A record that the store rejects goes to `dead-letters.jsonl` next to the journal, with the reason; the
+others are written. Keeps no state between two ranges: `shipper.py` has the position.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ _BATCH_BYTES = 4 * 2**20
 
 
 class SegmentRange(msgspec.Struct, frozen=True):
-    """A segment from `offset` on, never past `until`; how much of it is carried at once is the store_writer's
-    choice."""
+    """A segment from `offset`, up to `until`. The writer decides how much of it to write at once."""
 
     path: str
     offset: int
@@ -35,57 +34,57 @@ class SegmentRange(msgspec.Struct, frozen=True):
 
 
 class DeadLetter(msgspec.Struct, frozen=True):
-    """A record that the store refuses."""
+    """A record that the store rejected."""
 
     call_id: str
     reason: str
 
 
-class Carried(msgspec.Struct, frozen=True):
-    """What was carried: up to which offset, what stands there (`segments.Reading.end`), and whose records."""
+class WriteResult(msgspec.Struct, frozen=True):
+    """What was written of a range."""
 
     records: int
-    offset: int
-    end: str
-    started: tuple[str, ...] = ()  # calls whose beginning was among them
-    ended: tuple[str, ...] = ()
+    offset: int  # where the next range starts
+    end: str  # what is at `offset`: see `segments.Reading.end`
+    started: tuple[str, ...] = ()  # calls with a start record in the range
+    ended: tuple[str, ...] = ()  # calls with an end record in the range
     dead: tuple[DeadLetter, ...] = ()
-    tools: tuple[ToolCallCount, ...] = ()  # what became known of tool calls
+    tools: tuple[ToolCallCount, ...] = ()  # new outcomes and results of tool calls
 
 
 class StoreWriter(Protocol):
-    """Something that carries: here, or in a process of its own."""
+    """Writes ranges, in this process or in another one."""
 
     def start(self) -> None:
-        """Make ready."""
+        """Start the writer."""
 
-    def carry(self, piece: SegmentRange) -> Carried:
-        """Carry a piece, or its beginning. Raises StoreError, OSError; then it has to be carried again."""
+    def write(self, segment: SegmentRange) -> WriteResult:
+        """Write a range, or its beginning. Raises StoreError, OSError; then it must be written again."""
 
     def close(self) -> None:
-        """End; a piece under way may fail."""
+        """Stop the writer; a write in progress may fail."""
 
 
 class InProcessWriter:
-    """Carries in the thread that asks."""
+    """Writes in the caller's thread."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._checks = ToolCallChecker(store)
 
     def start(self) -> None:
-        """Nothing to make ready."""
+        """Nothing to start."""
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Nothing to stop."""
 
-    def carry(self, piece: SegmentRange) -> Carried:
-        """Carry about a batch of records. Raises StoreError, OSError."""
-        path = Path(piece.path)
-        reading = read_segment(path, piece.offset, _BATCH_BYTES, piece.until)
-        records = _without_ended_beginnings(reading.records)
+    def write(self, segment: SegmentRange) -> WriteResult:
+        """Write about one batch of records. Raises StoreError, OSError."""
+        path = Path(segment.path)
+        reading = read_segment(path, segment.offset, _BATCH_BYTES, segment.until)
+        records = _without_redundant_starts(reading.records)
         dead = self._ship(records, path.parent / DEAD_LETTERS) if records else []
-        return Carried(
+        return WriteResult(
             records=len(reading.records),
             offset=reading.offset,
             end=reading.end,
@@ -100,8 +99,8 @@ class InProcessWriter:
             self._store.calls.ship(records)
         except (StoreUnavailable, SchemaMismatch):
             raise
-        except Exception:  # noqa: BLE001 -- one bad record must not stop the others, whatever is wrong with it
-            self._store.policies.live()  # raises where the store is what is wrong
+        except Exception:  # noqa: BLE001 -- one bad record must not block the others
+            self._store.policies.live()  # raises if the store itself fails
             return self._ship_one_by_one(records, dead_letters)
         return []
 
@@ -112,13 +111,13 @@ class InProcessWriter:
                 self._store.calls.ship([record])
             except (StoreUnavailable, SchemaMismatch):
                 raise
-            except Exception as error:  # noqa: BLE001 -- as above; the record and the reason are kept
-                dead.append(_put_aside(record, error, dead_letters))
+            except Exception as error:  # noqa: BLE001 -- as above; the record and the reason are stored
+                dead.append(_add_dead_letter(record, error, dead_letters))
         return dead
 
 
-def _put_aside(record: Shipment, error: Exception, dead_letters: Path) -> DeadLetter:
-    letter = DeadLetter(_name(record), f"{type(error).__name__}: {error}"[:2000])
+def _add_dead_letter(record: Shipment, error: Exception, dead_letters: Path) -> DeadLetter:
+    letter = DeadLetter(_id_of(record), f"{type(error).__name__}: {error}"[:2000])
     line = {
         "at": time.time(),
         "call": letter.call_id,
@@ -130,13 +129,13 @@ def _put_aside(record: Shipment, error: Exception, dead_letters: Path) -> DeadLe
     return letter
 
 
-def _without_ended_beginnings(records: Sequence[Shipment]) -> list[Shipment]:
-    """Leave out beginnings whose end is here too: the end repeats them."""
+def _without_redundant_starts(records: Sequence[Shipment]) -> list[Shipment]:
+    """Leave out start records whose end record follows: the end record repeats them."""
     ended = {record.start.call_id for record in records if isinstance(record, CallEnded)}
     return [record for record in records if not isinstance(record, CallStarted) or record.call_id not in ended]
 
 
-def _name(record: Shipment) -> str:
+def _id_of(record: Shipment) -> str:
     """Return the id of a call, or of feedback."""
     if isinstance(record, Feedback):
         return record.id

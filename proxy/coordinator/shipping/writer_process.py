@@ -1,9 +1,8 @@
-"""Carries in a process of its own, so that the process that serves calls does nothing else.
+"""Writes the journal into the store in a child process, so that the serving process only serves calls.
 
-The two speak over the child's stdin and stdout, one question and one answer at a time; the first thing said is the
-store's address. Promises: the child ends when the pipe closes, so also when the serving process is killed; a child
-that died is started again with the next piece; what it was carrying then is carried again. It yields to the serving
-process where both want the same core.
+The two exchange one request and one response at a time over the child's stdin and stdout; the first message is the
+store's URL. Promises: the child exits when the pipe closes, also if the serving process is killed. A child that died is
+replaced at the next range, and its last range is written again. The child has a lower scheduling priority.
 
     python -m ratchet.proxy.coordinator.shipping.writer_process FORMAT LEVEL      (of its log; started by the proxy)
 """
@@ -23,7 +22,7 @@ from typing import IO, Any
 import msgspec
 
 import ratchet
-from ratchet.proxy.coordinator.shipping.store_writer import Carried, InProcessWriter, SegmentRange
+from ratchet.proxy.coordinator.shipping.store_writer import InProcessWriter, SegmentRange, WriteResult
 from ratchet.proxy.runtime.malloc import return_large_blocks
 from ratchet.proxy.telemetry import logs
 from ratchet.store.db.engine import connect
@@ -34,34 +33,35 @@ log = logging.getLogger("ratchet.proxy")
 
 _ROOT = Path(ratchet.__file__).parents[1]
 _HEAD = struct.Struct("<I")
-_NICENESS = 5  # calls are served first; what waits meanwhile is safe in the journal
-COLLECT = (10_000, 10, 10)  # collections by default are 8% of a batch; at five times less than this memory grows
-_PATIENCE = 2.0  # seconds for a child to end by itself
+_NICENESS = 5  # calls have priority; waiting records are safe in the journal
+# With the default thresholds collections take 8% of a batch; with five times fewer than this, memory grows.
+GC_THRESHOLDS = (10_000, 10, 10)
+_EXIT_TIMEOUT = 2.0  # seconds
 
 
-class _Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """Why a piece has to be carried again; `kind` names one of `_KINDS`."""
+class _Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """A failed write; `kind` names one of `_KINDS`."""
 
     kind: str
     reason: str
 
 
 class _Done(msgspec.Struct, frozen=True, tag="done"):
-    """A piece was carried."""
+    """A successful write."""
 
-    carried: Carried
+    result: WriteResult
 
 
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (StoreUnavailable, SchemaMismatch, StoreError, OSError)
 }
-_ask = msgspec.msgpack.Encoder().encode
-_asked = msgspec.msgpack.Decoder(SegmentRange).decode
-_told = msgspec.msgpack.Decoder(_Refused | _Done).decode
+_encode = msgspec.msgpack.Encoder().encode
+_decode_request = msgspec.msgpack.Decoder(SegmentRange).decode
+_decode_response = msgspec.msgpack.Decoder(_Failed | _Done).decode
 
 
 class WriterProcess:
-    """The serving process's end. One thread at a time may ask."""
+    """The serving process's side. For one thread at a time."""
 
     def __init__(self, store_url: str, log_format: str = "text", log_level: str = "info") -> None:
         self._store_url = store_url
@@ -71,13 +71,13 @@ class WriterProcess:
 
     @property
     def pid(self) -> int | None:
-        """The child's process id; None while there is none."""
+        """The child's process id; None without a child."""
         return self._child.pid if self._child else None
 
     def start(self) -> None:
-        """Start the child; it is not waited for. Raises OSError."""
+        """Start the child without waiting for it. Raises OSError."""
         if self._closed:
-            raise OSError("the store_writer is closed")
+            raise OSError("the store writer is closed")
         path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
         self._child = subprocess.Popen(
             [sys.executable, "-P", "-m", __name__, *self._log],
@@ -86,10 +86,10 @@ class WriterProcess:
             env={**os.environ, "PYTHONPATH": path},
         )
         assert self._child.stdin is not None
-        _say(self._child.stdin, self._store_url.encode())
+        _send(self._child.stdin, self._store_url.encode())
 
-    def carry(self, piece: SegmentRange) -> Carried:
-        """Have a piece carried. Raises StoreError, OSError."""
+    def write(self, segment: SegmentRange) -> WriteResult:
+        """Write a range, or its beginning. Raises StoreError, OSError; then it must be written again."""
         if self._child is None:
             self.start()
         child = self._child
@@ -97,22 +97,22 @@ class WriterProcess:
         assert child.stdin is not None
         assert child.stdout is not None
         try:
-            _say(child.stdin, _ask(piece))
-            answer = _hear(child.stdout)
+            _send(child.stdin, _encode(segment))
+            response = _receive(child.stdout)
         except OSError as error:
-            answer = None
-            log.warning("event=carrier_unreachable reason=%r", str(error))
-        if answer is None:
-            self._bury(child)
-            raise OSError("the process that ships the journal died; another one takes its place")
-        told = _told(answer)
-        if isinstance(told, _Refused):
-            raise _KINDS.get(told.kind, StoreError)(told.reason)
-        carried: Carried = told.carried
-        return carried
+            response = None
+            log.warning("event=store_writer_unreachable reason=%r", str(error))
+        if response is None:
+            self._clean_up(child)
+            raise OSError("the store writer process died; a new one will be started")
+        outcome = _decode_response(response)
+        if isinstance(outcome, _Failed):
+            raise _KINDS.get(outcome.kind, StoreError)(outcome.reason)
+        result: WriteResult = outcome.result
+        return result
 
     def close(self) -> None:
-        """End the child; one that is still carrying is killed after a moment, and its piece carried again later."""
+        """Stop the child. A child that is writing is killed after a moment, and its range is written again later."""
         self._closed = True
         child, self._child = self._child, None
         if child is None:
@@ -120,15 +120,15 @@ class WriterProcess:
         if child.stdin is not None:
             try:
                 child.stdin.close()
-            except OSError as error:  # it has died already
-                log.debug("event=carrier_gone reason=%r", str(error))
+            except OSError as error:  # the child is dead
+                log.debug("event=store_writer_pipe_closed reason=%r", str(error))
         try:
-            child.wait(_PATIENCE)
+            child.wait(_EXIT_TIMEOUT)
         except subprocess.TimeoutExpired:
             child.kill()
-        self._bury(child)
+        self._clean_up(child)
 
-    def _bury(self, child: subprocess.Popen[bytes]) -> None:
+    def _clean_up(self, child: subprocess.Popen[bytes]) -> None:
         child.kill()
         child.wait()
         for pipe in (child.stdin, child.stdout):
@@ -136,18 +136,18 @@ class WriterProcess:
                 if pipe is not None:
                     pipe.close()
             except OSError as error:
-                log.debug("event=carrier_gone reason=%r", str(error))
+                log.debug("event=store_writer_pipe_closed reason=%r", str(error))
         if self._child is child:
             self._child = None
 
 
-def _say(pipe: IO[bytes], data: bytes) -> None:
+def _send(pipe: IO[bytes], data: bytes) -> None:
     pipe.write(_HEAD.pack(len(data)) + data)
     pipe.flush()
 
 
-def _hear(pipe: IO[bytes]) -> bytes | None:
-    """Return what was said; None where the pipe has closed."""
+def _receive(pipe: IO[bytes]) -> bytes | None:
+    """Return the next message; None if the pipe is closed."""
     head = pipe.read(_HEAD.size)
     if len(head) < _HEAD.size:
         return None
@@ -156,33 +156,33 @@ def _hear(pipe: IO[bytes]) -> bytes | None:
 
 
 def main(log_format: Any, log_level: Any) -> None:
-    """Carry what is asked for until the pipe closes."""
+    """Write the requested ranges until the pipe closes."""
     logs.configure_logging(log_format, log_level)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # they are meant for the proxy, which closes the pipe when it has done
+        signal.signal(number, signal.SIG_IGN)  # meant for the proxy, which closes the pipe when it has finished
     os.nice(_NICENESS)
     return_large_blocks()
-    questions, answers = sys.stdin.buffer, sys.stdout.buffer
-    url = _hear(questions)
+    requests, responses = sys.stdin.buffer, sys.stdout.buffer
+    url = _receive(requests)
     if url is None:
         return
-    porter = InProcessWriter(Store(connect(url.decode(), create=False, writes_much=True)))
+    writer = InProcessWriter(Store(connect(url.decode(), create=False, writes_much=True)))
     gc.collect()
-    gc.freeze()  # what was imported stays
-    gc.set_threshold(*COLLECT)
-    while (question := _hear(questions)) is not None:
+    gc.freeze()  # imported modules stay
+    gc.set_threshold(*GC_THRESHOLDS)
+    while (request := _receive(requests)) is not None:
         try:
-            _say(answers, _ask(_answer(porter, _asked(question))))
+            _send(responses, _encode(_write(writer, _decode_request(request))))
         except BrokenPipeError:
             return
 
 
-def _answer(porter: InProcessWriter, piece: SegmentRange) -> _Done | _Refused:
+def _write(writer: InProcessWriter, segment: SegmentRange) -> _Done | _Failed:
     try:
-        return _Done(porter.carry(piece))
-    except Exception as error:  # noqa: BLE001 -- told to the one who asks, who tries again
+        return _Done(writer.write(segment))
+    except Exception as error:  # noqa: BLE001 -- sent to the parent process, which retries
         kind = next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "StoreError")
-        return _Refused(kind, f"{type(error).__name__}: {error}" if kind == "StoreError" else str(error))
+        return _Failed(kind, f"{type(error).__name__}: {error}" if kind == "StoreError" else str(error))
 
 
 if __name__ == "__main__":

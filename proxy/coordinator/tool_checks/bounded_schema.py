@@ -140,8 +140,7 @@ _NEW_RULES, _OLD_RULES = _bounded(Draft202012Validator), _bounded(Draft7Validato
 
 
 class BoundedSchema:
-    """A compiled schema. Raises ValidationTooCostly, and what `jsonschema` raises for what is no
-    schema."""
+    """A compiled schema. Raises ValidationTooCostly, and the errors of `jsonschema` for an invalid schema."""
 
     def __init__(self, schema: Any) -> None:
         draft = schema.get("$schema") if isinstance(schema, dict) else None

@@ -1,11 +1,10 @@
-"""Checks the tool calls in shipped records, and reads what came of earlier ones; off the path of every call.
+"""Checks the tool calls in shipped records, and reads the results of earlier ones; off the path of every call.
 
-    consumes  records that the store has just taken (in the process that ships the journal)
+    consumes  records that were just shipped (in the process that ships the journal)
     produces  rows in the store's `tool_calls`, and counts for Prometheus
 
-Promises: a record that is shipped again changes and counts nothing; whatever is wrong with a schema, an answer or the
-store's mood, shipping goes on. What a failing store keeps from being written here is not tried again: these are
-observations, not records.
+Promises: a record that is shipped again changes and counts nothing. No failure here stops the shipping. Rows that the
+store fails to write are not retried: they are observations, not records.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.store.records import CallEnded, CallRecord, CallStarted
 from ratchet.store.records.tool_calls import ToolCall, ToolCallResult
 from ratchet.store.states import CallState, ToolOutcome
@@ -27,14 +27,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ratchet.proxy")
 
-_MOST_TOOLSETS = 256
-_LONGEST_NAME = 200
+_MAX_TOOLSETS = 256  # cached
+_MAX_TEXT = 200  # characters
+_MAX_LABELS = 100  # of tool names in Prometheus: clients choose the names
+_MAX_LABEL_LENGTH = 64
 
 _object = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 class ToolCallCount(msgspec.Struct, frozen=True):
-    """How often something became known of a tool's calls: an outcome, or the result of one."""
+    """New outcomes, or new results, of a tool's calls."""
 
     tool: str
     outcome: str | None
@@ -43,18 +45,18 @@ class ToolCallCount(msgspec.Struct, frozen=True):
 
 
 class ToolCallChecker:
-    """The checker. Remembers the tool lists that it has seen last."""
+    """The checker. Caches the most recent tool lists."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._toolsets: OrderedDict[str, Toolset] = OrderedDict()
 
     def check(self, records: Sequence[CallRecord]) -> list[ToolCallCount]:
-        """Check what the store has just taken; return what is new. Raises nothing."""
+        """Check records that were just shipped; return the new counts. Raises nothing."""
         try:
-            found = [row for end in records if isinstance(end, CallEnded) for row in self._tool_calls(end)]
-            answers = [answer for record in records for answer in _answers(_beginning(record))]
-            return _counted(*self._store.tools.record_tool_calls(found, answers))
+            calls = [row for end in records if isinstance(end, CallEnded) for row in self._tool_calls(end)]
+            results = [result for record in records for result in _tool_results(_start_of(record))]
+            return _counted(*self._store.tools.record_tool_calls(calls, results))
         except Exception as error:
             log.exception("event=tool_checks_failed records=%d reason=%r", len(records), str(error))
             return []
@@ -67,9 +69,9 @@ class ToolCallChecker:
             body = bodies.get(choice.reply_node)
             calls = _object(body).get("tool_calls") if body is not None else None
             for place, call in enumerate(calls if isinstance(calls, list) else ()):
-                yield self._checked(end.start, choice.index, place, call)
+                yield self._check_call(end.start, choice.index, place, call)
 
-    def _checked(self, start: CallStarted, choice: int, place: int, call: Any) -> ToolCall:
+    def _check_call(self, start: CallStarted, choice: int, place: int, call: Any) -> ToolCall:
         call = call if isinstance(call, dict) else {}
         function = call.get("function") if isinstance(call.get("function"), dict) else {}
         name = str(function.get("name") or "")
@@ -87,9 +89,8 @@ class ToolCallChecker:
         )
 
     def _toolset(self, start: CallStarted) -> Toolset:
-        from ratchet.proxy.coordinator.tool_checks.toolset import (
-            Toolset,  # with JSON Schema, which only a process that checks needs
-        )
+        # Imports JSON Schema, which only a process that checks needs.
+        from ratchet.proxy.coordinator.tool_checks.toolset import Toolset
 
         name = start.tools_hash
         known = self._toolsets.get(name)
@@ -97,20 +98,44 @@ class ToolCallChecker:
             body = (start.tools or self._store.tools.toolset(name)) if name else b""
             known = Toolset(body)
             if body is None:
-                return known  # not to be remembered: another record may still bring it
+                return known  # not cached: a later record may contain it
             self._toolsets[name] = known
         self._toolsets.move_to_end(name)
-        if len(self._toolsets) > _MOST_TOOLSETS:
+        if len(self._toolsets) > _MAX_TOOLSETS:
             self._toolsets.popitem(last=False)
         return known
 
 
-def _beginning(record: CallRecord) -> CallStarted:
+class ToolCallCounters:
+    """Prometheus counters of tool calls. Names after the first hundred are counted as `other`."""
+
+    def __init__(self, metrics: ProxyMetrics) -> None:
+        self._metrics = metrics
+        self._names: set[str] = set()
+
+    def count(self, counts: Iterable[ToolCallCount]) -> None:
+        """Add new counts."""
+        for one in counts:
+            name = self._limit_names(one.tool[:_MAX_LABEL_LENGTH])
+            if one.outcome is not None:
+                self._metrics.tool_calls.labels(name, one.outcome).inc(one.count)
+            if one.result is not None:
+                self._metrics.tool_results.labels(name, one.result).inc(one.count)
+
+    def _limit_names(self, name: str) -> str:
+        if name not in self._names:
+            if len(self._names) >= _MAX_LABELS:
+                return "other"
+            self._names.add(name)
+        return name
+
+
+def _start_of(record: CallRecord) -> CallStarted:
     return record.start if isinstance(record, CallEnded) else record
 
 
-def _answers(start: CallStarted) -> Iterator[ToolCallResult]:
-    """Return what the last turn of a prompt says came of the tool calls of the call that it continues."""
+def _tool_results(start: CallStarted) -> Iterator[ToolCallResult]:
+    """Yield the results of the parent call's tool calls, from the tool messages of the prompt's last turn."""
     from ratchet.proxy.coordinator.tool_checks.tool_results import result_of
 
     if start.parent_call is None:
@@ -131,17 +156,17 @@ def _answers(start: CallStarted) -> Iterator[ToolCallResult]:
 def _counted(new: Iterable[ToolCall], answered: Iterable[ToolCall]) -> list[ToolCallCount]:
     counts: Counter[tuple[str, str | None, str | None]] = Counter()
     for row in new:
-        counts[_shown(row), row.outcome, None] += 1
+        counts[_label(row), row.outcome, None] += 1
     for row in answered:
-        counts[_shown(row), None, row.result] += 1
+        counts[_label(row), None, row.result] += 1
     return [ToolCallCount(tool, outcome, result, count) for (tool, outcome, result), count in counts.items()]
 
 
-def _shown(row: ToolCall) -> str:
-    """Return a tool's name for Prometheus; a name that the model made up is none."""
+def _label(row: ToolCall) -> str:
+    """Return a tool's name for Prometheus, without names that the model hallucinated."""
     return "(unknown)" if row.outcome == ToolOutcome.UNKNOWN_TOOL else row.tool
 
 
 def _plain(text: str) -> str:
-    """Return a text that every database takes."""
-    return text[:_LONGEST_NAME].replace("\0", "\ufffd")
+    """Return a text that every database can store."""
+    return text[:_MAX_TEXT].replace("\0", "\ufffd")

@@ -1,8 +1,8 @@
-"""Reads from a tool message what came of the tool call: a result, an error, a timeout, or nothing.
+"""Classifies the result in a tool message: ok, error, timeout or empty.
 
-No standard says how a tool tells that it failed, so this goes by what frameworks write: `Error: ...` and its like at
-the beginning of the text, a traceback, or a JSON object that has `error`, `isError` or a status of failure. Whatever
-else the text says is a result: a tool that finds the word "error" in a document has not failed.
+No standard defines how a tool reports a failure. So this recognizes what frameworks write: `Error: ...` and similar
+beginnings of the text, a traceback, or a JSON object with `error`, `isError` or a failure status. Any other text is a
+result: a tool that finds the word "error" in a document has not failed.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import msgspec
 
 from ratchet.store.states import ToolResult
 
-_READ = 2_000  # characters at the beginning
-_LARGEST = 64 * 1024  # bytes of JSON that is taken apart
+_MAX_TEXT = 2_000  # characters at the beginning
+_MAX_JSON = 64 * 1024  # characters
 _NOTHING = frozenset({"", "null", "none", "undefined", "[]", "{}", '""', "''"})
 _AFTER = r"(?:\s*(?:[:!\])(>-]|$)|\s+(?:occurred|executing|calling|running|invoking|while|during|after|code|\d{3}\b))"
 _KINDS = r"(?:(?:tool|function|execution|runtime|unexpected|internal|validation|http|timeout)[ _-]?)?"
@@ -36,12 +36,12 @@ _decode = msgspec.json.Decoder().decode
 
 
 def result_of(message: Mapping[str, Any]) -> ToolResult:
-    """Return what a message of the role `tool` says."""
+    """Return the result in a message of the role `tool`."""
     text = _text(message.get("content"))
     if text.strip().lower() in _NOTHING:
         return ToolResult.EMPTY
-    beginning = text[:_READ]
-    failure = _told_by_json(text)
+    beginning = text[:_MAX_TEXT]
+    failure = _json_failure(text)
     if failure is None and _FAILURE.match(beginning):
         failure = beginning
     if failure is None:
@@ -55,19 +55,19 @@ def _text(content: Any) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _told_by_json(text: str) -> str | None:
-    """Return what a JSON object says of a failure; None where the text is none, or tells of none."""
-    if not text.lstrip().startswith("{") or len(text) > _LARGEST:
+def _json_failure(text: str) -> str | None:
+    """Return the failure text of a JSON object; None if the text is not an object, or reports no failure."""
+    if not text.lstrip().startswith("{") or len(text) > _MAX_JSON:
         return None
     try:
         value = _decode(text)
     except (msgspec.DecodeError, RecursionError):
         return None
-    said = value.get("error") or value.get("errors") or value.get("exception")
+    error = value.get("error") or value.get("errors") or value.get("exception")
     status = value.get("status")
     failed = isinstance(status, str) and status.lower() in _FAILED
     flagged = any(value.get(name) is True for name in ("isError", "is_error"))
     refused = any(value.get(name) is False for name in ("success", "ok"))
-    if not (said or failed or flagged or refused):
+    if not (error or failed or flagged or refused):
         return None
-    return f"{status if failed else ''} {said or value.get('message') or ''}"[:_READ]
+    return f"{status if failed else ''} {error or value.get('message') or ''}"[:_MAX_TEXT]

@@ -88,14 +88,14 @@ class PolicyCache:
     async def refresh_if_unknown(self, model: str) -> None:
         """Refresh at once if a model name has an unknown version, which may be new.
 
-        Concurrent requests share a refresh, and refreshes are `_MIN_REFRESH_SECONDS` apart: made-up names cost little.
+        Concurrent requests share a refresh, and refreshes are `_MIN_REFRESH_SECONDS` apart: invented names cost little.
         """
         alias, at, number = model.partition("@")
         if not at or alias not in self.aliases or not _VERSION.fullmatch(number):
             return
-        asked_at = time.monotonic()
+        requested_at = time.monotonic()
         async with self._refresh_lock:
-            if (alias, int(number)) in self._versions or self._full_refresh_at > asked_at:
+            if (alias, int(number)) in self._versions or self._full_refresh_at > requested_at:
                 return
             await asyncio.sleep(self._full_refresh_at + _MIN_REFRESH_SECONDS - time.monotonic())
             with contextlib.suppress(StoreError):  # the version stays unknown

@@ -18,8 +18,7 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ratchet.proxy.api_keys import KEYS_VARIABLE, OPERATOR_KEYS_VARIABLE, PREFIX, hash_key, is_loopback
-from ratchet.proxy.coordinator.keys.caller import ANONYMOUS, OPERATOR, Caller
-from ratchet.proxy.coordinator.keys.key_cache import KeyCache
+from ratchet.proxy.coordinator.keys.key_cache import ANONYMOUS, OPERATOR, Caller, KeyCache
 from ratchet.proxy.coordinator.limits.rate_limits import with_rate_limits
 from ratchet.proxy.errors import Forbidden, InvalidApiKey
 from ratchet.proxy.wire.asgi import CALLER, KEY_ID, header, headers_of

@@ -10,8 +10,8 @@ from collections import Counter
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ratchet.proxy.errors import NotReady, RateLimited
-from ratchet.proxy.wire.asgi import KEY_ID, headers_of
+from ratchet.proxy.errors import BodyTooLarge, NotReady, RateLimited
+from ratchet.proxy.wire.asgi import KEY_ID, headers_of, read_body, replay_body
 from ratchet.store.access.ownership import owner
 
 BODY = "ratchet.body"  # scope key of the BodyReservation of a request with a body
@@ -101,3 +101,19 @@ def _counting(receive: Receive, reservation: BodyReservation) -> Receive:
         return message
 
     return counting_receive
+
+
+class BodyLimit:
+    """Middleware for an application that reads bodies itself. `name` names the application in the error."""
+
+    def __init__(self, app: ASGIApp, limit: int, name: str) -> None:
+        self._app = app
+        self._limit = limit
+        self._name = name
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            body = await read_body(receive, self._limit)
+        except BodyTooLarge as error:
+            raise BodyTooLarge(f"a request body to {self._name} may have at most {self._limit} bytes") from error
+        await self._app(scope, replay_body(body, receive), send)
