@@ -26,34 +26,42 @@ MAX_SERVABLE_RANK = 512
 class LearnerSettings:
     """How the LoRA adapter is trained. Raises SettingError for values out of range.
 
-    lora_r, lora_alpha, target_modules  of the LoRA adapter; lora_alpha / lora_r scales its output
-    learning_rate             of AdamW. auto: adjusted after each round towards `target_kl`; a number stays fixed
-    target_kl                 with learning_rate auto: mean k3 by which a round moves the policy at its trained tokens,
-                              nats per token; None: 0.3 nats per trajectory, limited to 0.001 to 0.01 per token
-    loss_type                 standard name; trainer/settings/objectives.py has the formulas and their sources
-    epsilon, epsilon_high     the ratio to the round's first policy is clipped to [1 - epsilon, 1 + epsilon_high]; for
-                              cispo `epsilon_high` is the largest weight itself; None: the loss's usual value
-    dr_grpo_length            constant number of tokens that dr_grpo divides each row's sum by
+    lora_r                    rank of the LoRA adapter
+    lora_alpha                scale of the LoRA adapter: its output is multiplied by lora_alpha / lora_r
+    target_modules            layers that get an adapter: all-linear, or a list of names
+    learning_rate             learning rate of AdamW; auto: adjusted after each round towards `target_kl`
+    target_kl                 with learning_rate auto: the target for the mean k3 by which a round moves the policy at
+                              its trained tokens, nats per token; null: 0.3 nats per trajectory, limited to 0.001 to
+                              0.01 per token
+    loss_type                 loss: dapo, cispo, dr_grpo, grpo, gspo, reinforce++, sft, dpo or apo_zero_unpaired
+                              (docs/training.md)
+    epsilon                   lower clip: the ratio to the round's first policy is clipped to at least 1 - epsilon;
+                              null: the usual value of the loss
+    epsilon_high              upper clip: the ratio is clipped to at most 1 + epsilon_high; for cispo, the largest
+                              weight; null: the usual value of the loss
+    dr_grpo_length            constant number of tokens by which dr_grpo divides the sum of each row
     beta                      weight of the KL penalty towards the base model; 0: none
     entropy_coef              weight of the entropy bonus at the trained tokens; 0: none
     top_entropy_quantile      share of a step's tokens, those of highest entropy, that carry the policy gradient
-    preference_beta           beta of dpo and apo_zero_unpaired: the cost of leaving the base model
-    max_grad_norm             limit of the gradient norm; 0: none
-    vllm_importance_sampling_clip_max  cap of a token's weight, its probability under the trainer over that under
-                              vLLM; None: no correction
-    sequence_mask_threshold   masks a row if the geometric mean of trainer / vLLM probability over its tokens is above
-                              this or below 1 / this; None: never. It applies to rows that are 7 versions old; a row of
-                              k versions ago has its (1 + k) / 8th power, 1.09 for a fresh one
-    steps_per_round           optimizer steps that a round's rows are split into, shuffled by seed and step
+    preference_beta           beta of dpo and apo_zero_unpaired; a smaller value allows more distance from the base
+                              model
+    max_grad_norm             maximum gradient norm; larger gradients are clipped; 0: no limit
+    vllm_importance_sampling_clip_max  maximum weight of a token, its probability under the trainer divided by that
+                              under vLLM; null: no correction
+    sequence_mask_threshold   a row is masked if trainer / vLLM probability, as the geometric mean over its tokens, is
+                              above this or below 1 / this; null: never. This limit applies to rows that are 7 versions
+                              old; for k versions it is raised to the power (1 + k) / 8, which gives 1.09 for a fresh
+                              row
+    steps_per_round           optimizer steps per round; the rows are shuffled by seed and divided among them
     token_budget              padded tokens per micro-batch; affects memory, never the result
-    max_length                tokens of the longest row that is trained; longer rows are skipped, and a trajectory
-                              without other rows is dropped. None: what fits into memory, found by trying
-    share_prefixes            compute the prefix that rows share once, if that is faster and the model's attention
-                              allows it; never affects the result
-    quantization              of the frozen base model: none, or nf4 (QLoRA; needs the extra `qlora`)
-    gradient_checkpointing    a third more time for much less activation memory
-    seed                      of the adapter's initial weights and of the shuffle
-    threads                   CPU threads of torch; None: torch's default. 1 is by far the fastest for models of a few
+    max_length                maximum tokens of a trained row; longer rows are skipped, and a trajectory without other
+                              rows is dropped; null: what fits into memory, found by trial
+    share_prefixes            compute a prefix that rows share once, if that is faster and the model's attention allows
+                              it; never affects the result
+    quantization              quantization of the frozen base model: none, or nf4 (QLoRA; needs the extra `qlora`)
+    gradient_checkpointing    use less activation memory for a third more time
+    seed                      random seed of the adapter's initial weights and of the shuffle
+    threads                   CPU threads of torch; null: torch's default; 1 is by far the fastest for models of a few
                               million parameters, and if vLLM runs on the same cores
     """
 

@@ -21,20 +21,20 @@ class ReleaseSettings(BaseModel):
     canary_share: float = Field(0.2, gt=0, lt=1, description="share of new trajectories that a canary serves")
     min_samples: int = Field(20, ge=2, description="scores of each version before a decision")
     max_samples: int = Field(200, ge=2, description="scores of the canary after which its mean decides")
-    alpha: float = Field(0.05, gt=0, lt=0.5, description="probability of a wrong decision, over any number of looks")
-    margin: float = Field(0.02, ge=0, description="largest loss of mean score with which a canary is promoted")
+    alpha: float = Field(0.05, gt=0, lt=0.5, description="error probability of a decision, however often it is checked")
+    margin: float = Field(0.02, ge=0, description="a canary is promoted if its mean score is at most this much lower")
     max_gain: float | None = Field(0.5, gt=0, description="a larger gain needs a person's approval; null: no limit")
     deadline_seconds: float = Field(
         86400.0, gt=0, description="a canary that is not promoted after this time is rolled back"
     )
     held_out_share: float = Field(0.0, ge=0, le=0.5, description="share of tasks that are held out for evaluation")
     evaluation_prompts: int = Field(32, ge=5, description="held-out prompts or tasks that a candidate is evaluated on")
-    evaluation_samples: int = Field(4, ge=1, description="responses of each version to each of them")
+    evaluation_samples: int = Field(4, ge=1, description="responses of each version per prompt, or attempts per task")
     workflow: str | None = Field(
         None, description="workflow that runs held-out tasks with both versions, as tuner.workflow; null: none"
     )
     tasks: str | None = Field(
-        None, description="task set of the workflow: name of an imported one, folder, file, or hub name"
+        None, description="task set of the workflow: an imported name, a folder, a file or a hub name"
     )
     split: str = Field("test", description="split of that task set")
     proxy_url: str | None = Field(
@@ -44,7 +44,7 @@ class ReleaseSettings(BaseModel):
     evaluation_timeout_seconds: float = Field(600.0, gt=0, description="timeout of a rollout, which counts as failed")
     second_judge: JudgeSpec | None = Field(
         None,
-        description="judge asked before a promotion, which needs approval if it disagrees; null: the sentinel's",
+        description="judge that must confirm a promotion, else approval is required; null: the sentinel's",
     )
     second_judge_pairs: int = Field(20, ge=4, description="pairs of a canary and a live trajectory that it judges")
 

@@ -29,7 +29,7 @@ class ResamplingSettings(BaseModel):
     max_wait_seconds: float = Field(
         300.0,
         gt=0,
-        description="a prompt that no idle moment was found for in this time is handled as `ungrouped` says",
+        description="time to find an idle moment for a prompt; then its trajectory is handled as `ungrouped` says",
     )
     timeout_seconds: float = Field(600.0, gt=0, description="timeout of a resample call")
     proxy_url: PlainUrl | None = Field(

@@ -24,39 +24,38 @@ class SentinelSettings(BaseModel):
         0.95,
         gt=0,
         le=1,
-        description="failure rate of a tool that is an alarm, whatever its past",
+        description="alarm if a tool's failure rate is above this, whatever its history",
     )
     max_tool_failure_increase: float = Field(
-        0.3, gt=0, le=1, description="rise of the failure rate over the tool's past that is an alarm"
+        0.3, gt=0, le=1, description="alarm if a tool's failure rate rises by more than this over its history"
     )
-    length_ratio: float = Field(2.0, gt=1, description="ratio of change of sampled tokens per trajectory that is drift")
+    length_ratio: float = Field(2.0, gt=1, description="alarm if sampled tokens per trajectory change by this factor")
     reasoning_ratio: float = Field(
-        3.0, gt=1, description="ratio of change of reasoning tokens per action that is drift"
+        3.0, gt=1, description="alarm if reasoning tokens per tool call or answer change by this factor"
     )
     max_hallucination_increase: float = Field(
         0.2,
         gt=0,
         le=1,
-        description="rise of the share of tool arguments that do not occur in the context, above which it is an alarm",
+        description="alarm if the share of tool arguments that do not occur in the context rises by more than this",
     )
     min_coverage: float = Field(
         0.01,
         ge=0,
         le=1,
-        description="share of the trajectories offering a tool that use it, below which it is an alarm; 0: off",
+        description="alarm if a smaller share of the trajectories that are offered a tool use it; 0: off",
     )
     min_resource_coverage: float = Field(
         0.1,
         ge=0,
         le=1,
-        description="share of the files, addresses and ids in context that tool calls name, below which it is an "
-        "alarm; 0: off",
+        description="alarm if tool calls name a smaller share of the files, URLs and ids in context; 0: off",
     )
     max_mismatch_nats: float = Field(
-        0.1, gt=0, description="mean |trainer - engine| logprob of the last rounds that is an alarm, nats"
+        0.1, gt=0, description="alarm if the mean |trainer - engine| logprob of the last rounds is above this, nats"
     )
     max_untrained_ratio: float = Field(
-        0.5, gt=0, le=1, description="share of sampled tokens untrained in the last rounds that is an alarm"
+        0.5, gt=0, le=1, description="alarm if a larger share of the last rounds' sampled tokens is untrained"
     )
 
     second_judge: JudgeSpec | None = Field(
@@ -69,7 +68,7 @@ class SentinelSettings(BaseModel):
         0.1, gt=0, le=1, description="share of the groups that the second judge scores"
     )
     min_agreement: float = Field(
-        0.2, ge=-1, le=1, description="Kendall's tau between the judges below which it is an alarm"
+        0.2, ge=-1, le=1, description="alarm if Kendall's tau between the judges is below this"
     )
 
     @model_validator(mode="after")

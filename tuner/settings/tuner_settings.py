@@ -35,7 +35,10 @@ class TunerSettings(BaseModel):
         None, description="task set: an imported name, a folder, a file, or a name on the Hugging Face hub"
     )
     test_size: float | None = Field(
-        None, gt=0, lt=1, description="share of a task set with one split that is held out as test; null: it has both"
+        None,
+        gt=0,
+        lt=1,
+        description="share of a task set with one split that is held out as test; null: the set has a test split",
     )
     proxy_url: PlainUrl | None = Field(
         None, description="proxy that the rollouts use, without /v1; null: the running project's"
