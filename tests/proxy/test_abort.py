@@ -6,6 +6,7 @@ import json
 import socket
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -89,6 +90,12 @@ def test_the_upstream_is_let_go_within_a_tenth_of_a_second(proxy: Proxy, vllm: S
             assert set(unpack_ids(choice.token_ids)) == {ord("x")}
 
 
+def _has_aborted(client: httpx.Client, count: int) -> bool:
+    lines = client.get("/metrics").text.splitlines()
+    aborted = (line for line in lines if line.startswith("ratchet_calls_total{") and 'state="aborted"' in line)
+    return sum(float(line.rsplit(" ", 1)[1]) for line in aborted) == count
+
+
 def test_a_client_that_leaves_a_quick_call_has_no_answer_and_its_retry_goes_on_in_the_same_trajectory(
     tmp_path: Path, vllm_url: str, store: Store
 ) -> None:
@@ -98,8 +105,7 @@ def test_a_client_that_leaves_a_quick_call_has_no_answer_and_its_retry_goes_on_i
         for number in range(10):
             body = {"model": "agent", "messages": [{"role": "user", "content": f"{number} #wait=0.01"}]}
             leave(f"{process.url}/v1/chat/completions", body | {"stream": number % 2 == 1}, lambda: True)
-            eventually(lambda: "ratchet_calls_in_flight 0.0" in client.get("/metrics").text)
-            time.sleep(0.05)
+            eventually(partial(_has_aborted, client, number + 1))
             again = client.post("/v1/chat/completions", json=body, headers={"authorization": "Bearer k"})
             assert again.status_code == 200
     assert process.stop() == 0
