@@ -1,4 +1,4 @@
-"""The HTTP client against servers that say exactly these bytes, whatever they are."""
+"""The HTTP client against servers that send exactly these bytes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any
 WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
 
-async def heard(reader: asyncio.StreamReader) -> bytes:
-    """One request, head and body."""
+async def read_request(reader: asyncio.StreamReader) -> bytes:
+    """Read one request, head and body."""
     head = await reader.readuntil(b"\r\n\r\n")
     length = next((int(line[15:]) for line in head.split(b"\r\n") if line.startswith(b"content-length:")), 0)
     return head + await reader.readexactly(length)
@@ -56,7 +56,7 @@ async def client() -> AsyncIterator[HttpClient]:
     await asyncio.sleep(0)
 
 
-async def got(client: HttpClient, url: str, method: str = "GET", body: bytes | None = None) -> tuple[int, bytes]:
+async def fetch(client: HttpClient, url: str, method: str = "GET", body: bytes | None = None) -> tuple[int, bytes]:
     answer = await client.send(url, method, "/x", body, {"x-a": "b"})
     try:
         return answer.status, await answer.read()
@@ -66,58 +66,58 @@ async def got(client: HttpClient, url: str, method: str = "GET", body: bytes | N
 
 def always(data: bytes) -> Talk:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await heard(reader)
+        await read_request(reader)
         writer.write(data)
         await writer.drain()
 
     return talk
 
 
-async def test_a_connection_serves_one_call_after_the_other(client: HttpClient) -> None:
+async def test_a_connection_is_reused_for_the_next_call(client: HttpClient) -> None:
     connections: list[list[bytes]] = []
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connections.append([])
         while True:
-            connections[-1].append(await heard(reader))
+            connections[-1].append(await read_request(reader))
             writer.write(WHOLE)
 
     async with server(talk) as url:
         for body in (b"one", b"two", None):
-            assert await got(client, url + "/prefix", "POST", body) == (200, b"ok")
+            assert await fetch(client, url + "/prefix", "POST", body) == (200, b"ok")
     ((first, _, last),) = connections
     assert first.startswith(b"POST /prefix/x HTTP/1.1\r\nhost: 127.0.0.1:")
     assert first.endswith(b"x-a: b\r\ncontent-length: 3\r\n\r\none")
     assert last.endswith(b"content-length: 0\r\n\r\n")
 
 
-async def test_a_kept_connection_that_was_closed_costs_no_call(client: HttpClient) -> None:
+async def test_a_stale_keep_alive_connection_fails_no_call(client: HttpClient) -> None:
     async with server(always(WHOLE)) as url:  # closes after each answer without saying so
-        assert [await got(client, url) for _ in range(5)] == [(200, b"ok")] * 5
+        assert [await fetch(client, url) for _ in range(5)] == [(200, b"ok")] * 5
 
 
-async def test_what_may_have_been_served_is_not_sent_again(client: HttpClient) -> None:
-    asked = 0
+async def test_a_request_that_may_have_been_served_is_not_sent_again(client: HttpClient) -> None:
+    requests = 0
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal asked
+        nonlocal requests
         while True:
-            await heard(reader)
-            asked += 1
-            if asked == 2:
+            await read_request(reader)
+            requests += 1
+            if requests == 2:
                 writer.write(b"HTTP/1.1 200 OK\r\ncontent-le")
                 return
             writer.write(WHOLE)
 
     async with server(talk) as url:
-        assert await got(client, url) == (200, b"ok")
+        assert await fetch(client, url) == (200, b"ok")
         with pytest.raises(UpstreamDisconnected):
-            await got(client, url)
-    assert asked == 2
+            await fetch(client, url)
+    assert requests == 2
 
 
 @pytest.mark.parametrize(
-    ("said", "body"),
+    ("answer", "body"),
     [
         (b"HTTP/1.1 200 OK\r\n\r\nuntil the end", b"until the end"),
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n", b"abcde"),
@@ -127,20 +127,18 @@ async def test_what_may_have_been_served_is_not_sent_again(client: HttpClient) -
         (b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n", b""),
     ],
 )
-async def test_every_way_of_saying_where_a_body_ends_is_understood(
-    client: HttpClient, said: bytes, body: bytes
-) -> None:
-    async with server(always(said)) as url:
-        assert await got(client, url) == (200, body)
+async def test_every_way_of_delimiting_a_body_is_read(client: HttpClient, answer: bytes, body: bytes) -> None:
+    async with server(always(answer)) as url:
+        assert await fetch(client, url) == (200, body)
 
 
 async def test_the_answer_to_head_has_no_body(client: HttpClient) -> None:
     async with server(always(b"HTTP/1.1 200 OK\r\ncontent-length: 50\r\n\r\n")) as url:
-        assert await got(client, url, "HEAD") == (200, b"")
+        assert await fetch(client, url, "HEAD") == (200, b"")
 
 
 @pytest.mark.parametrize(
-    "said",
+    "answer",
     [
         b"",
         b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nshort",
@@ -151,41 +149,41 @@ async def test_the_answer_to_head_has_no_body(client: HttpClient) -> None:
         b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n",
     ],
 )
-async def test_what_is_no_whole_answer_is_told_as_broken(client: HttpClient, said: bytes) -> None:
-    async with server(always(said)) as url:
+async def test_an_incomplete_answer_is_a_disconnect(client: HttpClient, answer: bytes) -> None:
+    async with server(always(answer)) as url:
         with pytest.raises(UpstreamDisconnected, match="upstream http://127"):
-            await got(client, url)
+            await fetch(client, url)
 
 
-async def test_no_server_and_no_such_host_are_told_as_unreachable(client: HttpClient) -> None:
+async def test_no_server_and_no_such_host_are_unreachable(client: HttpClient) -> None:
     async with server(always(WHOLE)) as url:
         pass
     for gone in (url, "http://no-such-host.invalid"):
         with pytest.raises(UpstreamUnreachable, match="cannot be reached"):
-            await got(client, gone)
+            await fetch(client, gone)
 
 
-async def test_silence_ends_with_a_time_out(client: HttpClient) -> None:
+async def test_silence_ends_with_a_timeout(client: HttpClient) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await heard(reader)
+        await read_request(reader)
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nshort")
         await reader.read()
 
     async with server(talk) as url:
         with pytest.raises(UpstreamTimeout, match="request_timeout_seconds"):
-            await got(client, url)
+            await fetch(client, url)
 
 
-async def test_an_answer_that_is_left_closes_its_connection_at_once(client: HttpClient) -> None:
-    asked, left = asyncio.Event(), asyncio.Event()
+async def test_an_abandoned_answer_closes_its_connection_at_once(client: HttpClient) -> None:
+    requested, closed = asyncio.Event(), asyncio.Event()
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await heard(reader)
-        asked.set()
+        await read_request(reader)
+        requested.set()
         writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n")
         with contextlib.suppress(ConnectionError):
             await reader.read()
-        left.set()
+        closed.set()
 
     async with server(talk) as url:
         answer = await client.send(url, "GET", "/x", None, {})
@@ -193,21 +191,21 @@ async def test_an_answer_that_is_left_closes_its_connection_at_once(client: Http
             assert piece == b"abc"
             break
         answer.close()
-        await asyncio.wait_for(left.wait(), 10)
-        left.clear()
-        asked.clear()
-        waiting = asyncio.create_task(got(client, url))
-        await asyncio.wait_for(asked.wait(), 10)
+        await asyncio.wait_for(closed.wait(), 10)
+        closed.clear()
+        requested.clear()
+        waiting = asyncio.create_task(fetch(client, url))
+        await asyncio.wait_for(requested.wait(), 10)
         waiting.cancel()
-        await asyncio.wait_for(left.wait(), 10)
+        await asyncio.wait_for(closed.wait(), 10)
 
 
-async def test_a_slow_reader_stops_the_reading(client: HttpClient) -> None:
+async def test_a_slow_reader_applies_backpressure(client: HttpClient) -> None:
     sent = 0
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal sent
-        await heard(reader)
+        await read_request(reader)
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % (64 * 2**20))
         for _ in range(64):
             writer.write(b"x" * 2**20)
@@ -238,20 +236,20 @@ async def read_on(client: HttpClient, url: str, pause: float = 0.0) -> bytes:
     """The body of a stream, read with a pause after the first piece."""
     answer = await client.send(url, "POST", "/x", b"{}", {})
     await answer.wait_for_body()
-    came = b""
+    body = b""
     try:
         async for piece in answer.pieces():
-            came += piece
+            body += piece
             await asyncio.sleep(pause)
             pause = 0.0
     finally:
         answer.close()
-    return came
+    return body
 
 
-async def test_a_stream_that_goes_on_is_not_cut_however_long_it_takes(client: HttpClient) -> None:
+async def test_a_stream_that_continues_is_not_cut_however_long_it_takes(client: HttpClient) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await heard(reader)
+        await read_request(reader)
         writer.write(STREAM)
         for _ in range(30):
             writer.write(b"1\r\nx\r\n")
@@ -262,9 +260,9 @@ async def test_a_stream_that_goes_on_is_not_cut_however_long_it_takes(client: Ht
         assert await read_on(client, url) == b"x" * 30
 
 
-async def test_a_stream_that_hangs_is_let_go_after_its_idle_time(client: HttpClient) -> None:
+async def test_a_stream_that_hangs_is_closed_after_its_idle_timeout(client: HttpClient) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await heard(reader)
+        await read_request(reader)
         writer.write(STREAM + b"1\r\nx\r\n")
         await reader.read()
 
@@ -277,7 +275,7 @@ async def test_a_stream_that_is_read_slowly_is_not_silent(client: HttpClient) ->
     size = 8 * 2**20
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await heard(reader)
+        await read_request(reader)
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size)
         writer.write(b"x" * size)
         await writer.drain()
@@ -287,9 +285,9 @@ async def test_a_stream_that_is_read_slowly_is_not_silent(client: HttpClient) ->
         assert len(await read_on(client, url, pause=1.0)) == size
 
 
-async def test_an_answer_that_is_read_whole_has_a_bound(client: HttpClient) -> None:
+async def test_an_unstreamed_answer_has_a_size_limit(client: HttpClient) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await heard(reader)
+        await read_request(reader)
         writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n")
         with contextlib.suppress(ConnectionError):
             for _ in range(1000):
@@ -298,4 +296,4 @@ async def test_an_answer_that_is_read_whole_has_a_bound(client: HttpClient) -> N
 
     async with server(talk) as url:
         with pytest.raises(UpstreamDisconnected, match=r"larger than 1048576 bytes .*max_upstream_response_bytes"):
-            await got(client, url)
+            await fetch(client, url)

@@ -1,4 +1,4 @@
-"""Clients that send too much, too slowly, too often, or do not read: each by a raw socket against a real proxy."""
+"""Clients that send too much, too slowly or too often, or do not read. Each uses a raw socket against a real proxy."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def proxy(running: ProxyProcess, vllm: ScriptedVllm) -> Iterator[ProxyProcess]:
 
 
 @contextlib.contextmanager
-def dialled(proxy: ProxyProcess, seconds: float = 8.0) -> Iterator[socket.socket]:
+def connected(proxy: ProxyProcess, seconds: float = 8.0) -> Iterator[socket.socket]:
     url = httpx.URL(proxy.url)
     with socket.socket() as line:
         line.settimeout(seconds)
@@ -55,14 +55,14 @@ def dialled(proxy: ProxyProcess, seconds: float = 8.0) -> Iterator[socket.socket
         yield line
 
 
-def heard(line: socket.socket, most: int = 2**20) -> bytes:
-    """Everything until the proxy closes the connection; fails where it does not."""
-    said = b""
+def read_all(line: socket.socket, most: int = 2**20) -> bytes:
+    """Read until the proxy closes the connection; fail if it does not."""
+    data = b""
     with contextlib.suppress(ConnectionResetError):
         while piece := line.recv(65536):
-            said += piece
-            assert len(said) < most
-    return said
+            data += piece
+            assert len(data) < most
+    return data
 
 
 def flood(line: socket.socket, piece: bytes, most: int) -> int:
@@ -86,24 +86,24 @@ def flood(line: socket.socket, piece: bytes, most: int) -> int:
     ids=["header", "headers", "url", "trailers", "chunk extension"],
 )
 def test_an_endless_head_is_cut_off(proxy: ProxyProcess, first: bytes, again: bytes) -> None:
-    with dialled(proxy) as line:
+    with connected(proxy) as line:
         line.sendall(first)
         assert flood(line, again, 64 * 2**20) < 8 * 2**20
-    with dialled(proxy) as line:
+    with connected(proxy) as line:
         line.sendall(first + again * (300_000 // len(again)))
-        said = heard(line)
-    assert b" 431 " in said.splitlines()[0] or not said  # a reset may overtake it
+        data = read_all(line)
+    assert b" 431 " in data.splitlines()[0] or not data  # a reset may arrive first
 
 
 def test_a_head_within_the_limit_is_served_however_it_arrives(proxy: ProxyProcess) -> None:
     body = json.dumps({"model": "agent", "messages": [{"role": "user", "content": "hi"}]}).encode()
     head = PATH + b"x-filler: " + b"a" * 60_000 + b"\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
-    with dialled(proxy) as line:
+    with connected(proxy) as line:
         for start in range(0, len(head), 10_000):
             line.sendall(head[start : start + 10_000])
             time.sleep(0.01)
         line.sendall(body)
-        assert heard(line).startswith(b"HTTP/1.1 200 ")
+        assert read_all(line).startswith(b"HTTP/1.1 200 ")
 
 
 @pytest.mark.parametrize(
@@ -121,9 +121,9 @@ def test_a_head_within_the_limit_is_served_however_it_arrives(proxy: ProxyProces
 def test_a_request_that_comes_too_slowly_is_ended(
     proxy: ProxyProcess, first: bytes, drip: bytes, status: int | None
 ) -> None:
-    with dialled(proxy, 0.1) as line:
+    with connected(proxy, 0.1) as line:
         line.sendall(first)
-        said, until = b"", time.monotonic() + 8
+        data, until = b"", time.monotonic() + 8
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             while time.monotonic() < until:
                 if drip:
@@ -132,29 +132,29 @@ def test_a_request_that_comes_too_slowly_is_ended(
                     piece = line.recv(65536)
                     if not piece:
                         break
-                    said += piece
+                    data += piece
         assert time.monotonic() < until, "the connection was never closed"
-    if status and said:
-        assert said.startswith(b"HTTP/1.1 %d " % status)
-        assert b"read_timeout_seconds" in said
+    if status and data:
+        assert data.startswith(b"HTTP/1.1 %d " % status)
+        assert b"read_timeout_seconds" in data
 
 
-def test_one_connection_too_many_is_told_so_and_there_is_room_again_afterwards(proxy: ProxyProcess) -> None:
+def test_too_many_connections_get_503_until_one_closes(proxy: ProxyProcess) -> None:
     with contextlib.ExitStack() as stack:
-        lines = [stack.enter_context(dialled(proxy)) for _ in range(30)]
-        told = []
+        lines = [stack.enter_context(connected(proxy)) for _ in range(30)]
+        answers = []
         for line in lines:
             line.settimeout(0.2)
             with contextlib.suppress(TimeoutError, ConnectionResetError):
-                told.append(line.recv(4096))
-        assert sum(b" 503 " in said and b"max_connections" in said for said in told) >= 5
+                answers.append(line.recv(4096))
+        assert sum(b" 503 " in answer and b"max_connections" in answer for answer in answers) >= 5
     eventually(lambda: httpx.get(f"{proxy.url}/v1/models").status_code == 200)
 
 
-def test_a_client_that_does_not_read_is_let_go_and_its_call_is_aborted(proxy: ProxyProcess, folder: Path) -> None:
+def test_a_client_that_does_not_read_is_disconnected_and_its_call_aborted(proxy: ProxyProcess, folder: Path) -> None:
     content = "#tokens=40000"
     body = json.dumps({"model": "agent", "stream": True, "messages": [{"role": "user", "content": content}]}).encode()
-    with dialled(proxy) as line:
+    with connected(proxy) as line:
         line.sendall(PATH + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         store = open_store(str(folder / "store.db"))
         call = eventually(lambda: next((c for c in store.calls.page() if c.state == "aborted"), None), 60)
@@ -162,9 +162,9 @@ def test_a_client_that_does_not_read_is_let_go_and_its_call_is_aborted(proxy: Pr
     store.close()
 
 
-def test_a_body_over_the_limit_is_told_so_and_the_rest_of_it_is_not_read_for_long(proxy: ProxyProcess) -> None:
+def test_a_body_over_the_limit_gets_413_and_is_not_read_for_long(proxy: ProxyProcess) -> None:
     began = time.monotonic()
-    with dialled(proxy, 20) as line:
+    with connected(proxy, 20) as line:
         line.sendall(PATH + b"Content-Length: 100000000000\r\n\r\n" + b"a" * 5000)
         assert line.recv(4096).startswith(b"HTTP/1.1 413 ")
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -175,7 +175,7 @@ def test_a_body_over_the_limit_is_told_so_and_the_rest_of_it_is_not_read_for_lon
 
 
 @pytest.mark.parametrize(
-    "said",
+    "data",
     [
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
         b"GET\r\n\r\n",
@@ -190,63 +190,63 @@ def test_a_body_over_the_limit_is_told_so_and_the_rest_of_it_is_not_read_for_lon
         b"\x00" * 1000,
     ],
 )
-def test_what_is_not_http_is_answered_with_400_in_json_and_closed(proxy: ProxyProcess, said: bytes) -> None:
-    with dialled(proxy) as line:
-        line.sendall(said)
-        answer = heard(line)
+def test_bytes_that_are_not_http_get_400_in_json_and_a_close(proxy: ProxyProcess, data: bytes) -> None:
+    with connected(proxy) as line:
+        line.sendall(data)
+        answer = read_all(line)
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
 
 
-def _said(words: str, more: bytes = b"") -> bytes:
-    """A call that is answered with these words."""
+def _request(words: str, more: bytes = b"") -> bytes:
+    """The bytes of a call that is answered with these words."""
     body = json.dumps({"model": "agent", "messages": [{"role": "user", "content": f"#say={words}"}]}).encode()
     return PATH + more + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
-def test_calls_that_come_at_once_are_answered_in_their_order(proxy: ProxyProcess) -> None:
-    with dialled(proxy) as line:
-        line.sendall(_said("first") + _said("second") + _said("third", b"Connection: close\r\n"))
-        said = heard(line)
-    first, second, third = said.split(b"HTTP/1.1 200 OK\r\n")[1:]
+def test_pipelined_calls_are_answered_in_order(proxy: ProxyProcess) -> None:
+    with connected(proxy) as line:
+        line.sendall(_request("first") + _request("second") + _request("third", b"Connection: close\r\n"))
+        data = read_all(line)
+    first, second, third = data.split(b"HTTP/1.1 200 OK\r\n")[1:]
     assert (b"first" in first, b"second" in second, b"third" in third) == (True, True, True)
     assert [b"connection: close" in head for head in (first, second, third)] == [False, False, True]
 
 
 def test_a_client_of_http_1_0_gets_its_answer_and_its_connection_is_closed(proxy: ProxyProcess) -> None:
-    with dialled(proxy) as line:
+    with connected(proxy) as line:
         line.sendall(b"GET /v1/models HTTP/1.0\r\nHost: localhost\r\n\r\n")
-        head, _, body = heard(line).partition(b"\r\n\r\n")
+        head, _, body = read_all(line).partition(b"\r\n\r\n")
     assert b"connection: close" in head
     assert json.loads(body)["object"] == "list"
 
 
-def test_a_client_that_asks_whether_to_send_its_body_is_told_once_and_only_before_the_answer(
+def test_expect_100_continue_is_answered_once_and_only_before_the_response(
     proxy: ProxyProcess,
 ) -> None:
-    head, _, body = _said("hello", b"Expect: 100-continue\r\nConnection: close\r\n").partition(b"\r\n\r\n")
-    with dialled(proxy) as line:
+    head, _, body = _request("hello", b"Expect: 100-continue\r\nConnection: close\r\n").partition(b"\r\n\r\n")
+    with connected(proxy) as line:
         line.sendall(head + b"\r\n\r\n")
         assert line.recv(4096) == b"HTTP/1.1 100 Continue\r\n\r\n"
         line.sendall(body)
-        assert heard(line).startswith(b"HTTP/1.1 200 ")
-    with dialled(proxy) as line:
+        assert read_all(line).startswith(b"HTTP/1.1 200 ")
+    with connected(proxy) as line:
         line.sendall(head.replace(b"/v1/chat/completions", b"/v1/models") + b"\r\n\r\n" + body)
-        assert [part[:3] for part in heard(line).split(b"HTTP/1.1 ")[1:]] == [b"405"]
+        assert [part[:3] for part in read_all(line).split(b"HTTP/1.1 ")[1:]] == [b"405"]
 
 
-def test_garbage_behind_a_call_does_not_spoil_its_answer(proxy: ProxyProcess) -> None:
+def test_garbage_after_a_call_does_not_corrupt_its_answer(proxy: ProxyProcess) -> None:
     body = json.dumps({"model": "agent", "messages": [{"role": "user", "content": "#tokens=5 #delay=0.1"}]}).encode()
-    with dialled(proxy) as line:
+    with connected(proxy) as line:
         line.sendall(PATH + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         time.sleep(0.2)
         line.sendall(b"\x00garbage")
-        answer = heard(line)
+        answer = read_all(line)
     assert answer.count(b"HTTP/1.1") <= 1
 
 
 @pytest.mark.parametrize("name", ["Upgrade", "upgrade", "UPGRADE", "uPgRaDe"])
-def test_a_client_that_offers_another_protocol_is_served_in_this_one(proxy: ProxyProcess, name: str) -> None:
+def test_a_client_that_offers_an_upgrade_is_served_in_http_1_1(proxy: ProxyProcess, name: str) -> None:
     """Java's HTTP client and `curl --http2` do with every request; a body may name it, too."""
     body = b'{"model": "agent", "messages": [{"role": "user", "content": "#say=hello \\r\\n\\r\\n"}]}'
     head = (
@@ -259,7 +259,7 @@ def test_a_client_that_offers_another_protocol_is_served_in_this_one(proxy: Prox
         *((at,) for at in range(head.index(b"\r\n" + name.encode()), head.index(b": h2c") + 2)),
     ]
     splits += [(at,) for at in range(len(head) - 5, len(head) + 1)] + [tuple(range(1, len(head) + 1, 7))]
-    with dialled(proxy) as line:
+    with connected(proxy) as line:
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for places in splits:
             for begin, end in itertools.pairwise([0, *places, len(whole)]):
@@ -270,11 +270,11 @@ def test_a_client_that_offers_another_protocol_is_served_in_this_one(proxy: Prox
             assert (reply.status, b"hello" in reply.read()) == (200, True)
 
 
-def test_lines_of_a_body_that_look_like_an_offer_stay_as_they_are(proxy: ProxyProcess) -> None:
+def test_body_lines_that_look_like_an_upgrade_stay_unchanged(proxy: ProxyProcess) -> None:
     body = b"a\r\nUpgrade: h2c\r\n\r\nupgrade: b"
     head = b"POST /v1/audio/any HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: %d\r\n\r\n" % len(body)
     for places in ((0,), *((at,) for at in range(len(head) - 5, len(head) + 12))):
-        with dialled(proxy) as line:
+        with connected(proxy) as line:
             for begin, end in itertools.pairwise([0, *places, len(head + body)]):
                 line.sendall((head + body)[begin:end])
                 time.sleep(0.01)

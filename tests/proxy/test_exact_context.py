@@ -43,7 +43,7 @@ def vllm_url(vllm: ScriptedScaleOut) -> Iterator[str]:
 
 
 def ask(agent: openai.OpenAI, messages: list[Any], streamed: bool, **more: Any) -> Any:
-    """Make a call and return its message, as an agent keeps it."""
+    """Make a call; return its message as an agent keeps it."""
     if not streamed:
         answer = agent.chat.completions.create(model="agent", messages=messages, **more)
         return answer.choices[0].message.model_dump(exclude_none=True)
@@ -52,24 +52,24 @@ def ask(agent: openai.OpenAI, messages: list[Any], streamed: bool, **more: Any) 
 
 
 def answered(message: Any, text: str) -> list[Any]:
-    """Return an answer with tool calls, as the agent sends it back, and the tool's result."""
+    """Return an answer with tool calls as the agent echoes it, and the tool's result."""
     calls = [
         {"id": call["id"], "type": "function", "function": {k: call["function"][k] for k in ("name", "arguments")}}
         for call in message["tool_calls"]
     ]
-    said = {"role": "assistant", "content": message.get("content"), "tool_calls": calls}
-    return [said, {"role": "tool", "tool_call_id": calls[0]["id"], "content": text}]
+    echo = {"role": "assistant", "content": message.get("content"), "tool_calls": calls}
+    return [echo, {"role": "tool", "tool_call_id": calls[0]["id"], "content": text}]
 
 
 def converse(proxy: Proxy, streamed: bool, *turns: str) -> list[Any]:
-    """Let an agent call a tool at every turn; return what it was told."""
+    """Let an agent call a tool at every turn; return the answers."""
     agent = proxy.agent()
     messages: list[Any] = [{"role": "user", "content": f"find it {turns[0]}"}]
-    said = [ask(agent, messages, streamed)]
+    answers = [ask(agent, messages, streamed)]
     for text in turns[1:]:
-        messages += answered(said[-1], text)
-        said.append(ask(agent, messages, streamed))
-    return said
+        messages += answered(answers[-1], text)
+        answers.append(ask(agent, messages, streamed))
+    return answers
 
 
 def calls_of(proxy: Proxy) -> list[Call]:
@@ -84,7 +84,7 @@ def counted(proxy: Proxy, metric: str) -> dict[str, float]:
 
 
 @FORMS
-def test_tool_calls_that_the_template_writes_anew_stay_one_exact_sequence(start: Start, streamed: bool) -> None:
+def test_tool_calls_that_the_template_reformats_stay_one_exact_sequence(start: Start, streamed: bool) -> None:
     proxy = start()
     converse(proxy, streamed, CALL, CALL, CALL, "#say=the.end")
     calls = calls_of(proxy)
@@ -95,7 +95,9 @@ def test_tool_calls_that_the_template_writes_anew_stay_one_exact_sequence(start:
 
 
 @FORMS
-def test_without_it_every_such_continuation_is_a_fork(start: Start, vllm: ScriptedScaleOut, streamed: bool) -> None:
+def test_without_exact_context_every_such_continuation_is_a_fork(
+    start: Start, vllm: ScriptedScaleOut, streamed: bool
+) -> None:
     proxy = start(exact_context="off")
     converse(proxy, streamed, CALL, CALL, "#say=the.end")
     assert [call.context for call in calls_of(proxy)] == ["root", "fork", "fork"]
@@ -103,7 +105,7 @@ def test_without_it_every_such_continuation_is_a_fork(start: Start, vllm: Script
 
 
 @FORMS
-def test_the_client_is_told_what_plain_chat_tells(start: Start, tmp_path: Path, streamed: bool) -> None:
+def test_the_client_gets_what_plain_chat_sends(start: Start, tmp_path: Path, streamed: bool) -> None:
     turns = (CALL, CALL, "#think=so #tool=one+other #drift", "#think=well #say=the.end")
     exact = converse(start(), streamed, *turns)
     plain = converse(start(exact_context="off", journal=tmp_path / "other"), streamed, *turns)
@@ -113,7 +115,7 @@ def test_the_client_is_told_what_plain_chat_tells(start: Start, tmp_path: Path, 
     assert exact == plain
 
 
-def test_a_stream_begins_with_the_role_and_holds_nothing_that_was_not_asked_for(start: Start) -> None:
+def test_a_stream_begins_with_the_role_and_contains_only_requested_fields(start: Start) -> None:
     proxy = start()
     messages = [{"role": "user", "content": f"hi {CALL}"}]
     messages += answered(ask(proxy.agent(), messages, False), "#say=a.b.c")
@@ -137,9 +139,9 @@ def test_a_stop_string_ends_the_text_and_the_turn_is_closed_for_the_next_call(st
         agent = proxy.agent()
         messages: list[Any] = [{"role": "user", "content": f"hi {streamed} {CALL}"}]
         messages += answered(ask(agent, messages, streamed), "#say=one.two.END #stopped=END")
-        told = ask(agent, messages, streamed, stop=["END"])
-        assert told["content"] == "one two "
-        messages += [{"role": "assistant", "content": told["content"]}, {"role": "user", "content": "#say=more"}]
+        message = ask(agent, messages, streamed, stop=["END"])
+        assert message["content"] == "one two "
+        messages += [{"role": "assistant", "content": message["content"]}, {"role": "user", "content": "#say=more"}]
         assert ask(agent, messages, streamed)["content"] == "more"
     assert [call.context for call in calls_of(proxy)] == ["root", "exact", "exact"] * 2
 
@@ -161,22 +163,22 @@ def test_messages_stays_exact_although_its_clients_lose_the_spacing_of_arguments
     client = anthropic.Anthropic(base_url=proxy.url, api_key="x", max_retries=0)
     messages: list[Any] = [{"role": "user", "content": f"hi {CALL}"}]
     for _ in range(3):
-        ask_for: dict[str, Any] = {"model": "agent", "max_tokens": 500, "messages": messages}
+        request: dict[str, Any] = {"model": "agent", "max_tokens": 500, "messages": messages}
         if streamed:
-            with client.messages.stream(**ask_for) as stream:
+            with client.messages.stream(**request) as stream:
                 blocks = stream.get_final_message().content
         else:
-            blocks = client.messages.create(**ask_for).content
-        said = [
+            blocks = client.messages.create(**request).content
+        tool_uses = [
             block.model_dump(include={"type", "id", "name", "input"}) for block in blocks if block.type == "tool_use"
         ]
-        result = {"type": "tool_result", "tool_use_id": said[0]["id"], "content": CALL}
-        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": [result]}]
+        result = {"type": "tool_result", "tool_use_id": tool_uses[0]["id"], "content": CALL}
+        messages += [{"role": "assistant", "content": tool_uses}, {"role": "user", "content": [result]}]
     client.close()
     assert [call.context for call in calls_of(proxy)] == ["root", "exact", "exact"]
 
 
-def test_an_adapter_is_asked_for_by_its_own_name(start: Start, vllm: ScriptedScaleOut) -> None:
+def test_an_adapter_is_requested_by_its_own_name(start: Start, vllm: ScriptedScaleOut) -> None:
     proxy = start()
     promote(proxy, 1)
     converse(proxy, False, CALL, CALL, CALL)
@@ -205,18 +207,18 @@ def test_after_a_restart_the_ids_come_from_the_store(start: Start, vllm_url: str
 
 @FORMS
 @pytest.mark.parametrize(("path", "status"), [(RENDER, 400), (GENERATE, 500), (DERENDER, 400), (DETOKENIZE, 500)])
-def test_whatever_fails_before_the_first_words_plain_chat_answers(
+def test_plain_chat_answers_after_a_failure_before_the_first_words(
     start: Start, vllm: ScriptedScaleOut, path: str, status: int, streamed: bool
 ) -> None:
     vllm.refuse[path] = status
     proxy = start()
-    said = converse(proxy, streamed, CALL, "#say=the.end")
-    assert said[-1]["content"] == "the end"
+    answers = converse(proxy, streamed, CALL, "#say=the.end")
+    assert answers[-1]["content"] == "the end"
     assert [(call.context, str(call.state)) for call in calls_of(proxy)] == [("root", "answered"), ("fork", "answered")]
     assert counted(proxy, "exact_fallbacks_total") == {"exact_refused": 1.0}
 
 
-def test_an_engine_without_the_endpoints_is_told_once_and_left_alone(
+def test_an_engine_without_the_endpoints_is_logged_once_and_not_called_again(
     start: Start, vllm: ScriptedScaleOut, caplog: pytest.LogCaptureFixture
 ) -> None:
     vllm.offered = False
@@ -241,11 +243,11 @@ def test_a_request_that_only_plain_chat_can_answer_gets_plain_chat(start: Start,
     assert len(vllm.generated) == 1
 
 
-def test_an_answer_that_spells_the_turn_end_is_never_spliced(start: Start, vllm: ScriptedScaleOut) -> None:
+def test_an_answer_that_contains_the_turn_end_is_never_spliced(start: Start, vllm: ScriptedScaleOut) -> None:
     proxy = start()
     messages: list[Any] = [{"role": "user", "content": "hi #think=hm #say=a<|end|>b"}]
-    said = ask(proxy.agent(), messages, False)
-    messages += [{"role": "assistant", "content": said["content"]}, {"role": "user", "content": "#say=end"}]
+    answer = ask(proxy.agent(), messages, False)
+    messages += [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": "#say=end"}]
     ask(proxy.agent(), messages, False)
     assert counted(proxy, "exact_splices_total") == {"turn_end_spelled": 1.0}
     assert not vllm.generated
@@ -259,7 +261,7 @@ def test_a_template_whose_answers_end_elsewhere_is_never_spliced(start: Start, v
     assert [call.context for call in calls_of(proxy)] == ["root", "fork", "fork"]
 
 
-def test_a_template_is_looked_at_once_and_each_kind_of_answer_is_proven_once(
+def test_a_template_is_rendered_once_and_each_kind_of_answer_is_proven_once(
     start: Start, vllm: ScriptedScaleOut
 ) -> None:
     proxy = start()
@@ -268,14 +270,14 @@ def test_a_template_is_looked_at_once_and_each_kind_of_answer_is_proven_once(
     assert len(vllm.rendered) == 2 + 1 + 5
 
 
-def test_the_memory_of_ids_is_bounded_and_the_stillest_go_first(store: Store) -> None:
+def test_the_cache_of_ids_is_bounded_and_evicts_the_least_recently_used_first(store: Store) -> None:
     contexts = TokenContexts(store, max_bytes=6_000)  # an answer takes 1,000 bytes of ids and 500 for itself
     for number in range(10):
         contexts.add_answers(ended(f"call_{number}", 250))
     assert (len(contexts), contexts.bytes) == (4, 6_000)
 
 
-async def test_few_ids_are_remembered_as_long_as_nobody_asks_for_any(store: Store) -> None:
+async def test_few_ids_are_cached_until_one_is_read(store: Store) -> None:
     contexts = TokenContexts(store, max_bytes=2**24)
     for number in range(100):
         contexts.add_answers(ended(f"call_{number}", 10_000))
@@ -291,13 +293,13 @@ async def test_few_ids_are_remembered_as_long_as_nobody_asks_for_any(store: Stor
     assert contexts.bytes <= 2**20
 
 
-def test_of_the_remembered_ids_those_that_were_continued_go_first(store: Store) -> None:
+def test_ids_that_were_continued_are_evicted_first(store: Store) -> None:
     contexts = TokenContexts(store, max_bytes=4_500)
     for number in (1, 2):
         contexts.add_answers(ended(f"call_{number}", 100))
-    goes_on = ended("call_3", 100)
-    start = msgspec.structs.replace(goes_on.start, parent_call="call_2")
-    contexts.add_answers(msgspec.structs.replace(goes_on, start=start, context="exact"))
+    continuation = ended("call_3", 100)
+    start = msgspec.structs.replace(continuation.start, parent_call="call_2")
+    contexts.add_answers(msgspec.structs.replace(continuation, start=start, context="exact"))
     for number in (4, 5):
         contexts.add_answers(ended(f"call_{number}", 100))
     assert [number for number in range(1, 6) if (f"call_{number}", 0) in contexts] == [1, 3, 4, 5]
@@ -322,7 +324,7 @@ def test_words_that_fail_in_mid_stream_are_an_error_event_and_recorded(start: St
     assert [(call.context, str(call.state)) for call in calls_of(proxy)][-1] == ("exact", "failed")
 
 
-def test_ids_that_break_off_in_mid_stream_are_an_error_event(start: Start) -> None:
+def test_ids_that_end_in_mid_stream_are_an_error_event(start: Start) -> None:
     proxy = start()
     messages: list[Any] = [{"role": "user", "content": f"hi {CALL}"}]
     messages += answered(ask(proxy.agent(), messages, False), "#tokens=40 #delay=0.005 #cut=30")
@@ -348,8 +350,8 @@ def test_a_client_that_leaves_stops_generating_at_once(start: Start, vllm: Scrip
     assert bool(call.choices and call.choices[0].token_ids) is streamed
 
 
-def test_a_bare_on_and_off_in_yaml_are_understood() -> None:
+def test_bare_on_and_off_in_yaml_are_accepted() -> None:
     values = {"upstreams": ("http://x",), "model": "m", "store": "-", "journal": "j"}
-    assert [ProxySettings(**values, exact_context=said).exact_context for said in (True, False, "auto")] == [
+    assert [ProxySettings(**values, exact_context=value).exact_context for value in (True, False, "auto")] == [
         "on", "off", "auto",
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What people say of answers: by any id that a client has, durable before the 201, and nobody's but their own."""
+"""Feedback: accepted for any id that a client has, durable before the 201, limited to the key's own trajectories."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ USER: Any = {"role": "user", "content": "hi"}
 BODY: Any = {"model": "agent", "messages": [USER]}
 
 
-def say(proxy: Proxy, status: int = 201, key: str | None = None, **body: Any) -> dict[str, Any]:
+def post_feedback(proxy: Proxy, status: int = 201, key: str | None = None, **body: Any) -> dict[str, Any]:
     if status == 201:  # on a busy machine a call may take longer to reach the store than feedback waits for it
         proxy.settled()
     answer = proxy.http.post("/api/feedback", json=body, headers=bearer(key) if key else {})
     assert answer.status_code == status, answer.text
-    told: dict[str, Any] = answer.json()
-    return told
+    result: dict[str, Any] = answer.json()
+    return result
 
 
-def heard(proxy: Proxy, **chosen: Any) -> list[dict[str, Any]]:
+def list_feedback(proxy: Proxy, **filters: Any) -> list[dict[str, Any]]:
     proxy.settled()
-    rows: list[dict[str, Any]] = proxy.http.get("/api/feedback", params=chosen).json()["data"]
+    rows: list[dict[str, Any]] = proxy.http.get("/api/feedback", params=filters).json()["data"]
     return rows
 
 
@@ -41,16 +41,16 @@ def heard(proxy: Proxy, **chosen: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("dialect", ["chat", "completions", "responses", "messages"])
 def test_the_id_of_an_answer_names_it_in_every_dialect(proxy: Proxy, dialect: str, streamed: bool) -> None:
     name = answered_id(proxy, dialect, streamed)
-    told = say(proxy, response_id=name, value="up")
-    (row,) = heard(proxy)
-    call = proxy.http.get(f"/api/calls/{told['call_id']}").json()
-    assert (call["dialect"], call["trajectory_id"]) == (dialect, told["trajectory_id"])
+    feedback = post_feedback(proxy, response_id=name, value="up")
+    (row,) = list_feedback(proxy)
+    call = proxy.http.get(f"/api/calls/{feedback['call_id']}").json()
+    assert (call["dialect"], call["trajectory_id"]) == (dialect, feedback["trajectory_id"])
     assert (row["value"], row["target"], row["call_id"]) == (1.0, name, call["id"])
 
 
 def answered_id(proxy: Proxy, dialect: str, streamed: bool) -> str:
     client = proxy.agent()
-    said: Any
+    answer: Any
     if dialect == "messages":
         with anthropic.Anthropic(base_url=proxy.url, api_key="k") as other:
             if streamed:
@@ -58,26 +58,26 @@ def answered_id(proxy: Proxy, dialect: str, streamed: bool) -> str:
                     return stream.get_final_message().id
             return other.messages.create(model="agent", max_tokens=9, messages=[USER]).id
     if dialect == "chat":
-        said = client.chat.completions.create(**BODY, stream=streamed)
+        answer = client.chat.completions.create(**BODY, stream=streamed)
     elif dialect == "completions":
-        said = client.completions.create(model="agent", prompt="hi", stream=streamed)
+        answer = client.completions.create(model="agent", prompt="hi", stream=streamed)
     else:
-        said = client.responses.create(model="agent", input="hi", stream=streamed)
-        done = [event.response for event in said if event.type == "response.completed"] if streamed else [said]
+        answer = client.responses.create(model="agent", input="hi", stream=streamed)
+        done = [event.response for event in answer if event.type == "response.completed"] if streamed else [answer]
         return str(done.pop().id)
-    return [str(chunk.id) for chunk in said].pop() if streamed else str(said.id)
+    return [str(chunk.id) for chunk in answer].pop() if streamed else str(answer.id)
 
 
-def test_everything_that_can_be_said_is_kept(proxy: Proxy) -> None:
-    asked = proxy.http.post("/v1/chat/completions", json=BODY)
-    names = {"call_id": asked.headers["x-ratchet-call"], "trajectory_id": asked.headers["x-ratchet-trajectory"]}
+def test_every_field_is_stored(proxy: Proxy) -> None:
+    answer = proxy.http.post("/v1/chat/completions", json=BODY)
+    names = {"call_id": answer.headers["x-ratchet-call"], "trajectory_id": answer.headers["x-ratchet-trajectory"]}
     for value, number in ((True, 1.0), (False, 0.0), ("down", 0.0), (4, 4.0), (-0.5, -0.5)):
-        told = say(proxy, call_id=names["call_id"], value=value, end_user="ann", comment="well\0")
-        assert told["state"] == "placed"
-        (row,) = [row for row in heard(proxy) if row["id"] == told["id"]]
+        feedback = post_feedback(proxy, call_id=names["call_id"], value=value, end_user="ann", comment="well\0")
+        assert feedback["state"] == "placed"
+        (row,) = [row for row in list_feedback(proxy) if row["id"] == feedback["id"]]
         assert (row["value"], row["source"], row["comment"]) == (number, "user:ann", "well\N{REPLACEMENT CHARACTER}")
-    told = say(proxy, trajectory_id=names["trajectory_id"], demonstration="Oslo.")
-    assert told["call_id"] is None
+    feedback = post_feedback(proxy, trajectory_id=names["trajectory_id"], demonstration="Oslo.")
+    assert feedback["call_id"] is None
     found = proxy.http.get(f"/api/trajectories/{names['trajectory_id']}")
     proxy.settled()
     found = proxy.http.get(f"/api/trajectories/{names['trajectory_id']}")
@@ -103,26 +103,26 @@ def test_everything_that_can_be_said_is_kept(proxy: Proxy) -> None:
         ({"call_id": "a" * 99, "value": 1}, "call_id"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_by_the_fields_name(proxy: Proxy, body: Any, word: str) -> None:
-    assert word in say(proxy, 400, **body)["error"]["message"]
-    assert heard(proxy) == []
+def test_an_invalid_field_is_refused_by_its_name(proxy: Proxy, body: Any, word: str) -> None:
+    assert word in post_feedback(proxy, 400, **body)["error"]["message"]
+    assert list_feedback(proxy) == []
 
 
-def test_a_body_that_is_no_json_or_too_large_is_refused(proxy: Proxy) -> None:
+def test_a_body_that_is_not_json_or_too_large_is_refused(proxy: Proxy) -> None:
     assert proxy.http.post("/api/feedback", content=b'{"value": NaN, "call_id": "a"}').status_code == 400
     assert proxy.http.post("/api/feedback", content=b"[1]").status_code == 400
     assert proxy.http.post("/api/feedback", content=b" " * (2**20 + 1)).status_code == 413
 
 
-def test_an_unknown_id_is_a_404_that_says_which_ids_there_are(proxy: Proxy) -> None:
+def test_an_unknown_id_is_a_404_that_lists_the_kinds_of_id(proxy: Proxy) -> None:
     for name in ("call_id", "response_id", "trajectory_id"):
         body: dict[str, Any] = {name: "nobody's", "value": 1}
-        told = say(proxy, 404, **body)["error"]
-        assert (told["param"], told["code"]) == (name, "unknown_target")
-        assert "x-ratchet-call" in told["message"]
+        error = post_feedback(proxy, 404, **body)["error"]
+        assert (error["param"], error["code"]) == (name, "unknown_target")
+        assert "x-ratchet-call" in error["message"]
 
 
-def test_hostile_words_and_pages_are_answers_of_the_same_shape(proxy: Proxy) -> None:
+def test_hostile_bodies_and_pages_get_errors_of_the_same_shape(proxy: Proxy) -> None:
     for content in (b'{"call_id": "\\ud800", "value": 1}', b'{"value": ' + b"[" * 5000, b"\xff\xfe", b"null", b""):
         answer = proxy.http.post("/api/feedback", content=content)
         assert (answer.status_code, set(answer.json()["error"])) == (400, {"message", "type", "param", "code"})
@@ -132,24 +132,24 @@ def test_hostile_words_and_pages_are_answers_of_the_same_shape(proxy: Proxy) -> 
 
 def test_the_same_idempotency_key_is_one_feedback(proxy: Proxy) -> None:
     name = proxy.http.post("/v1/chat/completions", json=BODY).json()["id"]
-    first = say(proxy, response_id=name, value=1, idempotency_key="a")
-    again = say(proxy, response_id=name, value=0, idempotency_key="a")
+    first = post_feedback(proxy, response_id=name, value=1, idempotency_key="a")
+    again = post_feedback(proxy, response_id=name, value=0, idempotency_key="a")
     header = proxy.http.post(
         "/api/feedback", json={"response_id": name, "value": 0}, headers={"idempotency-key": "a"}
     ).json()
     assert first["id"] == again["id"] == header["id"]
-    assert [row["value"] for row in heard(proxy)] == [1.0]
+    assert [row["value"] for row in list_feedback(proxy)] == [1.0]
 
 
-def test_an_agents_key_speaks_of_its_own_trajectories_alone_and_reads_nothing(start: Start, store: Store) -> None:
+def test_an_agents_key_rates_only_its_own_trajectories_and_reads_nothing(start: Start, store: Store) -> None:
     (ann, _), (bob, _), (boss, _) = made(store), made(store), made(store, KeyScope.OPERATOR)
     proxy = start()
     name = ask(proxy, ann).json()["id"]
-    say(proxy, 201, ann, response_id=name, value="up")
-    say(proxy, 404, bob, response_id=name, value="down")
-    say(proxy, 401, "rk-unknown", response_id=name, value="down")
-    say(proxy, 401, response_id=name, value="down")
-    say(proxy, 201, boss, response_id=name, value=0.5)
+    post_feedback(proxy, 201, ann, response_id=name, value="up")
+    post_feedback(proxy, 404, bob, response_id=name, value="down")
+    post_feedback(proxy, 401, "rk-unknown", response_id=name, value="down")
+    post_feedback(proxy, 401, response_id=name, value="down")
+    post_feedback(proxy, 201, boss, response_id=name, value=0.5)
     proxy.settled()
     for key, status in ((ann, 403), (bob, 403), (boss, 200)):
         assert proxy.http.get("/api/feedback", headers=bearer(key)).status_code == status
@@ -161,34 +161,34 @@ def test_feedback_counts_as_a_request_of_its_key(start: Start, store: Store) -> 
     (ann, _), (boss, _) = made(store, requests_per_minute=2), made(store, KeyScope.OPERATOR)
     proxy = start()
     name = ask(proxy, ann).json()["id"]
-    say(proxy, 201, ann, response_id=name, value="up")
-    say(proxy, 429, ann, response_id=name, value="down")
-    say(proxy, 201, boss, response_id=name, value="down")
+    post_feedback(proxy, 201, ann, response_id=name, value="up")
+    post_feedback(proxy, 429, ann, response_id=name, value="down")
+    post_feedback(proxy, 201, boss, response_id=name, value="down")
 
 
-def test_feedback_on_a_call_that_is_not_in_the_store_yet_waits_and_finds_it(proxy: Proxy, tmp_path: Path) -> None:
+def test_feedback_on_an_unshipped_call_waits_and_is_placed_later(proxy: Proxy, tmp_path: Path) -> None:
     blocker = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
     blocker.execute("BEGIN EXCLUSIVE")
     name = proxy.agent().chat.completions.create(**BODY).id
-    told = say(proxy, 202, response_id=name, value="up")
-    assert (told["state"], told["trajectory_id"]) == ("waiting", None)
+    feedback = post_feedback(proxy, 202, response_id=name, value="up")
+    assert (feedback["state"], feedback["trajectory_id"]) == ("waiting", None)
     blocker.rollback()
     blocker.close()
-    (row,) = heard(proxy)
-    assert row["id"] == told["id"]
+    (row,) = list_feedback(proxy)
+    assert row["id"] == feedback["id"]
     assert row["trajectory_id"] is not None
 
 
-def test_an_id_that_neither_of_two_proxies_knows_is_a_404(start: Start, tmp_path: Path) -> None:
+def test_an_id_unknown_to_both_proxies_is_a_404(start: Start, tmp_path: Path) -> None:
     one, other = start(), start(journal=tmp_path / "other")
     eventually(lambda: len(one.store.proxy_instances.running(None, 0.0)) == 2)
-    say(one, 404, response_id="chatcmpl-nobody", value="up")
+    post_feedback(one, 404, response_id="chatcmpl-nobody", value="up")
     name = other.agent().chat.completions.create(**BODY).id
     other.settled()
-    assert say(one, 201, response_id=name, value="up")["state"] == "placed"
+    assert post_feedback(one, 201, response_id=name, value="up")["state"] == "placed"
 
 
-def test_where_another_proxy_has_not_shipped_the_answer_says_that_the_id_is_not_known_yet(proxy: Proxy) -> None:
+def test_an_id_is_not_known_yet_while_another_proxy_has_not_shipped(proxy: Proxy) -> None:
     proxy.store.proxy_instances.heartbeat(
         ProxyInstance(
             id="d",
@@ -199,9 +199,9 @@ def test_where_another_proxy_has_not_shipped_the_answer_says_that_the_id_is_not_
             heartbeat_at=time.time(),
         )
     )
-    told = say(proxy, 202, response_id="chatcmpl-elsewhere", value="up")
-    assert told["state"] == "waiting"
-    assert "has not shipped its journal" in told["detail"]
+    feedback = post_feedback(proxy, 202, response_id="chatcmpl-elsewhere", value="up")
+    assert feedback["state"] == "waiting"
+    assert "has not shipped its journal" in feedback["detail"]
 
 
 def test_feedback_survives_a_kill_while_the_store_is_away(vllm_url: str, tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_feedback_survives_a_kill_while_the_store_is_away(vllm_url: str, tmp_pat
     store.close()
 
 
-def test_without_a_durable_journal_feedback_is_not_taken(vllm_url: str, tmp_path: Path) -> None:
+def test_without_a_durable_journal_feedback_is_refused(vllm_url: str, tmp_path: Path) -> None:
     process = ProxyProcess(tmp_path, upstreams=[vllm_url])
     eventually(lambda: httpx.get(process.url + "/health/ready", timeout=5).status_code == 200)
     with httpx.Client(base_url=process.url, timeout=20) as client:
@@ -240,11 +240,13 @@ def test_without_a_durable_journal_feedback_is_not_taken(vllm_url: str, tmp_path
     process.stop()
 
 
-def test_what_must_not_be_written_is_not(start: Start) -> None:
+def test_redaction_applies_to_feedback(start: Start) -> None:
     proxy = start(redact=["email"])
     name = proxy.http.post("/v1/chat/completions", json=BODY).json()["id"]
     for user in ("ann@example.com", "bob@example.com"):
-        say(proxy, response_id=name, value=1, end_user=user, comment=f"ask {user}", demonstration=f"To {user}")
-    rows = heard(proxy)
+        post_feedback(
+            proxy, response_id=name, value=1, end_user=user, comment=f"ask {user}", demonstration=f"To {user}"
+        )
+    rows = list_feedback(proxy)
     assert "@example" not in str(rows)
     assert len({row["source"] for row in rows}) == 2

@@ -1,4 +1,4 @@
-"""Which trajectory a call belongs to: claims on the memory itself, and on a running proxy."""
+"""Linking calls to trajectories: the linker by itself, and through a running proxy."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ REPLY: Message = {"role": "assistant", "content": "hello"}
 NEXT: Message = {"role": "user", "content": "and now?"}
 
 
-def asked(messages: list[Message], key: str = "k", **more: Any) -> LinkEvidence:
+def evidence(messages: list[Message], key: str = "k", **more: Any) -> LinkEvidence:
     values: dict[str, Any] = {"alias": "agent", "version": None, "messages": messages, "key_id": key}
     values |= {"keys": canon.link_keys(messages), "arrived_at": 1.0}
     return LinkEvidence(**(values | more))
 
 
 def answered(linker: TrajectoryLinker, prompt: list[Message], reply: Message, now: float = 1.0, key: str = "k") -> Link:
-    """A first call with this prompt that got this reply."""
-    link = linker.find_link(asked(prompt, key))
+    """Link and end a call with this prompt and this reply."""
+    link = linker.find_link(evidence(prompt, key))
     linker.begin_call(link, "agent", link.version or 0, now)
     keys = canon.link_keys(prompt)
     own, path, gap = canon.answer_keys((canon.ANYWHERE, keys[-1], keys[-2] if len(keys) > 1 else ""), reply)
@@ -74,11 +74,11 @@ def linker() -> TrajectoryLinker:
         ({**REPLY, "reasoning": "hm"}, {**REPLY, "refusal": None, "tool_calls": []}),
     ],
 )
-def test_an_answer_is_known_again_however_the_agent_echoes_it(
+def test_an_answer_is_recognized_however_the_agent_echoes_it(
     linker: TrajectoryLinker, given: Message, echoed: Message
 ) -> None:
     first = answered(linker, [USER], given)
-    found = linker.find_link(asked([USER, echoed, NEXT]))
+    found = linker.find_link(evidence([USER, echoed, NEXT]))
     assert found.trajectory_id == first.trajectory_id
     assert found.linked_by.startswith("graph")
 
@@ -88,10 +88,10 @@ def test_parallel_runs_of_one_prompt_never_merge(linker: TrajectoryLinker) -> No
     assert len(runs) == 8
 
 
-def test_equal_answers_are_told_apart_by_tool_ids(linker: TrajectoryLinker) -> None:
+def test_equal_answers_are_distinguished_by_tool_ids(linker: TrajectoryLinker) -> None:
     runs = [answered(linker, [USER], tool_reply("{}", f"call_{n}")).trajectory_id for n in range(5)]
     for n in (3, 0, 4, 1, 2):
-        found = linker.find_link(asked([USER, tool_reply("{}", f"call_{n}"), NEXT]))
+        found = linker.find_link(evidence([USER, tool_reply("{}", f"call_{n}"), NEXT]))
         assert (found.trajectory_id, found.linked_by) == (runs[n], "graph+tool_ids")
 
 
@@ -99,7 +99,7 @@ def test_equal_answers_without_ids_are_each_continued_once(linker: TrajectoryLin
     runs = {answered(linker, [USER], REPLY, now=float(n)).trajectory_id for n in range(4)}
     continued = set()
     for _ in range(4):
-        found = linker.find_link(asked([USER, REPLY, NEXT]))
+        found = linker.find_link(evidence([USER, REPLY, NEXT]))
         linker.begin_call(found, "agent", 0, 9.0)
         continued.add(found.trajectory_id)
     assert continued == runs
@@ -108,21 +108,21 @@ def test_equal_answers_without_ids_are_each_continued_once(linker: TrajectoryLin
 def test_the_same_key_is_preferred_among_equal_answers(linker: TrajectoryLinker) -> None:
     mine = answered(linker, [USER], REPLY, now=1.0, key="mine")
     answered(linker, [USER], REPLY, now=2.0, key="other")
-    assert linker.find_link(asked([USER, REPLY, NEXT], key="mine")).trajectory_id == mine.trajectory_id
+    assert linker.find_link(evidence([USER, REPLY, NEXT], key="mine")).trajectory_id == mine.trajectory_id
 
 
 def test_the_deepest_answer_decides(linker: TrajectoryLinker) -> None:
     first = answered(linker, [USER], REPLY)
     second = answered(linker, [USER, REPLY, NEXT], tool_reply("{}"))
     assert second.trajectory_id == first.trajectory_id
-    found = linker.find_link(asked([USER, REPLY, NEXT, tool_reply("{}"), {"role": "tool", "content": "x"}]))
+    found = linker.find_link(evidence([USER, REPLY, NEXT, tool_reply("{}"), {"role": "tool", "content": "x"}]))
     assert found.parent is not None
     assert found.parent.tool_call_ids == ("call_1",)
 
 
-def test_an_answer_that_we_did_not_give_begins_a_new_run(linker: TrajectoryLinker) -> None:
+def test_an_answer_that_the_proxy_did_not_give_starts_a_new_run(linker: TrajectoryLinker) -> None:
     answered(linker, [USER], REPLY)
-    assert linker.find_link(asked([USER, {**REPLY, "content": "hello?"}, NEXT])).linked_by == "root"
+    assert linker.find_link(evidence([USER, {**REPLY, "content": "hello?"}, NEXT])).linked_by == "root"
 
 
 ATTEMPT = AttemptKey("k", "b2:prompt", "")
@@ -133,54 +133,54 @@ def test_a_retry_of_an_unanswered_attempt_is_the_same_run_and_each_attempt_count
 ) -> None:
     lost = []
     for _ in range(2):
-        link = linker.find_link(asked([USER]))
+        link = linker.find_link(evidence([USER]))
         linker.begin_call(link, "agent", 3, 1.0)
         linker.end_call(link, [], 1.0)
         linker.add_unanswered(link, ATTEMPT, 1.0)
         lost.append(link.trajectory_id)
-    again = [linker.find_link(asked([USER], attempt=ATTEMPT, is_retry=True)) for _ in range(3)]
+    again = [linker.find_link(evidence([USER], attempt=ATTEMPT, is_retry=True)) for _ in range(3)]
     assert [link.trajectory_id for link in again[:2]] == lost
     assert [link.linked_by for link in again] == ["retry", "retry", "root"]
     assert again[0].version == 3
 
 
-def test_a_resend_without_the_sdks_header_is_believed_for_a_minute(linker: TrajectoryLinker) -> None:
-    link = linker.find_link(asked([USER]))
+def test_a_resend_without_the_sdks_header_counts_as_a_retry_for_a_minute(linker: TrajectoryLinker) -> None:
+    link = linker.find_link(evidence([USER]))
     linker.begin_call(link, "agent", 3, 1.0)
     for arrived_at, by in ((100.0, "root"), (31.0, "resend")):
         linker.add_unanswered(link, ATTEMPT, 1.0)
-        assert linker.find_link(asked([USER], attempt=ATTEMPT, arrived_at=arrived_at)).linked_by == by
+        assert linker.find_link(evidence([USER], attempt=ATTEMPT, arrived_at=arrived_at)).linked_by == by
 
 
 def test_an_explicit_id_wins_and_a_contradicting_version_is_refused(linker: TrajectoryLinker) -> None:
     answered(linker, [USER], REPLY)
-    link = linker.find_link(asked([USER, REPLY, NEXT], explicit="mine", explicit_by="header"))
+    link = linker.find_link(evidence([USER, REPLY, NEXT], explicit="mine", explicit_by="header"))
     assert (link.trajectory_id, link.parent, link.linked_by) == ("mine", None, "header")
     linker.begin_call(link, "agent", 1, 1.0)
-    assert linker.find_link(asked([USER], explicit="mine", explicit_by="path")).version == 1
+    assert linker.find_link(evidence([USER], explicit="mine", explicit_by="path")).version == 1
     with pytest.raises(BadRequest, match="uses agent@1"):
-        linker.find_link(asked([USER], explicit="mine", explicit_by="path", version=2))
+        linker.find_link(evidence([USER], explicit="mine", explicit_by="path", version=2))
 
 
-def test_memory_is_bounded_and_still_runs_are_forgotten() -> None:
+def test_memory_is_bounded_and_idle_runs_are_forgotten() -> None:
     linker = TrajectoryLinker(idle_seconds=10, max_bytes=150_000)
     for n in range(200):
         answered(linker, [USER], {**REPLY, "content": str(n)}, now=float(n))
     assert len(linker) <= 50
-    assert linker.find_link(asked([USER, {**REPLY, "content": "5"}, NEXT])).linked_by == "root"
-    assert linker.find_link(asked([USER, {**REPLY, "content": "199"}, NEXT])).linked_by == "graph"
+    assert linker.find_link(evidence([USER, {**REPLY, "content": "5"}, NEXT])).linked_by == "root"
+    assert linker.find_link(evidence([USER, {**REPLY, "content": "199"}, NEXT])).linked_by == "graph"
 
 
 def test_a_finished_run_is_forgotten(linker: TrajectoryLinker) -> None:
     link = answered(linker, [USER], REPLY)
     linker.forget_trajectory(link.trajectory_id)
-    assert linker.find_link(asked([USER, REPLY, NEXT])).linked_by == "root"
+    assert linker.find_link(evidence([USER, REPLY, NEXT])).linked_by == "root"
     assert linker.count_pins(1.0, 30) == {}
 
 
-def test_pins_count_runs_that_are_active_or_under_way(linker: TrajectoryLinker) -> None:
+def test_pins_count_active_and_running_runs(linker: TrajectoryLinker) -> None:
     answered(linker, [USER], REPLY, now=1.0)
-    running = linker.find_link(asked([USER]))
+    running = linker.find_link(evidence([USER]))
     linker.begin_call(running, "agent", 4, 1.0)
     assert linker.count_pins(2.0, 30) == {"agent@0": 1, "agent@4": 1}
     assert linker.count_pins(100.0, 30) == {"agent@4": 1}
@@ -192,7 +192,7 @@ def test_pins_count_runs_that_are_active_or_under_way(linker: TrajectoryLinker) 
     assert linker.count_pins(131.5, 30) == {}
 
 
-def test_what_pins_cost_does_not_grow_with_the_open_runs() -> None:
+def test_the_cost_of_pins_does_not_grow_with_the_open_runs() -> None:
     linker = TrajectoryLinker(idle_seconds=900)
     for n in range(5_000):
         answered(linker, [USER], {**REPLY, "content": str(n)}, now=n / 1000)
@@ -217,7 +217,7 @@ def test_a_restored_answer_is_continued(linker: TrajectoryLinker) -> None:
         last_active_at=5.0,
     )
     linker.restore_from_store([leaf], 6.0)
-    found = linker.find_link(asked([USER, REPLY, NEXT]))
+    found = linker.find_link(evidence([USER, REPLY, NEXT]))
     assert (found.trajectory_id, found.version) == ("traj_old", 2)
     assert found.parent is not None
     assert found.parent.sequence.is_prefix_of(pack_ids([7, 8, 9]))
@@ -228,7 +228,7 @@ def test_a_restored_answer_is_continued(linker: TrajectoryLinker) -> None:
 @pytest.mark.parametrize(("purpose", "version", "joins"), [
     ("live", None, True), ("live", 2, False), ("eval", 2, True), ("eval", None, False),
 ])  # fmt: skip
-def test_after_a_restart_an_evaluation_and_an_agent_at_work_stay_apart(
+def test_after_a_restart_evaluations_and_live_runs_stay_apart(
     linker: TrajectoryLinker, purpose: str, version: int | None, joins: bool
 ) -> None:
     leaf = OpenLeaf(
@@ -245,20 +245,20 @@ def test_after_a_restart_an_evaluation_and_an_agent_at_work_stay_apart(
         last_active_at=5.0,
     )
     linker.restore_from_store([leaf], 6.0)
-    found = linker.find_link(asked([USER, REPLY, NEXT], version=version))
+    found = linker.find_link(evidence([USER, REPLY, NEXT], version=version))
     assert (found.trajectory_id == "traj_old") is joins
     assert found.purpose == ("live" if version is None else "eval")
 
 
 def test_a_named_trajectory_keeps_its_purpose(linker: TrajectoryLinker) -> None:
-    trial = linker.find_link(asked([USER], explicit="trial", explicit_by="header", version=1))
+    trial = linker.find_link(evidence([USER], explicit="trial", explicit_by="header", version=1))
     linker.begin_call(trial, "agent", 1, 1.0)
-    followed = linker.find_link(asked([USER], explicit="trial", explicit_by="header"))
+    followed = linker.find_link(evidence([USER], explicit="trial", explicit_by="header"))
     assert (followed.version, followed.purpose) == (1, "eval")
-    work = linker.find_link(asked([USER], explicit="work", explicit_by="header"))
+    work = linker.find_link(evidence([USER], explicit="work", explicit_by="header"))
     linker.begin_call(work, "agent", 1, 1.0)
     with pytest.raises(BadRequest, match="work is not an evaluation"):
-        linker.find_link(asked([USER], explicit="work", explicit_by="header", version=1))
+        linker.find_link(evidence([USER], explicit="work", explicit_by="header", version=1))
 
 
 def test_failures_with_one_body_take_bounded_memory(linker: TrajectoryLinker) -> None:
@@ -271,7 +271,7 @@ def test_failures_with_one_body_take_bounded_memory(linker: TrajectoryLinker) ->
 
 
 def run(agent: openai.OpenAI, first: str, turns: int) -> list[Any]:
-    """An agent that knows nothing of us: it asks, echoes, asks again."""
+    """Run an agent that sends its history with each call; return its messages."""
     messages: list[Any] = [{"role": "user", "content": first}]
     for turn in range(turns):
         answer = agent.chat.completions.create(model="agent", messages=messages)
@@ -312,7 +312,7 @@ def test_a_context_that_drifted_is_a_fork_and_keeps_its_own_prompt(proxy: Proxy)
         ("/v1/chat/completions", {}, {"metadata": {"trajectory_id": "job-7"}}, "body"),
     ],
 )
-def test_ids_are_accepted_wherever_they_stand(proxy: Proxy, path: str, headers: Any, body: Any, by: str) -> None:
+def test_ids_are_accepted_in_path_header_and_body(proxy: Proxy, path: str, headers: Any, body: Any, by: str) -> None:
     more = {"x-ratchet-task": "sums", "x-ratchet-role": "planner", "x-ratchet-tags": "a, b"}
     for _ in range(2):
         request = {"model": "agent", "messages": [USER], **body}
@@ -324,7 +324,7 @@ def test_ids_are_accepted_wherever_they_stand(proxy: Proxy, path: str, headers: 
 
 
 @pytest.mark.parametrize("name", ["a b", ".", "..", "x" * 101])
-def test_an_id_that_cannot_be_one_is_refused(proxy: Proxy, name: str) -> None:
+def test_an_invalid_id_is_refused(proxy: Proxy, name: str) -> None:
     request = {"model": "agent", "messages": [USER]}
     answer = proxy.http.post("/v1/chat/completions", json=request, headers={"x-ratchet-trajectory": name})
     assert answer.status_code == 400
@@ -349,9 +349,7 @@ def test_an_sdks_retries_are_one_trajectory(proxy: Proxy, vllm: ScriptedVllm) ->
     assert [call.state for call in calls] == [CallState.FAILED, CallState.FAILED, CallState.ANSWERED]
 
 
-def test_a_time_out_while_the_first_attempt_runs_is_one_run_whose_attempts_are_aborted(
-    proxy: Proxy, vllm: ScriptedVllm
-) -> None:
+def test_a_timeout_during_the_first_attempt_gives_one_run_of_aborted_attempts(proxy: Proxy, vllm: ScriptedVllm) -> None:
     slow: Any = [{"role": "user", "content": "#tokens=400 #delay=0.02"}]
     with pytest.raises(openai.APITimeoutError):
         proxy.agent(max_retries=1, timeout=1.5).chat.completions.create(model="agent", messages=slow)
@@ -361,10 +359,10 @@ def test_a_time_out_while_the_first_attempt_runs_is_one_run_whose_attempts_are_a
     assert len({call.trajectory_id for call in calls}) == 1
 
 
-def test_a_retry_of_an_answered_call_is_known_by_its_history(linker: TrajectoryLinker) -> None:
+def test_a_retry_of_an_answered_call_is_recognized_by_its_history(linker: TrajectoryLinker) -> None:
     run = answered(linker, [USER], REPLY)
     for again, by in ((False, "graph"), (True, "retry")):
-        link = linker.find_link(asked([USER, REPLY, NEXT], attempt=ATTEMPT, is_retry=again))
+        link = linker.find_link(evidence([USER, REPLY, NEXT], attempt=ATTEMPT, is_retry=again))
         linker.begin_call(link, "agent", 0, 2.0)
         assert (link.trajectory_id, link.linked_by) == (run.trajectory_id, by)
 

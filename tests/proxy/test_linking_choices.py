@@ -10,7 +10,7 @@ from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
 from ratchet.proxy.coordinator.linking.open_trajectories import candidate_names
 from ratchet.proxy.messages.link_records import Leaf, TokenFingerprint
 from ratchet.store.content import messages as canon
-from tests.proxy.test_linking import NEXT, REPLY, USER, asked
+from tests.proxy.test_linking import NEXT, REPLY, USER, evidence
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def linker() -> TrajectoryLinker:
 
 def choices_of(linker: TrajectoryLinker, texts: list[str], now: float) -> str:
     """A first call that got these answers; return its trajectory."""
-    link = linker.find_link(asked([USER]))
+    link = linker.find_link(evidence([USER]))
     linker.begin_call(link, "agent", 0, now)
     keys = canon.link_keys([USER])
     leaves = [
@@ -40,7 +40,7 @@ def test_of_several_answers_one_is_taken_from_each_run_before_a_second_from_any(
     reply = {**REPLY, "content": "hello"}
     begun = []
     for _ in range(4):
-        found = linker.find_link(asked([USER, reply, NEXT]))
+        found = linker.find_link(evidence([USER, reply, NEXT]))
         assert found.parent is not None
         linker.begin_call(found, "agent", 0, 9.0)
         begun.append((found.trajectory_id, found.parent.choice))
@@ -52,10 +52,10 @@ def test_of_several_answers_one_is_taken_from_each_run_before_a_second_from_any(
 def test_a_run_whose_other_answer_was_continued_comes_after_one_of_which_none_was(linker: TrajectoryLinker) -> None:
     free = choices_of(linker, ["hello", "bye"], 1.0)
     taken = choices_of(linker, ["hello", "bye"], 2.0)
-    found = linker.find_link(asked([USER, {**REPLY, "content": "bye"}, NEXT]))
+    found = linker.find_link(evidence([USER, {**REPLY, "content": "bye"}, NEXT]))
     assert found.trajectory_id == taken
     linker.begin_call(found, "agent", 0, 9.0)
-    assert linker.find_link(asked([USER, {**REPLY, "content": "hello"}, NEXT])).trajectory_id == free
+    assert linker.find_link(evidence([USER, {**REPLY, "content": "hello"}, NEXT])).trajectory_id == free
 
 
 def test_a_name_that_another_key_has_made_up_for_this_one_gives_it_neither_version_nor_purpose(
@@ -63,13 +63,13 @@ def test_a_name_that_another_key_has_made_up_for_this_one_gives_it_neither_versi
 ) -> None:
     mine = blake2b(b"victim", digest_size=4).hexdigest()
     for name in ("job", f"job~{mine}"):
-        taken = linker.find_link(asked([USER], "attacker", explicit=name, explicit_by="header", version=3))
+        taken = linker.find_link(evidence([USER], "attacker", explicit=name, explicit_by="header", version=3))
         linker.begin_call(taken, "agent", 3, 1.0)
         assert (taken.trajectory_id, taken.purpose) == (name, "eval")
-    found = linker.find_link(asked([USER], "victim", explicit="job", explicit_by="header"))
+    found = linker.find_link(evidence([USER], "victim", explicit="job", explicit_by="header"))
     assert (found.version, found.purpose, found.key_id) == (None, "live", "victim")
     linker.begin_call(found, "agent", 1, 1.0)
-    again = linker.find_link(asked([USER], "victim", explicit="job", explicit_by="header"))
+    again = linker.find_link(evidence([USER], "victim", explicit="job", explicit_by="header"))
     assert (again.trajectory_id, again.version) == (found.trajectory_id, 1)
     assert len(found.trajectory_id) <= 128
     assert len(list(candidate_names("x" * 128, "victim"))[2]) <= 128

@@ -18,7 +18,7 @@ from ratchet.proxy.coordinator.linking.quote_index import LeavesByName, QuoteInd
 from ratchet.proxy.messages.link_records import Leaf, TokenFingerprint
 from ratchet.proxy.messages.text_fingerprints import ANCHOR_LENGTH, MIN_QUOTE_LENGTH, TextFingerprints, quote_of
 from ratchet.store.content import messages as canon
-from tests.proxy.test_linking import USER, Message, answered, asked
+from tests.proxy.test_linking import USER, Message, answered, evidence
 
 PIECES = [
     "I have read the messages of March", " and then some more", "\nfinal: ", '{"answer": "', "é", "x" * 40, "\\n",
@@ -175,10 +175,10 @@ def test_a_large_prompt_is_read_in_few_steps_beside_thousands_of_answers_that_be
     for number in range(4000):
         answered(linker, [USER], {"role": "assistant", "content": alike(number)})
     text = LARGE[kind][:142_000]
-    plain = asked([{"role": "user", "content": text}])
+    plain = evidence([{"role": "user", "content": text}])
     assert linker.find_link(plain).linked_by == "root"  # and whatever is made once is made
     few = steps_of(lambda: linker.find_link(plain))
-    quoting = asked([{"role": "user", "content": "\n".join([text[:140_000], *["> " + alike(7)] * 8])}])
+    quoting = evidence([{"role": "user", "content": "\n".join([text[:140_000], *["> " + alike(7)] * 8])}])
     some = steps_of(lambda: linker.find_link(quoting))
     assert linker.find_link(quoting).linked_by == "quote"
     assert few < 200, few
@@ -190,7 +190,7 @@ def test_words_of_another_key_are_not_looked_at() -> None:
     for number in range(500):
         answered(linker, [USER], {"role": "assistant", "content": alike(number)}, key="other")
     text = "\n".join(alike(number) for number in range(100))
-    assert steps_of(lambda: linker.find_link(asked([{"role": "user", "content": text}], key="mine"))) < 200
+    assert steps_of(lambda: linker.find_link(evidence([{"role": "user", "content": text}], key="mine"))) < 200
 
 
 def test_a_prompt_that_repeats_how_we_begin_without_end_is_no_evidence_and_soon_given_up() -> None:

@@ -23,20 +23,22 @@ def last_call(proxy: Proxy) -> Call:
     return proxy.store.calls.page(1)[0]
 
 
-def answer_of(agent: openai.OpenAI, streamed: bool, **asked: Any) -> Any:
+def answer_of(agent: openai.OpenAI, streamed: bool, **request: Any) -> Any:
     """The final response, streamed or not."""
     if not streamed:
-        return agent.responses.create(model="agent", **asked)
-    with agent.responses.stream(model="agent", **asked) as stream:
+        return agent.responses.create(model="agent", **request)
+    with agent.responses.stream(model="agent", **request) as stream:
         for _ in stream:
             pass
         return stream.get_final_response()
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_an_answer_is_told_in_items_and_recorded_with_its_ids(proxy: Proxy, vllm: ScriptedVllm, streamed: bool) -> None:
-    asked: Any = {"input": "#think=let.me.see #say=hello.there", "instructions": "be brief"}
-    answer = answer_of(proxy.agent(), streamed, **asked, temperature=0.5, max_output_tokens=300)
+def test_an_answer_is_rendered_as_items_and_recorded_with_its_ids(
+    proxy: Proxy, vllm: ScriptedVllm, streamed: bool
+) -> None:
+    request: Any = {"input": "#think=let.me.see #say=hello.there", "instructions": "be brief"}
+    answer = answer_of(proxy.agent(), streamed, **request, temperature=0.5, max_output_tokens=300)
     assert [item.type for item in answer.output] == ["reasoning", "message"]
     assert answer.output[0].content[0].text == "let me see"
     assert (answer.output_text, answer.status, answer.model) == ("hello there", "completed", "agent@0")
@@ -115,7 +117,7 @@ def test_a_previous_response_is_continued_in_its_trajectory(proxy: Proxy, vllm: 
     assert [call.context for call in calls] == ["root", "fork", "fork"]  # the instructions changed
 
 
-def test_equal_conversations_are_told_apart_by_the_previous_response(proxy: Proxy) -> None:
+def test_equal_conversations_are_distinguished_by_the_previous_response(proxy: Proxy) -> None:
     agent = proxy.agent()
     firsts = [agent.responses.create(model="agent", input="#say=one") for _ in range(2)]
     for first in firsts:
@@ -123,10 +125,10 @@ def test_equal_conversations_are_told_apart_by_the_previous_response(proxy: Prox
             model="agent", input="#say=two", previous_response_id=first.id
         )
         proxy.settled()
-        begun = proxy.store.calls.read("call_" + first.id.removeprefix("resp_"))
-        assert answer.headers["x-ratchet-trajectory"] == begun.trajectory_id
+        first_call = proxy.store.calls.read("call_" + first.id.removeprefix("resp_"))
+        assert answer.headers["x-ratchet-trajectory"] == first_call.trajectory_id
         call = last_call(proxy)
-        assert (call.parent_call, call.context) == (begun.id, "exact")
+        assert (call.parent_call, call.context) == (first_call.id, "exact")
 
 
 def test_a_previous_response_outlives_a_restart(
@@ -136,16 +138,16 @@ def test_a_previous_response_outlives_a_restart(
         first = proxy.agent().responses.create(model="agent", input="#say=one", instructions="old")
         proxy.settled()
     with running(vllm_url, store, tmp_path) as proxy:
-        asked: Any = {"model": "agent", "previous_response_id": first.id}
-        proxy.agent().responses.create(**asked, input="#say=two", instructions="new")
+        request: Any = {"model": "agent", "previous_response_id": first.id}
+        proxy.agent().responses.create(**request, input="#say=two", instructions="new")
         assert [m["content"] for m in vllm.calls[-1]["messages"]] == ["new", "#say=one", "one", "#say=two"]
         proxy.settled()
         assert last_call(proxy).parent_call == "call_" + first.id.removeprefix("resp_")
         with pytest.raises(openai.NotFoundError):
-            proxy.agent(key="another").responses.create(**asked, input="hi")
+            proxy.agent(key="another").responses.create(**request, input="hi")
 
 
-def test_a_previous_response_of_another_proxy_is_found_as_soon_as_it_is_there(
+def test_a_previous_response_of_another_proxy_is_found_at_once(
     vllm_url: str, vllm: ScriptedVllm, store: Store, tmp_path: Path
 ) -> None:
     with (
@@ -153,18 +155,18 @@ def test_a_previous_response_of_another_proxy_is_found_as_soon_as_it_is_there(
         running(vllm_url, store, tmp_path / "other") as other,
     ):
         eventually(lambda: len(store.proxy_instances.running(None, 0.0)) == 2)
-        asked: Any = {"model": "agent"}
+        request: Any = {"model": "agent"}
         for turn in range(6):  # each right after the one before, at the proxy that did not make it
             proxy = (one, other)[turn % 2]
-            answer = proxy.agent().responses.create(input=f"#say=turn.{turn}", **asked)
-            asked["previous_response_id"] = answer.id
+            answer = proxy.agent().responses.create(input=f"#say=turn.{turn}", **request)
+            request["previous_response_id"] = answer.id
         assert len(vllm.calls[-1]["messages"]) == 11
         unknown = "resp_" + answer.id.removeprefix("resp_")[:-1] + "0"
         with pytest.raises(openai.NotFoundError):
             one.agent().responses.create(model="agent", input="hi", previous_response_id=unknown)
 
 
-def test_a_previous_response_that_is_not_known_is_a_404(proxy: Proxy) -> None:
+def test_an_unknown_previous_response_is_a_404(proxy: Proxy) -> None:
     agent = proxy.agent()
     with pytest.raises(openai.NotFoundError, match="not known"):
         agent.responses.create(model="agent", input="hi", previous_response_id="resp_x")
@@ -176,10 +178,10 @@ def test_a_previous_response_that_is_not_known_is_a_404(proxy: Proxy) -> None:
 
 def test_structured_output_and_choices_of_tools_reach_vllm(proxy: Proxy, vllm: ScriptedVllm) -> None:
     schema = {"type": "object", "properties": {}}
-    asked: Any = {"input": "hi", "tools": [*TOOLS, {**TOOLS[0], "name": "read"}], "reasoning": {"effort": "low"}}
-    asked["text"] = {"format": {"type": "json_schema", "name": "a", "schema": schema, "strict": True}}
+    request: Any = {"input": "hi", "tools": [*TOOLS, {**TOOLS[0], "name": "read"}], "reasoning": {"effort": "low"}}
+    request["text"] = {"format": {"type": "json_schema", "name": "a", "schema": schema, "strict": True}}
     allowed: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "read"}]}
-    proxy.agent().responses.create(model="agent", tool_choice=allowed, **asked)
+    proxy.agent().responses.create(model="agent", tool_choice=allowed, **request)
     sent = vllm.calls[-1]
     assert sent["response_format"]["json_schema"] == {"name": "a", "schema": schema, "strict": True}
     assert ([t["function"]["name"] for t in sent["tools"]], sent["tool_choice"]) == (["read"], "required")
@@ -196,21 +198,21 @@ def test_images_are_passed_on_recorded_and_marked(proxy: Proxy, vllm: ScriptedVl
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_cut_answer_is_incomplete(proxy: Proxy, streamed: bool) -> None:
-    asked: Any = {"model": "agent", "input": "#say=hi #length"}
+    request: Any = {"model": "agent", "input": "#say=hi #length"}
     if streamed:
-        last: Any = list(proxy.agent().responses.create(**asked, stream=True))[-1]
+        last: Any = list(proxy.agent().responses.create(**request, stream=True))[-1]
         assert last.type == "response.incomplete"
         answer = last.response
     else:
-        answer = proxy.agent().responses.create(**asked)
+        answer = proxy.agent().responses.create(**request)
     assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert answer.output[0].status == "incomplete"
 
 
 @pytest.mark.parametrize("how", ["cut", "fault"])
-def test_a_failure_in_mid_stream_is_told_and_recorded(proxy: Proxy, how: str) -> None:
-    asked: Any = {"model": "agent", "input": f"#say=abcdef #{how}=3"}
-    events: Any = list(proxy.agent().responses.create(**asked, stream=True))
+def test_a_failure_in_mid_stream_is_reported_and_recorded(proxy: Proxy, how: str) -> None:
+    request: Any = {"model": "agent", "input": f"#say=abcdef #{how}=3"}
+    events: Any = list(proxy.agent().responses.create(**request, stream=True))
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "abc"
     assert events[-1].type == "response.failed"
     assert events[-1].response.error.message
@@ -232,17 +234,17 @@ def test_a_failure_in_mid_stream_is_told_and_recorded(proxy: Proxy, how: str) ->
         ({"model": "agent", "input": "#status=429"}, 429, "scripted failure"),
     ],
 )
-def test_bad_requests_are_told_what_is_wrong(proxy: Proxy, body: Any, status: int, says: str) -> None:
+def test_bad_requests_get_an_error_that_names_the_fault(proxy: Proxy, body: Any, status: int, says: str) -> None:
     answer = proxy.http.post("/v1/responses", json=body)
     assert answer.status_code == status
     assert says in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_logprobs_are_told_to_who_includes_them(proxy: Proxy, vllm: ScriptedVllm, streamed: bool) -> None:
-    asked: Any = {"input": "#say=abc", "include": ["message.output_text.logprobs"], "top_logprobs": 2}
-    told = answer_of(proxy.agent(), streamed, **asked).output[0].content[0].logprobs
-    assert [(one.token, one.logprob) for one in told][:3] == [("a", -0.5), ("b", -0.625), ("c", -0.75)]
+def test_logprobs_are_sent_to_clients_that_include_them(proxy: Proxy, vllm: ScriptedVllm, streamed: bool) -> None:
+    request: Any = {"input": "#say=abc", "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    logprobs = answer_of(proxy.agent(), streamed, **request).output[0].content[0].logprobs
+    assert [(one.token, one.logprob) for one in logprobs][:3] == [("a", -0.5), ("b", -0.625), ("c", -0.75)]
     assert vllm.calls[-1]["top_logprobs"] == 2
     without = answer_of(proxy.agent(), streamed, input="#say=abc").output[0].content[0].logprobs
     assert not without
@@ -280,37 +282,37 @@ def test_the_tools_of_a_namespace_are_tools_and_their_calls_name_it(proxy: Proxy
         ),
     ],
 )
-def test_what_cannot_be_read_is_named_by_its_place(proxy: Proxy, more: Any, says: str) -> None:
+def test_unreadable_input_is_named_by_its_place(proxy: Proxy, more: Any, says: str) -> None:
     refused = proxy.http.post("/v1/responses", json={"model": "agent", "input": "x", **more})
     assert refused.status_code == 400
     assert refused.json()["error"]["message"].startswith(says)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_response_is_read_back_as_it_was_told(proxy: Proxy, streamed: bool) -> None:
+def test_a_stored_response_equals_the_one_that_was_sent(proxy: Proxy, streamed: bool) -> None:
     agent = proxy.agent()
-    asked: Any = {"model": "agent", "tools": TOOLS, "instructions": "be brief", "temperature": 0.5}
+    request: Any = {"model": "agent", "tools": TOOLS, "instructions": "be brief", "temperature": 0.5}
     question: Any = [{"role": "user", "content": "#think=hm #tool=search"}]
     if streamed:
-        with agent.responses.stream(input=question, **asked) as stream:
-            told = stream.until_done().get_final_response()
+        with agent.responses.stream(input=question, **request) as stream:
+            sent = stream.until_done().get_final_response()
     else:
-        told = agent.responses.create(input=question, **asked)
-    kept = agent.responses.retrieve(told.id)
+        sent = agent.responses.create(input=question, **request)
+    kept = agent.responses.retrieve(sent.id)
     assert [item.to_dict() for item in kept.output] == [
-        {name: value for name, value in item.to_dict().items() if name != "parsed_arguments"} for item in told.output
+        {name: value for name, value in item.to_dict().items() if name != "parsed_arguments"} for item in sent.output
     ]
     same = ("id", "model", "status", "created_at", "usage", "temperature", "tools", "object")
-    assert {name: getattr(kept, name) for name in same} == {name: getattr(told, name) for name in same}
-    next_one = agent.responses.create(model="agent", input="#say=ok", previous_response_id=told.id)
-    assert agent.responses.retrieve(next_one.id).previous_response_id == told.id
+    assert {name: getattr(kept, name) for name in same} == {name: getattr(sent, name) for name in same}
+    next_one = agent.responses.create(model="agent", input="#say=ok", previous_response_id=sent.id)
+    assert agent.responses.retrieve(next_one.id).previous_response_id == sent.id
     items = agent.responses.input_items.list(next_one.id, order="asc", limit=2)
     kinds = [item.type for item in items]  # all pages
     assert kinds == ["message", "reasoning", "function_call", "message"]
     with pytest.raises(openai.NotFoundError):
-        proxy.agent(key="another").responses.retrieve(told.id)
+        proxy.agent(key="another").responses.retrieve(sent.id)
     with pytest.raises(openai.PermissionDeniedError, match="DELETE /api/trajectories"):
-        agent.responses.delete(told.id)
+        agent.responses.delete(sent.id)
     with pytest.raises(openai.NotFoundError, match="is recorded"):
         agent.responses.retrieve("resp_x")
 
@@ -322,10 +324,10 @@ def test_items_are_found_by_their_ids(proxy: Proxy, vllm: ScriptedVllm) -> None:
     output = {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "#say=ok"}  # type: ignore[union-attr]
     whole: Any = [{"role": "user", "content": "#think=hm #tool=search"}, *references, output]
     agent.responses.create(model="agent", input=whole, tools=TOOLS)
-    said = vllm.calls[-1]["messages"]
-    assert [m["role"] for m in said] == ["user", "assistant", "tool"]
-    assert (said[1]["reasoning"], said[1]["tool_calls"][0]["function"]["name"]) == ("hm", "search")
-    begun = last_call(proxy)
-    assert begun.parent_call == "call_" + first.id.removeprefix("resp_")
+    sent = vllm.calls[-1]["messages"]
+    assert [m["role"] for m in sent] == ["user", "assistant", "tool"]
+    assert (sent[1]["reasoning"], sent[1]["tool_calls"][0]["function"]["name"]) == ("hm", "search")
+    call = last_call(proxy)
+    assert call.parent_call == "call_" + first.id.removeprefix("resp_")
     with pytest.raises(openai.NotFoundError, match="is not known: send the item itself"):
         proxy.agent(key="another").responses.create(model="agent", input=whole)

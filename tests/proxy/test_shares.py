@@ -30,7 +30,7 @@ from ratchet.store.store import Store
 from tests.harness.proxy.servers import eventually
 from tests.harness.records import call_start
 from tests.proxy.conftest import Start
-from tests.proxy.test_linking import NEXT, USER, Message, asked, tool_reply
+from tests.proxy.test_linking import NEXT, USER, Message, evidence, tool_reply
 
 HOSTILE, OTHER = "0123456789abcdef", "fedcba9876543210"
 
@@ -60,7 +60,7 @@ def test_who_holds_most_gives_up_what_it_used_longest_ago() -> None:
 
 def call(linker: TrajectoryLinker, messages: list[Message], reply: Message, key: str) -> Link:
     """A call of this key that gets this answer."""
-    link = linker.find_link(asked(messages, key))
+    link = linker.find_link(evidence(messages, key))
     linker.begin_call(link, "agent", 0, 1.0)
     keys = canon.link_keys(messages)
     own, path, gap = canon.answer_keys((canon.ANYWHERE, keys[-1], keys[-2] if len(keys) > 1 else ""), reply)
@@ -101,10 +101,10 @@ def test_a_hostile_key_fills_its_share_and_another_keys_trajectories_stay_linked
     assert most * 0.95 < linker.bytes
     assert 0.75 < real / linker.bytes < 1.25
     for message, first in zip(mine, theirs, strict=True):
-        found = linker.find_link(asked([message, reply, NEXT], OTHER))
+        found = linker.find_link(evidence([message, reply, NEXT], OTHER))
         assert (found.trajectory_id, found.linked_by) == (first.trajectory_id, "graph")
     last = [{**USER, "content": "fill 5999"}]
-    assert linker.find_link(asked(last, HOSTILE)).linked_by == "root"
+    assert linker.find_link(evidence(last, HOSTILE)).linked_by == "root"
 
 
 def test_a_key_holds_no_more_than_a_key_may_though_there_is_room() -> None:
@@ -116,7 +116,7 @@ def test_a_key_holds_no_more_than_a_key_may_though_there_is_room() -> None:
 
 def test_runs_with_a_call_under_way_are_not_forgotten() -> None:
     linker = TrajectoryLinker(900, 2**17, 2**17)
-    link = linker.find_link(asked([USER], HOSTILE))
+    link = linker.find_link(evidence([USER], HOSTILE))
     linker.begin_call(link, "agent", 3, 1.0)
     for number in range(500):
         call(linker, [{**USER, "content": f"fill {number}"}], own_reply(number), HOSTILE)

@@ -1,4 +1,4 @@
-"""Tool calls are held against the schemas of their own request, and no schema can do harm."""
+"""Tool calls are checked against the schemas of their own request, and no schema can do harm."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ PARAMETERS = {
 
 
 def tool(name: str = "search", parameters: Any = PARAMETERS) -> dict[str, Any]:
-    """A tool as chat knows it."""
+    """A tool in the chat format."""
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
-def judged(arguments: str, parameters: Any = PARAMETERS, name: str = "search") -> tuple[str, str | None]:
-    """What a call of the tool is worth."""
+def checked(arguments: str, parameters: Any = PARAMETERS, name: str = "search") -> tuple[str, str | None]:
+    """Check a call of the tool; return its outcome and detail."""
     outcome, detail = Toolset(msgspec.json.encode([tool(parameters=parameters)])).check_call(name, arguments)
     return str(outcome), detail
 
@@ -53,13 +53,13 @@ def judged(arguments: str, parameters: Any = PARAMETERS, name: str = "search") -
         ('{"q": "x", "colour": "red"}', "unexpected_argument", "$.colour"),
     ],
 )
-def test_arguments_are_valid_or_of_one_class_of_fault(arguments: str, outcome: str, detail: str | None) -> None:
-    assert judged(arguments) == (outcome, detail)
+def test_arguments_are_valid_or_have_one_class_of_fault(arguments: str, outcome: str, detail: str | None) -> None:
+    assert checked(arguments) == (outcome, detail)
 
 
-def test_what_is_no_json_or_no_tool_is_said_so() -> None:
-    assert judged('{"q": ')[0] == judged("")[0] == "invalid_json"
-    assert judged("{}", name="serach")[0] == "unknown_tool"
+def test_invalid_json_and_unknown_tools_have_their_own_outcomes() -> None:
+    assert checked('{"q": ')[0] == checked("")[0] == "invalid_json"
+    assert checked("{}", name="serach")[0] == "unknown_tool"
     assert Toolset(b"").check_call("search", "{}")[0] == ToolOutcome.UNKNOWN_TOOL
     assert Toolset(None).check_call("search", "{}")[0] == ToolOutcome.UNCHECKED
 
@@ -70,31 +70,31 @@ def test_what_is_no_json_or_no_tool_is_said_so() -> None:
      ({"additionalProperties": {"type": "string"}}, "schema_violation"), ({"allOf": [{}]}, "valid"),
      ({"patternProperties": {"^z": {}}}, "valid")],
 )  # fmt: skip
-def test_an_argument_is_unexpected_unless_the_schema_lets_others_in(extra: dict[str, Any], outcome: str) -> None:
-    assert judged('{"q": "x", "z": 1}', PARAMETERS | extra)[0] == outcome
+def test_an_argument_is_unexpected_unless_the_schema_allows_others(extra: dict[str, Any], outcome: str) -> None:
+    assert checked('{"q": "x", "z": 1}', PARAMETERS | extra)[0] == outcome
 
 
 @pytest.mark.parametrize("tools", [5, {"a": 1}, "search", True, None, [3, None, {"function": 4}]])
-def test_what_is_no_list_of_tools_offers_none(tools: Any) -> None:
+def test_anything_but_a_list_of_tools_offers_none(tools: Any) -> None:
     assert Toolset(msgspec.json.encode(tools)).check_call("search", "{}") == (ToolOutcome.UNKNOWN_TOOL, None)
 
 
 def test_a_function_without_parameters_takes_none() -> None:
-    assert judged("{}", None)[0] == "valid"
-    assert judged('{"q": 1}', None)[0] == "unexpected_argument"
-    assert judged('{"q": 1}', {"type": "object"})[0] == "valid", "an object of any kind"
+    assert checked("{}", None)[0] == "valid"
+    assert checked('{"q": 1}', None)[0] == "unexpected_argument"
+    assert checked('{"q": 1}', {"type": "object"})[0] == "valid", "an object of any kind"
 
 
 def test_the_draft_that_a_schema_names_decides() -> None:
     old = {"$schema": "http://json-schema.org/draft-07/schema#", "properties": {"p": {"items": [{"type": "string"}]}}}
-    assert judged('{"p": [1]}', old)[0] == "schema_violation", "a tuple in draft 7"
-    assert judged('{"p": [1]}', {"properties": {"p": {"prefixItems": [{"type": "string"}]}}})[0] == "schema_violation"
+    assert checked('{"p": [1]}', old)[0] == "schema_violation", "a tuple in draft 7"
+    assert checked('{"p": [1]}', {"properties": {"p": {"prefixItems": [{"type": "string"}]}}})[0] == "schema_violation"
 
 
-def test_what_is_told_of_a_fault_holds_no_value() -> None:
+def test_the_detail_of_a_fault_contains_no_value() -> None:
     schema = {"properties": {"q": {"enum": ["a"]}, "p": {"pattern": "^a$"}, "c": {"const": 1}, "m": {"maxLength": 2}}}
-    secret = json.dumps(dict.fromkeys("qpcm", "tell-nobody"))
-    assert "tell-nobody" not in str(judged(secret, schema)[1])
+    secret = json.dumps(dict.fromkeys("qpcm", "a-secret"))
+    assert "a-secret" not in str(checked(secret, schema)[1])
 
 
 DOUBLING: dict[str, Any] = {"a0": {"type": "integer"}}
@@ -133,7 +133,7 @@ def test_a_hostile_schema_costs_little_and_fails_nothing(name: str) -> None:
     assert detail
 
 
-def test_a_schema_that_is_too_costly_is_soon_left_alone() -> None:
+def test_a_schema_that_is_too_costly_is_soon_skipped() -> None:
     tools = Toolset(msgspec.json.encode([tool(parameters=HOSTILE["branches that double"])]))
     began = time.thread_time()
     for _ in range(1_000):
@@ -143,19 +143,19 @@ def test_a_schema_that_is_too_costly_is_soon_left_alone() -> None:
 
 def test_hostile_arguments_cost_little() -> None:
     began = time.thread_time()
-    assert judged('{"q": ' * 100_000)[0] == "unchecked", "large"
-    assert judged('{"q": ' * 5_000 + "1" + "}" * 5_000)[0] in ("unchecked", "schema_violation"), "deep"
+    assert checked('{"q": ' * 100_000)[0] == "unchecked", "large"
+    assert checked('{"q": ' * 5_000 + "1" + "}" * 5_000)[0] in ("unchecked", "schema_violation"), "deep"
     many = json.dumps({"q": [[number % 7] for number in range(8_000)]})
-    assert judged(many, {"properties": {"q": {"uniqueItems": True}}})[0] == "unchecked"
-    assert judged('{"q": ' + "[" * 900 + "]" * 900 + "}")[0] == "schema_violation"
+    assert checked(many, {"properties": {"q": {"uniqueItems": True}}})[0] == "unchecked"
+    assert checked('{"q": ' + "[" * 900 + "]" * 900 + "}")[0] == "schema_violation"
     assert time.thread_time() - began < 5
 
 
 def test_a_reference_is_never_fetched(vllm: ScriptedVllm) -> None:
     with served(vllm) as url:
         for name in ("$ref", "$dynamicRef", "$schema", "$id"):
-            judged("{}", {name: f"{url}/schema.json", "properties": {"a": {"$ref": f"{url}/other.json"}}})
-            judged('{"a": 1}', {name: f"{url}/schema.json", "properties": {"a": {"$ref": f"{url}/other.json"}}})
+            checked("{}", {name: f"{url}/schema.json", "properties": {"a": {"$ref": f"{url}/other.json"}}})
+            checked('{"a": 1}', {name: f"{url}/schema.json", "properties": {"a": {"$ref": f"{url}/other.json"}}})
     assert vllm.paths == []
 
 
@@ -193,46 +193,46 @@ def test_a_reference_is_never_fetched(vllm: ScriptedVllm) -> None:
         ([], "empty"),
     ],
 )
-def test_a_result_tells_of_failure_as_frameworks_write_it(content: Any, result: str) -> None:
+def test_failed_results_are_recognized_as_frameworks_write_them(content: Any, result: str) -> None:
     assert str(result_of({"role": "tool", "content": content})) == result
 
 
-def asking(words: str, *earlier: dict[str, Any], **fields: Any) -> dict[str, Any]:
+def request_with_tool(words: str, *earlier: dict[str, Any], **fields: Any) -> dict[str, Any]:
     """A request with a tool."""
     return {"model": "agent", "messages": [*earlier, {"role": "user", "content": words}], "tools": [tool()], **fields}
 
 
-def tally(proxy: Proxy, **asked: Any) -> dict[str, dict[str, Any]]:
+def counts_by_tool(proxy: Proxy, **filters: Any) -> dict[str, dict[str, Any]]:
     """What the operator API counts, by tool."""
-    return {row["tool"]: row for row in proxy.http.get("/api/tools", params=asked).json()["data"]}
+    return {row["tool"]: row for row in proxy.http.get("/api/tools", params=filters).json()["data"]}
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_calls_and_their_results_are_counted_per_tool_and_policy(proxy: Proxy, streamed: bool) -> None:
     agent = proxy.agent()
     messages: list[Any] = [{"role": "user", "content": "#tool=search+serach"}]
-    asked: dict[str, Any] = {"model": "agent", "tools": [tool()]}
+    request: dict[str, Any] = {"model": "agent", "tools": [tool()]}
     if streamed:
-        for _ in agent.chat.completions.create(messages=messages, stream=True, **asked):
+        for _ in agent.chat.completions.create(messages=messages, stream=True, **request):
             pass
         proxy.settled()
         last = proxy.http.get("/api/calls").json()["data"][0]["trajectory_id"]
         reply = proxy.http.get(f"/api/trajectories/{last}").json()["messages"][-1]
     else:
-        reply = agent.chat.completions.create(messages=messages, **asked).choices[0].message.to_dict()
+        reply = agent.chat.completions.create(messages=messages, **request).choices[0].message.to_dict()
     results = [
-        {"role": "tool", "tool_call_id": call["id"], "content": said}
-        for call, said in zip(reply["tool_calls"], ["Error: timed out", "Error: no such tool"], strict=True)
+        {"role": "tool", "tool_call_id": call["id"], "content": text}
+        for call, text in zip(reply["tool_calls"], ["Error: timed out", "Error: no such tool"], strict=True)
     ]
     messages += [reply, *results]
-    agent.chat.completions.create(messages=[*messages, {"role": "user", "content": "#say=done"}], **asked)
+    agent.chat.completions.create(messages=[*messages, {"role": "user", "content": "#say=done"}], **request)
     proxy.settled()
-    found = tally(proxy, alias="agent", version=0)
+    found = counts_by_tool(proxy, alias="agent", version=0)
     assert found["search"]["outcomes"] == {"valid": 1}
     assert found["search"]["results"] == {"timeout": 1}
     assert found["serach"]["outcomes"] == {"unknown_tool": 1}
     assert found["serach"]["results"] == {"error": 1}
-    assert tally(proxy, version=1) == {}
+    assert counts_by_tool(proxy, version=1) == {}
     assert value(proxy, "ratchet_tool_calls_total", tool="search", outcome="valid") == 1
     assert value(proxy, "ratchet_tool_calls_total", tool="(unknown)", outcome="unknown_tool") == 1
     assert value(proxy, "ratchet_tool_results_total", tool="search", result="timeout") == 1
@@ -242,20 +242,24 @@ def test_every_dialect_is_checked(proxy: Proxy) -> None:
     function = {"type": "function", "name": "search", "parameters": {"type": "object", "properties": {}}}
     proxy.http.post("/v1/responses", json={"model": "agent", "input": "#tool=search", "tools": [function]})
     named = {"name": "search", "input_schema": {"type": "object", "properties": {"q": {"type": "integer"}}}}
-    said = [{"role": "user", "content": "#tool=search"}]
-    proxy.http.post("/v1/messages", json={"model": "agent", "max_tokens": 99, "messages": said, "tools": [named]})
-    proxy.http.post(CALL, json=asking("#broken"))
+    messages = [{"role": "user", "content": "#tool=search"}]
+    proxy.http.post("/v1/messages", json={"model": "agent", "max_tokens": 99, "messages": messages, "tools": [named]})
+    proxy.http.post(CALL, json=request_with_tool("#broken"))
     proxy.settled()
-    assert tally(proxy)["search"]["outcomes"] == {"unexpected_argument": 1, "schema_violation": 1, "invalid_json": 1}
+    assert counts_by_tool(proxy)["search"]["outcomes"] == {
+        "unexpected_argument": 1,
+        "schema_violation": 1,
+        "invalid_json": 1,
+    }
 
 
 def test_a_schema_that_cannot_be_checked_does_not_stop_the_shipping(proxy: Proxy) -> None:
     hostile = [tool(parameters=HOSTILE["branches that double"])]
     for _ in range(3):
-        proxy.http.post(CALL, json=asking("#tool=search") | {"tools": hostile})
-    proxy.http.post(CALL, json=asking("#tool=search"))
+        proxy.http.post(CALL, json=request_with_tool("#tool=search") | {"tools": hostile})
+    proxy.http.post(CALL, json=request_with_tool("#tool=search"))
     proxy.settled()
-    assert tally(proxy)["search"]["outcomes"] == {"unchecked": 3, "valid": 1}
+    assert counts_by_tool(proxy)["search"]["outcomes"] == {"unchecked": 3, "valid": 1}
 
 
 def reply(*calls: tuple[str, str]) -> dict[str, Any]:
@@ -284,14 +288,14 @@ def test_shipping_again_counts_nothing_again(store: Store) -> None:
     ]
 
 
-def test_calls_that_were_not_answered_or_not_stored_are_left_out(store: Store) -> None:
+def test_calls_without_an_answer_or_not_stored_are_left_out(store: Store) -> None:
     aborted = ended(call_start("call_1", "job"), reply(("a", '{"cut')), state=CallState.ABORTED)
     refused = ended(call_start("call_2", "job"), reply(("a", "{}")))
     store.calls.ship([aborted])
     assert ToolCallChecker(store).check([aborted, refused]) == []
 
 
-def test_tools_of_a_list_that_was_shipped_before_are_read_from_the_store(store: Store) -> None:
+def test_tools_that_were_shipped_earlier_are_read_from_the_store(store: Store) -> None:
     first, second = (ended(call_start(f"call_{n}", "job"), reply(("a", "{}"))) for n in (1, 2))
     store.calls.ship([first])
     later = msgspec.structs.replace(second, start=msgspec.structs.replace(second.start, tools=b""))
@@ -309,7 +313,7 @@ def test_clients_cannot_make_more_than_a_hundred_series() -> None:
     assert metrics.registry.get_sample_value("ratchet_tool_calls_total", {"tool": "other", "outcome": "valid"}) == 4_900
 
 
-def test_names_that_a_database_would_refuse_are_made_plain(store: Store) -> None:
+def test_names_that_a_database_would_refuse_are_cleaned(store: Store) -> None:
     odd = reply(("a\0b", "{}"))
     odd["tool_calls"][0]["function"]["name"] = "sea\0rch" * 100
     end = ended(call_start("call_1", "job"), odd)
