@@ -1,4 +1,4 @@
-"""What an agent sees, and what is recorded of it."""
+"""Chat Completions: what an agent receives, and what is recorded."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ TOOLS: Any = [{"type": "function", "function": {"name": "search", "parameters": 
 
 
 @pytest.fixture(scope="module")
-def door(scripted: tuple[ScriptedVllm, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
-    """One proxy for all of this module."""
-    folder = tmp_path_factory.mktemp("door")
+def shared_proxy(scripted: tuple[ScriptedVllm, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+    """One proxy for all tests of this module."""
+    folder = tmp_path_factory.mktemp("proxy")
     store = open_store(str(folder / "store.db"))
     with running(scripted[1], store, folder, max_body_bytes=2**20) as proxy:
         yield proxy
@@ -31,10 +31,10 @@ def door(scripted: tuple[ScriptedVllm, str], tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture
-def proxy(door: Proxy, vllm: ScriptedVllm) -> Proxy:
-    """The module's proxy, before a vLLM that has just started."""
+def proxy(shared_proxy: Proxy, vllm: ScriptedVllm) -> Proxy:
+    """The module's proxy, with a vLLM that has served no call."""
     assert vllm.calls == []
-    return door
+    return shared_proxy
 
 
 def ask(text: str) -> Any:
@@ -65,7 +65,7 @@ def test_a_plain_call_is_answered_and_recorded_with_the_engines_tokens(proxy: Pr
     assert [m["content"] for m in found.messages] == ["#say=hello.there", "hello there"]
 
 
-def test_a_streamed_call_comes_as_it_is_generated_and_is_recorded_like_a_plain_one(proxy: Proxy) -> None:
+def test_a_streamed_call_arrives_as_it_is_generated_and_is_recorded_like_a_plain_one(proxy: Proxy) -> None:
     times, text = [], ""
     with proxy.agent().chat.completions.create(
         model="agent", messages=ask("#say=slow.words #delay=0.03"), stream=True
@@ -84,7 +84,7 @@ def test_a_streamed_call_comes_as_it_is_generated_and_is_recorded_like_a_plain_o
     assert call.first_byte_at < call.ended_at - 0.1
 
 
-def test_the_client_sees_nothing_that_it_did_not_ask_for(proxy: Proxy) -> None:
+def test_the_client_gets_no_fields_that_it_did_not_request(proxy: Proxy) -> None:
     body = {"model": "agent", "messages": ask("#say=hi")}
     plain = proxy.http.post("/v1/chat/completions", json=body).json()
     assert "prompt_token_ids" not in plain
@@ -99,7 +99,7 @@ def test_the_client_sees_nothing_that_it_did_not_ask_for(proxy: Proxy) -> None:
     assert [e["choices"][0]["delta"].get("content") for e in events] == ["", "h", "i", None]
 
 
-def test_the_client_sees_what_it_asked_for(proxy: Proxy) -> None:
+def test_the_client_gets_the_fields_that_it_requested(proxy: Proxy) -> None:
     body = {"model": "agent", "messages": ask("#say=hi"), "logprobs": True, "return_token_ids": True}
     plain = proxy.http.post("/v1/chat/completions", json=body).json()
     assert plain["choices"][0]["token_ids"] == [*b"hi", END]
@@ -154,7 +154,7 @@ def test_every_choice_of_n_is_recorded(proxy: Proxy, streamed: bool) -> None:
         ("hi", {"echo": True}, "echo"),
     ],
 )
-def test_what_is_not_exact_is_marked_and_never_padded(proxy: Proxy, text: str, extra: Any, reason: str) -> None:
+def test_inexact_calls_are_marked_and_never_padded(proxy: Proxy, text: str, extra: Any, reason: str) -> None:
     assert (
         proxy.http.post("/chat/completions", json={"model": "agent", "messages": ask(text), **extra}).status_code == 200
     )
@@ -186,7 +186,7 @@ def test_unknown_fields_and_sampling_reach_vllm_unchanged(proxy: Proxy, vllm: Sc
     )
 
 
-def test_what_bends_the_sampling_is_recorded_as_it_was_sent(proxy: Proxy) -> None:
+def test_sampling_parameters_are_recorded_as_sent(proxy: Proxy) -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "x" * 5000}}
     tool = {"type": "function", "function": {"name": "f"}}
     sent = {"temperature": "0.7", "top_p": 0.9, "allowed_token_ids": [5], "bad_words": ["no"], "min_tokens": 2}
@@ -196,7 +196,7 @@ def test_what_bends_the_sampling_is_recorded_as_it_was_sent(proxy: Proxy) -> Non
     assert last_call(proxy).sampling == {**sent, "response_format": True}
 
 
-def test_every_call_says_who_it_is(proxy: Proxy) -> None:
+def test_every_answer_names_its_call_trajectory_and_policy(proxy: Proxy) -> None:
     answer = proxy.http.post(
         "/v1/chat/completions", json={"model": "agent", "messages": ask("hi")}, headers={"x-request-id": "mine-1"}
     )
@@ -224,7 +224,7 @@ def test_an_upstreams_error_keeps_its_status_body_and_retry_after(proxy: Proxy) 
 
 
 @pytest.mark.parametrize("how", ["cut", "fault"])
-def test_a_failure_in_mid_stream_is_told_and_recorded(proxy: Proxy, how: str) -> None:
+def test_a_failure_in_mid_stream_is_reported_and_recorded(proxy: Proxy, how: str) -> None:
     seen = ""
     stream = proxy.agent().chat.completions.create(model="agent", messages=ask(f"#say=abcdef #{how}=3"), stream=True)
     with pytest.raises(openai.APIError):  # noqa: PT012 -- the words before it count as well
@@ -236,13 +236,13 @@ def test_a_failure_in_mid_stream_is_told_and_recorded(proxy: Proxy, how: str) ->
     assert call.untrainable == "failed"
 
 
-def test_an_upstream_that_is_gone_is_named(start: Start, vllm: ScriptedVllm) -> None:
+def test_an_unreachable_upstream_is_named(start: Start, vllm: ScriptedVllm) -> None:
     with served(ScriptedVllm()) as url:
         proxy = start(upstreams=(url,))
     answer = proxy.http.post("/v1/chat/completions", json={"model": "agent", "messages": ask("hi")})
     assert answer.status_code == 502
     assert url in answer.json()["error"]["message"]
-    ready = eventually(lambda: (told := proxy.http.get("/health/ready")).status_code == 503 and told)
+    ready = eventually(lambda: (health := proxy.http.get("/health/ready")).status_code == 503 and health)
     assert url in ready.json()["missing"][0]
     assert last_call(proxy).state == CallState.FAILED
 
@@ -265,7 +265,7 @@ def test_an_upstream_that_is_gone_is_named(start: Start, vllm: ScriptedVllm) -> 
         (b'{"model": "agent", "pad": "' + b"x" * 2**20 + b'"}', 413, "larger than 1048576 bytes"),
     ],
 )
-def test_bad_requests_are_told_what_is_wrong(proxy: Proxy, body: bytes, status: int, says: str) -> None:
+def test_bad_requests_get_an_error_that_names_the_fault(proxy: Proxy, body: bytes, status: int, says: str) -> None:
     answer = proxy.http.post("/v1/chat/completions", content=body)
     assert answer.status_code == status
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
@@ -283,7 +283,7 @@ def test_a_client_that_leaves_stops_the_upstream_and_is_recorded(
                 pass
     else:
         leave(f"{proxy.url}/v1/chat/completions", body, lambda: vllm.calls)
-    eventually(lambda: vllm.aborted == 1, 10)  # of the 20 seconds that the answer takes
+    eventually(lambda: vllm.aborted == 1, 10)  # the whole answer takes 20 seconds
     eventually(lambda: last_call(proxy).state == CallState.ABORTED)
     call = last_call(proxy)
     assert [set(unpack_ids(choice.token_ids)) for choice in call.choices] == ([{120}] if streamed else [])
@@ -299,7 +299,7 @@ def test_a_large_body_is_served(proxy: Proxy) -> None:
 @pytest.mark.parametrize(
     ("top", "logprobs", "status"), [(2, None, 400), (2, False, 400), (0, None, 200), (2, True, 200)]
 )
-def test_top_logprobs_without_logprobs_is_refused_as_at_the_origin(
+def test_top_logprobs_without_logprobs_is_refused_as_openai_does(
     proxy: Proxy, top: int, logprobs: bool | None, status: int
 ) -> None:
     body = {
@@ -313,21 +313,21 @@ def test_top_logprobs_without_logprobs_is_refused_as_at_the_origin(
     assert status == 200 or answer.json()["error"]["param"] == "top_logprobs"
 
 
-def test_a_developers_words_reach_the_model_as_the_systems_and_are_recorded_as_said(
+def test_a_developer_message_reaches_the_model_as_system_and_is_recorded_unchanged(
     proxy: Proxy, vllm: ScriptedVllm
 ) -> None:
-    said = [{"role": "developer", "content": "be brief"}, *ask("#say=hi")]
+    messages = [{"role": "developer", "content": "be brief"}, *ask("#say=hi")]
     for count in (1, 2):
-        answer = proxy.agent().chat.completions.create(model="agent", messages=said)
+        answer = proxy.agent().chat.completions.create(model="agent", messages=messages)
         assert [m["role"] for m in vllm.calls[-1]["messages"]] == ["system", "user", "assistant", "user"][: 2 * count]
-        said += [{"role": "assistant", "content": answer.choices[0].message.content}, *ask("#say=bye")]
+        messages += [{"role": "assistant", "content": answer.choices[0].message.content}, *ask("#say=bye")]
     call = last_call(proxy)
     found = proxy.store.trajectories.read(call.trajectory_id)
     assert [m["role"] for m in found.messages] == ["developer", "user", "assistant", "user", "assistant"]
     assert call.context == "exact"
 
 
-def test_allowed_tools_are_the_tools_that_the_model_gets(proxy: Proxy, vllm: ScriptedVllm) -> None:
+def test_the_model_gets_only_the_allowed_tools(proxy: Proxy, vllm: ScriptedVllm) -> None:
     other = {"type": "function", "function": {"name": "send", "parameters": {"type": "object"}}}
     named = {"type": "function", "function": {"name": "search"}}
     choice: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
@@ -340,7 +340,7 @@ def test_allowed_tools_are_the_tools_that_the_model_gets(proxy: Proxy, vllm: Scr
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tool_choice")
 
 
-def test_functions_of_the_old_form_are_refused_and_not_left_out(proxy: Proxy) -> None:
+def test_functions_of_the_old_format_are_refused(proxy: Proxy) -> None:
     body = {"model": "agent", "messages": ask("#say=hi"), "functions": [TOOLS[0]["function"]]}
     refused = proxy.http.post("/v1/chat/completions", json=body)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "functions")

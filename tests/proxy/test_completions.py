@@ -25,8 +25,8 @@ def test_a_completion_is_answered_and_recorded(proxy: Proxy, streamed: bool, as_
     prompt: Any = list(text.encode()) if as_ids else text
     if streamed:
         stream = proxy.agent().completions.create(model="agent", prompt=prompt, stream=True)
-        told = [chunk.choices[0].text for chunk in stream]
-        assert "".join(told) == "upon a time"
+        texts = [chunk.choices[0].text for chunk in stream]
+        assert "".join(texts) == "upon a time"
     else:
         answer = proxy.agent().completions.create(model="agent", prompt=prompt, temperature=0.5)
         assert (answer.choices[0].text, answer.model, answer.choices[0].logprobs) == ("upon a time", "agent@0", None)
@@ -56,12 +56,12 @@ def test_every_choice_of_n_is_recorded(proxy: Proxy, streamed: bool) -> None:
     assert call.untrainable is None
 
 
-def test_the_client_sees_what_it_asked_for_and_nothing_else(proxy: Proxy) -> None:
+def test_the_client_gets_the_fields_that_it_requested_and_no_others(proxy: Proxy) -> None:
     body = {"model": "agent", "prompt": "#say=hi"}
     plain = proxy.http.post("/v1/completions", json=body).json()["choices"][0]
     assert not {"token_ids", "prompt_token_ids"} & set(plain)
-    asked = {"logprobs": 1, "return_token_ids": True}
-    full = proxy.http.post("/v1/completions", json=body | asked).json()["choices"][0]
+    options = {"logprobs": 1, "return_token_ids": True}
+    full = proxy.http.post("/v1/completions", json=body | options).json()["choices"][0]
     assert (full["token_ids"], full["prompt_token_ids"]) == ([*b"hi", END], list(b"#say=hi"))
     assert len(full["logprobs"]["token_logprobs"]) == 3
     streamed = proxy.http.post("/v1/completions", json=body | {"stream": True}).text
@@ -71,7 +71,7 @@ def test_the_client_sees_what_it_asked_for_and_nothing_else(proxy: Proxy) -> Non
     assert [event["choices"][0]["text"] for event in events] == ["h", "i", ""]
 
 
-def test_equal_prompts_are_runs_of_their_own_and_nothing_continues_them(proxy: Proxy) -> None:
+def test_equal_prompts_are_separate_runs_and_nothing_continues_them(proxy: Proxy) -> None:
     for _ in range(2):
         proxy.agent().completions.create(model="agent", prompt="#say=same")
     history: Any = [{"role": "assistant", "content": "same"}, {"role": "user", "content": "hi"}]
@@ -83,7 +83,7 @@ def test_equal_prompts_are_runs_of_their_own_and_nothing_continues_them(proxy: P
     assert len({proxy.store.trajectories.get(call.trajectory_id).group_key for call in calls}) == 2
 
 
-def test_a_text_that_holds_an_earlier_answer_goes_on_from_it(proxy: Proxy) -> None:
+def test_a_text_that_contains_an_earlier_answer_continues_it(proxy: Proxy) -> None:
     text = "Question: where? Thought: #say=I.look.for.the.budget.in.the.mail.of.March"
     for _ in range(3):
         answer = proxy.agent().completions.create(model="agent", prompt=text).choices[0].text
@@ -95,7 +95,7 @@ def test_a_text_that_holds_an_earlier_answer_goes_on_from_it(proxy: Proxy) -> No
     assert [call.parent_call for call in calls] == [None, calls[0].id, calls[1].id]
 
 
-def test_bad_requests_are_told_what_is_wrong(proxy: Proxy) -> None:
+def test_bad_requests_get_an_error_that_names_the_fault(proxy: Proxy) -> None:
     for body, says in (({"model": "agent"}, "prompt"), ({"prompt": "x"}, "model")):
         answer = proxy.http.post("/v1/completions", json=body)
         assert answer.status_code == 400
@@ -103,12 +103,10 @@ def test_bad_requests_are_told_what_is_wrong(proxy: Proxy) -> None:
 
 
 @pytest.mark.parametrize("asked", [{}, {"logprobs": 2}, {"stream": True}])
-def test_what_echoes_its_prompt_reaches_vllm_as_it_was_sent(
-    proxy: Proxy, vllm: ScriptedVllm, asked: dict[str, Any]
-) -> None:
-    """vLLM leaves the echo out for who asks for token ids, and adds `prompt_logprobs` for who asks for logprobs."""
-    body = {"model": "agent", "prompt": "#say=on", "echo": True, **asked}
+def test_requests_with_echo_reach_vllm_unchanged(proxy: Proxy, vllm: ScriptedVllm, fields: dict[str, Any]) -> None:
+    """vLLM omits the echo if token ids are requested, and adds `prompt_logprobs` if logprobs are requested."""
+    body = {"model": "agent", "prompt": "#say=on", "echo": True, **fields}
     assert proxy.http.post("/v1/completions", json=body).status_code == 200
     sent = {name: given for name, given in vllm.calls[-1].items() if name in ("return_token_ids", "logprobs")}
-    assert sent == ({"logprobs": 2} if "logprobs" in asked else {})
+    assert sent == ({"logprobs": 2} if "logprobs" in fields else {})
     assert last_call(proxy).untrainable == "echo"

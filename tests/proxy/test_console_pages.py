@@ -1,4 +1,4 @@
-"""The console in Chromium: it shows what the store holds, runs none of it, and asks before it acts."""
+"""The console in Chromium: it shows the store's content, runs none of it, and asks before it acts."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def click(page: Page, label: str, within: str = "body") -> None:
 
 def test_the_first_page_shows_whether_it_learns(console: Proxy, safe_page: Page, page_log: PageLog) -> None:
     safe_page.goto(f"{console.url}/ui/")
-    for said in (
+    for text in (
         "Yes, it is learning",
         "live @4",
         "canary @5",
@@ -97,22 +97,24 @@ def test_the_first_page_shows_whether_it_learns(console: Proxy, safe_page: Page,
         "42.67",
         "take harder",
     ):
-        sees(safe_page, said)
+        sees(safe_page, text)
     sees(safe_page, "agent@5")
     assert safe_page.evaluate("document.querySelectorAll('svg.curve .dot').length") == 5
     assert safe_page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert {httpx.URL(url).netloc for url in page_log.requests} == {httpx.URL(console.url).netloc}
 
 
-def test_nothing_is_shown_without_a_key_and_a_wrong_one_is_told(start: Start, store: Store, safe_page: Page) -> None:
+def test_without_a_key_nothing_is_shown_and_a_wrong_key_is_an_error(
+    start: Start, store: Store, safe_page: Page
+) -> None:
     key = new_key()
     proxy = start(key_hashes=frozenset({hash_key(b"rk-agent")}), operator_hashes=frozenset({hash_key(key.encode())}))
     safe_page.goto(f"{proxy.url}/ui/")
     sees(safe_page, "An operator's key, please")
-    for wrong, said in (("rk-nobody", "missing or unknown"), ("rk-agent", "an agent's key does not open")):
+    for wrong, text in (("rk-nobody", "missing or unknown"), ("rk-agent", "an agent's key does not open")):
         safe_page.fill("#key", wrong)
         click(safe_page, "Open")
-        sees(safe_page, said)
+        sees(safe_page, text)
     safe_page.fill("#key", key)
     click(safe_page, "Open")
     sees(safe_page, "This proxy")
@@ -124,7 +126,7 @@ def test_nothing_is_shown_without_a_key_and_a_wrong_one_is_told(start: Start, st
     sees(safe_page, "An operator's key, please")
 
 
-def test_it_says_so_when_the_proxy_is_gone(
+def test_the_console_reports_an_unreachable_proxy(
     scripted: tuple[ScriptedVllm, str], store: Store, tmp_path: Path, safe_page: Page
 ) -> None:
     with running(scripted[1], store, tmp_path) as proxy:
@@ -137,7 +139,7 @@ def test_it_says_so_when_the_proxy_is_gone(
 
 def test_a_hostile_trajectory_is_text_and_nothing_else(console: Proxy, safe_page: Page, page_log: PageLog) -> None:
     safe_page.goto(f"{console.url}/ui/#/trajectories/hostile")
-    for said in (
+    for text in (
         "<script>",
         "<img src=x onerror",
         "Oslo",
@@ -146,8 +148,8 @@ def test_a_hostile_trajectory_is_text_and_nothing_else(console: Proxy, safe_page
         "0.250",
         "image_url, not loaded",
     ):
-        sees(safe_page, said)
-    for code in ("U+202E", "U+200B", "U+2066", "U+E0041", "U+001B"):  # what hides is shown
+        sees(safe_page, text)
+    for code in ("U+202E", "U+200B", "U+2066", "U+E0041", "U+001B"):  # invisible characters are shown
         sees(safe_page, code)
     safe_page.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true })")
     expect(safe_page.locator(".tokens span")).to_have_count(4)
@@ -202,15 +204,15 @@ def test_feedback_is_given_from_the_page(console: Proxy, safe_page: Page) -> Non
     click(safe_page, "Say so")
     sees(safe_page, "Taken.")
     sees(safe_page, "just what I wanted")
-    (said,) = console.http.get("/api/feedback", params={"trajectory": "run-1-03"}).json()["data"]
-    assert (said["value"], said["comment"]) == (1.0, "just what I wanted")
+    (feedback,) = console.http.get("/api/feedback", params={"trajectory": "run-1-03"}).json()["data"]
+    assert (feedback["value"], feedback["comment"]) == (1.0, "just what I wanted")
 
 
 def test_a_hundred_thousand_trajectories_page_as_fast_as_a_hundred(
     scripted: tuple[ScriptedVllm, str], store_file: Path, tmp_path: Path, safe_page: Page
 ) -> None:
     with contextlib.closing(sqlite3.connect(store_file)) as database:
-        kept = ("ix_trajectories_opened_at_id", "ix_trajectories_state_opened_at")  # which these lists walk
+        kept = ("ix_trajectories_opened_at_id", "ix_trajectories_state_opened_at")  # these lists use them
         indexes = "SELECT name FROM sqlite_master WHERE type = 'index' AND tbl_name = 'trajectories' AND sql <> ''"
         for name in {row[0] for row in database.execute(indexes)} - set(kept):
             database.execute(f"DROP INDEX {name}")
@@ -229,7 +231,7 @@ def test_a_hundred_thousand_trajectories_page_as_fast_as_a_hundred(
         took = safe_page.evaluate(
             "performance.getEntriesByType('resource').filter(one => one.name.includes('/api/')).at(-1).duration"
         )
-        assert took < 5000  # milliseconds, on a machine that does much else
+        assert took < 5000  # milliseconds, on a busy machine
     store.close()
 
 
@@ -245,12 +247,12 @@ def test_a_group_shows_its_members_side_by_side_with_the_judges_exchange(console
     assert safe_page.evaluate("window.ranHostile") is None
 
 
-def test_promotion_asks_first_and_then_does_it(
+def test_promotion_asks_for_confirmation_first(
     scripted: tuple[ScriptedVllm, str], store: Store, tmp_path: Path, safe_page: Page
 ) -> None:
     store.policies.register_base("agent", "agent")
-    told = store.rounds.start("agent", 0)
-    store.rounds.commit(told.id, version=1, checkpoint="c", groups=[], metrics={"reward": 0.5})
+    round_ = store.rounds.start("agent", 0)
+    store.rounds.commit(round_.id, version=1, checkpoint="c", groups=[], metrics={"reward": 0.5})
     with running(scripted[1], store, tmp_path) as proxy:
         safe_page.goto(f"{proxy.url}/ui/#/versions")
         click(safe_page, "@1")

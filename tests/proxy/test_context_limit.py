@@ -1,4 +1,4 @@
-"""A prompt that is too long is told so, in every dialect's own words, and nothing that fits is refused."""
+"""A prompt that is too long gets the error of its dialect; a prompt that fits is never refused."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.harness.proxy.scripted_vllm import ScriptedVllm, render
 from tests.proxy.conftest import Proxy, Start
 
 LONG: Any = [{"role": "user", "content": "x" * 400}]
-ASKED = len(render(LONG))
+PROMPT_TOKENS = len(render(LONG))
 
 
 @pytest.fixture
 def limited(vllm: ScriptedVllm, start: Start) -> Proxy:
-    """A proxy before a vLLM that takes 300 tokens, as the proxy knows."""
+    """A proxy with a vLLM whose context is 300 tokens."""
     vllm.max_model_len = 300
     return start()
 
@@ -32,32 +32,30 @@ def test_vllms_refusal_has_the_code_that_openai_clients_know(limited: Proxy, str
         agent.responses.create(model="agent", input="x" * 400, stream=stream)
     with pytest.raises(openai.BadRequestError) as completions:
         agent.completions.create(model="agent", prompt="x" * 400, stream=stream)
-    for error, asked in ((chat, ASKED), (responses, ASKED), (completions, 400)):
+    for error, tokens in ((chat, PROMPT_TOKENS), (responses, PROMPT_TOKENS), (completions, 400)):
         assert (error.value.code, error.value.type) == ("context_length_exceeded", "invalid_request_error")
-        assert f"maximum context length is 300 tokens. However, your prompt contains {asked}" in error.value.message
+        assert f"maximum context length is 300 tokens. However, your prompt contains {tokens}" in error.value.message
     limited.settled()
     assert {(call.state, call.status) for call in limited.store.calls.page(9)} == {("failed", 400)}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_anthropics_clients_get_the_words_that_make_them_shorten(limited: Proxy, stream: bool) -> None:
+def test_anthropics_clients_get_the_message_that_makes_them_shorten(limited: Proxy, stream: bool) -> None:
     with (
         anthropic.Anthropic(base_url=limited.url, api_key="k", max_retries=0) as claude,
         pytest.raises(anthropic.BadRequestError) as error,
     ):
         claude.messages.create(model="agent", max_tokens=9, messages=LONG, stream=stream)
-    told: Any = error.value.body
-    assert told["error"]["message"] == f"prompt is too long: {ASKED} tokens > 300 maximum"
-    assert told["error"]["details"] == {"error_code": "context_length_exceeded"}
+    body: Any = error.value.body
+    assert body["error"]["message"] == f"prompt is too long: {PROMPT_TOKENS} tokens > 300 maximum"
+    assert body["error"]["details"] == {"error_code": "context_length_exceeded"}
 
 
-def test_a_prompt_of_token_ids_is_refused_before_it_is_sent_and_never_one_that_fits(
-    limited: Proxy, vllm: ScriptedVllm
-) -> None:
+def test_token_ids_beyond_the_context_are_refused_before_they_are_sent(limited: Proxy, vllm: ScriptedVllm) -> None:
     agent = limited.agent()
     prompts: Any = {300: [1] * 300, 301: [[1], [2] * 301]}
-    for asked, prompt in prompts.items():
-        with pytest.raises(openai.BadRequestError, match=f"your prompt contains {asked} input tokens") as error:
+    for tokens, prompt in prompts.items():
+        with pytest.raises(openai.BadRequestError, match=f"your prompt contains {tokens} input tokens") as error:
             agent.completions.create(model="agent", prompt=prompt)
         assert error.value.code == "context_length_exceeded"
     assert vllm.calls == []
@@ -68,7 +66,7 @@ def test_a_prompt_of_token_ids_is_refused_before_it_is_sent_and_never_one_that_f
 
 
 @pytest.mark.parametrize(
-    ("message", "limit", "asked"),
+    ("message", "limit", "tokens"),
     [
         (
             "This model's maximum context length is 1024 tokens. However, your prompt contains at least 1025 input "
@@ -87,10 +85,10 @@ def test_a_prompt_of_token_ids_is_refused_before_it_is_sent_and_never_one_that_f
         ("This model's maximum context length is 8 tokens. However, you requested 12 tokens (4 in the", 8, 12),
     ],
 )
-def test_every_wording_of_vllm_is_understood(message: str, limit: int, asked: int | None) -> None:
+def test_every_overflow_message_of_vllm_is_parsed(message: str, limit: int, tokens: int | None) -> None:
     overflow = parse_context_overflow(400, message)
     assert overflow is not None
-    assert (overflow.limit, overflow.prompt_tokens, str(overflow)) == (limit, asked, message)
+    assert (overflow.limit, overflow.prompt_tokens, str(overflow)) == (limit, tokens, message)
     assert parse_context_overflow(500, message) is None
 
 

@@ -1,4 +1,4 @@
-"""Whatever dialect an agent speaks, the same tokens are recorded."""
+"""All dialects record the same tokens."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ Ask = Callable[[Proxy, str, bool, bool], None]
 
 
 def by_chat(proxy: Proxy, text: str, streamed: bool, tools: bool) -> None:
-    asked: Any = {"model": "agent", "messages": [{"role": "user", "content": text}], "stream": streamed}
+    request: Any = {"model": "agent", "messages": [{"role": "user", "content": text}], "stream": streamed}
     if tools:
-        asked["tools"] = [{"type": "function", "function": {"name": "search", "parameters": SCHEMA}}]
-    answer = proxy.agent().chat.completions.create(**asked)
+        request["tools"] = [{"type": "function", "function": {"name": "search", "parameters": SCHEMA}}]
+    answer = proxy.agent().chat.completions.create(**request)
     assert list(answer)
 
 
 def by_responses(proxy: Proxy, text: str, streamed: bool, tools: bool) -> None:
-    asked: Any = {"model": "agent", "input": text, "stream": streamed}
+    request: Any = {"model": "agent", "input": text, "stream": streamed}
     if tools:
-        asked["tools"] = [{"type": "function", "name": "search", "parameters": SCHEMA, "strict": False}]
-    answer = proxy.agent().responses.create(**asked)
+        request["tools"] = [{"type": "function", "name": "search", "parameters": SCHEMA, "strict": False}]
+    answer = proxy.agent().responses.create(**request)
     assert list(answer)
 
 
 def by_messages(proxy: Proxy, text: str, streamed: bool, tools: bool) -> None:
-    asked: Any = {"model": "agent", "messages": [{"role": "user", "content": text}], "max_tokens": 300}
+    request: Any = {"model": "agent", "messages": [{"role": "user", "content": text}], "max_tokens": 300}
     if tools:
-        asked["tools"] = [{"name": "search", "input_schema": SCHEMA}]
+        request["tools"] = [{"name": "search", "input_schema": SCHEMA}]
     with anthropic.Anthropic(base_url=proxy.url, api_key="k", max_retries=0, timeout=20.0) as client:
-        assert list(client.messages.create(**asked, stream=streamed))
+        assert list(client.messages.create(**request, stream=streamed))
 
 
 def by_completions(proxy: Proxy, text: str, streamed: bool, tools: bool) -> None:
@@ -100,21 +100,21 @@ def test_a_client_that_leaves_stops_the_upstream_and_is_recorded(
     assert (last_call(proxy).trajectory_id == "run-7") == path.startswith("/t/")
 
 
-def test_a_key_is_asked_for_in_the_words_of_the_dialect(start: Start) -> None:
+def test_a_missing_key_is_an_error_in_the_format_of_the_dialect(start: Start) -> None:
     from ratchet.proxy.api_keys import hash_key
 
     proxy = start(key_hashes=frozenset({hash_key(b"good")}))
-    told = {path: proxy.http.post(path, json={}).json() for path in ("/v1/messages", "/v1/responses")}
-    assert told["/v1/messages"]["error"]["type"] == "authentication_error"
-    assert told["/v1/responses"]["error"]["code"] == "invalid_api_key"
+    errors = {path: proxy.http.post(path, json={}).json() for path in ("/v1/messages", "/v1/responses")}
+    assert errors["/v1/messages"]["error"]["type"] == "authentication_error"
+    assert errors["/v1/responses"]["error"]["code"] == "invalid_api_key"
     with anthropic.Anthropic(base_url=proxy.url, api_key="good", max_retries=0) as client:
-        asked: Any = {"model": "agent", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
-        assert client.messages.create(**asked).content
+        request: Any = {"model": "agent", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+        assert client.messages.create(**request).content
 
 
 async def test_an_agent_of_the_agents_sdk_completes_its_loop(proxy: Proxy) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what its import warns of is not ours
+        warnings.simplefilter("ignore")  # about the SDK's own imports
         import agents
 
     @agents.function_tool

@@ -1,4 +1,4 @@
-"""What derender says otherwise than plain chat, set right: turn ends, stop strings, finish reasons, deltas."""
+"""Fixes of derendered answers: turn ends, stop strings, finish reasons, deltas."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ def piece(text_end: str | None = None, stop: int | str | None = None) -> Generat
 
 
 def stream(stops: tuple[str, ...], deltas: list[dict[str, Any]], stop: str | None) -> dict[str, str]:
-    """Return what the client ends with."""
+    """Return the content and reasoning that the client assembles."""
     repair = derender_fixes.DerenderStreamFixer(stops, None)
-    said = {"content": "", "reasoning": ""}
+    text = {"content": "", "reasoning": ""}
     for place, given in enumerate(deltas):
         last = place == len(deltas) - 1
         delta = repair.delta(given, piece("stop", stop) if last else piece())
-        for name in said:
-            said[name] += delta.get(name, "")
-    return said
+        for name in text:
+            text[name] += delta.get(name, "")
+    return text
 
 
 @pytest.mark.parametrize(
@@ -55,11 +55,11 @@ def test_a_stream_never_shows_a_part_of_the_stop_string_that_ends_it(size: int) 
     assert stream(("END", "x"), deltas, None)["content"] == text
 
 
-def test_what_was_held_back_comes_out_in_order_when_other_words_begin() -> None:
-    said = stream(
+def test_held_back_text_is_sent_in_order_when_other_text_starts() -> None:
+    text = stream(
         ("STOP",), [{"reasoning": "a th"}, {"reasoning": "ought"}, {"content": "text"}, {"content": " S"}], None
     )
-    assert said == {"reasoning": "a thought", "content": "text S"}
+    assert text == {"reasoning": "a thought", "content": "text S"}
 
 
 def test_a_stop_string_of_one_letter_is_cut_too() -> None:
@@ -70,8 +70,8 @@ def test_a_delta_has_no_role_and_no_null_members_and_ids_as_the_engine_gives_the
     repair = derender_fixes.DerenderStreamFixer((), None)
     call = {"index": 0, "id": "abc", "type": "function", "function": {"name": "f", "arguments": None}}
     delta = repair.delta({"role": "assistant", "content": None, "reasoning": None, "tool_calls": [call]}, piece())
-    told = {"index": 0, "id": "chatcmpl-tool-abc", "type": "function", "function": {"name": "f"}}
-    assert delta == {"tool_calls": [told]}
+    sent_call = {"index": 0, "id": "chatcmpl-tool-abc", "type": "function", "function": {"name": "f"}}
+    assert delta == {"tool_calls": [sent_call]}
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_a_delta_has_no_role_and_no_null_members_and_ids_as_the_engine_gives_the
         ("length", "required", "length", "length"),
     ],
 )
-def test_the_finish_reason_is_plain_chats(engine: str, tool_choice: Any, whole: str, streamed: str) -> None:
+def test_the_finish_reason_is_that_of_plain_chat(engine: str, tool_choice: Any, whole: str, streamed: str) -> None:
     message = {"tool_calls": [{"id": "a"}]}
     assert derender_fixes.fix_finish_reason(piece(engine), message, tool_choice) == whole
     repair = derender_fixes.DerenderStreamFixer((), tool_choice)

@@ -1,4 +1,4 @@
-"""The journal's files and their way into the store, without a server."""
+"""The journal's files and how they are shipped, without a server."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def shipping(journal: Journal, store: Store) -> Shipper:
 
 
 @pytest.mark.parametrize("cut", [1, 7, 8, 9, 20])
-def test_a_torn_tail_ends_the_reading_and_nothing_before_it_is_lost(tmp_path: Path, cut: int) -> None:
+def test_a_torn_tail_ends_the_reading_and_earlier_records_are_kept(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "000000000001.journal"
     whole = MAGIC + frame(pair("a")[0]) + frame(pair("b")[1])
     path.write_bytes(whole + frame(pair("c")[0])[:cut])
@@ -80,7 +80,7 @@ def test_a_torn_tail_ends_the_reading_and_nothing_before_it_is_lost(tmp_path: Pa
     assert (reading.offset, reading.end) == (len(whole), "torn")
 
 
-def test_a_flipped_bit_is_damage_and_not_read_over(tmp_path: Path) -> None:
+def test_a_flipped_bit_is_damage_and_not_skipped(tmp_path: Path) -> None:
     path = tmp_path / "000000000001.journal"
     data = bytearray(MAGIC + frame(pair("a")[0]) + frame(pair("b")[0]))
     data[-5] ^= 1
@@ -89,10 +89,10 @@ def test_a_flipped_bit_is_damage_and_not_read_over(tmp_path: Path) -> None:
     assert (len(reading.records), reading.end) == (1, "damaged")
 
 
-ZEROS = bytes(3000)  # as blocks written beforehand hold them
+ZEROS = bytes(3000)  # as in preallocated blocks
 
 
-def test_zeros_behind_the_records_end_them(tmp_path: Path) -> None:
+def test_zeros_after_the_records_end_them(tmp_path: Path) -> None:
     path = tmp_path / "000000000001.journal"
     whole = MAGIC + frame(pair("a")[0]) + frame(pair("b")[1])
     for tail in (ZEROS, bytes(9), bytes(2**21)):
@@ -105,7 +105,7 @@ def test_zeros_behind_the_records_end_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 2, 7, 8, 9, 20, 60])
-def test_a_frame_torn_among_zeros_is_torn_and_no_damage(tmp_path: Path, cut: int) -> None:
+def test_a_frame_torn_among_zeros_is_torn_and_not_damaged(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "000000000001.journal"
     whole = MAGIC + frame(pair("a")[0])
     path.write_bytes(whole + frame(pair("c")[1])[:cut] + ZEROS)
@@ -114,7 +114,7 @@ def test_a_frame_torn_among_zeros_is_torn_and_no_damage(tmp_path: Path, cut: int
 
 
 @pytest.mark.parametrize("harm", ["flipped", "hole", "hole at first"])
-def test_damage_among_zeros_is_told_from_their_end(tmp_path: Path, harm: str) -> None:
+def test_damage_among_zeros_is_not_taken_for_the_end(tmp_path: Path, harm: str) -> None:
     path = tmp_path / "000000000001.journal"
     frames = [frame(pair(name)[1]) for name in "abc"]
     match harm:
@@ -139,7 +139,7 @@ def test_reading_in_pieces_gives_the_same_records(tmp_path: Path, tail: int) -> 
         reading = read_segment(path, offset, 300)  # smaller than one record
         found += reading.records
         offset, end = reading.offset, reading.end
-    assert (found, end) == (written, "torn" if tail == 5 else "end")  # nothing is lost with less than a frame's head
+    assert (found, end) == (written, "torn" if tail == 5 else "end")  # fewer bytes than a frame's header hold no record
 
 
 async def test_a_commit_is_on_disk_when_it_resolves(journal: Open) -> None:
@@ -158,7 +158,7 @@ async def test_a_segments_blocks_are_written_before_its_records(journal: Open) -
     assert path.stat().st_size == 2**14, "zeros behind the record"
     assert opened.bytes == records_end(path) < 2000, "which count as nothing"
     records = [await opened.commit(pair(str(n))[1]) for n in range(40)]
-    await asyncio.to_thread(eventually, lambda: path.stat().st_size == records_end(path))  # a full one is cut
+    await asyncio.to_thread(eventually, lambda: path.stat().st_size == records_end(path))  # a full segment is truncated
     await opened.stop()
     segments = [segment_path(opened.folder, number) for number in segment_numbers(opened.folder)]
     assert len(segments) > 1
@@ -167,7 +167,7 @@ async def test_a_segments_blocks_are_written_before_its_records(journal: Open) -
     assert {one.name for one in opened.folder.iterdir()} == {"lock"} | {one.name for one in segments}
 
 
-async def test_without_room_for_zeros_segments_grow(journal: Open) -> None:
+async def test_without_space_for_preallocation_segments_grow(journal: Open) -> None:
     opened = journal()
     (opened.folder / "next.blank").mkdir(parents=True)  # in the way
     await opened.start()
@@ -176,7 +176,7 @@ async def test_without_room_for_zeros_segments_grow(journal: Open) -> None:
     assert len(read_segment(segment_path(opened.folder, 1), 0, 2**20).records) == 1
 
 
-async def test_what_a_killed_process_left_among_zeros_is_shipped_and_counted(
+async def test_records_of_a_killed_process_among_zeros_are_shipped_and_counted(
     journal: Open, store: Store, tmp_path: Path
 ) -> None:
     first = journal()
@@ -184,8 +184,8 @@ async def test_what_a_killed_process_left_among_zeros_is_shipped_and_counted(
     first.write(pair("lost")[0])
     await first.commit(pair("done")[1])
     await asyncio.to_thread(eventually, lambda: (first.folder / "next.blank").exists())
-    shutil.copytree(first.folder, tmp_path / "left")  # as a kill would leave it now
-    with segment_path(tmp_path / "left", 1).open("r+b") as file:  # which tore a third record
+    shutil.copytree(first.folder, tmp_path / "left")  # as a kill would leave it
+    with segment_path(tmp_path / "left", 1).open("r+b") as file:  # a third record is torn
         file.seek(first.bytes)
         file.write(frame(pair("torn")[1])[:100])
     second = journal(folder="left")
@@ -205,7 +205,7 @@ async def test_records_under_a_blanks_first_name_are_shipped(journal: Open, stor
     first = journal()
     await first.start()
     await first.commit(pair("done")[1])
-    (tmp_path / "left").mkdir()  # as a power cut leaves it that comes before the file's new name is on the disk
+    (tmp_path / "left").mkdir()  # as after a power cut before the rename is durable
     shutil.copyfile(segment_path(first.folder, 1), tmp_path / "left" / "next.blank")
     write_position(tmp_path / "left", Position(1, 8))
     second = journal(folder="left")
@@ -241,12 +241,10 @@ async def test_segments_are_shipped_and_deleted(journal: Open, store: Store) -> 
     assert shipper.shipped_until(6.0) == 5.0
 
 
-async def test_records_that_come_while_others_are_shipped_wait_until_they_are_a_batch(
-    journal: Open, store: Store
-) -> None:
+async def test_records_that_arrive_during_shipping_are_batched(journal: Open, store: Store) -> None:
     opened = journal()
     await opened.start()
-    store_writer = _Counting(store)
+    store_writer = _CarryCounter(store)
     shipper = Shipper(
         opened, store, store_writer, opened._metrics, opened._alarm_queue, forget_durable_messages=lambda: None
     )
@@ -255,14 +253,14 @@ async def test_records_that_come_while_others_are_shipped_wait_until_they_are_a_
     for n in range(50):
         await opened.commit(pair(str(n))[1])
         await asyncio.sleep(0.005)
-    most = (time.monotonic() - began) / 0.1 + 2  # each turn waits 0.1 s at least
+    most = (time.monotonic() - began) / 0.1 + 2  # each turn takes 0.1 s or more
     assert store_writer.carried <= most
     await shipper.stop()
     assert len(store.calls.page(100)) == 50
 
 
-class _Counting(InProcessWriter):
-    """Counts the pieces that it carries."""
+class _CarryCounter(InProcessWriter):
+    """Counts its calls of `carry`."""
 
     carried = 0
 
@@ -271,7 +269,7 @@ class _Counting(InProcessWriter):
         return super().write(segment)
 
 
-async def test_a_restart_ships_what_was_left_and_interrupts_what_never_ended(journal: Open, store: Store) -> None:
+async def test_a_restart_ships_old_records_and_interrupts_unended_calls(journal: Open, store: Store) -> None:
     first = journal()
     await first.start()
     first.write(pair("lost")[0])
@@ -289,14 +287,14 @@ async def test_a_restart_ships_what_was_left_and_interrupts_what_never_ended(jou
     await second.stop()
     third = journal()
     await third.start()
-    assert third._number >= 2  # numbers go on even where every segment was deleted
+    assert third._number >= 2  # numbers continue although every segment was deleted
     again = shipping(third, store)
     await again.start()
     await again.stop()
     assert len(store.calls.page(9)) == 3
 
 
-async def test_a_full_journal_holds_records_and_writes_them_later(journal: Open, store: Store) -> None:
+async def test_a_full_journal_keeps_records_in_memory_and_writes_them_later(journal: Open, store: Store) -> None:
     opened = journal(max_bytes=3000)
     await opened.start()
     results = [await opened.commit(pair(str(n))[1]) for n in range(10)]
@@ -311,7 +309,9 @@ async def test_a_full_journal_holds_records_and_writes_them_later(journal: Open,
 
 
 @pytest.mark.parametrize("harm", ["deleted", "flipped", "truncated", "emptied"])
-async def test_what_can_never_be_shipped_is_counted_lost_and_told(journal: Open, store: Store, harm: str) -> None:
+async def test_unshippable_records_are_counted_as_lost_and_raise_an_alarm(
+    journal: Open, store: Store, harm: str
+) -> None:
     opened = journal()
     await opened.start()
     for n in range(5):
@@ -352,13 +352,13 @@ async def test_a_small_journal_is_emptied_by_shipping(journal: Open, store: Stor
     for n in range(30):
         await opened.commit(pair(str(n))[1])
     await asyncio.to_thread(eventually, lambda: len(store.calls.page(100)) == 30, 10)
-    await opened.commit(pair("late")[1])  # may find it full: then the segment is closed, shipped and deleted
+    await opened.commit(pair("late")[1])  # if the journal is full, the segment is closed, shipped and deleted
     await asyncio.to_thread(eventually, lambda: len(store.calls.page(100)) == 31)
     await asyncio.to_thread(eventually, lambda: not store.alarms.active())
     await shipper.stop()
 
 
-async def test_a_deleted_folder_is_noticed_and_made_again(journal: Open) -> None:
+async def test_a_deleted_folder_is_noticed_and_created_again(journal: Open) -> None:
     opened = journal()
     await opened.start()
     assert await opened.commit(pair("a")[1])
@@ -369,7 +369,7 @@ async def test_a_deleted_folder_is_noticed_and_made_again(journal: Open) -> None
     assert read_segment(segment_path(opened.folder, number), 0, 2**20).records == [pair("b")[1], pair("c")[1]]
 
 
-async def test_a_record_that_the_store_refuses_is_put_aside_and_the_rest_goes_on(journal: Open, store: Store) -> None:
+async def test_a_record_that_the_store_refuses_is_set_aside_and_shipping_continues(journal: Open, store: Store) -> None:
     opened = journal()
     await opened.start()
     shipper = shipping(opened, store)

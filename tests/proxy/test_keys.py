@@ -1,4 +1,4 @@
-"""Keys: who comes in, who does not, and that nobody comes to another's trajectories."""
+"""API keys: authentication, scopes, and the isolation of each key's trajectories."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def ask(proxy: Proxy, key: str, messages: list[Any] | None = None, path: str = "
     return answer
 
 
-def test_a_new_key_is_known_by_its_prefix_and_long_enough() -> None:
+def test_a_new_key_has_its_prefix_and_is_long_enough() -> None:
     keys = {new_key() for _ in range(100)}
     assert len(keys) == 100
     assert all(re.fullmatch(r"rk-[\w-]{43}", key) for key in keys)
 
 
-def test_keys_of_the_store_open_what_their_scope_says_and_nothing_else(start: Start, store: Store) -> None:
+def test_keys_of_the_store_allow_only_their_scope(start: Start, store: Store) -> None:
     (agent, row), (boss, _) = made(store), made(store, KeyScope.OPERATOR)
     proxy = start()
     assert (status(proxy, agent), status(proxy, boss), status(proxy, "rk-unknown")) == (200, 403, 401)
@@ -66,7 +66,7 @@ def test_keys_of_the_store_open_what_their_scope_says_and_nothing_else(start: St
     assert store.trajectories.page()[0].key_id == row.id
 
 
-def test_a_key_made_or_revoked_while_the_proxy_runs_counts_within_seconds(start: Start, store: Store) -> None:
+def test_a_key_created_or_revoked_at_run_time_takes_effect_within_seconds(start: Start, store: Store) -> None:
     proxy = start()
     assert status(proxy, "anything") == 200
     agent, row = made(store)
@@ -76,11 +76,11 @@ def test_a_key_made_or_revoked_while_the_proxy_runs_counts_within_seconds(start:
     assert status(proxy, second) == 200, "a key that was just made is looked for"
     store.keys.revoke(row.id)
     eventually(lambda: status(proxy, agent) == 401)
-    eventually(lambda: store.keys.all()[1].last_used_at is not None)  # the first use is noted at once
-    assert status(proxy, "anything") == 401, "revoking the last key must not open the door"
+    eventually(lambda: store.keys.all()[1].last_used_at is not None)  # the first use is recorded at once
+    assert status(proxy, "anything") == 401, "revoking the last key must not allow everyone"
 
 
-def test_a_store_outage_locks_nobody_out(start: Start, store: Store, tmp_path: Path) -> None:
+def test_a_store_outage_rejects_no_key(start: Start, store: Store, tmp_path: Path) -> None:
     agent, _ = made(store)
     proxy = start()
     engine = connect(str(tmp_path / "store.db"))
@@ -96,7 +96,7 @@ def test_a_store_outage_locks_nobody_out(start: Start, store: Store, tmp_path: P
     engine.dispose()
 
 
-def test_a_door_that_may_need_keys_is_not_open(start: Start, store: Store, tmp_path: Path) -> None:
+def test_a_proxy_that_may_need_keys_rejects_calls_without_one(start: Start, store: Store, tmp_path: Path) -> None:
     agent, _ = made(store)
     engine = connect(str(tmp_path / "store.db"))
     with engine.begin() as connection:
@@ -114,7 +114,7 @@ def test_a_door_that_may_need_keys_is_not_open(start: Start, store: Store, tmp_p
 
 @pytest.fixture
 def reachable(tmp_path: Path) -> ProxySettings:
-    """Settings of a proxy that other machines reach."""
+    """Settings of a proxy that other machines can reach."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -122,21 +122,21 @@ def reachable(tmp_path: Path) -> ProxySettings:
     return ProxySettings(**values, store=str(tmp_path / "store.db"), journal=tmp_path / "journal")
 
 
-def test_a_host_that_others_reach_is_refused_without_any_key(reachable: ProxySettings) -> None:
+def test_a_reachable_host_without_any_key_is_refused(reachable: ProxySettings) -> None:
     with pytest.raises(StartError, match="ratchet keys create") as refused:
         serve(reachable)
     assert "RATCHET_API_KEYS" in str(refused.value)
 
 
-def test_an_operators_key_alone_does_not_open_such_a_host(reachable: ProxySettings, store: Store) -> None:
+def test_an_operators_key_alone_is_not_enough_for_a_reachable_host(reachable: ProxySettings, store: Store) -> None:
     made(store, KeyScope.OPERATOR)
     with pytest.raises(StartError, match="there is no API key"):
         serve(reachable)
 
 
-def test_a_key_of_the_store_is_enough_for_such_a_host(start: Start, store: Store) -> None:
+def test_a_key_of_the_store_is_enough_for_a_reachable_host(start: Start, store: Store) -> None:
     agent, row = made(store)
-    proxy = start(host="0.0.0.0")  # what the settings say; this server listens on loopback all the same
+    proxy = start(host="0.0.0.0")  # as configured; this server listens on loopback nevertheless
     assert (status(proxy, agent), status(proxy, "x")) == (200, 401)
     store.keys.revoke(row.id)
     eventually(lambda: status(proxy, agent) == 401)
@@ -156,7 +156,7 @@ def test_a_suffix_of_the_key_names_the_trajectory(start: Start, store: Store) ->
     assert [call.linked_by for call in store.calls.page(trajectory="run-7")] == ["key", "key"]
 
 
-def test_without_keys_only_a_key_of_our_form_is_read_for_a_suffix(proxy: Proxy) -> None:
+def test_without_keys_a_suffix_is_read_only_from_keys_of_our_format(proxy: Proxy) -> None:
     assert ask(proxy, "rk-local:run-1").headers["x-ratchet-trajectory"] == "run-1"
     assert ask(proxy, "fal-id:secret").headers["x-ratchet-trajectory"].startswith("traj_")
 
@@ -180,24 +180,24 @@ def test_no_key_writes_into_anothers_trajectory(start: Start, store: Store) -> N
     assert all(first.id == owners[call.trajectory_id] for call in store.calls.page(trajectory="job"))
 
 
-def test_no_key_takes_up_anothers_response(start: Start, store: Store, vllm: ScriptedVllm) -> None:
+def test_no_key_continues_a_response_of_another_key(start: Start, store: Store, vllm: ScriptedVllm) -> None:
     (one, _), (two, _) = made(store), made(store)
     proxy = start()
-    asked = {"model": "agent", "input": "my secret"}
-    response = proxy.http.post("/v1/responses", json=asked, headers=bearer(one)).json()
-    more = {**asked, "input": "what did I say?", "previous_response_id": response["id"]}
+    request = {"model": "agent", "input": "my secret"}
+    response = proxy.http.post("/v1/responses", json=request, headers=bearer(one)).json()
+    more = {**request, "input": "what did I say?", "previous_response_id": response["id"]}
     assert proxy.http.post("/v1/responses", json=more, headers=bearer(two)).status_code == 404
     assert proxy.http.post("/v1/responses", json=more, headers=bearer(one)).status_code == 200
 
 
-def test_when_a_key_was_used_last_is_noted(start: Start, store: Store, vllm_url: str, tmp_path: Path) -> None:
+def test_the_last_use_of_a_key_is_recorded(start: Start, store: Store, vllm_url: str, tmp_path: Path) -> None:
     agent, _ = made(store)
     with running(vllm_url, store, tmp_path / "apart") as proxy:
         assert status(proxy, agent) == 200
     assert store.keys.all()[0].last_used_at == pytest.approx(time.time(), abs=30)
 
 
-def test_a_key_in_a_url_is_neither_read_nor_told_to_the_upstream(
+def test_a_key_in_a_url_is_neither_read_nor_passed_to_the_upstream(
     start: Start, store: Store, vllm: ScriptedVllm
 ) -> None:
     key, _ = made(store)
@@ -216,12 +216,12 @@ PREFLIGHT = {
 }
 
 
-def test_a_page_whose_origin_is_named_may_call_with_a_key_and_read_the_answer(start: Start, store: Store) -> None:
+def test_a_page_of_an_allowed_origin_may_call_with_a_key_and_read_the_answer(start: Start, store: Store) -> None:
     key, _ = made(store)
     proxy = start(allowed_origins=(PAGE,))
-    asked = proxy.http.options("/v1/chat/completions", headers=PREFLIGHT)
-    assert (asked.status_code, asked.headers["access-control-allow-origin"]) == (200, PAGE)
-    assert "x-stainless-lang" in asked.headers["access-control-allow-headers"]
+    preflight = proxy.http.options("/v1/chat/completions", headers=PREFLIGHT)
+    assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (200, PAGE)
+    assert "x-stainless-lang" in preflight.headers["access-control-allow-headers"]
     for body in (BODY, {**BODY, "stream": True}):
         answer = proxy.http.post("/v1/chat/completions", json=body, headers={"origin": PAGE, **bearer(key)})
         assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, PAGE)
@@ -231,12 +231,12 @@ def test_a_page_whose_origin_is_named_may_call_with_a_key_and_read_the_answer(st
     assert "access-control-allow-origin" not in foreign.headers
 
 
-def test_no_page_is_let_in_unless_it_is_named(start: Start) -> None:
+def test_pages_of_other_origins_are_refused(start: Start) -> None:
     silent = start().http.options("/v1/chat/completions", headers=PREFLIGHT)
     assert not [name for name in silent.headers if name.startswith("access-control")]
 
 
-def test_without_keys_a_named_page_is_refused_all_the_same(start: Start) -> None:
+def test_without_keys_a_page_of_an_allowed_origin_is_refused(start: Start) -> None:
     proxy = start(allowed_origins=("*",))
     assert proxy.http.post("/v1/chat/completions", json=BODY, headers={"origin": PAGE}).status_code == 403
 

@@ -1,4 +1,4 @@
-"""JSON values are read as pydantic reads them, which is how vLLM does, in every dialect."""
+"""JSON values are coerced as pydantic, and so vLLM, coerces them, in every dialect."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def last_reason(proxy: Proxy) -> str | None:
 
 @pytest.mark.parametrize("true", TRUE)
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_beam_search_and_echo_are_never_trained_however_they_are_asked_for(
+def test_beam_search_and_echo_are_never_trained_in_any_spelling_of_true(
     proxy: Proxy, vllm: ScriptedVllm, path: str, true: Any
 ) -> None:
     for name, reason in (("use_beam_search", "beam_search"), ("echo", "echo")):
@@ -67,24 +67,24 @@ def test_beam_search_and_echo_are_never_trained_however_they_are_asked_for(
 
 @pytest.mark.parametrize("true", TRUE)
 @pytest.mark.parametrize("path", BODIES)
-def test_a_stream_is_one_however_it_is_asked_for(proxy: Proxy, path: str, true: Any) -> None:
-    told = post(proxy, path, stream=true)
-    assert (told.status_code, told.headers["content-type"].split(";")[0]) == (200, "text/event-stream")
+def test_any_spelling_of_true_requests_a_stream(proxy: Proxy, path: str, true: Any) -> None:
+    answer = post(proxy, path, stream=true)
+    assert (answer.status_code, answer.headers["content-type"].split(";")[0]) == (200, "text/event-stream")
     assert last_reason(proxy) is None
 
 
 @pytest.mark.parametrize("false", [0, "0", "false", "off", None])
 @pytest.mark.parametrize("path", BODIES)
-def test_what_vllm_reads_as_false_asks_for_nothing(proxy: Proxy, path: str, false: Any) -> None:
+def test_any_spelling_of_false_requests_nothing(proxy: Proxy, path: str, false: Any) -> None:
     more: dict[str, Any] = {"echo": false, "use_beam_search": false} if "completions" in path else {}
-    told = post(proxy, path, stream=false, return_token_ids=false, **more)
-    assert (told.status_code, told.headers["content-type"]) == (200, "application/json")
-    assert "token_ids" not in told.text
+    answer = post(proxy, path, stream=false, return_token_ids=false, **more)
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "application/json")
+    assert "token_ids" not in answer.text
     assert last_reason(proxy) is None
 
 
 @pytest.mark.parametrize("true", TRUE)
-def test_ids_logprobs_and_usage_reach_the_client_that_asks_for_them(proxy: Proxy, true: Any) -> None:
+def test_ids_logprobs_and_usage_reach_the_client_that_requests_them(proxy: Proxy, true: Any) -> None:
     chat = post(proxy, "/v1/chat/completions", logprobs=true, return_token_ids=true).json()
     assert chat["prompt_token_ids"]
     assert chat["choices"][0]["logprobs"]["content"]
@@ -93,12 +93,12 @@ def test_ids_logprobs_and_usage_reach_the_client_that_asks_for_them(proxy: Proxy
     assert '"usage":{' in post(proxy, "/v1/chat/completions", stream=True, stream_options=options).text
 
 
-def test_an_answer_that_is_not_to_be_stored_is_not_however_that_is_said(proxy: Proxy) -> None:
+def test_any_spelling_of_false_turns_storing_off(proxy: Proxy) -> None:
     for store, status in (("false", 404), (0, 404), (1, 200)):
         name = post(proxy, "/v1/responses", store=store).json()["id"]
         assert post(proxy, "/v1/responses", previous_response_id=name).status_code == status
 
 
-def test_what_vllm_does_not_read_as_a_boolean_it_refuses_itself(proxy: Proxy) -> None:
+def test_values_that_are_no_boolean_are_left_to_vllm_to_refuse(proxy: Proxy) -> None:
     for path in ("/v1/chat/completions", "/v1/completions"):
         assert post(proxy, path, use_beam_search="perhaps").status_code == 400

@@ -1,4 +1,4 @@
-"""Which of several answers and which of several names is meant: claims on the memory itself."""
+"""Which of several equal answers, and which of several equal names, a call continues."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def linker() -> TrajectoryLinker:
 
 
 def choices_of(linker: TrajectoryLinker, texts: list[str], now: float) -> str:
-    """A first call that got these answers; return its trajectory."""
+    """Link a first call with these answers; return its trajectory."""
     link = linker.find_link(evidence([USER]))
     linker.begin_call(link, "agent", 0, now)
     keys = canon.link_keys([USER])
@@ -38,18 +38,18 @@ def test_of_several_answers_one_is_taken_from_each_run_before_a_second_from_any(
 ) -> None:
     runs = {choices_of(linker, texts, float(now)) for now in range(3)}
     reply = {**REPLY, "content": "hello"}
-    begun = []
+    continued = []
     for _ in range(4):
         found = linker.find_link(evidence([USER, reply, NEXT]))
         assert found.parent is not None
         linker.begin_call(found, "agent", 0, 9.0)
-        begun.append((found.trajectory_id, found.parent.choice))
-    assert {name for name, _ in begun[:3]} == runs
+        continued.append((found.trajectory_id, found.parent.choice))
+    assert {name for name, _ in continued[:3]} == runs
     first = texts.index("hello")
-    assert [choice for _, choice in begun] == [first] * 3 + [first + 1]
+    assert [choice for _, choice in continued] == [first] * 3 + [first + 1]
 
 
-def test_a_run_whose_other_answer_was_continued_comes_after_one_of_which_none_was(linker: TrajectoryLinker) -> None:
+def test_a_run_with_a_continued_answer_comes_after_one_without(linker: TrajectoryLinker) -> None:
     free = choices_of(linker, ["hello", "bye"], 1.0)
     taken = choices_of(linker, ["hello", "bye"], 2.0)
     found = linker.find_link(evidence([USER, {**REPLY, "content": "bye"}, NEXT]))
@@ -58,7 +58,7 @@ def test_a_run_whose_other_answer_was_continued_comes_after_one_of_which_none_wa
     assert linker.find_link(evidence([USER, {**REPLY, "content": "hello"}, NEXT])).trajectory_id == free
 
 
-def test_a_name_that_another_key_has_made_up_for_this_one_gives_it_neither_version_nor_purpose(
+def test_a_name_chosen_by_another_key_sets_neither_version_nor_purpose(
     linker: TrajectoryLinker,
 ) -> None:
     mine = blake2b(b"victim", digest_size=4).hexdigest()

@@ -1,4 +1,4 @@
-"""Tokens are told where they are asked for, and no more of them in one response than it may hold."""
+"""Token ids are listed on request, up to a limit per response."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ def shipped(store: Store, count: int, run: str = "", **end: Any) -> list[str]:
     return names
 
 
-def told(call: Any) -> bool:
-    """Whether a call in a response has its tokens: ids and logprobs are both there, or neither."""
+def has_tokens(call: Any) -> bool:
+    """Whether a call in a response has its tokens. Ids and logprobs are both present, or neither."""
     choice = call["choices"][0]
-    there = {part is not None for part in (call["prompt_ids"], choice["token_ids"], choice["logprobs"])}
-    assert len(there) == 1
-    return there.pop()
+    present = {part is not None for part in (call["prompt_ids"], choice["token_ids"], choice["logprobs"])}
+    assert len(present) == 1
+    return present.pop()
 
 
-def test_a_list_of_calls_has_no_tokens_unless_they_are_asked_for(proxy: Proxy) -> None:
+def test_a_list_of_calls_has_no_tokens_unless_requested(proxy: Proxy) -> None:
     shipped(proxy.store, 3)
     bare, whole = (proxy.http.get(f"/api/calls{query}").json()["data"] for query in ("", "?tokens=true"))
-    assert [told(call) for call in bare + whole] == [False] * 3 + [True] * 3
+    assert [has_tokens(call) for call in bare + whole] == [False] * 3 + [True] * 3
     assert (whole[0]["prompt_ids"], whole[0]["choices"][0]["token_ids"]) == ([1, 2, 3], [4, 5])
     assert [call["completion_tokens"] for call in bare] == [2] * 3
 
 
-def test_pages_with_many_tokens_are_shorter_and_lead_on_to_every_call(proxy: Proxy) -> None:
+def test_pages_with_many_tokens_are_shorter_and_lead_to_every_call(proxy: Proxy) -> None:
     names = shipped(proxy.store, 10, prompt=LONG)
     seen: list[str] = []
     before: dict[str, str] = {}
     sizes = []
     while True:
         page = proxy.http.get("/api/calls", params={"tokens": True, "limit": 9, **before}).json()
-        assert all(map(told, page["data"]))
+        assert all(map(has_tokens, page["data"]))
         seen += [call["id"] for call in page["data"]]
         sizes.append(len(page["data"]))
         if page["next"] is None:
@@ -56,19 +56,19 @@ def test_pages_with_many_tokens_are_shorter_and_lead_on_to_every_call(proxy: Pro
     assert (seen, max(sizes)) == (names[::-1], 3)
 
 
-def test_one_call_is_told_whole_however_long_it_is(proxy: Proxy) -> None:
+def test_one_call_is_listed_whole_however_long_it_is(proxy: Proxy) -> None:
     [name] = shipped(proxy.store, 1, prompt=LONG * 5)
     page = proxy.http.get("/api/calls?tokens=true").json()
     assert [len(call["prompt_ids"]) for call in page["data"]] == [len(LONG) * 5]
     assert len(proxy.http.get(f"/api/calls/{name}").json()["prompt_ids"]) == len(LONG) * 5
 
 
-def test_a_long_trajectory_tells_the_tokens_of_its_first_calls_and_the_others_are_told_one_by_one(proxy: Proxy) -> None:
+def test_a_long_trajectory_lists_the_tokens_of_its_first_calls_only(proxy: Proxy) -> None:
     names = shipped(proxy.store, 6, run="run", prompt=LONG, context="fork")
     found = proxy.http.get("/api/trajectories/run").json()
-    assert [told(call) for call in found["calls"]] == [True] * 3 + [False] * 3
-    assert all(told(proxy.http.get(f"/api/calls/{name}").json()) for name in names)
-    assert not any(told(call) for call in proxy.http.get("/api/trajectories/run?tokens=false").json()["calls"])
+    assert [has_tokens(call) for call in found["calls"]] == [True] * 3 + [False] * 3
+    assert all(has_tokens(proxy.http.get(f"/api/calls/{name}").json()) for name in names)
+    assert not any(has_tokens(call) for call in proxy.http.get("/api/trajectories/run?tokens=false").json()["calls"])
 
 
 def test_exact_turns_count_each_token_once(proxy: Proxy) -> None:
@@ -79,4 +79,4 @@ def test_exact_turns_count_each_token_once(proxy: Proxy) -> None:
         end = ended(start, REPLY, prompt=[1] * 8 if place else LONG, context=context, prompt_tokens=total)
         proxy.store.calls.ship([start, end])
     found = proxy.http.get("/api/trajectories/run").json()
-    assert all(told(call) for call in found["calls"])
+    assert all(has_tokens(call) for call in found["calls"])

@@ -33,7 +33,7 @@ def last_call(proxy: Proxy) -> Call:
     return proxy.store.calls.page(1)[0]
 
 
-def test_an_answer_is_told_in_anthropics_words_and_recorded_with_its_ids(
+def test_an_answer_has_anthropics_format_and_is_recorded_with_its_ids(
     proxy: Proxy, client: anthropic.Anthropic
 ) -> None:
     more = {"system": "be brief", "extra_body": {"temperature": 0.5}}  # a field that its SDK no longer has
@@ -51,7 +51,7 @@ def test_an_answer_is_told_in_anthropics_words_and_recorded_with_its_ids(
     assert found.messages[-1]["reasoning"] == "let me see"
 
 
-def test_a_stream_comes_in_blocks_and_says_the_same(proxy: Proxy, client: anthropic.Anthropic) -> None:
+def test_a_stream_arrives_in_blocks_with_the_same_content(proxy: Proxy, client: anthropic.Anthropic) -> None:
     with client.messages.stream(**ask("#think=hm #say=hello.there")) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_message()
@@ -93,7 +93,7 @@ def test_parallel_tool_calls_are_one_turn_and_their_results_continue_it(
     assert [m["content"] for m in sent[2:4]] == ["found", "Error: found"]
 
 
-def test_arguments_that_are_no_json_come_back_as_they_were(
+def test_arguments_that_are_not_json_are_echoed_unchanged(
     proxy: Proxy, client: anthropic.Anthropic, vllm: ScriptedVllm
 ) -> None:
     answer = client.messages.create(**ask("#broken", tools=TOOLS))
@@ -119,7 +119,7 @@ def test_images_are_passed_on_recorded_and_marked(
     ("text", "reason", "stop"), [("#length", "max_tokens", None), ("#stopped=END", "stop_sequence", "END")]
 )
 @pytest.mark.parametrize("streamed", [False, True])
-def test_the_reason_for_the_end_is_told(
+def test_the_stop_reason_is_reported(
     client: anthropic.Anthropic, text: str, reason: str, stop: str | None, streamed: bool
 ) -> None:
     if streamed:
@@ -131,7 +131,7 @@ def test_the_reason_for_the_end_is_told(
 
 
 @pytest.mark.parametrize("how", ["cut", "fault"])
-def test_a_failure_in_mid_stream_is_told_and_recorded(proxy: Proxy, client: anthropic.Anthropic, how: str) -> None:
+def test_a_failure_in_mid_stream_is_reported_and_recorded(proxy: Proxy, client: anthropic.Anthropic, how: str) -> None:
     seen = ""
     with (  # noqa: PT012 -- the words before it count as well
         pytest.raises(anthropic.APIStatusError),
@@ -197,7 +197,7 @@ def test_the_sdks_tool_runner_completes_its_loop(proxy: Proxy, client: anthropic
     assert len(answered) == 2
 
 
-def test_the_sdk_knows_its_requests_id(proxy: Proxy, client: anthropic.Anthropic) -> None:
+def test_the_sdk_reads_the_request_id(proxy: Proxy, client: anthropic.Anthropic) -> None:
     answer = client.messages.with_raw_response.create(**ask("#say=hello"))
     assert answer.request_id == answer.headers["x-request-id"] == answer.headers["x-ratchet-call"]
     with pytest.raises(anthropic.BadRequestError) as refused:
@@ -205,7 +205,7 @@ def test_the_sdk_knows_its_requests_id(proxy: Proxy, client: anthropic.Anthropic
     assert str(refused.value.request_id).startswith("req_")
 
 
-def test_models_are_told_in_anthropics_shape(client: anthropic.Anthropic) -> None:
+def test_models_are_listed_in_anthropics_format(client: anthropic.Anthropic) -> None:
     page = client.models.list()
     assert [(card.id, card.type, card.display_name) for card in page] == [
         ("agent", "model", "agent"),
@@ -232,10 +232,10 @@ def test_documents_and_search_results_of_text_are_text(
         {"role": "user", "content": [answered, {"type": "text", "text": "#say=ok"}]},
     ]
     client.messages.create(model="agent", max_tokens=9, messages=messages, tools=TOOLS)  # type: ignore[arg-type]
-    said = vllm.calls[-1]["messages"]
-    assert [m["role"] for m in said] == ["user", "assistant", "tool", "user"]
-    assert said[0]["content"] == "Paper\nit rains"
-    assert said[2]["content"] == "Weather\nhttp://x\nit rains"
+    sent = vllm.calls[-1]["messages"]
+    assert [m["role"] for m in sent] == ["user", "assistant", "tool", "user"]
+    assert sent[0]["content"] == "Paper\nit rains"
+    assert sent[2]["content"] == "Weather\nhttp://x\nit rains"
 
 
 def test_tools_that_the_client_runs_for_anthropic_are_functions_here(
@@ -268,28 +268,28 @@ def test_tools_that_the_client_runs_for_anthropic_are_functions_here(
         ({"tools": [{"name": "x"}]}, "tools.0: 'input_schema' is missing"),
     ],
 )
-def test_what_cannot_be_read_is_named_by_its_place(proxy: Proxy, body: Any, says: str) -> None:
+def test_unreadable_input_is_named_by_its_place(proxy: Proxy, body: Any, says: str) -> None:
     refused = proxy.http.post("/v1/messages", json={**ask("x"), **body})
     assert refused.status_code == 400
     assert refused.json()["error"]["message"].startswith(says)
 
 
 def test_a_texts_citations_are_a_list(proxy: Proxy) -> None:
-    """Anthropic's own schema wants the member, and the AI SDK refuses null for it."""
+    """Anthropic's schema requires the member, and the AI SDK refuses null."""
     whole = proxy.http.post("/v1/messages", json=ask("#say=hi")).json()
     assert whole["content"] == [{"type": "text", "text": "hi", "citations": []}]
     streamed = proxy.http.post("/v1/messages", json=ask("#say=hi", stream=True)).text
     assert '"content_block":{"type":"text","text":"","citations":[]}' in streamed
 
 
-def test_what_the_system_says_later_is_a_reminder_in_a_users_turn(proxy: Proxy, vllm: ScriptedVllm) -> None:
+def test_later_system_messages_are_reminders_in_a_user_turn(proxy: Proxy, vllm: ScriptedVllm) -> None:
     later = {"role": "system", "content": [{"type": "text", "text": "the date is set"}]}
     reminder = "<system-reminder>\nthe date is set\n</system-reminder>"
-    said: list[Any] = [{"role": "user", "content": "#say=hello"}, later]
+    messages: list[Any] = [{"role": "user", "content": "#say=hello"}, later]
     for _ in range(2):
-        body = {"model": "agent", "max_tokens": 99, "system": "be brief", "messages": said}
+        body = {"model": "agent", "max_tokens": 99, "system": "be brief", "messages": messages}
         answer = proxy.http.post("/v1/messages", json=body).json()
-        said += [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": "on"}, later]
+        messages += [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": "on"}, later]
     given = vllm.calls[-1]["messages"]
     assert [m["role"] for m in given] == ["system", "user", "assistant", "user"]
     assert given[1]["content"] == f"#say=hello\n\n{reminder}"

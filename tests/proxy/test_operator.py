@@ -57,7 +57,7 @@ def test_finishing_a_trajectory_seals_it_with_all_its_calls(proxy: Proxy) -> Non
     assert {t.id: t.calls for t in proxy.store.trajectories.page(9)} == {"job": 3, "job~1": 1}
 
 
-def test_what_does_not_exist_is_404_in_the_same_shape(proxy: Proxy) -> None:
+def test_unknown_names_are_404_in_the_same_shape(proxy: Proxy) -> None:
     for path in ("/api/calls/x", "/api/trajectories/x", "/api/groups/x", "/api/nothing"):
         answer = proxy.http.get(path)
         assert answer.status_code == 404
@@ -66,22 +66,22 @@ def test_what_does_not_exist_is_404_in_the_same_shape(proxy: Proxy) -> None:
         assert proxy.http.get(path).status_code == 200
 
 
-def test_a_misspelt_filter_is_refused_and_chooses_nothing(proxy: Proxy) -> None:
+def test_a_misspelled_filter_is_refused(proxy: Proxy) -> None:
     answer = proxy.http.get("/api/trajectories?model=agent&limit=3")
     assert answer.status_code == 400
-    said = answer.json()["error"]["message"]
-    assert "unknown query parameter 'model'; /api/trajectories has: alias, before" in said
+    message = answer.json()["error"]["message"]
+    assert "unknown query parameter 'model'; /api/trajectories has: alias, before" in message
     assert proxy.http.get("/api/trajectories?alias=agent&limit=3").status_code == 200
     assert proxy.http.get("/api/policies/1/decisions?alais=agent").status_code in (400, 422)
 
 
-def test_no_page_is_served_beside_what_reads_everything(proxy: Proxy) -> None:
+def test_the_operator_api_serves_no_html_documentation(proxy: Proxy) -> None:
     for path in ("/api/docs", "/api/redoc"):
         answer = proxy.http.get(path)
         assert (answer.status_code, "html" in answer.headers["content-type"]) == (404, False)
 
 
-def test_the_journals_metrics_say_what_is_shipped(proxy: Proxy) -> None:
+def test_the_journals_metrics_count_shipped_records(proxy: Proxy) -> None:
     proxy.http.post("/v1/chat/completions", json={"model": "agent", "messages": [USER]})
     proxy.http.post("/v1/chat/completions", json={"model": "agent", "messages": [USER]})
     proxy.settled()
@@ -108,8 +108,8 @@ def test_versions_are_promoted_and_rolled_back_by_hand_with_a_reason(proxy: Prox
         "rollback",
         "rude",
     )
-    told = proxy.http.get("/api/policies/1/decisions", params=where).json()["data"]
-    assert [(one["action"], one["decided_by"]) for one in told] == [("rollback", "operator"), ("promote", "anna")]
+    decisions = proxy.http.get("/api/policies/1/decisions", params=where).json()["data"]
+    assert [(one["action"], one["decided_by"]) for one in decisions] == [("rollback", "operator"), ("promote", "anna")]
     refused = proxy.http.post("/api/policies/1/promote", params=where, json=why)
     assert refused.status_code == 409
     assert "agent@1 was rejected by operator (rude)" in refused.text
@@ -117,7 +117,7 @@ def test_versions_are_promoted_and_rolled_back_by_hand_with_a_reason(proxy: Prox
     assert proxy.http.post("/api/policies/1/promote", params=where, json=meant).json()["state"] == "live"
 
 
-def test_a_trajectory_is_read_with_its_verdicts_and_without_its_tokens_where_asked(proxy: Proxy) -> None:
+def test_a_trajectory_is_read_with_verdicts_and_on_request_without_tokens(proxy: Proxy) -> None:
     group = judged_group(proxy.store, ["a", "b"], [0.25, 1.0])
     again = Verdict(trajectory_id="a", group_id=group.id, judge="rule", judge_version="2", failure="it was away")
     proxy.store.groups.replace_verdicts([again])
@@ -131,12 +131,12 @@ def test_a_trajectory_is_read_with_its_verdicts_and_without_its_tokens_where_ask
     assert (bare["calls"][0]["prompt_ids"], bare["calls"][0]["choices"][0]["token_ids"]) == (None, None)
 
 
-def test_rounds_page_by_key_and_a_judges_exchanges_are_read_word_for_word(proxy: Proxy) -> None:
+def test_rounds_page_by_key_and_a_judges_requests_are_read_verbatim(proxy: Proxy) -> None:
     store = proxy.store
     store.policies.register_base("agent", "agent")
     for version in range(3):
-        told = store.rounds.start("agent", version)
-        store.rounds.commit(told.id, version=version + 1, checkpoint="c", groups=[], metrics={})
+        round_ = store.rounds.start("agent", version)
+        store.rounds.commit(round_.id, version=version + 1, checkpoint="c", groups=[], metrics={})
     first = proxy.http.get("/api/training", params={"limit": 2}).json()
     second = proxy.http.get("/api/training", params={"limit": 2, "before": first["next"]}).json()
     assert [one["to_version"] for page in (first, second) for one in page["rounds"]] == [3, 2, 1]

@@ -1,4 +1,4 @@
-"""Which version serves: pinned per trajectory, loaded where it is missing, told to the trainer."""
+"""Which version serves: pinned per trajectory, loaded where it is missing, reported to the trainer."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ BODY: Any = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
 
 def candidate(proxy: Proxy, version: int) -> None:
     """Register a version with an adapter, as the trainer does."""
-    begun = proxy.store.rounds.start("agent", version - 1)
-    proxy.store.rounds.commit(begun.id, version=version, checkpoint=f"/adapters/{version}", groups=[], metrics={})
+    round_ = proxy.store.rounds.start("agent", version - 1)
+    proxy.store.rounds.commit(round_.id, version=version, checkpoint=f"/adapters/{version}", groups=[], metrics={})
 
 
 def promote(proxy: Proxy, version: int) -> None:
-    """Register a version and make it live, as the trainer does; wait until the proxy knows."""
+    """Register a version and make it live, as the trainer does; wait until the proxy serves it."""
     candidate(proxy, version)
     proxy.store.policies.promote("agent", version, {})
     eventually(
@@ -34,7 +34,7 @@ def promote(proxy: Proxy, version: int) -> None:
     )
 
 
-def test_a_trajectory_finishes_on_the_version_it_began_with(proxy: Proxy, vllm: ScriptedVllm) -> None:
+def test_a_trajectory_ends_on_the_version_it_started_with(proxy: Proxy, vllm: ScriptedVllm) -> None:
     agent = proxy.agent()
     messages: list[Any] = [{"role": "user", "content": "hi"}]
     first = agent.chat.completions.create(model="agent", messages=messages)
@@ -48,12 +48,12 @@ def test_a_trajectory_finishes_on_the_version_it_began_with(proxy: Proxy, vllm: 
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/embeddings"])
-def test_a_version_can_be_asked_for_in_the_moment_in_which_it_is_made(proxy: Proxy, path: str) -> None:
-    asked = BODY if path.endswith("chat/completions") else {"input": "hi"}
-    proxy.http.post(path, json=asked | {"model": "agent"})  # whatever is done once is done
+def test_a_new_version_can_be_requested_at_once(proxy: Proxy, path: str) -> None:
+    request = BODY if path.endswith("chat/completions") else {"input": "hi"}
+    proxy.http.post(path, json=request | {"model": "agent"})  # warms up
     for version in range(1, 6):
         candidate(proxy, version)
-        assert proxy.http.post(path, json=asked | {"model": f"agent@{version}"}).status_code == 200
+        assert proxy.http.post(path, json=request | {"model": f"agent@{version}"}).status_code == 200
 
 
 def test_an_unknown_adapter_is_loaded_once_before_the_first_byte(proxy: Proxy, vllm: ScriptedVllm) -> None:
@@ -64,12 +64,12 @@ def test_an_unknown_adapter_is_loaded_once_before_the_first_byte(proxy: Proxy, v
     assert [answer.status_code for answer in answers] == [200] * 8
     assert {answer.headers["x-ratchet-policy"] for answer in answers} == {"agent@1"}
     assert vllm.loads == ["agent@1"]
-    vllm.restart()  # it has forgotten its adapters
+    vllm.restart()  # it lost its adapters
     assert proxy.http.post("/v1/chat/completions", json=body | {"stream": True}).status_code == 200
     assert vllm.loads == ["agent@1"]
 
 
-def test_a_version_can_be_asked_for_by_name(proxy: Proxy, vllm: ScriptedVllm) -> None:
+def test_a_version_can_be_requested_by_name(proxy: Proxy, vllm: ScriptedVllm) -> None:
     promote(proxy, 1)
     answer = proxy.agent().chat.completions.create(model="agent@0", messages=[{"role": "user", "content": "hi"}])
     assert answer.model == "agent@0"
@@ -106,7 +106,7 @@ def test_a_canary_gets_its_share_of_new_trajectories_by_their_ids_and_keeps_them
     assert began(sorted(few))[min(few)] == "agent@1", "a trajectory finishes on the version that it began with"
 
 
-def test_an_evaluation_and_an_agent_at_work_never_share_a_trajectory(proxy: Proxy) -> None:
+def test_an_evaluation_and_a_live_run_never_share_a_trajectory(proxy: Proxy) -> None:
     messages: list[Any] = [{"role": "user", "content": "#say=yes"}]
     for model in ("agent@0", "agent"):
         proxy.http.post("/v1/chat/completions", json={"model": model, "messages": messages})
@@ -154,14 +154,14 @@ def test_models_lists_the_alias_and_every_version(proxy: Proxy) -> None:
 def test_the_trainer_sees_when_a_version_has_drained(start: Start) -> None:
     proxy = start(version_pin_seconds=2)
     proxy.agent().chat.completions.create(model="agent", messages=[{"role": "user", "content": "hi"}])
-    door = eventually(
+    instance = eventually(
         lambda: [
             d
             for d in proxy.store.proxy_instances.running("agent", time.time() - 2)
             if d.pinned_trajectories == {"agent@0": 1}
         ]
     )[0]
-    assert (door.live_versions, door.url) == ({"agent": 0}, "http://test")
+    assert (instance.live_versions, instance.url) == ({"agent": 0}, "http://test")
     drained = eventually(
         lambda: [
             d for d in proxy.store.proxy_instances.running("agent", time.time() - 2) if d.pinned_trajectories == {}
@@ -170,7 +170,7 @@ def test_the_trainer_sees_when_a_version_has_drained(start: Start) -> None:
     assert drained.shipped_until == drained.heartbeat_at
 
 
-def test_without_vllm_calls_get_503_until_it_comes(start: Start) -> None:
+def test_without_vllm_calls_get_503_until_it_starts(start: Start) -> None:
     proxy = start(ready=False, upstreams=("http://127.0.0.1:9",))
     answer = proxy.http.post("/v1/chat/completions", json={"model": "agent", "messages": [{"role": "user"}]})
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
@@ -218,7 +218,7 @@ def test_agents_reach_no_control_route_of_vllm(proxy: Proxy, path: str, vllm: Sc
 
 
 def raw(url: str, method: str, path: str, body: bytes) -> bytes:
-    """Send a request whose path no client library has tidied; return the answer."""
+    """Send a request with an unnormalized path; return the answer."""
     host, port = url.removeprefix("http://").split(":")
     head = f"{method} {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\nconnection: close\r\n"
     with socket.create_connection((host, int(port)), timeout=5) as connection:
@@ -236,14 +236,14 @@ def test_a_route_that_passes_through_loads_a_missing_adapter_once(proxy: Proxy, 
     assert vllm.loads == ["agent@1"]
 
 
-def test_a_version_with_thousands_of_digits_is_not_known(proxy: Proxy) -> None:
+def test_a_version_with_thousands_of_digits_is_unknown(proxy: Proxy) -> None:
     body = {"model": "agent@" + "9" * 5000, "messages": [{"role": "user", "content": "hi"}]}
     answer = proxy.http.post("/v1/chat/completions", json=body)
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
     assert len(answer.text) < 1000
 
 
-def test_a_query_passes_through_as_it_is(proxy: Proxy, vllm: ScriptedVllm) -> None:
+def test_a_query_passes_through_unchanged(proxy: Proxy, vllm: ScriptedVllm) -> None:
     assert b" 200 " in raw(proxy.url, "POST", "/v1/embeddings?a=%2e%2e/%2F&b=c+d", b'{"input": "a"}')
     assert vllm.queries[-1] == b"a=%2e%2e/%2F&b=c+d"
 

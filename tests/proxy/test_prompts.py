@@ -1,4 +1,4 @@
-"""Prompts that are swapped in: of a version, in every dialect; the client and the records know nothing of them."""
+"""A version's prompt replaces the agent's in every dialect; the client and the records keep the agent's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WHOLE_OR_STREAMED = pytest.mark.parametrize("streamed", [False, True], ids=["who
 
 
 def give(proxy: Proxy, text: str = PROMPT, mode: str = "replace", **families: str) -> Policy:
-    """Make a version with a prompt live, as the tuner and a person do; wait until the proxy knows."""
+    """Make a version with a prompt live; wait until the proxy serves it."""
     prompt = proxy.store.prompts.register(text, mode, families={k.replace("_", ":"): v for k, v in families.items()})
     made = proxy.store.policies.register_prompt_version("agent", prompt.id, {})
     proxy.store.policies.promote("agent", made.version, {})
@@ -54,7 +54,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @WHOLE_OR_STREAMED
 @pytest.mark.parametrize("name", BODIES)
-def test_a_prompt_takes_the_place_of_the_agents_own_and_nobody_is_told(
+def test_a_prompt_replaces_the_agents_own_and_appears_in_no_record(
     proxy: Proxy, vllm: ScriptedVllm, name: str, streamed: bool
 ) -> None:
     give(proxy)
@@ -69,14 +69,14 @@ def test_a_prompt_takes_the_place_of_the_agents_own_and_nobody_is_told(
     proxy.settled()
     (call,) = proxy.store.calls.page()
     read = proxy.store.trajectories.read(call.trajectory_id)
-    said = [(message["role"], message["content"]) for message in read.messages]
+    recorded = [(message["role"], message["content"]) for message in read.messages]
     own = [] if name == "none" else [("developer" if name == "developer" else "system", OWN["content"])]
-    assert said == [*own, ("user", USER["content"]), ("assistant", "hello")]
+    assert recorded == [*own, ("user", USER["content"]), ("assistant", "hello")]
     assert list(unpack_ids(call.prompt_ids)) == render(sent["messages"])
     assert call.untrainable is None
 
 
-def test_a_candidate_that_takes_the_live_prompt_never_serves_without_it(proxy: Proxy, vllm: ScriptedVllm) -> None:
+def test_a_candidate_with_the_live_prompt_never_serves_without_it(proxy: Proxy, vllm: ScriptedVllm) -> None:
     policies, rounds = proxy.store.policies, proxy.store.rounds
     policies.register_prompt_version("agent", proxy.store.prompts.register(PROMPT).id, {})
     learnt = rounds.start("agent", 0)
@@ -90,7 +90,7 @@ def test_a_candidate_that_takes_the_live_prompt_never_serves_without_it(proxy: P
     assert vllm.calls[-1]["messages"][0] == {"role": "system", "content": PROMPT}
 
 
-def test_responses_echo_the_agents_own_instructions_and_go_on_from_an_earlier_one(
+def test_responses_echo_the_agents_own_instructions_and_continue_an_earlier_one(
     proxy: Proxy, vllm: ScriptedVllm
 ) -> None:
     give(proxy)
@@ -120,16 +120,14 @@ def test_responses_echo_the_agents_own_instructions_and_go_on_from_an_earlier_on
     ],
     ids=["text", "parts", "none"],
 )
-def test_an_appended_prompt_stands_after_the_agents_own(proxy: Proxy, vllm: ScriptedVllm, own: Any, sent: Any) -> None:
+def test_an_appended_prompt_follows_the_agents_own(proxy: Proxy, vllm: ScriptedVllm, own: Any, sent: Any) -> None:
     give(proxy, mode="append")
     messages = [{"role": "system", "content": own}, USER] if own else [USER]
     assert proxy.http.post("/v1/chat/completions", json={"model": "agent", "messages": messages}).status_code == 200
     assert vllm.calls[-1]["messages"] == [{"role": "system", "content": sent}, USER]
 
 
-def test_only_the_first_message_is_a_system_prompt_and_all_others_go_on_as_they_are(
-    proxy: Proxy, vllm: ScriptedVllm
-) -> None:
+def test_only_a_first_system_message_is_replaced(proxy: Proxy, vllm: ScriptedVllm) -> None:
     give(proxy)
     second = {"role": "system", "content": "Today is Friday."}
     raw = '{"model":"agent","messages":[{"role":"system","content":"x"},%s,{"role":"user","content":"a","x":1.50}]}'
@@ -150,8 +148,8 @@ def test_text_completions_have_no_system_prompt(proxy: Proxy, vllm: ScriptedVllm
 
 def test_operators_read_a_versions_prompt(proxy: Proxy) -> None:
     made = give(proxy)
-    told = proxy.http.get(f"/api/policies/{made.version}/prompt", params={"alias": "agent"}).json()
-    assert (told["prompt"]["id"], told["prompt"]["text"]) == (made.prompt_id, PROMPT)
+    answer = proxy.http.get(f"/api/policies/{made.version}/prompt", params={"alias": "agent"}).json()
+    assert (answer["prompt"]["id"], answer["prompt"]["text"]) == (made.prompt_id, PROMPT)
     assert proxy.http.get("/api/policies/0/prompt", params={"alias": "agent"}).json() == {"prompt": None}
     assert proxy.http.get("/api/policies/9/prompt", params={"alias": "agent"}).status_code == 404
 
@@ -190,7 +188,7 @@ def test_tokens_are_counted_with_the_prompt_of_the_rollout_and_of_the_family(pro
     assert count("/t/roll_1") - plain == longer
 
 
-def test_a_trajectory_keeps_the_prompt_that_it_began_with(proxy: Proxy, vllm: ScriptedVllm) -> None:
+def test_a_trajectory_keeps_its_first_prompt(proxy: Proxy, vllm: ScriptedVllm) -> None:
     def say(name: str, model: str = "agent") -> tuple[str, Any]:
         answer = proxy.http.post(f"/t/{name}/v1/chat/completions", json={"model": model, "messages": [USER]})
         assert answer.status_code == 200, answer.text
@@ -200,27 +198,27 @@ def test_a_trajectory_keeps_the_prompt_that_it_began_with(proxy: Proxy, vllm: Sc
     give(proxy, "First.")
     assert say("one") == ("agent@1", "First.")
     promote_adapter(proxy, 2)
-    assert say("two") == ("agent@2", "First.")  # what was learnt since serves with the prompt that was live
+    assert say("two") == ("agent@2", "First.")  # the new adapter serves with the live prompt
     give(proxy, "Second.")
     assert (say("three"), vllm.calls[-1]["model"]) == (("agent@3", "Second."), "agent@2")
     proxy.store.policies.roll_back("agent", 0, {}, by="me", reason="r")
     known(proxy, 0)
     assert say("new") == ("agent@0", USER["content"])
     eventually(lambda: proxy.http.get("/v1/models/agent@3").status_code == 404)
-    assert say("one") == ("agent@1", "First.")  # also on versions that are rejected by now
+    assert say("one") == ("agent@1", "First.")  # also on versions that are rejected now
     assert (say("three"), vllm.calls[-1]["model"]) == (("agent@3", "Second."), "agent@2")
     assert vllm.loads == ["agent@2"]
 
 
 def promote_adapter(proxy: Proxy, version: int) -> None:
     """Train and promote a version, as the trainer does."""
-    begun = proxy.store.rounds.start("agent", 0)
-    proxy.store.rounds.commit(begun.id, version=version, checkpoint=f"/adapters/{version}", groups=[], metrics={})
+    round_ = proxy.store.rounds.start("agent", 0)
+    proxy.store.rounds.commit(round_.id, version=version, checkpoint=f"/adapters/{version}", groups=[], metrics={})
     proxy.store.policies.promote("agent", version, {})
     known(proxy, version)
 
 
-def test_a_version_with_a_prompt_is_a_canary_and_asked_for_by_name_like_any(proxy: Proxy, vllm: ScriptedVllm) -> None:
+def test_a_version_with_a_prompt_can_be_a_canary_and_be_requested_by_name(proxy: Proxy, vllm: ScriptedVllm) -> None:
     prompt = proxy.store.prompts.register(PROMPT)
     made = proxy.store.policies.register_prompt_version("agent", prompt.id, {})
     proxy.store.policies.start_canary("agent", made.version, 0.5)
@@ -237,7 +235,7 @@ def test_a_version_with_a_prompt_is_a_canary_and_asked_for_by_name_like_any(prox
     assert vllm.calls[-1]["messages"][0]["content"] == PROMPT
 
 
-def test_texts_go_by_the_family_of_the_trajectory_also_after_a_restart(
+def test_texts_are_chosen_by_the_trajectorys_family_also_after_a_restart(
     vllm_url: str, vllm: ScriptedVllm, store: Store, tmp_path: Path
 ) -> None:
     def say(proxy: Proxy, messages: list[Any], task: str = "") -> dict[str, Any]:
@@ -248,7 +246,7 @@ def test_texts_go_by_the_family_of_the_trajectory_also_after_a_restart(
     with running(vllm_url, store, tmp_path) as proxy:
         give(proxy, "For all.", "append", task_math="Check the units.", task_mail="")
         math = [OWN, USER, say(proxy, [OWN, USER], "math/17")]
-        say(proxy, [*math, USER])  # only the first call said whose task it is
+        say(proxy, [*math, USER])  # only the first call named its task
         for task in ("mail/1", "other/1", ""):
             say(proxy, [OWN, {"role": "user", "content": f"another #say=of-{task}."}], task)
         proxy.settled()
@@ -269,7 +267,7 @@ def scale_out() -> ScriptedScaleOut:
 
 @WHOLE_OR_STREAMED
 @pytest.mark.parametrize("own", [True, False], ids=["own_prompt", "no_prompt"])
-def test_continuations_are_spliced_token_by_token_under_a_prompt(
+def test_continuations_under_a_prompt_are_spliced(
     scale_out: ScriptedScaleOut, store: Store, tmp_path: Path, streamed: bool, own: bool
 ) -> None:
     with served(scale_out) as url, running(url, store, tmp_path) as proxy:
@@ -300,9 +298,9 @@ def _ask(agent: Any, messages: list[Any], streamed: bool) -> Any:
         return stream.get_final_completion().choices[0].message.model_dump(exclude_none=True, exclude={"parsed"})
 
 
-def test_a_prompt_without_a_text_for_the_calls_leaves_them_as_they_are(store: Store) -> None:
+def test_a_prompt_without_a_text_for_the_family_changes_nothing(store: Store) -> None:
     prompt = store.prompts.register("", "append", families={"task:math": "Check the units."})
-    said: list[Mapping[str, Any]] = [OWN, USER]
-    assert with_prompt(said, prompt, "task:mail") == with_prompt(said, None, "task:math") == (OWN, USER)
+    messages: list[Mapping[str, Any]] = [OWN, USER]
+    assert with_prompt(messages, prompt, "task:mail") == with_prompt(messages, None, "task:math") == (OWN, USER)
     assert with_prompt([], prompt, "task:math") == ({"role": "system", "content": "Check the units."},)
-    assert said == [OWN, USER]
+    assert messages == [OWN, USER]

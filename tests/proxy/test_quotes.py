@@ -1,4 +1,4 @@
-"""Words of ours in a prompt: the index finds what a plain search over all words finds, and what it may cost."""
+"""Answers quoted in a prompt: the index finds what a linear search finds, at a bounded cost."""
 
 from __future__ import annotations
 
@@ -28,34 +28,35 @@ PIECES = [
 
 
 def words_of(rng: random.Random) -> str:
-    """Words that a quote may be of: many begin alike."""
+    """Return a quotable text; many start alike."""
     while True:
         text = "".join(rng.choices(PIECES, k=rng.randrange(1, 7))).strip()
         if len(text) >= MIN_QUOTE_LENGTH:
             return text
 
 
-def leaf_of(number: int, said: Sequence[tuple[str, bool]], rng: random.Random) -> Leaf:
-    """An answer with these words, each with whether it is an argument."""
+def leaf_of(number: int, quotes: Sequence[tuple[str, bool]], rng: random.Random) -> Leaf:
+    """Return an answer with these quotes: (text, whether it is an argument)."""
+    reply = {"role": "assistant", "content": quotes[0][0]}
     return Leaf(
         trajectory_id=f"traj_{number % 5}", call_id=f"call_{number}", choice=0, version=0,
-        link_key=canon.link_key(canon.ROOT, {"role": "assistant", "content": said[0][0]}) if rng.random() < 0.5 else "",
+        link_key=canon.link_key(canon.ROOT, reply) if rng.random() < 0.5 else "",
         tool_call_ids=(), key_id="k", sequence=TokenFingerprint(0, b""), created_at=float(number),
         is_extended=rng.random() < 0.3,
-        fingerprints=TextFingerprints(quotes=tuple(quote_of(words, pending=pending) for words, pending in said)),
+        fingerprints=TextFingerprints(quotes=tuple(quote_of(words, pending=pending) for words, pending in quotes)),
     )  # fmt: skip
 
 
-def begins(text: str, at: int) -> bool:
-    """Whether words may begin there."""
+def may_start(text: str, at: int) -> bool:
+    """Whether a quote may start at this position."""
     blank = text[:at][len(text[:at].rstrip()) :]
     before = text[: at - len(blank)]
     ends = before.endswith(('"', ">", "`", "(", "[")) or (before.endswith(":") and blank.startswith(" "))
     return at == 0 or (not text[at].isspace() and ("\n" in blank or ends))
 
 
-def stands(words: str, text: str, at: int) -> bool:
-    """Whether words stand there, as they are or as a JSON string."""
+def is_quoted_at(words: str, text: str, at: int) -> bool:
+    """Whether the text contains these words at this position, plain or as a JSON string."""
     if text.startswith(words, at):
         return True
     if text[at - 1 : at] != '"' or text[at : at + ANCHOR_LENGTH] != words[:ANCHOR_LENGTH]:
@@ -70,16 +71,16 @@ def stands(words: str, text: str, at: int) -> bool:
 Known = Sequence[tuple[Leaf, Sequence[tuple[str, bool]]]]
 
 
-def plainly(known: Known, messages: Sequence[Message], keys: Sequence[str]) -> tuple[Leaf | None, bool]:
-    """Return what `quoted` has to, by a search for all words at all places."""
+def linear_search(known: Known, messages: Sequence[Message], keys: Sequence[str]) -> tuple[Leaf | None, bool]:
+    """Return the expected result by searching for all words at all positions."""
     groups: dict[str, list[Leaf]] = {}
     last = ""
     for place, message in enumerate(messages):
         text = str(message["content"]).strip()
-        for at in (at for at in range(len(text) - ANCHOR_LENGTH + 1) if begins(text, at)):
-            for leaf, said in known:
-                for words, pending in said:
-                    if not stands(words, text, at) or (pending and leaf.is_extended):
+        for at in (at for at in range(len(text) - ANCHOR_LENGTH + 1) if may_start(text, at)):
+            for leaf, quotes in known:
+                for words, pending in quotes:
+                    if not is_quoted_at(words, text, at) or (pending and leaf.is_extended):
                         continue
                     path = canon.link_key(keys[place - 1] if place else "", {"role": "assistant", "content": words})
                     if message["role"] != "assistant" or at or path == leaf.link_key:
@@ -91,7 +92,7 @@ def plainly(known: Known, messages: Sequence[Message], keys: Sequence[str]) -> t
 
 
 def prompt_of(rng: random.Random, all_words: Sequence[str]) -> list[Message]:
-    """A prompt that quotes some of the words, in any way, among others."""
+    """Return a prompt that quotes some of the words in various ways, among other text."""
     ways: list[Callable[[str], str]] = [
         str, json.dumps, lambda words: f"Summary: {words}</x>", lambda words: words[: len(words) // 2],
         lambda words: f"\n   {words}\n", lambda words: f"said {words}", lambda words: json.dumps({"a": words + " and"}),
@@ -110,24 +111,24 @@ def prompt_of(rng: random.Random, all_words: Sequence[str]) -> list[Message]:
 def test_the_index_finds_what_a_plain_search_finds(seed: int) -> None:
     rng, found = random.Random(seed), 0
     for _ in range(40):
-        said = [[(words_of(rng), bool(place)) for place in range(rng.randrange(1, 4))] for _ in range(12)]
-        known = [(leaf_of(number, words, rng), words) for number, words in enumerate(said)]
+        quotes = [[(words_of(rng), bool(place)) for place in range(rng.randrange(1, 4))] for _ in range(12)]
+        known = [(leaf_of(number, words, rng), words) for number, words in enumerate(quotes)]
         leaves = LeafIndex()
         for one, _ in known:
             leaves.add(one)
         for one, _ in known[:4]:
             leaves.remove(one)
         known = known[4:]
-        messages = prompt_of(rng, [words for one in said for words, _ in one])
+        messages = prompt_of(rng, [words for one in quotes for words, _ in one])
         keys = canon.link_keys(messages)
         leaf, by_assistant, _ = quote_match.find_quoted_leaf(leaves, messages, keys, lambda leaf: True)
-        wanted = plainly(known, messages, keys)
+        wanted = linear_search(known, messages, keys)
         assert (leaf, by_assistant if leaf else False) == (wanted[0], wanted[1] if wanted[0] else False)
         found += leaf is not None
     assert found > 5
 
 
-def test_what_is_forgotten_leaves_nothing_in_the_index() -> None:
+def test_removed_leaves_leave_nothing_in_the_index() -> None:
     rng, leaves = random.Random(1), LeafIndex()
     held = [leaf_of(number, [(words_of(rng), False), (words_of(rng), True)], rng) for number in range(50)]
     for leaf in held:
@@ -139,8 +140,8 @@ def test_what_is_forgotten_leaves_nothing_in_the_index() -> None:
     assert (len(leaves), len(index), index._anchors, index._prefixes, index._lengths) == (0, 0, {}, {}, {})
 
 
-def steps_of(deed: Callable[[], object]) -> int:
-    """Return how many lines and calls of Python a deed takes: what it costs, on a busy machine too."""
+def steps_of(action: Callable[[], object]) -> int:
+    """Return how many Python lines and calls an action takes: a cost that does not depend on the machine's load."""
     count = 0
 
     def traced(frame: Any, event: str, argument: object) -> Any:
@@ -150,14 +151,14 @@ def steps_of(deed: Callable[[], object]) -> int:
 
     sys.settrace(traced)
     try:
-        deed()
+        action()
     finally:
         sys.settrace(None)
     return count
 
 
 def alike(number: int) -> str:
-    """An answer that begins as all others do."""
+    """Return an answer that starts like all others."""
     return "I have read all messages of the treasurer, and this is what I have found in them: " + f"{number:05d} " * (
         number % 97 + 1
     )
@@ -170,13 +171,13 @@ LARGE = {
 
 
 @pytest.mark.parametrize("kind", ["code", "JSON"])
-def test_a_large_prompt_is_read_in_few_steps_beside_thousands_of_answers_that_begin_alike(kind: str) -> None:
+def test_a_large_prompt_costs_few_steps_with_thousands_of_answers_that_start_alike(kind: str) -> None:
     linker = TrajectoryLinker(idle_seconds=900)
     for number in range(4000):
         answered(linker, [USER], {"role": "assistant", "content": alike(number)})
     text = LARGE[kind][:142_000]
     plain = evidence([{"role": "user", "content": text}])
-    assert linker.find_link(plain).linked_by == "root"  # and whatever is made once is made
+    assert linker.find_link(plain).linked_by == "root"  # warms the caches
     few = steps_of(lambda: linker.find_link(plain))
     quoting = evidence([{"role": "user", "content": "\n".join([text[:140_000], *["> " + alike(7)] * 8])}])
     some = steps_of(lambda: linker.find_link(quoting))
@@ -185,7 +186,7 @@ def test_a_large_prompt_is_read_in_few_steps_beside_thousands_of_answers_that_be
     assert some < 30_000, some  # it was millions: for each answer at each place
 
 
-def test_words_of_another_key_are_not_looked_at() -> None:
+def test_answers_of_another_key_are_not_searched() -> None:
     linker = TrajectoryLinker(idle_seconds=900)
     for number in range(500):
         answered(linker, [USER], {"role": "assistant", "content": alike(number)}, key="other")
@@ -193,7 +194,7 @@ def test_words_of_another_key_are_not_looked_at() -> None:
     assert steps_of(lambda: linker.find_link(evidence([{"role": "user", "content": text}], key="mine"))) < 200
 
 
-def test_a_prompt_that_repeats_how_we_begin_without_end_is_no_evidence_and_soon_given_up() -> None:
+def test_a_prompt_that_repeats_a_common_start_is_no_evidence_and_abandoned_early() -> None:
     index, work = QuoteIndex(), WorkLimit()
     leaf = leaf_of(0, [("x", False)], random.Random(0))
     for number in range(2000):
@@ -206,7 +207,7 @@ def test_a_prompt_that_repeats_how_we_begin_without_end_is_no_evidence_and_soon_
     assert quote_match.find_quoted_leaf(leaves, prompt, canon.link_keys(prompt), lambda leaf: True)[0] is None
 
 
-def test_under_one_name_the_oldest_are_forgotten_first() -> None:
+def test_under_one_name_the_oldest_are_removed_first() -> None:
     names: LeavesByName[str] = LeavesByName()
     leaves = [leaf_of(number, [("x" * 40, False)], random.Random(0)) for number in range(5000)]
     for leaf in leaves:

@@ -1,4 +1,4 @@
-"""Rollouts: calls under `/t/roll_.../v1` are served as the tuner has planned, and nobody else's are touched."""
+"""Rollouts: calls under `/t/roll_.../v1` are served as the tuner planned them; other calls are unchanged."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def plan(store: Store, **changes: Any) -> str:
     return rollout.id
 
 
-def say(
+def post(
     proxy: Proxy,
     name: str,
     body: dict[str, Any] = BODY,
@@ -49,7 +49,7 @@ def say(
 def test_a_rollout_is_served_with_its_task_its_purpose_and_its_prompt(proxy: Proxy, vllm: ScriptedVllm) -> None:
     prompt = proxy.store.prompts.register("Candidate 7.")
     name = plan(proxy.store, prompt_id=prompt.id, purpose="eval")
-    answer = say(proxy, name, headers={"x-ratchet-task": "the agent's own"})
+    answer = post(proxy, name, headers={"x-ratchet-task": "the agent's own"})
     assert answer.status_code == 200
     assert answer.headers["x-ratchet-trajectory"] == name
     assert vllm.calls[-1]["messages"][0]["content"] == "Candidate 7."
@@ -60,29 +60,29 @@ def test_a_rollout_is_served_with_its_task_its_purpose_and_its_prompt(proxy: Pro
     assert proxy.store.trajectories.read(name).messages[0]["content"] == "Mine."
 
 
-def test_all_of_a_rollout_is_of_it_also_calls_that_do_not_name_it(proxy: Proxy, vllm: ScriptedVllm) -> None:
+def test_calls_that_do_not_name_the_rollout_are_linked_to_it(proxy: Proxy, vllm: ScriptedVllm) -> None:
     prompt = proxy.store.prompts.register("Candidate 7.")
     name = plan(proxy.store, prompt_id=prompt.id)
-    first = say(proxy, name).json()["choices"][0]["message"]
-    told = {"role": "assistant", "content": first["content"]}
-    again = proxy.http.post("/v1/chat/completions", json=BODY | {"messages": [*BODY["messages"], told, USER]})
+    first = post(proxy, name).json()["choices"][0]["message"]
+    reply = {"role": "assistant", "content": first["content"]}
+    again = proxy.http.post("/v1/chat/completions", json=BODY | {"messages": [*BODY["messages"], reply, USER]})
     assert again.headers["x-ratchet-trajectory"] == name
     assert vllm.calls[-1]["messages"][0]["content"] == "Candidate 7."
 
 
-def test_a_rollouts_model_takes_the_place_of_the_one_that_the_agent_asks_for(proxy: Proxy, vllm: ScriptedVllm) -> None:
+def test_a_rollouts_model_replaces_the_one_that_the_agent_requests(proxy: Proxy, vllm: ScriptedVllm) -> None:
     promote(proxy, 1)
-    asked = BODY | {"model": "gpt-of-the-agent"}
+    request = BODY | {"model": "gpt-of-the-agent"}
     for model, policy in (("agent", "agent@1"), ("agent@0", "agent@0"), ("agent@1", "agent@1")):
         name = plan(proxy.store, model=model)
-        answer = say(proxy, name, asked)
+        answer = post(proxy, name, request)
         assert (answer.status_code, answer.headers["x-ratchet-policy"]) == (200, policy)
         assert answer.json()["model"] == policy
         proxy.settled()
         assert proxy.store.trajectories.get(name).purpose == "live"
-    unknown = say(proxy, plan(proxy.store, model="agent@9"), asked)
+    unknown = post(proxy, plan(proxy.store, model="agent@9"), request)
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
-    assert say(proxy, plan(proxy.store), asked).status_code == 404
+    assert post(proxy, plan(proxy.store), request).status_code == 404
 
 
 def test_a_rollout_on_another_model_is_the_trajectory_itself(start: Start, vllm: ScriptedVllm) -> None:
@@ -91,7 +91,7 @@ def test_a_rollout_on_another_model_is_the_trajectory_itself(start: Start, vllm:
         proxy = start(model_list=[entry(url)], model_keys={"K": "sk-judge-0123456789"})
         prompt = proxy.store.prompts.register("Candidate 7.")
         name = plan(proxy.store, model="judge", prompt_id=prompt.id, purpose="eval")
-        answer = say(proxy, name)
+        answer = post(proxy, name)
         assert (answer.status_code, answer.headers["x-ratchet-trajectory"]) == (200, name)
         assert app.bodies[-1]["messages"] == [{"role": "system", "content": "Candidate 7."}, USER]
         proxy.settled()
@@ -110,8 +110,8 @@ def test_a_rollout_reaches_its_helper_model_whatever_model_is_planned(
         proxy = start(model_list=models, model_keys={"K": "sk-judge-0123456789"})
         prompt = proxy.store.prompts.register("Candidate 7.")
         name = plan(proxy.store, model=pinned, prompt_id=prompt.id, purpose="eval")
-        main, asked = say(proxy, name), say(proxy, name, BODY | {"model": "judge"})
-        assert (main.status_code, asked.status_code) == (200, 200)
+        main, helped = post(proxy, name), post(proxy, name, BODY | {"model": "judge"})
+        assert (main.status_code, helped.status_code) == (200, 200)
         own = other.bodies if pinned == "candidate" else vllm.calls
         assert [body["messages"][0]["content"] for body in own] == ["Candidate 7."]
         assert [body["messages"] for body in helper.bodies] == [BODY["messages"]]
@@ -121,27 +121,25 @@ def test_a_rollout_reaches_its_helper_model_whatever_model_is_planned(
         assert (read.get(f"{name}~judge").alias, read.get(f"{name}~judge").purpose) == ("judge", "other_model")
 
 
-def test_what_is_measured_begins_on_the_live_version_and_what_is_trained_on_may_be_a_canarys(proxy: Proxy) -> None:
+def test_evaluations_start_on_the_live_version_and_training_rollouts_may_start_on_a_canary(proxy: Proxy) -> None:
     candidate(proxy, 1)
     proxy.store.policies.start_canary("agent", 1, 0.999)
     eventually(lambda: 'ratchet_canary_ratio{alias="agent"} 0.999' in proxy.http.get("/metrics").text)
     prompt = proxy.store.prompts.register("Candidate 7.")
-    said = [say(proxy, plan(proxy.store, **more)) for more in ({}, {"purpose": "eval"}, {"prompt_id": prompt.id})]
-    assert [answer.headers["x-ratchet-policy"] for answer in said] == ["agent@1", "agent@0", "agent@0"]
+    answers = [post(proxy, plan(proxy.store, **more)) for more in ({}, {"purpose": "eval"}, {"prompt_id": prompt.id})]
+    assert [answer.headers["x-ratchet-policy"] for answer in answers] == ["agent@1", "agent@0", "agent@0"]
 
 
-def test_a_rollouts_prompt_counts_more_than_its_versions(proxy: Proxy, vllm: ScriptedVllm) -> None:
+def test_a_rollouts_prompt_overrides_its_versions_prompt(proxy: Proxy, vllm: ScriptedVllm) -> None:
     give(proxy, "The version's.")
     prompt = proxy.store.prompts.register("Candidate 7.")
     for name, sent in ((plan(proxy.store, prompt_id=prompt.id), "Candidate 7."), (plan(proxy.store), "The version's.")):
-        say(proxy, name)
+        post(proxy, name)
         assert vllm.calls[-1]["messages"][0]["content"] == sent
 
 
-def test_an_id_that_nobody_planned_is_an_ordinary_trajectory_until_somebody_does(
-    proxy: Proxy, vllm: ScriptedVllm
-) -> None:
-    answer = say(proxy, "roll_of_somebody", headers={"x-ratchet-task": "own"})
+def test_an_unplanned_id_is_an_ordinary_trajectory(proxy: Proxy, vllm: ScriptedVllm) -> None:
+    answer = post(proxy, "roll_of_somebody", headers={"x-ratchet-task": "own"})
     assert answer.headers["x-ratchet-trajectory"] == "roll_of_somebody"
     assert vllm.calls[-1]["messages"] == BODY["messages"]
     proxy.settled()
@@ -153,16 +151,16 @@ def test_another_keys_rollout_is_not_served(start: Start, store: Store, vllm: Sc
     prompt = store.prompts.register("Candidate 7.")
     proxy = start()
     kept, taken = plan(store, prompt_id=prompt.id, key_id=first.id), plan(store, prompt_id=prompt.id)
-    assert say(proxy, kept, headers=bearer(two)).status_code == 200
+    assert post(proxy, kept, headers=bearer(two)).status_code == 200
     assert vllm.calls[-1]["messages"] == BODY["messages"]
-    assert say(proxy, kept, headers=bearer(one)).headers["x-ratchet-trajectory"] == kept + _suffix(kept, proxy)
+    assert post(proxy, kept, headers=bearer(one)).headers["x-ratchet-trajectory"] == kept + _suffix(kept, proxy)
     for key, sent in ((two, "Candidate 7."), (one, "Mine."), (two, "Candidate 7.")):
-        say(proxy, taken, headers=bearer(key))
+        post(proxy, taken, headers=bearer(key))
         assert vllm.calls[-1]["messages"][0]["content"] == sent
 
 
 def _suffix(name: str, proxy: Proxy) -> str:
-    """What a trajectory's name gets where another key has taken it."""
+    """Return the suffix of a trajectory whose name another key already uses."""
     proxy.settled()
     return next(run.id.removeprefix(name) for run in proxy.store.trajectories.page() if run.id.startswith(name + "~"))
 
@@ -176,34 +174,34 @@ SHAPES = {
 
 @pytest.mark.parametrize("path", SHAPES)
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-def test_while_the_store_is_away_a_rollout_is_told_to_wait_and_nobody_else_is(
+def test_while_the_store_is_down_only_new_rollouts_get_503(
     proxy: Proxy, tmp_path: Path, path: str, streamed: bool, vllm: ScriptedVllm
 ) -> None:
     prompt = proxy.store.prompts.register("Candidate 7.")
     known, new = plan(proxy.store, prompt_id=prompt.id), plan(proxy.store, prompt_id=prompt.id)
     body = SHAPES[path] | {"stream": streamed}
-    assert say(proxy, known, body, path).status_code == 200
+    assert post(proxy, known, body, path).status_code == 200
     engine = connect(str(tmp_path / "store.db"))
     with engine.begin() as connection:
         connection.execute(sa.text("ALTER TABLE rollouts RENAME TO gone"))
     calls = len(vllm.calls)
-    refused = say(proxy, new, body, path)
+    refused = post(proxy, new, body, path)
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-    told = refused.json()
-    assert new in told["error"]["message"]
-    assert told["error"]["type"] == ("overloaded_error" if path == "/messages" else "service_unavailable")
+    answer = refused.json()
+    assert new in answer["error"]["message"]
+    assert answer["error"]["type"] == ("overloaded_error" if path == "/messages" else "service_unavailable")
     assert len(vllm.calls) == calls
-    assert say(proxy, "ordinary", body, path).status_code == 200
+    assert post(proxy, "ordinary", body, path).status_code == 200
     assert proxy.http.post("/v1" + path, json=body).status_code == 200
-    assert say(proxy, known, body, path).status_code == 200
+    assert post(proxy, known, body, path).status_code == 200
     with engine.begin() as connection:
         connection.execute(sa.text("ALTER TABLE gone RENAME TO rollouts"))
     engine.dispose()
-    assert say(proxy, new, body, path).status_code == 200
+    assert post(proxy, new, body, path).status_code == 200
     assert vllm.calls[-1]["messages"][0]["content"] == "Candidate 7."
 
 
-async def test_memory_is_bounded_and_one_look_serves_all_who_ask(store: Store) -> None:
+async def test_memory_is_bounded_and_concurrent_lookups_share_one_query(store: Store) -> None:
     rollouts = RolloutPlans(store, max_ids=10)
     names = [plan(store) for _ in range(15)]
     found = await asyncio.gather(*(rollouts.find_plan(name, None) for name in names for _ in range(3)))

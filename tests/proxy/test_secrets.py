@@ -1,4 +1,4 @@
-"""No API key is ever written down, no URL of a client is ever opened, no key sees what belongs to another."""
+"""Secrets: no API key is stored or logged, no URL of a client is opened, no key sees data of another key."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ DIALECTS: dict[str, Any] = {
 
 
 def forms(secret: str) -> list[bytes]:
-    """A secret as it may stand in a file."""
+    """Return the encodings in which a secret may be written to a file."""
     plain = secret.encode()
     return [plain, base64.b64encode(plain).rstrip(b"=")[:-1], plain.hex().encode(), secret[::-1].encode()]
 
 
-def speak(url: str, key: str, headers: dict[str, str]) -> list[int]:
-    """Calls that are answered, that fail and that are refused, in every dialect."""
+def make_calls(url: str, key: str, headers: dict[str, str]) -> list[int]:
+    """Make calls that are answered, fail and are refused, in every dialect; return their statuses."""
     statuses = []
     with httpx.Client(base_url=url, headers=headers, timeout=20) as client:
         for path, body in DIALECTS.items():
             for words in ("hi", "#status=500", "#html", "#fault=2"):
-                said = msgs(body, words)
+                request = msgs(body, words)
                 for extra in ({}, {"stream": True}):
                     with contextlib.suppress(httpx.RemoteProtocolError):
-                        statuses.append(client.post(path, json={**said, **extra}).status_code)
+                        statuses.append(client.post(path, json={**request, **extra}).status_code)
             statuses.append(client.post(f"{path}?key={key}&api_key={key}", content=b"{").status_code)
         statuses.append(client.get(f"/v1/nowhere?key={key}").status_code)
         statuses.append(client.get("/api/calls").status_code)
@@ -59,7 +59,7 @@ def speak(url: str, key: str, headers: dict[str, str]) -> list[int]:
 
 
 def msgs(body: Any, words: str) -> Any:
-    """The body with other words."""
+    """Return the body with another user message."""
     name = next(name for name in ("messages", "prompt", "input") if name in body)
     return {**body, name: [{"role": "user", "content": words}] if name == "messages" else words}
 
@@ -68,7 +68,7 @@ def ready(url: str) -> None:
     eventually(lambda: httpx.get(url + "/health/ready").status_code == 200, 20)
 
 
-def test_no_byte_of_journal_store_logs_or_metrics_holds_a_key(vllm_url: str, tmp_path: Path) -> None:
+def test_journal_store_logs_and_metrics_contain_no_key(vllm_url: str, tmp_path: Path) -> None:
     store = open_store(str(tmp_path / "store.db"))
     store.keys.create("stored", hash_key(KEYS["stored"].encode()), KeyScope.AGENT)
     store.close()
@@ -78,41 +78,41 @@ def test_no_byte_of_journal_store_logs_or_metrics_holds_a_key(vllm_url: str, tmp
         "key_hashes": [hash_key(KEYS["agent"].encode())],
         "operator_hashes": [hash_key(KEYS["operator"].encode())],
     }
-    told = b""
+    output = b""
     for ending in ("kill", "stop"):
         proxy = ProxyProcess(tmp_path, **settings)
         ready(proxy.url)
         statuses: set[int] = set()
         for key in KEYS.values():
-            statuses |= set(speak(proxy.url, key, {"authorization": f"Bearer {key}:run-1"}))
+            statuses |= set(make_calls(proxy.url, key, {"authorization": f"Bearer {key}:run-1"}))
             statuses.add(httpx.get(proxy.url + "/api/calls", headers={"x-api-key": key}).status_code)
         assert {200, 400, 401, 403, 500, 502} <= statuses
-        told += httpx.get(proxy.url + "/metrics").content + httpx.get(proxy.url + "/health/backlog").content
+        output += httpx.get(proxy.url + "/metrics").content + httpx.get(proxy.url + "/health/backlog").content
         if ending == "kill":
             proxy.kill()
-            told += b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+            output += b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
         else:
             assert proxy.stop() == 0
     files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert {"store.db", "proxy.log"} <= {path.name for path in files}
     assert any(path.parent.name == "journal" for path in files)
-    assert sum(b"run-1" in held for held in files.values()) >= 1  # what is looked through does hold what was said
+    assert sum(b"run-1" in data for data in files.values()) >= 1  # the files do contain the recorded content
     for secret in (*KEYS.values(), UPSTREAM_KEY):
         for form in forms(secret):
-            assert [str(path) for path, held in files.items() if form in held] == []
-            assert form not in told
+            assert [str(path) for path, data in files.items() if form in data] == []
+            assert form not in output
 
 
 @pytest.fixture
 def listener() -> Iterator[tuple[str, list[str]]]:
-    """A server that notes who connects, and its URL."""
+    """A server that records each connection, and its URL."""
     opened: list[str] = []
 
-    class Noting(BaseHTTPRequestHandler):
+    class ConnectionRecorder(BaseHTTPRequestHandler):
         def handle(self) -> None:
             opened.append(str(self.client_address))
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Noting)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), ConnectionRecorder)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}", opened
@@ -148,17 +148,17 @@ def test_no_url_of_a_client_is_opened(proxy: Proxy, listener: tuple[str, list[st
     httpx.Client().close()
     with pytest.raises(httpx.HTTPError):
         httpx.get(url)
-    assert len(opened) == 1  # whoever opens it is noted
+    assert len(opened) == 1  # the listener works
 
 
-def test_no_key_sees_what_belongs_to_another(start: Start, vllm: ScriptedVllm) -> None:
+def test_no_key_sees_data_of_another_key(start: Start, vllm: ScriptedVllm) -> None:
     proxy = start(key_hashes=[hash_key(KEYS[who].encode()) for who in ("agent", "stored")])
     ours, theirs = ({"authorization": f"Bearer {KEYS[who]}"} for who in ("agent", "stored"))
     secret = "the code is forty two thousand and seventeen"
-    said = f"#say={secret.replace(' ', '.')}"
-    made = proxy.http.post("/v1/responses", json={"model": "agent", "input": said}, headers=ours)
+    prompt = f"#say={secret.replace(' ', '.')}"
+    made = proxy.http.post("/v1/responses", json={"model": "agent", "input": prompt}, headers=ours)
     named = proxy.http.post(
-        "/t/job/v1/chat/completions", json=msgs(DIALECTS["/v1/chat/completions"], said), headers=ours
+        "/t/job/v1/chat/completions", json=msgs(DIALECTS["/v1/chat/completions"], prompt), headers=ours
     )
     assert secret in made.text
     proxy.settled()
@@ -202,7 +202,7 @@ def test_no_key_sees_what_belongs_to_another(start: Start, vllm: ScriptedVllm) -
 
 
 class Guarded:
-    """A scripted vLLM behind a name and a password."""
+    """A scripted vLLM behind a user name and a password."""
 
     def __init__(self, model: ScriptedVllm) -> None:
         self._model = model
@@ -218,11 +218,11 @@ class Guarded:
         await self._model(scope, receive, send)
 
 
-PASSWORD = "s3cret/@:word"  # with what has to be written with percent signs
+PASSWORD = "s3cret/@:word"  # has characters that a URL must percent-encode
 IN_A_URL = "alice:s3cret%2F%40%3Aword@"
 
 
-def test_a_password_in_an_upstreams_url_reaches_the_upstream_and_is_shown_nowhere(
+def test_a_password_in_an_upstreams_url_reaches_the_upstream_and_appears_nowhere(
     start: Start, vllm: ScriptedVllm, store_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     guarded, shown = Guarded(vllm), []
@@ -246,15 +246,15 @@ def test_a_password_in_an_upstreams_url_reaches_the_upstream_and_is_shown_nowher
         assert rows.execute("SELECT DISTINCT upstream FROM calls WHERE upstream IS NOT NULL").fetchall() == [(url,)]
     files = [file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()]
     pair = base64.b64encode(f"alice:{PASSWORD}".encode())
-    for said in (*map(str.encode, shown), caplog.text.encode(), *files):
+    for output in (*map(str.encode, shown), caplog.text.encode(), *files):
         for secret in (b"s3cret", b"alice", pair):
-            assert secret not in said
+            assert secret not in output
 
 
 @pytest.mark.parametrize("wrong", ["alice:s3cret@host:8000", "http://alice:s3/cret@host", "http://alice:s3cret@"])
-def test_the_refusal_of_a_wrong_upstream_shows_no_password(wrong: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="write it like http://") as told:
+def test_the_error_about_an_invalid_upstream_contains_no_password(wrong: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="write it like http://") as error:
         ProxySettings(upstreams=(wrong,), model="m", store="-", journal=tmp_path)
-    assert "cret" not in str(told.value)
+    assert "cret" not in str(error.value)
     right = ProxySettings(upstreams=(f"http://{IN_A_URL}host/v1",), model="m", store="-", journal=tmp_path)
     assert (right.upstreams, "s3cret" in repr(right)) == ((f"http://{IN_A_URL}host",), False)

@@ -1,4 +1,4 @@
-"""Memory is bounded in bytes, in all and per key: who holds most gives up first, and nobody else loses anything."""
+"""Byte quotas: in total and per key. The key that holds most is evicted from first; no other key loses anything."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.proxy.test_linking import NEXT, USER, Message, evidence, tool_reply
 HOSTILE, OTHER = "0123456789abcdef", "fedcba9876543210"
 
 
-def test_who_holds_most_gives_up_what_it_used_longest_ago() -> None:
+def test_the_key_that_holds_most_loses_its_least_recently_used_entry() -> None:
     quotas: ByteQuotas[str] = ByteQuotas(1000, 600)
     for number in range(10):
         quotas.add_use(HOSTILE, f"h{number}", 50)
@@ -59,7 +59,7 @@ def test_who_holds_most_gives_up_what_it_used_longest_ago() -> None:
 
 
 def call(linker: TrajectoryLinker, messages: list[Message], reply: Message, key: str) -> Link:
-    """A call of this key that gets this answer."""
+    """Link and end a call of this key with this answer."""
     link = linker.find_link(evidence(messages, key))
     linker.begin_call(link, "agent", 0, 1.0)
     keys = canon.link_keys(messages)
@@ -107,14 +107,14 @@ def test_a_hostile_key_fills_its_share_and_another_keys_trajectories_stay_linked
     assert linker.find_link(evidence(last, HOSTILE)).linked_by == "root"
 
 
-def test_a_key_holds_no_more_than_a_key_may_though_there_is_room() -> None:
+def test_a_key_stays_within_its_quota_although_the_total_has_space() -> None:
     linker = TrajectoryLinker(900, 2**22, 2**19)
     for number in range(3000):
         call(linker, [{**USER, "content": f"fill {number}"}], own_reply(number), HOSTILE)
     assert 0.9 * 2**19 < linker.bytes <= 2**19
 
 
-def test_runs_with_a_call_under_way_are_not_forgotten() -> None:
+def test_runs_with_a_running_call_are_not_evicted() -> None:
     linker = TrajectoryLinker(900, 2**17, 2**17)
     link = linker.find_link(evidence([USER], HOSTILE))
     linker.begin_call(link, "agent", 3, 1.0)
@@ -123,7 +123,7 @@ def test_runs_with_a_call_under_way_are_not_forgotten() -> None:
     assert linker.count_pins(2.0, 30)["agent@3"] == 1
 
 
-def test_unanswered_attempts_are_bounded_per_key_and_forgotten_with_time() -> None:
+def test_unanswered_attempts_are_bounded_per_key_and_expire() -> None:
     attempts, link = UnansweredAttempts(2**18, 2**17), Link("traj_1", 0, "root")
     mine = AttemptKey(OTHER, "b2:mine", "")
     attempts.add(mine, link, 1.0)
@@ -137,7 +137,7 @@ def test_unanswered_attempts_are_bounded_per_key_and_forgotten_with_time() -> No
     assert attempts.bytes == len(attempts) * 800
 
 
-def test_a_hostile_key_forgets_its_own_conversations_only(store: Store) -> None:
+def test_a_hostile_key_evicts_only_its_own_conversations(store: Store) -> None:
     memory = ConversationCache(store, RecordLookups(store), 200_000, 150_000)
 
     def keep(number: int, key: str) -> str:
@@ -159,7 +159,7 @@ def ask(url: str, key: str, size: int, wait: str = "") -> httpx.Response:
     return httpx.post(f"{url}/v1/chat/completions", json=body, headers={"authorization": f"Bearer {key}"}, timeout=30)
 
 
-def test_bodies_under_way_are_bounded_per_key_and_in_all(start: Start) -> None:
+def test_inflight_bodies_are_bounded_per_key_and_in_total(start: Start) -> None:
     hashes = frozenset(hash_key(key.encode()) for key in ("a", "b", "c"))
     proxy = start(
         key_hashes=hashes, max_body_bytes=600_000, max_inflight_request_bytes=1_400_000,

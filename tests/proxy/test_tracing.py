@@ -1,4 +1,4 @@
-"""Spans: what they say, where they hang in a trace, and that no collector can hold up a call."""
+"""Spans: their attributes, their parents, and that no collector delays a call."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.proxy.conftest import Start, running
 
 CALL = "/v1/chat/completions"
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
-SECRET = "tell-nobody"
+SECRET = "a-secret"
 
 
 class Collector:
-    """An OTLP/HTTP collector that keeps what it gets."""
+    """An OTLP/HTTP collector that stores what it receives."""
 
     def __init__(self) -> None:
         self.paths: list[str] = []
@@ -66,7 +66,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Collector, str]
 
 
 class Traced:
-    """The scripted vLLM, with the `traceparent` of every request that it gets."""
+    """The scripted vLLM, with the `traceparent` of every request."""
 
     def __init__(self, vllm: ScriptedVllm) -> None:
         self.traces: list[str] = []
@@ -80,13 +80,13 @@ class Traced:
 
 @pytest.fixture
 def traced(vllm: ScriptedVllm) -> Iterator[tuple[Traced, str]]:
-    """A running vLLM that keeps the traces, and its URL."""
+    """A running vLLM that records trace headers, and its URL."""
     app = Traced(vllm)
     with served(app) as url:
         yield app, url
 
 
-def asking(words: str, **fields: Any) -> dict[str, Any]:
+def chat_body(words: str, **fields: Any) -> dict[str, Any]:
     """A chat request."""
     return {"model": "agent", "messages": [{"role": "user", "content": words}], **fields}
 
@@ -106,7 +106,7 @@ def test_a_call_is_one_span_with_the_genai_attributes(
     collector: tuple[Collector, str], start: Start, traced: tuple[Traced, str]
 ) -> None:
     proxy = start(otlp_endpoint=collector[1], upstreams=(traced[1],))
-    body = asking("#tokens=5", stream=True, temperature=0.5, max_tokens=9, seed=3, top_p="odd", user=SECRET)
+    body = chat_body("#tokens=5", stream=True, temperature=0.5, max_tokens=9, seed=3, top_p="odd", user=SECRET)
     headers = {"traceparent": PARENT, "x-ratchet-trajectory": "job", "authorization": f"Bearer {SECRET}"}
     call_id = proxy.http.post(CALL, json=body, headers=headers).headers["x-ratchet-call"]
     [span] = eventually(lambda: collector[0].spans)
@@ -114,11 +114,11 @@ def test_a_call_is_one_span_with_the_genai_attributes(
     assert (span.trace_id.hex(), span.parent_span_id.hex()) == tuple(PARENT.split("-")[1:3])
     assert f"00-{span.trace_id.hex()}-{span.span_id.hex()}-01" in traced[0].traces, "vLLM's spans hang below it"
     assert 0 < span.end_time_unix_nano - span.start_time_unix_nano < 20e9
-    said = attributes(span)
-    assert said["gen_ai.response.id"].startswith("chatcmpl-")
-    assert 0 < said.pop("gen_ai.response.time_to_first_chunk") < 20
-    assert (said.pop("server.address"), said.pop("server.port") > 0) == ("127.0.0.1", True)
-    assert said == {
+    values = attributes(span)
+    assert values["gen_ai.response.id"].startswith("chatcmpl-")
+    assert 0 < values.pop("gen_ai.response.time_to_first_chunk") < 20
+    assert (values.pop("server.address"), values.pop("server.port") > 0) == ("127.0.0.1", True)
+    assert values == {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "vllm",
         "gen_ai.request.model": "agent",
@@ -128,9 +128,9 @@ def test_a_call_is_one_span_with_the_genai_attributes(
         "gen_ai.request.max_tokens": 9,
         "gen_ai.request.seed": 3,
         "gen_ai.request.stream": True,
-        "gen_ai.usage.input_tokens": said["gen_ai.usage.input_tokens"],
+        "gen_ai.usage.input_tokens": values["gen_ai.usage.input_tokens"],
         "gen_ai.usage.output_tokens": 6,
-        "gen_ai.response.id": said["gen_ai.response.id"],
+        "gen_ai.response.id": values["gen_ai.response.id"],
         "gen_ai.response.finish_reasons": ["stop"],
         "http.response.status_code": 200,
         "ratchet.call.id": call_id,
@@ -146,7 +146,7 @@ def test_a_call_is_one_span_with_the_genai_attributes(
 
 def test_a_failed_call_is_a_failed_span(collector: tuple[Collector, str], start: Start) -> None:
     proxy = start(otlp_endpoint=collector[1])
-    proxy.http.post(CALL, json=asking("#status=500"))
+    proxy.http.post(CALL, json=chat_body("#status=500"))
     proxy.http.post("/v1/completions", json={"model": "agent", "prompt": "#tokens=9 #cut=3", "stream": True})
     spans = eventually(lambda: len(collector[0].spans) == 2 and collector[0].spans)
     assert [span.status.code for span in spans] == [2, 2]
@@ -158,22 +158,22 @@ def test_the_standard_variables_configure_it(
     collector: tuple[Collector, str], start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector[1])
-    monkeypatch.setenv("OTEL_SERVICE_NAME", "front-door")
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "my-proxy")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
     proxy = start()
-    proxy.http.post(CALL, json=asking("hi"))
-    proxy.http.post(CALL, json=asking("hi"), headers={"traceparent": PARENT})
+    proxy.http.post(CALL, json=chat_body("hi"))
+    proxy.http.post(CALL, json=chat_body("hi"), headers={"traceparent": PARENT})
     eventually(lambda: collector[0].spans)
     assert [span.trace_id.hex() for span in collector[0].spans] == [PARENT.split("-")[1]], "the other is not sampled"
-    assert collector[0].services == {"front-door"}
+    assert collector[0].services == {"my-proxy"}
 
 
-def test_what_is_left_is_sent_at_the_stop(
+def test_remaining_spans_are_sent_at_the_stop(
     collector: tuple[Collector, str], vllm_url: str, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "60000")
     with running(vllm_url, store, tmp_path, otlp_endpoint=collector[1]) as proxy:
-        proxy.http.post(CALL, json=asking("hi"))
+        proxy.http.post(CALL, json=chat_body("hi"))
         assert collector[0].spans == []
     assert len(collector[0].spans) == 1
 
@@ -184,13 +184,13 @@ def test_a_dead_collector_costs_no_call_and_little_at_the_stop(
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "10")
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "5")
-    with socket.socket() as silent:  # takes connections and never answers
+    with socket.socket() as silent:  # accepts connections and never answers
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         dead = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with running(vllm_url, store, tmp_path, otlp_endpoint=dead) as proxy:
             for _ in range(40):
-                assert proxy.http.post(CALL, json=asking("hi"), timeout=5).status_code == 200
+                assert proxy.http.post(CALL, json=chat_body("hi"), timeout=5).status_code == 200
             proxy.settled()
             ended_at = time.monotonic()
         assert time.monotonic() - ended_at < 9
@@ -208,11 +208,11 @@ def test_a_setting_without_the_package_is_an_error_with_a_remedy(monkeypatch: py
     [{}, {"OTEL_EXPORTER_OTLP_ENDPOINT": ""}, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x", "OTEL_SDK_DISABLED": "true"},
      {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x", "OTEL_TRACES_EXPORTER": "none"}],
 )  # fmt: skip
-def test_it_is_off_unless_it_is_asked_for(environ: Mapping[str, str]) -> None:
+def test_tracing_is_off_by_default(environ: Mapping[str, str]) -> None:
     assert make_spans(None, environ) is None
 
 
-def test_without_tracing_the_clients_trace_goes_on_as_it_came(start: Start, traced: tuple[Traced, str]) -> None:
+def test_without_tracing_the_clients_trace_header_is_passed_on(start: Start, traced: tuple[Traced, str]) -> None:
     proxy = start(upstreams=(traced[1],))
-    proxy.http.post(CALL, json=asking("hi"), headers={"traceparent": PARENT})
+    proxy.http.post(CALL, json=chat_body("hi"), headers={"traceparent": PARENT})
     assert PARENT in traced[0].traces

@@ -1,4 +1,4 @@
-"""Several replicas: where a call goes, what happens when one dies, and when it comes back."""
+"""Several replicas: routing, failover and recovery."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def pool(urls: Sequence[str] = URLS) -> ReplicaPool[Replica]:
     )
 
 
-# --- the choice -----------------------------------------------------------------------------------------------
+# --- routing --------------------------------------------------------------------------------------------------
 
 
-def test_a_trajectory_stays_with_its_replica_and_all_get_some() -> None:
+def test_a_trajectory_stays_with_its_replica_and_every_replica_gets_some() -> None:
     replicas = pool()
     places = {name: replicas.order(name)[0].url for name in (f"traj_{n}" for n in range(200))}
     assert places == {name: replicas.order(name)[0].url for name in places}
     assert {list(places.values()).count(url) > 20 for url in URLS} == {True}
 
 
-def test_a_trajectory_leaves_a_replica_that_is_busier_than_the_slack_and_comes_back() -> None:
+def test_a_trajectory_leaves_a_replica_that_is_busier_than_the_slack_and_returns() -> None:
     replicas = pool()
     own, second = replicas.order("traj_1")[:2]
     own.in_flight = 2
@@ -98,7 +98,7 @@ def test_a_breaker_opens_after_failures_in_a_row_and_is_probed_after_its_cool_of
     assert breaker.state(22.0) == BreakerState.CLOSED
 
 
-# --- failing over ---------------------------------------------------------------------------------------------
+# --- failover -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def failing(apps: list[ScriptedVllm], status: int, count: int) -> None:
 
 @pytest.mark.parametrize("status", [429, 502, 503, 504])
 @pytest.mark.parametrize("stream", [False, True])
-def test_another_replica_answers_where_the_first_is_full_or_dead(
+def test_another_replica_answers_if_the_first_is_full_or_dead(
     start: Start, vllm: ScriptedVllm, vllm_url: str, second: tuple[ScriptedVllm, str], status: int, stream: bool
 ) -> None:
     proxy = start(upstreams=(vllm_url, second[1]))
@@ -126,13 +126,13 @@ def test_another_replica_answers_where_the_first_is_full_or_dead(
     assert len(second[0].calls) == 20
     retries = f'ratchet_upstream_retries_total{{reason="status_{status}"}} {len(vllm.calls):.1f}'
     assert retries in proxy.http.get("/metrics").text
-    full = status == 429  # nobody's fault: the breaker stays closed, and half of the calls come here first
+    full = status == 429  # no failure: the breaker stays closed, and half of the calls come here first
     assert (len(vllm.calls) == 3) is not full
     assert (f'ratchet_upstream_up{{upstream="{vllm_url}"}} {float(full)}') in proxy.http.get("/metrics").text
 
 
 @pytest.mark.parametrize("status", [400, 404, 409, 422, 500])
-def test_what_the_model_itself_answers_is_not_asked_twice(
+def test_errors_of_the_model_itself_are_not_retried(
     start: Start, vllm: ScriptedVllm, vllm_url: str, second: tuple[ScriptedVllm, str], status: int
 ) -> None:
     proxy = start(upstreams=(vllm_url, second[1]))
@@ -143,11 +143,11 @@ def test_what_the_model_itself_answers_is_not_asked_twice(
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_a_request_that_ends_its_replica_is_offered_to_one_other_at_most(start: Start, kept: bool) -> None:
+def test_a_request_that_disconnects_its_replica_is_retried_once_at_most(start: Start, kept: bool) -> None:
     with contextlib.ExitStack() as stack:
         replicas = [stack.enter_context(raw_upstream()) for _ in range(4)]
         proxy = start(upstreams=tuple(replica.url for replica in replicas), breaker_failure_threshold=1000)
-        if kept:  # each has answered, over a connection that stays
+        if kept:  # each has answered over a kept-alive connection
             for replica in replicas:
                 replica.answer, replica.keeps = http(b"{}", status=400), True
             eventually(lambda: [proxy.http.post("/v1/chat/completions", json=body()) for _ in range(16)])
@@ -161,13 +161,13 @@ def test_a_request_that_ends_its_replica_is_offered_to_one_other_at_most(start: 
         assert retries in proxy.http.get("/metrics").text
 
 
-def test_a_request_that_was_not_begun_is_offered_on_freely(start: Start, vllm_url: str) -> None:
+def test_a_request_that_was_not_sent_is_retried_freely(start: Start, vllm_url: str) -> None:
     proxy = start(upstreams=("http://127.0.0.1:9", "http://127.0.0.1:10", vllm_url), breaker_failure_threshold=1000)
     answers = [proxy.http.post("/v1/chat/completions", json=body(f"{n}")) for n in range(12)]
     assert [answer.status_code for answer in answers] == [200] * 12
 
 
-def test_when_all_replicas_fail_the_first_failure_is_told_as_it_came(
+def test_when_all_replicas_fail_the_first_failure_is_returned_unchanged(
     start: Start, vllm: ScriptedVllm, vllm_url: str, second: tuple[ScriptedVllm, str]
 ) -> None:
     proxy = start(upstreams=(vllm_url, second[1]))
@@ -190,9 +190,7 @@ def test_readiness_needs_one_replica_and_names_those_that_are_down(start: Start,
     eventually(lambda: proxy.http.get("/health/ready").json()["upstreams"][0]["breaker"] != "closed")
 
 
-def test_a_call_to_replicas_that_are_known_to_be_down_is_told_when_they_are_asked_again(
-    start: Start, store: Store
-) -> None:
+def test_calls_get_retry_after_while_all_replicas_are_known_to_be_down(start: Start, store: Store) -> None:
     store.policies.register_base("agent", "base")
     proxy = start(
         ready=False, upstreams=("http://127.0.0.1:9",), breaker_failure_threshold=100, breaker_reset_seconds=600
@@ -204,9 +202,7 @@ def test_a_call_to_replicas_that_are_known_to_be_down_is_told_when_they_are_aske
     assert proxy.http.get("/v1/passed/on").headers["retry-after"] in ("600", "599")
 
 
-def test_readiness_is_told_from_the_latest_look_and_asks_no_replica(
-    start: Start, vllm: ScriptedVllm, vllm_url: str
-) -> None:
+def test_readiness_uses_the_latest_probe_and_calls_no_replica(start: Start, vllm: ScriptedVllm, vllm_url: str) -> None:
     proxy = start(probe_interval_seconds=600.0, breaker_reset_seconds=600.0)
     looks = len(vllm.paths)
     for _ in range(100):
@@ -215,9 +211,9 @@ def test_readiness_is_told_from_the_latest_look_and_asks_no_replica(
     assert len(vllm.paths) == looks
 
 
-def test_asking_for_readiness_opens_no_breaker_of_a_replica_that_is_slow(start: Start, store: Store) -> None:
+def test_readiness_requests_open_no_breaker_of_a_slow_replica(start: Start, store: Store) -> None:
     store.policies.register_base("agent", "base")
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes connections and says nothing
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # it accepts connections and never answers
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         proxy = start(
             ready=False,
@@ -232,7 +228,7 @@ def test_asking_for_readiness_opens_no_breaker_of_a_replica_that_is_slow(start: 
             assert ready.json()["upstreams"][0]["breaker"] == "closed"
 
 
-async def test_a_replica_that_hangs_is_left_after_some_looks_in_a_row_and_one_that_is_slow_is_not() -> None:
+async def test_a_breaker_opens_after_several_failed_probes_in_a_row() -> None:
     replicas, hanging = pool(URLS[:1]), [True]
 
     async def ask(_: Replica) -> None:
@@ -251,8 +247,8 @@ async def test_a_replica_that_hangs_is_left_after_some_looks_in_a_row_and_one_th
     assert probes.last_results()[0]["breaker"] == "closed"
 
 
-class Load:
-    """Agents that call without a pause; what came of each call."""
+class ContinuousCalls:
+    """Agents that call without a pause, and the result of each call."""
 
     def __init__(self, url: str) -> None:
         self.whole: list[int] = []
@@ -265,8 +261,8 @@ class Load:
             turn = number
             while not self._stop.is_set():
                 turn += 1
-                asked = body(f"{turn} #tokens=10 #delay=0.005", stream=bool(turn % 2))
-                answer = client.post("/v1/chat/completions", json=asked)
+                request = body(f"{turn} #tokens=10 #delay=0.005", stream=bool(turn % 2))
+                answer = client.post("/v1/chat/completions", json=request)
                 if turn % 2:
                     assert answer.status_code == 200
                     self.streams.append(answer.text)
@@ -278,17 +274,17 @@ class Load:
 
 
 def states(proxy: Proxy) -> list[str]:
-    return [told["breaker"] for told in proxy.http.get("/health/ready").json()["upstreams"]]
+    return [upstream["breaker"] for upstream in proxy.http.get("/health/ready").json()["upstreams"]]
 
 
-def test_a_replica_killed_in_mid_load_fails_only_streams_that_had_begun_and_comes_back_with_its_adapter(
+def test_a_replica_killed_under_load_fails_only_started_streams_and_returns_with_its_adapter(
     start: Start,
 ) -> None:
     replicas = [VllmProcess(), VllmProcess()]
     try:
         proxy = start(upstreams=tuple(replica.url for replica in replicas), breaker_reset_seconds=0.3)
         promote(proxy, 1)
-        load = Load(proxy.url)
+        load = ContinuousCalls(proxy.url)
         with ThreadPoolExecutor(8) as threads:
             runs = [threads.submit(load.run, number) for number in range(8)]
             eventually(lambda: len(load.whole) > 40, 20)

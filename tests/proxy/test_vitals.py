@@ -1,4 +1,4 @@
-"""A part of the proxy that dies: the process says so and ends, and nothing is answered that is not recorded."""
+"""When a part of the proxy dies, the process reports it and ends, and no unrecorded call is answered."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ sys.exit(serve(ProxySettings.read({}, **json.loads(sys.argv[1])), on_listening))
 
 
 @pytest.mark.parametrize("part", ["policies", "keys", "slow-connection check", "shipper", "journal-preallocation"])
-def test_a_part_that_dies_ends_the_process_loudly_and_live_says_so_meanwhile(
+def test_a_dead_part_ends_the_process_and_is_reported_by_live_until_then(
     part: str, tmp_path: Path, vllm_url: str
 ) -> None:
     settings = {"upstreams": [vllm_url], "model": "agent", "port": 0}
@@ -68,12 +68,12 @@ def test_a_part_that_dies_ends_the_process_loudly_and_live_says_so_meanwhile(
         eventually(lambda: client.get("/health/ready").status_code == 200)
         assert client.get("/health/live").status_code == 200
         print(part, file=process.stdin, flush=True)
-        for number in range(10):  # a thread dies with what it does next
+        for number in range(10):  # a thread dies at its next action
             client.post(
                 "/v1/chat/completions",
                 json={"model": "agent", "messages": [{"role": "user", "content": f"{number}" * 1000}]},
             )
-        live = eventually(lambda: (told := client.get("/health/live")).status_code == 503 and told)
+        live = eventually(lambda: (answer := client.get("/health/live")).status_code == 503 and answer)
         assert f"task {part!r} died" in live.json()["reason"]
         assert client.get("/health/ready").status_code == 503
     _, log = process.communicate(timeout=60)
@@ -89,7 +89,7 @@ class _BrokenAlarmQueue(AlarmQueue):
         raise RuntimeError("the alarm queue broke")
 
 
-async def test_where_the_journals_writer_died_nothing_counts_as_recorded(tmp_path: Path) -> None:
+async def test_after_the_journals_writer_died_nothing_counts_as_recorded(tmp_path: Path) -> None:
     deaths: list[str] = []
     critical_tasks = CriticalTasks()
     critical_tasks.on_failure = lambda: deaths.append(str(critical_tasks.failure))
@@ -107,25 +107,25 @@ async def test_where_the_journals_writer_died_nothing_counts_as_recorded(tmp_pat
     await journal.stop()
 
 
-class _Sick(ClientConnection):
-    """A connection that cannot be looked at."""
+class _BrokenConnection(ClientConnection):
+    """A connection whose check fails."""
 
     def check(self, now: float) -> None:
         raise OSError("bad file descriptor")
 
 
-async def test_a_connection_that_cannot_be_looked_at_is_ended_and_the_others_are_watched_on() -> None:
+async def test_a_connection_whose_check_fails_is_closed_and_the_others_are_checked_on() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await receive()
 
-    loop, doors, made = (
+    loop, connections, made = (
         asyncio.get_running_loop(),
         ClientConnections(9, 0.2, 1.0),
-        [_Sick, ClientConnection, _Sick, ClientConnection],
+        [_BrokenConnection, ClientConnection, _BrokenConnection, ClientConnection],
     )
     config = Config(app, ws="none")
-    server = await loop.create_server(lambda: made.pop(0)(doors, config, ServerState(), {}), "127.0.0.1", 0)
-    watch = asyncio.create_task(doors.close_slow())
+    server = await loop.create_server(lambda: made.pop(0)(connections, config, ServerState(), {}), "127.0.0.1", 0)
+    watch = asyncio.create_task(connections.close_slow())
     host, port = server.sockets[0].getsockname()
     for _ in range(2):
         slow = [await asyncio.open_connection(host, port) for _ in range(2)]

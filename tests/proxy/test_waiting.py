@@ -1,4 +1,4 @@
-"""Who waits for records that are not in the store holds nobody else up, and asks the store once."""
+"""Requests that wait for unshipped records delay no other request and query the store once."""
 
 from __future__ import annotations
 
@@ -32,52 +32,52 @@ from tests.proxy.conftest import Proxy
 CHAT = "/v1/chat/completions"
 
 
-def asking(words: str) -> dict[str, Any]:
+def chat_body(words: str) -> dict[str, Any]:
     return {"model": "agent", "messages": [{"role": "user", "content": words}]}
 
 
 @contextlib.contextmanager
 def not_shipping(folder: Path, vllm_url: str) -> Iterator[httpx.Client]:
-    """A proxy whose shipping process stands still, with a call that is not in the store."""
+    """A proxy whose shipping process is stopped, with a call that is not in the store."""
     proxy = ProxyProcess(folder, upstreams=[vllm_url])
     with httpx.Client(base_url=proxy.url, timeout=30, limits=httpx.Limits(max_connections=200)) as client:
         eventually(lambda: client.get("/health/ready").status_code == 200)
-        client.post(CHAT, json=asking("#say=first")).raise_for_status()
+        client.post(CHAT, json=chat_body("#say=first")).raise_for_status()
         eventually(lambda: client.get("/health/backlog").json()["unshipped_records"] == 0)
         (shipping,) = psutil.Process(proxy.pid).children()
         os.kill(shipping.pid, signal.SIGSTOP)
-        client.post(CHAT, json=asking("#say=second")).raise_for_status()
+        client.post(CHAT, json=chat_body("#say=second")).raise_for_status()
         yield client
         os.kill(shipping.pid, signal.SIGCONT)
     assert proxy.stop() == 0
 
 
-def test_feedback_that_waits_for_the_store_delays_no_large_call(tmp_path: Path, vllm_url: str) -> None:
+def test_waiting_feedback_delays_no_large_call(tmp_path: Path, vllm_url: str) -> None:
     with not_shipping(tmp_path, vllm_url) as client, ThreadPoolExecutor(24) as agents:
-        client.post(CHAT, json=asking("x" * 300_000)).raise_for_status()
-        said = [
+        client.post(CHAT, json=chat_body("x" * 300_000)).raise_for_status()
+        requests = [
             agents.submit(client.post, "/api/feedback", json={"call_id": new_id("call"), "value": 1}) for _ in range(24)
         ]
-        time.sleep(0.5)  # all of them have come
-        client.post(CHAT, json=asking("x" * 300_000)).raise_for_status()
-        assert not any(one.done() for one in said)
-        assert {one.result().status_code for one in said} == {202}
+        time.sleep(0.5)  # all of them have arrived
+        client.post(CHAT, json=chat_body("x" * 300_000)).raise_for_status()
+        assert not any(one.done() for one in requests)
+        assert {one.result().status_code for one in requests} == {202}
 
 
-def test_a_key_may_have_so_many_requests_waiting_and_others_are_not_concerned(tmp_path: Path, vllm_url: str) -> None:
+def test_waiting_requests_are_limited_per_key(tmp_path: Path, vllm_url: str) -> None:
     more = MAX_WAITING + 20
     with not_shipping(tmp_path, vllm_url) as client, ThreadPoolExecutor(more) as agents:
-        said = [agents.submit(client.get, f"/v1/responses/{new_id('resp')}") for _ in range(more)]
-        refused = eventually(lambda: [one.result() for one in said if one.done()])
+        requests = [agents.submit(client.get, f"/v1/responses/{new_id('resp')}") for _ in range(more)]
+        refused = eventually(lambda: [one.result() for one in requests if one.done()])
         assert {(one.status_code, one.json()["error"]["code"]) for one in refused} == {(429, "too_many_waiting")}
         assert "retry-after" in refused[0].headers
         other = client.get(f"/v1/responses/{new_id('resp')}", headers={"authorization": "Bearer other"})
         assert other.status_code == 404
-        assert [one.result().status_code for one in said].count(404) == MAX_WAITING
+        assert [one.result().status_code for one in requests].count(404) == MAX_WAITING
 
 
 @pytest.mark.parametrize("way", ["feedback", "response", "items", "previous_response_id"])
-def test_an_id_that_nobody_recorded_costs_one_look(proxy: Proxy, store: Store, way: str) -> None:
+def test_an_unknown_id_costs_one_query(proxy: Proxy, store: Store, way: str) -> None:
     name = new_id("resp" if way != "feedback" else "call")
     looks = []
 
@@ -85,14 +85,14 @@ def test_an_id_that_nobody_recorded_costs_one_look(proxy: Proxy, store: Store, w
         if name.partition("_")[2] in str(parameters):
             looks.append(statement)
 
-    proxy.http.post(CHAT, json=asking("hi"))
+    proxy.http.post(CHAT, json=chat_body("hi"))
     proxy.settled()
     sa.event.listen(store._engine, "before_cursor_execute", count)
     if way == "feedback":
         answer = proxy.http.post("/api/feedback", json={"call_id": name, "value": 1})
     elif way == "previous_response_id":
-        asked = {"model": "agent", "input": "go on", way: name}
-        answer = proxy.http.post("/v1/responses", json=asked)
+        request = {"model": "agent", "input": "go on", way: name}
+        answer = proxy.http.post("/v1/responses", json=request)
     else:
         answer = proxy.http.get(f"/v1/responses/{name}" + ("/input_items" if way == "items" else ""))
     sa.event.remove(store._engine, "before_cursor_execute", count)
@@ -100,8 +100,8 @@ def test_an_id_that_nobody_recorded_costs_one_look(proxy: Proxy, store: Store, w
     assert len(looks) == 1
 
 
-class _Counting(InProcessWriter):
-    """Counts the pieces that it carries."""
+class _RangeCounter(InProcessWriter):
+    """Counts the segment ranges that it carries."""
 
     carried = 0
 
@@ -111,11 +111,11 @@ class _Counting(InProcessWriter):
 
 
 @pytest.fixture
-async def counted(tmp_path: Path, store: Store) -> AsyncIterator[tuple[Journal, Shipper, _Counting]]:
-    """A journal that is shipped, and who carries it."""
+async def counted(tmp_path: Path, store: Store) -> AsyncIterator[tuple[Journal, Shipper, _RangeCounter]]:
+    """A journal, its shipper and a counting writer."""
     journal = Journal(tmp_path / "journal", 2**20, 2**16, ProxyMetrics(), AlarmQueue())
     await journal.start()
-    store_writer = _Counting(store)
+    store_writer = _RangeCounter(store)
     shipper = Shipper(journal, store, store_writer, ProxyMetrics(), AlarmQueue(), forget_durable_messages=lambda: None)
     await shipper.start()
     yield journal, shipper, store_writer
@@ -123,7 +123,7 @@ async def counted(tmp_path: Path, store: Store) -> AsyncIterator[tuple[Journal, 
     await journal.stop()
 
 
-async def test_many_who_wait_do_not_end_the_batching(counted: tuple[Journal, Shipper, _Counting]) -> None:
+async def test_many_waiting_requests_do_not_end_the_batching(counted: tuple[Journal, Shipper, _RangeCounter]) -> None:
     journal, shipper, store_writer = counted
     waiting, began, number = set(), time.monotonic(), 0
     while time.monotonic() - began < 2.0:
@@ -131,6 +131,6 @@ async def test_many_who_wait_do_not_end_the_batching(counted: tuple[Journal, Shi
         await journal.commit(records.call_start(f"call_{number}", "t"))
         waiting.add(asyncio.create_task(shipper.settle(5.0)))
         await asyncio.sleep(0.002)
-    turns = (time.monotonic() - began) / 0.1 + 2  # each waits 0.1 s at least
-    assert store_writer.carried <= turns + 3  # and those that a waiting one may hurry: one a second
+    turns = (time.monotonic() - began) / 0.1 + 2  # each takes 0.1 s or more
+    assert store_writer.carried <= turns + 3  # a waiting request may trigger one extra per second
     assert all(await asyncio.gather(*waiting))

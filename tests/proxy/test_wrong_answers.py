@@ -1,4 +1,4 @@
-"""What an upstream may say wrongly: the client gets an answer or a told failure, and the call is recorded as ended."""
+"""Malformed upstream answers: the client gets an answer or an error, and the call is recorded as ended."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ CALLS: dict[str, dict[str, Any]] = {
 
 
 def answer(message: Any = MESSAGE, choice: dict[str, Any] | None = None, **fields: Any) -> bytes:
-    """Return the body of an answer that is right but for what is given."""
-    told = {"content": [{"logprob": -0.1}, {"logprob": -0.2}]}
-    first = {"index": 0, "message": message, "finish_reason": "stop", "token_ids": [1, 2], "logprobs": told}
+    """Return the body of a correct answer with these changes."""
+    logprobs = {"content": [{"logprob": -0.1}, {"logprob": -0.2}]}
+    first = {"index": 0, "message": message, "finish_reason": "stop", "token_ids": [1, 2], "logprobs": logprobs}
     body = {"id": "x", "object": "chat.completion", "created": 1, "model": "base", "prompt_token_ids": [1]}
     return json.dumps(body | {"choices": [first | (choice or {})]} | fields).encode()
 
@@ -99,34 +99,32 @@ def newest(proxy: Proxy) -> CallState:
     return proxy.store.calls.page(1)[0].state
 
 
-@pytest.mark.parametrize("said", WHOLE)
-def test_an_answer_that_is_none_is_told_as_the_upstreams_failure_in_every_dialect(
-    proxy: Proxy, upstream: RawUpstream, said: str
+@pytest.mark.parametrize("case", WHOLE)
+def test_a_malformed_answer_is_an_upstream_error_in_every_dialect(
+    proxy: Proxy, upstream: RawUpstream, case: str
 ) -> None:
-    upstream.answer = WHOLE[said]
+    upstream.answer = WHOLE[case]
     for path, body in CALLS.items():
         got = proxy.http.post(path, json={"model": "agent", **body})
         assert (got.status_code, "error" in got.json()) == (502, True), path
     assert newest(proxy) is CallState.FAILED
 
 
-@pytest.mark.parametrize("said", ODD)
-def test_an_answer_that_is_only_odd_is_given_on_and_recorded(proxy: Proxy, upstream: RawUpstream, said: str) -> None:
-    upstream.answer = ODD[said]
+@pytest.mark.parametrize("case", ODD)
+def test_an_unusual_but_valid_answer_is_passed_on_and_recorded(proxy: Proxy, upstream: RawUpstream, case: str) -> None:
+    upstream.answer = ODD[case]
     for path, body in CALLS.items():
         got = proxy.http.post(path, json={"model": "agent", **body})
         assert (got.status_code, "ok" in got.text) == (200, True), path
     assert newest(proxy) is CallState.ANSWERED
 
 
-@pytest.mark.parametrize("said", STREAMED)
-def test_a_stream_that_says_nonsense_comes_to_an_end_and_is_recorded(
-    proxy: Proxy, upstream: RawUpstream, said: str
-) -> None:
-    upstream.answer = STREAMED[said]
+@pytest.mark.parametrize("case", STREAMED)
+def test_a_malformed_stream_ends_and_is_recorded(proxy: Proxy, upstream: RawUpstream, case: str) -> None:
+    upstream.answer = STREAMED[case]
     for path, body in CALLS.items():
         got = proxy.http.post(path, json={"model": "agent", "stream": True, **body})
         assert got.status_code in (200, 502), path
-        if path != "/v1/chat/completions":  # whose chunks are given on as they are
+        if path != "/v1/chat/completions":  # its chunks are passed on unchanged
             assert '"error"' in got.text, path
     assert newest(proxy) is not CallState.STARTED
