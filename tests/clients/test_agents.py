@@ -68,7 +68,7 @@ def test_what_it_sends_reaches_the_engine(bench: ClientRuns, client: Client, str
 
 
 @every_run
-def test_the_engine_is_told_the_whole_conversation(bench: ClientRuns, client: Client, streamed: bool) -> None:
+def test_the_engine_gets_the_whole_conversation(bench: ClientRuns, client: Client, streamed: bool) -> None:
     last = bench.upstream(client, streamed)[-1]
     messages = [(message["role"], _names(message)) for message in last["messages"] if not _is_reminder(message)]
     if client.scenario is not LOOP:

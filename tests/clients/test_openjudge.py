@@ -1,4 +1,4 @@
-"""OpenJudge's graders as judges: the real package, in its own environment, asked by the trainer's judge."""
+"""OpenJudge's graders as judges: the real package in its own environment, called by the trainer's judge."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def made(grader: str, environ: dict[str, str] | None = None, **settings: Any) ->
     return _made[-1]
 
 
-def answered(said: str, **row: Any) -> Transcript:
-    """A trajectory that ends with an answer, of a task with a row."""
-    chat = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": said}]
-    return msgspec.structs.replace(member(f"t-{said}", chat), row=row or None)
+def answered(text: str, **row: Any) -> Transcript:
+    """Return a trajectory that ends with an answer, of a task with a row."""
+    chat = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": text}]
+    return msgspec.structs.replace(member(f"t-{text}", chat), row=row or None)
 
 
 def verdicts(judge: Judge, members: Sequence[Transcript]) -> list[Verdict]:
@@ -79,7 +79,7 @@ def test_a_grader_that_asks_a_model_is_put_on_the_scale_from_0_to_1() -> None:
         assert model.headers[0]["authorization"] == "Bearer sk-grader"
 
 
-def test_a_graders_trouble_is_a_failure_and_never_a_number() -> None:
+def test_a_graders_error_is_a_failure_and_never_a_score() -> None:
     judge = made(f"{OWN}:Stars", worst=0, best=5)
     found = verdicts(judge, [answered(text) for text in ("raise", "error", "*" * 9, "**")])
     assert [verdict.score for verdict in found] == [None, None, None, 0.4]
@@ -89,11 +89,11 @@ def test_a_graders_trouble_is_a_failure_and_never_a_number() -> None:
     assert found[3].explanation == "0 tool calls"
 
 
-def test_a_grader_that_breaks_off_gives_no_full_score() -> None:
+def test_a_grader_that_fails_gives_no_full_score() -> None:
     (broken,) = verdicts(made(f"{OWN}:BreaksOff"), [answered("4")])
     assert (broken.score, broken.failure) == (None, "no finite score: Exception occurred")
-    (asked_for,) = verdicts(made(f"{OWN}:BreaksOff", settings={"timeout_score": 0.5}), [answered("4")])
-    assert asked_for.score == 0.5
+    (configured,) = verdicts(made(f"{OWN}:BreaksOff", settings={"timeout_score": 0.5}), [answered("4")])
+    assert configured.score == 0.5
 
 
 def test_a_grader_of_mathematics_knows_equal_expressions() -> None:
@@ -102,7 +102,7 @@ def test_a_grader_of_mathematics_knows_equal_expressions() -> None:
     assert [verdict.score for verdict in found] == [1.0, 0.0]
 
 
-def test_a_grader_that_hangs_is_ended_and_asked_anew_the_next_time() -> None:
+def test_a_grader_that_hangs_is_ended_and_restarted_the_next_time() -> None:
     judge = made(f"{OWN}:Stars", timeout_seconds=5.0, best=5)
     (hung,) = verdicts(judge, [answered("hang")])
     assert "said nothing within 5 s" in str(hung.failure)
@@ -125,7 +125,7 @@ def test_a_grader_that_cannot_be_used_is_reported_at_the_start(
         made(grader, **settings)
 
 
-def test_without_the_package_the_remedy_is_told() -> None:
+def test_without_the_package_the_error_names_the_remedy() -> None:
     spec = read_spec({"kind": "openjudge", "grader": STRINGS, "python": Path(sys.executable)})
     with pytest.raises(JudgeError, match=r"pip install '\.\[openjudge\]', or set `python`"):
         make_judge(spec, dict(os.environ))

@@ -1,1 +1,1 @@
-"""Claims about the front door, on real servers."""
+"""Tests of the proxy against real servers."""

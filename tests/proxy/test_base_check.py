@@ -1,4 +1,4 @@
-"""A vLLM that serves another base model than the versions belong to is found, and said, and left alone."""
+"""A vLLM with another base model than the versions' is detected, reported and gets no calls."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ def alarms(store: Store) -> dict[str, str]:
 
 
 def not_ready(proxy: Proxy) -> httpx.Response | None:
-    """What a proxy that is not ready because of another base model says; the probe after the comparison sees it."""
-    told = proxy.http.get("/health/ready")
-    return told if told.status_code != 200 and "base model" in told.text else None
+    """Return the readiness answer if it reports another base model. The probe after the comparison sees it."""
+    ready = proxy.http.get("/health/ready")
+    return ready if ready.status_code != 200 and "base model" in ready.text else None
 
 
-def answering(proxy: Proxy) -> list[bool]:
-    """Of each replica, whether it answered as it should when it was last probed."""
+def probe_results(proxy: Proxy) -> list[bool]:
+    """Return for each replica whether its last probe succeeded."""
     return [one["up"] for one in proxy.http.get("/health/ready").json()["upstreams"]]
 
 
-def test_a_vllm_restarted_with_another_base_makes_ready_say_so_until_the_right_one_is_back(
+def test_a_vllm_restarted_with_another_base_makes_the_proxy_unready_until_the_right_one_is_back(
     store: Store, tmp_path: Path
 ) -> None:
     port = free_port()
@@ -76,16 +76,14 @@ def test_a_vllm_restarted_with_another_base_makes_ready_say_so_until_the_right_o
             eventually(lambda: "base_model:agent" not in alarms(store))
 
 
-def test_a_proxy_that_starts_before_another_base_than_the_versions_belong_to_says_so(
-    store: Store, tmp_path: Path
-) -> None:
+def test_a_proxy_that_starts_with_another_base_than_the_versions_reports_it(store: Store, tmp_path: Path) -> None:
     with served(ScriptedVllm()) as url, started(store, tmp_path / "a", url):
         pass
     with served(other()) as url, running(url, store, tmp_path / "b", ready=False, **QUICK) as proxy:
         eventually(lambda: "which is not the base model" in proxy.http.get("/health/ready").text)
 
 
-def test_another_number_type_or_machine_is_no_other_base_model(store: Store, tmp_path: Path) -> None:
+def test_another_number_type_or_machine_is_not_another_base_model(store: Store, tmp_path: Path) -> None:
     port = free_port()
     with ExitStack() as first, ExitStack() as stack:
         url = first.enter_context(served(ScriptedVllm(), port))
@@ -99,14 +97,14 @@ def test_another_number_type_or_machine_is_no_other_base_model(store: Store, tmp
             assert alarms(store) == {}
 
 
-def test_a_replica_of_another_base_gets_no_calls_while_a_right_one_is_there(store: Store, tmp_path: Path) -> None:
+def test_a_replica_of_another_base_gets_no_calls_while_a_right_one_is_up(store: Store, tmp_path: Path) -> None:
     right, wrong = ScriptedVllm(), other()
     with served(right) as first, served(wrong) as second:
         with started(store, tmp_path / "a", first):
             pass
         with running(first, store, tmp_path / "b", upstreams=(first, second), **QUICK) as proxy:
             eventually(lambda: "base_model:agent" in alarms(store))
-            eventually(lambda: answering(proxy) == [True, False])
+            eventually(lambda: probe_results(proxy) == [True, False])
             assert proxy.http.get("/health/ready").status_code == 200
             for number in range(10):
                 body = {"model": "agent", "messages": [{"role": "user", "content": f"{number}"}]}
@@ -115,7 +113,7 @@ def test_a_replica_of_another_base_gets_no_calls_while_a_right_one_is_there(stor
 
 
 async def refused(check: BaseModelCheck, replica: Replica) -> bool:
-    """Whether a look at a replica says that it serves another base model."""
+    """Whether a check reports that a replica serves another base model."""
     try:
         await check.look(replica)
     except UpstreamError as error:
@@ -123,7 +121,7 @@ async def refused(check: BaseModelCheck, replica: Replica) -> bool:
     return False
 
 
-async def test_a_replica_that_gives_no_sign_of_a_change_is_asked_again_after_a_while(store: Store) -> None:
+async def test_a_replica_without_a_sign_of_change_is_compared_again_after_a_while(store: Store) -> None:
     store.policies.register_base("agent", "tiny-base")
     app = ScriptedVllm()
     with served(app) as url:
@@ -140,7 +138,7 @@ async def test_a_replica_that_gives_no_sign_of_a_change_is_asked_again_after_a_w
         await upstream.stop()
 
 
-async def test_a_replica_that_is_well_is_not_asked_with_every_look(store: Store) -> None:
+async def test_a_healthy_replica_is_not_compared_at_every_probe(store: Store) -> None:
     store.policies.register_base("agent", "tiny-base")
     app = ScriptedVllm()
     with served(app) as url:

@@ -1,4 +1,4 @@
-"""The process that carries the journal into the store: it may die, its proxy may die, the store may be sick."""
+"""The process that ships the journal: when it dies, when its proxy dies, when the store fails."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def ready(url: str) -> bool:
     return httpx.get(url + "/health/ready", timeout=5).status_code == 200
 
 
-def test_records_reach_the_store_and_those_that_it_refuses_are_put_aside(
+def test_records_reach_the_store_and_refused_ones_are_set_aside(
     store_writer: WriterProcess, store: Store, tmp_path: Path
 ) -> None:
     bad = msgspec.structs.replace(end("bad"), context="nonsense")
@@ -58,7 +58,7 @@ def test_records_reach_the_store_and_those_that_it_refuses_are_put_aside(
     assert b"call_bad" in (tmp_path / DEAD_LETTERS).read_bytes()
 
 
-def test_a_sick_store_and_a_missing_segment_are_told_as_what_they_are(
+def test_a_failing_store_and_a_missing_segment_have_their_own_errors(
     store_writer: WriterProcess, store: Store, tmp_path: Path
 ) -> None:
     with pytest.raises(OSError, match="No such file"):
@@ -69,7 +69,7 @@ def test_a_sick_store_and_a_missing_segment_are_told_as_what_they_are(
         store_writer.write(segment(tmp_path, end("a")))
 
 
-def test_a_killed_process_is_replaced_with_the_next_piece(
+def test_a_killed_process_is_replaced_at_the_next_segment_range(
     store_writer: WriterProcess, store: Store, tmp_path: Path
 ) -> None:
     piece = segment(tmp_path, end("a"))

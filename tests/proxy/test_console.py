@@ -11,7 +11,7 @@ from tests.harness.proxy import console_world
 from tests.proxy.conftest import Proxy, Start
 
 
-def test_every_page_forbids_what_is_not_its_own(start: Start) -> None:
+def test_every_page_forbids_foreign_content(start: Start) -> None:
     proxy = start()
     for name in ("", *(path.name for path in _FOLDER.iterdir())):
         answer = proxy.http.get(f"/ui/{name}")
@@ -21,8 +21,10 @@ def test_every_page_forbids_what_is_not_its_own(start: Start) -> None:
         assert "script-src 'self';" in policy
         assert "frame-ancestors 'none'" in policy
         assert "unsafe" not in policy
-        told = {name: answer.headers[name] for name in ("x-frame-options", "x-content-type-options", "referrer-policy")}
-        assert told == {
+        security_headers = {
+            name: answer.headers[name] for name in ("x-frame-options", "x-content-type-options", "referrer-policy")
+        }
+        assert security_headers == {
             "x-frame-options": "DENY",
             "x-content-type-options": "nosniff",
             "referrer-policy": "no-referrer",
@@ -33,7 +35,7 @@ def test_every_page_forbids_what_is_not_its_own(start: Start) -> None:
     assert proxy.http.post("/ui/").status_code == 405
 
 
-def test_no_page_can_turn_a_text_into_markup_or_ask_anybody_else() -> None:
+def test_no_script_turns_text_into_markup_or_calls_another_server() -> None:
     for path in _FOLDER.iterdir():
         text = path.read_text()
         for forbidden in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "srcdoc"):
@@ -43,7 +45,7 @@ def test_no_page_can_turn_a_text_into_markup_or_ask_anybody_else() -> None:
             assert "https://" not in text
 
 
-def test_the_front_door_leads_browsers_to_the_console_and_nobody_else(start: Start) -> None:
+def test_the_root_url_redirects_only_browsers_to_the_console(start: Start) -> None:
     proxy = start()
     led = proxy.http.get("/", headers={"accept": "text/html,*/*"})
     assert (led.status_code, led.headers["location"]) == (307, "ui/")
@@ -56,7 +58,7 @@ def test_the_console_can_be_turned_off(start: Start) -> None:
     assert [proxy.http.get(path, headers={"accept": "text/html"}).status_code for path in ("/", "/ui/")] == [404, 404]
 
 
-def test_pages_are_open_with_keys_too_but_nothing_that_they_show(start: Start, store: Store) -> None:
+def test_with_keys_pages_are_public_but_not_their_data(start: Start, store: Store) -> None:
     key = new_key()
     proxy = start(key_hashes=frozenset({hash_key(b"rk-agent")}), operator_hashes=frozenset({hash_key(key.encode())}))
     assert proxy.http.get("/ui/app.js").status_code == 200
@@ -66,11 +68,11 @@ def test_pages_are_open_with_keys_too_but_nothing_that_they_show(start: Start, s
 
 @pytest.mark.parametrize("origin", ["https://evil.example", "http://127.0.0.1:1", "http://localhost:3000", "null"])
 def test_no_other_page_can_promote_delete_or_read(proxy: Proxy, origin: str) -> None:
-    """Nor one of another server on this machine; a browser names the page that asks."""
+    """This includes pages of other servers on this machine; browsers send the page's origin."""
     store = proxy.store
     store.policies.register_base("mail", "mail")
-    told = store.rounds.start("mail", 0)
-    store.rounds.commit(told.id, version=1, checkpoint="c", groups=[], metrics={})
+    round_ = store.rounds.start("mail", 0)
+    store.rounds.commit(round_.id, version=1, checkpoint="c", groups=[], metrics={})
     order, headers = {"reason": "because"}, {"origin": origin}
     path = "/api/policies/1/promote?alias=mail"
     assert proxy.http.post(path, json=order, headers=headers).status_code == 403
@@ -84,7 +86,7 @@ def test_no_other_page_can_promote_delete_or_read(proxy: Proxy, origin: str) -> 
     assert store.policies.live()["mail"].version == 1
 
 
-def test_a_name_of_somebody_elses_that_leads_here_reads_nothing(proxy: Proxy) -> None:
+def test_a_foreign_host_name_that_resolves_here_reads_nothing(proxy: Proxy) -> None:
     answer = proxy.http.get("/api/overview", headers={"host": "rebound.evil.example"})
     assert (answer.status_code, "127.0.0.1 or localhost" in answer.text) == (403, True)
 

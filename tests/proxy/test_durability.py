@@ -54,7 +54,7 @@ def test_a_dead_database_never_fails_a_call(start: Start, vllm_url: str, tmp_pat
         backlog = client.get("/health/backlog").json()
     assert backlog["unshipped_records"] > 0
     assert process.stop() == 0
-    rescued = ProxyProcess(tmp_path, upstreams=[vllm_url])  # a new, empty database gets what the journal kept
+    rescued = ProxyProcess(tmp_path, upstreams=[vllm_url])  # a new, empty database gets the journal's records
     store = open_store(str(tmp_path / "store.db"))
     eventually(lambda: len(store.calls.page(100, state="answered")) == 20)
     store.close()
@@ -66,7 +66,7 @@ def test_a_broken_disk_never_fails_a_call_and_gets_everything_later(vllm_url: st
     process = ProxyProcess(tmp_path, upstreams=[vllm_url])
     eventually(lambda: ready(process.url))
     sizes = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
-    if kind == "full":  # for journal and database both
+    if kind == "full":  # for journal and database
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (1200, sizes[1]))
     else:
         shutil.rmtree(tmp_path / "journal")
@@ -113,9 +113,13 @@ def test_a_drain_is_unready_then_refuses_while_running_streams_end(vllm_url: str
         call = pool.submit(httpx.post, process.url + "/v1/chat/completions", json=body, timeout=20)
         eventually(lambda: len(store.calls.page(9)) == 1)
         stopped = pool.submit(process.stop)
-        told = eventually(lambda: [a for a in [httpx.get(process.url + "/health/ready")] if a.status_code == 503])[0]
-        assert "the proxy is stopping" in told.json()["missing"]
-        assert httpx.post(process.url + "/v1/chat/completions", json=BODY).status_code == 200, "still taken"
+        readiness = eventually(lambda: [a for a in [httpx.get(process.url + "/health/ready")] if a.status_code == 503])[
+            0
+        ]
+        assert "the proxy is stopping" in readiness.json()["missing"]
+        assert httpx.post(process.url + "/v1/chat/completions", json=BODY).status_code == 200, (
+            "calls are accepted while draining"
+        )
         with pytest.raises(httpx.TransportError):
             eventually(lambda: httpx.get(process.url + "/health/live") is None)
         assert not call.done()
@@ -124,7 +128,7 @@ def test_a_drain_is_unready_then_refuses_while_running_streams_end(vllm_url: str
     assert [call.state for call in store.calls.page(9)] == [CallState.ANSWERED] * 2
 
 
-def test_a_call_that_a_stop_cut_off_is_told_apart_from_one_whose_client_left(
+def test_a_call_interrupted_by_a_stop_is_distinguished_from_one_whose_client_left(
     vllm_url: str, tmp_path: Path, store: Store
 ) -> None:
     process = ProxyProcess(tmp_path, upstreams=[vllm_url], drain_timeout_seconds=0.1)
@@ -145,7 +149,7 @@ def test_a_call_that_a_stop_cut_off_is_told_apart_from_one_whose_client_left(
     ]
 
 
-def test_relaxed_capture_records_too(start: Start) -> None:
+def test_relaxed_capture_records_calls(start: Start) -> None:
     proxy = start(capture="relaxed")
     assert proxy.http.post("/v1/chat/completions", json=BODY).status_code == 200
     proxy.settled()

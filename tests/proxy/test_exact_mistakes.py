@@ -1,4 +1,4 @@
-"""A client's mistake, and a defect, in a continuation: plain chat answers, and nothing is left running."""
+"""A client's error or a defect during a continuation: plain chat answers, and no task is left running."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def test_a_defect_before_the_first_words_is_counted_and_leaves_nothing_running(
 ) -> None:
     vllm.odd_words = True
     proxy = start()
-    said = converse(proxy, streamed, CALL, "#delay=0.02 #say=a.long.enough.answer.that.something.is.left")
-    assert said[-1]["content"] == "a long enough answer that something is left"
+    answers = converse(proxy, streamed, CALL, "#delay=0.02 #say=a.long.enough.answer.that.something.is.left")
+    assert answers[-1]["content"] == "a long enough answer that something is left"
     assert [(call.context, str(call.state)) for call in calls_of(proxy)] == [("root", "answered"), ("fork", "answered")]
     assert counted(proxy, "exact_fallbacks_total") == {"internal_error": 1.0}
     assert set(counted(proxy, "upstream_in_flight").values()) == {0.0}
@@ -34,26 +34,26 @@ ODD_CALLS: list[Any] = [["x"], [3], 3, [{"function": "f"}], [{"id": "c"}], [None
 
 @FORMS
 @pytest.mark.parametrize("calls", ODD_CALLS, ids=str)
-def test_a_continuation_with_tool_calls_of_an_odd_form_is_a_400(start: Start, calls: Any, streamed: bool) -> None:
+def test_a_continuation_with_malformed_tool_calls_is_a_400(start: Start, calls: Any, streamed: bool) -> None:
     proxy = start()
     messages: list[Any] = [{"role": "user", "content": f"hi {CALL}"}]
     messages += answered(ask(proxy.agent(), messages, False), "#say=end")
     odd = {"role": "assistant", "content": "x", "tool_calls": calls}
     body = {"model": "agent", "messages": [*messages, odd, {"role": "user", "content": "on"}], "stream": streamed}
-    told = proxy.http.post("/v1/chat/completions", json=body, headers=KEY)
-    assert told.status_code == 400
+    answer = proxy.http.post("/v1/chat/completions", json=body, headers=KEY)
+    assert answer.status_code == 400
     assert counted(proxy, "exact_fallbacks_total") == {}
     assert set(counted(proxy, "upstream_in_flight").values()) == {0.0}
 
 
 @FORMS
 @pytest.mark.parametrize("count", ["2", 2.0])
-def test_a_number_of_choices_is_read_as_the_engine_reads_it(start: Start, streamed: bool, count: Any) -> None:
+def test_the_number_of_choices_is_parsed_as_vllm_parses_it(start: Start, streamed: bool, count: Any) -> None:
     proxy = start()
     messages: list[Any] = [{"role": "user", "content": f"hi {CALL}"}]
     messages += answered(ask(proxy.agent(), messages, False), "#say=end")
     body = {"model": "agent", "messages": messages, "stream": streamed, "n": count}
-    told = proxy.http.post("/v1/chat/completions", json=body, headers=KEY)
-    assert told.status_code == 200
+    answer = proxy.http.post("/v1/chat/completions", json=body, headers=KEY)
+    assert answer.status_code == 200
     assert [len(call.choices) for call in calls_of(proxy)] == [1, 2]
     assert counted(proxy, "exact_splices_total") == {"spliced": 1.0}

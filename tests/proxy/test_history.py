@@ -1,4 +1,4 @@
-"""A history that was read before is not read again, and says the same."""
+"""A history that was parsed before is not parsed again, with the same result."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ def read(history: MessageReader, messages: list[dict[str, Any]], indent: int = 0
     return list(history.read(Raw(msgspec.json.format(msgspec.json.encode(messages), indent=indent))))
 
 
-def test_a_history_says_what_reading_it_at_once_says() -> None:
+def test_incremental_reading_gives_what_reading_at_once_gives() -> None:
     history = MessageReader()
     for count in (3, 9, 9, 6):
         found = read(history, turns(count))
-        assert [said.message for said in found] == turns(count)
-        assert tuple(said.node for said in found) == canon.path(turns(count))
-        assert tuple(said.key for said in found) == canon.link_keys(turns(count))
+        assert [entry.message for entry in found] == turns(count)
+        assert tuple(entry.node for entry in found) == canon.path(turns(count))
+        assert tuple(entry.key for entry in found) == canon.link_keys(turns(count))
 
 
-def test_an_unchanged_beginning_is_not_read_again() -> None:
+def test_an_unchanged_prefix_is_not_parsed_again() -> None:
     history = MessageReader()
     before, after = read(history, turns(20)), read(history, turns(22))
     assert all(old is new for old, new in zip(before, after, strict=False))
 
 
-def test_equal_messages_in_other_places_are_told_apart() -> None:
+def test_equal_messages_at_different_positions_are_distinguished() -> None:
     history = MessageReader()
     same = {"role": "user", "content": "again"}
     found = read(history, [same, same, same])
-    assert len({said.node.hash for said in found}) == len({said.key for said in found}) == 3
+    assert len({entry.node.hash for entry in found}) == len({entry.key for entry in found}) == 3
 
 
-def test_other_bytes_of_an_equal_message_lead_to_an_equal_node() -> None:
+def test_differently_formatted_equal_messages_give_equal_nodes() -> None:
     history = MessageReader()
     assert [one.node for one in read(history, turns(3))] == [one.node for one in read(history, turns(3), indent=2)]
 
 
-def test_memory_is_bounded_and_what_is_still_sent_stays() -> None:
+def test_memory_is_bounded_and_histories_in_use_stay_cached() -> None:
     history = MessageReader(max_bytes=100_000)
     kept = read(history, turns(5))[0]
     for number in range(3000):
@@ -56,6 +56,6 @@ def test_memory_is_bounded_and_what_is_still_sent_stays() -> None:
 
 
 @pytest.mark.parametrize("sent", [b"{}", b"[1]", b'["a"]', b"[[]]", b"null", b'[{"role": 1}, "x"]'])
-def test_what_is_no_list_of_objects_is_refused(sent: bytes) -> None:
+def test_anything_but_a_list_of_objects_is_refused(sent: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
         MessageReader().read(Raw(sent))

@@ -1,4 +1,4 @@
-"""A journal that is spoilt in the middle, by its process's own disk or between two processes: the rest is shipped."""
+"""A journal damaged in the middle, during a run or between two runs: the rest is shipped."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.proxy.test_journal import pair, shipping
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where the journal is."""
+    """The journal's folder."""
     return tmp_path / "journal"
 
 
-async def begun(folder: Path) -> Journal:
+async def start_journal(folder: Path) -> Journal:
     """Return a journal that has started."""
     journal = Journal(folder, 2**20, 2**16, ProxyMetrics(), AlarmQueue())
     await journal.start()
@@ -31,23 +31,23 @@ async def begun(folder: Path) -> Journal:
 
 @pytest.mark.parametrize("harm", ["flipped", "zeros", "a length"])
 @pytest.mark.parametrize("whose", ["ours", "an earlier process's"])
-async def test_what_stands_behind_damage_is_shipped(folder: Path, store: Store, harm: str, whose: str) -> None:
-    opened = await begun(folder)
+async def test_records_after_the_damage_are_shipped(folder: Path, store: Store, harm: str, whose: str) -> None:
+    opened = await start_journal(folder)
     for n in range(9):
         await opened.commit(pair(str(n))[1])
     size = opened.bytes
     if whose != "ours":
         await opened.stop()
-        opened = await begun(folder)
+        opened = await start_journal(folder)
     with segment_path(opened.folder, 1).open("r+b") as file:
-        begins = len(MAGIC) + (size - len(MAGIC)) // 9 * 4  # of the fifth record: all are as long
+        begins = len(MAGIC) + (size - len(MAGIC)) // 9 * 4  # of the fifth record; all have one length
         file.seek(begins + (200 if harm == "flipped" else 0))
         file.write({"flipped": b"\xc1\xc1", "zeros": bytes(300), "a length": b"\xff\xff\xff\x00"}[harm])
     shipper = shipping(opened, store)
     await shipper.start()
     await asyncio.to_thread(eventually, lambda: len(store.calls.page(100)) == 8)
     await asyncio.to_thread(eventually, lambda: "proxy_journal_damaged" in {a.name for a in store.alarms.active()})
-    await asyncio.to_thread(eventually, lambda: shipper.backlog == 0)  # the lost one is counted in the turn after it
+    await asyncio.to_thread(eventually, lambda: shipper.backlog == 0)  # the lost record is counted in the next turn
     assert opened._metrics.lost._value.get() == (whose == "ours")
     assert segment_path(opened.folder, 1).with_suffix(".damaged").exists()
     await shipper.stop()
@@ -55,11 +55,11 @@ async def test_what_stands_behind_damage_is_shipped(folder: Path, store: Store, 
 
 
 async def test_a_position_of_another_journal_loses_nothing(folder: Path, store: Store) -> None:
-    first = await begun(folder)
+    first = await start_journal(folder)
     await first.commit(pair("a")[1])
     await first.stop()
     write_position(first.folder, Position(1, 10**6))
-    second = await begun(folder)
+    second = await start_journal(folder)
     shipper = shipping(second, store)
     await shipper.start()
     assert [call.id for call in store.calls.page(9)] == ["call_a"]

@@ -1,4 +1,4 @@
-"""Silent streams get comments that no client stumbles over, and failures after them are events."""
+"""Silent streams get comments that every client ignores, and later failures are error events."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def chat(text: str) -> dict[str, Any]:
     return {"model": "agent", "stream": True, "messages": [{"role": "user", "content": text}]}
 
 
-def test_a_stream_whose_first_token_is_far_off_gets_comments_and_is_whole(proxy: Proxy) -> None:
+def test_a_stream_with_a_late_first_token_gets_comments_and_is_complete(proxy: Proxy) -> None:
     with proxy.http.stream("POST", "/v1/chat/completions", json=chat(SLOW)) as answer:
         text = answer.read().decode()
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
@@ -44,11 +44,11 @@ def test_a_stream_that_pauses_gets_comments_between_its_events(proxy: Proxy) -> 
     assert all(event.startswith((": keep-alive", "data: ")) for event in answer.strip().split("\n\n"))
 
 
-def test_a_quick_stream_gets_none(start: Start) -> None:
+def test_a_quick_stream_gets_no_comments(start: Start) -> None:
     assert "keep-alive" not in start(keep_alive_seconds=3).http.post("/v1/chat/completions", json=chat("hi")).text
 
 
-def test_a_whole_answer_gets_none(proxy: Proxy) -> None:
+def test_an_unstreamed_answer_gets_no_comments(proxy: Proxy) -> None:
     whole = proxy.http.post("/v1/chat/completions", json=chat(SLOW) | {"stream": False})
     assert (whole.status_code, "keep-alive" in whole.text) == (200, False)
 
@@ -59,16 +59,18 @@ def test_with_0_a_silent_stream_stays_silent(start: Start) -> None:
 
 def test_the_sdks_read_streams_with_comments(proxy: Proxy) -> None:
     agent = proxy.agent()
-    asked = chat(SLOW)
-    told = "".join(chunk.choices[0].delta.content or "" for chunk in agent.chat.completions.create(**asked))
+    request = chat(SLOW)
+    chat_text = "".join(chunk.choices[0].delta.content or "" for chunk in agent.chat.completions.create(**request))
     with agent.responses.stream(model="agent", input=SLOW) as events:
         response = events.get_final_response()
     with (
         anthropic.Anthropic(base_url=proxy.url, api_key="k", max_retries=0) as claude,
-        claude.messages.stream(model="agent", max_tokens=99, messages=asked["messages"]) as stream,
+        claude.messages.stream(model="agent", max_tokens=99, messages=request["messages"]) as stream,
     ):
         message = stream.get_final_message()
-    assert told == response.output_text == "".join(getattr(b, "text", "") for b in message.content) == "a slow answer"
+    assert (
+        chat_text == response.output_text == "".join(getattr(b, "text", "") for b in message.content) == "a slow answer"
+    )
 
 
 @pytest.mark.parametrize(("script", "code"), [("#status=500", "status_500"), ("#status=429", "rate_limit_exceeded")])

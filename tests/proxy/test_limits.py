@@ -1,4 +1,4 @@
-"""Rate limits per key: what is over them is told so in the client's own words, and nothing else pays for it."""
+"""Rate limits per key: calls over them get an error in the client's dialect, and no other key is affected."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_bucket_gives_a_minutes_worth_and_refills_evenly() -> None:
     assert bucket.level == 60
 
 
-def test_what_was_reserved_and_not_used_is_given_back() -> None:
+def test_unused_reserved_tokens_are_returned() -> None:
     bucket = Bucket(100, now=0.0)
     bucket.take(80, 0.0)
     bucket.give(70, 0.0)
@@ -52,7 +52,7 @@ def test_what_was_reserved_and_not_used_is_given_back() -> None:
     assert bucket.take(1, 0.0) == pytest.approx(61 * 0.6)
 
 
-def test_a_call_larger_than_the_limit_waits_for_a_full_bucket_and_leaves_a_debt_where_it_used_more() -> None:
+def test_a_call_over_the_limit_waits_for_a_full_bucket_and_may_leave_a_debt() -> None:
     bucket = Bucket(100, now=0.0)
     assert bucket.take(1000, 0.0) == 0.0
     assert bucket.level == 0
@@ -61,13 +61,13 @@ def test_a_call_larger_than_the_limit_waits_for_a_full_bucket_and_leaves_a_debt_
     assert bucket.take(1000, 0.0) == pytest.approx(600)
 
 
-@pytest.mark.parametrize("asked", [10**9, 2**62, "1000000000"])
+@pytest.mark.parametrize("max_tokens", [10**9, 2**62, "1000000000"])
 @pytest.mark.parametrize("used", [0, 3, 10**7])
-def test_no_call_that_is_left_costs_its_key_more_than_a_full_bucket(asked: Any, used: int) -> None:
+def test_no_abandoned_call_costs_its_key_more_than_a_full_bucket(max_tokens: Any, used: int) -> None:
     for context in (None, 4096):
         meter = KeyMeter(None, 100_000)
         hold = TokenReservation(meter)
-        hold.reserve({"max_tokens": asked, "n": 100}, b"x" * 400, context)
+        hold.reserve({"max_tokens": max_tokens, "n": 100}, b"x" * 400, context)
         assert _seconds(meter) <= 60.01
         hold.use(used, left=True)
         hold.settle()
@@ -76,21 +76,19 @@ def test_no_call_that_is_left_costs_its_key_more_than_a_full_bucket(asked: Any, 
 
 
 def _seconds(meter: KeyMeter) -> float:
-    """Return how long a key waits for a full bucket."""
+    """Return how many seconds a key waits for a full bucket."""
     reset = dict(meter.headers())[b"x-ratelimit-reset-tokens"].decode()
     minutes, _, rest = reset.rpartition("m") if not reset.endswith("ms") else ("", "", f"{int(reset[:-2]) / 1000}s")
     return 60 * int(minutes or 0) + float(rest.removesuffix("s"))
 
 
-def test_the_estimate_lies_within_the_models_context() -> None:
+def test_the_estimate_never_exceeds_the_models_context() -> None:
     assert estimate({"max_tokens": 10**9, "n": 2}, b"x" * 400, 4096) == 100 + 2 * 4096
     assert estimate({"max_tokens": 10**9}, b"x" * 400_000, 4096) == 2 * 4096
     assert estimate({"max_tokens": 50, "n": 2}, b"x" * 400, 4096) == 100 + 2 * 50
 
 
-def test_a_huge_limit_reserves_no_more_than_the_context_and_others_of_the_key_are_served_meanwhile(
-    start: Start, store: Store, vllm: ScriptedVllm
-) -> None:
+def test_a_huge_max_tokens_reserves_no_more_than_the_context(start: Start, store: Store, vllm: ScriptedVllm) -> None:
     key, _ = made(store, tokens_per_minute=20_000)
     vllm.max_model_len = 2048
     proxy = start()
@@ -119,14 +117,12 @@ def test_a_huge_limit_reserves_no_more_than_the_context_and_others_of_the_key_ar
         ({"max_tokens": -1, "n": -1}, 100 + 512),
     ],
 )
-def test_the_estimate_is_the_prompt_and_the_longest_answer(sampling: Any, tokens: int) -> None:
+def test_the_estimate_is_the_prompt_and_max_tokens(sampling: Any, tokens: int) -> None:
     assert estimate(sampling, b"x" * 400) == tokens
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
-def test_requests_over_the_limit_get_429_and_when_to_come_back(
-    start: Start, store: Store, path: str, body: Any
-) -> None:
+def test_requests_over_the_limit_get_429_and_retry_after(start: Start, store: Store, path: str, body: Any) -> None:
     key, _ = made(store, requests_per_minute=2)
     proxy = start()
     for left in ("1", "0"):
@@ -143,7 +139,7 @@ def test_requests_over_the_limit_get_429_and_when_to_come_back(
     assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
 
 
-def test_messages_are_told_in_anthropics_shape(start: Start, store: Store) -> None:
+def test_messages_get_anthropics_error_format(start: Start, store: Store) -> None:
     key, _ = made(store, requests_per_minute=1)
     proxy = start()
     body = {"model": "agent", "messages": [USER], "max_tokens": 5}
@@ -163,16 +159,16 @@ def test_a_refused_call_is_neither_forwarded_nor_recorded(start: Start, store: S
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_tokens_are_settled_with_what_was_really_used(start: Start, store: Store, streamed: bool) -> None:
+def test_the_reservation_is_replaced_by_the_used_tokens(start: Start, store: Store, streamed: bool) -> None:
     key, _ = made(store, tokens_per_minute=100_000)
     proxy = start()
     body = {**CHAT, "max_tokens": 50_000, "stream": streamed}
     reserved = int(post(proxy, key, body).headers["x-ratelimit-remaining-tokens"])
-    assert reserved < 55_000  # some has flowed back already
+    assert reserved < 55_000  # some is refilled already
     proxy.settled()
     used = sum(call.prompt_tokens + call.completion_tokens for call in store.calls.page())
     left = eventually(lambda: _left(proxy, key))
-    assert left == pytest.approx(100_000 - used, abs=5000)  # some flowed back meanwhile
+    assert left == pytest.approx(100_000 - used, abs=5000)  # some was refilled meanwhile
     assert left > 90_000
 
 
@@ -181,9 +177,7 @@ def _left(proxy: Proxy, key: str) -> int:
     return left if left > 60_000 else 0
 
 
-def test_a_failed_call_costs_no_tokens_and_one_whose_client_left_does(
-    start: Start, store: Store, vllm: ScriptedVllm
-) -> None:
+def test_a_failed_call_costs_no_tokens_and_an_aborted_one_does(start: Start, store: Store, vllm: ScriptedVllm) -> None:
     key, _ = made(store, tokens_per_minute=1000)
     proxy = start()
     failing = {**CHAT, "max_tokens": 900, "messages": [{"role": "user", "content": "#status=400"}]}
@@ -197,7 +191,7 @@ def test_a_failed_call_costs_no_tokens_and_one_whose_client_left_does(
     assert post(proxy, key, {**CHAT, "max_tokens": 900}).status_code == 429
 
 
-def test_keys_do_not_pay_for_each_other_and_a_key_without_limits_is_told_none(start: Start, store: Store) -> None:
+def test_keys_are_limited_separately_and_a_key_without_limits_gets_no_headers(start: Start, store: Store) -> None:
     (one, _), (two, _), (free, _) = made(store, requests_per_minute=1), made(store, requests_per_minute=1), made(store)
     proxy = start()
     assert [post(proxy, key).status_code for key in (one, one, two, two)] == [200, 429, 200, 429]
@@ -206,9 +200,7 @@ def test_keys_do_not_pay_for_each_other_and_a_key_without_limits_is_told_none(st
     assert not any(name.startswith("x-ratelimit") for name in answers[0].headers)
 
 
-def test_the_usual_limits_hold_for_keys_without_their_own_and_for_everyone_without_keys(
-    start: Start, tmp_path: Path
-) -> None:
+def test_default_limits_apply_to_keys_without_their_own_and_without_keys(start: Start, tmp_path: Path) -> None:
     proxy = start(requests_per_minute=1)
     assert [post(proxy, key).status_code for key in ("a", "b")] == [200, 429]
     keys = frozenset({hash_key(b"env")})

@@ -1,4 +1,4 @@
-"""The log of a process: it holds nobody up, whatever becomes of its lines, and says what it left out."""
+"""A process's log: a blocked or failing log delays nothing, and dropped lines are counted."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _SET_UP = "from ratchet.proxy.telemetry import logs; from logging import getLogg
 
 
 def running(program: str) -> subprocess.Popen[str]:
-    """A process that logs; its stdout and stderr are pipes."""
+    """Start a process that logs; its stdout and stderr are pipes."""
     command = [sys.executable, "-c", _SET_UP + program]
     return subprocess.Popen(command, cwd=ROOT, text=True, **_PIPES)
 
 
 def line(pipe: IO[str] | None) -> str:
-    """The next line of a pipe."""
+    """Read the next line of a pipe."""
     assert pipe is not None
     return pipe.readline().strip()
 
 
-def test_a_stderr_that_nobody_reads_stops_no_call_no_probe_and_no_end(tmp_path: Path, vllm_url: str) -> None:
+def test_an_unread_stderr_blocks_no_call_probe_or_shutdown(tmp_path: Path, vllm_url: str) -> None:
     reader, writer = os.pipe()
     process = ProxyProcess(tmp_path, errors=writer, upstreams=[vllm_url])
     os.close(writer)
-    good, failed = ([{"role": "user", "content": said}] for said in ("#say=yes", "#tokens=9 #cut=2"))
+    good, failed = ([{"role": "user", "content": text}] for text in ("#say=yes", "#tokens=9 #cut=2"))
     with httpx.Client(base_url=process.url, timeout=10) as client:
         eventually(lambda: client.get("/health/ready").status_code == 200)
         for number in range(1050):
@@ -62,12 +62,12 @@ def test_dropped_lines_are_counted_and_reported_once_the_log_is_read_again() -> 
     assert process.communicate("\n")[1] == ""
 
 
-def test_the_lines_that_are_left_are_written_at_the_end() -> None:
+def test_remaining_lines_are_written_at_the_end() -> None:
     process = running("logs.configure_logging('text'); [log.info('number=%d', n) for n in range(500)]")
     assert process.communicate()[1].splitlines()[-1].endswith("number=499")
 
 
-def test_a_line_keeps_what_was_true_when_it_was_said_and_a_traceback() -> None:
+def test_a_line_keeps_its_values_at_the_time_of_the_call_and_its_traceback() -> None:
     process = running(
         "logs.configure_logging('json'); seen = [1]; log.info('seen=%s', seen); seen.append(2)\ntry: 1 / 0\n"
         "except ZeroDivisionError: log.exception('event=defect')"
@@ -80,7 +80,7 @@ def test_a_line_keeps_what_was_true_when_it_was_said_and_a_traceback() -> None:
     )
 
 
-def test_lines_that_cannot_be_worded_or_written_are_counted_and_end_nothing() -> None:
+def test_lines_that_cannot_be_formatted_or_written_are_counted() -> None:
     process = running(
         "logs.configure_logging('text'); input(); log.info('a'); log.info('b %d', 'no number')\n"
         "while logs.dropped_lines() < 2: pass\nprint('on')"
@@ -92,12 +92,12 @@ def test_lines_that_cannot_be_worded_or_written_are_counted_and_end_nothing() ->
     assert process.returncode == 0
 
 
-@pytest.mark.parametrize(("level", "told"), [("info", ["a", "b", "ready"]), ("warning", ["b", "ready"])])
-def test_lines_below_the_level_are_left_out_but_for_the_one_that_is_waited_for(level: str, told: list[str]) -> None:
+@pytest.mark.parametrize(("level", "expected"), [("info", ["a", "b", "ready"]), ("warning", ["b", "ready"])])
+def test_lines_below_the_level_are_dropped_except_the_ready_line(level: str, expected: list[str]) -> None:
     program = (
         f"from ratchet.proxy.telemetry import logs; logs.configure_logging('text', '{level}'); "
         "from logging import getLogger; "
         "getLogger('x').info('a'); getLogger('x').warning('b'); getLogger(logs.START_LOGGER).info('ready')"
     )
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert [line.split()[-1] for line in run.stderr.splitlines()] == told
+    assert [line.split()[-1] for line in run.stderr.splitlines()] == expected

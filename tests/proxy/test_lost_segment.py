@@ -1,4 +1,4 @@
-"""A journal's segment that is deleted before the store has it: what is recorded later is whole, or marked as not."""
+"""A journal segment deleted before it was shipped: later trajectories are complete or marked incomplete."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.harness.proxy.servers import ProxyProcess, eventually
 from tests.harness.records import TOOLS
 
 
-def say(http: httpx.Client, name: str, system: str) -> None:
+def post_call(http: httpx.Client, name: str, system: str) -> None:
     messages = [{"role": "system", "content": system}, {"role": "user", "content": f"I am {name}"}]
     body = {"model": "agent", "messages": messages, "tools": TOOLS}
     assert http.post(f"/t/{name}/v1/chat/completions", json=body).status_code == 200
@@ -48,25 +48,25 @@ def shipping_stopped(process: ProxyProcess) -> Iterator[None]:
         os.kill(shipper.pid, signal.SIGCONT)
 
 
-def test_after_a_lost_segment_later_trajectories_are_whole_or_marked_as_not(
+def test_after_a_lost_segment_later_trajectories_are_complete_or_marked_incomplete(
     running: tuple[httpx.Client, ProxyProcess, Store], tmp_path: Path
 ) -> None:
     http, process, store = running
     with shipping_stopped(process):
-        say(http, "lost", "Be brief.")
-        say(http, "lost2", "Be kind.")
+        post_call(http, "lost", "Be brief.")
+        post_call(http, "lost2", "Be kind.")
         (segment,) = (tmp_path / "journal").glob("*.journal")
         segment.unlink()
-        say(http, "torn", "Be kind.")  # nobody has noticed yet
+        post_call(http, "torn", "Be kind.")  # nobody has noticed yet
     eventually(lambda: "proxy_journal_lost" in {alarm.name for alarm in store.alarms.active()})
     later = ["later0", "later1", "later2"]
     for name in later:
-        say(http, name, "Be brief.")
+        post_call(http, name, "Be brief.")
     eventually(lambda: http.get("/health/backlog").json()["unshipped_records"] == 0)
     for name in later:
         found = store.trajectories.read(name)
         assert [message["role"] for message in found.messages] == ["system", "user", "assistant"]
         assert found.tools == tuple(TOOLS)
     assert store.trajectories.incomplete([*later, "torn"]) == {"torn"}
-    told = {name: http.get(f"/api/trajectories/{name}").json()["complete"] for name in (*later, "torn")}
-    assert told == dict.fromkeys(later, True) | {"torn": False}
+    complete = {name: http.get(f"/api/trajectories/{name}").json()["complete"] for name in (*later, "torn")}
+    assert complete == dict.fromkeys(later, True) | {"torn": False}

@@ -1,4 +1,4 @@
-"""What clients do besides asking: probes, slashes, other methods, compressed bodies, headers of their vendors."""
+"""Variants of client requests: HEAD probes, slashes, other methods, compressed bodies, vendors' headers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_head_request_is_answered_like_the_get_without_its_body(proxy: Proxy, 
 
 
 @pytest.mark.parametrize("slashes", ["/", "//"])
-def test_a_slash_too_many_at_the_end_changes_nothing(proxy: Proxy, slashes: str) -> None:
+def test_extra_trailing_slashes_change_nothing(proxy: Proxy, slashes: str) -> None:
     assert proxy.http.get(f"/v1/models{slashes}").json() == proxy.http.get("/v1/models").json()
     assert proxy.http.get(f"/v1/models/agent{slashes}").json()["id"] == "agent"
     for path in ("/v1/chat/completions", "/chat/completions", "/t/run-7/v1/chat/completions"):
@@ -35,18 +35,18 @@ def test_a_slash_too_many_at_the_end_changes_nothing(proxy: Proxy, slashes: str)
 
 
 @pytest.mark.parametrize("base", ["/v1", "/v1/", "", "/"])
-def test_a_base_url_may_end_as_it_likes(proxy: Proxy, base: str) -> None:
+def test_a_base_url_may_have_any_usual_ending(proxy: Proxy, base: str) -> None:
     client = proxy.agent(path=base)
     assert client.chat.completions.create(**BODY).choices[0].message.content == "hello"
     assert client.models.retrieve("agent").id == "agent"
 
 
 @pytest.mark.parametrize("base", ["/v1/", "//v1", "/v1/v1", "/v1//v1/", "/t/run-8//v1", "/t/run-8/v1/v1"])
-def test_a_base_url_that_spoils_the_path_is_understood(proxy: Proxy, vllm: ScriptedVllm, base: str) -> None:
+def test_a_base_url_that_duplicates_part_of_the_path_is_accepted(proxy: Proxy, vllm: ScriptedVllm, base: str) -> None:
     assert proxy.http.post(f"{proxy.url}{base}/chat/completions", json=BODY).status_code == 200
-    told = proxy.http.post(f"{proxy.url}{base}/messages", json={**BODY, "max_tokens": 9})
-    assert told.json()["content"][0]["text"] == "hello"
-    assert told.headers["x-ratchet-trajectory"].startswith("run-8") == base.startswith("/t/")
+    answer = proxy.http.post(f"{proxy.url}{base}/messages", json={**BODY, "max_tokens": 9})
+    assert answer.json()["content"][0]["text"] == "hello"
+    assert answer.headers["x-ratchet-trajectory"].startswith("run-8") == base.startswith("/t/")
     assert proxy.http.get(f"{proxy.url}{base}/messages").status_code == 405
     before = len(vllm.paths)
     for closed in (
@@ -70,7 +70,7 @@ def test_a_base_url_that_spoils_the_path_is_understood(proxy: Proxy, vllm: Scrip
         ("GET", "/api/trajectories/x/finish", "POST, OPTIONS"),
     ],
 )
-def test_another_method_is_refused_here_and_not_asked_of_vllm(
+def test_another_method_is_refused_and_not_forwarded_to_vllm(
     proxy: Proxy, vllm: ScriptedVllm, method: str, path: str, allow: str
 ) -> None:
     before = len(vllm.paths)
@@ -82,7 +82,7 @@ def test_another_method_is_refused_here_and_not_asked_of_vllm(
     assert path not in vllm.paths[before:]
 
 
-def test_headers_of_the_vendors_do_no_harm(proxy: Proxy) -> None:
+def test_headers_of_the_vendors_are_accepted(proxy: Proxy) -> None:
     headers = {"OpenAI-Beta": "assistants=v2", "OpenAI-Organization": "o", "anthropic-beta": "x", "HTTP-Referer": "y"}
     assert proxy.http.post("/v1/chat/completions?beta=true", json=BODY, headers=headers).status_code == 200
 
@@ -97,7 +97,7 @@ def test_a_compressed_body_is_read_and_recorded(proxy: Proxy, encoding: str, pac
     assert proxy.store.calls.page(1)[0].untrainable is None
 
 
-def test_a_compressed_body_cannot_be_a_bomb_and_a_broken_one_is_named(start: Start) -> None:
+def test_a_compressed_body_is_bounded_and_a_broken_one_is_refused(start: Start) -> None:
     proxy = start(max_body_bytes=100_000)
     bomb = post(proxy, gzip.compress(b" " * 50_000_000), "gzip")
     assert (bomb.status_code, "max_body_bytes" in bomb.text) == (413, True)
@@ -108,7 +108,7 @@ def test_a_compressed_body_cannot_be_a_bomb_and_a_broken_one_is_named(start: Sta
     assert post(proxy, b"".join(members) + b"\0" * 100, "gzip").status_code == 200
     assert "ends too early" in post(proxy, b"".join(members)[:-4], "gzip").text
     assert "max_body_bytes" in post(proxy, gzip.compress(b" " * 30_000_000) * 3, "gzip").text
-    assert decompressed_body(gzip.compress(b"") * 100_000 + gzip.compress(b"x"), 10) == b"x"  # in a moment
+    assert decompressed_body(gzip.compress(b"") * 100_000 + gzip.compress(b"x"), 10) == b"x"  # at once
     assert post(proxy, b"{}", "gzip").status_code == 400
     foreign = post(proxy, b"x", "zstd")
     assert (foreign.status_code, "send the body as gzip" in foreign.text) == (415, True)
@@ -119,7 +119,7 @@ def post(proxy: Proxy, content: bytes, encoding: str) -> Any:
     return proxy.http.post("/v1/chat/completions", content=content, headers=headers)
 
 
-def test_a_body_that_begins_as_windows_tools_write_a_file_is_read(proxy: Proxy) -> None:
+def test_a_body_with_a_byte_order_mark_is_read(proxy: Proxy) -> None:
     content = b"\xef\xbb\xbf" + json.dumps(BODY).encode()
     for path in ("/v1/chat/completions", "/v1/messages"):
         body = content.replace(b'"messages"', b'"max_tokens": 9, "messages"')
@@ -129,7 +129,7 @@ def test_a_body_that_begins_as_windows_tools_write_a_file_is_read(proxy: Proxy) 
 @pytest.mark.parametrize(
     ("path", "body"), [("/v1/chat/completions", {}), ("/v1/messages", BODY), ("/v1/models/nobody", None), ("/x", {})]
 )
-def test_a_refusal_has_an_id_by_which_it_can_be_named(proxy: Proxy, path: str, body: Any) -> None:
+def test_a_refusal_has_a_request_id(proxy: Proxy, path: str, body: Any) -> None:
     method = "GET" if body is None else "POST"
     refused = proxy.http.request(method, path, json=body)
     assert refused.status_code in (400, 404)
@@ -141,7 +141,7 @@ def test_a_refusal_has_an_id_by_which_it_can_be_named(proxy: Proxy, path: str, b
 
 @pytest.mark.parametrize(("header", "shape"), [({}, {"message", "type", "param", "code"}),
                                                ({"anthropic-version": "2023-06-01"}, {"message", "type"})])  # fmt: skip
-def test_a_route_that_the_models_server_does_not_have_is_told_in_the_clients_shape(
+def test_an_unknown_route_gets_a_404_in_the_clients_format(
     proxy: Proxy, header: dict[str, str], shape: set[str]
 ) -> None:
     answer = proxy.http.post("/v1/nowhere", json={"model": "agent"}, headers=header)

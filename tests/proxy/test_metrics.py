@@ -1,4 +1,4 @@
-"""What the proxy counts, and that its documents and its dashboard name what there is."""
+"""The proxy's metrics, and that documentation and dashboard name exactly these."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from tests.proxy.conftest import Proxy, Start
 CALL = "/v1/chat/completions"
 
 
-def asking(words: str, **fields: Any) -> dict[str, Any]:
+def chat_body(words: str, **fields: Any) -> dict[str, Any]:
     """A chat request."""
     return {"model": "agent", "messages": [{"role": "user", "content": words}], **fields}
 
 
 def families(proxy: Proxy) -> list[Metric]:
-    """What the proxy tells Prometheus."""
+    """Return the metric families that the proxy exports."""
     return list(text_string_to_metric_families(proxy.http.get("/metrics").text))
 
 
 def value(proxy: Proxy, name: str, **labels: str) -> float:
-    """The sum of all samples of a name that have these labels."""
+    """Return the sum of all samples of a name with these labels."""
     return sum(
         sample.value
         for family in families(proxy)
@@ -40,11 +40,11 @@ def value(proxy: Proxy, name: str, **labels: str) -> float:
     )
 
 
-def test_calls_are_counted_by_alias_dialect_and_end(proxy: Proxy) -> None:
-    proxy.http.post(CALL, json=asking("hi"))
-    proxy.http.post(CALL, json=asking("#noids"))
-    proxy.http.post(CALL, json=asking("#status=500"))
-    proxy.http.post("/v1/messages", json=asking("hi", max_tokens=9))
+def test_calls_are_counted_by_alias_dialect_and_state(proxy: Proxy) -> None:
+    proxy.http.post(CALL, json=chat_body("hi"))
+    proxy.http.post(CALL, json=chat_body("#noids"))
+    proxy.http.post(CALL, json=chat_body("#status=500"))
+    proxy.http.post("/v1/messages", json=chat_body("hi", max_tokens=9))
     assert value(proxy, "ratchet_calls_total", alias="agent", dialect="chat", state="answered") == 2
     assert value(proxy, "ratchet_calls_total", dialect="chat", state="failed") == 1
     assert value(proxy, "ratchet_calls_total", dialect="messages", state="answered") == 1
@@ -57,7 +57,7 @@ def test_calls_are_counted_by_alias_dialect_and_end(proxy: Proxy) -> None:
 
 
 def test_a_stream_is_measured_from_its_first_token_to_its_last(proxy: Proxy) -> None:
-    with proxy.http.stream("POST", CALL, json=asking("#tokens=10 #delay=0.02", stream=True)) as answer:
+    with proxy.http.stream("POST", CALL, json=chat_body("#tokens=10 #delay=0.02", stream=True)) as answer:
         assert answer.read().endswith(b"data: [DONE]\n\n")
     mean = value(proxy, "ratchet_inter_token_latency_seconds_sum")
     assert value(proxy, "ratchet_inter_token_latency_seconds_count") == 1
@@ -69,7 +69,7 @@ def test_a_stream_is_measured_from_its_first_token_to_its_last(proxy: Proxy) -> 
 
 
 def test_an_answer_in_one_piece_has_no_time_between_tokens(proxy: Proxy) -> None:
-    proxy.http.post(CALL, json=asking("#tokens=10"))
+    proxy.http.post(CALL, json=chat_body("#tokens=10"))
     assert value(proxy, "ratchet_call_duration_seconds_count") == 1
     assert (
         value(proxy, "ratchet_inter_token_latency_seconds_count")
@@ -81,14 +81,14 @@ def test_an_answer_in_one_piece_has_no_time_between_tokens(proxy: Proxy) -> None
 @pytest.mark.parametrize(
     ("body", "path", "error"),
     [
-        (asking("#status=503"), CALL, "status_5xx"),
-        (asking("#status=400"), CALL, "status_4xx"),
-        (asking("#tokens=9 #cut=3", stream=True), CALL, "upstream_disconnected"),
-        (asking("#tokens=9 #fault=3", stream=True), CALL, "stream_error"),
+        (chat_body("#status=503"), CALL, "status_5xx"),
+        (chat_body("#status=400"), CALL, "status_4xx"),
+        (chat_body("#tokens=9 #cut=3", stream=True), CALL, "upstream_disconnected"),
+        (chat_body("#tokens=9 #fault=3", stream=True), CALL, "stream_error"),
         ({"model": "agent"}, CALL, "bad_request"),
-        ({**asking("hi"), "model": "other"}, CALL, "not_found"),
+        ({**chat_body("hi"), "model": "other"}, CALL, "not_found"),
         ({}, "/nowhere", "not_found"),
-        (asking("x" * 5000), CALL, "body_too_large"),
+        (chat_body("x" * 5000), CALL, "body_too_large"),
     ],
 )
 def test_failures_are_counted_by_class(start: Start, body: dict[str, Any], path: str, error: str) -> None:
@@ -98,20 +98,20 @@ def test_failures_are_counted_by_class(start: Start, body: dict[str, Any], path:
 
 
 def test_a_client_that_leaves_is_an_error_of_its_own_class(proxy: Proxy) -> None:
-    with proxy.http.stream("POST", CALL, json=asking("#tokens=500 #delay=0.02", stream=True)) as answer:
+    with proxy.http.stream("POST", CALL, json=chat_body("#tokens=500 #delay=0.02", stream=True)) as answer:
         next(answer.iter_bytes())
     eventually(lambda: value(proxy, "ratchet_errors_total", **{"class": "client_disconnected"}) == 1)
     assert value(proxy, "ratchet_calls_total", state="aborted") == 1
 
 
-def test_lag_is_the_age_of_what_is_not_shipped(start: Start, tmp_path: Path) -> None:
+def test_lag_is_the_age_of_the_oldest_unshipped_record(start: Start, tmp_path: Path) -> None:
     proxy = start(max_lag_seconds=1.0)
-    proxy.http.post(CALL, json=asking("hi"))
+    proxy.http.post(CALL, json=chat_body("hi"))
     proxy.settled()
     assert value(proxy, "ratchet_journal_lag_seconds") == 0
     with contextlib.closing(sqlite3.connect(tmp_path / "store.db", isolation_level=None)) as writer:
-        writer.execute("BEGIN IMMEDIATE")  # the store takes nothing
-        proxy.http.post(CALL, json=asking("hi"))
+        writer.execute("BEGIN IMMEDIATE")  # blocks writes to the store
+        proxy.http.post(CALL, json=chat_body("hi"))
         eventually(lambda: value(proxy, "ratchet_journal_lag_seconds") > 1.2)
         backlog = proxy.http.get("/health/backlog")
         assert (backlog.status_code, backlog.json()["status"]) == (503, "behind")
@@ -122,7 +122,7 @@ def test_lag_is_the_age_of_what_is_not_shipped(start: Start, tmp_path: Path) -> 
     assert proxy.http.get("/health/backlog").status_code == 200
 
 
-def test_the_live_policy_and_the_build_are_told(proxy: Proxy) -> None:
+def test_the_live_policy_and_the_build_are_exported(proxy: Proxy) -> None:
     assert value(proxy, "ratchet_policy_info", alias="agent", version="0", state="live") == 1
     assert value(proxy, "ratchet_build_info") == 1
 
@@ -134,19 +134,19 @@ def test_every_metric_is_documented_and_only_those(proxy: Proxy) -> None:
     assert _named_in(page) <= names
 
 
-def test_no_sample_tells_when_a_counter_was_made(proxy: Proxy) -> None:
+def test_no_created_samples_are_exported(proxy: Proxy) -> None:
     proxy.http.get("/v1/nothing")
     assert "ratchet_errors_total" in (page := proxy.http.get("/metrics").text)
     assert "_created" not in page
 
 
-def test_the_dashboard_shows_only_what_there_is(proxy: Proxy) -> None:
+def test_the_dashboard_uses_only_existing_metrics(proxy: Proxy) -> None:
     dashboard = json.loads((ROOT / "deploy" / "grafana.json").read_text())
-    told = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
-    assert len(told) > 20
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
+    assert len(expressions) > 20
     shown = [*families(proxy), *TrainerMetrics("agent", proxy.store).registry.collect()]
     known = {family.name + ("_total" if family.type == "counter" else "") for family in shown}
-    for expression in told:
+    for expression in expressions:
         assert _named_in(expression) <= known, expression
         assert expression.count("(") == expression.count(")")
     places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in dashboard["panels"]]
@@ -155,5 +155,5 @@ def test_the_dashboard_shows_only_what_there_is(proxy: Proxy) -> None:
 
 
 def _named_in(text: str) -> set[str]:
-    """The metrics that a text names, as families."""
+    """Return the metric families that a text names."""
     return {re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"\bratchet_[a-z_]+", text)}

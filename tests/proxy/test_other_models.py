@@ -1,4 +1,4 @@
-"""Other models by name: asked with their own key in their own words, recorded, never trained."""
+"""Other models by name: called with their own key in their dialect, recorded, never trained."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HI: Any = [{"role": "user", "content": "hi"}]
 
 
 class PlainServer:
-    """An OpenAI-compatible server that knows OpenAI's fields alone, and one key."""
+    """An OpenAI-compatible server that accepts only OpenAI's fields and one key."""
 
     def __init__(self) -> None:
         self.model = ScriptedVllm("gpt-judge")
@@ -120,8 +120,8 @@ def test_another_model_answers_in_every_dialect_under_its_own_name_and_key(
             ]
             fields |= {"model": "judge", "max_tokens": 2048, "messages": messages}
             if stream:
-                with claude.messages.stream(**fields) as told:
-                    model = told.get_final_message().model
+                with claude.messages.stream(**fields) as stream_events:
+                    model = stream_events.get_final_message().model
             else:
                 model = claude.messages.create(**fields).model
     assert model == "judge"
@@ -141,7 +141,7 @@ def test_another_model_answers_in_every_dialect_under_its_own_name_and_key(
     assert proxy.store.trajectories.read(call.trajectory_id).trajectory.purpose == "other_model"
 
 
-def test_a_vllm_elsewhere_is_asked_for_token_ids(start: Start, plain: tuple[PlainServer, str]) -> None:
+def test_another_vllm_is_called_with_return_token_ids(start: Start, plain: tuple[PlainServer, str]) -> None:
     teacher = ScriptedVllm("org/teacher")
     with served(teacher) as url:
         proxy = start(model_list=[entry(url, "hosted_vllm/org/teacher", "teacher", key=None)])
@@ -152,7 +152,7 @@ def test_a_vllm_elsewhere_is_asked_for_token_ids(start: Start, plain: tuple[Plai
     assert (call.untrainable, len(call.choices[0].token_ids) > 0) == (None, True)
 
 
-def test_it_is_listed_and_unknown_models_name_it(proxy: Proxy) -> None:
+def test_another_model_is_listed_and_named_in_errors_about_unknown_models(proxy: Proxy) -> None:
     assert [card["id"] for card in proxy.http.get("/v1/models").json()["data"]] == ["agent", "agent@0", "judge"]
     gone = proxy.http.post("/v1/chat/completions", json={"model": "jugde", "messages": HI})
     assert "agent, judge, agent@0" in gone.json()["error"]["message"]
@@ -170,13 +170,15 @@ def test_a_judge_within_a_named_trajectory_is_recorded_beside_it(proxy: Proxy) -
 def test_a_dialogue_with_another_model_is_one_trajectory(proxy: Proxy) -> None:
     agent = proxy.agent()
     first = agent.chat.completions.create(model="judge", messages=HI).choices[0].message.model_dump(exclude_none=True)
-    for model in ("judge", "agent"):  # the same words to our own model are a trajectory of its own
+    for model in ("judge", "agent"):  # the same messages to our own model are a separate trajectory
         agent.chat.completions.create(model=model, messages=[*HI, first, *HI])
     proxy.settled()
     assert {(run.alias, run.calls) for run in proxy.store.trajectories.page(9)} == {("judge", 2), ("agent", 1)}
 
 
-def test_a_refused_key_is_our_failure_and_shows_no_part_of_it(start: Start, plain: tuple[PlainServer, str]) -> None:
+def test_a_refused_key_is_an_upstream_error_that_shows_no_part_of_it(
+    start: Start, plain: tuple[PlainServer, str]
+) -> None:
     proxy = start(model_list=[entry(plain[1])], model_keys={"K": "sk-wrong"})
     given = proxy.http.post("/v1/chat/completions", json={"model": "judge", "messages": HI})
     assert (given.status_code, given.json()["error"]["code"]) == (502, "upstream_refused_key")
@@ -194,7 +196,7 @@ def test_entries_of_one_name_are_a_pool(start: Start, plain: tuple[PlainServer, 
     assert proxy.http.get("/health/ready").status_code == 200, "another model's server is not ours to wait for"
 
 
-def test_a_timeout_of_its_own(start: Start, plain: tuple[PlainServer, str]) -> None:
+def test_another_model_may_have_its_own_timeout(start: Start, plain: tuple[PlainServer, str]) -> None:
     slow = entry(plain[1])
     slow["litellm_params"]["timeout"] = 0.2
     proxy = start(model_list=[slow], model_keys={"K": KEY})
@@ -202,7 +204,7 @@ def test_a_timeout_of_its_own(start: Start, plain: tuple[PlainServer, str]) -> N
     assert proxy.http.post("/v1/chat/completions", json=body).status_code == 504
 
 
-def test_embeddings_pass_but_nothing_that_our_key_would_pay_for(proxy: Proxy, plain: tuple[PlainServer, str]) -> None:
+def test_embeddings_pass_through_but_no_other_route_uses_our_key(proxy: Proxy, plain: tuple[PlainServer, str]) -> None:
     given = proxy.http.post("/v1/embeddings", json={"model": "judge", "input": "a"})
     assert plain[0].bodies == [{"model": "gpt-judge", "input": "a"}]
     assert given.json()["path"] == "/v1/embeddings"
@@ -213,7 +215,7 @@ def test_embeddings_pass_but_nothing_that_our_key_would_pay_for(proxy: Proxy, pl
     assert len(plain[0].bodies) == 1
 
 
-def test_its_errors_come_in_the_dialects_shape(proxy: Proxy) -> None:
+def test_errors_of_another_model_have_the_dialects_format(proxy: Proxy) -> None:
     failing: Any = [{"role": "user", "content": "#status=429"}]
     with (
         anthropic.Anthropic(base_url=proxy.url, api_key="k", max_retries=0) as claude,

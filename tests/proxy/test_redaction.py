@@ -1,4 +1,4 @@
-"""Redaction: what patterns find is nowhere on the disk, and everywhere where it belongs."""
+"""Redaction: matched text is never written to disk, and reaches the engine and the client unchanged."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ VALUES: Any = {"upstreams": ("http://127.0.0.1:1",), "model": "agent", "store": 
         ("", ""),
     ],
 )
-def test_a_text_is_cleaned_and_the_rest_of_it_stays(text: str, cleaned: str) -> None:
+def test_only_the_matching_part_of_a_text_is_redacted(text: str, cleaned: str) -> None:
     assert EVERY.text(text) == cleaned
     assert json.loads(EVERY.json(json.dumps({"x": [text]}, ensure_ascii=False).encode())) == {"x": [cleaned]}
 
 
-def test_what_escapes_hide_in_json_within_text_is_found() -> None:
+def test_escaped_text_in_nested_json_is_redacted() -> None:
     inner = json.dumps({"to": MAIL}).replace("@", "\\u0040")
     assert EVERY.text(inner) == '{"to":"[email]"}'
     assert MAIL not in EVERY.text(json.dumps([inner]))
@@ -53,12 +53,12 @@ def test_what_escapes_hide_in_json_within_text_is_found() -> None:
     assert EVERY.text("[" * 5000 + '"\\n"') == "[" * 5000 + '"\\n"'
 
 
-def test_keys_of_objects_are_cleaned_too_and_numbers_stay() -> None:
+def test_keys_of_objects_are_redacted_and_numbers_stay() -> None:
     assert EVERY.json(b'{"jane@example.org":4111111111111111}') == b'{"[email]":4111111111111111}'
 
 
 @pytest.mark.parametrize("pattern", [r"(a+)+$", r"(a|a)*b", r"(.*a){12}x"])
-def test_no_text_makes_a_pattern_hang(pattern: str) -> None:
+def test_no_pattern_hangs_on_any_text(pattern: str) -> None:
     patterns = RedactionPatterns((), {"evil": f"{pattern}zzz"})
     began = time.thread_time()
     patterns.text("a" * 200_000 + "!")
@@ -77,14 +77,14 @@ def test_no_text_makes_a_pattern_hang(pattern: str) -> None:
         ({"redact_patterns": {"who": "user"}}, "who matches the word 'user' of the protocol"),
     ],
 )
-def test_a_wrong_pattern_is_named_with_its_remedy(change: Any, says: str) -> None:
+def test_an_invalid_pattern_is_named_with_its_remedy(change: Any, says: str) -> None:
     with pytest.raises(ValidationError) as refused:
         ProxySettings(**(VALUES | change))
     assert says in str(refused.value)
 
 
 def calls_of(messages: list[Any], **more: Any) -> list[tuple[str, Any]]:
-    """The same question in every dialect."""
+    """Return the same question in every dialect."""
     text = messages[-1]["content"]
     chat = {"model": "agent", "messages": messages, **more}
     return [
@@ -96,12 +96,12 @@ def calls_of(messages: list[Any], **more: Any) -> list[tuple[str, Any]]:
 
 
 def on_disk(folder: Path) -> bytes:
-    """Everything that was written: store, journal, logs."""
+    """Return all written bytes: store, journal, logs."""
     return b"".join(path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file())
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_message_is_nowhere_on_the_disk_and_reaches_the_engine(
+def test_a_redacted_message_is_not_on_disk_and_reaches_the_engine(
     start: Start, store: Store, vllm: ScriptedVllm, tmp_path: Path, streamed: bool
 ) -> None:
     proxy = start(redact=["email"])
@@ -124,13 +124,13 @@ def test_a_message_is_nowhere_on_the_disk_and_reaches_the_engine(
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_an_answer_is_cleaned_for_the_record_and_not_for_the_client(
+def test_an_answer_is_redacted_in_the_record_and_not_for_the_client(
     start: Start, store: Store, tmp_path: Path, streamed: bool
 ) -> None:
     proxy = start(redact=[], redact_patterns={"code": "SESAME[0-9]+"})
-    asked = [{"role": "user", "content": "#say=it.is.SESAME" + "7" * 3}]
+    request = [{"role": "user", "content": "#say=it.is.SESAME" + "7" * 3}]
     quiet = [{"role": "user", "content": "#say=nothing"}]
-    for path, body in calls_of(asked, stream=streamed) + calls_of(quiet, stream=streamed):
+    for path, body in calls_of(request, stream=streamed) + calls_of(quiet, stream=streamed):
         answer = proxy.http.post(path, json=body)
         assert answer.status_code == 200
         assert "[code]" not in answer.text
@@ -144,7 +144,7 @@ def test_an_answer_is_cleaned_for_the_record_and_not_for_the_client(
         assert (dialect, "", True) in marks
 
 
-def test_tools_their_arguments_and_labels_are_cleaned(start: Start, store: Store, tmp_path: Path) -> None:
+def test_tools_arguments_and_labels_are_redacted(start: Start, store: Store, tmp_path: Path) -> None:
     proxy = start(redact=["email"])
     tool = {"name": "search", "description": f"ask {MAIL}", "parameters": {"type": "object", "properties": {}}}
     arguments = json.dumps({"to": MAIL}).replace("@", "\\u0040")
@@ -167,7 +167,7 @@ def test_tools_their_arguments_and_labels_are_cleaned(start: Start, store: Store
     assert (found.trajectory.task, call.role, call.sampling["stop"]) == ("[email]", "[email]", ["[email]"])
 
 
-def test_a_label_alone_costs_no_tokens(start: Start, store: Store) -> None:
+def test_redacting_only_a_label_keeps_the_token_ids(start: Start, store: Store) -> None:
     proxy = start(redact=["email"])
     body = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
     proxy.http.post("/v1/chat/completions", json=body, headers={"x-ratchet-tags": MAIL})
@@ -176,7 +176,7 @@ def test_a_label_alone_costs_no_tokens(start: Start, store: Store) -> None:
     assert (call.untrainable, bool(call.choices[0].token_ids)) == (None, True)
 
 
-def test_errors_are_cleaned(start: Start, store: Store, tmp_path: Path) -> None:
+def test_errors_are_redacted(start: Start, store: Store, tmp_path: Path) -> None:
     proxy = start(redact_patterns={"failure": "scripted failure"})
     body = {"model": "agent", "messages": [{"role": "user", "content": "#status=400"}]}
     assert "scripted failure" in proxy.http.post("/v1/chat/completions", json=body).text
@@ -201,7 +201,7 @@ def test_conversations_that_differ_only_in_what_is_redacted_stay_apart(proxy_of:
     assert {call.context for call in store.calls.page()} == {"root", "fork"}
 
 
-def test_a_call_behind_a_redacted_one_stands_on_its_own_tokens(proxy_of: Proxy, store: Store) -> None:
+def test_a_call_after_a_redacted_one_is_stored_with_its_own_tokens(proxy_of: Proxy, store: Store) -> None:
     for text in (f"I am {MAIL}", "hi"):
         body = {"model": "agent", "messages": [{"role": "user", "content": text}]}
         proxy_of.http.post("/t/job/v1/chat/completions", json=body)
@@ -214,9 +214,9 @@ def test_a_call_behind_a_redacted_one_stands_on_its_own_tokens(proxy_of: Proxy, 
 def test_after_a_restart_nothing_redacted_goes_to_the_engine(
     vllm_url: str, vllm: ScriptedVllm, store: Store, tmp_path: Path
 ) -> None:
-    asked = {"model": "agent", "input": f"I am {MAIL}"}
+    request = {"model": "agent", "input": f"I am {MAIL}"}
     with running(vllm_url, store, tmp_path, redact=["email"]) as proxy:
-        response = proxy.http.post("/v1/responses", json=asked).json()["id"]
+        response = proxy.http.post("/v1/responses", json=request).json()["id"]
         proxy.settled()
     with running(vllm_url, store, tmp_path, redact=["email"]) as proxy:
         more = {"model": "agent", "input": "and?", "previous_response_id": response}
@@ -229,7 +229,7 @@ def proxy_of(start: Start) -> Proxy:
     return start(redact=["email"])
 
 
-def test_a_large_body_is_cleaned_too(proxy_of: Proxy, tmp_path: Path) -> None:
+def test_a_large_body_is_redacted(proxy_of: Proxy, tmp_path: Path) -> None:
     content = ("lorem ipsum\n" * 50_000) + MAIL
     body = {"model": "agent", "messages": [{"role": "user", "content": content}]}
     assert proxy_of.http.post("/v1/chat/completions", json=body).status_code == 200

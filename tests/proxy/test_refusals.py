@@ -1,4 +1,4 @@
-"""Every route has a body limit, and every refusal one shape that holds nothing of what was sent."""
+"""Every route has a body limit, and every refusal has one shape without any value of the request."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ AGENTS = ("chat/completions", "completions", "responses", "messages", "messages/
 def operations(proxy: Proxy) -> list[tuple[str, str]]:
     """Every method and path of the operator API."""
     paths = proxy.http.get("/api/openapi.json").json()["paths"]
-    return [(method.upper(), "/api" + path) for path, told in paths.items() for method in told]
+    return [(method.upper(), "/api" + path) for path, methods in paths.items() for method in methods]
 
 
-def test_no_route_of_the_operator_api_takes_a_body_above_its_limit(proxy: Proxy) -> None:
+def test_no_route_of_the_operator_api_accepts_a_body_above_its_limit(proxy: Proxy) -> None:
     tried = operations(proxy)
     assert len(tried) > 15
     for method, path in tried:
@@ -28,14 +28,14 @@ def test_no_route_of_the_operator_api_takes_a_body_above_its_limit(proxy: Proxy)
         assert (answer.status_code, "at most" in answer.json()["error"]["message"]) == (413, True), (method, path)
 
 
-def test_a_body_of_no_told_length_is_refused_at_the_limit(proxy: Proxy) -> None:
+def test_a_body_without_a_content_length_is_refused_at_the_limit(proxy: Proxy) -> None:
     pieces = (b" " * 2**20 for _ in range(16))
     answer = proxy.http.post("/api/policies/1/promote?alias=agent", content=pieces)
     assert (answer.status_code, set(answer.json())) == (413, {"error"})
 
 
 @pytest.mark.parametrize("path", AGENTS)
-def test_no_agents_route_takes_a_body_above_body_limit(start: Start, path: str) -> None:
+def test_no_agents_route_accepts_a_body_above_the_limit(start: Start, path: str) -> None:
     proxy = start(max_body_bytes=4096)
     answer = proxy.http.post(f"/v1/{path}", content=b" " * 5000, headers={"content-type": "application/json"})
     assert (answer.status_code, "max_body_bytes" in answer.json()["error"]["message"]) == (413, True)
@@ -56,7 +56,7 @@ WRONG: list[tuple[str, str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("method", "path", "body", "field"), WRONG)
-def test_what_is_refused_names_the_field_and_repeats_no_value(
+def test_a_refusal_names_the_field_and_repeats_no_value(
     proxy: Proxy, method: str, path: str, body: dict[str, Any], field: str
 ) -> None:
     answer = proxy.http.request(method, path, headers={"content-type": "application/json"}, **body)
@@ -68,10 +68,10 @@ def test_what_is_refused_names_the_field_and_repeats_no_value(
     assert SECRET not in answer.text
 
 
-def test_the_shape_of_errors_is_the_one_that_is_described(proxy: Proxy) -> None:
-    told = proxy.http.get("/api/openapi.json").json()
-    assert "HTTPValidationError" not in str(told)
-    for path in told["paths"].values():
+def test_errors_have_the_documented_schema(proxy: Proxy) -> None:
+    document = proxy.http.get("/api/openapi.json").json()
+    assert "HTTPValidationError" not in str(document)
+    for path in document["paths"].values():
         for operation in path.values():
             schema = operation["responses"]["4XX"]["content"]["application/json"]["schema"]
             assert schema == {"$ref": "#/components/schemas/ErrorResponse"}

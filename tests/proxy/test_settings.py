@@ -1,4 +1,4 @@
-"""Settings and keys: what is refused is refused with the remedy."""
+"""Settings and keys: every refusal names the remedy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ VALUES: Any = {"upstreams": ("http://127.0.0.1:1",), "model": "agent", "store": 
         ({"max_journal_bytes": 2**16}, "raise max_journal_bytes or lower journal_segment_bytes"),
     ],
 )
-def test_a_wrong_setting_is_named_with_its_remedy(change: Any, says: str) -> None:
+def test_an_invalid_setting_is_named_with_its_remedy(change: Any, says: str) -> None:
     with pytest.raises(ValidationError, match=says):
         ProxySettings(**(VALUES | change))
 
@@ -54,7 +54,7 @@ def test_unknown_keys_get_401_and_known_ones_an_answer(start: Start) -> None:
     assert proxy.http.get("/health/live").status_code == 200
 
 
-def test_an_agents_key_does_not_open_the_operator_api(start: Start, tmp_path: Path) -> None:
+def test_an_agents_key_is_refused_by_the_operator_api(start: Start, tmp_path: Path) -> None:
     agent, boss = {"authorization": "Bearer good"}, {"authorization": "Bearer boss"}
     keys = {"key_hashes": frozenset({hash_key(b"good")})}
     proxy = start(ready=False, **keys)
@@ -85,7 +85,9 @@ def test_an_agents_key_does_not_open_the_operator_api(start: Start, tmp_path: Pa
         ({"origin": "null"}, 403),
     ],
 )
-def test_without_keys_no_web_page_may_come_in(proxy: Proxy, headers: dict[str, str], status: int) -> None:
+def test_without_keys_web_pages_of_other_origins_are_refused(
+    proxy: Proxy, headers: dict[str, str], status: int
+) -> None:
     for path in ("/v1/models", "/api/calls"):
         answer = proxy.http.get(path, headers=headers)
         assert answer.status_code == status
@@ -114,16 +116,16 @@ def test_without_keys_a_page_of_another_local_server_neither_acts_nor_reads(
     call: Any = b'{"model": "agent", "messages": [{"role": "user", "content": "hi"}]}'
     run = proxy.http.post("/v1/chat/completions", content=call).headers["x-ratchet-trajectory"]
     proxy.settled()
-    asked = len(vllm.calls)
-    said = b'{"trajectory_id": "%s", "value": 1}' % run.encode()
-    for kind in ("application/json", "text/plain"):  # a page may send the latter without asking first
+    calls = len(vllm.calls)
+    feedback = b'{"trajectory_id": "%s", "value": 1}' % run.encode()
+    for kind in ("application/json", "text/plain"):  # a page may send the latter without a preflight
         headers = {**page, "content-type": kind}
-        for path, body in (("/v1/chat/completions", call), ("/v1/embeddings", call), ("/api/feedback", said)):
+        for path, body in (("/v1/chat/completions", call), ("/v1/embeddings", call), ("/api/feedback", feedback)):
             assert proxy.http.post(path, content=body, headers=headers).status_code == 403
     for method, path in OPERATED:
         assert proxy.http.request(method, path.format(run=run), headers=page).status_code == 403, (method, path)
     assert proxy.http.get("/v1/models", headers=page).status_code == 403
-    assert (len(vllm.calls), proxy.store.feedback.page(9)) == (asked, [])
+    assert (len(vllm.calls), proxy.store.feedback.page(9)) == (calls, [])
     assert proxy.store.trajectories.get(run).state == "open"
 
 
@@ -134,7 +136,7 @@ OPERATED = [
 ]  # fmt: skip
 
 
-def test_the_proxys_own_pages_and_programs_come_in_without_keys(proxy: Proxy) -> None:
+def test_without_keys_the_proxys_own_pages_and_programs_are_accepted(proxy: Proxy) -> None:
     own = str(proxy.http.base_url).rstrip("/")
     for headers in (
         {},
@@ -146,13 +148,13 @@ def test_the_proxys_own_pages_and_programs_come_in_without_keys(proxy: Proxy) ->
             "/v1/chat/completions", json={"model": "agent", "messages": [{"role": "user", "content": "hi"}]},
             headers=headers,
         ).headers["x-ratchet-trajectory"]  # fmt: skip
-        said = proxy.http.post("/api/feedback", json={"trajectory_id": run, "value": 1}, headers=headers)
-        assert (said.status_code, proxy.http.get("/api/calls", headers=headers).status_code) == (201, 200)
+        feedback = proxy.http.post("/api/feedback", json={"trajectory_id": run, "value": 1}, headers=headers)
+        assert (feedback.status_code, proxy.http.get("/api/calls", headers=headers).status_code) == (201, 200)
     proxy.settled()
     assert [(one.source, one.trusted) for one in proxy.store.feedback.page(9)] == [("operator", True)] * 4
 
 
-def test_without_keys_a_local_page_that_is_named_may_call_models_and_never_speaks_as_operator(start: Start) -> None:
+def test_without_keys_an_allowed_local_page_may_call_models_but_not_the_operator_api(start: Start) -> None:
     page = {"origin": "http://localhost:3000", "sec-fetch-site": "same-site"}
     proxy = start(allowed_origins=(page["origin"], "https://app.example.com"))
     body = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
@@ -167,7 +169,7 @@ def test_without_keys_a_local_page_that_is_named_may_call_models_and_never_speak
     assert [(one.source, one.trusted) for one in proxy.store.feedback.page(9)] == [("anyone", False)]
 
 
-def test_with_keys_any_name_will_do(start: Start) -> None:
+def test_with_keys_any_host_name_is_accepted(start: Start) -> None:
     proxy = start(ready=False, key_hashes=frozenset({hash_key(b"good")}))
     headers = {"authorization": "Bearer good", "host": "ratchet.internal", "origin": "https://app.internal"}
     assert proxy.http.get("/v1/models", headers=headers).status_code == 200
@@ -191,4 +193,4 @@ def test_the_proxy_imports_no_torch_and_less_of_its_own_than_of_its_libraries() 
         "sys.exit('torch' in sys.modules or 'ratchet.trainer' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert float(done.stdout) < 1.0  # both in one process: a busy machine slows both
+    assert float(done.stdout) < 1.0  # a ratio, because a busy machine slows both

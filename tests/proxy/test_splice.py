@@ -1,4 +1,4 @@
-"""Sampled ids in place of re-rendered ones: exact where only answers differ, a fork at any doubt."""
+"""Splicing sampled ids into a re-rendered prompt: exact where only answers differ, otherwise a fork."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ END = 99  # ends a turn
 USER, ANSWER = 1, 2  # begin one
 
 
-def said(*turns: tuple[list[int], list[int]], ended: bool = True) -> Context:
-    """Return the context of turns of (what was sent, what was sampled after it)."""
+def context_of(*turns: tuple[list[int], list[int]], ended: bool = True) -> Context:
+    """Return the context of turns: (ids sent, ids sampled after them)."""
     context = EMPTY_CONTEXT
     for sent, sampled in turns:
         context = context.followed(pack_ids(sent), pack_ids([*sampled, END]))
@@ -32,10 +32,10 @@ def said(*turns: tuple[list[int], list[int]], ended: bool = True) -> Context:
     return Context(context.ids[:-4], (*before, (start, end - 1)))
 
 
-FIRST = said(([USER, 10, 11, END, ANSWER], [20, 21]))
+FIRST = context_of(([USER, 10, 11, END, ANSWER], [20, 21]))
 
 
-def test_the_new_prompt_is_the_held_ids_and_what_is_new_in_the_render() -> None:
+def test_the_new_prompt_is_the_old_ids_and_the_new_part_of_the_render() -> None:
     rendered = [USER, 10, 11, END, ANSWER, 77, 78, 79, END, USER, 30, END, ANSWER]
     spliced = splice(FIRST, rendered, END)
     assert spliced is not None
@@ -43,19 +43,19 @@ def test_the_new_prompt_is_the_held_ids_and_what_is_new_in_the_render() -> None:
     assert spliced.tail == [USER, 30, END, ANSWER]
 
 
-def test_a_render_that_begins_with_the_held_ids_needs_no_splice() -> None:
+def test_a_render_that_starts_with_the_old_ids_needs_no_splice() -> None:
     assert splice(FIRST, [*unpack_ids(FIRST.ids), USER, 30, END, ANSWER], END) is None
 
 
-def test_an_answer_that_was_cut_off_is_closed_before_what_follows() -> None:
-    cut = said(([USER, 10, END, ANSWER], [20]), ended=False)
+def test_a_truncated_answer_is_closed_before_the_next_turn() -> None:
+    cut = context_of(([USER, 10, END, ANSWER], [20]), ended=False)
     spliced = splice(cut, [USER, 10, END, ANSWER, 77, END, USER, 30, END, ANSWER], END)
     assert spliced is not None
     assert spliced.ids == [USER, 10, END, ANSWER, 20, END, USER, 30, END, ANSWER]
 
 
-def test_a_generation_prompt_may_be_written_otherwise_later() -> None:
-    thinking = said(([USER, 10, END, ANSWER, 50, 51], [20]))
+def test_a_generation_prompt_may_be_rendered_differently_later() -> None:
+    thinking = context_of(([USER, 10, END, ANSWER, 50, 51], [20]))
     spliced = splice(thinking, [USER, 10, END, ANSWER, 77, END, USER, 30, END, ANSWER, 50, 51], END)
     assert spliced is not None
     assert spliced.ids[:8] == [USER, 10, END, ANSWER, 50, 51, 20, END]
@@ -82,36 +82,36 @@ def test_an_answer_with_a_turn_end_inside_is_a_fork() -> None:
         splice(odd, [USER, 10, END, ANSWER, 20, END, 78, END, USER, 30, END, ANSWER], END)
 
 
-def test_long_text_before_an_answer_in_the_same_turn_must_be_the_same() -> None:
-    """Some templates end only answers with an id: the user's words are then in the answer's turn."""
+def test_long_text_before_an_answer_in_the_same_turn_must_be_unchanged() -> None:
+    """Some templates end only answers with an id. The user's text is then in the answer's turn."""
     words = list(range(100, 140))
-    held = said((words, [20]))
-    assert splice(held, [*words, 77, END, 30], END) is not None
+    context = context_of((words, [20]))
+    assert splice(context, [*words, 77, END, 30], END) is not None
     with pytest.raises(ContextFork, match="history_edited"):
-        splice(held, [*words[:10], 5, *words[11:], 77, END, 30], END)
+        splice(context, [*words[:10], 5, *words[11:], 77, END, 30], END)
 
 
-def test_every_splice_begins_with_the_held_ids_and_ends_with_the_renders_own() -> None:
+def test_every_splice_starts_with_the_old_ids_and_ends_with_the_renders() -> None:
     dice = random.Random(5)
     for _ in range(300):
-        history, held, rendered = [], EMPTY_CONTEXT, []
+        history, context, rendered = [], EMPTY_CONTEXT, []
         for _ in range(dice.randint(1, 6)):
             sent = [USER, *dice.choices(range(3, 90), k=dice.randint(0, 9)), END, ANSWER]
             sampled = dice.choices(range(3, 90), k=dice.randint(0, 9))
             history.append((sent, sampled))
-            held = held.followed(pack_ids(sent), pack_ids([*sampled, END]))
+            context = context.followed(pack_ids(sent), pack_ids([*sampled, END]))
             rendered += [*sent, *(sampled if dice.random() < 0.5 else dice.choices(range(3, 90), k=4)), END]
         new = [USER, 7, END, ANSWER]
-        spliced = splice(held, [*rendered, *new], END)
-        before = list(unpack_ids(held.ids))
+        spliced = splice(context, [*rendered, *new], END)
+        before = list(unpack_ids(context.ids))
         if spliced is None:
             assert [*rendered, *new][: len(before)] == before
         else:
             assert spliced.ids == before + new
-        assert [unpack_ids(held.ids)[a:b] for a, b in held.spans] == [(*sampled, END) for _, sampled in history]
+        assert [unpack_ids(context.ids)[a:b] for a, b in context.spans] == [(*sampled, END) for _, sampled in history]
 
 
-def test_where_an_answer_ends_is_found_by_changing_its_words() -> None:
+def test_the_end_of_an_answer_is_found_by_changing_its_text() -> None:
     one, other = [USER, 10, END, ANSWER, 20, 21, END, USER, 30, END], [USER, 10, END, ANSWER, 55, END, USER, 30, END]
     assert tail_after_change(one, other, END) == [USER, 30, END]
     assert first_after_change(one, other) == END
@@ -123,7 +123,7 @@ def test_a_template_that_drops_the_changed_words_proves_nothing() -> None:
     assert first_after_change(same, same) is None
 
 
-def test_an_exact_prompt_that_leaves_the_answer_much_less_room_is_a_fork() -> None:
+def test_an_exact_prompt_that_leaves_far_fewer_tokens_for_the_answer_is_a_fork() -> None:
     template = Template(END, "<|end|>", max_model_len=1000)
     template.check_context_length(plain=500, exact=700, wanted=300)
     template.check_context_length(plain=500, exact=740, wanted=None)

@@ -44,7 +44,7 @@ def test_a_function_gets_the_parameters_that_it_names() -> None:
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        (f"{HERE}:wants_more", "takes 'browser', which nobody gives it; it may take task, base_url"),
+        (f"{HERE}:needs_browser", "takes 'browser', which nobody gives it; it may take task, base_url"),
         (f"{HERE}:not_there", "AttributeError.*importable from"),
         (f"{HERE}:not_a_function", "not a function"),
         ("no_such_module:run", "ModuleNotFoundError"),

@@ -10,29 +10,29 @@ const provider = createOpenAICompatible({
   apiKey: process.env.OPENAI_API_KEY,
 });
 
-function tools(asked) {
+function tools(task) {
   const inputSchema = z.object({ q: z.string(), n: z.number() });
   const make = (name) =>
     tool({
       description: `${name} mails`,
       inputSchema,
       execute: async () => {
-        const replies = asked.replies[name];
+        const replies = task.replies[name];
         return replies.length > 1 ? replies.shift() : replies[0];
       },
     });
   return { search: make("search"), read: make("read") };
 }
 
-async function agent(asked) {
+async function agent(task) {
   const options = {
     model: provider(process.env.AGENT_MODEL ?? "agent"),
-    system: asked.system,
-    prompt: asked.question,
-    tools: tools(asked),
+    system: task.system,
+    prompt: task.question,
+    tools: tools(task),
     stopWhen: stepCountIs(8),
   };
-  if (!asked.streamed) return (await generateText(options)).text;
+  if (!task.streamed) return (await generateText(options)).text;
   const result = streamText(options);
   for await (const _ of result.textStream);
   return await result.text;
@@ -40,8 +40,8 @@ async function agent(asked) {
 
 async function main() {
   const { version } = JSON.parse(fs.readFileSync(require.resolve("ai/package.json")));
-  for (const asked of JSON.parse(fs.readFileSync(0))) {
-    console.log(JSON.stringify({ answer: await agent(asked), package: "ai (npm)", version }));
+  for (const task of JSON.parse(fs.readFileSync(0))) {
+    console.log(JSON.stringify({ answer: await agent(task), package: "ai (npm)", version }));
   }
 }
 

@@ -12,18 +12,18 @@ async function turn(client, streamed, options) {
   return stream.finalMessage();
 }
 
-async function agent(asked) {
+async function agent(task) {
   const client = new OpenAI();
   const messages = [
-    { role: "system", content: asked.system },
-    { role: "user", content: asked.question },
+    { role: "system", content: task.system },
+    { role: "user", content: task.question },
   ];
-  for (let round = 0; round < (asked.rounds ?? 8); round++) {
-    const message = await turn(client, asked.streamed, { model: MODEL, messages, tools: asked.tools, ...asked.options });
+  for (let round = 0; round < (task.rounds ?? 8); round++) {
+    const message = await turn(client, task.streamed, { model: MODEL, messages, tools: task.tools, ...task.options });
     messages.push(message);
     if (!message.tool_calls?.length) return message.content;
     for (const call of message.tool_calls) {
-      const replies = asked.replies[call.function.name] ?? ["there is no such tool"];
+      const replies = task.replies[call.function.name] ?? ["there is no such tool"];
       const reply = replies.length > 1 ? replies.shift() : replies[0];
       messages.push({ role: "tool", tool_call_id: call.id, content: reply });
     }
@@ -32,8 +32,8 @@ async function agent(asked) {
 }
 
 async function main() {
-  for (const asked of JSON.parse(fs.readFileSync(0))) {
-    const answer = await agent(asked);
+  for (const task of JSON.parse(fs.readFileSync(0))) {
+    const answer = await agent(task);
     console.log(JSON.stringify({ answer, package: "openai (npm)", version: VERSION }));
   }
 }

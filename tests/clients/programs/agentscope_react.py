@@ -14,12 +14,12 @@ import mailbox
 ALLOWED = PermissionDecision(behavior=PermissionBehavior.ALLOW, message="reading is harmless")
 
 
-async def agent(asked: mailbox.Asked) -> str:
+async def agent(task: mailbox.Task) -> str:
     credential = OpenAICredential(api_key=mailbox.KEY, base_url=mailbox.BASE_URL)
-    model = OpenAIChatModel(credential=credential, model=mailbox.MODEL, stream=asked["streamed"])
-    tools = [FunctionTool(tool, permission=ALLOWED) for tool in mailbox.tools(asked)]
+    model = OpenAIChatModel(credential=credential, model=mailbox.MODEL, stream=task["streamed"])
+    tools = [FunctionTool(tool, permission=ALLOWED) for tool in mailbox.tools(task)]
     mail = Agent(name="mail", system_prompt=mailbox.SYSTEM, model=model, toolkit=Toolkit(tools=list(tools)))
-    reply = await mail.reply(UserMsg(name="user", content=asked["question"]))
+    reply = await mail.reply(UserMsg(name="user", content=task["question"]))
     return str(reply.get_text_content())
 
 

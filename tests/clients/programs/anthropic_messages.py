@@ -9,21 +9,21 @@ from anthropic import Anthropic
 import mailbox
 
 
-def agent(asked: mailbox.Asked) -> str | None:
+def agent(task: mailbox.Task) -> str | None:
     client = Anthropic()
-    messages: list[Any] = [{"role": "user", "content": asked["question"]}]
-    functions = [tool["function"] for tool in asked["tools"]]
+    messages: list[Any] = [{"role": "user", "content": task["question"]}]
+    functions = [tool["function"] for tool in task["tools"]]
     tools = [
         {"name": f["name"], "description": f.get("description", ""), "input_schema": f["parameters"]} for f in functions
     ]
-    options = {"model": mailbox.MODEL, "system": asked["system"], "tools": tools, "max_tokens": 1000}
-    for _ in range(asked.get("rounds", 8)):
-        message = turn(client, asked["streamed"], {**options, "messages": messages, **asked["options"]})
+    options = {"model": mailbox.MODEL, "system": task["system"], "tools": tools, "max_tokens": 1000}
+    for _ in range(task.get("rounds", 8)):
+        message = turn(client, task["streamed"], {**options, "messages": messages, **task["options"]})
         messages.append({"role": "assistant", "content": message.content})
         if message.stop_reason != "tool_use":
             return message.content[-1].text
         results = [
-            {"type": "tool_result", "tool_use_id": block.id, "content": mailbox.take(asked, block.name)}
+            {"type": "tool_result", "tool_use_id": block.id, "content": mailbox.take(task, block.name)}
             for block in message.content
             if block.type == "tool_use"
         ]

@@ -11,17 +11,17 @@ import mailbox
 INFO = ModelInfo(vision=False, function_calling=True, json_output=True, family="unknown", structured_output=False)
 
 
-async def agent(asked: mailbox.Asked) -> str:
+async def agent(task: mailbox.Task) -> str:
     model = OpenAIChatCompletionClient(model=mailbox.MODEL, base_url=mailbox.BASE_URL, model_info=INFO)
     mail = AssistantAgent(
         "mail",
         model_client=model,
-        tools=list(mailbox.tools(asked)),
+        tools=list(mailbox.tools(task)),
         system_message=mailbox.SYSTEM,
-        model_client_stream=asked["streamed"],
+        model_client_stream=task["streamed"],
         max_tool_iterations=8,
     )
-    return str((await mail.run(task=asked["question"])).messages[-1].content)
+    return str((await mail.run(task=task["question"])).messages[-1].content)
 
 
 if __name__ == "__main__":

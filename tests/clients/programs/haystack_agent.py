@@ -11,14 +11,14 @@ from haystack.utils import Secret
 import mailbox
 
 
-def agent(asked: mailbox.Asked) -> str:
+def agent(task: mailbox.Task) -> str:
     model = OpenAIChatGenerator(
         api_key=Secret.from_token(mailbox.KEY), model=mailbox.MODEL, api_base_url=mailbox.BASE_URL
     )
-    tools = [create_tool_from_function(tool) for tool in mailbox.tools(asked)]
-    heard = (lambda chunk: None) if asked["streamed"] else None
-    mail = Agent(chat_generator=model, tools=tools, system_prompt=mailbox.SYSTEM, streaming_callback=heard)
-    return str(mail.run(messages=[ChatMessage.from_user(asked["question"])])["last_message"].text)
+    tools = [create_tool_from_function(tool) for tool in mailbox.tools(task)]
+    callback = (lambda chunk: None) if task["streamed"] else None
+    mail = Agent(chat_generator=model, tools=tools, system_prompt=mailbox.SYSTEM, streaming_callback=callback)
+    return str(mail.run(messages=[ChatMessage.from_user(task["question"])])["last_message"].text)
 
 
 if __name__ == "__main__":

@@ -8,17 +8,17 @@ from langchain_openai import ChatOpenAI
 import mailbox
 
 
-def agent(asked: mailbox.Asked) -> str:
+def agent(task: mailbox.Task) -> str:
     model = ChatOpenAI(model=mailbox.MODEL, base_url=mailbox.BASE_URL)
-    graph = create_agent(model, list(mailbox.tools(asked)), system_prompt=mailbox.SYSTEM)
-    given = {"messages": [{"role": "user", "content": asked["question"]}]}
-    if not asked["streamed"]:
-        return str(graph.invoke(given)["messages"][-1].content)
-    said: dict[str, str] = {}
-    for chunk, _ in graph.stream(given, stream_mode="messages"):
+    graph = create_agent(model, list(mailbox.tools(task)), system_prompt=mailbox.SYSTEM)
+    request = {"messages": [{"role": "user", "content": task["question"]}]}
+    if not task["streamed"]:
+        return str(graph.invoke(request)["messages"][-1].content)
+    texts: dict[str, str] = {}
+    for chunk, _ in graph.stream(request, stream_mode="messages"):
         if chunk.type == "AIMessageChunk":
-            said[chunk.id] = said.get(chunk.id, "") + chunk.text
-    return list(said.values())[-1]
+            texts[chunk.id] = texts.get(chunk.id, "") + chunk.text
+    return list(texts.values())[-1]
 
 
 if __name__ == "__main__":

@@ -13,16 +13,16 @@ with warnings.catch_warnings():
     from langgraph.prebuilt import create_react_agent
 
 
-def agent(asked: mailbox.Asked) -> str:
-    model = ChatOpenAI(model=mailbox.MODEL, base_url=mailbox.BASE_URL, streaming=asked["streamed"])
+def agent(task: mailbox.Task) -> str:
+    model = ChatOpenAI(model=mailbox.MODEL, base_url=mailbox.BASE_URL, streaming=task["streamed"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        graph = create_react_agent(model, list(mailbox.tools(asked)), prompt=mailbox.SYSTEM)
-    given = {"messages": [{"role": "user", "content": asked["question"]}]}
-    if not asked["streamed"]:
-        return str(graph.invoke(given)["messages"][-1].content)
+        graph = create_react_agent(model, list(mailbox.tools(task)), prompt=mailbox.SYSTEM)
+    request = {"messages": [{"role": "user", "content": task["question"]}]}
+    if not task["streamed"]:
+        return str(graph.invoke(request)["messages"][-1].content)
     last = None
-    for state in graph.stream(given, stream_mode="values"):
+    for state in graph.stream(request, stream_mode="values"):
         last = state["messages"][-1].content
     return str(last)
 

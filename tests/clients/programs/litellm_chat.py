@@ -12,20 +12,20 @@ import mailbox
 PROVIDER = sys.argv[1]
 
 
-def agent(asked: mailbox.Asked) -> str | None:
-    system = {"role": "system", "content": asked["system"]}
-    messages: list[Any] = [system, {"role": "user", "content": asked["question"]}]
+def agent(task: mailbox.Task) -> str | None:
+    system = {"role": "system", "content": task["system"]}
+    messages: list[Any] = [system, {"role": "user", "content": task["question"]}]
     where = {"model": f"{PROVIDER}/{mailbox.MODEL}", "api_base": mailbox.BASE_URL, "api_key": mailbox.KEY}
     for _ in range(8):
-        answer: Any = litellm.completion(**where, messages=messages, tools=asked["tools"], stream=asked["streamed"])
-        if asked["streamed"]:
+        answer: Any = litellm.completion(**where, messages=messages, tools=task["tools"], stream=task["streamed"])
+        if task["streamed"]:
             answer = litellm.stream_chunk_builder(list(answer), messages=messages)
         message = answer.choices[0].message
         messages.append(message)
         if not message.tool_calls:
             return str(message.content)
         for call in message.tool_calls:
-            reply = mailbox.take(asked, call.function.name)
+            reply = mailbox.take(task, call.function.name)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": reply})
     return None
 

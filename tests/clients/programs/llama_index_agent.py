@@ -9,7 +9,7 @@ from llama_index.llms.openai_like import OpenAILike
 import mailbox
 
 
-async def agent(asked: mailbox.Asked) -> str:
+async def agent(task: mailbox.Task) -> str:
     model = OpenAILike(
         model=mailbox.MODEL,
         api_base=mailbox.BASE_URL,
@@ -17,9 +17,9 @@ async def agent(asked: mailbox.Asked) -> str:
         is_chat_model=True,
         is_function_calling_model=True,
     )
-    tools = [FunctionTool.from_defaults(tool) for tool in mailbox.tools(asked)]
-    mail = FunctionAgent(tools=tools, llm=model, system_prompt=mailbox.SYSTEM, streaming=asked["streamed"])
-    return str(await mail.run(asked["question"]))
+    tools = [FunctionTool.from_defaults(tool) for tool in mailbox.tools(task)]
+    mail = FunctionAgent(tools=tools, llm=model, system_prompt=mailbox.SYSTEM, streaming=task["streamed"])
+    return str(await mail.run(task["question"]))
 
 
 if __name__ == "__main__":

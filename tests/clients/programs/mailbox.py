@@ -1,8 +1,8 @@
-"""What the programs here share: a mailbox with two tools, and the questions that are put to an agent.
+"""What the programs here share: a mailbox with two tools, and the tasks of an agent.
 
-A program reads its questions from standard input and prints one JSON line with the agent's own result for each. Where
-the agent reaches its model is in the environment, as for any agent: OPENAI_BASE_URL or ANTHROPIC_BASE_URL and a key.
-What the tools return is scripted by the test, so that the scripted engine behind the proxy knows what to answer.
+A program reads its tasks from standard input and prints one JSON line with the agent's result for each. The model's
+URL and key are in the environment, as for any agent: OPENAI_BASE_URL or ANTHROPIC_BASE_URL and a key. The test
+scripts the tools' results, so that the scripted engine behind the proxy knows what to answer.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ KEY = os.environ["OPENAI_API_KEY"]
 MODEL = os.environ.get("AGENT_MODEL", "agent")
 SYSTEM = "You answer questions about a mailbox. Use the tools."
 
-Asked = dict[str, Any]  # question, streamed, replies by tool; for the SDKs also: system, tools, options, rounds
+Task = dict[str, Any]  # question, streamed, replies by tool; for the SDKs also: system, tools, options, rounds
 Tool = Callable[[str, int], str]
 
 
-def tools(asked: Asked) -> tuple[Tool, Tool]:
-    """Return the two tools of one agent, as a user would write them."""
+def tools(task: Task) -> tuple[Tool, Tool]:
+    """Return an agent's two tools, as a user would write them."""
 
     def search(q: str, n: int) -> str:
         """Search the mailbox.
@@ -35,7 +35,7 @@ def tools(asked: Asked) -> tuple[Tool, Tool]:
             q: the words to look for
             n: how many mails to return
         """
-        return take(asked, "search")
+        return take(task, "search")
 
     def read(q: str, n: int) -> str:
         """Read a mail.
@@ -44,24 +44,24 @@ def tools(asked: Asked) -> tuple[Tool, Tool]:
             q: the words that the mail contains
             n: the number of the mail
         """
-        return take(asked, "read")
+        return take(task, "read")
 
     return search, read
 
 
-def take(asked: Asked, tool: str) -> str:
-    """Return what this call of a tool returns."""
-    replies = asked["replies"].get(tool, ["there is no such tool"])
+def take(task: Task, tool: str) -> str:
+    """Return the next scripted result of a tool."""
+    replies = task["replies"].get(tool, ["there is no such tool"])
     return str(replies.pop(0) if len(replies) > 1 else replies[0])
 
 
-def answer(agent: Callable[[Asked], Any], package: str) -> None:
-    """Put every question to the agent, one after the other, and print its results."""
+def answer(agent: Callable[[Task], Any], package: str) -> None:
+    """Run the agent on every task in turn and print its results."""
     asyncio.run(_answer(agent, package))
 
 
-async def _answer(agent: Callable[[Asked], Any], package: str) -> None:
-    results, sys.stdout = sys.stdout, sys.stderr  # some frameworks talk
-    for asked in json.load(sys.stdin):
-        said = await agent(asked) if inspect.iscoroutinefunction(agent) else await asyncio.to_thread(agent, asked)
-        print(json.dumps({"answer": said, "package": package, "version": version(package)}), file=results, flush=True)
+async def _answer(agent: Callable[[Task], Any], package: str) -> None:
+    results, sys.stdout = sys.stdout, sys.stderr  # some frameworks print
+    for task in json.load(sys.stdin):
+        result = await agent(task) if inspect.iscoroutinefunction(agent) else await asyncio.to_thread(agent, task)
+        print(json.dumps({"answer": result, "package": package, "version": version(package)}), file=results, flush=True)

@@ -13,12 +13,12 @@ if "chat" in sys.argv:
     agents.set_default_openai_api("chat_completions")
 
 
-async def agent(asked: mailbox.Asked) -> str:
-    tools = [agents.function_tool(tool) for tool in mailbox.tools(asked)]
+async def agent(task: mailbox.Task) -> str:
+    tools = [agents.function_tool(tool) for tool in mailbox.tools(task)]
     mail = agents.Agent(name="mail", instructions=mailbox.SYSTEM, model=mailbox.MODEL, tools=list(tools))
-    if not asked["streamed"]:
-        return str((await agents.Runner.run(mail, asked["question"])).final_output)
-    running = agents.Runner.run_streamed(mail, asked["question"])
+    if not task["streamed"]:
+        return str((await agents.Runner.run(mail, task["question"])).final_output)
+    running = agents.Runner.run_streamed(mail, task["question"])
     async for _ in running.stream_events():
         pass
     return str(running.final_output)

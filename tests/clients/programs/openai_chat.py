@@ -9,18 +9,18 @@ from openai import OpenAI
 import mailbox
 
 
-def agent(asked: mailbox.Asked) -> str | None:
+def agent(task: mailbox.Task) -> str | None:
     client = OpenAI()
-    system = {"role": "system", "content": asked["system"]}
-    messages: list[Any] = [system, {"role": "user", "content": asked["question"]}]
-    for _ in range(asked.get("rounds", 8)):
-        options = {"model": mailbox.MODEL, "messages": messages, "tools": asked["tools"], **asked["options"]}
-        message = streamed(client, options) if asked["streamed"] else whole(client, options)
+    system = {"role": "system", "content": task["system"]}
+    messages: list[Any] = [system, {"role": "user", "content": task["question"]}]
+    for _ in range(task.get("rounds", 8)):
+        options = {"model": mailbox.MODEL, "messages": messages, "tools": task["tools"], **task["options"]}
+        message = streamed(client, options) if task["streamed"] else whole(client, options)
         messages.append(message)
         if not message.tool_calls:
             return message.content
         for call in message.tool_calls:
-            reply = mailbox.take(asked, call.function.name)
+            reply = mailbox.take(task, call.function.name)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": reply})
     return None
 

@@ -1,4 +1,4 @@
-"""OpenAI's SDK, Responses: each turn names the response before it and sends only what is new."""
+"""OpenAI's SDK, Responses: each turn names the previous response and sends only new items."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from openai import OpenAI
 import mailbox
 
 
-def agent(asked: mailbox.Asked) -> str | None:
+def agent(task: mailbox.Task) -> str | None:
     client = OpenAI()
-    given: Any = asked["question"]
-    before: dict[str, str] = {}
-    tools = [{"type": "function", **tool["function"], "strict": False} for tool in asked["tools"]]
-    for _ in range(asked.get("rounds", 8)):
-        options = {"model": mailbox.MODEL, "instructions": asked["system"], "input": given, "tools": tools, **before}
-        options |= asked["options"]
-        response = streamed(client, options) if asked["streamed"] else client.responses.create(**options)
-        before = {"previous_response_id": response.id}
+    items: Any = task["question"]
+    previous: dict[str, str] = {}
+    tools = [{"type": "function", **tool["function"], "strict": False} for tool in task["tools"]]
+    for _ in range(task.get("rounds", 8)):
+        options = {"model": mailbox.MODEL, "instructions": task["system"], "input": items, "tools": tools, **previous}
+        options |= task["options"]
+        response = streamed(client, options) if task["streamed"] else client.responses.create(**options)
+        previous = {"previous_response_id": response.id}
         calls = [item for item in response.output if item.type == "function_call"]
         if not calls:
             return response.output_text
-        given = [
-            {"type": "function_call_output", "call_id": call.call_id, "output": mailbox.take(asked, call.name)}
+        items = [
+            {"type": "function_call_output", "call_id": call.call_id, "output": mailbox.take(task, call.name)}
             for call in calls
         ]
     return None

@@ -9,12 +9,12 @@ from pydantic_ai.providers.openai import OpenAIProvider
 import mailbox
 
 
-async def agent(asked: mailbox.Asked) -> str:
+async def agent(task: mailbox.Task) -> str:
     model = OpenAIChatModel(mailbox.MODEL, provider=OpenAIProvider(base_url=mailbox.BASE_URL, api_key=mailbox.KEY))
-    mail = Agent(model, system_prompt=mailbox.SYSTEM, tools=list(mailbox.tools(asked)))
-    if not asked["streamed"]:
-        return str((await mail.run(asked["question"])).output)
-    async with mail.run_stream(asked["question"]) as result:
+    mail = Agent(model, system_prompt=mailbox.SYSTEM, tools=list(mailbox.tools(task)))
+    if not task["streamed"]:
+        return str((await mail.run(task["question"])).output)
+    async with mail.run_stream(task["question"]) as result:
         async for _ in result.stream_text():
             pass
         return str(await result.get_output())

@@ -125,13 +125,13 @@ def one(case: str, model: str, folder: Path) -> int:
     return distributed.follow(line, made)
 
 
-def forked(does: Callable[[], int], said: Path, environment: dict[str, str]) -> int:
+def forked(does: Callable[[], int], log_path: Path, environment: dict[str, str]) -> int:
     """Start a process that does it; return its id."""
     if child := os.fork():
         return child
     os.environ.update(environment)
     signal.alarm(MOST_SECONDS)
-    with said.open("w") as log:
+    with log_path.open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
         logging.basicConfig(level=logging.INFO, stream=log)

@@ -100,6 +100,6 @@ def build_rows(count: int, *, seed: int = 0) -> Sequence[TokenRow]:
     return [build_row(1000 * seed + index) for index in range(count)]
 
 
-def _segment(dice: random.Random, shortest: int, longest: int, trained: int) -> tuple[list[int], list[int]]:
-    length = dice.randint(shortest, longest)
+def _segment(dice: random.Random, min_length: int, max_length: int, trained: int) -> tuple[list[int], list[int]]:
+    length = dice.randint(min_length, max_length)
     return [dice.randrange(3, VOCABULARY) for _ in range(length)], [trained] * length

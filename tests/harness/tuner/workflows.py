@@ -1,4 +1,4 @@
-"""Workflows for the tests: agents that know nothing of the tuner, and some that fail."""
+"""Workflows for the tests: agents that do not know the tuner, and some that fail."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ def by_place(task: dict[str, Any], model: str, /, turns: int = 3) -> str:
     return f"{task['question']} {model} {turns}"
 
 
-def wants_more(task: dict[str, Any], browser: Any) -> None:
-    """Takes what nobody gives."""
+def needs_browser(task: dict[str, Any], browser: Any) -> None:
+    """Has a parameter that the tuner does not pass."""
 
 
 def crashes(task: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""An agent of the small world, as its users wrote it: one question, one answer. It knows nothing of prompt tuning."""
+"""An agent of the small world as users write it: one question, one answer. It knows nothing of prompt tuning."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from tests.harness.tuner import prompt_world
 
 async def agent(task: Mapping[str, Any], base_url: str, model: str) -> str:
     """Answer a task's question under the agent's own system prompt."""
-    return await _asked(task, base_url, model, prompt_world.SEED)
+    return await _answer(task, base_url, model, prompt_world.SEED)
 
 
 async def silent(task: Mapping[str, Any], base_url: str, model: str) -> str:
     """The same without any system prompt."""
-    return await _asked(task, base_url, model, None)
+    return await _answer(task, base_url, model, None)
 
 
 async def dated(task: Mapping[str, Any], base_url: str, model: str) -> str:
     """The same with a system prompt that differs from task to task."""
-    return await _asked(task, base_url, model, f"{prompt_world.SEED} This is about: {task['question']}")
+    return await _answer(task, base_url, model, f"{prompt_world.SEED} This is about: {task['question']}")
 
 
 async def idle(task: Mapping[str, Any]) -> str:
@@ -30,7 +30,7 @@ async def idle(task: Mapping[str, Any]) -> str:
     return "unsure"
 
 
-async def _asked(task: Mapping[str, Any], base_url: str, model: str, prompt: str | None) -> str:
+async def _answer(task: Mapping[str, Any], base_url: str, model: str, prompt: str | None) -> str:
     system = [] if prompt is None else [{"role": "system", "content": prompt}]
     body = {"model": model, "messages": [*system, {"role": "user", "content": task["question"]}]}
     async with httpx.AsyncClient(timeout=30, trust_env=False) as client:
