@@ -18,7 +18,7 @@ _COMMIT = hashlib.sha1(b"one").hexdigest()
 def hub_with(name: str, files: Mapping[str, bytes]) -> Iterator[str]:
     """Serve one data set; the value is the hub's URL."""
 
-    class Hub(BaseHTTPRequestHandler):
+    class DatasetHandler(BaseHTTPRequestHandler):
         """Knows one data set."""
 
         def do_GET(self) -> None:
@@ -72,7 +72,7 @@ def hub_with(name: str, files: Mapping[str, bytes]) -> Iterator[str]:
         def log_message(self, format: str, *args: object) -> None:
             """Stay quiet."""
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), DatasetHandler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:

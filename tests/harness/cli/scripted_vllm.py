@@ -1,4 +1,4 @@
-"""A scripted stand-in for vLLM's API server: no model, the same way to be started, asked and ended.
+"""A scripted API server of vLLM without a model, started, called and ended like the real one.
 
 Answers /health and /v1/models. Starts a helper in a session of its own, as far from its parent as an engine process can
 get, and writes the helper's pid into $SCRIPTED_VLLM_HELPER. $SCRIPTED_VLLM says what goes wrong: `dies_at_start`
@@ -47,7 +47,7 @@ def start_helper(*, stubborn: bool) -> None:
 def serve(port: int, model: str) -> None:
     """Answer the two routes that a start needs."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class ModelListHandler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             body = json.dumps({"object": "list", "data": [{"id": model, "object": "model"}]}).encode()
             self.send_response(200)
@@ -59,7 +59,7 @@ def serve(port: int, model: str) -> None:
         def log_message(self, format: str, *args: object) -> None:
             """Stay quiet."""
 
-    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
+    with ThreadingHTTPServer(("127.0.0.1", port), ModelListHandler) as server:
         server.serve_forever()
 
 

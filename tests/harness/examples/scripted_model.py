@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
+
+from tests.harness.json_server import IncomingRequest, JsonServer
 
 Reply = tuple[int, dict[str, Any]]
 
@@ -30,35 +30,17 @@ class ScriptedModel:
 
     def __init__(self, reply: Callable[[list[dict[str, Any]]], Reply]) -> None:
         self.requests: list[tuple[dict[str, str], dict[str, Any]]] = []
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                outer.requests.append(({key.lower(): value for key, value in self.headers.items()}, body))
-                status, answer = reply(body["messages"])
-                data = json.dumps(answer).encode()
-                self.send_response(status)
-                self.send_header("content-type", "application/json")
-                self.send_header("content-length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.base_url = f"http://127.0.0.1:{self._server.server_port}/v1"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
+        self._reply = reply
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self._server = JsonServer(self._respond)
+        self.base_url = f"{self._server.url}/v1"
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
+
+    def _respond(self, request: IncomingRequest) -> Reply:
+        body = json.loads(request.body)
+        self.requests.append((request.headers, body))
+        return self._reply(body["messages"])

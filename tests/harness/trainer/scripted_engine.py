@@ -1,4 +1,4 @@
-"""A scripted stand-in for vLLM's control plane: loads, unloads, lists and scores adapters, and can report wrong scores.
+"""A scripted control API of vLLM: it loads, unloads, lists and scores adapters, and can report wrong scores.
 
 It computes nothing: `score` is given by the test. The real vLLM is exercised by the end-to-end run.
 """
@@ -6,11 +6,11 @@ It computes nothing: `score` is given by the test. The real vLLM is exercised by
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Protocol
+
+from tests.harness.json_server import IncomingRequest, JsonServer
 
 Scorer = Callable[[str, Sequence[int]], float]
 _TOKENS = range(3, 6)  # the next tokens that it knows
@@ -51,45 +51,21 @@ class ScriptedEngine:
         self.key: str | None = None
         self.authorization: str | None = None
         self.load: tuple[int, int] | None = (0, 0)  # calls running and waiting; None: not reported
-        engine = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def log_message(self, *_: object) -> None:
-                pass
-
-            def do_GET(self) -> None:
-                wanted = f"Bearer {engine.key}" if engine.key else engine.authorization
-                if wanted and self.headers["authorization"] != wanted:
-                    self._send(401, {"error": "Unauthorized"})
-                    return
-                if self.path == "/metrics":
-                    self._say(200 if engine.load else 404, engine.metrics().encode())
-                    return
-                self._send(200, {"data": [{"id": name} for name in ("base", *engine.loaded)]})
-
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                self._send(*engine.answer(self.path, body))
-
-            def _send(self, status: int, body: dict[str, Any]) -> None:
-                self._say(status, json.dumps(body).encode())
-
-            def _say(self, status: int, data: bytes) -> None:
-                self.send_response(status)
-                self.send_header("content-length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
-        self._thread.start()
+        self._server = JsonServer(self._respond)
+        self.url = self._server.url
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
+
+    def _respond(self, request: IncomingRequest) -> tuple[int, Any]:
+        if request.body:
+            return self.answer(request.path, json.loads(request.body))
+        authorization = f"Bearer {self.key}" if self.key else self.authorization
+        if authorization and request.headers.get("authorization") != authorization:
+            return 401, {"error": "Unauthorized"}
+        if request.path == "/metrics":
+            return 200 if self.load else 404, self.metrics()
+        return 200, {"data": [{"id": name} for name in ("base", *self.loaded)]}
 
     def metrics(self) -> str:
         """The gauges of its load as vLLM writes them."""

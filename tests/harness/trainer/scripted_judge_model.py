@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.harness.json_server import IncomingRequest, JsonServer
 
 Answer = tuple[int, Any]
 
@@ -26,45 +26,22 @@ class ScriptedJudgeModel:
     @contextmanager
     def running(self) -> Iterator[ScriptedJudgeModel]:
         """Serve on a free port."""
-        server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        self.url = f"http://127.0.0.1:{server.server_port}"
+        server = JsonServer(self._respond)
+        self.url = server.url
         try:
             yield self
         finally:
-            server.shutdown()
-            server.server_close()
-            thread.join()
+            server.close()
 
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
-        scripted = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
-                status, answer = scripted.answer(self.path, body, dict(self.headers))
-                content = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
-                self.send_response(status)
-                self.send_header("content-length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            def log_message(self, format: str, *args: Any) -> None:
-                """Say nothing."""
-
-        return Handler
-
-    def answer(self, path: str, body: bytes, headers: dict[str, str]) -> Answer:
-        """Return the next answer."""
-        if path != self.path:
-            return 404, {"error": {"message": f"no route {path}"}}
-        request = json.loads(body)
-        self.requests.append(request)
-        self.raw.append(body)
-        self.headers.append({name.lower(): value for name, value in headers.items()})
+    def _respond(self, request: IncomingRequest) -> Answer:
+        if request.path != self.path:
+            return 404, {"error": {"message": f"no route {request.path}"}}
+        body = json.loads(request.body)
+        self.requests.append(body)
+        self.raw.append(request.body)
+        self.headers.append(request.headers)
         answer = self.answers.pop(0)
-        return answer(request) if callable(answer) else answer
+        return answer(body) if callable(answer) else answer
 
 
 def says(content: Any) -> Answer:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from tests.harness.json_server import IncomingRequest, JsonServer
 from tests.harness.tuner import prompt_world
 
 Propose = Callable[[str, Sequence[Mapping[str, Any]]], str]
@@ -34,16 +33,12 @@ class ScriptedReflectionModel:
     @contextmanager
     def running(self) -> Iterator[ScriptedReflectionModel]:
         """Serve on a free port."""
-        server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        self.url = f"http://127.0.0.1:{server.server_port}/v1"
+        server = JsonServer(self._respond)
+        self.url = f"{server.url}/v1"
         try:
             yield self
         finally:
-            server.shutdown()
-            server.server_close()
-            thread.join()
+            server.close()
 
     def spec(self, **changes: Any) -> dict[str, Any]:
         """The value of `tuner.reflection`."""
@@ -84,31 +79,13 @@ class ScriptedReflectionModel:
         self._proposals += 1
         return prompt
 
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
-        scripted = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                scripted.requests.append(body)
-                scripted.headers.append({name.lower(): value for name, value in self.headers.items()})
-                if scripted.down:
-                    scripted.down -= 1
-                    self._send(503, {"error": {"message": "overloaded"}})
-                    return
-                message = {"role": "assistant", "content": scripted.answer(body)}
-                usage = {"prompt_tokens": 500, "completion_tokens": 50}
-                choice = {"index": 0, "message": message, "finish_reason": "stop"}
-                self._send(200, {"choices": [choice], "usage": usage})
-
-            def _send(self, status: int, content: Any) -> None:
-                text = json.dumps(content).encode()
-                self.send_response(status)
-                self.send_header("content-length", str(len(text)))
-                self.end_headers()
-                self.wfile.write(text)
-
-            def log_message(self, format: str, *args: Any) -> None:
-                """Say nothing."""
-
-        return Handler
+    def _respond(self, request: IncomingRequest) -> tuple[int, Any]:
+        body = json.loads(request.body)
+        self.requests.append(body)
+        self.headers.append(request.headers)
+        if self.down:
+            self.down -= 1
+            return 503, {"error": {"message": "overloaded"}}
+        message = {"role": "assistant", "content": self.answer(body)}
+        usage = {"prompt_tokens": 500, "completion_tokens": 50}
+        return 200, {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}], "usage": usage}
