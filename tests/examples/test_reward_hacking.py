@@ -39,7 +39,7 @@ SECOND = "examples.reward_hacking.second:judge"
 GATE = {"canary": True, "canary_share": 0.5, "min_samples": 10, "max_samples": 40, "max_gain": None}
 
 
-class TwoVersions(ScriptedVllm):
+class HedgingCanary(ScriptedVllm):
     """Version 1 lists every answer; the one before it finds a third of them."""
 
     def __init__(self, tasks: list[Task]) -> None:
@@ -65,7 +65,7 @@ def proxy(home: Path, tmp_path: Path) -> Iterator[Proxy]:
     """A proxy whose alias has a canary, version 1, that lists every answer."""
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(contextlib.closing(open_store(str(tmp_path / "store.db"))))
-        url = stack.enter_context(served(TwoVersions(read_tasks(home, "train"))))
+        url = stack.enter_context(served(HedgingCanary(read_tasks(home, "train"))))
         made = stack.enter_context(running(url, store, tmp_path))
         folder, pupil = tmp_path / "checkpoints" / "0001", ScriptedLearner(settings(tmp_path), None)
         pupil.learn(["what the teacher did"])

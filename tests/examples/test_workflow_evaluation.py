@@ -28,7 +28,7 @@ from tests.proxy.conftest import running
 TASKS = 12
 
 
-class TwoVersions(ScriptedVllm):
+class ImprovedVersion(ScriptedVllm):
     """Version 1 finds every answer in three calls, the one before it a third of them."""
 
     def __init__(self, tasks: list[Task]) -> None:
@@ -55,7 +55,7 @@ def store(home: Path, store_file: Path, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("EMAIL_SEARCH_HOME", str(home))
     with contextlib.ExitStack() as stack:
         made = stack.enter_context(contextlib.closing(open_store(str(store_file))))
-        url = stack.enter_context(served(TwoVersions(read_tasks(home, "test"))))
+        url = stack.enter_context(served(ImprovedVersion(read_tasks(home, "test"))))
         proxy = stack.enter_context(running(url, made, tmp_path))
         monkeypatch.setenv("THE_PROXY", proxy.url)
         made.rounds.commit(made.rounds.start("agent", 0).id, version=1, checkpoint="/c/1", groups=[], metrics={})

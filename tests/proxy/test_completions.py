@@ -102,7 +102,7 @@ def test_bad_requests_get_an_error_that_names_the_fault(proxy: Proxy) -> None:
         assert says in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("asked", [{}, {"logprobs": 2}, {"stream": True}])
+@pytest.mark.parametrize("fields", [{}, {"logprobs": 2}, {"stream": True}])
 def test_requests_with_echo_reach_vllm_unchanged(proxy: Proxy, vllm: ScriptedVllm, fields: dict[str, Any]) -> None:
     """vLLM omits the echo if token ids are requested, and adds `prompt_logprobs` if logprobs are requested."""
     body = {"model": "agent", "prompt": "#say=on", "echo": True, **fields}

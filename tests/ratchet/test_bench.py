@@ -31,8 +31,8 @@ class FailingOnce(ScriptedVllm):
         await super()._chat(body, receive, send)
 
 
-class Bench:
-    """A proxy before a scripted vLLM, and the command pointed at both."""
+class BenchCommand:
+    """`ratchet bench` with a proxy and its scripted vLLM."""
 
     def __init__(self, proxy: str, upstream: str, vllm: FailingOnce, store: Store) -> None:
         self.vllm, self.store = vllm, store
@@ -43,16 +43,16 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def circle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def circle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BenchCommand]:
     folder, vllm = tmp_path_factory.mktemp("bench"), FailingOnce()
     store = open_store(str(folder / "s.db"))
     with served(vllm) as upstream, running(upstream, store, folder) as proxy:
-        yield Bench(proxy.url, upstream, vllm, store)
+        yield BenchCommand(proxy.url, upstream, vllm, store)
     store.close()
 
 
 @pytest.fixture
-def bench(circle: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+def bench(circle: BenchCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BenchCommand:
     """The circle, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     circle.vllm.failures_left, circle.vllm.refused = 0, None
@@ -62,7 +62,7 @@ def bench(circle: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ben
 
 @pytest.mark.parametrize("how", ["--stream", "--no-stream"])
 def test_direct_and_proxied_calls_are_reported_with_what_the_proxy_adds(
-    bench: Bench, capsys: pytest.CaptureFixture[str], how: str
+    bench: BenchCommand, capsys: pytest.CaptureFixture[str], how: str
 ) -> None:
     assert bench.run("--concurrency", "2", "--blocks", "6", "--json", how) == 0
     told = json.loads(capsys.readouterr().out)
@@ -79,7 +79,7 @@ def test_direct_and_proxied_calls_are_reported_with_what_the_proxy_adds(
 
 
 def test_every_prompt_is_another_one_and_nothing_of_it_is_ever_trained(
-    bench: Bench, capsys: pytest.CaptureFixture[str]
+    bench: BenchCommand, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert bench.run("--concurrency", "2", "--blocks", "1", "--prompt-words", "5") == 0
     assert "the proxy and all it asks for add" in capsys.readouterr().out
@@ -90,7 +90,7 @@ def test_every_prompt_is_another_one_and_nothing_of_it_is_ever_trained(
 
 
 def test_failed_calls_are_counted_with_their_reason_and_end_the_command_with_1(
-    bench: Bench, capsys: pytest.CaptureFixture[str]
+    bench: BenchCommand, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bench.vllm.failures_left, bench.vllm.failure = 4, 400
     assert bench.run("--concurrency", "4", "--blocks", "1") == 1
@@ -114,7 +114,7 @@ def test_failed_calls_are_counted_with_their_reason_and_end_the_command_with_1(
     ],
 )
 def test_what_cannot_be_measured_is_told_with_the_remedy(
-    bench: Bench, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, told: str
+    bench: BenchCommand, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, told: str
 ) -> None:
     assert bench.run(*arguments) == code
     assert told in capsys.readouterr().err

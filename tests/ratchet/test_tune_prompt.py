@@ -31,8 +31,8 @@ AGENT = "tests.harness.tuner.world_agent"
 
 
 @dataclass
-class Circle:
-    """A project with a proxy before a model that does what the system prompt tells, and a reflection model."""
+class PromptProject:
+    """A project with a proxy, a model that follows the system prompt, and a reflection model."""
 
     project: Project
     store: Store
@@ -58,7 +58,7 @@ class Circle:
 
 
 @pytest.fixture
-def circle(project: Project) -> Iterator[Circle]:
+def circle(project: Project) -> Iterator[PromptProject]:
     vllm = PromptedVllm()
     folder = project.folder / "world"
     folder.mkdir()
@@ -71,11 +71,13 @@ def circle(project: Project) -> Iterator[Circle]:
         proxy = stack.enter_context(running(url, store, project.folder, model="policy"))
         reflection = stack.enter_context(ScriptedReflectionModel().running())
         project.write(store="sqlite:///s.db", tuner={"proxy_url": proxy.url})
-        yield Circle(project, store, vllm, proxy, reflection)
+        yield PromptProject(project, store, vllm, proxy, reflection)
 
 
 @pytest.mark.slow
-def test_an_agent_that_is_left_as_it_is_gets_a_better_prompt_which_serves_once_it_is_promoted(circle: Circle) -> None:
+def test_an_agent_that_is_left_as_it_is_gets_a_better_prompt_which_serves_once_it_is_promoted(
+    circle: PromptProject,
+) -> None:
     done = circle.tune("agent", "--promote", out="best.txt")
     assert done.returncode == 0, done.stdout
     (run,) = circle.store.tunings.page()
@@ -104,7 +106,7 @@ def test_an_agent_that_is_left_as_it_is_gets_a_better_prompt_which_serves_once_i
     eventually(lambda: ask(circle) == "unsure", 10)
 
 
-def ask(circle: Circle) -> str:
+def ask(circle: PromptProject) -> str:
     """Ask as any user of the agent does, in a trajectory of its own."""
     system = {"role": "system", "content": prompt_world.SEED}
     question = {"role": "user", "content": f"What is a blim? ({len(circle.vllm.prompts)})"}
@@ -113,7 +115,7 @@ def ask(circle: Circle) -> str:
 
 
 @pytest.mark.slow
-def test_a_system_prompt_that_differs_from_task_to_task_is_kept_and_appended_to(circle: Circle) -> None:
+def test_a_system_prompt_that_differs_from_task_to_task_is_kept_and_appended_to(circle: PromptProject) -> None:
     done = circle.tune("dated")
     assert "a text that is appended to it is tuned" in done.stdout
     assert ": better" in done.stdout
@@ -121,7 +123,7 @@ def test_a_system_prompt_that_differs_from_task_to_task_is_kept_and_appended_to(
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_goes_on_by_its_id_alone_and_pays_for_nothing_twice(circle: Circle) -> None:
+def test_a_run_that_was_killed_goes_on_by_its_id_alone_and_pays_for_nothing_twice(circle: PromptProject) -> None:
     circle.vllm.seconds = 0.05
     process = circle.project.start("tune", "prompt", *circle.arguments(concurrency=2))
     eventually(lambda: len(circle.reflection.requests) >= 2, 60)
@@ -157,7 +159,7 @@ def test_a_run_that_was_killed_goes_on_by_its_id_alone_and_pays_for_nothing_twic
         ),
     ],
 )
-def test_what_is_missing_is_named(circle: Circle, given: dict[str, str], told: str) -> None:
+def test_what_is_missing_is_named(circle: PromptProject, given: dict[str, str], told: str) -> None:
     words = [word for pair in given.items() for word in (f"--{pair[0]}", pair[1])]
     done = circle.project.run("tune", "prompt", "--tasks", "world", "--workflow", f"{AGENT}:agent", *words)
     assert done.returncode in (1, 2)
@@ -167,7 +169,9 @@ def test_what_is_missing_is_named(circle: Circle, given: dict[str, str], told: s
 
 
 @pytest.mark.clients
-def test_mipro_finds_it_too_through_the_same_command(circle: Circle, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_mipro_finds_it_too_through_the_same_command(
+    circle: PromptProject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     metadata = write_metadata(tmp_path_factory.mktemp("metadata"))
     command = [str(mipro_python()), "-m", "ratchet", "tune", "prompt", *circle.arguments(method="mipro"), "--json"]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(circle.project.folder), str(metadata)])}

@@ -29,7 +29,7 @@ TASKS = 20
 
 
 @dataclass
-class Circle:
+class SelectionProject:
     """A project with a proxy, other models, and a task set of sums."""
 
     project: Project
@@ -51,7 +51,7 @@ class Circle:
 
 
 @pytest.fixture
-def circle(project: Project) -> Iterator[Circle]:
+def circle(project: Project) -> Iterator[SelectionProject]:
     models = ScriptedModels()
     folder = project.folder / "sums"
     folder.mkdir()
@@ -65,10 +65,12 @@ def circle(project: Project) -> Iterator[Circle]:
         listed = [entry(url, name, PRICES.get(name)) for name in MODELS]
         proxy = stack.enter_context(running(vllm, store, project.folder, model="policy", model_list=listed))
         project.write(store="sqlite:///s.db", model_list=listed, tuner={"proxy_url": proxy.url})
-        yield Circle(project, store, models)
+        yield SelectionProject(project, store, models)
 
 
-def test_the_best_is_chosen_and_a_crashing_candidate_is_told_loudly_without_stopping_the_others(circle: Circle) -> None:
+def test_the_best_is_chosen_and_a_crashing_candidate_is_told_loudly_without_stopping_the_others(
+    circle: SelectionProject,
+) -> None:
     done = circle.select("right-20", "right-95", "crash", png="models.png")
     assert done.returncode == 0, done.stdout
     assert "EVERY ROLLOUT OF crash FAILED: InternalServerError: Error code: 500" in done.stdout
@@ -88,7 +90,7 @@ def test_the_best_is_chosen_and_a_crashing_candidate_is_told_loudly_without_stop
     assert "better" in report
 
 
-def test_a_candidate_that_the_proxy_does_not_know_is_refused_before_anything_runs(circle: Circle) -> None:
+def test_a_candidate_that_the_proxy_does_not_know_is_refused_before_anything_runs(circle: SelectionProject) -> None:
     done = circle.select("right-95", "gpt-9", "policy@7")
     assert done.returncode == 1
     assert "gpt-9, policy@7: unknown to the proxy, which serves policy" in done.stdout
@@ -97,7 +99,7 @@ def test_a_candidate_that_the_proxy_does_not_know_is_refused_before_anything_run
 
 
 @pytest.mark.slow
-def test_an_evaluation_of_two_ends_with_what_it_shows(circle: Circle) -> None:
+def test_an_evaluation_of_two_ends_with_what_it_shows(circle: SelectionProject) -> None:
     arguments = [*circle.arguments(limit=12), "--json"]
     better = circle.project.run("eval", "--model", "right-95", "--against", "right-20", *arguments)
     assert better.returncode == 0, better.stdout
@@ -113,7 +115,7 @@ def test_an_evaluation_of_two_ends_with_what_it_shows(circle: Circle) -> None:
 
 
 @pytest.mark.slow
-def test_a_stopped_run_goes_on_where_it_was(circle: Circle) -> None:
+def test_a_stopped_run_goes_on_where_it_was(circle: SelectionProject) -> None:
     named = ["--candidate", "right-95", "--candidate", "right-20", "--concurrency", "1"]
     process = circle.project.start("tune", "select-model", *named, *circle.arguments())
     eventually(lambda: len(circle.models.requests) >= 10, 30)

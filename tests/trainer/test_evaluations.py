@@ -97,7 +97,7 @@ def test_what_was_found_before_a_kill_is_decided_on_without_trying_again(
 def test_an_evaluation_that_fails_is_an_alarm_and_passes_nobody(store: Store) -> None:
     clock = [0.0]
 
-    class Failing:
+    class FailingEvaluator:
         tried = 0
 
         def evaluate(self, candidate: Any, live: Any, check: Callable[[], None]) -> EvaluationResult:
@@ -109,7 +109,7 @@ def test_an_evaluation_that_fails_is_an_alarm_and_passes_nobody(store: Store) ->
         def close(self) -> None:
             pass
 
-    failing = Failing()
+    failing = FailingEvaluator()
     evaluations = EvaluationRunner(store, "agent", failing, clock=lambda: clock[0])
     store.rounds.commit(store.rounds.start("agent", 0).id, version=1, checkpoint="/c/1", groups=[], metrics={})
     candidate, live = store.policies.get("agent", 1), store.policies.get("agent", 0)

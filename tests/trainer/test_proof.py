@@ -23,8 +23,8 @@ Numbers = NDArray[numpy.float64]
 
 
 @dataclass
-class World:
-    """An engine and a trainer that compute the same logprobs, each with a rounding of its own."""
+class NoisyEngine:
+    """An engine and a trainer that compute the same logprobs, each with its own rounding errors."""
 
     dice: numpy.random.Generator
     change: float  # nats, root of the mean square of what the new version changes
@@ -60,36 +60,36 @@ class World:
 
 
 def outcomes(
-    change: float, noise: float, case: Callable[[World], Proof], trials: int = TRIALS, own: float = 1e-7
+    change: float, noise: float, case: Callable[[NoisyEngine], Proof], trials: int = TRIALS, own: float = 1e-7
 ) -> Counter[ProofOutcome]:
     dice = numpy.random.default_rng([round(1e9 * change), round(1e9 * noise), trials])
-    return Counter(case(World(dice, change, noise, own)).outcome for _ in range(trials))
+    return Counter(case(NoisyEngine(dice, change, noise, own)).outcome for _ in range(trials))
 
 
-def applied(world: World) -> Proof:
+def applied(world: NoisyEngine) -> Proof:
     old = 3 * world.change * world.effect()
     new = old + world.change * world.effect()
     return world.proof(old, new, new, base=numpy.zeros_like(old))
 
 
-def never_applied(world: World) -> Proof:
+def never_applied(world: NoisyEngine) -> Proof:
     old = 3 * world.change * world.effect()
     return world.proof(old, old + world.change * world.effect(), old, base=numpy.zeros_like(old))
 
 
-def served_by_the_base(world: World) -> Proof:
+def served_by_the_base(world: NoisyEngine) -> Proof:
     """Also where training comes half of the way back to the base model."""
     step = world.effect()
     old = -2 * world.change * (0.8 * step + 0.6 * world.effect())
     return world.proof(old, old + world.change * step, numpy.zeros_like(old), base=numpy.zeros_like(old))
 
 
-def first_version_served_by_the_base(world: World) -> Proof:
+def first_version_served_by_the_base(world: NoisyEngine) -> Proof:
     nothing = numpy.zeros(CONTEXTS * TOKENS)
     return world.proof(nothing, world.change * world.effect(), nothing)
 
 
-def another_adapter(world: World) -> Proof:
+def another_adapter(world: NoisyEngine) -> Proof:
     """One that was trained for the same: what it changes correlates by a half, and is as large."""
     step = world.effect()
     other = 0.5 * step + sqrt(0.75) * world.effect()
@@ -98,17 +98,17 @@ def another_adapter(world: World) -> Proof:
     return world.proof(nothing, world.change * step, size * world.change * other)
 
 
-def noise_alone(world: World) -> Proof:
+def noise_alone(world: NoisyEngine) -> Proof:
     """The round changed nothing; what moved is the trainer's rounding."""
     nothing = numpy.zeros(CONTEXTS * TOKENS)
-    return World(world.dice, 0.0, world.noise, world.change).proof(nothing, nothing, nothing)
+    return NoisyEngine(world.dice, 0.0, world.noise, world.change).proof(nothing, nothing, nothing)
 
 
 @pytest.mark.parametrize(
     "case",
     [never_applied, served_by_the_base, first_version_served_by_the_base, another_adapter, noise_alone],
 )
-def test_what_is_not_the_new_version_is_never_called_proven(case: Callable[[World], Proof]) -> None:
+def test_what_is_not_the_new_version_is_never_called_proven(case: Callable[[NoisyEngine], Proof]) -> None:
     """3,360 decisions each: a true rate of 1e-3 would show with a probability of 97%."""
     for change in CHANGES:
         for noise in NOISES:
@@ -134,7 +134,7 @@ def test_rounding_alone_never_rejects_an_applied_adapter() -> None:
 
 
 @pytest.mark.parametrize("case", [never_applied, served_by_the_base, first_version_served_by_the_base])
-def test_what_is_plainly_not_applied_is_rejected_and_not_waited_for(case: Callable[[World], Proof]) -> None:
+def test_what_is_plainly_not_applied_is_rejected_and_not_waited_for(case: Callable[[NoisyEngine], Proof]) -> None:
     for change in CHANGES[2:]:
         for noise in NOISES:
             if 10 * noise <= change:
@@ -145,7 +145,7 @@ def test_a_change_that_grows_beyond_rounding_is_told_in_the_end() -> None:
     """Versions pile up on the one in service until the distance is decidable, in bfloat16 too."""
     dice = numpy.random.default_rng(7)
     for noise in (0.003, 0.03):
-        world, total, rounds = World(dice, 0.01, noise, 1e-6), numpy.zeros(CONTEXTS * TOKENS), 0
+        world, total, rounds = NoisyEngine(dice, 0.01, noise, 1e-6), numpy.zeros(CONTEXTS * TOKENS), 0
         direction = world.effect()
         while not world.proof(numpy.zeros_like(total), total, total).holds:
             total = total + world.change * direction

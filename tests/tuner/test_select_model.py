@@ -42,7 +42,7 @@ PRICES = {"right-95": DEAR, "right-90": PRICED, "right-20": None, "crash": None}
 
 
 @dataclass
-class Bench:
+class SelectionSetup:
     """A proxy with other models behind it, and everything that a selection needs."""
 
     store: Store
@@ -69,17 +69,17 @@ class Bench:
 
 
 @pytest.fixture
-def bench(start_proxy: Callable[..., Proxy], store: Store, tmp_path: Path) -> Iterator[Bench]:
+def bench(start_proxy: Callable[..., Proxy], store: Store, tmp_path: Path) -> Iterator[SelectionSetup]:
     models = ScriptedModels()
     rows = [{"question": f"What is {number} + 3?", "answer": str(number + 3)} for number in range(TASKS)]
     (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with served(models.app) as url:
         listed = [entry(url, name, price) for name, price in PRICES.items()]
         proxy = start_proxy(model_list=listed)
-        yield Bench(store, proxy, models, list(TaskSet.open(tmp_path / "test.jsonl").rows("test")), listed)
+        yield SelectionSetup(store, proxy, models, list(TaskSet.open(tmp_path / "test.jsonl").rows("test")), listed)
 
 
-async def test_candidates_take_turns_at_the_same_tasks(bench: Bench) -> None:
+async def test_candidates_take_turns_at_the_same_tasks(bench: SelectionSetup) -> None:
     await bench.select("right-20", "right-95", tasks=10, concurrency=1)
     asked = bench.models.requests
     assert len(asked) == 20
@@ -90,7 +90,7 @@ async def test_candidates_take_turns_at_the_same_tasks(bench: Bench) -> None:
     assert {one.purpose for one in rollouts} == {"eval"}
 
 
-async def test_a_judge_with_negative_scores_still_puts_the_crashing_candidate_last(bench: Bench) -> None:
+async def test_a_judge_with_negative_scores_still_puts_the_crashing_candidate_last(bench: SelectionSetup) -> None:
     found = await bench.select("crash", "right-20", judge="never_content", tasks=12)
     assert [one.candidate for one in found.ranking.scores] == ["right-20", "crash"]
     assert found.ranking.failure_score == -2.0
@@ -98,7 +98,7 @@ async def test_a_judge_with_negative_scores_still_puts_the_crashing_candidate_la
     assert "the GPU fell out" in found.figures[1].commonest_failure
 
 
-async def test_a_tie_is_told_and_nothing_is_chosen(bench: Bench) -> None:
+async def test_a_tie_is_told_and_nothing_is_chosen(bench: SelectionSetup) -> None:
     found = await bench.select("right-95", "right-90")
     assert found.chosen is None
     assert "are tied" in found.reason
@@ -106,14 +106,14 @@ async def test_a_tie_is_told_and_nothing_is_chosen(bench: Bench) -> None:
     assert (result.best, result.promoted) == (None, None)
 
 
-async def test_the_cheapest_within_reach_is_chosen(bench: Bench) -> None:
+async def test_the_cheapest_within_reach_is_chosen(bench: SelectionSetup) -> None:
     found = await bench.select("right-95", "right-90", policy="cheapest", within=0.3)
     assert found.chosen == "right-90"
     money = {one.candidate: one.cost_per_rollout for one in found.figures}
     assert money == pytest.approx({"right-95": 25e-5, "right-90": 25e-6})
 
 
-async def test_a_judge_that_fails_on_some_names_no_winner_where_that_matters(bench: Bench) -> None:
+async def test_a_judge_that_fails_on_some_names_no_winner_where_that_matters(bench: SelectionSetup) -> None:
     found = await bench.select("right-95", "right-20", judge="fails_on_some")
     assert found.chosen is None
     assert "could change the ranking" in found.reason
@@ -123,7 +123,9 @@ async def test_a_judge_that_fails_on_some_names_no_winner_where_that_matters(ben
     assert "ValueError: cannot count so far" in failures
 
 
-async def test_what_was_spent_is_in_the_result_and_an_unknown_price_makes_it_a_lower_bound(bench: Bench) -> None:
+async def test_what_was_spent_is_in_the_result_and_an_unknown_price_makes_it_a_lower_bound(
+    bench: SelectionSetup,
+) -> None:
     await bench.select("right-20", "right-95", tasks=10)
     result = read(bench.store.tunings.page()[0].result or {})
     spent = result.spent
@@ -134,7 +136,7 @@ async def test_what_was_spent_is_in_the_result_and_an_unknown_price_makes_it_a_l
     assert (result.gain.candidate, result.gain.against) == ("right-95", "right-20")
 
 
-async def test_what_ended_is_not_run_again(bench: Bench) -> None:
+async def test_what_ended_is_not_run_again(bench: SelectionSetup) -> None:
     request = Request(
         alias="agent", candidates=("right-95", "right-20"), tasks="sums", split="test", workflow="ask", judge="j"
     )
@@ -151,7 +153,7 @@ async def test_what_ended_is_not_run_again(bench: Bench) -> None:
     assert all(one.state is RolloutState.ENDED and one.score is not None for one in rollouts)
 
 
-async def test_an_alias_means_the_version_that_is_live_when_the_run_begins(bench: Bench) -> None:
+async def test_an_alias_means_the_version_that_is_live_when_the_run_begins(bench: SelectionSetup) -> None:
     known = known_models(bench.proxy.url, None)
     assert resolved(bench.store, ["agent", "right-20"], known) == ("agent@0", "right-20")
     found = await bench.select("agent@0", "right-95", tasks=6)
@@ -160,7 +162,7 @@ async def test_an_alias_means_the_version_that_is_live_when_the_run_begins(bench
     assert {one.candidate: one.spent.money.known for one in found.figures} == {"agent@0": False, "right-95": True}
 
 
-def test_what_cannot_be_compared_is_refused_before_anything_runs(bench: Bench) -> None:
+def test_what_cannot_be_compared_is_refused_before_anything_runs(bench: SelectionSetup) -> None:
     known = known_models(bench.proxy.url, None)
     with pytest.raises(TuningError, match=r"gpt-9, agent@7: unknown to the proxy, which serves agent"):
         resolved(bench.store, ["right-20", "gpt-9", "agent@7"], known)
