@@ -1,19 +1,19 @@
 """The store's errors.
 
 StoreError
-|-- SchemaMismatch     the database's schema is older or newer than this code
-|-- StoreNotFound       there is no SQLite file of that name, and none was to be made
-|-- StoreUnavailable   the database does not answer (the caller may try again)
+|-- SchemaMismatch      the database's schema is older or newer than this code
+|-- StoreNotFound       there is no SQLite file of that name, and none may be created
+|-- StoreUnavailable    the database does not answer (the caller may try again)
 |-- RecordNotFound      an id that the store does not hold
-|-- InvalidRecord        something that no record can hold
-`-- InvalidTransition    a state change that the transition table does not allow
+|-- InvalidRecord       a value that no record can hold
+`-- InvalidTransition   a state change that the transition table does not allow
 """
 
 from __future__ import annotations
 
 
 class StoreError(Exception):
-    """Root of everything that the store raises on purpose."""
+    """Base of the store's errors."""
 
 
 class SchemaMismatch(StoreError):
@@ -37,4 +37,4 @@ class InvalidTransition(StoreError):
 
 
 class InvalidRecord(StoreError):
-    """What was given to be remembered is no such record; the message names the field and the remedy."""
+    """A value cannot be stored; the message names the field and the remedy."""

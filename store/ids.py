@@ -1,7 +1,7 @@
 """Ids that sort by time: a prefix, 48 bits of milliseconds and 80 random bits, in Crockford's base 32.
 
-Two ids made in the same millisecond are unordered but distinct. Nothing is derived from the host or process;
-the random part is no secret (Python's generator, which seeds itself anew after a fork).
+Ids of the same millisecond are distinct but unordered. Nothing is derived from the host or process. The random part is
+not secret: it comes from Python's generator, which reseeds itself after a fork.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ _PAIRS = [first + second for first in _ALPHABET for second in _ALPHABET]  # ten 
 _SHIFTS = tuple(range(120, -1, -10))
 
 
-def moment(made: str) -> float:
-    """Return when an id was made (Unix seconds, to the millisecond). Raises ValueError where it is none."""
-    random_part = made.rpartition("_")[2]
+def moment(made_id: str) -> float:
+    """Return the creation time of an id (Unix seconds, with milliseconds). Raises ValueError for a malformed id."""
+    random_part = made_id.rpartition("_")[2]
     number = 0
     for character in random_part:
         number = number << 5 | _ALPHABET.index(character)

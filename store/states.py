@@ -1,6 +1,6 @@
-"""Every state of every record, in one sentence each, with the steps that are allowed between them.
+"""The states of all records, and the allowed transitions.
 
-`check` is the single gate: verbs call it (or put the allowed origins into their UPDATE) before they write.
+Every change of state calls `check_transition`, or puts `states_before` into the WHERE clause of its UPDATE.
 """
 
 from __future__ import annotations
@@ -13,134 +13,134 @@ from ratchet.store.errors import InvalidTransition
 
 
 class CallState(StrEnum):
-    """The life of one request to the proxy."""
+    """States of a request to the proxy."""
 
-    STARTED = "started"  # forwarded; its end has not been seen yet
-    ANSWERED = "answered"  # the client got the whole answer
+    STARTED = "started"  # forwarded; its end is not recorded yet
+    ANSWERED = "answered"  # the client received the whole answer
     FAILED = "failed"  # the upstream or the proxy answered with an error
-    ABORTED = "aborted"  # the client left before the end; holds what was generated
-    INTERRUPTED = "interrupted"  # the proxy died in between; only its beginning is known
+    ABORTED = "aborted"  # the client disconnected; holds the part that was generated
+    INTERRUPTED = "interrupted"  # the proxy died before the end; only the start is known
 
 
 class TrajectoryState(StrEnum):
-    """The life of one agent run, as the trainer sees it."""
+    """States of a trajectory."""
 
-    OPEN = "open"  # more calls may come
-    SEALED = "sealed"  # complete; waits for a group; opens again if it was only still and a call comes after all
+    OPEN = "open"  # further calls may come
+    SEALED = "sealed"  # complete; waits for a group; reopens if it was only idle and a call comes
     GROUPED = "grouped"  # member of a group; waits for its verdict and its round
-    TRAINED = "trained"  # its tokens are part of a committed round; never again trained
+    TRAINED = "trained"  # its tokens are part of a committed round; never trained again
     DROPPED = "dropped"  # will not be trained; `drop_reason` says why
 
 
 class GroupState(StrEnum):
-    """The life of a set of trajectories that are compared with each other."""
+    """States of a group."""
 
     READY = "ready"  # complete; waits for the judge
-    JUDGED = "judged"  # every member has a verdict that counts
+    JUDGED = "judged"  # every member has a verdict with a score
     TRAINED = "trained"  # consumed by a committed round
     DROPPED = "dropped"  # will not be trained; `drop_reason` says why
 
 
 class RoundState(StrEnum):
-    """The life of one training round: some groups, some optimiser steps, one new version."""
+    """States of a training round."""
 
-    STARTED = "started"  # rows are being trained; nothing is decided
-    COMMITTED = "committed"  # checkpoint written, trajectories consumed, candidate registered: one transaction
+    STARTED = "started"  # in progress
+    COMMITTED = "committed"  # checkpoint written, trajectories consumed, candidate registered, in one transaction
     ABANDONED = "abandoned"  # the trainer stopped before the commit; its groups wait for another round
 
 
 class KeyScope(StrEnum):
-    """What an API key opens."""
+    """What an API key may access."""
 
-    AGENT = "agent"  # the routes that agents use; it reads nothing back
-    OPERATOR = "operator"  # /api: what was recorded, judged and trained
+    AGENT = "agent"  # the routes of agents; no access to records
+    OPERATOR = "operator"  # /api: all records
 
 
 class PolicyState(StrEnum):
-    """The life of one adapter version of an alias."""
+    """States of a version of an alias."""
 
     CANDIDATE = "candidate"  # on disk and registered; serves nobody
     CANARY = "canary"  # serves a share of new trajectories
     LIVE = "live"  # serves all other new trajectories; at most one per alias
-    UNPROVEN = "unproven"  # changes too little for a proof to decide; serves nobody, training goes on from it
+    UNPROVEN = "unproven"  # changes too little for a proof to decide; serves nobody, training continues from it
     RETIRED = "retired"  # was live; still addressable while its trajectories finish
-    REJECTED = "rejected"  # failed its proof or its gate, or was taken back; nothing is trained on top of it
+    REJECTED = "rejected"  # failed its proof or evaluation, or was rolled back; training does not continue from it
 
 
 class PolicyAction(StrEnum):
-    """What was decided about a version."""
+    """Decisions about a version."""
 
     CANARY = "canary"  # it gets a share of new trajectories
     HOLD = "hold"  # only a person promotes it
     PROMOTE = "promote"  # it is live
     UNPROVEN = "unproven"  # its proof could not decide, and it serves nobody
-    REJECT = "reject"  # it did not pass its proof, or a newer one came first
-    ROLLBACK = "rollback"  # it served, and serves no new trajectory any more
+    REJECT = "reject"  # it failed its proof or evaluation, or a newer one came first
+    ROLLBACK = "rollback"  # it serves no new trajectory any more
 
 
 class ToolOutcome(StrEnum):
-    """What a sampled tool call is, held against the tools of its own request."""
+    """The result of checking a sampled tool call against the tools of its request."""
 
     VALID = "valid"  # the tool exists and its arguments fit the tool's schema
     UNKNOWN_TOOL = "unknown_tool"  # the request offers no tool of that name
     INVALID_JSON = "invalid_json"  # the arguments are no JSON
-    SCHEMA_VIOLATION = "schema_violation"  # an argument is missing or not what the schema says
-    UNEXPECTED_ARGUMENT = "unexpected_argument"  # all fits, but an argument is there that the schema does not name
+    SCHEMA_VIOLATION = "schema_violation"  # an argument is missing or violates the schema
+    UNEXPECTED_ARGUMENT = "unexpected_argument"  # valid except for an argument that the schema does not name
     UNCHECKED = "unchecked"  # the schema or the arguments cannot be checked; `detail` says why
 
 
 class ToolResult(StrEnum):
-    """What the agent's next request says came of a tool call."""
+    """The result of a tool call, from the agent's next request."""
 
-    OK = "ok"  # a result that tells of no failure
-    ERROR = "error"  # the tool failed, or says so
+    OK = "ok"  # no sign of a failure
+    ERROR = "error"  # the tool failed or reported an error
     TIMEOUT = "timeout"  # the tool took too long
-    EMPTY = "empty"  # the result holds nothing
+    EMPTY = "empty"  # the result is empty
 
 
 class PromptMode(StrEnum):
-    """What a prompt does to the system prompt of a call."""
+    """How a prompt changes the system prompt of a call."""
 
-    REPLACE = "replace"  # takes its place
-    APPEND = "append"  # stands after it
+    REPLACE = "replace"  # replaces it
+    APPEND = "append"  # is appended to it
 
 
 class TuningKind(StrEnum):
-    """What a run of the tuner is for."""
+    """Kinds of runs of the tuner."""
 
-    SELECT_MODEL = "select-model"  # which of several models or versions is best
-    PROMPT = "prompt"  # a better system prompt
-    WEIGHTS = "weights"  # better weights, by reinforcement learning
-    EVAL = "eval"  # only to measure
-    LESSONS = "lessons"  # lessons from what failed
-    DOCTOR = "doctor"  # a look at a workflow: no run of a method
+    SELECT_MODEL = "select-model"  # find the best of several models or versions
+    PROMPT = "prompt"  # find a better system prompt
+    WEIGHTS = "weights"  # train better weights by reinforcement learning
+    EVAL = "eval"  # measure only
+    LESSONS = "lessons"  # write lessons from failed rollouts
+    DOCTOR = "doctor"  # check of a workflow; not a tuning method
 
 
 class TuningState(StrEnum):
-    """The life of one run of the tuner."""
+    """States of a run of the tuner."""
 
-    RUNNING = "running"  # rollouts are made; also what a killed process leaves
-    DONE = "done"  # `result` is its last word
+    RUNNING = "running"  # in progress; also after its process was killed
+    DONE = "done"  # `result` is final
     FAILED = "failed"  # `error` says why
-    STOPPED = "stopped"  # somebody stopped it; it may go on
+    STOPPED = "stopped"  # stopped by the user; may be resumed
 
 
 class RolloutState(StrEnum):
-    """The life of one attempt of a workflow at a task."""
+    """States of a rollout."""
 
-    PLANNED = "planned"  # the proxy may serve it; its end is not known
+    PLANNED = "planned"  # the proxy may serve it; it has no end yet
     ENDED = "ended"  # the workflow returned
-    FAILED = "failed"  # it did not; `failure` says why, and it counts as an attempt
-    ABANDONED = "abandoned"  # whoever was to make it is gone; what it still calls is its own, and nothing learns of it
+    FAILED = "failed"  # the workflow failed; `failure` says why, and it counts as an attempt
+    ABANDONED = "abandoned"  # its run ended first; later calls are recorded, never trained
 
 
 class ResampleState(StrEnum):
-    """The life of a further answer to a recorded prompt, for the original to be compared with."""
+    """States of a resample: a further answer to a recorded prompt."""
 
-    PLANNED = "planned"  # nobody has asked for it yet
-    REQUESTED = "requested"  # on its way; also what a killed trainer leaves
-    ANSWERED = "answered"  # the proxy has recorded it, or is about to ship it
-    FAILED = "failed"  # it will not be asked for again; `failure` says why
+    PLANNED = "planned"  # not requested yet
+    REQUESTED = "requested"  # in progress; also after its trainer was killed
+    ANSWERED = "answered"  # recorded by the proxy, and shipped soon
+    FAILED = "failed"  # not requested again; `failure` says why
 
 
 TRAJECTORY_TRANSITIONS: Mapping[TrajectoryState, frozenset[TrajectoryState]] = {

@@ -1,4 +1,4 @@
-"""The store: one object with the operations on every table, and how it is opened."""
+"""The store: one object with the operations on every table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ratchet.store.calls.calls import Calls
 from ratchet.store.calls.feedback import FeedbackVerbs
 from ratchet.store.calls.resamples import Resamples
 from ratchet.store.calls.resume_state import ResumeState
-from ratchet.store.calls.tool_call_outcomes import Tools
+from ratchet.store.calls.tool_call_outcomes import ToolCallVerbs
 from ratchet.store.calls.trajectories import Trajectories
 from ratchet.store.coordination.alarms import Alarms
 from ratchet.store.coordination.job_progress import JobProgressVerbs
@@ -54,7 +54,7 @@ class Store:
         self.leases = Leases(engine)
         self.proxy_instances = ProxyInstances(engine)
         self.alarms = Alarms(engine)
-        self.tools = Tools(engine)
+        self.tools = ToolCallVerbs(engine)
         self.observations = Observations(engine)
         self.job_progress = JobProgressVerbs(engine)
         self.keys = Keys(engine)
@@ -66,10 +66,10 @@ class Store:
 
 
 def open_store(url: str, *, create: bool = True) -> Store:
-    """Open the store at a database URL or an SQLite path; an empty database gets its schema.
+    """Open the store at a database URL or an SQLite path; create the schema in an empty database.
 
-    Raises StoreError: SchemaMismatch if another version of Ratchet made the database, StoreUnavailable where
-    it does not answer, StoreNotFound if there is no SQLite file and none is to be made.
+    Raises SchemaMismatch if another version of Ratchet created the database, StoreUnavailable if it does not answer,
+    StoreNotFound if there is no SQLite file and `create` is False.
     """
     engine = connect(url, create)
     if not create and (file := missing_file(engine)):

@@ -1,7 +1,7 @@
-"""API keys as the store knows them: a name, a scope, limits, and the SHA-256 of the key. The key itself is never here.
+"""API keys: a name, a scope, limits, and the SHA-256 of the key. The key itself is not stored.
 
-A revoked key stays as a row for good, so that its id in the records can still be told, and so that revoking the last
-key is not the same as never having had one.
+A revoked key keeps its row, because records name its id, and because revoking the last key must not turn
+authentication off.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Keys:
         requests_per_minute: int | None = None,
         tokens_per_minute: int | None = None,
     ) -> Key:
-        """Write a new key, known by its SHA-256 hex, and return it."""
+        """Store a new key by its SHA-256 hex; return it."""
         key = Key(
             id=new_id("key"),
             name=name,
@@ -50,7 +50,7 @@ class Keys:
         return key
 
     def all(self) -> list[Key]:
-        """Return every key, revoked ones too, oldest first."""
+        """Return all keys, including revoked ones, oldest first."""
         with read(self._engine) as connection:
             rows = connection.execute(sa.select(schema.keys).order_by(schema.keys.c.id)).all()
         return [row_to(Key, row) for row in rows]
@@ -70,7 +70,7 @@ class Keys:
         return row_to(Key, row)
 
     def record_use(self, key_ids: Collection[str], at: float) -> None:
-        """Note that keys were used about then (Unix seconds)."""
+        """Record when keys were last used (Unix seconds, approximate)."""
         table = schema.keys
         with write(self._engine) as connection:
             connection.execute(sa.update(table).where(table.c.id.in_(key_ids)).values(last_used_at=at))

@@ -1,20 +1,17 @@
-"""Whose a trajectory is: the key's that it began with. One key never writes into what is another's."""
+"""Ownership of trajectories: a trajectory belongs to the API key of its first call, and no other key writes to it."""
 
 from __future__ import annotations
 
-UNCHECKED = "open:"  # begins the id of a key that nobody checked, since the door was open
+UNCHECKED = "open:"  # prefix of key ids that were not checked, because authentication was off
 
 
 def may_share_trajectory(one: str | None, other: str | None) -> bool:
-    """Return whether calls with these key ids may be of one trajectory.
-
-    They may where they are the same, and where neither key was checked: without keys everyone on the machine is one.
-    """
+    """Return whether calls with these key ids may share a trajectory: equal ids, or both unchecked."""
     return one == other or not (_is_checked(one) or _is_checked(other))
 
 
 def owner(key_id: str | None) -> str:
-    """Return under whom what this key said is remembered: itself where it was checked, else everyone, ""."""
+    """Return the owner of what this key sends: the key if it was checked, else "" (everyone)."""
     return key_id if key_id is not None and _is_checked(key_id) else ""
 
 

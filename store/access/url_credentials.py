@@ -1,6 +1,6 @@
-"""URLs that hold a user's name and password: what may be shown of them, and the pair that a server is sent.
+"""User names and passwords in URLs: removes them for display, and extracts them for requests. Pure.
 
-Promises: what is shown holds nothing of what stands before the last `@`, whatever the URL looks like. Pure.
+Guarantee: the displayed form contains nothing before the last `@`, even if the URL is malformed.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ _USERINFO = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*://)?.*@", re.DOTALL)
 
 
 def without_credentials(url: str) -> str:
-    """Return a URL without name and password; without any it comes back as it is."""
+    """Return a URL without user name and password."""
     return _USERINFO.sub(r"\g<1>", url) if "@" in url else url
 
 
 def credentials(url: str) -> tuple[str, str] | None:
-    """Return the name and password in a URL, decoded; None if it has none. Raises ValueError where it is none."""
+    """Return the decoded user name and password in a URL, or None. Raises ValueError for a malformed URL."""
     parts = urlsplit(url)
     if parts.username is None:
         return None
@@ -25,16 +25,16 @@ def credentials(url: str) -> tuple[str, str] | None:
 
 
 def plain_url(url: str) -> str:
-    """Return a server's address as it is used: without `/v1` at its end. Raises ValueError, which shows no password.
+    """Return a server's URL without a final `/v1`. Raises ValueError, whose message contains no password.
 
-    Port 0 is fine: it stands for one that is still to be chosen.
+    Port 0 is valid: the operating system chooses a port.
     """
     try:
         parts = urlsplit(url)
-        fine = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port >= 0)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port >= 0)
     except ValueError:
-        fine = False
-    if not fine:
+        valid = False
+    if not valid:
         raise ValueError(
             f"{without_credentials(url)!r} is not an http(s) URL; write it like http://127.0.0.1:8001, and what is "
             "special in a name or password before its host with percent signs"

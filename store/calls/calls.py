@@ -1,6 +1,6 @@
-"""Calls: shipped in by the proxy, read by everyone.
+"""Calls, shipped by the proxy.
 
-Promises: shipping is idempotent by call id and one transaction per batch; see `shipping.py`.
+Guarantees: shipping is idempotent by call id, with one transaction per batch (shipping.py).
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from ratchet.store.records import Call, Choice, Feedback, Shipment
 from ratchet.store.records.base import row_to
 from ratchet.store.states import CallState
 
-_PAGE_MOST = 1000
-_PACKED = ("prompt_blocks", "prompt_ids", "token_ids", "logprobs")  # columns that hold tokens
+_MAX_PAGE = 1000
+_TOKEN_COLUMNS = ("prompt_blocks", "prompt_ids", "token_ids", "logprobs")
 
 
 class Calls:
-    """Operations on calls and the messages they carry."""
+    """Operations on calls."""
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
 
     def ship(self, records: Sequence[Shipment]) -> None:
-        """Write a batch of beginnings, ends and feedback; repeating any of them changes nothing.
+        """Write a batch of starts, ends and feedback; repeated records change nothing.
 
-        Raises StoreUnavailable, in which case nothing of the batch was written.
+        Raises StoreUnavailable; then nothing of the batch was written.
         """
         calls = [record for record in records if not isinstance(record, Feedback)]
-        said = [record for record in records if isinstance(record, Feedback)]
+        feedback = [record for record in records if isinstance(record, Feedback)]
         with write(self._engine) as connection:
-            lock_feedback_order(connection, feedback=bool(said))
+            lock_feedback_order(connection, feedback=bool(feedback))
             if calls:
                 ship(connection, calls)
                 attach_pending_feedback(connection, calls)
-            add(connection, said)
+            add(connection, feedback)
 
     def mark_interrupted(self, call_ids: Iterable[str]) -> None:
-        """Mark calls whose proxy died before their end; calls that have an end stay as they are."""
+        """Mark calls whose proxy died before their end; finished calls stay as they are."""
         with write(self._engine) as connection:
             connection.execute(
                 sa.update(schema.calls)
@@ -71,12 +71,12 @@ class Calls:
         *,
         tokens: bool = True,
     ) -> list[Call]:
-        """Return at most `limit` calls, newest first, older than the call id `before` (ids sort by time).
+        """Return at most `limit` calls older than the call id `before`, newest first (ids sort by time).
 
-        Without `tokens` the ids and logprobs are not read and stand as empty.
+        With `tokens` False, token ids and logprobs are not read and are empty.
         """
         table = schema.calls
-        chosen = sa.select(table.c.id).order_by(table.c.id.desc()).limit(min(limit, _PAGE_MOST))
+        chosen = sa.select(table.c.id).order_by(table.c.id.desc()).limit(min(limit, _MAX_PAGE))
         if before:
             chosen = chosen.where(table.c.id < before)
         if trajectory:
@@ -84,24 +84,24 @@ class Calls:
         if state:
             chosen = chosen.where(table.c.state == state)
         if state and state != CallState.ANSWERED:
-            chosen = chosen.where(table.c.state != sa.literal_column("'answered'"))  # as the index of these says it
+            chosen = chosen.where(table.c.state != sa.literal_column("'answered'"))  # the condition of a partial index
         with read(self._engine) as connection:
             found = load_calls(connection, table.c.id.in_(chosen.subquery().select()), tokens=tokens)
         return sorted(found, key=lambda call: call.id, reverse=True)
 
     def read_with_tokens(self, call_ids: Sequence[str]) -> dict[str, Call]:
-        """Return calls with their tokens, by id; those that are not there are left out."""
+        """Return calls with their tokens, by id; unknown ids are left out."""
         with read(self._engine) as connection:
             return {call.id: call for call in load_calls(connection, schema.calls.c.id.in_(call_ids))}
 
     def message_count(self) -> int:
-        """Return how many distinct messages are stored."""
+        """Return the number of stored messages, each counted once."""
         with read(self._engine) as connection:
             return int(connection.scalar(sa.select(sa.func.count()).select_from(schema.messages)) or 0)
 
 
 def load_calls(connection: sa.Connection, where: sa.ColumnElement[bool], *, tokens: bool = True) -> list[Call]:
-    """Return the calls that match, with their choices, in the order in which they began; as empty without `tokens`."""
+    """Return the matching calls with their choices, in order of their start; without `tokens`, token fields are empty."""
     columns, answered = (_columns(table, tokens) for table in (schema.calls, schema.choices))
     rows = connection.execute(
         sa.select(*columns).where(where).order_by(schema.calls.c.started_at, schema.calls.c.id)
@@ -117,9 +117,10 @@ def load_calls(connection: sa.Connection, where: sa.ColumnElement[bool], *, toke
 
 
 def _columns(table: sa.Table, tokens: bool) -> list[sa.ColumnElement[Any]]:
-    """Return a table's columns; without `tokens` with nothing in place of those that hold any."""
+    """Return a table's columns; without `tokens`, empty bytes in place of token columns."""
     return [
-        sa.literal(b"").label(column.name) if column.name in _PACKED and not tokens else column for column in table.c
+        sa.literal(b"").label(column.name) if column.name in _TOKEN_COLUMNS and not tokens else column
+        for column in table.c
     ]
 
 

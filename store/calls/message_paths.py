@@ -14,7 +14,7 @@ from ratchet.store.db.bulk import in_values
 
 
 def load_path(connection: sa.Connection, leaf: str) -> tuple[Mapping[str, Any], ...]:
-    """Return the messages from the first one to the one named `leaf`."""
+    """Return the messages from the root to `leaf`."""
     table = schema.messages
     start = sa.select(table.c.parent, table.c.body, sa.literal(0).label("depth")).where(table.c.hash == leaf)
     chain = start.cte("chain", recursive=True)
@@ -27,7 +27,7 @@ def load_path(connection: sa.Connection, leaf: str) -> tuple[Mapping[str, Any], 
 
 
 def system_prompt(connection: sa.Connection, leaf: str) -> str:
-    """Return the system prompt that the path to a node begins with; nothing where it has none."""
+    """Return the system prompt at the start of the path to a message, or an empty text."""
     table, up = schema.messages, schema.messages.alias("up")
     start = sa.select(table.c.hash, table.c.parent).where(table.c.hash == leaf)
     chain = start.cte("chain", recursive=True)
@@ -44,12 +44,17 @@ def system_prompt(connection: sa.Connection, leaf: str) -> str:
 
 
 def load_tools(connection: sa.Connection, name: str) -> tuple[Mapping[str, Any], ...]:
+    """Return a tool list by its hash, or an empty one."""
     body = connection.scalar(sa.select(schema.toolsets.c.body).where(schema.toolsets.c.hash == name))
     return tuple(msgspec.json.decode(body)) if body else ()
 
 
 def incomplete(connection: sa.Connection, trajectory_ids: Sequence[str]) -> set[str]:
-    """Return those of the trajectories whose prompts or tools are not stored whole."""
+    """Return the trajectories with missing messages or tools.
+
+    A damaged or deleted journal segment causes this. Messages are named by content, so a later request that repeats
+    them fills the gap.
+    """
     if not trajectory_ids:
         return set()
     calls, messages, toolsets = schema.calls, schema.messages, schema.toolsets

@@ -1,8 +1,8 @@
-"""Prompts that fork, in blocks: a context that is rendered anew each turn costs its length, not the square of it.
+"""Stores forked prompts in blocks, so that an agent that re-renders its context each turn needs linear space.
 
-The prompt of a fork repeats nearly all of the prompt before it, but not of the sequence that its parent ended with. It
-is cut into blocks of 256 tokens from its start; a block is stored once per trajectory, by its hash, and the call keeps
-the hashes and what is left behind the last whole block. Blocks belong to their trajectory and go with it.
+A forked prompt repeats nearly all of an earlier prompt, but does not begin with its parent's whole sequence. It is cut
+into blocks of 256 tokens. Each block is stored once per trajectory, by its hash; the call keeps the hashes and the
+tokens after the last full block. Blocks are deleted with their trajectory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _DIGEST = 16
 
 
 def split_prompt(context: str, prompt_ids: bytes) -> tuple[tuple[bytes, ...], bytes]:
-    """Return (whole blocks, rest) of a call's prompt; only forks are cut."""
+    """Return (full blocks, rest) of a call's prompt; only forks are cut."""
     if context != "fork":
         return (), prompt_ids
     end = len(prompt_ids) - len(prompt_ids) % _BLOCK
@@ -28,12 +28,12 @@ def split_prompt(context: str, prompt_ids: bytes) -> tuple[tuple[bytes, ...], by
 
 
 def digest(block: bytes) -> bytes:
-    """Return the name of a block."""
+    """Return the hash of a block."""
     return blake2b(block, digest_size=_DIGEST).digest()
 
 
 def block_digests(named: bytes | None) -> list[bytes]:
-    """Return the names of a call's blocks, in order."""
+    """Return the hashes of a call's blocks, in order."""
     return [named[at : at + _DIGEST] for at in range(0, len(named), _DIGEST)] if named else []
 
 
@@ -52,7 +52,7 @@ class Blocks:
                     self._ids[row.trajectory_id, row.digest] = row.token_ids
 
     def full_prompt(self, row: Any) -> bytes:
-        """Return the whole prompt of a call. Raises KeyError where a block is missing."""
+        """Return the whole prompt of a call. Raises KeyError if a block is missing."""
         if not row.prompt_blocks:
             ids: bytes = row.prompt_ids
             return ids

@@ -1,10 +1,8 @@
-"""Resamples: further answers to the prompt of a recorded call, written down before anybody asks for them.
+"""Resamples: further answers to the prompt of a recorded call.
 
-Promises: an original gets its resamples planned once, whoever plans; each is asked for at most once, since it is
-written
-down as asked before the request goes out: what a killed trainer leaves so is never asked for again. A resample goes
-with
-its original when that is deleted. Its trajectory, of the same id, has the purpose `resample`.
+Guarantees: the resamples of an original are planned once. Each is requested at most once, because the request is
+recorded before it is sent; a killed trainer's requests are not repeated. A resample is deleted with its original. Its
+trajectory has the same id and the purpose `resample`.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from ratchet.store.records import RESAMPLE, Trajectory
 from ratchet.store.records.base import Record, row_to
 from ratchet.store.states import RESAMPLE_TRANSITIONS, ResampleState, TrajectoryState, states_before
 
-RESAMPLE_ID_PREFIX = "shad"  # of the ids; the proxy knows a resample by it
+RESAMPLE_ID_PREFIX = "shad"  # the proxy recognizes resamples by it
 
 
 class Resample(Record, frozen=True):
@@ -34,8 +32,8 @@ class Resample(Record, frozen=True):
     id: str
     original_id: str
     alias: str
-    version: int  # that is asked: the original's
-    tokens: int  # of prompt and answer; until it is answered, the original's
+    version: int  # of the original
+    tokens: int  # of prompt and answer; of the original until it is answered
     planned_at: float
     requested_at: float | None = None
     ended_at: float | None = None
@@ -44,12 +42,12 @@ class Resample(Record, frozen=True):
 
     @property
     def over(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether it has ended."""
         return self.state in (ResampleState.ANSWERED, ResampleState.FAILED)
 
 
 class ResampleCount(Record, frozen=True):
-    """How many resamples there are and how many tokens they took."""
+    """Number of resamples and of their tokens."""
 
     count: int = 0
     tokens: int = 0
@@ -63,9 +61,7 @@ class Resamples:
         self._counts = CachedCount(self._count)
 
     def plan(self, original: Trajectory, count: int, tokens: int, now: float) -> None:
-        """Record that `count` further answers are wanted. Raises InvalidTransition if they were planned
-        before.
-        """
+        """Plan `count` further answers. Raises InvalidTransition if they were planned before."""
         values = {"original_id": original.id, "alias": original.alias, "version": original.version, "tokens": tokens}
         planned = {"planned_at": now, "requested_at": None, "ended_at": None, "failure": None}
         rows = [
@@ -79,19 +75,19 @@ class Resamples:
             insert_or_ignore(connection, schema.resamples, rows)
 
     def mark_requested(self, resample_id: str, now: float) -> None:
-        """Record that a resample is asked for now. Raises InvalidTransition if it is not planned any more."""
+        """Record that the request is about to be sent. Raises InvalidTransition if it is no longer planned."""
         self._move(resample_id, ResampleState.REQUESTED, requested_at=now)
 
     def mark_answered(self, resample_id: str, now: float, tokens: int) -> None:
-        """Record that the proxy gave the whole answer. Raises InvalidTransition if its end is known."""
+        """Record that the answer is complete. Raises InvalidTransition if it has ended."""
         self._move(resample_id, ResampleState.ANSWERED, ended_at=now, tokens=tokens)
 
     def mark_failed(self, resample_id: str, now: float, failure: str) -> None:
-        """Record why there is no answer. Raises InvalidTransition if its end is known."""
+        """Record why there is no answer. Raises InvalidTransition if it has ended."""
         self._move(resample_id, ResampleState.FAILED, ended_at=now, failure=failure)
 
     def get(self, resample_id: str) -> Resample:
-        """Return one. Raises RecordNotFound."""
+        """Return a resample. Raises RecordNotFound."""
         with read(self._engine) as connection:
             row = connection.execute(
                 sa.select(schema.resamples).where(schema.resamples.c.id == resample_id)
@@ -101,9 +97,9 @@ class Resamples:
         return row_to(Resample, row)
 
     def pending(self, alias: str, originals: Collection[str] | None = None) -> list[Resample]:
-        """Return the resamples whose original still waits for a group, those of one original together, oldest first.
+        """Return the resamples whose original waits for a group, ordered by original.
 
-        Of all originals, which looks at every resample of the alias, or of these alone.
+        `originals` None reads every resample of the alias.
         """
         trajectories = schema.trajectories
         mine = (
@@ -121,7 +117,7 @@ class Resamples:
             return [row_to(Resample, row) for row in connection.execute(query)]
 
     def originals_of(self, resample_ids: Sequence[str]) -> dict[str, str]:
-        """Return the original of each of these resamples; those that nobody planned, or any more, are left out."""
+        """Return the original of each resample; unknown and deleted ones are left out."""
         query = sa.select(schema.resamples.c.id, schema.resamples.c.original_id).where(
             schema.resamples.c.id.in_(list(resample_ids))
         )
@@ -129,7 +125,7 @@ class Resamples:
             return {row.id: row.original_id for row in connection.execute(query)}
 
     def sealed_of(self, original_id: str) -> list[str]:
-        """Return the resamples of an original whose trajectories are sealed: in the store, and whole."""
+        """Return the resamples of an original whose trajectories are sealed, and so complete in the store."""
         trajectories = schema.trajectories
         query = (
             sa.select(trajectories.c.id)
@@ -141,7 +137,7 @@ class Resamples:
             return list(connection.scalars(query.where(mine)))
 
     def usage_since(self, alias: str, since: float) -> ResampleCount:
-        """Return how many were asked for since then (Unix seconds), and the tokens that they took or may take."""
+        """Return the number of resamples requested since then (Unix seconds), and their tokens, estimated while open."""
         columns = (sa.func.count(), sa.func.coalesce(sa.func.sum(schema.resamples.c.tokens), 0))
         query = sa.select(*columns).where(schema.resamples.c.alias == alias, schema.resamples.c.requested_at > since)
         with read(self._engine) as connection:
@@ -149,13 +145,11 @@ class Resamples:
         return ResampleCount(count=int(count), tokens=int(tokens))
 
     def counts(self, alias: str) -> dict[ResampleState, ResampleCount]:
-        """Return how many resamples of an alias are in each state, with their tokens. Where they are many, a bit
-        old.
-        """
+        """Return the resamples and tokens of an alias by state; cached if there are many."""
         return {state: count for (whose, state), count in self._counts().items() if whose == alias}
 
     def seal_trajectories(self, alias: str, shipped_until: float) -> None:
-        """Seal the trajectories of resamples that ended before `shipped_until`: every proxy has shipped them."""
+        """Seal the trajectories of resamples that ended before `shipped_until`, when every proxy has shipped them."""
         trajectories = schema.trajectories
         over = sa.exists().where(
             schema.resamples.c.id == trajectories.c.id, schema.resamples.c.ended_at < shipped_until

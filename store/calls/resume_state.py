@@ -1,6 +1,6 @@
-"""Open trajectories as a proxy needs them after a restart: the answers to go on from, the attempts to repeat.
+"""Linking state of a proxy after a restart: the answers that a request may continue, and unanswered calls.
 
-Reads only. Bounded: the latest calls count.
+Reads the newest calls, up to a limit.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import sqlalchemy as sa
 from ratchet.store.calls.calls import load_calls
 from ratchet.store.content.token_sequences import sequences
 from ratchet.store.db import schema
+from ratchet.store.db.bulk import MAX_IN_VALUES
 from ratchet.store.db.engine import read
 from ratchet.store.records import OpenLeaf, UnansweredCall, family_of
 from ratchet.store.records.base import row_to
 from ratchet.store.states import CallState, TrajectoryState
 
-MAX_IN_VALUES = 500  # values in one IN (...)
 _LOST = (CallState.ABORTED, CallState.INTERRUPTED)
 _FAMILY = (schema.trajectories.c.task, schema.trajectories.c.tools_hash.label("first_tools"))
-_RETRIED = (408, 409, 429)  # and every 5xx
+_RETRIED = (408, 409, 429)  # besides every 5xx
 
 
 class ResumeState:
-    """Operations on open trajectories."""
+    """Queries on open trajectories."""
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
@@ -59,7 +59,7 @@ class ResumeState:
         return [_leaf(row, known, continued, bodies) for row in reversed(rows)]
 
     def unanswered_calls(self, since: float, limit: int = 10_000) -> list[UnansweredCall]:
-        """Return the calls of open trajectories that nobody got an answer to since then, oldest first."""
+        """Return the calls of open trajectories since then that were not answered, oldest first."""
         calls, trajectories = schema.calls, schema.trajectories
         failed = sa.and_(calls.c.state == CallState.FAILED, sa.or_(calls.c.status >= 500, calls.c.status.in_(_RETRIED)))
         later = calls.alias("later")
@@ -106,7 +106,7 @@ def _leaf(
         family=family_of(row.task, row.first_tools),
         extended=(row.id, row.choice) in continued,
         reply=bodies.get(row.reply_node, b""),
-        asked=tuple(bodies[name] for name in (row.root_node, row.prompt_node) if name in bodies),
+        prompt_messages=tuple(bodies[name] for name in (row.root_node, row.prompt_node) if name in bodies),
     )
 
 
@@ -116,7 +116,7 @@ def _attempt(row: Any) -> UnansweredCall:
 
 
 def _bodies(connection: sa.Connection, names: Iterable[str]) -> dict[str, bytes]:
-    """Return the messages of these nodes, as canonical JSON."""
+    """Return messages by hash, as canonical JSON."""
     table, wanted = schema.messages, list(names)
     found: dict[str, bytes] = {}
     for start in range(0, len(wanted), MAX_IN_VALUES):

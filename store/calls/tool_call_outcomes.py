@@ -1,7 +1,7 @@
-"""Tool calls: recorded once each, answered once each, counted per tool and policy version.
+"""Tool calls and their results, with counts per tool and policy version.
 
-Promises: recording or answering again changes nothing, and only what is new is returned, so that whoever counts does
-not count twice. A call that has gone from the store takes its tool calls with it.
+Guarantees: a repeated record or result changes nothing, and only new ones are returned, so that the caller counts each
+once. Tool calls are deleted with their call.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from ratchet.store.db.engine import read, write
 from ratchet.store.records.base import row_to
 from ratchet.store.records.tool_calls import ToolCall, ToolCallCounts, ToolCallResult
 
-_MOST_TALLIED = 1_000  # tools, the most called ones
+_MAX_COUNTED = 1_000  # the most called tools
 
 _rows = schema.tool_calls
-_SAID = (
+_SET_RESULT = (
     sa.update(_rows)
     .where(_rows.c.call_id == sa.bindparam("of"), _rows.c.choice == sa.bindparam("nth"))
     .where(_rows.c.place == sa.bindparam("at"))
-    .values(result=sa.bindparam("said"))
+    .values(result=sa.bindparam("new_result"))
 )
 
 
-class Tools:
+class ToolCallVerbs:
     """Operations on tool calls."""
 
     def __init__(self, engine: sa.Engine) -> None:
@@ -44,9 +44,9 @@ class Tools:
     def record_tool_calls(
         self, found: Sequence[ToolCall], answers: Sequence[ToolCallResult]
     ) -> tuple[list[ToolCall], list[ToolCall]]:
-        """Write tool calls, then what came of those and of earlier ones; return (new calls, newly answered ones).
+        """Write tool calls, then results of these and of earlier ones; return (new calls, calls with a new result).
 
-        Calls that the store does not hold are left out. Raises StoreUnavailable; then nothing was written.
+        Tool calls of unknown calls are left out. Raises StoreUnavailable; then nothing was written.
         """
         if not found and not answers:
             return [], []
@@ -63,7 +63,7 @@ class Tools:
 
     def newest_answered(self, alias: str, limit: int) -> list[ToolCall]:
         """Return the newest tool calls of an alias whose result is known, newest first."""
-        # coalesce: by the primary key's order, not by the index of the alias, which would sort all of its rows.
+        # coalesce: read in the order of the primary key; the index of the alias would need a sort of all its rows.
         mine = sa.func.coalesce(_rows.c.alias, "") == alias
         order = (_rows.c.call_id.desc(), _rows.c.choice.desc(), _rows.c.place.desc())
         query = sa.select(_rows).where(mine, _rows.c.result.is_not(None)).order_by(*order).limit(limit)
@@ -71,7 +71,7 @@ class Tools:
             return [row_to(ToolCall, row) for row in connection.execute(query)]
 
     def counts_by_version(self, alias: str | None = None, version: int | None = None) -> list[ToolCallCounts]:
-        """Return the counts per alias, version and tool, the most called first; at most `_MOST_TALLIED`."""
+        """Return the counts per alias, version and tool, the most called first, at most `_MAX_COUNTED`."""
         names = (_rows.c.alias, _rows.c.version, _rows.c.tool)
         chosen = [
             column == wanted for column, wanted in ((_rows.c.alias, alias), (_rows.c.version, version))
@@ -98,7 +98,7 @@ class Tools:
             )
             for key, counts in outcomes.items()
         ]
-        return sorted(tallies, key=lambda tally: (-tally.calls, tally.alias, tally.version, tally.tool))[:_MOST_TALLIED]
+        return sorted(tallies, key=lambda tally: (-tally.calls, tally.alias, tally.version, tally.tool))[:_MAX_COUNTED]
 
 
 def tool_calls_of(connection: sa.Connection, trajectory_id: str) -> tuple[ToolCall, ...]:
@@ -110,7 +110,7 @@ def tool_calls_of(connection: sa.Connection, trajectory_id: str) -> tuple[ToolCa
 
 
 def _without_known(connection: sa.Connection, found: Sequence[ToolCall]) -> list[ToolCall]:
-    """Return those that are not there yet and whose call is."""
+    """Return the tool calls that are new and whose call is stored."""
     names = sorted({row.call_id for row in found})
     if not names:
         return []
@@ -129,8 +129,8 @@ def _answer(connection: sa.Connection, answers: Sequence[ToolCallResult]) -> lis
         result = wanted.pop((row.call_id, row.choice, row.tool_call_id), None)
         if result is not None:
             answered.append(msgspec.structs.replace(row, result=result))
-    told = [{"of": row.call_id, "nth": row.choice, "at": row.place, "said": row.result} for row in answered]
-    execute_many(connection, _SAID, told)
+    values = [{"of": row.call_id, "nth": row.choice, "at": row.place, "new_result": row.result} for row in answered]
+    execute_many(connection, _SET_RESULT, values)
     return answered
 
 

@@ -1,6 +1,6 @@
-"""Trajectories: sealed when they are complete, read with their content, dropped with a reason.
+"""Trajectories: sealed when complete, read with their content, dropped with a reason.
 
-Grouping and training move them on; those verbs stand in `groups.py` and `rounds.py`.
+groups.py and rounds.py change their state when they are grouped and trained.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from ratchet.store.records.base import row_to
 from ratchet.store.states import TRAJECTORY_TRANSITIONS, CallState, RolloutState, TrajectoryState, states_before
 from ratchet.store.tuning.rollouts import workflow_result_of
 from ratchet.store.tuning.tasks import row_of
-from ratchet.store.tuning.tunings import is_still_running
+from ratchet.store.tuning.tunings import is_rollout_in_progress
 
-_PAGE_MOST = 1000
+_MAX_PAGE = 1000
 
 
 class Trajectories:
@@ -43,24 +43,24 @@ class Trajectories:
     def seal_idle_trajectories(
         self, alias: str, now: float, idle_seconds: float, lost_after: float = 3600.0
     ) -> list[str]:
-        """Seal an alias's open trajectories that have been still for `idle_seconds`; return their ids.
+        """Seal an alias's open trajectories without activity for `idle_seconds`; return their ids.
 
-        A call under way keeps its trajectory open, unless it began more than `lost_after` seconds ago; a rollout whose
-        workflow has not returned does, unless it has been still for that long.
+        A call in progress keeps its trajectory open, unless it started more than `lost_after` seconds ago. So does a
+        rollout in progress, unless it had no activity for that long.
         """
         trajectories = schema.trajectories
-        still = (
+        idle = (
             trajectories.c.alias == alias,
             trajectories.c.state == TrajectoryState.OPEN,
             trajectories.c.last_active_at <= now - idle_seconds,
-            ~_under_way(now, lost_after),
-            sa.or_(~is_still_running(trajectories.c.id), trajectories.c.last_active_at <= now - lost_after),
+            ~_has_call_in_progress(now, lost_after),
+            sa.or_(~is_rollout_in_progress(trajectories.c.id), trajectories.c.last_active_at <= now - lost_after),
         )
         with write(self._engine) as connection:
             return list(
                 connection.scalars(
                     sa.update(trajectories)
-                    .where(*still)
+                    .where(*idle)
                     .values(state=TrajectoryState.SEALED, sealed_at=now, sealed_by=IDLE)
                     .returning(trajectories.c.id)
                 )
@@ -69,8 +69,8 @@ class Trajectories:
     def seal_rollouts(self, alias: str, shipped_until: float, lost_after: float = 3600.0) -> list[str]:
         """Seal an alias's open trajectories whose rollout ended before `shipped_until`; return their ids.
 
-        Up to that moment every proxy has shipped what it recorded. A call under way counts as for
-        `seal_idle_trajectories`. An abandoned rollout's agent may call yet: its trajectory waits until it is still.
+        Every proxy has shipped its records up to that time. Calls in progress count as in `seal_idle_trajectories`.
+        The agent of an abandoned rollout may still send calls, so its trajectory is sealed only when idle.
         """
         trajectories = schema.trajectories
         ended = sa.and_(schema.rollouts.c.state != RolloutState.ABANDONED, schema.rollouts.c.ended_at < shipped_until)
@@ -80,14 +80,14 @@ class Trajectories:
             return list(
                 connection.scalars(
                     sa.update(trajectories)
-                    .where(mine, over, ~_under_way(shipped_until, lost_after))
+                    .where(mine, over, ~_has_call_in_progress(shipped_until, lost_after))
                     .values(state=TrajectoryState.SEALED, sealed_at=shipped_until, sealed_by=FINISH)
                     .returning(trajectories.c.id)
                 )
             )
 
     def seal(self, trajectory_id: str, now: float) -> Trajectory:
-        """Seal one trajectory now; sealing it again changes nothing. Raises RecordNotFound."""
+        """Seal a trajectory; no effect if it is sealed. Raises RecordNotFound."""
         trajectories = schema.trajectories
         with write(self._engine) as connection:
             connection.execute(
@@ -98,28 +98,28 @@ class Trajectories:
         return self.get(trajectory_id)
 
     def drop(self, trajectory_ids: Iterable[str], reason: str) -> None:
-        """Put trajectories aside for good. Raises InvalidTransition if one is open, trained or already dropped."""
+        """Drop trajectories. Raises InvalidTransition if one is open, trained or already dropped."""
         names = list(trajectory_ids)
         with write(self._engine) as connection:
             drop(connection, names, reason)
 
     def get(self, trajectory_id: str) -> Trajectory:
-        """Return one trajectory without its content. Raises RecordNotFound."""
+        """Return a trajectory without its content. Raises RecordNotFound."""
         found = self._select(schema.trajectories.c.id == trajectory_id, 1)
         if not found:
             raise RecordNotFound(f"no trajectory {trajectory_id}")
         return found[0]
 
     def sealed(self, alias: str, limit: int = 1000, silent_before: float | None = None) -> list[Trajectory]:
-        """Return an alias's sealed trajectories, the longest waiting first.
+        """Return an alias's sealed trajectories, the one that has waited longest first.
 
-        With `silent_before`, those that somebody gave a value for, and those whose last call was before that moment.
+        With `silent_before`, only those with unapplied feedback values, or without a call since that time.
         """
         trajectories = schema.trajectories
         where = sa.and_(trajectories.c.state == TrajectoryState.SEALED, trajectories.c.alias == alias)
         if silent_before is None:
             return self._select(where, limit, oldest_first=True)
-        # Two walks, each along its index: those that still wait for a word may be very many.
+        # Two queries, each along its index: very many may wait for feedback.
         silent = sa.select(trajectories.c.id).where(where, trajectories.c.last_active_at < silent_before)
         silent = silent.order_by(trajectories.c.last_active_at).limit(limit)
         unheard = sa.select(schema.feedback.c.trajectory_id).where(*UNAPPLIED)
@@ -133,11 +133,11 @@ class Trajectories:
         return [run for run in found if run.state is TrajectoryState.SEALED][:limit]
 
     def open_attempts_like(self, alias: str, like: Sequence[Trajectory]) -> list[Trajectory]:
-        """Return an alias's open live trajectories that attempt what one of `like` does, without counting calls."""
+        """Return an alias's open live trajectories with the task of one of `like`; their `calls` are 0."""
         trajectories = schema.trajectories
         tasks = sorted({run.task for run in like if run.task})
         roots = sorted({run.root_node for run in like if not run.task})
-        still_open = sa.and_(
+        open_live = sa.and_(
             trajectories.c.alias == alias,
             trajectories.c.state == TrajectoryState.OPEN,
             trajectories.c.purpose == "live",
@@ -152,14 +152,14 @@ class Trajectories:
         found: list[Trajectory] = []
         with read(self._engine) as connection:
             for attempt in alike:
-                query = sa.select(trajectories, sa.literal(0).label("calls")).where(still_open, attempt)
+                query = sa.select(trajectories, sa.literal(0).label("calls")).where(open_live, attempt)
                 found += [row_to(Trajectory, row) for row in connection.execute(query)]
         return found
 
     def ended_by_failure(self, trajectory_ids: Sequence[str]) -> set[str]:
-        """Return those whose last call was ended by a machine, not by the agent or the policy.
+        """Return the trajectories whose last call was cut off by the upstream or the proxy.
 
-        That is a call that the upstream or the proxy failed (status 500 and above), or whose end nobody saw.
+        Such a call has no recorded end, or a status of 500 or above.
         """
         calls = schema.calls
         last = sa.select(sa.func.max(calls.c.id)).where(calls.c.trajectory_id.in_(trajectory_ids))
@@ -171,7 +171,7 @@ class Trajectories:
             return set(connection.scalars(query))
 
     def incomplete(self, trajectory_ids: Sequence[str]) -> set[str]:
-        """Return those that lack messages or tools which their calls name: a proxy's journal was damaged."""
+        """Return the trajectories with missing messages or tools, lost with a proxy's journal."""
         with read(self._engine) as connection:
             return incomplete(connection, trajectory_ids)
 
@@ -182,22 +182,22 @@ class Trajectories:
         state: str | None = None,
         chosen: TrajectoryFilter | None = None,
     ) -> list[Trajectory]:
-        """Return at most `limit` trajectories that are meant, newest first, from the trajectory `before` on."""
+        """Return at most `limit` trajectories that match, older than the trajectory `before`, newest first."""
         trajectories = schema.trajectories
         wanted = chosen or TrajectoryFilter(state=state)
         opened_at = self.get(before).opened_at if before else 0.0
         besides = count_without_tag(wanted)
         with read(self._engine) as connection:
             by_tag = besides is None or (connection.scalar(besides) or 0) > FEW
-            ids = select_page_ids(wanted, min(limit, _PAGE_MOST), before, opened_at, by_tag=by_tag)
+            ids = select_page_ids(wanted, min(limit, _MAX_PAGE), before, opened_at, by_tag=by_tag)
             names = list(connection.scalars(ids))
         found = {run.id: run for run in self._select(trajectories.c.id.in_(names), len(names))} if names else {}
         return [found[name] for name in names if name in found]
 
     def read(self, trajectory_id: str, *, tokens: bool = True) -> Transcript:
-        """Return a trajectory with its calls and the messages up to its last word. Raises RecordNotFound.
+        """Return a trajectory with its calls and the messages up to its last answer. Raises RecordNotFound.
 
-        Without `tokens` the calls' ids and logprobs are not read and stand as empty.
+        With `tokens` False, token ids and logprobs are not read and are empty.
         """
         trajectory = self.get(trajectory_id)
         with read(self._engine) as connection:
@@ -205,17 +205,17 @@ class Trajectories:
             leaf, own_tools = last_answer_node(calls, lambda node: system_prompt(connection, node))
             messages = load_path(connection, leaf)
             tools = load_tools(connection, own_tools)
-            said = feedback_of(connection, trajectory_id)
+            feedback = feedback_of(connection, trajectory_id)
             called = tool_calls_of(connection, trajectory_id)
             task, returned = workflow_result_of(connection, trajectory_id)
             row = row_of(connection, task or trajectory.task)
         return Transcript(
-            trajectory=trajectory, calls=tuple(calls), messages=messages, tools=tools, feedback=said, row=row,
+            trajectory=trajectory, calls=tuple(calls), messages=messages, tools=tools, feedback=feedback, row=row,
             returned=returned, tool_calls=called,
         )  # fmt: skip
 
     def last_active(self, trajectory_ids: Sequence[str]) -> dict[str, float]:
-        """Return when each trajectory was last active (Unix seconds); unknown ones are left out."""
+        """Return the time of each trajectory's last activity (Unix seconds); unknown ones are left out."""
         trajectories = schema.trajectories
         query = sa.select(trajectories.c.id, trajectories.c.last_active_at).where(
             trajectories.c.id.in_(list(trajectory_ids))
@@ -224,46 +224,48 @@ class Trajectories:
             return {row.id: row.last_active_at for row in connection.execute(query)}
 
     def held_out_candidates(self, alias: str, reason: str, limit: int) -> list[str]:
-        """Return the first trajectory that was dropped for this reason of each task, of the first `limit` tasks: ids.
+        """Return the first trajectory dropped for this reason of each task, for the first `limit` tasks.
 
-        Only those of one answered chat call, so that their prompt can be asked again. What comes later changes nothing
-        once there are so many.
+        Only trajectories of one answered chat call, so that their prompt can be sampled again. Later trajectories do
+        not change the result once there are `limit` tasks.
         """
         trajectories, calls = schema.trajectories, schema.calls
         whole = sa.and_(calls.c.state == CallState.ANSWERED, calls.c.status == 200, calls.c.dialect != "completions")
-        # A task without a name is its first prompt and tools, as `cohort_of` has it.
+        # Without a task name, the first prompt and the tools identify the task, as in `cohort_of`.
         named = sa.func.coalesce(trajectories.c.task, "") != ""
         task = (
             sa.case((named, trajectories.c.task)).label("task"),
             sa.case((~named, trajectories.c.root_node)).label("root"),
             sa.case((~named, trajectories.c.tools_hash)).label("tools"),
         )
-        asked = (
+        single_calls = (
             sa.select(trajectories.c.id, trajectories.c.opened_at, *task)
             .join(calls, calls.c.trajectory_id == trajectories.c.id)
             .where(trajectories.c.alias == alias, trajectories.c.drop_reason == reason)
             .group_by(trajectories.c.id)
             .having(sa.func.count() == 1, sa.func.sum(sa.case((whole, 1), else_=0)) == 1)
         ).subquery()
-        same_task = (asked.c.task, asked.c.root, asked.c.tools)
-        place = sa.func.row_number().over(partition_by=same_task, order_by=(asked.c.opened_at, asked.c.id))
-        first = sa.select(asked.c.id, asked.c.opened_at, place.label("place")).subquery()
+        same_task = (single_calls.c.task, single_calls.c.root, single_calls.c.tools)
+        place = sa.func.row_number().over(
+            partition_by=same_task, order_by=(single_calls.c.opened_at, single_calls.c.id)
+        )
+        first = sa.select(single_calls.c.id, single_calls.c.opened_at, place.label("place")).subquery()
         query = sa.select(first.c.id).where(first.c.place == 1).order_by(first.c.opened_at, first.c.id).limit(limit)
         with read(self._engine) as connection:
             return list(connection.scalars(query))
 
     def messages_to(self, leaf: str) -> tuple[Mapping[str, Any], ...]:
-        """Return the messages from the first one to the one named `leaf`; none where it is not stored."""
+        """Return the messages from the root to `leaf`; none if it is not stored."""
         with read(self._engine) as connection:
             return load_path(connection, leaf)
 
     def system_prompt(self, leaf: str) -> str:
-        """Return the system prompt that the path to a message begins with; nothing where it has none."""
+        """Return the system prompt at the start of the path to a message, or an empty text."""
         with read(self._engine) as connection:
             return system_prompt(connection, leaf)
 
     def context_calls(self, transcript: Transcript) -> tuple[Call, ...]:
-        """Return the transcript's calls after those of earlier trajectories that they continue, oldest first."""
+        """Return the transcript's calls and the calls of earlier trajectories that they continue, oldest first."""
         found = {call.id: call for call in transcript.calls}
         with read(self._engine) as connection:
             while missing := {c.parent_call for c in found.values() if c.parent_call and c.parent_call not in found}:
@@ -274,7 +276,7 @@ class Trajectories:
         return tuple(sorted(found.values(), key=lambda call: (call.started_at, call.id)))
 
     def trained_in_round(self, round_id: str, limit: int = 100) -> list[str]:
-        """Return the ids of trajectories that a round trained."""
+        """Return the ids of trajectories that a round trained on."""
         trajectories = schema.trajectories
         query = (
             sa.select(trajectories.c.id)
@@ -286,11 +288,11 @@ class Trajectories:
             return list(connection.scalars(query))
 
     def counts(self) -> dict[str, int]:
-        """Return how many trajectories are in each state; states without any are 0. Where they are many, a bit old."""
+        """Return the number of trajectories in each state; cached if there are many."""
         return dict(self._counts())
 
     def drop_counts(self) -> dict[str, int]:
-        """Return how many trajectories were dropped for each reason. Where they are many, a bit old."""
+        """Return the number of dropped trajectories by reason; cached if there are many."""
         return dict(self._drop_counts())
 
     def _count(self) -> dict[str, int]:
@@ -324,8 +326,8 @@ class Trajectories:
             return [row_to(Trajectory, row) for row in connection.execute(query)]
 
 
-def _under_way(now: float, lost_after: float) -> sa.ColumnElement[bool]:
-    """Return whether a trajectory has a call without an end that began less than `lost_after` seconds ago."""
+def _has_call_in_progress(now: float, lost_after: float) -> sa.ColumnElement[bool]:
+    """Return the condition that a trajectory has a call in progress that started less than `lost_after` seconds ago."""
     trajectories, calls = schema.trajectories, schema.calls
     return sa.exists().where(
         calls.c.trajectory_id == trajectories.c.id,
@@ -335,7 +337,7 @@ def _under_way(now: float, lost_after: float) -> sa.ColumnElement[bool]:
 
 
 def drop(connection: sa.Connection, names: Sequence[str], reason: str) -> None:
-    """Drop trajectories inside a transaction; all or none."""
+    """Drop trajectories in the caller's transaction, all or none."""
     trajectories = schema.trajectories
     allowed = states_before(TRAJECTORY_TRANSITIONS, TrajectoryState.DROPPED)
     changed = connection.execute(

@@ -1,8 +1,8 @@
-"""Which trajectories are meant: one filter for lists, exports and deletions, and the pages of a list.
+"""The filter of trajectories for lists, exports and deletions, and the pages of a list.
 
-A page follows its index: newest first, from a key on, never by counting rows. The filter by tag walks the tags, unless
-few trajectories fit the rest of the filter: then it walks those. The search by the beginning of an id walks the ids
-(which sort by time where Ratchet made them). Statements only; no I/O.
+A page follows an index, newest first, and starts at a key instead of an offset. A filter by tag reads the tag's index,
+unless few trajectories match the rest of the filter. A search by id prefix reads the ids, which sort by time if Ratchet
+created them. Builds statements; no I/O.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ratchet.store.db import schema
 from ratchet.store.states import TrajectoryState
 
 _LAST = "\U0010ffff"
-FEW = 1000  # trajectories that are walked sooner than a tag's
+FEW = 1000  # with at most this many matches, the trajectories are read instead of the tag's index
 
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryFilter:
-    """The trajectories that fit everything that is said here. Times are Unix seconds."""
+    """Conditions that all must hold. Times are Unix seconds."""
 
     state: str | None = None
     alias: str | None = None
@@ -32,18 +32,18 @@ class TrajectoryFilter:
     tag: str | None = None
     since: float | None = None  # opened then or later
     until: float | None = None  # opened before then
-    search: str | None = None  # the beginning of the id
-    id: str | None = None  # the whole id, with the trajectories that succeeded it
-    inactive_since: float | None = None  # no call since then, nor of a successor that needs its tokens
+    search: str | None = None  # prefix of the id
+    id: str | None = None  # the whole id; includes its successors
+    inactive_since: float | None = None  # no call since then, also not of a successor that needs its tokens
     trained: bool | None = None  # whether a round trained it
 
     @property
     def is_unrestricted(self) -> bool:
-        """Whether every trajectory fits."""
+        """Whether every trajectory matches."""
         return all(getattr(self, field.name) is None for field in fields(self))
 
     def where(self) -> sa.ColumnElement[bool]:
-        """Return the condition on the table of trajectories; a tag is a condition as well here."""
+        """Return the condition on the table of trajectories, including the tag."""
         trajectories, tags = schema.trajectories, schema.trajectory_tags
         pairs: list[tuple[Any, Any]] = [
             (trajectories.c.state, self.state),
@@ -52,30 +52,32 @@ class TrajectoryFilter:
             (trajectories.c.task, short_task(self.task)),
             (trajectories.c.key_id, self.key),
         ]
-        said = [column == value for column, value in pairs if value is not None]
+        conditions = [column == value for column, value in pairs if value is not None]
         if self.since is not None:
-            said.append(trajectories.c.opened_at >= self.since)
+            conditions.append(trajectories.c.opened_at >= self.since)
         if self.until is not None:
-            said.append(trajectories.c.opened_at < self.until)
+            conditions.append(trajectories.c.opened_at < self.until)
         if self.trained is not None:
-            said.append((trajectories.c.state == TrajectoryState.TRAINED) == sa.literal(self.trained))
+            conditions.append((trajectories.c.state == TrajectoryState.TRAINED) == sa.literal(self.trained))
         if self.inactive_since is not None:
-            said += [trajectories.c.last_active_at < self.inactive_since, ~self._is_needed(self.inactive_since)]
+            conditions += [trajectories.c.last_active_at < self.inactive_since, ~self._is_needed(self.inactive_since)]
         if self.search:
-            said += [trajectories.c.id >= self.search, trajectories.c.id < self.search + _LAST]
+            conditions += [trajectories.c.id >= self.search, trajectories.c.id < self.search + _LAST]
         if self.id is not None:
-            said.append(sa.or_(trajectories.c.id == self.id, successors_of(self.id)))
+            conditions.append(sa.or_(trajectories.c.id == self.id, successors_of(self.id)))
         if self.tag is not None:
-            said.append(trajectories.c.id.in_(sa.select(tags.c.trajectory_id).where(tags.c.tag == self.tag[:128])))
-        return sa.and_(sa.true(), *said)
+            conditions.append(
+                trajectories.c.id.in_(sa.select(tags.c.trajectory_id).where(tags.c.tag == self.tag[:128]))
+            )
+        return sa.and_(sa.true(), *conditions)
 
     def _is_needed(self, inactive_since: float) -> sa.ColumnElement[bool]:
-        """Return whether a trajectory has a successor that is not meant: its contexts go on from this one's."""
+        """Return the condition that a trajectory has a successor outside the filter, whose contexts continue its own."""
         trajectories, later = schema.trajectories, schema.trajectories.alias("later")
-        stays = later.c.last_active_at >= inactive_since
+        retained = later.c.last_active_at >= inactive_since
         if self.trained is not None:
-            stays = sa.or_(stays, (later.c.state == TrajectoryState.TRAINED) != sa.literal(self.trained))
-        return sa.and_(trajectories.c.successors > 0, sa.exists().where(_succeeds(later, trajectories), stays))
+            retained = sa.or_(retained, (later.c.state == TrajectoryState.TRAINED) != sa.literal(self.trained))
+        return sa.and_(trajectories.c.successors > 0, sa.exists().where(_succeeds(later, trajectories), retained))
 
 
 def _succeeds(later: Any, run: Any) -> sa.ColumnElement[bool]:
@@ -83,7 +85,7 @@ def _succeeds(later: Any, run: Any) -> sa.ColumnElement[bool]:
 
 
 def ids_with_successors(chosen: sa.ColumnElement[bool]) -> sa.CompoundSelect[Any]:
-    """Return the ids of the trajectories that fit, of those that took their later calls, and of their resamples."""
+    """Return the ids of matching trajectories, of their successors, and of their resamples."""
     trajectories, later = schema.trajectories, schema.trajectories.alias("later")
     own = sa.select(trajectories.c.id).where(chosen)
     after = (
@@ -91,23 +93,22 @@ def ids_with_successors(chosen: sa.ColumnElement[bool]) -> sa.CompoundSelect[Any
         .join(trajectories, _succeeds(later, trajectories))
         .where(chosen, trajectories.c.successors > 0)
     )
-    asked = sa.select(schema.resamples.c.id).join(trajectories, trajectories.c.id == schema.resamples.c.original_id)
-    resample = asked.join(later, later.c.id == schema.resamples.c.id).where(chosen)  # those that there are
+    planned = sa.select(schema.resamples.c.id).join(trajectories, trajectories.c.id == schema.resamples.c.original_id)
+    resample = planned.join(later, later.c.id == schema.resamples.c.id).where(chosen)  # those with a trajectory
     return own.union(after, resample)
 
 
 def successors_of(name: str) -> sa.ColumnElement[bool]:
-    """Return whether a trajectory's id says that it took the later calls of the one named."""
+    """Return the condition that a trajectory is a successor of this one, by its id."""
     trajectories = schema.trajectories
-    return sa.and_(
-        trajectories.c.id > f"{name}~", trajectories.c.id < f"{name}~:"
-    )  # a number follows the ~; a colon follows the 9
+    # A number follows the ~, and a colon sorts after the 9.
+    return sa.and_(trajectories.c.id > f"{name}~", trajectories.c.id < f"{name}~:")
 
 
 def count_without_tag(chosen: TrajectoryFilter) -> sa.Select[int] | None:
-    """Return the count, up to one more than `FEW`, of those that fit the rest of a filter by tag.
+    """Return the count of trajectories that match the filter without its tag, at most `FEW` + 1.
 
-    None if the tag's own order serves the rest as well, or there is no tag.
+    None if there is no tag, or if the index of the tag serves the whole filter.
     """
     rest = replace(chosen, tag=None, since=None, until=None)
     if chosen.tag is None or chosen.search or rest.is_unrestricted:
@@ -119,9 +120,9 @@ def count_without_tag(chosen: TrajectoryFilter) -> sa.Select[int] | None:
 def select_page_ids(
     chosen: TrajectoryFilter, limit: int, before: str | None, opened_at: float, *, by_tag: bool = True
 ) -> sa.Select[str]:
-    """Return the ids of a page in order. `opened_at` is that of `before`, the last trajectory of the page before.
+    """Return the ids of a page in order. `before`, opened at `opened_at`, is the last trajectory of the previous page.
 
-    `by_tag` says to walk those of the tag, if there is one; else those that fit the rest are walked.
+    `by_tag`: read the index of the tag, if there is one, instead of the trajectories.
     """
     trajectories, tags = schema.trajectories, schema.trajectory_tags
     if chosen.search:
@@ -139,7 +140,7 @@ def select_page_ids(
             mine = sa.and_(tags.c.opened_at == trajectories.c.opened_at, tags.c.trajectory_id == trajectories.c.id)
             query = query.where(sa.exists().where(tags.c.tag == chosen.tag[:128], mine))
     if before:
-        # Said twice: the first is what an index on the time alone can begin at.
+        # Redundant, but an index on the time alone can start at the first condition.
         query = query.where(
             time <= opened_at, sa.tuple_(time, name) < sa.tuple_(sa.literal(opened_at), sa.literal(before))
         )
@@ -147,7 +148,7 @@ def select_page_ids(
 
 
 def _tagged(chosen: TrajectoryFilter) -> sa.Select[str]:
-    """Return the ids at a tag that fit; it knows their times itself."""
+    """Return the matching ids of a tag, from its index, which has their times."""
     trajectories, tags = schema.trajectories, schema.trajectory_tags
     query = sa.select(tags.c.trajectory_id).where(tags.c.tag == (chosen.tag or "")[:128])
     if chosen.since is not None:

@@ -1,5 +1,7 @@
-"""How deep JSON goes, without reading it: the reader's own depth is bounded by the interpreter's stack, which is not
-equally deep wherever the same text is read again. Exact for JSON; for what is none a number that means nothing. Pure.
+"""The nesting depth of JSON, without parsing it. Pure.
+
+The parser's own limit is the interpreter's stack, which differs between the places that parse the same text. The result
+is exact for valid JSON and meaningless otherwise.
 """
 
 from __future__ import annotations
@@ -13,17 +15,17 @@ _FLAT = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def strip_strings(text: bytes) -> bytes:
-    """Return JSON without its strings."""
+    """Return JSON text without its strings."""
     return b"".join(text.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
 
 
 def depth(bare: bytes) -> int:
-    """Return the most lists and objects that are open at once, in JSON without strings."""
+    """Return the maximum number of nested lists and objects, in JSON without strings."""
     return max(accumulate(map(_STEP.__getitem__, bare.translate(None, _FLAT))), default=0)
 
 
-def exceeds_depth(text: str, most: int) -> bool:
-    """Return whether JSON goes deeper than `most` levels."""
-    if text.count("[") + text.count("{") <= most:
+def exceeds_depth(text: str, max_depth: int) -> bool:
+    """Return whether JSON is nested deeper than `max_depth` levels."""
+    if text.count("[") + text.count("{") <= max_depth:
         return False
-    return depth(strip_strings(text.encode("utf-8", "surrogatepass"))) > most
+    return depth(strip_strings(text.encode("utf-8", "surrogatepass"))) > max_depth

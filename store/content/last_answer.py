@@ -1,9 +1,9 @@
-"""How a trajectory ends: which of its answers is the last word of the agent that it began with.
+"""The last answer of a trajectory's main agent. Pure.
 
 A trajectory may have segments (sub-agents, summaries, the context after a compaction) and branches (several answers,
-edited turns). The agent's own segments have the tools and the system prompt of the first one; of these the one that
-was answered last counts, and in it the longest path, the later one of two as long. A first call without tools that
-stands alone, as coding agents ask for a title before they begin, is not the agent's where another has tools. Pure.
+edited turns). The main agent's segments have the tools and the system prompt of the first segment. Of these, the one
+that was answered last counts, and in it the longest path; of equally long paths, the later one. A single first call
+without tools is not the main agent's if another segment has tools: coding agents request a title this way.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from ratchet.store.records import Call
 
 
 def last_answer_node(calls: Sequence[Call], system_prompt: Callable[[str], str]) -> tuple[str, str]:
-    """Return the node of the last answer (of the last prompt where nothing was answered), and the agent's tools' hash.
+    """Return the node of the last answer (or, without answers, of the last prompt) and the hash of the agent's tools.
 
-    `calls` come in the order in which they began; `system_prompt` tells, of a prompt's node, which one it begins with.
+    `calls`: in the order of their start; `system_prompt`: returns the system prompt of a prompt's node.
     """
     answered = [call for call in calls if any(choice.reply_node for choice in call.choices)]
     if not answered:
@@ -35,7 +35,7 @@ def last_answer_node(calls: Sequence[Call], system_prompt: Callable[[str], str])
 
 
 def _own(calls: Sequence[tuple[Call, tuple[str, str]]]) -> list[Call]:
-    """Return the calls of the agent itself, of calls with their tools and system prompt."""
+    """Return the calls of the main agent; each call comes with its tools and system prompt."""
     own = calls[0][1]
     if not own[0] and sum(kind == own for _, kind in calls) == 1:
         own = next((kind for _, kind in calls if kind[0]), own)
@@ -43,7 +43,7 @@ def _own(calls: Sequence[tuple[Call, tuple[str, str]]]) -> list[Call]:
 
 
 def _segments(calls: Sequence[Call]) -> tuple[dict[str, str], dict[str, int]]:
-    """Return, by call id, the first call of its segment, and how many calls led to it there."""
+    """Return, by call id, the first call of its segment, and the number of calls before it there."""
     first: dict[str, str] = {}
     depth: dict[str, int] = {}
     for call in calls:

@@ -1,12 +1,9 @@
-"""Messages by content: one canonical form, one hash that names a message and all that came before it.
+"""Content-addressed messages: a canonical form, and hashes over a message and all messages before it. Pure.
 
-Two ideas share the canonical form:
-- `hash` names the stored node: it covers everything the message says, tool-call ids included, and its parent.
-- `link_key` finds the trajectory that a request continues: it covers only what an agent cannot help echoing,
-  so that `content: null`, a missing `content`, content as parts, trimmed whitespace, re-ordered JSON arguments, new
-  tool-call ids, added fields and dropped reasoning all lead to the same key.
-
-Pure functions; no I/O.
+- `hash` names the stored node. It covers the whole message, including tool-call ids, and its parent.
+- `link_key` finds the trajectory that a request continues. It covers only what every agent repeats: `content: null`,
+  missing `content`, content in parts, trimmed whitespace, reordered JSON arguments, new tool-call ids, added fields and
+  dropped reasoning lead to the same key.
 """
 
 from __future__ import annotations
@@ -21,16 +18,16 @@ from ratchet.store.content.json_depth import exceeds_depth
 from ratchet.store.records import MessageNode
 
 ROOT = ""
-ANYWHERE = "anywhere"  # in place of a parent's key: the message wherever it stands
-_HASH = "b2:"  # BLAKE2b, 16 bytes: the algorithm's name is part of every hash text
+ANYWHERE = "anywhere"  # in place of a parent's key: the message at any position
+_HASH = "b2:"  # BLAKE2b, 16 bytes; every hash text starts with its algorithm
 
-_DEEP = 100  # levels; arguments that go deeper are compared as text
+_MAX_DEPTH = 100  # deeper arguments are compared as text
 
-_THOUGHTS = ("thinking", "redacted_thinking", "reasoning")  # parts that agents keep or drop as they like
-_THOUGHT_END = "</think>"  # of models whose thoughts nobody parses
+_REASONING_PARTS = ("thinking", "redacted_thinking", "reasoning")  # agents may drop these parts
+_REASONING_END = "</think>"  # of models whose reasoning is not parsed
 
 _encode = msgspec.json.Encoder(order="sorted").encode
-_as_said = msgspec.json.Encoder().encode
+_encode_in_order = msgspec.json.Encoder().encode
 
 
 def canonical(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,32 +40,32 @@ def canonical(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def spoken(message: Mapping[str, Any]) -> Any:
-    """Return what a message says: its text without outer whitespace and without thoughts; other content as it is."""
+    """Return a message's text without outer whitespace and reasoning; other content unchanged."""
     content = message.get("content")
     if isinstance(content, list):
-        parts = [part for part in content if not (isinstance(part, dict) and part.get("type") in _THOUGHTS)]
+        parts = [part for part in content if not (isinstance(part, dict) and part.get("type") in _REASONING_PARTS)]
         if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
             return parts
         content = "".join(str(part.get("text", "")) for part in parts)
     if not isinstance(content, str):
         return content
-    if message.get("role") == "assistant" and _THOUGHT_END in content:
-        content = content.rpartition(_THOUGHT_END)[2]
+    if message.get("role") == "assistant" and _REASONING_END in content:
+        content = content.rpartition(_REASONING_END)[2]
     return content.strip()
 
 
 def _arguments(text: Any) -> Any:
-    """Return tool-call arguments as a JSON value where they are JSON, else the text as it is; none are `{}`."""
+    """Return tool-call arguments as a JSON value, or as text if they are not JSON; missing ones are `{}`."""
     if not isinstance(text, str):
         return text or {}
     try:
-        return (text.strip() if exceeds_depth(text, _DEEP) else _decode_arguments(text)) or {}
+        return (text.strip() if exceeds_depth(text, _MAX_DEPTH) else _decode_arguments(text)) or {}
     except msgspec.DecodeError:
         return text.strip() or {}
 
 
 def _whole(number: str) -> float | int:
-    """Return a number with a fraction or exponent; as an integer where it is one, as JavaScript writes it."""
+    """Return a number with a fraction or exponent; an integer if it equals one, as JavaScript writes it."""
     value = float(number)
     return int(value) if abs(value) < 2**53 and value.is_integer() else value
 
@@ -86,7 +83,7 @@ def called(message: Mapping[str, Any]) -> list[list[Any]]:
 
 
 def _essence(message: Mapping[str, Any]) -> list[Any]:
-    """Return what every agent echoes of a message: role, text, and name and arguments of each tool call."""
+    """Return what every agent repeats of a message: role, text, and name and arguments of each tool call."""
     return [message.get("role"), spoken(message) or None, called(message)]
 
 
@@ -134,13 +131,13 @@ def tool_call_ids(message: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def tools_hash(tools: Any) -> tuple[str, bytes]:
-    """Return (hash, JSON) of a request's tool list; ("", b"") where there is none.
+    """Return (hash, JSON) of a request's tool list; ("", b"") without tools.
 
-    The hash is blind to the order of keys; the JSON keeps it, since chat templates show it to the model.
+    The hash ignores the order of keys; the JSON keeps it, because chat templates render it.
     """
     if not tools:
         return "", b""
-    return _digest("tools", _encode(tools)), _as_said(tools)
+    return _digest("tools", _encode(tools)), _encode_in_order(tools)
 
 
 def is_intact(stored: MessageNode) -> bool:
@@ -149,5 +146,5 @@ def is_intact(stored: MessageNode) -> bool:
 
 
 def is_intact_toolset(name: str, body: bytes) -> bool:
-    """Return whether a stored tool list's hash is the hash of what it holds."""
+    """Return whether a stored tool list's hash is the hash of its content."""
     return name == _digest("tools", _encode(msgspec.json.decode(body)))

@@ -1,6 +1,6 @@
-"""Puts a prompt in the place of a conversation's system prompt, or after it. Pure; changes nothing that it is given.
+"""Replaces a conversation's system prompt, or appends to it. Pure; does not modify its arguments.
 
-The system prompt is the first message, where its role is `system` or `developer`; where it is neither, one is added.
+The system prompt is a first message with the role `system` or `developer`; without one, a message is added.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ Message = Mapping[str, Any]
 
 
 def has_system_prompt(messages: Sequence[Message]) -> bool:
-    """Return whether a conversation begins with a system prompt."""
+    """Return whether a conversation starts with a system prompt."""
     return bool(messages) and messages[0].get("role") in _ROLES
 
 
 def beginning(messages: Sequence[Message], mode: PromptMode, text: str) -> dict[str, Any]:
-    """Return the message that a conversation begins with when `text` is swapped in."""
+    """Return the first message of a conversation that is served with `text`."""
     if not has_system_prompt(messages):
         return {"role": "system", "content": text}
     first = messages[0]
-    said = first.get("content")
-    if mode is PromptMode.REPLACE or not said:
+    content = first.get("content")
+    if mode is PromptMode.REPLACE or not content:
         return {**first, "content": text}
-    if isinstance(said, str):
-        return {**first, "content": f"{said}\n\n{text}"}
-    return {**first, "content": [*said, {"type": "text", "text": text}]}
+    if isinstance(content, str):
+        return {**first, "content": f"{content}\n\n{text}"}
+    return {**first, "content": [*content, {"type": "text", "text": text}]}
 
 
 def with_prompt(messages: Sequence[Message], prompt: Prompt | None, family: str | None) -> tuple[Message, ...]:
-    """Return a conversation as a prompt makes it for calls of a task family; without a text for them as it is."""
+    """Return a conversation with the prompt's text for a task family; unchanged if there is none."""
     text = prompt.text_for(family) if prompt else ""
     if prompt is None or not text:
         return tuple(messages)

@@ -1,6 +1,6 @@
-"""Token sequences from calls: each call stores only what is new, this module puts the whole back together.
+"""Rebuilds whole token sequences from calls, which store only their new tokens. Pure.
 
-Pure functions; no I/O. A sequence is int32 little-endian bytes, as in the records.
+A sequence is int32 little-endian bytes, as in the records.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from ratchet.store.records import Call
 
 
 def sequences(calls: Iterable[Call]) -> dict[tuple[str, int], bytes]:
-    """Return, per (call id, choice index), every id of the context up to and with that answer.
+    """Return, per (call id, choice index), the token ids of the context and the answer.
 
-    `calls` come in the order in which they began. An `exact` call whose parent is not among them is left out,
-    as its context cannot be known from here.
+    `calls`: in the order of their start. An `exact` call whose parent is not among them is left out, because its context
+    is unknown.
     """
     whole: dict[tuple[str, int], bytes] = {}
     for call in calls:
@@ -30,7 +30,7 @@ def sequences(calls: Iterable[Call]) -> dict[tuple[str, int], bytes]:
 
 
 def sampled_spans(calls: Iterable[Call], answer: tuple[str, int]) -> tuple[tuple[int, int], ...]:
-    """Return which ids of an answer's sequence were sampled, as [start, end) in order; `answer` as in `sequences`."""
+    """Return the sampled spans [start, end) of an answer's sequence, in order; `answer` as in `sequences`."""
     known = {call.id: call for call in calls}
     chain: list[tuple[Call, bytes]] = []
     name, index = answer

@@ -1,4 +1,4 @@
-"""Alarms: what a person should know. Raised again, an alarm counts up; cleared, it stays readable."""
+"""Alarms: conditions that need a person. Raising one again increments its count; a cleared one stays readable."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Alarms:
         self._engine = engine
 
     def raise_(self, name: str, reason: str) -> None:
-        """Raise an alarm, or count it up and renew its reason."""
+        """Raise an alarm; if it is active, increment its count and update its reason."""
         table, now = schema.alarms, time.time()
         row = {
             "name": name,
@@ -30,17 +30,19 @@ class Alarms:
             "count": 0,
             "cleared_at": None,
         }
-        again = sa.case((table.c.cleared_at.is_not(None), now), else_=table.c.raised_at)
+        raised_at = sa.case((table.c.cleared_at.is_not(None), now), else_=table.c.raised_at)
         with write(self._engine) as connection:
             insert_or_ignore(connection, table, [row])
             connection.execute(
                 sa.update(table)
                 .where(table.c.name == name)
-                .values(reason=reason, last_raised_at=now, raised_at=again, count=table.c.count + 1, cleared_at=None)
+                .values(
+                    reason=reason, last_raised_at=now, raised_at=raised_at, count=table.c.count + 1, cleared_at=None
+                )
             )
 
     def clear(self, name: str) -> None:
-        """Say that an alarm's cause is gone; nothing happens where it does not stand."""
+        """Clear an alarm; no effect if it is not active."""
         table = schema.alarms
         with write(self._engine) as connection:
             connection.execute(
@@ -54,7 +56,7 @@ class Alarms:
         return [alarm for alarm in self.all() if alarm.cleared_at is None]
 
     def all(self) -> list[Alarm]:
-        """Return every alarm that was ever raised, the latest first."""
+        """Return all alarms, including cleared ones, the latest first."""
         table = schema.alarms
         with read(self._engine) as connection:
             rows = connection.execute(sa.select(table).order_by(table.c.last_raised_at.desc())).all()

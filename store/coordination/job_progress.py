@@ -1,7 +1,4 @@
-"""Works: how far each long phase of a trainer is, for whoever watches from elsewhere. One row per alias and phase.
-
-Figures only, of no use to anything but the eye: whoever writes may leave some out.
-"""
+"""Job progress: how far each long phase of a trainer is, one row per alias and phase. For display only."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from ratchet.store.records.base import Record, row_to
 
 
 class ProgressRate:
-    """What can be told of phase from how far it is: `done` of `total`, `seconds` since it began."""
+    """Pace and remaining time of a phase with `done` of `total` items after `seconds`."""
 
     __slots__ = ()
     done: float
@@ -26,7 +23,7 @@ class ProgressRate:
 
     @property
     def seconds_per_item(self) -> float | None:
-        """Seconds that an item took so far; None before the first one."""
+        """Mean seconds per item so far; None before the first one."""
         return self.seconds / self.done if self.done else None
 
     @property
@@ -37,7 +34,7 @@ class ProgressRate:
 
 
 class JobProgress(Record, ProgressRate, frozen=True):
-    """How far a phase was at `updated_at`: `seconds` since it began; `means` by metric, each over its own rows."""
+    """Progress of a phase at `updated_at`; `seconds` since its start; `means` by metric."""
 
     alias: str
     phase: str
@@ -50,7 +47,7 @@ class JobProgress(Record, ProgressRate, frozen=True):
 
 
 class JobProgressVerbs:
-    """The verbs over job_progress."""
+    """Operations on job progress."""
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
@@ -59,16 +56,18 @@ class JobProgressVerbs:
         self, alias: str, phase: str, *, done: float, total: float, seconds: float, means: Mapping[str, float],
         ended: bool = False,
     ) -> None:  # fmt: skip
-        """Record how far a phase is, in place of what was written before."""
-        told = {"done": done, "total": total, "seconds": seconds, "means": dict(means), "ended": ended}
-        row = {**told, "updated_at": time.time()}
+        """Replace the progress of a phase."""
+        row = {
+            "done": done, "total": total, "seconds": seconds, "means": dict(means), "ended": ended,
+            "updated_at": time.time(),
+        }  # fmt: skip
         with write(self._engine) as connection:
             insert_or_ignore(connection, schema.job_progress, [{"alias": alias, "phase": phase, **row}])
             mine = sa.and_(schema.job_progress.c.alias == alias, schema.job_progress.c.phase == phase)
             connection.execute(sa.update(schema.job_progress).where(mine).values(**row))
 
     def all(self, alias: str | None = None) -> list[JobProgress]:
-        """Return the job_progress of one alias or of all, the latest told first."""
+        """Return the progress of one alias or of all, the latest update first."""
         query = sa.select(schema.job_progress).where(
             sa.true() if alias is None else schema.job_progress.c.alias == alias
         )

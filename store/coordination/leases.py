@@ -1,4 +1,4 @@
-"""Leases: one owner at a time, for as long as it keeps renewing."""
+"""Leases: one owner at a time, while it renews the lease."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ratchet.store.db.engine import read, write
 
 
 class LeaseHolder(msgspec.Struct, frozen=True):
-    """Who holds a lease, and until when if it is not renewed (Unix seconds)."""
+    """The holder of a lease and its expiry (Unix seconds)."""
 
     name: str
     owner: str
@@ -27,28 +27,28 @@ class Leases:
         self._engine = engine
 
     def acquire(self, name: str, owner: str, seconds: float) -> bool:
-        """Take or renew a lease for `seconds`; False when another owner holds it."""
+        """Acquire or renew a lease for `seconds`; return False if another owner holds it."""
         table, now = schema.leases, time.time()
         with write(self._engine) as connection:
             insert_or_ignore(connection, table, [{"name": name, "owner": owner, "expires_at": now + seconds}])
             free = sa.or_(table.c.owner == owner, table.c.expires_at < now)
-            taken = connection.execute(
+            acquired = connection.execute(
                 sa.update(table).where(table.c.name == name, free).values(owner=owner, expires_at=now + seconds)
             )
-            return bool(taken.rowcount)
+            return bool(acquired.rowcount)
 
     def holders(self, prefix: str) -> list[LeaseHolder]:
-        """Return the leases whose names begin so, by name; those that expired are held by nobody."""
+        """Return the leases with this name prefix that have not expired, by name."""
         table = schema.leases
-        begins = sa.and_(
+        current = sa.and_(
             table.c.name >= prefix, table.c.name < f"{prefix}\U0010ffff", table.c.expires_at >= time.time()
         )
         with read(self._engine) as connection:
-            rows = connection.execute(sa.select(table).where(begins).order_by(table.c.name))
+            rows = connection.execute(sa.select(table).where(current).order_by(table.c.name))
             return [LeaseHolder(row.name, row.owner, row.expires_at) for row in rows]
 
     def release(self, name: str, owner: str) -> None:
-        """Give a lease back; nothing happens where it is not held by `owner`."""
+        """Release a lease; no effect if `owner` does not hold it."""
         table = schema.leases
         with write(self._engine) as connection:
             connection.execute(sa.delete(table).where(table.c.name == name, table.c.owner == owner))

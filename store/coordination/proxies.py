@@ -1,5 +1,4 @@
-"""ProxyInstances: what every running proxy says it serves and holds, so that the trainer knows when a version has
-drained."""
+"""Running proxies with the versions that they serve, so that the trainer knows when a version has drained."""
 
 from __future__ import annotations
 
@@ -12,17 +11,18 @@ from ratchet.store.db.engine import read, write
 from ratchet.store.records import ProxyInstance
 from ratchet.store.records.base import row_to
 
-_DELETE_AFTER_SECONDS = 3600.0  # seconds of silence after which a proxy that was killed is forgotten
+PROXY_TIMEOUT_SECONDS = 10.0  # without a heartbeat for this long, a proxy counts as stopped
+_DELETE_AFTER_SECONDS = 3600.0  # without a heartbeat for this long, its row is deleted
 
 
 class ProxyInstances:
-    """Operations on instances."""
+    """Operations on proxy instances."""
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
 
     def heartbeat(self, instance: ProxyInstance) -> None:
-        """Write what a proxy knows now."""
+        """Store the current state of a proxy, and delete the rows of proxies that stopped long ago."""
         table = schema.proxy_instances
         row = msgspec.structs.asdict(instance) | {
             "live_versions": dict(instance.live_versions),
@@ -36,7 +36,7 @@ class ProxyInstances:
             connection.execute(sa.update(table).where(table.c.id == instance.id).values(**row))
 
     def running(self, alias: str | None, since: float) -> list[ProxyInstance]:
-        """Return the proxies that serve an alias, or any, and were heard of since then (Unix seconds)."""
+        """Return the proxies with a heartbeat since then (Unix seconds) that serve an alias, or any."""
         table = schema.proxy_instances
         with read(self._engine) as connection:
             rows = connection.execute(sa.select(table).where(table.c.heartbeat_at >= since)).all()
@@ -44,13 +44,10 @@ class ProxyInstances:
         return [instance for instance in instances if alias is None or alias in instance.live_versions]
 
     def shipped_until(self, alias: str, now: float, since: float) -> float:
-        """Return the moment up to which every open proxy has shipped what it recorded; `now` where none is open."""
+        """Return the time up to which every running proxy has shipped its records; `now` if none is running."""
         return min([now, *(instance.shipped_until for instance in self.running(alias, since))])
 
     def remove(self, instance_id: str) -> None:
-        """Forget a proxy that has stopped."""
+        """Delete a proxy that has stopped."""
         with write(self._engine) as connection:
             connection.execute(sa.delete(schema.proxy_instances).where(schema.proxy_instances.c.id == instance_id))
-
-
-PROXY_TIMEOUT_SECONDS = 10.0  # seconds after which a proxy that does not beat counts as gone

@@ -1,9 +1,8 @@
-"""Column types: what the records hold as text and JSON takes fewer bytes in the database.
+"""Column types that store hashes, messages and token ids in fewer bytes, without loss.
 
-A hash is 17 bytes there instead of 35 characters: a byte that names the algorithm, then the digest. A message's body
-is deflated with a dictionary of what such bodies are made of, where that makes it smaller. Token ids leave out the
-bytes that are zero in all of them: three bytes a token, not four. All come back exactly as they were given. Logprobs
-stay float32, untouched.
+A hash takes 17 bytes instead of 35 characters: one byte for the algorithm, then the digest. The body of a message is
+deflated with a dictionary of common parts, if that makes it smaller. Token ids omit bytes that are zero in all of them:
+three bytes per token instead of four. Logprobs stay float32.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ import sqlalchemy as sa
 _ALGORITHMS = {"b2": 1}  # the name before the colon of a hash text -> its byte
 _NAMES = {number: name for name, number in _ALGORITHMS.items()}
 _DIGEST = 16
-_PLAIN_TEXT = b"\0"  # in place of the algorithm: not a hash, but text as it is
+_PLAIN_TEXT = b"\0"  # in place of the algorithm: plain text, not a hash
 
 _DEFLATED = b"\x01"
-_LEAST = 64  # bytes; less is not worth it
+_MIN_DEFLATED = 64  # bytes; shorter bodies are not deflated
 # Part of the format: a changed dictionary needs another mark.
 _DICTIONARY = (
     b'"name":"parameters":{"properties":{"type":"string","description":"}},"required":[]}}],"type":"object"'
@@ -39,22 +38,22 @@ _Pack = Callable[[Any], bytes | None]
 
 
 class Bytes(sa.LargeBinary):
-    """Bytes that go to the driver as they are: both drivers take them without SQLAlchemy's wrapping."""
+    """Bytes passed to the driver unchanged: both drivers accept them without SQLAlchemy's wrapping."""
 
     cache_ok = True
 
     def bind_processor(self, dialect: sa.Dialect) -> None:
-        """Nothing is to be done."""
+        """Return no conversion."""
 
 
 class Hash(sa.types.TypeDecorator[str]):
-    """A hash text such as `b2:0011...` as bytes; the empty text (no parent) as no bytes."""
+    """A hash text such as `b2:0011...` as bytes; the empty text (no parent) as empty bytes."""
 
     impl = Bytes
     cache_ok = True
 
     def bind_processor(self, dialect: sa.Dialect) -> _Pack:
-        """Return what makes of a value what the database holds."""
+        """Return the conversion to the stored form."""
         return _hash_or_none
 
     def process_result_value(self, value: Any, dialect: sa.Dialect) -> str | None:
@@ -69,7 +68,7 @@ class Body(sa.types.TypeDecorator[bytes]):
     cache_ok = True
 
     def bind_processor(self, dialect: sa.Dialect) -> _Pack:
-        """Return what makes of a value what the database holds."""
+        """Return the conversion to the stored form."""
         return _or_none(pack_body)
 
     def process_result_value(self, value: Any, dialect: sa.Dialect) -> bytes | None:
@@ -84,7 +83,7 @@ class Ids(sa.types.TypeDecorator[bytes]):
     cache_ok = True
 
     def bind_processor(self, dialect: sa.Dialect) -> _Pack:
-        """Return what makes of a value what the database holds."""
+        """Return the conversion to the stored form."""
         return _or_none(compress_token_ids)
 
     def process_result_value(self, value: Any, dialect: sa.Dialect) -> bytes | None:
@@ -121,8 +120,8 @@ def unpack_hash(packed: bytes) -> str:
 
 
 def pack_body(body: bytes) -> bytes:
-    """Return a body deflated, or as it is where that is no longer. A body never begins with the mark: it is JSON."""
-    if len(body) < _LEAST:
+    """Return a body deflated, or unchanged if that is not longer. JSON never starts with the mark."""
+    if len(body) < _MIN_DEFLATED:
         return body
     deflate = zlib.compressobj(3, zlib.DEFLATED, -15, 8, zlib.Z_DEFAULT_STRATEGY, _DICTIONARY)
     packed = _DEFLATED + deflate.compress(body) + deflate.flush()
@@ -130,7 +129,7 @@ def pack_body(body: bytes) -> bytes:
 
 
 def unpack_body(packed: bytes) -> bytes:
-    """Return the body of `pack_body`. Raises zlib.error where it is damaged."""
+    """Return the body of `pack_body`. Raises zlib.error if it is damaged."""
     if not packed.startswith(_DEFLATED):
         return packed
     inflate = zlib.decompressobj(-15, _DICTIONARY)
@@ -141,12 +140,12 @@ def unpack_body(packed: bytes) -> bytes:
 
 
 def compress_token_ids(ids: bytes) -> bytes:
-    """Return a byte that says how many bytes a token takes, then all lowest bytes, all second ones, and so on.
+    """Return one byte for the width of a token, then all lowest bytes, all second bytes, and so on.
 
-    Four bytes a token are left as they come. No ids are no bytes. Raises ValueError where these are not whole int32.
+    Ids with a width of four bytes are not reordered. Raises ValueError if the length is not a multiple of 4.
     """
     if len(ids) % 4:
-        raise ValueError(f"{len(ids)} bytes are no int32 token ids")
+        raise ValueError(f"{len(ids)} bytes are not int32 token ids")
     if not ids:
         return b""
     width = 4
@@ -155,16 +154,16 @@ def compress_token_ids(ids: bytes) -> bytes:
     return b"\4" + ids if width == 4 else bytes([width]) + b"".join([ids[place::4] for place in range(width)])
 
 
-def decompress_token_ids(squeezed: bytes) -> bytes:
-    """Return the ids of `compress_token_ids`. Raises ValueError where they are damaged."""
-    if not squeezed:
+def decompress_token_ids(packed: bytes) -> bytes:
+    """Return the ids of `compress_token_ids`. Raises ValueError if they are damaged."""
+    if not packed:
         return b""
-    width, count = squeezed[0], (len(squeezed) - 1) // max(1, squeezed[0])
-    if not 1 <= width <= 4 or len(squeezed) != 1 + width * count:
+    width, count = packed[0], (len(packed) - 1) // max(1, packed[0])
+    if not 1 <= width <= 4 or len(packed) != 1 + width * count:
         raise ValueError("these token ids are damaged")
     if width == 4:
-        return squeezed[1:]
+        return packed[1:]
     ids = bytearray(4 * count)
     for place in range(width):
-        ids[place::4] = squeezed[1 + place * count : 1 + (place + 1) * count]
+        ids[place::4] = packed[1 + place * count : 1 + (place + 1) * count]
     return bytes(ids)

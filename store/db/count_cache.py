@@ -1,7 +1,7 @@
-"""Counts over all rows: remembered for as long as counting is dear.
+"""Caches slow counts over all rows.
 
-A count that takes more than a moment is given again until twenty times its own cost has passed, so that it takes at
-most a twentieth of one core, however often it is asked for. Where counting is quick every answer is fresh.
+A count that takes longer than 20 ms is cached for twenty times its duration, so that it uses at most a twentieth of one
+core, however often it is requested. Fast counts are never cached.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Generic, TypeVar
 
 _T = TypeVar("_T")
 
-_QUICK = 0.02  # seconds
-_TIMES = 20
+_FAST_SECONDS = 0.02
+_CACHE_FACTOR = 20
 
 
 class CachedCount(Generic[_T]):
-    """One count. One thread counts at a time."""
+    """A cached count. One thread counts at a time."""
 
     def __init__(self, count: Callable[[], _T]) -> None:
         self._count = count
@@ -27,11 +27,11 @@ class CachedCount(Generic[_T]):
         self._until = 0.0
 
     def __call__(self) -> _T:
-        """Return the count, at most as old as it was dear."""
+        """Return the count, at most 20 times its duration old."""
         with self._lock:
             began = time.monotonic()
             if self._value is None or began >= self._until:
                 self._value = self._count()
-                took = time.monotonic() - began
-                self._until = began + (_TIMES * took if took > _QUICK else 0.0)
+                seconds = time.monotonic() - began
+                self._until = began + (_CACHE_FACTOR * seconds if seconds > _FAST_SECONDS else 0.0)
             return self._value

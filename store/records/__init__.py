@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from ratchet.store.records.tool_calls import ToolCall
 
 BASE_VERSION = 0  # version 0 of every alias is the base model without an adapter
-REDACTED = "redacted"  # why a call is untrainable of which something was not written down
-OTHER = "other_model"  # the purpose of calls to a model that is not trained here
-TOOL_GRAMMAR = "tool_grammar"  # among a call's sampling parameters: vLLM held its tool calls to a grammar
-RESAMPLE = "resample"  # the purpose of a further answer to a recorded prompt: trained with it, never counted as traffic
+REDACTED = "redacted"  # why a call with redacted content is untrainable
+OTHER = "other_model"  # purpose of calls to a model that is not trained here
+TOOL_GRAMMAR = "tool_grammar"  # sampling parameter: vLLM constrained the tool calls with a grammar
+RESAMPLE = "resample"  # purpose of a further answer to a recorded prompt: trained with it, not counted as traffic
 
 
 class MessageNode(Record, frozen=True):
-    """One message in its place: `hash` names it and everything before it; `body` is its canonical JSON."""
+    """A message and its position: `hash` covers it and all messages before it; `body` is canonical JSON."""
 
     hash: str
     parent: str
@@ -41,7 +41,7 @@ class MessageNode(Record, frozen=True):
 
 
 class CallStarted(Record, frozen=True, tag="started"):
-    """A call as it was when it arrived: identity, policy and sampling are fixed here and never later."""
+    """A call at its arrival: identity, policy and sampling parameters, which never change."""
 
     call_id: str
     trajectory_id: str
@@ -50,7 +50,7 @@ class CallStarted(Record, frozen=True, tag="started"):
     version: int
     dialect: str  # chat, completions, responses, messages
     streamed: bool
-    linked_by: str  # how the trajectory was found; docs/linking.md lists the ways
+    linked_by: str  # how the trajectory was found; see docs/linking.md
     prompt_node: (
         str  # hash of the last message of the prompt; a text completion's prompt is one message of the role "prompt"
     )
@@ -61,19 +61,19 @@ class CallStarted(Record, frozen=True, tag="started"):
     task: str | None = None
     role: str | None = None
     tags: tuple[str, ...] = ()
-    purpose: str = "live"  # live, shadow: may be trained; eval (a version by name), other (another model): never
-    sampling: Mapping[str, Any] = {}  # the sampling parameters that were sent, e.g. temperature, top_p, seed
-    nodes: tuple[MessageNode, ...] = ()  # the messages of the prompt that this proxy has not shipped before
-    tools: bytes = b""  # canonical JSON of the tool list, where not shipped before
+    purpose: str = "live"  # live, resample: may be trained; eval (a version by name), other_model: never
+    sampling: Mapping[str, Any] = {}  # sampling parameters of the request, e.g. temperature, top_p, seed
+    nodes: tuple[MessageNode, ...] = ()  # messages of the prompt that this proxy has not shipped before
+    tools: bytes = b""  # canonical JSON of the tool list, if not shipped before
 
     @property
     def policy(self) -> str:
-        """What answered: `alias@version`; of a model that is not trained here its name."""
+        """The model that answered: `alias@version`, or the name of a model that is not trained here."""
         return self.alias if self.purpose == OTHER else f"{self.alias}@{self.version}"
 
 
 class Choice(Record, frozen=True):
-    """One sampled answer: `token_ids` (n int32) and `logprobs` (n float32) are the engine's own, in order."""
+    """One sampled answer, with the engine's own `token_ids` (n int32) and `logprobs` (n float32)."""
 
     index: int
     finish_reason: str | None
@@ -85,10 +85,10 @@ class Choice(Record, frozen=True):
 
 
 class CallEnded(Record, frozen=True, tag="ended"):
-    """A call's end. `start` repeats its beginning, so that either record alone makes the row.
+    """A call's end. `start` repeats the start, so that this record alone is enough for the row.
 
-    `context` says what `prompt_ids` holds: `root` and `fork` hold the whole prompt, `exact` only what came after
-    the parent's prompt and completion, which this prompt begins with, id for id.
+    `prompt_ids` depends on `context`: `root` and `fork` hold the whole prompt, `exact` only the tokens after the parent's
+    prompt and completion, with which this prompt begins, id for id.
     """
 
     start: CallStarted
@@ -101,32 +101,32 @@ class CallEnded(Record, frozen=True, tag="ended"):
     completion_tokens: int = 0
     first_byte_at: float | None = None
     choices: tuple[Choice, ...] = ()
-    untrainable: str | None = None  # why no token of this call may carry loss, e.g. "no_token_ids", "image", "echo"
+    untrainable: str | None = None  # why no token of this call is trained, e.g. "no_token_ids", "image", "echo"
     error: str | None = None
     upstream: str | None = None
     nodes: tuple[MessageNode, ...] = ()  # the answers
-    response_id: str | None = None  # what the client knows the answer by, where that does not follow from the call's id
+    response_id: str | None = None  # the engine's id in the response, unless it is derived from the call id
 
 
 class Feedback(Record, frozen=True, tag="feedback"):
-    """What somebody said of one answer or of a whole trajectory. What was said never changes.
+    """Feedback on an answer or a trajectory. Only its assignment and `applied_at` change.
 
-    `trajectory_id` and `call_id` are where it belongs; a `target` that is not stored yet is waited for.
+    `trajectory_id` and `call_id` are set when its `target` is stored.
     """
 
     id: str
     kind: str  # what `target` names: trajectory, call, response
     target: str
-    source: str  # who says it: an end user, else the key; the same source said again is a revision
+    source: str  # end user, else the key; later feedback of the same source is a revision
     given_at: float
-    key_id: str | None = None  # whose trajectories it may speak of
-    trusted: bool = False  # an operator's: of anyone's
-    value: float | None = None  # the more, the better; None if only words were given
+    key_id: str | None = None  # the target must belong to this key
+    trusted: bool = False  # from an operator: any target
+    value: float | None = None  # higher is better; None: only a comment or demonstration
     comment: str = ""
-    demonstration: str | None = None  # the answer that would have been right
+    demonstration: str | None = None  # the correct answer
     trajectory_id: str | None = None
-    call_id: str | None = None  # None if it is said of the whole trajectory
-    applied_at: float | None = None  # when a verdict first took it into account
+    call_id: str | None = None  # None: on the whole trajectory
+    applied_at: float | None = None  # when a verdict first used it
 
 
 CallRecord = CallStarted | CallEnded
@@ -134,7 +134,7 @@ Shipment = CallStarted | CallEnded | Feedback
 
 
 class OpenLeaf(Record, frozen=True):
-    """An answer that a coming request may continue, as the proxy needs it after a restart."""
+    """An answer that a request may continue, for the linking state of a restarted proxy."""
 
     trajectory_id: str
     call_id: str
@@ -145,16 +145,16 @@ class OpenLeaf(Record, frozen=True):
     tool_call_ids: tuple[str, ...]
     key_id: str | None
     purpose: str
-    sequence: bytes  # every id of the context up to and with the answer (int32)
+    sequence: bytes  # token ids of the context and the answer (int32)
     last_active_at: float
     family: str | None = None  # of the trajectory
     extended: bool = False  # a later call continues it
     reply: bytes = b""  # the answer as canonical JSON
-    asked: tuple[bytes, ...] = ()  # the trajectory's first prompt message and the one that was answered, likewise
+    prompt_messages: tuple[bytes, ...] = ()  # first prompt message of the trajectory, and the one answered, as JSON
 
 
 class UnansweredCall(Record, frozen=True):
-    """A call of an open trajectory that nobody got an answer to, as the proxy needs it after a restart."""
+    """An unanswered call of an open trajectory, for the linking state of a restarted proxy."""
 
     trajectory_id: str
     alias: str
@@ -172,13 +172,13 @@ class UnansweredCall(Record, frozen=True):
 
 
 class ProxyInstance(Record, frozen=True):
-    """What one proxy knows and holds: the versions it serves and the trajectories pinned to each."""
+    """The state of one proxy: the versions that it serves and the trajectories pinned to each."""
 
     id: str
     url: str
-    live_versions: Mapping[str, int]  # alias -> version that new trajectories begin on
+    live_versions: Mapping[str, int]  # alias -> version of new trajectories
     pinned_trajectories: Mapping[str, int]  # "alias@version" -> open trajectories pinned to it
-    shipped_until: float  # everything that it recorded before this moment is in the store
+    shipped_until: float  # its records up to this time are in the store
     heartbeat_at: float
 
 
@@ -214,12 +214,12 @@ class Call(Record, frozen=True):
 
 
 def cohort_of(task: str | None, root_node: str, tools_hash: str) -> str:
-    """Return what attempts at the same thing have in common: the task, else the root prompt and tools."""
+    """Return the key that attempts at one task share: the task, else the root prompt and tools."""
     return f"task:{task}" if task else f"root:{root_node}:{tools_hash}"
 
 
 def family_of(task: str | None, tools_hash: str) -> str:
-    """Return what tasks of a kind have in common: `math` of the task `math/17`; without a task, the tools."""
+    """Return the family of a task: `math` of `math/17`; without a task, the tools."""
     return f"task:{task.rpartition('/')[0]}" if task else f"tools:{tools_hash}"
 
 
@@ -238,7 +238,7 @@ class Trajectory(Record, frozen=True):
     last_active_at: float
     purpose: str = "live"
     sealed_at: float | None = None
-    sealed_by: str | None = None  # idle, or finish: somebody said that it is complete
+    sealed_by: str | None = None  # idle, or finish (on request)
     group_id: str | None = None
     round_id: str | None = None
     drop_reason: str | None = None
@@ -246,34 +246,34 @@ class Trajectory(Record, frozen=True):
 
     @property
     def group_key(self) -> str:
-        """Trajectories with equal keys are attempts at the same thing."""
+        """Trajectories with equal keys are attempts at one task."""
         return cohort_of(self.task, self.root_node, self.tools_hash)
 
     @property
     def family(self) -> str:
-        """Trajectories of a family are scored on one scale."""
+        """The task family; scores of one family are comparable."""
         return family_of(self.task, self.tools_hash)
 
 
 class WorkflowResult(Record, frozen=True):
-    """What the workflow of a rollout came to; all None while it works."""
+    """The result of a rollout's workflow; all None while it runs."""
 
     response: str | None = None  # JSON text
     reward: float | None = None  # the workflow's own
-    failure: str | None = None  # the exception of one that failed
+    failure: str | None = None  # the exception of a failed workflow
 
 
 class Transcript(Record, frozen=True):
-    """A trajectory with its content: calls in order, and the messages up to its last word (see endings.py)."""
+    """A trajectory with its content: calls in order, and the messages up to its last answer (content/last_answer.py)."""
 
     trajectory: Trajectory
     calls: tuple[Call, ...]
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...]
     feedback: tuple[Feedback, ...] = ()  # oldest first
-    row: Mapping[str, Any] | None = None  # the task's row, where its task set is known
-    returned: WorkflowResult | None = None  # None: no rollout of the tuner
-    tool_calls: tuple[ToolCall, ...] = ()  # what became of each, in order; see docs/tools.md
+    row: Mapping[str, Any] | None = None  # the task's row, if its task set is known
+    returned: WorkflowResult | None = None  # None: not a rollout of the tuner
+    tool_calls: tuple[ToolCall, ...] = ()  # with their outcomes, in order; see docs/tools.md
 
 
 class Policy(Record, frozen=True):
@@ -282,18 +282,18 @@ class Policy(Record, frozen=True):
     alias: str
     version: int
     state: PolicyState
-    served_name: str  # the model name that vLLM knows it by
+    served_name: str  # model name in vLLM
     adapter: str | None  # its folder; None: the base model
     created_at: float
     round_id: str | None = None
     evidence: Mapping[str, Any] = {}
-    canary_share: float | None = None  # of new trajectories, where it is a canary
-    pruned_at: float | None = None  # when its folder was deleted; it can serve no more
-    prompt_id: str | None = None  # of the prompt that is swapped in
+    canary_share: float | None = None  # share of new trajectories, if it is a canary
+    pruned_at: float | None = None  # when its folder was deleted; it cannot serve again
+    prompt_id: str | None = None  # of the system prompt that it is served with
 
 
 class Key(Record, frozen=True):
-    """An API key without the key: `hash` is the SHA-256 hex of it. Limits are per minute; None is none."""
+    """An API key, by the SHA-256 hex of the key. Limits are per minute; None: no limit."""
 
     id: str
     name: str
@@ -307,7 +307,7 @@ class Key(Record, frozen=True):
 
 
 class Alarm(Record, frozen=True):
-    """Something that a person should know, with the reason in one sentence."""
+    """A condition that needs a person, with the reason in one sentence."""
 
     name: str
     reason: str

@@ -1,4 +1,4 @@
-"""The base class of every record that leaves the store, and how a database row becomes one."""
+"""The base class of the store's records, and the conversion of database rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _R = TypeVar("_R", bound=Record)
 
 
 def row_to(record: type[_R], row: Any, **values: Any) -> _R:
-    """Return a row as a record. `values` are the fields that do not come from the column of the same name."""
+    """Return a row as a record. `values`: fields that are not columns of the same name."""
     for name, enum in _fields(record):
         if name not in values:
             value = getattr(row, name)

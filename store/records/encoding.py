@@ -1,4 +1,4 @@
-"""Token ids as little-endian int32 bytes, logprobs as little-endian float32 bytes; there and back, exactly."""
+"""Lossless packing: token ids as little-endian int32 bytes, logprobs as little-endian float32 bytes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
-    """Return token ids as little-endian int32 bytes. Raises struct.error where one has more than 32 bits."""
-    return struct.Struct(f"<{len(ids)}i").pack(*ids)  # in half of an array's time
+    """Return token ids as little-endian int32 bytes. Raises struct.error for a value beyond 32 bits."""
+    return struct.Struct(f"<{len(ids)}i").pack(*ids)  # twice as fast as array
 
 
 def unpack_ids(packed: bytes) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The frozen records of tool calls: what was sampled, what came of it, and how often."""
+"""The frozen records of tool calls, their results and their counts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ratchet.store.states import ToolOutcome, ToolResult
 
 
 class ToolCall(Record, frozen=True):
-    """A sampled tool call and what became of it; `result` is None until a later request tells it."""
+    """A sampled tool call with its outcome; `result` is None until a later request contains it."""
 
     call_id: str
     choice: int
@@ -19,12 +19,12 @@ class ToolCall(Record, frozen=True):
     tool: str
     tool_call_id: str
     outcome: ToolOutcome
-    detail: str | None = None  # what does not fit, without the values
+    detail: str | None = None  # the mismatch, without values
     result: ToolResult | None = None
 
 
 class ToolCallResult(Record, frozen=True):
-    """What a request's messages say came of a tool call of an earlier call."""
+    """The result of an earlier call's tool call, found in a later request."""
 
     call_id: str  # the earlier call
     choice: int
@@ -33,7 +33,7 @@ class ToolCallResult(Record, frozen=True):
 
 
 class ToolCallCounts(Record, frozen=True):
-    """How often a tool was called under one policy version, by outcome and by result."""
+    """Counts of a tool's calls under one policy version, by outcome and by result."""
 
     alias: str
     version: int

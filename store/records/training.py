@@ -11,7 +11,7 @@ from ratchet.store.statistics import Sums
 
 
 class Verdict(Record, frozen=True):
-    """What a judge said of one trajectory: a score, or the reason why there is none. Never both, never neither."""
+    """A judge's verdict on a trajectory: either a score or the failure, never both."""
 
     trajectory_id: str
     group_id: str | None
@@ -21,45 +21,45 @@ class Verdict(Record, frozen=True):
     failure: str | None = None
     explanation: str = ""
     components: Mapping[str, float] = {}
-    cost: float | None = None  # money, where the price is known
+    cost: float | None = None  # money, if the price is known
     latency: float = 0.0  # seconds
     judged_at: float = 0.0
-    judge_request_id: str | None = None  # the last exchange that led to it, where the judge asked somebody
-    baseline_mean: float | None = None  # of a single: what its family scored before, as it was then
+    judge_request_id: str | None = None  # the last model request behind it, if any
+    baseline_mean: float | None = None  # for an ungrouped trajectory: earlier scores of its family
     baseline_std: float | None = None
 
 
 class PastScore(Record, frozen=True):
-    """A score as later ones are compared with it: `family` and `cohort` are those of its trajectory."""
+    """A past score with the family and cohort of its trajectory."""
 
     trajectory_id: str
     family: str
     cohort: str
-    version: int  # that it was sampled from
+    version: int  # that sampled it
     score: float
     judged_at: float
 
 
 class JudgeRequest(Record, frozen=True):
-    """One question of a judge to a language model and what came back, word for word, without keys."""
+    """A judge's request to a language model and the response, unchanged, without API keys."""
 
     id: str
     group_id: str | None
     judge: str
     url: str
     request: bytes  # JSON
-    response: bytes  # what came back, cut at a million bytes
-    status: int  # 0 where nothing answered
-    error: str | None  # why it could not be used
+    response: bytes  # truncated to a million bytes
+    status: int  # 0: no response
+    error: str | None  # why the response could not be used
     prompt_tokens: int
     completion_tokens: int
-    cost: float | None  # money, where the price is known
+    cost: float | None  # money, if the price is known
     latency: float  # seconds
     requested_at: float
 
 
 class Group(Record, frozen=True):
-    """Attempts at the same thing, compared with each other."""
+    """Attempts at one task, compared with each other."""
 
     id: str
     key: str
@@ -69,7 +69,7 @@ class Group(Record, frozen=True):
     members: tuple[str, ...]
     failures: int = 0  # judge failures so far
     drop_reason: str | None = None
-    initial_size: int = 0  # members when it was formed: some may have been dropped since
+    initial_size: int = 0  # members when it was formed, including those dropped since
 
 
 class Round(Record, frozen=True):
@@ -88,7 +88,7 @@ class Round(Record, frozen=True):
 
 
 class Tally(Record, frozen=True):
-    """The scores of one version at one cohort (a task, or a prompt), added up."""
+    """Sums over the scores of one version on one cohort (a task, or a prompt)."""
 
     version: int
     family: str

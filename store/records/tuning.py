@@ -10,22 +10,22 @@ from ratchet.store.states import PromptMode, RolloutState, TuningKind, TuningSta
 
 
 class Prompt(Record, frozen=True):
-    """A system prompt that the proxy swaps in, known by its content."""
+    """A system prompt that the proxy applies, identified by its content."""
 
     id: str  # prm_ and 16 hex characters of a hash of mode, text and families
     mode: PromptMode
-    text: str  # for every family that is not named; nothing: those calls stay as they are
-    origin: str = ""  # who or what wrote it; the first that did
+    text: str  # for families without a text of their own; empty: calls are unchanged
+    origin: str = ""  # its first author
     created_at: float = 0.0
-    families: Mapping[str, str] = {}  # another text for a task family (`Trajectory.family`)
+    families: Mapping[str, str] = {}  # texts by task family (`Trajectory.family`)
 
     def text_for(self, family: str | None) -> str:
-        """Return the text for calls of a family; nothing means that the call stays as it is."""
+        """Return the text for calls of a family; empty: the call is unchanged."""
         return self.families.get(family, self.text) if family is not None else self.text
 
 
 class TaskRow(Record, frozen=True):
-    """One task of a set, as the set's file has it. `id` is the task key of its rollouts."""
+    """One task of a set, as in its file. `id` is the task key of its rollouts."""
 
     id: str
     task_set: str
@@ -48,7 +48,7 @@ class Tuning(Record, frozen=True):
 
 
 class Rollout(Record, frozen=True):
-    """One attempt of the workflow at a task. Its id is that of its trajectory."""
+    """One attempt of the workflow at a task. It shares its id with its trajectory."""
 
     id: str
     tuning_id: str
@@ -57,10 +57,10 @@ class Rollout(Record, frozen=True):
     attempt: int
     candidate: str
     planned_at: float
-    model: str | None = None  # served instead of the one that the agent asks for
+    model: str | None = None  # served instead of the requested one
     purpose: str = "live"  # live: may be trained; eval: never
-    prompt_id: str | None = None  # swapped in
-    key_id: str | None = None  # whose calls alone are served as this rollout; None: anybody's
+    prompt_id: str | None = None  # applied by the proxy
+    key_id: str | None = None  # only calls with this key are served as this rollout; None: any key
     scenario: Mapping[str, Any] = {}
     step: int = 0
     started_at: float | None = None
@@ -73,15 +73,15 @@ class Rollout(Record, frozen=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     score: float | None = None
-    judge: str | None = None  # who gave the score, or failed to
+    judge: str | None = None  # of the score or the judge failure
     judge_failure: str | None = None
 
     @property
     def planned(self) -> bool:
-        """Whether it is under way, or has not begun."""
+        """Whether it has not ended."""
         return self.state is RolloutState.PLANNED
 
     @property
     def counts(self) -> bool:
-        """Whether it is known how it ended: what is planned is under way, what was abandoned is made anew."""
+        """Whether it ended or failed. Planned rollouts have no end, and abandoned ones are repeated."""
         return self.state in (RolloutState.ENDED, RolloutState.FAILED)

@@ -1,4 +1,4 @@
-"""Tunings: the runs of the tuner, what they were asked to do and what came of it."""
+"""Tunings: the runs of the tuner, with their request, progress and result."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Tunings:
         self._engine = engine
 
     def begin(self, kind: str, alias: str, config: Mapping[str, Any]) -> Tuning:
-        """Record that a run begins."""
+        """Start a run."""
         tuning = Tuning(
             id=new_id("tun"),
             kind=TuningKind(kind),
@@ -42,37 +42,35 @@ class Tunings:
         return tuning
 
     def update(self, tuning_id: str, result: Mapping[str, Any]) -> None:
-        """Record how far a running one is. Raises RecordNotFound, InvalidTransition if it does not run."""
+        """Store the progress of a run. Raises RecordNotFound, and InvalidTransition if it is not running."""
         with write(self._engine) as connection:
             self._change(connection, tuning_id, TuningState.RUNNING, result=dict(result))
 
     def end(
         self, tuning_id: str, state: str, result: Mapping[str, Any] | None = None, error: str | None = None
     ) -> Tuning:
-        """Record how a run ended; without a `result` its progress stays. Raises InvalidTransition,
-        RecordNotFound.
-        """
+        """End a run; without a `result`, its progress stays. Raises InvalidTransition, RecordNotFound."""
         new = TuningState(state)
         check_transition(TUNING_TRANSITIONS, self.get(tuning_id).state, new, f"tuning {tuning_id}")
-        told = {} if result is None else {"result": dict(result)}
+        changes = {} if result is None else {"result": dict(result)}
         if new is TuningState.FAILED:
             error = error or "no reason was given"
         error = None if error is None else error.replace("\0", "\ufffd")
         with write(self._engine) as connection:
             self._change(
-                connection, tuning_id, TuningState.RUNNING, state=new, error=error, ended_at=time.time(), **told
+                connection, tuning_id, TuningState.RUNNING, state=new, error=error, ended_at=time.time(), **changes
             )
             abandon(connection, tuning_id)
         return self.get(tuning_id)
 
     def resume(self, tuning_id: str) -> Tuning:
-        """Let a run go on that was stopped, failed or killed. Raises InvalidTransition, RecordNotFound.
+        """Resume a run that was stopped, failed or killed. Raises InvalidTransition, RecordNotFound.
 
-        What it planned and never ended is abandoned: whoever was to make it is gone, or will find nobody who listens.
+        Its planned rollouts without an end are abandoned.
         """
         state = self.get(tuning_id).state
         if state is TuningState.DONE:
-            raise InvalidTransition(f"tuning {tuning_id} is done: there is nothing to go on with")
+            raise InvalidTransition(f"tuning {tuning_id} is done: there is nothing to resume")
         if state is not TuningState.RUNNING:
             check_transition(TUNING_TRANSITIONS, state, TuningState.RUNNING, f"tuning {tuning_id}")
         with write(self._engine) as connection:
@@ -81,7 +79,7 @@ class Tunings:
         return self.get(tuning_id)
 
     def get(self, tuning_id: str) -> Tuning:
-        """Return one. Raises RecordNotFound."""
+        """Return a run. Raises RecordNotFound."""
         found = self._select(schema.tunings.c.id == tuning_id, 1)
         if not found:
             raise RecordNotFound(_NO_TUNING.format(tuning_id))
@@ -90,7 +88,7 @@ class Tunings:
     def page(
         self, kind: str | None = None, limit: int = 100, before: str | None = None, state: str | None = None
     ) -> list[Tuning]:
-        """Return at most `limit`, newest first, older than the id `before`; what a doctor tried, only where asked."""
+        """Return at most `limit` runs older than the id `before`, newest first; the doctor's only with that `kind`."""
         where = [schema.tunings.c.kind == kind if kind else schema.tunings.c.kind != TuningKind.DOCTOR]
         where += [schema.tunings.c.state == state] if state else []
         where += [schema.tunings.c.id < before] if before else []
@@ -111,8 +109,8 @@ class Tunings:
             return [row_to(Tuning, row) for row in connection.execute(query)]
 
 
-def is_still_running(trajectory_id: sa.ColumnElement[str]) -> sa.ColumnElement[bool]:
-    """Return whether a trajectory is a rollout whose workflow has not returned, of a run that goes on."""
+def is_rollout_in_progress(trajectory_id: sa.ColumnElement[str]) -> sa.ColumnElement[bool]:
+    """Return the condition that a trajectory is a planned rollout of a running tuning."""
     return sa.exists().where(
         schema.rollouts.c.id == trajectory_id,
         schema.rollouts.c.state == RolloutState.PLANNED,

@@ -85,4 +85,4 @@ def _fingerprints(stored: OpenLeaf) -> TextFingerprints:
         return NO_FINGERPRINTS
     answer = _decode(stored.reply)
     (answer_key,) = canon.answer_keys([canon.ANYWHERE], answer)
-    return fingerprints_of(answer, "", answer_key, [_decode(body) for body in stored.asked])
+    return fingerprints_of(answer, "", answer_key, [_decode(body) for body in stored.prompt_messages])
