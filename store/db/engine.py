@@ -1,7 +1,8 @@
-"""Opens the database and keeps its schema: SQLite (WAL) by default, PostgreSQL by URL.
+"""Opens the database and creates its schema: SQLite (WAL) by default, PostgreSQL by URL.
 
-Promises: an empty database is created whole; one that another version of Ratchet made is refused with the remedy,
-never changed unasked; a transaction of a writer begins as a writer, so that SQLite never fails in the middle.
+Guarantees: the schema of an empty database is created in one transaction. A database of another version of Ratchet is
+refused with the remedy, never migrated implicitly. A write transaction locks at its start, so that SQLite cannot fail
+in the middle of it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ratchet.store.install_hint import install_hint
 HEAD = "0001_initial"  # the newest migration; a test compares it with the migrations folder
 _MIGRATIONS = Path(__file__).parent / "migrations"  # versions/REVISION.py
 _WAL_SECONDS = 15.0
-_MIGRATION_LOCK = 0x52415443  # advisory lock: one process at a time makes the schema
+_MIGRATION_LOCK = 0x52415443  # advisory lock: one process at a time creates the schema
 
 
 def _url(text: str) -> sa.URL:
@@ -34,7 +35,7 @@ def _url(text: str) -> sa.URL:
     try:
         url = sa.make_url(text)
     except sa.exc.ArgumentError as error:
-        # The text may hold a password: only its beginning is told.
+        # The text may contain a password: show only its start.
         raise StoreError(f"--store {text[:12]!r}... is not a database URL; use a path or postgresql://...") from error
     if url.drivername in ("postgresql", "postgres"):
         url = url.set(drivername="postgresql+psycopg")
@@ -44,11 +45,11 @@ def _url(text: str) -> sa.URL:
 
 
 def connect(store_url: str, create: bool = True, *, writes_much: bool = False) -> sa.Engine:
-    """Return an engine for `store_url` without looking at the schema.
+    """Return an engine for `store_url` without checking the schema.
 
-    A process that `writes_much` gets more room: in a large SQLite store its rows change pages all over the file.
-    The folder and the file of an SQLite store are made by the first connection where `create` says so, and never
-    later: a store that is moved away comes back as it was, not to an empty one in its place.
+    `writes_much`: use larger SQLite caches, because writes to a large store change pages all over the file. With `create`,
+    the first connection creates the folder and file of an SQLite store; later ones never do, so that a store that was
+    moved unavailable temporarily is not replaced by an empty one.
     """
     url = _url(store_url)
     if url.get_backend_name() == "sqlite":
@@ -62,7 +63,7 @@ def connect(store_url: str, create: bool = True, *, writes_much: bool = False) -
             watch_files(engine, Path(url.database), create)
         sa.event.listen(engine, "connect", _prepare_sqlite)
         if writes_much:
-            sa.event.listen(engine, "connect", _give_room)
+            sa.event.listen(engine, "connect", _enlarge_caches)
         return engine
     try:
         return sa.create_engine(url, pool_pre_ping=True, json_serializer=_dump, json_deserializer=_load)
@@ -71,7 +72,7 @@ def connect(store_url: str, create: bool = True, *, writes_much: bool = False) -
 
 
 def missing_file(engine: sa.Engine) -> Path | None:
-    """Return the SQLite file of a store that is not there; None if there is one, and for PostgreSQL."""
+    """Return the path of an SQLite store whose file is missing; None if it exists, or for PostgreSQL."""
     name = engine.url.database
     if engine.dialect.name != "sqlite" or not name or name == ":memory:" or Path(name).exists():
         return None
@@ -87,23 +88,23 @@ def _load(text: str | bytes) -> Any:
 
 
 def _prepare_sqlite(connection: Any, _: Any) -> None:
-    connection.isolation_level = None  # transactions are begun by `write`, not by the driver
+    connection.isolation_level = None  # `write` starts transactions, not the driver
     cursor = connection.cursor()
-    # FULL: a commit is on the disk when it returns, since the proxy's journal is deleted after it.
+    # FULL: a commit is durable when it returns, because the proxy deletes its journal afterwards.
     for pragma in ("busy_timeout=15000", "synchronous=FULL", "foreign_keys=ON"):
         cursor.execute(f"PRAGMA {pragma}")
     _use_wal(cursor)
     cursor.close()
 
 
-def _give_room(connection: Any, _: Any) -> None:
-    """Keep 8 MB of pages, not 2; write the log back at 16 MB, not 4: pages that change again are written once."""
+def _enlarge_caches(connection: Any, _: Any) -> None:
+    """Cache 8 MB of pages, not 2, and checkpoint at 16 MB, not 4, so that pages that change again are written once."""
     connection.execute("PRAGMA cache_size=-8000")
     connection.execute("PRAGMA wal_autocheckpoint=4000")
 
 
 def _use_wal(cursor: Any) -> None:
-    """Switch to WAL; SQLite does not wait by itself while another connection makes the same switch."""
+    """Switch to WAL; SQLite itself does not wait while another connection does the same."""
     until = time.monotonic() + _WAL_SECONDS
     while cursor.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
         try:
@@ -116,7 +117,7 @@ def _use_wal(cursor: Any) -> None:
 
 @contextmanager
 def write(engine: sa.Engine) -> Iterator[sa.Connection]:
-    """Open one write transaction; commit at the end, roll back on any error.
+    """Open a write transaction; commit at the end, roll back on any error.
 
     Raises StoreUnavailable when the database is down or stays locked.
     """
@@ -127,16 +128,16 @@ def write(engine: sa.Engine) -> Iterator[sa.Connection]:
             yield connection
             connection.commit()
     except DatabaseError as error:
-        if (away := _away(error, engine)) is None:
+        if (unavailable := _unavailable(error, engine)) is None:
             raise
-        raise away from error
+        raise unavailable from error
 
 
 @contextmanager
 def read(engine: sa.Engine) -> Iterator[sa.Connection]:
-    """Open one read transaction, a single point in time. Raises StoreUnavailable when the database is down.
+    """Open a read transaction on a snapshot. Raises StoreUnavailable when the database is down.
 
-    Raises RecordNotFound if something is asked for that no column can hold (a number too large, a NUL in a text).
+    Raises RecordNotFound for a value that no column can hold (a number too large, a NUL in a text).
     """
     try:
         with engine.connect() as connection:
@@ -146,18 +147,18 @@ def read(engine: sa.Engine) -> Iterator[sa.Connection]:
     except (DataError, OverflowError) as error:
         raise RecordNotFound("no record can have such a value") from error
     except DatabaseError as error:
-        if (away := _away(error, engine)) is None:
+        if (unavailable := _unavailable(error, engine)) is None:
             raise
-        raise away from error
+        raise unavailable from error
 
 
-def _away(error: DatabaseError, engine: sa.Engine) -> StoreUnavailable | None:
-    """Return what to say where the database is away or damaged; None if a statement was wrong."""
+def _unavailable(error: DatabaseError, engine: sa.Engine) -> StoreUnavailable | None:
+    """Return the error if the database is unreachable or damaged; None if a statement was wrong."""
     if isinstance(error, OperationalError):
         return StoreUnavailable(
             f"the store did not answer: {' '.join(str(error.orig).split())}{_remedy(error, engine)}"
         )
-    if type(error.orig) is not sqlite3.DatabaseError:  # the classes below it are about statements, not about the file
+    if type(error.orig) is not sqlite3.DatabaseError:  # its subclasses are about statements, not about the file
         return None
     return StoreUnavailable(
         f"the store's file is damaged ({error.orig}): put a backup in its place; what the proxies have recorded since "
@@ -166,7 +167,7 @@ def _away(error: DatabaseError, engine: sa.Engine) -> StoreUnavailable | None:
 
 
 def _remedy(error: OperationalError, engine: sa.Engine) -> str:
-    """Return what can be done where no connection could be made; nothing where one was there and broke."""
+    """Return the remedy if no connection could be made; an empty text if an open one broke."""
     if engine.dialect.name == "sqlite":
         opened = "unable to open database file" not in str(error.orig)
         return "" if opened else f": {engine.url.database}; name a --store in a folder that this user may write"
@@ -180,7 +181,7 @@ def _remedy(error: OperationalError, engine: sa.Engine) -> str:
 
 
 def check_url(text: str) -> None:
-    """Check a store's URL without connecting to it. Raises StoreError; StoreNotFound if its folder is not there."""
+    """Check a store's URL without connecting to it. Raises StoreError; StoreNotFound if its folder is missing."""
     url = _url(text)
     if url.get_backend_name() != "sqlite" or not url.database or url.database == ":memory:":
         return
@@ -192,7 +193,7 @@ def check_url(text: str) -> None:
 
 
 def schema_version(engine: sa.Engine) -> str | None:
-    """Return the newest migration that the database has seen; None for an empty database."""
+    """Return the newest migration of the database; None for an empty database."""
     with read(engine) as connection:
         if not sa.inspect(connection).has_table("alembic_version"):
             return None
@@ -242,7 +243,7 @@ def migrate(engine: sa.Engine) -> None:
 def _mismatch(engine: sa.Engine, version: str | None) -> SchemaMismatch:
     shown = engine.url.render_as_string()
     if any(_MIGRATIONS.glob(f"versions/{version}.py")):
-        typed = "URL" if engine.url.password else shown  # the password is not shown, so the URL cannot be copied
+        typed = "URL" if engine.url.password else shown  # without its password the URL cannot be copied
         remedy = f"back it up, then run `ratchet store migrate --store {typed}`"
     else:
         remedy = (

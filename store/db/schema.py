@@ -1,6 +1,6 @@
 """Every table of the store, by name.
 
-Each uniqueness rule is a database constraint with the rule above it. A test holds the migration equal to these tables.
+Each uniqueness rule is a database constraint with the rule above it. A test compares the migration with these tables.
 """
 
 from __future__ import annotations

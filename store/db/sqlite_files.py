@@ -1,10 +1,10 @@
-"""The files of an SQLite store, looked at before each transaction: a store can be moved, restored or spoilt in use.
+"""Checks the files of an SQLite store before each transaction: they may be moved, restored or truncated while in use.
 
-Promises: a database file is made once, where it may be at all, and never later; a connection to a file that was moved
-or deleted is used no more, so that nothing is written where nobody will find it: the next one goes to what stands in
-its place, or says that there is nothing. A `-shm` file that was cut short gets its length again, in zeros, from which
-SQLite makes its index anew: it maps that file into memory, and whoever touched the map would end by SIGBUS. This is
-mended between two transactions; within one, nothing can help.
+Guarantees: a database file is created at most once. A connection to a file that was moved or deleted is discarded, so
+that no write is lost; the next connection opens the file that is there now, or fails. A truncated `-shm` file is
+extended to its old length with zeros, from which SQLite rebuilds its index. SQLite maps this file into memory, and
+access beyond its end would kill the process with SIGBUS. The repair happens between transactions; a file that is
+truncated during one still kills the process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _INODE = "ratchet_inode"
 
 
 def watch_files(engine: sa.Engine, file: Path, create: bool) -> None:
-    """Look after the files of an engine's database; `create` says whether the first connection may make them."""
+    """Check the files of an engine's database; `create`: the first connection may create them."""
     files = _Files(file, create)
     sa.event.listen(engine, "do_connect", files.before_connection)
     sa.event.listen(engine, "connect", files.connected)
@@ -29,30 +29,30 @@ def watch_files(engine: sa.Engine, file: Path, create: bool) -> None:
 
 
 class _Files:
-    """One engine's database file and the map beside it."""
+    """An engine's database file and its shared-memory file."""
 
     def __init__(self, file: Path, create: bool) -> None:
         self._file = file
-        self._shared = f"{file}-shm"
+        self._shm = f"{file}-shm"
         self._may_create = create
-        self._mapped = (0, 0)  # inode and greatest length that the map was seen with
+        self._shm_seen = (0, 0)  # inode and greatest length seen
 
     def before_connection(self, *_: Any) -> None:
-        """Make the folder, or refuse to connect to nothing."""
+        """Create the folder, or raise if the file is missing."""
         if self._may_create:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             self._may_create = False
         elif not self._file.exists():
             raise sqlite3.OperationalError(f"there is no store at {self._file}")
-        self._mend_map()
+        self._repair_shm()
 
     def connected(self, _: Any, record: Any) -> None:
-        """Remember which file a connection has open."""
+        """Record which file a connection has open."""
         record.info[_INODE] = self._inode()
 
     def before_use(self, _: Any, record: Any, __: Any) -> None:
-        """Give a connection up whose file is no longer the store's. Raises DisconnectionError."""
-        self._mend_map()
+        """Raise DisconnectionError if the connection's file is no longer the store's."""
+        self._repair_shm()
         if record.info.get(_INODE) != self._inode():
             raise DisconnectionError(f"{self._file} is another file than before")
 
@@ -62,24 +62,24 @@ class _Files:
         except OSError:
             return None
 
-    def _mend_map(self) -> None:
-        """Give a map that was cut short its length again. Raises sqlite3.OperationalError where that fails."""
+    def _repair_shm(self) -> None:
+        """Extend a truncated `-shm` file to its old length. Raises sqlite3.OperationalError if that fails."""
         try:
-            found = os.stat(self._shared)
+            found = os.stat(self._shm)
         except OSError:
             return
-        inode, length = self._mapped
+        inode, length = self._shm_seen
         if inode == found.st_ino and found.st_size < length:
             self._lengthen(length)
         else:
-            self._mapped = (found.st_ino, found.st_size)
+            self._shm_seen = (found.st_ino, found.st_size)
 
     def _lengthen(self, length: int) -> None:
         try:
-            file = os.open(self._shared, os.O_RDWR)
+            file = os.open(self._shm, os.O_RDWR)
             try:
-                os.posix_fallocate(file, 0, length)  # with its blocks: a hole on a full disk would be SIGBUS again
+                os.posix_fallocate(file, 0, length)  # allocate blocks: a hole on a full disk would cause SIGBUS again
             finally:
                 os.close(file)
         except OSError as error:
-            raise sqlite3.OperationalError(f"{self._shared} was cut short and cannot be mended: {error}") from error
+            raise sqlite3.OperationalError(f"{self._shm} was truncated and cannot be repaired: {error}") from error

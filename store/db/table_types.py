@@ -1,4 +1,4 @@
-"""What the tables share: how constraints are named, the types of ids, times and states."""
+"""Naming of constraints, and the column types of ids, times and states."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ metadata = sa.MetaData(
 )
 
 ID = sa.String(40)
-# Compared byte by byte everywhere, so that ids sort by time and pages go by id whatever the database's language is.
+# Compared by bytes in every locale, so that ids sort by time and pages follow ids.
 CALL_ID = sa.String(40).with_variant(sa.String(40, collation="C"), "postgresql")
 TRAJECTORY_ID = sa.String(128).with_variant(sa.String(128, collation="C"), "postgresql")
 HASH = Hash
@@ -29,13 +29,13 @@ TASK_ID = sa.String(256)
 
 
 def enum_constraint(column: str, states: type[StrEnum]) -> sa.CheckConstraint:
-    """Return the constraint that a column holds one of these states."""
+    """Return the constraint that a column has one of these states."""
     listed = ", ".join(f"'{state}'" for state in states)
     return sa.CheckConstraint(f"{column} IN ({listed})", name=f"{column}_known")
 
 
 def index_when_set(table: sa.Table, *columns: str) -> None:
-    """Index the rows in which the first of these columns says something; the others cost nothing."""
-    said = table.c[columns[0]].is_not(None)
+    """Index the rows in which the first of these columns is not null."""
+    is_set = table.c[columns[0]].is_not(None)
     name = "_".join(("ix", table.name, *columns))
-    sa.Index(name, *(table.c[column] for column in columns), sqlite_where=said, postgresql_where=said)
+    sa.Index(name, *(table.c[column] for column in columns), sqlite_where=is_set, postgresql_where=is_set)

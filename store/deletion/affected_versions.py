@@ -1,8 +1,7 @@
-"""Which policy versions hold what they learnt from certain rounds, or from trajectories that have been deleted since.
+"""Policy versions that were trained in certain rounds, or on trajectories that were deleted since.
 
-A version holds it if such a round made it, if it was trained from one that does, or if it has the adapter of one that
-does beside another prompt. A deletion keeps the versions of its own rounds by name; what was made from those later is
-found here.
+A version is affected if such a round trained it, if it was trained from an affected version, or if it shares its adapter
+with one. A deletion stores the versions of its rounds; later versions that descend from them are found here.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from ratchet.store.states import PolicyState, RoundState
 if TYPE_CHECKING:
     from ratchet.store.policies.policies import Policies
 
-_REASON = "it learnt from trajectories that were deleted"
+_REASON = "it was trained on trajectories that were deleted"
 
 Version = tuple[str, int]  # alias, number
 
 
 class AffectedVersion(Record, frozen=True):
-    """A policy version that holds what it learnt from deleted trajectories, by itself or from the version before it."""
+    """A version that was trained on deleted trajectories, directly or through the version that it continues."""
 
     alias: str
     version: int
@@ -37,7 +36,7 @@ class AffectedVersion(Record, frozen=True):
 
 
 def versions_trained_by(connection: sa.Connection, rounds: Collection[str]) -> tuple[AffectedVersion, ...]:
-    """Return the versions that hold what these rounds trained, in order."""
+    """Return the versions that these rounds affect, in order."""
     if not rounds:
         return ()
     table = schema.rounds
@@ -48,16 +47,16 @@ def versions_trained_by(connection: sa.Connection, rounds: Collection[str]) -> t
 
 
 def versions_with_deleted_data(connection: sa.Connection) -> tuple[AffectedVersion, ...]:
-    """Return the versions that hold what they learnt from trajectories that were deleted, in order."""
+    """Return the versions that were trained on trajectories deleted since, in order."""
     noted = [policy for policies in connection.scalars(sa.select(schema.deletions.c.policies)) for policy in policies]
     return _inheritors(connection, {(one["alias"], one["version"]) for one in noted if one["trained_directly"]})
 
 
 def reject_affected(policies: Policies, held: Sequence[AffectedVersion], *, by: str) -> dict[str, list[Policy]]:
-    """Reject these versions, of each alias; return those that were not rejected before.
+    """Reject affected versions; return those that were not rejected before, by alias.
 
-    Where the live version is among them, the newest that is not, and still can serve, is live in its place.
-    Raises InvalidTransition if there is none.
+    If the live version is affected, the newest unaffected version that can serve becomes live. Raises InvalidTransition
+    if there is none.
     """
     done: dict[str, list[Policy]] = {}
     for alias in sorted({one.alias for one in held}):
@@ -90,7 +89,7 @@ def _newest_before(known: Sequence[Policy], live: int, held: Collection[int]) ->
 
 
 def _inheritors(connection: sa.Connection, own: Collection[Version]) -> tuple[AffectedVersion, ...]:
-    """Return the versions of `own`, and those that were made from one of them."""
+    """Return the versions of `own` and their descendants."""
     if not own:
         return ()
     rounds, policies = schema.rounds, schema.policies

@@ -1,18 +1,17 @@
-"""Deletion: trajectories go with their calls, tokens, verdicts and messages. What was trained stays, and is named.
+"""Deletes trajectories with their calls, tokens, verdicts and messages, and names the versions trained on them.
 
-Promises: nothing that only a deleted trajectory said stays in the tables: its calls, blocks, tags and tool calls, its
-verdicts, what its group's judges asked (it quotes every member) and their explanations, what people said of it, placed
-or not, what a workflow returned as its rollout and why it failed, and each message and tool list that no other call
-names. A group that loses a member before
-it is trained is dropped, so that no round trains what has gone. One transaction per batch; whatever stops a deletion,
-the next one goes on where it was.
+Guarantees: no content of a deleted trajectory stays in the tables. Deleted are its calls, blocks, tags and tool calls;
+its verdicts; the judge requests of its group (they quote every member) and the explanations of their verdicts; feedback
+on it, attached or not; the response and failure of its rollout; and each message and tool list that no other call
+names. An untrained group that loses a member is dropped, so that no round trains deleted data. Each batch is one
+transaction, and a deletion that was interrupted is continued by the next one.
 
-Messages go in a second step, the sweep: a running proxy leaves out messages that it knows to be stored. It sees a
-deletion within a second or so and writes them again from then on; the sweep waits until everything that it recorded
-before that has been shipped.
+Messages are deleted in a second step, the sweep, because a running proxy does not ship messages that it knows to be
+stored. A proxy notices a deletion within about a second and then ships them again; the sweep waits until the proxy has
+shipped its earlier records.
 
-Not deleted: adapters and checkpoints (`trained_into` names them), prompts, the rows of task sets, backups, and journals
-that are not yet shipped.
+Not deleted: adapters and checkpoints (`policies` names them), prompts, rows of task sets, backups, and journals that are
+not shipped yet.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ from ratchet.store.tuning.rollouts import erase_content
 
 _BATCH = 100  # trajectories in one transaction
 _PAGE = 500  # messages
-_SEEN_AFTER = 3.0  # seconds in which a running proxy has seen a deletion
-_SILENCE = 10.0  # seconds after which a proxy that says nothing is not running
+_NOTICED_AFTER = 3.0  # seconds until every running proxy has noticed a deletion
+_PROXY_TIMEOUT = 10.0  # seconds without a heartbeat after which a proxy counts as stopped
 
 
 class Deletion(Record, frozen=True):
-    """What one deletion did."""
+    """The result of a deletion."""
 
     id: str
     reason: str
@@ -52,10 +51,11 @@ class Deletion(Record, frozen=True):
     updated_at: float
     trajectory_count: int = 0
     call_count: int = 0
-    messages: int = 0  # and tool lists; on_batch once, not kept
-    groups_dropped: int = 0  # that were not trained yet; likewise
-    unswept_messages: int = 0  # messages that wait for a proxy; likewise
-    feedback: int = 0  # that waited for a call; likewise
+    # The next four are returned once and not stored.
+    messages: int = 0  # deleted messages and tool lists
+    groups_dropped: int = 0  # that were not trained
+    unswept_messages: int = 0  # that wait for a proxy
+    feedback: int = 0  # that was not attached to a call
     policies: tuple[AffectedVersion, ...] = ()
 
 
@@ -66,12 +66,12 @@ class Deletions:
         self._engine = engine
 
     def count(self, selection: TrajectoryFilter) -> int:
-        """Return how many trajectories `delete` would delete."""
+        """Return the number of trajectories that `delete` would delete."""
         with read(self._engine) as connection:
             return int(connection.scalar(sa.select(sa.func.count()).select_from(_selected(selection))) or 0)
 
     def calls_in_flight(self, selection: TrajectoryFilter, since: float) -> int:
-        """Return how many calls of the selection began after `since` and have no end: their ends would come back."""
+        """Return the number of calls that started after `since` and have no end, whose ends would be stored again."""
         calls = schema.calls
         query = sa.select(sa.func.count()).where(
             calls.c.trajectory_id.in_(sa.select(_selected(selection).c.id)),
@@ -82,7 +82,7 @@ class Deletions:
             return int(connection.scalar(query) or 0)
 
     def versions_trained_on(self, selection: TrajectoryFilter) -> tuple[AffectedVersion, ...]:
-        """Return the versions that hold something of the selection trajectories, in order."""
+        """Return the versions that were trained on selected trajectories, in order."""
         trajectories, imitated = schema.trajectories, schema.sft_trajectories
         selected = sa.select(_selected(selection).c.id)
         trained = sa.select(trajectories.c.round_id).where(
@@ -95,7 +95,7 @@ class Deletions:
             )
 
     def versions_with_deleted_data(self) -> tuple[AffectedVersion, ...]:
-        """Return the versions that hold something of trajectories that were deleted, in order."""
+        """Return the versions that were trained on trajectories deleted since, in order."""
         with read(self._engine) as connection:
             return versions_with_deleted_data(connection)
 
@@ -106,9 +106,9 @@ class Deletions:
         on_batch: Callable[[int], None] = lambda count: None,
         timeout_seconds: float = 30.0,
     ) -> Deletion:
-        """Delete the selection trajectories and what is theirs alone; `on_batch` hears of each batch's size.
+        """Delete the selected trajectories with their content; `on_batch` receives the size of each batch.
 
-        Waits at most `timeout_seconds` seconds for running proxies; what then remains is swept by the next deletion.
+        Waits at most `timeout_seconds` for running proxies; the next deletion sweeps what then remains.
         """
         deletion = Deletion(id=new_id("del"), reason=reason, started_at=time.time(), updated_at=time.time())
         rounds: set[str] = set()
@@ -117,40 +117,40 @@ class Deletions:
                 deletion = _delete_batch(connection, names, deletion, rounds)
             on_batch(len(names))
         with write(self._engine) as connection:
-            waited = delete_pending_feedback(connection, selection)
-        deletion = msgspec.structs.replace(deletion, feedback=deletion.feedback + waited)
+            pending = delete_pending_feedback(connection, selection)
+        deletion = msgspec.structs.replace(deletion, feedback=deletion.feedback + pending)
         swept = self.sweep(timeout_seconds)
         return msgspec.structs.replace(deletion, messages=swept, unswept_messages=self._orphan_candidate_count())
 
     def latest(self) -> float:
-        """Return when something was deleted last (Unix seconds), 0 where nothing was: it changes with each deletion."""
+        """Return the time of the latest deletion (Unix seconds), or 0. Every deletion changes it."""
         with read(self._engine) as connection:
             return float(connection.scalar(sa.select(sa.func.max(schema.deletions.c.updated_at))) or 0.0)
 
     def all(self, limit: int = 100) -> list[Deletion]:
-        """Return the latest deletions, the last one first."""
+        """Return the latest deletions, newest first."""
         table = schema.deletions
         with read(self._engine) as connection:
             rows = connection.execute(sa.select(table).order_by(table.c.id.desc()).limit(limit)).all()
         return [msgspec.convert({str(k): v for k, v in row._mapping.items()}, Deletion) for row in rows]
 
     def sweep(self, timeout_seconds: float) -> int:
-        """Delete the messages that nobody names any more; return how many went. Waits for proxies as `delete` does."""
-        since = self.latest() + _SEEN_AFTER
+        """Delete messages without a reference; return their number. Waits for proxies as `delete` does."""
+        since = self.latest() + _NOTICED_AFTER
         if not self._orphan_candidate_count() or not self._proxies_know(since, time.monotonic() + timeout_seconds):
             return 0
         gone = 0
         while True:
             with write(self._engine) as connection:
-                looked_at, deleted = _sweep_page(connection)
+                checked, deleted = _sweep_page(connection)
             gone += deleted
-            if not looked_at:
+            if not checked:
                 break
         self._truncate()
         return gone
 
     def _batches(self, selection: TrajectoryFilter) -> Iterator[list[str]]:
-        """Yield the selection, each batch with its successors."""
+        """Yield the selected trajectories in batches, with their successors."""
         trajectories, last = schema.trajectories, ""
         while True:
             page = (
@@ -177,7 +177,7 @@ class Deletions:
         query = sa.select(sa.func.min(instances.c.shipped_until))
         while True:
             with read(self._engine) as connection:
-                oldest = connection.scalar(query.where(instances.c.heartbeat_at > time.time() - _SILENCE))
+                oldest = connection.scalar(query.where(instances.c.heartbeat_at > time.time() - _PROXY_TIMEOUT))
             if oldest is None or oldest >= since:
                 return True
             if time.monotonic() > until:
@@ -185,7 +185,7 @@ class Deletions:
             time.sleep(0.1)
 
     def _truncate(self) -> None:
-        """SQLite: empty the log of changes, which holds pages as they were; where a reader is in the way, it stays."""
+        """Empty SQLite's write-ahead log, which holds old pages. It stays while a reader uses it."""
         if self._engine.dialect.name == "sqlite":
             with self._engine.connect() as connection:
                 connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -215,7 +215,7 @@ def _delete_batch(connection: sa.Connection, names: Sequence[str], deletion: Del
     _add_orphan_candidates(connection, names)
     _delete_verdicts(connection, names, groups)
     erase_content(connection, names)
-    waited = delete_pending_feedback_of(connection, names)
+    pending = delete_pending_feedback_of(connection, names)
     count = connection.execute(sa.delete(calls).where(calls.c.trajectory_id.in_(names))).rowcount
     gone = connection.execute(sa.delete(trajectories).where(trajectories.c.id.in_(names))).rowcount
     _delete_empty(connection, groups)
@@ -225,7 +225,7 @@ def _delete_batch(connection: sa.Connection, names: Sequence[str], deletion: Del
         trajectory_count=deletion.trajectory_count + gone,
         call_count=deletion.call_count + count,
         groups_dropped=deletion.groups_dropped + dropped,
-        feedback=deletion.feedback + waited,
+        feedback=deletion.feedback + pending,
         policies=versions_trained_by(connection, rounds) if new else deletion.policies,
     )
     _save_progress(connection, deletion)
@@ -233,7 +233,7 @@ def _delete_batch(connection: sa.Connection, names: Sequence[str], deletion: Del
 
 
 def _save_progress(connection: sa.Connection, deletion: Deletion) -> None:
-    """Record what has been deleted so far."""
+    """Store the progress of a deletion."""
     table = schema.deletions
     row = {column.name: getattr(deletion, column.name) for column in table.c}
     row["policies"] = [msgspec.structs.asdict(policy) for policy in deletion.policies]
@@ -242,7 +242,7 @@ def _save_progress(connection: sa.Connection, deletion: Deletion) -> None:
 
 
 def _drop_groups(connection: sa.Connection, groups: Sequence[str], leaving: Sequence[str]) -> int:
-    """Drop the groups that are not trained yet with the members that stay; return how many."""
+    """Drop untrained groups with their remaining members; return the number of groups."""
     table, trajectories = schema.groups, schema.trajectories
     waiting = (GroupState.READY, GroupState.JUDGED)
     drop = sa.update(table).where(table.c.id.in_(groups), table.c.state.in_(waiting)).returning(table.c.id)
@@ -260,7 +260,7 @@ def _drop_groups(connection: sa.Connection, groups: Sequence[str], leaving: Sequ
 
 
 def _add_orphan_candidates(connection: sa.Connection, names: Sequence[str]) -> None:
-    """Note what the calls of trajectories name: it may be nobody else's."""
+    """Add the messages and tool lists that the calls of trajectories name."""
     calls, choices = schema.calls, schema.choices
     own = calls.c.trajectory_id.in_(names)
     prompts = connection.execute(sa.select(calls.c.prompt_node, calls.c.tools_hash).where(own))
@@ -271,16 +271,16 @@ def _add_orphan_candidates(connection: sa.Connection, names: Sequence[str]) -> N
 
 
 def _delete_verdicts(connection: sa.Connection, names: Sequence[str], groups: Sequence[str]) -> None:
-    """Delete what judges said of trajectories, what they asked of their groups, and explanations that may quote it."""
+    """Delete the verdicts on trajectories, the judge requests of their groups, and explanations that may quote them."""
     verdicts, judge_requests = schema.verdicts, schema.judge_requests
     own = verdicts.c.trajectory_id.in_(names)
-    asked = sa.or_(
+    of_groups = sa.or_(
         judge_requests.c.group_id.in_(groups),
         judge_requests.c.id.in_(
             sa.select(verdicts.c.judge_request_id).where(own, verdicts.c.judge_request_id.is_not(None))
         ),
     )
-    connection.execute(sa.delete(judge_requests).where(asked))
+    connection.execute(sa.delete(judge_requests).where(of_groups))
     connection.execute(sa.delete(verdicts).where(own))
     connection.execute(
         sa.update(verdicts).where(verdicts.c.group_id.in_(groups)).values(explanation="", judge_request_id=None)
@@ -288,7 +288,7 @@ def _delete_verdicts(connection: sa.Connection, names: Sequence[str], groups: Se
 
 
 def _delete_empty(connection: sa.Connection, groups: Sequence[str]) -> None:
-    """Delete the groups that have no member left."""
+    """Delete groups without members."""
     table, trajectories, verdicts = schema.groups, schema.trajectories, schema.verdicts
     connection.execute(
         sa.delete(table).where(
@@ -300,7 +300,7 @@ def _delete_empty(connection: sa.Connection, groups: Sequence[str]) -> None:
 
 
 def _sweep_page(connection: sa.Connection) -> tuple[int, int]:
-    """Look at some orphan_candidates messages and tool lists; return how many, and how many of them were deleted."""
+    """Check a page of orphan candidates; return the number checked and the number deleted."""
     if connection.dialect.name == "sqlite":
         connection.exec_driver_sql("PRAGMA secure_delete=ON")
     else:
@@ -311,13 +311,13 @@ def _sweep_page(connection: sa.Connection) -> tuple[int, int]:
         return 0, 0
     connection.execute(sa.delete(orphan_candidates).where(orphan_candidates.c.hash.in_(page)))
     parents = _delete_orphans(connection, page)
-    # A message whose last child has gone may be nobody's as well.
+    # The parent of a deleted message may be an orphan now.
     insert_or_ignore(connection, orphan_candidates, [{"hash": name} for name in sorted(set(parents.values()) - {""})])
     return len(page), len(parents) + _delete_toolsets(connection, page)
 
 
 def _delete_orphans(connection: sa.Connection, page: Sequence[str]) -> Mapping[str, str]:
-    """Delete those of these messages that no message, prompt or answer needs; return their parents."""
+    """Delete the messages of a page that no message, prompt or answer needs; return their parents."""
     table, child = schema.messages, schema.messages.alias("child")
     orphans = sa.select(table.c.hash, table.c.parent).where(
         table.c.hash.in_(page),

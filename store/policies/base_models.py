@@ -1,10 +1,10 @@
-"""Base models: which one the versions of an alias belong to, as its files and as its server show it.
+"""Base models: the one that the versions of an alias belong to, identified by its files and by its server.
 
-    file_digests        SHA-256 by part: config, weights, tokenizer, chat_template; empty where nobody could read them
-    server_fingerprint  how a server of it answers fixed questions (`fingerprints.py`); empty until one was asked
+    file_digests        SHA-256 by part: config, weights, tokenizer, chat_template; empty if the files were not readable
+    server_fingerprint  answers of a server to fixed requests (fingerprints.py); empty until one was queried
 
-Promises: all versions of an alias belong to one base model; what is known of it is written once and changed only while
-the alias has nothing that rests on it. Reads no file and asks no server.
+Guarantees: all versions of an alias belong to one base model. Its values are written once, and cleared only while no
+further version or trajectory depends on them. Reads no file and sends no request.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PARTS = ("config", "weights", "tokenizer", "chat_template")
 
 
 class BaseModel(Record, frozen=True):
-    """A base model that versions belong to; `name` is the folder or hub name that it was taken up under."""
+    """A base model; `name`: the folder or hub name at its registration."""
 
     id: str
     name: str
@@ -34,7 +34,7 @@ class BaseModel(Record, frozen=True):
     registered_at: float
 
     def differing_parts(self, files: Mapping[str, str]) -> list[str]:
-        """Return the parts whose digests are known on both sides and differ."""
+        """Return the parts whose digests are known for both and differ."""
         return [
             part
             for part in _PARTS
@@ -49,7 +49,7 @@ class BaseModels:
         self._engine = engine
 
     def base_model_of(self, alias: str, version: int = BASE_VERSION) -> BaseModel | None:
-        """Return the base model that a version belongs to; None if that is not known."""
+        """Return the base model of a version; None if it is unknown."""
         policies = schema.policies
         mine = sa.and_(policies.c.alias == alias, policies.c.version == version)
         query = (
@@ -69,9 +69,9 @@ class BaseModels:
         file_digests: Mapping[str, str] | None = None,
         server_fingerprint: Mapping[str, Any] | None = None,
     ) -> BaseModel | None:
-        """Record what is not known yet of an alias's base model; what is known already stays.
+        """Store the missing values of an alias's base model; known values stay.
 
-        Returns what is known now; None if the alias has no version 0 yet.
+        Returns the base model; None if the alias has no version 0 yet.
         """
         policies = schema.policies
         given = {"file_digests": dict(file_digests or {}), "server_fingerprint": dict(server_fingerprint or {})}
@@ -91,9 +91,9 @@ class BaseModels:
         return self.base_model_of(alias)
 
     def clear_base_model(self, alias: str, *, served_only: bool = False) -> bool:
-        """Forget an alias's base model while nothing rests on it: no further version, no trajectory.
+        """Clear an alias's base model if it has no further version and no trajectory; return whether it was cleared.
 
-        `served_only`: forget how a server of it answers, whatever rests on it. Returns whether it was forgotten.
+        `served_only`: clear the fingerprint of its server, in any case.
         """
         policies, runs = schema.policies, schema.trajectories
         mine = policies.c.alias == alias
@@ -112,14 +112,14 @@ class BaseModels:
 
 
 def base_model_id_of(alias: str) -> sa.ScalarSelect[Any]:
-    """Select the base model of an alias, for a version that is being registered."""
+    """Return the subquery of an alias's base model, to register a version."""
     policies = schema.policies.alias("base_policies")
     mine = sa.and_(policies.c.alias == alias, policies.c.version == BASE_VERSION)
     return sa.select(policies.c.base_model_id).where(mine).scalar_subquery()
 
 
 def _fill_missing(connection: sa.Connection, known: str, name: str, given: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write what is given and was not known; the files' name is the one that people know it by."""
+    """Store given values that are missing; digests also set the name."""
     one = schema.base_models.c.id == known
     row = connection.execute(sa.select(schema.base_models).where(one)).one()
     new = {key: value for key, value in given.items() if value and not getattr(row, key)}

@@ -1,7 +1,6 @@
-"""Decisions: what was decided about each policy version, by whom and on what evidence. Only ever added.
+"""Decisions about policy versions, with their author and evidence. Only added.
 
-Written in the transaction that carries the decision out (`policies.py`), so that no change of a version goes
-without one.
+The transaction that carries out a decision also records it (policies.py), so that every change of a version has one.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ _ACTIONS = ", ".join(f"'{action}'" for action in PolicyAction)
 
 
 class Decision(Record, frozen=True):
-    """What was decided about a version, by whom, why, and the numbers behind it."""
+    """A decision about a version: its author, reason and evidence."""
 
     id: int
     alias: str
     version: int
     action: PolicyAction
-    decided_by: str  # proof, gate, or who did it by hand
+    decided_by: str  # proof, release, tuner, or a person
     reason: str
     evidence: Mapping[str, Any]
     decided_at: float
@@ -49,7 +48,7 @@ class Decisions:
             return [row_to(Decision, row) for row in connection.execute(query)]
 
     def decisions_after(self, alias: str, decision_id: int, limit: int = 1000) -> list[Decision]:
-        """Return the first decisions about an alias after one, oldest first; 0 is before all of them."""
+        """Return the decisions about an alias after an id, oldest first; 0: from the first one."""
         where = sa.and_(schema.decisions.c.alias == alias, schema.decisions.c.id > decision_id)
         with read(self._engine) as connection:
             found = connection.execute(
@@ -58,13 +57,13 @@ class Decisions:
             return [row_to(Decision, row) for row in found]
 
     def counts(self, alias: str) -> dict[PolicyAction, int]:
-        """Return how many decisions about an alias there were, by what was decided."""
+        """Return the number of decisions about an alias by action."""
         query = sa.select(schema.decisions.c.action, sa.func.count()).where(schema.decisions.c.alias == alias)
         with read(self._engine) as connection:
             return {PolicyAction(a): int(n) for a, n in connection.execute(query.group_by(schema.decisions.c.action))}
 
     def latest(self, alias: str | None = None) -> dict[tuple[str, int], Decision]:
-        """Return the newest decision about each (alias, version) that has one."""
+        """Return the newest decision about each (alias, version)."""
         newest = sa.select(sa.func.max(schema.decisions.c.id)).group_by(
             schema.decisions.c.alias, schema.decisions.c.version
         )
@@ -83,7 +82,7 @@ def record_decision(
     reason: str,
     evidence: Mapping[str, Any],
 ) -> None:
-    """Add a decision inside a transaction."""
+    """Add a decision in the caller's transaction."""
     connection.execute(
         sa.insert(schema.decisions).values(
             alias=alias,

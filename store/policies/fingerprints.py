@@ -1,12 +1,12 @@
-"""How a base model's server answers fixed questions: enough to know it again without its files.
+"""Fingerprints of a base model's server, which identify the model without its files. Pure.
 
-    tokens     the ids of a fixed text: the tokenizer
-    rendered   the ids of a fixed conversation: the chat template
-    likeliest  the likeliest next tokens after fixed texts, with their logprobs: the weights
+    tokens     token ids of a fixed text, for the tokenizer
+    rendered   token ids of a fixed conversation, for the chat template
+    likeliest  the likeliest next tokens after fixed texts with their logprobs, for the weights
 
-Pure: makes requests and compares answers, for whoever speaks to the server. Logprobs of one model move by 0.001 to 0.04
-nats with number type, batch and hardware; other models, also an instruction-tuned one of the same family, differ by
-tenths of a nat and more. What differs by less than `TOLERANCE` is not seen here: only digests of the files see that.
+Builds requests and compares answers; the caller sends them. Logprobs of one model vary by 0.001 to 0.04 nats with
+dtype, batch and hardware. Other models, even an instruction-tuned one of the same family, differ by tenths of a nat or
+more. Differences below `TOLERANCE` are not detected; digests of the files detect them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from math import exp
 from statistics import fmean
 from typing import Any
 
-TOLERANCE = 0.15  # nats: mean over the questions, each token by its probability
-_ALIKE = 0.8  # share of rendered ids that stay: a template may write today's date
-_MOST = 10  # likeliest tokens that are asked for
+TOLERANCE = 0.15  # nats: mean over the prompts, tokens weighted by probability
+_MIN_SIMILARITY = 0.8  # of rendered ids: a template may contain the current date
+_TOP_LOGPROBS = 10
 _TEXT = "The quick brown fox; naïve café № 42 — 東京 🙂\n\tdef f(x): return {'a': [x, 3.14]}"
 _MESSAGES = (
     {"role": "system", "content": "You are a careful assistant that answers in one sentence."},
@@ -27,7 +27,7 @@ _MESSAGES = (
     {"role": "assistant", "content": "The Seine flows through Paris."},
     {"role": "user", "content": "And through London?"},
 )
-_QUESTIONS = (
+_PROMPTS = (
     "The capital of France is",
     "def fibonacci(n):\n    if n < 2:\n        return",
     "Question: What is 17 + 25?\nAnswer:",
@@ -42,17 +42,19 @@ Answers = Mapping[str, Any]
 
 
 def requests(model: str) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return what to ask a server of the base model: path and body, by part of the fingerprint."""
-    asked = {"model": model, "prompt": list(_QUESTIONS), "max_tokens": 1, "temperature": 1.0, "logprobs": _MOST}
+    """Return the requests to a server: path and body, by part of the fingerprint."""
+    completion = {
+        "model": model, "prompt": list(_PROMPTS), "max_tokens": 1, "temperature": 1.0, "logprobs": _TOP_LOGPROBS,
+    }  # fmt: skip
     return {
         "tokens": ("/tokenize", {"model": model, "prompt": _TEXT}),
         "rendered": ("/tokenize", {"model": model, "messages": list(_MESSAGES), "add_generation_prompt": True}),
-        "likeliest": ("/v1/completions", asked | {"return_tokens_as_token_ids": True}),
+        "likeliest": ("/v1/completions", completion | {"return_tokens_as_token_ids": True}),
     }
 
 
 def read(part: str, answer: Any) -> list[Any]:
-    """Return a part of the fingerprint from an answer's body. Raises ValueError where it is no such answer."""
+    """Return a part of the fingerprint from a response body. Raises ValueError for an unexpected body."""
     try:
         if part != "likeliest":
             return [int(token) for token in answer["tokens"]]
@@ -64,13 +66,13 @@ def read(part: str, answer: Any) -> list[Any]:
 
 
 def difference(known: Answers, seen: Answers) -> str | None:
-    """Return in words in what a server differs from the known one; None if it is the same as far as can be seen."""
+    """Return the differences between a known server and another one as text; None if there are none."""
     found = []
     if _both(known, seen, "tokens") and known["tokens"] != seen["tokens"]:
         found.append("its tokenizer gives other ids")
     if _both(known, seen, "rendered"):
-        alike = SequenceMatcher(None, known["rendered"], seen["rendered"], autojunk=False).ratio()
-        if alike < _ALIKE:
+        similarity = SequenceMatcher(None, known["rendered"], seen["rendered"], autojunk=False).ratio()
+        if similarity < _MIN_SIMILARITY:
             found.append("its chat template gives other prompts")
     if _both(known, seen, "likeliest"):
         nats = distance(known["likeliest"], seen["likeliest"])
@@ -82,14 +84,14 @@ def difference(known: Answers, seen: Answers) -> str | None:
 def distance(one: Sequence[Mapping[str, float]], other: Sequence[Mapping[str, float]]) -> float:
     """Return the mean difference in nats between likeliest next tokens, each token weighted by its probability.
 
-    A token that one side does not list counts with the least logprob that it does list: the difference is at least so.
+    A token that one side does not list counts with the lowest logprob of that side, so the result is a lower bound.
     """
     if len(one) != len(other) or not one:
         return float("inf")
-    return fmean(_apart(a, b) for a, b in zip(one, other, strict=True))
+    return fmean(_weighted_difference(a, b) for a, b in zip(one, other, strict=True))
 
 
-def _apart(one: Mapping[str, float], other: Mapping[str, float]) -> float:
+def _weighted_difference(one: Mapping[str, float], other: Mapping[str, float]) -> float:
     least_one, least_other = min(one.values(), default=0.0), min(other.values(), default=0.0)
     weights, moved = 0.0, 0.0
     for token in {*one, *other}:

@@ -1,7 +1,7 @@
-"""Policies: the versions of an alias, which one is live, and why.
+"""Policies: the versions of an alias, and the decisions that change them.
 
 An alias has at most one live version and one canary. A promotion retires the old version, a rollback rejects all later
-ones, and both record the decision with its evidence in one transaction. Of two decisions at once, the later is refused.
+ones; both record the decision with its evidence in the same transaction. Of two concurrent decisions, the later fails.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Policies(PolicyReads):
     """Operations on policy versions."""
 
     def register_base(self, alias: str, served_name: str) -> Policy:
-        """Make version 0 of an alias: the base model that vLLM serves as `served_name`.
+        """Register version 0 of an alias: the base model that vLLM serves as `served_name`.
 
-        It is live until another version is. Registering again renews the served name and nothing else.
+        It is live until another version is. Registering again updates the served name only.
         """
         table = schema.policies
-        base = sa.and_(table.c.alias == alias, table.c.adapter.is_(None))  # with its prompts, if there are any
+        base = sa.and_(table.c.alias == alias, table.c.adapter.is_(None))  # version 0 and its prompt versions
         with write(self._engine) as connection:
             insert_or_ignore(
                 connection,
@@ -63,10 +63,10 @@ class Policies(PolicyReads):
         by: str = "tuner",
         reason: str = "a prompt on trial",
     ) -> Policy:
-        """Make a candidate of the live version with another prompt, or, with None, without one.
+        """Register a candidate: the live version with another prompt, or with None.
 
-        With a `share` it is a canary at once. Raises RecordNotFound, and InvalidTransition if the live version
-        serves so already, nothing is live, or there is a canary.
+        With a `share`, it is a canary at once. Raises RecordNotFound, and InvalidTransition if the live version has this
+        prompt, no version is live, or there is a canary.
         """
         table = schema.policies
         with write(self._engine) as connection:
@@ -97,16 +97,16 @@ class Policies(PolicyReads):
         return self.get(alias, version)
 
     def adopt_prompt(self, alias: str, version: int) -> Policy:
-        """Give a candidate the prompt that is live now.
+        """Give a candidate the prompt of the live version.
 
-        Raises InvalidTransition if it is no candidate any more, or nothing is live.
+        Raises InvalidTransition if it is no longer a candidate, or no version is live.
         """
         table = schema.policies
         mine = sa.and_(table.c.alias == alias, table.c.version == version, table.c.state == PolicyState.CANDIDATE)
         with write(self._engine) as connection:
             change = sa.update(table).where(mine).values(prompt_id=_lock_live(connection, alias).prompt_id)
             if not connection.execute(change).rowcount:
-                raise InvalidTransition(f"{alias}@{version} is no candidate any more")
+                raise InvalidTransition(f"{alias}@{version} is no longer a candidate")
         return self.get(alias, version)
 
     def promote(
@@ -119,7 +119,7 @@ class Policies(PolicyReads):
         by: str = "proof",
         reason: str = "proven",
     ) -> Policy:
-        """Make a version live and retire the older one that was; with `only_from`, only if that is its state.
+        """Make a version live and retire the old one; with `only_from`, only if the version is in that state.
 
         Raises InvalidTransition, RecordNotFound.
         """
@@ -146,7 +146,7 @@ class Policies(PolicyReads):
         by: str = "release",
         reason: str = "proven",
     ) -> Policy:
-        """Let a candidate serve a share of new trajectories, more than 0 and less than 1; or change a canary's share.
+        """Let a candidate serve a share of new trajectories (between 0 and 1), or change a canary's share.
 
         Raises InvalidTransition if the alias has another canary, or a newer version is live, RecordNotFound.
         """
@@ -168,13 +168,13 @@ class Policies(PolicyReads):
         return self.get(alias, version)
 
     def require_approval(self, alias: str, version: int, evidence: Mapping[str, Any], *, by: str, reason: str) -> None:
-        """Say that only a person promotes this version; its state stays. Raises RecordNotFound."""
+        """Record that only a person may promote this version; its state stays. Raises RecordNotFound."""
         self.get(alias, version)
         with write(self._engine) as connection:
             record_decision(connection, alias, version, PolicyAction.HOLD, by, reason, evidence)
 
     def mark_unproven(self, alias: str, version: int, evidence: Mapping[str, Any], *, reason: str) -> Policy:
-        """Put a candidate aside whose proof could not decide: it serves nobody, and training goes on on top of it.
+        """Mark a candidate whose proof could not decide: it serves nobody, and training continues from it.
 
         Raises InvalidTransition, RecordNotFound.
         """
@@ -188,7 +188,7 @@ class Policies(PolicyReads):
     def reject(
         self, alias: str, version: int, evidence: Mapping[str, Any], *, by: str = "proof", reason: str = "rejected"
     ) -> Policy:
-        """Mark a candidate that failed its proof or its gate. Raises InvalidTransition, RecordNotFound."""
+        """Reject a version. Raises InvalidTransition, RecordNotFound."""
         policy = self.get(alias, version)
         check_transition(POLICY_TRANSITIONS, policy.state, PolicyState.REJECTED, f"policy {alias}@{version}")
         with write(self._engine) as connection:
@@ -197,7 +197,7 @@ class Policies(PolicyReads):
         return self.get(alias, version)
 
     def roll_back(self, alias: str, version: int, evidence: Mapping[str, Any], *, by: str, reason: str) -> list[Policy]:
-        """Make an earlier version live, or leave it so, and reject every later one; return the rejected ones.
+        """Make an earlier version live, if it is not, and reject all later ones; return the rejected ones.
 
         Raises InvalidTransition if the live version is older or there is nothing to reject, RecordNotFound.
         """
@@ -220,10 +220,9 @@ class Policies(PolicyReads):
     def promote_manually(
         self, alias: str, version: int | None, *, by: str, reason: str, rejected: bool = False
     ) -> Policy:
-        """Promote the version that is named, else the canary, else the candidate that is held.
+        """Promote the named version, else the canary, else the version that awaits approval.
 
-        A version that was rejected is promoted only where `rejected` says that this is meant. Raises InvalidTransition,
-        RecordNotFound.
+        A rejected version is promoted only with `rejected`. Raises InvalidTransition, RecordNotFound.
         """
         if version is None:
             canary = next((p for p in self.all(alias) if p.state is PolicyState.CANARY), None)
@@ -239,7 +238,7 @@ class Policies(PolicyReads):
         return self.promote(alias, version, {}, by=by, reason=reason)
 
     def roll_back_manually(self, alias: str, version: int | None, *, by: str, reason: str) -> list[Policy]:
-        """Go back to the version that is named; else take back a canary or what is held; else to what was before.
+        """Roll back to the named version; else reject a canary or a version that awaits approval; else roll back by one.
 
         Raises InvalidTransition, RecordNotFound.
         """
@@ -254,11 +253,11 @@ class Policies(PolicyReads):
             return live.version
         older = [p.version for p in known if p.state is PolicyState.RETIRED and p.version < live.version]
         if not older:
-            raise InvalidTransition(f"{alias}@{live.version} is live and nothing was before it")
+            raise InvalidTransition(f"{alias}@{live.version} is live and has no predecessor")
         return older[-1]
 
     def prune(self, alias: str, version: int, now: float) -> Policy:
-        """Say that a version's folder is about to be deleted, of all versions that share it at once.
+        """Record that a version's folder is about to be deleted, for all versions that share it.
 
         Raises InvalidTransition if one of them is in use.
         """
@@ -277,10 +276,10 @@ class Policies(PolicyReads):
 
 
 def _lock_live(connection: sa.Connection, alias: str) -> Any:
-    """Return the row of what is live, which stays so until the transaction ends. Raises InvalidTransition."""
+    """Return the row of the live version, locked until the transaction ends. Raises InvalidTransition."""
     table = schema.policies
     live = sa.select(table).where(table.c.alias == alias, table.c.state == PolicyState.LIVE).with_for_update()
-    for _ in range(2):  # PostgreSQL finds none where it waited for one that was retired meanwhile
+    for _ in range(2):  # PostgreSQL returns no row if it waited for one that was retired meanwhile
         if (row := connection.execute(live).one_or_none()) is not None:
             return row
     raise InvalidTransition(f"alias {alias} has no live version: start `ratchet proxy` first")

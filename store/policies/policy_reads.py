@@ -19,11 +19,11 @@ class PolicyReads:
         self._engine = engine
 
     def serving(self) -> list[Policy]:
-        """Return the versions that new trajectories begin on: live ones and canaries, of every alias."""
+        """Return the versions that serve new trajectories: live ones and canaries of every alias."""
         return self._select(schema.policies.c.state.in_((PolicyState.LIVE, PolicyState.CANARY)))
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """Return how many versions of each alias are in each state that any is in."""
+        """Return the number of versions by alias and state."""
         table = schema.policies
         query = sa.select(table.c.alias, table.c.state, sa.func.count()).group_by(table.c.alias, table.c.state)
         found: dict[str, dict[str, int]] = {}
@@ -37,7 +37,7 @@ class PolicyReads:
         return {policy.alias: policy for policy in self._select(schema.policies.c.state == PolicyState.LIVE)}
 
     def awaiting_approval(self, alias: str) -> Policy | None:
-        """Return the candidate or canary that only a person promotes: the newest decision about it is a hold."""
+        """Return the candidate or canary whose newest decision is a hold: only a person may promote it."""
         recorded = schema.policies.c.version == schema.decisions.c.version
         newest = (
             sa.select(sa.func.max(schema.decisions.c.id))
@@ -59,7 +59,7 @@ class PolicyReads:
         return self._select(sa.and_(table.c.alias == alias, table.c.state == PolicyState.UNPROVEN, newer))
 
     def get(self, alias: str, version: int) -> Policy:
-        """Return one version. Raises RecordNotFound."""
+        """Return a version. Raises RecordNotFound."""
         table = schema.policies
         found = self._select(sa.and_(table.c.alias == alias, table.c.version == version))
         if not found:
@@ -67,7 +67,7 @@ class PolicyReads:
         return found[0]
 
     def all(self, alias: str | None = None) -> list[Policy]:
-        """Return every version, of one alias or of all, oldest first."""
+        """Return all versions, of one alias or of all, oldest first."""
         return self._select(schema.policies.c.alias == alias if alias else sa.true())
 
     def _usable(self, alias: str, version: int) -> Policy:

@@ -1,6 +1,6 @@
-"""Prompts: system prompts that the proxy swaps in, each known by its content and never changed.
+"""Prompts: system prompts that the proxy applies, identified by their content and immutable.
 
-A row is only text: what serves it is a policy version (`policies.py`) or a rollout (`rollouts.py`) that names it.
+A policy version (policies.py) or a rollout (rollouts.py) that names a prompt is served with it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ratchet.store.records.base import row_to
 from ratchet.store.records.tuning import Prompt
 from ratchet.store.states import PromptMode
 
-MOST = 200_000  # characters of all texts of a prompt
+MAX_CHARS = 200_000  # of all texts of a prompt
 
 
 class Prompts:
@@ -32,9 +32,9 @@ class Prompts:
     def register(
         self, text: str, mode: str = "replace", origin: str = "", families: Mapping[str, str] | None = None
     ) -> Prompt:
-        """Return the prompt of this content, written down if it was not. Raises InvalidRecord.
+        """Store a prompt unless it exists; return it. Raises InvalidRecord.
 
-        `families` has other texts for task families; an empty text leaves the calls that it is for as they are.
+        `families`: texts by task family; calls with an empty text are unchanged.
         """
         _check(text, mode, families or {})
         texts = dict(families or {})
@@ -52,7 +52,7 @@ class Prompts:
         return self.get(prompt.id)
 
     def get(self, prompt_id: str) -> Prompt:
-        """Return one prompt. Raises RecordNotFound."""
+        """Return a prompt. Raises RecordNotFound."""
         with read(self._engine) as connection:
             row = connection.execute(sa.select(schema.prompts).where(schema.prompts.c.id == prompt_id)).one_or_none()
         if row is None:
@@ -60,7 +60,7 @@ class Prompts:
         return row_to(Prompt, row)
 
     def page(self, limit: int = 100, before: str | None = None) -> list[Prompt]:
-        """Return at most `limit` schema.prompts, newest first, older than the one with the id `before`."""
+        """Return at most `limit` prompts older than the id `before`, newest first."""
         query = (
             sa.select(schema.prompts)
             .order_by(schema.prompts.c.created_at.desc(), schema.prompts.c.id.desc())
@@ -75,7 +75,7 @@ class Prompts:
 
 
 def prompt_id(mode: str, text: str, families: Mapping[str, str]) -> str:
-    """Return the id of this content: `prm_` and the first 8 bytes of a BLAKE2b hash as hex."""
+    """Return the id of a prompt: `prm_` and the first 8 bytes of a BLAKE2b hash as hex."""
     content = msgspec.json.encode([mode, text, sorted(families.items())])
     return f"prm_{blake2b(content, digest_size=8).hexdigest()}"
 
@@ -84,14 +84,14 @@ def _check(text: str, mode: str, families: Mapping[str, str]) -> None:
     if mode not in list(PromptMode):
         raise InvalidRecord(f"prompt mode {mode!r}: use {' or '.join(PromptMode)}")
     texts = [text, *families.values()]
-    if not any(said.strip() for said in texts):
+    if not any(one.strip() for one in texts):
         raise InvalidRecord("the prompt's text is empty: give a text")
-    if (size := sum(map(len, texts))) > MOST:
-        raise InvalidRecord(f"the prompt's text has {size} characters, at most {MOST} are kept: shorten it")
-    for said in (*texts, *families):
+    if (size := sum(map(len, texts))) > MAX_CHARS:
+        raise InvalidRecord(f"the prompt's text has {size} characters, at most {MAX_CHARS} are allowed: shorten it")
+    for one in (*texts, *families):
         try:
-            said.encode()
+            one.encode()
         except UnicodeEncodeError as error:
-            raise InvalidRecord(f"the prompt's text is no valid Unicode: {error.reason}") from error
-        if "\0" in said:
+            raise InvalidRecord(f"the prompt's text is not valid Unicode: {error.reason}") from error
+        if "\0" in one:
             raise InvalidRecord("the prompt's text holds a NUL character: remove it")

@@ -1,1 +1,1 @@
-"""Reporting: what the store's figures tell, for every room that shows them. Pure statistics; no room is known here."""
+"""Reports from the store: learning, policy movement, undecided versions. For every component that shows them."""

@@ -1,4 +1,4 @@
-"""The records of the learning report: two sides that are compared, and the difference of their means."""
+"""The records of the learning report."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One side of the comparison: the versions, how many trajectories, their mean score."""
+    """One side of a comparison: its versions, number of trajectories and mean score."""
 
     first_version: int
     last_version: int
@@ -17,7 +17,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """A difference of means with its 95% interval; `count` is what it was made of (trajectories, or tasks)."""
+    """A difference of means with its 95% interval over `count` trajectories or tasks."""
 
     value: float
     low: float
@@ -26,25 +26,25 @@ class Gain:
 
     @property
     def verdict(self) -> str:
-        """better, worse, or unknown where the interval holds zero."""
+        """`better`, `worse`, or `unknown` if the interval contains zero."""
         return "better" if self.low > 0 else "worse" if self.high < 0 else "unknown"
 
 
 @dataclass(frozen=True, slots=True)
 class FamilyReport:
-    """One task family, or all of them. `same_tasks` is None if no task came under both sides."""
+    """The comparison of one task family, or of all. `same_tasks` None: no task is on both sides."""
 
     family: str
     before: Side
     after: Side
     gain: Gain
     same_tasks: Gain | None
-    more_scores: int | None  # of the newest versions that would decide; None if it is decided, or none would
+    more_scores: int | None  # of the newest versions, to decide; None: decided, or impossible
 
 
 @dataclass(frozen=True, slots=True)
 class VersionScore:
-    """The mean score of one version's traffic with its 95% interval; of one score alone that is all it can be."""
+    """The mean score of a version's traffic with its 95% interval; for one score, the whole range."""
 
     version: int
     count: int

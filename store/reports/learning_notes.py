@@ -1,8 +1,7 @@
-"""What is missing for an answer to "is it learning?", and why the answer is as wide as it is, in sentences. Pure.
+"""The notes of the learning report: what is missing to decide, and why an interval is wide. Pure.
 
-How many more scores would decide is for the difference and the spread as they are now: a plan, no promise. Those of
-earlier versions do not grow any more, so that the newest version's must do; where the others alone are too few for the
-difference, only a comparison side by side decides. Does not compute intervals: learning.py does.
+The number of scores that would decide assumes the current difference and spread. Earlier versions get no further
+scores, so only the newest version's can grow; if that cannot decide, a side-by-side comparison is needed.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from ratchet.store.reports.policy_movement import Movement, describe_stall
 if TYPE_CHECKING:
     from ratchet.store.reports.learning_comparison import FamilyReport, Gain, Side, VersionScore
 
-MAX_MORE_SCORES = 100_000  # scores; more than this decide nothing that anybody waits for
+MAX_MORE_SCORES = 100_000  # a larger number is not worth waiting for
 
 
 def more_scores(difference: float, before: float, after: float, count: int, z: float) -> int | None:
-    """Return how many more scores after, beside `count`, leave zero outside the interval; None if none do.
+    """Return how many scores, besides `count`, exclude zero from the interval; None if no number does.
 
-    `before` and `after` are the squared standard errors of the two means, `z` how many of them the interval reaches.
+    `before` and `after`: squared standard errors of the two means; `z`: half-width of the interval in standard errors.
     """
     left = (difference / z) ** 2 - before
     if left <= 0:
@@ -34,7 +33,7 @@ def more_scores(difference: float, before: float, after: float, count: int, z: f
 def describe_gaps(
     whole: FamilyReport, versions: Sequence[VersionScore], enough: int, newest_first: Sequence[Movement]
 ) -> tuple[str, ...]:
-    """Return what there is to say of a comparison of all traffic."""
+    """Return the notes on a comparison of all traffic."""
     return tuple(_notes(whole, versions, enough, newest_first))
 
 
@@ -48,11 +47,11 @@ def _notes(
     between = [one for one in versions if whole.before.last_version < one.version < whole.after.first_version]
     if between:
         own = _range(between[0].version, between[-1].version)
-        yield f"left out: {own}, which answered with other weights than both"
+        yield f"left out: {own}, between the two sides"
     if whole.same_tasks is not None and _is_wide(whole.same_tasks, whole.gain):
         yield _few_tasks(whole.same_tasks)
-    if whole.gain.verdict != "better" and (still := describe_stall(newest_first)) is not None:
-        yield still
+    if whole.gain.verdict != "better" and (stall := describe_stall(newest_first)) is not None:
+        yield stall
 
 
 def _undecided(whole: FamilyReport) -> str:
@@ -83,14 +82,14 @@ def _is_wide(same_tasks: Gain, whole: Gain) -> bool:
 
 
 def _few_tasks(gain: Gain) -> str:
-    said = (
+    text = (
         f"on the same tasks the interval is wide because there are {gain.count}: each counts once, however many scores "
         "it has"
     )
     if gain.verdict != "unknown" or not gain.value:
-        return said
+        return text
     reach = (gain.high - gain.low) / 2
-    return f"{said}; about {math.ceil(gain.count * (reach / gain.value) ** 2)} tasks would decide at this spread"
+    return f"{text}; about {math.ceil(gain.count * (reach / gain.value) ** 2)} tasks would decide at this spread"
 
 
 def _range(first: int, last: int) -> str:

@@ -1,12 +1,11 @@
-"""Is it learning? Scores of real traffic before and after, with 95% intervals. Pure.
+"""The learning report: scores of live traffic before and after, with 95% intervals. Pure.
 
-`before` is the traffic of the first version that served, `after` that of the newest, with as many versions next to it
-as it takes to have `MIN_SCORES_PER_SIDE` scores. The gain is the difference of the
-means, its interval Welch's (unequal variances)
-in the normal approximation. Where the same tasks came under both, the gain is also taken task by task, which the mix of
-tasks cannot fake. All intervals take in the two half observations of `intervals.py`, so that equal scores are no
-certainty, and none reaches over what scores can be: 0 to 1 where all lie there, else from the least to the largest that
-were seen. Says "unknown" where the interval holds zero; nothing is rounded in favour of anybody.
+`before` is the traffic of the first version, `after` that of the newest, each with as many adjacent versions as are
+needed for `MIN_SCORES_PER_SIDE` scores. The gain is the difference of the means, with Welch's interval (unequal
+variances) in the normal approximation. For tasks on both sides, the gain is also computed task by task, so that a change
+in the mix of tasks does not matter. All intervals include the two half observations of statistics.py, so that equal
+scores do not look certain, and are clipped to the range of scores: 0 to 1 if all lie there, else from the lowest to the
+highest seen. The verdict is "unknown" if the interval contains zero.
 """
 
 from __future__ import annotations
@@ -39,16 +38,16 @@ Range = tuple[float, float]  # what a score can be
 
 @dataclass(frozen=True, slots=True)
 class LearningReport:
-    """The whole report; empty where there are too few scores or one version alone."""
+    """The report; without families if there are too few scores or only one version."""
 
     families: tuple[FamilyReport, ...]  # `all` first
     versions: tuple[VersionScore, ...]
     missing: str | None  # why there is no comparison
-    notes: tuple[str, ...] = ()  # what would decide, what was pooled and why, why an interval is wide
+    notes: tuple[str, ...] = ()  # missing scores, pooled versions, wide intervals
 
 
 def tallies(scores: Sequence[PastScore]) -> list[Tally]:
-    """Return the tallies of the latest score of each trajectory."""
+    """Return sums over the latest score of each trajectory."""
     latest = {scored.trajectory_id: scored for scored in sorted(scores, key=lambda one: one.judged_at)}
     sums: dict[tuple[int, str, str], list[float]] = defaultdict(list)
     for scored in latest.values():
@@ -62,7 +61,7 @@ def tallies(scores: Sequence[PastScore]) -> list[Tally]:
 
 
 def learning_report(rows: Sequence[Tally], newest_first: Sequence[Movement] = ()) -> LearningReport:
-    """Return the report on score_tallies scores; `newest_first` is how far the last rounds moved the policy."""
+    """Return the report; `newest_first`: how far the last rounds moved the policy."""
     versions, reach = _by_version(rows), _range(rows)
     curve = tuple(_version_score(version, versions[version], reach) for version in sorted(versions))
     if len(versions) < 2:
@@ -70,9 +69,9 @@ def learning_report(rows: Sequence[Tally], newest_first: Sequence[Movement] = ()
         return LearningReport((), curve, f"scores of two versions are needed; there are those of {served}")
     sides = _sides(versions)
     if sides is None:
-        said = f"each side needs {MIN_SCORES_PER_SIDE} scores; there are {_sums(rows).count} in all, "
-        said += f"{_lacking(versions)} are missing"
-        return LearningReport((), curve, said)
+        text = f"each side needs {MIN_SCORES_PER_SIDE} scores; there are {_sums(rows).count} in all, "
+        text += f"{_lacking(versions)} are missing"
+        return LearningReport((), curve, text)
     before, after = sides
     names = sorted({one.family for one in before} & {one.family for one in after})
     reports = [_report(ALL_FAMILIES, before, after, reach)]
@@ -86,12 +85,12 @@ def learning_report(rows: Sequence[Tally], newest_first: Sequence[Movement] = ()
 
 
 def relative_report() -> LearningReport:
-    """Return the report on scores that only rank the members of a group: their means say nothing across versions."""
+    """Return the report for relative scores, whose means cannot be compared across versions."""
     return LearningReport((), (), RELATIVE_SCORES_NOTE)
 
 
 def to_dict(report: LearningReport) -> dict[str, Any]:
-    """Return the report as JSON can hold it."""
+    """Return the report as JSON values."""
     content = asdict(report)
     for rows, family in zip(content["families"], report.families, strict=True):
         rows["gain"]["verdict"] = family.gain.verdict
@@ -108,7 +107,7 @@ def _by_version(rows: Sequence[Tally]) -> dict[int, list[Tally]]:
 
 
 def _sides(versions: Mapping[int, list[Tally]]) -> tuple[list[Tally], list[Tally]] | None:
-    """Return the scores before and after, from both ends inwards; None if they would meet."""
+    """Return the scores of both sides, collected from both ends; None if they would overlap."""
     order = sorted(versions)
     before: list[Tally] = []
     after: list[Tally] = []
@@ -120,7 +119,7 @@ def _sides(versions: Mapping[int, list[Tally]]) -> tuple[list[Tally], list[Tally
 
 
 def _lacking(versions: Mapping[int, list[Tally]]) -> int:
-    """Return how many more scores make two sides, each version's on one of them."""
+    """Return the number of missing scores for two sides, with each version on one of them."""
     order = sorted(versions)
     before = 0
     while order and before < MIN_SCORES_PER_SIDE:
@@ -130,7 +129,7 @@ def _lacking(versions: Mapping[int, list[Tally]]) -> int:
 
 
 def _range(rows: Sequence[Tally]) -> Range:
-    """Return what scores can be, as far as those that were seen tell."""
+    """Return the range of scores, judged from those seen."""
     least, largest = min((one.least for one in rows), default=0.0), max((one.largest for one in rows), default=1.0)
     if least >= 0 and largest <= 1:
         return 0.0, 1.0
@@ -165,7 +164,7 @@ def _squared_errors(before: Sequence[Tally], after: Sequence[Tally], reach: Rang
 
 
 def _same_tasks(before: Sequence[Tally], after: Sequence[Tally], reach: Range) -> Gain | None:
-    """Return the mean over tasks of the gain on each task that came under both sides."""
+    """Return the mean gain over the tasks on both sides."""
     means: list[dict[str, float]] = []
     for side in (before, after):
         tasks: dict[str, list[Tally]] = {}

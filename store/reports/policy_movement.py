@@ -1,8 +1,8 @@
-"""How far rounds moved the policy, in words: too small to be seen, healthy, too large; and what to do.
+"""How far rounds moved the policy: too small, healthy or too large, and what to do.
 
-The figures are those of a round's metrics (docs/training.md, "The learning rate"): `approx_kl` is the mean k3 of the
-round's steps at its trained tokens, in nats a token, `logprob_change_positive_mean` the mean change of log p where the
-advantage was positive. Rounds from before they were measured say nothing.
+The metrics of a round (docs/training.md, "The learning rate"): `approx_kl` is the mean k3 over the trained tokens of its
+steps, in nats per token; `logprob_change_positive_mean` is the mean change of log p for positive advantages. Rounds
+without these metrics are skipped.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from ratchet.store.states import RoundState
 if TYPE_CHECKING:
     from ratchet.store.store import Store
 
-TOO_SMALL = 1e-4  # nats a token: below it no gain was ever seen, and in bf16 it is what rounding alone reads as
-TOO_LARGE = 0.05  # nats a token; healthy rounds of tiny policies stayed below 0.03, collapsing ones had 0.1 to 0.4
-COLLAPSING = -0.01  # nats a token: healthy rounds stayed above -0.005, collapsing ones fell to -0.02 and below
+TOO_SMALL = 1e-4  # nats per token: no gain was seen below it, and bf16 rounding alone measures as this much
+TOO_LARGE = 0.05  # nats per token: healthy rounds of tiny policies stayed below 0.03, collapsing ones had 0.1 to 0.4
+COLLAPSING = -0.01  # nats per token: healthy rounds stayed above -0.005, collapsing ones fell below -0.02
 RECENT_ROUNDS = 3  # rounds
 _LOOKED_AT = 20  # rounds, of which some may have been abandoned
 
@@ -51,7 +51,7 @@ class Movement:
 
     @property
     def collapsing(self) -> bool:
-        """Whether the round made its own good answers less likely."""
+        """Whether the round made its good answers less likely."""
         return self.logprob_change_positive < COLLAPSING
 
     def describe(self) -> str:
@@ -63,7 +63,7 @@ class Movement:
 
 
 def movement_of(metrics: Mapping[str, Any], version: int | None = None) -> Movement | None:
-    """Return what a round moved, None if it was not measured."""
+    """Return the movement of a round; None if it was not measured."""
     if not metrics.get("approx_kl_tokens"):
         return None
     return Movement(
@@ -77,7 +77,7 @@ def movement_of(metrics: Mapping[str, Any], version: int | None = None) -> Movem
 
 
 def recent_movements(store: Store, alias: str) -> list[Movement]:
-    """Return what the newest committed rounds of an alias moved, newest first."""
+    """Return the movements of an alias's newest committed rounds, newest first."""
     rounds = store.rounds.page(alias, limit=_LOOKED_AT)
     committed = [one for one in rounds if one.state is RoundState.COMMITTED]
     found = (movement_of(one.metrics, one.to_version) for one in committed)
@@ -97,7 +97,7 @@ def describe_collapse(moved: Movement) -> str:
 
 
 def describe_stall(newest_first: Sequence[Movement]) -> str | None:
-    """Return that the last rounds moved too little to be seen, and what to do; None if one of them did move."""
+    """Return a warning with the remedy if all of the last rounds moved too little; else None."""
     last = newest_first[:RECENT_ROUNDS]
     if len(last) < RECENT_ROUNDS or any(moved.size != "too small" for moved in last):
         return None

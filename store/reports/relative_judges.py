@@ -1,7 +1,7 @@
-"""Judges whose scores compare the members of one group and say nothing beyond it: such scores are never averaged.
+"""Relative judges: their scores only rank the members of one group, and are never averaged across groups.
 
-The trainer notes each judge that it works with; whoever shows or uses scores across groups asks here first. A judge
-that was never noted counts as one that scores each answer by itself.
+The trainer records whether each judge is relative. Code that uses scores across groups checks it first; an unrecorded
+judge counts as absolute.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ _KIND = "judge"
 
 
 def record_judge_scale(store: Store, alias: str, version: str, *, relative: bool) -> None:
-    """Record whether the scores of a judge's version are relative, once."""
+    """Record whether a judge's version is relative, once."""
     known = store.observations.latest(alias, _KIND).get(version)
     if known is None or bool(known.content.get("relative")) is not relative:
         store.observations.add(alias, _KIND, version, {"relative": relative})
 
 
 def is_relative(store: Store, alias: str, version: str | None) -> bool:
-    """Return whether a judge's version only ranks the members of a group."""
+    """Return whether a judge's version is relative."""
     known = store.observations.latest(alias, _KIND).get(version or "")
     return known is not None and bool(known.content.get("relative"))
 
 
 def read_learning_report(store: Store, alias: str) -> LearningReport:
-    """Return the learning report on the newest judge's scores; of relative ones no figure."""
+    """Return the learning report on the newest judge's scores; without figures if they are relative."""
     judge = store.groups.newest_judge_version(alias)
     if is_relative(store, alias, judge):
         return relative_report()

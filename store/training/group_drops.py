@@ -1,6 +1,6 @@
-"""Groups that are dropped without being trained: many at once, with their members and the reason.
+"""Drops many groups at once, with their members and a reason.
 
-Promises that a drop is one transaction, and that a group which another process moved meanwhile is left alone.
+Guarantees: a drop is one transaction; groups that another process changed meanwhile are left alone.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from ratchet.store.db.bulk import MAX_IN_VALUES
 from ratchet.store.db.engine import read, write
 from ratchet.store.states import GroupState, PolicyState, TrajectoryState
 
-_UNTRAINED_STATES = (GroupState.READY, GroupState.JUDGED)  # what waits for a judge or a round
+_UNTRAINED_STATES = (GroupState.READY, GroupState.JUDGED)  # wait for a judge or a round
 
 
 class GroupDrops:
-    """Operations that drop groups by what all of them have in common."""
+    """Operations that drop several groups."""
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
 
     def drop_counts(self, alias: str | None = None) -> dict[str, int]:
-        """Return how many groups (of one alias) were dropped for each reason."""
+        """Return the number of dropped groups, of one alias or of all, by reason."""
         groups = schema.groups
         chosen = [groups.c.alias == alias] if alias else []
         query = sa.select(groups.c.drop_reason, sa.func.count()).where(groups.c.drop_reason.is_not(None), *chosen)
@@ -32,9 +32,9 @@ class GroupDrops:
             return {str(reason): int(n) for reason, n in connection.execute(query.group_by(groups.c.drop_reason))}
 
     def drop_rejected(self, alias: str, reason: str) -> int:
-        """Drop what rejected versions sampled and no round has trained; return how many trajectories.
+        """Drop untrained trajectories of rejected versions; return their number.
 
-        Groups go on without those members; groups that lose all of them are dropped too.
+        Groups continue without these members; empty groups are dropped too.
         """
         groups, trajectories, policies = schema.groups, schema.trajectories, schema.policies
         rejected = sa.select(policies.c.version).where(
@@ -56,7 +56,7 @@ class GroupDrops:
         return dropped
 
     def drop_members(self, trajectory_ids: Sequence[str], reason: str) -> None:
-        """Drop members of groups that wait for a round; a group that loses all of them is dropped too."""
+        """Drop members of groups that wait for a round; empty groups are dropped too."""
         groups, trajectories = schema.groups, schema.trajectories
         for start in range(0, len(trajectory_ids), MAX_IN_VALUES):
             names = trajectory_ids[start : start + MAX_IN_VALUES]
@@ -75,9 +75,9 @@ class GroupDrops:
                 )
 
     def drop_stale(self, alias: str, version: int, reason: str) -> int:
-        """Drop the groups of an alias that wait for a judge or a round and have a member sampled before `version`.
+        """Drop untrained groups of an alias with a member sampled before `version`; return their number.
 
-        Returns how many. Members that were dropped before do not count.
+        Members that were dropped before do not count.
         """
         groups, trajectories = schema.groups, schema.trajectories
         old = (
@@ -99,7 +99,7 @@ class GroupDrops:
 
 
 def _drop_untrained(connection: sa.Connection, group_ids: Sequence[str], reason: str) -> int:
-    """Drop those of the groups that still wait for a judge or a round, with their members; return how many."""
+    """Drop the untrained ones of these groups, with their members; return their number."""
     groups, trajectories = schema.groups, schema.trajectories
     open_ones = sa.and_(groups.c.id.in_(group_ids), groups.c.state.in_(_UNTRAINED_STATES))
     values = {"state": GroupState.DROPPED, "drop_reason": reason}

@@ -1,6 +1,6 @@
-"""Groups and their verdicts: formed of sealed trajectories, judged, then trained or dropped with a reason.
+"""Groups and verdicts: groups are formed of sealed trajectories, judged, then trained or dropped with a reason.
 
-Promises: forming takes each member exactly once, in one transaction; verdicts are only ever added.
+Guarantees: a trajectory joins one group, in one transaction; verdicts are only added.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Groups(GroupDrops):
     """Operations on groups and verdicts."""
 
     def create(self, key: str, alias: str, members: Sequence[str], now: float) -> Group:
-        """Make a group of sealed trajectories. Raises InvalidTransition when one of them is no longer sealed."""
+        """Form a group of sealed trajectories. Raises InvalidTransition if one of them is not sealed any more."""
         group = Group(
             id=new_id("grp"),
             key=key,
@@ -54,14 +54,14 @@ class Groups(GroupDrops):
         return group
 
     def awaiting_verdict(self, alias: str, now: float, limit: int = 100, *, newest_first: bool = False) -> list[Group]:
-        """Return an alias's groups that wait for a judge and whose retry time has come, oldest or newest first."""
+        """Return an alias's groups that may be judged now, oldest or newest first."""
         groups = schema.groups
         due = sa.or_(groups.c.retry_at.is_(None), groups.c.retry_at <= now)
         waiting = sa.and_(groups.c.alias == alias, groups.c.state == GroupState.READY, due)
         return self._select(waiting, limit, newest_first)
 
     def awaiting_round(self, alias: str, limit: int = 100, *, newest_first: bool = False) -> list[Group]:
-        """Return judged groups of an alias that wait for a round, oldest or newest first."""
+        """Return an alias's judged groups, which wait for a round, oldest or newest first."""
         groups = schema.groups
         return self._select(sa.and_(groups.c.state == GroupState.JUDGED, groups.c.alias == alias), limit, newest_first)
 
@@ -71,17 +71,17 @@ class Groups(GroupDrops):
         verdicts: Sequence[Verdict],
         judge_requests: Sequence[JudgeRequest] = (),
         drop_reason: str | None = None,
-        aside: Mapping[str, str] | None = None,
+        dropped_members: Mapping[str, str] | None = None,
     ) -> None:
-        """Add the verdicts of all members and move the group on, to judged or, with a reason, to dropped.
+        """Add the verdicts of all members; the group becomes judged or, with a reason, dropped.
 
-        It goes on without the members `aside`, which are dropped for the reasons given there. Raises InvalidTransition
-        where a verdict is missing or the group was moved meanwhile; then nothing is written.
+        The members in `dropped_members` are dropped with the reasons given there. Raises InvalidTransition if a verdict
+        is missing or another process changed the group; then nothing is written.
         """
-        group, aside = self.get(group_id), aside or {}
+        group, dropped_members = self.get(group_id), dropped_members or {}
         check_transition(GROUP_TRANSITIONS, group.state, GroupState.JUDGED, f"group {group_id}")
         scored = {verdict.trajectory_id for verdict in verdicts if verdict.score is not None}
-        if not scored | set(aside) >= set(group.members):
+        if not scored | set(dropped_members) >= set(group.members):
             raise InvalidTransition(f"group {group_id} has {len(group.members)} members, {len(scored)} of them scored")
         with write(self._engine) as connection:
             if drop_reason is None:  # first: a member may have been deleted
@@ -89,16 +89,16 @@ class Groups(GroupDrops):
             else:
                 _move(connection, group, GroupState.DROPPED, drop_reason=drop_reason)
                 drop_trajectories(
-                    connection, [name for name in group.members if name not in (aside or ())], drop_reason
+                    connection, [name for name in group.members if name not in dropped_members], drop_reason
                 )
-            for name, reason in (aside or {}).items():
+            for name, reason in dropped_members.items():
                 drop_trajectories(connection, [name], reason)
             _add_verdicts(connection, verdicts, judge_requests)
 
     def record_judge_failure(
         self, group_id: str, verdicts: Sequence[Verdict], retry_at: float, judge_requests: Sequence[JudgeRequest] = ()
     ) -> None:
-        """Add what the judge managed, failures included; the group stays ready and is tried again at `retry_at`.
+        """Add the verdicts so far, including failures; the group stays ready and is judged again at `retry_at`.
 
         Raises InvalidTransition if it is not ready any more.
         """
@@ -114,18 +114,18 @@ class Groups(GroupDrops):
             _add_verdicts(connection, verdicts, judge_requests)
 
     def replace_verdicts(self, verdicts: Sequence[Verdict], judge_requests: Sequence[JudgeRequest] = ()) -> None:
-        """Add what a judge says of trajectories that were judged or dropped before; their states stay."""
+        """Add verdicts on trajectories that were judged or dropped before; their states stay."""
         with write(self._engine) as connection:
             _add_verdicts(connection, verdicts, judge_requests)
 
     def record_judge_requests(self, judge_requests: Sequence[JudgeRequest]) -> None:
-        """Keep judge_requests of a judge whose verdicts do not count."""
+        """Store requests of a judge whose verdicts do not count."""
         if judge_requests:
             with write(self._engine) as connection:
                 _add_verdicts(connection, [], judge_requests)
 
     def drop(self, group_id: str, reason: str) -> None:
-        """Put a group and its members aside with the reason."""
+        """Drop a group and its members."""
         group = self.get(group_id)
         check_transition(GROUP_TRANSITIONS, group.state, GroupState.DROPPED, f"group {group_id}")
         with write(self._engine) as connection:
@@ -133,7 +133,7 @@ class Groups(GroupDrops):
             drop_trajectories(connection, group.members, reason)
 
     def get(self, group_id: str) -> Group:
-        """Return one group. Raises RecordNotFound."""
+        """Return a group. Raises RecordNotFound."""
         found = self._select(schema.groups.c.id == group_id, 1)
         if not found:
             raise RecordNotFound(f"no group {group_id}")
@@ -142,7 +142,7 @@ class Groups(GroupDrops):
     def page(self, limit: int = 100, before: str | None = None, **chosen: str | None) -> list[Group]:
         """Return at most `limit` groups, newest first, older than the group id `before`.
 
-        `chosen` are columns and what they hold (state, alias, drop_reason); None chooses all.
+        `chosen`: values by column (state, alias, drop_reason); None: any value.
         """
         table = schema.groups
         wanted = [table.c[name] == value for name, value in chosen.items() if value is not None]
@@ -150,8 +150,7 @@ class Groups(GroupDrops):
         return self._select(sa.and_(older, *wanted), min(limit, 1000), newest_first=True)
 
     def newly_dropped(self, alias: str, reason: str, limit: int) -> list[Group]:
-        """Return an alias's newest groups that were dropped for a reason since its newest one that was not, oldest
-        first."""
+        """Return the groups dropped for a reason since an alias's newest judged group, oldest first, at most `limit`."""
         groups = schema.groups
         fine = sa.and_(groups.c.alias == alias, groups.c.state.in_((GroupState.JUDGED, GroupState.TRAINED)))
         since = sa.select(sa.func.coalesce(sa.func.max(groups.c.id), "")).where(fine).scalar_subquery()
@@ -159,7 +158,7 @@ class Groups(GroupDrops):
         return self._select(mine, limit, newest_first=True)[::-1]
 
     def verdicts(self, trajectory_ids: Sequence[str]) -> dict[str, Verdict]:
-        """Return the verdict that counts, the latest one with a score, per trajectory that has one."""
+        """Return the latest verdict with a score, by trajectory."""
         table = schema.verdicts
         query = (
             sa.select(table)
@@ -170,7 +169,7 @@ class Groups(GroupDrops):
             return {row.trajectory_id: row_to(Verdict, row) for row in connection.execute(query)}
 
     def scores(self, trajectory_ids: Sequence[str]) -> dict[str, float]:
-        """Return the score that counts per trajectory that has one, without all else that its verdict says."""
+        """Return the latest score, by trajectory."""
         table = schema.verdicts
         scored = sa.and_(table.c.trajectory_id.in_(list(trajectory_ids)), table.c.score.is_not(None))
         query = sa.select(table.c.trajectory_id, table.c.score).where(scored).order_by(table.c.id)
@@ -178,28 +177,28 @@ class Groups(GroupDrops):
             return {row.trajectory_id: row.score for row in connection.execute(query)}
 
     def verdicts_of(self, trajectory_id: str) -> list[Verdict]:
-        """Return every verdict that was given for a trajectory, failures too, oldest first."""
+        """Return all verdicts on a trajectory, including failures, oldest first."""
         table = schema.verdicts
         query = sa.select(table).where(table.c.trajectory_id == trajectory_id).order_by(table.c.id)
         with read(self._engine) as connection:
             return [row_to(Verdict, row) for row in connection.execute(query)]
 
     def judge_requests(self, group_id: str) -> list[JudgeRequest]:
-        """Return what judges asked about a group and what came back, oldest first."""
+        """Return the judge requests on a group, oldest first."""
         table = schema.judge_requests
         query = sa.select(table).where(table.c.group_id == group_id).order_by(table.c.id)
         with read(self._engine) as connection:
             return [row_to(JudgeRequest, row) for row in connection.execute(query)]
 
     def verdict_history(self, group_id: str) -> list[Verdict]:
-        """Return every verdict that was given for a group, failures too, oldest first."""
+        """Return all verdicts on a group, including failures, oldest first."""
         table = schema.verdicts
         query = sa.select(table).where(table.c.group_id == group_id).order_by(table.c.id)
         with read(self._engine) as connection:
             return [row_to(Verdict, row) for row in connection.execute(query)]
 
     def newest_judge_version(self, alias: str) -> str | None:
-        """Return the version of the judge that scored a trajectory of an alias last; None if none did."""
+        """Return the version of the judge of an alias's latest score; None without scores."""
         trajectories, table = schema.trajectories, schema.verdicts
         query = (
             sa.select(table.c.judge_version)
@@ -213,9 +212,9 @@ class Groups(GroupDrops):
         return version
 
     def past_scores(self, alias: str, judge_version: str, limit: int = 5000) -> list[PastScore]:
-        """Return the newest scores that this version of a judge gave an alias's trajectories, oldest first.
+        """Return the newest scores of a judge's version on an alias's trajectories, oldest first.
 
-        Of a trajectory that it scored several times, the newest alone; none of resamples, which are no traffic.
+        Only the latest score of each trajectory, and no scores of resamples, which are not traffic.
         """
         trajectories, table = schema.trajectories, schema.verdicts
         query = (
@@ -231,7 +230,7 @@ class Groups(GroupDrops):
         return [_past_score(row) for row in sorted(newest.values(), key=lambda row: row.verdict)]
 
     def score_tallies(self, alias: str, judge_version: str, limit: int = 100_000) -> list[Tally]:
-        """Return the scores that `scored` tells, added up by version and task; few rows where there are many scores."""
+        """Return the scores of `past_scores`, summed by version and task in the database."""
         trajectories, table = schema.trajectories, schema.verdicts
         by_judge = (trajectories.c.alias == alias, table.c.judge_version == judge_version, table.c.score.is_not(None))
         newest = (
@@ -243,7 +242,7 @@ class Groups(GroupDrops):
             .subquery()
         )
         latest = sa.select(sa.func.max(newest.c.id)).group_by(newest.c.trajectory_id)
-        # A task alone makes a cohort; without one the prompt and the tools do.
+        # The task identifies a cohort; without one, the prompt and the tools do.
         root = sa.case((trajectories.c.task.is_(None), trajectories.c.root_node), else_=None)
         tools = sa.case((trajectories.c.task.is_(None), trajectories.c.tools_hash), else_=None)
         score, by = table.c.score, (trajectories.c.version, trajectories.c.task, root, tools)
@@ -257,7 +256,7 @@ class Groups(GroupDrops):
             return [_tally(row) for row in connection.execute(query.group_by(*by))]
 
     def rewards(self, alias: str, judge_version: str, version: int, since: float = 0.0) -> list[PastScore]:
-        """Return the latest score of each live trajectory of a version that began at `since` or later, oldest first."""
+        """Return the latest score of each live trajectory of a version since `since`, oldest first."""
         trajectories, table = schema.trajectories, schema.verdicts
         latest = (
             sa.select(sa.func.max(table.c.id))
@@ -349,8 +348,8 @@ def _add_verdicts(
     connection: sa.Connection, verdicts: Sequence[Verdict], judge_requests: Sequence[JudgeRequest]
 ) -> None:
     if judge_requests:
-        asked = [truncate_row(schema.judge_requests, msgspec.structs.asdict(one)) for one in judge_requests]
-        connection.execute(sa.insert(schema.judge_requests), asked)
+        requests = [truncate_row(schema.judge_requests, msgspec.structs.asdict(one)) for one in judge_requests]
+        connection.execute(sa.insert(schema.judge_requests), requests)
     rows: list[dict[str, Any]] = [
         truncate_row(schema.verdicts, msgspec.structs.asdict(verdict)) | {"components": dict(verdict.components)}
         for verdict in verdicts

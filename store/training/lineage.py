@@ -1,8 +1,8 @@
-"""Lineage: which policy versions a trajectory is part of. Reads only.
+"""Lineage: the policy versions that were trained on a trajectory. Reads only.
 
-A trajectory trains one round, and further ones may imitate it; their versions hold it, and every version that was
-trained from those holds it as well, also where a version in between was rejected, since training goes on from the
-newest committed round.
+A trajectory is trained in one round, and may be a demonstration in others. The versions of these rounds and all their
+descendants contain it, even if a version in between was rejected, because training continues from the newest committed
+round.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ratchet.store.states import RoundState
 
 
 class TrainingData(Record, frozen=True):
-    """What a version was trained on, as far as it is still in the store.
+    """The training data of a version that is still in the store.
 
-    `rounds`, oldest first, are those that its weights hold; `judges` counts their trajectories by judge and version.
+    `rounds`: behind its weights, oldest first; `families` and `judges`: counts of their trajectories.
     """
 
     rounds: tuple[Round, ...]
@@ -31,40 +31,40 @@ class TrainingData(Record, frozen=True):
 
 
 class Lineage:
-    """The questions about lineage."""
+    """Queries on lineage."""
 
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
 
     def versions_of(self, trajectory_ids: Sequence[str]) -> dict[str, tuple[str, ...]]:
-        """Return the policies, as `alias@version`, that each trained trajectory is part of; the first learned from it.
+        """Return the versions (`alias@version`) that contain each trajectory; the first was trained on it directly.
 
-        Trajectories that trained nothing are left out.
+        Untrained trajectories are left out.
         """
         rounds, held = schema.rounds, _held_by(trajectory_ids).subquery()
-        learnt = (
+        direct = (
             sa.select(held.c.id, rounds.c.alias, rounds.c.to_version)
             .join(rounds, rounds.c.id == held.c.round_id)
             .order_by(rounds.c.to_version)
         )
         with read(self._engine) as connection:
-            found = connection.execute(learnt).all()
+            found = connection.execute(direct).all()
             aliases = {row.alias for row in found}
             committed = sa.select(rounds.c.alias, rounds.c.from_version, rounds.c.to_version).where(
                 rounds.c.alias.in_(aliases), rounds.c.state == RoundState.COMMITTED
             )
             steps = connection.execute(committed.order_by(rounds.c.to_version)).all() if aliases else []
-        told: dict[str, dict[str, None]] = {}
+        versions: dict[str, dict[str, None]] = {}
         for row in found:
             pairs = [(step.from_version, step.to_version) for step in steps if step.alias == row.alias]
             names = {f"{row.alias}@{version}": None for version in descendants(pairs, row.to_version)}
-            told.setdefault(row.id, {}).update(names)
-        return {name: tuple(policies) for name, policies in told.items()}
+            versions.setdefault(row.id, {}).update(names)
+        return {name: tuple(policies) for name, policies in versions.items()}
 
     def training_data_of(self, policy: Policy) -> TrainingData:
-        """Return what a version's weights hold: the rounds back to the base model, and their trajectories.
+        """Return the rounds behind a version's weights, back to the base model, and their trajectories.
 
-        A version that differs from another one by its prompt alone has the other's weights.
+        Versions that differ only by their prompt share their weights.
         """
         rounds, trajectories, verdicts, imitated = (
             schema.rounds,
@@ -77,13 +77,13 @@ class Lineage:
             found = connection.execute(sa.select(rounds).where(mine, rounds.c.to_version <= policy.version)).all()
             chain = _chain([row_to(Round, row) for row in found], policy.adapter)
             names = [held.id for held in chain]
-            learnt_from = sa.union(
+            trained_on = sa.union(
                 sa.select(trajectories.c.id).where(trajectories.c.round_id.in_(names)),
                 sa.select(imitated.c.trajectory_id).where(imitated.c.round_id.in_(names)),
             ).subquery()
             latest = (
                 sa.select(verdicts.c.trajectory_id, sa.func.max(verdicts.c.id).label("id"))
-                .join(learnt_from, learnt_from.c.id == verdicts.c.trajectory_id)
+                .join(trained_on, trained_on.c.id == verdicts.c.trajectory_id)
                 .where(verdicts.c.score.is_not(None))
                 .group_by(verdicts.c.trajectory_id)
                 .subquery()
@@ -113,7 +113,7 @@ def _chain(rounds: Sequence[Round], adapter: str | None) -> list[Round]:
 
 
 def descendants(steps: Sequence[tuple[int, int]], version: int) -> list[int]:
-    """Return the version and all that were trained from it; `steps` are (from, to), the smaller `to` first."""
+    """Return a version and its descendants; `steps`: (from, to), in order of `to`."""
     held = {version: None}
     for origin, made in steps:
         if origin in held:
@@ -122,10 +122,10 @@ def descendants(steps: Sequence[tuple[int, int]], version: int) -> list[int]:
 
 
 def _held_by(trajectory_ids: Sequence[str]) -> sa.CompoundSelect[tuple[str, str]]:
-    """Select (trajectory id, round_id) of the rounds that learned from trajectories."""
+    """Return the query for (trajectory id, round id) of the rounds trained on trajectories."""
     trajectories, imitated = schema.trajectories, schema.sft_trajectories
     trained = sa.select(trajectories.c.id, trajectories.c.round_id).where(
         trajectories.c.id.in_(trajectory_ids), trajectories.c.round_id.is_not(None)
     )
-    shown = sa.select(imitated.c.trajectory_id.label("id"), imitated.c.round_id)
-    return trained.union_all(shown.where(imitated.c.trajectory_id.in_(trajectory_ids)))
+    demonstrated = sa.select(imitated.c.trajectory_id.label("id"), imitated.c.round_id)
+    return trained.union_all(demonstrated.where(imitated.c.trajectory_id.in_(trajectory_ids)))

@@ -1,7 +1,6 @@
-"""Observations: what the trainer saw and must not forget over a restart, such as what a second judge said. Only added.
+"""Observations: figures that the trainer needs after a restart, such as those of a second judge. Only added.
 
-Each has a kind and a subject. Promises: nothing that anybody said stands here, only figures, so that a deletion leaves
-them.
+Guarantee: they contain no content of trajectories, so a deletion keeps them.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from ratchet.store.records.base import Record, row_to
 
 
 class Observation(Record, frozen=True):
-    """One of them."""
+    """An observation of a kind about a subject."""
 
     id: int
     alias: str
@@ -35,13 +34,13 @@ class Observations:
         self._engine = engine
 
     def add(self, alias: str, kind: str, subject: str, content: Mapping[str, Any]) -> None:
-        """Add one."""
+        """Add an observation."""
         row = {"alias": alias, "kind": kind, "subject": subject, "content": dict(content), "recorded_at": time.time()}
         with write(self._engine) as connection:
             connection.execute(sa.insert(schema.observations).values(**row))
 
     def newest(self, alias: str, kind: str, limit: int) -> list[Observation]:
-        """Return the newest `limit` of a kind, oldest first."""
+        """Return the newest `limit` observations of a kind, oldest first."""
         mine = sa.and_(schema.observations.c.alias == alias, schema.observations.c.kind == kind)
         query = sa.select(schema.observations).where(mine).order_by(schema.observations.c.id.desc()).limit(limit)
         with read(self._engine) as connection:
@@ -49,5 +48,5 @@ class Observations:
         return [row_to(Observation, row) for row in reversed(rows)]
 
     def latest(self, alias: str, kind: str, limit: int = 1000) -> dict[str, Observation]:
-        """Return the newest of each subject, among the newest `limit` of a kind."""
+        """Return the newest observation of each subject, among the newest `limit` of a kind."""
         return {found.subject: found for found in self.newest(alias, kind, limit)}

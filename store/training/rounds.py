@@ -1,8 +1,8 @@
 """Training rounds: started, then committed or abandoned.
 
-Promises: one transaction consumes the trajectories, records the checkpoint and registers the candidate; every committed
-round goes on from the newest one before it whose version is not rejected. Whatever dies, and whenever, no trajectory is
-trained into two committed rounds, and what was trained is in every later version, unless its version was rejected.
+Guarantees: one transaction consumes the trajectories, records the checkpoint and registers the candidate. Every
+committed round continues from the newest earlier one whose version is not rejected. After any crash, no trajectory is
+part of two committed rounds, and every later version contains it unless the version that trained it was rejected.
 """
 
 from __future__ import annotations
@@ -39,11 +39,10 @@ class Rounds:
         self._engine = engine
 
     def start(self, alias: str, from_version: int) -> Round:
-        """Begin a round. A round that a dead trainer left open is abandoned: its work was never committed.
+        """Start a round; a round that a dead trainer left open is abandoned.
 
-        Raises InvalidTransition when `from_version` is not the newest committed one that is not rejected: what another
-        trainer committed meanwhile would be lost. Since one round of an alias is open at a time, that holds until the
-        commit.
+        Raises InvalidTransition if `from_version` is not the newest committed version that is not rejected: another
+        trainer's commit would be lost. This holds until the commit, because an alias has one open round at a time.
         """
         started = Round(
             id=new_id("rnd"),
@@ -68,7 +67,7 @@ class Rounds:
                     ended_at=time.time(),
                 )
             )
-            # After the update: it has waited for the commit of another trainer, which this look therefore sees.
+            # The update above waited for a concurrent commit of another trainer, so this query sees it.
             newest = connection.scalar(
                 sa.select(sa.func.max(table.c.to_version)).where(
                     table.c.alias == alias,
@@ -78,7 +77,7 @@ class Rounds:
             )
             if (newest or BASE_VERSION) != from_version:
                 raise InvalidTransition(
-                    f"{alias}@{newest} is committed: a round goes on from it, not from {from_version}"
+                    f"{alias}@{newest} is committed: a round continues from it, not from {from_version}"
                 )
             connection.execute(
                 sa.insert(table).values(
@@ -93,7 +92,7 @@ class Rounds:
         return started
 
     def next_version(self, alias: str) -> int:
-        """Return the number that the next version of an alias gets; numbers are never used twice."""
+        """Return the number of an alias's next version; numbers are never reused."""
         table = schema.policies
         with read(self._engine) as connection:
             newest = connection.scalar(sa.select(sa.func.max(table.c.version)).where(table.c.alias == alias))
@@ -109,12 +108,11 @@ class Rounds:
         metrics: Mapping[str, Any],
         demonstrations: Sequence[str] = (),
     ) -> Policy:
-        """Consume the groups, record the checkpoint folder and register `version` as a candidate, all at once.
+        """Consume the groups, record the checkpoint folder and register `version` as a candidate, in one transaction.
 
-        The candidate has the prompt that is live. `demonstrations` are trajectories that it imitated without consuming
-        them;
-        those deleted meanwhile are left out. Raises InvalidTransition when a group is not waiting for a round any more,
-        or the number was taken; then nothing is written.
+        The candidate gets the live prompt. `demonstrations`: trajectories of an SFT round, which are not consumed; those
+        deleted meanwhile are left out. Raises InvalidTransition if a group does not wait for a round any more, or the
+        number is taken; then nothing is written.
         """
         current = self.get(round_id)
         check_transition(ROUND_TRANSITIONS, current.state, RoundState.COMMITTED, f"round {round_id}")
@@ -122,7 +120,7 @@ class Rounds:
             _consume(connection, round_id, groups)
             _record_demonstrations(connection, round_id, demonstrations)
             now = time.time()
-            settled = connection.execute(
+            committed = connection.execute(
                 sa.update(schema.rounds)
                 .where(schema.rounds.c.id == round_id, schema.rounds.c.state == RoundState.STARTED)
                 .values(
@@ -133,8 +131,8 @@ class Rounds:
                     metrics=dict(metrics),
                 )
             )
-            if not settled.rowcount:
-                raise InvalidTransition(f"round {round_id} was settled by another process")
+            if not committed.rowcount:
+                raise InvalidTransition(f"round {round_id} was changed by another process")
             policy = Policy(
                 alias=current.alias,
                 version=version,
@@ -149,7 +147,7 @@ class Rounds:
         return policy
 
     def abandon(self, round_id: str, reason: str) -> None:
-        """Give a round up; its groups wait for another one."""
+        """Abandon a round; its groups wait for another one."""
         check_transition(ROUND_TRANSITIONS, self.get(round_id).state, RoundState.ABANDONED, f"round {round_id}")
         table = schema.rounds
         with write(self._engine) as connection:
@@ -160,14 +158,14 @@ class Rounds:
             )
 
     def get(self, round_id: str) -> Round:
-        """Return one round. Raises RecordNotFound."""
+        """Return a round. Raises RecordNotFound."""
         found = self._select(schema.rounds.c.id == round_id, 1)
         if not found:
             raise RecordNotFound(f"no round {round_id}")
         return found[0]
 
     def newest_committed(self, alias: str) -> Round | None:
-        """Return the newest committed round whose version is not rejected; its checkpoint is where training goes on."""
+        """Return the newest committed round whose version is not rejected; training continues from its checkpoint."""
         table = schema.rounds
         committed = sa.and_(table.c.alias == alias, table.c.state == RoundState.COMMITTED)
         found = self._select(sa.and_(committed, table.c.to_version.not_in(_rejected(alias))), 1)
@@ -180,7 +178,7 @@ class Rounds:
         return self._select(where, min(limit, 1000))
 
     def rounds_after(self, alias: str, round_id: str, limit: int = 1000) -> list[Round]:
-        """Return the first rounds after a round id, oldest first; `""` is before all of them."""
+        """Return the rounds after a round id, oldest first; `""`: from the first one."""
         table = schema.rounds
         return self._select(sa.and_(table.c.alias == alias, table.c.id > round_id), limit, table.c.id)
 
@@ -195,7 +193,7 @@ class Rounds:
 
 
 def _live_prompt(connection: sa.Connection, alias: str) -> str | None:
-    """Return the prompt that is live: what was learnt now serves with it, as it would have without the round."""
+    """Return the live prompt, which the new version keeps."""
     policies = schema.policies
     live = sa.and_(policies.c.alias == alias, policies.c.state == PolicyState.LIVE)
     found: str | None = connection.scalar(sa.select(policies.c.prompt_id).where(live))
@@ -203,16 +201,16 @@ def _live_prompt(connection: sa.Connection, alias: str) -> str | None:
 
 
 def _register(connection: sa.Connection, policy: Policy) -> None:
-    """Write a new version down. Raises InvalidTransition if its number is taken."""
+    """Store a new version. Raises InvalidTransition if its number is taken."""
     row = {name: getattr(policy, name) for name in Policy.__struct_fields__}
     try:
         connection.execute(sa.insert(schema.policies).values(**row, base_model_id=base_model_id_of(policy.alias)))
-    except IntegrityError as taken:  # a prompt was registered while the round was under way
+    except IntegrityError as taken:  # a prompt version was registered during the round
         raise InvalidTransition(f"{policy.served_name} was made by another process meanwhile") from taken
 
 
 def _rejected(alias: str) -> sa.Select[tuple[int]]:
-    """Select the versions on which nothing is built any more."""
+    """Return the query for rejected versions."""
     policies = schema.policies
     return sa.select(policies.c.version).where(policies.c.alias == alias, policies.c.state == PolicyState.REJECTED)
 

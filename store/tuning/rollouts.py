@@ -1,8 +1,8 @@
-"""Rollouts: attempts of a workflow at tasks. Written before they begin, so that the proxy knows them by their id.
+"""Rollouts: attempts of a workflow at tasks, stored before they start, so that the proxy knows their ids.
 
-Promises: a rollout's end is written once; a failed one stays, with its exception; one whose maker is gone is abandoned,
-never deleted: what an agent calls late stays its own; a judge's failure is never a number.
-Text that a workflow or a judge chose is fitted to what a column holds: no database refuses a rollout for it.
+Guarantees: a rollout's end is written once. A failed rollout is kept with its exception. A rollout whose run ended first
+is abandoned, not deleted, so that late calls still belong to it. A judge failure is never a number. Text of workflows
+and judges is truncated to its column.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ratchet.store.records.base import row_to
 from ratchet.store.records.tuning import Rollout
 from ratchet.store.states import ROLLOUT_TRANSITIONS, RolloutState, check_transition
 
-# What its end tells of a rollout.
+# Columns that the end of a rollout sets.
 _ENDS = (
     "state", "started_at", "ended_at", "failure", "response", "reward", "metrics", "prompt_tokens", "completion_tokens",
 )  # fmt: skip
-ERASED = "erased"  # in place of words that may quote a deleted trajectory
+ERASED = "erased"  # in place of text that may quote a deleted trajectory
 
 
 class Rollouts:
@@ -37,7 +37,7 @@ class Rollouts:
         self._engine = engine
 
     def plan(self, planned: Sequence[Rollout]) -> None:
-        """Write rollouts down before they begin; what is known stays as it is."""
+        """Store planned rollouts; known ids are ignored."""
         rows = [_truncate(_row(rollout)) for rollout in planned]
         for start in range(0, len(rows), MAX_IN_VALUES):
             with write(self._engine) as connection:
@@ -55,11 +55,11 @@ class Rollouts:
         prompt_tokens: int = 0,
         completion_tokens: int = 0,
     ) -> Rollout:
-        """Record that the workflow returned. Raises InvalidTransition if the end is known, RecordNotFound."""
+        """Record that the workflow returned. Raises InvalidTransition if it has ended, RecordNotFound."""
         tokens = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
-        told = {"response": response, "reward": reward, "metrics": dict(metrics or {})}
+        result = {"response": response, "reward": reward, "metrics": dict(metrics or {})}
         times = {"started_at": started_at, "ended_at": ended_at}
-        return self._end(rollout_id, RolloutState.ENDED, {**times, **told, **tokens})
+        return self._end(rollout_id, RolloutState.ENDED, {**times, **result, **tokens})
 
     def fail(
         self,
@@ -71,43 +71,41 @@ class Rollouts:
         prompt_tokens: int = 0,
         completion_tokens: int = 0,
     ) -> Rollout:
-        """Record why the workflow did not return. Raises InvalidTransition if the end is known,
-        RecordNotFound.
-        """
+        """Record the failure of the workflow. Raises InvalidTransition if it has ended, RecordNotFound."""
         tokens = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
-        told = {"failure": failure, "started_at": started_at, "ended_at": ended_at}
-        return self._end(rollout_id, RolloutState.FAILED, {**told, **tokens})
+        values = {"failure": failure, "started_at": started_at, "ended_at": ended_at}
+        return self._end(rollout_id, RolloutState.FAILED, {**values, **tokens})
 
     def score(self, rollout_id: str, score: float | None, judge: str, judge_failure: str | None = None) -> Rollout:
-        """Record what a judge said, or why it said nothing; a later word counts. Raises RecordNotFound."""
+        """Store a judge's score or failure, in place of an earlier one. Raises RecordNotFound."""
         if (score is None) == (judge_failure is None):
-            raise InvalidTransition(f"rollout {rollout_id}: a judge gives a score or a failure, not both, not neither")
+            raise InvalidTransition(f"rollout {rollout_id}: a judge gives either a score or a failure")
         values = _truncate({"score": score, "judge": judge, "judge_failure": judge_failure})
         with write(self._engine) as connection:
             connection.execute(sa.update(schema.rollouts).where(schema.rollouts.c.id == rollout_id).values(**values))
         return self.get(rollout_id)
 
     def count_tokens(self, rollout_ids: Sequence[str]) -> None:
-        """Record how many tokens the calls of these rollouts took that have been shipped by now."""
-        took = {name: _summed(schema.calls.c[name]) for name in ("prompt_tokens", "completion_tokens")}
+        """Store the token counts of these rollouts, from the calls shipped so far."""
+        sums = {name: _summed(schema.calls.c[name]) for name in ("prompt_tokens", "completion_tokens")}
         for start in range(0, len(rollout_ids), MAX_IN_VALUES):
             mine = schema.rollouts.c.id.in_(rollout_ids[start : start + MAX_IN_VALUES])
             with write(self._engine) as connection:
-                connection.execute(sa.update(schema.rollouts).where(mine).values(**took))
+                connection.execute(sa.update(schema.rollouts).where(mine).values(**sums))
 
     def get(self, rollout_id: str) -> Rollout:
-        """Return one. Raises RecordNotFound."""
+        """Return a rollout. Raises RecordNotFound."""
         found = self._select(schema.rollouts.c.id == rollout_id)
         if not found:
             raise RecordNotFound(f"no rollout {rollout_id}")
         return found[0]
 
     def of_trajectories(self, trajectory_ids: Sequence[str]) -> dict[str, Rollout]:
-        """Return those of these trajectories that are schema.rollouts, by id."""
+        """Return the rollouts among these trajectories, by id."""
         return {found.id: found for found in self._select(schema.rollouts.c.id.in_(trajectory_ids))}
 
     def abandoned(self, trajectory_ids: Sequence[str]) -> set[str]:
-        """Return those of these trajectories that are of an abandoned rollout: its own, and successors of that."""
+        """Return the trajectories of abandoned rollouts, including their successors."""
         origins = {name: name.partition("~")[0] for name in trajectory_ids}
         named = sorted(set(origins.values()))
         found: set[str] = set()
@@ -119,9 +117,9 @@ class Rollouts:
         return {name for name, origin in origins.items() if origin in found}
 
     def of_tuning(self, tuning_id: str, candidate: str | None = None, *, responses: bool = False) -> list[Rollout]:
-        """Return a tuning's rollouts, or those of one of its candidates, in the order in which they were planned.
+        """Return the rollouts of a tuning, or of one of its candidates, in order of planning.
 
-        What their workflows returned, megabytes each, is left out unless `responses` are asked for.
+        Responses, which may have megabytes, are left out unless `responses` is True.
         """
         mine = schema.rollouts.c.tuning_id == tuning_id
         return self._select(
@@ -129,16 +127,16 @@ class Rollouts:
         )
 
     def awaited_versions(self, alias: str, since: float) -> set[int]:
-        """Return the versions of an alias that rollouts planned since a moment are still to be made on."""
-        name = schema.rollouts.c.model
-        query = sa.select(name).distinct()
+        """Return the versions of an alias that rollouts planned since then still need."""
+        model = schema.rollouts.c.model
+        query = sa.select(model).distinct()
         query = query.where(schema.rollouts.c.state == RolloutState.PLANNED, schema.rollouts.c.planned_at > since)
         with read(self._engine) as connection:
-            found = [str(model).rpartition("@") for model in connection.scalars(query.where(name.is_not(None)))]
-        return {int(version) for asked, _, version in found if asked == alias and version.isdecimal()}
+            found = [str(name).rpartition("@") for name in connection.scalars(query.where(model.is_not(None)))]
+        return {int(version) for name, _, version in found if name == alias and version.isdecimal()}
 
     def end_all(self, over: Sequence[Rollout]) -> None:
-        """Record how rollouts ended, in one transaction: all of them or none.
+        """Store the ends of rollouts in one transaction, all or none.
 
         Raises InvalidTransition if one is not planned any more.
         """
@@ -166,14 +164,14 @@ class Rollouts:
 
 
 def abandon(connection: sa.Connection, tuning_id: str) -> None:
-    """Give up what a run planned and never ended."""
+    """Abandon the planned rollouts of a run."""
     planned = sa.and_(schema.rollouts.c.tuning_id == tuning_id, schema.rollouts.c.state == RolloutState.PLANNED)
     gone = {"state": RolloutState.ABANDONED, "ended_at": time.time()}
     connection.execute(sa.update(schema.rollouts).where(planned).values(**gone))
 
 
 def workflow_result_of(connection: sa.Connection, trajectory_id: str) -> tuple[str | None, WorkflowResult | None]:
-    """Return the task of a trajectory's rollout and what its workflow came to; None if it is no rollout."""
+    """Return the task and the workflow result of a trajectory's rollout; (None, None) if it has none."""
     columns = (
         schema.rollouts.c.task_id,
         schema.rollouts.c.response,
@@ -187,7 +185,7 @@ def workflow_result_of(connection: sa.Connection, trajectory_id: str) -> tuple[s
 
 
 def _truncate(values: dict[str, Any]) -> dict[str, Any]:
-    """Return values that every database takes: halves of characters, which exceptions may quote, are replaced."""
+    """Return values that every database accepts; lone surrogates, which exceptions may quote, are replaced."""
     whole = {
         name: value.encode("utf-8", "replace").decode() if type(value) is str and not value.isascii() else value
         for name, value in values.items()
@@ -201,13 +199,13 @@ def _summed(column: sa.ColumnElement[Any]) -> sa.ScalarSelect[Any]:
 
 
 def erase_content(connection: sa.Connection, trajectory_ids: Sequence[str]) -> None:
-    """Empty what rollouts hold of trajectories that are deleted; that they were, and their scores, stays."""
-    words = {
+    """Erase the content of deleted trajectories from their rollouts; the rows and scores stay."""
+    texts = {
         "failure": _unless_null(schema.rollouts.c.failure),
         "judge_failure": _unless_null(schema.rollouts.c.judge_failure),
     }
     mine = schema.rollouts.c.id.in_(trajectory_ids)
-    connection.execute(sa.update(schema.rollouts).where(mine).values(response=None, **words))
+    connection.execute(sa.update(schema.rollouts).where(mine).values(response=None, **texts))
 
 
 def _unless_null(column: sa.Column[Any]) -> sa.ColumnElement[Any]:

@@ -1,6 +1,6 @@
-"""Tasks: the rows of task sets that rollouts were made of, so that judges and reports find the row by its id.
+"""Tasks: the rows of task sets with rollouts, which judges and reports find by id.
 
-A task's id is made of its content by whoever opens the set; a row that is known stays as it is.
+The reader of a task set derives the id of a task from its content.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from ratchet.store.errors import InvalidRecord
 from ratchet.store.records.base import row_to
 from ratchet.store.records.tuning import TaskRow
 
-TASK_ID = sa.String(256)
-
 
 class Tasks:
     """Operations on tasks."""
@@ -28,21 +26,21 @@ class Tasks:
         self._engine = engine
 
     def register(self, rows: Iterable[TaskRow]) -> None:
-        """Record what is not known yet. Raises InvalidRecord."""
-        waiting = iter(rows)
-        while some := [_checked(row) for row in islice(waiting, MAX_IN_VALUES)]:
+        """Store tasks; known ids are ignored. Raises InvalidRecord."""
+        remaining = iter(rows)
+        while some := [_checked(row) for row in islice(remaining, MAX_IN_VALUES)]:
             with write(self._engine) as connection:
                 insert_or_ignore(connection, schema.tasks, some)
 
     def get(self, task_id: str) -> TaskRow | None:
-        """Return one task's row; None if it is not known."""
+        """Return a task; None if it is unknown."""
         with read(self._engine) as connection:
             row = connection.execute(sa.select(schema.tasks).where(schema.tasks.c.id == task_id)).one_or_none()
         return None if row is None else row_to(TaskRow, row)
 
 
 def row_of(connection: sa.Connection, task_id: str | None) -> Mapping[str, Any] | None:
-    """Return the row that a task key names; None if it names none."""
+    """Return the row of a task key; None if it is unknown."""
     if task_id is None:
         return None
     row: Mapping[str, Any] | None = connection.scalar(

@@ -1,7 +1,7 @@
-"""Verification: every hash derived again, every invariant looked at; each finding names its row and the remedy.
+"""Verification of a store: recomputes every hash and checks every invariant. Reads only.
 
-Reads only, a page at a time in the order of the primary keys, each page at one point in time: memory stays bounded and
-a running project is not disturbed. What is deleted or written meanwhile is either seen whole or not at all.
+It reads in pages, in the order of the primary keys, each page from one snapshot. So memory stays bounded, a running
+project is not disturbed, and concurrent changes are seen completely or not at all.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ratchet.store.db.engine import connect, ensure_schema, read
 from ratchet.store.verify import check_calls, check_messages, check_training, check_tuning
 from ratchet.store.verify.violation import Page, Violation, undecoded
 
-_MOST_KEPT = 1_000  # findings
-OnProgress = Callable[[str, int, int], None]  # table, rows looked at now, rows in all
+_MAX_KEPT = 1_000  # violations
+OnProgress = Callable[[str, int, int], None]  # table, rows checked now, rows in total
 
-# What is walked, page by page: the table, its key, how many rows at once, and what looks at them.
-_WALKS: tuple[tuple[sa.Table, str, int, Callable[[sa.Connection, Page], Iterator[Violation]]], ...] = (
+# Table, key, page size and check.
+_CHECKS: tuple[tuple[sa.Table, str, int, Callable[[sa.Connection, Page], Iterator[Violation]]], ...] = (
     (schema.messages, "hash", 1_000, check_messages.check_messages),
     (schema.toolsets, "hash", 200, check_messages.check_toolsets),
     (schema.calls, "id", 200, check_calls.check_calls),
@@ -36,62 +36,62 @@ _WALKS: tuple[tuple[sa.Table, str, int, Callable[[sa.Connection, Page], Iterator
 
 @dataclass(slots=True)
 class VerificationReport:
-    """What was looked at and what was found; of many findings the first thousand are kept."""
+    """The checked rows and the violations, of which the first thousand are kept."""
 
-    rows: dict[str, int] = field(default_factory=dict)  # looked at, by table
+    rows: dict[str, int] = field(default_factory=dict)  # checked rows by table
     findings: list[Violation] = field(default_factory=list)
-    count: int = 0  # of findings, those that are not kept as well
+    count: int = 0  # all violations, including those not kept
 
     @property
     def sound(self) -> bool:
-        """Whether nothing was found."""
+        """Whether there is no violation."""
         return self.count == 0
 
     def add(self, finding: Violation) -> None:
-        """Take one finding in."""
+        """Add a violation."""
         self.count += 1
-        if len(self.findings) < _MOST_KEPT:
+        if len(self.findings) < _MAX_KEPT:
             self.findings.append(finding)
 
 
 def verify(store_url: str, on_progress: OnProgress = lambda table, rows, total: None) -> VerificationReport:
-    """Look at everything; `on_progress` hears of progress. Raises StoreError where the database cannot be read."""
+    """Verify a store; `on_progress` is called for each page. Raises StoreError if the database cannot be read."""
     engine = connect(store_url, create=False)
     report = VerificationReport()
     try:
         ensure_schema(engine)
-        for finding in _file(engine):
+        for finding in _check_file(engine):
             report.add(finding)
-        with read(_still(engine)) as connection:  # one row per version: few
+        with read(_with_snapshots(engine)) as connection:  # one row per version: few
             for finding in check_tuning.check_policies(connection):
                 report.add(finding)
-        for table, key, size, check in _WALKS:
+        for table, key, size, check in _CHECKS:
             report.rows[table.name] = 0
-            for found, looked_at, total in _walk(engine, table, table.c[key], size, check):
-                report.rows[table.name] += looked_at
+            for found, checked, total in _check_table(engine, table, table.c[key], size, check):
+                report.rows[table.name] += checked
                 for finding in found:
                     report.add(finding)
-                on_progress(table.name, looked_at, total)
+                on_progress(table.name, checked, total)
     finally:
         engine.dispose()
     return report
 
 
-def _walk(
+def _check_table(
     engine: sa.Engine,
     table: sa.Table,
     key: sa.Column[str],
     size: int,
     check: Callable[[sa.Connection, Page], Iterator[Violation]],
 ) -> Iterator[tuple[list[Violation], int, int]]:
-    """Yield, page by page, what was found, how many rows were looked at, and how many there are."""
+    """Yield, by page, the violations, the number of rows checked, and the total."""
     columns = undecoded(table)
-    still, last = _still(engine), None
-    with read(still) as connection:
+    snapshots, last = _with_snapshots(engine), None
+    with read(snapshots) as connection:
         total = int(connection.scalar(sa.select(sa.func.count()).select_from(table)) or 0)
     while True:
         query = sa.select(*columns).order_by(key).limit(size)
-        with read(still) as connection:
+        with read(snapshots) as connection:
             page = connection.execute(query if last is None else query.where(key > last)).all()
             found = list(check(connection, page)) if page else []
         yield found, len(page), total
@@ -100,13 +100,13 @@ def _walk(
         last = getattr(page[-1], key.name)
 
 
-def _still(engine: sa.Engine) -> sa.Engine:
-    """Return an engine whose transactions see one point in time; SQLite's do anyway."""
+def _with_snapshots(engine: sa.Engine) -> sa.Engine:
+    """Return an engine whose transactions read one snapshot, as SQLite's always do."""
     return engine if engine.dialect.name == "sqlite" else engine.execution_options(isolation_level="REPEATABLE READ")
 
 
-def _file(engine: sa.Engine) -> Iterator[Violation]:
-    """What SQLite finds of its own file, and rows that refer to none. PostgreSQL holds these by itself."""
+def _check_file(engine: sa.Engine) -> Iterator[Violation]:
+    """Yield problems of SQLite's file, and dangling references; PostgreSQL prevents both."""
     if engine.dialect.name != "sqlite":
         return
     remedy = "restore the store from a backup, or rebuild it: sqlite3 store.db .recover | sqlite3 new.db"
@@ -114,9 +114,9 @@ def _file(engine: sa.Engine) -> Iterator[Violation]:
         for (problem,) in connection.exec_driver_sql("PRAGMA quick_check(20)"):
             if problem != "ok":
                 yield Violation(row="the database file", problem=str(problem), remedy=remedy)
-        for table, row, parent, _ in connection.exec_driver_sql("PRAGMA foreign_key_check").fetchmany(_MOST_KEPT):
+        for table, row, parent, _ in connection.exec_driver_sql("PRAGMA foreign_key_check").fetchmany(_MAX_KEPT):
             yield Violation(
                 row=f"{table} rowid {row}",
-                problem=f"refers to a row of {parent} that is not there",
+                problem=f"refers to a missing row of {parent}",
                 remedy=f"restore {parent} from a backup, or delete this row",
             )

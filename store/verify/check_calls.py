@@ -1,4 +1,4 @@
-"""Calls and their answers: do the tokens decode and agree in number, is what they name there, do chains end?"""
+"""Checks calls and answers: tokens decode and agree in number, references exist, and chains end."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ratchet.store.verify.violation import Page, Violation, existing_values, und
 
 _BACKUP = "restore it from a backup"
 _UNTRAINED = "its tokens will not be trained; restore it from a backup to have them"
-_LONGEST_CHAIN = 100_000  # calls
+_MAX_CHAIN_LENGTH = 100_000  # calls
 
 
 def check_calls(connection: sa.Connection, page: Page) -> Iterator[Violation]:
-    """Each call, its answers, and what both name."""
+    """Check calls with their answers."""
     answers = _answers(connection, [row.id for row in page])
     parents = _parents(connection, page)
     named = {row.prompt_node for row in page} | {one.reply_node for some in answers.values() for one in some}
@@ -30,10 +30,10 @@ def check_calls(connection: sa.Connection, page: Page) -> Iterator[Violation]:
         own = answers.get(row.id, [])
         name = f"call {row.id}"
         if row.prompt_node and row.prompt_node not in messages:
-            remedy = f"{_BACKUP}; the transcript is cut off, its tokens are not touched"
-            yield Violation(row=name, problem=f"its prompt {row.prompt_node} is not there", remedy=remedy)
+            remedy = f"{_BACKUP}; the transcript is incomplete, its tokens are not affected"
+            yield Violation(row=name, problem=f"its prompt {row.prompt_node} is missing", remedy=remedy)
         if row.tools_hash and row.tools_hash not in toolsets:
-            yield Violation(row=name, problem=f"its tool list {row.tools_hash} is not there", remedy=_BACKUP)
+            yield Violation(row=name, problem=f"its tool list {row.tools_hash} is missing", remedy=_BACKUP)
         yield from _state(name, row, own)
         yield from _prompt(name, row, blocks)
         yield from _context(connection, name, row, parents)
@@ -43,9 +43,9 @@ def check_calls(connection: sa.Connection, page: Page) -> Iterator[Violation]:
 
 def _state(name: str, row: Any, own: Sequence[Any]) -> Iterator[Violation]:
     remedy = "start the proxy that recorded it: its journal may hold the end; else drop its trajectory"
-    over = row.state not in (CallState.STARTED, CallState.INTERRUPTED)
-    if over != (row.ended_at is not None):
-        problem = f"it is {row.state} and has {'no' if over else 'an'} end"
+    ended = row.state not in (CallState.STARTED, CallState.INTERRUPTED)
+    if ended != (row.ended_at is not None):
+        problem = f"it is {row.state} and has {'no' if ended else 'an'} end"
         yield Violation(row=name, problem=problem, remedy=remedy)
     if row.state == CallState.ANSWERED and [one.choice for one in own] != list(range(len(own))):
         problem = f"its answers are numbered {[one.choice for one in own]}: one is missing"
@@ -53,33 +53,33 @@ def _state(name: str, row: Any, own: Sequence[Any]) -> Iterator[Violation]:
 
 
 def _prompt(name: str, row: Any, blocks: Mapping[tuple[str, bytes], int]) -> Iterator[Violation]:
-    """The prompt decodes, its blocks are there, and where it is whole it has as many tokens as the engine said."""
+    """Check that the prompt decodes, its blocks exist, and a whole prompt has as many tokens as the engine reported."""
     size = _size(row.prompt_ids)
     if size is None:
         yield Violation(row=name, problem="its prompt's token ids are damaged", remedy=_UNTRAINED)
         return
     for part in block_digests(row.prompt_blocks):
         if (row.trajectory_id, part) not in blocks:
-            problem = f"block {part.hex()} of its prompt is not there"
+            problem = f"block {part.hex()} of its prompt is missing"
             yield Violation(row=name, problem=problem, remedy=_UNTRAINED)
             return
         size += blocks[row.trajectory_id, part]
     if row.context != "exact" and size and not row.untrainable and size != row.prompt_tokens:
-        problem = f"its prompt has {size} token ids, the engine said {row.prompt_tokens}"
+        problem = f"its prompt has {size} token ids, the engine reported {row.prompt_tokens}"
         yield Violation(row=name, problem=problem, remedy=_UNTRAINED)
 
 
 def _context(connection: sa.Connection, name: str, row: Any, parents: Mapping[str, Any]) -> Iterator[Violation]:
-    """An exact call goes on from an answer of its own trajectory, or of one that its trajectory succeeded."""
+    """Check that an exact call continues an answer of its trajectory, or of a predecessor."""
     parent = parents.get(row.parent_call or "")
-    if row.context != "exact" or parent is None:  # deleted, or never shipped: its tokens are left out of training
+    if row.context != "exact" or parent is None:  # deleted, or never shipped: its tokens are not trained
         return
     if _origin(parent.trajectory_id) != _origin(row.trajectory_id):
-        problem = f"it goes on from call {parent.id} of trajectory {parent.trajectory_id}, which is another run"
+        problem = f"it continues call {parent.id} of trajectory {parent.trajectory_id}, which is another run"
         yield Violation(row=name, problem=problem, remedy=_UNTRAINED)
     if parent.started_at >= row.started_at and _is_circle(connection, row.id):
         remedy = "set parent_call of one of them to NULL and its context to 'fork'"
-        yield Violation(row=name, problem="its chain of earlier calls leads back to itself", remedy=remedy)
+        yield Violation(row=name, problem="its chain of parent calls is a cycle", remedy=remedy)
 
 
 def _answer(name: str, row: Any, one: Any, messages: set[str]) -> Iterator[Violation]:
@@ -90,12 +90,12 @@ def _answer(name: str, row: Any, one: Any, messages: set[str]) -> Iterator[Viola
         problem = f"it has {size} token ids and {len(one.logprobs) / 4:g} logprobs"
         yield Violation(row=name, problem=problem, remedy=_UNTRAINED)
     if one.reply_node and one.reply_node not in messages:
-        remedy = f"{_BACKUP}; its tokens are not touched"
-        yield Violation(row=name, problem=f"its message {one.reply_node} is not there", remedy=remedy)
+        remedy = f"{_BACKUP}; its tokens are not affected"
+        yield Violation(row=name, problem=f"its message {one.reply_node} is missing", remedy=remedy)
 
 
 def _size(packed: bytes) -> int | None:
-    """Return how many token ids are packed; None if they are damaged."""
+    """Return the number of packed token ids; None if they are damaged."""
     try:
         return len(decompress_token_ids(bytes(packed))) // 4
     except ValueError:
@@ -108,9 +108,9 @@ def _origin(trajectory_id: str) -> str:
 
 
 def _is_circle(connection: sa.Connection, name: str) -> bool:
-    """Follow a chain of calls, one at a time; asked only where the clocks say that something is odd."""
+    """Follow a chain of calls, one at a time; only needed if the start times are out of order."""
     table, at = schema.calls, name
-    for _ in range(_LONGEST_CHAIN):
+    for _ in range(_MAX_CHAIN_LENGTH):
         above = connection.scalar(sa.select(table.c.parent_call).where(table.c.id == at))
         if above is None:
             return False
@@ -137,7 +137,7 @@ def _parents(connection: sa.Connection, page: Page) -> dict[str, Any]:
 
 
 def _blocks(connection: sa.Connection, page: Page) -> dict[tuple[str, bytes], int]:
-    """Return how many token ids each block of these calls' trajectories holds; those that are damaged are left out."""
+    """Return the number of token ids of each block of these calls' trajectories, without damaged ones."""
     table = schema.prompt_blocks
     trajectories = sorted({row.trajectory_id for row in page if row.prompt_blocks})
     packed = sa.type_coerce(table.c.token_ids, sa.LargeBinary).label("token_ids")

@@ -1,4 +1,4 @@
-"""Trajectories, groups, verdicts and rounds: do their states agree with each other?"""
+"""Checks that the states of trajectories, groups, verdicts and rounds agree."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MEMBERS = {
 
 
 def check_trajectories(connection: sa.Connection, page: Page) -> Iterator[Violation]:
-    """Each trajectory has calls, an end unless it is open, a group where grouped, a committed round where trained."""
+    """Check that trajectories have calls, and the seal time, group and committed round of their state."""
     rounds, groups, calls = schema.rounds, schema.groups, schema.calls
     with_calls = existing_values(connection, calls.c.trajectory_id, {row.id for row in page})
     group_ids = existing_values(connection, groups.c.id, {row.group_id for row in page if row.group_id})
@@ -40,13 +40,13 @@ def _problems(row: Any, with_calls: set[str], groups: set[str], committed: set[s
     if (row.state == TrajectoryState.OPEN) != (row.sealed_at is None):
         yield f"it is {row.state} and {'was' if row.sealed_at is not None else 'was never'} sealed"
     if row.state in (TrajectoryState.GROUPED, TrajectoryState.TRAINED) and row.group_id not in groups:
-        yield f"it is {row.state} and its group {row.group_id} is not there"
+        yield f"it is {row.state} and its group {row.group_id} is missing"
     if row.state == TrajectoryState.TRAINED and row.round_id not in committed:
         yield f"its round {row.round_id} is not committed: it may be trained a second time"
 
 
 def check_groups(connection: sa.Connection, page: Page) -> Iterator[Violation]:
-    """The members of each group are in the state that the group's says; those of a judged one are all scored."""
+    """Check that group members have the state of their group, and those of a judged group a score."""
     trajectories, verdicts = schema.trajectories, schema.verdicts
     members: defaultdict[str, list[Any]] = defaultdict(list)
     columns = sa.select(trajectories.c.id, trajectories.c.group_id, trajectories.c.state, trajectories.c.alias)
@@ -72,29 +72,29 @@ def check_groups(connection: sa.Connection, page: Page) -> Iterator[Violation]:
 
 
 def check_verdicts(connection: sa.Connection, page: Page) -> Iterator[Violation]:
-    """Each verdict is of a trajectory and a group that are there and belong together."""
+    """Check that verdicts belong to an existing trajectory and to its group."""
     trajectories, judge_requests = schema.trajectories, schema.judge_requests
     wanted = sorted({row.trajectory_id for row in page})
     query = sa.select(trajectories.c.id, trajectories.c.group_id).where(trajectories.c.id.in_(wanted))
     groups = {row.id: row.group_id for row in connection.execute(query)}
-    asked = existing_values(
+    requests = existing_values(
         connection, judge_requests.c.id, {row.judge_request_id for row in page if row.judge_request_id}
     )
     remedy = "delete the verdict, or restore what it names from a backup"
     for row in page:
         name = f"verdict {row.id}"
         if row.trajectory_id not in groups:
-            problem = f"its trajectory {row.trajectory_id} is not there"
+            problem = f"its trajectory {row.trajectory_id} is missing"
             yield Violation(row=name, problem=problem, remedy=remedy)
         elif row.group_id is not None and groups[row.trajectory_id] != row.group_id:
             problem = f"it is of group {row.group_id}, its trajectory is of {groups[row.trajectory_id]}"
             yield Violation(row=name, problem=problem, remedy=remedy)
-        if row.judge_request_id and row.judge_request_id not in asked:
-            yield Violation(row=name, problem=f"its exchange {row.judge_request_id} is not there", remedy=remedy)
+        if row.judge_request_id and row.judge_request_id not in requests:
+            yield Violation(row=name, problem=f"its judge request {row.judge_request_id} is missing", remedy=remedy)
 
 
 def check_rounds(connection: sa.Connection, page: Page) -> Iterator[Violation]:
-    """Each committed round made the version that it names."""
+    """Check that committed rounds and their versions name each other."""
     table = schema.policies
     query = sa.select(table.c.alias, table.c.version, table.c.round_id)
     made = {row.round_id: (row.alias, row.version) for row in connection.execute(query) if row.round_id}

@@ -1,4 +1,4 @@
-"""Prompts, rollouts, resamples, and versions that share an adapter: do they say what they hold, and agree?"""
+"""Checks prompts, rollouts, resamples, and versions that share an adapter."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ratchet.store.verify.violation import Page, Violation
 
 
 def check_prompts(_: sa.Connection, page: Page) -> Iterator[Violation]:
-    """Each prompt has the id of what it holds: nobody changed it under the versions that serve it."""
+    """Check that prompts match their id, so that versions serve an unchanged text."""
     for row in page:
         if prompt_id(row.mode, row.text, row.families) != row.id:
-            remedy = "restore it from a backup; versions serve what it says now"
-            yield Violation(row=f"prompt {row.id}", problem="its id is not that of its text", remedy=remedy)
+            remedy = "restore it from a backup; versions serve its current text"
+            yield Violation(row=f"prompt {row.id}", problem="its id does not match its text", remedy=remedy)
 
 
 def check_rollouts(connection: sa.Connection, page: Page) -> Iterator[Violation]:
-    """What was made for an evaluation was never trained."""
+    """Check that rollouts of evaluations were not trained."""
     trajectories = schema.trajectories
     names = [row.id for row in page if row.purpose == "eval"]
     trained = sa.select(trajectories.c.id).where(
@@ -33,7 +33,7 @@ def check_rollouts(connection: sa.Connection, page: Page) -> Iterator[Violation]
 
 
 def check_resamples(connection: sa.Connection, page: Page) -> Iterator[Violation]:
-    """A resample that was trained was compared with its original, in one group."""
+    """Check that trained resamples share the group of their original."""
     trajectories, originals = schema.trajectories, schema.trajectories.alias("original")
     query = (
         sa.select(schema.resamples.c.id)
@@ -48,7 +48,7 @@ def check_resamples(connection: sa.Connection, page: Page) -> Iterator[Violation
 
 
 def check_policies(connection: sa.Connection) -> Iterator[Violation]:
-    """Versions with one served name have one adapter: they differ by their prompt alone."""
+    """Check that versions with the same served name share an adapter and differ only by their prompt."""
     table = schema.policies
     adapters: dict[tuple[str, str], str | None] = {}
     for row in connection.execute(sa.select(table).order_by(table.c.alias, table.c.version)):

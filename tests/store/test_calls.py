@@ -132,7 +132,7 @@ def test_open_leaves_hold_the_whole_token_context(store: Store) -> None:
     ]
     assert [leaf.extended for leaf in leaves] == [True, False]
     assert json.loads(leaves[0].reply)["tool_calls"][0]["id"] == "c1"
-    assert [json.loads(body)["content"] for body in leaves[0].asked] == ["Where?", "Where?"]
+    assert [json.loads(body)["content"] for body in leaves[0].prompt_messages] == ["Where?", "Where?"]
 
 
 def test_open_attempts_are_those_that_nobody_repeated(store: Store) -> None:

@@ -126,7 +126,7 @@ def test_a_round_that_a_dead_trainer_left_is_abandoned(store: Store) -> None:
 def test_a_round_goes_on_from_the_newest_commit_or_not_at_all(store: Store) -> None:
     first = store.rounds.start("agent", 0)
     store.rounds.commit(first.id, version=1, checkpoint="/c/0001", groups=[], metrics={})
-    with pytest.raises(InvalidTransition, match="agent@1 is committed: a round goes on from it, not from 0"):
+    with pytest.raises(InvalidTransition, match="agent@1 is committed: a round continues from it, not from 0"):
         store.rounds.start("agent", 0)
     overtaken = store.rounds.start("agent", 1)
     second = store.rounds.start("agent", 1)

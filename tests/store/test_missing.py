@@ -64,7 +64,7 @@ def test_which_versions_were_pooled_and_which_left_out_is_said_with_the_reason()
     found = report(exact(0, 3, 10), exact(1, 9, 30), exact(2, 50, 100), exact(3, 90, 200), exact(4, 6, 12))
     assert said(found, "before") == "before: @0 to @1 together, since @0 alone has 10 scores and a side needs 30"
     assert said(found, "after") == "after: @3 to @4 together, since @4 alone has 12 scores and a side needs 30"
-    assert said(found, "left out") == "left out: @2, which answered with other weights than both"
+    assert said(found, "left out") == "left out: @2, between the two sides"
     alone = report(exact(0, 15, 50), exact(1, 150, 394), exact(2, 30, 75))
     assert said(alone, "after") == "after: @2 alone, the newest, has the 30 scores that a side needs"
 

@@ -305,7 +305,7 @@ def test_verification_tells_a_changed_prompt_a_trained_evaluation_and_a_shared_n
         connection.execute(sa.update(schema.policies).where(last).values(adapter="/elsewhere"))
     engine.dispose()
     told = {finding.row.split()[0]: finding.problem for finding in verify(store_url).findings}
-    assert "not that of its text" in told["prompt"]
+    assert "does not match its text" in told["prompt"]
     assert "was trained" in told["rollout"]
     assert "adapter /c/1" in told["policy"]
 

@@ -76,11 +76,11 @@ DAMAGE: dict[str, tuple[Callable[[sa.Connection], None], str, str]] = {
         "call call_t1", "damaged",
     ),
     "prompt tokens": (_do(sa.update(calls).where(calls.c.id == "call_t1").values(prompt_tokens=9)), "call call_t1",
-                      "3 token ids, the engine said 9"),
+                      "3 token ids, the engine reported 9"),
     "block": (_do(sa.delete(schema.prompt_blocks)), "call call_t2", "block"),
     "circle": (
         _do(sa.update(calls).where(calls.c.id == "call_t2").values(parent_call="call_t3", context="exact")),
-        "call call_t2", "back to itself",
+        "call call_t2", "is a cycle",
     ),
     "other run": (_do(sa.update(calls).where(calls.c.id == "call_t3").values(parent_call="call_a")), "call call_t3",
                   "another run"),

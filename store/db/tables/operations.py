@@ -18,7 +18,7 @@ proxy_instances = sa.Table(
     sa.Column("heartbeat_at", TIME, nullable=False),
 )
 
-# A lease is held by one owner until it expires; the holder renews it.
+# A lease has one owner until it expires; the owner renews it.
 leases = sa.Table(
     "leases",
     metadata,
@@ -38,7 +38,7 @@ alarms = sa.Table(
     sa.Column("cleared_at", TIME),
 )
 
-# A key is known by its SHA-256; two rows with one hash would be two limits for one key.
+# A key is stored by its SHA-256; two rows with one hash would be two limits for one key.
 keys = sa.Table(
     "keys",
     metadata,
@@ -52,11 +52,11 @@ keys = sa.Table(
     sa.Column("requests_per_minute", sa.Integer),
     sa.Column("tokens_per_minute", sa.Integer),
     enum_constraint("scope", KeyScope),
-    # A limit of nothing would be a revoked key under another name.
+    # A limit of 0 would be a revoked key.
     sa.CheckConstraint("requests_per_minute > 0 AND tokens_per_minute > 0", name="positive_limits"),
 )
 
-# What was deleted and when, without its content; proxies see by it that messages may have gone.
+# Deletions, without the deleted content; they tell proxies that messages may be gone.
 deletions = sa.Table(
     "deletions",
     metadata,
@@ -69,5 +69,5 @@ deletions = sa.Table(
     sa.Column("policies", JSON, nullable=False),
 )
 
-# Messages and tool lists that a deleted call named: the sweep looks whether anybody else does.
+# Messages and tool lists that a deleted call named; the sweep deletes those that no other call names.
 orphan_candidates = sa.Table("orphan_candidates", metadata, sa.Column("hash", HASH, primary_key=True))

@@ -46,7 +46,7 @@ policies = sa.Table(
     sa.Column("prompt_id", ID, sa.ForeignKey("prompts.id")),
     sa.Column("base_model_id", ID, sa.ForeignKey("base_models.id")),
     enum_constraint("state", PolicyState),
-    # Version 0 is the base model as it is; every other version has an adapter, a prompt or both.
+    # Version 0 is the base model; every other version has an adapter, a prompt or both.
     sa.CheckConstraint("(version = 0) = (adapter IS NULL AND prompt_id IS NULL)", name="base_version_has_no_adapter"),
 )
 # At most one version of an alias is live.
@@ -57,7 +57,7 @@ sa.Index("uq_policies_live", policies.c.alias, unique=True, sqlite_where=policie
 sa.Index("uq_policies_canary", policies.c.alias, unique=True, sqlite_where=policies.c.state == "canary",
          postgresql_where=policies.c.state == "canary")  # fmt: skip
 
-# Decisions are only ever added; the newest one of a version counts.
+# Decisions are only added; the newest one of a version counts.
 decisions = sa.Table(
     "decisions",
     metadata,

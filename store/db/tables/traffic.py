@@ -18,7 +18,7 @@ from ratchet.store.db.table_types import (
 )
 from ratchet.store.states import CallState, ResampleState, ToolOutcome, ToolResult, TrajectoryState
 
-# A message is stored once, whoever says it: its hash covers its parent and its content.
+# A message is stored once: its hash covers its parent and its content.
 messages = sa.Table(
     "messages",
     metadata,
@@ -58,24 +58,24 @@ trajectories = sa.Table(
     sa.Column("drop_reason", sa.Text),
     sa.Column("successors", sa.Integer, nullable=False, server_default="0"),
     enum_constraint("state", TrajectoryState),
-    # A trained trajectory names the one round that trained it; no other trajectory names any.
+    # A trained trajectory names the round that trained it; no other trajectory names a round.
     sa.CheckConstraint("(state = 'trained') = (round_id IS NOT NULL)", name="trained_once"),
     # A dropped trajectory has a reason.
     sa.CheckConstraint("(state = 'dropped') = (drop_reason IS NOT NULL)", name="drop_has_reason"),
     sa.Index(None, "state", "last_active_at"),
     sa.Index(None, "opened_at", "id"),
-    # One index per filter of the lists, each in the lists' own order.
+    # One index per filter of the lists, in the order of the lists.
     sa.Index(None, "state", "opened_at"),
     sa.Index(None, "alias", "opened_at"),
     sa.Index(None, "alias", "state", "opened_at"),
     sa.Index(None, "alias", "version", "opened_at"),
     sa.Index(None, "key_id", "opened_at"),
 )
-# What most trajectories do not have, or not when they begin, is in no index until it is there.
+# Columns that most trajectories do not have, or not at their start.
 for _columns in (("group_id",), ("round_id",), ("drop_reason",), ("task", "opened_at")):
     index_when_set(trajectories, *_columns)
 
-# The tags of a trajectory's calls, each once; `opened_at` repeats the trajectory's, for the order of the lists.
+# The tags of a trajectory's calls, each once; `opened_at` is the trajectory's, for the order of the lists.
 trajectory_tags = sa.Table(
     "trajectory_tags",
     metadata,
@@ -105,7 +105,7 @@ calls = sa.Table(
     sa.Column("prompt_node", HASH, nullable=False),
     sa.Column("tools_hash", HASH, nullable=False),
     sa.Column("context", sa.String(8), nullable=False),
-    sa.Column("prompt_blocks", Bytes),  # what comes before `prompt_ids`, by name; only of forks
+    sa.Column("prompt_blocks", Bytes),  # hashes of the blocks before `prompt_ids`; only of forks
     sa.Column("prompt_ids", Ids, nullable=False),
     sa.Column("prompt_tokens", sa.Integer, nullable=False),
     sa.Column("completion_tokens", sa.Integer, nullable=False),
@@ -117,20 +117,20 @@ calls = sa.Table(
     sa.Column("untrainable", sa.Text),
     sa.Column("error", sa.Text),
     sa.Column("response_id", sa.String(128)),
-    # The prompt's last message, where no stored answer of the call stands under it and so keeps it.
+    # The prompt's last message, unless a stored answer of the call follows and so retains it.
     sa.Column("retained_node", HASH),
     enum_constraint("state", CallState),
     sa.CheckConstraint("context IN ('root', 'exact', 'fork')", name="context_known"),
     sa.Index(None, "trajectory_id", "started_at"),
 )
-# Which calls keep a message by themselves: one that nothing keeps may be deleted.
+# Calls that retain a message themselves: a message that nothing retains may be deleted.
 index_when_set(calls, "retained_node")
-# The calls that were not answered are few and often asked for.
+# Calls that were not answered are few and often queried.
 sa.Index("ix_calls_unanswered", calls.c.state, calls.c.id,
          sqlite_where=calls.c.state != "answered", postgresql_where=calls.c.state != "answered")  # fmt: skip
 index_when_set(calls, "response_id")
 
-# 256 tokens of the prompts of a trajectory's forks, once.
+# Blocks of 256 tokens of a trajectory's forked prompts, each stored once.
 prompt_blocks = sa.Table(
     "prompt_blocks",
     metadata,
@@ -151,11 +151,11 @@ choices = sa.Table(
     sa.Column("tool_call_ids", JSON, nullable=False),
     sa.Column("token_ids", Ids, nullable=False),
     sa.Column("logprobs", Bytes, nullable=False),
-    # Which answers are a message: as above.
+    # Answers that retain a message, as above.
     sa.Index(None, "reply_node"),
 )
 
-# One row per tool call that a model sampled, held against the tools of its own request; a row is never counted twice.
+# One row per sampled tool call, checked against the tools of its request.
 tool_calls = sa.Table(
     "tool_calls",
     metadata,
@@ -174,7 +174,7 @@ tool_calls = sa.Table(
     sa.Index(None, "alias", "version", "tool"),
 )
 
-# What was said is only ever added. Where it belongs and when a judge heard it are noted beside it, once.
+# Feedback is only added. Its trajectory, its call and `applied_at` are set once.
 feedback = sa.Table(
     "feedback",
     metadata,
@@ -194,7 +194,7 @@ feedback = sa.Table(
     sa.Index(None, "trajectory_id", "given_at"),
     sa.Index(None, "given_at", "id"),
 )
-# What waits for its call, and what waits for a judge, are few and often asked for.
+# Feedback that waits for its call, or for a judge, is rare and often queried.
 sa.Index("ix_feedback_unmatched", feedback.c.target,
          sqlite_where=feedback.c.trajectory_id.is_(None),
          postgresql_where=feedback.c.trajectory_id.is_(None))  # fmt: skip
@@ -217,9 +217,9 @@ resamples = sa.Table(
     sa.Column("state", sa.String(16), nullable=False),
     sa.Column("failure", sa.Text),
     enum_constraint("state", ResampleState),
-    # An original has one set of resamples: planning it twice is no second set.
+    # An original has one set of resamples: planning twice does not add a second set.
     sa.UniqueConstraint("original_id", "number"),
-    # What is over has an end; a failed one has a reason, no other has one.
+    # An ended resample has an end time; only a failed one has a reason.
     sa.CheckConstraint("(state IN ('answered', 'failed')) = (ended_at IS NOT NULL)", name="end_is_known"),
     sa.CheckConstraint("(state = 'failed') = (failure IS NOT NULL)", name="failure_has_reason"),
     sa.Index(None, "alias", "requested_at"),

@@ -24,7 +24,7 @@ groups = sa.Table(
     sa.Index(None, "state", "formed_at"),
 )
 
-# Verdicts are only ever added; the latest one of a trajectory counts.
+# Verdicts are only added; the latest one of a trajectory counts.
 verdicts = sa.Table(
     "verdicts",
     metadata,
@@ -43,7 +43,7 @@ verdicts = sa.Table(
     sa.Column("judge_request_id", ID),
     sa.Column("baseline_mean", sa.Double),
     sa.Column("baseline_std", sa.Double),
-    # A judge failure is a state, never a number: a verdict has a score or a failure, not both, not neither.
+    # A judge failure is never a number: a verdict has either a score or a failure.
     sa.CheckConstraint("(score IS NULL) <> (failure IS NULL)", name="score_or_failure"),
     sa.Index(None, "trajectory_id", "id"),
     sa.Index(None, "group_id"),
@@ -82,17 +82,17 @@ rounds = sa.Table(
     sa.Column("metrics", JSON, nullable=False),
     sa.Column("reason", sa.Text),
     enum_constraint("state", RoundState),
-    # A committed round has written a checkpoint and made a version.
+    # A committed round has a checkpoint and a version.
     sa.CheckConstraint(
         "state <> 'committed' OR (checkpoint IS NOT NULL AND to_version IS NOT NULL)", name="commit_is_complete"
     ),
     sa.Index(None, "alias", "started_at"),
 )
-# At most one round of an alias is under way.
+# At most one round of an alias is in progress.
 sa.Index("uq_rounds_started", rounds.c.alias, unique=True, sqlite_where=rounds.c.state == "started",
          postgresql_where=rounds.c.state == "started")  # fmt: skip
 
-# What a round imitated without consuming it: it may be trained besides, by other rounds.
+# Trajectories that a round used for SFT without consuming them: other rounds may still train them.
 sft_trajectories = sa.Table(
     "sft_trajectories",
     metadata,
@@ -101,7 +101,7 @@ sft_trajectories = sa.Table(
     sa.Index(None, "trajectory_id"),
 )
 
-# Observations are only ever added; the newest one of a kind and a subject counts.
+# Observations are only added; the newest one of a kind and a subject counts.
 observations = sa.Table(
     "observations",
     metadata,
@@ -114,7 +114,7 @@ observations = sa.Table(
     sa.Index(None, "alias", "kind", "id"),
 )
 
-# A phase of an alias stands here once: as it was told last.
+# The latest progress of each phase of an alias.
 job_progress = sa.Table(
     "job_progress",
     metadata,

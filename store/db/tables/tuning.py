@@ -30,7 +30,7 @@ tunings = sa.Table(
     sa.Column("ended_at", TIME),
     enum_constraint("kind", TuningKind),
     enum_constraint("state", TuningState),
-    # What runs has no end, everything else has one.
+    # Only a running tuning has no end.
     sa.CheckConstraint("(state = 'running') = (ended_at IS NULL)", name="end_is_known"),
     # A failed run has a reason.
     sa.CheckConstraint("state <> 'failed' OR error IS NOT NULL", name="failure_has_reason"),
@@ -66,13 +66,13 @@ rollouts = sa.Table(
     sa.Column("judge", sa.Text),
     sa.Column("judge_failure", sa.Text),
     enum_constraint("state", RolloutState),
-    # Live trajectories may be trained, those of an evaluation never.
+    # Live trajectories may be trained; those of an evaluation never.
     sa.CheckConstraint("purpose IN ('live', 'eval')", name="purpose_known"),
-    # What is planned has no end, everything else has one.
+    # Only a planned rollout has no end.
     sa.CheckConstraint("(state = 'planned') = (ended_at IS NULL)", name="end_is_known"),
-    # A failed rollout has a reason, no other has one.
+    # Only a failed rollout has a reason.
     sa.CheckConstraint("(state = 'failed') = (failure IS NOT NULL)", name="failure_has_reason"),
-    # A judge failure is a state, never a number; both have a judge.
+    # A judge failure is never a number; scores and failures have a judge.
     sa.CheckConstraint("score IS NULL OR judge_failure IS NULL", name="score_or_failure"),
     sa.CheckConstraint("(judge IS NULL) = (score IS NULL AND judge_failure IS NULL)", name="score_has_judge"),
     sa.Index(None, "tuning_id", "candidate"),
