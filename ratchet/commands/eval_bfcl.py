@@ -113,7 +113,7 @@ def _evaluate(
     import msgspec
 
     from ratchet.output.terminal import progress_bars
-    from ratchet.tuner.environments.bfcl.evaluation import ask, ranking, result
+    from ratchet.tuner.environments.bfcl.evaluation import ranking, result, run_package
     from ratchet.tuner.reports.tuning_result import plain
     from ratchet.tuner.rollouts.prices import prices_of
     from ratchet.tuning.context import first_api_key, proxy_of
@@ -129,7 +129,7 @@ def _evaluate(
         with progress_bars() as report_progress:
             for version in versions:
                 name = folder / version.replace("/", "_")
-                answers[version] = ask(python, version, asked, base_url=base_url, key=key, folder=name)
+                answers[version] = run_package(python, version, asked, base_url=base_url, key=key, folder=name)
                 report_progress("versions evaluated", 1, len(versions))
         ranked = ranking(answers)
         wall = time.monotonic() - began

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ratchet.trainer.tasks.task_set import Task, TaskSet
     from ratchet.tuner.rollouts.prices import Prices
     from ratchet.tuner.rollouts.runner import RolloutRunner
-    from ratchet.tuner.rollouts.scoring import Scorer
+    from ratchet.tuner.rollouts.scoring import RolloutScorer
     from ratchet.tuner.settings.tuner_settings import TunerSettings
 
 EXIT_NOT_BETTER = 3  # exit code without a better result, with --fail-unless-better
@@ -87,7 +87,7 @@ class TuningContext:
     proxy_url: str
     api_key: str | None
     runner: RolloutRunner
-    scorer: Scorer
+    scorer: RolloutScorer
     prices: Prices
     progress: Progress
     lease: RunLease
@@ -122,7 +122,7 @@ def opened(settings: Settings) -> Iterator[TuningContext]:
     from ratchet.trainer.observability.progress import Progress, watch_for_command
     from ratchet.tuner.rollouts.prices import prices_of
     from ratchet.tuner.rollouts.runner import RolloutRunner
-    from ratchet.tuner.rollouts.scoring import Scorer
+    from ratchet.tuner.rollouts.scoring import RolloutScorer
     from ratchet.tuner.rollouts.workflow import load_workflow
 
     tuner = settings.tuner_settings()
@@ -138,7 +138,7 @@ def opened(settings: Settings) -> Iterator[TuningContext]:
             lease=lease, runner=RolloutRunner(
                 store, proxy_url, key, workflow, tuner, alias=settings.model, progress=progress, check=lease.check
             ),
-            scorer=Scorer(store, judge, alias=settings.model, max_wait_seconds=tuner.judge_wait_seconds,
+            scorer=RolloutScorer(store, judge, alias=settings.model, max_wait_seconds=tuner.judge_wait_seconds,
             progress=progress), prices=prices_of((entry.model_dump() for entry in settings.model_list), tuner.prices),
         )  # fmt: skip
 

@@ -11,7 +11,7 @@ from ratchet.output.terminal import print_table, strip_control_characters
 
 if TYPE_CHECKING:
     from ratchet.trainer.statistics.paired_comparison import CandidateScore
-    from ratchet.tuner.reports.report import Report, Row
+    from ratchet.tuner.reports.report import Row, TuningReport
     from ratchet.tuner.reports.tuning_result import TuningResult
     from ratchet.tuner.rollouts.prices import RolloutCost
     from ratchet.tuner.selection.choice import Figures, Selection
@@ -83,7 +83,7 @@ def duration(seconds: float | None) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def heading(report: Report) -> str:
+def heading(report: TuningReport) -> str:
     """Return the title: alias, tasks and judge."""
     if report.task_set is None:
         return "no tuning run has finished yet"
@@ -91,14 +91,14 @@ def heading(report: Report) -> str:
     return f"{report.alias} on {used.tasks} tasks of {used.source} ({used.split}), judged by {report.judge}"
 
 
-def footnotes(report: Report) -> list[str]:
+def footnotes(report: TuningReport) -> list[str]:
     """Return the notes below the table."""
     lines = [f"{row.label}: run `{row.command}`" for row in report.rows if row.tuning_id is None]
     lines += [f"{row.label}: {note}" for row in report.rows for note in row.notes]
     return lines + [f"not compared: {one.tuning_id} ({one.method}): {one.why}" for one in report.excluded]
 
 
-def markdown(report: Report) -> str:
+def markdown(report: TuningReport) -> str:
     """Return the report as Markdown."""
     lines = [strip_control_characters(heading(report)), "", _piped(COLUMNS), _piped(["---"] * len(COLUMNS))]
     lines += [_piped(_report_cells(row)) for row in report.rows]
@@ -112,7 +112,7 @@ def _piped(texts: Any) -> str:
     )
 
 
-def draw_report(report: Report, path: Path) -> None:
+def draw_report(report: TuningReport, path: Path) -> None:
     """Draw each method's gain with its interval. Raises CliError."""
     plots = pyplot()
     figure, axes = plots.subplots(figsize=(8, 3.2), dpi=120)
@@ -135,7 +135,7 @@ def draw_report(report: Report, path: Path) -> None:
     plots.close(figure)
 
 
-def _report_table(report: Report) -> Any:
+def _report_table(report: TuningReport) -> Any:
     from rich.table import Table
     from rich.text import Text
 
@@ -147,7 +147,7 @@ def _report_table(report: Report) -> Any:
     return drawn
 
 
-def show_report(report: Report) -> None:
+def show_report(report: TuningReport) -> None:
     """Print the table and its notes."""
     print_table(_report_table(report), footnotes(report))
 
@@ -160,10 +160,8 @@ def show_selection(selection: Selection, with_choice: bool = True) -> None:
     drawn = Table()
     for column in _SELECTION_COLUMNS:
         drawn.add_column(column, justify="left" if column == "candidate" else "right", overflow="fold")
-    for standing, figures in zip(selection.ranking.scores, selection.figures, strict=True):
-        drawn.add_row(
-            *(Text(strip_control_characters(cell)) for cell in _selection_cells(selection, standing, figures))
-        )
+    for scored, figures in zip(selection.ranking.scores, selection.figures, strict=True):
+        drawn.add_row(*(Text(strip_control_characters(cell)) for cell in _selection_cells(selection, scored, figures)))
     print_table(drawn, [*_selection_failures(selection), *([_choice(selection)] if with_choice else [])])
 
 
@@ -190,11 +188,11 @@ def draw_selection(selection: Selection, path: Path) -> None:
     priced = any(one.cost_per_rollout is not None for one in selection.figures)
     figure, (left, right) = plots.subplots(1, 2, figsize=(9, 1.6 + 0.5 * len(selection.figures)), dpi=120, sharey=True)
     names = []
-    for row, (standing, figures) in enumerate(zip(selection.ranking.scores, selection.figures, strict=True)):
-        names.append(standing.candidate + (" (chosen)" if standing.candidate == selection.chosen else ""))
-        if standing.mean is not None:
-            bars = [[max(0.0, standing.mean - standing.low)], [max(0.0, standing.high - standing.mean)]]
-            left.errorbar([standing.mean], [row], xerr=bars, fmt="o", capsize=4, color="tab:blue")
+    for row, (scored, figures) in enumerate(zip(selection.ranking.scores, selection.figures, strict=True)):
+        names.append(scored.candidate + (" (chosen)" if scored.candidate == selection.chosen else ""))
+        if scored.mean is not None:
+            bars = [[max(0.0, scored.mean - scored.low)], [max(0.0, scored.high - scored.mean)]]
+            left.errorbar([scored.mean], [row], xerr=bars, fmt="o", capsize=4, color="tab:blue")
         cost = figures.cost_per_rollout if priced else figures.tokens_per_rollout
         if cost is not None:
             right.barh([row], [cost], color="tab:gray", height=0.5)
@@ -210,14 +208,14 @@ def draw_selection(selection: Selection, path: Path) -> None:
     plots.close(figure)
 
 
-def _selection_cells(selection: Selection, standing: CandidateScore, figures: Figures) -> tuple[str, ...]:
-    interval = f"({standing.low:.3f} to {standing.high:.3f})"
+def _selection_cells(selection: Selection, scored: CandidateScore, figures: Figures) -> tuple[str, ...]:
+    interval = f"({scored.low:.3f} to {scored.high:.3f})"
     money, tokens = figures.cost_per_rollout, figures.tokens_per_rollout
     return (
-        f"{standing.candidate} *" if standing.candidate == selection.chosen else standing.candidate,
-        "not judged" if standing.mean is None else f"{standing.mean:.3f} {interval}",
-        _against_first(selection, standing.candidate),
-        str(standing.failed), str(standing.unjudged), _seconds(figures.seconds_p50), _seconds(figures.seconds_p95),
+        f"{scored.candidate} *" if scored.candidate == selection.chosen else scored.candidate,
+        "not judged" if scored.mean is None else f"{scored.mean:.3f} {interval}",
+        _against_first(selection, scored.candidate),
+        str(scored.failed), str(scored.unjudged), _seconds(figures.seconds_p50), _seconds(figures.seconds_p95),
         "" if tokens is None else f"{tokens:,.0f}", "unknown" if money is None else f"{money:.3g}",
     )  # fmt: skip
 

@@ -71,17 +71,17 @@ def start_run(context: click.Context, given: dict[str, Any]) -> PromptOutcome:
     """Start a run and complete it. Raises TuningError, SettingsError, UsageError."""
     file: Path | None = given.pop("seed_prompt")
     settings = _without_retries(tuning.settings_of(context, _named(given)))
-    asked = settings.tuner_settings()
+    tuner_settings = settings.tuner_settings()
     with tuning.opened(settings) as tuner_context:
         from ratchet.tuner.prompts.prompt_run import check, config_of
         from ratchet.tuner.selection.model_selection import known_models
 
         tuner_context.source()
-        check(asked)
+        check(tuner_settings)
         known_models(
             tuner_context.proxy_url, tuner_context.api_key
         )  # fail before the run starts if the proxy does not answer
-        config = config_of(asked, settings.trainer.get("judge"), None if file is None else file.read_text())
+        config = config_of(tuner_settings, settings.trainer.get("judge"), None if file is None else file.read_text())
         return _complete(tuner_context, tuner_context.store.tunings.begin("prompt", settings.model, config).id)
 
 
@@ -152,14 +152,14 @@ def _complete(tuner_context: tuning.TuningContext, name: str, *, resume: bool = 
     """Complete a run, or store why it ended."""
     import msgspec
 
-    from ratchet.tuner.prompts.prompt_run import Tools
+    from ratchet.tuner.prompts.prompt_run import PromptRunContext
     from ratchet.tuner.prompts.prompt_run import run as run_
 
     with tuner_context.lease.acquire(name, _COMMAND, resume=resume) as run:
         click.echo(f"{run.id}: `{_COMMAND} --resume {run.id}` resumes it after an interruption", err=True)
-        asked: TunerSettings = tuner_context.tuner
-        reflection = asked.reflection
-        tools = Tools(
+        tuner_settings: TunerSettings = tuner_context.tuner
+        reflection = tuner_settings.reflection
+        run_context = PromptRunContext(
             store=tuner_context.store,
             tasks=tuner_context.task_set(tuner_context.source()),
             runner=tuner_context.runner,
@@ -167,7 +167,7 @@ def _complete(tuner_context: tuning.TuningContext, name: str, *, resume: bool = 
             reflection_key=os.environ.get(reflection.api_key_env) if reflection is not None else None,
             prices=tuner_context.prices,
             progress=tuner_context.progress,
-            tell=lambda line: click.echo(strip_control_characters(line), err=True),
+            report=lambda line: click.echo(strip_control_characters(line), err=True),
         )
-        result: TuningResult = run_(run, tools)
+        result: TuningResult = run_(run, run_context)
     return PromptOutcome(run.id, {"id": run.id, **msgspec.to_builtins(result)})

@@ -30,7 +30,7 @@ _PLANNED = (
 
 
 def settings_of(context: click.Context, given: dict[str, Any]) -> Settings:
-    """Return the project's settings with the command's options laid over them. Raises SettingsError."""
+    """Return the project's settings, overridden by the command's options. Raises SettingsError, UsageError."""
     names = {name: f"tuner.{name}" for name in _TUNER}
     names |= {"judge": "trainer.judge", "attempts": "trainer.num_generations"}
     settings = options.read_project_settings(context, {names.get(name, name): value for name, value in given.items()})
@@ -82,7 +82,7 @@ def _run(tuner_context: TuningContext, run: Tuning, check: Any) -> TuningResult:
 
     made = WeightsTuning(
         tuner_context.store, run, families, trainer, tuner_context.runner, tuner_context.scorer, evaluator=evaluator,
-        progress=tuner_context.progress, failure_score=tuner_context.tuner.failure_score, watch=watch, tell=print_line,
+        progress=tuner_context.progress, failure_score=tuner_context.tuner.failure_score, watch=watch, report=print_line,
     )  # fmt: skip
     asyncio.run(made.run())
     result = result_of(tuner_context.store, run, made, trainer, tuner_context.scorer.name, tuner_context.prices)

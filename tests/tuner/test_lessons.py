@@ -17,7 +17,7 @@ from ratchet.store.store import Store, open_store
 from ratchet.trainer.controller.judges.language_model import LanguageModel
 from ratchet.trainer.errors import LessonsRefused, ReflectionUnavailable
 from ratchet.trainer.settings.judge_specs import ModelSpec
-from ratchet.tuner.prompts.lessons.failing_families import failing
+from ratchet.tuner.prompts.lessons.failing_families import failing_families
 from ratchet.tuner.prompts.lessons.lesson_text import HEADER, fit, lessons_of, quotable, with_lessons
 from ratchet.tuner.prompts.lessons.reflexion import LearnedLessons, learn, start_canary
 from ratchet.tuner.settings.tuner_settings import LessonSettings
@@ -80,10 +80,10 @@ def test_families_with_enough_failed_tasks_are_asked_about_with_the_worst_attemp
         score("math1", 1, 0.0), score("math1", 2, 0.4), score("math2", 3, 0.2), score("math3", 4, 0.9),
         score("mail1", 5, 0.1), score("mail1", 6, 1.0), score("mail2", 7, 0.0),
     ]  # fmt: skip
-    (found,) = failing(scores, threshold=0.5, min_failures=2)
+    (found,) = failing_families(scores, threshold=0.5, min_failures=2)
     assert (found.family, found.tasks, round(found.mean, 3)) == ("math", 2, 0.2)
     assert [one.trajectory_id for one in found.worst] == ["math23", "math11"]
-    assert [one.family for one in failing(scores, threshold=0.5, min_failures=1)] == ["mail", "math"]
+    assert [one.family for one in failing_families(scores, threshold=0.5, min_failures=1)] == ["mail", "math"]
 
 
 def test_lessons_are_put_on_trial_for_half_of_the_traffic_beside_what_serves(

@@ -27,7 +27,7 @@ def test_of_the_tokens_only_what_is_larger_than_all_before_can_go_over() -> None
     while budget.tokens_spent < 1000:
         for _ in range(budget.allow(50)):
             budget.record_rollout(100)
-    assert budget.begun == 10
+    assert budget.started_rollouts == 10
     with pytest.raises(BudgetExceeded, match="--max-total-tokens 1000"):
         budget.allow(50)
 

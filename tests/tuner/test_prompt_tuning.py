@@ -15,7 +15,7 @@ from ratchet.trainer.errors import BudgetTooSmall, TooManyFailures, Unjudged
 from ratchet.trainer.settings.judge_specs import ModelSpec
 from ratchet.tuner.prompts.budget import Budget
 from ratchet.tuner.prompts.optimizer import load_optimizer
-from ratchet.tuner.prompts.prompt_tuning import Found, Plan, PromptTuning
+from ratchet.tuner.prompts.prompt_tuning import Found, PromptPlan, PromptTuning
 from ratchet.tuner.prompts.reflection_model import ReflectionModel
 from ratchet.tuner.prompts.seed_prompt import given
 from ratchet.tuner.prompts.task_splits import Sizes, divide
@@ -28,7 +28,7 @@ from tests.harness.tuner.world_rollouts import TOKENS, Killed, WorldRollouts, ta
 
 TASKS = tasks(60)
 SETS = divide(TASKS[:30], TASKS[30:], Sizes(), seed=1)
-PLAN = Plan(SETS, attempts=1, seed=1, seed_prompt=given(prompt_world.SEED))
+PLAN = PromptPlan(SETS, attempts=1, seed=1, seed_prompt=given(prompt_world.SEED))
 
 
 class TuningRun:
@@ -56,7 +56,7 @@ class TuningRun:
         self.rollouts.fails = self._changes.get("fails", self.rollouts.fails)
         self.rollouts.unjudged = self._changes.get("unjudged", self.rollouts.unjudged)
 
-    def run(self, plan: Plan = PLAN) -> Found:
+    def run(self, plan: PromptPlan = PLAN) -> Found:
         """Run to the end, or to the end of this process."""
         known = {task.id: task for task in TASKS}
         self.trials = Trials(
@@ -214,7 +214,7 @@ def test_what_a_kill_cut_off_counts_against_the_budget_and_the_cost(
     gone = _abandoned(store, world, more=2)
     assert gone == 3
     world.run()
-    assert world.budget.begun == 20 + gone + len(world.rollouts.made)
+    assert world.budget.started_rollouts == 20 + gone + len(world.rollouts.made)
     tokens = sum(one.prompt_tokens + one.completion_tokens for one in world.trials.rollouts)
     assert world.budget.agent_tokens == tokens > (20 + len(world.rollouts.made)) * TOKENS
 
@@ -232,7 +232,7 @@ def test_where_a_kill_cut_off_too_much_fewer_held_out_tasks_decide(
     assert found.gain is not None
     assert 0 < found.gain.tasks < len(SETS.held_out)
     assert found.gain.unjudged == 0
-    assert world.budget.begun <= 160
+    assert world.budget.started_rollouts <= 160
     assert any(f"compared on {found.gain.tasks} of 30 held-out tasks" in line for line in world.told)
 
 
@@ -275,7 +275,7 @@ def test_a_seed_prompt_whose_rollouts_all_fail_ends_the_run_with_their_reason(
 def test_an_agent_that_fails_before_it_calls_a_model_ends_the_run_with_its_reason(
     store: Store, reflection_server: ScriptedReflectionModel
 ) -> None:
-    plan = Plan(SETS, attempts=1, seed=1)  # the seed is to be read from what the agent sends
+    plan = PromptPlan(SETS, attempts=1, seed=1)  # the seed is to be read from what the agent sends
     with pytest.raises(TooManyFailures, match="failed before calling a model: RuntimeError: scripted"):
         TuningRun(store, reflection_server, fails=lambda job: True).run(plan)
 

@@ -10,7 +10,7 @@ from ratchet.store.records import Policy
 from ratchet.store.records.tuning import Tuning
 from ratchet.store.states import PolicyState, TuningKind, TuningState
 from ratchet.trainer.statistics.paired_comparison import Compared, ComparisonVerdict, Missing, compare
-from ratchet.tuner.reports.report import Report, report
+from ratchet.tuner.reports.report import TuningReport, report
 from ratchet.tuner.reports.tuning_result import TuningResult, plain, task_set
 from ratchet.tuner.rollouts.prices import UNKNOWN, Money, RolloutCost
 from ratchet.tuning.reports import effect_cells
@@ -43,7 +43,7 @@ class Runs:
         self.made.append(tuning)
         return tuning.id
 
-    def report(self, **asked: Any) -> Report:
+    def report(self, **asked: Any) -> TuningReport:
         return report(list(reversed(self.made)), **asked)
 
 

@@ -20,7 +20,7 @@ from ratchet.trainer.controller.judges.opinion import DraftVerdict
 from ratchet.trainer.settings.judge_specs import read_spec
 from ratchet.trainer.tasks.task_set import Task
 from ratchet.tuner.rollouts.runner import RolloutRunner
-from ratchet.tuner.rollouts.scoring import NO_CALL, NO_JUDGE, Scorer
+from ratchet.tuner.rollouts.scoring import NO_CALL, NO_JUDGE, RolloutScorer
 from tests.proxy.conftest import Proxy
 from tests.tuner.conftest import ALIAS, jobs_of
 
@@ -58,7 +58,7 @@ def rollouts_of(runner: RolloutRunner, tasks: list[Task], tuning: Tuning, attemp
 def test_a_judge_gets_the_row_and_the_response(
     runner: Make, tasks: list[Task], tuning: Tuning, store: Store, spec: Any
 ) -> None:
-    scored = Scorer(store, judge_of(spec), alias=ALIAS).score(rollouts_of(runner(), tasks, tuning, attempts=2))
+    scored = RolloutScorer(store, judge_of(spec), alias=ALIAS).score(rollouts_of(runner(), tasks, tuning, attempts=2))
     assert [one.score for one in scored] == [0, 0, 1, 1] * 4
     assert store.rollouts.of_tuning(tuning.id, responses=True) == scored
     assert all(one.prompt_tokens > 0 and one.completion_tokens > 0 for one in scored)
@@ -67,19 +67,21 @@ def test_a_judge_gets_the_row_and_the_response(
 def test_without_a_judge_the_workflows_own_reward_counts(
     runner: Make, tasks: list[Task], tuning: Tuning, store: Store
 ) -> None:
-    scored = Scorer(store, None, alias=ALIAS).score(rollouts_of(runner("rewards_itself"), tasks, tuning))
+    scored = RolloutScorer(store, None, alias=ALIAS).score(rollouts_of(runner("rewards_itself"), tasks, tuning))
     assert [one.score for one in scored] == [0, 1] * 4
     assert {one.judge for one in scored} == {"workflow"}
-    judged = Scorer(store, judge_of({"kind": "workflow"}), alias=ALIAS).score(scored)
+    judged = RolloutScorer(store, judge_of({"kind": "workflow"}), alias=ALIAS).score(scored)
     assert [one.score for one in judged] == [0, 1] * 4
-    unjudged = Scorer(store, None, alias=ALIAS).score(rollouts_of(runner("ask"), tasks[:1], tuning))
+    unjudged = RolloutScorer(store, None, alias=ALIAS).score(rollouts_of(runner("ask"), tasks[:1], tuning))
     assert [(one.score, one.judge_failure) for one in unjudged] == [(None, NO_JUDGE)]
 
 
 def test_a_judge_failure_is_kept_and_is_no_number(
     runner: Make, tasks: list[Task], tuning: Tuning, store: Store
 ) -> None:
-    scored = Scorer(store, judge_of(f"{__name__}:sees"), alias=ALIAS).score(rollouts_of(runner(), tasks[:2], tuning))
+    scored = RolloutScorer(store, judge_of(f"{__name__}:sees"), alias=ALIAS).score(
+        rollouts_of(runner(), tasks[:2], tuning)
+    )
     assert [one.score for one in scored] == [None, None]
     assert all(str(one.judge_failure).startswith("AssertionError") for one in scored)
 
@@ -87,14 +89,14 @@ def test_a_judge_failure_is_kept_and_is_no_number(
 def test_a_failed_rollout_is_not_judged_and_keeps_its_failure(
     runner: Make, tasks: list[Task], tuning: Tuning, store: Store
 ) -> None:
-    (one,) = Scorer(store, judge_of(f"{__name__}:by_row"), alias=ALIAS).score(
+    (one,) = RolloutScorer(store, judge_of(f"{__name__}:by_row"), alias=ALIAS).score(
         rollouts_of(runner("crashes"), tasks[:1], tuning)
     )
     assert (one.state, one.score, one.judge) == (RolloutState.FAILED, None, None)
 
 
 def test_a_workflow_that_never_called_is_told(runner: Make, tasks: list[Task], tuning: Tuning, store: Store) -> None:
-    (one,) = Scorer(store, judge_of(f"{__name__}:by_row"), alias=ALIAS).score(
+    (one,) = RolloutScorer(store, judge_of(f"{__name__}:by_row"), alias=ALIAS).score(
         rollouts_of(runner("only_the_task"), tasks[:1], tuning)
     )
     assert one.judge_failure == NO_CALL
@@ -103,7 +105,7 @@ def test_a_workflow_that_never_called_is_told(runner: Make, tasks: list[Task], t
 def test_tokens_of_failed_rollouts_count_too(
     runner: Make, tasks: list[Task], tuning: Tuning, store: Store, proxy: Proxy
 ) -> None:
-    (one,) = Scorer(store, None, alias=ALIAS).score(rollouts_of(runner("asks_then_crashes"), tasks[:1], tuning))
+    (one,) = RolloutScorer(store, None, alias=ALIAS).score(rollouts_of(runner("asks_then_crashes"), tasks[:1], tuning))
     assert one.state is RolloutState.FAILED
     assert one.prompt_tokens > 0
 
@@ -118,11 +120,11 @@ def test_what_a_proxy_has_not_shipped_is_unjudged_and_never_judged_on_a_part(
     )
     store.proxy_instances.heartbeat(behind)
     judge = judge_of(f"{__name__}:by_row")
-    scored = Scorer(store, judge, alias=ALIAS, max_wait_seconds=0.3).score(made)
+    scored = RolloutScorer(store, judge, alias=ALIAS, max_wait_seconds=0.3).score(made)
     assert [one.score for one in scored] == [None, None]
     assert all("not all in the store after 0.3 s" in str(one.judge_failure) for one in scored)
     store.proxy_instances.remove("d")
-    assert [one.score for one in Scorer(store, judge, alias=ALIAS).score(scored)] == [0, 1]
+    assert [one.score for one in RolloutScorer(store, judge, alias=ALIAS).score(scored)] == [0, 1]
 
 
 class Slow:
@@ -149,6 +151,6 @@ def test_few_transcripts_are_in_memory_at_a_time(runner: Make, tasks: list[Task]
     made = rollouts_of(runner(), tasks, tuning)
     gc.collect()
     before, slow = sum(type(one) is Transcript for one in gc.get_objects()), Slow()
-    scored = Scorer(store, slow, alias=ALIAS).score(made)
+    scored = RolloutScorer(store, slow, alias=ALIAS).score(made)
     assert [one.score for one in scored] == [1.0] * 8
     assert slow.most - before < 6

@@ -19,7 +19,7 @@ from ratchet.trainer.tasks.task_set import Task, TaskSet
 from ratchet.tuner.reports.tuning_result import read
 from ratchet.tuner.rollouts.prices import prices_of
 from ratchet.tuner.rollouts.runner import RolloutRunner
-from ratchet.tuner.rollouts.scoring import Scorer
+from ratchet.tuner.rollouts.scoring import RolloutScorer
 from ratchet.tuner.rollouts.workflow import load_workflow
 from ratchet.tuner.selection.choice import Selection
 from ratchet.tuner.selection.model_selection import (
@@ -58,7 +58,7 @@ class SelectionSetup:
         selector = ModelSelector(
             self.store,
             RolloutRunner(self.store, self.proxy.url, None, workflow, settings, alias="agent"),
-            Scorer(self.store, made, alias="agent"),
+            RolloutScorer(self.store, made, alias="agent"),
             prices_of(self.listed),
         )
         request = Request(
@@ -142,7 +142,7 @@ async def test_what_ended_is_not_run_again(bench: SelectionSetup) -> None:
     )
     workflow = load_workflow("tests.harness.tuner.workflows:ask")
     runner = RolloutRunner(bench.store, bench.proxy.url, None, workflow, TunerSettings(), alias="agent")
-    scorer = Scorer(bench.store, FunctionJudge("tests.harness.tuner.judges:exact"), alias="agent")
+    scorer = RolloutScorer(bench.store, FunctionJudge("tests.harness.tuner.judges:exact"), alias="agent")
     tuning = bench.store.tunings.begin("select-model", "agent", {})
     some = jobs_of(request, bench.tasks[:6])[:7]
     await runner.run(some, tuning.id)

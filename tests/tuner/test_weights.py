@@ -22,7 +22,7 @@ from ratchet.tuner.reports.tuning_result import plain as plain_result
 from ratchet.tuner.reports.tuning_result import read
 from ratchet.tuner.rollouts.prices import Prices
 from ratchet.tuner.rollouts.runner import RolloutRunner
-from ratchet.tuner.rollouts.scoring import Scorer
+from ratchet.tuner.rollouts.scoring import RolloutScorer
 from ratchet.tuner.rollouts.workflow import load_workflow
 from ratchet.tuner.settings.tuner_settings import TunerSettings
 from ratchet.tuner.tasks.task_mix import parse_families
@@ -111,7 +111,7 @@ class Stand:
             self.store, self._proxy.url, None, load_workflow(AGENT), TunerSettings(concurrency=8),
             alias=ALIAS,
         )  # fmt: skip
-        scorer = Scorer(self.store, judge, alias=ALIAS)
+        scorer = RolloutScorer(self.store, judge, alias=ALIAS)
         settings = TrainerSettings(
             store="unused", model=ALIAS, base_model="unused", vllm=("http://127.0.0.1:1",), checkpoints=self.folder,
             judge="tests.harness.tuner.scripted_versions:judge",

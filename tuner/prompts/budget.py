@@ -24,7 +24,7 @@ class Budget:
     tokens: int | None = None
     reserved_rollouts: int = 0
     concurrency: int = 8
-    begun: int = 0
+    started_rollouts: int = 0
     agent_tokens: int = 0
     reflection_tokens: int = 0
     reflections: int = 0
@@ -40,7 +40,7 @@ class Budget:
 
     def left(self, *, held_out: bool = False) -> int:
         """Return how many more rollouts may start."""
-        return max(0, self.rollouts - self.begun - (0 if held_out else self.reserved_rollouts))
+        return max(0, self.rollouts - self.started_rollouts - (0 if held_out else self.reserved_rollouts))
 
     def allow(self, wanted: int, *, held_out: bool = False) -> int:
         """Return how many of the wanted rollouts may start now. Raises BudgetExceeded if none may.
@@ -72,7 +72,7 @@ class Budget:
 
     def record_rollout(self, tokens: int) -> None:
         """Count a started rollout."""
-        self.begun += 1
+        self.started_rollouts += 1
         self.agent_tokens += tokens
         if tokens:
             self._measured += 1

@@ -24,7 +24,7 @@ from ratchet.trainer.observability.progress import Progress
 from ratchet.trainer.tasks.task_set import TEST, TRAIN, Task, TaskSet
 from ratchet.tuner.prompts.budget import Budget
 from ratchet.tuner.prompts.optimizer import load_optimizer
-from ratchet.tuner.prompts.prompt_tuning import Found, Plan, PromptTuning, details
+from ratchet.tuner.prompts.prompt_tuning import Found, PromptPlan, PromptTuning, details
 from ratchet.tuner.prompts.reflection_model import Answered, ReflectionModel
 from ratchet.tuner.prompts.seed_prompt import SeedPrompt, given, serving
 from ratchet.tuner.prompts.task_splits import Sets, Sizes, divide
@@ -32,7 +32,7 @@ from ratchet.tuner.prompts.trials import MAX_FEEDBACK_CHARS, SEED, Trials
 from ratchet.tuner.reports.tuning_result import TuningResult, plain, task_set
 from ratchet.tuner.rollouts.prices import Money, Prices, RolloutCost
 from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner
-from ratchet.tuner.rollouts.scoring import Scorer
+from ratchet.tuner.rollouts.scoring import RolloutScorer
 from ratchet.tuner.selection.choice import figures_of
 from ratchet.tuner.selection.model_selection import busy_seconds
 from ratchet.tuner.settings.prompt_settings import SEARCH_ROLLOUTS
@@ -44,17 +44,17 @@ _MAX_ROWS = 20_000  # read from a split
 
 
 @dataclass(frozen=True, slots=True)
-class Tools:
-    """What a run needs besides its settings. `runner` must not retry: the budget counts every rollout."""
+class PromptRunContext:
+    """Components of a run besides its settings. `runner` must not retry: the budget counts every rollout."""
 
     store: Store
     tasks: TaskSet
     runner: RolloutRunner
-    scorer: Scorer
+    scorer: RolloutScorer
     reflection_key: str | None
     prices: Prices
     progress: Progress
-    tell: Callable[[str], None]
+    report: Callable[[str], None]
 
 
 def check(settings: TunerSettings) -> None:
@@ -71,19 +71,19 @@ def config_of(settings: TunerSettings, judge: Any, seed_prompt: str | None) -> d
     return {"tuner": settings.model_dump(mode="json"), "judge": judge, "seed_prompt": seed_prompt}
 
 
-def run(tuning: Tuning, tools: Tools) -> TuningResult:
+def run(tuning: Tuning, context: PromptRunContext) -> TuningResult:
     """Run or resume a tuning and store the result. Raises TuningError, StoreError."""
-    result = _Run(tuning, tools).run()
-    tools.store.tunings.end(tuning.id, "done", plain(result))
+    result = _PromptRun(tuning, context).run()
+    context.store.tunings.end(tuning.id, "done", plain(result))
     return result
 
 
-class _Run:
+class _PromptRun:
     """A run in this process."""
 
-    def __init__(self, tuning: Tuning, tools: Tools) -> None:
+    def __init__(self, tuning: Tuning, context: PromptRunContext) -> None:
         self._tuning = tuning
-        self._tools = tools
+        self._context = context
         self._settings = TunerSettings.model_validate(tuning.config["tuner"])
         self._tasks: dict[str, Task] = {}
         self._plan = self._planned()
@@ -93,31 +93,31 @@ class _Run:
         prompt = self._settings.prompt
         rollouts = prompt.max_rollouts or SEARCH_ROLLOUTS + self._plan.held_out_rollouts
         self._budget = Budget(rollouts, prompt.max_total_tokens, concurrency=self._settings.concurrency)
-        self._work = tools.progress.begin(PROMPT_TUNING, rollouts)
+        self._work = context.progress.begin(PROMPT_TUNING, rollouts)
 
     def run(self) -> TuningResult:
         """Search, compare, and return the record."""
-        tools, settings = self._tools, self._settings
+        context, settings = self._context, self._settings
         with asyncio.Runner() as loop:  # one event loop for all rollouts, because the agent's clients belong to it
 
             def run_jobs(jobs: Sequence[RolloutJob]) -> list[Rollout]:
-                made = loop.run(tools.runner.run(jobs, self._tuning.id, self._ended))
+                made = loop.run(context.runner.run(jobs, self._tuning.id, self._ended))
                 scored = self._scored(made)
                 for one in scored:
                     if one.score is not None:
                         self._work.note(score=one.score)
                 return scored
 
-            tools.scorer.count_abandoned_tokens(self._tuning.id)
+            context.scorer.count_abandoned_tokens(self._tuning.id)
             trials = Trials(
-                tools.store, self._tuning.id, self._tasks, run_jobs, self._scored, self._budget,
+                context.store, self._tuning.id, self._tasks, run_jobs, self._scored, self._budget,
                 max_prompt_chars=settings.prompt.max_prompt_chars, failure_score=settings.failure_score,
                 model=self._model(), explanations=self._explanations,
             )  # fmt: skip
-            self._work.at(self._budget.begun, self._budget.rollouts)
+            self._work.at(self._budget.started_rollouts, self._budget.rollouts)
             tuned = PromptTuning(
-                tools.store, trials, self._budget, load_optimizer(settings.prompt.method), self._reflection,
-                self._plan, tools.tell,
+                context.store, trials, self._budget, load_optimizer(settings.prompt.method), self._reflection,
+                self._plan, context.report,
             )  # fmt: skip
             try:
                 found = tuned.run()
@@ -134,7 +134,7 @@ class _Run:
             if verdict.trajectory_id in train and verdict.explanation:
                 self._explanations[verdict.trajectory_id] = shortened(verdict.explanation, MAX_FEEDBACK_CHARS)
 
-        scored = self._tools.scorer.score(rollouts, keep_explanation)
+        scored = self._context.scorer.score(rollouts, keep_explanation)
         if len(self._explanations) > before:
             self._write_progress()
         return scored
@@ -142,27 +142,27 @@ class _Run:
     def _ended(self, rollout: Rollout) -> None:
         self._work.add()
 
-    def _planned(self) -> Plan:
+    def _planned(self) -> PromptPlan:
         prompt, file = self._settings.prompt, self._tuning.config.get("seed_prompt")
         mode = None if prompt.mode == "auto" else prompt.mode
-        return Plan(
+        return PromptPlan(
             sets=self._sets(),
             attempts=self._settings.attempts,
             seed=self._settings.seed,
             reflection_minibatch_size=prompt.reflection_minibatch_size,
             max_prompt_chars=prompt.max_prompt_chars,
-            seed_prompt=serving(self._tools.store, self._tuning.alias, mode) if file is None else given(str(file)),
+            seed_prompt=serving(self._context.store, self._tuning.alias, mode) if file is None else given(str(file)),
             mode=mode,
             failure_score=self._settings.failure_score,
         )
 
     def _model(self) -> str | None:
         """Return the live version by name, so that no canary serves a part of the rollouts."""
-        live = self._tools.store.policies.live().get(self._tuning.alias)
+        live = self._context.store.policies.live().get(self._tuning.alias)
         return None if live is None else f"{live.alias}@{live.version}"
 
     def _sets(self) -> Sets:
-        prompt, splits = self._settings.prompt, self._tools.tasks.splits()
+        prompt, splits = self._settings.prompt, self._context.tasks.splits()
         sizes = Sizes(prompt.train_tasks, prompt.validation_tasks, prompt.held_out_tasks)
         train = TRAIN if TRAIN in splits else splits[0]
         checked = next((split for split in splits if split in VALIDATION and split != train), None)
@@ -173,8 +173,8 @@ class _Run:
         self._tasks = {task: row for task, row in self._tasks.items() if task in used}
         return sets
 
-    def _read(self, split: str, most: int | None = _MAX_ROWS) -> list[Task]:
-        tasks = list(islice(self._tools.tasks.rows(split), most))
+    def _read(self, split: str, limit: int | None = _MAX_ROWS) -> list[Task]:
+        tasks = list(islice(self._context.tasks.rows(split), limit))
         self._tasks |= {task.id: task for task in tasks}
         return tasks
 
@@ -182,7 +182,7 @@ class _Run:
         spec = self._settings.reflection
         assert spec is not None  # checked by `check`
         return ReflectionModel(
-            LanguageModel(spec, self._tools.reflection_key),
+            LanguageModel(spec, self._context.reflection_key),
             self._budget,
             mode=seed.mode,
             max_prompt_chars=self._settings.prompt.max_prompt_chars,
@@ -193,10 +193,10 @@ class _Run:
     def _keep(self, answered: Answered, judge_requests: Sequence[JudgeRequest]) -> None:
         self._answered.append(answered)
         self._write_progress()
-        self._tools.store.groups.record_judge_requests(judge_requests)
+        self._context.store.groups.record_judge_requests(judge_requests)
 
     def _write_progress(self) -> None:
-        self._tools.store.tunings.update(
+        self._context.store.tunings.update(
             self._tuning.id, {"answered": self._answered, "explanations": self._explanations}
         )
 
@@ -211,7 +211,7 @@ class _Run:
             technique=f"{method.upper()}, {len(found.tried)} prompts",
             alias=self._tuning.alias,
             task_set=task_set(str(self._settings.tasks), TEST, self._plan.sets.held_out),
-            judge=self._tools.scorer.name,
+            judge=self._context.scorer.name,
             workflow=str(self._settings.workflow),
             attempts=self._settings.attempts,
             baseline="the agent's own prompt" if found.baseline == SEED else found.baseline,
@@ -226,7 +226,7 @@ class _Run:
     def _spent(self, trials: Trials) -> RolloutCost:
         """Return the cost of the agent and the reflections."""
         served = [replace(one, model=one.model or self._tuning.alias) for one in trials.rollouts]
-        agent = figures_of("", served, self._tools.prices).spent
+        agent = figures_of("", served, self._context.prices).spent
         tokens = self._budget.reflection_tokens
         money = Money(self._budget.cost or 0.0, known=self._budget.cost is not None)
         return agent + RolloutCost(prompt_tokens=tokens, money=money)

@@ -34,7 +34,7 @@ Verdict = Literal["better", "no better", "worse", "inconclusive"]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PromptPlan:
     """Parameters of a run.
 
     `attempts` per held-out task; `seed_prompt` None: the agent's own; `mode` None: automatic.
@@ -86,8 +86,8 @@ class PromptTuning:
         budget: Budget,
         optimizer: PromptOptimizer,
         reflection: Callable[[SeedPrompt], Reflection],
-        plan: Plan,
-        tell: Callable[[str], None] = lambda line: None,
+        plan: PromptPlan,
+        report: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._store = store
         self._trials = trials
@@ -95,7 +95,7 @@ class PromptTuning:
         self._optimizer = optimizer
         self._reflection = reflection
         self._plan = plan
-        self._tell = tell
+        self._report = report
 
     def run(self) -> Found:
         """Run until the budget ends. Raises BudgetTooSmall, SeedPromptUnknown, Unjudged, TuningError."""
@@ -107,12 +107,12 @@ class PromptTuning:
             )
         self._budget.reserved_rollouts = plan.held_out_rollouts - self._trials.known(plan.sets.held_out)
         seed = self._seed()
-        self._tell(f"seed prompt: {seed.note}")
+        self._report(f"seed prompt: {seed.note}")
         ended_by = self._search(seed)
         tried = self._trials.tried(plan.sets.validation)
         baseline = self._trials.candidate(seed.text)
         best = self._best(tried, baseline)
-        self._tell(f"{len(tried)} prompts were tried on all validation tasks; {ended_by}")
+        self._report(f"{len(tried)} prompts were tried on all validation tasks; {ended_by}")
         if best == baseline:
             why = "no proposed prompt was better than the seed on the validation tasks"
             return self._found(seed, baseline, best, "no better", why, None, tried, ended_by)
@@ -174,13 +174,13 @@ class PromptTuning:
         enough = self._trials.affordable_rollouts(both)
         if enough < len(both):
             held_out = held_out[:enough]
-            self._tell(
+            self._report(
                 f"compared on {enough} of {len(both)} held-out tasks: interrupted rollouts used the budget of the rest"
             )
         try:  # together, so that a judge that ranks sees both
             self._trials.ensure_rollouts([place for task in both[:enough] for place in task], held_out=True)
         except BudgetExceeded as spent:
-            self._tell(f"the comparison on held-out tasks was cut short: {spent}")
+            self._report(f"the comparison on held-out tasks was cut short: {spent}")
         marks, against = (self._trials.marks(one, held_out, plan.attempts) for one in (best, baseline))
         return compare(marks, against, names=(best, baseline), failure_score=plan.failure_score)
 
@@ -216,7 +216,7 @@ def judged(gain: Compared) -> tuple[Verdict, str]:
     return "inconclusive", "the interval on the held-out tasks contains zero: use more tasks or attempts"
 
 
-def details(found: Found, plan: Plan, budget: Budget, about: Mapping[str, Any]) -> dict[str, Any]:
+def details(found: Found, plan: PromptPlan, budget: Budget, about: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of the record that only prompt tuning has."""
     return {
         **about,
@@ -239,7 +239,7 @@ def details(found: Found, plan: Plan, budget: Budget, about: Mapping[str, Any]) 
         "search_ended_by": found.ended_by,
         "budget": {
             "rollouts": budget.rollouts,
-            "rollouts_begun": budget.begun,
+            "rollouts_begun": budget.started_rollouts,
             "tokens": budget.tokens,
             "agent_tokens": budget.agent_tokens,
             "reflection_tokens": budget.reflection_tokens,

@@ -1,4 +1,4 @@
-"""Trials: the scores of prompts on tasks, by rollouts, each made once and remembered.
+"""Trials: the scores of prompts on tasks, by rollouts, each run once and stored.
 
 Guarantees: a pair of prompt and task is rolled out at most once per run, even across `kill -9`, because the record is
 the store; rollouts interrupted by a kill count against the budget; a failed rollout counts as the failure score, never
@@ -168,25 +168,25 @@ class Trials:
         return tried
 
     def transcript(self, candidate: str, task_id: str) -> Transcript | None:
-        """Return what the agent of a rollout did; None where it made no call."""
+        """Return the transcript of a rollout; None if it sent no call."""
         rollout = self._rollouts.get((candidate, task_id, 0))
         if rollout is None or not self._store.trajectories.last_active([rollout.id]):
             return None
         return self._store.trajectories.read(rollout.id)
 
     def known(self, task_ids: Sequence[str]) -> int:
-        """Return how many rollouts there are at these tasks."""
+        """Return the number of rollouts on these tasks."""
         wanted = set(task_ids)
         return sum(task in wanted for _, task, _ in self._rollouts)
 
     def failure_of_all(self, candidate: str, task_ids: Sequence[str]) -> str | None:
-        """Return why a candidate's rollouts at these tasks failed, if every one of them did."""
+        """Return a failure of a candidate on these tasks if all of its rollouts failed; else None."""
         found = [self._rollouts.get((candidate, task, 0)) for task in task_ids]
         failures = [one.failure for one in found if one is not None and one.failure is not None]
         return failures[0] if len(failures) == len(found) else None
 
     def affordable_rollouts(self, places: Sequence[Sequence[RolloutKey]]) -> int:
-        """Return how many of these sets of keys, from the first on, the rollouts that are left suffice for."""
+        """Return how many of these sets of keys, from the first, the remaining rollouts suffice for."""
         left = self._budget.left(held_out=True)
         for number, some in enumerate(places):
             left -= sum(place not in self._rollouts for place in some)

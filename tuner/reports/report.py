@@ -65,7 +65,7 @@ class ExcludedTuning(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class TuningReport(msgspec.Struct, frozen=True, kw_only=True):
     """All methods in order of effort; `task_set` None: no run has finished."""
 
     alias: str | None
@@ -82,7 +82,7 @@ def report(
     alias: str | None = None,
     tasks: str | None = None,
     judge: str | None = None,
-) -> Report:
+) -> TuningReport:
     """Return the report on these runs, given newest first; `live`: the live versions by alias.
 
     `alias`, `tasks` (source or fingerprint) and `judge` (name or name:version) select the runs to compare.
@@ -97,8 +97,7 @@ def report(
             excluded.append(ExcludedTuning(tuning_id=tuning.id, method=tuning.kind, why=found))
         else:
             finished.append((tuning, found))
-    asked = [one for _, one in finished if _is_asked(one, alias, tasks, judge)]
-    reference = asked[0] if asked else None
+    reference = next((one for _, one in finished if _matches(one, alias, tasks, judge)), None)
     taken: dict[str, tuple[Tuning, TuningResult]] = {}
     for tuning, result in finished:
         why = _why_not(result, reference, tuning.kind in taken)
@@ -106,7 +105,7 @@ def report(
             taken[tuning.kind] = (tuning, result)
         else:
             excluded.append(ExcludedTuning(tuning_id=tuning.id, method=tuning.kind, why=why))
-    return Report(
+    return TuningReport(
         alias=reference.alias if reference else alias,
         task_set=reference.task_set if reference else None,
         judge=reference.judge if reference else None,
@@ -120,12 +119,12 @@ def missing(
 ) -> str | None:
     """Return an error message if no finished run matches the selection but others exist; else None."""
     found = [one for tuning in tunings if tuning.kind in METHODS and not isinstance(one := _finished(tuning), str)]
-    if not found or any(_is_asked(one, alias, tasks, judge) for one in found):
+    if not found or any(_matches(one, alias, tasks, judge) for one in found):
         return None
-    asked = {"model": alias, "tasks": tasks, "judged-by": judge}
+    selection = {"model": alias, "tasks": tasks, "judged-by": judge}
     known = {"model": [one.alias for one in found], "tasks": [one.task_set.source for one in found],
              "judged-by": [one.judge for one in found]}  # fmt: skip
-    wanted = " ".join(f"--{name} {value}" for name, value in asked.items() if value is not None)
+    wanted = " ".join(f"--{name} {value}" for name, value in selection.items() if value is not None)
     there = "; ".join(f"--{name} {', '.join(dict.fromkeys(values))}" for name, values in known.items())
     return f"no finished run is of {wanted}; there are runs of {there}"
 
@@ -144,12 +143,12 @@ def _finished(tuning: Tuning) -> TuningResult | str:
 
 
 def _scored_nothing(result: TuningResult) -> bool:
-    """Whether every attempt of both sides failed or is unjudged."""
+    """Return whether every attempt of both sides failed or is unjudged."""
     gain, attempts = result.gain, 2 * result.attempts * result.task_set.tasks
     return gain is not None and gain.failed + gain.against_failed + gain.unjudged >= attempts
 
 
-def _is_asked(result: TuningResult, alias: str | None, tasks: str | None, judge: str | None) -> bool:
+def _matches(result: TuningResult, alias: str | None, tasks: str | None, judge: str | None) -> bool:
     same_tasks = tasks in (None, result.task_set.source, result.task_set.fingerprint)
     same_judge = judge is None or result.judge in (judge, f"{judge}:{result.judge.rpartition(':')[2]}")
     return same_tasks and same_judge and alias in (None, result.alias)

@@ -27,7 +27,7 @@ from ratchet.tuner.settings.tuner_settings import TunerSettings
 
 _MIN_SPREAD = 1e-9
 _VALUES_TRIED = 8  # values of the row, tried as answers
-_NOT_OF_THE_ROW = 3  # other answers, tried before them
+_OTHER_ANSWERS = 3  # tried before them
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def judge_problems(judge: Judge | None, transcript: Transcript | None) -> Iterat
     answers = _answers(transcript)
     members = [_answered(transcript, answer, number) for number, answer in enumerate(answers)]
     if transcript.tools:
-        tried = answers[_NOT_OF_THE_ROW:]
+        tried = answers[_OTHER_ANSWERS:]
         members += [
             _answered_by_tools(transcript, answer, len(answers) + number) for number, answer in enumerate(tried)
         ]
@@ -133,7 +133,7 @@ def _answered(transcript: Transcript, answer: Any, number: int) -> Transcript:
 
 def _answered_by_tools(transcript: Transcript, answer: str, number: int) -> Transcript:
     """Return the transcript of an agent that answers at once, with the answer as every text argument of its tools."""
-    asked = [message for message in transcript.messages if message.get("role") in ("system", "developer", "user")]
+    prompt = [message for message in transcript.messages if message.get("role") in ("system", "developer", "user")]
     calls = [
         {"id": f"call_{place}", "type": "function", "function": {"name": name, "arguments": json.dumps(dict(given))}}
         for place, tool in enumerate(transcript.tools)
@@ -144,7 +144,7 @@ def _answered_by_tools(transcript: Transcript, answer: str, number: int) -> Tran
         {"role": "assistant", "content": None, "tool_calls": calls} if calls else {"role": "assistant", "content": ""}
     )
     changed = _answered(transcript, answer, number)
-    return msgspec.structs.replace(changed, messages=(*asked, message))
+    return msgspec.structs.replace(changed, messages=(*prompt, message))
 
 
 def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:

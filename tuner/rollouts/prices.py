@@ -86,11 +86,11 @@ class Prices:
         self._known = dict(known)
 
     def of(self, model: str) -> Price | None:
-        """Return a model's price; None where it is unknown. `alias@3` has the price of `alias`."""
+        """Return a model's price, or None. `alias@3` has the price of `alias`."""
         return self._known.get(model) or self._known.get(model.partition("@")[0])
 
     def money(self, model: str, prompt_tokens: int, completion_tokens: int) -> Money:
-        """Return what these tokens cost."""
+        """Return the cost of these tokens."""
         price = self.of(model)
         if price is None:
             return UNKNOWN if prompt_tokens or completion_tokens else FREE
@@ -98,10 +98,10 @@ class Prices:
 
 
 def prices_of(model_list: Iterable[Mapping[str, Any]], own: Mapping[str, Mapping[str, Any]] | None = None) -> Prices:
-    """Return the prices that the settings tell; a name that stands twice costs the dearer, each token by itself.
+    """Return the prices in the settings; entries with the same name cost the higher price of each token.
 
-    `own`: the same two names by alias, for models that are served here. An entry that says only one of the two prices
-    has no known price; a pool has one only where all of its members do.
+    `own`: prices by alias, for models served by vLLM. An entry with only one of the two prices has no known price, and
+    neither has a pool with such a member.
     """
     found: dict[str, Price | None] = {}
     for entry in model_list:

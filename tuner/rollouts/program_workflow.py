@@ -19,10 +19,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
 from ratchet.trainer.errors import WorkflowError, WorkflowFailed
-from ratchet.tuner.rollouts.workflow_output import Outcome, outcome_of
+from ratchet.tuner.rollouts.workflow_output import RolloutOutcome, outcome_of
 
-_MOST_READ = 16 * 2**20  # bytes of stdout
-_TAIL = 2000  # characters of stderr in an error
+_MAX_STDOUT_BYTES = 16 * 2**20
+_MAX_STDERR_CHARS = 2000  # in an error
 _PARTS = frozenset({"response", "reward", "metrics"})
 
 
@@ -47,7 +47,7 @@ class ProgramWorkflow:
         model: str,
         system_prompt: str | None = None,
         seed: int | None = None,
-    ) -> Outcome:
+    ) -> RolloutOutcome:
         """Run the program once. Raises WorkflowFailed."""
         given = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": model}
         if system_prompt is not None:
@@ -58,7 +58,7 @@ class ProgramWorkflow:
             self._words, environment(os.environ) | given, json.dumps(task).encode()
         )
         if status:
-            message = errors.decode(errors="replace").strip()[-_TAIL:]
+            message = errors.decode(errors="replace").strip()[-_MAX_STDERR_CHARS:]
             raise WorkflowFailed(f"exit code {status}: {message or 'nothing on stderr'}")
         return _read(output)
 
@@ -112,17 +112,17 @@ async def _pipe() -> AsyncIterator[tuple[asyncio.StreamReader, BinaryIO]]:
 
 async def _read_all(stream: asyncio.StreamReader) -> bytes:
     read = bytearray()
-    while piece := await stream.read(2**16):
-        read += piece
-        if len(read) > _MOST_READ:
-            raise WorkflowFailed(f"the program wrote more than {_MOST_READ:,} bytes to stdout")
+    while chunk := await stream.read(2**16):
+        read += chunk
+        if len(read) > _MAX_STDOUT_BYTES:
+            raise WorkflowFailed(f"the program wrote more than {_MAX_STDOUT_BYTES:,} bytes to stdout")
     return bytes(read)
 
 
 async def _read_tail(stream: asyncio.StreamReader) -> bytes:
     read = b""
-    while piece := await stream.read(2**16):
-        read = (read + piece)[-4 * _TAIL :]
+    while chunk := await stream.read(2**16):
+        read = (read + chunk)[-4 * _MAX_STDERR_CHARS :]
     return read
 
 
@@ -138,11 +138,11 @@ def _kill_group(process: asyncio.subprocess.Process) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _read(output: bytes) -> Outcome:
+def _read(output: bytes) -> RolloutOutcome:
     text = output.decode(errors="replace").strip()
     if text.startswith("{"):
         with contextlib.suppress(ValueError, RecursionError):
             found: Any = json.loads(text)
             if isinstance(found, dict) and set(found) <= _PARTS:
                 return outcome_of(found)
-    return Outcome(text)
+    return RolloutOutcome(text)

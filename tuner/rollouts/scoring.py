@@ -34,7 +34,7 @@ NO_CALL = "no call of this rollout reached the proxy: the workflow must use the 
 NO_JUDGE = "no judge is set and the workflow returned no reward: give --judge, or return {response, reward}"
 
 
-class Scorer:
+class RolloutScorer:
     """Scores rollouts with a judge, or with their own rewards if there is none."""
 
     def __init__(

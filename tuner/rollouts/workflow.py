@@ -37,9 +37,9 @@ from ratchet.trainer.user_code.entry_points import (
 )
 from ratchet.trainer.user_code.exit_guard import exited
 from ratchet.tuner.rollouts.program_workflow import ProgramWorkflow
-from ratchet.tuner.rollouts.workflow_output import Outcome, outcome_of
+from ratchet.tuner.rollouts.workflow_output import RolloutOutcome, outcome_of
 
-__all__ = ["PARAMETERS", "FunctionWorkflow", "Outcome", "Workflow", "load_workflow"]
+__all__ = ["PARAMETERS", "FunctionWorkflow", "RolloutOutcome", "Workflow", "load_workflow"]
 
 PARAMETERS = ("task", "base_url", "api_key", "model", "system_prompt", "seed")
 
@@ -60,7 +60,7 @@ class Workflow(Protocol):
         model: str,
         system_prompt: str | None = None,
         seed: int | None = None,
-    ) -> Outcome:
+    ) -> RolloutOutcome:
         """Run one task. Raises the agent's exceptions and WorkflowFailed."""
 
 
@@ -102,7 +102,7 @@ class FunctionWorkflow:
         model: str,
         system_prompt: str | None = None,
         seed: int | None = None,
-    ) -> Outcome:
+    ) -> RolloutOutcome:
         """Call the function. Raises its exceptions."""
         offered: dict[str, Any] = {"task": dict(task), "base_url": base_url, "api_key": api_key, "model": model}
         offered |= {"system_prompt": system_prompt, "seed": seed}

@@ -17,7 +17,7 @@ _MAX_DEPTH = 50
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
+class RolloutOutcome:
     """Result of a rollout. `response` is JSON; `reward` None: a judge decides; `metrics`: name -> number."""
 
     response: Any = None
@@ -30,13 +30,13 @@ class Outcome:
         return None if self.response is None else json.dumps(self.response)
 
 
-def outcome_of(answer: Any) -> Outcome:
+def outcome_of(answer: Any) -> RolloutOutcome:
     """Read a workflow's return value. Raises WorkflowFailed.
 
     A mapping with no keys besides response, reward and metrics, or an object with `response` and one of the others, is
     split into these parts; any other value is the response.
     """
-    if isinstance(answer, Outcome):
+    if isinstance(answer, RolloutOutcome):
         return answer
     if isinstance(answer, Mapping) and answer and set(answer) <= _PARTS:
         parts = answer
@@ -49,7 +49,7 @@ def outcome_of(answer: Any) -> Outcome:
         raise WorkflowFailed(
             f"the response is longer than {_MAX_RESPONSE_CHARS:,} characters; return only what the judge needs"
         )
-    return Outcome(response, _reward(parts.get("reward")), _metrics(parts.get("metrics")))
+    return RolloutOutcome(response, _reward(parts.get("reward")), _metrics(parts.get("metrics")))
 
 
 def _reward(value: Any) -> float | None:

@@ -70,7 +70,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
     def measured(self) -> bool:
         """Whether any rollout was finished and judged; otherwise the ranking means nothing."""
         pairs = zip(self.figures, self.ranking.scores, strict=True)
-        return any(own.ended > standing.unjudged for own, standing in pairs)
+        return any(own.ended > scored.unjudged for own, scored in pairs)
 
 
 def marks_of(rollouts: Iterable[Rollout]) -> dict[str, tuple[Mark, ...]]:
@@ -152,8 +152,8 @@ def _could_change(ranking: Ranking) -> bool:
     return any(not pair.settled for pair in ranking.pairs if {pair.candidate, pair.against} <= names)
 
 
-def _unjudged(standings: Iterable[CandidateScore]) -> str:
-    return ", ".join(f"{one.candidate} has {one.unjudged} unjudged" for one in standings if one.unjudged)
+def _unjudged(scores: Iterable[CandidateScore]) -> str:
+    return ", ".join(f"{one.candidate} has {one.unjudged} unjudged" for one in scores if one.unjudged)
 
 
 def _cheapest(figures: Sequence[Figures], close: Sequence[str], within: float) -> tuple[str | None, str]:

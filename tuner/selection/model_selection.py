@@ -27,7 +27,7 @@ from ratchet.trainer.tasks.task_set import Task
 from ratchet.tuner.reports.tuning_result import TuningResult, plain, task_set
 from ratchet.tuner.rollouts.prices import Prices
 from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner, final_rollouts, pending_jobs
-from ratchet.tuner.rollouts.scoring import Scorer
+from ratchet.tuner.rollouts.scoring import RolloutScorer
 from ratchet.tuner.selection.choice import Policy, Selection, rollout_cost, select
 
 _TIMEOUT = 30.0  # seconds, for the proxy's list of models
@@ -111,7 +111,7 @@ def jobs_of(request: Request, tasks: Sequence[Task]) -> list[RolloutJob]:
 class ModelSelector:
     """Runs or resumes one selection."""
 
-    def __init__(self, store: Store, runner: RolloutRunner, scorer: Scorer, prices: Prices) -> None:
+    def __init__(self, store: Store, runner: RolloutRunner, scorer: RolloutScorer, prices: Prices) -> None:
         self._store = store
         self._runner = runner
         self._scorer = scorer

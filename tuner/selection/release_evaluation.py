@@ -29,7 +29,7 @@ from ratchet.trainer.statistics.paired_comparison import Compared
 from ratchet.trainer.tasks.task_set import Task, TaskSet
 from ratchet.tuner.rollouts.prices import Prices
 from ratchet.tuner.rollouts.runner import RolloutRunner, final_rollouts
-from ratchet.tuner.rollouts.scoring import Scorer
+from ratchet.tuner.rollouts.scoring import RolloutScorer
 from ratchet.tuner.rollouts.workflow import load_workflow
 from ratchet.tuner.selection.model_selection import ModelSelector, Request
 from ratchet.tuner.settings.tuner_settings import TunerSettings
@@ -52,7 +52,7 @@ class WorkflowEvaluator:
         self._second = second
         self._workflow = load_workflow(settings.workflow or "")
         self._tasks = _tasks(settings)
-        self._scorer = Scorer(store, judge, alias=alias)
+        self._scorer = RolloutScorer(store, judge, alias=alias)
 
     def close(self) -> None:
         """Close the judges."""

@@ -103,7 +103,7 @@ class ImportedTasks:
         return self._folder / name if (self._folder / name / _ABOUT).is_file() else None
 
     def _place(self, name: str) -> Path:
-        if not _NAME.fullmatch(name) or ending(Path(name)):  # a file of that name would shadow it
+        if not _NAME.fullmatch(name) or ending(Path(name)):  # a file of that name would hide it
             raise TaskSetError(
                 f"--name {name!r}: letters, digits, dots, dashes and underscores, at most 100, no suffix"
             )

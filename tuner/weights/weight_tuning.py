@@ -38,7 +38,7 @@ from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.statistics.paired_comparison import Compared, ComparisonVerdict, compare, rank
 from ratchet.trainer.tasks.task_set import TEST, Task
 from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner, final_rollouts, pending_jobs
-from ratchet.tuner.rollouts.scoring import Scorer
+from ratchet.tuner.rollouts.scoring import RolloutScorer
 from ratchet.tuner.selection.choice import marks_of
 from ratchet.tuner.tasks.task_mix import Family, TaskMix
 from ratchet.tuner.weights.weights_plan import (
@@ -62,7 +62,7 @@ _POLL_SECONDS = 0.2  # seconds
 
 
 class WeightsTuning:
-    """One run. `watch` is called regularly and raises if a service has ended; `tell` receives progress messages."""
+    """One run. `watch` is called regularly and raises if a service has ended; `report` receives progress messages."""
 
     def __init__(
         self,
@@ -71,13 +71,13 @@ class WeightsTuning:
         families: Sequence[Family],
         trainer: TrainerSettings,
         runner: RolloutRunner,
-        scorer: Scorer,
+        scorer: RolloutScorer,
         *,
         evaluator: RolloutRunner | None = None,
         progress: Progress | None = None,
         failure_score: float = 0.0,
         watch: Callable[[], None] = lambda: None,
-        tell: Callable[[str], object] = lambda line: None,
+        report: Callable[[str], object] = lambda line: None,
     ) -> None:
         self._store = store
         self._tuning = tuning
@@ -90,7 +90,7 @@ class WeightsTuning:
         self._progress = progress or Progress()
         self._failure_score = failure_score
         self._watch = watch
-        self._tell = tell
+        self._report = report
         tests = {family.name: family.of(TEST, self._plan.eval_tasks) for family in families}
         tested = {task.id for tasks in tests.values() for task in tasks}
         seed, limit = self._plan.seed, self._plan.validation_tasks
@@ -131,7 +131,7 @@ class WeightsTuning:
             if self._state.rounds >= self._plan.rounds or self._out_of_patience():
                 break
             await self._rollouts(self._runner, self._round(self._state.rounds))
-            self._note(rounds=self._state.rounds + 1)
+            self._update(rounds=self._state.rounds + 1)
         work.end()
         self._select_best_version()
         await self._evaluate(self._live(), TEST)
@@ -154,7 +154,7 @@ class WeightsTuning:
 
     async def _baseline(self) -> None:
         if not self._state.evaluations:
-            self._note(baseline=self._live())
+            self._update(baseline=self._live())
         for split in (VALIDATION, TEST):
             await self._evaluate(self._state.baseline, split)
         if self._plan.warm_start is not None and self._plan.collect:
@@ -165,7 +165,7 @@ class WeightsTuning:
                 for attempt in range(self._plan.attempts)
             ]
             await self._scored(await self._rollouts(self._runner, jobs))
-        self._note(stage=WARM_START if self._plan.warm_start is not None else ROUNDS)
+        self._update(stage=WARM_START if self._plan.warm_start is not None else ROUNDS)
 
     async def _warm_start(self) -> None:
         """Wait for the trainer, which reads the stage from the store. Raises TuningError if it refuses."""
@@ -178,17 +178,17 @@ class WeightsTuning:
         while (policy := self._store.policies.get(self._alias, version)).state is PolicyState.CANDIDATE:
             if (held := self._store.policies.awaiting_approval(self._alias)) is not None and held.version == version:
                 waits = f"the warm start's version {version} needs approval: see `ratchet policies show`"
-                self._note(notes=(*self._state.notes, waits))
+                self._update(notes=(*self._state.notes, waits))
                 break
             await self._pause()
-        self._note(warm_start=dict(metrics) | {"version": version, "state": str(policy.state)})
+        self._update(warm_start=dict(metrics) | {"version": version, "state": str(policy.state)})
         if policy.state in (PolicyState.REJECTED, PolicyState.UNPROVEN):
             reason = policy.evidence.get("reason", "it was worse in the evaluation")
             what = "rejected" if policy.state is PolicyState.REJECTED else "not proven; the rounds continue from it"
-            self._note(notes=(*self._state.notes, f"the warm start's version was {what}: {reason}"))
+            self._update(notes=(*self._state.notes, f"the warm start's version was {what}: {reason}"))
         else:
             await self._evaluate(version, VALIDATION)
-        self._note(stage=ROUNDS)
+        self._update(stage=ROUNDS)
 
     def _round(self, number: int) -> list[RolloutJob]:
         drawn = self._mix.draw(self._plan.collect + number, self._plan.tasks_per_round)
@@ -199,10 +199,9 @@ class WeightsTuning:
         ]
 
     async def _evaluate(self, version: int, split: str) -> None:
-        """Note what a version gets on a split's tasks; one that was evaluated before keeps its scores.
+        """Evaluate a version on a split and store the result; rollouts that were scored before are reused.
 
-        What is noted already, by a run that was killed before it came to the next stage, is not noted again; nor is a
-        version's second evaluation on the test tasks.
+        Does nothing if a killed run has stored this evaluation, or if the version was evaluated on the test tasks.
         """
         known = [one for one in self._state.evaluations if (one.version, one.split) == (version, split)]
         if known and (split == TEST or self._state.rounds in {one.round for one in known}):
@@ -214,24 +213,24 @@ class WeightsTuning:
         ]
         await self._scored(await self._rollouts(self._evaluator, jobs))
         marks = self.marks(version, split)
-        standing = rank({"it": marks}, failure_score=self._failure_score).scores[0]
+        scored = rank({"it": marks}, failure_score=self._failure_score).scores[0]
         baseline = self._state.baseline
         found = Evaluated(
             version=version,
             split=split,
             round=self._state.rounds,
             rollouts=len(final_rollouts(self._of(LIVE))),
-            tasks=standing.tasks,
-            mean=standing.mean,
-            low=standing.low,
-            high=standing.high,
-            failed=standing.failed,
-            unjudged=standing.unjudged,
+            tasks=scored.tasks,
+            mean=scored.mean,
+            low=scored.low,
+            high=scored.high,
+            failed=scored.failed,
+            unjudged=scored.unjudged,
             families={name: self._family_mean(marks, name) for name in self._split[split]},
             against_baseline=None if version == baseline else self.compared(version, baseline, split=split),
         )
-        self._note(evaluations=(*self._state.evaluations, found))
-        self._tell(f"after {found.round} rounds, {self._name(version)} on the {split} tasks: {found.describe()}")
+        self._update(evaluations=(*self._state.evaluations, found))
+        self._report(f"after {found.round} rounds, {self._name(version)} on the {split} tasks: {found.describe()}")
 
     def _family_mean(self, marks: Mapping[str, Any], family: str) -> float | None:
         own = {task: mark for task, mark in marks.items() if _family_of(task) == family}
@@ -249,7 +248,7 @@ class WeightsTuning:
         if not patience or self._state.evaluations_without_gain < patience:
             return False
         best = self._state.best
-        self._note(
+        self._update(
             notes=(
                 *self._state.notes,
                 f"stopped after round {self._state.rounds}: {patience} evaluations without a gain over "
@@ -278,7 +277,7 @@ class WeightsTuning:
             note = (
                 f"{self._name(live)} is worse than {self._name(best)} ({found.describe()}), but stays live: {refusal}"
             )
-        self._note(notes=(*self._state.notes, note))
+        self._update(notes=(*self._state.notes, note))
 
     async def _rollouts(self, runner: RolloutRunner, jobs: Sequence[RolloutJob]) -> list[Rollout]:
         """Run the missing rollouts; return the final ones of all jobs."""
@@ -296,7 +295,7 @@ class WeightsTuning:
 
     async def _wait_for_trainer(self) -> None:
         """Wait until the trainer has nothing left to train on, up to the limit."""
-        self._tell(f"after {self._state.rounds} rounds: waiting for the trainer")
+        self._report(f"after {self._state.rounds} rounds: waiting for the trainer")
         until = time.monotonic() + self._plan.max_trainer_wait_seconds
         size, groups = self._trainer.num_generations, self._trainer.groups_per_round
         while time.monotonic() < until:
@@ -318,8 +317,8 @@ class WeightsTuning:
         finally:
             task.cancel()
 
-    def _note(self, **changes: Any) -> None:
-        """Store the progress."""
+    def _update(self, **changes: Any) -> None:
+        """Update the stored progress."""
         seconds = self._seconds_before + time.monotonic() - self._began
         self._state = msgspec.structs.replace(self._state, wall_seconds=seconds, **changes)
         self._store.tunings.update(self._tuning.id, plain(self._state))

@@ -44,7 +44,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
 
 
-class _Found(msgspec.Struct):
+class _ProgramOutput(msgspec.Struct):
     entries: list[Entry]
 
 
@@ -59,21 +59,23 @@ class BfclRequest(msgspec.Struct, frozen=True, kw_only=True):
     tools: bool = True  # tools in the API field; False: in the prompt
 
 
-def ask(python: Path, model: str, asked: BfclRequest, *, base_url: str, key: str, folder: Path) -> list[Entry]:
+def run_package(
+    python: Path, model: str, request: BfclRequest, *, base_url: str, key: str, folder: Path
+) -> list[Entry]:
     """Run the package on one version; its files and log stay in the folder. Raises EvaluationUnready."""
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "log.txt"
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("RATCHET_", "PYTHON"))}
     environment = kept | {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key, "BFCL_PROJECT_ROOT": str(folder)}
-    request = json.dumps(msgspec.to_builtins(asked) | {"model": model})
+    program_input = json.dumps(msgspec.to_builtins(request) | {"model": model})
     with log.open("w") as errors:
         done = subprocess.run(
-            [str(python), str(PROGRAM)], input=request, stdout=subprocess.PIPE, stderr=errors, text=True,
+            [str(python), str(PROGRAM)], input=program_input, stdout=subprocess.PIPE, stderr=errors, text=True,
             env=environment, check=False,
         )  # fmt: skip
     if done.returncode:
         raise EvaluationUnready(f"{PACKAGE} ended with {done.returncode} on {model}: {_log_tail(log)}")
-    entries = msgspec.json.decode(done.stdout, type=_Found).entries
+    entries = msgspec.json.decode(done.stdout, type=_ProgramOutput).entries
     if entries and all(entry.broken for entry in entries):
         raise EvaluationUnready(f"no entry of {model} could be run at {base_url}: {entries[0].broken}; log: {log}")
     return entries
@@ -94,7 +96,7 @@ def _marks(entries: Sequence[Entry]) -> Marks:
 
 def result(
     alias: str,
-    asked: BfclRequest,
+    request: BfclRequest,
     answers: Mapping[str, Sequence[Entry]],
     *,
     found: Ranking,
@@ -107,11 +109,11 @@ def result(
     spent = sum((_spent(name, entries, prices) for name, entries in answers.items()), RolloutCost())
     return TuningResult(
         method="eval",
-        technique=f"BFCL v4, {', '.join(asked.categories)}",
+        technique=f"BFCL v4, {', '.join(request.categories)}",
         alias=alias,
-        task_set=task_set(f"bfcl:{','.join(asked.categories)}", "test", [one.id for one in answers[names[0]]]),
+        task_set=task_set(f"bfcl:{','.join(request.categories)}", "test", [one.id for one in answers[names[0]]]),
         judge=f"{PACKAGE} {VERSION}",
-        workflow=f"{PACKAGE} ({'tools' if asked.tools else 'prompt'})",
+        workflow=f"{PACKAGE} ({'tools' if request.tools else 'prompt'})",
         baseline=names[0] if gain else None,
         best=names[-1] if gain and gain.verdict is ComparisonVerdict.BETTER else None,
         gain=gain,

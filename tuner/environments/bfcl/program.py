@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def run(request: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the results by entry."""
+    """Return the result of each entry."""
     from bfcl_eval import _llm_response_generation as generation
     from bfcl_eval.constants.eval_config import TEST_IDS_TO_GENERATE_PATH
     from bfcl_eval.constants.model_config import MODEL_CONFIG_MAPPING, ModelConfig
@@ -75,7 +75,7 @@ def handler() -> Any:
     """Return the package's OpenAI handler, with the task in a header of each call."""
     from bfcl_eval.model_handler.api_inference.openai_completion import OpenAICompletionsHandler
 
-    class Handler(OpenAICompletionsHandler):
+    class TaskHeaderHandler(OpenAICompletionsHandler):
         current = threading.local()
 
         def inference(self, test_entry: Any, include_input_log: bool, exclude_state_log: bool) -> Any:
@@ -85,7 +85,7 @@ def handler() -> Any:
         def generate_with_backoff(self, **request: Any) -> Any:
             return super().generate_with_backoff(**request, extra_headers={"x-ratchet-task": self.current.task})
 
-    return Handler
+    return TaskHeaderHandler
 
 
 def chosen(category: str, limit: int | None, seed: int) -> list[str]:

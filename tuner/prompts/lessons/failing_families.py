@@ -10,7 +10,7 @@ from ratchet.store.records import PastScore
 
 
 @dataclass(frozen=True, slots=True)
-class Failing:
+class FailingFamily:
     """A family with failed tasks. `worst`: the lowest-scoring attempt at each, newest task first."""
 
     family: str
@@ -19,7 +19,7 @@ class Failing:
     worst: tuple[PastScore, ...]
 
 
-def failing(scores: Sequence[PastScore], *, threshold: float, min_failures: int) -> list[Failing]:
+def failing_families(scores: Sequence[PastScore], *, threshold: float, min_failures: int) -> list[FailingFamily]:
     """Return the families with at least `min_failures` tasks whose mean score is below `threshold`, by name.
 
     `scores`: one per trajectory, oldest first.
@@ -34,16 +34,16 @@ def failing(scores: Sequence[PastScore], *, threshold: float, min_failures: int)
     return [_family(name, tasks) for name, tasks in sorted(failed.items()) if len(tasks) >= min_failures]
 
 
-def _family(name: str, tasks: Sequence[Sequence[PastScore]]) -> Failing:
+def _family(name: str, tasks: Sequence[Sequence[PastScore]]) -> FailingFamily:
     newest = sorted(tasks, key=lambda tried: tried[-1].judged_at, reverse=True)
     worst = tuple(min(tried, key=lambda scored: scored.score) for tried in newest)
-    return Failing(name, len(tasks), fmean(_mean(tried) for tried in tasks), worst)
+    return FailingFamily(name, len(tasks), fmean(_mean(tried) for tried in tasks), worst)
 
 
 def _mean(tried: Sequence[PastScore]) -> float:
     return fmean(scored.score for scored in tried)
 
 
-def plain(found: Failing) -> Mapping[str, float]:
+def plain(found: FailingFamily) -> Mapping[str, float]:
     """Return the figures for the evidence of a decision."""
     return {"failed_tasks": found.tasks, "mean": round(found.mean, 4)}

@@ -1,7 +1,7 @@
 """Lessons as text: validation, and their form in a prompt. Pure.
 
 A language model wrote them after reading texts of users and tools, so they are checked before they are served: no
-address, no chat-template markup, no quote of a transcript. The trial, and whoever reads them, judges their content.
+address, no chat-template markup, no quote of a transcript. The trial and their readers judge their content.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges.language_model import JudgeModelSession, LanguageModel
 from ratchet.trainer.errors import JudgeUnavailable, LessonsRefused, ReflectionUnavailable
-from ratchet.tuner.prompts.lessons.failing_families import Failing, failing, plain
+from ratchet.tuner.prompts.lessons.failing_families import FailingFamily, failing_families, plain
 from ratchet.tuner.prompts.lessons.lesson_text import fit, lessons_of, quotable, with_lessons
 from ratchet.tuner.settings.tuner_settings import LessonSettings
 
@@ -55,14 +55,14 @@ class LearnedLessons:
     """Lessons by family, the failures behind them, and the cost. `problems`: families without lessons, and why."""
 
     lessons: Mapping[str, tuple[str, ...]]
-    failing: Mapping[str, Failing]
+    failing: Mapping[str, FailingFamily]
     problems: Mapping[str, str]
     tokens: int
     cost: float | None
 
     def plain(self) -> dict[str, Any]:
         """Return the result as JSON values."""
-        found = {name: {**plain(self.failing[name]), "lessons": list(said)} for name, said in self.lessons.items()}
+        found = {name: {**plain(self.failing[name]), "lessons": list(texts)} for name, texts in self.lessons.items()}
         return {"families": found, "problems": dict(self.problems), "tokens": self.tokens, "cost": self.cost}
 
 
@@ -86,7 +86,7 @@ def learn(
     settings: LessonSettings,
     on_family: Callable[[str], None] = lambda family: None,
 ) -> LearnedLessons:
-    """Request lessons for every failing family; `on_family` is called with each name.
+    """Request lessons for every failing_families family; `on_family` is called with each name.
 
     Raises LessonsRefused, ReflectionUnavailable.
     """
@@ -94,13 +94,12 @@ def learn(
     scores = store.groups.past_scores(alias, judge, settings.max_scores) if judge else []
     found = {
         one.family: one
-        for one in failing(scores, threshold=settings.failure_threshold, min_failures=settings.min_failures)
+        for one in failing_families(scores, threshold=settings.failure_threshold, min_failures=settings.min_failures)
     }
     if not found:
         raise LessonsRefused(
             f"nothing to learn from: of {len(scores)} scores of {alias}, no task family has "
             f"{settings.min_failures} tasks with a mean score below {settings.failure_threshold:g} "
-            ""
             "(tuner.lessons.min_failures, tuner.lessons.failure_threshold)"
         )
     live = check(store, alias)
@@ -135,22 +134,22 @@ def start_canary(store: Store, alias: str, learned: LearnedLessons, share: float
 
 
 def _ask(
-    store: Store, found: Failing, prompt: Prompt | None, model: LanguageModel, settings: LessonSettings,
+    store: Store, found: FailingFamily, prompt: Prompt | None, model: LanguageModel, settings: LessonSettings,
     interview: JudgeModelSession,
 ) -> list[str]:  # fmt: skip
     names = [scored.trajectory_id for scored in found.worst[: settings.max_examples]]
     attempts = [read for name in names if (read := _read(store, name)) is not None]
     if not attempts:
         raise LessonsRefused("its failed rollouts are evaluations or were deleted")
-    shown = _entrydata(store, attempts, model.spec.context_tokens * _CHARACTERS_PER_TOKEN)
+    shown = _bounded_attempts(store, attempts, model.spec.context_tokens * _CHARACTERS_PER_TOKEN)
     data = {"lessons": lessons_of(prompt, found.family), "attempts": shown}
     instructions = _INSTRUCTIONS.format(max_lessons=settings.max_lessons, max_chars=settings.max_lesson_chars)
     question = [
         {"role": "system", "content": instructions},
         {"role": "user", "content": json.dumps(data, indent=1, ensure_ascii=False)},
     ]
-    said = (message for attempt in attempts for message in attempt.messages if message.get("role") != "system")
-    quoted = quotable(_text(message) for message in said)
+    messages = (message for attempt in attempts for message in attempt.messages if message.get("role") != "system")
+    quoted = quotable(_text(message) for message in messages)
     return model.ask(
         question,
         _SCHEMA,
@@ -170,7 +169,7 @@ def _read(store: Store, name: str) -> Transcript | None:
     return read if read.trajectory.purpose == "live" else None
 
 
-def _entrydata(store: Store, attempts: Sequence[Transcript], max_chars: int) -> list[dict[str, Any]]:
+def _bounded_attempts(store: Store, attempts: Sequence[Transcript], max_chars: int) -> list[dict[str, Any]]:
     """Return as many attempts as fit into max_chars, as JSON data with bounded messages."""
     verdicts = store.groups.verdicts([attempt.trajectory.id for attempt in attempts])
     message_chars = min(_MAX_MESSAGE_CHARS, max(200, max_chars // (2 * sum(len(one.messages) for one in attempts))))
@@ -196,8 +195,8 @@ def _text(message: Mapping[str, Any]) -> str:
     return "\n".join([text, *(f"{call.get('name')}({call.get('arguments')})" for call in calls)]).strip()
 
 
-def _shorten(text: str, most: int) -> str:
-    if len(text) <= most:
+def _shorten(text: str, max_chars: int) -> str:
+    if len(text) <= max_chars:
         return text
-    half = most // 2
+    half = max_chars // 2
     return f"{text[:half]} [... {len(text) - 2 * half} characters omitted ...] {text[-half:]}"
