@@ -110,7 +110,7 @@ def test_without_a_key_nothing_is_shown_and_a_wrong_key_is_an_error(
     key = new_key()
     proxy = start(key_hashes=frozenset({hash_key(b"rk-agent")}), operator_hashes=frozenset({hash_key(key.encode())}))
     safe_page.goto(f"{proxy.url}/ui/")
-    sees(safe_page, "An operator's key, please")
+    sees(safe_page, "Operator key required")
     for wrong, text in (("rk-nobody", "missing or unknown"), ("rk-agent", "an agent's key does not open")):
         safe_page.fill("#key", wrong)
         click(safe_page, "Open")
@@ -123,7 +123,7 @@ def test_without_a_key_nothing_is_shown_and_a_wrong_key_is_an_error(
         == '[1,"",false]'
     )
     click(safe_page, "Forget key")
-    sees(safe_page, "An operator's key, please")
+    sees(safe_page, "Operator key required")
 
 
 def test_the_console_reports_an_unreachable_proxy(
@@ -194,15 +194,15 @@ def test_filters_and_pages_are_in_the_address(console: Proxy, safe_page: Page) -
     sees(safe_page, "5 shown")
     assert safe_page.evaluate("[...document.querySelectorAll('td.task')].every(one => one.innerText === 'mail/3')")
     safe_page.select_option("#f-state", "open")
-    sees(safe_page, "No trajectory fits.")
+    sees(safe_page, "No trajectory matches.")
 
 
 def test_feedback_is_given_from_the_page(console: Proxy, safe_page: Page) -> None:
     safe_page.goto(f"{console.url}/ui/#/trajectories/run-1-03")
     click(safe_page, "↑ Good")
     safe_page.fill("#comment", "just what I wanted")
-    click(safe_page, "Say so")
-    sees(safe_page, "Taken.")
+    click(safe_page, "Send")
+    sees(safe_page, "Recorded.")
     sees(safe_page, "just what I wanted")
     (feedback,) = console.http.get("/api/feedback", params={"trajectory": "run-1-03"}).json()["data"]
     assert (feedback["value"], feedback["comment"]) == (1.0, "just what I wanted")
@@ -271,9 +271,9 @@ def test_promotion_asks_for_confirmation_first(
         (decision,) = store.decisions.decisions_of("agent", 1)
         assert (store.policies.live()["agent"].version, decision.decided_by) == (1, "console")
         safe_page.goto(f"{proxy.url}/ui/#/versions/agent/0")
-        click(safe_page, "Go back to it")
+        click(safe_page, "Roll back …")
         safe_page.fill("#reason", "it was worse")
-        click(safe_page, "Go back to", within="dialog")
+        click(safe_page, "Roll back to", within="dialog")
         sees(safe_page, "agent@0 is live.")
     assert store.policies.live()["agent"].version == 0
 

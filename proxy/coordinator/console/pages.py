@@ -1,7 +1,7 @@
-"""The pages of the console: static files under /ui, read once, sent as they are.
+"""Serves the console: static files under /ui, read once.
 
-Promises: a page loads and runs nothing but these files, whatever agents, tools and judges wrote into the records that
-it shows; no other site can frame it. The files hold no data: they are open to everyone; what they show is behind /api.
+Promises: a page loads and runs only these files, whatever the records that it shows contain; no other site can frame
+it. The files contain no data and need no key; the data comes from /api.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _GUARD: Headers = [
     (b"cross-origin-opener-policy", b"same-origin"),
     (b"cross-origin-resource-policy", b"same-origin"),
     (b"permissions-policy", b"camera=(), microphone=(), geolocation=()"),
-    (b"cache-control", b"no-cache"),  # a new release is seen at once; the tag below spares the bytes
+    (b"cache-control", b"no-cache"),  # always revalidate: a new release shows at once; the ETag saves the bytes
 ]
 
 
@@ -61,12 +61,12 @@ class Console:
             return
         found = self._files.get(path.removeprefix(MOUNT + "/"))
         if found is None:
-            raise NotFound(f"no page {path[:200]}; the console begins at {MOUNT}/")
-        told: Headers = [(b"etag", found.tag), *_GUARD]
+            raise NotFound(f"no page {path[:200]}; the console is at {MOUNT}/")
+        headers: Headers = [(b"etag", found.tag), *_GUARD]
         if header(scope, b"if-none-match") == found.tag.decode():
-            await send_bytes(send, 304, b"", told)
+            await send_bytes(send, 304, b"", headers)
         else:
-            await send_bytes(send, 200, found.body, [(b"content-type", found.kind), *told])
+            await send_bytes(send, 200, found.body, [(b"content-type", found.kind), *headers])
 
 
 def _files() -> Iterator[tuple[str, _File]]:
@@ -79,7 +79,7 @@ def _files() -> Iterator[tuple[str, _File]]:
 
 
 async def front(scope: Scope, receive: Receive, send: Send) -> None:
-    """GET / leads a browser to the console; whoever else asks is told, as of any path, that nothing is there."""
+    """GET / redirects browsers to the console; other clients get the error for an unknown route."""
     if scope["path"] != "/" or "text/html" not in (header(scope, b"accept") or ""):
         raise unknown_route_error(scope)
     await send_bytes(send, 307, b"", [(b"location", b"ui/"), *_GUARD])

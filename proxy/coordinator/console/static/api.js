@@ -1,5 +1,5 @@
-// Asks the proxy that served this page, and nobody else. The operator's key stays in this tab (sessionStorage) and
-// travels in the Authorization header alone.
+// Requests to the proxy that served this page. The operator's key is kept in this tab (sessionStorage) and sent only in
+// the Authorization header.
 
 const PLACE = "ratchet-operator-key";
 const HERE = new URL("../", document.baseURI);
@@ -10,8 +10,8 @@ export const key = {
   forget: () => sessionStorage.removeItem(PLACE),
 };
 
-/** What went wrong: `status` 0 where the proxy was not reached. */
-export class Refused extends Error {
+/** A failed request; `status` is 0 if the proxy is unreachable. */
+export class RequestFailed extends Error {
   constructor(status, message) {
     super(message);
     this.status = status;
@@ -20,36 +20,36 @@ export class Refused extends Error {
   get needsKey() { return this.status === 401 || (this.status === 403 && /key/i.test(this.message)); }
 }
 
-/** Answers as they come: whoever listens knows whether the proxy is there. */
-export const reached = new EventTarget();
+/** Events `lost` and `there`: whether the proxy answers. */
+export const connection = new EventTarget();
 
 async function send(path, options) {
-  let answer;
+  let response;
   try {
-    answer = await fetch(new URL(path, HERE), { cache: "no-store", credentials: "same-origin", ...options });
+    response = await fetch(new URL(path, HERE), { cache: "no-store", credentials: "same-origin", ...options });
   } catch {
-    reached.dispatchEvent(new Event("lost"));
-    throw new Refused(0, "the proxy does not answer");
+    connection.dispatchEvent(new Event("lost"));
+    throw new RequestFailed(0, "the proxy does not answer");
   }
-  reached.dispatchEvent(new Event("there"));
-  return answer;
+  connection.dispatchEvent(new Event("there"));
+  return response;
 }
 
-async function asJson(answer) {
-  const text = await answer.text();
+async function asJson(response) {
+  const text = await response.text();
   let value = null;
-  try { value = JSON.parse(text); } catch { /* told below */ }
-  if (answer.ok && value !== null) return value;
-  const said = value?.error?.message ?? value?.detail?.[0]?.msg ?? `the proxy answered ${answer.status}`;
-  throw new Refused(answer.status, String(said));
+  try { value = JSON.parse(text); } catch { /* reported below */ }
+  if (response.ok && value !== null) return value;
+  const message = value?.error?.message ?? value?.detail?.[0]?.msg ?? `the proxy answered ${response.status}`;
+  throw new RequestFailed(response.status, String(message));
 }
 
 const bearer = () => (key.get() ? { authorization: `Bearer ${key.get()}` } : {});
 
-/** GET /api/PATH with parameters; those without a value are left out. */
+/** GET /api/PATH with the parameters that have a value. */
 export async function get(path, parameters = {}, signal = undefined) {
-  const said = Object.entries(parameters).filter(([, value]) => value !== "" && value !== null && value !== undefined);
-  const query = said.length ? `?${new URLSearchParams(said)}` : "";
+  const given = Object.entries(parameters).filter(([, value]) => value !== "" && value !== null && value !== undefined);
+  const query = given.length ? `?${new URLSearchParams(given)}` : "";
   return asJson(await send(`api/${path}${query}`, { headers: bearer(), signal }));
 }
 
@@ -61,22 +61,22 @@ export async function post(path, body) {
 
 /** The proxy's metrics: name -> samples {labels, value}. */
 export async function metrics() {
-  const answer = await send("metrics", {});
-  if (!answer.ok) throw new Refused(answer.status, `/metrics answered ${answer.status}`);
-  return parse(await answer.text());
+  const response = await send("metrics", {});
+  if (!response.ok) throw new RequestFailed(response.status, `/metrics answered ${response.status}`);
+  return parse(await response.text());
 }
 
 function parse(text) {
   const found = new Map();
   for (const line of text.split("\n")) {
-    const told = /^([a-z_]+)(?:\{(.*)\})? ([^ ]+)$/.exec(line);
-    if (!told) continue;
+    const match = /^([a-z_]+)(?:\{(.*)\})? ([^ ]+)$/.exec(line);
+    if (!match) continue;
     const labels = {};
-    for (const [, name, value] of (told[2] ?? "").matchAll(/([a-z_]+)="((?:[^"\\]|\\.)*)"/g)) {
+    for (const [, name, value] of (match[2] ?? "").matchAll(/([a-z_]+)="((?:[^"\\]|\\.)*)"/g)) {
       labels[name] = value.replace(/\\(.)/g, (_, one) => (one === "n" ? "\n" : one));
     }
-    if (!found.has(told[1])) found.set(told[1], []);
-    found.get(told[1]).push({ labels, value: told[3] === "+Inf" ? Infinity : Number(told[3]) });
+    if (!found.has(match[1])) found.set(match[1], []);
+    found.get(match[1]).push({ labels, value: match[3] === "+Inf" ? Infinity : Number(match[3]) });
   }
   return found;
 }

@@ -1,5 +1,5 @@
-// The console: which page is shown, the key, and whether what is shown is new. Pages know nothing of each other.
-import { key, reached } from "./api.js";
+// The console: routing, the key, and the connection status.
+import { connection, key } from "./api.js";
 import { h, toast } from "./dom.js";
 import { seconds, tick } from "./format.js";
 import { group, groups } from "./groups.js";
@@ -9,17 +9,17 @@ import { trajectories } from "./trajectories.js";
 import { trajectory } from "./trajectory.js";
 import { version, versions } from "./versions.js";
 
-// In the order of the bar: name, title, page. A page gets its place and what the address says, and returns its refresh.
+// In the order of the bar: name, title, page. A page gets its element and the address, and returns its refresh function.
 const PAGES = [
   ["", "Overview", overview],
-  ["trajectories", "Trajectories", (place, asked) => (asked.path.length ? trajectory : trajectories)(place, asked)],
-  ["groups", "Groups", (place, asked) => (asked.path.length ? group : groups)(place, asked)],
-  ["versions", "Versions", (place, asked) => (asked.path.length > 1 ? version : versions)(place, asked)],
+  ["trajectories", "Trajectories", (place, address) => (address.path.length ? trajectory : trajectories)(place, address)],
+  ["groups", "Groups", (place, address) => (address.path.length ? group : groups)(place, address)],
+  ["versions", "Versions", (place, address) => (address.path.length > 1 ? version : versions)(place, address)],
   ["rounds", "Rounds", rounds],
   ["alarms", "Alarms", alarms],
 ];
-const EVERY = 5000; // milliseconds between two looks of a page that refreshes itself
-const OLD = 20000; // after which what is shown is called old
+const EVERY = 5000; // milliseconds between refreshes of a live page
+const OLD = 20000; // milliseconds after which the data counts as old
 
 const main = document.getElementById("main");
 const pulse = document.getElementById("pulse");
@@ -46,13 +46,13 @@ async function route() {
   document.title = `${page[1]} · Ratchet`;
   const place = h("div", { class: "page" });
   main.replaceChildren(place);
-  const made = page[2](place, { path: rest, query: new URLSearchParams(query) });
-  if (mine === turn) shown = made;
-  await look();
+  const created = page[2](place, { path: rest, query: new URLSearchParams(query) });
+  if (mine === turn) shown = created;
+  await refreshPage();
 }
 
-/** Let the page read what it shows; says so where that fails. */
-async function look() {
+/** Refresh the page; show the error if that fails. */
+async function refreshPage() {
   const page = shown;
   if (!page || looking === page) return;
   looking = page;
@@ -66,7 +66,7 @@ async function look() {
     if (page === shown) trouble(error);
   } finally {
     if (looking === page) looking = false;
-    tell();
+    showStatus();
   }
 }
 
@@ -75,8 +75,8 @@ function trouble(error) {
   if (error.status === undefined) console.error(error);
   main.querySelector(".trouble")?.remove();
   main.prepend(h("div", { class: "trouble", role: "alert" },
-    h("b", {}, error.status ? "The proxy refused. " : "The proxy cannot be reached. "), error.message,
-    h("button", { type: "button", on: { click: look } }, "Try again")));
+    h("b", {}, error.status ? "The request failed. " : "The proxy cannot be reached. "), error.message,
+    h("button", { type: "button", on: { click: refreshPage } }, "Try again")));
 }
 
 function askForKey(error) {
@@ -88,17 +88,17 @@ function askForKey(error) {
     "aria-describedby": "key-hint", placeholder: "rk-…" });
   const enter = (event) => { event.preventDefault(); key.set(field.value.trim()); route(); };
   main.replaceChildren(h("form", { class: "gate card", on: { submit: enter } },
-    h("h1", {}, "An operator's key, please"),
+    h("h1", {}, "Operator key required"),
     h("p", { id: "key-hint", class: wrong ? "bad" : "", role: wrong ? "alert" : null },
-      wrong ? `That key does not open the console: ${error.message}` : "This proxy has keys. What was recorded is shown to operators alone."),
+      wrong ? `That key is not accepted: ${error.message}` : "Recorded data is shown to operators only."),
     h("label", { for: "key" }, "Key"), field,
     h("button", { class: "primary", type: "submit" }, "Open"),
-    h("p", { class: "dim" }, "It stays in this tab and is sent to this proxy alone. Make one: ",
+    h("p", { class: "dim" }, "The key stays in this tab and is sent to this proxy only. Create one: ",
       h("code", {}, "ratchet keys create --scope operator --name me"))));
   field.focus();
 }
 
-function tell() {
+function showStatus() {
   const age = Date.now() - seenAt;
   const [kind, text] = lostAt ? ["lost", `unreachable for ${seconds(Math.max(1, Math.round((Date.now() - lostAt) / 1000)))}`]
     : !seenAt ? ["", "connecting"] : age > OLD && shown?.every ? ["old", `${seconds(Math.round(age / 1000))} old`] : ["live", shown?.every ? "live" : "connected"];
@@ -107,8 +107,8 @@ function tell() {
   document.body.classList.toggle("is-old", kind === "lost" || kind === "old");
 }
 
-reached.addEventListener("lost", () => { lostAt ||= Date.now(); tell(); });
-reached.addEventListener("there", () => { lostAt = 0; });
+connection.addEventListener("lost", () => { lostAt ||= Date.now(); showStatus(); });
+connection.addEventListener("there", () => { lostAt = 0; });
 
 function theme(choice) {
   const dark = choice ? choice === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
@@ -122,11 +122,11 @@ document.getElementById("theme").addEventListener("click", () => {
   localStorage.setItem("ratchet-theme", choice);
   theme(choice);
 });
-document.getElementById("leave").addEventListener("click", () => { key.forget(); toast("The key is forgotten."); route(); });
+document.getElementById("leave").addEventListener("click", () => { key.forget(); toast("The key was removed."); route(); });
 document.querySelector(".skip").addEventListener("click", (event) => { event.preventDefault(); main.focus(); });
 addEventListener("hashchange", () => { route(); scrollTo(0, 0); });
-document.addEventListener("visibilitychange", () => { if (!document.hidden && shown?.every) look(); });
-setInterval(() => { tick(); tell(); }, 1000);
-setInterval(() => { if (!document.hidden && shown?.every) look(); }, EVERY);
+document.addEventListener("visibilitychange", () => { if (!document.hidden && shown?.every) refreshPage(); });
+setInterval(() => { tick(); showStatus(); }, 1000);
+setInterval(() => { if (!document.hidden && shown?.every) refreshPage(); }, EVERY);
 theme(localStorage.getItem("ratchet-theme"));
 route();

@@ -1,4 +1,4 @@
-// Drawings: the learning curve with its intervals, an interval beside zero, a line of recent values, shares of a whole.
+// Charts: the learning curve with intervals, one interval, a sparkline, shares of a total.
 import { h, s } from "./dom.js";
 import { count, percent, score, signed } from "./format.js";
 
@@ -16,8 +16,8 @@ function bounds(points) {
   const lows = points.map((p) => p.low), highs = points.map((p) => p.high);
   let low = Math.min(...lows), high = Math.max(...highs);
   if (points.every((p) => p.mean >= 0 && p.mean <= 1)) { low = 0; high = 1; }
-  const room = (high - low) * 0.05 || 0.5;
-  return low === 0 && high === 1 ? [0, 1] : [low - room, high + room];
+  const margin = (high - low) * 0.05 || 0.5;
+  return low === 0 && high === 1 ? [0, 1] : [low - margin, high + margin];
 }
 
 /** Mean score by version with its 95% interval. `marks`: version -> live or canary. */
@@ -28,7 +28,7 @@ export function curve(points, marks) {
   const x = (version) => (first === last ? (LEFT + W - RIGHT) / 2 : LEFT + ((version - first) / (last - first)) * (W - LEFT - RIGHT));
   const y = (value) => TOP + (1 - (Math.min(high, Math.max(low, value)) - low) / (high - low)) * (H - TOP - BOTTOM);
   const caption = h("figcaption", { class: "dim" });
-  const tell = (p) => {
+  const describe = (p) => {
     caption.replaceChildren(h("b", {}, `@${p.version}`), marks[p.version] ? ` ${marks[p.version]}` : "",
       `  mean ${score(p.mean)} · 95% ${score(p.low)} to ${score(p.high)} · ${count(p.count)} scored`);
   };
@@ -42,7 +42,7 @@ export function curve(points, marks) {
   });
   const guide = s("line", { class: "guide", y1: TOP, y2: H - BOTTOM, visibility: "hidden" });
   const nearest = (at) => points.reduce((best, p) => (Math.abs(x(p.version) - at) < Math.abs(x(best.version) - at) ? p : best));
-  const show = (p) => { guide.setAttribute("visibility", "visible"); guide.setAttribute("x1", x(p.version)); guide.setAttribute("x2", x(p.version)); tell(p); };
+  const show = (p) => { guide.setAttribute("visibility", "visible"); guide.setAttribute("x1", x(p.version)); guide.setAttribute("x2", x(p.version)); describe(p); };
   let at = points.length - 1;
   const drawing = s("svg", {
     viewBox: `0 0 ${W} ${H}`, class: "curve", tabindex: 0, role: "img", "data-focus": "curve",
@@ -67,7 +67,7 @@ export function curve(points, marks) {
   points.length > 1 ? s("polygon", { class: "band", points: edge.join(" ") }) : null,
   s("polyline", { class: "line", points: points.map((p) => `${x(p.version)},${y(p.mean)}`).join(" ") }),
   guide, dots);
-  tell(points.at(-1));
+  describe(points.at(-1));
   return h("figure", {}, drawing, caption);
 }
 

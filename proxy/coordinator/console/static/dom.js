@@ -1,10 +1,10 @@
-// The one way in which anything comes onto a page. Text becomes text nodes and nothing else, whoever wrote it:
-// no HTML is ever parsed here. Characters that cannot be seen, or that turn the order of others, are shown by name.
+// The only code that writes to a page. All text becomes text nodes: no HTML is ever parsed. Invisible characters, and
+// those that change the text direction, are shown by code point.
 
 const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u115f\u1160\u17b4\u17b5\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff\ufff9-\ufffb]|[\u{e0000}-\u{e0fff}]/gu;
 const SVG = "http://www.w3.org/2000/svg";
 
-/** Text as nodes; what is hidden in it as a small mark with its code point. */
+/** Text as nodes; each hidden character becomes a small mark with its code point. */
 export function visible(text) {
   const nodes = [];
   let from = 0;
@@ -13,7 +13,7 @@ export function visible(text) {
     const code = `U+${found[0].codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}`;
     const mark = document.createElement("span");
     mark.className = "hidden-char";
-    mark.title = "a character that cannot be seen";
+    mark.title = "an invisible character";
     mark.textContent = code;
     nodes.push(mark);
     from = found.index + found[0].length;
@@ -36,8 +36,8 @@ function fill(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) continue;
     if (name === "on") for (const [event, listener] of Object.entries(value)) element.addEventListener(event, listener);
-    else if (name === "style") for (const [key, said] of Object.entries(value)) element.style.setProperty(key, said);
-    else if (name === "href" && !String(value).startsWith("#/")) throw new Error("a link leads only to this console");
+    else if (name === "style") for (const [key, style] of Object.entries(value)) element.style.setProperty(key, style);
+    else if (name === "href" && !String(value).startsWith("#/")) throw new Error("links must stay within the console");
     else if (name === "value") element.value = value;
     else element.setAttribute(name, value === true ? "" : String(value));
   }
@@ -54,7 +54,7 @@ function add(element, children) {
   }
 }
 
-/** Shows data in a place and builds it anew only when the data has changed, so that nothing jumps and focus stays. */
+/** Shows data in an element and rebuilds it only if the data has changed, which keeps focus and position. */
 export class Slot {
   constructor(element) {
     this.element = element;
@@ -65,14 +65,14 @@ export class Slot {
     const text = JSON.stringify(data);
     if (text === this.seen) return;
     this.seen = text;
-    const held = this.element.contains(document.activeElement) ? document.activeElement.dataset.focus : null;
+    const focused = this.element.contains(document.activeElement) ? document.activeElement.dataset.focus : null;
     this.element.replaceChildren(...[build(data)].flat(9).filter(Boolean));
     this.element.querySelectorAll("table.list").forEach(name);
-    if (held) [...this.element.querySelectorAll("[data-focus]")].find((one) => one.dataset.focus === held)?.focus();
+    if (focused) [...this.element.querySelectorAll("[data-focus]")].find((one) => one.dataset.focus === focused)?.focus();
   }
 }
 
-/** Let the cells of a list say whose they are: on a narrow screen there is no head above them. */
+/** Label the cells of a list with their column: on a narrow screen the header is hidden. */
 function name(table) {
   const heads = [...table.tHead.rows[0].cells].map((cell) => cell.textContent);
   for (const row of table.tBodies[0].rows) [...row.cells].forEach((cell, at) => { cell.dataset.name = heads[at]; });
@@ -80,7 +80,7 @@ function name(table) {
 
 let toastTimer = 0;
 
-/** Say something that passes. */
+/** Show a message for a few seconds. */
 export function toast(text) {
   const place = document.getElementById("toast");
   place.replaceChildren(...visible(text));
@@ -89,7 +89,7 @@ export function toast(text) {
   toastTimer = setTimeout(() => { place.hidden = true; }, 6000);
 }
 
-/** Ask before something is done; resolves to the form's values, or null. `fields` are elements with a name. */
+/** Ask for confirmation; resolves to the values of the form, or null. `fields`: elements with a name. */
 export function ask(title, text, fields, verb) {
   return new Promise((resolve) => {
     const done = (value) => { dialog.close(); dialog.remove(); resolve(value); };

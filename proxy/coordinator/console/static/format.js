@@ -1,4 +1,4 @@
-// Numbers and times as people read them. Pure, but for `ago`, whose elements are kept right by `tick`.
+// Formats numbers and times. Pure, except for `ago`: `tick` updates its elements.
 import { h } from "./dom.js";
 
 const plain = new Intl.NumberFormat("en");
@@ -22,21 +22,21 @@ export function seconds(n) {
   return n < 172800 ? `${(n / 3600).toFixed(1)} h` : `${Math.round(n / 86400)} d`;
 }
 
-/** A moment, told as how long ago; its whole date when pointed at. */
+/** A time as its age, with the full date as a tooltip. */
 export function ago(unix) {
   if (!unix) return h("span", {}, NONE);
   const date = new Date(unix * 1000);
   const element = h("time", { datetime: date.toISOString(), title: when.format(date), "data-at": unix });
-  tellAgo(element);
+  showAge(element);
   return element;
 }
 
-function tellAgo(element) {
+function showAge(element) {
   const past = Date.now() / 1000 - Number(element.dataset.at);
   element.textContent = past < 2 ? "now" : `${seconds(Math.floor(past))} ago`;
 }
 
-/** Keep every moment on the page right. */
+/** Update all ages on the page. */
 export function tick() {
-  document.querySelectorAll("time[data-at]").forEach(tellAgo);
+  document.querySelectorAll("time[data-at]").forEach(showAge);
 }

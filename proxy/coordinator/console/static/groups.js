@@ -1,12 +1,12 @@
-// Groups: attempts at the same thing, side by side, with what the judge was asked and what it said.
+// Groups: trajectories of one task side by side, with verdicts and the judge's requests.
 import { get } from "./api.js";
 import { h, Slot } from "./dom.js";
 import { ago, count, NONE, score, seconds, signed } from "./format.js";
-import { content, json, prose } from "./said.js";
+import { content, json, prose } from "./text.js";
 import { verdictOf } from "./trajectory.js";
 
 const SIZE = 50;
-const MOST = 16; // members whose last words are read
+const MAX_MEMBERS = 16; // whose last answers are read
 
 export function groups(place, { query }) {
   const before = query.get("before") ?? "";
@@ -15,7 +15,7 @@ export function groups(place, { query }) {
   return {
     refresh: async () => slot.show(await get("groups", { limit: SIZE, before }), (found) => (found.data.length ? [
       h("div", { class: "scroll" }, h("table", { class: "list" },
-        h("thead", {}, h("tr", {}, ["Group", "State", "Alias", "Of", "Members", "Judge failures", "Formed"].map((name) => h("th", { scope: "col" }, name)))),
+        h("thead", {}, h("tr", {}, ["Group", "State", "Alias", "Task", "Members", "Judge failures", "Formed"].map((name) => h("th", { scope: "col" }, name)))),
         h("tbody", {}, found.data.map((one) => h("tr", {},
           h("td", {}, h("a", { href: `#/groups/${encodeURIComponent(one.id)}`, class: "mono" }, one.id)),
           h("td", {}, h("span", { class: `tag is-${one.state}` }, one.state), one.drop_reason ? h("small", {}, one.drop_reason) : null),
@@ -23,7 +23,7 @@ export function groups(place, { query }) {
           h("td", { class: "num" }, one.failures ? count(one.failures) : NONE), h("td", {}, ago(one.formed_at))))))),
       h("div", { class: "pager" }, before ? h("a", { href: "#/groups" }, "Newest") : h("span"), h("span", { class: "dim" }, `${count(found.data.length)} shown`),
         found.next ? h("a", { href: `#/groups?before=${encodeURIComponent(found.next)}` }, "Older →") : h("span", { class: "dim" }, "the oldest")),
-    ] : h("p", { class: "empty" }, before ? "There are no older ones." : "No group was formed yet: trajectories are grouped when they are sealed."))),
+    ] : h("p", { class: "empty" }, before ? "There are no older ones." : "No group yet: trajectories are grouped when they are sealed."))),
   };
 }
 
@@ -33,9 +33,9 @@ export function group(place, { path }) {
   const name = encodeURIComponent(path[0]);
   return {
     refresh: async () => {
-      const [found, asked] = await Promise.all([get(`groups/${name}`), get(`groups/${name}/judge-requests`)]);
-      const read = found.members.slice(0, MOST).map((id) => get(`trajectories/${encodeURIComponent(id)}`, { tokens: false }).catch(() => null));
-      slot.show([found, asked.data, await Promise.all(read)], ([one, judge_requests, members]) => [head(one), side(one, members), judge_requests.length ? judged(judge_requests) : null]);
+      const [found, requests] = await Promise.all([get(`groups/${name}`), get(`groups/${name}/judge-requests`)]);
+      const read = found.members.slice(0, MAX_MEMBERS).map((id) => get(`trajectories/${encodeURIComponent(id)}`, { tokens: false }).catch(() => null));
+      slot.show([found, requests.data, await Promise.all(read)], ([one, judge_requests, members]) => [head(one), side(one, members), judge_requests.length ? judged(judge_requests) : null]);
     },
   };
 }
@@ -45,12 +45,12 @@ function head(one) {
   const mean = scores.reduce((sum, value) => sum + value, 0) / (scores.length || 1);
   return h("section", { class: "card" },
     h("p", { class: "dim" }, h("a", { href: "#/groups" }, "Groups"), " /"), h("h1", { class: "mono wrap" }, one.id),
-    h("dl", { class: "facts" }, [["state", h("span", { class: `tag is-${one.state}` }, one.state)], ["alias", one.alias], ["attempts at", one.key], ["members", count(one.members.length)],
+    h("dl", { class: "facts" }, [["state", h("span", { class: `tag is-${one.state}` }, one.state)], ["alias", one.alias], ["task", one.key], ["members", count(one.members.length)],
       ["mean score", scores.length ? score(mean) : NONE], ["formed", ago(one.formed_at)], one.drop_reason ? ["dropped", one.drop_reason] : null].filter(Boolean)
       .map(([term, value]) => h("div", {}, h("dt", {}, term), h("dd", {}, value)))));
 }
 
-/** GRPO's advantages: a score less the group's mean, over its deviation; as the exports have it. */
+/** GRPO's advantages: (score - mean of the group) / standard deviation; as in exports. */
 function advantages(one) {
   const scored = one.members.filter((id) => one.verdicts[id]);
   const values = scored.map((id) => one.verdicts[id].score);
@@ -63,20 +63,20 @@ function side(one, members) {
   const gains = advantages(one);
   const order = one.members.map((id, at) => [id, members[at]]).sort(([a], [b]) => (one.verdicts[b]?.score ?? -1e9) - (one.verdicts[a]?.score ?? -1e9));
   return h("div", { class: "members" }, order.map(([id, read]) => {
-    const last = read?.messages.findLast((said) => said.role === "assistant");
+    const last = read?.messages.findLast((message) => message.role === "assistant");
     const gain = gains[id];
     return h("section", { class: "card" },
       h("header", { class: "between" }, h("a", { class: "mono wrap", href: `#/trajectories/${encodeURIComponent(id)}` }, id),
-        gain === undefined ? null : h("span", { class: `verdict ${gain > 0 ? "better" : gain < 0 ? "worse" : "unknown"}`, title: "advantage within the group: score less the mean, over the deviation" }, `advantage ${signed(gain)}`)),
+        gain === undefined ? null : h("span", { class: `verdict ${gain > 0 ? "better" : gain < 0 ? "worse" : "unknown"}`, title: "(score - mean of the group) / standard deviation" }, `advantage ${signed(gain)}`)),
       read ? h("p", { class: "dim small" }, `${read.alias}@${read.version} · ${count(read.calls.length)} calls · ${count(read.messages.length)} messages · ${read.state}`) : null,
       one.verdicts[id] ? verdictOf(one.verdicts[id], false) : h("p", { class: "empty" }, "No verdict."),
-      last ? [h("small", { class: "dim" }, "Last words"), content(last.content) ?? json(last.tool_calls ?? "")] : null);
+      last ? [h("small", { class: "dim" }, "Last answer"), content(last.content) ?? json(last.tool_calls ?? "")] : null);
   }));
 }
 
 function judged(judge_requests) {
-  return h("section", { class: "card" }, h("h2", {}, "What the judge was asked"), judge_requests.map((one) => h("details", {},
+  return h("section", { class: "card" }, h("h2", {}, "Judge requests"), judge_requests.map((one) => h("details", {},
     h("summary", {}, h("span", { class: "mono" }, one.id), ` ${one.judge} · status ${one.status} · ${count(one.prompt_tokens)} + ${count(one.completion_tokens)} tokens · ${seconds(one.latency)}`),
     one.error ? prose(one.error, "bad") : null,
-    h("small", { class: "dim" }, `Asked ${one.url}`), json(one.request), h("small", { class: "dim" }, "Answered"), json(one.response))));
+    h("small", { class: "dim" }, `Request to ${one.url}`), json(one.request), h("small", { class: "dim" }, "Response"), json(one.response))));
 }

@@ -1,4 +1,4 @@
-// The first page: is it learning, what serves, what is under way, what is wrong.
+// The first page: learning report, serving versions, job progress, alarms.
 import { get } from "./api.js";
 import { curve, interval, shares, spark } from "./charts.js";
 import { h, Slot } from "./dom.js";
@@ -6,7 +6,7 @@ import { ago, count, figure, NONE, percent, score, seconds, signed } from "./for
 import { Traffic } from "./traffic.js";
 
 const STATES = { open: "more calls may come", sealed: "complete, waits for a group", grouped: "waits for its verdict and its round", trained: "part of a committed round", dropped: "will not be trained" };
-const STALE = 30; // seconds after which a work that has not ended is called silent
+const STALE = 30; // seconds without an update after which a job that has not ended is shown as silent
 
 const card = (title, ...parts) => h("section", { class: "card" }, h("h2", {}, title), parts);
 const empty = (text) => h("p", { class: "empty" }, text);
@@ -20,11 +20,11 @@ export function overview(place) {
   return {
     every: true,
     refresh: async () => {
-      const [told, proxy] = await Promise.all([get("overview"), traffic.read()]);
-      slots.alarms.show(told.alarms, alarms);
-      slots.aliases.show(told.aliases.map((one) => ({ ...one, progress: one.progress.map((job) => ({ ...job, silent: !job.ended && told.at - job.updated_at > STALE })) })), (found) => found.map(alias));
-      slots.states.show([told.trajectories, told.dropped], ([states, dropped]) => trajectories(states, dropped));
-      slots.rounds.show({ found: told.rounds, relative: told.aliases.filter((one) => one.relative).map((one) => one.alias) }, rounds);
+      const [report, proxy] = await Promise.all([get("overview"), traffic.read()]);
+      slots.alarms.show(report.alarms, alarms);
+      slots.aliases.show(report.aliases.map((one) => ({ ...one, progress: one.progress.map((job) => ({ ...job, silent: !job.ended && report.at - job.updated_at > STALE })) })), (found) => found.map(alias));
+      slots.states.show([report.trajectories, report.dropped], ([states, dropped]) => trajectories(states, dropped));
+      slots.rounds.show({ found: report.rounds, relative: report.aliases.filter((one) => one.relative).map((one) => one.alias) }, rounds);
       slots.proxy.show(proxy, ofProxy);
       slots.tools.show(proxy.tools, tools);
       slots.tokens.show([proxy.contexts, proxy.untrainable], ([contexts, reasons]) => tokens(contexts, reasons));
@@ -32,8 +32,8 @@ export function overview(place) {
   };
 }
 
-function alarms(standing) {
-  return standing.map((one) => h("section", { class: "alarm", role: "alert" },
+function alarms(active) {
+  return active.map((one) => h("section", { class: "alarm", role: "alert" },
     h("b", {}, one.name.replaceAll("_", " ")), h("span", {}, one.reason),
     h("small", {}, one.count === 1 ? "once, " : `${count(one.count)} times, since `, ago(one.raised_at))));
 }
@@ -51,11 +51,11 @@ function alias(one) {
       h("div", {}, h("h1", {}, one.alias), chips(one)),
       h("p", { class: `answer ${verdict}` }, h("b", {}, TITLES[verdict] ?? "Not known yet"),
         whole ? h("span", {}, `${signed(whole.gain.value)}  (95% ${signed(whole.gain.low)} to ${signed(whole.gain.high)})`) : h("span", {}, one.learning.missing ?? ""))),
-    one.learning.versions.length ? curve(one.learning.versions, marks) : one.relative ? null : empty("No score of real traffic yet: the curve begins with the first verdicts, where a judge is named (trainer.judge)."),
+    one.learning.versions.length ? curve(one.learning.versions, marks) : one.relative ? null : empty("No scores of production traffic yet. The curve starts with the first verdicts; set trainer.judge."),
     whole ? comparison(one.learning.families) : null,
     one.learning.notes.length ? h("ul", { class: "dim" }, one.learning.notes.map((note) => h("li", {}, note))) : null,
     one.learning.versions.length > 1 ? h("details", {}, h("summary", { "data-focus": `table ${one.alias}` }, "The curve as a table"), table(one.learning.versions)) : null,
-    one.progress.length ? h("div", { class: "works" }, one.progress.map(jobProgress)) : null,
+    one.progress.length ? h("div", { class: "jobs" }, one.progress.map(jobProgress)) : null,
     one.decisions.length ? h("ol", { class: "decisions" }, one.decisions.map(decision)) : null);
 }
 
@@ -64,10 +64,10 @@ const at = (alias, version) => `#/versions/${encodeURIComponent(alias)}/${versio
 function chips(one) {
   const canary = one.canary;
   return h("div", { class: "chips" },
-    one.live ? h("a", { class: "chip live", href: at(one.alias, one.live.version), title: `made ${new Date(one.live.created_at * 1000).toLocaleString()}` }, `live @${one.live.version}`) : h("span", { class: "chip" }, "nothing is live"),
+    one.live ? h("a", { class: "chip live", href: at(one.alias, one.live.version), title: `created ${new Date(one.live.created_at * 1000).toLocaleString()}` }, `live @${one.live.version}`) : h("span", { class: "chip" }, "nothing is live"),
     canary ? h("a", { class: "chip canary", href: at(one.alias, canary.version), title: "canary: scores and mean, beside those of the live version" },
       `canary @${canary.version} · ${percent(canary.share, 0)} · ${score(canary.canary.mean)} of ${count(canary.canary.count)} / live ${score(canary.live.mean)} of ${count(canary.live.count)}`) : null,
-    one.held ? h("a", { class: "chip held", href: at(one.alias, one.held.version), title: one.held.reason }, `@${one.held.version} waits for a person`) : null,
+    one.awaiting_approval ? h("a", { class: "chip hold", href: at(one.alias, one.awaiting_approval.version), title: one.awaiting_approval.reason }, `@${one.awaiting_approval.version} awaits approval`) : null,
     Object.entries(one.versions).filter(([state]) => !["live", "canary"].includes(state)).map(([state, n]) => h("span", { class: "chip" }, `${count(n)} ${state}`)));
 }
 
@@ -99,9 +99,9 @@ function table(versions) {
 function jobProgress(one) {
   const share = one.total ? Math.min(1, one.done / one.total) : 0;
   const state = one.ended ? "done" : one.silent ? "silent" : "";
-  return h("div", { class: `work ${state}` },
-    h("div", { class: "work-head" }, h("b", {}, one.phase), h("span", {}, `${figure(one.done)} / ${figure(one.total)}`),
-      h("span", { class: "dim" }, one.ended ? ["ended ", ago(one.updated_at)] : one.silent ? ["silent, told ", ago(one.updated_at)]
+  return h("div", { class: `job ${state}` },
+    h("div", { class: "job-head" }, h("b", {}, one.phase), h("span", {}, `${figure(one.done)} / ${figure(one.total)}`),
+      h("span", { class: "dim" }, one.ended ? ["ended ", ago(one.updated_at)] : one.silent ? ["silent, last update ", ago(one.updated_at)]
         : `${one.seconds_per_item === null ? NONE : seconds(one.seconds_per_item)} each · ${one.eta_seconds === null ? "no estimate yet" : `${seconds(one.eta_seconds)} left`}`)),
     h("div", { class: "track", role: "progressbar", "aria-label": one.phase, "aria-valuemin": 0, "aria-valuemax": one.total, "aria-valuenow": one.done },
       h("i", { style: { width: `${100 * share}%` } })),
@@ -115,14 +115,14 @@ function decision(one) {
 
 function trajectories(states, dropped) {
   const total = Object.values(states).reduce((sum, n) => sum + n, 0);
-  if (!total) return card("Trajectories", empty("Nothing was recorded yet. Point an agent's base_url at this proxy."));
+  if (!total) return card("Trajectories", empty("Nothing has been recorded yet. Point an agent's base_url at this proxy."));
   const parts = Object.entries(STATES).map(([name, title]) => ({ name, value: states[name] ?? 0, kind: `state-${name}`, title, href: `#/trajectories?state=${name}` }));
   return card(`Trajectories · ${count(total)}`, shares(parts, "Trajectories"),
     dropped.length ? h("details", {}, h("summary", { "data-focus": "dropped" }, "Why some were dropped"),
       h("dl", { class: "reasons" }, dropped.map((one) => [h("dt", {}, one.reason, h("b", {}, count(one.count))), h("dd", {}, one.meaning ?? "")]))) : null);
 }
 
-/** `relative`: aliases whose judge ranks within groups: the mean of such scores says nothing from round to round. */
+/** `relative`: aliases whose judge ranks within groups; means of such scores cannot be compared between rounds. */
 function rounds({ found, relative }) {
   if (!found.length) return card("Rounds", empty("No round was trained yet."));
   const rewards = found.filter((one) => one.state === "committed" && one.metrics.reward !== undefined && !relative.includes(one.alias)).map((one) => one.metrics.reward).reverse();
@@ -133,22 +133,22 @@ function rounds({ found, relative }) {
         h("td", {}, one.state === "committed" ? `${one.alias}@${one.to_version}` : h("span", { class: `tag ${one.state}` }, one.state)),
         h("td", { class: "num" }, relative.includes(one.alias) ? "relative" : score(one.metrics.reward)), h("td", { class: "num" }, count(one.metrics.trajectories)),
         h("td", { class: "num" }, count(one.metrics.tokens_trained)),
-        h("td", { class: "num", title: one.moved ?? "" }, one.metrics.approx_kl === undefined ? NONE : one.metrics.approx_kl.toPrecision(2)),
+        h("td", { class: "num", title: one.policy_movement ?? "" }, one.metrics.approx_kl === undefined ? NONE : one.metrics.approx_kl.toPrecision(2)),
         h("td", { class: "num" }, seconds(one.metrics.seconds)),
         h("td", {}, ago(one.ended_at))))))));
 }
 
 function ofProxy(proxy) {
-  const over = proxy.moved ? `over the last ${seconds(Math.round(proxy.watched))}` : "since the proxy began";
+  const over = proxy.active ? `over the last ${seconds(Math.round(proxy.watched))}` : "since the proxy started";
   const tile = (name, value, title, bad = false) => h("div", { class: `tile${bad ? " bad" : ""}`, title }, h("span", {}, name), h("b", {}, value));
   return card("This proxy", proxy.rates.length > 1 ? spark(proxy.rates, "Calls per second") : h("div", { class: "spark" }),
     h("div", { class: "tiles" },
       tile("calls/s", proxy.rate === null ? NONE : figure(Number(proxy.rate.toFixed(1))), "while this page watched"),
       tile("p50", seconds(proxy.p50), `whole calls, ${over}`), tile("p99", seconds(proxy.p99), `whole calls, ${over}`),
       tile("first token", seconds(proxy.first50), `median of streamed calls, ${over}`),
-      tile("proxy's own, p99", seconds(proxy.overhead99), `the part that is the proxy's, ${over}`),
-      tile("under way", count(proxy.underWay), "calls that have not ended"),
-      tile("failed", `${count(proxy.failed)} of ${count(proxy.calls)}`, "since the proxy began", proxy.failed > 0.02 * proxy.calls),
+      tile("overhead, p99", seconds(proxy.overhead99), `the part that is spent in the proxy, ${over}`),
+      tile("in flight", count(proxy.underWay), "calls that have not ended"),
+      tile("failed", `${count(proxy.failed)} of ${count(proxy.calls)}`, "since the proxy started", proxy.failed > 0.02 * proxy.calls),
       tile("journal lag", seconds(proxy.lag), "age of the oldest record that is not in the store", proxy.lag > 60),
       tile("store", proxy.storeUp ? "up" : "down", "whether the store answered last time", !proxy.storeUp)),
     proxy.lost ? h("p", { class: "bad" }, `${count(proxy.lost)} records were lost: see the alarm proxy_journal_lost.`) : null,
@@ -156,13 +156,13 @@ function ofProxy(proxy) {
 }
 
 function tokens(contexts, reasons) {
-  const told = (name) => contexts[name] ?? 0;
+  const tokensOf = (name) => contexts[name] ?? 0;
   const total = Object.values(contexts).reduce((sum, n) => sum + n, 0);
-  if (!total) return card("Token truth", empty("No token was sampled since this proxy began."));
+  if (!total) return card("Token truth", empty("No token has been sampled since this proxy started."));
   return card("Token truth", shares([
-    { name: "exact", value: told("root") + told("exact"), kind: "good", title: "first calls, and calls that continue the sampled ids, id for id" },
-    { name: "forked", value: told("fork"), kind: "warn", title: "a context of its own" },
-    { name: "untrainable", value: told("untrainable"), kind: "bad", title: "may carry no loss" },
+    { name: "exact", value: tokensOf("root") + tokensOf("exact"), kind: "good", title: "first calls, and calls that continue the sampled ids, id for id" },
+    { name: "forked", value: tokensOf("fork"), kind: "warn", title: "a context of its own" },
+    { name: "untrainable", value: tokensOf("untrainable"), kind: "bad", title: "may carry no loss" },
   ], "Sampled tokens"),
   Object.keys(reasons).length ? h("p", { class: "dim" }, "Untrainable calls: ", Object.entries(reasons).map(([why, n]) => `${why} ${count(n)}`).join(" · ")) : null);
 }

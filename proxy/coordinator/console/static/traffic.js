@@ -1,4 +1,4 @@
-// What the proxy's counters say, over the time that this page has watched them, or since the proxy began.
+// Rates and quantiles from the proxy's counters, since this page was opened, or since the proxy started.
 import { metrics } from "./api.js";
 
 const WINDOW = 300; // seconds
@@ -6,21 +6,21 @@ const WINDOW = 300; // seconds
 export class Traffic {
   constructor() { this.looks = []; }
 
-  /** Read the counters once more; returns what they tell. */
+  /** Read the counters again; return the current figures. */
   async read() {
     const at = performance.now() / 1000;
     const found = await metrics();
     const calls = sum(found, "ratchet_calls_total");
-    if (this.looks.length && sum(this.looks.at(-1).found, "ratchet_calls_total") > calls) this.looks = []; // it began anew
+    if (this.looks.length && sum(this.looks.at(-1).found, "ratchet_calls_total") > calls) this.looks = []; // the proxy restarted
     this.looks.push({ at, found });
     while (this.looks.length > 2 && at - this.looks[0].at > WINDOW) this.looks.shift();
-    return this.tell();
+    return this.figures();
   }
 
-  tell() {
+  figures() {
     const now = this.looks.at(-1), first = this.looks[0];
-    const moved = sum(now.found, "ratchet_calls_total") > sum(first.found, "ratchet_calls_total");
-    const since = moved ? first.found : null; // where nothing came meanwhile, all since the proxy's start
+    const active = sum(now.found, "ratchet_calls_total") > sum(first.found, "ratchet_calls_total");
+    const since = active ? first.found : null; // without calls meanwhile: since the proxy's start
     const rates = this.looks.slice(1).map((look, place) => {
       const before = this.looks[place];
       return (sum(look.found, "ratchet_calls_total") - sum(before.found, "ratchet_calls_total")) / (look.at - before.at || 1);
@@ -28,7 +28,7 @@ export class Traffic {
     const quantile = (name, share) => quantileOf(now.found, since, name, share);
     return {
       watched: now.at - first.at,
-      moved,
+      active,
       rates,
       rate: this.looks.length > 1 ? (sum(now.found, "ratchet_calls_total") - sum(first.found, "ratchet_calls_total")) / (now.at - first.at) : null,
       calls: sum(now.found, "ratchet_calls_total"),
@@ -57,14 +57,14 @@ function sum(found, name, labels = {}) {
 }
 
 function by(found, name, label) {
-  const told = {};
-  for (const one of found.get(name) ?? []) told[one.labels[label]] = (told[one.labels[label]] ?? 0) + one.value;
-  return told;
+  const totals = {};
+  for (const one of found.get(name) ?? []) totals[one.labels[label]] = (totals[one.labels[label]] ?? 0) + one.value;
+  return totals;
 }
 
 function tools(found) {
-  const told = new Map();
-  const of = (name) => told.get(name) ?? told.set(name, { name, calls: 0, wrong: 0, results: 0, failed: 0 }).get(name);
+  const byName = new Map();
+  const of = (name) => byName.get(name) ?? byName.set(name, { name, calls: 0, wrong: 0, results: 0, failed: 0 }).get(name);
   for (const { labels, value } of found.get("ratchet_tool_calls_total") ?? []) {
     of(labels.tool).calls += value;
     if (labels.outcome !== "valid" && labels.outcome !== "unchecked") of(labels.tool).wrong += value;
@@ -73,28 +73,28 @@ function tools(found) {
     of(labels.tool).results += value;
     if (labels.result !== "ok") of(labels.tool).failed += value;
   }
-  return [...told.values()].sort((a, b) => b.calls - a.calls);
+  return [...byName.values()].sort((a, b) => b.calls - a.calls);
 }
 
 function quantileOf(found, since, name, share) {
-  const told = new Map();
+  const buckets = new Map();
   const take = (samples, sign) => {
     for (const { labels, value } of samples ?? []) {
       const edge = labels.le === "+Inf" ? Infinity : Number(labels.le);
-      told.set(edge, (told.get(edge) ?? 0) + sign * value);
+      buckets.set(edge, (buckets.get(edge) ?? 0) + sign * value);
     }
   };
   take(found.get(`${name}_bucket`), 1);
   if (since) take(since.get(`${name}_bucket`), -1);
-  const edges = [...told.keys()].sort((a, b) => a - b);
-  const wanted = share * (told.get(Infinity) ?? 0);
+  const edges = [...buckets.keys()].sort((a, b) => a - b);
+  const wanted = share * (buckets.get(Infinity) ?? 0);
   if (!wanted) return null;
   let low = 0, below = 0;
   for (const edge of edges) {
-    if (told.get(edge) >= wanted) {
-      return edge === Infinity ? low : low + ((edge - low) * (wanted - below)) / (told.get(edge) - below || 1);
+    if (buckets.get(edge) >= wanted) {
+      return edge === Infinity ? low : low + ((edge - low) * (wanted - below)) / (buckets.get(edge) - below || 1);
     }
-    [low, below] = [edge, told.get(edge)];
+    [low, below] = [edge, buckets.get(edge)];
   }
   return low;
 }

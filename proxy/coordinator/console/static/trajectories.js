@@ -1,4 +1,4 @@
-// The list of trajectories: filters in the address, pages by key, so that a million of them are no more than a hundred.
+// The list of trajectories, with filters in the address, paged by key.
 import { get } from "./api.js";
 import { h, Slot } from "./dom.js";
 import { ago, count, score } from "./format.js";
@@ -29,22 +29,22 @@ function form(filters) {
   const field = (name, label, hint) => h("div", { class: "field" }, h("label", { for: `f-${name}` }, label),
     h("input", { id: `f-${name}`, name, value: kept[name] ?? "", placeholder: hint, spellcheck: "false", autocomplete: "off" }));
   const choice = (name, label, options) => h("div", { class: "field" }, h("label", { for: `f-${name}` }, label),
-    h("select", { id: `f-${name}`, name, value: kept[name] ?? "", on: { change: () => made.requestSubmit() } },
-      options.map(([value, said]) => h("option", { value, selected: value === (kept[name] ?? "") }, said))));
-  const made = h("form", { class: "filters card", role: "search", on: { submit: (event) => {
+    h("select", { id: `f-${name}`, name, value: kept[name] ?? "", on: { change: () => element.requestSubmit() } },
+      options.map(([value, label]) => h("option", { value, selected: value === (kept[name] ?? "") }, label))));
+  const element = h("form", { class: "filters card", role: "search", on: { submit: (event) => {
     event.preventDefault();
-    location.hash = listed(Object.fromEntries([...new FormData(made)].map(([name, value]) => [name, value.trim()])));
+    location.hash = listed(Object.fromEntries([...new FormData(element)].map(([name, value]) => [name, value.trim()])));
   } } },
   choice("state", "State", STATES.map((state) => [state, state || "any"])),
   field("policy", "Policy", "alias or alias@7"), field("task", "Task", "mail/17"), field("tag", "Tag", "nightly"),
   choice("within", "Opened", Object.entries(SINCE).sort(([a], [b]) => a - b)), field("search", "Id begins with", "run-7"),
   h("div", { class: "field buttons" }, h("button", { class: "primary", type: "submit" }, "Show"),
     Object.keys(kept).length ? h("a", { href: "#/trajectories" }, "Clear") : null));
-  return made;
+  return element;
 }
 
 function table(found, filters) {
-  if (!found.data.length) return h("p", { class: "empty" }, filters.before ? "There are no older ones." : "No trajectory fits.");
+  if (!found.data.length) return h("p", { class: "empty" }, filters.before ? "There are no older ones." : "No trajectory matches.");
   return [
     h("div", { class: "scroll" }, h("table", { class: "list" },
       h("thead", {}, h("tr", {}, ["Trajectory", "State", "Policy", "Task", "Score", "Calls", "Opened", "Last call"].map((name) => h("th", { scope: "col" }, name)))),

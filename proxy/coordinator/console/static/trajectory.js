@@ -1,11 +1,11 @@
-// One trajectory: what was said, what judges and people said of it, and how exact each call's tokens are.
+// One trajectory: transcript, verdicts, feedback, and the calls with their tokens.
 import { get, post } from "./api.js";
 import { ask, h, Slot, toast } from "./dom.js";
 import { ago, count, figure, score, seconds } from "./format.js";
-import { content, json, prose } from "./said.js";
+import { content, json, prose } from "./text.js";
 
-const PAGE = 60; // messages that are shown at first
-const MOST_TOKENS = 3000;
+const PAGE = 60; // messages shown at first
+const MAX_TOKENS = 3000;
 
 export function trajectory(place, { path }) {
   const slot = new Slot(h("div", { class: "stack" }));
@@ -24,26 +24,26 @@ function head(one, refresh) {
     h("header", { class: "between" },
       h("div", {}, h("p", { class: "dim" }, h("a", { href: "#/trajectories" }, "Trajectories"), " /"), h("h1", { class: "mono wrap" }, one.id)),
       h("div", { class: "actions" },
-        h("button", { type: "button", on: { click: () => say(one, "up", refresh) } }, "↑ Good"),
-        h("button", { type: "button", on: { click: () => say(one, "down", refresh) } }, "↓ Bad"))),
+        h("button", { type: "button", on: { click: () => rate(one, "up", refresh) } }, "↑ Good"),
+        h("button", { type: "button", on: { click: () => rate(one, "down", refresh) } }, "↓ Bad"))),
     h("dl", { class: "facts" },
       fact("state", h("span", { class: `tag is-${one.state}` }, one.state), one.drop_reason ? ` ${one.drop_reason}` : null, one.sealed_by ? h("small", { class: "dim" }, ` sealed by ${one.sealed_by}`) : null),
       fact("policy", one.purpose === "other_model" ? one.alias : `${one.alias}@${one.version}`), one.purpose === "live" ? null : fact("purpose", one.purpose),
       fact("task", one.task ?? "–"), one.group_id ? fact("group", h("a", { href: `#/groups/${encodeURIComponent(one.group_id)}`, class: "mono" }, one.group_id)) : null,
       one.key_id ? fact("key", h("span", { class: "mono" }, one.key_id)) : null,
-      one.trained.length ? fact("learnt by", one.trained.map(policy).join(", ")) : null,
+      one.trained.length ? fact("trained", one.trained.map(policy).join(", ")) : null,
       fact("opened", ago(one.opened_at)), fact("last call", ago(one.last_active_at))));
 }
 
 const policy = (one) => (Array.isArray(one) ? one.join("@") : typeof one === "object" ? `${one.alias}@${one.version}` : String(one));
 
-async function say(one, value, refresh) {
-  const told = await ask(value === "up" ? "This was good" : "This was bad", "A judge that listens to people hears it; it stays beside the trajectory.",
-    [h("label", { for: "comment" }, "In words, if you like"), h("textarea", { id: "comment", name: "comment", rows: 4, maxlength: 10000 })], "Say so");
-  if (!told) return;
+async function rate(one, value, refresh) {
+  const form = await ask(value === "up" ? "This was good" : "This was bad", "The feedback is stored with the trajectory; judges that use feedback apply it.",
+    [h("label", { for: "comment" }, "Comment (optional)"), h("textarea", { id: "comment", name: "comment", rows: 4, maxlength: 10000 })], "Send");
+  if (!form) return;
   try {
-    const done = await post("feedback", { trajectory_id: one.id, value, comment: told.comment });
-    toast(done.state === "placed" ? "Taken." : done.detail ?? "Taken.");
+    const done = await post("feedback", { trajectory_id: one.id, value, comment: form.comment });
+    toast(done.state === "placed" ? "Recorded." : done.detail ?? "Recorded.");
     setTimeout(refresh, 400);
   } catch (error) { toast(error.message); }
 }
@@ -59,14 +59,14 @@ function transcript(one) {
 }
 
 /** One message of a chat. */
-export function message(said) {
-  const reasoning = said.reasoning ?? said.reasoning_content;
-  const name = said.role === "tool" ? `tool result ${said.name ?? ""}` : said.role;
-  return h("li", { class: `said ${["system", "user", "assistant", "tool"].includes(said.role) ? said.role : "other"}` },
-    h("div", { class: "who" }, h("b", {}, name ?? "?"), said.tool_call_id ? h("code", { class: "dim" }, said.tool_call_id) : null),
+export function message(one) {
+  const reasoning = one.reasoning ?? one.reasoning_content;
+  const name = one.role === "tool" ? `tool result ${one.name ?? ""}` : one.role;
+  return h("li", { class: `message ${["system", "user", "assistant", "tool"].includes(one.role) ? one.role : "other"}` },
+    h("div", { class: "who" }, h("b", {}, name ?? "?"), one.tool_call_id ? h("code", { class: "dim" }, one.tool_call_id) : null),
     reasoning ? h("details", { class: "reasoning" }, h("summary", {}, "Reasoning"), content(reasoning)) : null,
-    content(said.content), said.refusal ? prose(said.refusal, "bad") : null,
-    (Array.isArray(said.tool_calls) ? said.tool_calls : []).map((call) => h("div", { class: "call" },
+    content(one.content), one.refusal ? prose(one.refusal, "bad") : null,
+    (Array.isArray(one.tool_calls) ? one.tool_calls : []).map((call) => h("div", { class: "call" },
       h("div", { class: "who" }, h("span", { class: "tag canary" }, "calls"), h("b", { class: "mono" }, call.function?.name ?? "?"), h("code", { class: "dim" }, call.id ?? "")),
       json(call.function?.arguments ?? ""))));
 }
@@ -74,10 +74,10 @@ export function message(said) {
 function verdicts(one) {
   const newest = one.verdicts.findLast((verdict) => verdict.score !== null);
   return h("section", { class: "card" }, h("h2", {}, "Verdicts"),
-    one.verdicts.length ? one.verdicts.toReversed().map((verdict) => verdictOf(verdict, verdict === newest)) : h("p", { class: "empty" }, "No judge has spoken yet."));
+    one.verdicts.length ? one.verdicts.toReversed().map((verdict) => verdictOf(verdict, verdict === newest)) : h("p", { class: "empty" }, "No verdict yet."));
 }
 
-/** What a judge said of one trajectory; `counts` marks the one that is used. */
+/** A judge's verdict; `counts` marks the one that is used. */
 export function verdictOf(verdict, counts) {
   return h("article", { class: "verdict-card" },
     h("div", { class: "who" }, verdict.score === null ? h("span", { class: "tag reject" }, "failed") : h("b", { class: "big" }, score(verdict.score)),
@@ -89,11 +89,11 @@ export function verdictOf(verdict, counts) {
 
 function people(one) {
   return h("section", { class: "card" }, h("h2", {}, "Feedback"),
-    one.feedback.length ? one.feedback.toReversed().map((said) => h("article", { class: "verdict-card" },
-      h("div", { class: "who" }, said.value === null ? null : h("b", { class: "big" }, said.value === 1 ? "↑ up" : said.value === 0 || said.value === -1 ? "↓ down" : figure(said.value)),
-        h("span", {}, said.source), h("small", { class: "dim" }, ago(said.given_at), said.applied_at ? " · applied by a judge" : "")),
-      said.comment ? prose(said.comment) : null, said.demonstration ? [h("small", { class: "dim" }, "It should have been"), prose(said.demonstration)] : null))
-      : h("p", { class: "empty" }, "Nobody has said anything of it."));
+    one.feedback.length ? one.feedback.toReversed().map((given) => h("article", { class: "verdict-card" },
+      h("div", { class: "who" }, given.value === null ? null : h("b", { class: "big" }, given.value === 1 ? "↑ up" : given.value === 0 || given.value === -1 ? "↓ down" : figure(given.value)),
+        h("span", {}, given.source), h("small", { class: "dim" }, ago(given.given_at), given.applied_at ? " · applied by a judge" : "")),
+      given.comment ? prose(given.comment) : null, given.demonstration ? [h("small", { class: "dim" }, "Demonstration"), prose(given.demonstration)] : null))
+      : h("p", { class: "empty" }, "No feedback yet."));
 }
 
 const CONTEXTS = { root: "first of its context", exact: "continues the sampled ids, id for id", fork: "a context of its own" };
@@ -120,10 +120,10 @@ async function tokens(id, shown) {
     shown.replaceChildren(
       h("p", { class: "dim small" }, call.context === "exact" ? `${count(call.prompt_ids.length)} ids of the prompt are new after its parent.` : `${count(call.prompt_ids.length)} ids of the prompt.`,
         " Sampled ids, darker the less likely they were:"),
-      ...call.choices.map((choice) => h("div", { class: "tokens" }, choice.token_ids.slice(0, MOST_TOKENS).map((one, at) => {
+      ...call.choices.map((choice) => h("div", { class: "tokens" }, choice.token_ids.slice(0, MAX_TOKENS).map((one, at) => {
         const logprob = choice.logprobs[at];
         return h("span", { style: { "--doubt": String(Math.round(Math.min(1, -(logprob ?? 0) / 4) * 80)) }, title: logprob === undefined ? "no logprob" : `logprob ${logprob.toFixed(4)}, p ${Math.exp(logprob).toFixed(3)}` }, String(one));
-      }), choice.token_ids.length > MOST_TOKENS ? `and ${count(choice.token_ids.length - MOST_TOKENS)} more` : null)));
+      }), choice.token_ids.length > MAX_TOKENS ? `and ${count(choice.token_ids.length - MAX_TOKENS)} more` : null)));
   } catch (error) { shown.replaceChildren(error.message); }
 }
 

@@ -1,10 +1,10 @@
-// Versions: what serves, what waits, what was decided and on what evidence; promoted and taken back by hand from here.
+// Versions with their decisions and evidence; promotion and rollback by hand.
 import { get, post } from "./api.js";
 import { ask, h, Slot, toast } from "./dom.js";
 import { ago, NONE, percent } from "./format.js";
-import { json, prose } from "./said.js";
+import { json, prose } from "./text.js";
 
-const MOST = 200;
+const MAX_ROWS = 200;
 
 export function versions(place) {
   const slot = new Slot(h("div", { class: "stack" }));
@@ -12,19 +12,19 @@ export function versions(place) {
   return {
     refresh: async () => slot.show((await get("policies")).data, (all) => [...Map.groupBy(all, (one) => one.alias)].map(([alias, found]) =>
       h("section", { class: "card" }, h("h2", {}, alias), h("div", { class: "scroll" }, h("table", { class: "list" },
-        h("thead", {}, h("tr", {}, ["Version", "State", "Share", "Made", "Newest decision"].map((name) => h("th", { scope: "col" }, name)))),
-        h("tbody", {}, found.toReversed().slice(0, MOST).map(row)))),
-      found.length > MOST ? h("p", { class: "dim" }, `The newest ${MOST} of ${found.length}.`) : null))),
+        h("thead", {}, h("tr", {}, ["Version", "State", "Share", "Created", "Newest decision"].map((name) => h("th", { scope: "col" }, name)))),
+        h("tbody", {}, found.toReversed().slice(0, MAX_ROWS).map(row)))),
+      found.length > MAX_ROWS ? h("p", { class: "dim" }, `The newest ${MAX_ROWS} of ${found.length}.`) : null))),
   };
 }
 
 function row(one) {
-  const told = one.decision;
+  const decision = one.decision;
   return h("tr", {},
     h("td", {}, h("a", { href: `#/versions/${encodeURIComponent(one.alias)}/${one.version}` }, `@${one.version}`)),
-    h("td", {}, h("span", { class: `tag ${one.state}` }, one.state), one.trained_on_deleted ? h("small", { class: "bad" }, "learnt what was deleted") : null),
+    h("td", {}, h("span", { class: `tag ${one.state}` }, one.state), one.trained_on_deleted ? h("small", { class: "bad" }, "trained on deleted data") : null),
     h("td", { class: "num" }, one.canary_share ? percent(one.canary_share, 0) : NONE), h("td", {}, ago(one.created_at)),
-    h("td", { class: "wrap" }, told ? [h("span", { class: `tag ${told.action}` }, told.action), ` ${told.reason} `, h("span", { class: "dim" }, told.decided_by)] : NONE));
+    h("td", { class: "wrap" }, decision ? [h("span", { class: `tag ${decision.action}` }, decision.action), ` ${decision.reason} `, h("span", { class: "dim" }, decision.decided_by)] : NONE));
 }
 
 export function version(place, { path }) {
@@ -50,25 +50,25 @@ function head(one, live, refresh) {
       h("div", {}, h("p", { class: "dim" }, h("a", { href: "#/versions" }, "Versions"), " /"), h("h1", {}, `${one.alias}@${one.version}`)),
       h("div", { class: "actions" }, one.state === "live" ? null : newer
         ? h("button", { type: "button", class: "primary", on: { click: () => decide(one, "promote", live, refresh) } }, "Promote …")
-        : h("button", { type: "button", class: "danger", on: { click: () => decide(one, "rollback", live, refresh) } }, "Go back to it …"))),
+        : h("button", { type: "button", class: "danger", on: { click: () => decide(one, "rollback", live, refresh) } }, "Roll back …"))),
     h("dl", { class: "facts" }, fact("state", h("span", { class: `tag ${one.state}` }, one.state)), one.canary_share ? fact("share of new trajectories", percent(one.canary_share, 0)) : null,
-      fact("served as", h("code", {}, one.served_name)), fact("made", ago(one.created_at)), one.round_id ? fact("by round", h("code", {}, one.round_id)) : null,
-      one.pruned_at ? fact("its folder was deleted", ago(one.pruned_at)) : null, one.trained_on_deleted ? fact("note", "learnt what was deleted since") : null));
+      fact("served as", h("code", {}, one.served_name)), fact("created", ago(one.created_at)), one.round_id ? fact("by round", h("code", {}, one.round_id)) : null,
+      one.pruned_at ? fact("its folder was deleted", ago(one.pruned_at)) : null, one.trained_on_deleted ? fact("note", "trained on data that was deleted later") : null));
 }
 
 const WORDS = {
-  promote: ["Promote", "New trajectories begin on it at once; the live version is retired. Running trajectories end on theirs."],
-  rollback: ["Go back to", "It is live at once, and every later version is rejected."],
+  promote: ["Promote", "New trajectories start on it at once, and the live version is retired. Open trajectories keep their version."],
+  rollback: ["Roll back to", "It is live at once, and all later versions are rejected."],
 };
 
 async function decide(one, verb, live, refresh) {
   const [title, text] = WORDS[verb];
   const rejected = verb === "promote" && one.state === "rejected";
-  const told = await ask(`${title} ${one.alias}@${one.version}?`, `${live ? `Now ${one.alias}@${live.version} is live. ` : ""}${rejected ? "It was rejected: the decisions below say why. " : ""}${text}`,
-    [h("label", { for: "reason" }, "Why? It is written down with the decision."), h("input", { id: "reason", name: "reason", required: true, maxlength: 2000, autocomplete: "off" })], title);
-  if (!told) return;
+  const form = await ask(`${title} ${one.alias}@${one.version}?`, `${live ? `Now ${one.alias}@${live.version} is live. ` : ""}${rejected ? "It was rejected: the decisions below say why. " : ""}${text}`,
+    [h("label", { for: "reason" }, "Reason (stored with the decision)"), h("input", { id: "reason", name: "reason", required: true, maxlength: 2000, autocomplete: "off" })], title);
+  if (!form) return;
   try {
-    await post(`policies/${one.version}/${verb}?${new URLSearchParams({ alias: one.alias })}`, { reason: told.reason, by: "console", ...(rejected ? { rejected } : {}) });
+    await post(`policies/${one.version}/${verb}?${new URLSearchParams({ alias: one.alias })}`, { reason: form.reason, by: "console", ...(rejected ? { rejected } : {}) });
     toast(`${one.alias}@${one.version} is live.`);
     await refresh();
   } catch (error) { toast(error.message); }
@@ -78,7 +78,7 @@ function decided(decisions) {
   return h("section", { class: "card" }, h("h2", {}, "Decisions"), decisions.length ? decisions.map((one) => h("article", { class: "verdict-card" },
     h("div", { class: "who" }, h("span", { class: `tag ${one.action}` }, one.action), h("span", {}, one.decided_by), h("small", { class: "dim" }, ago(one.decided_at))),
     prose(one.reason), Object.keys(one.evidence).length ? h("details", {}, h("summary", {}, "Evidence"), json(one.evidence)) : null))
-    : h("p", { class: "empty" }, "Nothing was decided about it yet."));
+    : h("p", { class: "empty" }, "No decision yet."));
 }
 
 function prompted(prompt) {

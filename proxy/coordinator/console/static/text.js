@@ -1,10 +1,10 @@
-// What agents, tools and judges said, made readable: long texts folded, JSON set out, pictures named and not loaded.
+// Renders text of agents, tools and judges: long texts folded, JSON indented, images named and never loaded.
 import { h, visible } from "./dom.js";
 import { count } from "./format.js";
 
-const FOLD = 3000; // characters that are shown at first
+const FOLD = 3000; // characters shown at first
 
-/** A text in a box of its own: direction by its own words, long ones folded. */
+/** A text in a box, in its own writing direction; long texts are folded. */
 export function prose(text, kind = "") {
   const whole = String(text);
   const box = h("div", { class: `prose ${kind}`, dir: "auto" }, whole.slice(0, FOLD));
@@ -14,15 +14,15 @@ export function prose(text, kind = "") {
   return [box, more];
 }
 
-/** JSON text set out over lines; as it is where it is no JSON. */
+/** Indented JSON; other text unchanged. */
 export function json(value) {
   let text = value;
   if (typeof value !== "string") text = JSON.stringify(value, null, 2);
-  else try { text = JSON.stringify(JSON.parse(value), null, 2); } catch { /* as it is */ }
+  else try { text = JSON.stringify(JSON.parse(value), null, 2); } catch { /* unchanged */ }
   return prose(text ?? "", "code");
 }
 
-/** The content of a message: a text, or parts of which some are no text. */
+/** The content of a message: text, or parts. */
 export function content(value) {
   if (value === null || value === undefined || value === "") return null;
   if (typeof value === "string") return prose(value);
@@ -30,6 +30,6 @@ export function content(value) {
   return value.map((part) => {
     if (typeof part === "string") return prose(part);
     if (typeof part?.text === "string") return prose(part.text);
-    return h("div", { class: "part" }, `${part?.type ?? "part"}, not loaded`, h("details", {}, h("summary", {}, "what it names"), json(part)));
+    return h("div", { class: "part" }, `${part?.type ?? "part"}, not loaded`, h("details", {}, h("summary", {}, "Details"), json(part)));
   });
 }
