@@ -1,4 +1,4 @@
-"""Which base model the versions of an alias belong to, on both databases; and how two servers are told apart."""
+"""Which base model the versions of an alias belong to, on both databases; and how two servers are distinguished."""
 
 from __future__ import annotations
 
@@ -91,4 +91,4 @@ def test_other_tokens_and_another_template_are_seen_and_a_date_in_the_template_i
         "its chat template gives other prompts"
     )
     assert fingerprints.difference(known, known | {"tokens": [1, 3]}) == "its tokenizer gives other ids"
-    assert fingerprints.difference(known, {}) is None  # a server that cannot be asked is not told apart
+    assert fingerprints.difference(known, {}) is None  # a server without answers has no difference

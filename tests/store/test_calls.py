@@ -57,7 +57,7 @@ def test_a_beginning_without_end_becomes_interrupted(store: Store) -> None:
     assert store.calls.read("call_1").state is CallState.ANSWERED
 
 
-def test_a_call_after_a_still_trajectory_was_sealed_opens_it_again(store: Store) -> None:
+def test_a_call_reopens_a_trajectory_that_was_sealed_as_idle(store: Store) -> None:
     answered_trajectory(store, "t1")
     store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0)
     store.calls.ship([call_start("call_2", "t1", at=101.0)])

@@ -91,7 +91,7 @@ def test_a_store_that_is_only_read_is_never_made(tmp_path: Path) -> None:
     assert not (tmp_path / "typo").exists()
 
 
-def test_a_database_that_is_away_is_said_to_be(tmp_path: Path) -> None:
+def test_an_unreachable_database_is_reported(tmp_path: Path) -> None:
     with pytest.raises(StoreUnavailable, match="did not answer"):
         open_store("postgresql://nobody@127.0.0.1:1/none")
 
@@ -154,7 +154,7 @@ def test_a_file_that_is_deleted_in_use_is_written_no_more_and_a_backup_in_its_pl
         assert {policy.alias for policy in store.policies.all()} == {"agent", "other"}
 
 
-def test_a_map_that_is_cut_short_in_use_ends_nobody_and_is_made_anew(store_file: Path) -> None:
+def test_a_shm_file_truncated_in_use_kills_no_process_and_is_rebuilt(store_file: Path) -> None:
     program = (  # in a process of its own: where it is not mended, SIGBUS ends it
         "import os, sys; from ratchet.store.store import open_store; store = open_store(sys.argv[1])\n"
         "for number in range(20):\n"
@@ -169,7 +169,7 @@ def test_a_map_that_is_cut_short_in_use_ends_nobody_and_is_made_anew(store_file:
         assert len(store.policies.all()) == 20
 
 
-def test_a_damaged_file_is_said_to_be(tmp_path: Path) -> None:
+def test_a_damaged_file_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "store.db"
     with closing(open_store(str(file))) as store:
         store.policies.register_base("agent", "base")
@@ -178,7 +178,7 @@ def test_a_damaged_file_is_said_to_be(tmp_path: Path) -> None:
         open_store(str(file))
 
 
-def test_a_file_that_is_damaged_while_it_is_open_is_said_to_be(tmp_path: Path) -> None:
+def test_a_file_that_is_damaged_while_it_is_open_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "store.db"
     open_store(str(file)).close()
     with closing(open_store(str(file))) as store:

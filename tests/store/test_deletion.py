@@ -117,21 +117,21 @@ def test_a_group_that_loses_a_member_before_it_is_trained_is_dropped_and_its_rou
         store.groups.record_judge_failure(group.id, [], retry_at=1.0)
 
 
-def test_what_a_judge_asked_and_said_of_the_group_goes_and_other_scores_stay(store: Store) -> None:
+def test_judge_requests_and_explanations_of_the_group_are_deleted_and_other_scores_stay(store: Store) -> None:
     for name in ("a", "b"):
         answered_trajectory(store, name)
     store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0)
     group = store.groups.create("k", "agent", ["a", "b"], now=101.0)
-    asked = JudgeRequest(
+    request = JudgeRequest(
         id="exc_1", group_id=group.id, judge="j", url="u", request=SECRET.encode(), response=b"", status=200,
         error=None, prompt_tokens=1, completion_tokens=1, cost=None, latency=0.1, requested_at=1.0,
     )  # fmt: skip
-    said = [
+    verdicts = [
         Verdict(trajectory_id=name, group_id=group.id, judge="j", judge_version="1", score=score, explanation=SECRET,
                 judge_request_id="exc_1")
         for name, score in (("a", 0.0), ("b", 1.0))
     ]  # fmt: skip
-    store.groups.record_verdicts(group.id, said, [asked])
+    store.groups.record_verdicts(group.id, verdicts, [request])
     store.deletions.delete(TrajectoryFilter(id="a"), "asked")
     assert store.groups.judge_requests(group.id) == []
     (left,) = store.groups.verdict_history(group.id)
@@ -144,10 +144,13 @@ def test_the_policies_that_learnt_from_it_are_named_with_those_that_went_on_from
         group = judged_group(store, [*names, names[0] + "2"], [0.0, 1.0], task=names[0])
         held = store.rounds.start("agent", version - 1)
         store.rounds.commit(held.id, version=version, checkpoint=f"/c/{version}", groups=[group.id], metrics={})
-    told = store.deletions.versions_trained_on(TrajectoryFilter(id="mine"))
-    assert [(one.version, one.trained_directly, one.adapter) for one in told] == [(2, True, "/c/2"), (3, False, "/c/3")]
+    affected = store.deletions.versions_trained_on(TrajectoryFilter(id="mine"))
+    assert [(one.version, one.trained_directly, one.adapter) for one in affected] == [
+        (2, True, "/c/2"),
+        (3, False, "/c/3"),
+    ]
     done = store.deletions.delete(TrajectoryFilter(id="mine"), "asked")
-    assert done.policies == told == store.deletions.all()[0].policies
+    assert done.policies == affected == store.deletions.all()[0].policies
     assert store.deletions.delete(TrajectoryFilter(trained=False), "kept").trajectory_count == 0
     assert len(store.trajectories.page()) == 5
 
@@ -197,7 +200,7 @@ def test_where_every_version_learnt_it_the_base_model_serves(store: Store) -> No
     assert store.policies.live()["agent"].version == 0
 
 
-def _said(name: str, target: str, key: str, at: float = 5.0) -> Feedback:
+def _feedback(name: str, target: str, key: str, at: float = 5.0) -> Feedback:
     return Feedback(id=name, kind="call", target=target, source="u", given_at=at, key_id=key, comment=SECRET)
 
 
@@ -205,7 +208,7 @@ def test_feedback_that_was_never_placed_goes_with_what_it_names(store: Store) ->
     start = call_start("call_1", "goes", key_id="k1")
     store.calls.ship([start, ended(start, tool_call(), response_id="chatcmpl-9")])
     targets = ["call_1", "resp_1", "msg_1", "chatcmpl-9", "goes", "call_2"]
-    store.calls.ship([_said(f"fb_{n}", target, "another") for n, target in enumerate(targets)])
+    store.calls.ship([_feedback(f"fb_{n}", target, "another") for n, target in enumerate(targets)])
     assert store.deletions.delete(TrajectoryFilter(id="goes"), "asked").feedback == 5
     assert [one.target for one in store.feedback.page()] == ["call_2"]
 
@@ -225,7 +228,7 @@ def test_feedback_that_was_never_placed_goes_by_key_and_age(
     store: Store, chosen: TrajectoryFilter, left: list[str]
 ) -> None:
     words = [("fb_0", "k1", 1.0), ("fb_1", "k1", 5.0), ("fb_2", "k2", 1.0), ("fb_3", "k2", 5.0)]
-    store.calls.ship([_said(name, "call_9", key, at) for name, key, at in words])
+    store.calls.ship([_feedback(name, "call_9", key, at) for name, key, at in words])
     store.deletions.delete(chosen, "asked")
     assert sorted(one.id for one in store.feedback.page()) == left
 
@@ -259,9 +262,9 @@ def test_a_message_that_comes_back_is_stored_again(store: Store) -> None:
 def test_many_are_deleted_in_batches_and_the_newest_stay(store: Store) -> None:
     for number in range(230):
         answered_trajectory(store, f"t{number:03}", f"answer {number}", at=float(number))
-    told: list[int] = []
-    done = store.deletions.delete(TrajectoryFilter(until=220.0), "old", told.append)
-    assert (done.trajectory_count, sum(told), len(told)) == (220, 220, 3)
+    batches: list[int] = []
+    done = store.deletions.delete(TrajectoryFilter(until=220.0), "old", batches.append)
+    assert (done.trajectory_count, sum(batches), len(batches)) == (220, 220, 3)
     assert len(store.trajectories.page()) == 10
     assert store.calls.message_count() == len(QUESTION) + 10
 

@@ -78,7 +78,7 @@ def test_a_drawn_p_value_is_that_of_the_exact_test() -> None:
     assert sign_flip_p([0.5] * 40) == 1 / 10_000
 
 
-def test_equal_agents_are_told_apart_in_no_more_than_one_of_twenty() -> None:
+def test_equal_agents_are_distinguished_in_at_most_one_of_twenty_cases() -> None:
     chance = random.Random(3)
     draw = hard_and_easy(0.0)
     shown = sum(sign_flip_p([draw(chance) for _ in range(12)]) < 0.05 for _ in range(300))

@@ -23,7 +23,7 @@ def test_a_key_is_made_used_and_revoked(store: Store) -> None:
     assert [key.revoked_at for key in store.keys.all() if key.id == boss.id] == [None]
 
 
-def test_an_unknown_key_is_told_with_the_remedy(store: Store) -> None:
+def test_the_error_for_an_unknown_key_names_the_remedy(store: Store) -> None:
     with pytest.raises(RecordNotFound, match="ratchet keys list"):
         store.keys.revoke("key_x")
 

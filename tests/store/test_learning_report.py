@@ -30,7 +30,7 @@ def traffic(
     ]  # fmt: skip
 
 
-def test_a_real_gain_is_told_with_its_interval() -> None:
+def test_a_real_gain_is_reported_with_its_interval() -> None:
     report = learning_report([*traffic(0, 0.3, 200), *traffic(1, 0.5, 50), *traffic(2, 0.8, 200)])
     (whole,) = report.families
     assert (whole.before.first_version, whole.after.first_version) == (0, 2)
@@ -58,7 +58,7 @@ def test_easier_tasks_are_not_taken_for_learning() -> None:
     assert whole.same_tasks.value == pytest.approx(0.0)
 
 
-def test_families_are_told_apart() -> None:
+def test_families_are_reported_separately() -> None:
     both = [
         *traffic(0, 0.2, 100), *traffic(1, 0.9, 100), *traffic(0, 0.9, 100, family="math"),
         *traffic(1, 0.2, 100, family="math"),
@@ -71,7 +71,7 @@ def test_families_are_told_apart() -> None:
     ("scores", "why"),
     [([], "of none"), (traffic(3, 0.5, 90), "of version 3"), (traffic(0, 0.5, 9) + traffic(1, 0.5, 9), "needs 30")],
 )
-def test_too_little_is_said_to_be_too_little(scores: list[PastScore], why: str) -> None:
+def test_too_few_scores_are_reported(scores: list[PastScore], why: str) -> None:
     report = learning_report(scores)
     assert report.families == ()
     assert why in (report.missing or "")

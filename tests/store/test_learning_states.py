@@ -14,7 +14,7 @@ from ratchet.store.store import Store
 from tests.harness.records import answered_trajectory, call_start, ended, judged_group, tool_call
 
 
-def test_only_still_trajectories_are_sealed(store: Store) -> None:
+def test_only_idle_trajectories_are_sealed(store: Store) -> None:
     answered_trajectory(store, "old", at=1.0)
     answered_trajectory(store, "new", at=50.0)
     store.calls.ship([call_start("call_busy", "busy", at=1.0)])
@@ -175,11 +175,11 @@ def test_one_version_is_live_and_the_old_one_stays_addressable(store: Store) -> 
     (rejected,) = store.policies.roll_back("agent", 0, {}, by="anna", reason="rude")
     assert (rejected.version, rejected.state, store.policies.live()["agent"].version) == (1, PolicyState.REJECTED, 0)
     assert store.rounds.newest_committed("agent") is None  # training goes on from the base
-    told = [
+    found_rounds = [
         (decision.version, decision.action, decision.decided_by, decision.reason)
         for decision in store.decisions.decisions_of("agent")
     ]
-    assert told == [
+    assert found_rounds == [
         (0, "promote", "anna", "rolled back to, from 1: rude"),
         (1, "rollback", "anna", "rude"),
         (1, "promote", "proof", "proven"),
@@ -310,14 +310,14 @@ def test_a_lease_has_one_owner_until_it_expires(store: Store) -> None:
 def test_an_alarm_counts_up_and_stays_readable_after_it_is_cleared(store: Store) -> None:
     store.alarms.raise_("no_signal", "first")
     store.alarms.raise_("no_signal", "second")
-    (standing,) = store.alarms.active()
-    assert (standing.reason, standing.count) == ("second", 2)
+    (active,) = store.alarms.active()
+    assert (active.reason, active.count) == ("second", 2)
     store.alarms.clear("no_signal")
     assert store.alarms.active() == []
     assert store.alarms.all()[0].cleared_at is not None
 
 
-def test_doors_tell_what_they_hold_until_they_close(store: Store) -> None:
+def test_proxies_list_their_versions_until_they_stop(store: Store) -> None:
     store.proxy_instances.heartbeat(
         ProxyInstance(
             id="d1",

@@ -49,26 +49,26 @@ def filled(store: Store) -> Store:
     return store
 
 
-@pytest.mark.parametrize(("said", "expected"), FILTERS, ids=[str(said) for said, _ in FILTERS])
+@pytest.mark.parametrize(("chosen", "expected"), FILTERS, ids=[str(chosen) for chosen, _ in FILTERS])
 @pytest.mark.parametrize("limit", [1, 2, 100])
 def test_every_filter_finds_what_it_says_without_gaps(
-    filled: Store, said: dict[str, Any], expected: list[str], limit: int
+    filled: Store, chosen: dict[str, Any], expected: list[str], limit: int
 ) -> None:
     seen: list[str] = []
-    while page := filled.trajectories.page(limit, seen[-1] if seen else None, chosen=TrajectoryFilter(**said)):
+    while page := filled.trajectories.page(limit, seen[-1] if seen else None, chosen=TrajectoryFilter(**chosen)):
         seen += [run.id for run in page]
     assert seen == expected
 
 
 @pytest.mark.parametrize(
-    ("said", "by_tag"),
-    [(said, True) for said, _ in FILTERS if said]
-    + [(said, False) for said, _ in FILTERS if count_without_tag(TrajectoryFilter(**said)) is not None],
+    ("chosen", "by_tag"),
+    [(chosen, True) for chosen, _ in FILTERS if chosen]
+    + [(chosen, False) for chosen, _ in FILTERS if count_without_tag(TrajectoryFilter(**chosen)) is not None],
     ids=str,
 )
-def test_no_filter_reads_the_whole_table(filled: Store, store_url: str, said: dict[str, Any], by_tag: bool) -> None:
+def test_no_filter_reads_the_whole_table(filled: Store, store_url: str, chosen: dict[str, Any], by_tag: bool) -> None:
     engine = connect(store_url)
-    ids = select_page_ids(TrajectoryFilter(**said), 10, "t2", 2.0, by_tag=by_tag)
+    ids = select_page_ids(TrajectoryFilter(**chosen), 10, "t2", 2.0, by_tag=by_tag)
     query = ids.compile(engine, compile_kwargs={"literal_binds": True})
     with engine.connect() as connection:
         if engine.dialect.name == "sqlite":
@@ -84,14 +84,14 @@ def test_no_filter_reads_the_whole_table(filled: Store, store_url: str, said: di
 
 def test_the_rest_of_a_filter_by_tag_is_counted_no_further_than_it_matters(filled: Store, store_url: str) -> None:
     engine = connect(store_url)
-    asked = count_without_tag(TrajectoryFilter(tag="red", alias="mail"))
+    count = count_without_tag(TrajectoryFilter(tag="red", alias="mail"))
     assert count_without_tag(TrajectoryFilter(tag="red")) is None
     assert count_without_tag(TrajectoryFilter(tag="red", since=1.0)) is None
     assert count_without_tag(TrajectoryFilter(alias="mail")) is None
-    assert asked is not None
-    assert str(FEW + 1) in str(asked.compile(engine, compile_kwargs={"literal_binds": True}))
+    assert count is not None
+    assert str(FEW + 1) in str(count.compile(engine, compile_kwargs={"literal_binds": True}))
     with engine.connect() as connection:
-        assert connection.scalar(asked) == 2
+        assert connection.scalar(count) == 2
     engine.dispose()
 
 

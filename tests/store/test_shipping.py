@@ -70,7 +70,7 @@ def test_proxies_that_ship_the_same_messages_and_trajectories_do_not_harm_each_o
                 try:
                     opened.calls.ship(records)
                     break
-                except StoreError as error:  # a deadlock is told as a store that did not answer: it is tried again
+                except StoreError as error:  # a deadlock is reported as a store that did not answer, and is retried
                     refused.append(error)
         opened.close()
 
@@ -111,8 +111,8 @@ def test_no_text_of_a_judge_is_refused(store: Store) -> None:
     answered_trajectory(store, "a")
     store.trajectories.seal("a", now=9.0)
     group = store.groups.create("k", "agent", ["a"], now=9.0)
-    said = Verdict(trajectory_id="a", group_id=group.id, judge="j", judge_version="1", score=1.0, explanation="x\0y")
-    store.groups.record_verdicts(group.id, [said])
+    verdict = Verdict(trajectory_id="a", group_id=group.id, judge="j", judge_version="1", score=1.0, explanation="x\0y")
+    store.groups.record_verdicts(group.id, [verdict])
     assert store.groups.verdicts(["a"])["a"].explanation == "x\ufffdy"
 
 

@@ -32,6 +32,6 @@ def test_spans_name_the_sampled_ids_along_the_branch_that_was_taken() -> None:
     assert spans[-1][1] == len(ids)
 
 
-def test_a_fork_begins_anew() -> None:
+def test_a_fork_starts_a_new_sequence() -> None:
     calls = [call("one", "root", [1], [10]), call("two", "fork", [1, 9, 4], [20], parent=("one", 0))]
     assert sampled_spans(calls, ("two", 0)) == ((3, 4),)

@@ -21,7 +21,7 @@ def tool_call(place: int = 0, **changes: Any) -> ToolCall:
     return ToolCall(**(values | changes))
 
 
-def told(place: int, result: ToolResult) -> ToolCallResult:
+def result_of(place: int, result: ToolResult) -> ToolCallResult:
     """What came of one."""
     return ToolCallResult(call_id="call_a", choice=0, tool_call_id=f"id-{place}", result=result)
 
@@ -29,8 +29,10 @@ def told(place: int, result: ToolResult) -> ToolCallResult:
 def test_a_tool_call_is_recorded_and_answered_once(store: Store) -> None:
     answered_trajectory(store, "a")
     first, second = tool_call(0), tool_call(1, outcome=ToolOutcome.SCHEMA_VIOLATION, detail="$.n: type")
-    assert store.tools.record_tool_calls([first, second], [told(1, ToolResult.ERROR)])[0] == [first, second]
-    new, answered = store.tools.record_tool_calls([first, second], [told(1, ToolResult.OK), told(0, ToolResult.EMPTY)])
+    assert store.tools.record_tool_calls([first, second], [result_of(1, ToolResult.ERROR)])[0] == [first, second]
+    new, answered = store.tools.record_tool_calls(
+        [first, second], [result_of(1, ToolResult.OK), result_of(0, ToolResult.EMPTY)]
+    )
     assert new == []
     assert [(row.place, row.result) for row in answered] == [(0, ToolResult.EMPTY)]
     assert [row.result for row in store.tools.of_call("call_a")] == [ToolResult.EMPTY, ToolResult.ERROR]
@@ -39,12 +41,12 @@ def test_a_tool_call_is_recorded_and_answered_once(store: Store) -> None:
 
 def test_a_result_belongs_to_the_choice_that_was_continued(store: Store) -> None:
     answered_trajectory(store, "a")
-    store.tools.record_tool_calls([tool_call(0), tool_call(0, choice=1)], [told(0, ToolResult.OK)])
+    store.tools.record_tool_calls([tool_call(0), tool_call(0, choice=1)], [result_of(0, ToolResult.OK)])
     assert [row.result for row in store.tools.of_call("call_a")] == [ToolResult.OK, None]
 
 
 def test_tool_calls_of_a_call_that_is_not_there_are_left_out(store: Store) -> None:
-    assert store.tools.record_tool_calls([tool_call()], [told(0, ToolResult.OK)]) == ([], [])
+    assert store.tools.record_tool_calls([tool_call()], [result_of(0, ToolResult.OK)]) == ([], [])
 
 
 def test_tool_calls_leave_with_their_call(store: Store) -> None:
@@ -59,7 +61,7 @@ def test_the_tally_is_per_alias_version_and_tool(store: Store) -> None:
     answered_trajectory(store, "a")
     rows = [tool_call(place, tool="ls", outcome=ToolOutcome.INVALID_JSON) for place in range(3)]
     rows += [tool_call(3), tool_call(4, version=2)]
-    store.tools.record_tool_calls(rows, [told(3, ToolResult.TIMEOUT)])
+    store.tools.record_tool_calls(rows, [result_of(3, ToolResult.TIMEOUT)])
     found = [
         (one.version, one.tool, one.calls, one.outcomes, one.results) for one in store.tools.counts_by_version("agent")
     ]

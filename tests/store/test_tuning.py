@@ -48,12 +48,14 @@ def test_a_prompt_is_known_by_its_content(store: Store) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "mode", "told"),
+    ("text", "mode", "reason"),
     [(" ", "replace", "empty"), ("a\0b", "replace", "NUL"), ("\ud800", "replace", "Unicode"),
      ("x" * 200_001, "append", "shorten"), ("x", "prepend", "replace or append")],
 )  # fmt: skip
-def test_a_text_that_cannot_be_served_is_refused_with_the_reason(store: Store, text: str, mode: str, told: str) -> None:
-    with pytest.raises(InvalidRecord, match=told):
+def test_a_text_that_cannot_be_served_is_refused_with_the_reason(
+    store: Store, text: str, mode: str, reason: str
+) -> None:
+    with pytest.raises(InvalidRecord, match=reason):
         store.prompts.register(text, mode)
 
 
@@ -70,14 +72,14 @@ def test_a_task_row_is_found_by_its_id_and_stays_as_it_was(store: Store) -> None
 
 
 def test_a_tuning_goes_on_where_it_was_and_ends_once(store: Store) -> None:
-    begun_ = store.tunings.begin("prompt", "agent", {"budget": 3})
-    store.tunings.update(begun_.id, {"calls": 1})
-    stopped = store.tunings.end(begun_.id, "stopped")
+    started = store.tunings.begin("prompt", "agent", {"budget": 3})
+    store.tunings.update(started.id, {"calls": 1})
+    stopped = store.tunings.end(started.id, "stopped")
     assert (stopped.state, stopped.result) == (TuningState.STOPPED, {"calls": 1})
     with pytest.raises(InvalidTransition, match="stopped by now"):
-        store.tunings.update(begun_.id, {"calls": 2})
-    assert store.tunings.resume(begun_.id).ended_at is None
-    done = store.tunings.end(begun_.id, "done", {"gain": 0.5})
+        store.tunings.update(started.id, {"calls": 2})
+    assert store.tunings.resume(started.id).ended_at is None
+    done = store.tunings.end(started.id, "done", {"gain": 0.5})
     assert (done.state, done.result, done.error) == (TuningState.DONE, {"gain": 0.5}, None)
     with pytest.raises(InvalidTransition, match="done"):
         store.tunings.end(done.id, "failed")
@@ -96,10 +98,10 @@ def test_a_rollout_ends_once_and_a_failed_one_stays_with_its_exception(store: St
     prompt = store.prompts.register("Be brief.")
     tuning = _planned(store, "roll_1", "roll_2", prompt_id=prompt.id, scenario={"user": "mean"}, purpose="eval")
     assert store.rollouts.get("roll_1").state is RolloutState.PLANNED
-    told = store.rollouts.end(
+    ended = store.rollouts.end(
         "roll_1", started_at=2.0, ended_at=3.0, response='"a\0b"', metrics={"turns": 2.0}, prompt_tokens=7
     )
-    assert (told.state, told.response, told.metrics, told.prompt_tokens) == (
+    assert (ended.state, ended.response, ended.metrics, ended.prompt_tokens) == (
         RolloutState.ENDED, '"a\ufffdb"', {"turns": 2.0}, 7,
     )  # fmt: skip
     failed = store.rollouts.fail("roll_2", "TimeoutError: 60 s", 4.0, started_at=2.0)
@@ -108,8 +110,8 @@ def test_a_rollout_ends_once_and_a_failed_one_stays_with_its_exception(store: St
     )  # fmt: skip
     with pytest.raises(InvalidTransition, match="failed and cannot become ended"):
         store.rollouts.end("roll_2", started_at=2.0, ended_at=5.0)
-    store.rollouts.plan([told])
-    assert store.rollouts.of_tuning(tuning, responses=True) == [told, failed]
+    store.rollouts.plan([ended])
+    assert store.rollouts.of_tuning(tuning, responses=True) == [ended, failed]
     assert store.rollouts.of_tuning(tuning, "another") == []
     with pytest.raises(RecordNotFound):
         store.rollouts.fail("roll_9", "x", 1.0)
@@ -178,7 +180,7 @@ def test_late_calls_of_an_abandoned_rollout_are_known_by_its_name(store: Store) 
     assert store.rollouts.abandoned([]) == set()
 
 
-def test_a_doctors_look_is_listed_only_where_it_is_asked_for(store: Store) -> None:
+def test_a_doctors_run_is_listed_only_by_its_kind(store: Store) -> None:
     eval_, look = (store.tunings.begin(kind, "agent", {}).id for kind in ("eval", "doctor"))
     assert [one.id for one in store.tunings.page()] == [eval_]
     assert [one.id for one in store.tunings.page("doctor")] == [look]
@@ -304,13 +306,13 @@ def test_verification_tells_a_changed_prompt_a_trained_evaluation_and_a_shared_n
         last = schema.policies.c.version == 2
         connection.execute(sa.update(schema.policies).where(last).values(adapter="/elsewhere"))
     engine.dispose()
-    told = {finding.row.split()[0]: finding.problem for finding in verify(store_url).findings}
-    assert "does not match its text" in told["prompt"]
-    assert "was trained" in told["rollout"]
-    assert "adapter /c/1" in told["policy"]
+    violations = {finding.row.split()[0]: finding.problem for finding in verify(store_url).findings}
+    assert "does not match its text" in violations["prompt"]
+    assert "was trained" in violations["rollout"]
+    assert "adapter /c/1" in violations["policy"]
 
 
-def test_versions_that_rollouts_are_still_to_be_made_on_are_known(store: Store) -> None:
+def test_versions_of_planned_rollouts_are_known(store: Store) -> None:
     _planned(store, "roll_1", model="agent@3", planned_at=100.0)
     _planned(store, "roll_2", model="agent@4", planned_at=100.0)
     _planned(store, "roll_3", model="agent@5", planned_at=1.0)
@@ -340,7 +342,7 @@ def test_a_version_with_a_prompt_is_made_of_what_is_live_when_it_is_made(store: 
     assert made[0].served_name == "base-live"
 
 
-def test_what_workflows_returned_is_read_only_where_it_is_asked_for(store: Store) -> None:
+def test_responses_of_workflows_are_read_only_on_request(store: Store) -> None:
     run = _planned(store, "roll_1")
     ended = store.rollouts.end("roll_1", started_at=1.0, ended_at=2.0, response='"a long one"', metrics={"turns": 1.0})
     assert store.rollouts.of_tuning(run, responses=True) == [ended]

@@ -1,4 +1,4 @@
-"""Verification: a sound store has no finding, and each damage is told with its row and a remedy."""
+"""Verification: a sound store has no violation, and each damage is reported with its row and a remedy."""
 
 from __future__ import annotations
 
@@ -100,18 +100,18 @@ DAMAGE: dict[str, tuple[Callable[[sa.Connection], None], str, str]] = {
 }  # fmt: skip
 
 
-def test_a_sound_store_has_no_finding_and_everything_was_looked_at(filled: Store, store_url: str) -> None:
-    told: dict[str, int] = {}
-    found = verify(store_url, lambda table, rows, total: told.update({table: told.get(table, 0) + rows}))
+def test_a_sound_store_has_no_violation_and_every_row_was_checked(filled: Store, store_url: str) -> None:
+    checked: dict[str, int] = {}
+    found = verify(store_url, lambda table, rows, total: checked.update({table: checked.get(table, 0) + rows}))
     assert found.findings == []
     assert found.sound
-    assert found.rows == told
-    assert (told["calls"], told["trajectories"], told["groups"]) == (11, 9, 3)
+    assert found.rows == checked
+    assert (checked["calls"], checked["trajectories"], checked["groups"]) == (11, 9, 3)
 
 
 @pytest.fixture(scope="module")
 def sound_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sound SQLite store; PostgreSQL is asked the same, above."""
+    """A sound SQLite store; PostgreSQL is verified above."""
     file = tmp_path_factory.mktemp("sound") / "store.db"
     store = _fill(open_store(str(file)))
     store.close()
@@ -119,7 +119,7 @@ def sound_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_each_damage_is_told_with_its_row_and_a_remedy(sound_file: Path, tmp_path: Path, name: str) -> None:
+def test_each_damage_is_reported_with_its_row_and_a_remedy(sound_file: Path, tmp_path: Path, name: str) -> None:
     damage, row, problem = DAMAGE[name]
     url = str(shutil.copy(sound_file, tmp_path))
     engine = connect(url)
@@ -131,7 +131,7 @@ def test_each_damage_is_told_with_its_row_and_a_remedy(sound_file: Path, tmp_pat
     assert any(one.row.startswith(row) and problem in one.problem and one.remedy for one in found.findings), found
 
 
-def test_a_row_that_refers_to_nothing_is_told(sound_file: Path, tmp_path: Path) -> None:
+def test_a_dangling_reference_is_reported(sound_file: Path, tmp_path: Path) -> None:
     url = str(shutil.copy(sound_file, tmp_path))
     engine = connect(url)
     with engine.connect() as connection:

@@ -1,4 +1,4 @@
-"""No ranking changes silently: failures count, unjudged attempts are bounds, ties are told as ties."""
+"""No ranking changes silently: failures count, unjudged attempts are bounds, ties are reported as ties."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_crash_never_counts_more_than_the_lowest_score_of_a_judge_with_negativ
     assert found.score_range == ScoreRange(-3.0, 1.0)
 
 
-def test_a_tie_is_told_as_a_tie() -> None:
+def test_a_tie_is_reported_as_a_tie() -> None:
     found = rank({"one": agent(0.5, 20, seed=1), "other": agent(0.5, 20, seed=2), "bad": agent(0.05, 20)})
     assert found.winner is None
     assert set(found.first) == {"one", "other"}
@@ -96,7 +96,7 @@ def test_the_interval_holds_whatever_the_unjudged_would_have_got() -> None:
         assert bound.p_value >= known.p_value
 
 
-def test_a_task_that_was_not_asked_of_one_is_unjudged_for_it() -> None:
+def test_a_task_that_a_candidate_did_not_run_is_unjudged_for_it() -> None:
     found = compare(marks(1.0, 1.0), marks(0.0))
     assert (found.tasks, found.unjudged) == (1, 1)
 
@@ -121,7 +121,7 @@ def test_p_values_are_corrected_over_all_pairs() -> None:
     assert rank(sides).pair("a", "b").p_value == pytest.approx(3 * 2 / 2**7)
 
 
-def test_one_candidate_alone_has_a_standing_and_no_winner() -> None:
+def test_a_single_candidate_has_a_score_and_no_winner() -> None:
     found = rank({"alone": marks(1.0, 0.0, 1.0)})
     assert (found.winner, found.first, found.pairs) == (None, ("alone",), ())
     assert found.scores[0].low < 2 / 3 < found.scores[0].high

@@ -1,4 +1,4 @@
-"""A price is told by the user or unknown; what is partly known is a lower bound and says so."""
+"""A price comes from the user or is unknown; partly known costs are marked as lower bounds."""
 
 from __future__ import annotations
 
@@ -73,15 +73,15 @@ def test_what_was_spent_adds_up() -> None:
 
 
 @pytest.mark.parametrize(("costs", "money"), [((0.1, 0.2), Money(0.3)), ((0.1, None), Money(0.1, known=False))])
-def test_what_a_judge_asked_a_model_is_spent_too(costs: tuple[float | None, ...], money: Money) -> None:
-    asked = [
+def test_model_requests_of_a_judge_count_as_cost(costs: tuple[float | None, ...], money: Money) -> None:
+    requests = [
         JudgeRequest(
             id="x", group_id=None, judge="ruler", url="u", request=b"{}", response=b"", status=200, error=None,
             prompt_tokens=100, completion_tokens=10, cost=cost, latency=0.5, requested_at=1.0,
         )
         for cost in costs
     ]  # fmt: skip
-    spent = judging_cost(asked)
+    spent = judging_cost(requests)
     assert (spent.rollouts, spent.prompt_tokens, spent.completion_tokens, spent.seconds) == (0, 200, 20, 1.0)
     assert spent.money.amount == pytest.approx(money.amount)
     assert spent.money.known is money.known

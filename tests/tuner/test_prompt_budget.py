@@ -8,7 +8,7 @@ from ratchet.trainer.errors import BudgetExceeded
 from ratchet.tuner.prompts.budget import Budget
 
 
-def test_no_rollout_begins_beyond_the_limit_and_a_set_is_not_begun_in_part() -> None:
+def test_no_rollout_starts_beyond_the_limit_and_a_set_never_starts_in_part() -> None:
     budget = Budget(10, reserved_rollouts=4)
     assert budget.allow(6) == 6
     with pytest.raises(BudgetExceeded, match="--max-rollouts"):
@@ -36,10 +36,10 @@ def test_tokens_for_the_comparison_are_kept_back() -> None:
     budget = Budget(1000, tokens=1000, reserved_rollouts=4)
     budget.record_rollout(100)
     assert budget.allow(50) == 5
-    assert budget.allow(50, held_out=True) == 8  # of the nine that there is room for, not more than run at once
+    assert budget.allow(50, held_out=True) == 8  # of the nine that are affordable, at most the concurrency
 
 
-def test_reflections_count_and_are_refused_before_they_are_asked() -> None:
+def test_reflections_count_and_are_refused_before_the_request() -> None:
     budget = Budget(1000, tokens=1000)
     budget.allow_reflection(2000)
     budget.record_reflection(900, 0.5)

@@ -46,7 +46,7 @@ def test_mipro_finds_every_rule_that_a_reflection_model_proposes(outcome: dict[s
     assert outcome["whole"]["error"] is None
 
 
-def test_mipro_goes_the_same_way_again_on_what_it_was_told_before(outcome: dict[str, Any]) -> None:
+def test_mipro_repeats_its_search_on_recorded_answers(outcome: dict[str, Any]) -> None:
     assert outcome["again"]["error"] is None
     assert outcome["again"]["questions"] == outcome["whole"]["questions"]
 

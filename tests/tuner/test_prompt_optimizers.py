@@ -45,21 +45,21 @@ def test_gepa_ends_by_itself_when_nothing_new_is_to_be_learnt(reflection_server:
 
 def test_reflection_is_shown_training_tasks_alone(reflection_server: ScriptedReflectionModel) -> None:
     load_optimizer("gepa").optimize(prompt_world.SEED, WorldEvaluate(), reflection(reflection_server), search())
-    asked = str(reflection_server.requests)
+    requests = str(reflection_server.requests)
     numbers = range(len(TRAIN), len(TRAIN) + len(VALIDATION))
-    assert "(0)" in asked
-    assert not [n for n in numbers if f"({n})" in asked]
+    assert "(0)" in requests
+    assert not [n for n in numbers if f"({n})" in requests]
 
 
 def test_the_same_seed_asks_the_same_questions() -> None:
-    asked = []
+    questions = []
     for seed in (1, 1, 2):
         with ScriptedReflectionModel().running() as server:
             evaluate = WorldEvaluate()
             load_optimizer("gepa").optimize(prompt_world.SEED, evaluate, reflection(server), search(seed))
-            asked.append(evaluate.questions)
-    assert asked[0] == asked[1]
-    assert asked[0] != asked[2]
+            questions.append(evaluate.questions)
+    assert questions[0] == questions[1]
+    assert questions[0] != questions[2]
 
 
 def test_the_end_of_the_budget_comes_out_of_the_library(reflection_server: ScriptedReflectionModel) -> None:

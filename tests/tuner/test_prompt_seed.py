@@ -49,11 +49,11 @@ def test_a_system_prompt_that_differs_from_task_to_task_is_appended_to(seen: See
         captured([seen("c", "You help Ann."), seen("d", "You help Bob.")], "replace")
 
 
-def test_appending_can_be_asked_for(seen: Seen) -> None:
+def test_appending_can_be_requested(seen: Seen) -> None:
     assert captured([seen("a", "Answer.")], "append").mode == "append"
 
 
-def test_an_agent_that_calls_no_model_is_told_with_the_remedy() -> None:
+def test_the_error_for_an_agent_that_calls_no_model_names_the_remedy() -> None:
     with pytest.raises(SeedPromptUnknown, match="ratchet doctor --workflow"):
         captured([])
 

@@ -1,4 +1,4 @@
-"""Training, validation and held-out tasks never share content, and too few tasks are told in numbers."""
+"""Training, validation and held-out tasks never share content, and the error for too few tasks has the numbers."""
 
 from __future__ import annotations
 

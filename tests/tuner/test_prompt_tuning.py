@@ -37,7 +37,7 @@ class TuningRun:
     def __init__(self, store: Store, server: ScriptedReflectionModel, rollouts: int = 400, **changes: Any) -> None:
         self.tuning_id = store.tunings.begin("prompt", "agent", {}).id
         self.answered: list[Any] = []
-        self.told: list[str] = []
+        self.reports: list[str] = []
         self._store = store
         self._server = server
         self._rollouts = rollouts
@@ -73,7 +73,7 @@ class TuningRun:
                 model, self.budget, mode=seed.mode, answered=tuple(self.answered), keep=self._keep
             ),
             plan,
-            self.told.append,
+            self.reports.append,
         ).run()
 
     def _keep(self, answered: Any, judge_requests: Sequence[Any]) -> None:
@@ -160,7 +160,7 @@ def test_a_comparison_that_the_tokens_end_is_inconclusive(
     found = world.run()
     assert found.verdict == "inconclusive"
     assert "attempts are unjudged" in found.why
-    assert any("cut short" in line for line in world.told)
+    assert any("cut short" in line for line in world.reports)
 
 
 def test_a_budget_that_cannot_come_to_a_result_is_refused_with_the_number_that_can(
@@ -176,7 +176,7 @@ def test_a_killed_run_goes_on_where_it_was_and_pays_for_nothing_twice(
 ) -> None:
     whole = TuningRun(store, reflection_server)
     expected = whole.run()
-    asked = len(reflection_server.requests)
+    requests = len(reflection_server.requests)
     world = TuningRun(store, reflection_server, lives=lives)
     with pytest.raises(Killed):
         world.run()
@@ -186,7 +186,7 @@ def test_a_killed_run_goes_on_where_it_was_and_pays_for_nothing_twice(
     found = world.run()
     assert (found.prompt, found.verdict, found.tried) == (expected.prompt, expected.verdict, expected.tried)
     assert sorted(before + world.rollouts.made) == sorted(whole.rollouts.made)
-    assert len(reflection_server.requests) == 2 * asked
+    assert len(reflection_server.requests) == 2 * requests
 
 
 def _abandoned(store: Store, world: TuningRun, more: int = 0) -> int:
@@ -233,7 +233,7 @@ def test_where_a_kill_cut_off_too_much_fewer_held_out_tasks_decide(
     assert 0 < found.gain.tasks < len(SETS.held_out)
     assert found.gain.unjudged == 0
     assert world.budget.started_rollouts <= 160
-    assert any(f"compared on {found.gain.tasks} of 30 held-out tasks" in line for line in world.told)
+    assert any(f"compared on {found.gain.tasks} of 30 held-out tasks" in line for line in world.reports)
 
 
 def test_a_failed_rollout_counts_as_a_failure_and_is_not_tried_again(
@@ -258,7 +258,7 @@ def test_a_crashing_prompt_never_wins_under_a_judge_with_negative_scores(
     assert all((one.mean or 0.0) <= -5.0 for one in found.tried if "quib" in one.prompt)
 
 
-def test_the_reflection_model_is_told_why_a_rollout_failed(
+def test_the_reflection_model_reads_why_a_rollout_failed(
     store: Store, reflection_server: ScriptedReflectionModel
 ) -> None:
     TuningRun(store, reflection_server, fails=lambda job: job.task.id in SETS.train[:5]).run()
@@ -308,9 +308,7 @@ def test_unjudged_rollouts_on_held_out_tasks_leave_it_inconclusive_if_they_could
     assert "25 attempts are unjudged" in found.why
 
 
-def test_the_judge_is_asked_once_more_for_what_it_failed_on(
-    store: Store, reflection_server: ScriptedReflectionModel
-) -> None:
+def test_a_judge_failure_is_judged_once_more(store: Store, reflection_server: ScriptedReflectionModel) -> None:
     failed: set[tuple[str, str]] = set()
 
     def out_at_first(prompt: str, task: str) -> bool:

@@ -43,8 +43,8 @@ class Runs:
         self.made.append(tuning)
         return tuning.id
 
-    def report(self, **asked: Any) -> TuningReport:
-        return report(list(reversed(self.made)), **asked)
+    def report(self, **selection: Any) -> TuningReport:
+        return report(list(reversed(self.made)), **selection)
 
 
 def test_the_newest_finished_run_of_each_method_stands_side_by_side() -> None:
@@ -89,8 +89,8 @@ def test_runs_of_other_tasks_judges_and_aliases_are_left_out_with_the_reason() -
         "it tuned mail, not policy", "another judge: judges:kind:3c4d",
         "other held-out tasks: 4 of other/ (test), not the 10 of tasks/ (test)",
     ]  # fmt: skip
-    asked = runs.report(tasks="other/")
-    assert [row.tuning_id for row in asked.rows] == [None, "tun_0", None]
+    other = runs.report(tasks="other/")
+    assert [row.tuning_id for row in other.rows] == [None, "tun_0", None]
     assert runs.report(judge="judges:kind").rows[1].tuning_id == "tun_1"
     assert runs.report(alias="mail").rows[1].tuning_id == "tun_2"
 
@@ -123,7 +123,7 @@ def test_a_run_of_which_every_rollout_failed_does_not_take_the_place_of_a_sound_
     assert runs.report().rows[2].tuning_id == half
 
 
-def test_only_what_serves_now_is_said_to_serve() -> None:
+def test_only_the_version_that_serves_now_is_shown_as_serving() -> None:
     runs = Runs([])
     runs.add("select-model", best="policy@3")
     runs.add("prompt", best="prm_1", promoted="policy@4")
@@ -154,8 +154,8 @@ def test_a_run_that_found_nothing_says_so_instead_of_not_measured() -> None:
     runs.add("prompt", best=None, gain=None)
     runs.add("select-model", best="old", gain=None)
     runs.add("weights", best=None, gain=None)
-    told = {row.method: effect_cells(row)[2] for row in runs.report().rows}
-    assert told == {
+    effects = {row.method: effect_cells(row)[2] for row in runs.report().rows}
+    assert effects == {
         "prompt": "nothing better found on validation", "select-model": "unchanged",
         "weights": "nothing better found",
     }  # fmt: skip

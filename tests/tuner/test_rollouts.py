@@ -116,7 +116,7 @@ def test_a_rollout_that_takes_too_long_has_failed(runner: Make, tasks: list[Task
         assert ended.failure == "TimeoutError: the rollout exceeded 0.1 s (tuner.timeout_seconds)"
 
 
-def test_of_a_group_of_exceptions_the_first_is_told() -> None:
+def test_the_first_exception_of_a_group_is_reported() -> None:
     group = ExceptionGroup("one or more tool calls raised", [ExceptionGroup("inner", [KeyError("sum")]), OSError("x")])
     assert describe_error(group) == "KeyError: 'sum'"
 

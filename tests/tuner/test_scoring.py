@@ -95,7 +95,7 @@ def test_a_failed_rollout_is_not_judged_and_keeps_its_failure(
     assert (one.state, one.score, one.judge) == (RolloutState.FAILED, None, None)
 
 
-def test_a_workflow_that_never_called_is_told(runner: Make, tasks: list[Task], tuning: Tuning, store: Store) -> None:
+def test_a_workflow_without_calls_is_reported(runner: Make, tasks: list[Task], tuning: Tuning, store: Store) -> None:
     (one,) = RolloutScorer(store, judge_of(f"{__name__}:by_row"), alias=ALIAS).score(
         rollouts_of(runner("only_the_task"), tasks[:1], tuning)
     )

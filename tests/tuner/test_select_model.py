@@ -81,16 +81,16 @@ def bench(start_proxy: Callable[..., Proxy], store: Store, tmp_path: Path) -> It
 
 async def test_candidates_take_turns_at_the_same_tasks(bench: SelectionSetup) -> None:
     await bench.select("right-20", "right-95", tasks=10, concurrency=1)
-    asked = bench.models.requests
-    assert len(asked) == 20
-    assert all({"right-20", "right-95"} == set(asked[place : place + 2]) for place in range(0, 20, 2))
-    assert {asked[0], asked[2]} == {"right-20", "right-95"}  # and at being first
+    models = bench.models.requests
+    assert len(models) == 20
+    assert all({"right-20", "right-95"} == set(models[place : place + 2]) for place in range(0, 20, 2))
+    assert {models[0], models[2]} == {"right-20", "right-95"}  # and at being first
     rollouts = bench.store.rollouts.of_tuning(bench.store.tunings.page()[0].id)
     assert len({(one.task_id, one.scenario["seed"]) for one in rollouts}) == 10
     assert {one.purpose for one in rollouts} == {"eval"}
 
 
-async def test_a_judge_with_negative_scores_still_puts_the_crashing_candidate_last(bench: SelectionSetup) -> None:
+async def test_a_judge_with_negative_scores_ranks_the_crashing_candidate_last(bench: SelectionSetup) -> None:
     found = await bench.select("crash", "right-20", judge="never_content", tasks=12)
     assert [one.candidate for one in found.ranking.scores] == ["right-20", "crash"]
     assert found.ranking.failure_score == -2.0
@@ -98,7 +98,7 @@ async def test_a_judge_with_negative_scores_still_puts_the_crashing_candidate_la
     assert "the GPU fell out" in found.figures[1].commonest_failure
 
 
-async def test_a_tie_is_told_and_nothing_is_chosen(bench: SelectionSetup) -> None:
+async def test_a_tie_is_reported_and_nothing_is_chosen(bench: SelectionSetup) -> None:
     found = await bench.select("right-95", "right-90")
     assert found.chosen is None
     assert "are tied" in found.reason

@@ -1,4 +1,4 @@
-"""A model is chosen only where it is shown; crashes, ties, unjudged attempts and unknown prices are told."""
+"""A model is chosen only where it is shown; crashes, ties, unjudged attempts and unknown prices are reported."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_tie_chooses_nobody_and_says_so() -> None:
     assert "large and small are tied" in found.reason
 
 
-def test_where_no_rollout_ended_no_tie_is_told() -> None:
+def test_no_tie_is_reported_if_no_rollout_ended() -> None:
     found = chosen(rollouts("large", ["boom"] * 8), rollouts("small", ["boom"] * 8))
     assert (found.chosen, found.reason) == (None, "no rollout of any candidate finished")
 

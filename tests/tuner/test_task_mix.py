@@ -34,7 +34,7 @@ def test_every_task_of_a_family_comes_once_before_any_comes_again(mix: TaskMix) 
     drawn = [task.id for number in range(20) for task in mix.draw(number, 8) if task.id.startswith("math/")]
     for start in range(0, len(drawn) - 7, 7):
         assert len(set(drawn[start : start + 7])) == 7
-    assert drawn[:7] != drawn[7:14], "the order is shuffled anew"
+    assert drawn[:7] != drawn[7:14], "the order is reshuffled"
 
 
 def test_a_round_draws_the_same_whatever_was_drawn_before(mix: TaskMix, tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_a_round_draws_the_same_whatever_was_drawn_before(mix: TaskMix, tmp_path
     assert mix.draw(3, 12) == again.draw(3, 12)
 
 
-def test_families_are_told_by_name_source_and_weight(tmp_path: Path) -> None:
+def test_families_have_a_name_a_source_and_a_weight(tmp_path: Path) -> None:
     mail = task_file(tmp_path, "mail", 1)
     (plain,) = parse_families([str(mail)])
     (named,) = parse_families([f"post={mail}:0.5"])

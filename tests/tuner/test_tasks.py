@@ -83,7 +83,7 @@ def test_a_json_list_of_rows_longer_than_a_chunk_is_read_whole(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "message"),
     [
         ("a.jsonl", '{"q": 1}\n\n{"q": \n', "line 3: not JSON"),
         ("a.jsonl", '{"q": 1}\n[1]\n', "line 2: a row is an object"),
@@ -99,20 +99,20 @@ def test_a_json_list_of_rows_longer_than_a_chunk_is_read_whole(tmp_path: Path) -
         ("a.parquet", "PAR0", "a.parquet, after row 0"),
     ],
 )
-def test_a_broken_row_is_an_error_with_file_and_line(tmp_path: Path, name: str, text: str, said: str) -> None:
+def test_a_broken_row_is_an_error_with_file_and_line(tmp_path: Path, name: str, text: str, message: str) -> None:
     (tmp_path / name).write_text(text)
-    with pytest.raises(MalformedTaskRow, match=said.replace("[", r"\[")) as raised:
+    with pytest.raises(MalformedTaskRow, match=message.replace("[", r"\[")) as raised:
         list(TaskSet.open(tmp_path / name).rows("train"))
     assert str(tmp_path / name) in str(raised.value)
 
 
-def test_text_that_is_not_utf8_is_told(tmp_path: Path) -> None:
+def test_text_that_is_not_utf8_is_reported(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"q": "\xff"}\n')
     with pytest.raises(MalformedTaskRow, match="not UTF-8"):
         list(TaskSet.open(tmp_path / "a.jsonl").rows("train"))
 
 
-def test_zipped_text_is_read_as_it_is_and_what_is_cut_off_or_no_zip_is_told(tmp_path: Path) -> None:
+def test_zipped_text_is_read_and_a_truncated_or_unzipped_file_is_reported(tmp_path: Path) -> None:
     rows = [{"question": f"{number} + 1?"} for number in range(300)]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "set").mkdir()
@@ -124,8 +124,8 @@ def test_zipped_text_is_read_as_it_is_and_what_is_cut_off_or_no_zip_is_told(tmp_
     cut = tmp_path / "cut.jsonl.gz"
     cut.write_bytes(gzip.compress(random.Random(0).randbytes(90_000).hex().encode())[:40_000])
     (tmp_path / "no.csv.gz").write_bytes(b"a,b\n1,2\n")
-    for name, said in (("cut.jsonl.gz", "ended before"), ("no.csv.gz", "line 1: Not a gzipped file")):
-        with pytest.raises(MalformedTaskRow, match=said):
+    for name, message in (("cut.jsonl.gz", "ended before"), ("no.csv.gz", "line 1: Not a gzipped file")):
+        with pytest.raises(MalformedTaskRow, match=message):
             TaskSet.open(tmp_path / name).preview("train")
     (tmp_path / "x.parquet.gz").touch()
     with pytest.raises(TaskSetNotFound, match=r"text also as .gz.*not .parquet.gz"):
@@ -153,14 +153,14 @@ def test_an_empty_set_is_an_error(tmp_path: Path) -> None:
         TaskSet.open(tmp_path / "empty")
 
 
-def test_equal_rows_are_one_task_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_equal_rows_are_one_task_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = write(tmp_path / "a.jsonl", [*ROWS, dict(reversed(ROWS[0].items()))])
     with caplog.at_level(logging.WARNING):
         assert [task.number for task in TaskSet.open(file).rows("train")] == [1, 2]
     assert "rows=1 kept=2" in caplog.text
-    told: list[tuple[int, int]] = []
-    assert len(list(TaskSet.open(file).rows("train", on_duplicate=lambda *pair: told.append(pair)))) == 2
-    assert told == [(1, 3)]
+    duplicates: list[tuple[int, int]] = []
+    assert len(list(TaskSet.open(file).rows("train", on_duplicate=lambda *pair: duplicates.append(pair)))) == 2
+    assert duplicates == [(1, 3)]
 
 
 def test_one_split_is_divided_by_content_and_no_task_is_in_both(tmp_path: Path) -> None:

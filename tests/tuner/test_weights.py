@@ -47,7 +47,7 @@ def task_set(folder: Path, name: str) -> Path:
 
 
 class ScriptedTrainer:
-    """Makes a version after each of the rounds named; `turn` is called all the while, as the rooms are watched."""
+    """Makes a version after each of the rounds named; `turn` is called all the while, as the services are watched."""
 
     def __init__(self, store: Store, folder: Path, after: Sequence[int]) -> None:
         self._store = store
@@ -130,7 +130,7 @@ def stand(store: Store, proxy: Proxy, tmp_path: Path) -> Stand:
     return Stand(store, proxy, tmp_path)
 
 
-def test_the_curve_shows_each_evaluation_against_the_baseline_and_the_gain_is_told_once(stand: Stand) -> None:
+def test_the_curve_shows_each_evaluation_against_the_baseline_and_the_gain_once(stand: Stand) -> None:
     scripted_versions.able |= {0: 2, 1: 5, 2: 9}
     stand.trainer = ScriptedTrainer(stand.store, stand.folder, [0, 2])
     tuning = stand.begin()
@@ -235,13 +235,13 @@ def test_what_was_killed_goes_on_where_it_was_and_repeats_nothing(stand: Stand) 
 
 
 @pytest.mark.slow
-def test_an_evaluation_that_a_kill_prevented_is_made_up_for(stand: Stand) -> None:
+def test_an_evaluation_that_a_kill_prevented_is_run_on_resume(stand: Stand) -> None:
     scripted_versions.able |= {0: 2, 1: 9}
     stand.trainer = ScriptedTrainer(stand.store, stand.folder, [0])
     tuning = stand.begin(rounds=2)
     stand.run(tuning)
-    told = dict(stand.store.tunings.get(tuning.id).result or {})
-    stand.store.tunings.update(tuning.id, told | {"evaluations": told["evaluations"][:2]})
+    progress = dict(stand.store.tunings.get(tuning.id).result or {})
+    stand.store.tunings.update(tuning.id, progress | {"evaluations": progress["evaluations"][:2]})
     result = stand.run(tuning)
     assert [(one["round"], one["version"]) for one in result.details["curve"]] == [(0, 0), (2, 1)]
 
@@ -264,7 +264,7 @@ def result_id(stand: Stand) -> str:
     return stand.store.tunings.page("weights")[0].id
 
 
-def test_what_the_judge_fails_on_is_told_and_names_no_winner(stand: Stand) -> None:
+def test_judge_failures_are_reported_and_name_no_winner(stand: Stand) -> None:
     scripted_versions.able |= {0: 2, 1: 9}
     scripted_versions.fails |= {1}
     stand.trainer = ScriptedTrainer(stand.store, stand.folder, [0])
@@ -279,14 +279,14 @@ def test_what_the_judge_fails_on_is_told_and_names_no_winner(stand: Stand) -> No
 def test_training_tasks_are_collected_and_imitated_before_the_first_round(stand: Stand) -> None:
     scripted_versions.able |= {0: 3, 1: 8}
     tuning = stand.begin(rounds=0, collect=2, warm_start={"sources": ["policy"]})
-    asked: list[str] = []
+    stages: list[str] = []
     turn = stand.trainer.turn
 
     def and_imitate() -> None:
         turn()
-        told = stand.store.tunings.get(tuning.id).result or {}
-        if told.get("stage") == "warm_start" and not asked:
-            asked.append(told["stage"])
+        progress = stand.store.tunings.get(tuning.id).result or {}
+        if progress.get("stage") == "warm_start" and not stages:
+            stages.append(progress["stage"])
             stand.trainer.make_version(tuning.id)
 
     stand.trainer.turn = and_imitate  # type: ignore[method-assign]
@@ -299,15 +299,15 @@ def test_training_tasks_are_collected_and_imitated_before_the_first_round(stand:
     assert (result.technique, result.details["warm_start"]["version"]) == ("SFT", 1)
 
 
-def test_a_warm_start_whose_version_waits_for_a_person_is_measured_and_told(stand: Stand) -> None:
+def test_a_warm_start_whose_version_awaits_approval_is_measured_and_reported(stand: Stand) -> None:
     scripted_versions.able |= {0: 3, 1: 8}
     tuning = stand.begin(rounds=0, warm_start={"sources": ["policy"]})
     turn = stand.trainer.turn
 
     def and_imitate() -> None:
         turn()
-        told = stand.store.tunings.get(tuning.id).result or {}
-        if told.get("stage") == "warm_start" and not stand.store.rounds.page(ALIAS):
+        progress = stand.store.tunings.get(tuning.id).result or {}
+        if progress.get("stage") == "warm_start" and not stand.store.rounds.page(ALIAS):
             stand.trainer.make_version(tuning.id, held_for="the judges disagree")
 
     stand.trainer.turn = and_imitate  # type: ignore[method-assign]
@@ -333,8 +333,8 @@ def test_a_kill_while_tasks_are_collected_tells_the_baseline_once(stand: Stand) 
 
     def and_imitate() -> None:
         turn()
-        told = stand.store.tunings.get(tuning.id).result or {}
-        if told.get("stage") == "warm_start" and not stand.store.rounds.page(ALIAS):
+        progress = stand.store.tunings.get(tuning.id).result or {}
+        if progress.get("stage") == "warm_start" and not stand.store.rounds.page(ALIAS):
             stand.trainer.make_version(tuning.id)
 
     stand.trainer.turn = and_imitate  # type: ignore[method-assign]
@@ -357,7 +357,7 @@ def test_a_warm_start_that_the_trainer_refuses_ends_the_run_with_its_reason(stan
         stand.run(tuning)
 
 
-def test_rooms_that_end_end_the_run_at_once(stand: Stand) -> None:
+def test_a_service_that_exits_ends_the_run_at_once(stand: Stand) -> None:
     def ended() -> None:
         raise TuningError("vllm ended")
 

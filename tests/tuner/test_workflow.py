@@ -42,7 +42,7 @@ def test_a_function_gets_the_parameters_that_it_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "said"),
+    ("spec", "message"),
     [
         (f"{HERE}:needs_browser", "takes 'browser', which nobody gives it; it may take task, base_url"),
         (f"{HERE}:not_there", "AttributeError.*importable from"),
@@ -59,8 +59,8 @@ def test_a_function_gets_the_parameters_that_it_names() -> None:
         ("nowhere/agent.py:run", "there is no file nowhere/agent.py"),
     ],
 )
-def test_what_cannot_work_is_told_when_it_is_loaded(spec: str, said: str) -> None:
-    with pytest.raises(WorkflowError, match=said):
+def test_an_unusable_workflow_is_reported_when_it_is_loaded(spec: str, message: str) -> None:
+    with pytest.raises(WorkflowError, match=message):
         load_workflow(spec)
 
 
@@ -148,7 +148,7 @@ def test_anything_may_be_returned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "message"),
     [
         ({"reward": float("nan")}, "the reward is nan"),
         ({"reward": "good"}, "the reward is 'good'"),
@@ -157,8 +157,8 @@ def test_anything_may_be_returned() -> None:
         ("x" * 5_000_000, "longer than"),
     ],
 )
-def test_a_reward_that_is_none_is_a_failure_and_no_zero(answer: Any, said: str) -> None:
-    with pytest.raises(WorkflowFailed, match=said):
+def test_a_reward_that_is_none_is_a_failure_and_no_zero(answer: Any, message: str) -> None:
+    with pytest.raises(WorkflowFailed, match=message):
         outcome_of(answer)
 
 
@@ -193,7 +193,7 @@ def test_a_programs_json_object_is_taken_apart(tmp_path: Path) -> None:
     assert run(program(tmp_path, """print('{"answer": 4}')""")).response == '{"answer": 4}'
 
 
-def test_a_program_that_fails_is_told_with_the_end_of_its_stderr(tmp_path: Path) -> None:
+def test_a_failed_program_is_reported_with_the_end_of_its_stderr(tmp_path: Path) -> None:
     with pytest.raises(WorkflowFailed, match=r"exit code 3: .*the last words"):
         run(program(tmp_path, "import sys; print('x' * 100000 + ' the last words', file=sys.stderr); sys.exit(3)"))
     with pytest.raises(WorkflowFailed, match=r"exit code 1: (?s:.*)ZeroDivisionError"):

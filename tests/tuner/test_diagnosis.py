@@ -44,6 +44,6 @@ def test_a_judge_of_answers_that_a_tool_gives_is_not_called_blind() -> None:
     assert list(judge_problems(FunctionJudge(f"{__name__}:by_tool"), transcript())) == []
 
 
-def test_a_judge_that_likes_everything_still_is() -> None:
+def test_a_judge_that_scores_every_answer_alike_is_reported() -> None:
     (reason,) = judge_problems(FunctionJudge(f"{__name__}:blind"), transcript())
     assert "gave 1 to the answer" in reason.seen

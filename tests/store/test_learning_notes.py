@@ -1,4 +1,4 @@
-"""What is missing for an answer to "is it learning?", and what the last rounds moved: said in dtype that hold."""
+"""What is missing to decide whether a policy is learning, and how far the last rounds moved it."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def moved(k3: float, *, good: float = 0.0, rate: float = 1e-5, dtype: str = "fp3
     return Movement(version=3, k3=k3, logprob_change_positive=good, rate=rate, dtype=dtype)
 
 
-def said(found: LearningReport, word: str) -> str:
+def note(found: LearningReport, word: str) -> str:
     return next((note for note in found.notes if note.startswith(word)), "")
 
 
-def test_so_many_more_scores_as_are_said_to_be_missing_decide_and_half_of_them_do_not() -> None:
+def test_the_reported_number_of_missing_scores_decides_and_half_of_it_does_not() -> None:
     before = exact(0, 300, 1000)
     whole = report(before, exact(1, 36, 100)).families[0]
     assert whole.gain.verdict == "unknown"
@@ -50,32 +50,32 @@ def test_so_many_more_scores_as_are_said_to_be_missing_decide_and_half_of_them_d
     more = 100 * -(-whole.more_scores // 100)
     for count, verdict in ((100 + more, "better"), (100 + more // 2 // 100 * 100, "unknown")):
         assert report(before, exact(1, count * 36 // 100, count)).families[0].gain.verdict == verdict
-    assert f"about {whole.more_scores} more scores of @1" in said(report(before, exact(1, 36, 100)), "missing")
+    assert f"about {whole.more_scores} more scores of @1" in note(report(before, exact(1, 36, 100)), "missing")
 
 
 def test_where_the_scores_before_are_too_few_a_comparison_side_by_side_is_named() -> None:
     found = report(exact(0, 15, 50), exact(1, 32, 100))
     assert found.families[0].more_scores is None
-    assert "too small for the 50 scores of @0, however many follow; `ratchet eval` compares" in said(found, "missing")
-    assert said(report(exact(0, 10, 100), exact(1, 90, 100)), "missing") == ""  # it is decided
+    assert "too small for the 50 scores of @0, however many follow; `ratchet eval` compares" in note(found, "missing")
+    assert note(report(exact(0, 10, 100), exact(1, 90, 100)), "missing") == ""  # it is decided
 
 
-def test_which_versions_were_pooled_and_which_left_out_is_said_with_the_reason() -> None:
+def test_pooled_and_excluded_versions_are_named_with_the_reason() -> None:
     found = report(exact(0, 3, 10), exact(1, 9, 30), exact(2, 50, 100), exact(3, 90, 200), exact(4, 6, 12))
-    assert said(found, "before") == "before: @0 to @1 together, since @0 alone has 10 scores and a side needs 30"
-    assert said(found, "after") == "after: @3 to @4 together, since @4 alone has 12 scores and a side needs 30"
-    assert said(found, "left out") == "left out: @2, between the two sides"
+    assert note(found, "before") == "before: @0 to @1 together, since @0 alone has 10 scores and a side needs 30"
+    assert note(found, "after") == "after: @3 to @4 together, since @4 alone has 12 scores and a side needs 30"
+    assert note(found, "left out") == "left out: @2, between the two sides"
     alone = report(exact(0, 15, 50), exact(1, 150, 394), exact(2, 30, 75))
-    assert said(alone, "after") == "after: @2 alone, the newest, has the 30 scores that a side needs"
+    assert note(alone, "after") == "after: @2 alone, the newest, has the 30 scores that a side needs"
 
 
 def test_an_interval_that_is_wide_for_its_few_tasks_is_explained() -> None:
     few = report(exact(0, 300, 1000, tasks=4), exact(1, 340, 1000, tasks=4))
-    assert "the interval is wide because there are 4: each counts once" in said(few, "on the same tasks")
-    assert said(report(exact(0, 300, 1000, tasks=500), exact(1, 340, 1000, tasks=500)), "on the same tasks") == ""
+    assert "the interval is wide because there are 4: each counts once" in note(few, "on the same tasks")
+    assert note(report(exact(0, 300, 1000, tasks=500), exact(1, 340, 1000, tasks=500)), "on the same tasks") == ""
 
 
-def test_too_few_scores_are_said_with_how_many_are_missing() -> None:
+def test_too_few_scores_are_reported_with_the_missing_number() -> None:
     assert (
         report(exact(0, 3, 9), exact(1, 3, 9)).missing
         == "each side needs 30 scores; there are 18 in all, 42 are missing"
@@ -84,13 +84,13 @@ def test_too_few_scores_are_said_with_how_many_are_missing() -> None:
 
 
 def test_steps_too_small_are_named_only_where_no_gain_is_seen() -> None:
-    still = [moved(2e-8), moved(3e-8), moved(1e-8)]
+    unchanged = [moved(2e-8), moved(3e-8), moved(1e-8)]
     flat, better = (exact(0, 200, 1000), exact(1, 202, 1000)), (exact(0, 200, 1000), exact(1, 400, 1000))
-    words = said(report(*flat, moved=still), "the steps are too small")
+    words = note(report(*flat, moved=unchanged), "the steps are too small")
     assert "at most 3e-08 nats a token, at rate 1e-05; set trainer.learner.learning_rate: auto" in words
-    assert said(report(*better, moved=still), "the steps are too small") == ""
-    assert said(report(*flat, moved=[moved(0.004), *still]), "the steps are too small") == ""
-    assert describe_stall(still[:2]) is None
+    assert note(report(*better, moved=unchanged), "the steps are too small") == ""
+    assert note(report(*flat, moved=[moved(0.004), *unchanged]), "the steps are too small") == ""
+    assert describe_stall(unchanged[:2]) is None
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_steps_too_small_are_named_only_where_no_gain_is_seen() -> None:
         (0.3, "fp32", "too large: rounds like this end in collapse"),
     ],
 )
-def test_a_movement_is_said_with_what_it_means(k3: float, dtype: str, means: str) -> None:
+def test_a_movement_is_described_with_its_meaning(k3: float, dtype: str, means: str) -> None:
     assert moved(k3, dtype=dtype).describe().endswith(means)
 
 

@@ -21,7 +21,7 @@ def planned(store: Store, count: int = 2, name: str = "original") -> list[str]:
     return [one.id for one in store.resamples.pending("agent", [name])]
 
 
-def test_a_shadow_takes_its_steps_once(store: Store) -> None:
+def test_a_resample_changes_state_once(store: Store) -> None:
     first, second, third = planned(store, 3)
     store.resamples.mark_requested(first, 4.0)
     for again in (store.resamples.mark_requested, store.resamples.mark_requested):
@@ -44,14 +44,14 @@ def test_a_shadow_takes_its_steps_once(store: Store) -> None:
         store.resamples.get("shad_x")
 
 
-def test_an_original_has_one_set_of_shadows(store: Store) -> None:
+def test_an_original_has_one_set_of_resamples(store: Store) -> None:
     planned(store)
     with pytest.raises(InvalidTransition, match="planned before"):
         store.resamples.plan(store.trajectories.get("original"), 1, 9, 4.0)
     assert len(store.resamples.pending("agent")) == 2
 
 
-def test_what_was_asked_for_lately_counts_with_what_it_may_take(store: Store) -> None:
+def test_recent_requests_count_with_their_estimated_tokens(store: Store) -> None:
     first, second = planned(store)
     store.resamples.mark_requested(first, 100.0)
     store.resamples.mark_requested(second, 130.0)
@@ -66,7 +66,7 @@ def test_what_was_asked_for_lately_counts_with_what_it_may_take(store: Store) ->
     )
 
 
-def test_a_shadows_trajectory_is_sealed_once_every_proxy_has_shipped_it(store: Store) -> None:
+def test_the_trajectory_of_a_resample_is_sealed_once_every_proxy_has_shipped_it(store: Store) -> None:
     first, second = planned(store)
     for name in (first, second):
         answered_trajectory(store, name, purpose=RESAMPLE)
@@ -80,16 +80,16 @@ def test_a_shadows_trajectory_is_sealed_once_every_proxy_has_shipped_it(store: S
     assert store.resamples.originals_of([first, "shad_x"]) == {first: "original"}
 
 
-def test_only_originals_that_still_wait_have_shadows_to_wait_for(store: Store) -> None:
+def test_only_waiting_originals_have_pending_resamples(store: Store) -> None:
     planned(store)
     store.trajectories.drop(["original"], "ungrouped")
     assert store.resamples.pending("agent") == []
 
 
-def test_scores_of_shadows_are_no_scores_of_traffic(store: Store) -> None:
-    shadow, _ = planned(store)
-    answered_trajectory(store, shadow, purpose=RESAMPLE)
-    names = ("original", shadow)
+def test_scores_of_resamples_are_not_scores_of_traffic(store: Store) -> None:
+    resample, _ = planned(store)
+    answered_trajectory(store, resample, purpose=RESAMPLE)
+    names = ("original", resample)
     verdicts = [
         Verdict(trajectory_id=name, group_id=None, judge="rule", judge_version="1", score=0.5) for name in names
     ]
@@ -100,15 +100,15 @@ def test_scores_of_shadows_are_no_scores_of_traffic(store: Store) -> None:
 @pytest.mark.parametrize(
     "chosen", [TrajectoryFilter(id="original"), TrajectoryFilter(until=99.0), TrajectoryFilter(version=0)]
 )
-def test_every_deletion_of_an_original_takes_its_shadows(store: Store, chosen: TrajectoryFilter) -> None:
-    shadow, _ = planned(store)
-    answered_trajectory(store, shadow, purpose=RESAMPLE, key_id="key_of_the_trainer")
+def test_every_deletion_of_an_original_deletes_its_resamples(store: Store, chosen: TrajectoryFilter) -> None:
+    resample, _ = planned(store)
+    answered_trajectory(store, resample, purpose=RESAMPLE, key_id="key_of_the_trainer")
     assert store.deletions.count(chosen) == 2
     assert store.deletions.delete(chosen, "asked for").trajectory_count == 2
     assert store.resamples.counts("agent") == {}
 
 
-def test_a_shadow_that_was_trained_apart_from_its_original_is_told(store: Store, store_url: str) -> None:
+def test_a_resample_trained_in_another_group_than_its_original_is_reported(store: Store, store_url: str) -> None:
     resamples = planned(store)
     for name in resamples:
         answered_trajectory(store, name, purpose=RESAMPLE)
@@ -122,5 +122,5 @@ def test_a_shadow_that_was_trained_apart_from_its_original_is_told(store: Store,
     store.policies.register_base("agent", "base")
     held = store.rounds.start("agent", 0)
     store.rounds.commit(held.id, version=1, checkpoint="/c/1", groups=[group.id], metrics={})
-    told = {finding.row: finding.problem for finding in verify(store_url).findings}
-    assert "not in the group of its original" in told[f"resample {resamples[0]}"]
+    violations = {finding.row: finding.problem for finding in verify(store_url).findings}
+    assert "not in the group of its original" in violations[f"resample {resamples[0]}"]
