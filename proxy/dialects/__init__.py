@@ -1,1 +1,1 @@
-"""The dialects that agents speak: each reads its requests, and words its answers, around one inner call to vLLM."""
+"""The HTTP APIs for agents. Each parses its requests and encodes its responses, around one inner call to vLLM."""

@@ -134,8 +134,8 @@ def _part(block: Json, role: str) -> Json:
             return {"type": "text", "text": _titled(block, _texts(source["content"]))}
         case kind, None:
             raise BadRequest(f"messages: a {kind} block in a {role} message is not supported", param="messages")
-        case kind, made:
-            raise BadRequest(f"messages: a {kind} block of a {made} source is not supported", param="messages")
+        case kind, source_kind:
+            raise BadRequest(f"messages: a {kind} block of a {source_kind} source is not supported", param="messages")
 
 
 def _titled(block: Json, *texts: str) -> str:

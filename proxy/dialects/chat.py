@@ -55,8 +55,8 @@ class PassthroughEncoder:
 
     def chunk(self, data: bytes) -> bytes | None:
         """Return the client's event for one streamed chunk."""
-        kept = self.capture.chunk(data)
-        return None if kept is None else b"data: " + kept + b"\n\n"
+        chunk = self.capture.chunk(data)
+        return None if chunk is None else b"data: " + chunk + b"\n\n"
 
     def end(self) -> bytes:
         """Return the last event."""

@@ -43,15 +43,15 @@ class Template:
     max_model_len: int | None = None
     verified: set[tuple[Any, ...]] = field(default_factory=set)
 
-    def check_context_length(self, plain: int, exact: int, wanted: int | None) -> None:
+    def check_context_length(self, plain: int, exact: int, max_tokens: int | None) -> None:
         """Raise ContextFork if the exact prompt leaves much less of the context for the completion than the plain one.
 
-        `plain` and `exact` are prompt lengths, `wanted` is the client's limit of the completion.
+        `plain` and `exact` are prompt lengths, `max_tokens` is the client's limit of the completion.
         """
         if self.max_model_len is None or exact <= plain:
             return
         left, plain_left = self.max_model_len - exact, self.max_model_len - plain
-        if left < (plain_left / 2 if wanted is None else min(wanted, plain_left)):
+        if left < (plain_left / 2 if max_tokens is None else min(max_tokens, plain_left)):
             raise ContextFork("too_long")
 
 

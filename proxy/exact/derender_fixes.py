@@ -4,9 +4,9 @@ The differences were found by comparing both on the real vLLM 0.32 (`benchmarks/
 - With a parser, derender keeps special tokens and would parse the final id as text: it is removed first.
 - Derender ignores stop strings: the string is removed from the text; while streaming, text that may begin one is
   delayed.
-- The finish reason is `tool_calls` exactly where the engine stopped after tool calls.
+- The finish reason is `tool_calls` only if the engine stopped after tool calls.
 - Tool-call ids get vLLM's prefix.
-- Null members of a delta are removed; the role comes in a first event of its own.
+- Null members of a delta are removed; the role comes in a separate first event.
 """
 
 from __future__ import annotations
@@ -105,11 +105,11 @@ class DerenderStreamFixer:
 
 
 def _without_nulls(call: Mapping[str, Any]) -> Json:
-    """Return a streamed tool call without null members, its function's too."""
-    kept = {name: value for name, value in call.items() if value is not None}
-    if isinstance(kept.get("function"), Mapping):
-        kept["function"] = {name: value for name, value in kept["function"].items() if value is not None}
-    return kept
+    """Return a streamed tool call without null members, also in its function."""
+    cleaned = {name: value for name, value in call.items() if value is not None}
+    if isinstance(cleaned.get("function"), Mapping):
+        cleaned["function"] = {name: value for name, value in cleaned["function"].items() if value is not None}
+    return cleaned
 
 
 def make_first_delta(index: int) -> Json:

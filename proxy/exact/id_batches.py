@@ -1,4 +1,4 @@
-"""Reads the ids of a generate stream ahead, in a task of its own, and merges what arrives between two reads."""
+"""Reads the ids of a generate stream ahead in a background task, and merges events between two reads."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def _ends(ids: Sequence[int], turn_end: int) -> list[int]:
 
 
 def _compare(turn: Sequence[int], new: Sequence[int], spans: Sequence[Span]) -> None:
-    """Raise Fork where a turn differs in what was sent. `spans`: what was sampled of it, relative to its begin."""
+    """Raise ContextFork if a turn differs from what was sent. `spans`: its sampled parts, relative to its start."""
     if not spans:
         if list(turn) != list(new):
             raise ContextFork("history_edited")

@@ -1,7 +1,6 @@
-"""Generated ids as the chat completion that vLLM's plain chat would have returned, in one body.
+"""Builds from generated ids the chat completion that vLLM's plain chat would have returned, in one body.
 
-It has the same members, with ids and logprobs, as a response of plain chat. `docs/exact-context.md` lists what is
-missing.
+The response has the same members, with ids and logprobs. `docs/exact-context.md` lists the differences.
 """
 
 from __future__ import annotations
@@ -70,17 +69,17 @@ class DerenderRequest:
         """Return the first members of every event or body."""
         return {"id": self.id, "object": kind, "created": int(time.time()), "model": self.model}
 
-    def logprobs(self, given: Raw) -> Any:
+    def logprobs(self, logprobs: Raw) -> Any:
         """Return logprobs as plain chat returns them."""
-        if not self.bare_logprobs or bytes(given) == b"null":
-            return given
-        generated = msgspec.json.decode(given)
+        if not self.bare_logprobs or bytes(logprobs) == b"null":
+            return logprobs
+        generated = msgspec.json.decode(logprobs)
         for token in generated["content"] or ():
             token["top_logprobs"] = []
         return generated
 
     def check_prompt(self, ids: Sequence[int] | None) -> None:
-        """Raise Refused where the engine did not read what was sent."""
+        """Raise ScaleOutError if the engine read other ids than were sent."""
         if ids != self.prompt:
             raise ScaleOutError("generate read other ids than were sent")
 

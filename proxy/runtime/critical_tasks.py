@@ -57,7 +57,7 @@ class CriticalTasks:
     def _run(self, function: Callable[[], None], name: str) -> None:
         try:
             function()
-        except BaseException as error:  # noqa: BLE001 -- the thread ends with it, whatever it is
+        except BaseException as error:  # noqa: BLE001 -- any failure ends the thread
             self.on_task_died(name, error)
 
     def _on_task_done(self, name: str, task: asyncio.Task[None]) -> None:

@@ -52,7 +52,7 @@ class AlarmQueue:
                 name = next(iter(to_clear))
                 store.alarms.clear(name)
                 to_clear.discard(name)
-        except Exception as error:  # noqa: BLE001 -- whatever is wrong with the store, the alarms wait for it
+        except Exception as error:  # noqa: BLE001 -- for any failure of the store: the alarms wait
             log.warning("event=alarms_not_delivered count=%d reason=%r", len(to_raise) + len(to_clear), str(error))
             with self._lock:
                 self._to_raise = to_raise | self._to_raise

@@ -26,7 +26,7 @@ class ResponseLimits(NamedTuple):
     """The limits of one response. Times are in seconds."""
 
     whole: float  # until it is complete; for a stream, until its first piece
-    idle: float  # of silence in a stream that has begun
+    idle: float  # of silence in a started stream
     size: int  # bytes of a response that is read whole
 
 
@@ -212,7 +212,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._used = self._is_reused = self._has_data = self._bodiless = False
 
     def send(self, url: str, head: bytes, body: bytes, limits: ResponseLimits, *, bodiless: bool) -> HttpResponse:
-        """Send a request; return its response, of which nothing has arrived yet.
+        """Send a request; return its response, before anything of it has arrived.
 
         `bodiless`: the response has no body, whatever its headers say (HEAD).
         """

@@ -125,9 +125,9 @@ def test_a_template_that_drops_the_changed_words_proves_nothing() -> None:
 
 def test_an_exact_prompt_that_leaves_far_fewer_tokens_for_the_answer_is_a_fork() -> None:
     template = Template(END, "<|end|>", max_model_len=1000)
-    template.check_context_length(plain=500, exact=700, wanted=300)
-    template.check_context_length(plain=500, exact=740, wanted=None)
+    template.check_context_length(plain=500, exact=700, max_tokens=300)
+    template.check_context_length(plain=500, exact=740, max_tokens=None)
     for wanted, exact in ((400, 700), (None, 760)):
         with pytest.raises(ContextFork, match="too_long"):
             template.check_context_length(500, exact, wanted)
-    template.check_context_length(plain=700, exact=500, wanted=900)
+    template.check_context_length(plain=700, exact=500, max_tokens=900)

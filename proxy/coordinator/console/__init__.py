@@ -1,1 +1,1 @@
-"""The console: the operator's pages under /ui, and what of /api they alone need."""
+"""The console: the operator's pages under /ui."""

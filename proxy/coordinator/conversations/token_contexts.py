@@ -50,7 +50,7 @@ class TokenContexts:
             return
         if record.context == "exact":
             parent = self._contexts.get((start.parent_call or "", start.parent_choice))
-            if parent is None:  # the store knows it
+            if parent is None:  # `find_context` reads it from the store
                 return
             before = parent
             self._contexts.move_to_end((start.parent_call or "", start.parent_choice), last=False)

@@ -1,1 +1,1 @@
-"""The API keys in use, and who a key belongs to."""
+"""The API keys in use and their callers."""

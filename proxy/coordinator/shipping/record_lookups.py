@@ -102,12 +102,12 @@ class RecordLookups:
         """Count a waiting request. Raises RateLimited, NotReady."""
         if self._waiting[key_id] >= MAX_WAITING:
             raise RateLimited(
-                f"{MAX_WAITING} requests of this key are waiting for records that are not in the store: request only ids "
-                "from this proxy, and retry in a moment",
+                f"{MAX_WAITING} requests of this key are waiting for records that are not in the store: request "
+                "only ids from this proxy, and retry in a moment",
                 code="too_many_waiting",
             )
         if self._waiting.total() >= _MAX_WAITING_TOTAL:
-            raise NotReady(f"{_MAX_WAITING_TOTAL} requests are waiting for records in the store: retry")
+            raise NotReady(f"{_MAX_WAITING_TOTAL} requests wait for records in the store: retry")
         self._waiting[key_id] += 1
         try:
             yield

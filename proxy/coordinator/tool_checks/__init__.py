@@ -1,1 +1,1 @@
-"""Checks of recorded tool calls, and what came of them."""
+"""Checks of recorded tool calls and their results."""

@@ -1,12 +1,11 @@
-"""Whether every replica still serves the base model that the alias's versions belong to.
+"""Checks that every replica serves the base model of the alias's versions.
 
-A replica is asked a few fixed questions (`store/policies/fingerprints.py`) when it is first seen, when it comes back
-after it
-did not answer, when it names another model, and every few minutes: eight short prompts for one token each, in a task of
-their own and never on a call's path. What the first replica of an alias answers is written down with version 0. One
-that answers otherwise makes `/health/ready` say so and raises an alarm, and gets no calls while another one is right.
+A replica gets a few fixed requests (`store/policies/fingerprints.py`) when it first appears, when it is reachable
+again, when it names another model, and every few minutes: eight short prompts for one token each, in a background task,
+never on the path of a call. The responses of the first replica of an alias are stored with version 0. A replica with
+other responses is reported by `/health/ready` and by an alarm, and gets no calls while another replica is right.
 
-Cannot tell models apart that answer alike: `ratchet up` and the trainer compare the files as well.
+Models with equal responses cannot be distinguished here: `ratchet up` and the trainer also compare the files.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ from ratchet.store.store import Store
 
 log = logging.getLogger("ratchet.proxy")
 
-EVERY = 300.0  # seconds between two looks at a replica that gives no reason for one
-_PATIENCE = 60.0  # seconds for all answers
-_AGAIN = 2.0  # seconds until what could not be asked, or not be compared, is asked again
-_AGAIN_OTHER = 10.0  # seconds until a replica of another base model is asked again
+CHECK_INTERVAL = 300.0  # seconds between checks without another reason
+_TIMEOUT = 60.0  # seconds for all responses
+_RETRY_SECONDS = 2.0  # after a failed check
+_MISMATCH_RETRY_SECONDS = 10.0  # after a check that found another base model
 
 Card = Mapping[str, Any]
 
 
 class BaseModelCheck:
-    """The service. `list_models` returns a replica's model cards, and raises UpstreamError where it is not there."""
+    """The service. `list_models` returns a replica's model cards. It raises UpstreamError if the replica is down."""
 
     def __init__(
         self,
@@ -50,7 +49,7 @@ class BaseModelCheck:
         store: Store,
         upstream: Upstream,
         list_models: Callable[[Replica], Awaitable[list[dict[str, Any]]]],
-        every: float = EVERY,
+        every: float = CHECK_INTERVAL,
         critical_tasks: CriticalTasks | None = None,
     ) -> None:
         self._alias = alias
@@ -59,7 +58,7 @@ class BaseModelCheck:
         self._list_models = list_models
         self._every = every
         self._problems: dict[str, str] = {}  # by replica
-        self._roots: dict[str, str] = {}  # what each replica calls its base model, since it was asked last
+        self._roots: dict[str, str] = {}  # the base model that each replica named last
         self._due_at: dict[str, float] = {}
         self._failures: Counter[str] = Counter()  # in a row, by replica
         self._waiting: dict[str, tuple[Replica, Card]] = {}
@@ -69,9 +68,9 @@ class BaseModelCheck:
         self._task: asyncio.Task[None] | None = None
 
     async def look(self, replica: Replica) -> None:
-        """Ask a replica whether it is there, and plan to compare where that is due.
+        """Probe a replica, and schedule a check if one is due.
 
-        Raises UpstreamError where it is not there, or was found to serve another base model.
+        Raises UpstreamError if the replica is down, or serves another base model.
         """
         try:
             cards = await self._list_models(replica)
@@ -83,18 +82,18 @@ class BaseModelCheck:
             return
         named = str(card.get("root"))
         if self._roots.get(replica.url) != named or time.monotonic() >= self._due_at.get(replica.url, 0.0):
-            self._roots[replica.url], self._due_at[replica.url] = named, time.monotonic() + _PATIENCE
+            self._roots[replica.url], self._due_at[replica.url] = named, time.monotonic() + _TIMEOUT
             self._waiting[replica.url] = (replica, card)
             self._wake.set()
         if problem := self._problems.get(replica.url):
             raise UpstreamError(problem)
 
     async def start(self) -> None:
-        """Begin to compare."""
+        """Start the checks."""
         self._task = self._critical_tasks.start_task(self._run(), "base-check")
 
     async def stop(self) -> None:
-        """Compare no more."""
+        """Stop the checks."""
         if self._task is not None:
             await self._critical_tasks.stop_tasks(self._task)
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -106,35 +105,37 @@ class BaseModelCheck:
             while self._waiting:
                 _, (replica, card) = self._waiting.popitem()
                 try:
-                    async with asyncio.timeout(_PATIENCE):
+                    async with asyncio.timeout(_TIMEOUT):
                         await self._compare(replica, card)
                 except (UpstreamError, StoreError, TimeoutError) as error:
-                    pause = min(self._every, _AGAIN * 2 ** self._failures[replica.url])  # one part may never be offered
+                    pause = min(self._every, _RETRY_SECONDS * 2 ** self._failures[replica.url])
                     self._failures[replica.url] += 1
                     self._due_at[replica.url] = time.monotonic() + pause
                     log.warning("event=base_model_not_compared upstream=%s reason=%r", replica.label, str(error))
 
     async def _compare(self, replica: Replica, card: Card) -> None:
         named = str(card.get("root"))
-        seen = {"root": named, **await self._fingerprint(replica.url, str(card["id"]))}
-        known = await self._ask(partial(self._store.base_models.base_model_of, self._alias))
+        fingerprint = {"root": named, **await self._fingerprint(replica.url, str(card["id"]))}
+        known = await self._in_thread(partial(self._store.base_models.base_model_of, self._alias))
         if known is None or not known.server_fingerprint:
-            taken = await self._ask(
-                partial(self._store.base_models.register_base_model, self._alias, named, server_fingerprint=seen)
+            registered = await self._in_thread(
+                partial(self._store.base_models.register_base_model, self._alias, named, server_fingerprint=fingerprint)
             )
-            if taken is None:  # version 0 is not registered yet
-                self._due_at[replica.url] = time.monotonic() + _AGAIN
+            if registered is None:  # version 0 is not registered yet
+                self._due_at[replica.url] = time.monotonic() + _RETRY_SECONDS
                 return
-            log.info("event=base_model_taken_up alias=%s name=%s upstream=%s", self._alias, taken.name, replica.label)
-            known = taken
+            log.info(
+                "event=base_model_taken_up alias=%s name=%s upstream=%s", self._alias, registered.name, replica.label
+            )
+            known = registered
         self._failures.pop(replica.url, None)
-        difference = fingerprints.difference(known.server_fingerprint, seen)
-        pause = self._every if difference is None else _AGAIN_OTHER
+        difference = fingerprints.difference(known.server_fingerprint, fingerprint)
+        pause = self._every if difference is None else _MISMATCH_RETRY_SECONDS
         self._due_at[replica.url] = time.monotonic() + pause
-        await self._settle(replica, named, known.name, difference)
+        await self._record_result(replica, named, known.name, difference)
 
-    async def _settle(self, replica: Replica, named: str, known: str, difference: str | None) -> None:
-        """Take note of what came of a comparison, and raise or clear the alarm."""
+    async def _record_result(self, replica: Replica, named: str, known: str, difference: str | None) -> None:
+        """Record the result of a check, and raise or clear the alarm."""
         replica.serves_other_base_model = difference is not None
         name = f"base_model:{self._alias}"
         if difference is not None:
@@ -146,15 +147,15 @@ class BaseModelCheck:
             if self._problems.get(replica.url) != reason:
                 log.error("event=other_base_model upstream=%s reason=%r", replica.label, reason)
             self._problems[replica.url] = reason
-            await self._ask(partial(self._store.alarms.raise_, name, reason))
+            await self._in_thread(partial(self._store.alarms.raise_, name, reason))
         elif self._problems.pop(replica.url, None) is not None:
             log.info("event=base_model_is_back upstream=%s name=%s", replica.label, named)
             if not self._problems:
-                await self._ask(partial(self._store.alarms.clear, name))
+                await self._in_thread(partial(self._store.alarms.clear, name))
 
     async def _fingerprint(self, url: str, model: str) -> dict[str, Any]:
-        """Return how a replica answers; a part that it does not offer is left out. Raises UpstreamError."""
-        found: dict[str, Any] = {}
+        """Return a replica's responses; parts that it does not offer are left out. Raises UpstreamError."""
+        parts: dict[str, Any] = {}
         for part, (path, body) in fingerprints.requests(model).items():
             answer = await self._upstream.post_json(url, path, msgspec.json.encode(body))
             try:
@@ -164,8 +165,8 @@ class BaseModelCheck:
             if answer.status >= 500 and answer.status != 501:
                 raise UpstreamError(f"upstream {url} answered {path} with {answer.status}")
             with contextlib.suppress(msgspec.DecodeError, ValueError):
-                found[part] = fingerprints.read(part, msgspec.json.decode(text))
-        return found
+                parts[part] = fingerprints.read(part, msgspec.json.decode(text))
+        return parts
 
-    async def _ask(self, verb: Callable[[], Any]) -> Any:
+    async def _in_thread(self, verb: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, verb)

@@ -1,1 +1,1 @@
-"""Where a captured call is sent: vLLM replicas, exact continuation, other models."""
+"""Forwards captured calls: to vLLM replicas, with exact continuation, to other models."""

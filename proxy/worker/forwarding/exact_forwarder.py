@@ -126,8 +126,10 @@ class ExactForwarder:
         return self._pool.order(call.start.trajectory_id)[0].url
 
     async def _forward_exact(self, call: ActiveCall, leaf: Leaf, headers: Mapping[str, str]) -> UpstreamResponse | None:
-        """Return the response after the recorded ids; None if plain chat is exact. Raises ContextFork, "
-        "UpstreamError."""
+        """Return the response after the recorded ids; None if plain chat is exact.
+
+        Raises ContextFork, UpstreamError.
+        """
         request, start, url = call.request, call.start, self._replica_of(call)
         _check_suited(request)
         if self._not_offered_until.get(url, 0.0) > time.monotonic():
@@ -135,7 +137,7 @@ class ExactForwarder:
         context = await self._contexts.find_context(leaf)
         if context is None:
             raise ContextFork("context_unknown")
-        # A substituted system prompt stands before the client's messages if the client sent none.
+        # A substituted system prompt comes before the client's messages if the client sent none.
         place = _place(call.open_call.keys, leaf) + len(request.messages) - len(call.open_call.messages)
         body = request.outgoing_fields(self._policies.served_name(start.alias, start.version))
         rendered, spliced = await self._splice(url, start.alias, body, request, place, context)

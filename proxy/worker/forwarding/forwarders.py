@@ -1,4 +1,4 @@
-"""Sends a captured call to the server of its model, and returns the response once it has begun.
+"""Sends a captured call to the server of its model, and returns the response once it has started.
 
 Promises: another replica is tried only while the client has nothing of a response. For a stream, the first piece has
 arrived when the response is returned, so a replica that dies before its first token fails no call.

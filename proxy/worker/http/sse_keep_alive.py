@@ -1,7 +1,7 @@
 """Sends SSE comments while a stream is silent, so that proxies and clients in between keep the connection open.
 
 Before the first token, the response's head must go out with the first comment, as a 200; later failures become error
-events. So the first comment is sent only after a full interval. A comment may stand between any two events; clients
+events. So the first comment is sent only after a full interval. A comment may come between any two events; clients
 ignore it.
 """
 
