@@ -83,7 +83,7 @@ def test_a_graders_error_is_a_failure_and_never_a_score() -> None:
     judge = made(f"{OWN}:Stars", worst=0, best=5)
     found = verdicts(judge, [answered(text) for text in ("raise", "error", "*" * 9, "**")])
     assert [verdict.score for verdict in found] == [None, None, None, 0.4]
-    assert "the grader's own trouble" in str(found[0].failure)
+    assert "the grader's own error" in str(found[0].failure)
     assert "no model" in str(found[1].failure)
     assert "9 is not between 0 and 5" in str(found[2].failure)
     assert found[3].explanation == "0 tool calls"

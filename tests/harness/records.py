@@ -1,4 +1,4 @@
-"""Small honest records for tests: calls as the proxy ships them, with real hashes and packed tokens."""
+"""Records for tests: calls as the proxy ships them, with real hashes and packed tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ QUESTION: list[dict[str, Any]] = [{"role": "system", "content": "Answer."}, {"ro
 
 
 def tool_call(arguments: str = '{"a": 1}', call_id: str = "c1") -> dict[str, Any]:
-    """An assistant message with one tool call."""
+    """Return an assistant message with one tool call."""
     function = {"name": "search", "arguments": arguments}
     return {
         "role": "assistant",
@@ -34,7 +34,7 @@ def call_start(
     at: float = 1.0,
     **changes: Any,
 ) -> CallStarted:
-    """A call's beginning."""
+    """Return the record of a call's start."""
     nodes = path(messages)
     name, body = tools_hash(TOOLS)
     values: dict[str, Any] = {
@@ -65,13 +65,15 @@ def ended(
     context: str = "root",
     **changes: Any,
 ) -> CallEnded:
-    """A call's answered end, half a second after its beginning."""
+    """Return the record of an answered call, half a second after its start."""
     answer = node(start.prompt_node, reply)
     choice = Choice(
         index=0,
         finish_reason="stop",
         token_ids=pack_ids(ids),
-        logprobs=pack_logprobs([-6.25] * len(ids)),  # as a random model of 512 tokens would: the trainer compares
+        logprobs=pack_logprobs(
+            [-6.25] * len(ids)
+        ),  # those of a random model with 512 tokens, because the trainer compares them
         reply_node=answer.hash,
         link_key=link_keys([*messages, reply])[-1],
         tool_call_ids=tool_call_ids(reply),

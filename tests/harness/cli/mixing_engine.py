@@ -1,4 +1,4 @@
-"""A scripted engine with adapters; one that `mixes` answers the base model by an adapter while one is being asked."""
+"""A scripted engine with adapters. If it `mixes`, concurrent calls of the base model are answered by an adapter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 
 class MixingEngine:
-    """Base logprobs are whole numbers, an adapter's lie half a nat below."""
+    """Base logprobs are whole numbers; an adapter's are half a nat lower."""
 
     def __init__(self, *, mixes: bool) -> None:
         self.loaded: list[str] = []

@@ -22,7 +22,7 @@ SCRIPTED_VLLM = Path(__file__).with_name("scripted_vllm.py")
 
 
 def wait_for(what: str, holds: Callable[[], bool], seconds: float = 20.0, pause: float = 0.05) -> None:
-    """Return when `holds`; fail naming `what` when it does not in time."""
+    """Wait until `holds` returns true; otherwise fail and name `what`."""
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
@@ -38,7 +38,7 @@ def is_alive(pid: int) -> bool:
 
 
 class Project:
-    """A folder with a model that is one by its looks, and a ratchet.yaml that starts the scripted vLLM."""
+    """A folder with the files of a model, and a ratchet.yaml that starts the scripted vLLM."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.folder = folder
@@ -68,7 +68,7 @@ class Project:
         return self.folder / ".ratchet" / "default"
 
     def start(self, *arguments: str, **environ: str) -> subprocess.Popen[str]:
-        """Start `ratchet ARGUMENTS` and return it running; its stdout and stderr come together."""
+        """Start `ratchet ARGUMENTS`; stdout and stderr share one pipe."""
         return self._start(arguments, environ, subprocess.STDOUT)
 
     def _start(self, arguments: Sequence[str], environ: dict[str, str], stderr: int) -> subprocess.Popen[str]:
@@ -84,13 +84,13 @@ class Project:
         return process
 
     def run(self, *arguments: str, seconds: float = 60, **environ: str) -> subprocess.CompletedProcess[str]:
-        """Run `ratchet ARGUMENTS` to its end, `seconds` at most; stdout and stderr come together."""
+        """Run `ratchet ARGUMENTS` to its end, `seconds` at most; stdout contains stderr."""
         process = self.start(*arguments, **environ)
         output, _ = process.communicate(timeout=seconds)
         return subprocess.CompletedProcess(arguments, process.returncode, output)
 
     def json(self, *arguments: str, seconds: float = 60) -> Any:
-        """Run `ratchet ARGUMENTS --json` to its end and return what it printed to stdout alone."""
+        """Run `ratchet ARGUMENTS --json` to its end; return the JSON on stdout."""
         process = self._start([*arguments, "--json"], {}, subprocess.PIPE)
         stdout, stderr = process.communicate(timeout=seconds)
         assert process.returncode == 0, stderr
@@ -109,7 +109,7 @@ class Project:
         return process
 
     def running(self) -> dict[str, Any]:
-        """Return what `up` recorded; empty before that."""
+        """Return the processes that `up` recorded; empty before that."""
         try:
             return dict(json.loads((self.state / "run" / "running.json").read_text()))
         except (OSError, ValueError):

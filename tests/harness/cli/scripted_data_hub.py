@@ -1,4 +1,4 @@
-"""A server that answers as the Hugging Face hub does about data sets: what it is, which files, their bytes."""
+"""A server with the Hugging Face hub's API for data sets: metadata, file lists, files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def hub_with(name: str, files: Mapping[str, bytes]) -> Iterator[str]:
     """Serve one data set; the value is the hub's URL."""
 
     class DatasetHandler(BaseHTTPRequestHandler):
-        """Knows one data set."""
+        """Serves one data set."""
 
         def do_GET(self) -> None:
             self._answer()

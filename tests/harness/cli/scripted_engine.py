@@ -1,4 +1,4 @@
-"""A scripted stand-in for vLLM that also answers calls, started as vLLM is: `--port N --served-model-name NAME`."""
+"""A scripted vLLM that also answers calls, started like vLLM: `--port N --served-model-name NAME`."""
 
 from __future__ import annotations
 

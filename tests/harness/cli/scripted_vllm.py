@@ -1,8 +1,8 @@
 """A scripted API server of vLLM without a model, started, called and ended like the real one.
 
-Answers /health and /v1/models. Starts a helper in a session of its own, as far from its parent as an engine process can
-get, and writes the helper's pid into $SCRIPTED_VLLM_HELPER. $SCRIPTED_VLLM says what goes wrong: `dies_at_start`
-or `ignores_sigterm`.
+Answers /health and /v1/models. Starts a helper in a separate session, as detached from its parent as an engine process
+can be, and writes the helper's pid into $SCRIPTED_VLLM_HELPER. $SCRIPTED_VLLM selects a fault: `dies_at_start` or
+`ignores_sigterm`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def start_helper(*, stubborn: bool) -> None:
-    """Start a process that nothing but its ancestry ties to this one."""
+    """Start a process in a session of its own."""
     file = os.environ.get("SCRIPTED_VLLM_HELPER")
     if file:
         ignore = "signal.signal(15, signal.SIG_IGN); " if stubborn else ""

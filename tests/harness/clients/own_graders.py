@@ -1,4 +1,4 @@
-"""A user's own graders, as OpenJudge has them: they run in its environment, not in Ratchet's."""
+"""A user's own OpenJudge graders: they run in OpenJudge's environment, not in Ratchet's."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from openjudge.graders.schema import GraderError, GraderMode, GraderScore
 
 
 class Stars(BaseGrader):
-    """Counts stars; prints; cannot do with a response that says so."""
+    """Counts stars and prints. Some responses make it fail."""
 
     async def _aevaluate(self, response: str, tool_calls: Any = None, **_: Any) -> Any:
         print("graders may print")
         if response == "raise":
-            raise RuntimeError("the grader's own trouble")
+            raise RuntimeError("the grader's own error")
         if response == "error":
             return GraderError(name="stars", error="no model", reason="it did not answer")
         if response == "hang":

@@ -1,4 +1,4 @@
-"""What an agent is asked, what its tools return, and what the scripted engine therefore samples, call by call.
+"""Scenarios: an agent's question, its tools' results, and what the scripted engine samples in each call.
 
 The directives of tests/harness/proxy/scripted_vllm.py travel in the question and in the tools' results.
 """
@@ -34,7 +34,7 @@ class Scenario:
     sampled: tuple[str, ...]
 
     def question(self, marker: str, streamed: bool) -> dict[str, Any]:
-        """The question as a program reads it."""
+        """Return the task as a program reads it."""
         return {
             "question": f"{marker} What is the budget? {self.directives}",
             "streamed": streamed,
@@ -69,4 +69,4 @@ CODE = Scenario(
         "I read:<code>print(read('budget',2))",
         "I know:<code>final_answer('It is 40')",
     ),
-)  # the agent acts in code, whose end it closes itself
+)  # the agent acts in code and appends the closing tag itself

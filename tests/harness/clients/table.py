@@ -1,4 +1,4 @@
-"""The clients that are tested, by name, with what is particular about each."""
+"""The tested clients by name, with their particularities."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tests.harness.clients.scenario import CODE, FINAL_TOOL, LOOP, Scenario
 
 @dataclass(frozen=True)
 class Client:
-    """A client: its program, the dialect it speaks, whether it streams and not, and what its calls look like.
+    """A client: its program, its dialect, its streaming modes, and the properties of its calls.
 
-    `linked_by` is what leads from call to call. `contexts` are those of its calls in the store; a habit that changes
-    the history shows as a fork.
+    `linked_by` is the evidence that links its calls. `contexts` are those of its calls in the store; a client that
+    changes the history causes forks.
     """
 
     name: str
@@ -34,9 +34,9 @@ def _client(name: str, environment: str, script: str, *arguments: str, **more: A
     return Client(name, Program(name, environment, script, arguments), **more)
 
 
-RESPONSE_ID = ("previous_response",)  # `previous_response_id`, which the SDK's own documentation teaches
+RESPONSE_ID = ("previous_response",)  # `previous_response_id`, as in the SDK's documentation
 
-# The history becomes texts: it names our tool calls' ids, or holds our words, and each context is a new one.
+# The history is sent as text with the tool calls' ids or the answers' words, so each context is new.
 AS_TEXT: dict[str, Any] = {"linked_by": ("tool_ids",), "contexts": ("root", "fork", "fork", "fork")}
 AS_CODE: dict[str, Any] = {"linked_by": ("quote",), "contexts": ("root", "fork", "fork")}
 
@@ -61,6 +61,6 @@ CLIENTS = (
     _client("llama-index", "openai2", "llama_index_agent.py"),
     _client("strands", "openai2", "strands_agent.py", modes=(True,)),
     _client("smolagents-tools", "openai3", "smolagents_agent.py", "tools", scenario=FINAL_TOOL, **AS_TEXT),
-    # Not streamed as well: equal answers to different questions cannot be distinguished by their text.
+    # One mode only: equal answers to different questions cannot be distinguished by their text.
     _client("smolagents-code", "openai3", "smolagents_agent.py", "code", scenario=CODE, modes=(False,), **AS_CODE),
 )

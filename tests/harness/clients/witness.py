@@ -1,4 +1,4 @@
-"""Stands before the proxy in a test and writes down what clients send and what they are answered."""
+"""Records the requests that clients send to the proxy, and the statuses of the answers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 @dataclass
 class SeenRequest:
-    """One request, as it came over the wire, and the status of its answer."""
+    """One request as received, and the status of its answer."""
 
     method: str
     path: str
@@ -20,13 +20,13 @@ class SeenRequest:
 
 @dataclass
 class Witness:
-    """An ASGI application around another one."""
+    """An ASGI application that wraps another one."""
 
     app: ASGIApp | None = None
     seen: list[SeenRequest] = field(default_factory=list)
 
     def around(self, app: ASGIApp) -> ASGIApp:
-        """Stand before `app`."""
+        """Wrap `app`."""
         self.app = app
         return self
 

@@ -218,7 +218,7 @@ class ExactlyOnceCampaign:
         return sum(count > 1 for count in judged.values())
 
     def _lost(self, runs: Sequence[Trajectory]) -> Iterator[str]:
-        """What was answered, and has a partner in its task, must be trained."""
+        """Every answered trajectory with a second one of its task must be trained."""
         by_name = {run.id: run for run in runs}
         for name in self._agents.answered:
             run = by_name.get(name)
@@ -231,7 +231,7 @@ class ExactlyOnceCampaign:
                 yield f"group {group.id} is {group.state}: {group.drop_reason}"
 
     def _trained_wrongly(self, runs: Sequence[Trajectory], rounds: Sequence[Round]) -> Iterator[str]:
-        """The weights hold exactly what the store says was trained, each once."""
+        """The weights contain exactly the trajectories that the store marks as trained, each once."""
         newest = rounds[0] if rounds else None
         if newest is None or newest.checkpoint is None:
             yield "nothing was trained"

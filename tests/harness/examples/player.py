@@ -1,4 +1,4 @@
-"""A scripted vLLM that plays a model: what it says follows from the messages of each call."""
+"""A scripted vLLM whose answers depend on the messages of each call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Messages = list[dict[str, Any]]
 
 
 class Player(ScriptedVllm):
-    """`play(messages)` says how each call is answered, by the scripted vLLM's directives."""
+    """`play(messages)` returns the scripted vLLM's directives for each call."""
 
     def __init__(self, play: Callable[[Messages], Script]) -> None:
         super().__init__()
@@ -28,16 +28,16 @@ class Player(ScriptedVllm):
 
 
 def says(text: str) -> Script:
-    """An answer in words; the script's blanks are dots."""
+    """An answer of text; the script needs dots for spaces."""
     return {"say": text.replace(" ", ".")}
 
 
 def calls(tool: str, **arguments: Any) -> Script:
-    """An answer that uses a tool."""
+    """An answer with one tool call."""
     return {"tool": tool, "args": json.dumps(arguments).replace(" ", ".")}
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """What a message says, whether it came as text or in parts."""
+    """Return a message's text, sent as a string or in parts."""
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)

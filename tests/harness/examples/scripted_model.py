@@ -1,4 +1,4 @@
-"""A small OpenAI-compatible server that answers from a script and records each request as it came."""
+"""A small OpenAI-compatible server that answers from a script and records each request."""
 
 from __future__ import annotations
 

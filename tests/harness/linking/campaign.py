@@ -59,7 +59,7 @@ class LinkingCampaign:
         return proxy
 
     async def run(self, kinds: Sequence[TrafficKind], agents: int, seed: int) -> list[LinkingScore]:
-        """Send the traffic of all kinds through one proxy; return the score_kinds. Kinds with a restart run last."""
+        """Send the traffic of all kinds through one proxy; return their scores. Kinds with a restart run last."""
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector) as session:
             traffic = LinkingTraffic(self._proxy.url, session, random.Random(seed))
@@ -76,7 +76,7 @@ class LinkingCampaign:
         return score_kinds(traffic.truths, self._stored(), [kind.name for kind in kinds if kind.alike])
 
     async def _all(self, traffic: LinkingTraffic, kinds: Sequence[TrafficKind], divisor: int) -> None:
-        """AgentRun the agents of these kinds concurrently."""
+        """Run the agents of these kinds concurrently."""
         running = []
         for kind in kinds:
             agents = max(3, kind.agents // divisor)

@@ -13,7 +13,7 @@ _PARAMETERS: Json = {"type": "object", "properties": {}}
 
 
 async def responses(run: AgentRun) -> None:
-    """The whole conversation as items, each time; thoughts dropped now and then."""
+    """The whole conversation as items in every call; reasoning is dropped now and then."""
     items: list[Json] = [{"role": "user", "content": "Look #tool=search #think=hm"}]
     tools = [{"type": "function", "name": "search", "parameters": _PARAMETERS}]
     before = None
@@ -27,7 +27,7 @@ async def responses(run: AgentRun) -> None:
 
 
 async def previous_responses(run: AgentRun) -> None:
-    """Equal words; only the id of the previous response distinguishes trajectories. Instructions come and go."""
+    """Equal texts; only the id of the previous response distinguishes trajectories. Instructions change."""
     before, previous = None, None
     for turn in range(4):
         body: Json = {"model": "agent", "input": say("the same for all"), "previous_response_id": previous}
@@ -38,7 +38,7 @@ async def previous_responses(run: AgentRun) -> None:
 
 
 async def messages(run: AgentRun) -> None:
-    """Anthropic's blocks: thoughts, tools, results first in the user's turn."""
+    """Anthropic's blocks: thinking, tools, results first in the user's turn."""
     body: Json = {"model": "agent", "max_tokens": 99, "system": "Look.", "thinking": {"type": "enabled"}}
     body["tools"] = [{"name": "search", "input_schema": _PARAMETERS}]
     transcript: list[Json] = [{"role": "user", "content": "Look #tool=search #think=hm"}]

@@ -35,7 +35,7 @@ class TrafficKind:
 async def loop(
     run: AgentRun, first: list[Message], turns: int, script: str, *, last: Reply | None = None
 ) -> list[Message]:
-    """Go on for some turns: ask, echo, send results or the next question."""
+    """Continue for some turns: call, echo the answer, send results or the next question."""
     messages = list(first)
     for turn in range(turns):
         last = await run.chat(messages, last.label if last else None)
@@ -97,12 +97,12 @@ async def sub_agents_by_id(run: AgentRun) -> None:
 
 
 async def failures(run: AgentRun) -> None:
-    """Now and then the upstream answers 503, and the SDK tries again."""
+    """Now and then the upstream answers 503, and the SDK retries."""
     await loop(run, [system("Try."), user(f"Try {run.name} #tool=search")], 4, "#tool=search")
 
 
 async def time_outs(run: AgentRun) -> None:
-    """The client's patience ends while the answer is made; the SDK sends the same once more."""
+    """The client times out during the answer; the SDK sends the same request once more."""
     messages = [system("Wait."), user(f"Wait {run.name} #tokens=40 #delay=0.02")]
     before = None
     for turn in range(3):
@@ -115,7 +115,7 @@ async def time_outs(run: AgentRun) -> None:
 
 
 async def resends(run: AgentRun) -> None:
-    """The connection breaks while the answer is made; the agent itself asks again, without a word about it."""
+    """The connection breaks during the answer; the agent itself sends the call again, without a retry header."""
     messages = [system("Send."), user(f"Send {run.name} #tokens=40 #delay=0.02")]
     body = {"model": "agent", "messages": messages}
     await run.abandon(CHAT, body)
@@ -125,7 +125,7 @@ async def resends(run: AgentRun) -> None:
 
 
 async def lost_answers(run: AgentRun) -> None:
-    """An answer of a later turn is lost on the way; the SDK tries again."""
+    """An answer of a later turn is lost; the SDK retries."""
     messages = [system("Lose."), user(f"Lose {run.name}")]
     reply = await run.chat(messages)
     messages += [reply.message, user("and on")]
@@ -136,7 +136,7 @@ async def lost_answers(run: AgentRun) -> None:
 
 
 async def compaction(run: AgentRun) -> None:
-    """The history, written as text, is summed up in a call of its own; the run goes on from the summary alone."""
+    """The history, as text, is summarized in a separate call; the run continues from the summary alone."""
     messages = await loop(
         run, [system("Work."), user(f"Work {run.name}")], 4, say(f"I have read the messages of part {run.name} now")
     )
@@ -147,7 +147,7 @@ async def compaction(run: AgentRun) -> None:
 
 
 async def compaction_as_json(run: AgentRun) -> None:
-    """The summary is asked for in the conversation itself; what follows holds it as JSON."""
+    """The conversation itself requests the summary; the following calls contain it as JSON."""
     words = say(_SUM.format("all " + run.name))
     messages = await loop(run, [user(f"Begin {run.name} {words}")], 1, words)
     reply = await run.chat([*messages, user(f"Sum up {say(_SUM.format(run.name))}")], _before(run))
@@ -189,7 +189,7 @@ async def edits(run: AgentRun) -> None:
 
 
 async def best_of_n(run: AgentRun) -> None:
-    """Three answers at once; the agent goes on with two of them at the same time."""
+    """Three answers at once; the agent continues two of them concurrently."""
     root = [user(f"Choose {run.name}")]
     reply = await run.chat(root, n=3)
     await asyncio.gather(*(_branch(run, root, reply, choice) for choice in (2, 0)))
@@ -212,7 +212,7 @@ async def best_of_n_alike(run: AgentRun) -> None:
 
 
 async def several_answers_alike(run: AgentRun) -> None:
-    """Equal prompts and four equal answers to each, without ids; every agent goes on with the first."""
+    """Equal prompts and four equal answers to each, without ids; every agent continues the first."""
     messages = [system("Four."), user("Hello " + say("hello"))]
     before = None
     for _ in range(4):
@@ -233,7 +233,7 @@ async def reminders(run: AgentRun) -> None:
 
 
 async def calls_as_text(run: AgentRun) -> None:
-    """Tool calls and results come back as text."""
+    """Tool calls and results are sent back as text."""
     messages = [user(f"Text {run.name} #tool=search")]
     before = None
     for turn in range(4):
@@ -247,7 +247,7 @@ async def calls_as_text(run: AgentRun) -> None:
 
 
 async def history_as_text(run: AgentRun) -> None:
-    """Each prompt is one text that holds all answers so far."""
+    """Each prompt is one text that contains all earlier answers."""
     text = f"Question {run.name}\n"
     for turn in range(4):
         reply = await run.chat([user(f"{text}{say(f'I think of number {run.name} and of its step {turn} next')}")])
@@ -255,7 +255,7 @@ async def history_as_text(run: AgentRun) -> None:
 
 
 async def cut_answers(run: AgentRun) -> None:
-    """Every agent says the same long words, for a task of its own; they come back with the tag that a stop cut off."""
+    """Every agent gets the same long answer to its own task, and echoes it with the tag that a stop string cut off."""
     messages = [system("Code."), user(f"Task {run.name}")]
     before = None
     for turn in range(4):
@@ -269,7 +269,7 @@ async def cut_answers(run: AgentRun) -> None:
 
 
 async def added_fields(run: AgentRun) -> None:
-    """Thoughts kept or dropped, fields added, content in every form, arguments reformatted."""
+    """Reasoning kept or dropped, fields added, content in every format, arguments reformatted."""
     script = "#tool=search #think=let.me.see"
     await loop(run, [system("Echo."), user(f"Echo {run.name} {script}")], 6, script)
 
@@ -279,18 +279,18 @@ async def keys_alike(run: AgentRun) -> None:
     await loop(run, [system("Keys."), user("Hello " + say("hello"))], 3, say("and hello again"))
 
 
-# --- no evidence: nothing may be merged, and nothing more is asked for ------------------------------------------
+# --- no evidence: nothing may be merged, and recall is not required ------------------------------------------
 
 
 async def reworded_tasks(run: AgentRun) -> None:
-    """A sub-agent's task is transcript in other words than the parent's tool call had."""
+    """A sub-agent's task has other words than the parent's tool call."""
     reply = await run.chat([user(f"Reword {run.name} #tool=delegate")])
     await loop(run, [system("Read."), user(f"Please do {run.name} #tool=search")], 2, "#tool=search")
     await run.chat([user(f"Reword {run.name} #tool=delegate"), reply.message, *results(reply.message)], reply.label)
 
 
 async def lost_first_answers(run: AgentRun) -> None:
-    """The first answer of a run is lost on the way; the SDK tries again, and so may another run of the same prompt."""
+    """The first answer of a run is lost; the SDK retries, and another run of the same prompt may retry too."""
     root = [user(f"First {run.name}")]
     body = {"model": "agent", "messages": root}
     await run.call(CHAT, body)
@@ -299,7 +299,7 @@ async def lost_first_answers(run: AgentRun) -> None:
 
 
 async def attempts_that_repeat_the_task(run: AgentRun) -> None:
-    """Attempts at one task, begun one after the other; each calls a tool with the task's own words."""
+    """Attempts at one task, started one after the other; each calls a tool with the task's own words."""
     await asyncio.sleep(run.traffic.rng.random() / 4)
     task = _TASK.format("this year")
     arguments = json.dumps({"q": task}, separators=(",", ":")).replace(" ", ".")
@@ -307,7 +307,7 @@ async def attempts_that_repeat_the_task(run: AgentRun) -> None:
 
 
 async def words_of_others(run: AgentRun) -> None:
-    """An agent whose history was made elsewhere: it begins with words that we have reply to another."""
+    """An agent with a history from elsewhere that starts with an answer to another agent."""
     words = f"I write the code of {run.name} and print what it gives"
     await run.chat([system("Code."), user(f"Task {run.name} {say(words)}")])
     other = run.traffic.run(run.kind, f"{run.name}.other")
@@ -316,7 +316,7 @@ async def words_of_others(run: AgentRun) -> None:
 
 
 async def judges(run: AgentRun) -> None:
-    """Two runs, and a judge that is shown both: three trajectories."""
+    """Two runs and a judge that sees both: three trajectories."""
     words = [f"The answer of {run.name} to question {number} is forty and two" for number in range(2)]
     for number in range(2):
         one = run.traffic.run(run.kind, f"{run.name}.{number}")

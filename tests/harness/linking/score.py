@@ -29,7 +29,7 @@ class TrueCall:
     run: str
     before: str | None
     choice: int
-    body: str  # equal for calls that cannot be transcript apart
+    body: str  # equal for calls that cannot be distinguished
     turn: int
     abandoned: bool = False
 
@@ -112,7 +112,7 @@ def _share(part: int, whole: int) -> float:
 
 
 def _permuted(calls: Sequence[TrueCall], stored: Mapping[str, StoredCall]) -> list[TrueCall]:
-    """JudgeRequest equal calls of a turn among trajectories with equal histories, to fit what is stored best."""
+    """Exchange equal calls of a turn among trajectories with equal histories, to fit the stored links best."""
     past: dict[str, tuple[str, ...]] = defaultdict(tuple)  # trajectory -> bodies so far
     last: dict[str, TrueCall] = {}  # trajectory -> its previous call, after the exchange
     settled: list[TrueCall] = []

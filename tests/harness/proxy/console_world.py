@@ -1,4 +1,4 @@
-"""A store that holds something for every page of the console, hostile texts among it, made by the store's own verbs."""
+"""A store with content for every page of the console, including hostile texts."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _train(store: Store, version: int, group: str, reward: float) -> None:
 
 
 def hostile(store: Store) -> None:
-    """A trajectory whose every text would like to run, hide or mislead."""
+    """Add a trajectory whose texts try to run scripts, hide or mislead."""
     first = call_start("call_h1", "hostile", TALK, at=2.0, task="evil/" + HOSTILE[:60], role="planner" + HOSTILE[:20],
                   tags=("nightly",))  # fmt: skip
     request = {**tool_call('{"query": "' + "x" * 20 + '<b>"}'), "reasoning": "thinking " + HOSTILE}

@@ -1,4 +1,4 @@
-"""How vLLM's data models read a request, by pydantic itself, and how a prompt that is too long is refused."""
+"""vLLM's parsing of a request, by pydantic itself, and its error for a prompt that is too long."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def as_read(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def too_long(length: int, limit: int) -> str:
-    """Return how vLLM refuses a prompt."""
+    """Return vLLM's error message for a prompt that is too long."""
     result = (
         f"This model's maximum context length is {limit} tokens. However, your prompt contains {length} input tokens"
     )

@@ -1,6 +1,6 @@
-"""How an obliging model would answer a conformance suite.
+"""Directives for a model that satisfies a conformance suite.
 
-It thinks where it is asked to, calls the first tool until it has a result, and keeps to the schemas of the request.
+It thinks on request, calls the first tool until it has a result, and follows the schemas of the request.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An upstream that answers calls with any bytes, be they HTTP or not; what only asks is answered as vLLM does."""
+"""An upstream that answers POST requests with any bytes, HTTP or not, and GET requests as vLLM does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MODELS = {"object": "list", "data": [{"id": "base", "object": "model", "parent":
 
 
 def http(body: bytes, status: int = 200, headers: bytes = b"", length: int | None = None) -> bytes:
-    """Return an HTTP answer; `length` is what it says of its body, where that is not true."""
+    """Return an HTTP answer; `length` overrides its content-length."""
     result = len(body) if length is None else length
     head = b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % (status, result)
     return head + headers + b"\r\n" + body
@@ -25,7 +25,7 @@ def stream(*events: bytes) -> bytes:
 
 
 class RawUpstream:
-    """The server; `answer` is what the next POST gets, after which the connection is closed unless it `keeps` it."""
+    """The server. `answer` is sent to the next POST; then the connection is closed unless `keeps` is set."""
 
     def __init__(self) -> None:
         self.answer = b""

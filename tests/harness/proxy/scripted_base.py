@@ -1,5 +1,4 @@
-"""How a scripted vLLM's base model answers the fixed questions by which it is known again
-(store/policies/fingerprints.py)."""
+"""A scripted vLLM's answers to the fixed questions that identify a base model (store/policies/fingerprints.py)."""
 
 from __future__ import annotations
 
@@ -18,13 +17,13 @@ class ScriptedBaseModel:
     """A base model with its reported root, weights and chat template. `comparisons` counts reads of its logprobs."""
 
     root: str = "x"
-    weights: int = 0  # other weights are other logprobs
+    weights: int = 0  # changes the logprobs
     noise: float = 0.0  # nats, as of another number type
     template: int = 0
     comparisons: int = 0
 
     def answer(self, path: str, body: bytes) -> dict[str, Any] | None:
-        """Return the answer to one of the fixed questions; None where it is none of them."""
+        """Return the answer to one of the fixed questions, or None."""
         if path not in ("/tokenize", "/v1/completions"):
             return None
         request = json.loads(body)

@@ -1,8 +1,8 @@
 """The scripted vLLM with the endpoints of `--enable-scale-out`: render, generate, derender and detokenize.
 
-`odd_template` renders otherwise than one may expect, `refuse` names paths and the status that each answers;
-`derenders_left` ends derender's patience after so many calls; `offered` is whether the endpoints are there at all. A
-turn end that is left in an answer shows as its spelling.
+`odd_template` renders in an unusual way, `refuse` maps paths to the error status that each returns, `derenders_left`
+makes derender fail after so many calls, and `offered` is whether the endpoints exist. A turn end inside an answer is
+derendered as its text.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ScriptedScaleOut(ScriptedVllm):
         self.odd_template = False  # ends a turn before a tool call, and after it
         self.refuse: dict[str, int] = {}
         self.derenders_left = 1_000_000
-        self.odd_words = False  # derender answers texts where objects belong
+        self.odd_words = False  # derender returns strings instead of objects
         self.generated: list[Json] = []
         self.rendered: list[Json] = []
         self.derendered = 0
@@ -163,7 +163,7 @@ def message_of(text: str) -> Json:
 
 
 def _delta(before: Sequence[int], ids: Sequence[int], finish: str | None) -> Json:
-    """Return what the last ids add, as a parser does that waits for the end of a tool call."""
+    """Return the delta of the last ids, as a parser that waits for the end of a tool call."""
     old, new = (message_of(_ready(spelled(part), done)) for part, done in ((before, None), (ids, finish)))
     delta: Json = {"role": "assistant", "content": (new["content"] or "")[len(old["content"] or "") :] or None}
     delta["reasoning"] = (new["reasoning"] or "")[len(old["reasoning"] or "") :] or None
@@ -196,7 +196,7 @@ def _usage(body: Json, words: Sequence[Sequence[int]]) -> Json:
 
 
 def _last_turn(ids: Sequence[int]) -> str:
-    """Return the text of the last turn that has ended: what the client said last."""
+    """Return the text of the last ended turn, which is the client's last message."""
     turns = spelled(ids).split(SPELLED[END])
     return turns[-2]
 

@@ -57,7 +57,7 @@ def logprob(place: int) -> float:
 
 
 class ScriptedVllm:
-    """The ASGI application. `calls` holds the bodies that came in, `aborted` counts answers nobody waited for."""
+    """The ASGI application. `calls` holds the bodies of all calls, `aborted` counts answers whose client left."""
 
     def __init__(self, base: str = "tiny-base", obliging: bool = False) -> None:
         self.base = base
@@ -74,8 +74,8 @@ class ScriptedVllm:
         self.queries: list[bytes] = []
         self.loads: list[str] = []
         self.aborted = 0
-        self.left_at: list[float] = []  # when a client closed before its answer was whole (monotonic seconds)
-        self.failures_left = 0  # so many calls are answered with `failure` first
+        self.left_at: list[float] = []  # when a client closed before its answer was complete (monotonic seconds)
+        self.failures_left = 0  # this many calls get `failure` first
         self.failure = 503
         self.max_model_len = 10_000_000
 
@@ -318,7 +318,7 @@ def _whole(
 
 
 def with_prompt(body: Json) -> Json:
-    """Return a text completion's body with its prompt as ids, and as the message that holds the directives."""
+    """Return a text completion's body with its prompt as ids, and as the message with the directives."""
     prompt = body["prompt"]
     ids = list(prompt.encode()) if isinstance(prompt, str) else prompt
     text = bytes(i for i in ids if i < 256).decode()
@@ -345,7 +345,7 @@ def _wanted(body: Json, script: Mapping[str, str], ids: list[int]) -> list[int] 
 
 
 def _logprobs(body: Json, script: Mapping[str, str], ids: list[int], place: int) -> Json | None:
-    wanted = body.get("logprobs")  # a number where the call is a text completion
+    wanted = body.get("logprobs")  # a number in text completions
     if wanted is None or wanted is False or "nologprobs" in script:
         return None
     rows = [
@@ -361,7 +361,7 @@ def _usage(prompt: list[int], choices: Sequence[_ScriptedChoice]) -> Json:
 
 
 def _last_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The text that holds the directives: the last one that is no reminder of the agent's framework."""
+    """Return the text with the directives: the last one that is not a reminder of the agent's framework."""
     contents = (message.get("content") or "" for message in reversed(messages))
     texts = (c if isinstance(c, str) else " ".join(part.get("text", "") for part in c) for c in contents)
     return next((text for text in texts if not text.startswith("<system-reminder>")), "")

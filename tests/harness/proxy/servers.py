@@ -1,4 +1,4 @@
-"""Real servers for tests: an ASGI application on uvicorn in a thread, and a proxy in a process of its own."""
+"""Real servers for tests: an ASGI application on uvicorn in a thread, and a proxy in its own process."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class ProxyProcess:
     """A proxy in its own process, as `ratchet proxy` runs it."""
 
     def __init__(self, folder: Path, errors: Any = None, **settings: Any) -> None:
-        """`errors` is the file that it logs to, in place of `proxy.log` in its folder."""
+        """`errors` is the file to log to instead of `proxy.log` in its folder."""
         program = (
             "import json, sys; from ratchet.proxy.server import serve; "
             "from ratchet.proxy.settings import ProxySettings; "
@@ -129,7 +129,7 @@ class ProxyProcess:
 
 
 class VllmProcess:
-    """A scripted vLLM in its own process, which can be killed and started again at its address."""
+    """A scripted vLLM in its own process, which can be killed and restarted at its address."""
 
     def __init__(self) -> None:
         self._port = free_port()
@@ -137,7 +137,7 @@ class VllmProcess:
         self.start()
 
     def start(self) -> None:
-        """Start it, without any adapter; return when it answers."""
+        """Start it without adapters; return when it answers."""
         command = [sys.executable, "-m", "tests.harness.proxy.scripted_vllm", str(self._port)]
         self._process = subprocess.Popen(command, cwd=ROOT)
         eventually(self._answers, 20)
@@ -152,7 +152,7 @@ class VllmProcess:
 
 
 def spoil(*paths: Path) -> None:
-    """Write nonsense over files in use, as a failing disk does. None gets shorter: SQLite maps one into memory."""
+    """Overwrite files in use with random bytes, as a failing disk does. Sizes stay: SQLite maps one into memory."""
     for path in paths:
         with path.open("r+b") as file:
             file.write(b"not a database any more" * 2000)
@@ -172,7 +172,7 @@ def scripted_process(module: str, *arguments: str) -> Iterator[str]:
 
 
 def leave(url: str, body: Any, at_work: Callable[[], object], key: str = "k") -> None:
-    """POST a call, wait until somebody is at work on it, and close the connection without an answer."""
+    """POST a call, wait until it is being served, and close the connection without an answer."""
     address, payload = urlsplit(url), json.dumps(body).encode()
     head = f"POST {address.path} HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {key}\r\n"
     with socket.create_connection((address.hostname, address.port), timeout=20) as client:
@@ -186,7 +186,7 @@ def _listens(port: int) -> bool:
 
 
 def eventually(claim: Callable[[], Any], seconds: float = 20.0) -> Any:
-    """Return the claim's first true value; fail when it does not become true in time."""
+    """Return the claim's first true value; fail if it does not become true in time."""
     until = time.monotonic() + seconds
     while True:
         value = claim()

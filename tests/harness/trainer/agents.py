@@ -1,4 +1,4 @@
-"""What agents leave in the store when they work: one-call trajectories with the scores that they will get."""
+"""Store one-call trajectories as agents produce them, with the scores that they will get."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def agents_work(
     temperature: float = 1.0,
     **changes: Any,
 ) -> list[str]:
-    """One-call trajectories of one task; `changes` are those of each call's beginning.
+    """Ship one-call trajectories of one task; return their names. `changes` apply to the record of each call's start.
 
-    What they sampled depends on the task, so that the gradients of two tasks with opposite scores do not cancel.
+    Their tokens depend on the task, so that the gradients of two tasks with opposite scores do not cancel.
     """
     names = []
     for number, score in enumerate(scores):
@@ -32,7 +32,7 @@ def agents_work(
         ids = (10 + number, 11 + sum(task.encode()) % 7, 2)
         reply = {"role": "assistant", "content": name}
         shipped = ended(start, reply, prompt=prompt, ids=ids)
-        if "at" in changes:  # it ended before the judge spoke, who looks at the clock
+        if "at" in changes:  # it must end before the judge reads the clock
             shipped = msgspec.structs.replace(shipped, ended_at=start.started_at)
         store.calls.ship([shipped])
         names.append(name)

@@ -13,17 +13,17 @@ from typing import Any, Protocol
 from tests.harness.json_server import IncomingRequest, JsonServer
 
 Scorer = Callable[[str, Sequence[int]], float]
-_TOKENS = range(3, 6)  # the next tokens that it knows
+_TOKENS = range(3, 6)  # the next tokens
 
 
 class ScorerProtocol(Protocol):
-    """What computes logprobs; the trainer's own is one."""
+    """Computes logprobs, as the trainer's learner does."""
 
     def score(self, rows: Sequence[Sequence[int]], *, adapter: bool | Path = True) -> list[tuple[float, ...]]: ...
 
 
 class Faithful:
-    """A scorer that answers under each name as a learner does with the adapter that was loaded for it."""
+    """A scorer that computes the logprobs of each name with a learner and the adapter loaded under that name."""
 
     def __init__(self, engine: ScriptedEngine, learner: Callable[[], ScorerProtocol]) -> None:
         self._engine = engine
@@ -33,7 +33,7 @@ class Faithful:
         return self.all_of(name, [ids])[0]
 
     def all_of(self, name: str, sequences: Sequence[Sequence[int]]) -> list[float]:
-        """Of many at once: a pass of its own for each would be slow."""
+        """Score many sequences in one pass, because one pass each would be slow."""
         folder = self._engine.loaded.get(name)
         return [found[-1] for found in self._learner().score(sequences, adapter=Path(folder) if folder else False)]
 
@@ -68,7 +68,7 @@ class ScriptedEngine:
         return 200, {"data": [{"id": name} for name in ("base", *self.loaded)]}
 
     def metrics(self) -> str:
-        """The gauges of its load as vLLM writes them."""
+        """Return the gauges of its load in vLLM's format."""
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
         label = '{engine="0",model_name="base"}'
         return "".join(
@@ -99,7 +99,7 @@ class ScriptedEngine:
         return 200, {"choices": choices}
 
     def _likeliest(self, name: str, prompts: Sequence[Sequence[int]]) -> list[dict[str, float]]:
-        """The likeliest next tokens are always the same few ids, however many are asked for."""
+        """Return the likeliest next tokens: always the same few ids, however many are requested."""
         messages = [(*ids, token) for ids in prompts for token in _TOKENS]
         scorer = self.scorer
         found = iter(

@@ -1,4 +1,4 @@
-"""A program for an environment with DSPy: MIPRO in the small world, once for each case; what came of it as JSON.
+"""A program for an environment with DSPy: runs MIPRO in the small world once per case and prints the results as JSON.
 
 Run alone: `python -m tests.harness.tuner.mipro_in_the_small_world REFLECTION_URL`.
 """
@@ -19,13 +19,13 @@ from ratchet.tuner.prompts.reflection_model import ReflectionModel
 from tests.harness.tuner import prompt_world
 from tests.harness.tuner.prompt_fakes import WorldEvaluate, search
 
-NOBODY = "http://127.0.0.1:9/v1"  # where nothing answers
+NOBODY = "http://127.0.0.1:9/v1"  # no server listens here
 
 
 def run(
     url: str, evaluate: WorldEvaluate, tokens: int | None = None, answered: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
-    """Search once; return what came of it. `answered` holds the answers of an earlier run."""
+    """Search once; return the result. `answered` holds the answers of an earlier run."""
     result: list[dict[str, Any]] = []
     spec = ModelSpec(base_url=url, model="scripted-reflection", max_attempts=2)
     budget = Budget(1000, tokens)
@@ -36,7 +36,7 @@ def run(
     error = None
     try:
         load_optimizer("mipro").optimize(prompt_world.SEED, evaluate, reflection, search())
-    except Exception as raised:  # noqa: BLE001  the tests look at it
+    except Exception as raised:  # noqa: BLE001  the tests check it
         error = type(raised).__name__
     score, prompt = evaluate.best()
     return {

@@ -1,4 +1,4 @@
-"""Stands for rollouts in tests of optimisers alone: scores come from the small world, and every question is counted."""
+"""Replaces rollouts in tests of optimizers: scores come from the small world, and every evaluation is counted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TRAIN, VALIDATION = tuple(TASKS)[:9], tuple(TASKS)[9:]
 
 
 def search(seed: int = 0, rollouts: int = 300) -> Search:
-    """What a search over the small world may use."""
+    """Return the limits of a search over the small world."""
     return Search(TRAIN, VALIDATION, seed, rollouts)
 
 

@@ -35,7 +35,7 @@ class ScriptedModels:
 
 
 def answer_of(model: str, question: str) -> str:
-    """Return what a model says to a question."""
+    """Return a model's answer to a question."""
     found = _SUM.search(question)
     assert found is not None, question
     right = int(found[1]) + int(found[2])

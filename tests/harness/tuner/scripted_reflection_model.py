@@ -1,7 +1,7 @@
 """A scripted reflection model: an OpenAI-compatible endpoint that reads the examples and proposes known improvements.
 
-It answers the questions of our reflection (JSON), and those that DSPy's MIPRO asks in its own form. `propose` decides
-what: it is given the present prompt and the rows of the tasks that stand in the question.
+It answers our reflection requests (JSON) and those of DSPy's MIPRO in their own format. `propose` gets the current
+prompt and the rows of the tasks in the request, and returns the proposal.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ScriptedReflectionModel:
             server.close()
 
     def spec(self, **changes: Any) -> dict[str, Any]:
-        """The value of `tuner.reflection`."""
+        """Return the value of `tuner.reflection`."""
         return {
             "base_url": self.url,
             "model": "scripted-reflection",
@@ -50,7 +50,7 @@ class ScriptedReflectionModel:
         } | changes
 
     def answer(self, body: Mapping[str, Any]) -> str:
-        """What it says to a request."""
+        """Return the answer to a request."""
         words = "\n".join(str(message["content"]) for message in body["messages"])
         if "[[ ##" in words:
             return self._in_dspy_form(words)
@@ -71,7 +71,7 @@ class ScriptedReflectionModel:
         return f"[[ ## {field} ## ]]\n{text}\n\n[[ ## completed ## ]]"
 
     def _proposed(self, words: str) -> str:
-        """The n-th proposal contains n more rules; after the last it starts over."""
+        """Return the n-th proposal, which contains n more rules; after the last it starts over."""
         rows = [json.loads(found) for found in _ROW.findall(words)]
         prompt = words.rpartition("[[ ## basic_instruction ## ]]")[2].partition("[[ ##")[0].strip()
         for _ in range(self._proposals % 4):
