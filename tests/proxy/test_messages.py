@@ -262,7 +262,7 @@ def test_tools_that_the_client_runs_for_anthropic_are_functions_here(
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ({"messages": [{"role": "user", "content": None}]}, "messages.0: not an object, or a field"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0: not an object, or one of its fields"),
         ({"messages": [{"role": "user", "content": "x"}, {"role": "user"}]}, "messages.1: 'content' is missing"),
         ({"messages": ["x"]}, "messages.0: "),
         ({"tools": [{"name": "x"}]}, "tools.0: 'input_schema' is missing"),
