@@ -28,7 +28,7 @@ from tests.harness.proxy.servers import ROOT, ProxyProcess
 
 LITELLM = "litellm[proxy]>=1.100,!=1.107.0"  # 1.107.0: reported as compromised
 _HOME = Path(sys.prefix) / "bench" / "litellm"
-ALL_TOLD = {"logprobs": True, "return_token_ids": True}  # what Ratchet asks for by itself
+CAPTURE_FIELDS = {"logprobs": True, "return_token_ids": True}  # fields that Ratchet adds to every request
 _QUIET = 0.02  # of a core: less than this is a server at rest
 
 
@@ -113,7 +113,7 @@ def floor(core: int, folder: Path, port: int) -> Iterator[Contender]:
     command = [sys.executable, "-m", "benchmarks.floor", str(own), f"http://127.0.0.1:{port}"]
     with _process(core, command) as process:
         wait_for(f"http://127.0.0.1:{own}/v1/models", 20)
-        yield Contender(process.pid, Target(own, MODEL, ALL_TOLD))
+        yield Contender(process.pid, Target(own, MODEL, CAPTURE_FIELDS))
 
 
 @contextlib.contextmanager
@@ -137,7 +137,7 @@ def litellm(core: int, folder: Path, port: int) -> Iterator[Contender]:
     key = f"sk-{secrets.token_hex(32)}"  # without one it does not start
     with _process(core, command, quiet | {"LITELLM_MASTER_KEY": key}) as process:
         wait_for(f"http://127.0.0.1:{own}/health/liveliness", 120)
-        yield Contender(process.pid, Target(own, "agent", ALL_TOLD, key))
+        yield Contender(process.pid, Target(own, "agent", CAPTURE_FIELDS, key))
 
 
 def prepare_litellm() -> str:

@@ -70,12 +70,12 @@ CASES: dict[str, Json] = {
     "logprobs": {"logprobs": True},
     "top_logprobs 2": {**_THINK, "logprobs": True, "top_logprobs": 2},
     "top_p, penalties": {"top_p": 0.8, "presence_penalty": 0.5, "frequency_penalty": 0.3, "min_p": 0.01},
-    "ids asked": {"return_token_ids": True},
+    "ids request": {"return_token_ids": True},
 }
 
 
 class Both:
-    """Answers a request both ways, as the client gets them."""
+    """Answers a request both ways, as the client receives the responses."""
 
     def __init__(self, url: str, upstream: Upstream) -> None:
         self._url = url
@@ -84,31 +84,31 @@ class Both:
         self._pace = StreamPacer()
         self.metrics = ProxyMetrics()
 
-    async def plain(self, asked: ChatRequest, served: str) -> UpstreamResponse:
-        """Return plain chat's answer."""
-        return await self._upstream.post_json(self._url, PATH, asked.outgoing(served))
+    async def plain(self, request: ChatRequest, served: str) -> UpstreamResponse:
+        """Return the response of plain chat."""
+        return await self._upstream.post_json(self._url, PATH, request.outgoing(served))
 
-    async def exact(self, asked: ChatRequest, served: str) -> UpstreamResponse:
-        """Return the answer generated after the same ids and rendered by derender."""
-        body = asked.outgoing_fields(served)
+    async def exact(self, request: ChatRequest, served: str) -> UpstreamResponse:
+        """Return the response generated from the same ids and rendered by derender."""
+        body = request.outgoing_fields(served)
         rendered = await self._scale_out.render(self._url, body)
-        sent = generate_body(rendered, rendered.ids, body, streamed=asked.streamed, in_text=asked.asks_logprobs)
+        sent = generate_body(rendered, rendered.ids, body, streamed=request.streamed, in_text=request.asks_logprobs)
         ids = await self._upstream.post_json(self._url, GENERATE, sent)
-        made = DerenderRequest.of(asked, "chatcmpl-x", body, rendered, rendered.ids)
-        if not asked.streamed:
-            return await read_whole_response(self._scale_out, ids, made)
-        answer = StreamedResponse(self._scale_out, ids, made, self._pace, self.metrics)
+        derender = DerenderRequest.of(request, "chatcmpl-x", body, rendered, rendered.ids)
+        if not request.streamed:
+            return await read_whole_response(self._scale_out, ids, derender)
+        answer = StreamedResponse(self._scale_out, ids, derender, self._pace, self.metrics)
         await answer.wait_for_body()
         return answer
 
 
-async def received(answer: UpstreamResponse, asked: ChatRequest) -> tuple[list[Json], Capture]:
-    """Return what the client gets (one body, or events), and what is recorded."""
-    capture = Capture("m", asks_ids=asked.asks_ids, asks_logprobs=asked.asks_logprobs, asks_usage=True)
+async def received(answer: UpstreamResponse, request: ChatRequest) -> tuple[list[Json], Capture]:
+    """Return what the client receives (one body, or events), and the capture."""
+    capture = Capture("m", asks_ids=request.asks_ids, asks_logprobs=request.asks_logprobs, asks_usage=True)
     try:
         if answer.status != 200:
             return [{"refused": answer.status, "body": (await answer.read()).decode()[:300]}], capture
-        if not asked.streamed:
+        if not request.streamed:
             return [msgspec.json.decode(capture.whole(await answer.read()))], capture
         events, found = SseParser(), []
         async for piece in answer.pieces():
@@ -121,7 +121,7 @@ async def received(answer: UpstreamResponse, asked: ChatRequest) -> tuple[list[J
 
 
 def plainly(event: Json) -> Json:
-    """Return an event or body without what differs from call to call, and without null members."""
+    """Return an event or body without nulls and without fields that differ per call."""
     kept: Json = _without_nulls(event)
     for name in ("id", "created", "system_fingerprint"):
         kept.pop(name, None)
@@ -200,17 +200,17 @@ async def equality(both: Both, served: str, model: Model, seeds: int, verbose: b
 
 @dataclass(frozen=True)
 class Timed:
-    """One stream: seconds to its first words and to its end, and its events."""
+    """One stream: seconds to its first byte and to its end, and its number of events."""
 
     first: float
     all: float
     events: int
 
 
-async def timed(both: Both, asked: ChatRequest, served: str, exact: bool) -> Timed:
+async def timed(both: Both, request: ChatRequest, served: str, exact: bool) -> Timed:
     """Stream one answer."""
     started, first, events = time.perf_counter(), 0.0, 0
-    answer = await (both.exact(asked, served) if exact else both.plain(asked, served))
+    answer = await (both.exact(request, served) if exact else both.plain(request, served))
     try:
         async for piece in answer.pieces():
             first = first or time.perf_counter() - started
@@ -221,7 +221,7 @@ async def timed(both: Both, asked: ChatRequest, served: str, exact: bool) -> Tim
 
 
 async def cost(both: Both, served: str, repeats: int) -> None:
-    """Print what streams cost both ways, one after the other, and eight at a time."""
+    """Print the cost of streams both ways, sequentially and eight at a time."""
     print("\nstreams, median seconds (plain and exact in turns)")
     for prompt, length, at_once in ((300, 64, 1), (300, 256, 1), (2500, 64, 1), (2500, 256, 1), (300, 128, 8)):
         words = "Find the mail about the picnic in Paris, please. " * (prompt // 18)

@@ -1,10 +1,9 @@
-"""What a call through the proxy costs, beside a floor and LiteLLM's proxy: the table of aims, in one run.
+"""The cost of a call through the proxy, compared with a minimal proxy (the floor) and LiteLLM's, against its targets.
 
-Every server runs by itself on one core, the upstream and the load share another. Ratchet runs as it does by default:
-every call captured, durable before its last byte (`capture: strict`), its shipper and its store on the same core; its
-CPU is that of all its processes, until everything is in the store. 4 KB in, 5 KB out with token ids and logprobs; every
-prompt is new, so that no cache helps. What is added to a latency is what a call takes more than straight to the
-upstream, in the same run.
+Each server runs alone on one core; upstream and load share another one. Ratchet runs with its defaults: every call is
+captured and durable before its last byte (`capture: strict`), with shipper and store on the same core. Its CPU time is
+that of all its processes until everything is in the store. Requests have 4 KB, responses 5 KB with token ids and
+logprobs; every prompt is new, so no cache helps. Added latency is the difference to direct calls in the same run.
 
     python -m benchmarks.proxy_overhead [--calls 20000] [--seconds 4] [--only ratchet floor litellm] [--json]
 """
@@ -23,12 +22,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from tqdm import tqdm
-
 from benchmarks import contenders, wire_load
 from benchmarks.contenders import Contender, NotRun, on_core
 from benchmarks.wire_load import Target
 from benchmarks.wire_upstream import CHUNKS, MODEL
+from ratchet.output.terminal import progress_bars
 
 _SERVERS = {"ratchet": contenders.ratchet, "floor": contenders.floor, "litellm": contenders.litellm}
 _STEPS = 6
@@ -58,7 +56,7 @@ class ServerFigures:
 
 
 class _Load(NamedTuple):
-    """What came of a load: seconds of each call, CPU in us per call, calls a second, those with what is done after."""
+    """Results of a load: seconds per call, CPU in us per call, calls per second without and with the work afterwards."""
 
     seconds: list[float]
     cpu: float
@@ -122,18 +120,15 @@ def _stalls(seconds: Sequence[float]) -> float:
 
 
 def run(names: Sequence[str], seconds: float, calls: int) -> list[ServerFigures]:
-    """Measure each server by itself. Raises NotRun where nothing can be measured."""
+    """Measure each server alone. Raises NotRun if no measurement is possible."""
     server_core, load_core = contenders.cores()
     results = [ServerFigures(name, calls=calls // _SLOW if name == "litellm" else calls) for name in names]
-    with tqdm(total=_STEPS * len(names), unit="step", leave=False) as bar, contenders.upstream(load_core) as port:
-        straight = Target(port, MODEL, contenders.ALL_TOLD)
-        for number, found in enumerate(results):
-            bar.set_description(f"{found.name}: start")
-            bar.update(_STEPS * number - bar.n)
+    with progress_bars() as report_progress, contenders.upstream(load_core) as port:
+        straight = Target(port, MODEL, contenders.CAPTURE_FIELDS)
+        for found in results:
 
-            def step(what: str, name: str = found.name) -> None:
-                bar.update()
-                bar.set_description(f"{name}: {what}")
+            def step(_: str, name: str = found.name) -> None:
+                report_progress(name, 1, _STEPS)
 
             with tempfile.TemporaryDirectory() as folder:
                 try:

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from examples.email_search.demonstrations import MIXED, Stage, draw
+from examples.email_search.demonstrations import MIXED, EpisodeMailbox, draw
 from ratchet.demo.email_search.tools import TOOLS
 from ratchet.supervisor import signals
 
@@ -33,7 +33,7 @@ _COLLECTED = 4  # rounds
 def write_general(file: Path) -> None:
     """Write the general conversations."""
     dice = random.Random(3)
-    stages = [Stage.made(700 + number) for number in range(3)]
+    stages = [EpisodeMailbox.made(700 + number) for number in range(3)]
     lines: list[str] = []
     while len(lines) < _GENERAL:
         result = draw(stages, dice, MIXED)

@@ -201,9 +201,9 @@ def sample(model: Any, tokenizer: Any, prompts: Sequence[str]) -> list[Turn]:
 
 
 def roll_out(model: Any, tokenizer: Any, boxes: Sequence[str]) -> list[RetokenizedRollout]:
-    """Let the agent work on the boxes, all at once."""
+    """Run the agent on all boxes at once."""
 
-    def said(turn: Turn) -> dict[str, Any]:
+    def reply(turn: Turn) -> dict[str, Any]:
         return message(tokenizer.decode(turn.ids).removesuffix("<|im_end|>"))
 
     def rendered(messages: Sequence[Any]) -> str:
@@ -214,14 +214,14 @@ def roll_out(model: Any, tokenizer: Any, boxes: Sequence[str]) -> list[Retokeniz
     courses: list[list[Any]] = [[{"role": "user", "content": f"open the {one_box}"}] for one_box in boxes]
     first = sample(model, tokenizer, [rendered(course) for course in courses])
     for course, one_box, turn in zip(courses, boxes, first, strict=True):
-        course.append(said(turn))
+        course.append(reply(turn))
         calls = course[-1].get("tool_calls") or [{"function": {"arguments": {}}}]
         course.append(
             {"role": "tool", "content": tool_result(str(calls[0]["function"]["arguments"].get("key")), one_box)}
         )
     second = sample(model, tokenizer, [rendered(course) for course in courses])
     for course, turn in zip(courses, second, strict=True):
-        course.append(said(turn))
+        course.append(reply(turn))
     model.train()
     return [
         RetokenizedRollout(

@@ -24,21 +24,21 @@ from ratchet.trainer.controller.sentinel.tool_health import check_tool_health
 from ratchet.trainer.settings.sentinel_settings import SentinelSettings
 
 _WINDOW = 2_000
-_FIRST, _STEP, _LONGEST = 600, 100, 400  # calls
+_FIRST, _STEP, _MAX_CALLS = 600, 100, 400  # calls
 _SETTINGS = SentinelSettings()
 
 
 def alarms(calls: Sequence[ToolCall]) -> dict[str, bool]:
-    """Return the sick tools after these calls, oldest first, and whether each holds training."""
+    """Return the failing tools after these calls (oldest first), and whether each pauses training."""
     found, _ = check_tool_health(calls[-_WINDOW:][::-1], _SETTINGS)
     return {one.subject: one.blocks_training for one in found if one.reason}
 
 
 def calls_until_alarm(calls: Sequence[ToolCall], tool: str, start: int, rate: float, seed: int) -> int | None:
-    """Return how many calls of a tool were made from `start` on before its alarm; None where there was none."""
+    """Return the number of calls of a tool from `start` to its alarm; None without an alarm."""
     dice, made = random.Random(seed), 0
     replayed = list(calls[:start])
-    for call in calls[start : start + _LONGEST]:
+    for call in calls[start : start + _MAX_CALLS]:
         mine = call.tool == tool
         sick = mine and dice.random() < rate
         replayed.append(msgspec.structs.replace(call, result=ToolResult.TIMEOUT) if sick else call)
@@ -58,7 +58,7 @@ def main() -> None:
     print(f"{len(calls)} tool calls: {false} looks with an alarm")
     busiest = Counter(call.tool for call in calls).most_common(1)[0][0]
     for rate in (0.5, 0.75, 1.0):
-        starts = range(_FIRST, len(calls) - _LONGEST, _STEP)
+        starts = range(_FIRST, len(calls) - _MAX_CALLS, _STEP)
         found = [calls_until_alarm(calls, busiest, start, rate, start) for start in starts]
         seen = [count for count in found if count is not None]
         print(

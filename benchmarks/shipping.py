@@ -79,16 +79,16 @@ def journal(file: Path, pairs: Iterator[list[Shipment]], batch: int, later: int)
     ends: list[Shipment] = []
     bounds: list[int] = []
     with file.open("wb") as segment:
-        segment.write(MAGIC)
+        size = segment.write(MAGIC)
         for number, (start, end) in enumerate(pairs, 1):
-            segment.write(frame(start))
+            size += segment.write(frame(start))
             ends.append(end)
             if len(ends) > later * batch:
-                segment.write(frame(ends.pop(0)))
+                size += segment.write(frame(ends.pop(0)))
             if number % batch == 0:
-                bounds.append(segment.tell())
-        segment.writelines(frame(end) for end in ends)
-        return [*bounds, segment.tell()]
+                bounds.append(size)
+        size += sum(segment.write(frame(end)) for end in ends)
+        return [*bounds, size]
 
 
 def carry(url: str, file: Path, bounds: list[int]) -> dict[str, float]:

@@ -5,7 +5,7 @@ out.
 It is right if its search finds the mail with the answer (a rule; the trainer does not know the task).
 Users arrive at random times at a steady rate, so that vLLM has idle moments. Each way is a project of its own on the
 real vLLM with the tiny policy, then the same 150 held-out questions under the live version; under version 0, which all
-share, they are asked in the first way alone.
+share, they are held_out_calls in the first way alone.
 
     none       ungrouped: drop: what waiting alone comes to
     baseline   ungrouped: baseline
@@ -42,7 +42,7 @@ from benchmarks.advantages import ranking_model
 from examples.production.figures import gain, wilson
 from ratchet.demo.email_search.mailbox import DATABASE, Mailbox
 from ratchet.demo.email_search.prompt import opening
-from ratchet.demo.email_search.tasks import FILES, Task, home, read_tasks
+from ratchet.demo.email_search.tasks import FILES, MailTask, home, read_tasks
 from ratchet.demo.email_search.tools import TOOLS
 from ratchet.demo.run import TINY
 from ratchet.settings.load_settings import load
@@ -73,7 +73,7 @@ _boxes = threading.local()
 
 
 @lru_cache(1)
-def _tasks(folder: Path) -> dict[str, Task]:
+def _tasks(folder: Path) -> dict[str, MailTask]:
     return {task.question: task for split in FILES for task in read_tasks(folder, split)}
 
 
@@ -119,7 +119,7 @@ class SimulatedUser:
     async def close(self) -> None:
         await self._client.close()
 
-    async def ask(self, task: Task) -> AnsweredCall:
+    async def ask(self, task: MailTask) -> AnsweredCall:
         """Ask once and look at what came."""
         messages, start_time = opening(task.question), time.monotonic()
         create: Any = self._client.chat.completions.create
@@ -135,7 +135,7 @@ class SimulatedUser:
 
 
 async def live(
-    agent: SimulatedUser, tasks: Sequence[Task], calls: int, rate: float, rng: random.Random
+    agent: SimulatedUser, tasks: Sequence[MailTask], calls: int, rate: float, rng: random.Random
 ) -> list[AnsweredCall]:
     """Serve `calls` users, who arrive at random, `rate` a second; each question once before any comes again."""
     order = [task for _ in range(-(-calls // len(tasks))) for task in rng.sample(list(tasks), len(tasks))][:calls]
@@ -146,11 +146,11 @@ async def live(
     return list(await asyncio.gather(*under_way))
 
 
-async def held_out(agent: SimulatedUser, tasks: Sequence[Task], attempts: int) -> list[AnsweredCall]:
+async def held_out(agent: SimulatedUser, tasks: Sequence[MailTask], attempts: int) -> list[AnsweredCall]:
     """Ask every held-out question `attempts` times."""
     turn = asyncio.Semaphore(_AT_ONCE)
 
-    async def one(task: Task) -> AnsweredCall:
+    async def one(task: MailTask) -> AnsweredCall:
         async with turn:
             return await agent.ask(task)
 
@@ -193,15 +193,15 @@ def run(way: str, calls: int, rate: float, seed: int, folder: Path, share: float
         services.callback(store.close)
 
         async def course() -> tuple[Sequence[AnsweredCall], list[AnsweredCall], list[AnsweredCall], int]:
-            before = known or await asked(f"{alias}@0", tasks["test"])
+            before = known or await held_out_calls(f"{alias}@0", tasks["test"])
             agent = SimulatedUser(base_url, alias)
             served = await live(agent, tasks["train"], calls, rate, random.Random(seed))
             await agent.close()
             await asyncio.to_thread(_settle, store, settings)
             version = store.policies.live()[alias].version
-            return before, served, await asked(f"{alias}@{version}", tasks["test"]), version
+            return before, served, await held_out_calls(f"{alias}@{version}", tasks["test"]), version
 
-        async def asked(model: str, some: Sequence[Task]) -> list[AnsweredCall]:
+        async def held_out_calls(model: str, some: Sequence[MailTask]) -> list[AnsweredCall]:
             agent = SimulatedUser(base_url, model)
             try:
                 return await held_out(agent, some, 2)
@@ -251,7 +251,7 @@ def figures_of(
         "live_calls": len(served), "failed": sum(one.failed for one in served),
         "live_ms": {"p50": round(took[len(took) // 2]), "p95": round(took[len(took) * 95 // 100])},
         "resamples": {str(state): one.count for state, one in counts.items()},
-        "shadow_tokens": answered.tokens if answered else 0,
+        "resample_tokens": answered.tokens if answered else 0,
         "rounds": len([one for one in store.rounds.page(alias, limit=1000) if one.to_version]),
         "dropped": store.trajectories.drop_counts(), "states": store.trajectories.counts(),
         "evaluations": len(decisions), "first_evaluation": decisions[-1:] and decisions[-1],

@@ -68,7 +68,7 @@ workflow = click.option(
 attempts = click.option("--attempts", type=click.IntRange(min=1), help="Rollouts per task and candidate.")
 concurrency = click.option("--concurrency", type=click.IntRange(1, 1024), help="Concurrent rollouts.")
 seed = click.option("--seed", type=click.IntRange(min=0), help="Random seed.")
-base_model = click.option("--base-model", metavar="PATH", help="Model to train: a folder or a hub name.")
+base_model = click.option("--base-model", metavar="PATH", help="Base model: a folder or a hub name.")
 
 
 def read_judge(context: click.Context, parameter: click.Parameter, value: str | None) -> Any:
@@ -87,7 +87,7 @@ judge = click.option(
     "--judge",
     metavar="JUDGE",
     callback=read_judge,
-    help="Judge of trajectories: module:function, or a YAML file (docs/judges.md). Without one nothing is trained.",
+    help="Judge of trajectories: module:function, or a YAML file (docs/judges.md).  [default: the project's]",
 )
 
 _TRAJECTORY_FILTERS = (

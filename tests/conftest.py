@@ -1,4 +1,4 @@
-"""What every room's tests start from: an empty store, made once by the migrations and copied, and no certificates."""
+"""Shared fixtures: an empty store, created once by the migrations and copied, and no TLS certificates."""
 
 from __future__ import annotations
 

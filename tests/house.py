@@ -1,6 +1,6 @@
-"""What the code says of itself, for the tests that hold the documents true.
+"""Facts from the code (files, settings, commands) for tests of the documents.
 
-`make docs` (tests/harness/reference_docs.py) writes the pages that are made from code.
+`make docs` (tests/harness/reference_docs.py) writes the generated pages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ COMMANDS = ROOT / "docs" / "commands.md"
 
 
 def files() -> list[str]:
-    """Return every file of the project: tracked, or new and not ignored; sorted, folders with their rooms."""
+    """Return every file of the project: tracked, or new and not ignored; sorted, each package before its modules."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -55,14 +55,14 @@ def settings_rows() -> Iterator[tuple[str, str, str]]:
     }  # fmt: skip
     for path in leaves(known_keys()):
         if path[:2] == ("trainer", "learner"):
-            yield ".".join(path), _shown(_learner_default(path[-1])), ""
+            yield ".".join(path), _format_default(_learner_default(path[-1])), ""
             continue
         model = Settings if len(path) == 1 else sections[path[0]]
         for section in path[1:-1]:
             model = model.model_fields[section].annotation
         field = model.model_fields[path[-1]]
         default = None if field.is_required() else field.get_default(call_default_factory=True)
-        yield ".".join(path), _shown(default), (field.description or "").replace("|", "\\|")
+        yield ".".join(path), _format_default(default), (field.description or "").replace("|", "\\|")
 
 
 def _learner_default(name: str) -> Any:
@@ -71,7 +71,7 @@ def _learner_default(name: str) -> Any:
     return next(field.default for field in dataclasses.fields(LearnerSettings) if field.name == name)
 
 
-def _shown(value: Any) -> str:
+def _format_default(value: Any) -> str:
     if value is None:
         return "null"
     if isinstance(value, (tuple, frozenset)):
@@ -97,8 +97,8 @@ def commands_page() -> str:
     parts = [
         "# Commands\n",
         "Generated from the commands' help by `make docs`.\n",
-        "Every command takes `--config FILE` before its name and ends with a non-zero exit code where it fails: 1 with",
-        "one line that names the thing and the remedy, 2 for a wrong option, 130 after Ctrl-C, 143 after SIGTERM.\n",
+        "Every command accepts `--config FILE` before its name. Exit codes: 0 for success, 1 for an error, with one line",
+        "that names the cause and the remedy, 2 for a wrong option, 130 after Ctrl-C, 143 after SIGTERM.\n",
     ]
     for words, command in commands(cli):
         help_text = inspect.cleandoc(re.sub(r"\x08\n?", "", command.help or ""))
@@ -110,7 +110,7 @@ def commands_page() -> str:
             parts.append(f"Takes `{named}`.\n")
         options = [option for option in command.params if isinstance(option, click.Option)]
         if options:
-            rows = [f"| `{_spelt(option)}` | {option.help}{_required(option)} |" for option in options]
+            rows = [f"| `{_format_option(option)}` | {option.help}{_required(option)} |" for option in options]
             parts.append("\n".join(["| option | meaning |", "|---|---|", *rows]) + "\n")
     return "\n".join(parts)
 
@@ -123,7 +123,7 @@ def _required(option: click.Option) -> str:
     return " **Required.**" if option.required else ""
 
 
-def _spelt(option: click.Option) -> str:
+def _format_option(option: click.Option) -> str:
     if option.is_flag:
         return option.opts[0]
     if isinstance(option.type, click.Choice):
@@ -132,7 +132,7 @@ def _spelt(option: click.Option) -> str:
 
 
 def write() -> None:
-    """Write what is made from code."""
+    """Write the generated page."""
     COMMANDS.write_text(commands_page())
 
 

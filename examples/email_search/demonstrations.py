@@ -1,8 +1,8 @@
-"""Scripted episodes for the warm start of the tiny policy: good ones, and the failures that untrained agents show.
+"""Scripted episodes for the warm start of the tiny policy: good ones, and the typical failures of untrained agents.
 
-The failures are those of real runs: wrong keywords, arguments that the schema does not have, malformed JSON, answering
-without searching or reading, vague searches. `Mix` says how often each happens; `GOOD` never fails. Episodes are
-played against real mailboxes with facts of their own, so that no answer can be learned by heart.
+The failures come from real runs: wrong keywords, arguments outside the schema, malformed JSON, answers without
+searching or reading, vague searches. `SearchMix` sets how often each happens; `GOOD` never fails. Episodes
+run against real mailboxes with different facts, so the policy cannot memorise answers.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 from examples.tiny_policy.chat_format import Messages
 from ratchet.demo.email_search.mailbox import Mailbox, SyntheticMail, synthetic_mails
 from ratchet.demo.email_search.prompt import opening
-from ratchet.demo.email_search.tasks import TRAIN_PAIRS, Task, make_task
+from ratchet.demo.email_search.tasks import TRAIN_PAIRS, MailTask, make_task
 from ratchet.demo.email_search.tools import TOOLS, call_tool
 from ratchet.demo.email_search.words import CITIES, JUNK_KEYWORDS, MONTHS
 
 
 @dataclass(frozen=True, slots=True)
-class Mix:
-    """Probabilities of a good step; the failures of the first step share what is left, by the weights below."""
+class SearchMix:
+    """Probabilities of a good step; the failures of the first step share the rest, by the weights below."""
 
     first: float
     retry: float
@@ -30,8 +30,8 @@ class Mix:
     answer: float
 
 
-GOOD = Mix(first=1.0, retry=1.0, read=1.0, answer=1.0)
-MIXED = Mix(first=0.42, retry=0.30, read=0.74, answer=0.84)
+GOOD = SearchMix(first=1.0, retry=1.0, read=1.0, answer=1.0)
+MIXED = SearchMix(first=0.42, retry=0.30, read=0.74, answer=0.84)
 FIRST_FAILURES = {
     "junk_keyword": 0.30,
     "extra_argument": 0.25,
@@ -42,29 +42,29 @@ FIRST_FAILURES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """A mailbox of its own with the mails by pair: where an episode is played."""
+class EpisodeMailbox:
+    """A mailbox for episodes, with its mails by pair and by id."""
 
     box: Mailbox
     by_pair: dict[tuple[str, str], SyntheticMail]
     by_id: dict[str, SyntheticMail]
 
     @classmethod
-    def made(cls, seed: int) -> Stage:
-        """A stage whose facts follow from `seed`."""
+    def made(cls, seed: int) -> EpisodeMailbox:
+        """Build a mailbox whose facts are determined by `seed`."""
         mails = synthetic_mails(seed)
         box = Mailbox.build(":memory:", (made.mail for made in mails))
         return cls(box, {(m.person, m.topic): m for m in mails}, {m.mail.message_id: m for m in mails})
 
 
 class Episode:
-    """One episode in the making: messages as the agent would send them, tool results from the real tools."""
+    """An episode under construction: messages as the agent sends them, results from the real tools."""
 
-    def __init__(self, stage: Stage, task: Task) -> None:
+    def __init__(self, stage: EpisodeMailbox, task: MailTask) -> None:
         self.stage, self.messages = stage, opening(task.question)
 
     def act(self, name: str, **arguments: Any) -> str:
-        """A tool call and its result; returns what the tool said."""
+        """Append a tool call and its result; return the result."""
         text = json.dumps(arguments)
         call = {"id": f"call-{len(self.messages)}", "type": "function", "function": {"name": name, "arguments": text}}
         content = call_tool(self.stage.box, name, text).content
@@ -73,18 +73,18 @@ class Episode:
         return content
 
     def say(self, text: str) -> None:
-        """A text instead of a tool call: it ends the episode."""
+        """Append a text instead of a tool call, which ends the episode."""
         self.messages.append({"role": "assistant", "content": text})
 
 
-def draw(stages: list[Stage], rng: random.Random, mix: Mix) -> Messages:
-    """An episode about a random training pair on a random stage."""
+def draw(stages: list[EpisodeMailbox], rng: random.Random, mix: SearchMix) -> Messages:
+    """Return an episode about a random training pair in a random mailbox."""
     stage = rng.choice(stages)
     return play(stage, make_task(stage.by_pair[rng.choice(TRAIN_PAIRS)], rng), rng, mix)
 
 
-def play(stage: Stage, task: Task, rng: random.Random, mix: Mix) -> Messages:
-    """One scripted episode: search, read, answer, with the failures that `mix` asks for."""
+def play(stage: EpisodeMailbox, task: MailTask, rng: random.Random, mix: SearchMix) -> Messages:
+    """Return one scripted episode: search, read, answer, with failures drawn by `mix`."""
     episode = Episode(stage, task)
     hits = _search(episode, task, rng, mix)
     if hits:
@@ -92,8 +92,8 @@ def play(stage: Stage, task: Task, rng: random.Random, mix: Mix) -> Messages:
     return episode.messages
 
 
-def _search(episode: Episode, task: Task, rng: random.Random, mix: Mix) -> str | None:
-    """Plays up to the first result with hits and returns it; None where the episode ended before."""
+def _search(episode: Episode, task: MailTask, rng: random.Random, mix: SearchMix) -> str | None:
+    """Append the turns up to the first result with hits; return it, or None if the episode ended before."""
     right = [task.person, task.topic]
     if rng.random() < mix.first:
         return episode.act("search_inbox", keywords=right)
@@ -117,7 +117,7 @@ def _search(episode: Episode, task: Task, rng: random.Random, mix: Mix) -> str |
     return episode.act("search_inbox", keywords=right)
 
 
-def _read_and_answer(episode: Episode, task: Task, rng: random.Random, mix: Mix, message_id: str) -> None:
+def _read_and_answer(episode: Episode, task: MailTask, rng: random.Random, mix: SearchMix, message_id: str) -> None:
     if rng.random() > mix.read:
         if rng.random() < 0.6:
             episode.act("return_final_answer", answer=_guess(task, rng))
@@ -125,18 +125,18 @@ def _read_and_answer(episode: Episode, task: Task, rng: random.Random, mix: Mix,
             episode.say("I found one message.")
         return
     episode.act("read_email", message_id=message_id)
-    made = episode.stage.by_id[message_id]
-    asked = made.city if task.kind == "city" else made.month
+    mail = episode.stage.by_id[message_id]
+    answer = mail.city if task.kind == "city" else mail.month
     if rng.random() < mix.answer:
-        episode.act("return_final_answer", answer=asked)
+        episode.act("return_final_answer", answer=answer)
     else:
-        episode.say(f"It is {asked}.")
+        episode.say(f"It is {answer}.")
 
 
-def _guess(task: Task, rng: random.Random) -> str:
+def _guess(task: MailTask, rng: random.Random) -> str:
     return rng.choice(CITIES if task.kind == "city" else MONTHS)
 
 
 def tools() -> list[dict[str, Any]]:
-    """The tool schemas as a chat template takes them."""
+    """Return the tool schemas for a chat template."""
     return list(TOOLS)

@@ -1,9 +1,8 @@
-"""Scripted episodes for the warm start of the tiny policy, in the very messages that AgentScope sends.
+"""Scripted episodes for the warm start of the tiny policy, in the exact messages of AgentScope.
 
-After each question AgentScope puts a reminder with the time and the time zone, and it tells of a tool that failed in
-words of its own; both stand here as it writes them. The failures are those of untrained agents: a wrong sign, words
-instead of an expression, an argument that the schema does not have, broken JSON, an answer without calculating, a
-result that is not passed on.
+AgentScope adds a reminder with time and time zone after each question, and has its own text for failed tool calls. The
+failures are those of untrained agents: a wrong sign, words instead of an expression, an argument outside the schema,
+malformed JSON, an answer without calculating, an unused result.
 """
 
 from __future__ import annotations
@@ -31,32 +30,32 @@ FAILURES = {"wrong_sign": 0.35, "in_words": 0.20, "extra_argument": 0.20, "blind
 
 
 @dataclass(frozen=True, slots=True)
-class Mix:
-    """Probabilities of a good step; the failures of the first step share what is left."""
+class MathMix:
+    """Probabilities of a good step; the failures of the first step share the rest."""
 
     first: float
     retry: float
     answer: float
 
 
-GOOD = Mix(first=1.0, retry=1.0, answer=1.0)
-MIXED = Mix(first=0.42, retry=0.35, answer=0.80)
+GOOD = MathMix(first=1.0, retry=1.0, answer=1.0)
+MIXED = MathMix(first=0.42, retry=0.35, answer=0.80)
 
 
-def episode(rng: random.Random, mix: Mix, held_out: bool = False) -> Messages:
-    """One scripted episode about a random problem."""
+def episode(rng: random.Random, mix: MathMix, held_out: bool = False) -> Messages:
+    """Return one scripted episode about a random problem."""
     problem = draw(rng, held_out)
     messages = opening(problem.question, rng)
     result = _calculated(messages, problem, rng, mix)
     if result is None:
         return messages
-    said = f"The answer is {result}." if rng.random() < mix.answer else "I am not sure."
-    messages.append({"role": "assistant", "content": said})
+    text = f"The answer is {result}." if rng.random() < mix.answer else "I am not sure."
+    messages.append({"role": "assistant", "content": text})
     return messages
 
 
 def opening(question: str, rng: random.Random) -> Messages:
-    """The messages before the agent's first word."""
+    """Return the messages before the agent's first turn."""
     time = f"{rng.randint(2024, 2029)}-{rng.randint(1, 12):02d}-{rng.randint(1, 28):02d}T"
     time += f"{rng.randint(0, 23):02d}:{rng.randint(0, 59):02d}:{rng.randint(0, 59):02d}"
     return [
@@ -66,19 +65,19 @@ def opening(question: str, rng: random.Random) -> Messages:
     ]
 
 
-def drawn(rng: random.Random, mix: Mix, held_out: bool = False) -> Drawn:
-    """An episode with the agent's tools."""
+def drawn(rng: random.Random, mix: MathMix, held_out: bool = False) -> Drawn:
+    """Return an episode with the agent's tools."""
     return episode(rng, mix, held_out), [SCHEMA]
 
 
 def tail(rng: random.Random) -> Drawn:
-    """A good episode without its opening: what the problem, the call and the result have to do with each other."""
+    """Return a good episode without its opening: the problem, the call and the result."""
     messages = episode(rng, GOOD)
     return [messages[1], *messages[3:]], None
 
 
-def _calculated(messages: Messages, problem: Problem, rng: random.Random, mix: Mix) -> str | None:
-    """Plays up to the first result and returns it; None where the episode ended before."""
+def _calculated(messages: Messages, problem: Problem, rng: random.Random, mix: MathMix) -> str | None:
+    """Append the turns up to the first result; return it, or None if the episode ended before."""
     if rng.random() < mix.first:
         return _call(messages, problem.expression)
     failure = rng.choices(list(FAILURES), list(FAILURES.values()))[0]

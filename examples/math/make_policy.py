@@ -1,4 +1,4 @@
-"""Makes the tiny policy of the math agent and of `examples.planner`, from nothing but a seed.
+"""Creates the tiny policy of the math agent and of `examples.planner` from a seed.
 
 `python -m examples.math.make_policy --out DIR --seed 0` runs three stages on scripted episodes: short good tails, then
 whole good episodes, then the mixture of good and bad ones. A number up to 200 is one token, so that it can be copied.
@@ -13,7 +13,7 @@ from examples.math.demonstrations import GOOD, MIXED, NUMBERS, drawn, tail
 from examples.planner.demonstrations import planned, worked
 from examples.tiny_policy import warm_start
 from examples.tiny_policy.chat_format import Drawn, render
-from examples.tiny_policy.warm_start import Lessons, Phase, Shape
+from examples.tiny_policy.warm_start import CurriculumPhase, Lessons, Shape
 
 CORPUS = 3000
 HELD_OUT = 48
@@ -22,17 +22,17 @@ SIGNS = frozenset({" + ", " - ", " * "})
 
 
 def lessons(seed: int) -> Lessons:
-    """What the policy is taught."""
-    rng, held = random.Random(f"{seed} corpus"), random.Random(5)
+    """Return the curriculum."""
+    rng, held_out_rng = random.Random(f"{seed} corpus"), random.Random(5)
     return Lessons(
         phases=(
-            Phase("tails", 0.40, 48, _tail),
-            Phase("good", 0.25, 20, lambda rng: _episode(rng, good=True)),
-            Phase("mixed", 0.35, 20, lambda rng: _episode(rng, good=False)),
+            CurriculumPhase("tails", 0.40, 48, _tail),
+            CurriculumPhase("good", 0.25, 20, lambda rng: _episode(rng, good=True)),
+            CurriculumPhase("mixed", 0.35, 20, lambda rng: _episode(rng, good=False)),
         ),
         corpus=[render(*_episode(rng, good=False)) for _ in range(CORPUS)],
         words=NUMBERS | SIGNS,
-        held_out=[_held_out(held, number) for number in range(HELD_OUT)],
+        held_out=[_held_out(held_out_rng, number) for number in range(HELD_OUT)],
         pattern=PATTERN,
         shape=Shape(hidden=96, layers=3, heads=3),
         steps=900,
@@ -40,7 +40,7 @@ def lessons(seed: int) -> Lessons:
 
 
 def _episode(rng: random.Random, good: bool) -> Drawn:
-    """The math agent's half of the time, else one of the planner's or of its worker's."""
+    """Draw an episode: half of the time of the math agent, else of the planner or its worker."""
     if rng.random() < 0.5:
         return drawn(rng, GOOD if good else MIXED)
     return planned(rng, good) if rng.random() < 0.7 else worked(rng, good)

@@ -1,8 +1,8 @@
-"""Problems of one step, in words, each with one right answer; and the task set that is made of them.
+"""Problems of one step, in words, each with one correct answer, and their task set.
 
 `python -m examples.math.problems --out examples/math/tasks` writes `train.jsonl` and `test.jsonl`, one `{"id",
-"question", "answer"}` a line: a Hugging Face data set. Pairs of numbers that the test set asks about are held out:
-neither the training tasks nor the tiny policy's warm start ever hold one.
+"question", "answer"}` per line: a Hugging Face data set. The pairs of numbers of the test set are held out: neither
+the training tasks nor the tiny policy's warm start use them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WORDINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A question, its right answer, and the expression that gives it."""
+    """A question, its correct answer, and the expression for it."""
 
     question: str
     answer: str
@@ -46,17 +46,17 @@ class Problem:
 
 
 def calculated(left: int, sign: str, right: int) -> int:
-    """What the expression comes to."""
+    """Return the value of the expression."""
     return {"+": left + right, "-": left - right, "*": left * right}[sign]
 
 
 def is_held_out(a: int, b: int) -> bool:
-    """Whether problems about this pair are for the test set alone: one pair in five."""
+    """Return whether this pair is reserved for the test set: one pair in five."""
     return (31 * a + 17 * b) % 5 == 0
 
 
-class Asked(Protocol):
-    """A question and its right answer."""
+class Question(Protocol):
+    """A question and its correct answer."""
 
     @property
     def question(self) -> str: ...
@@ -66,13 +66,13 @@ class Asked(Protocol):
 
 
 class Draw(Protocol):
-    """Makes one question of a split."""
+    """Draws one question of a split."""
 
-    def __call__(self, rng: random.Random, held_out: bool) -> Asked: ...
+    def __call__(self, rng: random.Random, held_out: bool) -> Question: ...
 
 
 def draw(rng: random.Random, held_out: bool = False) -> Problem:
-    """One problem, about a held-out pair or about one of the others."""
+    """Draw a problem about a held-out pair or about another one."""
     while True:
         sign = rng.choice(sorted(WORDINGS))
         a, b = (rng.randint(2, 14), rng.randint(2, 14)) if sign == "*" else (rng.randint(2, 99), rng.randint(2, 99))
@@ -84,18 +84,18 @@ def draw(rng: random.Random, held_out: bool = False) -> Problem:
 
 
 def task_set(seed: int = 0) -> dict[str, list[dict[str, str]]]:
-    """The rows of each split; no question occurs twice."""
+    """Return the rows of each split; no question occurs twice."""
     return drawn(draw, SIZES, seed)
 
 
 def drawn(draw: Draw, sizes: Mapping[str, int], seed: int) -> dict[str, list[dict[str, str]]]:
-    """The rows of each split, so many of each, as `draw` makes them; no question occurs twice."""
+    """Return `sizes` rows of each split, drawn by `draw`; no question occurs twice."""
     splits = {}
     for split, size in sizes.items():
         rng, answers = random.Random(f"{seed} {split}"), dict[str, str]()
         while len(answers) < size:
-            asked = draw(rng, held_out=split == "test")
-            answers[asked.question] = asked.answer
+            problem = draw(rng, held_out=split == "test")
+            answers[problem.question] = problem.answer
         splits[split] = [
             {"id": f"{split}/{number}", "question": question, "answer": answer}
             for number, (question, answer) in enumerate(answers.items())
@@ -104,14 +104,14 @@ def drawn(draw: Draw, sizes: Mapping[str, int], seed: int) -> dict[str, list[dic
 
 
 def write_rows(folder: Path, splits: Mapping[str, Sequence[Mapping[str, str]]]) -> None:
-    """Writes a task set, a file for each split."""
+    """Write a task set, one file per split."""
     folder.mkdir(parents=True, exist_ok=True)
     for split, rows in splits.items():
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m examples.math.problems", description="Write the task set.")
     parser.add_argument("--out", type=Path, required=True, help="folder to write train.jsonl and test.jsonl to")
     parser.add_argument("--seed", type=int, default=0)

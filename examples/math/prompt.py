@@ -1,3 +1,3 @@
-"""What the math agent is told before each question: one sentence."""
+"""The system prompt of the math agent."""
 
 SYSTEM = "You are a helpful math assistant."

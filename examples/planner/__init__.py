@@ -1,5 +1,5 @@
-"""A planner that gives its steps to a worker: two roles behind one base URL, of which one is trained.
+"""A planner that delegates steps to a worker: two roles behind one base URL; only the planner is trained.
 
-The agent speaks to any OpenAI-compatible server and sends no header of its own: what tells the roles apart is their
-system prompt. Nothing in this package imports a room of Ratchet.
+The agent speaks to any OpenAI-compatible server and sends no headers of its own: only the system prompts distinguish
+the roles. This package does not import Ratchet.
 """

@@ -1,7 +1,7 @@
-"""The planner and its worker: an ordinary tool loop each, the one a tool of the other.
+"""The planner and its worker: two tool loops; the worker is a tool of the planner.
 
-The planner gives the worker one step at a time; the worker, who sees nothing but the step, has a calculator. Both ask
-for the same model at the same base URL. No header, field or id tells them apart, only what they are told.
+The planner delegates one step at a time; the worker sees only the step and has a calculator. Both call the same model
+at the same base URL. Only their system prompts distinguish them, no header, field or id.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Team:
     temperature: float = 1.0
 
     async def solve(self, question: str) -> str:
-        """The planner's last word; nothing where it ran out of turns. Raises what the client raises."""
+        """Return the planner's answer, "" if it ran out of turns. Raises the client's errors."""
         messages = [{"role": "system", "content": PLANNER}, {"role": "user", "content": question}]
         return await self._talk(messages, DELEGATE, self._delegate, PLANNER_TURNS)
 
@@ -50,7 +50,7 @@ class Team:
         act: Callable[[Mapping[str, Any]], Awaitable[str]],
         turns: int,
     ) -> str:
-        """One role's loop over its one tool: until it says something without using it."""
+        """Run the loop of one role until it answers without a tool call."""
         create: Any = self.client.chat.completions.create
         for _ in range(turns):
             answer = await create(
@@ -65,15 +65,15 @@ class Team:
             if not message.tool_calls:
                 return message.content or ""
             for call in message.tool_calls:
-                content = await _acted(act, tool, call.function.name, call.function.arguments)
+                content = await _tool_result(act, tool, call.function.name, call.function.arguments)
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
         return ""
 
 
-async def _acted(
+async def _tool_result(
     act: Callable[[Mapping[str, Any]], Awaitable[str]], tool: dict[str, Any], name: str, arguments: str
 ) -> str:
-    """What a tool says to a call of the model, its failures included."""
+    """Return the tool's result or error text."""
     if name != tool["function"]["name"]:
         return f"there is no tool {name}"
     try:

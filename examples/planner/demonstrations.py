@@ -1,7 +1,7 @@
 """Scripted episodes of both roles for the warm start of the tiny policy.
 
-The planner's failures are a wrong sign, a plan that stops half-way, a step in words, an answer out of the air; the
-worker is good, and slips now and then.
+The planner fails by a wrong sign, a plan that stops half-way, a step in words, or a guessed answer; the worker is good
+and rarely fails.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from examples.math.calculator import SCHEMA
 from examples.math.problems import LARGEST, calculated
 from examples.math.problems import draw as draw_step
-from examples.planner.problems import Plan, draw
+from examples.planner.problems import TwoStepProblem, draw
 from examples.planner.prompt import DELEGATE, PLANNER, WORKER
 from examples.tiny_policy.chat_format import Drawn, Messages
 
@@ -24,33 +24,33 @@ WORDS = {"+": "plus", "-": "minus", "*": "times"}
 
 
 def planned(rng: random.Random, good: bool, held_out: bool = False) -> Drawn:
-    """One episode of the planner; with `good` nothing goes wrong."""
+    """Return an episode of the planner, without failures if `good`."""
     plan = draw(rng, held_out)
     messages: Messages = [{"role": "system", "content": PLANNER}, {"role": "user", "content": plan.question}]
     messages.append({"role": "assistant", "content": _answer(messages, plan, rng, good)})
     return messages, [DELEGATE]
 
 
-def _answer(messages: Messages, plan: Plan, rng: random.Random, good: bool) -> str:
-    """Plays the steps; returns the last word."""
+def _answer(messages: Messages, plan: TwoStepProblem, rng: random.Random, good: bool) -> str:
+    """Append the steps; return the planner's answer."""
     if not good and rng.random() < 0.1:
         return f"The answer is {rng.randint(2, LARGEST)}."
     result = ""
     for step, _ in plan.steps:
         if result and not good and rng.random() > GOOD_PASS:
             break
-        given = step if not result else f"{result} {step.split()[1]} {step.split()[2]}"
+        delegated = step if not result else f"{result} {step.split()[1]} {step.split()[2]}"
         if not good and rng.random() > GOOD_STEP:
-            given = _spoilt(given, rng)
-        result = _worked_out(given)
-        _act(messages, "delegate", {"step": given}, result or "I am not sure.")
+            delegated = _with_mistake(delegated, rng)
+        result = _worked_out(delegated)
+        _act(messages, "delegate", {"step": delegated}, result or "I am not sure.")
         if not result:
             return "I cannot work it out."
     return f"The answer is {result}." if good or rng.random() < GOOD_PASS else "I am not sure."
 
 
 def worked(rng: random.Random, good: bool) -> Drawn:
-    """One episode of the worker."""
+    """Return an episode of the worker."""
     step = draw_step(rng).expression if rng.random() < 0.5 else rng.choice(draw(rng).steps)[0]
     messages: Messages = [{"role": "system", "content": WORKER}]
     if not good and rng.random() < 0.15:
@@ -65,7 +65,7 @@ def worked(rng: random.Random, good: bool) -> Drawn:
 
 
 def _worked_out(step: str) -> str:
-    """What a step comes to; nothing where it is in words, or leaves the numbers that the tiny policy knows."""
+    """Return the result of a step; "" if it is in words, or outside the numbers that the tiny policy knows."""
     left, sign, right = step.split()
     if sign not in WORDS:
         return ""
@@ -73,7 +73,7 @@ def _worked_out(step: str) -> str:
     return str(result) if 0 <= result <= LARGEST else ""
 
 
-def _spoilt(step: str, rng: random.Random) -> str:
+def _with_mistake(step: str, rng: random.Random) -> str:
     left, sign, right = step.split()
     if rng.random() < 0.3:
         return _in_words(step)

@@ -1,8 +1,8 @@
-"""The judge: whether the answer is right, and beside it whether the plan was.
+"""The judge: whether the answer is correct, and whether the plan was.
 
-The planner is not to blame for a worker's slip, nor praised for its luck: the component `planner` is 1 where the steps
-that it gave lead to the right answer when they are worked out exactly, and its last word passes the last result on.
-Ratchet takes the component of a role's name as that role's score.
+The component `planner` ignores mistakes and luck of the worker: it is 1 if the delegated steps lead to the correct
+answer when computed exactly, and the planner's answer is the last result. Ratchet uses the component with the name of
+a role as that role's score.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ _STEP = re.compile(r"\s*(\d{1,6})\s*([-+*])\s*(\d{1,6})\s*")
 
 
 def judge(task: Mapping[str, Any] | str | None, response: object, trajectory: Mapping[str, Any]) -> dict[str, Any]:
-    """Scores 1.0 where the response gives the task's answer. Raises NoTaskError without the task's row."""
+    """Score 1.0 if the response is the task's answer. Raises NoTaskError without the task's row."""
     verdict = single_step.judge(task, response)
-    steps = list(_given(trajectory.get("messages") or []))
+    steps = list(_delegated_steps(trajectory.get("messages") or []))
     verdict["components"] |= {"planner": float(_leads_to(steps, task, response))}
     verdict["explanation"] += f"; steps: {', then '.join(step for step, _ in steps) or 'none'}"
     return verdict
 
 
-def _given(messages: list[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """(step, what the worker said) of every step that was given, in order."""
-    said = {message.get("tool_call_id"): str(message.get("content")) for message in messages}
+def _delegated_steps(messages: list[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yield (step, the worker's result) of every delegated step, in order."""
+    results = {message.get("tool_call_id"): str(message.get("content")) for message in messages}
     for message in messages:
         for call in message.get("tool_calls") or []:
             try:
                 step = json.loads(call["function"]["arguments"])["step"]
             except (ValueError, KeyError, TypeError):
                 step = ""
-            yield str(step), said.get(call.get("id"), "")
+            yield str(step), results.get(call.get("id"), "")
 
 
 def _leads_to(steps: list[tuple[str, str]], task: Any, response: object) -> bool:
-    """Whether the steps, worked out exactly, end with the answer, and the response with the last result."""
-    meant: dict[float, float] = {}  # what the worker said -> what it should have said
+    """Return whether the exact results of the steps end with the answer, and the response with the last result."""
+    exact: dict[float, float] = {}  # result of the worker -> exact result
     last = None
-    for step, said in steps:
+    for step, result in steps:
         read = _STEP.fullmatch(step)
         if read is None:
             return False
-        left, right = (int(meant.get(float(part), float(part))) for part in (read[1], read[3]))
+        left, right = (int(exact.get(float(part), float(part))) for part in (read[1], read[3]))
         last = float(calculated(left, read[2], right))
-        meant |= dict.fromkeys(single_step.numbers(said)[-1:], last)
+        exact |= dict.fromkeys(single_step.numbers(result)[-1:], last)
     passed = single_step.numbers("" if response is None else str(response))[-1:]
-    return last == float(task["answer"]) and [meant.get(number) for number in passed] == [last]
+    return last == float(task["answer"]) and [exact.get(number) for number in passed] == [last]

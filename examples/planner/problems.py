@@ -1,7 +1,7 @@
-"""Problems of two steps, in words, each with one right answer; and the task set that is made of them.
+"""Problems of two steps, in words, each with one correct answer, and their task set.
 
 `python -m examples.planner.problems --out examples/planner/tasks` writes `train.jsonl` and `test.jsonl`, one `{"id",
-"question", "answer"}` a line. As in `examples.math`, the test set asks about pairs of numbers that nothing else holds.
+"question", "answer"}` per line. As in `examples.math`, only the test set uses its pairs of numbers.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ WORDINGS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """A question, its right answer, and the two steps that lead there, each with its result."""
+class TwoStepProblem:
+    """A question, its correct answer, and its two steps, each with the result."""
 
     question: str
     answer: str
     steps: tuple[tuple[str, str], tuple[str, str]]
 
 
-def draw(rng: random.Random, held_out: bool = False) -> Plan:
-    """One problem, about a held-out pair or about one of the others."""
+def draw(rng: random.Random, held_out: bool = False) -> TwoStepProblem:
+    """Draw a problem about a held-out pair or about another one."""
     while True:
         signs = rng.choice(sorted(WORDINGS))
         a, b = (rng.randint(2, 12), rng.randint(2, 12)) if signs[0] == "*" else (rng.randint(2, 99), rng.randint(2, 99))
@@ -56,11 +56,11 @@ def draw(rng: random.Random, held_out: bool = False) -> Plan:
         if fits and is_held_out(a, b) is held_out:
             break
     steps = ((f"{a} {signs[0]} {b}", str(middle)), (f"{middle} {signs[1]} {c}", str(last)))
-    return Plan(rng.choice(WORDINGS[signs]).format(a=a, b=b, c=c), str(last), steps)
+    return TwoStepProblem(rng.choice(WORDINGS[signs]).format(a=a, b=b, c=c), str(last), steps)
 
 
 def task_set(seed: int = 0) -> dict[str, list[dict[str, str]]]:
-    """The rows of each split; no question occurs twice."""
+    """Return the rows of each split; no question occurs twice."""
     return drawn(draw, SIZES, seed)
 
 

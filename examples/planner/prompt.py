@@ -1,4 +1,4 @@
-"""What the two roles are told, and the planner's only tool."""
+"""The system prompts of both roles, and the planner's only tool."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""An agent in production: a stream of users, no task set, thumbs that come late, are revised, contradict or never come.
+"""An agent in production: a stream of users without a task set; their feedback is late, revised, contradictory or
+missing.
 
-The users are simulated. The agent is the one of `ratchet.demo.email_search`, unmodified: it knows a URL, a key and a
-model, and hands the ids of its answers on. Nothing in this package imports a room of Ratchet.
+The users are simulated. The agent of `ratchet.demo.email_search` is unmodified: it has a URL, a key and a model, and
+returns the ids of its answers. Apart from that agent, this package does not import Ratchet.
 """

@@ -1,7 +1,7 @@
 """The stream's command line: `python -m examples.production --users 2400`.
 
-The server is the one that OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL name; the mailbox is that of
-`python -m ratchet.demo.email_search build-db`.
+OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL name the server. `python -m ratchet.demo.email_search build-db` writes
+the mailbox.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from examples.production.figures import figures
 from examples.production.stream import Served, serve
@@ -26,7 +27,7 @@ from ratchet.demo.email_search.tasks import home
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serves the users and prints the figures; 1 where something is missing or nobody was served."""
+    """Serve the users and print the figures. Returns 1 if an argument is missing or every rollout failed."""
     chosen = _parser().parse_args(arguments)
     base_url = os.environ.get("OPENAI_BASE_URL")
     try:
@@ -36,38 +37,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"production: {error}", file=sys.stderr)
         return 1
-    told = _run(chosen, base_url, box)
+    result = _run(chosen, base_url, box)
     if chosen.json:
-        chosen.json.write_text(json.dumps(told) + "\n", encoding="utf-8")
-    print(json.dumps(told, indent=2))
-    return int(told["errors"] == told["users"])
+        chosen.json.write_text(json.dumps(result) + "\n", encoding="utf-8")
+    print(json.dumps(result, indent=2))
+    return int(result["errors"] == result["users"])
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m examples.production", description="A stream of simulated users.")
     parser.add_argument("--model", default=os.environ.get("OPENAI_MODEL"), help="model name (default: OPENAI_MODEL)")
     parser.add_argument("--users", type=int, default=2400, help="users to serve")
-    parser.add_argument("--concurrency", type=int, default=24, help="users served side by side")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the users and of what they say")
-    parser.add_argument("--silent", type=float, default=USUAL.silent, help="share of users who say nothing")
+    parser.add_argument("--concurrency", type=int, default=24, help="concurrent users")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the users and their feedback")
+    parser.add_argument("--silent", type=float, default=USUAL.silent, help="share of users without feedback")
     parser.add_argument("--mistaken", type=float, default=USUAL.mistaken, help="share of thumbs that are wrong")
-    parser.add_argument("--delay", type=float, default=USUAL.delay, help="seconds to the thumb, on average")
+    parser.add_argument("--delay", type=float, default=USUAL.delay, help="mean seconds to the thumb")
     parser.add_argument("--home", type=Path, default=home(), help="folder of the mailbox (EMAIL_SEARCH_HOME)")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     return parser
 
 
 def _run(chosen: argparse.Namespace, base_url: str, box: Mailbox) -> dict[str, Any]:
-    with tqdm(total=chosen.users, desc="production", unit="user", file=sys.stderr, mininterval=1.0) as bar:
-        content = 0
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("content={task.fields[content]:.2f}"),
+    )
+    with Progress(TextColumn("{task.description}"), *columns, console=Console(stderr=True)) as bars:
+        bar = bars.add_task("users", total=chosen.users, content=0.0)
+        contents: list[bool] = []
 
         def on_served(one: Served) -> None:
-            nonlocal content
-            content += one.rollout.success
-            bar.set_postfix(content=f"{content / (bar.n + 1):.2f}", refresh=False)
-            bar.update()
+            contents.append(one.rollout.success)
+            bars.update(bar, advance=1, content=sum(contents) / len(contents))
 
-        served, given = asyncio.run(
+        served, counter = asyncio.run(
             serve(
                 itertools.islice(visits(chosen.seed), chosen.users),
                 base_url=base_url,
@@ -80,7 +86,7 @@ def _run(chosen: argparse.Namespace, base_url: str, box: Mailbox) -> dict[str, A
                 on_served=on_served,
             )
         )
-    return figures(served) | {"thumb_statuses": {str(code): n for code, n in sorted(given.statuses.items())}}
+    return figures(served) | {"thumb_statuses": {str(code): n for code, n in sorted(counter.statuses.items())}}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Figures of a stream: how content its users were at the beginning and at the end, with 95% intervals, and the thumbs.
+"""Figures of a stream: the share of content users at its start and end with 95% intervals, and the feedback.
 
-Content is what the users found, whether they said it or not; the share of thumbs up is what the server could know. The
-interval of a share is Wilson's, of a difference of two shares Newcombe's. Pure.
+"Content" is the true opinion of the users, expressed or not; the server only knows the thumbs. Intervals: Wilson's for
+a share, Newcombe's for a difference of two shares. Pure.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _Z = 1.959964
 
 
 def wilson(successes: int, count: int) -> tuple[float, float]:
-    """The 95% interval of a share."""
+    """Return the 95% interval of a share."""
     if count == 0:
         return 0.0, 1.0
     share, extra = successes / count, _Z**2 / count
@@ -27,7 +27,7 @@ def wilson(successes: int, count: int) -> tuple[float, float]:
 
 
 def gain(before: tuple[int, int], after: tuple[int, int]) -> tuple[float, float, float]:
-    """(difference, low, high) of two shares, each given as (successes, count)."""
+    """Return (difference, low, high) of two shares, each given as (successes, count)."""
     first, second = before[0] / max(1, before[1]), after[0] / max(1, after[1])
     low_before, high_before = wilson(*before)
     low_after, high_after = wilson(*after)
@@ -37,16 +37,16 @@ def gain(before: tuple[int, int], after: tuple[int, int]) -> tuple[float, float,
 
 
 def figures(served: Sequence[Served], parts: int = 8) -> dict[str, Any]:
-    """What the run prints: the stream in `parts`, the first against the last, and what was said."""
+    """Return the figures: the stream in `parts`, the last part against the first, and the feedback."""
     size = max(1, len(served) // parts)
     pieces = [served[start : start + size] for start in range(0, size * parts, size)]
-    told = [piece for piece in map(_piece, pieces) if piece["users"]]
+    described = [piece for piece in map(_piece, pieces) if piece["users"]]
     first, last = pieces[0], [piece for piece in pieces if piece][-1]
     value, low, high = gain(_content(first), _content(last))
     return {
         "users": len(served),
         "errors": sum(one.rollout.end == "api_error" for one in served),
-        "parts": told,
+        "parts": described,
         "gain": {"value": round(value, 4), "low": round(low, 4), "high": round(high, 4)},
         "feedback": _feedback(served),
     }
@@ -54,14 +54,14 @@ def figures(served: Sequence[Served], parts: int = 8) -> dict[str, Any]:
 
 def _piece(piece: Sequence[Served]) -> dict[str, Any]:
     content, users = _content(piece)
-    said = [one.thumbs[-1].value == UP for one in piece if one.thumbs]
+    ups = [one.thumbs[-1].value == UP for one in piece if one.thumbs]
     low, high = wilson(content, users)
     return {
         "users": users,
         "content": round(content / max(1, users), 4),
         "low": round(low, 4),
         "high": round(high, 4),
-        "thumbs_up": round(sum(said) / max(1, len(said)), 4),
+        "thumbs_up": round(sum(ups) / max(1, len(ups)), 4),
         "models": sorted({model for one in piece for model in one.rollout.models}),
     }
 
@@ -71,12 +71,12 @@ def _content(piece: Sequence[Served]) -> tuple[int, int]:
 
 
 def _feedback(served: Sequence[Served]) -> dict[str, int]:
-    spoken = [one.thumbs for one in served if one.thumbs]
-    sources = [{thumb.end_user for thumb in said} for said in spoken]
+    feedback = [one.thumbs for one in served if one.thumbs]
+    sources = [{thumb.end_user for thumb in thumbs} for thumbs in feedback]
     return {
-        "thumbs": sum(map(len, spoken)),
-        "silent": len(served) - len(spoken),
-        "revised": sum(len(said) > len(who) for said, who in zip(spoken, sources, strict=True)),
+        "thumbs": sum(map(len, feedback)),
+        "silent": len(served) - len(feedback),
+        "revised": sum(len(thumbs) > len(who) for thumbs, who in zip(feedback, sources, strict=True)),
         "contradicted": sum(len(who) > 1 for who in sources),
         "mistaken": sum(
             (one.thumbs[0].value == UP) != one.rollout.success

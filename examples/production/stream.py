@@ -1,7 +1,7 @@
-"""The stream: users come one after the other, the agent serves them, and their thumbs follow when they feel like it.
+"""The stream: the agent serves users concurrently, and their feedback follows later.
 
-An answer is known by the id that the server gave it, a thumb is one POST to `/api/feedback`. Whether the user was
-content is kept here for the figures of the run, and told to nobody: the server hears the thumbs and nothing else.
+A thumb is one POST to `/api/feedback` with the id of the response. Whether a user was content is only recorded for the
+figures of the run; the server receives nothing but thumbs.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ import httpx
 from openai import AsyncOpenAI
 
 from examples.production.users import USUAL, Habits, Thumb, Visit, thumbs
-from ratchet.demo.email_search.agent import TIMEOUT_SECONDS, Agent, Rollout
+from ratchet.demo.email_search.agent import TIMEOUT_SECONDS, Agent, MailRollout
 from ratchet.demo.email_search.mailbox import Mailbox
 
-_RETRIES = 5  # of a thumb that the server could not take
+_RETRIES = 5  # of a thumb that the server did not accept
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One visit and what came of it: the agent's rollout, and the thumbs that follow it."""
+    """One visit with the agent's rollout, and the thumbs that follow."""
 
     visit: Visit
-    rollout: Rollout
+    rollout: MailRollout
     thumbs: tuple[Thumb, ...]
 
 
 @dataclass(slots=True)
 class Counter:
-    """What became of the thumbs, by the server's status."""
+    """Counts thumbs by the server's HTTP status; 0: unreachable."""
 
     statuses: dict[int, int] = field(default_factory=dict)
 
     def add(self, status: int) -> None:
-        """Counts one."""
+        """Count one thumb."""
         self.statuses[status] = self.statuses.get(status, 0) + 1
 
 
@@ -54,35 +54,37 @@ async def serve(
     habits: Habits = USUAL,
     on_served: Callable[[Served], None] | None = None,
 ) -> tuple[list[Served], Counter]:
-    """Serves each of `people`, `concurrency` of them side by side, and returns them in the order in which they left.
+    """Serve each of `people`, `concurrency` at a time; return them in the order of their end.
 
-    Thumbs are given behind the users' backs, each at its time; the call returns when the last one is given.
+    Thumbs are sent in the background, each at its time; the call returns after the last one.
     """
-    coming = enumerate(people)
+    queue = enumerate(people)
     served: list[Served] = []
-    given, told = Counter(), set[asyncio.Task[None]]()
+    counter, sending = Counter(), set[asyncio.Task[None]]()
     async with (
         AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=TIMEOUT_SECONDS) as client,
-        httpx.AsyncClient(base_url=_operator(base_url), timeout=30.0) as web,
+        httpx.AsyncClient(base_url=_operator(base_url), timeout=30.0) as http,
     ):
         agent = Agent(client, box, model)
 
-        async def desk() -> None:
-            for number, visit in coming:
+        async def serve_next() -> None:
+            for number, visit in queue:
                 one = await _serve(agent, visit, number, random.Random(f"{seed} {number}"), habits)
                 served.append(one)
                 if one.rollout.response_id is not None:
-                    task = asyncio.create_task(_tell(web, api_key, one.rollout.response_id, one.thumbs, given))
-                    told.add(task)
-                    task.add_done_callback(told.discard)
+                    task = asyncio.create_task(
+                        _send_thumbs(http, api_key, one.rollout.response_id, one.thumbs, counter)
+                    )
+                    sending.add(task)
+                    task.add_done_callback(sending.discard)
                 if on_served is not None:
                     on_served(one)
 
         async with asyncio.TaskGroup() as group:
             for _ in range(concurrency):
-                group.create_task(desk())
-        await asyncio.gather(*told)
-    return served, given
+                group.create_task(serve_next())
+        await asyncio.gather(*sending)
+    return served, counter
 
 
 async def _serve(agent: Agent, visit: Visit, number: int, rng: random.Random, habits: Habits) -> Served:
@@ -90,19 +92,21 @@ async def _serve(agent: Agent, visit: Visit, number: int, rng: random.Random, ha
     return Served(visit, rollout, tuple(thumbs(visit, rollout.success, habits, rng)))
 
 
-async def _tell(web: httpx.AsyncClient, key: str, response_id: str, said: tuple[Thumb, ...], given: Counter) -> None:
+async def _send_thumbs(
+    http: httpx.AsyncClient, key: str, response_id: str, pending: tuple[Thumb, ...], counter: Counter
+) -> None:
     began = time.monotonic()
-    for thumb in said:  # one after the other: the last word of a user is the one that counts
+    for thumb in pending:  # in order: the newest thumb of a user counts
         await asyncio.sleep(max(0.0, began + thumb.after - time.monotonic()))
-        await say(web, key, response_id, thumb, given)
+        await send_thumb(http, key, response_id, thumb, counter)
 
 
-async def say(web: httpx.AsyncClient, key: str, response_id: str, thumb: Thumb, given: Counter) -> None:
-    """Gives one thumb; tries again where the server asks for it."""
-    said = {"response_id": response_id, "value": thumb.value, "end_user": thumb.end_user}
+async def send_thumb(http: httpx.AsyncClient, key: str, response_id: str, thumb: Thumb, counter: Counter) -> None:
+    """Send one thumb, with retries while the server is unavailable."""
+    body = {"response_id": response_id, "value": thumb.value, "end_user": thumb.end_user}
     for attempt in range(_RETRIES):
         try:
-            answer = await web.post("/api/feedback", json=said, headers={"authorization": f"Bearer {key}"})
+            answer = await http.post("/api/feedback", json=body, headers={"authorization": f"Bearer {key}"})
         except httpx.TransportError:
             status = 0
         else:
@@ -110,7 +114,7 @@ async def say(web: httpx.AsyncClient, key: str, response_id: str, thumb: Thumb, 
         if status not in (0, 503):
             break
         await asyncio.sleep(2.0**attempt)
-    given.add(status)
+    counter.add(status)
 
 
 def _operator(base_url: str) -> str:

@@ -1,8 +1,8 @@
-"""Simulated users: what they ask of the mail agent, and what they say of its answers afterwards, if anything.
+"""Simulated users: their questions to the mail agent, and their feedback on its answers.
 
-A user knows what the mails say, so that an honest thumb is known; most thumbs are honest. Like people, users are often
-silent, take their time, err, change their mind, and have colleagues who see it otherwise. All of it follows from the
-seed. They never say what would have been right: a thumb is all that anybody learns.
+A user knows the mails, so the honest thumb is known. Like people, users are often silent, late or wrong, change their
+mind, and have colleagues who disagree. Everything is determined by the seed. A thumb is their only feedback; they never
+give the correct answer.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ratchet.demo.email_search.mailbox import SyntheticMail, synthetic_mails
-from ratchet.demo.email_search.tasks import TRAIN_PAIRS, Task, make_task
+from ratchet.demo.email_search.tasks import TRAIN_PAIRS, MailTask, make_task
 
 UP, DOWN = "up", "down"
 
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """How people give feedback: shares of all visits, but `contradicted` and `revised` of those that are spoken of."""
+    """Habits of giving feedback: shares of all visits; `contradicted` and `revised` of visits with feedback."""
 
     silent: float = 0.35
-    mistaken: float = 0.08  # a thumb that says the opposite of what its user found
-    revised: float = 0.10  # a first thumb in haste, the opposite of the one that follows
-    contradicted: float = 0.08  # a colleague's thumb beside it, the opposite one
-    delay: float = 4.0  # seconds from the answer to the thumb, on average; half as much to what follows it
+    mistaken: float = 0.08  # the thumb is the opposite of the user's opinion
+    revised: float = 0.10  # a hasty first thumb, the opposite of the next one
+    contradicted: float = 0.08  # a colleague gives the opposite thumb
+    delay: float = 4.0  # mean seconds from the answer to the thumb; half as much to later ones
 
 
 USUAL = Habits()
@@ -33,15 +33,15 @@ USUAL = Habits()
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """A user with a question. `task` holds what the mails say: the user's own knowledge, which nobody else is given."""
+    """A user with a question. The answer in `task` is known only to the user."""
 
     user: str
-    task: Task
+    task: MailTask
 
 
 @dataclass(frozen=True, slots=True)
 class Thumb:
-    """What somebody says of an answer, and how many seconds after it."""
+    """Feedback on an answer; `after` is seconds since the answer."""
 
     after: float
     end_user: str
@@ -49,7 +49,7 @@ class Thumb:
 
 
 def visits(seed: int, mailbox_seed: int = 42) -> Iterator[Visit]:
-    """Users without end, each with a question about a mail of the mailbox; hardly a question comes twice."""
+    """Yield users endlessly, each with a question about a mail; questions rarely repeat."""
     rng = random.Random(f"{seed} visits")
     by_pair = {(made.person, made.topic): made for made in synthetic_mails(mailbox_seed)}
     number = 0
@@ -64,18 +64,18 @@ def _visit(number: int, made: SyntheticMail, rng: random.Random) -> Visit:
 
 
 def thumbs(visit: Visit, content: bool, habits: Habits, rng: random.Random) -> Sequence[Thumb]:
-    """What is said of an answer that the user was content with or not, in the order in which it is said."""
+    """Return the thumbs for an answer, in the order of their time; `content`: whether the answer was good."""
     if rng.random() < habits.silent:
         return ()
     value = _thumb(content != (rng.random() < habits.mistaken))
-    said = [Thumb(rng.expovariate(1 / habits.delay), visit.user, value)]
+    feedback = [Thumb(rng.expovariate(1 / habits.delay), visit.user, value)]
     if rng.random() < habits.revised:
-        said.insert(0, Thumb(said[0].after, visit.user, _other(value)))
-        said[1] = Thumb(said[0].after + rng.expovariate(2 / habits.delay), visit.user, value)
+        feedback.insert(0, Thumb(feedback[0].after, visit.user, _other(value)))
+        feedback[1] = Thumb(feedback[0].after + rng.expovariate(2 / habits.delay), visit.user, value)
     if rng.random() < habits.contradicted:
-        later = said[-1].after + rng.expovariate(2 / habits.delay)
-        said.append(Thumb(later, f"colleague of {visit.user}", _other(value)))
-    return said
+        later = feedback[-1].after + rng.expovariate(2 / habits.delay)
+        feedback.append(Thumb(later, f"colleague of {visit.user}", _other(value)))
+    return feedback
 
 
 def _thumb(up: bool) -> str:

@@ -1,21 +1,21 @@
 """The warm start: a fresh Llama of under a million parameters imitates scripted episodes, phase by phase.
 
-What is taught is told as `Lessons`; the result is a folder that transformers and vLLM load, the same for the same seed.
-It does no reinforcement learning.
+`Lessons` describe the curriculum. The result is a folder that transformers and vLLM load, identical for the same seed.
+No reinforcement learning happens here.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from examples.tiny_policy.chat_format import END, PAD, RUN, Drawn, make_tokenizer, render
 
@@ -28,8 +28,8 @@ Row = tuple[list[int], list[float]]  # token ids and loss weights, equally long
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
-    """A stretch of the warm start: its share of all steps, the sequences of a step, and what is drawn."""
+class CurriculumPhase:
+    """A phase of the warm start: its share of all steps, the batch size, and the source of its episodes."""
 
     name: str
     share: float
@@ -39,7 +39,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Size of the model and of the optimisation."""
+    """Size of the model, and optimiser settings."""
 
     hidden: int = 128
     layers: int = 4
@@ -50,13 +50,13 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Lessons:
-    """What a policy is taught.
+    """The curriculum of a policy.
 
-    `words` are what it has to copy: one token each, and more weight. `corpus` gives the tokenizer its other tokens,
-    `pattern` says what a run of it is; `held_out` are good episodes about nothing that is in the phases.
+    `words` are the words to copy: one token each, with a larger loss weight. The tokenizer takes its other tokens from
+    `corpus`, split by `pattern`. `held_out` are good episodes about facts that are in no phase.
     """
 
-    phases: tuple[Phase, ...]
+    phases: tuple[CurriculumPhase, ...]
     corpus: Sequence[str]
     words: frozenset[str]
     held_out: Sequence[Drawn]
@@ -66,7 +66,7 @@ class Lessons:
 
 
 class Encoder:
-    """Turns an episode into token ids and loss weights: 1 on what the assistant says, more on copied words."""
+    """Encodes episodes as token ids and loss weights: 1 on assistant tokens, more on copied words."""
 
     def __init__(self, tokenizer: Any, words: frozenset[str]) -> None:
         self._tokenizer = tokenizer
@@ -75,33 +75,33 @@ class Encoder:
         self._words = {tokenizer(word, add_special_tokens=False)["input_ids"][0] for word in words}
 
     def encode(self, drawn: Drawn) -> Row:
-        """(ids, weights), both of the length of the rendered chat."""
+        """Return (ids, weights), both of the length of the rendered chat."""
         ids: list[int] = self._tokenizer(render(*drawn), add_special_tokens=False)["input_ids"]
-        weights, ours, begun, turns = [], False, 0, 0
+        weights, is_assistant, content_start, turns = [], False, 0, 0
         for place, token in enumerate(ids):
             if token == self._start:
                 turns += 1
-                ours = ids[place + 1 : place + 1 + len(self._head)] == self._head
-                begun = place + 1 + len(self._head)
-            inside = ours and place >= begun
+                is_assistant = ids[place + 1 : place + 1 + len(self._head)] == self._head
+                content_start = place + 1 + len(self._head)
+            inside = is_assistant and place >= content_start
             if inside:
                 weights.append(WORD_WEIGHT if token in self._words else 1.0)
             else:
                 weights.append(OTHER_TURN_WEIGHT if turns > 1 else 0.0)
             if token == self._end:
-                ours = False
+                is_assistant = False
         return ids, weights
 
 
 class Batches:
-    """Endless batches of one phase, sorted by length inside a pool so that little is padded."""
+    """Endless batches of one phase, sorted by length within a pool to reduce padding."""
 
-    def __init__(self, phase: Phase, encoder: Encoder, rng: random.Random) -> None:
+    def __init__(self, phase: CurriculumPhase, encoder: Encoder, rng: random.Random) -> None:
         self._phase, self._encoder, self._rng = phase, encoder, rng
         self._pool: list[list[Row]] = []
 
     def next(self) -> list[Row]:
-        """The next batch."""
+        """Return the next batch."""
         size = self._phase.batch
         if not self._pool:
             rows = (self._encoder.encode(self._phase.draw(self._rng)) for _ in range(size * 8))
@@ -112,7 +112,7 @@ class Batches:
 
 
 def make_model(tokenizer: Any, shape: Shape) -> Any:
-    """A fresh Llama in float32; `initializer_range` 0.08 lets heads of this size learn to copy."""
+    """Return a new Llama in float32; with `initializer_range` 0.08 heads of this size learn to copy."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -134,12 +134,12 @@ def make_model(tokenizer: Any, shape: Shape) -> Any:
 
 
 def _tensors(rows: Sequence[Row], pad: int) -> tuple[Any, Any]:
-    """(ids, weights), each (rows, longest); padding has weight 0."""
+    """Return (ids, weights), each (rows, longest row); padding has weight 0."""
     import torch
 
-    longest = max(len(ids) for ids, _ in rows)
-    ids = torch.full((len(rows), longest), pad)
-    weights = torch.zeros(len(rows), longest)
+    width = max(len(ids) for ids, _ in rows)
+    ids = torch.full((len(rows), width), pad)
+    weights = torch.zeros(len(rows), width)
     for i, (row, weight) in enumerate(rows):
         ids[i, : len(row)] = torch.tensor(row)
         weights[i, : len(row)] = torch.tensor(weight)
@@ -147,10 +147,10 @@ def _tensors(rows: Sequence[Row], pad: int) -> tuple[Any, Any]:
 
 
 def weighted_loss(model: Any, ids: Any, weights: Any) -> Any:
-    """Weighted cross-entropy of the next token, summed, over the number of rows and a constant.
+    """Return the summed weighted cross-entropy of the next token, divided by the number of rows and a constant.
 
-    Batches hold rows of like length: a mean over tokens would weigh short, failed episodes more than long, good ones.
-    The head runs only where a weight is set.
+    Rows of a batch have similar lengths: with a mean over tokens, short, failed episodes would count more than long,
+    good ones. The head runs only on positions with a weight.
     """
     import torch
 
@@ -170,73 +170,85 @@ def _optimizer(model: Any, learning_rate: float) -> Any:
     return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.98))
 
 
-class Examination:
-    """How well a policy, teacher-forced, copies the words of the held-out episodes."""
+class Validation:
+    """Measures how well a policy, teacher-forced, copies the words of held-out episodes."""
 
     def __init__(self, encoder: Encoder, held_out: Sequence[Drawn], pad: int) -> None:
         self._ids, weights = _tensors([encoder.encode(drawn) for drawn in held_out], pad)
-        self._asked = weights[:, 1:] == WORD_WEIGHT
+        self._copied_words = weights[:, 1:] == WORD_WEIGHT
 
     def copied(self, model: Any) -> float:
-        """The share of words that it would have copied right."""
+        """Return the share of words that the policy copies correctly."""
         import torch
 
         with torch.no_grad():
             best = model(input_ids=self._ids).logits[:, :-1].argmax(-1)
-        return float((best == self._ids[:, 1:])[self._asked].float().mean())
+        return float((best == self._ids[:, 1:])[self._copied_words].float().mean())
 
 
 def train(
-    model: Any, feeds: Sequence[tuple[Phase, Batches]], steps: int, shape: Shape, pad: int, examination: Examination
+    model: Any,
+    feeds: Sequence[tuple[CurriculumPhase, Batches]],
+    steps: int,
+    shape: Shape,
+    pad: int,
+    validation: Validation,
 ) -> None:
-    """The phases in order, `steps` optimiser steps in all."""
+    """Train on the phases in order, `steps` optimiser steps in total."""
     import torch
 
     optimizer = _optimizer(model, shape.learning_rate)
     ends = [sum(phase.share for phase, _ in feeds[: i + 1]) * steps for i in range(len(feeds))]
     model.train()
-    bar = tqdm(range(steps), desc="warm start", unit="step", mininterval=2.0, file=sys.stderr)
-    for step in bar:
-        phase, batches = feeds[next(i for i, end in enumerate(ends) if step < end or i == len(ends) - 1)]
-        ids, weights = _tensors(batches.next(), pad)
-        for group in optimizer.param_groups:
-            group["lr"] = shape.learning_rate * _schedule(step, steps)
-        loss = weighted_loss(model, ids, weights)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if step % 50 == 0 or step == steps - 1:
-            copied = examination.copied(model)
-            bar.set_postfix(phase=phase.name, loss=f"{float(loss.detach()):.3f}", copied=f"{copied:.3f}")
+    with _progress_bar() as bars:
+        bar = bars.add_task("warm start", total=steps, metrics="")
+        for step in range(steps):
+            phase, batches = feeds[next(i for i, end in enumerate(ends) if step < end or i == len(ends) - 1)]
+            ids, weights = _tensors(batches.next(), pad)
+            for group in optimizer.param_groups:
+                group["lr"] = shape.learning_rate * _schedule(step, steps)
+            loss = weighted_loss(model, ids, weights)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            if step % 50 == 0 or step == steps - 1:
+                text = f"{phase.name} loss={float(loss.detach()):.3f} copied={validation.copied(model):.3f}"
+                bars.update(bar, metrics=text)
+            bars.advance(bar)
+
+
+def _progress_bar() -> Progress:
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[metrics]}"))
+    return Progress(TextColumn("{task.description}"), *columns, console=Console(stderr=True))
 
 
 def _schedule(step: int, steps: int) -> float:
-    """Warm-up over 40 steps, then flat, then linear down over the second half to 2%."""
+    """Return the factor of the learning rate: warm-up over 40 steps, constant, then linear to 2% in the second half."""
     return min(1.0, (step + 1) / 40) * max(0.02, min(1.0, 2.0 * (1 - step / steps)))
 
 
 def make_policy(
     out: Path, lessons: Lessons, *, seed: int = 0, steps: int | None = None, shape: Shape | None = None
 ) -> dict[str, float]:
-    """Writes the policy folder `out` and returns what was measured: parameters, held-out copying, seconds.
+    """Write the policy folder `out`; return its figures: parameters, held-out copying, seconds.
 
-    `steps` and `shape` take the place of the lessons' own.
+    `steps` and `shape` override those of the lessons.
     """
     import torch
 
-    begun, shape = time.monotonic(), shape or lessons.shape
+    started_at, shape = time.monotonic(), shape or lessons.shape
     torch.manual_seed(seed)
     tokenizer = make_tokenizer(lessons.corpus, lessons.words, lessons.pattern)
     encoder, pad = Encoder(tokenizer, lessons.words), int(tokenizer.convert_tokens_to_ids(PAD))
-    model, examination = make_model(tokenizer, shape), Examination(encoder, lessons.held_out, pad)
+    model, validation = make_model(tokenizer, shape), Validation(encoder, lessons.held_out, pad)
     rng = random.Random(seed)
     feeds = [(phase, Batches(phase, encoder, rng)) for phase in lessons.phases]
-    train(model, feeds, steps or lessons.steps, shape, pad, examination)
+    train(model, feeds, steps or lessons.steps, shape, pad, validation)
     figures = {
         "parameters": float(sum(p.numel() for p in model.parameters())),
-        "copied": examination.copied(model),
-        "seconds": time.monotonic() - begun,
+        "copied": validation.copied(model),
+        "seconds": time.monotonic() - started_at,
     }
     model.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
@@ -244,11 +256,11 @@ def make_policy(
 
 
 def main(teach: Callable[[int], Lessons], prog: str, description: str, arguments: Sequence[str] | None = None) -> None:
-    """The command line of a script that makes a policy; `teach(seed)` gives its lessons."""
+    """Run the command line of a script that creates a policy; `teach(seed)` returns its lessons."""
     parser = argparse.ArgumentParser(prog=prog, description=description)
     parser.add_argument("--out", type=Path, required=True, help="folder to write the policy to")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, help="optimiser steps of the warm start, in place of the policy's own")
+    parser.add_argument("--steps", type=int, help="optimiser steps of the warm start, instead of the default")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads for torch")
     chosen = parser.parse_args(arguments)
     import torch

@@ -1,1 +1,1 @@
-"""`ratchet bench`: the latency that the proxy adds, measured on the user's machine and vLLM."""
+"""`ratchet bench`: the latency that the proxy adds, measured on the user's own machine and vLLM."""

@@ -1,4 +1,4 @@
-"""What `ratchet bench` shows: the ways side by side, and what the proxy adds."""
+"""The report of `ratchet bench`: a table of the targets, and the latency that the proxy adds."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _UNKNOWN = "unknown"
 
 
 def plain(measured: Measurement) -> dict[str, Any]:
-    """Return the measurement as JSON can hold it."""
+    """Return the measurement as plain data for JSON."""
     content: dict[str, Any] = msgspec.to_builtins(measured)
     return content
 
 
 def show(measured: Measurement) -> None:
-    """Print the table, and what it means."""
+    """Print the table and its explanation."""
     from rich.table import Table
 
     table = Table()
@@ -52,18 +52,18 @@ def _times(found: Percentiles | None) -> str:
 
 
 def lines(measured: Measurement) -> list[str]:
-    """Return what the table means."""
-    told = [_line(one) for one in measured.added]
+    """Return the lines below the table: overheads, failures and warnings."""
+    text = [_format_overhead(one) for one in measured.added]
     for way in measured.ways:
         if way.failed:
-            told.append(f"{way.name}: {way.failed} of {way.calls} calls failed: {way.commonest_failure}")
+            text.append(f"{way.name}: {way.failed} of {way.calls} calls failed: {way.commonest_failure}")
         if way.name == PROXIED and way.cpu_us is None:
-            told.append("the proxy's CPU is unknown: its process cannot be seen from here (another machine, or user)")
+            text.append("the proxy's CPU is unknown: its process cannot be seen from here (another machine, or user)")
     if measured.client_was_busy:
-        told.append(
-            "the measurement itself used most of its core: ask with less --concurrency, or from another machine"
+        text.append(
+            "the benchmark client used most of its CPU core: reduce --concurrency, or run it on another machine"
         )
-    return told
+    return text
 
 
 _MEANS = {
@@ -73,7 +73,7 @@ _MEANS = {
 }
 
 
-def _line(one: Overhead) -> str:
+def _format_overhead(one: Overhead) -> str:
     known = one.low is not None and one.high is not None
     reach = f"95% {one.low:+.2f} to {one.high:+.2f}" if known else "too few turns for an interval"
     return f"{_MEANS[one.way, one.to]}: {one.value:+.2f} ms to the {one.what} ({reach}, {one.turns} turns)"

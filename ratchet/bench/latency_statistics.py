@@ -1,8 +1,8 @@
-"""Figures of a measurement: what the ways cost, and what one adds to another, turn by turn. Pure.
+"""Latency statistics: percentiles of each target, and the latency that one target adds to another. Pure.
 
-A turn is a block of calls by each way, one block right after the other, so that drift in time (other work, a warm
-cache) hits all alike: only differences within a turn are taken. Their interval is that of the median by order
-statistics (as the sign test's), which supposes no distribution; fewer than six turns give none.
+A turn is one block of calls to each target, one after the other. Drift over time (other load, a warm cache) affects
+all targets alike, so only differences within a turn are used. The interval of their median comes from order statistics
+(as in the sign test), without an assumed distribution. It needs six turns.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Percentiles(msgspec.Struct, frozen=True):
 
 
 class TargetStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """What one way cost. Percentiles are None where no call was answered."""
+    """Statistics of one target. Percentiles are None if no call succeeded."""
 
     name: str
     calls: int
@@ -38,13 +38,13 @@ class TargetStatistics(msgspec.Struct, frozen=True, kw_only=True):
     whole: Percentiles | None
     calls_per_second: float
     tokens_per_second: float
-    overhead: Percentiles | None  # what the proxy says of itself, x-ratchet-overhead-ms
-    cpu_us: float | None  # of the proxy's process per call, microseconds
-    client_cpu_share: float  # of one core, that the measurement itself used
+    overhead: Percentiles | None  # reported by the proxy in x-ratchet-overhead-ms
+    cpu_us: float | None  # microseconds of the proxy's process per call
+    client_cpu_share: float  # share of one core that the benchmark client used
 
 
 class Overhead(msgspec.Struct, frozen=True, kw_only=True):
-    """Milliseconds that a way adds to another: the median over turns, with its 95% interval."""
+    """Milliseconds that one target adds to another: the median over turns, with its 95% interval."""
 
     way: str
     to: str
@@ -56,7 +56,7 @@ class Overhead(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def figures(name: str, blocks: Sequence[CallBlock]) -> TargetStatistics:
-    """Return the figures of one way from its blocks."""
+    """Return the statistics of one target."""
     calls = [call for block in blocks for call in block.calls]
     good = [call for call in calls if call.failure is None]
     failures = Counter(call.failure for call in calls if call.failure is not None)
@@ -74,7 +74,7 @@ def figures(name: str, blocks: Sequence[CallBlock]) -> TargetStatistics:
 
 
 def times(seconds: Sequence[float]) -> Percentiles | None:
-    """Return percentiles in milliseconds (nearest rank); None of nothing."""
+    """Return percentiles in milliseconds (nearest rank); None without values."""
     if not seconds:
         return None
     order = sorted(seconds)
@@ -82,7 +82,10 @@ def times(seconds: Sequence[float]) -> Percentiles | None:
 
 
 def added(way: str, to: str, what: str, ours: Sequence[CallBlock], theirs: Sequence[CallBlock]) -> Overhead | None:
-    """Return what a way adds to the median of `what` ("first byte" or "whole call"); None where no turn can tell."""
+    """Return what a target adds to the median of `what` ("first byte" or "whole call").
+
+    None if no turn has a successful call on both sides.
+    """
     pick: Callable[[TimedCall], float] = (
         (lambda call: call.first) if what == "first byte" else (lambda call: call.whole)
     )
@@ -99,7 +102,7 @@ def added(way: str, to: str, what: str, ours: Sequence[CallBlock], theirs: Seque
 
 
 def interval(values: Sequence[float]) -> tuple[float, float] | tuple[None, None]:
-    """Return the interval that holds the median with at least 95%; none where values are too few."""
+    """Return an interval that contains the median with at least 95% confidence; (None, None) for too few values."""
     count, order = len(values), sorted(values)
     outside, below = 0, 0.0  # ranks left out on each side, and the chance that the median lies there
     while (below := below + math.comb(count, outside) / 2**count) <= _ERROR / 2:

@@ -1,11 +1,11 @@
-"""A measurement: direct calls to vLLM, calls with what the proxy asks of vLLM, and calls through the proxy, in turns.
+"""Measures three targets in turns: vLLM directly, vLLM with the proxy's request options, and the proxy.
 
-    direct                    what an agent would send
-    direct, ids and logprobs  the same, with the ids and logprobs that the proxy asks for: what they cost vLLM itself
-    through the proxy         what the proxy adds to that is its own
+    direct                    the request of an agent
+    direct, ids and logprobs  the same with token ids and logprobs, as the proxy requests them: their cost in vLLM
+    through the proxy         the difference to the line above is the proxy's own overhead
 
-Promises: the ways take turns at being first; the first turn warms up and is not counted; a way of which every warm-up
-call fails ends the measurement with its reason.
+Guarantees: each target is first equally often; the warm-up is not counted; the measurement fails with the reason if
+every warm-up call of a target fails.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ IDS: dict[str, Any] = {"return_token_ids": True, "logprobs": True, "top_logprobs
 _COMPARED = ((PROXIED, DIRECT), (DIRECT_WITH_IDS, DIRECT), (PROXIED, DIRECT_WITH_IDS))
 _CONNECT = 10.0  # seconds
 _LARGEST_ANSWER = 2**28  # bytes
-_BUSY = 0.8  # share of a core from where on the measurement itself may be what is slow
+_BUSY = 0.8  # share of a core; above it the client itself may be the bottleneck
 
 OnProgress = Callable[[str, int, int], None]
 
 
 class MeasurementPlan(msgspec.Struct, frozen=True):
-    """How much is measured: calls of each way in all, at a time, in how many turns, and seconds for one call."""
+    """Calls per target, concurrent calls, turns, and the timeout of a call in seconds."""
 
     calls: int
     concurrency: int
@@ -43,7 +43,7 @@ class MeasurementPlan(msgspec.Struct, frozen=True):
 
 
 class Measurement(msgspec.Struct, frozen=True):
-    """What was measured."""
+    """The results."""
 
     plan: MeasurementPlan
     ways: tuple[TargetStatistics, ...]
@@ -51,12 +51,12 @@ class Measurement(msgspec.Struct, frozen=True):
 
     @property
     def failed(self) -> int:
-        """How many calls failed."""
+        """The number of failed calls."""
         return sum(way.failed for way in self.ways)
 
     @property
     def client_was_busy(self) -> bool:
-        """Whether the measurement itself used so much of its core that it may have slowed what it measured."""
+        """Whether the client used so much of its CPU core that it may have distorted the result."""
         return any(way.client_cpu_share > _BUSY for way in self.ways)
 
 
@@ -65,10 +65,10 @@ def measure(
     shape: RequestShape,
     plan: MeasurementPlan,
     cpu: Callable[[], float] | None,
-    told: OnProgress = lambda *_: None,
+    report_progress: OnProgress = lambda *_: None,
 ) -> Measurement:
-    """Measure the ways; `cpu` tells the proxy's CPU seconds so far. Raises BenchmarkFailed."""
-    return uvloop.run(_measure(ways, shape, plan, cpu, told))
+    """Measure the targets; `cpu` returns the CPU seconds of the proxy so far. Raises BenchmarkFailed."""
+    return uvloop.run(_measure(ways, shape, plan, cpu, report_progress))
 
 
 async def _measure(
@@ -76,7 +76,7 @@ async def _measure(
     shape: RequestShape,
     plan: MeasurementPlan,
     cpu: Callable[[], float] | None,
-    told: OnProgress,
+    report_progress: OnProgress,
 ) -> Measurement:
     client = HttpClient(ResponseLimits(plan.timeout, plan.timeout, _LARGEST_ANSWER), _CONNECT)
     blocks: dict[str, list[CallBlock]] = {way.name: [] for way in ways}
@@ -89,13 +89,13 @@ async def _measure(
             for way in (*ways[first:], *ways[:first]):
                 used = cpu if way.name == PROXIED else None
                 blocks[way.name].append(await block(client, way, shape, size, plan.concurrency, used))
-                told("measuring", 1, plan.turns * len(ways))
+                report_progress("measuring", 1, plan.turns * len(ways))
     finally:
         client.close()
-        await asyncio.sleep(0)  # the connections are told that they are closed
+        await asyncio.sleep(0)  # let the connections handle their closing
     pairs = [(one, other) for one, other in _COMPARED if one in blocks and other in blocks]
-    told_of = ("first byte", "whole call") if shape.stream else ("whole call",)
-    gains = (added(one, other, what, blocks[one], blocks[other]) for one, other in pairs for what in told_of)
+    metrics = ("first byte", "whole call") if shape.stream else ("whole call",)
+    gains = (added(one, other, what, blocks[one], blocks[other]) for one, other in pairs for what in metrics)
     found = tuple(figures(way.name, blocks[way.name]) for way in ways)
     return Measurement(plan, found, tuple(gain for gain in gains if gain is not None))
 

@@ -1,7 +1,6 @@
-"""What a measurement is pointed at: the model's name on both sides, and the proxy's process where it runs here.
+"""The targets of a benchmark: the model's name in the proxy and in vLLM, and the proxy's process on this machine.
 
-A version is asked for by name, so that nothing of it is ever trained or judged: calls of an alias alone are live
-traffic.
+Calls name a version, so they are never judged or trained; calls to an alias are live traffic.
 """
 
 from __future__ import annotations
@@ -10,28 +9,26 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
 import psutil
 
 from ratchet.errors import BenchmarkFailed
 from ratchet.supervisor import ports
+from ratchet.trainer.adapters.vllm_api import list_models
+from ratchet.trainer.errors import TrainerError
 
-_PATIENCE = 30.0  # seconds
-_LOCAL = ("127.0.0.1", "::1", "localhost")
+_LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 
 
 def cards(url: str, key: str | None, remedy: str) -> list[dict[str, Any]]:
     """Return the models that a server lists. Raises BenchmarkFailed with the remedy."""
-    headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
-        answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=_PATIENCE, trust_env=False)
-        return [dict(card) for card in answer.raise_for_status().json()["data"] if isinstance(card["id"], str)]
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
-        raise BenchmarkFailed(f"{url} does not list its models ({error}): {remedy}") from error
+        return list_models(url, key)
+    except TrainerError as error:
+        raise BenchmarkFailed(f"{url} does not list its models ({error.__cause__ or error}): {remedy}") from error
 
 
 def proxy_model_name(model: str, listed: list[dict[str, Any]]) -> str:
-    """Return what the proxy is asked for: of an alias its live version, by name. Raises BenchmarkFailed."""
+    """Return the model name for the proxy: the live version of an alias. Raises BenchmarkFailed."""
     known = {card["id"]: card for card in listed}
     if model not in known:
         raise BenchmarkFailed(f"--model {model}: the proxy knows no such model; it knows {', '.join(known)}")
@@ -40,10 +37,7 @@ def proxy_model_name(model: str, listed: list[dict[str, Any]]) -> str:
 
 
 def vllm_model_name(version: str, listed: list[dict[str, Any]]) -> str:
-    """Return the name that vLLM knows a version by: its own, or of the base model whatever it is called there.
-
-    Raises BenchmarkFailed where none fits.
-    """
+    """Return vLLM's name of a version: its own, or the base model's for version 0. Raises BenchmarkFailed."""
     names = [card["id"] for card in listed]
     if version in names:
         return version
@@ -51,17 +45,17 @@ def vllm_model_name(version: str, listed: list[dict[str, Any]]) -> str:
     if version.endswith("@0") and bases:
         return str(bases[0])
     raise BenchmarkFailed(
-        f"vLLM does not serve {version} under that name; it serves {', '.join(names)}: say which with --upstream-model"
+        f"vLLM does not serve {version} under that name; it serves {', '.join(names)}: choose one with --upstream-model"
     )
 
 
 def cpu_seconds_of(url: str) -> Callable[[], float] | None:
-    """Return what tells the CPU seconds of the process that listens at a URL; None where that cannot be seen."""
+    """Return a function for the CPU seconds of the process that listens at a URL; None if it cannot be found."""
     parts = urlsplit(url)
-    who = ports.port_holder(parts.port or 80) if parts.hostname in _LOCAL else None
-    if who is None:
+    owner = ports.port_holder(parts.port or 80) if parts.hostname in _LOCAL_HOSTS else None
+    if owner is None:
         return None
-    process = psutil.Process(who.pid)
+    process = psutil.Process(owner.pid)
 
     def used() -> float:
         seconds = process.cpu_times()

@@ -1,7 +1,7 @@
-"""Calls of a measurement: chat completions of one shape over kept connections, and what each took.
+"""Timed chat completions of one shape over persistent connections.
 
-Every call's prompt is different from its first word, so that no prefix cache answers. Promises: a call that fails is
-told with its reason and never timed; nothing is retried.
+Prompts differ from the first word on, so the prefix cache never hits. A failed call carries its reason and no times.
+Nothing is retried.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from ratchet.proxy.wire.upstream_response import UpstreamResponse
 
 _WORDS = ("find", "the", "mail", "about", "a", "budget", "of", "spring", "and", "say", "who", "sent", "it", "when")
 _USAGE = re.compile(rb'"completion_tokens"\s*:\s*(\d+)')
-_LONGEST_REASON = 300  # characters
-_FAULT = b'{"error"'  # unescaped, so no word of the model's
+_MAX_REASON_LENGTH = 300  # characters
+_FAULT = b'{"error"'  # text of the model would be escaped
 
 
 @dataclass(frozen=True, slots=True)
 class RequestShape:
-    """What every call is like."""
+    """The shape of every call."""
 
     stream: bool = True
     words: int = 100  # of the prompt
-    max_tokens: int = 64  # generated, all of them: the end of a turn does not stop it
+    max_tokens: int = 64  # exact: the end-of-turn token does not stop generation
 
 
 @dataclass(frozen=True, slots=True)
 class CallTarget:
-    """Where calls go, and as what: a base URL without `/v1`, the model's name there, and what the body has besides."""
+    """A server: base URL without `/v1`, its name of the model, and additional fields of the body."""
 
     name: str
     url: str
@@ -46,14 +46,14 @@ class CallTarget:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Return what goes with every call."""
+        """Return the headers of every call."""
         key = {"authorization": f"Bearer {self.key}"} if self.key else {}
         return {"content-type": "application/json", "x-ratchet-tags": "bench"} | key
 
 
 @dataclass(frozen=True, slots=True)
 class TimedCall:
-    """One call that ended. Seconds to its first byte and its last; `overhead`: what the proxy said it took itself."""
+    """One finished call: seconds to the first and the last byte; `overhead` as the proxy reports it."""
 
     first: float = 0.0
     whole: float = 0.0
@@ -64,7 +64,7 @@ class TimedCall:
 
 @dataclass(frozen=True, slots=True)
 class CallBlock:
-    """Calls that were made side by side, the seconds that they took together, and the processes' CPU seconds."""
+    """Concurrent calls, their wall time, and the CPU seconds of the proxy and of the client."""
 
     calls: tuple[TimedCall, ...]
     seconds: float
@@ -76,7 +76,7 @@ _numbers = itertools.count()
 
 
 def body(way: CallTarget, shape: RequestShape, number: int) -> bytes:
-    """Return the body of a call; the number makes it another one."""
+    """Return the body of a call; `number` makes its prompt unique."""
     text = " ".join(itertools.islice(itertools.cycle(_WORDS), shape.words))
     message = {"role": "user", "content": f"{time.time_ns() % 10**9:09d}{number:06d} {text}"}
     sampled = {"max_tokens": shape.max_tokens, "temperature": 1.0, "ignore_eos": True}
@@ -92,7 +92,7 @@ async def block(
     concurrency: int,
     cpu: Callable[[], float] | None = None,
 ) -> CallBlock:
-    """Make so many calls, so many at a time. `cpu` tells the CPU seconds that the proxy has used so far."""
+    """Make `count` calls, `concurrency` at a time. `cpu` returns the CPU seconds of the proxy so far."""
     left = iter(range(count))
     calls: list[TimedCall] = []
     before, own, began = cpu() if cpu else None, time.process_time(), time.perf_counter()
@@ -118,7 +118,7 @@ async def _call(client: HttpClient, way: CallTarget, data: bytes) -> TimedCall:
             answer.close()
     except UpstreamError as error:
         return TimedCall(
-            failure=str(error).replace(" (the proxy's setting request_timeout_seconds)", "")[:_LONGEST_REASON]
+            failure=str(error).replace(" (the proxy's setting request_timeout_seconds)", "")[:_MAX_REASON_LENGTH]
         )
 
 
@@ -127,9 +127,9 @@ async def _read(answer: UpstreamResponse, began: float) -> TimedCall:
     async for piece in answer.pieces():
         first = first or time.perf_counter() - began
         parts.append(piece)
-    whole, said = time.perf_counter() - began, b"".join(parts)
-    if answer.status != 200 or _FAULT in said:
-        text = " ".join(said.decode("utf-8", "replace").split())
-        return TimedCall(failure=f"{answer.status}: {text[:_LONGEST_REASON]}")
-    counted, overhead = _USAGE.findall(said), answer.headers.get("x-ratchet-overhead-ms")
+    whole, content = time.perf_counter() - began, b"".join(parts)
+    if answer.status != 200 or _FAULT in content:
+        text = " ".join(content.decode("utf-8", "replace").split())
+        return TimedCall(failure=f"{answer.status}: {text[:_MAX_REASON_LENGTH]}")
+    counted, overhead = _USAGE.findall(content), answer.headers.get("x-ratchet-overhead-ms")
     return TimedCall(first, whole, int(counted[-1]) if counted else 0, float(overhead) / 1000 if overhead else None)

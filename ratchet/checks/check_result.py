@@ -1,4 +1,4 @@
-"""What a check of `ratchet doctor` found, and its remedy."""
+"""The result of one check of `ratchet doctor`, with a remedy if it failed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """One proof: what was seen, or why it failed and what to do."""
+    """One result: the observation, or the reason of the failure and the remedy."""
 
     name: str
     passed: bool
@@ -16,10 +16,10 @@ class CheckResult:
     remedy: str = ""
 
     def line(self) -> str:
-        """The finding for people."""
+        """Return the result as text."""
         verdict = "pass" if self.passed else "FAIL"
         return f"{verdict}  {self.name:<9} {self.seen}" + (f"\n      remedy: {self.remedy}" if self.remedy else "")
 
     def as_data(self) -> dict[str, Any]:
-        """The finding as plain data."""
+        """Return the result as plain data."""
         return asdict(self)

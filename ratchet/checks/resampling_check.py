@@ -14,23 +14,23 @@ from ratchet.settings.project_settings import Settings
 _NAME = "resampling"
 
 
-def wants_resampling(settings: Settings) -> bool:
-    """Whether the trainer is to ask for resamples."""
+def is_resampling_enabled(settings: Settings) -> bool:
+    """Return whether the trainer samples further answers to recorded prompts."""
     return bool((settings.trainer.get("resample") or {}).get("samples"))
 
 
 def check_resampling(settings: Settings, running: dict[str, Any]) -> CheckResult:
-    """Return the finding on a running project."""
+    """Return the result for a running project."""
     import httpx
 
     from ratchet.trainer.adapters.vllm_load import load_of
     from ratchet.trainer.controller.collect.resampling.resample_call import KEY_VARIABLE
 
     if not running:
-        return CheckResult(_NAME, False, "not proven: no project is up", "start it with `ratchet up --detach`")
+        return CheckResult(_NAME, False, "not checked: no project is up", "start it with `ratchet up --detach`")
     load = load_of([running["vllm_url"]], os.environ.get("RATCHET_UPSTREAM_API_KEY"))
     if load.unknown is not None:
-        return CheckResult(_NAME, False, load.unknown, "take --disable-log-stats out of vllm.extra_args")
+        return CheckResult(_NAME, False, load.unknown, "remove --disable-log-stats from vllm.extra_args")
     key = os.environ.get(KEY_VARIABLE, "none")
     try:
         answer = httpx.get(
@@ -43,4 +43,6 @@ def check_resampling(settings: Settings, running: dict[str, Any]) -> CheckResult
         return CheckResult(
             _NAME, False, seen, f"`ratchet keys create --name resampling`, and start with {KEY_VARIABLE}=KEY"
         )
-    return CheckResult(_NAME, True, f"vLLM runs {load.running} calls now, {load.waiting} wait; the proxy takes the key")
+    return CheckResult(
+        _NAME, True, f"vLLM runs {load.running} calls now, {load.waiting} wait; the proxy accepts the key"
+    )

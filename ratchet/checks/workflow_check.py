@@ -1,8 +1,7 @@
-"""`ratchet doctor --workflow`: a few attempts at one task, and every reason why training on such would be a no-op.
+"""`ratchet doctor --workflow`: a few rollouts of one task, and every reason why training on them would have no effect.
 
-Promises: the attempts are real rollouts through a real proxy, of purpose `eval`: they are never trained, and dropped at
-once; each step passes, or fails with all its reasons and their remedies. A step that has nothing to look at is not
-told: what no attempt showed is not passed.
+The rollouts run through the real proxy with purpose `eval`: they are never trained and dropped at once. Each step
+passes, or fails with all reasons and remedies. A step without data is not reported, so it never counts as passed.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _NO_PROXY = "start the project with `ratchet up --detach`, or give --proxy URL"
 
 
 def task_of(text: str, settings: Settings) -> Task:
-    """Return the task in a JSON object, in a file that holds one, or the first one of a task set.
+    """Return the task: a JSON object, a file with one, or the first row of a task set.
 
     Raises UsageError, TaskSetError.
     """
@@ -53,7 +52,7 @@ def task_of(text: str, settings: Settings) -> Task:
 
 
 def _object(text: str) -> dict[str, Any] | None:
-    """Return the JSON object that a text is, or that its file holds; None where it is something else."""
+    """Parse a JSON object, or a .json file with one; None for anything else."""
     if text.lstrip().startswith("{"):
         try:
             found = json.loads(text)
@@ -71,8 +70,8 @@ def _object(text: str) -> dict[str, Any] | None:
 
 
 def run_checks(settings: Settings, task: Task) -> Iterator[CheckResult]:
-    """Yield what was found at each step. Raises WorkflowError, JudgeError where these cannot be loaded."""
-    with context.opened(_to_the_end(settings)) as tuner_context:
+    """Yield the results of each step. Raises WorkflowError or JudgeError if the workflow or judge cannot be loaded."""
+    with context.opened(_allow_all_failures(settings)) as tuner_context:
         proxy = _proxy(tuner_context.proxy_url)
         yield proxy
         if not proxy.passed:
@@ -87,12 +86,12 @@ def run_checks(settings: Settings, task: Task) -> Iterator[CheckResult]:
             reasons = _reasons(settings, tuner_context, task, rollouts, transcripts)
             blind = any(reason.about == "tokens" for reason in reasons)
             yield from _by_step(reasons, _seen(rollouts, transcripts, blind))
-            _forget(tuner_context.store, transcripts)
+            _drop(tuner_context.store, transcripts)
             tuner_context.store.tunings.end(run.id, "done", {"reasons": [reason.seen for reason in reasons]})
 
 
-def _to_the_end(settings: Settings) -> Settings:
-    """However many of its attempts fail: that is what it tells. Else the settings stay as they are."""
+def _allow_all_failures(settings: Settings) -> Settings:
+    """Return settings under which all attempts may fail: the check reports their failures."""
     attempts = settings.tuner_settings().attempts
     return settings.model_copy(update={"tuner": {"max_failures": attempts} | settings.tuner})
 
@@ -101,7 +100,7 @@ def _proxy(url: str) -> CheckResult:
     try:
         httpx.get(f"{url}/health/live", timeout=_PATIENCE, trust_env=False).raise_for_status()
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        return CheckResult("proxy", False, f"{url} does not answer as a proxy does: {error}", _NO_PROXY)
+        return CheckResult("proxy", False, f"{url} does not answer like a proxy: {error}", _NO_PROXY)
     return CheckResult("proxy", True, f"{url} answers")
 
 
@@ -137,14 +136,14 @@ def _reasons(
         base_model=settings.base_model or "unset", judge=settings.trainer.get("judge") or "unset:unset"
     )
     roles = Roles(trainer.roles, trainer.role_patterns)
-    longest = max((_seconds(one) for one in rollouts), default=0.0)
+    max_seconds = max((_seconds(one) for one in rollouts), default=0.0)
     with context.judge_of(settings) as judge:
         return [
             *diagnosis.rollout_problems(rollouts),
             *diagnosis.call_problems(transcripts, task.id, settings.model, roles),
             *diagnosis.judge_problems(judge, transcripts[0] if transcripts else None),
             *diagnosis.score_problems(rollouts),
-            *diagnosis.setting_problems(trainer, tuner_context.tuner, longest),
+            *diagnosis.setting_problems(trainer, tuner_context.tuner, max_seconds),
         ]
 
 
@@ -153,19 +152,19 @@ def _seconds(rollout: Rollout) -> float:
 
 
 def _seen(rollouts: list[Rollout], transcripts: list[Transcript], blind: bool) -> dict[str, str]:
-    """Return what a step that passed has shown; a step that had nothing to look at (`blind`: no token) is left out."""
+    """Describe what each step observed, without steps that had no data (`blind`: no token)."""
     calls = [call for one in transcripts for call in one.calls]
     tokens = sum(call.completion_tokens for call in calls)
     scores = sorted(one.score for one in rollouts if one.score is not None)
     known = {
-        "rollouts": f"{len(rollouts)} attempts ended, the longest in {max(map(_seconds, rollouts)):.1f} s",
-        "calls": f"{len(calls)} calls in {len(transcripts)} trajectories, known to be attempts at the task",
+        "rollouts": f"{len(rollouts)} attempts ended, the max_seconds in {max(map(_seconds, rollouts)):.1f} s",
+        "calls": f"{len(calls)} calls in {len(transcripts)} trajectories, all attributed to the task",
         "tokens": f"{tokens} sampled tokens, with ids and logprobs",
-        "attempts": "they differ" if len(rollouts) > 1 else "one attempt shows nothing; --attempts 4 shows more",
-        "judge": "it tells answers apart",
+        "attempts": "they differ" if len(rollouts) > 1 else "one attempt cannot differ; use --attempts 4",
+        "judge": "it distinguishes answers",
         "scores": f"from {scores[0]:g} to {scores[-1]:g}" if scores else "none",
-        "groups": "attempts become a group in time",
-        "settings": "nothing in them stands in the way",
+        "groups": "attempts form a group in time",
+        "settings": "they allow training",
     }
     unseen = {"tokens": not tokens, "attempts": blind or not tokens, "judge": not transcripts, "scores": not scores}
     return {step: seen for step, seen in known.items() if not unseen.get(step)}
@@ -179,8 +178,8 @@ def _by_step(reasons: list[Reason], seen: dict[str, str]) -> Iterator[CheckResul
         yield from (CheckResult(step, False, reason.seen, reason.remedy) for reason in here)
 
 
-def _forget(store: Store, transcripts: list[Transcript]) -> None:
-    """Put the attempts aside. They are of an evaluation, never trained; a trainer that is quicker does the same."""
+def _drop(store: Store, transcripts: list[Transcript]) -> None:
+    """Drop the attempts. A running trainer may have done so already."""
     from ratchet.store.errors import InvalidTransition
 
     for one in transcripts:

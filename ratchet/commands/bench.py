@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @click.option("--blocks", type=click.IntRange(1), default=10, show_default=True, help="Blocks of calls per target.")
 @click.option("--stream/--no-stream", default=True, show_default=True, help="Stream answers.")
 @click.option(
-    "--prompt-words", type=click.IntRange(1, 1_000_000), default=100, show_default=True, help="Prompt length."
+    "--prompt-words", type=click.IntRange(1, 1_000_000), default=100, show_default=True, help="Words per prompt."
 )
 @click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True, help="Tokens per answer.")
 @click.option("--timeout", type=click.FloatRange(0, min_open=True), default=120.0, show_default=True,
@@ -36,11 +36,11 @@ def bench(
     stream: bool, prompt_words: int, max_tokens: int, proxy: str | None, upstream: str | None, upstream_model: str |
     None, model: str | None, project: str | None,
 ) -> int:  # fmt: skip
-    """Measure what the proxy costs here: direct calls to your vLLM and calls through the proxy, in turns.
+    """Measure the overhead of the proxy on this machine: direct calls to your vLLM and calls through the proxy.
 
-    Overhead latency with its interval, tokens per second, the proxy's CPU per call. The version that is live is asked
-    by name, so that nothing is judged or trained; the calls are recorded with the tag `bench`. They are load: measure
-    while nobody waits for answers. Ends with 1 where a call failed. Keys: RATCHET_API_KEYS, RATCHET_UPSTREAM_API_KEY.
+    Prints the added latency with its interval, tokens per second, and the proxy's CPU time per call. The calls name the
+    live version, so they are neither judged nor trained; they are recorded with the tag `bench`. They put load on vLLM:
+    run this while it is idle. Exits with 1 if a call failed. Keys: RATCHET_API_KEYS, RATCHET_UPSTREAM_API_KEY.
 
     \b
     Example:
@@ -65,9 +65,9 @@ def bench(
         MeasurementPlan(calls or 2 * concurrency * blocks, concurrency, blocks, timeout),
     )
     if not as_json:
-        click.echo(_told(ways, shape), err=True)
-    with progress_bars() as told:
-        measured = measure(ways, shape, plan, cpu_seconds_of(ways[-1].url), told)
+        click.echo(_describe(ways, shape), err=True)
+    with progress_bars() as report_progress:
+        measured = measure(ways, shape, plan, cpu_seconds_of(ways[-1].url), report_progress)
     if as_json:
         options.print_json(bench_report.plain(measured))
     else:
@@ -90,19 +90,19 @@ def _ways(
     vllm_url = upstream or read_run_state(settings.state).get("vllm_url")
     if not vllm_url:
         raise click.UsageError(
-            "which vLLM is behind the proxy? start the project with `ratchet up --detach`, or give --upstream URL"
+            "the URL of vLLM is unknown: start the project with `ratchet up --detach`, or give --upstream URL"
         )
     vllm_url = _base(str(vllm_url))
     key, vllm_key = tuning.first_api_key(), os.environ.get("RATCHET_UPSTREAM_API_KEY")
     listed = targets.cards(proxy_url, key, "is it running (`ratchet up`), and does it accept RATCHET_API_KEYS?")
-    asked = targets.proxy_model_name(settings.model, listed)
+    proxy_model = targets.proxy_model_name(settings.model, listed)
     name = upstream_model or targets.vllm_model_name(
-        asked, targets.cards(vllm_url, vllm_key, "is --upstream its URL, and RATCHET_UPSTREAM_API_KEY its key?")
+        proxy_model, targets.cards(vllm_url, vllm_key, "is --upstream its URL, and RATCHET_UPSTREAM_API_KEY its key?")
     )
     return (
         CallTarget(DIRECT, vllm_url, name, vllm_key),
         CallTarget(DIRECT_WITH_IDS, vllm_url, name, vllm_key, IDS),
-        CallTarget(PROXIED, proxy_url, asked, key),
+        CallTarget(PROXIED, proxy_url, proxy_model, key),
     )
 
 
@@ -110,7 +110,7 @@ def _base(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-def _told(ways: tuple[CallTarget, ...], shape: RequestShape) -> str:
+def _describe(ways: tuple[CallTarget, ...], shape: RequestShape) -> str:
     direct, proxied = ways[0], ways[-1]
     return (
         f"{proxied.model} at {proxied.url} beside {direct.model} at {direct.url}: "

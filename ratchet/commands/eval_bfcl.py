@@ -74,9 +74,9 @@ def bfcl(
             return
     else:
         python = find(folder)
-    asked = _asked(given)
+    request = _request(given)
     with options.open_store_for_command(settings.store_url) as opened:
-        found, ranked = _evaluate(opened, settings, versions or _both(opened, settings.model), python, asked, proxy)
+        found, ranked = _evaluate(opened, settings, versions or _both(opened, settings.model), python, request, proxy)
     if as_json:
         from ratchet.tuner.reports.tuning_result import plain
 
@@ -85,7 +85,7 @@ def bfcl(
         click.echo("\n".join(_lines(found, ranked)))
 
 
-def _asked(given: dict[str, Any]) -> BfclRequest:
+def _request(given: dict[str, Any]) -> BfclRequest:
     from ratchet.tuner.environments.bfcl.evaluation import CATEGORIES, BfclRequest
 
     categories = given["categories"] or ("simple_python",)
@@ -107,7 +107,7 @@ def _both(store: Store, alias: str) -> tuple[str, ...]:
 
 
 def _evaluate(
-    store: Store, settings: Settings, versions: tuple[str, ...], python: Path, asked: BfclRequest, proxy: str | None
+    store: Store, settings: Settings, versions: tuple[str, ...], python: Path, request: BfclRequest, proxy: str | None
 ) -> tuple[TuningResult, Ranking]:
     """Evaluate each version and store the result."""
     import msgspec
@@ -121,7 +121,7 @@ def _evaluate(
 
     base_url = f"{(proxy or proxy_of(settings)).rstrip('/').removesuffix('/v1')}/v1"
     began = time.monotonic()
-    tuning = store.tunings.begin("eval", settings.model, {"versions": versions, **msgspec.to_builtins(asked)})
+    tuning = store.tunings.begin("eval", settings.model, {"versions": versions, **msgspec.to_builtins(request)})
     folder = settings.state.root / "evaluations" / tuning.id
     key = first_api_key() or "x"
     answers = {}
@@ -129,21 +129,21 @@ def _evaluate(
         with progress_bars() as report_progress:
             for version in versions:
                 name = folder / version.replace("/", "_")
-                answers[version] = run_package(python, version, asked, base_url=base_url, key=key, folder=name)
+                answers[version] = run_package(python, version, request, base_url=base_url, key=key, folder=name)
                 report_progress("versions evaluated", 1, len(versions))
         ranked = ranking(answers)
         wall = time.monotonic() - began
         prices = prices_of((entry.model_dump() for entry in settings.model_list), settings.tuner_settings().prices)
-        found = result(settings.model, asked, answers, found=ranked, wall_seconds=wall, prices=prices)
+        found = result(settings.model, request, answers, found=ranked, wall_seconds=wall, prices=prices)
         store.tunings.end(tuning.id, "done", plain(found))
     return found, ranked
 
 
 def _lines(found: TuningResult, ranked: Ranking) -> list[str]:
     text = [f"{found.technique}: {found.task_set.tasks} entries, judged by {found.judge}"]
-    for standing in ranked.scores:
-        share = "not known" if standing.mean is None else f"{standing.mean:.1%}"
-        text.append(f"  {standing.candidate:<16} {share} right (95% {standing.low:.1%} to {standing.high:.1%})")
+    for score in ranked.scores:
+        share = "not known" if score.mean is None else f"{score.mean:.1%}"
+        text.append(f"  {score.candidate:<16} {share} right (95% {score.low:.1%} to {score.high:.1%})")
     for row in found.details["by_category"]:
         errors = ", ".join(f"{count} {name}" for name, count in row["errors"].items())
         broken = f", {row['broken']} failed to run" if row["broken"] else ""

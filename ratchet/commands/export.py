@@ -85,7 +85,7 @@ def _chosen(store: Store, chosen: TrajectoryFilter) -> Iterator[Exported]:
     advantages = lru_cache(maxsize=256)(lambda group: _advantages(store, group))
     total = store.deletions.count(chosen)
     last: str | None = None
-    with progress_bars() as told:
+    with progress_bars() as report_progress:
         while page := store.trajectories.page(_PAGE, last, chosen=chosen):
             verdicts = store.groups.verdicts([run.id for run in page])
             for run in page:
@@ -96,7 +96,7 @@ def _chosen(store: Store, chosen: TrajectoryFilter) -> Iterator[Exported]:
                 calls = store.trajectories.context_calls(transcript)
                 advantage = advantages(run.group_id).get(run.id) if run.group_id else None
                 yield Exported(transcript, calls, verdicts.get(run.id), advantage)
-            told("exporting", len(page), total)
+            report_progress("exporting", len(page), total)
             last = page[-1].id
 
 

@@ -69,17 +69,17 @@ def add(
 
     named: dict[str, Any] = {"response_id": response, "call_id": call, "trajectory_id": trajectory}
     body = named | {"comment": comment, "demonstration": demonstration, "end_user": end_user, "value": _value(value)}
-    said = parse_feedback(msgspec.json.encode(body)).record(OPERATOR, None, time.time())
+    entry = parse_feedback(msgspec.json.encode(body)).record(OPERATOR, None, time.time())
     with options.open_project_store(context, **given) as store:
-        place = store.feedback.target_of(said)
+        place = store.feedback.target_of(entry)
         if place is None:
-            raise click.ClickException(f"the store holds no {said.kind} {said.target!r}")
-        store.feedback.add([said])
+            raise click.ClickException(f"the store holds no {entry.kind} {entry.target!r}")
+        store.feedback.add([entry])
         trained = store.lineage.versions_of([place[0]]).get(place[0], ())
     if as_json:
-        options.print_json({"id": said.id, "trajectory_id": place[0], "call_id": place[1], "trained": trained})
+        options.print_json({"id": entry.id, "trajectory_id": place[0], "call_id": place[1], "trained": trained})
         return
-    click.echo(f"{said.id}: feedback on {place[0]}" + (f", which trained {', '.join(trained)}" if trained else ""))
+    click.echo(f"{entry.id}: feedback on {place[0]}" + (f", which trained {', '.join(trained)}" if trained else ""))
 
 
 @feedback.command("list")
@@ -100,14 +100,14 @@ def list_feedback(context: click.Context, /, trajectory: str | None, limit: int,
 
     with options.open_project_store(context, **given) as store:
         found = store.feedback.page(limit, trajectory=trajectory)
-        trained = store.lineage.versions_of(list({said.trajectory_id for said in found if said.trajectory_id}))
+        trained = store.lineage.versions_of(list({entry.trajectory_id for entry in found if entry.trajectory_id}))
     if as_json:
         options.print_json(
             [msgspec.structs.asdict(s) | {"trained": trained.get(s.trajectory_id or "", ())} for s in found]
         )
         return
-    for said in found:
-        click.echo(line(said, trained.get(said.trajectory_id or "", ())))
+    for entry in found:
+        click.echo(line(entry, trained.get(entry.trajectory_id or "", ())))
     if not found:
         click.echo("no feedback in this store: agents send it to POST /api/feedback (docs/feedback.md)")
 
@@ -180,7 +180,7 @@ def _with_feedback(store: Store, alias: str, limit: int) -> Iterator[Transcript]
     page = store.feedback.page(min(limit, _PAGE))
     while page and limit > 0:
         limit -= len(page)
-        for name in dict.fromkeys(said.trajectory_id for said in page if said.trajectory_id):
+        for name in dict.fromkeys(entry.trajectory_id for entry in page if entry.trajectory_id):
             if name not in seen and store.trajectories.get(name).alias == alias:
                 yield store.trajectories.read(name)
             seen.add(name)
@@ -203,17 +203,17 @@ def _judged_groups(store: Store, alias: str, limit: int, held_out: float) -> Ite
         page = store.groups.page(min(limit, _PAGE), before=page[-1].id) if limit > 0 else []
 
 
-def line(said: Any, trained: tuple[str, ...]) -> str:
+def line(entry: Any, trained: tuple[str, ...]) -> str:
     """Format feedback as a line, without control characters."""
     from datetime import UTC, datetime
 
     parts = [
-        datetime.fromtimestamp(said.given_at, UTC).strftime("%Y-%m-%d %H:%M"),
-        "     -" if said.value is None else f"{said.value:>6g}",
-        said.trajectory_id or f"waits for {said.kind} {said.target}",
-        said.source,
-        said.comment,
-        "(with a demonstration)" if said.demonstration else "",
+        datetime.fromtimestamp(entry.given_at, UTC).strftime("%Y-%m-%d %H:%M"),
+        "     -" if entry.value is None else f"{entry.value:>6g}",
+        entry.trajectory_id or f"waits for {entry.kind} {entry.target}",
+        entry.source,
+        entry.comment,
+        "(with a demonstration)" if entry.demonstration else "",
         f"trained {', '.join(trained)}" if trained else "",
     ]
     return "  ".join(strip_control_characters(part).replace("\n", " ") for part in parts if part)

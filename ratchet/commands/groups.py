@@ -127,8 +127,8 @@ def _lines(group: Group, verdicts: Mapping[str, Verdict]) -> Iterator[str]:
     yield f"  compared by {compared_by(group.key)}"
     for name in group.members:
         verdict = verdicts.get(name)
-        said = f"{verdict.judge}: {verdict.failure or verdict.explanation}" if verdict else "no verdict yet"
-        yield f"  {name}  {format_score(verdict) or '-'}  {said}".rstrip(": ")
+        judgement = f"{verdict.judge}: {verdict.failure or verdict.explanation}" if verdict else "no verdict yet"
+        yield f"  {name}  {format_score(verdict) or '-'}  {judgement}".rstrip(": ")
 
 
 def compared_by(key: str) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from ratchet.tuning.context import judge_of
 
 if TYPE_CHECKING:
     from ratchet.settings.project_settings import Settings
+    from ratchet.store.records import Group
     from ratchet.store.records.tuning import Rollout
     from ratchet.trainer.controller.judges import Judge
     from ratchet.trainer.controller.judges.audit.calibration import Calibration
@@ -71,8 +71,9 @@ def try_(context: click.Context, /, names: tuple[str, ...], as_json: bool, **giv
 @options.as_json
 @click.pass_context
 def show(context: click.Context, /, group: str, as_json: bool, **given: Any) -> None:
-    """Show a group: its members with their version, scenario, step and exception, every verdict, what people said,
-    which policies it trained, and word for word what its judge asked a language model and heard.
+    """Show a group: members with version, scenario, step and exception; verdicts; feedback; the versions it trained.
+
+    Also prints the full requests of the judge to a language model, and the responses.
 
     \b
     Example:
@@ -84,7 +85,7 @@ def show(context: click.Context, /, group: str, as_json: bool, **given: Any) -> 
         rollouts = store.rollouts.of_trajectories(found.members)
         verdicts, judge_requests = store.groups.verdict_history(group), store.groups.judge_requests(group)
         trained = store.lineage.versions_of(found.members)
-        said = [one for name in found.members for one in reversed(store.feedback.page(trajectory=name))]
+        feedback = [one for name in found.members for one in reversed(store.feedback.page(trajectory=name))]
     if as_json:
         options.print_json(
             {
@@ -93,7 +94,7 @@ def show(context: click.Context, /, group: str, as_json: bool, **given: Any) -> 
                 "rollouts": [_plain(rollout) for rollout in rollouts.values()],
                 "verdicts": [_plain(verdict) for verdict in verdicts],
                 "judge_requests": [_readable(exchange) for exchange in judge_requests],
-                "feedback": [_plain(one) for one in said],
+                "feedback": [_plain(one) for one in feedback],
                 "trained": trained,
             }
         )
@@ -103,18 +104,18 @@ def show(context: click.Context, /, group: str, as_json: bool, **given: Any) -> 
         click.echo(f"member  {member.id}  {member.alias}@{member.version}{_rollout(rollouts.get(member.id))}")
     for verdict in verdicts:
         click.echo(_line(verdict))
-    for one in said:
+    for one in feedback:
         click.echo(f"feedback  {feedback_line(one, trained.get(one.trajectory_id or '', ()))}")
     for policies in sorted(set(trained.values())):
         click.echo(f"trained {', '.join(policies)}")
     for exchange in judge_requests:
-        told = _readable(exchange)
-        click.echo(f"\n{told['id']}: {told['url']} status {told['status']}, {told['latency']:.1f} s")
-        for message in told["request"].get("messages", ()):
+        record = _readable(exchange)
+        click.echo(f"\n{record['id']}: {record['url']} status {record['status']}, {record['latency']:.1f} s")
+        for message in record["request"].get("messages", ()):
             click.echo(f"[{message.get('role')}] {strip_control_characters(message.get('content'))}")
-        click.echo(f"[answer] {strip_control_characters(told['response'])}")
-        if told["error"]:
-            click.echo(f"[not used] {strip_control_characters(told['error'])}")
+        click.echo(f"[answer] {strip_control_characters(record['response'])}")
+        if record["error"]:
+            click.echo(f"[not used] {strip_control_characters(record['error'])}")
 
 
 @judge.command()
@@ -144,11 +145,11 @@ def lint(context: click.Context, /, as_json: bool, **given: Any) -> int:
     from ratchet.trainer.controller.judges.audit.lint import LintOutcome
     from ratchet.trainer.controller.judges.audit.lint import lint as try_to_fool
 
-    asked = {name: given.pop(name) for name in ("task", "question", "right", "wrong", "trajectory", "tool")}
+    example = {name: given.pop(name) for name in ("task", "question", "right", "wrong", "trajectory", "tool")}
     settings = _settings(context, given)
-    stage = _stage(settings, asked)
+    stage = _stage(settings, example)
     with _judge(settings) as made:
-        report = try_to_fool(made, stage, asked["wrong"])
+        report = try_to_fool(made, stage, example["wrong"])
     code = {LintOutcome.SOUND: 0, LintOutcome.NOT_EXAMINED: EXIT_NOT_CHECKED}.get(report.outcome, 1)
     if as_json:
         plain = dataclasses.asdict(report)
@@ -165,19 +166,19 @@ def lint(context: click.Context, /, as_json: bool, **given: Any) -> int:
     return code
 
 
-def _stage(settings: Settings, asked: dict[str, Any]) -> LintTranscript:
+def _stage(settings: Settings, example: dict[str, Any]) -> LintTranscript:
     """Return the trajectory for the lint. Raises JudgeError, RecordNotFound, UsageError."""
     from ratchet.trainer.controller.judges.audit.lint_transcripts import Place, recorded, synthetic
 
-    place = Place.read(asked["tool"])
-    if asked["trajectory"] is None:
-        if asked["right"] is None:
+    place = Place.read(example["tool"])
+    if example["trajectory"] is None:
+        if example["right"] is None:
             raise click.UsageError(
-                "give --answer, the right answer, or --trajectory, a recorded one that solved its task"
+                "give --answer, the correct answer, or --trajectory, a recorded trajectory that solved its task"
             )
-        return synthetic(asked["task"], asked["question"], asked["right"], place)
+        return synthetic(example["task"], example["question"], example["right"], place)
     with options.open_store_for_command(settings.store_url, create=False) as store:
-        return recorded(store.trajectories.read(asked["trajectory"]), asked["right"], place)
+        return recorded(store.trajectories.read(example["trajectory"]), example["right"], place)
 
 
 @judge.command()
@@ -194,35 +195,33 @@ def rescore(context: click.Context, /, limit: int, as_json: bool, **given: Any) 
     Example:
       ratchet judge rescore --judge new_judge.yaml --limit 20
     """
-    from tqdm import tqdm
-
     from ratchet.trainer.controller.judges.audit.rescoring import compare
 
     settings = _settings(context, given)
     compared = []
     with options.open_store_for_command(settings.store_url) as store, _judge(settings) as made:
-        for group in tqdm(store.groups.page(limit), unit="group", disable=not sys.stderr.isatty() or as_json):
+        for group in _with_progress(store.groups.page(limit)):
             old = store.groups.verdicts(group.members)
             if old:
                 members = [store.trajectories.read(name) for name in group.members]
                 compared.append((old, made.judge(group.id, members).verdicts))
     if not compared:
         raise click.ClickException("no group has a verdict yet")
-    told = compare(compared)
+    changes = compare(compared)
     if as_json:
         import dataclasses
 
         options.print_json(
-            {"judge": made.name, "version": made.version, "groups": len(compared)} | dataclasses.asdict(told)
+            {"judge": made.name, "version": made.version, "groups": len(compared)} | dataclasses.asdict(changes)
         )
     else:
-        order = "unknown" if told.tau is None else f"{told.tau:+.2f}"
-        click.echo(f"{made.name}: {told.judged} trajectories of {len(compared)} groups, {told.failures} failures")
-        click.echo(f"mean {told.mean_before:.3f} -> {told.mean_after:.3f}, mean change {told.mean_change:.3f}")
+        order = "unknown" if changes.tau is None else f"{changes.tau:+.2f}"
+        click.echo(f"{made.name}: {changes.judged} trajectories of {len(compared)} groups, {changes.failures} failures")
+        click.echo(f"mean {changes.mean_before:.3f} -> {changes.mean_after:.3f}, mean change {changes.mean_change:.3f}")
         click.echo(f"order within groups (Kendall's tau): {order}")
-        for name, before, after in told.moved[:_SHOWN]:
+        for name, before, after in changes.moved[:_SHOWN]:
             click.echo(f"  {name}  {before:g} -> {after:g}")
-    return int(told.failures > 0)
+    return int(changes.failures > 0)
 
 
 @judge.command()
@@ -256,29 +255,27 @@ def calibrate(
     Example:
       ratchet judge calibrate --judge ruler.yaml --truth answers.yaml --limit 20
     """
-    from tqdm import tqdm
-
     from ratchet.trainer.controller.judges.audit.calibration import CalibrationGroup
-    from ratchet.trainer.controller.judges.audit.calibration import calibrate as hold_against
+    from ratchet.trainer.controller.judges.audit.calibration import calibrate as calibrate_judge
 
     settings = _settings(context, given)
     truth_settings = _settings(context, given | {"judge": truth_given})
-    asked = []
+    comparisons = []
     with (
         options.open_store_for_command(settings.store_url) as store,
         _judge(settings) as made,
         _judge(truth_settings) as truth,
     ):
         groups = [group for group in store.groups.page(limit) if len(group.members) > 1]
-        for group in tqdm(groups, unit="group", disable=not sys.stderr.isatty() or as_json):
+        for group in _with_progress(groups):
             members = [store.trajectories.read(name) for name in group.members]
             first, reverse = (made.judge(None, order).verdicts for order in (members, members[::-1]))
-            asked.append(CalibrationGroup(truth.judge(None, members).verdicts, first, reverse))
-    found = hold_against(asked)
+            comparisons.append(CalibrationGroup(truth.judge(None, members).verdicts, first, reverse))
+    found = calibrate_judge(comparisons)
     if found.agreement is None:
         raise click.ClickException(
-            f"of {len(asked)} groups with two members or more none has two that {truth.name} tells apart: there is "
-            "nothing to compare the judge with"
+            f"{truth.name} gives equal scores within each of the {len(comparisons)} groups with two members or more: there "
+            "is nothing to compare the judge with"
         )
     if as_json:
         import dataclasses
@@ -301,8 +298,18 @@ def _calibration_lines(judge_name: str, truth_name: str, found: Calibration) -> 
         f"{found.failures} failures",
         f"agreement {found.agreement:.1%} of {found.pairs} pairs (95% {found.low:.1%} to {found.high:.1%})",
         f"order within groups (Kendall's tau-b): {order}; mean score of the better minus that of the worse: {gap}",
-        f"in the reverse order {swapped} of its pairs turn round, and scores move by {found.moved:.3f} on the mean",
+        f"in reverse order {swapped} of its pairs swap, and scores change by {found.moved:.3f} on average",
     ]
+
+
+def _with_progress(groups: Sequence[Group]) -> Iterator[Group]:
+    """Yield the groups, with a progress bar on stderr."""
+    from ratchet.output.terminal import progress_bars
+
+    with progress_bars() as report_progress:
+        for group in groups:
+            yield group
+            report_progress("judging groups", 1, len(groups))
 
 
 def _settings(context: click.Context, given: dict[str, Any]) -> Settings:
@@ -314,9 +321,7 @@ def _settings(context: click.Context, given: dict[str, Any]) -> Settings:
 def _judge(settings: Settings) -> Iterator[Judge]:
     with judge_of(settings) as made:
         if made is None:
-            raise click.UsageError(
-                "no judge is named: give --judge module:function or a YAML file, or set trainer.judge"
-            )
+            raise click.UsageError("no judge is set: give --judge module:function or a YAML file, or set trainer.judge")
         yield made
 
 

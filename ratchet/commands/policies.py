@@ -98,9 +98,9 @@ def show(
     if not versions and not decisions:
         raise click.UsageError(f"{alias}: no such model; known models: {', '.join(known) or 'none'}")
     if as_json:
-        told = {str(number): _plain(prompt) for number, prompt in prompts.items()}
+        prompt_records = {str(number): _plain(prompt) for number, prompt in prompts.items()}
         options.print_json(
-            {"decisions": [_plain(decision) for decision in decisions], "canary": scores, "prompts": told}
+            {"decisions": [_plain(decision) for decision in decisions], "canary": scores, "prompts": prompt_records}
         )
         return
     for number, prompt in prompts.items():

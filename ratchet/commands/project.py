@@ -201,7 +201,7 @@ def _check_results(
     from ratchet.tuning import context as tuning
 
     settings = tuning.settings_of(context, given | {"tasks": None, "test_size": None, "seed": None})
-    asked = task or settings.tuner_settings().tasks
-    if asked is None:
+    source = task or settings.tuner_settings().tasks
+    if source is None:
         raise click.UsageError("the workflow needs a task: give --task JSON or a file, or set tuner.tasks")
-    yield from workflow_check.run_checks(settings, workflow_check.task_of(asked, settings))
+    yield from workflow_check.run_checks(settings, workflow_check.task_of(source, settings))

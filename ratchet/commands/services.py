@@ -98,6 +98,6 @@ def trainer(
 
 def _above_bars(line: str) -> None:
     """Write a log line to the terminal, above progress bars."""
-    from tqdm import tqdm
+    from ratchet.trainer.observability.progress import print_line
 
-    tqdm.write(line, file=sys.stderr, end="")
+    print_line(line.rstrip("\n"))

@@ -73,8 +73,8 @@ def verify(context: click.Context, store: str | None, project: str | None, as_js
     from ratchet.output.terminal import progress_bars
     from ratchet.store.verify import verify as verify_store
 
-    with progress_bars() as told:
-        found = verify_store(store_url_of(context, store, project), told)
+    with progress_bars() as report_progress:
+        found = verify_store(store_url_of(context, store, project), report_progress)
     if as_json:
         findings = [msgspec.structs.asdict(finding) for finding in found.findings]
         options.print_json({"rows": found.rows, "findings": findings, "count": found.count, "sound": found.sound})
@@ -221,8 +221,8 @@ def _with_bar(store: Store, chosen: TrajectoryFilter, why: str) -> Deletion:
     from ratchet.output.terminal import progress_bars
 
     total = store.deletions.count(chosen)
-    with progress_bars() as told:
-        return store.deletions.delete(chosen, why, lambda count: told("deleting", count, total))
+    with progress_bars() as report_progress:
+        return store.deletions.delete(chosen, why, lambda count: report_progress("deleting", count, total))
 
 
 def _print_plan(count: int, policies: list[AffectedVersion], as_json: bool) -> None:

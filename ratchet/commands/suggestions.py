@@ -1,4 +1,4 @@
-"""Suggestions for words that are no command: the same or a like word, wherever it stands among the commands."""
+"""Suggestions for unknown commands: similar command names at any level."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterator
 
 import click
 
-_LIKE = 0.75
+_MIN_SIMILARITY = 0.75
 
 
 class SuggestingGroup(click.Group):
-    """A group whose unknown words are answered with the commands that may be meant."""
+    """A group that suggests similar commands if a command is unknown."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command of the first word. Raises UsageError, which names the nearest ones."""
+        """Return the command of the first word. Raises UsageError, which names similar commands."""
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
@@ -27,17 +27,17 @@ class SuggestingGroup(click.Group):
 
 
 def nearest(words: list[str], group: click.Group) -> list[str]:
-    """Return the commands below a group that `words` may mean, the likeliest first; three at most."""
-    asked = [word for word in words if not word.startswith("-")][:3]
-    scored = [(max(_likeness(asked, path), _likeness(asked[:1], path)), path) for path in _paths(group)]
-    best = sorted((pair for pair in scored if pair[0] >= _LIKE), key=lambda pair: (-pair[0], len(pair[1])))
+    """Return at most three commands of a group similar to `words`, the most similar first."""
+    typed = [word for word in words if not word.startswith("-")][:3]
+    scored = [(max(_similarity(typed, path), _similarity(typed[:1], path)), path) for path in _paths(group)]
+    best = sorted((pair for pair in scored if pair[0] >= _MIN_SIMILARITY), key=lambda pair: (-pair[0], len(pair[1])))
     return [" ".join(path) for score, path in best if score > best[0][0] - 0.1][:3]
 
 
-def _likeness(asked: list[str], path: tuple[str, ...]) -> float:
-    """Return how like a command's words, or its last one, are to what was asked for: 1 is the same."""
-    whole = difflib.SequenceMatcher(None, " ".join(asked), " ".join(path)).ratio()
-    last = difflib.SequenceMatcher(None, asked[-1], path[-1]).ratio()
+def _similarity(typed: list[str], path: tuple[str, ...]) -> float:
+    """Return the similarity of `typed` to a command's words or its last word; 1 is equal."""
+    whole = difflib.SequenceMatcher(None, " ".join(typed), " ".join(path)).ratio()
+    last = difflib.SequenceMatcher(None, typed[-1], path[-1]).ratio()
     return max(whole, last)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import sys
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,9 @@ from ratchet.output.terminal import strip_control_characters
 
 if TYPE_CHECKING:
     from ratchet.tuner.tasks.imported import ImportedTasks
+
+
+_ROWS_PER_UPDATE = 1000  # of the progress bar
 
 
 @click.group()
@@ -79,15 +83,15 @@ def import_(
     """
     import dataclasses
 
-    from tqdm import tqdm
-
+    from ratchet.output.terminal import progress_bars
     from ratchet.trainer.tasks.task_set import TaskSet
 
     opened = TaskSet.open(source)
     if test_size is not None:
         opened = opened.split(1 - test_size, seed or 0)
-    with tqdm(unit=" tasks", mininterval=0.5, leave=False, disable=not sys.stderr.isatty()) as bar:
-        made = _imported(context, project).add(opened, name or opened.name, replace=replace, on_row=bar.update)
+    with progress_bars() as report_progress:
+        on_row = _every(_ROWS_PER_UPDATE, lambda rows: report_progress("importing", rows, None))
+        made = _imported(context, project).add(opened, name or opened.name, replace=replace, on_row=on_row)
     if as_json:
         options.print_json(dataclasses.asdict(made))
         return
@@ -125,6 +129,12 @@ def _imported(context: click.Context, project: str | None) -> ImportedTasks:
     from ratchet.tuner.tasks.imported import ImportedTasks
 
     return ImportedTasks(options.read_settings(context, {"project": project}).state.tasks)
+
+
+def _every(count: int, call: Callable[[int], None]) -> Callable[[], None]:
+    """Return a function that passes `count` to `call` once per `count` calls."""
+    numbers = itertools.count(1)
+    return lambda: call(count) if next(numbers) % count == 0 else None
 
 
 def _counts(splits: dict[str, Any]) -> str:

@@ -71,8 +71,8 @@ def list_trajectories(
 def _plain(run: Trajectory, verdict: Verdict | None) -> dict[str, Any]:
     import msgspec
 
-    told = msgspec.structs.asdict(run)
-    return told | {"score": verdict.score if verdict else None, "judge": verdict.judge if verdict else None}
+    fields = msgspec.structs.asdict(run)
+    return fields | {"score": verdict.score if verdict else None, "judge": verdict.judge if verdict else None}
 
 
 def _cells(run: Trajectory, verdict: Verdict | None) -> tuple[Any, ...]:
@@ -133,9 +133,9 @@ def _lines(found: Transcript, verdict: Verdict | None) -> Iterator[str]:
         yield f"  {'score':<8} {format_score(verdict)} by {verdict.judge}: {verdict.failure or verdict.explanation}"
     yield from (f"  {'call':<8} {_call(call)}" for call in found.calls)
     for message in found.messages:
-        told = chat(message)
-        yield f"\n[{told['role']}] {told['content'] or ''}".rstrip()
-        for called in told["tool_calls"] or ():
+        turn = chat(message)
+        yield f"\n[{turn['role']}] {turn['content'] or ''}".rstrip()
+        for called in turn["tool_calls"] or ():
             yield f"  -> {called['function']['name']}({called['function']['arguments']})"
 
 

@@ -45,7 +45,7 @@ _SETTLE_SECONDS = 60.0  # at most, for the last round after the last rollout
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """What a run of the demo can be told."""
+    """Options of a demo run."""
 
     seed: int = 1
     base_model: str | None = None  # None: the tiny policy of the example

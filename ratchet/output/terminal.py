@@ -52,10 +52,10 @@ def format_time(seconds: float) -> str:
 
 
 @contextmanager
-def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
-    """Show progress on stderr during the block; call the value with (name, newly done, total).
+def progress_bars() -> Iterator[Callable[[str, int, int | None], None]]:
+    """Show progress on stderr during the block; call the value with (name, newly done, total or None).
 
-    If stderr is not a terminal, a line is printed every `_LINE_SECONDS` seconds.
+    If stderr is not a terminal, a line is printed every `_LINE_SECONDS` seconds if the total is known.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -68,7 +68,7 @@ def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
     tasks: dict[str, TaskID] = {}
     with Progress(*columns, console=console, transient=True) as progress:
 
-        def advance(name: str, done: int, total: int) -> None:
+        def advance(name: str, done: int, total: int | None) -> None:
             if name not in tasks:
                 tasks[name] = progress.add_task(name, total=total)
             progress.advance(tasks[name], done)
@@ -84,11 +84,11 @@ class ProgressLines:
         self._done: dict[str, int] = {}
         self._printed_at = self._started_at = clock()
 
-    def __call__(self, name: str, done: int, total: int) -> None:
+    def __call__(self, name: str, done: int, total: int | None) -> None:
         """Add `done` to the count of `name`."""
         so_far = self._done[name] = self._done.get(name, 0) + done
         now = self._clock()
-        if now - self._printed_at >= _LINE_SECONDS and 0 < so_far < total:
+        if total is not None and now - self._printed_at >= _LINE_SECONDS and 0 < so_far < total:
             self._printed_at = now
             left = (now - self._started_at) / so_far * (total - so_far)
             print(f"{name} {so_far:,} of {total:,}, {left:.0f} s left", file=sys.stderr, flush=True)

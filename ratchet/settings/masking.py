@@ -1,6 +1,6 @@
-"""What must not be shown: passwords in store URLs, and values whose name says that they are secret.
+"""Masks secrets in printed or written text: passwords in store URLs, and values with secret-sounding names.
 
-Used for whatever is printed or written; what a process is given is not changed here.
+The values that processes receive are not changed.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 
 MASK = "***"
-# TOKENIZERS_PARALLELISM is no secret.
+# TOKENIZERS_PARALLELISM is not secret.
 _SECRET_VARIABLE = re.compile(r"TOKEN(?!IZ)|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
-# Arguments are told word by word: --max-num-batched-tokens and --tokenizer are no secrets.
+# Options are matched by whole words: --max-num-batched-tokens and --tokenizer are not secret.
 _SECRET_OPTION = re.compile(r"--(?:[\w-]*[-_])?(?:token|key|secret|password)", re.IGNORECASE)
 # Up to the last @: what may be part of a password is hidden rather than shown.
 _USERINFO = re.compile(r"(://[^:/@]*:).*(?=@)")

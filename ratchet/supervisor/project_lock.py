@@ -39,7 +39,7 @@ class ProjectLock:
             self._file.close()
             self._file = None
             raise already_running(state)
-        # Whoever waits for this `up` to become ready must not read the state of the last one.
+        # A command that waits for this `up` must not read the state of the previous one.
         pidfile.remove(state.running)
         pidfile.write(state.pid("up"), os.getpid())
         write_user_pidfile(state)

@@ -9,7 +9,7 @@ import pytest
 
 from ratchet.demo.email_search.mailbox import Mailbox, synthetic_mails
 from ratchet.demo.email_search.prompt import opening
-from ratchet.demo.email_search.tasks import Task, make_tasks
+from ratchet.demo.email_search.tasks import MailTask, make_tasks
 from ratchet.demo.email_search.tools import ACCEPTED, TOOLS, call_tool
 from ratchet.store.records import Call
 from ratchet.store.store import Store, open_store
@@ -34,7 +34,7 @@ MAILS = synthetic_mails(1)
 TASKS = iter(make_tasks(MAILS, 1)["test"])
 
 
-def asked(task: Task, box: Mailbox, streamed: bool, options: dict[str, Any]) -> dict[str, Any]:
+def client_request(task: MailTask, box: Mailbox, streamed: bool, options: dict[str, Any]) -> dict[str, Any]:
     """A question for a client program, and the mailbox content that answers it."""
     system, question = (message["content"] for message in opening(task.question))
     search, read = json.dumps({"keywords": [task.person, task.topic]}), json.dumps({"message_id": task.message_id})
@@ -53,7 +53,7 @@ def asked(task: Task, box: Mailbox, streamed: bool, options: dict[str, Any]) -> 
     }
 
 
-def calls_of(store: Store, task: Task) -> list[list[Call]]:
+def calls_of(store: Store, task: MailTask) -> list[list[Call]]:
     """The calls of one question by trajectory, oldest first."""
     transcripts = [store.trajectories.read(run.id) for run in store.trajectories.page(100)]
     return [list(found.calls) for found in transcripts if task.question in str(found.messages)]
@@ -67,12 +67,14 @@ def test_a_loop_with_tools_is_one_exact_trajectory(
     monkeypatch.setenv("AGENT_MODEL", "mail")
     url, box = str(project.running()["proxy_url"]), Mailbox.build(":memory:", [made.mail for made in MAILS])
     tasks = [next(TASKS) for _ in client.modes]
-    questions = [asked(task, box, mode, OPTIONS[client.name]) for task, mode in zip(tasks, client.modes, strict=True)]
+    questions = [
+        client_request(task, box, mode, OPTIONS[client.name]) for task, mode in zip(tasks, client.modes, strict=True)
+    ]
     client.program.run(url, questions)
     store = open_store(str(project.state / "store.db"))
     for task, streamed in zip(tasks, client.modes, strict=True):
 
-        def shipped(task: Task = task) -> bool:
+        def shipped(task: MailTask = task) -> bool:
             runs = calls_of(store, task)
             return bool(runs) and all(call.state == "answered" for run in runs for call in run)
 

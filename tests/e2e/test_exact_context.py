@@ -125,8 +125,8 @@ def test_ten_turns_of_tool_calls_are_one_exact_sequence(
 def test_with_an_adapter_too(engine: tuple[str, Model]) -> None:
     url, model = engine
     with proxied(url) as proxy:
-        begun = proxy.store.rounds.start("agent", 0)
-        proxy.store.rounds.commit(begun.id, version=1, checkpoint=str(model.adapter), groups=[], metrics={})
+        training_round = proxy.store.rounds.start("agent", 0)
+        proxy.store.rounds.commit(training_round.id, version=1, checkpoint=str(model.adapter), groups=[], metrics={})
         proxy.store.policies.promote("agent", 1, {})
         eventually(
             lambda: any(

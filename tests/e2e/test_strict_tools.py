@@ -23,7 +23,7 @@ from tests.e2e.conftest import POLICY
 from tests.harness.cli.project import ROOT, Project, wait_for
 
 STRICT: Any = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": True}}]
-ASKED: dict[str, dict[str, Any]] = {
+REQUESTS: dict[str, dict[str, Any]] = {
     "strict": {"tools": STRICT},
     "one call": {"tools": list(TOOLS), "parallel_tool_calls": False},
     "free": {"tools": list(TOOLS)},
@@ -34,7 +34,7 @@ def strict(value: Any) -> list[Any]:
     return [{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": value}}]
 
 
-CASES = ASKED | {
+CASES = REQUESTS | {
     "strict in words": {"tools": strict("true")},
     "not strict": {"tools": strict(False)},
     "one call in a number": {"tools": list(TOOLS), "parallel_tool_calls": 0},
@@ -75,7 +75,7 @@ def test_strict_tools_are_trained_as_up_starts_vllm(project: Project) -> None:
     def is_stored(run: str) -> bool:
         return any(call.state == "answered" for call in store.calls.page(trajectory=run))
 
-    for name, fields in ASKED.items():
+    for name, fields in REQUESTS.items():
         run = "strict-" + name.replace(" ", "-")
         body = {"model": "mail", "messages": [{"role": "user", "content": "Find it"}], "max_tokens": 16, **fields}
         path = f"{running['proxy_url']}/t/{run}/v1/chat/completions"

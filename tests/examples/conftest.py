@@ -10,7 +10,7 @@ import pytest
 
 from ratchet.demo.email_search.__main__ import main
 from ratchet.demo.email_search.mailbox import DATABASE, Mailbox
-from ratchet.demo.email_search.tasks import Task, read_tasks
+from ratchet.demo.email_search.tasks import MailTask, read_tasks
 from ratchet.store.store import open_store
 from tests.harness.examples.player import Messages, Player, Script
 from tests.harness.proxy.servers import served
@@ -34,14 +34,14 @@ def box(home: Path) -> Iterator[Mailbox]:
 
 
 @pytest.fixture(scope="session")
-def task(home: Path) -> Task:
+def task(home: Path) -> MailTask:
     """The first held-out task."""
     return read_tasks(home, "test")[0]
 
 
 @pytest.fixture
 def play(store_file: Path, tmp_path: Path) -> Iterator[Callable[[Callable[[Messages], Script]], Proxy]]:
-    """A running proxy in front of a model that plays as it is told; its store is `proxy.store`."""
+    """A running proxy in front of a scripted model; its store is `proxy.store`."""
     with contextlib.ExitStack() as stack:
 
         def start(model: Callable[[Messages], Script]) -> Proxy:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import ratchet.demo.email_search
-from ratchet.demo.email_search.agent import Rollout, run_tasks, shuffled
+from ratchet.demo.email_search.agent import MailRollout, run_tasks, shuffled
 from ratchet.demo.email_search.mailbox import DATABASE, TODAY, USER_EMAIL, Mail, Mailbox
-from ratchet.demo.email_search.tasks import Task, read_tasks
+from ratchet.demo.email_search.tasks import MailTask, read_tasks
 from ratchet.demo.email_search.tools import TOOLS
 from tests.harness.examples.scripted_model import Reply, ScriptedModel, completion, tool_call
 
@@ -33,7 +33,7 @@ def imports(path: Path) -> set[str]:
     return names
 
 
-async def run(box: Mailbox, task: Task, model: ScriptedModel, **more: Any) -> list[Rollout]:
+async def run(box: Mailbox, task: MailTask, model: ScriptedModel, **more: Any) -> list[MailRollout]:
     options: dict[str, Any] = {"attempts": 1, "concurrency": 1, "max_turns": 3, **more}
     return await run_tasks([task], base_url=model.base_url, api_key="sk-test", model="m", box=box, **options)
 
@@ -51,7 +51,7 @@ def test_the_agent_and_all_that_it_imports_need_only_the_sdk_and_the_standard_li
     assert seen == {"agent", "mailbox", "prompt", "tasks", "tools", "words"}
 
 
-async def test_a_request_holds_nothing_that_is_not_the_sdks_or_the_apis(box: Mailbox, task: Task) -> None:
+async def test_a_request_holds_nothing_that_is_not_the_sdks_or_the_apis(box: Mailbox, task: MailTask) -> None:
     with ScriptedModel(lambda _: completion(tool_call("return_final_answer", '{"answer": "x"}'))) as model:
         await run(box, task, model)
     ((headers, body),) = model.requests
@@ -64,7 +64,7 @@ async def test_a_request_holds_nothing_that_is_not_the_sdks_or_the_apis(box: Mai
     assert "ratchet" not in json.dumps([headers, body]).lower()
 
 
-async def test_the_prompt_carries_turns_date_and_address(box: Mailbox, task: Task) -> None:
+async def test_the_prompt_carries_turns_date_and_address(box: Mailbox, task: MailTask) -> None:
     with ScriptedModel(lambda _: completion({"role": "assistant", "content": "no"})) as model:
         await run(box, task, model, max_turns=7)
     system, user = model.requests[0][1]["messages"]
@@ -74,14 +74,14 @@ async def test_the_prompt_carries_turns_date_and_address(box: Mailbox, task: Tas
     assert user == {"role": "user", "content": task.question}
 
 
-async def test_a_task_that_names_its_user_and_day_is_asked_as_that_user_on_that_day() -> None:
+async def test_a_task_with_user_and_day_runs_as_that_user_on_that_day() -> None:
     mails = [
         Mail("mine", "ann@corp.example", "lease", "The lease is in Oslo.", "1999-11-01", ("joe@corp.example",)),
         Mail("later", "ann@corp.example", "lease moved", "Now in Rome.", "2000-02-01", ("Joe@corp.example",)),
         Mail("others", "ann@corp.example", "lease of Eve", "In Lima.", "1999-10-01", ("eve@corp.example",)),
     ]
     box = Mailbox.build(":memory:", mails)
-    asked = Task("t", "Where is the lease?", "Oslo", "", "", "", "", "joe@corp.example", "1999-12-11")
+    mail_task = MailTask("t", "Where is the lease?", "Oslo", "", "", "", "", "joe@corp.example", "1999-12-11")
 
     def reply(messages: list[dict[str, Any]]) -> Reply:
         if len(messages) == 2:
@@ -91,16 +91,16 @@ async def test_a_task_that_names_its_user_and_day_is_asked_as_that_user_on_that_
         return completion(tool_call("return_final_answer", '{"answer": "Oslo"}'))
 
     with ScriptedModel(reply) as model:
-        await run(box, asked, model)
-    told = model.requests[-1][1]["messages"]
-    assert "joe@corp.example" in told[0]["content"]
-    assert "1999-12-11" in told[0]["content"]
-    assert [hit["message_id"] for hit in json.loads(told[3]["content"])] == ["mine"]
-    assert "no such message" in told[5]["content"]
+        await run(box, mail_task, model)
+    messages = model.requests[-1][1]["messages"]
+    assert "joe@corp.example" in messages[0]["content"]
+    assert "1999-12-11" in messages[0]["content"]
+    assert [hit["message_id"] for hit in json.loads(messages[3]["content"])] == ["mine"]
+    assert "no such message" in messages[5]["content"]
     box.close()
 
 
-def perfect(task: Task) -> Any:
+def perfect(task: MailTask) -> Any:
     """Searches, reads and answers."""
 
     def reply(messages: list[dict[str, Any]]) -> Reply:
@@ -115,7 +115,7 @@ def perfect(task: Task) -> Any:
     return reply
 
 
-async def test_a_right_answer_is_a_success_with_its_figures(box: Mailbox, task: Task) -> None:
+async def test_a_right_answer_is_a_success_with_its_figures(box: Mailbox, task: MailTask) -> None:
     with ScriptedModel(perfect(task)) as model:
         (rollout,) = await run(box, task, model)
     assert rollout.success
@@ -125,7 +125,7 @@ async def test_a_right_answer_is_a_success_with_its_figures(box: Mailbox, task: 
     assert rollout.answer == rollout.correct_answer == task.answer
 
 
-async def test_running_out_of_turns_is_recorded(box: Mailbox, task: Task) -> None:
+async def test_running_out_of_turns_is_recorded(box: Mailbox, task: MailTask) -> None:
     with ScriptedModel(lambda _: completion(tool_call("search_inbox", '{"keywords": ["nothing"]}'))) as model:
         (rollout,) = await run(box, task, model)
     assert (rollout.end, rollout.turns, rollout.tool_failures) == ("ran_out_of_turns", 3, {"no_hits": 3})
@@ -133,13 +133,13 @@ async def test_running_out_of_turns_is_recorded(box: Mailbox, task: Task) -> Non
 
 
 @pytest.mark.parametrize(("text", "failures"), [("It is Oslo.", {}), ("<tool_call>\n{", {"malformed_json": 1})])
-async def test_a_text_ends_the_rollout(box: Mailbox, task: Task, text: str, failures: dict[str, int]) -> None:
+async def test_a_text_ends_the_rollout(box: Mailbox, task: MailTask, text: str, failures: dict[str, int]) -> None:
     with ScriptedModel(lambda _: completion({"role": "assistant", "content": text})) as model:
         (rollout,) = await run(box, task, model)
     assert (rollout.end, rollout.answer, rollout.tool_failures) == ("text", None, failures)
 
 
-async def test_an_api_error_ends_one_rollout_and_not_the_run(box: Mailbox, task: Task) -> None:
+async def test_an_api_error_ends_one_rollout_and_not_the_run(box: Mailbox, task: MailTask) -> None:
     error: Reply = (400, {"error": {"message": "no such model", "type": "invalid_request_error"}})
     with ScriptedModel(lambda _: error) as model:
         rollouts = await run(box, task, model, attempts=3)
@@ -147,18 +147,18 @@ async def test_an_api_error_ends_one_rollout_and_not_the_run(box: Mailbox, task:
     assert "no such model" in rollouts[0].errors[0]
 
 
-async def test_arguments_that_are_no_json_are_told_to_the_model(box: Mailbox, task: Task) -> None:
+async def test_the_model_sees_that_its_arguments_are_not_json(box: Mailbox, task: MailTask) -> None:
     with ScriptedModel(lambda _: completion(tool_call("read_email", '{"message_id": '))) as model:
         (rollout,) = await run(box, task, model)
     assert rollout.tool_failures == {"malformed_json": 3}
     assert model.requests[-1][1]["messages"][-1]["content"] == '{"error": "arguments are not JSON"}'
 
 
-async def test_an_endless_run_stops_when_told_and_finishes_what_it_began(home: Path, task: Task) -> None:
+async def test_an_endless_run_stops_on_request_and_finishes_running_rollouts(home: Path, task: MailTask) -> None:
     stop, box = asyncio.Event(), Mailbox(home / DATABASE)
     seen: list[int] = []
 
-    def on_result(rollout: Rollout) -> None:
+    def on_result(rollout: MailRollout) -> None:
         seen.append(rollout.index)
         if len(seen) == 10:
             stop.set()

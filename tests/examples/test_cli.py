@@ -1,4 +1,4 @@
-"""The verbs: what they write, and what they say when something is missing."""
+"""The commands of the mail agent: their files, and their errors."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from ratchet.demo.email_search.__main__ import main
-from ratchet.demo.email_search.agent import Rollout
+from ratchet.demo.email_search.agent import MailRollout
 from ratchet.demo.email_search.mailbox import DATABASE, Mailbox
-from ratchet.demo.email_search.progress import MetricMeans, metrics
+from ratchet.demo.email_search.progress import mean_metrics, metrics
 from ratchet.demo.email_search.tasks import read_tasks
 from tests.harness.examples.scripted_model import Reply, ScriptedModel, completion, tool_call
 
@@ -46,7 +46,7 @@ def test_test_writes_rows_and_a_summary_of_all_held_out_tasks(
     assert figures["ends"] == {"answer": len(tasks)}
 
 
-def test_train_tries_each_task_several_times_and_tells_of_each_round(
+def test_train_attempts_each_task_several_times_and_reports_each_round(
     home: Path, tmp_path: Path, server: ScriptedModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["train", "--home", str(home), "--model", "m", "--out", str(tmp_path / "rows.jsonl")]
@@ -55,10 +55,10 @@ def test_train_tries_each_task_several_times_and_tells_of_each_round(
     ids = [row["task_id"] for row in rows]
     assert len(ids) == 24
     assert {ids.count(one) for one in ids} == {4}
-    told = capsys.readouterr().err
-    assert "round=1 rollouts=12" in told
-    assert "round=2 rollouts=12" in told
-    assert "24/24" in told
+    output = capsys.readouterr().err
+    assert "round=1 rollouts=12" in output
+    assert "round=2 rollouts=12" in output
+    assert "24/24" in output
 
 
 @pytest.mark.parametrize(
@@ -98,12 +98,9 @@ def test_a_server_that_refuses_everything_is_a_failed_run(
 def test_each_metric_has_its_own_divisor() -> None:
     ended: dict[str, Any] = {"answer": None, "tool_calls": 1, "tool_failures": {}, "prompt_tokens": 9, "seconds": 1.0}
     shared: dict[str, Any] = {"index": 0, "task_id": "t", "question": "q", "correct_answer": "a", "models": ()}
-    good = Rollout(**shared, **ended, success=True, end="answer", turns=3, completion_tokens=30, errors=())
-    lost = Rollout(**shared, **ended, success=False, end="api_error", turns=0, completion_tokens=0, errors=("x",))
-    means = MetricMeans()
-    means.add(metrics(good))
-    means.add(metrics(lost))
-    assert means.means() == {
+    good = MailRollout(**shared, **ended, success=True, end="answer", turns=3, completion_tokens=30, errors=())
+    lost = MailRollout(**shared, **ended, success=False, end="api_error", turns=0, completion_tokens=0, errors=("x",))
+    assert mean_metrics([metrics(good), metrics(lost)]) == {
         "success": 0.5,
         "turns": 3.0,
         "tool_failures": 0.0,
@@ -156,7 +153,7 @@ def test_mails_and_questions_load_through_datasets(tmp_path: Path) -> None:
     assert (task.answer, task.inbox, task.date) == ("Monday", "joe@corp.example", "1999-12-12")
 
 
-def test_an_unreachable_hub_is_said_honestly_and_writes_nothing(tmp_path: Path) -> None:
+def test_an_unreachable_hub_is_reported_and_nothing_is_written(tmp_path: Path) -> None:
     done = build_from_hub(tmp_path, "nobody/no-such-mails")
     assert done.returncode == 1
     assert "cannot load data set nobody/no-such-mails" in done.stderr

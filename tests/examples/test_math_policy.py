@@ -57,8 +57,8 @@ def test_a_next_prompt_begins_with_the_last_prompt_and_its_completion(tokenizer:
     for messages, tools in episodes:
         turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         for turn, later in pairwise(turns):
-            said = render(messages[turn : turn + 1], None).removeprefix("<|im_start|>assistant\n").removesuffix("\n")
-            sampled = prompt(tokenizer, messages[:turn], tools) + ids(tokenizer, said)
+            text = render(messages[turn : turn + 1], None).removeprefix("<|im_start|>assistant\n").removesuffix("\n")
+            sampled = prompt(tokenizer, messages[:turn], tools) + ids(tokenizer, text)
             assert prompt(tokenizer, parsed(messages[:later]), tools)[: len(sampled)] == sampled
             continued += 1
     assert continued > 60

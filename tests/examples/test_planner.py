@@ -1,4 +1,4 @@
-"""The planner example: two roles behind one URL, told apart by what they are told, of which one is trained."""
+"""The planner example: two roles behind one URL, distinguished by their prompts; one is trained."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ async def test_both_roles_are_in_one_trajectory_and_only_the_planners_tokens_are
     assert response == "The answer is 42"
     proxy.settled()
     settings = load(FOLDER / "ratchet.yaml").trainer_settings()
-    casting = RoleResolver(proxy.store, "agent", Roles(settings.roles, settings.role_patterns))
+    resolver = RoleResolver(proxy.store, "agent", Roles(settings.roles, settings.role_patterns))
     recorded = proxy.store.trajectories.read("roll_1")
-    named = casting.with_roles(proxy.store.trajectories.context_calls(recorded))
+    named = resolver.with_roles(proxy.store.trajectories.context_calls(recorded))
     assert [call.role for call in named] == ["planner", *["worker"] * 2, "planner", *["worker"] * 2, "planner"]
-    built = build_rows("roll_1", named, 1.0, casting.roles)
-    said = [bytes(t for t, mark in zip(row.ids, row.mask, strict=True) if mark and t < 256) for row in built.rows]
-    assert b"delegate" in b"".join(said)
-    assert b"calculate" not in b"".join(said)
+    built = build_rows("roll_1", named, 1.0, resolver.roles)
+    trained = [bytes(t for t, mark in zip(row.ids, row.mask, strict=True) if mark and t < 256) for row in built.rows]
+    assert b"delegate" in b"".join(trained)
+    assert b"calculate" not in b"".join(trained)
     assert set(built.untrained) == {UNTRAINED_ROLE}
     assert len(built.rows) == 1, "the planner's three calls are one exact sequence, whatever the worker did between"
 
@@ -81,10 +81,10 @@ async def test_an_error_of_the_server_is_an_exception(play: Play) -> None:
 def course(*steps: tuple[str, str]) -> dict[str, Any]:
     """A planner's trajectory: each step with what the worker said."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": PLANNER}]
-    for number, (step, said) in enumerate(steps):
+    for number, (step, result) in enumerate(steps):
         function = {"name": "delegate", "arguments": json.dumps({"step": step})}
         messages.append({"role": "assistant", "tool_calls": [{"id": f"c{number}", "function": function}]})
-        messages.append({"role": "tool", "tool_call_id": f"c{number}", "content": said})
+        messages.append({"role": "tool", "tool_call_id": f"c{number}", "content": result})
     return {"messages": messages}
 
 

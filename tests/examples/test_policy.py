@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import ratchet.demo.email_search
-from examples.email_search.demonstrations import MIXED, Stage, draw, tools
+from examples.email_search.demonstrations import MIXED, EpisodeMailbox, draw, tools
 from examples.email_search.make_policy import lessons
 from examples.tiny_policy.chat_format import render
 from examples.tiny_policy.warm_start import Shape, make_policy
@@ -30,7 +30,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def episodes() -> list[Messages]:
-    rng, stages = random.Random(0), [Stage.made(77)]
+    rng, stages = random.Random(0), [EpisodeMailbox.made(77)]
     return [draw(stages, rng, MIXED) for _ in range(200)]
 
 
@@ -75,8 +75,8 @@ def test_a_next_prompt_begins_with_the_last_prompt_and_its_completion(tokenizer:
         turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         for turn, later in pairwise(turns):
             before = prompt(tokenizer, messages[:turn])
-            said = render(messages[turn : turn + 1], None).removeprefix("<|im_start|>assistant\n").removesuffix("\n")
-            sampled = before + ids(tokenizer, said)
+            text = render(messages[turn : turn + 1], None).removeprefix("<|im_start|>assistant\n").removesuffix("\n")
+            sampled = before + ids(tokenizer, text)
             assert prompt(tokenizer, parsed(messages[:later]))[: len(sampled)] == sampled
             continued += 1
     assert continued > 100

@@ -1,4 +1,4 @@
-"""The production example: what its users say, when, and that the server hears all of it and nothing else."""
+"""The production example: the feedback of its users, and that the server receives all of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from examples.production.__main__ import main
 from examples.production.figures import figures, gain, wilson
-from examples.production.stream import Counter, Served, say, serve
+from examples.production.stream import Counter, Served, send_thumb, serve
 from examples.production.users import DOWN, UP, USUAL, Habits, Thumb, thumbs, visits
 from ratchet.demo.email_search.mailbox import DATABASE, Mailbox
 from ratchet.demo.email_search.tasks import TEST_PAIRS
@@ -51,11 +51,11 @@ async def stream(
         box.close()
 
 
-async def test_every_thumb_is_heard_where_it_belongs_and_scores_its_trajectory(play: Play, home: Path) -> None:
+async def test_every_thumb_is_stored_and_scores_its_trajectory(play: Play, home: Path) -> None:
     proxy = play(always_oslo)
-    served, given = await stream(proxy, home, 24, TALKATIVE)
-    assert sum(given.statuses.values()) == len(served) == 24
-    assert set(given.statuses) <= {201, 202}
+    served, counter = await stream(proxy, home, 24, TALKATIVE)
+    assert sum(counter.statuses.values()) == len(served) == 24
+    assert set(counter.statuses) <= {201, 202}
     proxy.settled()
     proxy.store.trajectories.seal_idle_trajectories("agent", time.time() + 10.0, 1.0)
     runs = proxy.store.trajectories.page(state=TrajectoryState.SEALED)
@@ -84,8 +84,8 @@ async def test_a_revised_thumb_counts_as_revised_and_a_colleague_has_a_vote(play
 
 async def test_silent_users_say_nothing(play: Play, home: Path) -> None:
     proxy = play(always_oslo)
-    _, given = await stream(proxy, home, 4, Habits(silent=1.0))
-    assert given.statuses == {}
+    _, counter = await stream(proxy, home, 4, Habits(silent=1.0))
+    assert counter.statuses == {}
     assert proxy.store.feedback.page() == []
 
 
@@ -94,13 +94,15 @@ def test_users_are_as_their_habits_say_and_the_same_for_the_same_seed() -> None:
     assert people[:50] == list(itertools.islice(visits(1), 50))
     assert not {(one.task.person, one.task.topic) for one in people} & set(TEST_PAIRS)
     rng = random.Random(0)
-    said = [thumbs(one, True, USUAL, rng) for one in people]
-    spoken = [one for one in said if one]
-    assert len(spoken) / len(said) == pytest.approx(0.65, abs=0.03)
-    assert sum(len({t.end_user for t in one}) > 1 for one in spoken) / len(spoken) == pytest.approx(0.08, abs=0.02)
-    last = [[t for t in one if t.end_user.startswith("user")][-1].value for one in spoken]
+    feedback = [thumbs(one, True, USUAL, rng) for one in people]
+    with_feedback = [one for one in feedback if one]
+    assert len(with_feedback) / len(feedback) == pytest.approx(0.65, abs=0.03)
+    assert sum(len({t.end_user for t in one}) > 1 for one in with_feedback) / len(with_feedback) == pytest.approx(
+        0.08, abs=0.02
+    )
+    last = [[t for t in one if t.end_user.startswith("user")][-1].value for one in with_feedback]
     assert last.count(DOWN) / len(last) == pytest.approx(0.08, abs=0.02)
-    assert all(later.after >= first.after for one in spoken for first, later in itertools.pairwise(one))
+    assert all(later.after >= first.after for one in with_feedback for first, later in itertools.pairwise(one))
 
 
 def test_a_revision_says_the_opposite_of_the_haste() -> None:
@@ -111,17 +113,17 @@ def test_a_revision_says_the_opposite_of_the_haste() -> None:
 
 async def test_a_thumb_that_the_server_cannot_take_is_given_again() -> None:
     answers = iter([503, 201])
-    heard: list[dict[str, str]] = []
+    requests: list[dict[str, str]] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
-        heard.append(json.loads(request.content))
+        requests.append(json.loads(request.content))
         return httpx.Response(next(answers))
 
-    given = Counter()
+    counter = Counter()
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://proxy") as web:
-        await say(web, "key", "chatcmpl-1", Thumb(0.0, "ann", UP), given)
-    assert given.statuses == {201: 1}
-    assert heard == [{"response_id": "chatcmpl-1", "value": "up", "end_user": "ann"}] * 2
+        await send_thumb(web, "key", "chatcmpl-1", Thumb(0.0, "ann", UP), counter)
+    assert counter.statuses == {201: 1}
+    assert requests == [{"response_id": "chatcmpl-1", "value": "up", "end_user": "ann"}] * 2
 
 
 def test_intervals_are_wilsons_and_newcombes() -> None:
@@ -137,10 +139,10 @@ def test_the_command_serves_the_users_and_tells_what_they_found(
     monkeypatch.setenv("OPENAI_BASE_URL", f"{proxy.url}/v1")
     arguments = ["--model", "agent", "--users", "32", "--delay", "0.01", "--home", str(home)]
     assert main([*arguments, "--json", str(tmp_path / "figures.json")]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told == json.loads((tmp_path / "figures.json").read_text("utf-8"))
-    assert (told["users"], told["errors"], len(told["parts"])) == (32, 0, 8)
-    assert sum(told["thumb_statuses"].values()) == told["feedback"]["thumbs"]
+    result = json.loads(capsys.readouterr().out)
+    assert result == json.loads((tmp_path / "figures.json").read_text("utf-8"))
+    assert (result["users"], result["errors"], len(result["parts"])) == (32, 0, 8)
+    assert sum(result["thumb_statuses"].values()) == result["feedback"]["thumbs"]
 
 
 def test_without_a_server_the_command_names_what_is_missing(
@@ -151,8 +153,8 @@ def test_without_a_server_the_command_names_what_is_missing(
     assert "OPENAI_BASE_URL" in capsys.readouterr().err
 
 
-async def test_a_stream_that_only_fails_is_told_as_such(play: Play, home: Path) -> None:
+async def test_a_stream_without_a_success_reports_its_errors(play: Play, home: Path) -> None:
     proxy = play(always_oslo)
-    served, given = await stream(proxy, home, 2, TALKATIVE, model="nobody-serves-this")
-    told = figures(served)
-    assert (told["errors"], given.statuses) == (2, {})
+    served, counter = await stream(proxy, home, 2, TALKATIVE, model="nobody-serves-this")
+    result = figures(served)
+    assert (result["errors"], counter.statuses) == (2, {})

@@ -19,7 +19,7 @@ from examples.reward_hacking import second
 from examples.reward_hacking.teacher import EVERYTHING, answer, teaching
 from ratchet.demo.email_search.agent import run_tasks
 from ratchet.demo.email_search.mailbox import DATABASE, Mailbox
-from ratchet.demo.email_search.tasks import Task, read_tasks
+from ratchet.demo.email_search.tasks import MailTask, read_tasks
 from ratchet.store.reports.undecided_versions import read_awaiting_approval
 from ratchet.store.states import PolicyAction, PolicyState
 from ratchet.store.store import open_store
@@ -42,7 +42,7 @@ GATE = {"canary": True, "canary_share": 0.5, "min_samples": 10, "max_samples": 4
 class HedgingCanary(ScriptedVllm):
     """Version 1 lists every answer; the one before it finds a third of them."""
 
-    def __init__(self, tasks: list[Task]) -> None:
+    def __init__(self, tasks: list[MailTask]) -> None:
         super().__init__()
         self._tasks = {task.question: task for task in tasks}
 
@@ -67,9 +67,9 @@ def proxy(home: Path, tmp_path: Path) -> Iterator[Proxy]:
         store = stack.enter_context(contextlib.closing(open_store(str(tmp_path / "store.db"))))
         url = stack.enter_context(served(HedgingCanary(read_tasks(home, "train"))))
         made = stack.enter_context(running(url, store, tmp_path))
-        folder, pupil = tmp_path / "checkpoints" / "0001", ScriptedLearner(settings(tmp_path), None)
-        pupil.learn(["what the teacher did"])
-        pupil.save(folder)
+        folder, learner = tmp_path / "checkpoints" / "0001", ScriptedLearner(settings(tmp_path), None)
+        learner.learn(["what the teacher did"])
+        learner.save(folder)
         held = store.rounds.start("agent", 0)
         store.rounds.commit(held.id, version=1, checkpoint=str(folder), groups=[], metrics={})
         store.policies.start_canary("agent", 1, 0.5)
@@ -113,10 +113,10 @@ async def test_a_policy_that_learnt_to_list_every_answer_is_held_before_it_is_pr
         await asyncio.to_thread(turns_until_held, controller, proxy)
     finally:
         controller.close()
-    told = store.decisions.decisions_of("agent", 1)[0]
-    assert (told.action, told.decided_by) == (PolicyAction.HOLD, "release")
-    assert told.evidence["release"]["difference"]["low"] > 0, "the first judge is sure of the gain"
-    assert told.evidence["second_judge"]["mean"] <= 0
+    decision = store.decisions.decisions_of("agent", 1)[0]
+    assert (decision.action, decision.decided_by) == (PolicyAction.HOLD, "release")
+    assert decision.evidence["release"]["difference"]["low"] > 0, "the first judge is sure of the gain"
+    assert decision.evidence["second_judge"]["mean"] <= 0
     assert store.policies.get("agent", 1).state is PolicyState.CANARY
     assert store.policies.live()["agent"].version == 0
     waiting = read_awaiting_approval(store, "agent")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ratchet.demo.email_search.judge import judge
-from ratchet.demo.email_search.tasks import Task
+from ratchet.demo.email_search.tasks import MailTask
 from ratchet.demo.email_search.workflow import NoAnswerError, workflow
 from tests.harness.examples.scripted_model import Reply, ScriptedModel, completion, tool_call
 
@@ -21,7 +21,7 @@ def _home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMAIL_SEARCH_HOME", str(home))
 
 
-async def run(task: Task, model: ScriptedModel) -> str | None:
+async def run(task: MailTask, model: ScriptedModel) -> str | None:
     return await workflow(asdict(task), base_url=model.base_url, api_key="sk-test", model="m")
 
 
@@ -33,7 +33,7 @@ def test_it_takes_a_task_a_url_a_key_and_a_model_and_nothing_else() -> None:
     assert list(inspect.signature(workflow).parameters) == ["task", "base_url", "api_key", "model"]
 
 
-async def test_the_answer_that_the_agent_gave_is_the_response(task: Task) -> None:
+async def test_the_answer_that_the_agent_gave_is_the_response(task: MailTask) -> None:
     with ScriptedModel(lambda _: answering("Oslo")) as model:
         assert await run(task, model) == "Oslo"
     ((headers, body),) = model.requests
@@ -41,19 +41,19 @@ async def test_the_answer_that_the_agent_gave_is_the_response(task: Task) -> Non
     assert body["messages"][-1]["content"] == task.question
 
 
-async def test_a_text_is_no_answer(task: Task) -> None:
+async def test_a_text_is_no_answer(task: MailTask) -> None:
     with ScriptedModel(lambda _: completion({"role": "assistant", "content": "Oslo"})) as model:
         assert await run(task, model) is None
 
 
-async def test_an_error_of_the_server_is_an_exception_and_never_an_empty_answer(task: Task) -> None:
+async def test_an_error_of_the_server_is_an_exception_and_never_an_empty_answer(task: MailTask) -> None:
     refusal: Reply = (400, {"error": {"message": "no such model"}})
     with ScriptedModel(lambda _: refusal) as model, pytest.raises(NoAnswerError, match="no such model"):
         await run(task, model)
 
 
 async def test_without_a_mailbox_the_remedy_is_named(
-    task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    task: MailTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EMAIL_SEARCH_HOME", str(tmp_path))
     with ScriptedModel(lambda _: answering("x")) as model, pytest.raises(FileNotFoundError, match="build-db"):
@@ -61,7 +61,7 @@ async def test_without_a_mailbox_the_remedy_is_named(
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_the_judge_goes_by_the_tasks_row_where_it_is_given(task: Task, right: bool) -> None:
-    said: list[dict[str, Any]] = [{"role": "user", "content": "asked in words that are in no task set"}]
-    said.append(tool_call("return_final_answer", json.dumps({"answer": task.answer if right else "Atlantis"})))
-    assert judge({"messages": said}, asdict(task))["score"] == float(right)
+def test_the_judge_goes_by_the_tasks_row_where_it_is_given(task: MailTask, right: bool) -> None:
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "a question that is in no task set"}]
+    messages.append(tool_call("return_final_answer", json.dumps({"answer": task.answer if right else "Atlantis"})))
+    assert judge({"messages": messages}, asdict(task))["score"] == float(right)

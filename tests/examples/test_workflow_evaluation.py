@@ -13,7 +13,7 @@ import pytest
 from pydantic import ValidationError
 from starlette.types import Receive, Send
 
-from ratchet.demo.email_search.tasks import Task, read_tasks
+from ratchet.demo.email_search.tasks import MailTask, read_tasks
 from ratchet.store.states import RolloutState, TuningState
 from ratchet.store.store import Store, open_store
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
@@ -31,7 +31,7 @@ TASKS = 12
 class ImprovedVersion(ScriptedVllm):
     """Version 1 finds every answer in three calls, the one before it a third of them."""
 
-    def __init__(self, tasks: list[Task]) -> None:
+    def __init__(self, tasks: list[MailTask]) -> None:
         super().__init__()
         self._tasks = {task.question: task for task in tasks}
 
@@ -115,12 +115,12 @@ async def test_a_candidate_is_compared_on_tasks_of_several_calls(
 async def test_an_evaluation_that_was_cut_off_goes_on_where_it_was(
     store: Store, evaluator: Callable[..., WorkflowEvaluator]
 ) -> None:
-    begun = 0
+    started = 0
 
     def kill() -> None:
-        nonlocal begun
-        begun += 1
-        if begun > 20:
+        nonlocal started
+        started += 1
+        if started > 20:
             raise EvaluationStopped("the trainer ends")
 
     with pytest.raises(EvaluationStopped):

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from examples.email_search.demonstrations import MIXED, Stage, draw
+from examples.email_search.demonstrations import MIXED, EpisodeMailbox, draw
 from ratchet.demo.email_search.mailbox import Mail, Mailbox, synthetic_mails
-from ratchet.demo.email_search.tasks import TEST_PAIRS, TRAIN_PAIRS, Task, matches, read_tasks
+from ratchet.demo.email_search.tasks import TEST_PAIRS, TRAIN_PAIRS, MailTask, matches, read_tasks
 from ratchet.demo.email_search.tools import TOOLS, call_tool
 from ratchet.demo.email_search.words import ENTITIES
 
 
-def test_a_search_finds_the_mail_and_reading_it_gives_the_answer(box: Mailbox, task: Task) -> None:
+def test_a_search_finds_the_mail_and_reading_it_gives_the_answer(box: Mailbox, task: MailTask) -> None:
     hits = json.loads(call_tool(box, "search_inbox", json.dumps({"keywords": [task.person, task.topic]})).content)
     assert [hit["message_id"] for hit in hits] == [task.message_id]
     assert task.answer in call_tool(box, "read_email", json.dumps({"message_id": task.message_id})).content
@@ -88,7 +88,7 @@ def test_splits_are_large_and_share_no_pair_question_or_mail(home: Path) -> None
 
 
 def test_no_demonstration_is_about_a_held_out_pair() -> None:
-    rng, stages = random.Random(0), [Stage.made(1), Stage.made(2)]
+    rng, stages = random.Random(0), [EpisodeMailbox.made(1), EpisodeMailbox.made(2)]
     for _ in range(500):
         question = draw(stages, rng, MIXED)[1]["content"]
         words = {word for word in question.replace("?", "").split() if word in ENTITIES}

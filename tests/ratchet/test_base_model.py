@@ -69,8 +69,8 @@ def test_a_project_with_a_store_of_its_own_choice_is_given_a_remedy_that_helps_t
 @pytest.mark.slow
 def test_before_anything_has_run_the_base_model_may_be_changed(project: Project) -> None:
     end(project.up())
-    said = end(project.up("--base-model", str(perturbed(project))))
-    assert "which nothing has run on yet" in said
+    output = end(project.up("--base-model", str(perturbed(project))))
+    assert "which nothing has run on yet" in output
 
 
 def test_a_project_of_before_takes_up_its_base_model_and_says_so(project: Project) -> None:
@@ -79,7 +79,7 @@ def test_a_project_of_before_takes_up_its_base_model_and_says_so(project: Projec
     store.policies.register_base("policy", "policy@0")
     store.close()
     record_something(project)
-    said = end(project.up())
-    assert "base model: none was recorded for this project; it is now " in said
+    output = end(project.up())
+    assert "base model: none was recorded for this project; it is now " in output
     refused = project.run("up", "--base-model", str(perturbed(project)))
     assert "is another model" in refused.stdout

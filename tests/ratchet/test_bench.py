@@ -65,13 +65,15 @@ def test_direct_and_proxied_calls_are_reported_with_what_the_proxy_adds(
     bench: BenchCommand, capsys: pytest.CaptureFixture[str], how: str
 ) -> None:
     assert bench.run("--concurrency", "2", "--blocks", "6", "--json", how) == 0
-    told = json.loads(capsys.readouterr().out)
+    report = json.loads(capsys.readouterr().out)
     names = ["direct", "direct, ids and logprobs", "through the proxy"]
-    assert [(way["name"], way["calls"], way["failed"]) for way in told["ways"]] == [(name, 24, 0) for name in names]
-    assert all(way["tokens_per_second"] > 0 and way["whole"]["p50"] >= way["first_byte"]["p50"] for way in told["ways"])
-    assert [one["turns"] for one in told["added"]] == [6] * (6 if how == "--stream" else 3)
-    assert all(one["low"] <= one["value"] <= one["high"] for one in told["added"])
-    proxied = told["ways"][2]
+    assert [(way["name"], way["calls"], way["failed"]) for way in report["ways"]] == [(name, 24, 0) for name in names]
+    assert all(
+        way["tokens_per_second"] > 0 and way["whole"]["p50"] >= way["first_byte"]["p50"] for way in report["ways"]
+    )
+    assert [one["turns"] for one in report["added"]] == [6] * (6 if how == "--stream" else 3)
+    assert all(one["low"] <= one["value"] <= one["high"] for one in report["added"])
+    proxied = report["ways"][2]
     assert proxied["overhead"]["p50"] > 0
     assert proxied["cpu_us"] is not None
     streamed = [body for body in bench.vllm.calls if body.get("stream")]
@@ -94,8 +96,8 @@ def test_failed_calls_are_counted_with_their_reason_and_end_the_command_with_1(
 ) -> None:
     bench.vllm.failures_left, bench.vllm.failure = 4, 400
     assert bench.run("--concurrency", "4", "--blocks", "1") == 1
-    assert "direct (http://127.0.0.1" in (told := capsys.readouterr().err)
-    assert "no call succeeds: 400" in told
+    assert "direct (http://127.0.0.1" in (output := capsys.readouterr().err)
+    assert "no call succeeds: 400" in output
     bench.vllm.calls.clear()
     bench.vllm.refused = 3  # after a warm-up of each way
     assert bench.run("--concurrency", "1", "--blocks", "1", "--calls", "1") == 1
@@ -103,7 +105,7 @@ def test_failed_calls_are_counted_with_their_reason_and_end_the_command_with_1(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "told"),
+    ("arguments", "code", "message"),
     [
         (["--model", "mial"], 1, "--model mial: the proxy knows no such model; it knows agent"),
         (["--proxy", "http://127.0.0.1:9"], 1, "is it running (`ratchet up`)"),
@@ -113,25 +115,25 @@ def test_failed_calls_are_counted_with_their_reason_and_end_the_command_with_1(
         (["--calls", "3"], 2, "need 80 or more"),
     ],
 )
-def test_what_cannot_be_measured_is_told_with_the_remedy(
-    bench: BenchCommand, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, told: str
+def test_an_impossible_measurement_fails_with_the_remedy(
+    bench: BenchCommand, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
 ) -> None:
     assert bench.run(*arguments) == code
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_the_interval_of_the_median_holds_it_in_95_of_100_and_is_not_told_of_five_turns() -> None:
+def test_the_interval_covers_the_median_in_95_of_100_and_needs_six_turns() -> None:
     assert interval([3.0, 1.0, 2.0, 5.0, 4.0]) == (None, None)
     assert interval([6.0, 5.0, 4.0, 3.0, 2.0, 1.0]) == (1.0, 6.0)  # 1 - 2/64 = 96.9%
     assert interval([float(one) for one in range(1, 11)]) == (2.0, 9.0)  # 97.9%; (3, 8) would hold it in 89.1%
 
 
-def test_off_the_terminal_it_is_told_now_and_then_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_progress_is_printed_as_lines(capsys: pytest.CaptureFixture[str]) -> None:
     now = [0.0]
-    told = ProgressLines(lambda: now[0])
+    report_progress = ProgressLines(lambda: now[0])
     for _ in range(30):
         now[0] += 1.0
-        told("measuring", 1, 30)
+        report_progress("measuring", 1, 30)
     assert capsys.readouterr().err.splitlines() == [
         "measuring 10 of 30, 20 s left",
         "measuring 20 of 30, 10 s left",

@@ -76,8 +76,8 @@ def test_an_unknown_option_exits_with_2(project: Project) -> None:
 def test_a_word_that_is_no_command_is_answered_with_the_nearest_ones(project: Project) -> None:
     assert "did you mean `ratchet store export`" in project.run("export").stdout
     assert "did you mean `ratchet trajectories list`" in project.run("trajectoris", "list").stdout
-    asked = project.run("zzzzzz")
-    assert (asked.returncode, "did you mean" in asked.stdout) == (2, False)
+    done = project.run("zzzzzz")
+    assert (done.returncode, "did you mean" in done.stdout) == (2, False)
 
 
 @pytest.mark.slow
@@ -93,8 +93,8 @@ def test_status_names_the_proxies_that_run_elsewhere_on_the_same_store(project: 
     url = str(project.folder / "store.db")
     with contextlib.closing(open_store(url)) as store:
         store.proxy_instances.heartbeat(ProxyInstance("d", "http://proxy:8000", {"mail": 0}, {}, 0.0, time.time()))
-    said = project.run("status", "--store", url, "--model", "mail").stdout
-    assert "proxies   of this store, started elsewhere: http://proxy:8000" in said
+    output = project.run("status", "--store", url, "--model", "mail").stdout
+    assert "proxies   of this store, started elsewhere: http://proxy:8000" in output
 
 
 def test_status_says_how_far_the_last_round_moved_the_policy(project: Project) -> None:
@@ -106,15 +106,15 @@ def test_status_says_how_far_the_last_round_moved_the_policy(project: Project) -
         store.rounds.commit(
             store.rounds.start("mail", 0).id, version=1, checkpoint="c", groups=[], metrics=figures | how
         )
-    said = project.run("status", "--store", url, "--model", "mail").stdout
-    assert "last round    changed the policy by 2.4e-08 nats a token (k3) at rate 1e-05: too small to be seen" in said
+    output = project.run("status", "--store", url, "--model", "mail").stdout
+    assert "last round    changed the policy by 2.4e-08 nats a token (k3) at rate 1e-05: too small to be seen" in output
 
 
-def test_a_judge_without_its_function_is_told_the_form(project: Project) -> None:
-    said = project.run("judge", "lint", "--judge", "my_agent.judge", "--question", "q", "--answer", "a").stdout
+def test_a_judge_without_its_function_fails_with_the_format(project: Project) -> None:
+    output = project.run("judge", "lint", "--judge", "my_agent.judge", "--question", "q", "--answer", "a").stdout
     assert (
         "'my_agent.judge' is not of the form module:function or path/file.py:function, such as my_agent.judge:judge"
-        in said
+        in output
     )
 
 
@@ -146,8 +146,8 @@ def test_a_store_is_migrated_verified_and_listed(project: Project) -> None:
 def test_a_command_that_reads_makes_no_store_of_a_misspelt_name(project: Project) -> None:
     words = (("trajectories", "list"), ("store", "export"), ("status",), ("policies", "list"), ("tune", "runs"))
     for command in words:
-        asked = project.run(*command, "--store", "typo.db")
-        assert (asked.returncode, "there is no store at" in asked.stdout) == (1, True), command
+        done = project.run(*command, "--store", "typo.db")
+        assert (done.returncode, "there is no store at" in done.stdout) == (1, True), command
     assert not (project.folder / "typo.db").exists()
 
 
@@ -172,7 +172,7 @@ def test_a_trainer_without_judge_says_how_to_name_one(project: Project) -> None:
 
 def test_a_trainers_log_can_be_json_as_the_proxys_is(project: Project) -> None:
     trainer = project.run("trainer", "--judge", "nowhere:judge", RATCHET_TRAINER__LOG_FORMAT="json")
-    (line,) = (json.loads(told) for told in trainer.stdout.splitlines() if "trainer_stopped" in told)
+    (line,) = (json.loads(text) for text in trainer.stdout.splitlines() if "trainer_stopped" in text)
     assert (line["level"], line["logger"]) == ("ERROR", "ratchet.trainer.process")
 
 
@@ -193,7 +193,7 @@ def test_a_doctor_of_a_workflow_takes_what_is_missing_from_the_settings_or_says_
     assert "no_such_set" in project.run("doctor", "--workflow", "agent:run").stdout
 
 
-def test_a_disk_that_is_full_is_told_as_that() -> None:
+def test_a_full_disk_is_named_as_the_cause() -> None:
     script = "from ratchet import cli; print(cli._sentence(OSError(28, 'No space left on device', '/a/b')))"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True)
     assert done.stdout == "the disk is full at /a/b: free it, or set `state_dir` to another folder\n"

@@ -1,4 +1,4 @@
-"""A project whose state folder is deleted while it runs is still found, named and ended."""
+"""A project whose state folder is deleted while it runs: it is still found and can be stopped."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def test_a_project_whose_folder_was_deleted_is_named_refused_and_ended(project: 
     up = project.up()
     pids = project.pids()
     shutil.rmtree(project.folder / ".ratchet")
-    told = project.run("status").stdout
-    assert f"project default: up (pid {up.pid}), but its state folder was deleted while it ran" in told
+    status = project.run("status").stdout
+    assert f"project default: up (pid {up.pid}), but its state folder was deleted while it ran" in status
     assert json.loads(project.run("status", "--json").stdout)["orphaned_pid"] == up.pid
     second = project.run("up")
     assert second.returncode == 1

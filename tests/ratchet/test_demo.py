@@ -51,11 +51,11 @@ class DemoRun:
         process = self.start()
         pid = self.state / "run" / "up.pid"
 
-        def has_begun() -> bool:
+        def has_started() -> bool:
             holds = pid.exists() and pid.read_text().startswith(f"{process.pid} ")
             return holds and (self.state / "email_search").exists()
 
-        wait_for("the demo has begun", has_begun)
+        wait_for("the demo has started", has_started)
         return process
 
     def stop(self) -> None:
@@ -74,14 +74,14 @@ def demo(tmp_path: Path) -> Iterator[DemoRun]:
 
 
 def interrupt(process: subprocess.Popen[str]) -> str:
-    """Press Ctrl-C in the terminal of a process: its whole group gets it. Return what it said; nothing may be left."""
+    """Press Ctrl-C in the terminal of a process: its whole group gets it. Return what it output; nothing may be left."""
     below = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, signal.SIGINT)
-    said, _ = process.communicate(timeout=30)
-    assert process.returncode == 130, said
-    assert "Traceback" not in said
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130, output
+    assert "Traceback" not in output
     assert not [one for one in below if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
-    return said
+    return output
 
 
 @pytest.mark.slow
@@ -103,9 +103,9 @@ def test_the_users_own_variables_do_not_reach_the_demo(demo: DemoRun, tmp_path: 
 def test_a_second_demo_is_refused_and_moves_nothing(demo: DemoRun) -> None:
     first = demo.begin()
     second = demo.start()
-    said, _ = second.communicate(timeout=30)
+    output, _ = second.communicate(timeout=30)
     assert second.returncode == 1
-    assert f"the demo is already running (pid {first.pid})" in said
+    assert f"the demo is already running (pid {first.pid})" in output
     assert demo.state.is_dir()
     assert not demo.state.with_name("demo.last").exists()
     interrupt(first)

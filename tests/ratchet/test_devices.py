@@ -53,7 +53,7 @@ def test_the_hubs_variables_reach_vllm_and_the_trainer(project: Project, monkeyp
         )
 
 
-def test_the_started_vllm_sees_its_devices_and_its_command_is_told(project: Project) -> None:
+def test_vllm_sees_its_devices_and_its_command_is_logged(project: Project) -> None:
     project.write(vllm={**project.content["vllm"], "devices": 1})
     assert project.run("up", "--detach").returncode == 0
     first = (project.state / "logs" / "vllm.log").read_text().splitlines()[0]
@@ -64,7 +64,7 @@ def test_the_started_vllm_sees_its_devices_and_its_command_is_told(project: Proj
 
 
 @pytest.mark.parametrize("devices", ["first", "0,,1", "-1"])
-def test_what_is_no_device_is_told(project: Project, devices: str) -> None:
+def test_an_invalid_device_is_reported(project: Project, devices: str) -> None:
     project.write(trainer={"judge": JUDGE, "devices": devices})
     with pytest.raises(SettingsError, match="is not a device"):
         load(project.folder / "ratchet.yaml", environ={})
@@ -110,6 +110,6 @@ def test_several_processes_of_the_trainer_are_started_by_the_launcher(project: P
     project.write(trainer={"judge": JUDGE, "num_processes": 3})
     settings = load(project.folder / "ratchet.yaml", environ={})
     service = services.plan_services(settings, config=project.folder / "resolved.yaml").services[-1]
-    told = " ".join(service.command[1:])
-    assert "-m accelerate.commands.launch --multi_gpu --num_processes 3" in told
-    assert told.endswith("-m ratchet --config " + str(project.folder / "resolved.yaml") + " trainer")
+    command = " ".join(service.command[1:])
+    assert "-m accelerate.commands.launch --multi_gpu --num_processes 3" in command
+    assert command.endswith("-m ratchet --config " + str(project.folder / "resolved.yaml") + " trainer")

@@ -95,8 +95,14 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, st
     with contextlib.closing(open_store(str(folder / "store.db"))) as store:
         group = judged_group(store, ["a", "b"], [0.0, 1.0])
         store.policies.register_base("agent", "agent@0")
-        said: dict[str, Any] = {"kind": "trajectory", "target": "a", "source": "ann", "given_at": 5.0, "trusted": True}
-        store.feedback.add([Feedback(id="fb_1", value=1.0, **said)])
+        fields: dict[str, Any] = {
+            "kind": "trajectory",
+            "target": "a",
+            "source": "ann",
+            "given_at": 5.0,
+            "trusted": True,
+        }
+        store.feedback.add([Feedback(id="fb_1", value=1.0, **fields)])
         tried(store, "mail/1", 0.0)
         found = ended(store, "better")
         tuning = store.tunings.begin("eval", "agent", {})
@@ -129,6 +135,6 @@ def test_a_command_prints_json_and_nothing_else(
         model.answers = [GOOD]
         words = [(ids | {"URL": model.url}).get(word, word) for word in READS[command]]
         code = run([*command.split(), *words, "--json"])
-    stdout, said = capfd.readouterr()
-    assert code in (0, 1, 3), said
+    stdout, stderr = capfd.readouterr()
+    assert code in (0, 1, 3), stderr
     json.loads(stdout)

@@ -27,13 +27,16 @@ def url(project: Project) -> str:
     store = open_store(file)
     judged_group(store, ["a", "b"], [0.0, 1.0])
     picture = {"type": "image_url", "image_url": {"url": "data:,"}}
-    asked: list[dict[str, Any]] = [*QUESTION, {"role": "user", "content": [{"type": "text", "text": "this?"}, picture]}]
-    first = call_start("call_1", "talk", asked, at=500.0)
-    later = [*asked, REPLIES[0], {"role": "tool", "content": "found", "tool_call_id": "c1"}]
+    prompt_messages: list[dict[str, Any]] = [
+        *QUESTION,
+        {"role": "user", "content": [{"type": "text", "text": "this?"}, picture]},
+    ]
+    first = call_start("call_1", "talk", prompt_messages, at=500.0)
+    later = [*prompt_messages, REPLIES[0], {"role": "tool", "content": "found", "tool_call_id": "c1"}]
     second = call_start("call_2", "talk", later, at=501.0, parent_call="call_1", linked_by="graph")
     store.calls.ship(
         [
-            ended(first, REPLIES[0], messages=asked, prompt=(1, 2, 3), ids=(4, 5)),
+            ended(first, REPLIES[0], messages=prompt_messages, prompt=(1, 2, 3), ids=(4, 5)),
             ended(second, REPLIES[1], messages=later, prompt=(6,), ids=(7, 8, 9), context="exact"),
         ]
     )
@@ -52,14 +55,14 @@ def _is_exact(record: dict[str, Any], url: str) -> None:
     store = open_store(url)
     calls = store.trajectories.read(record["id"]).calls
     store.close()
-    for call, told in zip(calls, record["calls"], strict=True):
-        assert tuple(told["prompt_ids"]) == unpack_ids(call.prompt_ids)
-        (answer,) = told["answers"]
+    for call, exported in zip(calls, record["calls"], strict=True):
+        assert tuple(exported["prompt_ids"]) == unpack_ids(call.prompt_ids)
+        (answer,) = exported["answers"]
         assert tuple(answer["token_ids"]) == unpack_ids(call.choices[0].token_ids)
         assert tuple(answer["logprobs"]) == unpack_logprobs(call.choices[0].logprobs)
 
 
-def test_lines_hold_the_chat_the_ids_the_mask_and_what_the_judge_said(project: Project, url: str) -> None:
+def test_lines_contain_chat_ids_mask_and_verdict(project: Project, url: str) -> None:
     records = {one["id"]: one for one in map(json.loads, _export(project, url).read_text().splitlines())}
     assert set(records) == {"a", "b", "talk"}
     talk = records["talk"]
@@ -93,9 +96,9 @@ def test_datasets_reads_parquet_and_trl_rows(project: Project, url: str) -> None
     assert talk["messages"][3]["tool_calls"][0]["function"]["name"] == "search"
     _is_exact(talk, url)
     rows = str(_export(project, url, "--format", "trl"))
-    told = datasets.load_dataset("json", data_files=rows, split="train", cache_dir=cache)
-    assert {"input_ids", "completion_mask", "assistant_masks", "advantage"} <= set(told.column_names)
-    assert [sum(mask) for mask in told["completion_mask"]] == [5, 2, 2]
+    dataset = datasets.load_dataset("json", data_files=rows, split="train", cache_dir=cache)
+    assert {"input_ids", "completion_mask", "assistant_masks", "advantage"} <= set(dataset.column_names)
+    assert [sum(mask) for mask in dataset["completion_mask"]] == [5, 2, 2]
 
 
 @pytest.mark.slow

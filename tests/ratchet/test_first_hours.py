@@ -1,4 +1,4 @@
-"""What a new user meets in the first hours: a mistake is told before anything starts, once, with its remedy."""
+"""Mistakes of new users: reported once, before anything starts, with the remedy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.harness.records import judged_group
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("--store", "mysql://u:secret@db/x"), "--store: mysql is not supported; use sqlite:///PATH or postgresql://"),
         (("--store", "/proc/x.db"), "/proc/x.db; name a --store in a folder that this user may write"),
@@ -27,12 +27,10 @@ from tests.harness.records import judged_group
         (("--store", "postgresql://u:secret@127.0.0.1:1/x"), "is PostgreSQL running there, and are host, port, user"),
     ],
 )
-def test_a_store_that_cannot_be_used_is_the_first_and_only_thing_said(
-    project: Project, arguments: tuple[str, ...], told: str
-) -> None:
+def test_an_unusable_store_is_the_only_message(project: Project, arguments: tuple[str, ...], message: str) -> None:
     up = project.run("up", *arguments)
     assert up.returncode == 1
-    assert told in up.stdout
+    assert message in up.stdout
     assert up.stdout.count("\n") == 1, up.stdout
     assert "secret" not in up.stdout
     assert not Path("/nosuch").exists()
@@ -78,18 +76,16 @@ def test_a_detached_up_says_where_the_console_is_and_no_long_command(project: Pr
 def test_a_dead_proxy_of_the_project_itself_was_not_started_elsewhere(project: Project) -> None:
     (project.state / "run").mkdir(parents=True)
     store = open_store(f"sqlite:///{project.state / 'store.db'}")
-    for name, url in (("door_1", "http://127.0.0.1:8000"), ("door_2", "http://far:8000")):
+    for name, url in (("proxy_1", "http://127.0.0.1:8000"), ("proxy_2", "http://far:8000")):
         store.proxy_instances.heartbeat(ProxyInstance(name, url, {"policy": 0}, {}, time.time(), time.time()))
     store.close()
     left = {"pid": 1, "proxy_url": "http://127.0.0.1:8000"}
     (project.state / "run" / "running.json").write_text(json.dumps(left))  # as kill -9 leaves it
-    told = project.run("status").stdout
-    assert "of this store, started elsewhere: http://far:8000\n" in told
+    status = project.run("status").stdout
+    assert "of this store, started elsewhere: http://far:8000\n" in status
 
 
-def test_a_process_that_has_just_ended_is_told_to_be_coming_back(
-    project: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_status_shows_that_an_exited_process_restarts(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(project.folder)
     run = project.state / "run"
     run.mkdir(parents=True)

@@ -39,35 +39,33 @@ def hub() -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("acme/mispelt", "as a hub name it is no model on {hub}: correct the name"),
         ("acme/gated", "gated: accept its terms at {hub}/acme/gated and set HF_TOKEN"),
         ("acme/empty", "without config.json"),
     ],
 )
-def test_a_hub_name_that_names_no_model_is_told_before_anything_starts(
-    project: Project, hub: str, name: str, told: str
-) -> None:
+def test_an_unknown_hub_name_fails_before_anything_starts(project: Project, hub: str, name: str, message: str) -> None:
     up = project.run("up", "--base-model", name, HF_ENDPOINT=hub, HF_HOME=str(project.folder), HF_HUB_OFFLINE="0")
     assert up.returncode == 1
-    assert told.format(hub=hub) in up.stdout
+    assert message.format(hub=hub) in up.stdout
     assert up.stdout.count("\n") == 1
     assert not (project.state / "run" / "vllm.pid").exists()
 
 
-@pytest.mark.parametrize(("offline", "told"), [("1", "HF_HUB_OFFLINE is set"), ("0", "cannot be reached")])
-def test_a_hub_that_cannot_be_asked_is_told(project: Project, offline: str, told: str) -> None:
+@pytest.mark.parametrize(("offline", "message"), [("1", "HF_HUB_OFFLINE is set"), ("0", "cannot be reached")])
+def test_an_unreachable_hub_is_reported(project: Project, offline: str, message: str) -> None:
     nobody = f"http://127.0.0.1:{free_port()}"
     home = str(project.folder)
     up = project.run("up", "--base-model", "acme/right", HF_ENDPOINT=nobody, HF_HOME=home, HF_HUB_OFFLINE=offline)
     assert up.returncode == 1
-    assert told in up.stdout
+    assert message in up.stdout
 
 
-def test_a_hub_name_is_said_to_be_taken_as_one(project: Project, hub: str) -> None:
+def test_up_notes_that_it_uses_a_hub_name(project: Project, hub: str) -> None:
     project.write(base_model="acme/right")
     up = project.up(HF_ENDPOINT=hub, HF_HOME=str(project.folder), HF_HUB_OFFLINE="0")
     up.terminate()
-    said, _ = up.communicate(timeout=30)
-    assert "base model acme/right: no such folder; using it as a hub name" in said
+    output, _ = up.communicate(timeout=30)
+    assert "base model acme/right: no such folder; using it as a hub name" in output

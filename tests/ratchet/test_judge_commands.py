@@ -56,17 +56,17 @@ def test_lint_finds_a_judge_that_looks_for_the_answer_anywhere(project: Project,
 
 def test_rescore_shows_what_another_judge_would_change(project: Project, store: Store) -> None:
     group = grouped(store)
-    said = [
+    verdicts = [
         Verdict(trajectory_id=name, group_id=group.id, judge="careful:judge", judge_version="1", score=score)
         for name, score in (("t1", 1.0), ("t2", 0.0))
     ]
-    store.groups.record_verdicts(group.id, said)
+    store.groups.record_verdicts(group.id, verdicts)
     done = project.run("judge", "rescore", "--judge", "fooled:judge", "--store", "judged.db", "--json")
-    told = json.loads(done.stdout)
-    assert (told["mean_before"], told["mean_after"], told["moved"][0]) == (0.5, 1.0, ["t2", 0.0, 1.0])
+    result = json.loads(done.stdout)
+    assert (result["mean_before"], result["mean_after"], result["moved"][0]) == (0.5, 1.0, ["t2", 0.0, 1.0])
 
 
-def test_show_prints_what_was_asked_and_heard_and_cannot_steer_the_terminal(project: Project, store: Store) -> None:
+def test_show_prints_judge_requests_without_control_characters(project: Project, store: Store) -> None:
     group = grouped(store)
     with ScriptedJudgeModel().running() as model:
         model.answers = [
@@ -111,15 +111,15 @@ def test_a_groups_members_keep_version_scenario_step_and_exception_through_judgi
     store.rollouts.end("t1", started_at=1.0, ended_at=2.0)
     store.rollouts.fail("t2", "TimeoutError: 60 s are over", 2.0)
     group = grouped(store)
-    said: dict[str, Any] = {"group_id": group.id, "judge": "j", "judge_version": "1"}
+    judge: dict[str, Any] = {"group_id": group.id, "judge": "j", "judge_version": "1"}
     store.groups.record_verdicts(
-        group.id, [Verdict(trajectory_id=name, score=score, **said) for name, score in (("t1", 1.0), ("t2", 0.0))]
+        group.id, [Verdict(trajectory_id=name, score=score, **judge) for name, score in (("t1", 1.0), ("t2", 0.0))]
     )
     shown = project.run("judge", "show", group.id, "--store", "judged.db").stdout
     assert "member  t1  agent@0  attempt 0  step 7  live  mailbox=box 0\n" in shown
     assert "mailbox=box 1  FAILED: TimeoutError: 60 s are over\n" in shown
-    told = json.loads(project.run("judge", "show", group.id, "--store", "judged.db", "--json").stdout)
-    assert [(one["id"], one["state"], one["step"]) for one in told["rollouts"]] == [
+    result = json.loads(project.run("judge", "show", group.id, "--store", "judged.db", "--json").stdout)
+    assert [(one["id"], one["state"], one["step"]) for one in result["rollouts"]] == [
         ("t1", "ended", 7),
         ("t2", "failed", 7),
     ]
@@ -130,8 +130,8 @@ def test_calibrate_holds_a_judge_against_the_truth_in_both_orders(project: Proje
     against = ("--truth", "careful:judge", "--store", "judged.db")
     good = project.run("judge", "calibrate", "--judge", "careful:judge", *against, "--json")
     assert good.returncode == 0, good.stdout
-    told = json.loads(good.stdout)
-    assert (told["truth"], told["agreement"], told["pairs"], told["swapped"]) == ("careful:judge", 1.0, 1, 0.0)
+    result = json.loads(good.stdout)
+    assert (result["truth"], result["agreement"], result["pairs"], result["swapped"]) == ("careful:judge", 1.0, 1, 0.0)
     bad = project.run("judge", "calibrate", "--judge", "fooled:judge", *against)
     assert bad.returncode == 1
     assert "agreement 50.0% of 1 pairs" in bad.stdout
@@ -160,8 +160,8 @@ def test_lint_ends_with_what_it_found_also_as_json(project: Project, store: Stor
         ("by_tool", "not_examined", 3),
     ):
         done = project.run("judge", "lint", "--judge", f"./odd.py:{name}", "--answer", "Oslo", "--json")
-        told = json.loads(done.stdout)
-        assert (told["outcome"], told["sound"], done.returncode) == (outcome, False, code), done.stdout
+        result = json.loads(done.stdout)
+        assert (result["outcome"], result["sound"], done.returncode) == (outcome, False, code), done.stdout
     done = project.run("judge", "lint", "--judge", "odd.py:forgets", "--answer", "Oslo")
     assert "NONE          -  empty" in done.stdout
     assert "a return is missing" in done.stdout
@@ -172,5 +172,5 @@ def test_lint_takes_a_recorded_trajectory(project: Project, store: Store) -> Non
     words = ("judge", "lint", "--judge", "careful:judge", "--store", "judged.db")
     assert project.run(*words).returncode == 2
     done = project.run(*words, "--trajectory", "t1", "--json")
-    told = json.loads(done.stdout)
-    assert (told["outcome"], told["findings"][0]["answer"], done.returncode) == ("sound", "Oslo", 0)
+    result = json.loads(done.stdout)
+    assert (result["outcome"], result["findings"][0]["answer"], done.returncode) == ("sound", "Oslo", 0)

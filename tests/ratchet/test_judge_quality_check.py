@@ -49,12 +49,12 @@ def proven(store: Store, folder: Path, name: str) -> CheckResult:
     [
         ("half", True, "nothing is recorded yet"),
         ("careless", False, "is fooled by"),
-        ("crashes", False, "not proven: nothing is recorded yet"),
+        ("crashes", False, "not checked: nothing is recorded yet"),
         ("exits", False, "it called sys.exit(1)"),
         ("constant", False, "is fooled by 13 of 13"),
     ],
 )
-def test_without_traffic_a_judge_is_asked_as_the_lint_asks(
+def test_without_traffic_the_lint_checks_the_judge(
     store: Store, tmp_path: Path, name: str, passed: bool, seen: str
 ) -> None:
     found = proven(store, tmp_path, name)
@@ -67,13 +67,13 @@ def test_without_traffic_a_judge_is_asked_as_the_lint_asks(
 @pytest.mark.parametrize(
     ("name", "passed", "seen"),
     [
-        ("half", True, "scored 2 recorded trajectories, 0.5 to 1, and tells answers apart"),
+        ("half", True, "scored 2 recorded trajectories, 0.5 to 1, and distinguishes answers"),
         ("crashes", False, "fails on 2 of 2: ValueError: no such table"),
         ("exits", False, "it called sys.exit(1)"),
         ("constant", False, "gave 0.5 to the answer, to an empty answer"),
     ],
 )
-def test_with_traffic_a_judge_is_asked_about_what_was_recorded(
+def test_with_traffic_recorded_trajectories_check_the_judge(
     store: Store, tmp_path: Path, name: str, passed: bool, seen: str, grouped: bool
 ) -> None:
     for run, answer in (("t1", "Oslo"), ("t2", "Rome")):

@@ -30,11 +30,11 @@ def scored(project: Project, version: int, score: float, count: int) -> None:
 def test_the_report_says_better_with_its_interval_and_draws_it(project: Project) -> None:
     project.write(store="sqlite:///s.db")
     scored(project, 0, 0.2, 40)
-    early = project.run("status", "--report")
+    early = project.call("status", "--report")
     assert "not known yet" in early.stdout
     scored(project, 1, 0.7, 40)
-    told = json.loads(project.run("status", "--report", "--json").stdout)
-    assert told["families"][0]["gain"]["verdict"] == "better"
+    report = json.loads(project.call("status", "--report", "--json").stdout)
+    assert report["families"][0]["gain"]["verdict"] == "better"
     done = project.run("status", "--report", "--png", "curve.png")
     assert done.stdout.startswith("is it learning?  better")
     assert (project.folder / "curve.png").read_bytes().startswith(b"\x89PNG")
@@ -45,16 +45,18 @@ def test_the_report_says_what_is_missing_and_that_rounds_move_nothing(project: P
     scored(project, 0, 0.5, 40)
     scored(project, 1, 0.5, 40)
     store = open_store(str(project.folder / "s.db"))
-    still = {"approx_kl": 2e-8, "approx_kl_tokens": 900, "logprob_change_positive_mean": 0.0, "learning_rate": 1e-5}
+    unchanged = {"approx_kl": 2e-8, "approx_kl_tokens": 900, "logprob_change_positive_mean": 0.0, "learning_rate": 1e-5}
     for version in range(3):
         held = store.rounds.start("policy", version)
-        store.rounds.commit(held.id, version=version + 1, checkpoint="x", groups=[], metrics=still | {"dtype": "fp32"})
+        store.rounds.commit(
+            held.id, version=version + 1, checkpoint="x", groups=[], metrics=unchanged | {"dtype": "fp32"}
+        )
     store.close()
-    said = project.run("status", "--report").stdout
-    assert said.startswith("is it learning?  unknown")
-    assert "missing: a larger difference, or more scores on both sides" in said
-    assert "before: @0 alone, the oldest, has the 30 scores that a side needs" in said
-    assert "the steps are too small to be seen: the last 3 rounds moved the policy by at most 2e-08 nats" in said
+    output = project.call("status", "--report").stdout
+    assert output.startswith("is it learning?  unknown")
+    assert "missing: a larger difference, or more scores on both sides" in output
+    assert "before: @0 alone, the oldest, has the 30 scores that a side needs" in output
+    assert "the steps are too small to be seen: the last 3 rounds moved the policy by at most 2e-08 nats" in output
 
 
 def test_a_picture_needs_the_report(project: Project) -> None:

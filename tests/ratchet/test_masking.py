@@ -57,11 +57,11 @@ def test_a_secret_of_vllm_is_neither_printed_nor_written_and_the_state_is_the_ow
     project.write(vllm=project.content["vllm"] | {"env": {"HF_TOKEN": "hf-very", "OMP_NUM_THREADS": "2"}})
     up = project.up()
     up.send_signal(signal.SIGINT)
-    said, _ = up.communicate(timeout=30)
+    output, _ = up.communicate(timeout=30)
     command = project.state / "logs" / "vllm.log"
-    assert str(command) in said
+    assert str(command) in output
     assert "HF_TOKEN=***" in command.read_text()
     assert "OMP_NUM_THREADS=2" in command.read_text()
-    assert "hf-very" not in said
+    assert "hf-very" not in output
     assert not [file for file in project.state.rglob("*") if file.is_file() and b"hf-very" in file.read_bytes()]
     assert stat.S_IMODE(project.state.stat().st_mode) == 0o700

@@ -39,37 +39,37 @@ def store(url: str) -> Iterator[Store]:
 
 def test_the_canarys_scores_and_all_decisions_are_shown(project: Project, store: Store, url: str) -> None:
     judged_group(store, ["a", "b"], [0.5, 1.0], alias="mail", versions=(3, 3))
-    told = project.run("policies", "show", "mail", "--store", url).stdout
-    assert "canary mail@3 25%: canary 2 scores, mean 0.750, live 0 scores" in told
-    assert "promote by proof" in told
-    assert "proof.worst: 0.001" in told
-    listed = json.loads(project.run("policies", "list", "--store", url, "--json").stdout)
+    output = project.call("policies", "show", "mail", "--store", url).stdout
+    assert "canary mail@3 25%: canary 2 scores, mean 0.750, live 0 scores" in output
+    assert "promote by proof" in output
+    assert "proof.worst: 0.001" in output
+    listed = json.loads(project.call("policies", "list", "--store", url, "--json").stdout)
     assert [one["decision"] and one["decision"]["action"] for one in listed] == [None, "promote", "promote", "canary"]
-    status = project.run("status", "--json", "--project", "default").stdout
+    status = project.call("status", "--json", "--project", "default").stdout
     assert json.loads(status)["project"] == "default"
 
 
 def test_a_canary_is_promoted_or_taken_back_by_hand_with_the_reason(project: Project, store: Store, url: str) -> None:
-    assert project.run("policies", "promote", "mail", "--store", url).returncode == 2  # no reason
-    taken = project.run("policies", "rollback", "mail", "--reason", "too short", "--store", url)
+    assert project.call("policies", "promote", "mail", "--store", url).returncode == 2  # no reason
+    taken = project.call("policies", "rollback", "mail", "--reason", "too short", "--store", url)
     assert taken.stdout == "mail@2 is live; rejected: mail@3\n"
     assert store.decisions.decisions_of("mail", 3)[0].reason == "too short"
-    refused = project.run("policies", "promote", "mail", "3", "--reason", "it is fine after all", "--store", url)
+    refused = project.call("policies", "promote", "mail", "3", "--reason", "it is fine after all", "--store", url)
     assert refused.returncode == 1
     assert "mail@3 was rejected by" in refused.stdout
     assert "(too short): promote it nevertheless with --rejected" in refused.stdout
     fine = ("promote", "mail", "3", "--rejected", "--reason", "it is fine after all")
-    done = project.run("policies", *fine, "--store", url)
+    done = project.call("policies", *fine, "--store", url)
     assert done.stdout == "mail@3 is live\n"
 
 
 def test_a_version_may_be_named_as_agents_name_it(project: Project, store: Store, url: str) -> None:
-    assert "promote by proof" in project.run("policies", "show", "mail@2", "--store", url).stdout
-    back = project.run("policies", "rollback", "mail@1", "--reason", "rude", "--store", url)
+    assert "promote by proof" in project.call("policies", "show", "mail@2", "--store", url).stdout
+    back = project.call("policies", "rollback", "mail@1", "--reason", "rude", "--store", url)
     assert back.stdout == "mail@1 is live; rejected: mail@2, mail@3\n"
-    again = project.run("policies", "promote", "mail@2", "--rejected", "--reason", "it is not", "--store", url)
+    again = project.call("policies", "promote", "mail@2", "--rejected", "--reason", "it is not", "--store", url)
     assert again.stdout == "mail@2 is live\n"
-    unknown = project.run("policies", "show", "male", "--store", url)
+    unknown = project.call("policies", "show", "male", "--store", url)
     assert unknown.returncode == 2
     assert "male: no such model; known models: mail" in unknown.stdout
 
@@ -78,14 +78,14 @@ def test_a_version_may_be_named_as_agents_name_it(project: Project, store: Store
 def test_going_back_rejects_what_came_after(project: Project, store: Store, url: str) -> None:
     assert (
         "nothing to roll back"
-        not in project.run("policies", "rollback", "mail", "--reason", "x", "--store", url).stdout
+        not in project.call("policies", "rollback", "mail", "--reason", "x", "--store", url).stdout
     )
-    back = project.run("policies", "rollback", "mail", "--reason", "rude", "--store", url)
+    back = project.call("policies", "rollback", "mail", "--reason", "rude", "--store", url)
     assert back.stdout == "mail@1 is live; rejected: mail@2\n"
-    refused = project.run("policies", "promote", "mail", "0", "--reason", "x", "--store", url)
+    refused = project.call("policies", "promote", "mail", "0", "--reason", "x", "--store", url)
     assert refused.returncode == 1
     assert "roll back to it instead" in refused.stdout
-    unknown = project.run("policies", "promote", "mail", "9", "--reason", "x", "--store", url)
+    unknown = project.call("policies", "promote", "mail", "9", "--reason", "x", "--store", url)
     assert "no policy mail@9" in unknown.stdout
 
 
@@ -125,12 +125,14 @@ def test_a_versions_prompt_is_shown_and_steers_no_terminal(project: Project, sto
     text = "Be brief.\n\x1b[2JErase"
     prompt = store.prompts.register(text, "append", "a model\x07", families={"task:math": "Check the units."})
     made = store.policies.register_prompt_version("mail", prompt.id, {})
-    listed = project.run("policies", "list", "--store", url).stdout
+    listed = project.call("policies", "list", "--store", url).stdout
     assert f"/c/2  prompt {prompt.id}" in next(line for line in listed.splitlines() if line.startswith("mail@4"))
     for version in (["4"], []):
-        told = project.run("policies", "show", "mail", *version, "--store", url).stdout
-        assert f"mail@4 has prompt {prompt.id} (append, by a model\N{REPLACEMENT CHARACTER})" in told
-        assert "    Be brief.\n    \N{REPLACEMENT CHARACTER}[2JErase\n  for task:math:\n    Check the units.\n" in told
-    assert "prompt" not in project.run("policies", "show", "mail", "2", "--store", url).stdout
-    plain = json.loads(project.run("policies", "show", "mail", "--store", url, "--json").stdout)
+        output = project.call("policies", "show", "mail", *version, "--store", url).stdout
+        assert f"mail@4 has prompt {prompt.id} (append, by a model\N{REPLACEMENT CHARACTER})" in output
+        assert (
+            "    Be brief.\n    \N{REPLACEMENT CHARACTER}[2JErase\n  for task:math:\n    Check the units.\n" in output
+        )
+    assert "prompt" not in project.call("policies", "show", "mail", "2", "--store", url).stdout
+    plain = json.loads(project.call("policies", "show", "mail", "--store", url, "--json").stdout)
     assert plain["prompts"][str(made.version)]["text"] == text

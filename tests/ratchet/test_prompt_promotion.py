@@ -49,10 +49,10 @@ def test_a_prompt_that_is_not_shown_to_be_better_is_promoted_by_force_alone(stor
 
 
 @pytest.mark.parametrize(
-    ("prompt", "state", "told"),
+    ("prompt", "state", "message"),
     [(None, "done", "found no better prompt"), ("Be good.", "failed", "no prompt to promote")],
 )
-def test_a_run_without_a_prompt_is_refused(store: Store, prompt: str | None, state: str, told: str) -> None:
+def test_a_run_without_a_prompt_is_refused(store: Store, prompt: str | None, state: str, message: str) -> None:
     run = ended(store, "better", prompt, state)
-    with pytest.raises(click.UsageError, match=told):
+    with pytest.raises(click.UsageError, match=message):
         create_candidate(store, run, force=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.checks.resampling_check import check_resampling, wants_resampling
+from ratchet.checks.resampling_check import check_resampling, is_resampling_enabled
 from ratchet.settings.project_settings import Settings
 from ratchet.store.store import open_store
 from ratchet.trainer.controller.collect.resampling.resample_call import KEY_VARIABLE
@@ -22,8 +22,8 @@ SETTINGS = Settings.model_validate({"trainer": {"resample": {"samples": 2}}})
 def test_each_obstacle_to_resampling_is_reported_with_its_remedy(
     tmp_path: Path, store_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert wants_resampling(SETTINGS)
-    assert not wants_resampling(Settings())
+    assert is_resampling_enabled(SETTINGS)
+    assert not is_resampling_enabled(Settings())
     assert "ratchet up" in check_resampling(SETTINGS, {}).remedy
     store, engine = open_store(str(store_file)), ScriptedEngine(lambda name, ids: 0.0)
     with served(ScriptedVllm()) as url, running(url, store, tmp_path) as proxy:

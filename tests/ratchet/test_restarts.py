@@ -27,7 +27,7 @@ SLEEPS = "import time; time.sleep(300)"
 
 
 class Kept:
-    """Services under upkeep, and what was told of them."""
+    """Supervised services, with their events and alarms."""
 
     def __init__(self, folder: Path) -> None:
         self.state = StateFolder(folder)
@@ -45,7 +45,7 @@ class Kept:
     def upkeep(self, most: int) -> RestartManager:
         """Return the upkeep of what was started."""
         return RestartManager(
-            self.children, self.state, most, self.events.append, lambda *told: self.alarms.append(told)
+            self.children, self.state, most, self.events.append, lambda *alarm: self.alarms.append(alarm)
         )
 
     def turn(self, upkeep: RestartManager, seconds: float = 0.0) -> bool:
@@ -110,9 +110,9 @@ def test_a_trainer_that_dies_again_and_again_is_given_up_and_agents_are_served_o
     assert kept.turn(upkeep)
     assert not kept.turn(upkeep, 100.0)
     assert upkeep.exits()["trainer"]["given_up"]
-    told = kept.events[-1].text
-    assert "exited with code 1; it exited 2 times within 10 minutes (max_restarts); it is not restarted" in told
-    assert "the checkpoint is damaged" in told
+    text = kept.events[-1].text
+    assert "exited with code 1; it exited 2 times within 10 minutes (max_restarts); it is not restarted" in text
+    assert "the checkpoint is damaged" in text
     assert kept.alarms[-1][1] is not None
     assert is_alive(kept.children[0].pid)
 

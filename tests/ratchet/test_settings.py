@@ -33,7 +33,7 @@ def test_later_layers_win_and_defaults_fill(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "environ", "told"),
+    ("text", "environ", "message"),
     [
         ("prject: a", {}, "ratchet.yaml: unknown key prject; the nearest known key is project"),
         ("proxy: {prt: 1}", {}, "unknown key proxy.prt; the nearest known key is proxy.port"),
@@ -62,11 +62,11 @@ def test_later_layers_win_and_defaults_fill(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_setting_names_its_place_and_the_nearest_key(
-    tmp_path: Path, text: str, environ: dict[str, str], told: str
+    tmp_path: Path, text: str, environ: dict[str, str], message: str
 ) -> None:
     with pytest.raises(SettingsError) as error:
         read(tmp_path, text, **environ)
-    assert told in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -103,7 +103,7 @@ def test_learner_settings_reach_the_trainer(tmp_path: Path) -> None:
     assert trainer.vllm == ("http://127.0.0.1:8001",)
 
 
-def test_any_free_port_may_be_asked_for(tmp_path: Path) -> None:
+def test_port_zero_means_any_free_port(tmp_path: Path) -> None:
     settings = read(tmp_path, "vllm: {port: 0}\nproxy: {port: 0}")
     assert (settings.vllm.port, settings.proxy_settings({}).port) == (0, 0)
 
@@ -116,7 +116,7 @@ def test_an_ipv6_address_is_bracketed_wherever_it_stands_in_a_url(tmp_path: Path
     assert local_url("0.0.0.0", 80) == "http://127.0.0.1:80"
 
 
-def test_shadows_are_refused_beside_a_vllm_that_does_not_tell_whether_it_is_idle(tmp_path: Path) -> None:
+def test_resampling_is_refused_if_vllm_does_not_report_its_load(tmp_path: Path) -> None:
     resamples, silent = "trainer: {resample: {samples: 2}}", "vllm: {extra_args: [--disable-log-stats]}"
     with pytest.raises(SettingsError, match=r"remove that from vllm\.extra_args"):
         read(tmp_path, f"{resamples}\n{silent}")

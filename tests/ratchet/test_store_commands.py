@@ -37,17 +37,17 @@ def _left(url: str) -> set[str]:
 
 @pytest.mark.slow
 def test_pruning_by_age_can_be_tried_and_keep_what_was_trained(project: Project, url: str) -> None:
-    tried = project.run("store", "prune", "--older-than", "30d", "--dry-run", "--store", url)
+    tried = project.call("store", "prune", "--older-than", "30d", "--dry-run", "--store", url)
     assert "3 trajectories would be deleted" in tried.stdout
     assert "agent@1" in tried.stdout
     assert len(_left(url)) == 4
-    kept = project.run("store", "prune", "--older-than", "30d", "--keep-trained", "--store", url)
+    kept = project.call("store", "prune", "--older-than", "30d", "--keep-trained", "--store", url)
     assert "1 trajectories deleted" in kept.stdout
     assert "no policy was trained" in kept.stdout
     assert _left(url) == {"a", "b", "new"}
-    done = project.run("store", "prune", "--older-than", "4w", "--json", "--store", url)
-    (told,) = json.loads(done.stdout)
-    assert (told["trajectory_count"], told["policies"][0]["adapter"]) == (2, "/c/0001")
+    done = project.call("store", "prune", "--older-than", "4w", "--json", "--store", url)
+    (deletion,) = json.loads(done.stdout)
+    assert (deletion["trajectory_count"], deletion["policies"][0]["adapter"]) == (2, "/c/0001")
     assert _left(url) == {"new"}
 
 
@@ -55,13 +55,13 @@ def test_forgetting_asks_first_and_takes_what_is_named(project: Project, url: st
     assert project.run("store", "delete", "--store", url).returncode == 2
     assert project.run("store", "delete", "a", "--store", url).returncode == 130  # nobody there to say yes
     assert len(_left(url)) == 4
-    done = project.run("store", "delete", "a", "nothing", "--yes", "--store", url)
+    done = project.call("store", "delete", "a", "nothing", "--yes", "--store", url)
     assert "1 trajectories deleted" in done.stdout
     assert "agent@1  candidate  trained on them  /c/0001" in done.stdout
-    assert project.run("store", "delete", "--key", "key_1", "--yes", "--store", url).returncode == 0
-    assert project.run("store", "delete", "--tag", "person", "--before", "2001-01-01", "--yes", "--store", url).stdout
+    assert project.call("store", "delete", "--key", "key_1", "--yes", "--store", url).returncode == 0
+    assert project.call("store", "delete", "--tag", "person", "--before", "2001-01-01", "--yes", "--store", url).stdout
     assert _left(url) == {"b", "new"}
-    assert project.run("store", "delete", "--before", "2001-01-01", "--yes", "--store", url).returncode == 0
+    assert project.call("store", "delete", "--before", "2001-01-01", "--yes", "--store", url).returncode == 0
     assert _left(url) == {"new"}
 
 
@@ -70,17 +70,17 @@ def test_versions_that_learnt_what_is_deleted_are_marked_and_can_be_rejected(pro
     store = open_store(url)
     store.policies.promote("agent", 1, {})
     store.close()
-    assert project.run("store", "delete", "a", "--yes", "--store", url).returncode == 0
-    listed = project.run("policies", "list", "--store", url).stdout.splitlines()
+    assert project.call("store", "delete", "a", "--yes", "--store", url).returncode == 0
+    listed = project.call("policies", "list", "--store", url).stdout.splitlines()
     assert [line.endswith("(trained on deleted trajectories)") for line in listed if "@" in line[:10]] == [False, True]
-    done = project.run("store", "delete", "b", "--reject-policies", "--yes", "--store", url)
+    done = project.call("store", "delete", "b", "--reject-policies", "--yes", "--store", url)
     assert "rejected: agent@1; agent@0 is live" in done.stdout
-    plain = json.loads(project.run("policies", "list", "--json", "--store", url).stdout)
+    plain = json.loads(project.call("policies", "list", "--json", "--store", url).stdout)
     assert [(one["state"], one["trained_on_deleted"]) for one in plain] == [("live", False), ("rejected", True)]
 
 
 @pytest.mark.parametrize("words", [("--older-than", "soon"), ("--older-than", "30")])
-def test_an_age_that_is_none_is_told(project: Project, tmp_path: Path, words: tuple[str, ...]) -> None:
-    done = project.run("store", "prune", *words, "--store", str(tmp_path / "x.db"))
+def test_an_invalid_age_is_reported(project: Project, tmp_path: Path, words: tuple[str, ...]) -> None:
+    done = project.call("store", "prune", *words, "--store", str(tmp_path / "x.db"))
     assert done.returncode == 2
     assert "write 30d" in done.stdout

@@ -36,44 +36,44 @@ def folder(project: Project) -> Path:
 
 
 def test_preview_prints_exactly_the_rows(project: Project, folder: Path) -> None:
-    shown = project.run("tasks", "preview", "my_dataset", "--split", "train", "-n", "2")
+    shown = project.call("tasks", "preview", "my_dataset", "--split", "train", "-n", "2")
     assert (shown.returncode, shown.stdout) == (0, SHOWN)
 
 
 def test_preview_shows_no_character_that_steers_the_terminal(project: Project) -> None:
     row = {"question": "red \x1b[31m \u202e \x7f Zürich"}
     (project.folder / "a.jsonl").write_text(json.dumps(row) + "\n")
-    shown = project.run("tasks", "preview", "a.jsonl").stdout
+    shown = project.call("tasks", "preview", "a.jsonl").stdout
     assert not {"\x1b", "\u202e", "\x7f"} & set(shown)
     assert "Zürich" in shown
     assert json.loads(shown) == [row]
 
 
 def test_an_imported_set_is_listed_and_previewed_by_its_name(project: Project, folder: Path) -> None:
-    made = project.run("tasks", "import", "my_dataset", "--name", "sums")
+    made = project.call("tasks", "import", "my_dataset", "--name", "sums")
     assert made.returncode == 0, made.stdout
     assert "sums: 3 train, 1 test" in made.stdout
     assert "1 tasks are in more than one split" in made.stdout
-    assert project.run("tasks", "preview", "sums").stdout == SHOWN
-    (listed,) = json.loads(project.run("tasks", "list", "--json").stdout)
+    assert project.call("tasks", "preview", "sums").stdout == SHOWN
+    (listed,) = json.loads(project.call("tasks", "list", "--json").stdout)
     assert (listed["name"], listed["source"], listed["splits"]) == ("sums", "my_dataset", {"train": 3, "test": 1})
-    assert project.run("tasks", "import", "my_dataset", "--name", "sums").returncode == 1
+    assert project.call("tasks", "import", "my_dataset", "--name", "sums").returncode == 1
 
 
 def test_one_split_is_divided_at_the_import(project: Project) -> None:
     (project.folder / "q.csv").write_text("q\n" + "".join(f"{number}\n" for number in range(50)))
-    made = json.loads(project.run("tasks", "import", "q.csv", "--test-size", "0.2", "--json").stdout)
+    made = json.loads(project.call("tasks", "import", "q.csv", "--test-size", "0.2", "--json").stdout)
     assert made["name"] == "q"
     assert sum(made["splits"].values()) == 50
     assert 3 < made["splits"]["test"] < 20
 
 
 def test_errors_are_one_line_that_names_the_thing(project: Project, folder: Path) -> None:
-    missing = project.run("tasks", "preview", "my_dataset", "--split", "validation")
+    missing = project.call("tasks", "preview", "my_dataset", "--split", "validation")
     assert (missing.returncode, missing.stdout.strip()) == (
         1, "ratchet: task set my_dataset has no split 'validation'; it has train, test",
     )  # fmt: skip
-    unknown = project.run("tasks", "preview", "./nothing")
+    unknown = project.call("tasks", "preview", "./nothing")
     assert unknown.returncode == 1
     assert "no such file or folder here" in unknown.stdout
     assert "imported sets: none" in unknown.stdout
@@ -101,7 +101,7 @@ def test_a_hub_name_is_read_from_the_hub_that_the_environment_names(project: Pro
         }
         made = project.run("tasks", "import", "acme/sums", "--name", "sums", seconds=60, **given)
         assert "sums: 2 train, 1 test" in made.stdout
-    assert project.run("tasks", "preview", "sums").stdout == SHOWN
+    assert project.call("tasks", "preview", "sums").stdout == SHOWN
     offline = project.run(
         "tasks", "preview", "acme/never", seconds=60, **given | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     )

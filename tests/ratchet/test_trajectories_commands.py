@@ -33,33 +33,33 @@ def url(project: Project) -> str:
 
 @pytest.mark.slow
 def test_trajectories_are_listed_newest_first_with_their_scores_page_by_page(project: Project, url: str) -> None:
-    found = json.loads(project.run("trajectories", "list", "--store", url, "--json").stdout)
+    found = json.loads(project.call("trajectories", "list", "--store", url, "--json").stdout)
     assert found[0]["id"] == "talk"
     assert {one["id"]: one["score"] for one in found} == {"talk": None, "a": 0.0, "b": 1.0}
-    page = project.run("trajectories", "list", "--store", url, "--limit", "1").stdout
+    page = project.call("trajectories", "list", "--store", url, "--limit", "1").stdout
     assert "next page: --before talk" in page
-    assert "talk" not in project.run("trajectories", "list", "--store", url, "--before", "talk").stdout
+    assert "talk" not in project.call("trajectories", "list", "--store", url, "--before", "talk").stdout
 
 
 @pytest.mark.slow
 def test_the_filter_is_that_of_the_export(project: Project, url: str) -> None:
-    open_ones = json.loads(project.run("trajectories", "list", "--store", url, "--state", "open", "--json").stdout)
+    open_ones = json.loads(project.call("trajectories", "list", "--store", url, "--state", "open", "--json").stdout)
     assert [one["id"] for one in open_ones] == ["talk"]
-    assert "no trajectory matches" in project.run("trajectories", "list", "--store", url, "--task", "none").stdout
+    assert "no trajectory matches" in project.call("trajectories", "list", "--store", url, "--task", "none").stdout
 
 
 def test_one_is_shown_with_messages_calls_and_tool_calls_and_steers_no_terminal(project: Project, url: str) -> None:
-    shown = project.run("trajectories", "show", "talk", "--store", url).stdout
+    shown = project.call("trajectories", "show", "talk", "--store", url).stdout
     assert "linked by graph, context exact" in shown
     assert '-> search({"a": 1})' in shown
     assert "[red]not markup[/red]" in shown
     assert "\x1b" not in shown
-    scored = project.run("trajectories", "show", "b", "--store", url).stdout
+    scored = project.call("trajectories", "show", "b", "--store", url).stdout
     assert "score    1 by" in scored
 
 
 @pytest.mark.slow
 def test_as_json_it_is_what_the_export_writes(project: Project, url: str) -> None:
-    record = json.loads(project.run("trajectories", "show", "talk", "--store", url, "--json").stdout)
+    record = json.loads(project.call("trajectories", "show", "talk", "--store", url, "--json").stdout)
     assert [row["input_ids"] for row in record["rows"]] == [[1, 2, 3, 4, 5, 6, 7, 8, 9]]
-    assert project.run("trajectories", "show", "nobody", "--store", url).returncode == 1
+    assert project.call("trajectories", "show", "nobody", "--store", url).returncode == 1

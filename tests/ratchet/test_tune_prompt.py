@@ -99,8 +99,8 @@ def test_an_agent_that_is_left_as_it_is_gets_a_better_prompt_which_serves_once_i
     assert (candidate.state, candidate.prompt_id) == (PolicyState.CANDIDATE, result.best)
 
     assert ask(circle) == "unsure"  # a candidate serves nobody
-    told = circle.project.run("policies", "promote", "policy", "1", "--reason", "better on held-out tasks")
-    assert told.returncode == 0, told.stdout
+    done = circle.project.run("policies", "promote", "policy", "1", "--reason", "better on held-out tasks")
+    assert done.returncode == 0, done.stdout
     eventually(lambda: ask(circle) == "tree", 10)
     circle.project.run("policies", "rollback", "policy", "--reason", "a test")
     eventually(lambda: ask(circle) == "unsure", 10)
@@ -133,7 +133,7 @@ def test_a_run_that_was_killed_goes_on_by_its_id_alone_and_pays_for_nothing_twic
     assert run.state == "running"
     before = {(one.candidate, one.task_id) for one in circle.store.rollouts.of_tuning(run.id) if one.state == "ended"}
     assert before
-    asked = len(circle.reflection.requests)
+    count = len(circle.reflection.requests)
     circle.vllm.seconds = 0.0
     done = circle.project.run("tune", "prompt", "--resume", run.id, seconds=180)
     assert done.returncode == 0, done.stdout
@@ -143,13 +143,13 @@ def test_a_run_that_was_killed_goes_on_by_its_id_alone_and_pays_for_nothing_twic
     ended = [(one.candidate, one.task_id) for one in circle.store.rollouts.of_tuning(run.id) if one.state == "ended"]
     assert before <= set(ended)
     assert len(ended) == len(set(ended))
-    # What was answered before the kill was not asked again, but for the question that was on its way.
-    first, again = circle.reflection.requests[: asked - 1], circle.reflection.requests[asked:]
+    # What was answered before the kill was not count again, but for the question that was on its way.
+    first, again = circle.reflection.requests[: count - 1], circle.reflection.requests[count:]
     assert not [one for one in first if one in again]
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ({"reflection-url": "http://127.0.0.1:1"}, "--reflection-url and --reflection-model belong together"),
         ({}, "tuner.reflection"),
@@ -159,11 +159,11 @@ def test_a_run_that_was_killed_goes_on_by_its_id_alone_and_pays_for_nothing_twic
         ),
     ],
 )
-def test_what_is_missing_is_named(circle: PromptProject, given: dict[str, str], told: str) -> None:
+def test_what_is_missing_is_named(circle: PromptProject, given: dict[str, str], message: str) -> None:
     words = [word for pair in given.items() for word in (f"--{pair[0]}", pair[1])]
     done = circle.project.run("tune", "prompt", "--tasks", "world", "--workflow", f"{AGENT}:agent", *words)
     assert done.returncode in (1, 2)
-    assert told in done.stdout
+    assert message in done.stdout
     assert circle.vllm.prompts == []
     assert circle.store.tunings.page() == []  # what cannot begin leaves no run
 
@@ -179,10 +179,10 @@ def test_mipro_finds_it_too_through_the_same_command(
         command, capture_output=True, text=True, timeout=240, cwd=circle.project.folder, env=environ, check=False
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["details"]["verdict"] == "better"
-    assert told["technique"].startswith("MIPRO")
-    assert told["details"]["budget"]["rollouts_begun"] == len(circle.vllm.prompts)
+    result = json.loads(done.stdout)
+    assert result["details"]["verdict"] == "better"
+    assert result["technique"].startswith("MIPRO")
+    assert result["details"]["budget"]["rollouts_begun"] == len(circle.vllm.prompts)
 
 
 def test_the_light_environment_of_the_command_has_no_torch() -> None:

@@ -43,19 +43,19 @@ def tuned(project: Project) -> Project:
 def test_the_three_methods_stand_side_by_side(tuned: Project) -> None:
     done = tuned.run("tune", "report", "--png", "gains.png")
     assert done.returncode == 0
-    for told in (
+    for text in (
         "policy on 12 tasks of tasks/ (test), judged by j:1", "+1.000", "better", "no difference", "1,234", "unknown",
         "no longer policy@1", "not this", "ratchet tune select-model", "Model weights: as it was", "has not ended",
     ):  # fmt: skip
-        assert told in done.stdout, told
+        assert text in done.stdout, text
     assert (tuned.folder / "gains.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_json_and_markdown_say_the_same(tuned: Project) -> None:
-    told = json.loads(tuned.run("tune", "report", "--json").stdout)
-    weights = told["rows"][2]
+    report = json.loads(tuned.run("tune", "report", "--json").stdout)
+    weights = report["rows"][2]
     assert (weights["effect"]["difference"], weights["spent"]["money"]["known"]) == (1.0, False)
-    assert [one["why"] for one in told["excluded"]] == ["it has not ended"]
+    assert [one["why"] for one in report["excluded"]] == ["it has not ended"]
     lines = tuned.run("tune", "report", "--markdown").stdout.splitlines()
     assert lines[2].startswith("| method | technique |")
     assert {line.replace("\\|", "").count("|") for line in lines[2:7]} == {lines[2].count("|")}
@@ -91,5 +91,5 @@ def test_runs_are_listed_newest_first(tuned: Project) -> None:
     store.leases.acquire(f"tuning:{lines[0].split()[0]}", "host:1_06f3", 60.0)
     store.close()
     assert tuned.run("tune", "runs", "--limit", "1").stdout.strip().endswith("running")
-    told = json.loads(tuned.run("tune", "runs", "--method", "weights", "--json").stdout)
-    assert [one["kind"] for one in told] == ["weights"]
+    runs = json.loads(tuned.run("tune", "runs", "--method", "weights", "--json").stdout)
+    assert [one["kind"] for one in runs] == ["weights"]

@@ -68,9 +68,7 @@ def circle(project: Project) -> Iterator[SelectionProject]:
         yield SelectionProject(project, store, models)
 
 
-def test_the_best_is_chosen_and_a_crashing_candidate_is_told_loudly_without_stopping_the_others(
-    circle: SelectionProject,
-) -> None:
+def test_the_best_is_chosen_and_a_crashing_candidate_is_reported_and_stops_no_other(circle: SelectionProject) -> None:
     done = circle.select("right-20", "right-95", "crash", png="models.png")
     assert done.returncode == 0, done.stdout
     assert "EVERY ROLLOUT OF crash FAILED: InternalServerError: Error code: 500" in done.stdout
@@ -103,8 +101,8 @@ def test_an_evaluation_of_two_ends_with_what_it_shows(circle: SelectionProject) 
     arguments = [*circle.arguments(limit=12), "--json"]
     better = circle.project.run("eval", "--model", "right-95", "--against", "right-20", *arguments)
     assert better.returncode == 0, better.stdout
-    told = json.loads(better.stdout[better.stdout.index("{") :])
-    assert (told["verdict"], told["pair"]["candidate"], told["pair"]["tasks"]) == ("better", "right-95", 12)
+    result = json.loads(better.stdout[better.stdout.index("{") :])
+    assert (result["verdict"], result["pair"]["candidate"], result["pair"]["tasks"]) == ("better", "right-95", 12)
     worse = circle.project.run("eval", "--model", "policy@0", "--against", "right-95", *arguments)
     assert worse.returncode == 4, worse.stdout
     nothing = circle.project.run("eval", "--model", "policy@0", "--against", "right-95", *circle.arguments(
@@ -124,27 +122,27 @@ def test_a_stopped_run_goes_on_where_it_was(circle: SelectionProject) -> None:
     (run,) = circle.store.tunings.page()
     assert run.state == "stopped"
     ended = {one.id for one in circle.store.rollouts.of_tuning(run.id) if one.state is RolloutState.ENDED}
-    asked = len(circle.models.requests)
-    done = circle.project.run("tune", "select-model", "--resume", run.id, seconds=120)  # as it is told on Ctrl-C
+    count = len(circle.models.requests)
+    done = circle.project.run("tune", "select-model", "--resume", run.id, seconds=120)  # the command printed on Ctrl-C
     assert "chosen: right-95" in done.stdout
     again = circle.store.rollouts.of_tuning(run.id)
     assert ended <= {one.id for one in again}
     over = [one for one in again if one.state is RolloutState.ENDED]
     assert len(over) == len({(one.candidate, one.task_id) for one in over}) == 2 * TASKS
-    assert len(circle.models.requests) - asked == 2 * TASKS - len(ended)
+    assert len(circle.models.requests) - count == 2 * TASKS - len(ended)
     other = circle.project.run("tune", "select-model", "--resume", run.id, *circle.arguments("never_content"))
     assert "use the same judge for the whole comparison" in other.stdout
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--candidate", "a"], "at least two candidates"),
         (["--candidate", "a", "--candidate", "b", "--policy", "cheapest"], "cheapest needs --within X"),
         (["--candidate", "a", "--candidate", "b", "--score-range", "1", "0"], "LOW must be below HIGH"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(project: Project, arguments: list[str], told: str) -> None:
+def test_invalid_arguments_are_refused(project: Project, arguments: list[str], message: str) -> None:
     done = project.run("tune", "select-model", *arguments)
     assert done.returncode == 2
-    assert told in done.stdout
+    assert message in done.stdout

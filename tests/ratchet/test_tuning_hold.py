@@ -26,11 +26,11 @@ class AwayAtTheEnd(Tunings):
 
     def __init__(self, store: Store) -> None:
         super().__init__(store._engine)
-        self.asked = 0
+        self.calls = 0
 
     def get(self, tuning_id: str) -> Tuning:
-        self.asked += 1
-        if self.asked > 2:
+        self.calls += 1
+        if self.calls > 2:
             raise StoreUnavailable("scripted outage")
         return super().get(tuning_id)
 
@@ -115,9 +115,9 @@ def test_a_run_that_is_under_way_is_refused_and_taken_over_once_its_process_is_d
         assert first.stdout is not None
         assert first.stdout.readline() == "has it\n"
         with _holding(project, run) as second:
-            told, _ = second.communicate(timeout=30)
-        assert f"LeaseTaken: tuning:{run} is held by process {first.pid} on " in told
-        assert ", since 20" in told
+            output, _ = second.communicate(timeout=30)
+        assert f"LeaseTaken: tuning:{run} is held by process {first.pid} on " in output
+        assert ", since 20" in output
         first.kill()
         first.communicate(timeout=10)
     with RunLease(store).acquire(run, resume=True) as taken:

@@ -17,9 +17,9 @@ from tests.harness.cli.project import Project, is_alive, wait_for
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Wait for the end of a command; return its exit code and what it said."""
-    said, _ = process.communicate(timeout=30)
-    return process.returncode, said
+    """Wait for the end of a command; return its exit code and what it output."""
+    output, _ = process.communicate(timeout=30)
+    return process.returncode, output
 
 
 def test_up_says_the_base_url_and_where_the_vllm_command_is_and_ctrl_c_stops_all_with_130(project: Project) -> None:
@@ -29,17 +29,17 @@ def test_up_says_the_base_url_and_where_the_vllm_command_is_and_ctrl_c_stops_all
     with urllib.request.urlopen(f"{url}/health/ready", timeout=5) as answer:
         assert answer.status == 200
     up.send_signal(signal.SIGINT)
-    code, said = finish(up)
+    code, output = finish(up)
     assert code == 130
     log = project.state / "logs" / "vllm.log"
-    assert f"its command is in {log}\n" in said
+    assert f"its command is in {log}\n" in output
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True" in log.read_text().splitlines()[0]
     assert "--enable-lora" in log.read_text().splitlines()[0]
-    assert max(map(len, said.splitlines())) < 400
-    assert f"base_url: {url}/v1" in said
-    assert f"console: {url}/ui/" in said
-    assert "no judge is set" in said
-    assert "Traceback" not in said
+    assert max(map(len, output.splitlines())) < 400
+    assert f"base_url: {url}/v1" in output
+    assert f"console: {url}/ui/" in output
+    assert "no judge is set" in output
+    assert "Traceback" not in output
     assert not [pid for pid in pids if is_alive(pid)]
 
 
@@ -65,9 +65,9 @@ def test_an_up_after_a_killed_one_ends_what_is_left_and_starts(project: Project)
     second = project.up()
     assert not [pid for pid in left[:-1] if is_alive(pid)]
     second.send_signal(signal.SIGTERM)
-    code, said = finish(second)
+    code, output = finish(second)
     assert code == 143
-    assert "left over from a run that was killed" in said
+    assert "left over from a run that was killed" in output
 
 
 def test_down_ends_all_and_is_idempotent(project: Project) -> None:
@@ -123,11 +123,12 @@ def test_a_service_that_dies_is_started_again_and_ends_all_only_when_that_is_no_
     assert "exited: vllm (pid" in project.run("status").stdout
     pids = project.pids()
     os.kill(after["services"]["vllm"], signal.SIGSEGV)
-    code, said = finish(up)
+    code, output = finish(up)
     assert code == 1
-    assert "was ended by SIGKILL; it restarts in 1 s" in said
+    assert "was ended by SIGKILL; it restarts in 1 s" in output
     assert (
-        "was ended by SIGSEGV; it exited 2 times within 10 minutes (max_restarts); stopping the other services" in said
+        "was ended by SIGSEGV; it exited 2 times within 10 minutes (max_restarts); stopping the other services"
+        in output
     )
     assert not [pid for pid in pids if is_alive(pid)]
 
@@ -160,9 +161,9 @@ def test_ctrl_c_while_waiting_for_a_detached_up_leaves_nothing(project: Project)
     wait_for("vLLM is started", (project.state / "run" / "vllm.pid").exists)
     pids = [int(file.read_text().split()[0]) for file in (project.state / "run").glob("*.pid")]
     up.send_signal(signal.SIGINT)
-    code, said = finish(up)
-    assert code == 130, said
-    assert "Traceback" not in said
+    code, output = finish(up)
+    assert code == 130, output
+    assert "Traceback" not in output
     assert not [pid for pid in pids if is_alive(pid)]
 
 
@@ -174,9 +175,9 @@ def test_ctrl_c_while_stopping_does_not_break_the_stopping(project: Project) -> 
     os.kill(project.running()["services"]["proxy"], signal.SIGKILL)
     wait_for("the proxy has ended", lambda: not (project.state / "run" / "proxy.pid").exists())
     up.send_signal(signal.SIGINT)
-    code, said = finish(up)
+    code, output = finish(up)
     assert code == 1
-    assert "proxy (pid" in said
+    assert "proxy (pid" in output
     assert not [pid for pid in pids if is_alive(pid)]
 
 
@@ -193,7 +194,7 @@ def test_port_0_takes_any_free_port(project: Project) -> None:
 
 
 @pytest.mark.slow
-def test_what_up_was_told_need_not_be_told_again(project: Project) -> None:
+def test_later_commands_use_the_settings_of_the_last_up(project: Project) -> None:
     store = f"sqlite:///{project.folder / 'other.db'}"
     up = project.up("--model", "mail", "--store", store)
     pids = project.pids()
@@ -207,7 +208,7 @@ def test_what_up_was_told_need_not_be_told_again(project: Project) -> None:
     assert "there is no store" in project.run("policies", "list", "--store", str(project.folder / "new.db")).stdout
 
 
-def test_a_store_whose_password_was_not_kept_is_asked_for(project: Project) -> None:
+def test_a_store_password_is_not_saved_and_must_be_given_again(project: Project) -> None:
     run = project.state / "run"
     run.mkdir(parents=True)
     (run / "settings.yaml").write_text("store: postgresql://u:***@db/prod\nmodel: mail\n")
@@ -227,19 +228,19 @@ def test_a_trainer_that_ends_by_itself_is_named_with_its_reason(project: Project
 
 
 @pytest.mark.parametrize(
-    ("judge", "told"),
+    ("judge", "message"),
     [
         ("nomod:x", "No module named 'nomod'"),
         ("mine:other", "has no attribute 'other'"),
         ("mine:wants", "browser"),
     ],
 )
-def test_a_judge_that_cannot_be_made_is_told_before_anything_starts(project: Project, judge: str, told: str) -> None:
+def test_an_invalid_judge_is_reported_before_anything_starts(project: Project, judge: str, message: str) -> None:
     (project.folder / "mine.py").write_text("def wants(browser):\n    return 1.0\n")
     up = project.run("up", "--judge", judge)
     assert up.returncode == 1
     assert up.stdout.strip().startswith(f"ratchet: trainer.judge: judge {judge}")
-    assert told in up.stdout
+    assert message in up.stdout
     assert not (project.state / "logs" / "vllm.log").exists()
 
 
@@ -251,9 +252,9 @@ def test_ctrl_c_while_starting_leaves_nothing(project: Project, moment: float) -
     time.sleep(moment)
     children = [int(f.read_text().split()[0]) for f in (project.state / "run").glob("*.pid") if f.name != "up.pid"]
     up.send_signal(signal.SIGINT)
-    code, said = finish(up)
-    assert code == 130, said
-    assert "Traceback" not in said
+    code, output = finish(up)
+    assert code == 130, output
+    assert "Traceback" not in output
     assert not [pid for pid in children if is_alive(pid)]
     assert not project.helper.exists() or not is_alive(int(project.helper.read_text()))
 
@@ -266,7 +267,7 @@ def test_a_busy_port_that_was_chosen_names_who_holds_it(project: Project) -> Non
     assert "set proxy.port to a free port" in up.stdout
 
 
-def test_a_full_disk_is_told_before_anything_starts(project: Project) -> None:
+def test_a_full_disk_is_reported_before_anything_starts(project: Project) -> None:
     project.write(min_free_disk_mb=10**9)
     up = project.run("up")
     assert up.returncode == 1
@@ -275,7 +276,7 @@ def test_a_full_disk_is_told_before_anything_starts(project: Project) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"vllm": {"command": ["no-such-vllm"]}}, "no-such-vllm was not found"),
         ({"base_model": "./nowhere"}, "no such folder"),
@@ -284,11 +285,11 @@ def test_a_full_disk_is_told_before_anything_starts(project: Project) -> None:
         ({"trainer": {"learner": {"lor_r": 4}}}, "the nearest known key is trainer.learner.lora_r"),
     ],
 )
-def test_bad_input_is_one_line_that_names_the_remedy(project: Project, change: dict[str, object], told: str) -> None:
+def test_bad_input_is_one_line_that_names_the_remedy(project: Project, change: dict[str, object], message: str) -> None:
     project.write(**change)
     up = project.run("up")
     assert up.returncode == 1
-    assert told in up.stdout
+    assert message in up.stdout
     assert up.stdout.count("\n") == 1
 
 

@@ -99,8 +99,8 @@ def test_the_demo_begins_in_a_folder_without_a_checkout(user_project: UserProjec
     assert process.poll() is None, process.stdout.read() if process.stdout else ""
     assert (tmp_path / "state" / "demo" / "email_search").is_dir()
     process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=90)
-    assert process.returncode == 130, said
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 130, output
 
 
 def test_no_message_names_a_package_on_an_index() -> None:

@@ -1,4 +1,4 @@
-"""The vLLM command: what is in it, and what is told before it would fail."""
+"""The vLLM command, and the errors that are reported before it starts."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def test_a_hub_name_tells_its_family() -> None:
     assert vllm_command.tool_call_parser("meta-llama/Llama-3.2-1B-Instruct") == "llama3_json"
 
 
-def test_vllm_holds_no_tool_calls_to_a_grammar_unless_it_is_told_to_and_the_proxy_knows(project: Project) -> None:
+def test_strict_tools_are_off_by_default_and_the_proxy_knows_the_level(project: Project) -> None:
     model = str(project.folder / "model")
     strict = {"enforce_strict_tool_calling": True}
-    told = strict | {"extra_args": ["--tool-strict-level", "function"]}
-    for own, variable, level in ((dict[str, Any](), "0", "off"), (strict, "1", "auto"), (told, "1", "function")):
+    by_argument = strict | {"extra_args": ["--tool-strict-level", "function"]}
+    for own, variable, level in ((dict[str, Any](), "0", "off"), (strict, "1", "auto"), (by_argument, "1", "function")):
         chosen = settings(model, **own)
         environment = vllm_command.build_command(chosen, 8235, gpu=False).environment
         assert environment["VLLM_ENFORCE_STRICT_TOOL_CALLING"] == variable
@@ -94,16 +94,18 @@ def test_the_users_own_arguments_come_last(project: Project) -> None:
 
 
 @pytest.mark.parametrize(
-    ("missing", "told"),
+    ("missing", "message"),
     [("config.json", "no config.json"), ("model.safetensors", "no weights"), ("tokenizer.json", "no tokenizer")],
 )
-def test_a_folder_that_is_no_model_is_told_by_what_it_lacks(project: Project, missing: str, told: str) -> None:
+def test_the_error_for_an_invalid_model_folder_names_the_missing_file(
+    project: Project, missing: str, message: str
+) -> None:
     (project.folder / "model" / missing).unlink()
-    with pytest.raises(BaseModelNotFound, match=told):
+    with pytest.raises(BaseModelNotFound, match=message):
         vllm_command.check_model(str(project.folder / "model"))
 
 
-def test_a_vllm_that_cannot_be_started_is_told(project: Project) -> None:
+def test_a_missing_vllm_is_reported(project: Project) -> None:
     with pytest.raises(VllmNotFound, match=r"vllm\.command: /nowhere/vllm was not found"):
         vllm_command.check_installed(settings(str(project.folder / "model"), command=("/nowhere/vllm",)))
 

@@ -65,7 +65,7 @@ def found(proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Exam
 
 
 def failed(found: dict[str, list[CheckResult]]) -> dict[str, str]:
-    return {step: "; ".join(one.seen for one in said) for step, said in found.items() if not said[0].passed}
+    return {step: "; ".join(one.seen for one in results) for step, results in found.items() if not results[0].passed}
 
 
 def test_a_sound_workflow_passes_every_step_and_leaves_nothing_to_train(found: Examine, proxy: Proxy) -> None:
@@ -78,7 +78,7 @@ def test_a_sound_workflow_passes_every_step_and_leaves_nothing_to_train(found: E
 
 
 @pytest.mark.parametrize(
-    ("workflow", "judge", "changes", "step", "said"),
+    ("workflow", "judge", "changes", "step", "message"),
     [
         ("crashes", "right", {}, "rollouts", "2 of 2 failed: ValueError: no tool named search"),
         ("hangs", "right", {"tuner__timeout_seconds": 0.2}, "rollouts", "the rollout exceeded 0.2 s"),
@@ -94,19 +94,19 @@ def test_a_sound_workflow_passes_every_step_and_leaves_nothing_to_train(found: E
     ],
 )
 def test_every_reason_is_named(
-    found: Examine, workflow: str, judge: str | None, changes: dict[str, Any], step: str, said: str
+    found: Examine, workflow: str, judge: str | None, changes: dict[str, Any], step: str, message: str
 ) -> None:
     wrong = failed(found(workflow, judge, **changes))
-    assert said in wrong[step]
+    assert message in wrong[step]
 
 
-def test_a_program_that_ends_in_an_error_is_told_in_its_own_words_alone(found: Examine) -> None:
-    (said,) = found(f"{sys.executable} nowhere.py")["rollouts"]
-    assert "exit code 2" in said.seen
-    assert said.seen.endswith("No such file or directory")
+def test_the_error_of_a_program_is_its_own_last_line(found: Examine) -> None:
+    (result,) = found(f"{sys.executable} nowhere.py")["rollouts"]
+    assert "exit code 2" in result.seen
+    assert result.seen.endswith("No such file or directory")
 
 
-def test_nothing_is_said_to_pass_that_no_attempt_showed(found: Examine) -> None:
+def test_a_step_without_data_does_not_pass(found: Examine) -> None:
     assert not {"tokens", "attempts", "judge", "scores"} & set(found("asks_elsewhere"))
     assert "scores" not in found("ask", "picky")
     assert "attempts" not in found("asks_greedily")
@@ -123,7 +123,7 @@ def test_calls_to_a_model_that_is_not_trained_are_named(found: Examine) -> None:
     assert "use the given base_url and model" in wrong["calls"]
 
 
-def test_calls_that_the_engine_told_no_ids_of_are_named(found: Examine) -> None:
+def test_calls_without_token_ids_are_named(found: Examine) -> None:
     wrong = failed(found(task=TASK | {"question": "Hello #noids"}))
     assert "no sampled token could be trained: " in wrong["tokens"]
 

@@ -1,4 +1,4 @@
-"""vLLM's control API: load, unload, list and score adapters of one replica over HTTP.
+"""vLLM's control API: load, unload, list and score adapters of one replica over HTTP. The only client of it.
 
 HTTP errors become EngineError here. A name is never loaded twice, because vLLM keys its prefix cache by name.
 """
@@ -15,6 +15,16 @@ import httpx
 from ratchet.store.access.url_credentials import credentials, without_credentials
 from ratchet.store.policies import fingerprints
 from ratchet.trainer.errors import AdapterRefused, EngineUnreachable
+
+
+def list_models(url: str, key: str | None = None, timeout: float = 30.0) -> list[dict[str, Any]]:
+    """Return the entries of /v1/models of a vLLM server or a proxy. Raises EngineUnreachable, AdapterRefused."""
+    try:
+        replica = VllmServer(url, timeout, key)
+    except httpx.InvalidURL as error:
+        raise EngineUnreachable(f"the URL is invalid ({error})") from error
+    with contextlib.closing(replica):
+        return replica.cards()
 
 
 class VllmServer:
@@ -36,19 +46,29 @@ class VllmServer:
 
     def models(self) -> tuple[str, ...]:
         """Return the names of the served models, adapters included. Raises EngineUnreachable, AdapterRefused."""
+        return tuple(card["id"] for card in self.cards())
+
+    def cards(self) -> list[dict[str, Any]]:
+        """Return the entries of /v1/models. Raises EngineUnreachable, AdapterRefused."""
         response = self._request("GET", "/v1/models")
         if response.is_error:
             raise AdapterRefused(f"{self.url} does not list its models ({response.status_code}): {response.text[:300]}")
-        return tuple(str(model["id"]) for model in response.json()["data"])
+        try:
+            return [dict(card) for card in response.json()["data"] if isinstance(card["id"], str)]
+        except (ValueError, KeyError, TypeError) as error:
+            raise AdapterRefused(f"{self.url} does not list its models: invalid response ({error!r})") from error
+
+    def can_load_adapters(self) -> bool:
+        """Return whether adapters can be loaded at run time. Raises EngineUnreachable."""
+        # Without a name a server with this route rejects the request; other servers do not know the route.
+        return self._request("POST", "/v1/load_lora_adapter", {}).status_code != httpx.codes.NOT_FOUND
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the base model's responses to the fixed questions, without the parts that the server does not offer.
 
         Raises EngineUnreachable, and AdapterRefused if no base model is listed.
         """
-        response = self._request("GET", "/v1/models")
-        cards: list[Any] = [] if response.is_error else response.json().get("data", [])
-        base = next((str(card["id"]) for card in cards if not card.get("parent")), None)
+        base = next((card["id"] for card in self.cards() if not card.get("parent")), None)
         if base is None:
             raise AdapterRefused(f"{self.url} lists no base model")
         found: dict[str, Any] = {}

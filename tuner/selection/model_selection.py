@@ -15,13 +15,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-import httpx
 import msgspec
 
 from ratchet.store.records.tuning import Rollout, Tuning
 from ratchet.store.states import RolloutState
 from ratchet.store.store import Store
-from ratchet.trainer.errors import TuningError
+from ratchet.trainer.adapters.vllm_api import list_models
+from ratchet.trainer.errors import TrainerError, TuningError
 from ratchet.trainer.statistics.paired_comparison import ScoreRange
 from ratchet.trainer.tasks.task_set import Task
 from ratchet.tuner.reports.tuning_result import TuningResult, plain, task_set
@@ -29,8 +29,6 @@ from ratchet.tuner.rollouts.prices import Prices
 from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner, final_rollouts, pending_jobs
 from ratchet.tuner.rollouts.scoring import RolloutScorer
 from ratchet.tuner.selection.choice import Policy, Selection, rollout_cost, select
-
-_TIMEOUT = 30.0  # seconds, for the proxy's list of models
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,15 +53,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 def known_models(proxy_url: str, api_key: str | None) -> list[str]:
     """Return the model names of the proxy. Raises TuningError."""
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    url = f"{proxy_url.rstrip('/').removesuffix('/v1')}/v1/models"
     try:
-        answer = httpx.get(url, headers=headers, timeout=_TIMEOUT, trust_env=False)
-        answer.raise_for_status()
-        return [str(card["id"]) for card in answer.json()["data"]]
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+        return [card["id"] for card in list_models(proxy_url.rstrip("/").removesuffix("/v1"), api_key)]
+    except TrainerError as error:
         raise TuningError(
-            f"the proxy at {proxy_url} does not list its models ({error}); is it running (`ratchet up`), is --proxy "
+            f"the proxy at {proxy_url} does not list its models ({error.__cause__ or error}); is it running (`ratchet up`), is --proxy "
             "its URL, and does it accept the key?"
         ) from error
 

@@ -1,8 +1,7 @@
 """The agent's command line: `python -m ratchet.demo.email_search build-db | train | test`.
 
-`train` is ordinary traffic: it works through training tasks, several attempts each. It trains nothing itself and
-does not know whether anybody does. `test` works through the held-out tasks and prints what came of them. The server
-is the one that OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL name.
+`train` sends ordinary traffic: several attempts at each training task. It does no training. `test` attempts the
+held-out tasks and prints a summary. OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL name the server.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ratchet.demo.email_search.agent import MAX_TOKENS, Rollout, run_tasks, shuffled
+from ratchet.demo.email_search.agent import MAX_TOKENS, MailRollout, run_tasks, shuffled
 from ratchet.demo.email_search.mailbox import DATABASE, Mailbox, synthetic_mails
 from ratchet.demo.email_search.progress import Results, RolloutProgress, summary
 from ratchet.demo.email_search.prompt import MAX_TURNS
-from ratchet.demo.email_search.tasks import FILES, Task, home, make_tasks, read_tasks, write_tasks
+from ratchet.demo.email_search.tasks import FILES, MailTask, home, make_tasks, read_tasks, write_tasks
 
 
 class UsageError(Exception):
-    """Something the user gave is missing or wrong; the text names it and the remedy."""
+    """A missing or wrong argument; the text names it and the remedy."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one verb; 0 where it worked, 1 with a message on stderr where it did not, 130 on Ctrl-C."""
+    """Run one command. Returns 0 on success, 1 with a message on stderr on failure, 130 on Ctrl-C."""
     chosen = _parser().parse_args(arguments)
     try:
         return int(chosen.run(chosen))
@@ -36,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"email_search {chosen.verb}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"email_search {chosen.verb}: stopped; the rollouts that ended are kept", file=sys.stderr)
+        print(f"email_search {chosen.verb}: stopped; finished rollouts are kept", file=sys.stderr)
         return 130
 
 
@@ -51,14 +50,14 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--limit", type=int, default=20_000, help="with --source hub: at most this many mails")
     build.add_argument("--seed", type=int, default=42, help="with --source synthetic: seed of mails and questions")
     build.set_defaults(run=_build)
-    train = verbs.add_parser("train", help="work through training tasks, each tried several times")
+    train = verbs.add_parser("train", help="attempt training tasks, each several times")
     train.add_argument("--tasks-per-round", type=_positive, default=16)
     train.add_argument("--attempts", type=_positive, default=8, help="attempts at each task")
     train.add_argument("--rounds", type=_positive, default=10)
     train.set_defaults(run=_train)
-    test = verbs.add_parser("test", help="work through the held-out tasks and print what came of them")
+    test = verbs.add_parser("test", help="attempt the held-out tasks and print a summary")
     test.add_argument("--attempts", type=_positive, default=1)
-    test.add_argument("--tasks", type=_positive, help="only the first so many tasks")
+    test.add_argument("--tasks", type=_positive, help="attempt only the first N tasks")
     test.add_argument("--json", type=Path, help="write the summary to this file")
     test.set_defaults(run=_test)
     for verb in (train, test):
@@ -70,12 +69,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_traffic_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--model", default=os.environ.get("OPENAI_MODEL"), help="model name (default: OPENAI_MODEL)")
-    verb.add_argument("--concurrency", type=_positive, default=64, help="rollouts at once")
+    verb.add_argument("--concurrency", type=_positive, default=64, help="concurrent rollouts")
     verb.add_argument("--temperature", type=float, default=1.0)
     verb.add_argument("--max-turns", type=_positive, default=MAX_TURNS)
-    verb.add_argument("--max-tokens", type=_positive, default=MAX_TOKENS, help="tokens of one reply at most")
-    verb.add_argument("--seed", type=int, default=0, help="seed of the order of the tasks")
-    verb.add_argument("--out", type=Path, help="write each rollout to this file, one JSON object a line")
+    verb.add_argument("--max-tokens", type=_positive, default=MAX_TOKENS, help="maximum tokens per reply")
+    verb.add_argument("--seed", type=int, default=0, help="seed of the task order")
+    verb.add_argument("--out", type=Path, help="JSON Lines file for the rollouts")
 
 
 def _positive(text: str) -> int:
@@ -99,8 +98,8 @@ def _build(chosen: argparse.Namespace) -> int:
         count, splits = len(made), make_tasks(made, chosen.seed)
     if splits:
         write_tasks(chosen.home, splits)
-    told = ", ".join(f"{len(tasks)} {split}" for split, tasks in splits.items())
-    print(f"{path}: {count} mails; tasks: {told or 'unchanged'}")
+    counts = ", ".join(f"{len(tasks)} {split}" for split, tasks in splits.items())
+    print(f"{path}: {count} mails; tasks: {counts or 'unchanged'}")
     return 0
 
 
@@ -123,7 +122,7 @@ def _test(chosen: argparse.Namespace) -> int:
     return _status(rollouts)
 
 
-def _run(chosen: argparse.Namespace, tasks: list[Task], name: str, per_round: int | None) -> list[Rollout]:
+def _run(chosen: argparse.Namespace, tasks: list[MailTask], name: str, per_round: int | None) -> list[MailRollout]:
     if not chosen.model:
         raise UsageError("no model: give --model NAME or set OPENAI_MODEL")
     base_url = os.environ.get("OPENAI_BASE_URL")
@@ -132,7 +131,7 @@ def _run(chosen: argparse.Namespace, tasks: list[Task], name: str, per_round: in
     answers = {task.answer for split in FILES for task in read_tasks(chosen.home, split)}
     with RolloutProgress(name, len(tasks) * chosen.attempts, per_round) as progress, Results(chosen.out) as results:
 
-        def on_result(rollout: Rollout) -> None:
+        def on_result(rollout: MailRollout) -> None:
             results.write(rollout)
             progress.add(rollout)
 
@@ -154,8 +153,8 @@ def _run(chosen: argparse.Namespace, tasks: list[Task], name: str, per_round: in
         )
 
 
-def _status(rollouts: list[Rollout]) -> int:
-    """1 where no rollout got through to the server."""
+def _status(rollouts: list[MailRollout]) -> int:
+    """Return 1 if every rollout failed with an API error."""
     if rollouts and all(rollout.end == "api_error" for rollout in rollouts):
         print(f"every rollout failed; the first error: {rollouts[0].errors[0]}", file=sys.stderr)
         return 1

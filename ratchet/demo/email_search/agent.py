@@ -1,7 +1,7 @@
-"""The agent: an ordinary tool loop over the OpenAI SDK, and many of them at once.
+"""The agent: an ordinary tool loop over the OpenAI SDK, run concurrently.
 
-It knows a base URL, a key and a model name, as any agent in production does. It sends no header, field or id of its
-own, and it never raises on what a server or a model does: each rollout ends with a reason and is a row of results.
+It has a base URL, a key and a model name, like any agent in production, and sends no headers, fields or ids of its own.
+Errors of the server or the model never raise: each rollout ends with a reason and becomes a row of the results.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from openai import AsyncOpenAI, OpenAIError
 
 from ratchet.demo.email_search.mailbox import Mailbox, Searchable
 from ratchet.demo.email_search.prompt import MAX_TURNS, opening
-from ratchet.demo.email_search.tasks import Task, matches
+from ratchet.demo.email_search.tasks import MailTask, matches
 from ratchet.demo.email_search.tools import TOOLS, call_tool
 
 End = Literal["answer", "text", "ran_out_of_turns", "api_error"]
@@ -28,12 +28,12 @@ TIMEOUT_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Rollout:
-    """What came of one attempt at one task.
+class MailRollout:
+    """The result of one attempt at one task.
 
-    `index` is the attempt's place in the run, counted from 0; `models` are the distinct model names that the server
-    reported; `tool_failures` counts failures by class; tokens are sums over the calls, as the server counted them;
-    `response_id` is the id that the server gave the last answer.
+    `index` counts the attempts of the run from 0; `models` are the distinct model names in the responses;
+    `tool_failures` counts failures by class; token counts are sums of the server's usage over all calls; `response_id`
+    is the id of the last response.
     """
 
     index: int
@@ -56,7 +56,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """A client, a mailbox and how to sample: all that an attempt needs. Attempts share it and run side by side."""
+    """Client, mailbox and sampling parameters, shared by concurrent attempts."""
 
     client: AsyncOpenAI
     box: Mailbox
@@ -66,38 +66,41 @@ class Agent:
     max_tokens: int = MAX_TOKENS
     other_answers: frozenset[str] = frozenset()
 
-    async def attempt(self, task: Task, index: int = 0) -> Rollout:
-        """Plays one task to its end."""
-        begun, course = time.monotonic(), _Course(opening(task.question, self.max_turns, task.inbox, task.date))
+    async def attempt(self, task: MailTask, index: int = 0) -> MailRollout:
+        """Attempt one task."""
+        started_at, state = (
+            time.monotonic(),
+            _RolloutState(opening(task.question, self.max_turns, task.inbox, task.date)),
+        )
         end: End = "ran_out_of_turns"
         for _ in range(self.max_turns):
             try:
-                response = await self._ask(course.messages)
-            except (OpenAIError, ValueError) as error:  # ValueError: a body that is no JSON or no UTF-8
-                course.errors.append(f"{type(error).__name__}: {error}"[:300])
+                response = await self._ask(state.messages)
+            except (OpenAIError, ValueError) as error:  # ValueError: the body is not JSON or not UTF-8
+                state.errors.append(f"{type(error).__name__}: {error}"[:300])
                 end = "api_error"
                 break
-            reason = course.take(response, self.box.of(task.inbox, task.date))
+            reason = state.apply(response, self.box.of(task.inbox, task.date))
             if reason is not None:
                 end = reason
                 break
-        return Rollout(
+        return MailRollout(
             index=index,
             task_id=task.id,
             question=task.question,
             correct_answer=task.answer,
-            answer=course.answer,
-            success=matches(course.answer, task.answer, self.other_answers),
+            answer=state.answer,
+            success=matches(state.answer, task.answer, self.other_answers),
             end=end,
-            turns=course.turns,
-            tool_calls=course.tool_calls,
-            tool_failures=dict(course.failures),
-            prompt_tokens=course.prompt_tokens,
-            completion_tokens=course.completion_tokens,
-            models=tuple(course.models),
-            errors=tuple(course.errors),
-            seconds=time.monotonic() - begun,
-            response_id=course.response_id,
+            turns=state.turns,
+            tool_calls=state.tool_calls,
+            tool_failures=dict(state.failures),
+            prompt_tokens=state.prompt_tokens,
+            completion_tokens=state.completion_tokens,
+            models=tuple(state.models),
+            errors=tuple(state.errors),
+            seconds=time.monotonic() - started_at,
+            response_id=state.response_id,
         )
 
     async def _ask(self, messages: list[dict[str, Any]]) -> Any:
@@ -112,8 +115,8 @@ class Agent:
 
 
 @dataclass(slots=True)
-class _Course:
-    """A rollout under way: its messages so far and what is counted along it."""
+class _RolloutState:
+    """A running rollout: its messages and counters."""
 
     messages: list[dict[str, Any]]
     answer: str | None = None
@@ -126,8 +129,8 @@ class _Course:
     models: dict[str, None] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
 
-    def take(self, response: Any, box: Searchable) -> End | None:
-        """Takes one reply in and runs its tool calls; returns why the rollout ends here, None where it goes on."""
+    def apply(self, response: Any, box: Searchable) -> End | None:
+        """Append one response and run its tool calls. Returns why the rollout ends, or None if it continues."""
         self.models.setdefault(response.model)
         self.response_id = response.id
         if response.usage is not None:
@@ -154,15 +157,15 @@ class _Course:
         return None
 
 
-def shuffled(tasks: Sequence[Task], seed: int) -> Iterator[Task]:
-    """The tasks without end: each pass holds each task once, in an order that follows from `seed`."""
+def shuffled(tasks: Sequence[MailTask], seed: int) -> Iterator[MailTask]:
+    """Yield the tasks endlessly: each pass contains every task once, in an order determined by `seed`."""
     rng = random.Random(seed)
     while tasks:
         yield from rng.sample(tasks, len(tasks))
 
 
 async def run_tasks(
-    tasks: Iterable[Task],
+    tasks: Iterable[MailTask],
     *,
     base_url: str,
     api_key: str,
@@ -174,16 +177,16 @@ async def run_tasks(
     max_turns: int = MAX_TURNS,
     max_tokens: int = MAX_TOKENS,
     other_answers: Iterable[str] = (),
-    on_result: Callable[[Rollout], None] | None = None,
+    on_result: Callable[[MailRollout], None] | None = None,
     stop: asyncio.Event | None = None,
-) -> list[Rollout]:
-    """Tries each task `attempts` times, `concurrency` rollouts at once, and returns them in the order they ended.
+) -> list[MailRollout]:
+    """Attempt each task `attempts` times, `concurrency` rollouts at a time; return them in the order of their end.
 
-    `tasks` may be endless (`shuffled`): the run then goes on until `stop` is set. After `stop` no attempt begins;
-    those under way are finished. `on_result` is called in the event loop as each rollout ends.
+    `tasks` may be endless (`shuffled`); then the run lasts until `stop` is set. After `stop` no attempt starts, and
+    running ones finish. `on_result` is called in the event loop at the end of each rollout.
     """
     jobs = enumerate(task for task in tasks for _ in range(attempts))
-    done: list[Rollout] = []
+    done: list[MailRollout] = []
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=TIMEOUT_SECONDS) as client:
         agent = Agent(client, box, model, temperature, max_turns, max_tokens, frozenset(other_answers))
 

@@ -1,8 +1,8 @@
-"""The judge: a rule that scores a recorded trajectory 1 or 0 by the right answer of its task.
+"""The judge: a rule that scores a recorded trajectory 1 or 0 by the correct answer of its task.
 
-Where the task's row is given it is the task; in production, where nobody says which task it is, the question finds it
-in the task set of `EMAIL_SEARCH_HOME` (default `.ratchet/email_search`). A question that the set does not hold is an
-error, not a score. What counts is what the policy answered in the trajectory, never what the agent claims of itself.
+Without the task's row, as in production, the user's question finds the task in the task set of `EMAIL_SEARCH_HOME`
+(default `.ratchet/email_search`). An unknown question is an error, not a score. Only the recorded answer of the policy
+counts.
 """
 
 from __future__ import annotations
@@ -13,38 +13,38 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ratchet.demo.email_search.tasks import FILES, Task, home, matches, read_tasks, task_of
+from ratchet.demo.email_search.tasks import FILES, MailTask, home, matches, read_tasks, task_of
 
 
 class UnknownQuestionError(LookupError):
-    """No user message of the trajectory is a question of the task set."""
+    """No user message of the trajectory is a question in the task set."""
 
 
 def judge(trajectory: Mapping[str, Any], task: Mapping[str, Any] | str | None = None) -> dict[str, Any]:
-    """Scores one trajectory: `{"id", "messages", "tools", "task"}`, messages as Chat Completions writes them.
+    """Score one trajectory: `{"id", "messages", "tools", "task"}`, with messages as in Chat Completions.
 
-    `task` is the row of the task set that was tried; without it (None, or a mere key) the question says which it is.
+    `task` is the row of the task set; if it is None or only a key, the question identifies the task.
 
-    Returns `score` (1.0 where the argument of `return_final_answer` is the right answer, else 0.0), `components`
+    Returns `score` (1.0 if the argument of `return_final_answer` is the correct answer, else 0.0), `components`
     (`answered`, `correct`, `searched`, `read`, each 0.0 or 1.0; only `correct` is scored) and an `explanation`.
-    Raises UnknownQuestionError, and FileNotFoundError where there is no task set.
+    Raises UnknownQuestionError, and FileNotFoundError without a task set.
     """
     messages = list(trajectory.get("messages") or [])
     folder = home()
-    tried = task_of(task) if isinstance(task, Mapping) else asked(messages, folder)
+    attempted = task_of(task) if isinstance(task, Mapping) else task_of_question(messages, folder)
     given, used = final_answer(messages), {name for name, _ in _tool_calls(messages)}
-    correct = matches(given, tried.answer, _answers(str(folder), _stamp(folder)))
+    correct = matches(given, attempted.answer, _answers(str(folder), _stamp(folder)))
     components = {
         "answered": float(given is not None),
         "correct": float(correct),
         "searched": float("search_inbox" in used),
         "read": float("read_email" in used),
     }
-    return {"score": float(correct), "components": components, "explanation": _explain(given, tried, correct)}
+    return {"score": float(correct), "components": components, "explanation": _explain(given, attempted, correct)}
 
 
 def final_answer(messages: list[Mapping[str, Any]]) -> str | None:
-    """The answer of the first call of `return_final_answer` that keeps to its schema, None where there is none."""
+    """Return the answer of the first valid call of `return_final_answer`; None if there is none."""
     for name, arguments in _tool_calls(messages):
         if name == "return_final_answer" and set(arguments) == {"answer"} and isinstance(arguments["answer"], str):
             return str(arguments["answer"])
@@ -52,7 +52,7 @@ def final_answer(messages: list[Mapping[str, Any]]) -> str | None:
 
 
 def last_words(messages: list[Mapping[str, Any]]) -> str:
-    """What the agent gave as its answer: by the tool, else its last text; "" where it gave none."""
+    """Return the agent's answer: by the tool, else its last text, else ""."""
     given = final_answer(messages)
     if given is not None:
         return given
@@ -73,14 +73,14 @@ def _tool_calls(messages: list[Mapping[str, Any]]) -> Iterator[tuple[str, dict[s
             yield str(function.get("name")), parsed if isinstance(parsed, dict) else {}
 
 
-def asked(messages: list[Mapping[str, Any]], folder: Path) -> Task:
-    """The task of the set in a folder that a user message asks. Raises UnknownQuestionError."""
+def task_of_question(messages: list[Mapping[str, Any]], folder: Path) -> MailTask:
+    """Return the task whose question is a user message. Raises UnknownQuestionError."""
     tasks = _by_question(str(folder), _stamp(folder))
-    said = [_text(message.get("content")) for message in messages if message.get("role") == "user"]
-    for text in said:
+    texts = [_text(message.get("content")) for message in messages if message.get("role") == "user"]
+    for text in texts:
         if text.strip() in tasks:
             return tasks[text.strip()]
-    first = said[0][:120] if said else "(no user message)"
+    first = texts[0][:120] if texts else "(no user message)"
     raise UnknownQuestionError(
         f"no task in {folder} asks {first!r}: set EMAIL_SEARCH_HOME to the folder of the agent's task set"
     )
@@ -93,12 +93,12 @@ def _text(content: object) -> str:
 
 
 def _stamp(folder: Path) -> tuple[int, ...]:
-    """When the task files were last written: a rebuilt task set is read anew."""
+    """Return the modification times of the task files, so that a rebuilt task set is read again."""
     return tuple((folder / name).stat().st_mtime_ns if (folder / name).is_file() else 0 for name in FILES.values())
 
 
 @lru_cache(maxsize=4)
-def _by_question(folder: str, stamp: tuple[int, ...]) -> dict[str, Task]:
+def _by_question(folder: str, stamp: tuple[int, ...]) -> dict[str, MailTask]:
     return {task.question.strip(): task for split in FILES for task in read_tasks(Path(folder), split)}
 
 
@@ -107,7 +107,7 @@ def _answers(folder: str, stamp: tuple[int, ...]) -> frozenset[str]:
     return frozenset(task.answer for task in _by_question(folder, stamp).values())
 
 
-def _explain(given: str | None, task: Task, correct: bool) -> str:
+def _explain(given: str | None, task: MailTask, correct: bool) -> str:
     if given is None:
-        return f"no answer was returned; the right one is {task.answer!r}"
-    return f"answered {given!r}, " + ("which is right" if correct else f"but the right answer is {task.answer!r}")
+        return f"no answer was returned; the correct one is {task.answer!r}"
+    return f"answered {given!r}, " + ("which is correct" if correct else f"but the correct answer is {task.answer!r}")

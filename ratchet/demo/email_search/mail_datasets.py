@@ -1,8 +1,7 @@
 """A mailbox from a data set of real mails, such as Enron's, through the `datasets` library.
 
-Takes hub names or local folders of parquet, JSON lines or CSV, the same call for both. Columns are found by their
-usual names. Rows with the columns `question` and `answer` become tasks, the others mails; mails alone leave the task
-set as it is.
+Accepts hub names and local folders of Parquet, JSON Lines or CSV. Columns are found by their usual names. Rows with the
+columns `question` and `answer` become tasks, others mails; without such rows the task set stays unchanged.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.demo.email_search.mailbox import Mail, Mailbox
-from ratchet.demo.email_search.tasks import Task
+from ratchet.demo.email_search.tasks import MailTask
 
 COLUMNS = {
     "message_id": ("message_id", "message-id", "id"),
@@ -22,25 +21,25 @@ COLUMNS = {
     "body": ("body", "content", "message", "text"),
     "date": ("date", "sent_at", "timestamp"),
 }
-OWNERS = ("to", "cc", "bcc", "recipients", "to_address", "inbox_address")  # beside the sender: whose mail it is
+OWNERS = ("to", "cc", "bcc", "recipients", "to_address", "inbox_address")  # with the sender: the owners of a mail
 _ADDRESS = re.compile(r"[^\s<>,;\"']+@[^\s<>,;\"']+")
 REQUIRED = ("subject", "body")
 SPLITS = {"train": "train", "test": "test", "validation": "test"}
 
 
 class DatasetError(ValueError):
-    """A data set that cannot be fetched or does not hold mails; the text names it and the remedy."""
+    """A data set cannot be loaded or contains no mails; the text names it and the remedy."""
 
 
-def build_from_datasets(path: Path, names: Sequence[str], limit: int) -> tuple[int, dict[str, list[Task]]]:
-    """Writes the mailbox `path` from data sets `names`; returns how many mails, and the tasks by split (maybe none)."""
+def build_from_datasets(path: Path, names: Sequence[str], limit: int) -> tuple[int, dict[str, list[MailTask]]]:
+    """Write the mailbox `path` from the data sets; return the number of mails and the tasks by split, if any."""
     loaded = [(name, split, rows) for name in names for split, rows in _load(name).items()]
     mails = [(name, rows) for name, _, rows in loaded if not _is_questions(rows)]
     questions = {SPLITS.get(split, "train"): rows for _, split, rows in loaded if _is_questions(rows)}
     if not mails:
         raise DatasetError(f"no mails in {', '.join(names)}: no split has the columns subject and body")
-    taken = {mail.message_id: mail for name, rows in mails for mail in _mails(name, rows, limit)}
-    box = Mailbox.build(path, list(taken.values())[:limit])
+    mails_by_id = {mail.message_id: mail for name, rows in mails for mail in _mails(name, rows, limit)}
+    box = Mailbox.build(path, list(mails_by_id.values())[:limit])
     count = len(box)
     box.close()
     return count, {split: _tasks(rows, split) for split, rows in questions.items()}
@@ -82,7 +81,7 @@ def _mails(name: str, rows: Any, limit: int) -> Iterator[Mail]:
 
 
 def _addresses(value: Any) -> list[str]:
-    """The e-mail addresses in a text, or in a list of texts."""
+    """Return the e-mail addresses in a text, or in a list of texts."""
     texts = value if isinstance(value, list | tuple) else [value]
     return [found for text in texts if text for found in _ADDRESS.findall(str(text))]
 
@@ -92,10 +91,10 @@ def _first(rows: Iterable[Mapping[str, Any]], limit: int) -> Iterator[Mapping[st
         yield row
 
 
-def _tasks(rows: Any, split: str) -> list[Task]:
+def _tasks(rows: Any, split: str) -> list[MailTask]:
     return [_task(row, f"{split}-{number}") for number, row in enumerate(rows)]
 
 
-def _task(row: Mapping[str, Any], name: str) -> Task:
-    told = {"inbox": str(row.get("inbox_address") or ""), "date": str(row.get("query_date") or "")[:10]}
-    return Task(str(row.get("id", name)), str(row["question"]), str(row["answer"]), "", "", "", "", **told)
+def _task(row: Mapping[str, Any], name: str) -> MailTask:
+    user = {"inbox": str(row.get("inbox_address") or ""), "date": str(row.get("query_date") or "")[:10]}
+    return MailTask(str(row.get("id", name)), str(row["question"]), str(row["answer"]), "", "", "", "", **user)

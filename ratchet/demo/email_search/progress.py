@@ -1,45 +1,38 @@
-"""What a run shows and keeps: a progress bar with running means, rows of results, and a summary.
+"""Progress and results of a run: a bar with means, a line per round, rows of rollouts, and a summary.
 
-Each metric has its own divisor: a rollout that ended in an API error has no turns to average, but counts against
-success. Nothing here talks to a server.
+Each metric has its own divisor: a rollout that ended in an API error has no turns to average, but counts as a failure.
 """
 
 from __future__ import annotations
 
 import json
-import sys
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from tqdm import tqdm
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ratchet.demo.email_search.agent import Rollout
+from ratchet.demo.email_search.agent import MailRollout
+
+_MEANS_INTERVAL = 0.5  # seconds between updates of the means in the bar
 
 
-class MetricMeans:
-    """Means of named metrics over what was added so far; each metric counts only the rows that have it."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, float] = {}
-        self._divisors: Counter[str] = Counter()
-
-    def add(self, row: dict[str, float]) -> None:
-        """Adds one row of metrics."""
+def mean_metrics(rows: Iterable[Mapping[str, float]], digits: int = 3) -> dict[str, float]:
+    """Return the mean of each metric over the rows that have it."""
+    columns: dict[str, list[float]] = {}
+    for row in rows:
         for name, value in row.items():
-            self._sums[name] = self._sums.get(name, 0.0) + value
-            self._divisors[name] += 1
-
-    def means(self) -> dict[str, float]:
-        """The mean of each metric seen so far."""
-        return {name: total / self._divisors[name] for name, total in self._sums.items()}
+            columns.setdefault(name, []).append(value)
+    return {name: round(sum(values) / len(values), digits) for name, values in columns.items()}
 
 
-def metrics(rollout: Rollout) -> dict[str, float]:
-    """The metrics of one rollout; those that an API error leaves without meaning are missing."""
+def metrics(rollout: MailRollout) -> dict[str, float]:
+    """Return the metrics of one rollout; after an API error only those that still have a meaning."""
     row = {"success": float(rollout.success)}
     if rollout.end != "api_error":
         row |= {"turns": rollout.turns, "tool_failures": sum(rollout.tool_failures.values())}
@@ -50,39 +43,53 @@ def metrics(rollout: Rollout) -> dict[str, float]:
 
 
 class RolloutProgress:
-    """One bar over all rollouts (done/total, time a rollout, time left, running means), one line for each round."""
+    """A bar over all rollouts with running means on stderr, and a line at the end of each round."""
 
     def __init__(self, name: str, total: int, per_round: int | None = None) -> None:
-        self._bar: tqdm[Any] = tqdm(total=total, desc=name, unit="rollout", file=sys.stderr, mininterval=0.5)
-        self._means, self._per_round = MetricMeans(), per_round
-        self._rounds: dict[int, MetricMeans] = {}
-        self._done: Counter[int] = Counter()
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[means]}"),
+        )
+        self._bars = Progress(*columns, console=Console(stderr=True, highlight=False, soft_wrap=True))
+        self._task = self._bars.add_task(name, total=total, means="")
+        self._rows: list[dict[str, float]] = []
+        self._per_round = per_round
+        self._rounds: dict[int, list[dict[str, float]]] = {}
+        self._means_at = time.monotonic()
 
-    def add(self, rollout: Rollout) -> None:
-        """Counts one rollout; tells of its round when that is complete."""
-        self._means.add(metrics(rollout))
-        self._bar.set_postfix(_rounded(self._means.means()), refresh=False)
-        self._bar.update()
+    def add(self, rollout: MailRollout) -> None:
+        """Count one rollout; print its round when that is complete."""
+        row = metrics(rollout)
+        self._rows.append(row)
+        now = time.monotonic()
+        if now - self._means_at >= _MEANS_INTERVAL:
+            self._means_at = now
+            self._bars.update(self._task, means=_format(mean_metrics(self._rows)))
+        self._bars.advance(self._task)
         if self._per_round is None:
             return
         number = rollout.index // self._per_round
-        self._rounds.setdefault(number, MetricMeans()).add(metrics(rollout))
-        self._done[number] += 1
-        if self._done[number] == self._per_round:
-            told = " ".join(f"{name}={value}" for name, value in _rounded(self._rounds.pop(number).means()).items())
-            self._bar.write(f"round={number + 1} rollouts={self._per_round} {told}", file=sys.stderr)
+        rows = self._rounds.setdefault(number, [])
+        rows.append(row)
+        if len(rows) == self._per_round:
+            means = _format(mean_metrics(self._rounds.pop(number)))
+            self._bars.console.print(f"round={number + 1} rollouts={self._per_round} {means}", markup=False)
 
     def __enter__(self) -> Self:
+        self._bars.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.close()
+        self._bars.stop()
 
 
 class Results:
-    """Rows of results: one JSON object a line, on disk as each rollout ends. Without a path it writes nothing."""
+    """Writes each rollout to a JSON Lines file when it ends; nothing without a path."""
 
     def __init__(self, path: Path | None) -> None:
         self._file: IO[str] | None = None
@@ -90,8 +97,8 @@ class Results:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("w", encoding="utf-8")
 
-    def write(self, rollout: Rollout) -> None:
-        """Writes one row."""
+    def write(self, rollout: MailRollout) -> None:
+        """Write one row."""
         if self._file is not None:
             self._file.write(json.dumps(asdict(rollout), ensure_ascii=False) + "\n")
             self._file.flush()
@@ -106,17 +113,15 @@ class Results:
             self._file.close()
 
 
-def summary(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Counts and means of a run: `success` is over all rollouts, API errors included."""
-    means = MetricMeans()
+def summary(rollouts: Sequence[MailRollout]) -> dict[str, Any]:
+    """Return counts and means of a run: `success` is over all rollouts, including API errors."""
     failures: Counter[str] = Counter()
     for rollout in rollouts:
-        means.add(metrics(rollout))
         failures.update(rollout.tool_failures)
     return {
         "rollouts": len(rollouts),
         "tasks": len({rollout.task_id for rollout in rollouts}),
-        **_rounded(means.means(), 4),
+        **mean_metrics(map(metrics, rollouts), 4),
         "prompt_tokens_total": sum(rollout.prompt_tokens for rollout in rollouts),
         "completion_tokens_total": sum(rollout.completion_tokens for rollout in rollouts),
         "ends": dict(Counter(rollout.end for rollout in rollouts)),
@@ -126,5 +131,5 @@ def summary(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     }
 
 
-def _rounded(means: dict[str, float], digits: int = 3) -> dict[str, float]:
-    return {name: round(value, digits) for name, value in means.items()}
+def _format(means: Mapping[str, float]) -> str:
+    return " ".join(f"{name}={value}" for name, value in means.items())

@@ -1,8 +1,7 @@
-"""The system prompt: what the agent is told before each question.
+"""The system prompt: the user's address, today's date and the number of turns.
 
-It carries the number of turns, today's date and the user's address: those of the task, where it has them, else those of
-the made mailbox. It is short on purpose: the tiny
-policy reads it at every call.
+Address and date are those of the task, else of the synthetic mailbox. The prompt is short because the tiny policy reads
+it in every call.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ MAX_TURNS = 6
 
 
 def opening(question: str, max_turns: int = MAX_TURNS, inbox: str = "", date: str = "") -> list[dict[str, Any]]:
-    """The first two messages of a rollout; `inbox` is the user's address, `date` the day on which is asked."""
+    """Return the first two messages of a rollout; `inbox` is the user's address, `date` the day of the question."""
     user, today = inbox or USER_EMAIL, date or TODAY
     system = f"Search the inbox of {user} with the tools. Today is {today}. You may take {max_turns} turns."
     return [{"role": "system", "content": system}, {"role": "user", "content": question}]

@@ -1,7 +1,6 @@
-"""The agent's three tools: their JSON schemas, and what a call of a model does to the mailbox.
+"""The agent's three tools: their JSON schemas, and their effect on the mailbox.
 
-Promise: `call_tool` never raises on what a model sends; each way to be wrong is a named failure class and a short
-error text for the model. It does not talk to any server.
+`call_tool` never raises on input from a model: each mistake has a failure class and a short error text for the model.
 """
 
 from __future__ import annotations
@@ -42,16 +41,16 @@ TOOLS: tuple[dict[str, Any], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class ToolResult:
-    """What the model is told, how the call failed (None: it did not), and the answer if the call gave one."""
+class ToolOutput:
+    """The text for the model, the failure class (None: success), and the final answer if the call gave one."""
 
     content: str
     failure: FailureClass | None = None
     answer: str | None = None
 
 
-def call_tool(box: Searchable, name: str, arguments: str) -> ToolResult:
-    """Runs tool `name` with the JSON text `arguments`, exactly as a model sent it."""
+def call_tool(box: Searchable, name: str, arguments: str) -> ToolOutput:
+    """Run tool `name` with `arguments`, the JSON text from the model."""
     if name not in ARGUMENT:
         return _failed("unknown_tool", f"unknown tool {name}")
     try:
@@ -72,16 +71,16 @@ def call_tool(box: Searchable, name: str, arguments: str) -> ToolResult:
         return _failed("wrong_type", f"{key} must be a string")
     if name == "read_email":
         body = box.read(parsed[key])
-        return _failed("no_such_message", "no such message") if body is None else ToolResult(body)
-    return ToolResult(ACCEPTED, answer=parsed[key])
+        return _failed("no_such_message", "no such message") if body is None else ToolOutput(body)
+    return ToolOutput(ACCEPTED, answer=parsed[key])
 
 
-def _search(box: Searchable, keywords: object) -> ToolResult:
+def _search(box: Searchable, keywords: object) -> ToolOutput:
     if not isinstance(keywords, list) or not keywords or not all(isinstance(word, str) for word in keywords):
         return _failed("wrong_type", "keywords must be a list of strings")
     hits = [{"message_id": message_id, "subject": subject} for message_id, subject in box.search(keywords)]
-    return ToolResult(json.dumps(hits, ensure_ascii=False), None if hits else "no_hits")
+    return ToolOutput(json.dumps(hits, ensure_ascii=False), None if hits else "no_hits")
 
 
-def _failed(failure: FailureClass, text: str) -> ToolResult:
-    return ToolResult(json.dumps({"error": text}), failure)
+def _failed(failure: FailureClass, text: str) -> ToolOutput:
+    return ToolOutput(json.dumps({"error": text}), failure)

@@ -21,7 +21,7 @@ from tests.trainer.test_shadows import Line, runs
 
 
 @pytest.mark.e2e
-def test_a_single_call_with_tools_is_asked_again_token_for_token(project: Project, tmp_path: Path) -> None:
+def test_a_call_with_tools_is_resampled_token_for_token(project: Project, tmp_path: Path) -> None:
     vllm = f"http://127.0.0.1:{project.content['vllm']['port']}"
     proxy = ProxyProcess(tmp_path, upstreams=[vllm])
     with closing(open_store(str(tmp_path / "store.db"))) as store:
