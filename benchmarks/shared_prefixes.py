@@ -65,7 +65,7 @@ def group(prompt: int, answer: int, size: int = 8) -> list[TokenRow]:
 
 def round_on(trainer: RecordedGRPOTrainer, worth: float | None, rows: list[TokenRow]) -> None:
     """One round, without its step."""
-    trainer._worth = worth
+    trainer._attention_pairs_per_token = worth
     trainer.backward(trainer.prepare(rows, only_step=True))
     trainer.model.zero_grad()
 
@@ -75,7 +75,7 @@ def measure(*, wide: bool) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = build(Path(name) / "model", wide=wide)
         trainer = lora.build(str(folder), replace(SETTINGS, learning_rate=1e-4), Path(name) / "work")
-        ways = {"apart": None, "chosen": trainer._worth, "always": WHATEVER_IT_COSTS}
+        ways = {"apart": None, "chosen": trainer._attention_pairs_per_token, "always": WHATEVER_IT_COSTS}
         print(f"| {'wide' if wide else 'tiny'}: prompt, answer | tokens fewer | apart | chosen | always |")
         print("|---|---|---|---|---|")
         for prompt, answer in WIDE_SHAPES if wide else TINY_SHAPES:

@@ -38,20 +38,20 @@ def run(
     """Run the trainer until SIGTERM or SIGINT; return the exit code. Waits for the lease of the alias."""
     if distributed.processes() == 1:
         return _run_controller(settings, learner_factory, make_workflow_evaluator)
-    line = distributed.FollowerChannel()
+    channel = distributed.FollowerChannel()
     if not distributed.is_leader():
-        return distributed.follow(line)
+        return distributed.follow(channel)
     try:
-        return _run_controller(settings, partial(_make_rank_zero_learner, line), make_workflow_evaluator)
+        return _run_controller(settings, partial(_make_rank_zero_learner, channel), make_workflow_evaluator)
     finally:
-        line.close()
+        channel.close()
 
 
 def _make_rank_zero_learner(
-    line: distributed.FollowerChannel, settings: TrainerSettings, resume_from: Path | None
+    channel: distributed.FollowerChannel, settings: TrainerSettings, resume_from: Path | None
 ) -> LearnerProtocol:
     return distributed.RankZeroLearner(
-        line, settings.base_model, settings.learner, workdir=settings.checkpoints.parent, resume_from=resume_from
+        channel, settings.base_model, settings.learner, workdir=settings.checkpoints.parent, resume_from=resume_from
     )
 
 

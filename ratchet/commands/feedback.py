@@ -150,16 +150,16 @@ def export(context: click.Context, /, layout: str, out: str, limit: int, as_json
         if layout == "paired":
             found = preference_rows.pairs(_judged_groups(store, alias, limit, options.held_out_share(settings)))
         else:
-            make = preference_rows.unpaired if layout == "unpaired" else preference_rows.shown
+            make = preference_rows.unpaired if layout == "unpaired" else preference_rows.demonstrations
             spoken = _with_feedback(store, alias, limit)
             found = make(_learnable(spoken, options.held_out_share(settings), held_out), store.trajectories.messages_to)
     if held_out:
-        found.left_out["of a held-out task"] = held_out.total()
+        found.skipped["of a held-out task"] = held_out.total()
     Path(out).write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in found.rows))
     if as_json:
-        options.print_json({"rows": len(found.rows), "skipped": dict(found.left_out)})
+        options.print_json({"rows": len(found.rows), "skipped": dict(found.skipped)})
         return
-    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(found.left_out.items()))
+    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(found.skipped.items()))
     click.echo(f"{out}: {len(found.rows)} rows" + (f"; skipped: {reasons}" if reasons else ""))
 
 

@@ -105,7 +105,7 @@ def test_a_grader_of_mathematics_knows_equal_expressions() -> None:
 def test_a_grader_that_hangs_is_ended_and_restarted_the_next_time() -> None:
     judge = made(f"{OWN}:Stars", timeout_seconds=5.0, best=5)
     (hung,) = verdicts(judge, [answered("hang")])
-    assert "said nothing within 5 s" in str(hung.failure)
+    assert "did not respond within 5 s" in str(hung.failure)
     assert [verdict.score for verdict in verdicts(judge, [answered("*****")])] == [1.0]
 
 

@@ -109,7 +109,7 @@ def test_a_version_is_exported_with_its_card_or_the_reason_why_not(project: Proj
     assert again.stdout == "mail@4: again, with its card in again/README.md\n"
     for name, reason in (
         ("mail@0", "it is the base model"),
-        ("mail@2", "is missing or not whole"),
+        ("mail@2", "is missing or incomplete"),
         ("mail@9", "no policy mail@9"),
         ("mail", "give ALIAS@VERSION or ALIAS VERSION, such as mail@7"),
     ):

@@ -154,7 +154,7 @@ def answers(folder: Path, *right: str) -> Path:
 
 def test_an_answer_rule_that_nobody_can_meet_is_refused(tmp_path: Path) -> None:
     file = answers(tmp_path, "Oslo", "Rome")
-    with pytest.raises(JudgeError, match="holds a number; use match"):
+    with pytest.raises(JudgeError, match="has a number; use match"):
         AnswerJudge(AnswerSpec(kind="answer", answers=file, match="numeric"))
     with pytest.raises(JudgeError, match="raise max_chars"):
         AnswerJudge(AnswerSpec(kind="answer", answers=file, match="contains", max_chars=3))

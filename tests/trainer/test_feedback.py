@@ -91,7 +91,7 @@ def test_values_are_read_on_their_own_scale(store: Store) -> None:
 
 def test_silence_is_a_failure_or_the_score_that_was_set(store: Store) -> None:
     answered_trajectory(store, "t")
-    assert score(store, "t").failure == "nobody has given feedback on this trajectory yet"
+    assert score(store, "t").failure == "this trajectory has no feedback yet"
     assert score(store, "t", missing=0.5).score == 0.5
     say(store, "t", None, demonstration="Oslo, of course.")
     assert score(store, "t").score is None  # the right answer is no score of the given one

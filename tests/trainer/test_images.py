@@ -143,7 +143,7 @@ def test_a_judge_model_that_sees_is_shown_as_many_as_it_is_told_to(model: Script
 
 def test_an_image_is_shown_once_and_an_address_is_left_as_it_is() -> None:
     pictures = JudgeImages(4)
-    told = pictures.described([asked_about(url, "x") for url in (data_url(1), data_url(1), "https://e.org/cat.png")])
+    told = pictures.describe([asked_about(url, "x") for url in (data_url(1), data_url(1), "https://e.org/cat.png")])
     named = [messages[0]["content"][1] for messages in told]
     assert [one.get("shown_as") for one in named] == ["image 1", "image 1", None]
     assert named[2]["image_url"]["url"] == "https://e.org/cat.png"
@@ -153,7 +153,7 @@ def test_an_image_is_shown_once_and_an_address_is_left_as_it_is() -> None:
 def test_an_image_too_large_to_be_shown_is_described() -> None:
     data = base64.b64encode(random.Random(0).randbytes(7_000_000)).decode()
     pictures = JudgeImages(4)
-    told = pictures.described(asked_about(f"data:image/png;base64,{data}", "x"))
+    told = pictures.describe(asked_about(f"data:image/png;base64,{data}", "x"))
     assert told[0]["content"][1]["bytes"] == 7_000_000
     assert pictures.content("?") == "?"
 

@@ -123,12 +123,12 @@ def test_what_can_be_called_with_what_is_offered_can_judge(file: Path, name: str
 
 
 def test_what_a_partial_has_bound_stays_bound_and_is_refused_where_nothing_is_left(file: Path) -> None:
-    with pytest.raises(JudgeError, match="takes nothing of a trajectory"):
+    with pytest.raises(JudgeError, match="takes no parameter of a trajectory"):
         judge_of(f"{file}:kept")
 
 
 def test_a_parameter_that_nobody_gives_is_named(file: Path) -> None:
-    with pytest.raises(JudgeError, match="takes 'right', which nobody gives it; it may take trajectory, response"):
+    with pytest.raises(JudgeError, match="requires the parameter 'right'; it can use trajectory, response"):
         judge_of(f"{file}:missing_more")
 
 

@@ -190,7 +190,7 @@ def test_a_round_without_signal_is_refused_and_changes_nothing(make_learner: Lea
     learner = make_learner()
     train(learner, range(1))
     before = adapter_of(learner, tmp_path / "0001")
-    with pytest.raises(NoLearningSignal, match="2 rows are 0"):
+    with pytest.raises(NoLearningSignal, match="2 rows of the round are 0"):
         learner.train_round([build_row(1, advantage=0.0), build_row(2, advantage=0.0)])
     with pytest.raises(NoLearningSignal, match="no rows"):
         learner.train_round([])
@@ -242,7 +242,9 @@ def test_a_round_that_another_policy_sampled_is_refused_and_changes_nothing(
         train(learner, range(1))
         before = adapter_of(learner, tmp_path / f"{steps}1")
         foreign = [replace(row, logprobs=tuple(lp / 3 for lp in row.logprobs)) for row in build_rows(3)]
-        with pytest.raises(NoLearningSignal, match=r"3 of the round's 3 rows were rejected.* check that base_model"):
+        with pytest.raises(
+            NoLearningSignal, match=r"3 of the 3 rows of the round were rejected.* check that vLLM serves base_model"
+        ):
             learner.train_round(foreign)
         assert_bitwise_equal(adapter_of(learner, tmp_path / f"{steps}2"), before)
         report = learner.train_round([*foreign, *build_rows(3, seed=9)])

@@ -14,10 +14,10 @@ from ratchet.trainer.learner.learning_rate import (
     LearningRateController,
     RateState,
     RoundShift,
-    aim,
     bounds,
-    steered,
+    next_state,
     target,
+    target_shift,
 )
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 
@@ -39,7 +39,7 @@ def rates(
     for number in range(rounds):
         used.append(state.rate)
         k3, entropy = moves(number, state.rate)
-        state = steered(state, RoundShift(k3, entropy, TARGET), limits, rounding)
+        state = next_state(state, RoundShift(k3, entropy, TARGET), limits, rounding)
     return used
 
 
@@ -87,9 +87,11 @@ def test_a_policy_that_has_made_up_its_mind_does_not_drive_the_rate_into_its_bou
 
 def test_the_aim_falls_with_the_entropy_and_never_rises_above_the_target() -> None:
     state = RateState(1e-3, first_entropy=0.2)
-    found = [aim(state, RoundShift(0.0, entropy, TARGET), FP32) for entropy in (0.4, 0.2, 0.1, 0.02)]
+    found = [target_shift(state, RoundShift(0.0, entropy, TARGET), FP32) for entropy in (0.4, 0.2, 0.1, 0.02)]
     assert found == pytest.approx([TARGET, TARGET, TARGET / 2, TARGET / 10])
-    assert aim(RateState(1e-3), RoundShift(0.0, 0.02, TARGET), FP32) == TARGET  # the first round sets the scale
+    assert (
+        target_shift(RateState(1e-3), RoundShift(0.0, 0.02, TARGET), FP32) == TARGET
+    )  # the first round sets the scale
 
 
 def test_rounding_in_bf16_does_not_wear_the_rate_down() -> None:
@@ -104,14 +106,14 @@ def test_rounding_in_bf16_does_not_wear_the_rate_down() -> None:
 
 
 def test_a_step_that_is_scaled_for_a_small_round_is_judged_by_its_own_scale() -> None:
-    def after(scale: float, rounding: float) -> float:
+    def update(scale: float, rounding: float) -> float:
         moved = RoundShift((24.0 * 2e-3 * scale) ** 2, 0.13, TARGET, scale)
-        return steered(RateState(2e-3), moved, TINY, rounding).rate
+        return next_state(RateState(2e-3), moved, TINY, rounding).rate
 
-    assert after(0.25, FP32) == after(1.0, FP32)
-    assert after(0.05, BF16) == 2e-3  # too small to be seen in bf16: it says nothing
+    assert update(0.25, FP32) == update(1.0, FP32)
+    assert update(0.05, BF16) == 2e-3  # too small to be seen in bf16: it says nothing
     small = RoundShift((24.0 * 1e-4 * 0.5) ** 2, 0.13, TARGET, 0.5)
-    assert steered(RateState(1e-4), small, TINY, FP32).rate == pytest.approx(4e-4)
+    assert next_state(RateState(1e-4), small, TINY, FP32).rate == pytest.approx(4e-4)
 
 
 @pytest.mark.parametrize("k3", [0.0, float("nan"), float("inf")])
@@ -139,18 +141,18 @@ def test_the_default_target_is_that_of_a_trajectory_within_bounds_of_a_token() -
 def test_a_fixed_rate_and_an_imitation_are_not_steered() -> None:
     moved = RoundShift(1e-9, 0.1, TARGET)
     for settings, expected in ((LearnerSettings(learning_rate=3e-4), 3e-4), (LearnerSettings(loss_type="sft"), 2e-3)):
-        steering = LearningRateController(settings, 400_000, "fp32")
-        steering.after(moved)
-        steering.restore({"rate": 5e-3, "first_entropy": 0.1})
-        assert (steering.rate, steering.state()) == (expected, None)
+        rate_controller = LearningRateController(settings, 400_000, "fp32")
+        rate_controller.update(moved)
+        rate_controller.restore({"rate": 5e-3, "first_entropy": 0.1})
+        assert (rate_controller.rate, rate_controller.state()) == (expected, None)
 
 
 def test_what_a_checkpoint_keeps_is_what_goes_on() -> None:
     one, other = (LearningRateController(LearnerSettings(), 400_000, "fp32") for _ in range(2))
-    one.after(RoundShift(1.23e-4, 0.123, TARGET))
+    one.update(RoundShift(1.23e-4, 0.123, TARGET))
     other.restore(one.state())
-    for steering in (one, other):
-        steering.after(RoundShift(0.7, 0.09, TARGET))
+    for rate_controller in (one, other):
+        rate_controller.update(RoundShift(0.7, 0.09, TARGET))
     assert one.state() == other.state()
     other.restore(None)
     assert other.rate == 2e-3

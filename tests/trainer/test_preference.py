@@ -73,7 +73,7 @@ def reference(learner: Learner, rows: Sequence[TokenRow], loss: str) -> Computed
 def test_the_gradient_and_the_loss_are_those_of_the_formulas(loss: str, tiny_model: Path, tmp_path: Path) -> None:
     learner, rows = build_learner(loss, tiny_model, tmp_path), build_groups()
     expected = reference(learner, rows, loss)
-    weighed = preference_weights.weigh(rows, learner._gaps(rows), loss, BETA)
+    weighed = preference_weights.weighted_rows(rows, learner._gaps(rows), loss, BETA)
     micros = learner._trainer.prepare(weighed.rows, only_step=True)
     assert len(micros) > 1, "the case must span several micro-batches"
     ours, _ = backward(learner._trainer, micros)
@@ -95,7 +95,7 @@ def test_what_is_preferred_becomes_likelier_than_what_is_not(loss: str, tiny_mod
 
 def test_only_the_best_and_the_worst_of_a_group_are_compared() -> None:
     rows = build_groups()
-    weighed = preference_weights.weigh(rows, [0.0] * len(rows), "dpo", BETA)
+    weighed = preference_weights.weighted_rows(rows, [0.0] * len(rows), "dpo", BETA)
     kept = {row.trajectory_id: row.advantage for row in weighed.rows}
     assert set(kept) == {"g1-0", "g1-1", "g2-0", "g2-2"}
     assert {name for name, weight in kept.items() if weight < 0} == {"g1-1", "g2-0"}

@@ -9,7 +9,7 @@ import pytest
 
 from ratchet.store.records import Feedback, Transcript
 from ratchet.store.store import Store
-from ratchet.trainer.rows.preference_rows import Preferences, Row, pairs, shown, unpaired
+from ratchet.trainer.rows.preference_rows import Preferences, Row, demonstrations, pairs, unpaired
 from tests.harness.records import QUESTION, answered_trajectory, call_start, ended, judged_group, tool_call
 
 
@@ -53,7 +53,7 @@ def test_no_completion_holds_a_tools_or_a_users_word(store: Store) -> None:
         said(store, target, number, value=1.0, demonstration="Bergen")
     made = (
         unpaired(read(store, "t"), store.trajectories.messages_to),
-        shown(read(store, "t"), store.trajectories.messages_to),
+        demonstrations(read(store, "t"), store.trajectories.messages_to),
     )
     assert all(len(found.rows) == 3 for found in made)
     for row in (row for found in made for row in found.rows):
@@ -75,7 +75,7 @@ def test_what_cannot_be_a_row_is_counted_with_its_reason(store: Store) -> None:
     judged_group(store, ["a", "b"], [1.0, 0.0])
     one, other, longer = read(store, "a", "b", "t")
     given = [[(one, 1.0)], [(one, 1.0), (other, 1.0)], [(one, 1.0), (other, 0.0)], [(one, 1.0), (longer, 0.0)]]
-    assert pairs(given).left_out == {"no best and worst": 2, "equal answers": 1, "different histories": 1}
+    assert pairs(given).skipped == {"no best and worst": 2, "equal answers": 1, "different histories": 1}
     said(store, "a", 1, value=0.5)
     store.calls.ship([call_start("call_i", "i", [{"role": "user", "content": [{"type": "image_url"}]}])])
     said(store, "i", 1, value=1.0)
@@ -84,8 +84,8 @@ def test_what_cannot_be_a_row_is_counted_with_its_reason(store: Store) -> None:
     store.calls.ship([ended(picture, {"role": "assistant", "content": "a cat"})])
     said(store, "p", 1, value=1.0)
     found = unpaired(read(store, "a", "i", "p"), store.trajectories.messages_to)
-    assert found == Preferences([], found.left_out)
-    assert found.left_out == {"undecided": 1, "no answer": 2, "not text alone": 1}
+    assert found == Preferences([], found.skipped)
+    assert found.skipped == {"undecided": 1, "no answer": 2, "not text alone": 1}
 
 
 def test_text_in_parts_becomes_one_text(store: Store) -> None:
@@ -94,7 +94,7 @@ def test_text_in_parts_becomes_one_text(store: Store) -> None:
     store.calls.ship([ended(start, {"role": "assistant", "content": "Oslo"})])
     said(store, "t", 1, demonstration="first")
     said(store, "t", 2, demonstration="Bergen")
-    (row,) = shown(read(store, "t"), store.trajectories.messages_to).rows
+    (row,) = demonstrations(read(store, "t"), store.trajectories.messages_to).rows
     assert row["prompt"] == [{"role": "user", "content": "Where is it?"}]
     assert row["completion"] == [{"role": "assistant", "content": "Bergen"}]
 
@@ -111,7 +111,7 @@ def rows(store: Store) -> dict[str, list[Row]]:
     members = read(store, *(f"t{number}" for number in range(4)))
     path = store.trajectories.messages_to
     groups = [[(members[0], 0.0), (members[1], 1.0)], [(members[2], 0.0), (members[3], 1.0)]]
-    return {"kto": unpaired(members, path).rows, "dpo": pairs(groups).rows, "sft": shown(members, path).rows}
+    return {"kto": unpaired(members, path).rows, "dpo": pairs(groups).rows, "sft": demonstrations(members, path).rows}
 
 
 @pytest.mark.parametrize("kind", ["kto", "dpo", "sft"])

@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 APART = {
     "follower_refuses": "process 1 met RowError: a row that only I refuse",
     "follower_breaks": "Strange: nobody knows it",
-    "follower_has_no_memory": "process 1 met OutOfMemory: no memory for a round of 400 rows",
+    "follower_has_no_memory": "process 1 met OutOfMemory: out of memory in a round of 400 rows",
     "follower_has_no_model": "process 1 met ModelNotFound",
     "follower_is_killed": "",
     "leader_refuses": "process 0 met RowError: a row that only I refuse",
@@ -220,7 +220,7 @@ def test_the_next_start_trains_the_round_once_and_ends_as_one(story: Story) -> N
     assert story.store.policies.live()["agent"].version == 1, said[-3000:]
     (broken_off,) = [held for held in story.store.rounds.page("agent") if held.to_version is None]
     assert broken_off.reason is not None
-    assert broken_off.reason.startswith("WorkerProcessLost: a process that trains along has ended")
+    assert broken_off.reason.startswith("WorkerProcessLost: a training process has exited")
     committed = [held for held in story.store.rounds.page("agent") if held.to_version is not None]
     assert [held.metrics["trajectories"] for held in committed] == [6]
     assert "event=trainer_stopped" in said

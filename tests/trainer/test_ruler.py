@@ -13,9 +13,15 @@ import pytest
 from ratchet.store.records import Trajectory, Transcript
 from ratchet.store.states import TrajectoryState
 from ratchet.trainer.controller.judges import Judgement
-from ratchet.trainer.controller.judges.kinds.ruler import RulerJudge, common_prefix, ranked, scores_of, with_plain_ids
+from ratchet.trainer.controller.judges.kinds.ruler import (
+    RulerJudge,
+    common_prefix,
+    ranking_prompt,
+    scores_of,
+    with_plain_ids,
+)
 from ratchet.trainer.controller.judges.language_model import LanguageModel, extract_json, urls_of
-from ratchet.trainer.controller.judges.truncation import fitted
+from ratchet.trainer.controller.judges.truncation import truncated_json
 from ratchet.trainer.settings.judge_specs import RulerSpec
 from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says
 
@@ -155,7 +161,7 @@ def test_the_engines_random_tool_ids_make_no_two_runs_different() -> None:
     [
         (ranks([("1", 15), ("2", -3)]), "not between 0 and 1"),
         (ranks([("1", 0.5)]), "ids missing: ['2']"),
-        (ranks([("1", 0.5), ("1", 0.4)]), "there twice"),
+        (ranks([("1", 0.5), ("1", 0.4)]), "occurs twice"),
         (ranks([("1", 0.5), ("2", 0.4), ("3", 0.3)]), "unknown: ['3']"),
         (says("I think the first is better."), "no JSON object"),
         (says('{"scores": [{"trajectory_id": "1", "score": NaN}]}'), "cannot be read"),
@@ -247,7 +253,7 @@ def test_urls_with_a_version_of_their_own_are_left_alone() -> None:
 def test_a_group_that_is_too_long_is_cut_where_it_is_longest() -> None:
     root: list[Message] = [{"role": "user", "content": "Where?"}]
     long = [member(f"m{n}", [*root, {"role": "tool", "content": f"{n}" * 50_000}]) for n in range(4)]
-    question = ranked(long, rubric="r", budget=8_000, shuffle=random.Random(0)).question
+    question = ranking_prompt(long, rubric="r", budget=8_000, shuffle=random.Random(0)).messages
     assert len(question[1]["content"]) <= 8_000
     assert "characters left out" in question[1]["content"]
     assert json.loads(question[1]["content"])["shared_beginning"] == root
@@ -255,7 +261,7 @@ def test_a_group_that_is_too_long_is_cut_where_it_is_longest() -> None:
 
 def test_what_is_short_is_never_cut() -> None:
     value = {"a": ["x" * 150] * 3}
-    assert json.loads(fitted(value, 100)) == value
+    assert json.loads(truncated_json(value, 100)) == value
 
 
 def test_json_is_found_in_fences_and_after_thoughts() -> None:

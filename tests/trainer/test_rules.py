@@ -89,7 +89,7 @@ def test_a_task_without_a_right_answer_is_a_failure_not_a_zero(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
-        ("", "holds no answers"),
+        ("", "has no answers"),
         ("{", "line 1: not JSON"),
         ('{"task": "a", "answer": "b"}\n{"task": "a"}', "line 2: must have"),
         ('{"task": "a", "answer": []}', "not empty"),

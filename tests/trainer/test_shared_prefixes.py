@@ -12,7 +12,7 @@ import pytest
 
 from ratchet.trainer.learner import forward_pass
 from ratchet.trainer.learner.learner import Learner
-from ratchet.trainer.learner.shared_prefixes import together, tree
+from ratchet.trainer.learner.shared_prefixes import pack_rows, prefix_tree
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from tests.harness.trainer.tiny import VOCABULARY, build_row, build_tokenizer
@@ -81,7 +81,7 @@ def test_loss_and_gradient_are_those_of_the_rows_apart(
     assert numbers.tokens_forwarded < 0.7 * alone.tokens_forwarded
 
 
-@pytest.mark.parametrize("kind", forward_pass.SHARING)
+@pytest.mark.parametrize("kind", forward_pass.SHARING_MODEL_TYPES)
 def test_every_model_that_shares_gives_the_gradient_of_the_rows_apart(kind: str, tmp_path: Path) -> None:
     model = of_kind(kind, tmp_path / "model")
     apart, _ = gradient(LearnerSettings(max_grad_norm=0), model, tmp_path, shared=False)
@@ -96,12 +96,12 @@ def test_rows_stay_apart_where_attention_is_windowed(kind: str, windowed: dict[s
 
 
 def test_scores_are_those_of_the_rows_apart(tiny_model: Path, tmp_path: Path) -> None:
-    together, apart = (
+    pack_rows, apart = (
         Learner(str(tiny_model), LearnerSettings(threads=1, share_prefixes=shared), workdir=tmp_path / str(shared))
         for shared in (True, False)
     )
     rows = groups()
-    for row, ours, theirs in zip(rows, together.score(rows), apart.score(rows), strict=True):
+    for row, ours, theirs in zip(rows, pack_rows.score(rows), apart.score(rows), strict=True):
         assert len(ours) == len(row.ids)
         assert ours == pytest.approx(theirs, abs=1e-4)
 
@@ -109,7 +109,7 @@ def test_scores_are_those_of_the_rows_apart(tiny_model: Path, tmp_path: Path) ->
 def test_a_token_sees_the_earlier_tokens_of_its_own_row_and_nothing_else() -> None:
     dice = random.Random(3)
     rows = sorted([dice.randrange(2) for _ in range(dice.randint(1, 12))] for _ in range(40))
-    laid = tree(rows)
+    laid = prefix_tree(rows)
     assert len(laid.ids) == len({tuple(row[: end + 1]) for row in rows for end in range(len(row))})
     for row, path in zip(rows, laid.paths, strict=True):
         assert [laid.ids[place] for place in path] == row
@@ -123,10 +123,12 @@ def test_rows_are_put_together_only_where_that_is_cheaper_and_within_the_budget(
     def rows(prompt: int, answer: int) -> list[Sequence[int]]:
         return [[7] * prompt + [100 + member] * answer for member in range(8)]
 
-    assert together(rows(1000, 100), longest=8192, worth=5000) == [list(range(8))]
-    assert together(rows(1000, 100), longest=1500, worth=5000) == [[0, 1, 2, 3, 4], [5, 6, 7]]
-    assert together(rows(10, 2000), longest=100_000, worth=5000) == [[member] for member in range(8)]
-    assert together([[member] * 50 for member in range(8)], longest=8192, worth=5000) == [[m] for m in range(8)]
+    assert pack_rows(rows(1000, 100), max_length=8192, pairs_per_token=5000) == [list(range(8))]
+    assert pack_rows(rows(1000, 100), max_length=1500, pairs_per_token=5000) == [[0, 1, 2, 3, 4], [5, 6, 7]]
+    assert pack_rows(rows(10, 2000), max_length=100_000, pairs_per_token=5000) == [[member] for member in range(8)]
+    assert pack_rows([[member] * 50 for member in range(8)], max_length=8192, pairs_per_token=5000) == [
+        [m] for m in range(8)
+    ]
 
 
 def of_kind(kind: str, folder: Path, **fields: Any) -> Path:

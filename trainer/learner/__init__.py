@@ -1,1 +1,1 @@
-"""Learning: token rows in, a better LoRA adapter out. The only folder that imports torch, TRL and PEFT."""
+"""The learner. The only package that imports torch, TRL and PEFT."""

@@ -1,8 +1,6 @@
 """Loads the base model and its tokenizer for training.
 
-Promises that a wrong path and a folder that is no model are told apart, with the remedy, before any training begins. A
-folder is read as it is; a hub name is fetched by the hub's client, which honours HF_HUB_OFFLINE and HF_TOKEN as the
-user set them. Imports transformers; not imported before a learner is made.
+The hub's client downloads a hub name; it respects HF_HUB_OFFLINE and HF_TOKEN.
 """
 
 from __future__ import annotations
@@ -23,9 +21,9 @@ from ratchet.trainer.rows.tokenizer import is_folder, why_not_loaded
 def load(
     model: str, *, dtype: torch.dtype | Literal["auto"], quantization: str = "none"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The causal language model and tokenizer of a folder or hub name; `auto`: in the numbers that it is kept in.
+    """Load the causal language model and tokenizer of a folder or hub name; `auto` is the dtype of its files.
 
-    Raises ModelNotFound or NotAModel, or SettingError where the quantization is not installed.
+    Raises ModelNotFound or NotAModel, or SettingError if the quantization is not installed.
     """
     quantized = {"quantization_config": _nf4(dtype)} if quantization == "nf4" else {}
     local = is_folder(model)
@@ -40,7 +38,7 @@ def load(
 
 
 def _nf4(dtype: torch.dtype | Literal["auto"]) -> Any:
-    """Four bits a weight in blocks, computed in `dtype`: Dettmers et al. 2023, "QLoRA" (arXiv:2305.14314)."""
+    """Return four-bit NF4 quantization, computed in `dtype`: Dettmers et al. 2023, "QLoRA" (arXiv:2305.14314)."""
     try:
         import bitsandbytes  # noqa: F401
     except ImportError as absent:

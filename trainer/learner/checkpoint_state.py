@@ -1,13 +1,13 @@
-"""What a learner's checkpoint folder holds, written and read back.
+"""Writes and reads the learner's state in a checkpoint folder.
 
     adapter_config.json, adapter_model.safetensors   the adapter, as vLLM and peft load it
-    learner/lora.safetensors                         the same weights in fp32, as they are trained
-    learner/optimizer.pt, scheduler.pt, rng.pt       the rest of what makes the next step what it would have been
-    learner/state.json                               step, what steers the learning rate, and the settings
+    learner/lora.safetensors                         the same weights in fp32, as trained
+    learner/optimizer.pt, scheduler.pt, rng.pt       the other state that determines the next step
+    learner/state.json                               step, state of the learning rate, and the settings
 
-Promises that a resumed learner is bitwise the one that was saved, also where it is put into a learner that has trained
-since; only between a warm start and what follows it the optimiser begins anew. Everything is serialised in memory and
-written as plain bytes, because a full disk then is an OSError with its number. Does not decide where or when to save.
+Promises that a resumed learner is bitwise the saved one, also if the state replaces that of a running learner. The
+exception: the optimizer starts over between SFT and RL. All files are serialized in memory and written as bytes, so
+that a full disk raises an OSError with its errno.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ratchet.trainer.settings.objectives import OBJECTIVES
 
 FOLDER = checkpoint.STATE
 
-# Settings that decide which weights there are; a checkpoint of other ones cannot be continued.
+# Settings that shape the adapter; a checkpoint with other values cannot be resumed.
 _SHAPING = ("lora_r", "lora_alpha", "target_modules")
 
 
@@ -49,12 +49,12 @@ def write(trainer: RecordedGRPOTrainer, settings: LearnerSettings, step: int, fo
     _write_torch(inner / "optimizer.pt", trainer.optimizer.state_dict())
     _write_torch(inner / "scheduler.pt", trainer.lr_scheduler.state_dict())
     _write_torch(inner / "rng.pt", _rng_state())
-    state = {"step": step, "rate": trainer.steering.state(), "settings": asdict(settings)}
+    state = {"step": step, "rate": trainer.rate_controller.state(), "settings": asdict(settings)}
     (inner / "state.json").write_text(json.dumps(state, indent=2, default=list) + "\n")
 
 
-def held(trainer: RecordedGRPOTrainer) -> dict[str, Any]:
-    """Return a copy, on the CPU, of what a trainer holds beside its base model: what `put` puts back."""
+def snapshot(trainer: RecordedGRPOTrainer) -> dict[str, Any]:
+    """Return a copy of a trainer's state without its base model, on the CPU; `restore` takes it."""
     state = {
         "lora": {name: p.detach().cpu() for name, p in trainer.lora_parameters().items()},
         "optimizer": trainer.optimizer.state_dict(),
@@ -64,26 +64,26 @@ def held(trainer: RecordedGRPOTrainer) -> dict[str, Any]:
     return copy.deepcopy(state)
 
 
-def put(trainer: RecordedGRPOTrainer, settings: LearnerSettings, state: dict[str, Any]) -> None:
-    """Put back what `held` returned, in place: the parameters and the base model stay the objects that they are."""
-    trainer.optimizer.zero_grad()  # a round that broke off may have left a gradient
+def restore(trainer: RecordedGRPOTrainer, settings: LearnerSettings, state: dict[str, Any]) -> None:
+    """Restore a `snapshot` in place; parameters and base model stay the same objects."""
+    trainer.optimizer.zero_grad()  # an aborted round may have left gradients
     _fill(trainer.lora_parameters(), state["lora"])
     trainer.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
     trainer.lr_scheduler.load_state_dict(copy.deepcopy(state["scheduler"]))
-    trainer.steering.adopt(settings)
-    trainer.set_learning_rate(trainer.steering.rate)
+    trainer.rate_controller.apply_settings(settings)
+    trainer.set_learning_rate(trainer.rate_controller.rate)
     _set_rng_state(state["rng"])
 
 
 def read(trainer: RecordedGRPOTrainer, settings: LearnerSettings, folder: Path) -> int:
-    """Put the state saved in `folder` into the trainer; returns the global step.
+    """Load the state saved in `folder` into the trainer; return the global step.
 
-    Raises CheckpointDamaged or CheckpointMismatch, before anything is changed.
+    Raises CheckpointDamaged or CheckpointMismatch before any change.
     """
     inner = folder / FOLDER
     if not checkpoint.complete(folder) or not (inner / "state.json").is_file():
         raise CheckpointDamaged(
-            f"{folder} is not a complete checkpoint of a learner (older ones keep only their adapter, see "
+            f"{folder} is not a complete checkpoint of a learner (older ones have only their adapter, see "
             "trainer.keep_optimizer_states); resume from another one"
         )
     state = json.loads((inner / "state.json").read_text())
@@ -92,35 +92,35 @@ def read(trainer: RecordedGRPOTrainer, settings: LearnerSettings, folder: Path) 
     parameters = trainer.lora_parameters()
     if {n: w.shape for n, w in weights.items()} != {n: p.shape for n, p in parameters.items()}:
         raise CheckpointMismatch(
-            f"{folder} holds the adapter of another base model: its layers differ; resume it there"
+            f"{folder} has the adapter of another base model: its layers differ; resume it with that model"
         )
     _fill(parameters, weights)
-    if _is_imitation(settings.loss_type) == _is_imitation(str(state["settings"]["loss_type"])):
+    if _is_sft(settings.loss_type) == _is_sft(str(state["settings"]["loss_type"])):
         trainer.optimizer.load_state_dict(_read_torch(inner / "optimizer.pt"))
     trainer.lr_scheduler.load_state_dict(_read_torch(inner / "scheduler.pt"))
-    trainer.steering.restore(state.get("rate"))
-    trainer.set_learning_rate(trainer.steering.rate)
+    trainer.rate_controller.restore(state.get("rate"))
+    trainer.set_learning_rate(trainer.rate_controller.rate)
     _set_rng_state(_read_torch(inner / "rng.pt"))
     return int(state["step"])
 
 
 @contextmanager
-def lent(trainer: RecordedGRPOTrainer, folder: Path) -> Iterator[None]:
-    """Hold the adapter in `folder`, as vLLM loads it, until the block ends; then the own one again, bit for bit.
+def temporary_adapter(trainer: RecordedGRPOTrainer, folder: Path) -> Iterator[None]:
+    """Use the adapter in `folder`, as vLLM loads it, in the block; afterwards restore the current one bit for bit.
 
-    Raises CheckpointDamaged or CheckpointMismatch, before anything is changed.
+    Raises CheckpointDamaged or CheckpointMismatch before any change.
     """
     try:
         weights = safetensors.torch.load((folder / "adapter_model.safetensors").read_bytes())
     except (OSError, safetensors.SafetensorError) as error:
-        raise CheckpointDamaged(f"{folder} holds no adapter that can be read: {error}") from error
+        raise CheckpointDamaged(f"{folder} has no readable adapter: {error}") from error
     parameters = trainer.lora_parameters()
-    lent = {name: weights.get(name.replace(".default.", ".")) for name in parameters}  # peft leaves its own name out
-    if any(tensor is None or tensor.shape != parameters[name].shape for name, tensor in lent.items()):
-        raise CheckpointMismatch(f"{folder} holds the adapter of another base model or rank: its layers differ")
+    other = {name: weights.get(name.replace(".default.", ".")) for name in parameters}  # peft omits the adapter's name
+    if any(tensor is None or tensor.shape != parameters[name].shape for name, tensor in other.items()):
+        raise CheckpointMismatch(f"{folder} has the adapter of another base model or rank: its layers differ")
     own = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     try:
-        _fill(parameters, lent)
+        _fill(parameters, other)
         yield
     finally:
         _fill(parameters, own)
@@ -132,20 +132,20 @@ def _fill(parameters: Mapping[str, torch.nn.Parameter], weights: Mapping[str, An
             parameter.copy_(weights[name])
 
 
-def _is_imitation(loss: str) -> bool:
-    """Whether AdamW's moments are those of imitation: its gradients are many times those of a policy's."""
+def _is_sft(loss: str) -> bool:
+    """Return whether AdamW's moments are those of SFT, whose gradients are many times those of RL."""
     return OBJECTIVES[loss].ratio == "none"
 
 
 def _write_adapter(trainer: RecordedGRPOTrainer, folder: Path) -> None:
-    """The adapter for serving: bf16 beside a bf16 base on the GPU, fp32 on the CPU.
+    """Write the adapter for serving: bf16 on the GPU, like the base model; fp32 on the CPU.
 
-    vLLM casts an adapter to the dtype it serves in, so fp32 there would only be twice the bytes. On the CPU the served
-    logprobs are compared with an fp32 trainer's, and nothing is rounded before vLLM does.
+    vLLM casts an adapter to its serving dtype, so fp32 on the GPU would only double the size. On the CPU the served
+    logprobs are compared with those of an fp32 trainer.
     """
     model = trainer.accelerator.unwrap_model(trainer.model)
     dtype = torch.float32 if trainer.accelerator.device.type == "cpu" else torch.bfloat16
-    # Asking peft for embeddings would make it look up the base model's configuration, on the hub if it has to.
+    # For embeddings peft would look up the base model's configuration, possibly on the hub.
     adapter = get_peft_model_state_dict(model, save_embedding_layers=False)
     weights = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in adapter.items()}
     (folder / "adapter_model.safetensors").write_bytes(safetensors.torch.save(weights, metadata={"format": "pt"}))
@@ -156,7 +156,7 @@ def _write_adapter(trainer: RecordedGRPOTrainer, folder: Path) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Sets become sorted lists, and what remains (enumerations) its own text."""
+    """Return sets as sorted lists and other values (enumerations) as text."""
     return sorted(value) if isinstance(value, set | frozenset) else str(value)
 
 
@@ -166,12 +166,12 @@ def _check_settings(settings: LearnerSettings, saved: dict[str, Any], folder: Pa
         if now[field] != saved[field]:
             raise CheckpointMismatch(
                 f"{folder} was trained with {field} {saved[field]!r}, the setting is {now[field]!r}: "
-                f"set {field} back, or start anew without resuming"
+                f"set {field} back, or start without resuming"
             )
 
 
 def _rng_state() -> dict[str, Any]:
-    """Lists and tensors only, so that reading it back needs no pickled code."""
+    """Return lists and tensors only, so that loading needs no pickled code."""
     generator: Any = numpy.random.get_state(legacy=True)
     algorithm, keys, *rest = generator
     return {
@@ -197,5 +197,5 @@ def _write_torch(path: Path, value: Any) -> None:
 
 
 def _read_torch(path: Path) -> Any:
-    # weights_only: a checkpoint is data, and loading it must never run code.
+    # weights_only: loading a checkpoint must never run code.
     return torch.load(path, map_location="cpu", weights_only=True)

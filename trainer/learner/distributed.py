@@ -1,11 +1,10 @@
-"""Several processes that train as one, as `accelerate launch` starts them: the first one leads, the others follow.
+"""Distributed training with `accelerate launch`: rank zero leads, the other processes follow.
 
-The leader is the trainer daemon; whatever its learner does that takes all of them (being made, a round, a checkpoint
-written or loaded) it tells the followers first, who then do the same with the same rows. Promises: followers look at
-nothing but what they are told, so that one daemon alone meets store, judge and vLLM; an error that all of them meet is
-the leader's to handle; one that only some meet, or the end of one, ends all of them within seconds, before anything is
-committed, and each says which process met what: the next start goes on from the last commit. Torch is imported when the
-first learner is made or followed.
+Rank zero is the trainer's controller. It broadcasts every collective operation of its learner (creation, round,
+checkpoint written or loaded) to the followers, which run the same operation with the same rows. Only rank zero uses
+store, judge and vLLM. The controller handles errors that all processes have. If only some have an error, or one exits,
+all stop within seconds, before the commit, and each logs which process had which error; the next start continues from
+the last commit. Torch is imported with the first learner.
 """
 
 from __future__ import annotations
@@ -27,213 +26,213 @@ from ratchet.trainer.settings.learner_settings import LearnerSettings
 
 log = logging.getLogger(__name__)
 
-_PATIENCE = timedelta(days=30)  # between two rounds there may be hours without traffic
-_COMPANY = timedelta(seconds=10)  # that a process with an error waits for the others to meet it as well
-_NOTES_WITHIN = timedelta(seconds=10)
+_IDLE_TIMEOUT = timedelta(days=30)  # there may be hours without traffic between two rounds
+_ERROR_TIMEOUT = timedelta(seconds=10)  # wait of a process with an error for the errors of the others
+_STATUS_TIMEOUT = timedelta(seconds=10)
 _STOP = "stop"
-_AGAIN = "What was not committed is trained by the next start"
-_BROKEN = ("gloo", "NCCL")  # what torch's messages of a broken connection name; gloo's have no class of their own
+_REMEDY = "The next start trains the groups that were not committed"
+_CONNECTION_ERRORS = ("gloo", "NCCL")  # named by torch's messages about a broken connection; gloo has no own exception
 
 
 def processes() -> int:
-    """Return how many processes this one is of, as its launcher says."""
+    """Return the number of processes of the launch."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_leader() -> bool:
-    """Return whether this process is the first of them."""
+    """Return whether this process has rank zero."""
     return _rank() == 0
 
 
 class FollowerChannel:
-    """How the leader speaks to the followers: in a group of its own, on the CPU, whatever they train on.
+    """Broadcasts operations to the followers in a CPU process group of its own.
 
-    `company` is how long a process that met an error waits for the others to meet one too.
+    A process with an error waits `error_timeout` for the errors of the others.
     """
 
-    def __init__(self, company: timedelta = _COMPANY) -> None:
+    def __init__(self, error_timeout: timedelta = _ERROR_TIMEOUT) -> None:
         import torch.distributed
         from accelerate import PartialState
 
-        PartialState(timeout=_PATIENCE)
+        PartialState(timeout=_IDLE_TIMEOUT)
         self._distributed = torch.distributed
-        self._group: Any = torch.distributed.new_group(backend="gloo", timeout=_PATIENCE)
-        self._company = company
-        self._turn = 0  # what all of them have done so far
-        self._apart = False  # what one of them waits for in a group, another does not come to
+        self._group: Any = torch.distributed.new_group(backend="gloo", timeout=_IDLE_TIMEOUT)
+        self._error_timeout = error_timeout
+        self._operations = 0  # completed by all processes
+        self._out_of_sync = False  # a process may wait forever in a collective
         server, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        # Beside the groups, for what must be told while another process waits in one of them.
-        notes = torch.distributed.TCPStore(server, port, is_master=False, timeout=_NOTES_WITHIN)
-        self._notes = torch.distributed.PrefixStore("ratchet", notes)
+        # Works while other processes wait in a collective.
+        statuses = torch.distributed.TCPStore(server, port, is_master=False, timeout=_STATUS_TIMEOUT)
+        self._statuses = torch.distributed.PrefixStore("ratchet", statuses)
 
-    def tell(self, what: str, *values: Any) -> None:
-        """Say something to every follower. Raises WorkerProcessLost."""
-        with self._kept():
-            self._distributed.broadcast_object_list([what, values], src=0, group=self._group)
+    def send(self, operation: str, *arguments: Any) -> None:
+        """Broadcast an operation to all followers. Raises WorkerProcessLost."""
+        with self._translated_errors():
+            self._distributed.broadcast_object_list([operation, arguments], src=0, group=self._group)
 
-    def hear(self) -> tuple[str, tuple[Any, ...]]:
-        """Wait for what the leader says next. Raises WorkerProcessLost."""
-        said: list[Any] = [None, None]
-        with self._kept():
-            self._distributed.broadcast_object_list(said, src=0, group=self._group)
-        return said[0], said[1]
+    def receive(self) -> tuple[str, tuple[Any, ...]]:
+        """Wait for the next operation. Raises WorkerProcessLost."""
+        message: list[Any] = [None, None]
+        with self._translated_errors():
+            self._distributed.broadcast_object_list(message, src=0, group=self._group)
+        return message[0], message[1]
 
     @contextmanager
-    def in_step(self) -> Iterator[None]:
-        """Do what the leader said, as every process does, and hear how it went for the others.
+    def collective(self) -> Iterator[None]:
+        """Run an operation that all processes run, and compare the results.
 
-        Raises the TrainerError that all of them met, else WorkerProcessLost with what the others say.
+        Raises the TrainerError if all processes have one, WorkerProcessLost if only some have.
         """
         own: TrainerError | None = None
         try:
-            with self._kept():
+            with self._translated_errors():
                 yield
         except WorkerProcessLost:
             raise
         except TrainerError as error:
             own = error
-        except Exception as error:  # nothing that the others could meet as well: they must not wait
-            self._apart = True
-            self._note(error)
+        except Exception as error:  # the others do not have it, and must not wait for this process
+            self._out_of_sync = True
+            self._publish_status(error)
             raise
-        self._note(own)
-        self._meet(own)
-        met = list(self._noted().values())
-        if any(met) and not all(met):
-            self._apart = True
-            raise WorkerProcessLost(self._why()) from own
-        self._turn += 1
+        self._publish_status(own)
+        self._wait_for_all(own)
+        errors = list(self._read_statuses().values())
+        if any(errors) and not all(errors):
+            self._out_of_sync = True
+            raise WorkerProcessLost(self._describe_errors()) from own
+        self._operations += 1
         if own is not None:
             raise own
 
     def close(self) -> None:
-        """Let the followers go, and leave the group, unless a process is waited for in vain: that would hang here."""
-        if self._apart:
+        """Stop the followers and leave the group; skipped if the processes are out of sync, because it would hang."""
+        if self._out_of_sync:
             return
         try:
             if is_leader():
-                self.tell(_STOP)
+                self.send(_STOP)
         except WorkerProcessLost:
             log.info("event=follower_gone")
         else:
             self._distributed.destroy_process_group()
 
     @contextmanager
-    def _kept(self) -> Iterator[None]:
-        """Tell the end of another process, which its collectives meet as a broken connection. Raises
-        WorkerProcessLost.
-        """
+    def _translated_errors(self) -> Iterator[None]:
+        """Raise WorkerProcessLost for the broken connection of a process that has exited."""
         try:
             yield
         except RuntimeError as error:
-            if not isinstance(error, self._distributed.DistError) and not any(w in str(error) for w in _BROKEN):
+            if not isinstance(error, self._distributed.DistError) and not any(
+                name in str(error) for name in _CONNECTION_ERRORS
+            ):
                 raise
-            self._apart = True
-            raise WorkerProcessLost(self._why()) from error
+            self._out_of_sync = True
+            raise WorkerProcessLost(self._describe_errors()) from error
 
-    def _meet(self, own: TrainerError | None) -> None:
-        """Wait until every process has done what the leader said; with an error only for a while."""
+    def _wait_for_all(self, own: TrainerError | None) -> None:
+        """Wait until all processes have finished the operation; with an error only for `error_timeout`."""
         try:
-            met = self._distributed.barrier(group=self._group, async_op=True)
-            met.wait(_PATIENCE if own is None else self._company)
-        except RuntimeError as gone:
-            self._apart = True
-            raise WorkerProcessLost(self._why()) from (own or gone)
+            barrier = self._distributed.barrier(group=self._group, async_op=True)
+            barrier.wait(_IDLE_TIMEOUT if own is None else self._error_timeout)
+        except RuntimeError as lost:
+            self._out_of_sync = True
+            raise WorkerProcessLost(self._describe_errors()) from (own or lost)
 
-    def _note(self, error: Exception | None) -> None:
-        """Write down, where all can read it, how it went here."""
+    def _publish_status(self, error: Exception | None) -> None:
+        """Publish the error of this process, "" for none."""
         text = "" if error is None else f"{type(error).__name__}: {error}"
         try:
-            self._notes.set(f"{self._turn}/{_rank()}", text)
-            self._notes.delete_key(f"{self._turn - 2}/{_rank()}")  # the one before may still be read
-        except RuntimeError as gone:
-            log.warning("event=note_lost reason=%r", str(gone))
+            self._statuses.set(f"{self._operations}/{_rank()}", text)
+            self._statuses.delete_key(f"{self._operations - 2}/{_rank()}")  # the previous one may still be read
+        except RuntimeError as lost:
+            log.warning("event=status_not_published reason=%r", str(lost))
 
-    def _noted(self) -> dict[int, str]:
-        """Return how it went for each process that has said so."""
+    def _read_statuses(self) -> dict[int, str]:
+        """Return the published errors by rank."""
         try:
-            keys = {rank: f"{self._turn}/{rank}" for rank in range(processes())}
-            return {rank: self._notes.get(key).decode() for rank, key in keys.items() if self._notes.check([key])}
-        except RuntimeError as gone:
-            log.warning("event=notes_unread reason=%r", str(gone))
+            keys = {rank: f"{self._operations}/{rank}" for rank in range(processes())}
+            return {rank: self._statuses.get(key).decode() for rank, key in keys.items() if self._statuses.check([key])}
+        except RuntimeError as lost:
+            log.warning("event=statuses_unreadable reason=%r", str(lost))
             return {}
 
-    def _why(self) -> str:
-        met = [f"process {rank} met {text}" for rank, text in self._noted().items() if text]
-        if not met:
-            return f"a process that trains along has ended: its own last lines say why. {_AGAIN}"
-        return f"not all processes went on: {'; '.join(met)}. {_AGAIN}"
+    def _describe_errors(self) -> str:
+        errors = [f"process {rank} met {text}" for rank, text in self._read_statuses().items() if text]
+        if not errors:
+            return f"a training process has exited: its last log lines say why. {_REMEDY}"
+        return f"not all processes completed the operation: {'; '.join(errors)}. {_REMEDY}"
 
 
 class RankZeroLearner(Learner):
-    """The leader's learner: what it does, the followers do."""
+    """The learner of rank zero; the followers run the same operations."""
 
     def __init__(
         self,
-        line: FollowerChannel,
+        channel: FollowerChannel,
         base_model: str,
         settings: LearnerSettings,
         *,
         workdir: Path,
         resume_from: Path | None = None,
     ) -> None:
-        self._line = line
-        line.tell("made", base_model, settings, workdir, resume_from)
-        with line.in_step():
+        self._channel = channel
+        channel.send("create", base_model, settings, workdir, resume_from)
+        with channel.collective():
             super().__init__(base_model, settings, workdir=workdir, resume_from=resume_from)
 
     def train_round(self, rows: Sequence[TokenRow], rate_scale: float = 1.0) -> RoundReport:
-        """Learn from the rows once, all together. Raises as `Learner.train_round` does, and WorkerProcessLost."""
-        self._line.tell("train_round", list(rows), rate_scale)
-        with self._line.in_step():
+        """Train on the rows with all processes. Raises as `Learner.train_round` does, and WorkerProcessLost."""
+        self._channel.send("train_round", list(rows), rate_scale)
+        with self._channel.collective():
             return super().train_round(rows, rate_scale)
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint. Raises as `Learner.save` does, and WorkerProcessLost."""
-        self._line.tell("save", folder)
-        with self._line.in_step():
+        self._channel.send("save", folder)
+        with self._channel.collective():
             super().save(folder)
 
     def load(self, folder: Path | None, settings: LearnerSettings) -> None:
-        """Go on from a checkpoint, all together. Raises as `Learner.load` does, and WorkerProcessLost."""
-        self._line.tell("load", folder, settings)
-        with self._line.in_step():
+        """Load a checkpoint in all processes. Raises as `Learner.load` does, and WorkerProcessLost."""
+        self._channel.send("load", folder, settings)
+        with self._channel.collective():
             super().load(folder, settings)
 
 
-def follow(line: FollowerChannel, make: Callable[..., Learner] = Learner) -> int:
-    """Do what the leader says until it says stop; return the exit code. A signal does not end this process."""
+def follow(channel: FollowerChannel, make: Callable[..., Learner] = Learner) -> int:
+    """Run the operations of rank zero until it sends stop; return the exit code. Signals are ignored."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     try:
-        _do_as_told(line, make)
+        _run_operations(channel, make)
     except WorkerProcessLost as lost:
         log.error("event=follower_stopped error=WorkerProcessLost reason=%r", str(lost))
         return 1
-    line.close()
+    channel.close()
     return 0
 
 
-def _do_as_told(line: FollowerChannel, make: Callable[..., Learner]) -> None:
+def _run_operations(channel: FollowerChannel, make: Callable[..., Learner]) -> None:
     learner: Learner | None = None
     while True:
-        what, values = line.hear()
-        if what == _STOP:
+        operation, arguments = channel.receive()
+        if operation == _STOP:
             return
         try:
-            with line.in_step():
-                if what == "made":
-                    base_model, settings, workdir, resume_from = values
-                    learner = make(base_model, settings, workdir=workdir / _own(), resume_from=resume_from)
+            with channel.collective():
+                if operation == "create":
+                    base_model, settings, workdir, resume_from = arguments
+                    learner = make(base_model, settings, workdir=workdir / _process_folder(), resume_from=resume_from)
                 elif learner is not None:
-                    getattr(learner, what)(*values)
+                    getattr(learner, operation)(*arguments)
         except WorkerProcessLost:
             raise
-        except TrainerError as error:  # the leader met it as well
+        except TrainerError as error:  # rank zero has it as well
             log.info("event=follower_error error=%s reason=%r", type(error).__name__, str(error))
 
 
-def _own() -> str:
+def _process_folder() -> str:
     return f"process{_rank()}"
 
 

@@ -1,8 +1,7 @@
-"""The model's pass over a micro-batch: logprobs and entropies of its trained tokens, and of no other.
+"""The forward pass over a micro-batch: logprobs and entropies of its trained tokens.
 
-Between the model's body and its LM head stays only what predicts a trained token, each at its row's temperature:
-prompts and tool results cost no logits on any device. Does not know the loss, and leaves a model's other calls as they
-are.
+A hook between the model's body and its LM head keeps only the positions that predict a trained token, and applies the
+row's temperature: prompts and tool results need no logits. Other calls of the model are unchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from ratchet.trainer.learner.micro_batches import Micro
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Of every trained token, 0 elsewhere: (N, T) each; and the router's loss where it was asked for."""
+    """Values of the trained tokens, 0 elsewhere, (N, T) each; and the router's loss if requested."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
@@ -25,12 +24,12 @@ class Scored:
 
 
 class ForwardPass:
-    """Runs a causal language model that has TRL's fused LM head; `base` is that model under all wrappers."""
+    """Runs a causal language model with TRL's fused LM head; `base` is that model without wrappers."""
 
     def __init__(self, base: Any) -> None:
         self._micro: Micro | None = None
         self._dtype: torch.dtype = base.get_input_embeddings().weight.dtype
-        base.base_model.register_forward_hook(self._keep_what_predicts)
+        base.base_model.register_forward_hook(self._keep_predicting)
 
     def __call__(self, model: Any, micro: Micro, **router: bool) -> Scored:
         """Score a micro-batch with `model`, which wraps the base model or is it."""
@@ -53,18 +52,18 @@ class ForwardPass:
         return Scored(logprobs, entropy, output.aux_loss if router else None)
 
     def _attention(self, micro: Micro) -> dict[str, torch.Tensor]:
-        """Which tokens are attended to: as usual, or along the branches of trees, (M, 1, L, L)."""
+        """Return the attention mask: a padding mask, or (M, 1, L, L) along the branches of trees."""
         if "until" not in micro:
             return {"attention_mask": micro["attended"]}
         until = micro["until"]  # (M, L)
         place = torch.arange(until.shape[1], device=until.device)
-        seen = (place <= place[:, None]) & (place[:, None] < until[:, None, :])  # (M, L, L)
-        mask = torch.zeros(seen.shape, dtype=self._dtype, device=until.device)
-        mask = mask.masked_fill(~seen, torch.finfo(self._dtype).min)
+        visible = (place <= place[:, None]) & (place[:, None] < until[:, None, :])  # (M, L, L)
+        mask = torch.zeros(visible.shape, dtype=self._dtype, device=until.device)
+        mask = mask.masked_fill(~visible, torch.finfo(self._dtype).min)
         return {"attention_mask": mask[:, None], "position_ids": micro["positions"]}
 
-    def _keep_what_predicts(self, module: Any, inputs: Any, output: Any) -> Any:
-        """Narrow hidden states (M, L, H) to (1, K, H), and scale them by temperature: W (h / t) = logits / t."""
+    def _keep_predicting(self, module: Any, inputs: Any, output: Any) -> Any:
+        """Reduce hidden states (M, L, H) to (1, K, H) and divide them by temperature: W (h / t) = logits / t."""
         if self._micro is None:
             return output
         hidden = output.last_hidden_state.flatten(0, 1)[self._micro["predicting"]]  # (K, H)
@@ -73,19 +72,19 @@ class ForwardPass:
         return output
 
 
-# Whose attention takes any mask and whose positions are given: tests/trainer/test_shared_prefixes.py holds them to it.
-SHARING = ("granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3")
+# Model types that accept any attention mask and explicit positions; tests/trainer/test_shared_prefixes.py checks them.
+SHARING_MODEL_TYPES = ("granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3")
 
 
-def forward_cost_per_token(base: Any) -> float | None:
-    """Return the `worth` of trainer/learner/shared_prefixes.py for a model; None where rows must stay apart.
+def attention_pairs_per_token(base: Any) -> float | None:
+    """Return the `pairs_per_token` of trainer/learner/shared_prefixes.py; None if rows cannot share a sequence.
 
-    They must where attention is windowed, or its implementation takes no mask of one's own.
+    They cannot if attention is windowed or its implementation accepts no custom mask.
     """
     config = base.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
     windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    if config.model_type not in SHARING or kinds != {"full_attention"} or windowed:
+    if config.model_type not in SHARING_MODEL_TYPES or kinds != {"full_attention"} or windowed:
         return None
     if config._attn_implementation != "sdpa":
         return None

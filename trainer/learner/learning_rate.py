@@ -1,19 +1,19 @@
-"""The learning rate that steers itself: how far a round moved the policy decides how far the next one steps. Pure.
+"""The adaptive learning rate: the policy shift of a round sets the rate of the next one. Pure.
 
-A useful rate differs by a factor of a thousand between models; how far a good round moves its policy does not. The
-movement is the k3 estimator of the KL from the new policy to the old one at the round's own trained tokens, mean of
+Useful rates differ by a factor of a thousand between models; the policy shift of a good round does not. The shift is
+the k3 estimator of the KL from the new policy to the old one at trained tokens of the round: the mean of
 exp(g) - 1 - g with g = log p_new - log p_old (Schulman 2020, "Approximating KL divergence"). It grows with the square
-of a small step, so that
+of a small step, therefore
 
     rate of the next round = rate * sqrt(target / k3)
 
-outside a dead band of a factor of two on each side (k3 has a heavy tail), at most four times as much a round, down by
-any amount, within `bounds`. The target falls with the policy's entropy: a policy that has made up its mind moves less
-at the same rate, and a constant target would drive the rate into its bound (measured on the e-mail example). Adaptive
-rates of this kind are usual in PPO for robots (rsl_rl's `desired_kl`).
+outside a dead band of a factor of two on each side (k3 has a heavy tail), up by at most a factor of four per round,
+down without limit, within `bounds`. The target falls with the policy's entropy: a low-entropy policy shifts less at
+the same rate, and a constant target would drive the rate into its bound (measured on the e-mail example). PPO for
+robots commonly uses such rates (rsl_rl's `desired_kl`).
 
-Whatever decides is part of the state, which stands in the checkpoint: a resumed learner steps as the one that never
-stopped, and one that goes back to an earlier version goes back to its rate. Does not measure anything.
+The state is saved in the checkpoint: a resumed learner continues with the same rate, and a learner that returns to an
+earlier version returns to its rate.
 """
 
 from __future__ import annotations
@@ -29,22 +29,25 @@ if TYPE_CHECKING:
     from ratchet.trainer.settings.learner_settings import LearnerSettings
 
 
-# Mean k3 that rounding alone shows after any step, by the numbers that the model computes in: bf16 as measured on the
-# tiny policy (4e-5 to 6e-5; deeper models presumably show more), fp32 as no step that was measured ever met.
+# Mean k3 caused by rounding alone, by dtype of the computation. bf16: measured on the tiny policy (4e-5 to 6e-5; deeper
+# models presumably show more). fp32: below every measured step.
 ROUNDING = {"bf16": 1e-4, "fp32": 1e-10}
 
 MIN_LEARNING_RATE = 1e-6
-_LARGE = 100_000_000  # parameters from which a model has the bounds of large ones
-_MOST_LARGE, _MOST_TINY = 1e-4, 1e-2
-_START = 5  # a first rate is so many times below the largest
+_LARGE = 100_000_000  # parameters from which the bounds for large models apply
+_MAX_LARGE, _MAX_TINY = 1e-4, 1e-2
+_START = 5  # the largest rate over the first one
 
-_LOOKED_AT = 4096  # trained tokens of a round, about
-_PER_TRAJECTORY = 0.3  # nats; what moved the tiny policies best is 0.2 to 0.45
-_LEAST_TARGET, _MOST_TARGET = 1e-3, 1e-2  # nats a token: ten times bf16's rounding; as much as tiny policies bore
+_SAMPLED_TOKENS = 4096  # per round, approximately
+_PER_TRAJECTORY = 0.3  # nats; 0.2 to 0.45 trained the tiny policies best
+_MIN_TARGET, _MAX_TARGET = (
+    1e-3,
+    1e-2,
+)  # nats per token: ten times bf16's rounding; the most that trained tiny policies stably
 _BAND = 2.0
-_MOST_UP = 4.0
-_ABOVE_ROUNDING = 4.0  # an aim nearer to rounding than this cannot be steered by
-_BROKEN = 0.25  # what follows a movement that is no number
+_MAX_INCREASE = 4.0
+_ABOVE_ROUNDING = 4.0  # minimum target over rounding
+_NOT_FINITE = 0.25  # factor of the rate after a shift that is not finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,34 +60,34 @@ class Bounds:
 
 
 def bounds(parameters: int) -> Bounds:
-    """Return the bounds for a base model of so many parameters.
+    """Return the bounds for a base model with this number of parameters.
 
-    The largest rate is 1e-4 from 100 million parameters on and 1e-2 up to one million; between them it falls as 1 / n.
-    The first one is a fifth of it: 2e-5 for large models, 2e-3 for tiny ones.
+    The largest rate is 1e-2 up to one million parameters and 1e-4 from 100 million on; between them it falls as 1 / n.
+    The first rate is a fifth of it: 2e-3 for tiny models, 2e-5 for large ones.
     """
-    most = min(_MOST_TINY, max(_MOST_LARGE, _MOST_LARGE * _LARGE / max(parameters, 1)))
+    most = min(_MAX_TINY, max(_MAX_LARGE, _MAX_LARGE * _LARGE / max(parameters, 1)))
     return Bounds(MIN_LEARNING_RATE, most / _START, most)
 
 
 def target(target_kl: float | None, tokens: int, trajectories: int) -> float:
-    """Return the mean k3 that a round of so many trained tokens should move by, in nats a token.
+    """Return the target of the mean k3 of a round, in nats per token.
 
-    `target_kl` where it is set; else 0.3 nats a trajectory, as far as that lies within 0.001 and 0.01 a token.
+    `target_kl` if set; else 0.3 nats per trajectory, clamped to 0.001 to 0.01 per token.
     """
     if target_kl is not None:
         return target_kl
-    a_token = _PER_TRAJECTORY * max(trajectories, 1) / max(tokens, 1)
-    return min(_MOST_TARGET, max(_LEAST_TARGET, a_token))
+    per_token = _PER_TRAJECTORY * max(trajectories, 1) / max(tokens, 1)
+    return min(_MAX_TARGET, max(_MIN_TARGET, per_token))
 
 
-def every(tokens: int) -> int:
-    """Return that every so manieth part of a round of so many trained tokens is looked at, for about 4096 of them."""
-    return max(1, round(tokens / _LOOKED_AT))
+def sample_stride(tokens: int) -> int:
+    """Return the stride through the rows of a round that samples about 4096 of its trained tokens."""
+    return max(1, round(tokens / _SAMPLED_TOKENS))
 
 
 @dataclass(frozen=True, slots=True)
 class RateState:
-    """What the rate of the next round follows from."""
+    """The state that determines the rate of the next round."""
 
     rate: float
     first_entropy: float | None = None
@@ -92,10 +95,9 @@ class RateState:
 
 @dataclass(frozen=True, slots=True)
 class RoundShift:
-    """What a round says to the rate: mean k3, mean entropy, the target a token, the factor that its rate had.
+    """The policy shift of a round: mean k3, mean entropy, target per token, scale of its rate.
 
-    `scale` is below 1 where a small round took a smaller step than the rate said: its movement is expected to be as
-    many times squared below the target.
+    A small round has a `scale` below 1; its expected shift is the target times the square of the scale.
     """
 
     k3: float
@@ -104,42 +106,42 @@ class RoundShift:
     scale: float = 1.0
 
 
-def aim(state: RateState, moved: RoundShift, rounding: float) -> float:
-    """Return the k3 that a round at full rate should have: the target, less as the entropy falls below its first."""
-    first = moved.entropy if state.first_entropy is None else state.first_entropy
-    share = min(1.0, moved.entropy / first) if first > 0 else 1.0
-    return max(moved.target * share, min(moved.target, _ABOVE_ROUNDING * rounding))
+def target_shift(state: RateState, shift: RoundShift, rounding: float) -> float:
+    """Return the k3 expected of a round at full rate: the target, reduced as the entropy falls below its first value."""
+    first = shift.entropy if state.first_entropy is None else state.first_entropy
+    share = min(1.0, shift.entropy / first) if first > 0 else 1.0
+    return max(shift.target * share, min(shift.target, _ABOVE_ROUNDING * rounding))
 
 
-def steered(state: RateState, moved: RoundShift, limits: Bounds, rounding: float) -> RateState:
+def next_state(state: RateState, shift: RoundShift, limits: Bounds, rounding: float) -> RateState:
     """Return the state after a round."""
-    first = moved.entropy if state.first_entropy is None else state.first_entropy
-    expected = aim(state, moved, rounding) * moved.scale**2
-    if moved.scale < 1 and expected < _BAND * rounding:  # too small a step to be seen says nothing about the rate
+    first = shift.entropy if state.first_entropy is None else state.first_entropy
+    expected = target_shift(state, shift, rounding) * shift.scale**2
+    if shift.scale < 1 and expected < _BAND * rounding:  # rounding hides a step that small
         return RateState(state.rate, first)
-    rate = state.rate * _factor(moved.k3, expected)
+    rate = state.rate * _factor(shift.k3, expected)
     return RateState(min(limits.most, max(limits.least, rate)), first)
 
 
 def _factor(k3: float, expected: float) -> float:
     if not math.isfinite(k3):
-        return _BROKEN
+        return _NOT_FINITE
     if expected / _BAND <= k3 <= expected * _BAND:
         return 1.0
-    return min(_MOST_UP, math.sqrt(expected / k3)) if k3 > 0 else _MOST_UP
+    return min(_MAX_INCREASE, math.sqrt(expected / k3)) if k3 > 0 else _MAX_INCREASE
 
 
 class LearningRateController:
-    """The rate of one learner: fixed where its settings name a number or its loss imitates, else steered."""
+    """The rate of one learner: fixed if its settings give a number or its loss is SFT, else adaptive."""
 
     def __init__(self, settings: LearnerSettings, parameters: int, dtype: str) -> None:
         self.bounds = bounds(parameters)
-        self.dtype = dtype  # that the model computes in: bf16 or fp32
-        self.adopt(settings)
+        self.dtype = dtype  # of the model's computation: bf16 or fp32
+        self.apply_settings(settings)
 
-    def adopt(self, settings: LearnerSettings) -> None:
-        """Begin anew with other settings."""
-        self.steers = settings.learning_rate == AUTO and settings.loss_type != "sft"
+    def apply_settings(self, settings: LearnerSettings) -> None:
+        """Start over with other settings."""
+        self.adapts = settings.learning_rate == AUTO and settings.loss_type != "sft"
         self._target_kl = settings.target_kl
         rate = settings.learning_rate
         self._state = RateState(self.bounds.start if isinstance(rate, str) else rate)
@@ -150,23 +152,23 @@ class LearningRateController:
         return self._state.rate
 
     def target(self, tokens: int, trajectories: int) -> float:
-        """Return the mean k3 a token that a round should move by."""
+        """Return the target of the mean k3 per token."""
         return target(self._target_kl, tokens, trajectories)
 
-    def aim(self, moved: RoundShift) -> float:
-        """Return what a round is steered to."""
-        return aim(self._state, moved, ROUNDING[self.dtype])
+    def target_shift(self, shift: RoundShift) -> float:
+        """Return the k3 expected of a round at full rate."""
+        return target_shift(self._state, shift, ROUNDING[self.dtype])
 
-    def after(self, moved: RoundShift) -> None:
-        """Learn from a round."""
-        if self.steers:
-            self._state = steered(self._state, moved, self.bounds, ROUNDING[self.dtype])
+    def update(self, shift: RoundShift) -> None:
+        """Adapt the rate to a round."""
+        if self.adapts:
+            self._state = next_state(self._state, shift, self.bounds, ROUNDING[self.dtype])
 
     def state(self) -> dict[str, Any] | None:
-        """Return what a checkpoint keeps; None where nothing is steered."""
-        return asdict(self._state) if self.steers else None
+        """Return the state for a checkpoint; None if the rate is fixed."""
+        return asdict(self._state) if self.adapts else None
 
-    def restore(self, kept: Mapping[str, Any] | None) -> None:
-        """Go on from what a checkpoint kept; a fixed rate stays, and a checkpoint without any begins anew."""
-        if self.steers:
-            self._state = RateState(self.bounds.start) if kept is None else RateState(**kept)
+    def restore(self, saved: Mapping[str, Any] | None) -> None:
+        """Restore the state of a checkpoint. A fixed rate stays; without a saved state the rate starts over."""
+        if self.adapts:
+            self._state = RateState(self.bounds.start) if saved is None else RateState(**saved)

@@ -1,7 +1,4 @@
-"""Builds the trainer of a base model: a fresh LoRA adapter on it, and TRL's arguments from the learner's settings.
-
-Promises fp32 LoRA parameters on every device. Does not read or write checkpoints.
-"""
+"""Creates the trainer of a base model with a new LoRA adapter, and TRL's arguments from the learner's settings."""
 
 from __future__ import annotations
 
@@ -17,22 +14,22 @@ from ratchet.trainer.learner.loss import RecordedGRPOTrainer, loss_of
 from ratchet.trainer.learner.trl_imports import GRPOConfig
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 
-# Processes of one run wait for each other as long as it takes: between rounds there may be hours without traffic.
-_PATIENCE = 30 * 24 * 3600  # seconds
+# Between rounds there may be hours without traffic, during which the processes of a run wait for each other.
+_DDP_TIMEOUT = 30 * 24 * 3600  # seconds
 
 
 def build(base_model: str, settings: LearnerSettings, output_dir: Path) -> RecordedGRPOTrainer:
-    """The trainer over a fresh LoRA adapter, on the GPU in bf16 if there is one, else on the CPU in fp32.
+    """Return the trainer of a new LoRA adapter, on the GPU in bf16 if there is one, else on the CPU in fp32.
 
-    LoRA parameters are fp32 on both: under AdamW at 1e-5 most updates are below bf16's resolution and would be lost.
-    Raises ModelNotFound, NotAModel, or SettingError for target_modules that the model does not have and for a
-    quantization that is not installed.
+    LoRA parameters are always fp32: with AdamW at 1e-5 most updates are below bf16's resolution and would be lost.
+    Raises ModelNotFound, NotAModel, or SettingError if the model lacks target_modules or the quantization is not
+    installed.
     """
     on_cpu = not torch.cuda.is_available()
     dtype = torch.float32 if on_cpu else torch.bfloat16
     model, tokenizer = policy_model.load(base_model, dtype=dtype, quantization=settings.quantization)
-    steering = LearningRateController(settings, model.num_parameters(), "fp32" if on_cpu else "bf16")
-    arguments = _arguments(settings, output_dir, on_cpu, steering.rate)
+    rate_controller = LearningRateController(settings, model.num_parameters(), "fp32" if on_cpu else "bf16")
+    arguments = _arguments(settings, output_dir, on_cpu, rate_controller.rate)
     targets = settings.target_modules
     lora = LoraConfig(
         r=settings.lora_r,
@@ -41,8 +38,8 @@ def build(base_model: str, settings: LearnerSettings, output_dir: Path) -> Recor
         task_type="CAUSAL_LM",
     )
     try:
-        return RecordedGRPOTrainer(model, arguments, tokenizer, lora, settings, steering)
-    except ValueError as error:  # peft knows no such layer, or TRL cannot train it
+        return RecordedGRPOTrainer(model, arguments, tokenizer, lora, settings, rate_controller)
+    except ValueError as error:  # peft does not find the layers, or TRL cannot train them
         raise SettingError(
             f"learner setting target_modules is {targets!r}, which does not fit {base_model}: {error}; "
             'use "all-linear" or names of its linear layers, such as q_proj'
@@ -61,7 +58,7 @@ def _arguments(settings: LearnerSettings, output_dir: Path, on_cpu: bool, learni
         epsilon=low,
         epsilon_high=high,
         beta=settings.beta,
-        use_bias_correction_kl=True,  # times the ratio: else its gradient is not that of the reverse KL
+        use_bias_correction_kl=True,  # without the ratio the gradient is not that of the reverse KL
         gradient_checkpointing=settings.gradient_checkpointing,
         seed=settings.seed,
         per_device_train_batch_size=2,
@@ -69,7 +66,7 @@ def _arguments(settings: LearnerSettings, output_dir: Path, on_cpu: bool, learni
         disable_dropout=True,
         use_cpu=on_cpu,
         bf16=not on_cpu,
-        ddp_timeout=_PATIENCE,
+        ddp_timeout=_DDP_TIMEOUT,
         ddp_find_unused_parameters=False,
         report_to="none",
         save_strategy="no",

@@ -1,7 +1,7 @@
-"""A version as a folder that others load: its adapter merged into the base model, or the adapter alone; with its card.
+"""Exports a version as a folder with its model card: the adapter merged into the base model, or the adapter alone.
 
-Promises: the folder is whole or not there at all; the merged model's logits are those of base and adapter, up to the
-rounding of the numbers that the base model's weights are kept in. Torch is imported where a model is merged.
+The folder is complete or absent. The merged model's logits are those of base model and adapter, up to the rounding of
+its dtype. Torch is imported by the merge only.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 def export_merged(
     base_model: str, adapter: Path, folder: Path, card: str, dtype: Literal["auto", "float32"] = "auto"
 ) -> None:
-    """Write base model and adapter as one model in Hugging Face's form, tokenizer and chat template included.
+    """Write base model and adapter as one Hugging Face model with tokenizer and chat template.
 
-    `dtype`: the numbers that it is kept in; `auto` are those of the base model, whose rounding the adapter then shares.
+    `dtype` is that of the written weights; `auto` takes the base model's, which also rounds the adapter's changes.
 
     Raises ModelNotFound, NotAModel, CheckpointDamaged, CheckpointExists, CheckpointUnwritable.
     """
@@ -51,7 +51,7 @@ def export_adapter(adapter: Path, folder: Path, card: str) -> None:
 
 def _check(adapter: Path) -> None:
     if not checkpoint.complete(adapter):
-        raise CheckpointDamaged(f"{adapter} is missing or not whole: its adapter cannot be exported")
+        raise CheckpointDamaged(f"{adapter} is missing or incomplete: its adapter cannot be exported")
 
 
 def _merged(base_model: str, adapter: Path, dtype: Literal["auto", "float32"]) -> tuple[Any, Any]:

@@ -1,10 +1,9 @@
 """Micro-batches: token rows as the tensors that TRL's loss reads.
 
-One micro-batch holds N rows, right-padded; T is the longest row less one, because TRL's "completion" is here the whole
-row after its first token. TRL's "tool mask" carries what each token weighs in the step's loss: 0 for context, and for a
-trained token what the objective's mean makes of it, so that every term of the loss (policy, KL, entropy) has the same
-mean. Beside them stands what the model is run on, and where in its output the K trained tokens are predicted. Does not
-run the model.
+One micro-batch holds N rows, right-padded to T + 1 tokens: TRL's "completion" is the whole row after its first token.
+TRL's "tool mask" carries the weight of each token in the loss of the step: 0 for context, and for a trained token the
+weight that the objective's mean gives it, so that all terms of the loss (policy, KL, entropy) have the same mean. The
+micro-batch also holds the model's input and the positions in its output that predict the K trained tokens.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ from typing import Any
 
 import torch
 
-from ratchet.trainer.learner.shared_prefixes import PrefixTree, together, tree
+from ratchet.trainer.learner.shared_prefixes import PrefixTree, pack_rows, prefix_tree
 from ratchet.trainer.rows.token_row import TokenRow, split_by_budget
 from ratchet.trainer.settings.objectives import Objective
 
 Micro = dict[str, torch.Tensor]
 
-# GPU kernels of attention copy a mask whose rows are not so aligned.
+# GPU attention kernels copy masks whose rows are not aligned to this.
 _ALIGNED = 8
 
 
 def collate(packs: Sequence[Sequence[TokenRow]], pad_id: int, device: torch.device) -> Micro:
-    """One micro-batch of N rows in M packs, under TRL's names, in which every trained token weighs 1."""
+    """Return a micro-batch of N rows in M packs, under TRL's names; every trained token has weight 1."""
     rows = [row for pack in packs for row in pack]
     n_rows, width = len(rows), max(len(row.ids) for row in rows) - 1
     trained = _padded([row.mask[1:] for row in rows], width, 0)  # (N, T)
@@ -42,20 +41,20 @@ def collate(packs: Sequence[Sequence[TokenRow]], pad_id: int, device: torch.devi
         "importance": torch.tensor([[row.importance] for row in rows]),  # (N, 1)
         "age": torch.tensor([[math.inf if row.age is None else float(row.age)] for row in rows]),  # (N, 1)
     }
-    trees = [tree([row.ids for row in pack]) for pack in packs]
+    trees = [prefix_tree([row.ids for row in pack]) for pack in packs]
     micro |= _forwarded(trees, pad_id)
     micro |= _trained_positions(micro, trees, [row.temperature for row in rows])
     return {name: tensor.to(device) for name, tensor in micro.items()}
 
 
 def _forwarded(trees: Sequence[PrefixTree], pad_id: int) -> Micro:
-    """What the model is run on, (M, L) each: one row a pack as usual, else trees with what says who sees whom."""
-    longest = max(len(tree.ids) for tree in trees)
+    """Return the model's input, (M, L) each: one row per pack, or trees with the data of their attention masks."""
+    max_length = max(len(tree.ids) for tree in trees)
     if all(len(tree.paths) == 1 for tree in trees):
-        attended = _padded([(1,) * len(tree.ids) for tree in trees], longest, 0)
-        return {"forwarded_ids": _padded([tree.ids for tree in trees], longest, pad_id), "attended": attended}
-    width = -(-longest // _ALIGNED) * _ALIGNED
-    itself = range(1, width + 1)  # padding is seen by itself alone
+        attended = _padded([(1,) * len(tree.ids) for tree in trees], max_length, 0)
+        return {"forwarded_ids": _padded([tree.ids for tree in trees], max_length, pad_id), "attended": attended}
+    width = -(-max_length // _ALIGNED) * _ALIGNED
+    itself = range(1, width + 1)  # padding attends to itself only
     return {
         "forwarded_ids": _padded([tree.ids for tree in trees], width, pad_id),
         "positions": _padded([tree.positions for tree in trees], width, 0),
@@ -64,7 +63,7 @@ def _forwarded(trees: Sequence[PrefixTree], pad_id: int) -> Micro:
 
 
 def _trained_positions(micro: Micro, trees: Sequence[PrefixTree], temperatures: Sequence[float]) -> Micro:
-    """Of the K trained tokens, (K,) each: where in all M x L tokens each is predicted, what it is, how it was drawn."""
+    """Return for the K trained tokens, (K,) each: predicting place in the M x L tokens, id, sampling temperature."""
     trained = micro["trained"]  # (N, T)
     size = micro["forwarded_ids"].shape[1]
     before = [[pack * size + place for place in path[:-1]] for pack, tree in enumerate(trees) for path in tree.paths]
@@ -76,42 +75,48 @@ def _trained_positions(micro: Micro, trees: Sequence[PrefixTree], temperatures: 
 
 
 def split(
-    rows: Sequence[TokenRow], token_budget: int, *, worth: float | None = None, rank: int = 0, ranks: int = 1
+    rows: Sequence[TokenRow], token_budget: int, *, pairs_per_token: float | None = None, rank: int = 0, ranks: int = 1
 ) -> list[list[list[TokenRow]]]:
-    """The packs of this rank's micro-batches: every rank has as many, if need be an empty one.
+    """Return the packs of this rank's micro-batches. Every rank has the same number; some may be empty.
 
-    A pack is one row, or where `worth` (trainer/learner/shared_prefixes.py) is given also several that begin alike. A
-    rank with an empty one goes through the motions with `blank`: the others wait for its part of the gradient.
+    A pack is one row or, with `pairs_per_token` (trainer/learner/shared_prefixes.py), several with a common prefix. A
+    rank replaces an empty micro-batch with `empty_micro_batch`, because the others wait for its part of the gradient.
     """
-    batches = [[[rows[index] for index in pack] for pack in batch] for batch in batched(rows, token_budget, worth)]
+    batches = [
+        [[rows[index] for index in pack] for pack in batch] for batch in batched(rows, token_budget, pairs_per_token)
+    ]
     return [
         batches[place] if place < len(batches) else []
         for place in range(rank, -(-len(batches) // ranks) * ranks, ranks)
     ]
 
 
-def batched(rows: Sequence[TokenRow], token_budget: int, worth: float | None) -> list[list[list[int]]]:
-    """Indices of rows by pack and micro-batch; those with packs of several rows hold no others."""
+def batched(rows: Sequence[TokenRow], token_budget: int, pairs_per_token: float | None) -> list[list[list[int]]]:
+    """Return row indices by pack and micro-batch; packs of one row and of several are in different micro-batches."""
     ids = [row.ids for row in rows]
     packs = (
-        [[index] for index in range(len(ids))] if worth is None else together(ids, longest=token_budget, worth=worth)
+        [[index] for index in range(len(ids))]
+        if pairs_per_token is None
+        else pack_rows(ids, max_length=token_budget, pairs_per_token=pairs_per_token)
     )
     batches: list[list[list[int]]] = []
     for kind in ([pack for pack in packs if len(pack) == 1], [pack for pack in packs if len(pack) > 1]):
-        lengths = [len(tree([ids[index] for index in pack]).ids) for pack in kind]
+        lengths = [len(prefix_tree([ids[index] for index in pack]).ids) for pack in kind]
         batches += [[kind[place] for place in batch] for batch in split_by_budget(lengths, token_budget)]
     return batches
 
 
-def blank(row: TokenRow, pad_id: int, device: torch.device) -> Micro:
-    """A micro-batch of one row in which no token is trained: for a rank that has nothing to do while others have."""
+def empty_micro_batch(row: TokenRow, pad_id: int, device: torch.device) -> Micro:
+    """Return a micro-batch of one row without trained tokens, for a rank without rows of its own."""
     micro = collate([[row]], pad_id, device)
     nothing = {name: micro[name][:0] for name in ("predicting", "targets", "temperatures")}
     return micro | nothing | {name: torch.zeros_like(micro[name]) for name in ("tool_mask", "trained", "advantages")}
 
 
-def weigh(micro: Micro, objective: Objective, length: int, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What every token weighs in the loss, (N, T), and how many units the mean divides by, ()."""
+def token_weights(
+    micro: Micro, objective: Objective, length: int, kept: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weight of each token in the loss, (N, T), and the number of units that the mean divides by, ()."""
     trained = micro["trained"] & kept  # (N, T)
     if objective.mean == "tokens":
         return trained.float(), trained.sum()

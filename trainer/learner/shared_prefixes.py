@@ -1,10 +1,9 @@
-"""Shared prefixes: rows that begin alike as one sequence, in which what they share stands once.
+"""Shared prefixes: packs rows with a common prefix into one sequence that contains the prefix once. Pure.
 
-The members of a group share their root prompt, the rows of a forked trajectory all that came before the fork. Laid out
-as a tree, each token attends to its own row's earlier tokens and to nothing else, at the position that it has in its
-row: hidden states and gradients are those of the rows apart. Attention over one long sequence costs more than over many
-short ones, so rows are put together only where the tokens that are spared cost more than that. Pure; does not know
-tensors or models.
+The members of a group share their root prompt; the rows of a forked trajectory share everything before the fork. In
+the tree layout each token attends to the earlier tokens of its own rows only, at its position in the row, so hidden
+states and gradients equal those of separate rows. Attention over one long sequence costs more than over several short
+ones, so rows are packed only if the saved tokens cost more than that.
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ class PrefixTree:
     """Rows laid out as one sequence.
 
     ids        of the sequence, (L,)
-    positions  that its tokens have in their rows, (L,)
-    until      of each token the place in the sequence up to which tokens are of rows that hold it: those see it that
-               come after it and before this, (L,)
-    paths      of each row the places of its tokens in the sequence, from its first to its last
+    positions  of its tokens in their rows, (L,)
+    until      (L,); the tokens after a token and before its `until` belong to rows that contain it, and attend to it
+    paths      for each row the places of its tokens in the sequence, in order
     """
 
     ids: list[int]
@@ -32,61 +30,57 @@ class PrefixTree:
     paths: list[list[int]]
 
 
-def tree(rows: Sequence[Ids]) -> PrefixTree:
-    """Lay out rows; those that begin alike are shared where they are neighbours, as `together` orders them."""
-    found = PrefixTree([], [], [], [])
-    before: Ids = ()
-    path: list[int] = []  # where the tokens of the row before stand
+def prefix_tree(rows: Sequence[Ids]) -> PrefixTree:
+    """Lay out rows; neighbors share their common prefix (`pack_rows` sorts them)."""
+    layout = PrefixTree([], [], [], [])
+    previous: Ids = ()
+    path: list[int] = []  # places of the previous row's tokens
     for row in rows:
-        shared = common(before, row)
+        shared = common_length(previous, row)
         for place in path[shared:]:
-            found.until[place] = len(found.ids)
-        path = path[:shared] + list(range(len(found.ids), len(found.ids) + len(row) - shared))
-        found.ids.extend(row[shared:])
-        found.positions.extend(range(shared, len(row)))
-        found.until.extend([0] * (len(row) - shared))
-        found.paths.append(path)
-        before = row
+            layout.until[place] = len(layout.ids)
+        path = path[:shared] + list(range(len(layout.ids), len(layout.ids) + len(row) - shared))
+        layout.ids.extend(row[shared:])
+        layout.positions.extend(range(shared, len(row)))
+        layout.until.extend([0] * (len(row) - shared))
+        layout.paths.append(path)
+        previous = row
     for place in path:
-        found.until[place] = len(found.ids)
-    return found
+        layout.until[place] = len(layout.ids)
+    return layout
 
 
-def together(rows: Sequence[Ids], *, longest: int, worth: float) -> list[list[int]]:
-    """Indices of rows by the sequence that they are laid out in, of at most `longest` tokens where several share one.
+def pack_rows(rows: Sequence[Ids], *, max_length: int, pairs_per_token: float) -> list[list[int]]:
+    """Return row indices by sequence; a sequence of several rows has at most `max_length` tokens.
 
-    `worth` is how many pairs of tokens attention goes through at the cost of one token's way through all else. A row by
-    itself is causal, which is half of all pairs; a tree's mask is looked at as a whole.
+    `pairs_per_token` is the number of token pairs whose attention costs as much as one token in all other layers. A
+    single row is causal, which is half of all pairs; a tree needs its full mask.
     """
     packs: list[list[int]] = []
-    before: Ids = ()
-    length, cost = 0, 0.0  # of the newest sequence
+    previous: Ids = ()
+    length, cost = 0, 0.0  # of the last sequence
     for index in sorted(range(len(rows)), key=lambda place: tuple(rows[place])):
         row = rows[index]
-        alone = len(row) * (worth + len(row) / 2)
-        joint = length + len(row) - common(before, row)
-        jointly = joint * (worth + joint)
-        if packs and joint <= longest and jointly < cost + alone:
+        own_cost = len(row) * (pairs_per_token + len(row) / 2)
+        joint_length = length + len(row) - common_length(previous, row)
+        joint_cost = joint_length * (pairs_per_token + joint_length)
+        if packs and joint_length <= max_length and joint_cost < cost + own_cost:
             packs[-1].append(index)
-            length, cost = joint, jointly
+            length, cost = joint_length, joint_cost
         else:
             packs.append([index])
-            length, cost = len(row), alone
-        before = row
+            length, cost = len(row), own_cost
+        previous = row
     return packs
 
 
-def common(one: Ids, other: Ids) -> int:
-    """How many tokens two rows share at their beginning."""
-    least, most = 0, min(len(one), len(other))
-    while least < most:  # by halves: comparing slices is far quicker than comparing tokens
-        middle = (least + most + 1) // 2
-        if one[least:middle] == other[least:middle]:
-            least = middle
+def common_length(one: Ids, other: Ids) -> int:
+    """Return the length of the common prefix of two rows."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:  # bisection: comparing slices is much faster than comparing tokens
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
         else:
-            most = middle - 1
-    return least
-
-
-def _cost(length: int, worth: float) -> float:
-    return length * (worth + length)
+            high = middle - 1
+    return low

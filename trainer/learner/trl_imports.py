@@ -1,8 +1,7 @@
 """Imports TRL's GRPO trainer without vLLM.
 
-TRL imports all of vLLM when it is installed, which is half of the import's time, and warns of releases that it does not
-know. None of that code is used here: the engine is a process of its own. So, while TRL is imported, vLLM is not to be
-found. Does not change TRL, and leaves vLLM importable afterwards.
+TRL imports vLLM if it is installed, which takes half of the import time, and warns about unknown releases. The learner
+does not use it, so vLLM is hidden during the import and importable again afterwards.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ __all__ = ["GRPOConfig", "GRPOTrainer"]
 
 @contextlib.contextmanager
 def _without(module: str) -> Iterator[None]:
-    """Make the module unimportable for a while; None in sys.modules is Python's own mark for that."""
+    """Make the module unimportable in the block; Python refuses modules that are None in sys.modules."""
     modules: dict[str, Any] = sys.modules
     loaded = {module: modules[module]} if module in modules else {}
     modules[module] = None

@@ -1,7 +1,6 @@
-"""Whitening: advantages with mean 0 and variance 1 over all trained tokens of a round, as REINFORCE++ wants them.
+"""Whitening: advantages with mean 0 and variance 1 over all trained tokens of a round, for REINFORCE++. Pure.
 
-Pure, from rows to rows. Promises that a round whose advantages are all equal gets zeros, which the learner then refuses
-as a round without signal, and never noise blown up to size 1.
+If all advantages are equal, they become 0, and the learner refuses the round: rounding noise is never scaled up.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def whiten(rows: Sequence[TokenRow]) -> list[TokenRow]:
 
 
 def _advantages(row: TokenRow) -> list[tuple[float, int]]:
-    """Return (advantage, how many trained tokens have it)."""
+    """Return pairs of an advantage and the number of trained tokens that have it."""
     if row.advantages is None:
         return [(row.advantage, row.tokens_trained)]
     return [(value, 1) for value, trained in zip(row.advantages, row.mask, strict=True) if trained]

@@ -1,9 +1,8 @@
-"""Rows: the token sequences that a trajectory gives to the learner.
+"""Builds the token rows of a trajectory for the learner. Pure.
 
-A trajectory whose calls are token-exact continuations of each other is one row, however many calls it took. Where the
-context forked, where a segment or a branch begins, and where roles earned apart, a further row begins. Promises: every
-trained token is one that the engine sampled in an answered call of this trajectory, and it is trained in exactly one
-row; whatever is left out is counted with its reason. Pure.
+Calls that continue each other token for token form one row. A fork of the context, a new segment or branch, and roles
+with different advantages start another row. Promises: every trained token was sampled by vLLM in an answered call of
+this trajectory and is trained in exactly one row; untrained tokens are counted by reason.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ratchet.trainer.rows.token_row import TokenRow
 
 _Key = tuple[str, int]  # call id, choice index
 
-# Sampling parameters that bend the distribution, with the values that leave it alone.
+# Sampling parameters that change the distribution, with their neutral values.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "min_tokens": (None, 0),
     "top_p": (None, 1, 1.0),
@@ -34,22 +33,22 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "logit_bias": (None, {}),
 }
 
-# What masks tokens before they are sampled: the logprobs then belong to what was left, and forced tokens teach nothing.
+# Parameters that mask tokens before sampling: logprobs then belong to the remaining tokens, and forced ones carry no signal.
 _CONSTRAINTS = (
     "allowed_token_ids", "bad_words", "guided_choice", "guided_grammar", "guided_json", "guided_regex",
     "structured_outputs",
 )  # fmt: skip
 ALL_ROLES = Roles()
-TRUNCATED = "truncated"  # why tokens are left out
+TRUNCATED = "truncated"  # reason for untrained tokens
 _ANSWER_LOST = "answer_lost"
-_CUT_AT_LONGEST = "length"  # the finish reason of an answer that met max_tokens or the model's context
-_REPEATS = ("retry", "resend")  # links of calls that were made because nobody had the answer to the one before
-_GREEDY_BELOW = 0.01  # vLLM raises temperatures between 0 and this to it
+_LENGTH_LIMIT = "length"  # finish reason of an answer that reached max_tokens or the model's context length
+_REPEATS = ("retry", "resend")  # links of calls that repeat a call whose answer was lost
+_GREEDY_BELOW = 0.01  # vLLM raises temperatures between 0 and this value to it
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of a trajectory and the sampled tokens that are in none of them, by reason."""
+    """The rows of a trajectory, and the counts of untrained sampled tokens by reason."""
 
     rows: tuple[TokenRow, ...]
     untrained: Mapping[str, int]
@@ -66,23 +65,21 @@ def build_rows(
     by_turn: Mapping[int, float] = MappingProxyType({}),
     mask_truncated: bool = False,
 ) -> Rows:
-    """Return the rows of a trajectory, all with the same advantage but those of the roles that `by_role` names.
+    """Return the rows of a trajectory.
 
-    `by_turn` comes on top of it, for the tokens of the trajectory's own turns by their number, from 1: calls whose
-    answer the agent got, since a judge reads no others. With `mask_truncated` answers that were cut off at their
-    longest carry no loss.
-
-    `calls` are the trajectory's own and those of earlier trajectories that it continues, in the order in which they
-    began; only its own carry loss. Rows that are `imitated` may have been sampled greedily or under constraints: what
-    a ratio of probabilities could not stand does not matter where there is none.
+    `calls` are its own and those of earlier trajectories that it continues, by start time; only its own carry loss.
+    `by_role` overrides the advantage for calls of these roles. `by_turn` is added to the advantage of tokens by turn,
+    counted from 1; turns are the trajectory's calls whose answer the agent received. With `mask_truncated`, answers
+    that reached their length limit carry no loss. `imitated` rows (SFT) may have been sampled greedily or under
+    constraints, because SFT uses no probability ratio.
     """
     untrained: Counter[str] = Counter()
     spans: dict[_Key, _Span] = {}
-    own: dict[_Key, _Span] = {}
-    taken = TrainedAnswers(calls)
-    number = 0  # of the trajectory's own turns
+    own_spans: dict[_Key, _Span] = {}
+    answers = TrainedAnswers(calls)
+    number = 0  # of the turn
     for call in calls:
-        is_turn = call.trajectory_id == trajectory_id and taken.is_turn(call)
+        is_turn = call.trajectory_id == trajectory_id and answers.is_turn(call)
         number += is_turn
         for choice in call.choices:
             key = (call.id, choice.index)
@@ -90,24 +87,26 @@ def build_rows(
             if call.context == "exact" and parent is None:
                 untrained["context_unknown"] += _size(choice)
                 continue
-            earned = by_role.get(call.role or "", advantage)
-            spans[key] = span = _Span(call, choice, parent, earned, by_turn.get(number, 0.0) if is_turn else 0.0)
+            base_advantage = by_role.get(call.role or "", advantage)
+            spans[key] = span = _Span(
+                call, choice, parent, base_advantage, by_turn.get(number, 0.0) if is_turn else 0.0
+            )
             if call.trajectory_id != trajectory_id:
                 continue
-            reason = why_untrainable(call, choice, imitated=imitated) or taken.why_not(call, choice)
+            reason = why_untrainable(call, choice, imitated=imitated) or answers.why_not(call, choice)
             if reason is None and not roles.trains(call.role):
                 reason = UNTRAINED_ROLE
-            if reason is None and mask_truncated and choice.finish_reason == _CUT_AT_LONGEST:
+            if reason is None and mask_truncated and choice.finish_reason == _LENGTH_LIMIT:
                 reason = TRUNCATED
             if reason:
                 untrained[reason] += _size(choice)
             else:
-                own[key] = span
-    return Rows(rows=tuple(_cover(trajectory_id, own)), untrained=dict(untrained))
+                own_spans[key] = span
+    return Rows(rows=tuple(_cover(trajectory_id, own_spans)), untrained=dict(untrained))
 
 
 def why_untrainable(call: Call, choice: Choice, *, imitated: bool = False) -> str | None:
-    """Return why no token of this answer may carry loss; None where all may."""
+    """Return why no token of this answer may carry loss; None if all may."""
     if call.state is not CallState.ANSWERED:
         return str(call.state)
     if call.untrainable:
@@ -135,20 +134,20 @@ def _why_odd_sampling(sampling: Mapping[str, Any]) -> str | None:
 
 
 def _temperature(sampling: Mapping[str, Any]) -> float | None:
-    """Return the temperature that was sampled at, 1.0 where none was given; None where it is no sound number."""
-    given = sampling.get("temperature")
+    """Return the sampling temperature, 1.0 by default; None if it is invalid."""
+    value = sampling.get("temperature")
     try:
-        temperature = 1.0 if given is None else float(given)
+        temperature = 1.0 if value is None else float(value)
     except (TypeError, ValueError):
         return None
     return temperature if math.isfinite(temperature) and temperature >= 0 else None
 
 
 class TrainedAnswers:
-    """Which answers of a trajectory's calls earn its score: those that the agent had, and went on or ended with.
+    """Selects the answers that are credited with the trajectory's score: those that the agent received and used.
 
-    Of several answers to one call those count that the agent went on with, and where it ended with the call, the one
-    that the transcript ends with: the first.
+    Of several answers to one call, those count that the agent continued; if it continued none, the first one, with
+    which the transcript ends.
     """
 
     def __init__(self, calls: Sequence[Call]) -> None:
@@ -156,13 +155,13 @@ class TrainedAnswers:
         self._repeated = {_prompt(call): call.id for call in calls if call.linked_by in _REPEATS}
 
     def is_turn(self, call: Call) -> bool:
-        """Whether the agent got an answer of this call: no failed call, and none that was asked again."""
+        """Return whether the agent received an answer of this call: it neither failed nor was repeated."""
         return call.state is CallState.ANSWERED and any(
             self.why_not(call, choice) != _ANSWER_LOST for choice in call.choices
         )
 
     def why_not(self, call: Call, choice: Choice) -> str | None:
-        """Return why an answer does not count; None where it does."""
+        """Return why an answer does not count; None if it does."""
         if (call.id, choice.index) in self._continued:
             return None
         if any((call.id, one.index) in self._continued for one in call.choices):
@@ -181,40 +180,42 @@ def _size(choice: Choice) -> int:
 
 
 class _Span:
-    """One answer in its context: a link of a chain of token-exact continuations."""
+    """One answer with its context: a link in a chain of token-exact continuations."""
 
-    def __init__(self, call: Call, choice: Choice, parent: _Span | None, advantage: float, more: float) -> None:
+    def __init__(
+        self, call: Call, choice: Choice, parent: _Span | None, advantage: float, turn_advantage: float
+    ) -> None:
         self.key: _Key = (call.id, choice.index)
         self.parent = parent
-        self.more = more  # that its own turn earned
+        self.turn_advantage = turn_advantage
         self.prompt = unpack_ids(call.prompt_ids)
         self.token_ids = unpack_ids(choice.token_ids)
         self.logprobs = unpack_logprobs(choice.logprobs)
         neutral = all(call.sampling.get(name) in values for name, values in _NEUTRAL.items())
-        self.kind = (_temperature(call.sampling) or 1.0, neutral, advantage)  # what is one for a whole row
+        self.kind = (_temperature(call.sampling) or 1.0, neutral, advantage)  # constant within a row
 
     def chain(self) -> list[_Span]:
         """Return the spans from the first one to this one."""
-        found: list[_Span] = []
+        spans: list[_Span] = []
         span: _Span | None = self
         while span is not None:
-            found.append(span)
+            spans.append(span)
             span = span.parent
-        return found[::-1]
+        return spans[::-1]
 
 
-def _cover(trajectory_id: str, own: Mapping[_Key, _Span]) -> list[TokenRow]:
-    """Cover every trainable span by one row: the last ones first, so that long chains become single rows.
+def _cover(trajectory_id: str, own_spans: Mapping[_Key, _Span]) -> list[TokenRow]:
+    """Cover each trainable span with one row, last spans first, so that long chains become single rows.
 
-    A row has one temperature and one advantage; a chain that changed them gives one row for each.
+    A row has one temperature and one advantage; a chain with several of them gets one row for each.
     """
     rows: list[TokenRow] = []
     covered: set[_Key] = set()
-    for key in reversed(list(own)):
+    for key in reversed(list(own_spans)):
         if key in covered:
             continue
-        chain = own[key].chain()
-        while remaining := [span for span in chain if span.key in own and span.key not in covered]:
+        chain = own_spans[key].chain()
+        while remaining := [span for span in chain if span.key in own_spans and span.key not in covered]:
             kind = remaining[-1].kind
             trained = {span.key for span in remaining if span.kind == kind}
             last = max(place for place, span in enumerate(chain) if span.key in trained)
@@ -227,13 +228,13 @@ def _row(trajectory_id: str, chain: Sequence[_Span], trained: set[_Key], kind: t
     ids: list[int] = []
     mask: list[int] = []
     logprobs: list[float] = []
-    more: list[float] = []
+    turn_advantages: list[float] = []
     for span in chain:
         ids += span.prompt + span.token_ids
         carries = span.key in trained
         mask += [0] * len(span.prompt) + [int(carries)] * len(span.token_ids)
         logprobs += [0.0] * len(span.prompt) + (list(span.logprobs) if carries else [0.0] * len(span.token_ids))
-        more += [0.0] * len(span.prompt) + [span.more if carries else 0.0] * len(span.token_ids)
+        turn_advantages += [0.0] * len(span.prompt) + [span.turn_advantage if carries else 0.0] * len(span.token_ids)
     temperature, neutral, advantage = kind
     return TokenRow(
         trajectory_id=trajectory_id,
@@ -242,6 +243,6 @@ def _row(trajectory_id: str, chain: Sequence[_Span], trained: set[_Key], kind: t
         logprobs=tuple(logprobs),
         advantage=advantage,
         temperature=temperature,
-        advantages=tuple(advantage + one for one in more) if any(more) else None,
+        advantages=tuple(advantage + one for one in turn_advantages) if any(turn_advantages) else None,
         importance=neutral,
     )

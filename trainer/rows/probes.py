@@ -1,7 +1,7 @@
-"""Which contexts the proof of a swap asks about: where trained tokens were sampled, spread over rows. Pure.
+"""Selects the contexts that the proof of a swap compares: places of trained tokens, spread over rows. Pure.
 
-Promises: no context twice, since attempts at the same task begin alike and would count as evidence twice; of few short
-rows, other places of the same rows fill up what is wanted.
+No context occurs twice, because rollouts of a task share prefixes. If rows are few and short, other places of the same
+rows fill the number.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from ratchet.trainer.rows.token_row import TokenRow
 
 ROWS = 12
 _CONTEXTS = 48
-_MOST_TOKENS = 512  # of a context: what it costs to ask
+_MAX_TOKENS = 512  # of a context, to limit its cost
 
 
 def contexts(rows: Sequence[TokenRow]) -> list[tuple[int, ...]]:
-    """Return the ids before the tokens that are asked for; by turns of each row, sampled places first."""
+    """Return the ids before the compared tokens, taking rows in turn, sampled places first."""
     each = -(-_CONTEXTS // max(1, len(rows)))
-    waiting: list[Iterator[tuple[int, ...]]] = [_of_row(row, each) for row in rows]
-    found: dict[tuple[int, ...], None] = {}
-    while waiting and len(found) < _CONTEXTS:
-        for row in list(waiting):
-            fresh = next((context for context in row if context not in found), None)
+    iterators: list[Iterator[tuple[int, ...]]] = [_of_row(row, each) for row in rows]
+    selected: dict[tuple[int, ...], None] = {}
+    while iterators and len(selected) < _CONTEXTS:
+        for row in list(iterators):
+            fresh = next((context for context in row if context not in selected), None)
             if fresh is None:
-                waiting.remove(row)
-            elif len(found) < _CONTEXTS:
-                found[fresh] = None
-    return list(found)
+                iterators.remove(row)
+            elif len(selected) < _CONTEXTS:
+                selected[fresh] = None
+    return list(selected)
 
 
 def _of_row(row: TokenRow, spread: int) -> Iterator[tuple[int, ...]]:
-    places = range(1, min(len(row.ids), _MOST_TOKENS))
+    places = range(1, min(len(row.ids), _MAX_TOKENS))
     sampled = [place for place in places if row.mask[place]]
     even = dict.fromkeys(sampled[len(sampled) * part // spread] for part in range(spread) if sampled)
     for place in dict.fromkeys((*even, *sampled, *reversed(places))):

@@ -1,8 +1,7 @@
-"""Roles: which part of a multi-agent system a call plays, and which parts train.
+"""Roles: the parts of a multi-agent system, and which of them are trained. Pure.
 
-A call plays the role that its agent named (`x-ratchet-role`), else the first whose pattern is found in its system
-prompt, else none. Where roles are chosen, only their calls are trained: what other roles sampled is context or left
-out, never loss. Pure.
+The role of a call is the one in its `x-ratchet-role` header, else the first one whose pattern matches its system
+prompt, else none. If roles are configured, only their calls carry loss.
 """
 
 from __future__ import annotations
@@ -15,23 +14,23 @@ import msgspec
 
 from ratchet.store.records import Call
 
-UNTRAINED_ROLE = "other_role"  # why the tokens of a call are not trained
-_LONGEST = 4000  # characters of a system prompt that are looked at
+UNTRAINED_ROLE = "other_role"  # reason for untrained tokens
+_MAX_PROMPT_CHARS = 4000  # of a system prompt that patterns are matched against
 
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """The roles that train (none named: all do), and the patterns of system prompts by role."""
+    """The trained roles (empty: all), and the system-prompt patterns by role."""
 
     train: tuple[str, ...] = ()
     prompts: Mapping[str, str] = field(default_factory=dict)
 
     def trains(self, role: str | None) -> bool:
-        """Whether the tokens of this role may carry loss."""
+        """Return whether the tokens of this role may carry loss."""
         return not self.train or role in self.train
 
     def named(self, calls: Sequence[Call], system_prompt: Callable[[str], str]) -> tuple[Call, ...]:
-        """Return the calls, each with its role; `system_prompt` tells, of a prompt's node, what it begins with."""
+        """Return the calls with their roles; `system_prompt` returns the system prompt of a prompt node."""
         if not self.prompts:
             return tuple(calls)
         return tuple(
@@ -42,5 +41,5 @@ class Roles:
         )
 
     def _role_by_prompt(self, prompt: str) -> str | None:
-        text = prompt[:_LONGEST]
+        text = prompt[:_MAX_PROMPT_CHARS]
         return next((role for role, pattern in self.prompts.items() if re.search(pattern, text)), None)

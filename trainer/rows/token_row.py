@@ -1,8 +1,7 @@
-"""Token rows: what the learner is fed, and all that it knows of a trajectory.
+"""Token rows: the learner's training data.
 
-A row is one token sequence of length T as the engine saw it: ids, which of them the engine sampled, the logprobs that
-it sampled them with, and the advantage that they earned. A trajectory whose context forked is simply several rows with
-the same advantage. Promises that a row that exists is sound. Does not know tensors, judges or groups.
+A row is one token sequence of length T as vLLM processed it: ids, a mask of the sampled ones, their logprobs, and their
+advantage. A trajectory with a forked context has several rows. Rows are validated at creation.
 """
 
 from __future__ import annotations
@@ -13,25 +12,25 @@ from dataclasses import dataclass
 
 from ratchet.trainer.errors import RowError
 
-# Engines round: a certain token may come back as +1e-7. Anything larger is no logprob.
+# Rounding can make a logprob slightly positive (+1e-7). Larger values are invalid.
 LOGPROB_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """One sequence of T tokens to learn from.
+    """One training sequence of T tokens.
 
-    ids          (T,) token ids as sampled and rendered by the engine, never re-tokenized text
-    mask         (T,) 1 = sampled by the engine and carries loss, 0 = context; the first token is always context
-    logprobs     (T,) logprob that the token was sampled with, after temperature; ignored where mask is 0
-    advantage    of every trained token of the row, unless `advantages` (T,) gives one per token
-    temperature  that the row was sampled with; the learner divides its logits by it
-    importance   False for rows sampled under top_p < 1, top_k, min_p or penalties: their logprobs belong to another
-                 distribution, so a ratio against them would be biased, and none is taken
-    age          versions that were trained since the one that sampled it; None where that is not known
-    group        of the trajectories that it is compared with; only preferences look at it
+    ids          (T,) token ids as sampled or rendered by vLLM, never re-tokenized text
+    mask         (T,) 1: sampled by vLLM and carries loss, 0: context; the first token is always context
+    logprobs     (T,) sampling logprob of the token, after temperature; ignored if mask is 0
+    advantage    of all trained tokens of the row, unless `advantages` (T,) gives one per token
+    temperature  of the sampling; the learner divides its logits by it
+    importance   False if sampled with top_p < 1, top_k, min_p or penalties: the logprobs belong to another
+                 distribution, so there is no importance ratio
+    age          versions trained since the one that sampled the row, if known
+    group        id of the group that the trajectory is compared within; only preference losses use it
 
-    Raises RowError, naming the trajectory, when the row contradicts itself.
+    Raises RowError with the trajectory's id if the row is inconsistent.
     """
 
     trajectory_id: str
@@ -52,12 +51,12 @@ class TokenRow:
 
     @property
     def tokens_trained(self) -> int:
-        """How many tokens carry loss."""
+        """Return the number of tokens that carry loss."""
         return sum(self.mask)
 
     @property
     def has_signal(self) -> bool:
-        """Whether a trained token has an advantage other than 0."""
+        """Return whether a trained token has an advantage other than 0."""
         if self.advantages is None:
             return self.advantage != 0.0
         return any(a != 0.0 for a, m in zip(self.advantages, self.mask, strict=True) if m)
@@ -69,9 +68,9 @@ class TokenRow:
         if len(set(lengths.values())) > 1:
             return "lengths differ: " + ", ".join(f"{name} {length}" for name, length in lengths.items())
         if not set(self.mask) <= {0, 1}:
-            return "mask holds something other than 0 and 1"
+            return "mask has values other than 0 and 1"
         if not any(self.mask):
-            return "no token is trained: mask holds no 1"
+            return "no token is trained: mask has no 1"
         if self.mask[0] != 0:
             return "mask[0] must be 0: nothing precedes the first token, so no model can score it"
         return None
@@ -82,8 +81,8 @@ class TokenRow:
         for place, (logprob, trained) in enumerate(zip(self.logprobs, self.mask, strict=True)):
             if trained and not -math.inf < logprob <= LOGPROB_TOLERANCE:
                 return f"logprobs[{place}] is {logprob}, not a finite logprob at or below 0"
-        given = (self.advantage, *(self.advantages or ()))
-        if not all(map(math.isfinite, given)):
+        advantages = (self.advantage, *(self.advantages or ()))
+        if not all(map(math.isfinite, advantages)):
             return "an advantage is not finite"
         if not 0.0 < self.temperature < math.inf:
             return f"temperature is {self.temperature}; greedy rows carry no exploration and are not RL data"
@@ -91,13 +90,13 @@ class TokenRow:
 
 
 def split_by_budget(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Indices of sequences grouped into micro-batches of at most `token_budget` padded tokens.
+    """Return sequence indices grouped into micro-batches of at most `token_budget` padded tokens.
 
-    Sorted by length, so that padding is small. A sequence longer than the budget stands alone.
+    They are sorted by length to reduce padding. A sequence longer than the budget is a micro-batch of its own.
     """
     batches: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):
-        # Sorted by length: the newest member is the longest, and every other one is padded to it.
+        # Sorted by length: the others are padded to the last one.
         if batches and (len(batches[-1]) + 1) * lengths[index] <= token_budget:
             batches[-1].append(index)
         else:

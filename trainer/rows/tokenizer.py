@@ -1,4 +1,4 @@
-"""Load the tokenizer of a base model, without its weights."""
+"""Loads the tokenizer of a base model without its weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ratchet.trainer.errors import ModelNotFound, NotAModel
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    """The tokenizer alone of a folder or hub name. Raises ModelNotFound or NotAModel."""
+    """Load the tokenizer of a folder or hub name. Raises ModelNotFound or NotAModel."""
     local = is_folder(model)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -22,7 +22,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
 
 
 def is_folder(model: str) -> bool:
-    """Whether `model` means a folder; raises when it means one that is not there or plainly no model."""
+    """Return whether `model` is a folder. Raises ModelNotFound or NotAModel if the folder is missing or no model."""
     folder = Path(model).expanduser()
     if not folder.exists():
         if folder.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
@@ -30,8 +30,8 @@ def is_folder(model: str) -> bool:
         return False
     if not (folder / "config.json").is_file():
         raise NotAModel(
-            f"{folder} is not a model: it has no config.json; give the folder that holds config.json, "
-            "the safetensors weights and the tokenizer"
+            f"{folder} is not a model: it has no config.json; give the folder with config.json, the "
+            "safetensors weights and the tokenizer"
         )
     return True
 
@@ -41,9 +41,9 @@ def why_not_loaded(model: str, is_folder: bool, error: Exception) -> ModelNotFou
     if is_folder:
         return NotAModel(
             f"{model} cannot be read as a causal language model with its tokenizer: {reason}; "
-            "check that config.json, the weights and the tokenizer files are all there and whole"
+            "check that config.json, the weights and the tokenizer files are present and complete"
         )
     return ModelNotFound(
-        f"base model {model} is neither a folder nor a hub model that can be reached: {reason}; "
+        f"base model {model} is neither a folder nor a reachable hub model: {reason}; "
         "check the name, HF_TOKEN and HF_HUB_OFFLINE"
     )

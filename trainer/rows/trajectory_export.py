@@ -1,10 +1,9 @@
-"""Exports: recorded trajectories as rows that other tools read, with the engine's own ids, masks and logprobs.
+"""Exports recorded trajectories for other tools, with vLLM's token ids, masks and logprobs. Pure.
 
-Two shapes: `trajectory_record`, one per trajectory, with its chat, its calls and its training rows; `training_records`,
-one per training row, in the columns of TRL, of what may be trained: measurements and held-out tasks stay out. Every
-record of a shape has
-every column, so that `datasets` finds one type for each. What a chat column cannot hold (images, other parts) is in
-`messages_json`, which is exact. Pure.
+`trajectory_record` returns one record per trajectory, with its chat, calls and training rows; `training_records` one per
+training row in TRL's columns, without measurements and held-out tasks. Every record has all columns, so that
+`datasets` infers one type for each. `messages_json` is exact, including images and other parts that chat columns cannot
+represent.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ TRAINABLE = frozenset({"live", RESAMPLE})  # purposes
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """A trajectory as it is exported; `calls` are its own after those of earlier ones that it continues."""
+    """A trajectory for export; `calls` are those of earlier trajectories that it continues, then its own."""
 
     transcript: Transcript
     calls: Sequence[Call]
     verdict: Verdict | None
-    advantage: float | None  # within its group; None where it has none
+    advantage: float | None  # within its group, if it has one
 
     def rows(self) -> Rows:
-        """Return the training rows; none where the records contradict themselves."""
+        """Return the training rows; none if the records contradict each other."""
         try:
             return build_rows(self.transcript.trajectory.id, self.calls, self.advantage or 0.0)
         except RowError as error:
@@ -79,18 +78,16 @@ def trajectory_record(one: Exported) -> dict[str, Any]:
 
 
 def why_no_rows(run: Trajectory, held_out: float) -> str | None:
-    """Return why a trajectory has no training rows; None where it may have some. `held_out`:
-    trainer.release.held_out_share.
-    """
+    """Return why a trajectory has no training rows, if so. `held_out` is trainer.release.held_out_share."""
     if run.purpose not in TRAINABLE:
         return "measurements (purpose eval or other)"
     return "of held-out tasks (trainer.release.held_out_share)" if is_set_aside(run, held_out) else None
 
 
 def training_records(one: Exported, held_out: float = 0.0) -> Iterator[dict[str, Any]]:
-    """Yield a trajectory's training rows in TRL's columns; both masks mark what was sampled.
+    """Yield the training rows of a trajectory in TRL's columns; both masks mark the sampled tokens.
 
-    None of a measurement, of a held-out task, nor of a model that is not trained here.
+    Yields none for measurements, held-out tasks and models that are not trained here.
     """
     run = one.transcript.trajectory
     if why_no_rows(run, held_out):
@@ -114,7 +111,7 @@ def training_records(one: Exported, held_out: float = 0.0) -> Iterator[dict[str,
 
 
 def chat(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message as chat templates read it, every field as text."""
+    """Return a message in the format of chat templates, with all fields as text."""
     calls = message.get("tool_calls")
     return {
         "role": str(message.get("role") or ""),
@@ -168,7 +165,7 @@ def _answer(choice: Choice) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
-    """Return text as it is, the text of parts, and anything else as JSON."""
+    """Return text unchanged, content parts as their text, and other values as JSON."""
     if value is None or isinstance(value, str):
         return value or ""
     if isinstance(value, list):

@@ -1,1 +1,1 @@
-"""trainer/user_code."""
+"""Loads and calls code of the user and of plug-ins."""

@@ -1,8 +1,8 @@
-"""Functions of the user's own, named as `module:function` or `path/file.py:function`: imported from the working folder
-or the installed packages; what lies beside a file can be imported by it.
+"""Imports user functions, named as `module:function` or `path/file.py:function`.
 
-The user's code runs with this process's rights. Whatever its import raises, `sys.exit` too, is one sentence; what it
-prints goes to the standard error. `wanted` says which of the values that are offered a function takes.
+Modules are imported from the working folder or the installed packages; a file can import its neighbors. User code runs
+with the rights of this process. Errors of its import, including `sys.exit`, become one sentence; its output goes to
+standard error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ratchet.trainer.user_code.exit_guard import exited
+from ratchet.trainer.user_code.exit_guard import exit_failure
 
 ENTRY_POINT = re.compile(r"([A-Za-z_][\w.]*|.*\.py):[A-Za-z_][\w.]*")
 
@@ -31,51 +31,51 @@ class NotImportable(Exception):
 
 
 class NotCallable(Exception):
-    """The function cannot be called with what is offered; the message says why."""
+    """The function cannot be called with the available values; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """Which of the values that are offered a function takes, by place and by name."""
+class AcceptedParameters:
+    """The available values that a function accepts, by position and by name."""
 
-    by_place: tuple[str, ...]
+    positional: tuple[str, ...]
     by_name: tuple[str, ...]
 
-    def call(self, function: Callable[..., Any], offered: Mapping[str, Any]) -> Any:
-        """Call the function with what it takes."""
-        places = [offered[name] for name in self.by_place]
-        return function(*places, **{name: offered[name] for name in self.by_name})
+    def call(self, function: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+        """Call the function with the values that it accepts."""
+        positional = [values[name] for name in self.positional]
+        return function(*positional, **{name: values[name] for name in self.by_name})
 
 
-def to_call(found: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what is called each time: of a class, one object of it. Raises NotCallable."""
-    if isinstance(found, type):
-        if not any("__call__" in vars(base) for base in found.__mro__):
-            raise NotCallable(": its objects cannot be called; define __call__, or name a function")
+def to_callable(target: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the callable; for a class, one instance of it. Raises NotCallable."""
+    if isinstance(target, type):
+        if not any("__call__" in vars(base) for base in target.__mro__):
+            raise NotCallable(": its instances are not callable; define __call__, or name a function")
         try:
-            found = found()
+            target = target()
         except (Exception, SystemExit) as error:  # the user's own code
             raise NotCallable(
-                f": one object serves all, and cannot be made without arguments ({type(error).__name__}: {error}); "
+                f": it cannot be instantiated without arguments ({type(error).__name__}: {error}); "
                 "name a function, or an object of the module"
             ) from error
-    function = found if inspect.isroutine(found) else getattr(found, "__call__", found)  # noqa: B004  an object's own
+    function = target if inspect.isroutine(target) else getattr(target, "__call__", target)  # noqa: B004  of an object
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise NotCallable(" yields: have it return its answer, once")
-    return found
+        raise NotCallable(" is a generator function: return one result instead of yielding")
+    return target
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling it gives something to be awaited."""
+    """Return whether calls of the function must be awaited."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004  an object whose __call__ is async
     )
 
 
-def wanted(function: Callable[..., Any], offered: Sequence[str]) -> Wanted:
-    """Return which of the offered parameters a function takes; one with **kwargs takes all. Raises NotCallable.
+def accepted_parameters(function: Callable[..., Any], available: Sequence[str]) -> AcceptedParameters:
+    """Return the available parameters that a function accepts; **kwargs accepts all. Raises NotCallable.
 
-    What a functools.partial has bound stays bound.
+    Arguments bound by functools.partial stay bound.
     """
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -83,29 +83,31 @@ def wanted(function: Callable[..., Any], offered: Sequence[str]) -> Wanted:
         raise NotCallable(f": its parameters are unknown: {error}") from error
     kinds = {parameter.kind for parameter in parameters}
     named = {one.name for one in parameters if one.kind is not inspect.Parameter.VAR_POSITIONAL}
-    by_name = set(offered) if inspect.Parameter.VAR_KEYWORD in kinds else named & set(offered)
+    by_name = set(available) if inspect.Parameter.VAR_KEYWORD in kinds else named & set(available)
     if isinstance(function, functools.partial):
         by_name -= set(function.keywords)
-    by_place = []
+    positional = []
     for parameter in parameters:
-        known = parameter.name in offered
-        if parameter.kind is inspect.Parameter.POSITIONAL_ONLY and known:
-            by_place.append(parameter.name)
-        elif not known and _must_be_given(parameter):
+        is_available = parameter.name in available
+        if parameter.kind is inspect.Parameter.POSITIONAL_ONLY and is_available:
+            positional.append(parameter.name)
+        elif not is_available and _is_required(parameter):
             raise NotCallable(
-                f" takes {parameter.name!r}, which nobody gives it; it may take {', '.join(offered)}, and others that "
-                "have a default"
+                f" requires the parameter {parameter.name!r}; it can use {', '.join(available)}, and parameters with a "
+                "default"
             )
-    return Wanted(tuple(by_place), tuple(name for name in offered if name in by_name and name not in by_place))
+    return AcceptedParameters(
+        tuple(positional), tuple(name for name in available if name in by_name and name not in positional)
+    )
 
 
-def _must_be_given(parameter: inspect.Parameter) -> bool:
+def _is_required(parameter: inspect.Parameter) -> bool:
     various = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return parameter.default is inspect.Parameter.empty and parameter.kind not in various
 
 
 def load(entry_point: str) -> tuple[Callable[..., Any], ModuleType]:
-    """Return the function, or anything that can be called, and its module. Raises NotImportable."""
+    """Return the function or other callable, and its module. Raises NotImportable."""
     module_name, _, function_name = entry_point.rpartition(":")
     here = str(Path.cwd())
     try:
@@ -113,13 +115,13 @@ def load(entry_point: str) -> tuple[Callable[..., Any], ModuleType]:
             module = _of_file(Path(module_name)) if module_name.endswith(".py") else _named(module_name, here)
         function = operator.attrgetter(function_name)(module)
     except SystemExit as error:  # a script without `if __name__ == "__main__"`
-        raise NotImportable(f"while it is imported {exited(error)}") from error
-    except Exception as error:  # the user's module may fail in any way while it is imported
+        raise NotImportable(f"while it is imported {exit_failure(error)}") from error
+    except Exception as error:  # the import of user code may raise any exception
         problem = f"{type(error).__name__}: {error}"
         how = "module:function or path/file.py:function"
         raise NotImportable(f"{problem}; give it as {how}, importable from {here}") from error
     if not callable(function):
-        raise NotImportable("that is not a function")
+        raise NotImportable("that is not callable")
     return function, module
 
 
@@ -130,19 +132,19 @@ def _named(name: str, here: str) -> ModuleType:
 
 
 def _of_file(file: Path) -> ModuleType:
-    """Return the module in a file, the same one for the same file."""
+    """Return the module of a file; each file is imported once."""
     path = file.resolve()
     for name in (path.stem, str(path)):
-        known = sys.modules.get(name)
-        if known is not None and getattr(known, "__file__", None) == str(path):
-            return known
+        loaded = sys.modules.get(name)
+        if loaded is not None and getattr(loaded, "__file__", None) == str(path):
+            return loaded
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None or not path.is_file():
         raise FileNotFoundError(f"there is no file {file}")
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     module = importlib.util.module_from_spec(spec)
-    name = path.stem if path.stem not in sys.modules else str(path)  # one called math.py takes nobody's place
+    name = path.stem if path.stem not in sys.modules else str(path)  # math.py must not replace the module `math`
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)

@@ -1,7 +1,7 @@
-"""`sys.exit` in a user's code: the failure of that code, never the end of the process that runs it.
+"""Turns `sys.exit` in user code into a failure of that code; the process continues.
 
-asyncio lets SystemExit out of the loop wherever a task raises it, so that one agent's argparse would end all others.
-`exits_raise` is a task factory under which it is an exception like any other. KeyboardInterrupt is left alone.
+asyncio lets the SystemExit of a task end the event loop, so one agent's argparse would stop all others. The task
+factory `guarded_task` raises UserCodeExited instead. KeyboardInterrupt is not changed.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ _T = TypeVar("_T")
 
 
 class UserCodeExited(Exception):
-    """The user's code called sys.exit, or raised SystemExit."""
+    """User code called sys.exit or raised SystemExit."""
 
 
-def exited(error: SystemExit) -> UserCodeExited:
-    """Return the failure that a SystemExit stands for."""
+def exit_failure(error: SystemExit) -> UserCodeExited:
+    """Return the failure for a SystemExit."""
     return UserCodeExited(f"it called sys.exit({error.code!r}); have it return or raise an exception")
 
 
-def exits_raise(
-    loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, _T] | Generator[Any, None, _T], **given: Any
+def guarded_task(
+    loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, _T] | Generator[Any, None, _T], **options: Any
 ) -> asyncio.Task[_T]:
-    """Make a task whose SystemExit is a UserCodeExited; for `loop.set_task_factory`."""
-    return asyncio.Task(_Guarded(coro), loop=loop, **given)
+    """Create a task whose SystemExit becomes a UserCodeExited; for `loop.set_task_factory`."""
+    return asyncio.Task(_Guarded(coro), loop=loop, **options)
 
 
 class _Guarded(Coroutine[Any, Any, _T]):
-    """A coroutine that raises UserCodeExited where the one inside raises SystemExit.
+    """A coroutine that raises UserCodeExited if the inner one raises SystemExit.
 
-    No `async def`: a task that is cancelled before its first step would leave the inner one never awaited.
+    It is no `async def`, because then a task cancelled before its first step would never await the inner one.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -40,19 +40,19 @@ class _Guarded(Coroutine[Any, Any, _T]):
         self.__qualname__ = getattr(inner, "__qualname__", type(inner).__qualname__)
 
     def __await__(self) -> Generator[Any, Any, _T]:
-        raise TypeError("a task awaits this coroutine by its methods")
+        raise TypeError("only a task can run this coroutine")
 
     def send(self, value: Any) -> Any:
         try:
             return self._inner.send(value)
         except SystemExit as error:
-            raise exited(error) from error
+            raise exit_failure(error) from error
 
-    def throw(self, *raised: Any) -> Any:
+    def throw(self, *exception: Any) -> Any:
         try:
-            return self._inner.throw(*raised)
+            return self._inner.throw(*exception)
         except SystemExit as error:
-            raise exited(error) from error
+            raise exit_failure(error) from error
 
     def close(self) -> None:
         self._inner.close()

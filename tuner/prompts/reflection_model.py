@@ -18,7 +18,7 @@ import msgspec
 
 from ratchet.store.records import JudgeRequest
 from ratchet.trainer.controller.judges.language_model import JudgeModelSession, LanguageModel, extract_json
-from ratchet.trainer.controller.judges.truncation import fitted
+from ratchet.trainer.controller.judges.truncation import truncated_json
 from ratchet.trainer.errors import JudgeUnavailable, ReflectionUnavailable, Unanswered
 from ratchet.tuner.prompts.budget import Budget
 from ratchet.tuner.prompts.optimizer import Example
@@ -87,7 +87,7 @@ class ReflectionModel:
         part, what = _PARTS[self._mode]
         taken = len(_INSTRUCTIONS) + len(prompt) + self._max_prompt_chars
         available = max(_MIN_EXAMPLE_CHARS, _CHARACTERS_PER_TOKEN * self._model.spec.context_tokens - taken)
-        example_json = fitted([_plain(example) for example in examples], available)
+        example_json = truncated_json([_plain(example) for example in examples], available)
         question = [
             {"role": "system", "content": _INSTRUCTIONS.format(part=part, what=what, max_chars=self._max_prompt_chars)},
             {"role": "user", "content": f'{{"prompt": {json.dumps(prompt)}, "examples": {example_json}}}'},

@@ -29,7 +29,7 @@ from ratchet.store.store import Store
 from ratchet.trainer.errors import WorkflowFailed
 from ratchet.trainer.observability.progress import Phase, Progress
 from ratchet.trainer.tasks.task_set import Task
-from ratchet.trainer.user_code.exit_guard import exits_raise
+from ratchet.trainer.user_code.exit_guard import guarded_task
 from ratchet.tuner.rollouts.failure_limit import Failures, FirstRollouts
 from ratchet.tuner.rollouts.workflow import Workflow
 from ratchet.tuner.settings.tuner_settings import TunerSettings
@@ -101,7 +101,7 @@ class RolloutRunner:
         Raises TooManyFailures.
         """
         failures = Failures(self._settings, len(jobs), tuning_id, self._first_rollouts)
-        asyncio.get_running_loop().set_task_factory(exits_raise)  # also in tasks that agents create
+        asyncio.get_running_loop().set_task_factory(guarded_task)  # also in tasks that agents create
         state = _RunState(self._store, jobs, tuning_id, self._progress.begin(ROLLOUTS, len(jobs)), on_end, failures)
         await state.write(self._remember, jobs)
         workers = [asyncio.create_task(self._work(state)) for _ in range(min(self._settings.concurrency, len(jobs)))]

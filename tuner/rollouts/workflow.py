@@ -30,12 +30,12 @@ from ratchet.trainer.user_code.entry_points import (
     ENTRY_POINT,
     NotCallable,
     NotImportable,
+    accepted_parameters,
     is_async,
     load,
-    to_call,
-    wanted,
+    to_callable,
 )
-from ratchet.trainer.user_code.exit_guard import exited
+from ratchet.trainer.user_code.exit_guard import exit_failure
 from ratchet.tuner.rollouts.program_workflow import ProgramWorkflow
 from ratchet.tuner.rollouts.workflow_output import RolloutOutcome, outcome_of
 
@@ -85,8 +85,8 @@ class FunctionWorkflow:
     def __init__(self, entry_point: str) -> None:
         self.name = entry_point
         try:
-            self._function = to_call(load(entry_point)[0])
-            self._wanted = wanted(self._function, PARAMETERS)
+            self._function = to_callable(load(entry_point)[0])
+            self._wanted = accepted_parameters(self._function, PARAMETERS)
         except NotImportable as error:
             raise WorkflowError(f"workflow {entry_point}: {error}") from error
         except NotCallable as error:
@@ -109,7 +109,7 @@ class FunctionWorkflow:
         try:
             return outcome_of(await self._call(offered))
         except SystemExit as ended:  # treated like a program's exit code
-            raise WorkflowFailed(str(exited(ended))) from ended
+            raise WorkflowFailed(str(exit_failure(ended))) from ended
 
     async def _call(self, offered: Mapping[str, Any]) -> Any:
         if self._is_async:
@@ -133,7 +133,7 @@ async def _run_in_thread(work: Callable[[], Any]) -> Any:
         try:
             value = work()
         except SystemExit as ended:
-            error = WorkflowFailed(str(exited(ended)))
+            error = WorkflowFailed(str(exit_failure(ended)))
         except (StopIteration, KeyboardInterrupt) as stopped:  # a future cannot hold these
             error = WorkflowFailed(f"{type(stopped).__name__}: {stopped}")
         except BaseException as raised:  # noqa: BLE001  the agent's error, passed to the caller

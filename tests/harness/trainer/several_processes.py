@@ -45,10 +45,10 @@ class Unlucky(Learner):
 
     case = ""
 
-    def _trained(self, rows: Sequence[TokenRow], rate_scale: float) -> RoundReport:
+    def _train(self, rows: Sequence[TokenRow], rate_scale: float) -> RoundReport:
         if self.step:
             meet_error(self.case)
-        return super()._trained(rows, rate_scale)
+        return super()._train(rows, rate_scale)
 
 
 class UnluckyLeader(distributed.RankZeroLearner, Unlucky):
@@ -113,7 +113,7 @@ def one(case: str, model: str, folder: Path) -> int:
     if case == "learn":
         return learn(model, folder)
     # Where all meet an error, a process that the machine keeps waiting must be waited for.
-    line = distributed.FollowerChannel(company=timedelta(seconds=MOST_SECONDS if case.startswith("all") else 2))
+    line = distributed.FollowerChannel(error_timeout=timedelta(seconds=MOST_SECONDS if case.startswith("all") else 2))
     unlucky = ("leader" if distributed.is_leader() else "follower", "all")
     Unlucky.case = case if case.startswith(unlucky) else ""
     if distributed.is_leader():

@@ -1,7 +1,4 @@
-"""Judges: one protocol, one verdict per trajectory.
-
-A judge never turns its own trouble into a number: whatever goes wrong is a verdict with a `failure`.
-"""
+"""The protocol of judges: one verdict per trajectory. An error is a verdict with a `failure`, never a score."""
 
 from __future__ import annotations
 
@@ -16,29 +13,29 @@ __all__ = ["Judge", "Judgement"]
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What a judge said of a group: one verdict per member, in order, and what it exchanged with others for them."""
+    """The verdicts on a group, one per member in order, and the judge's requests to models."""
 
     verdicts: tuple[Verdict, ...]
     judge_requests: tuple[JudgeRequest, ...] = ()
 
 
 class Judge(Protocol):
-    """Something that scores the members of a group."""
+    """Scores the members of a group."""
 
     @property
     def name(self) -> str:
-        """What people call it, such as `my_rules:judge`."""
+        """Return the name shown to people, such as `my_rules:judge`."""
 
     @property
     def version(self) -> str:
-        """A hash of its code and rubric: verdicts of different versions are not comparable."""
+        """Return a hash of code and rubric; verdicts of different versions are not comparable."""
 
     @property
     def concurrency(self) -> int:
-        """How many groups it may be given at the same time, each in a thread of its own."""
+        """Return the number of groups that it can judge at the same time, each in its own thread."""
 
     def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
-        """Return one verdict per member, in order; failures are verdicts too. Never raises for a bad answer."""
+        """Return one verdict per member, in order. Errors are verdicts with a failure; does not raise."""
 
     def close(self) -> None:
-        """Let go of connections; it judges no more."""
+        """Close connections; the judge is not used afterwards."""

@@ -1,8 +1,8 @@
-"""Two versions' answers, compared by a judge that sees them together: asked in both orders, and the scores averaged.
+"""Judges pairs in both orders and averages the scores, for comparisons of two versions.
 
-A judge model likes what it reads first, or last, a little more. Within training groups that evens out, since members
-are in an order seeded by their ids; a decision between two versions must not rest on it. Judges that score each member
-alone are asked once, and so are groups of more than two, whose order is drawn for each.
+Judge models slightly prefer what they read first or last. In training groups the order is shuffled by the members' ids,
+so the effect averages out; a decision between two versions must not depend on it. Judges that score each member alone
+and groups of more than two are judged once.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ratchet.trainer.controller.judges import Judge, Judgement
 
 @runtime_checkable
 class ComparingJudge(Protocol):
-    """A judge that says whether a member's score may depend on the others and their order."""
+    """A judge that declares whether scores depend on the other members and their order."""
 
     @property
     def compares(self) -> bool:
-        """Whether members are shown together."""
+        """Return whether the judge sees the members together."""
 
 
 def compares(judge: Judge) -> bool:
@@ -31,9 +31,9 @@ def compares(judge: Judge) -> bool:
 
 
 def judge_in_both_orders(judge: Judge, members: Sequence[Transcript]) -> Judgement:
-    """Return one verdict per member, in order; of two members that are compared, the mean over both orders.
+    """Return one verdict per member, in order; for a compared pair the mean over both orders.
 
-    A member whose verdict failed in one order has failed: half of it would carry the place that it was shown at.
+    A verdict that failed in one order has failed: the score of one order alone would depend on the order.
     """
     first = judge.judge(None, members)
     if len(members) != 2 or not compares(judge):

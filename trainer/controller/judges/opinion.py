@@ -1,4 +1,4 @@
-"""An opinion: what a judge thinks of one trajectory, before it is written down as a verdict. Pure."""
+"""Draft verdicts: the result of a judge for one trajectory, before it becomes a record of the store. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ratchet.store.records import Transcript, Verdict
 
 @dataclass(frozen=True, slots=True)
 class DraftVerdict:
-    """A score with its reasons, or a failure; `of` and `failed` make them."""
+    """A score with an explanation, or a failure; created by `of` and `failed`."""
 
     score: float | None
     failure: str | None
@@ -31,7 +31,7 @@ class DraftVerdict:
 
     @classmethod
     def failed(cls, reason: str) -> DraftVerdict:
-        """Return a failure; its reason is kept up to 2,000 characters."""
+        """Return a failure with up to 2,000 characters of its reason."""
         return cls(None, reason[:2000])
 
     def verdict(
@@ -46,7 +46,7 @@ class DraftVerdict:
         judged_at: float,
         judge_request_id: str | None = None,
     ) -> Verdict:
-        """Return the opinion as the record that the store keeps."""
+        """Return the record for the store."""
         return Verdict(
             trajectory_id=member.trajectory.id,
             group_id=group_id,
@@ -63,21 +63,20 @@ class DraftVerdict:
         )
 
 
-NO_RETURN = "the judge returned nothing (None)"  # how the failure of a missing return begins
+NO_RETURN = "the judge returned nothing (None)"  # start of the failure of a missing return
 
 
 def read(answer: Any) -> DraftVerdict:
-    """Return the opinion in a number, a bool, or a mapping of `score`, `components` and `explanation`.
+    """Convert a number, a bool, or a mapping or object with `score`, `components` and `explanation`.
 
-    `score` may be called `reward`, and an object with such attributes will do. Anything else, and any number that is
-    not finite, is a failure.
+    `reward` is accepted for `score`. Other values and numbers that are not finite are failures.
     """
     if answer is None:
         return DraftVerdict.failed(f"{NO_RETURN}: a return is missing, or `return 0.0` for a wrong answer")
     parts = _parts(answer)
     score, components = parts.get("score"), parts.get("components") or {}
     if not _finite(score):
-        return DraftVerdict.failed(f"the judge returned {answer!r:.200}, which holds no finite score")
+        return DraftVerdict.failed(f"the judge returned {answer!r:.200}, which has no finite score")
     if not isinstance(components, Mapping) or not all(map(_finite, components.values())):
         return DraftVerdict.failed(f"the judge returned components that are not finite numbers: {components!r:.200}")
     named = {str(name): float(value) for name, value in components.items()}
@@ -90,8 +89,8 @@ def _parts(answer: Any) -> Mapping[str, Any]:
     named = next((name for name in ("score", "reward") if hasattr(answer, name)), None)
     if named is None:
         return {"score": answer}
-    given = {name: getattr(answer, name, None) for name in ("components", "explanation")}
-    return {**given, "score": getattr(answer, named)}
+    attributes = {name: getattr(answer, name, None) for name in ("components", "explanation")}
+    return {**attributes, "score": getattr(answer, named)}
 
 
 def _finite(value: Any) -> TypeGuard[float]:
@@ -99,7 +98,7 @@ def _finite(value: Any) -> TypeGuard[float]:
 
 
 def last_answer(member: Transcript) -> str:
-    """Return the text of the last assistant message, "" where it has none."""
+    """Return the text of the last assistant message, "" if there is none."""
     none: Mapping[str, Any] = {}
     content = next((m for m in reversed(member.messages) if m.get("role") == "assistant"), none).get("content")
     if isinstance(content, list):
@@ -108,12 +107,12 @@ def last_answer(member: Transcript) -> str:
 
 
 def response_of(member: Transcript) -> Any:
-    """Return what the workflow of a rollout returned; where it returned nothing, the last answer."""
+    """Return the response of a rollout's workflow, if it returned one; else the last answer."""
     text = member.returned.response if member.returned is not None else None
     return last_answer(member) if text is None else json.loads(text)
 
 
 def version_of(*parts: object) -> str:
-    """Return the first 16 hex digits of the SHA-256 of a judge's code and settings; modules count as their source."""
+    """Return the first 16 hex digits of the SHA-256 of a judge's code and settings; a module is hashed as its source."""
     texts = (inspect.getsource(part) if isinstance(part, ModuleType) else str(part) for part in parts)
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]

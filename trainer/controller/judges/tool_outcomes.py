@@ -1,4 +1,4 @@
-"""What became of a trajectory's tool calls, as judges and graders are given it. Pure."""
+"""The outcomes of a trajectory's tool calls, for judges and graders. Pure."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from ratchet.store.records import Transcript
 from ratchet.store.records.tool_calls import ToolCall
 from ratchet.store.states import ToolOutcome, ToolResult
 
-_UNFIT = frozenset(ToolOutcome) - {ToolOutcome.VALID, ToolOutcome.UNCHECKED}
+_INVALID = frozenset(ToolOutcome) - {ToolOutcome.VALID, ToolOutcome.UNCHECKED}
 _FAILED = (ToolResult.ERROR, ToolResult.TIMEOUT)
 
 
 def tool_outcomes(member: Transcript) -> list[dict[str, Any]]:
-    """Return one JSON object per tool call that was taken, in order.
+    """Return one JSON object per used tool call, in order.
 
-    `outcome` is what the call is, held against the tools of its own request; `result` is what came back, None where
-    the next request did not say; docs/tools.md lists both.
+    `outcome` is the check of the call against the tools of its request; `result` is the result of the tool, None if the
+    next request does not contain it. docs/tools.md lists both.
     """
     return [
         {
@@ -27,19 +27,19 @@ def tool_outcomes(member: Transcript) -> list[dict[str, Any]]:
             "detail": one.detail,
             "result": None if one.result is None else one.result.value,
         }
-        for one in taken(member)
+        for one in used_tool_calls(member)
     ]
 
 
 def success_share(member: Transcript) -> float:
-    """Return the share of tool calls that fit their tool and did not fail, 1.0 where no tool was called."""
-    made = taken(member)
-    good = sum(one.outcome not in _UNFIT and one.result not in _FAILED for one in made)
-    return good / len(made) if made else 1.0
+    """Return the share of tool calls that are valid and did not fail, 1.0 without tool calls."""
+    calls = used_tool_calls(member)
+    successes = sum(one.outcome not in _INVALID and one.result not in _FAILED for one in calls)
+    return successes / len(calls) if calls else 1.0
 
 
-def taken(member: Transcript) -> Sequence[ToolCall]:
-    """Return the tool calls of the answers that the agent went on from, and of those that nothing continues."""
+def used_tool_calls(member: Transcript) -> Sequence[ToolCall]:
+    """Return the tool calls of answers that the agent continued, and of calls that have no continuation."""
     followed: dict[str, set[int]] = {}
     for call in member.calls:
         if call.parent_call is not None:

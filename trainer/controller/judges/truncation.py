@@ -1,4 +1,4 @@
-"""Texts cut to the room that there is in a language model's context: their middle goes, and that is said. Pure."""
+"""Shortens texts to a character budget by removing their middle, with a note. Pure."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Any
 
 import msgspec
 
-_SHORTEST = 200  # characters that are left of a cut text
+_MIN_LENGTH = 200  # characters of a shortened text
 
 
-def fitted(value: Any, budget: int) -> str:
-    """Return a value as JSON of at most `budget` characters: the longest texts in it are cut in their middle."""
+def truncated_json(value: Any, budget: int) -> str:
+    """Return a value as JSON of at most `budget` characters; the longest texts in it are shortened."""
     text = msgspec.json.encode(value).decode()
-    longest = max((len(found) for found in _texts(value)), default=0)
-    while len(text) > budget and longest > _SHORTEST:
-        longest = max(_SHORTEST, longest * 2 // 3)
-        text = msgspec.json.encode(_cut(value, longest)).decode()
+    max_length = max((len(part) for part in _texts(value)), default=0)
+    while len(text) > budget and max_length > _MIN_LENGTH:
+        max_length = max(_MIN_LENGTH, max_length * 2 // 3)
+        text = msgspec.json.encode(_shorten_texts(value, max_length)).decode()
     return text
 
 
-def shortened(text: str, most: int) -> str:
-    """Return about so many characters of a text at most."""
-    if len(text) <= most:
+def shortened(text: str, max_length: int) -> str:
+    """Return a text of about `max_length` characters at most."""
+    if len(text) <= max_length:
         return text
-    half = most // 2
+    half = max_length // 2
     return f"{text[:half]} [... {len(text) - 2 * half} characters left out ...] {text[-half:]}"
 
 
@@ -36,9 +36,9 @@ def _texts(value: Any) -> list[str]:
     return [text for part in value for text in _texts(part)] if isinstance(value, list | tuple) else []
 
 
-def _cut(value: Any, longest: int) -> Any:
+def _shorten_texts(value: Any, max_length: int) -> Any:
     if isinstance(value, str):
-        return shortened(value, longest)
+        return shortened(value, max_length)
     if isinstance(value, Mapping):
-        return {name: _cut(part, longest) for name, part in value.items()}
-    return [_cut(part, longest) for part in value] if isinstance(value, list | tuple) else value
+        return {name: _shorten_texts(part, max_length) for name, part in value.items()}
+    return [_shorten_texts(part, max_length) for part in value] if isinstance(value, list | tuple) else value

@@ -129,9 +129,9 @@ class SFTDataCollector:
             if is_set_aside(transcript.trajectory, self._held_out):
                 found.skipped[_HELD_OUT] += 1
                 continue
-            shown = preference_rows.shown([transcript], self._store.trajectories.messages_to)
-            found.skipped.update(shown.left_out)
-            for row in shown.rows:
+            demonstrations = preference_rows.demonstrations([transcript], self._store.trajectories.messages_to)
+            found.skipped.update(demonstrations.skipped)
+            for row in demonstrations.rows:
                 prompt, answer = row["prompt"], row["completion"]
                 tools = tuple(json.loads(row["tools"])) if "tools" in row else ()
                 one = Conversation(name, (*prompt, *answer), frozenset({len(prompt)}), tools)

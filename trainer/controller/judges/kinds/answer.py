@@ -1,12 +1,12 @@
-"""The rule that compares the answer with the right one: 1.0 or 0.0, never between.
+"""The answer judge: compares the answer with the correct one; 1.0 or 0.0.
 
-The answer is what the workflow of a rollout returned, else the last message; the right one stands in a file by task
-key, or in a column of the task set.
+The answer is the response of a rollout's workflow, else the last message. The correct answer is in a file by task key,
+or in a column of the task set; a task without one is a failure, not a zero.
 
-Made to be hard to talk into a 1.0: `contains` needs whole words ("4" is not in "14" or "4.5"), a short answer and no
-other candidate beside it ("Rome, Paris, Oslo"); `numeric` reads the last number alone, which stands in no list of
-numbers; neither takes a denial ("It is not Oslo"). `stated.py` says how that is read, and what it cannot see: `exact`
-alone leaves nothing to be read. A task without a right answer is a failure, not a zero.
+The rules are hard to exploit: `contains` requires whole words ("4" is not in "14" or "4.5"), a short answer and no other
+candidate beside it ("Rome, Paris, Oslo"); `numeric` reads only the last number, which must not be part of a list.
+Neither accepts a denial ("It is not Oslo"). `answer_statement.py` describes the rules and their limits; `exact` needs
+none of them.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ class AnswerJudge:
     def __init__(self, spec: AnswerSpec, clock: Callable[[], float] = time.time) -> None:
         self._spec = spec
         self._answers = {} if spec.answers is None else read_answers(spec.answers)
-        _check_reachable(spec, [one for right in self._answers.values() for one in right])
+        _check_reachable(spec, [one for correct in self._answers.values() for one in correct])
         self._clock = clock
         self.name = f"answer:{spec.match}"
         self.version = opinion.version_of(spec.model_dump_json(), sorted(self._answers.items()))
 
     @property
     def limits(self) -> str | None:
-        """What this rule cannot see, for `judge lint` to say."""
+        """Return the limits of the rule, for `judge lint`."""
         return None if self._spec.match == "exact" else LIMITS
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing."""
 
     def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
         """Return one verdict per member, in order."""
@@ -64,42 +64,42 @@ class AnswerJudge:
         )
 
     def _opinion(self, member: Transcript) -> DraftVerdict:
-        right = self._right(member)
-        if isinstance(right, DraftVerdict):
-            return right
+        correct = self._correct_answers(member)
+        if isinstance(correct, DraftVerdict):
+            return correct
         response = response_of(member)
-        given = response if isinstance(response, str) else json.dumps(response)
+        answer = response if isinstance(response, str) else json.dumps(response)
         spec = self._spec
         matches: Mapping[str, Callable[[str, str], bool]] = {
             "exact": exact,
-            "contains": lambda given, one: contains(given, one, max_chars=spec.max_chars),
-            "numeric": lambda given, one: numeric(given, one, tolerance=spec.tolerance),
+            "contains": lambda answer, one: contains(answer, one, max_chars=spec.max_chars),
+            "numeric": lambda answer, one: numeric(answer, one, tolerance=spec.tolerance),
         }
-        return DraftVerdict.of(float(any(matches[spec.match](given, one) for one in right)))
+        return DraftVerdict.of(float(any(matches[spec.match](answer, one) for one in correct)))
 
-    def _right(self, member: Transcript) -> tuple[str, ...] | DraftVerdict:
-        """Return the right answers of a task, or why there are none."""
+    def _correct_answers(self, member: Transcript) -> tuple[str, ...] | DraftVerdict:
+        """Return the correct answers of a task, or a failure."""
         task, column = member.trajectory.task, self._spec.column
         if column is None:
             found = self._answers.get(task or "")
             missing = f"no answer for task {task!r} in {self._spec.answers}; agents send x-ratchet-task"
             return DraftVerdict.failed(missing) if found is None else found
         if member.row is None:
-            return DraftVerdict.failed(f"task {task!r} is of no known task set, so that it has no column {column!r}")
+            return DraftVerdict.failed(f"task {task!r} is in no known task set, so it has no column {column!r}")
         return _texts(member.row.get(column)) or DraftVerdict.failed(
-            f"column {column!r} of task {task} holds no right answer; it has {', '.join(member.row)}"
+            f"column {column!r} of task {task} has no correct answer; columns: {', '.join(member.row)}"
         )
 
 
-def _texts(right: Any) -> tuple[str, ...]:
-    """Return the right answers in a value: a text or a number, or a list of them; none where it is anything else."""
-    several = right if isinstance(right, list) else [right]
+def _texts(correct: Any) -> tuple[str, ...]:
+    """Return the correct answers in a value: a text, a number or a list of them; none for other values."""
+    several = correct if isinstance(correct, list) else [correct]
     usable = all(isinstance(one, str | int | float) and str(one).strip() for one in several)
     return tuple(str(one) for one in several) if usable else ()
 
 
 def read_answers(file: Path) -> dict[str, tuple[str, ...]]:
-    """Return the right answers by task. Raises JudgeError with the line that is wrong."""
+    """Return the correct answers by task. Raises JudgeError with the number of an invalid line."""
     try:
         lines = file.read_bytes().splitlines()
     except OSError as error:
@@ -107,10 +107,10 @@ def read_answers(file: Path) -> dict[str, tuple[str, ...]]:
     answers: dict[str, tuple[str, ...]] = {}
     for number, line in enumerate(lines, 1):
         if line.strip():
-            task, right = _row(line, f"judge answer: {file}, line {number}")
-            answers[task] = right
+            task, correct = _row(line, f"judge answer: {file}, line {number}")
+            answers[task] = correct
     if not answers:
-        raise JudgeError(f"judge answer: {file} holds no answers")
+        raise JudgeError(f"judge answer: {file} has no answers")
     return answers
 
 
@@ -121,60 +121,60 @@ def _row(line: bytes, where: str) -> tuple[str, tuple[str, ...]]:
         raise JudgeError(f"{where}: not JSON: {error}") from error
     if not isinstance(row, dict) or "task" not in row or "answer" not in row:
         raise JudgeError(f"{where}: must have `task` and `answer`")
-    right = _texts(row["answer"])
-    if not right:
+    correct = _texts(row["answer"])
+    if not correct:
         raise JudgeError(f"{where}: `answer` must be a text or a number, or a list of them, and not empty")
-    return str(row["task"]), right
+    return str(row["task"]), correct
 
 
-def _check_reachable(spec: AnswerSpec, right: Sequence[str]) -> None:
-    """Raise JudgeError where no answer whatever could be right, so that everyone would score 0."""
-    if not right:
-        return  # they stand in the task set
-    if spec.match == "numeric" and all(last_number(one) is None for one in right):
-        raise JudgeError(f"judge answer: no answer in {spec.answers} holds a number; use match: exact or contains")
-    if spec.match == "contains" and all(len(one) > spec.max_chars for one in right):
+def _check_reachable(spec: AnswerSpec, correct: Sequence[str]) -> None:
+    """Raise JudgeError if no answer could ever be correct, so that every score would be 0."""
+    if not correct:
+        return  # they are in the task set
+    if spec.match == "numeric" and all(last_number(one) is None for one in correct):
+        raise JudgeError(f"judge answer: no answer in {spec.answers} has a number; use match: exact or contains")
+    if spec.match == "contains" and all(len(one) > spec.max_chars for one in correct):
         raise JudgeError(
-            f"judge answer: every right answer in {spec.answers} is longer than max_chars ({spec.max_chars}), "
-            "so that none can be given: raise max_chars"
+            f"judge answer: every correct answer in {spec.answers} is longer than max_chars ({spec.max_chars}): raise "
+            "max_chars"
         )
 
 
 def plain(text: str) -> str:
-    """Return text for comparison: compatibility forms and case folded, spaces as one, punctuation at the ends gone."""
+    """Return text for comparison: folded, without line breaks and outer punctuation."""
     return " ".join(folded(text).split()).strip(_EDGES)
 
 
 def folded(text: str) -> str:
-    """Return text in compatibility forms and case folded, spaces within lines as one."""
+    """Return NFKC-normalized, case-folded text with single spaces within lines."""
     lines = unicodedata.normalize("NFKC", text).casefold().splitlines()
     return "\n".join(" ".join(line.split()) for line in lines)
 
 
-def exact(given: str, right: str) -> bool:
-    """Whether the answer is the right one and nothing else."""
-    return plain(given) == plain(right)
+def exact(answer: str, correct: str) -> bool:
+    """Return whether the answer is exactly the correct one."""
+    return plain(answer) == plain(correct)
 
 
-def contains(given: str, right: str, *, max_chars: int) -> bool:
-    """Whether the right answer is stated in the given one, as whole words or a whole number."""
-    if len(given) > max_chars:
+def contains(answer: str, correct: str, *, max_chars: int) -> bool:
+    """Return whether the answer states the correct one, as whole words or a whole number."""
+    if len(answer) > max_chars:
         return False
-    text, wanted = folded(given), plain(right)
-    found = re.finditer(rf"(?<![\w])(?<!\d[.,])(?<!-){re.escape(wanted)}(?!\w|[.,]\d)", text)
+    text, expected = folded(answer), plain(correct)
+    found = re.finditer(rf"(?<![\w])(?<!\d[.,])(?<!-){re.escape(expected)}(?!\w|[.,]\d)", text)
     return any(is_stated(text, *match.span()) for match in found)
 
 
-def numeric(given: str, right: str, *, tolerance: float) -> bool:
-    """Whether the last number of the answer is the right one and is stated, `tolerance` being relative."""
-    last, wanted = _last(text := folded(given)), last_number(right)
-    if last is None or wanted is None or not is_stated(text, *last.span()):
+def numeric(answer: str, correct: str, *, tolerance: float) -> bool:
+    """Return whether the answer states the correct number as its last one; `tolerance` is relative."""
+    last, expected = _last(text := folded(answer)), last_number(correct)
+    if last is None or expected is None or not is_stated(text, *last.span()):
         return False
-    return math.isclose(_value(last), wanted, rel_tol=tolerance, abs_tol=tolerance * 1e-3)
+    return math.isclose(_value(last), expected, rel_tol=tolerance, abs_tol=tolerance * 1e-3)
 
 
 def last_number(text: str) -> float | None:
-    """Return the last number in a text, commas between thousands allowed; None where there is none."""
+    """Return the last number in a text, which may have thousands separators; None if there is none."""
     last = _last(text)
     return None if last is None else _value(last)
 

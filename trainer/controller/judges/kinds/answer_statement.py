@@ -1,7 +1,7 @@
-"""Whether a text states an answer, or only mentions it: not denied, and not one of several candidates. Pure.
+"""Decides whether a text states an answer, rather than denies it or lists it among several candidates. Pure.
 
-Words are read, not sentences. Where in doubt the answer is not stated: an agent that says one thing plainly loses
-nothing, and one that lists, denies or hedges earns nothing.
+The rules match words, they do not parse sentences. In doubt the answer is not stated, so that agents gain nothing from
+lists, denials or hedging.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 
 LIMITS = (
-    "the rule reads words, not sentences: it sees lists (Rome, Oslo; Rome or Oslo) and denials in English, and neither "
-    "several statements (It is Rome. It is Oslo.) nor a denial in other words; match: exact leaves nothing to be read"
+    "the rule matches words: it detects lists (Rome, Oslo; Rome or Oslo) and common English denials, but neither several "
+    "statements (It is Rome. It is Oslo.) nor other denials; match: exact avoids both"
 )
 
 _SENTENCE = re.compile(r"(?<!\n\d)(?<!\n\d\d)[.!?](?=\s|$)")  # "1. Rome" is a line of a list
@@ -23,7 +23,7 @@ _DENIED_BEFORE = re.compile(
 )
 _HARMLESS = re.compile(r"\b(?:no|without(?: a)?|not any|never any) doubt\b")
 _DENIED_AFTER = re.compile(rf"^[\"'*\s]*(?:(?:is|was|would be)\s+(?:not|wrong|false|incorrect)|not|{_NOT})\b")
-# A short piece that begins so is a remark, not another candidate: "Oslo, of course", "4, which is even".
+# A short piece that starts so is a remark, not another candidate: "Oslo, of course", "4, which is even".
 _REMARK = re.compile(
     r"(?:not|of|in|on|at|by|for|from|to|with|as|i|it|we|you|he|she|they|that|this|there|which|who|where|when|because|"
     r"since|so|if|is|are|was|were|has|have|then|thus|hence|please|thanks|yes|no|sir|although|though|while|according)\b"
@@ -36,11 +36,11 @@ _OPENING = re.compile(
 _MARKS = " \t\n\"'`*()[]{}$.!?"
 _BULLET = re.compile(r"^(?:[-*\u2022]|\d+[.)])\s+|^(?:either|both|the|a|an)\s+")
 _NEAR = 1000  # characters
-_WORDS_MORE = 1  # that another candidate may have
+_EXTRA_WORDS = 1  # of another candidate
 
 
 def is_stated(text: str, start: int, end: int) -> bool:
-    """Whether the piece of a folded text from `start` to `end` is what the text says, as far as it stands nearby."""
+    """Return whether a folded text states its piece from `start` to `end`, judged by the text around it."""
     begin = max(0, start - _NEAR)
     text, start, end = text[begin : end + _NEAR], start - begin, end - begin
     return not _is_denied(text, start, end) and not _is_listed("\n" + text, start + 1, end + 1)
@@ -53,7 +53,7 @@ def _is_denied(text: str, start: int, end: int) -> bool:
 
 
 def _is_listed(text: str, start: int, end: int) -> bool:
-    """Whether another candidate stands beside the piece in its sentence."""
+    """Return whether the sentence has another candidate beside the piece."""
     begin = max((match.end() for match in _SENTENCE.finditer(text, 0, start)), default=0)
     stop = next((match.start() for match in _SENTENCE.finditer(text, end)), len(text))
     size = len(text[start:end].split())
@@ -64,13 +64,13 @@ def _is_listed(text: str, start: int, end: int) -> bool:
             return True
     before, between = _SEPARATOR.split(text[begin:start]), _SEPARATOR.findall(text[begin:start])
     if _words(before[-1]) or _words(after[0]):
-        return False  # it stands in a clause of its own
+        return False  # the piece is part of a clause
     known = [(piece, mark) for piece, mark in zip(before[:-1], between, strict=True) if _words(piece)]
     return bool(known) and (_is_beside(*known[-1], size) or any(_is_candidate(piece, size) for piece, _ in known))
 
 
 def _is_beside(piece: str, mark: str, size: int) -> bool:
-    """Whether what stands before the answer, up to a mark, is another candidate rather than an opening."""
+    """Return whether the piece before the answer is another candidate rather than an opening."""
     if mark == "\n":
         return _is_candidate(piece, size)
     return mark not in ",;" or not _OPENING.match(" ".join(piece.split()))
@@ -78,8 +78,8 @@ def _is_beside(piece: str, mark: str, size: int) -> bool:
 
 def _is_candidate(piece: str, size: int) -> bool:
     words = _words(piece)
-    said = " ".join(words)
-    return bool(words) and len(words) <= size + _WORDS_MORE and not (_REMARK.match(said) or _OPENING.match(said))
+    phrase = " ".join(words)
+    return bool(words) and len(words) <= size + _EXTRA_WORDS and not (_REMARK.match(phrase) or _OPENING.match(phrase))
 
 
 def _words(piece: str) -> list[str]:

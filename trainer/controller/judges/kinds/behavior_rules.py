@@ -1,6 +1,6 @@
-"""Rules on how a trajectory went, whatever its answer: its length, its tool calls, its end, its form. 0 to 1.
+"""The behavior judge: scores length, tool calls, end or format of a trajectory from 0 to 1, not its answer.
 
-Meant as parts of a composite, where they are bounded; alone they say nothing about success.
+Meant as a penalty in a composite judge.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ratchet.trainer.settings.judge_specs import BehaviorSpec
 
 
 class BehaviorJudge:
-    """One rule."""
+    """Applies one rule."""
 
     concurrency = 1
 
@@ -29,7 +29,7 @@ class BehaviorJudge:
         self.version = version_of(spec.model_dump_json())
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing."""
 
     def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
         """Return one verdict per member, in order."""
@@ -45,33 +45,33 @@ class BehaviorJudge:
 
 
 def short(spec: BehaviorSpec, member: Transcript) -> float:
-    """1 at no sampled token, 0 at `most` and beyond."""
-    return _left_of(spec.limit, sum(call.completion_tokens for call in member.calls))
+    """Return 1 for no sampled tokens, falling to 0 at the limit."""
+    return _falling(spec.limit, sum(call.completion_tokens for call in member.calls))
 
 
 def few_tool_calls(spec: BehaviorSpec, member: Transcript) -> float:
-    """1 without tool calls, 0 at `most` and beyond."""
-    return _left_of(spec.limit, sum(len(message.get("tool_calls") or ()) for message in member.messages))
+    """Return 1 for no tool calls, falling to 0 at the limit."""
+    return _falling(spec.limit, sum(len(message.get("tool_calls") or ()) for message in member.messages))
 
 
 def tools(spec: BehaviorSpec, member: Transcript) -> float:
-    """The share of tool calls that fit their tool and did not fail; 1 without tool calls."""
+    """Return the share of tool calls that are valid and did not fail; 1 without tool calls."""
     return success_share(member)
 
 
 def ended(spec: BehaviorSpec, member: Transcript) -> float:
-    """1 where the last message is an answer in words, 0 where the agent ran out of turns or said nothing."""
+    """Return 1 if the last message is a text answer, 0 if the agent ran out of turns or wrote nothing."""
     last = member.messages[-1] if member.messages else {}
     return float(last.get("role") == "assistant" and not last.get("tool_calls") and bool(last_answer(member).strip()))
 
 
 def pattern(spec: BehaviorSpec, member: Transcript) -> float:
-    """1 where the whole last answer matches the pattern."""
+    """Return 1 if the whole last answer matches the pattern."""
     return float(re.fullmatch(spec.pattern, last_answer(member).strip(), re.DOTALL) is not None)
 
 
-def _left_of(most: int, used: int) -> float:
-    return max(0.0, 1.0 - used / most)
+def _falling(limit: int, used: int) -> float:
+    return max(0.0, 1.0 - used / limit)
 
 
 _RULES: Mapping[str, Callable[[BehaviorSpec, Transcript], float]] = {

@@ -1,8 +1,8 @@
-"""Several judges as one: the weighted mean of the scores, less bounded penalties.
+"""The composite judge: the weighted mean of its parts' scores minus bounded penalties.
 
-A failure of one part is a failure of the whole, never a zero. Penalties are bounded at the door (`settings.py`): all
-of them together are less than the smallest gap between a success and a failure, so that no success ranks below a
-failure. The scores of the parts must lie between 0 and 1, or that promise would not hold.
+If a part fails, the composite fails; a failure is never a zero. `judge_specs.py` limits the penalties: together they are
+less than the smallest gap between a success and a failure, so that no success ranks below a failure. This requires that
+the parts score between 0 and 1.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ratchet.trainer.controller.judges.opinion import DraftVerdict, version_of
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A judge and its part: `weight` of its score, or `penalty` for what its score lacks to 1."""
+    """A judge with the `weight` of its score, or the `penalty` for a score of 0 (less in proportion above)."""
 
     name: str
     judge: Judge
@@ -38,48 +38,52 @@ class CompositeJudge:
 
     @property
     def concurrency(self) -> int:
-        """As many groups as the most cautious part can take."""
+        """Return the smallest concurrency of the parts."""
         return min(part.judge.concurrency for part in self._parts)
 
     @property
     def compares(self) -> bool:
-        """Whether any part sees the members together."""
+        """Return whether any part sees the members together."""
         return any(compares(part.judge) for part in self._parts)
 
     def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
         """Return one verdict per member, in order."""
         began = time.perf_counter()
-        told = [part.judge.judge(group_id, members) for part in self._parts]
+        judgements = [part.judge.judge(group_id, members) for part in self._parts]
         latency = (time.perf_counter() - began) / max(1, len(members))
         verdicts = [
-            self._verdict(group_id, member, [judgement.verdicts[place] for judgement in told], latency)
+            self._verdict(group_id, member, [judgement.verdicts[place] for judgement in judgements], latency)
             for place, member in enumerate(members)
         ]
-        return Judgement(tuple(verdicts), tuple(one for judgement in told for one in judgement.judge_requests))
+        return Judgement(
+            tuple(verdicts), tuple(request for judgement in judgements for request in judgement.judge_requests)
+        )
 
     def close(self) -> None:
         """Close every part."""
         for part in self._parts:
             part.judge.close()
 
-    def _verdict(self, group_id: str | None, member: Transcript, said: Sequence[Verdict], latency: float) -> Verdict:
-        known = [verdict.cost for verdict in said if verdict.cost is not None]
-        return combined(self._parts, said).verdict(
+    def _verdict(
+        self, group_id: str | None, member: Transcript, verdicts: Sequence[Verdict], latency: float
+    ) -> Verdict:
+        costs = [verdict.cost for verdict in verdicts if verdict.cost is not None]
+        return combined(self._parts, verdicts).verdict(
             member,
             group_id,
             judge=self.name,
             version=self.version,
-            cost=sum(known) if len(known) == len(said) else None,
+            cost=sum(costs) if len(costs) == len(verdicts) else None,
             latency=latency,
             judged_at=self._clock(),
-            judge_request_id=next((verdict.judge_request_id for verdict in said if verdict.judge_request_id), None),
+            judge_request_id=next((verdict.judge_request_id for verdict in verdicts if verdict.judge_request_id), None),
         )
 
 
-def combined(parts: Sequence[Part], said: Sequence[Verdict]) -> DraftVerdict:
-    """Return one opinion of the verdicts on one trajectory, one per part."""
+def combined(parts: Sequence[Part], verdicts: Sequence[Verdict]) -> DraftVerdict:
+    """Return the draft verdict from the verdicts of the parts on one trajectory."""
     scores: list[float] = []
-    for part, verdict in zip(parts, said, strict=True):
+    for part, verdict in zip(parts, verdicts, strict=True):
         if verdict.score is None:
             return DraftVerdict.failed(f"{part.name}: {verdict.failure}")
         if not 0.0 <= verdict.score <= 1.0:
@@ -87,9 +91,13 @@ def combined(parts: Sequence[Part], said: Sequence[Verdict]) -> DraftVerdict:
                 f"{part.name}: score {verdict.score:g} is not between 0 and 1, as a part's must be"
             )
         scores.append(verdict.score)
-    whole = sum(part.weight for part in parts)
-    mean = sum(part.weight * score for part, score in zip(parts, scores, strict=True)) / whole
-    lost = sum(part.penalty * (1.0 - score) for part, score in zip(parts, scores, strict=True))
-    words = [f"{part.name}: {verdict.explanation}" for part, verdict in zip(parts, said, strict=True)]
+    total_weight = sum(part.weight for part in parts)
+    mean = sum(part.weight * score for part, score in zip(parts, scores, strict=True)) / total_weight
+    penalty = sum(part.penalty * (1.0 - score) for part, score in zip(parts, scores, strict=True))
+    explanations = [f"{part.name}: {verdict.explanation}" for part, verdict in zip(parts, verdicts, strict=True)]
     components = {part.name: score for part, score in zip(parts, scores, strict=True)}
-    return DraftVerdict.of(mean - lost, "; ".join(word for word in words if not word.endswith(": ")), components)
+    return DraftVerdict.of(
+        mean - penalty,
+        "; ".join(explanation for explanation in explanations if not explanation.endswith(": ")),
+        components,
+    )

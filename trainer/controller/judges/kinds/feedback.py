@@ -1,10 +1,8 @@
-"""The judge that asks nobody: what people said of a trajectory, as one score between 0 and 1.
+"""The feedback judge: the score of a trajectory is its human feedback, between 0 and 1.
 
-Of each source (an end user, or a key without one) the newest word counts: its newest value for the whole trajectory,
-else the mean of its newest values for each call. Sources that contradict each other are averaged, each with one vote,
-and the verdict tells how far they lie apart. Comments are part of the explanation; demonstrations are no score.
-
-Waiting for feedback is not done here: a trajectory comes to its judge when somebody spoke, or nobody did in time.
+Each source (an end user, or a key without one) has one vote: its newest value for the whole trajectory, else the mean
+of its newest values per call. The score is the mean of the votes; the component `apart` is their range. Comments become
+the explanation; demonstrations have no score. The collector waits for feedback before it calls this judge.
 """
 
 from __future__ import annotations
@@ -19,11 +17,11 @@ from ratchet.trainer.controller.judges.opinion import DraftVerdict, version_of
 from ratchet.trainer.settings.judge_specs import DROP, FeedbackSpec
 
 _NAME = "feedback"
-_WORDS_MOST = 1000  # characters of comments in an explanation
+_MAX_COMMENT_CHARS = 1000  # in an explanation
 
 
 class FeedbackJudge:
-    """Reads the feedback that came with the transcript."""
+    """Scores the feedback in the transcript."""
 
     concurrency = 1
 
@@ -34,7 +32,7 @@ class FeedbackJudge:
         self.version = version_of(_NAME, spec.worst, spec.best, spec.missing)
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing."""
 
     def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
         """Return one verdict per member, in order."""
@@ -51,24 +49,24 @@ class FeedbackJudge:
         if votes:
             scores = [self._score(vote) for vote in votes.values()]
             apart = max(scores) - min(scores)
-            words = " | ".join(said.comment for said in member.feedback if said.comment)
+            comments = " | ".join(entry.comment for entry in member.feedback if entry.comment)
             components = {"sources": float(len(scores)), "apart": apart}
-            return DraftVerdict.of(statistics.fmean(scores), words[:_WORDS_MOST], components)
+            return DraftVerdict.of(statistics.fmean(scores), comments[:_MAX_COMMENT_CHARS], components)
         if self._spec.missing == DROP:
-            return DraftVerdict.failed("nobody has given feedback on this trajectory yet")
-        return DraftVerdict.of(float(self._spec.missing), "nobody gave feedback", {"sources": 0.0})
+            return DraftVerdict.failed("this trajectory has no feedback yet")
+        return DraftVerdict.of(float(self._spec.missing), "no feedback", {"sources": 0.0})
 
     def _score(self, value: float) -> float:
         worst, best = self._spec.worst, self._spec.best
         return min(1.0, max(0.0, (value - worst) / (best - worst)))
 
 
-def votes_of(said: Iterable[Feedback]) -> dict[str, float]:
-    """Return the value of each source that gave one; `said` is in the order in which it was said."""
+def votes_of(feedback: Iterable[Feedback]) -> dict[str, float]:
+    """Return the vote of each source with a value; `feedback` is ordered by time."""
     newest: dict[str, dict[str | None, float]] = {}
-    for one in said:
-        if one.value is not None:
-            newest.setdefault(one.source, {})[one.call_id] = one.value
+    for entry in feedback:
+        if entry.value is not None:
+            newest.setdefault(entry.source, {})[entry.call_id] = entry.value
     return {
         source: values[None] if None in values else statistics.fmean(values.values())
         for source, values in newest.items()

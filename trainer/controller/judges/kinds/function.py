@@ -1,15 +1,15 @@
-"""The judge that is a Python function, named as `module:function` or `path/file.py:function`; it may be async.
+"""The function judge: a Python function, sync or async, named as `module:function` or `path/file.py:function`.
 
-The function may name any of these parameters and gets those that it names (one with **kwargs gets all of them):
+The function receives those of these parameters that it declares (with **kwargs all of them):
 
-    trajectory  {"id", "task", "messages", "tools", "tool_outcomes", "calls", "version", "feedback"}; messages are
-                OpenAI chat messages, `calls` is how many there were
-    response    what the workflow of a rollout returned; else the text of the last assistant message ("" where none is)
-    task        the task's row (dict) where its task set is known; else the task key that the agent sent, or None
-    tool_outcomes  what became of each tool call, in order: {"tool", "tool_call_id", "outcome", "detail", "result"}
+    trajectory     {"id", "task", "messages", "tools", "tool_outcomes", "calls", "version", "feedback"}; messages are
+                   OpenAI chat messages, `calls` is the number of calls
+    response       the response of a rollout's workflow; else the text of the last assistant message, "" if none
+    task           the task's row (dict) if its task set is known; else the task key that the agent sent, or None
+    tool_outcomes  the outcome of each tool call, in order: {"tool", "tool_call_id", "outcome", "detail", "result"}
 
-It returns a number or bool, or {"score", "components", "explanation"}. An exception, `sys.exit`, a missing score, or
-one that is not a finite number is a judge failure. The function is the user's own code and has the trainer's rights.
+It returns a number or bool, or {"score", "components", "explanation"}. An exception, `sys.exit`, and a missing or
+non-finite score are judge failures. The function runs with the trainer's rights.
 """
 
 from __future__ import annotations
@@ -29,32 +29,40 @@ from ratchet.trainer.controller.judges import Judgement
 from ratchet.trainer.controller.judges.opinion import DraftVerdict, read, response_of, version_of
 from ratchet.trainer.controller.judges.tool_outcomes import tool_outcomes
 from ratchet.trainer.errors import JudgeError
-from ratchet.trainer.user_code.entry_points import NotCallable, NotImportable, Wanted, is_async, load, to_call, wanted
-from ratchet.trainer.user_code.exit_guard import exited, exits_raise
+from ratchet.trainer.user_code.entry_points import (
+    AcceptedParameters,
+    NotCallable,
+    NotImportable,
+    accepted_parameters,
+    is_async,
+    load,
+    to_callable,
+)
+from ratchet.trainer.user_code.exit_guard import exit_failure, guarded_task
 
 PARAMETERS = ("trajectory", "response", "task", "tool_outcomes")
 
 
 class FunctionJudge:
-    """A judge made of one Python function; it is called by at most `concurrency` threads at a time."""
+    """Judges with one Python function, called by at most `concurrency` threads at the same time."""
 
     def __init__(self, entry_point: str, clock: Callable[[], float] = time.time, concurrency: int = 1) -> None:
         self.concurrency = concurrency
-        self._function, self._wanted, source = _load(entry_point)
+        self._function, self._accepted, source = _load(entry_point)
         self._clock = clock
-        # One loop for all groups of a thread, so that an async function may keep a client.
+        # One event loop per thread, so that an async function can keep a client.
         self._runners: dict[int, asyncio.Runner] = {}
         self.name = entry_point
         self.version = version_of(entry_point, source)
 
     def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
-        """Return one verdict per member, in order; an async function is asked for all members at once."""
+        """Return one verdict per member, in order; an async function judges all members concurrently."""
         if not is_async(self._function):
             return Judgement(tuple(self._verdict(group_id, member) for member in members))
         return Judgement(tuple(self._loop().run(self._all(group_id, members))))
 
     def close(self) -> None:
-        """Close the loops of an async function."""
+        """Close the event loops of an async function."""
         for runner in self._runners.values():
             runner.close()
 
@@ -62,44 +70,44 @@ class FunctionJudge:
         thread = threading.get_ident()
         if thread not in self._runners:
             self._runners[thread] = runner = asyncio.Runner()
-            runner.get_loop().set_task_factory(exits_raise)
+            runner.get_loop().set_task_factory(guarded_task)
         return self._runners[thread]
 
     async def _all(self, group_id: str | None, members: Sequence[Transcript]) -> list[Verdict]:
-        return await asyncio.gather(*(self._awaited(group_id, member) for member in members))
+        return await asyncio.gather(*(self._async_verdict(group_id, member) for member in members))
 
     def _verdict(self, group_id: str | None, member: Transcript) -> Verdict:
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         try:
-            opinion = read(self._asked(member))
-        except (Exception, SystemExit) as error:  # noqa: BLE001  whatever a judge raises or returns is a failed verdict
+            opinion = read(self._call(member))
+        except (Exception, SystemExit) as error:  # noqa: BLE001  a user's judge may raise any exception
             opinion = _failed(error)
-        return self._written(opinion, group_id, member, began)
+        return self._record(opinion, group_id, member, started_at)
 
-    async def _awaited(self, group_id: str | None, member: Transcript) -> Verdict:
-        began = time.perf_counter()
+    async def _async_verdict(self, group_id: str | None, member: Transcript) -> Verdict:
+        started_at = time.perf_counter()
         try:
-            opinion = read(await self._asked(member))
+            opinion = read(await self._call(member))
         except (Exception, SystemExit) as error:  # noqa: BLE001  as above
             opinion = _failed(error)
-        return self._written(opinion, group_id, member, began)
+        return self._record(opinion, group_id, member, started_at)
 
-    def _asked(self, member: Transcript) -> Any:
-        return self._wanted.call(self._function, arguments(member))
+    def _call(self, member: Transcript) -> Any:
+        return self._accepted.call(self._function, arguments(member))
 
-    def _written(self, opinion: DraftVerdict, group_id: str | None, member: Transcript, began: float) -> Verdict:
+    def _record(self, opinion: DraftVerdict, group_id: str | None, member: Transcript, started_at: float) -> Verdict:
         return opinion.verdict(
             member,
             group_id,
             judge=self.name,
             version=self.version,
-            latency=time.perf_counter() - began,
+            latency=time.perf_counter() - started_at,
             judged_at=self._clock(),
         )
 
 
 def arguments(member: Transcript) -> dict[str, Any]:
-    """Return everything that a judge function may ask for, by parameter name."""
+    """Return the values of all parameters of judge functions, by name."""
     run = member.trajectory
     outcomes = tool_outcomes(member)
     return {
@@ -111,7 +119,7 @@ def arguments(member: Transcript) -> dict[str, Any]:
             "messages": [dict(message) for message in member.messages],
             "tools": [dict(tool) for tool in member.tools],
             "tool_outcomes": outcomes,
-            "feedback": [msgspec.structs.asdict(said) for said in member.feedback],
+            "feedback": [msgspec.structs.asdict(entry) for entry in member.feedback],
         },
         "response": response_of(member),
         "task": run.task if member.row is None else dict(member.row),
@@ -120,38 +128,38 @@ def arguments(member: Transcript) -> dict[str, Any]:
 
 
 def _failed(error: BaseException) -> DraftVerdict:
-    reason = exited(error) if isinstance(error, SystemExit) else error
+    reason = exit_failure(error) if isinstance(error, SystemExit) else error
     return DraftVerdict.failed(f"{type(error).__name__}: {reason}")
 
 
-def _load(entry_point: str) -> tuple[Callable[..., Any], Wanted, str]:
-    """Import the function; return it, the parameters that it takes and its module's source text."""
+def _load(entry_point: str) -> tuple[Callable[..., Any], AcceptedParameters, str]:
+    """Import the function; return it, its accepted parameters and the source of its module."""
     try:
         found, module = load(entry_point)
-        function = to_call(found)
-        takes = wanted(function, PARAMETERS)
+        function = to_callable(found)
+        accepted = accepted_parameters(function, PARAMETERS)
     except NotImportable as error:
         raise JudgeError(f"judge {entry_point}: {error}") from error
     except NotCallable as error:
         raise JudgeError(f"judge {entry_point}{error}") from error
-    if not takes.by_place and not takes.by_name:
-        raise JudgeError(f"judge {entry_point} takes nothing of a trajectory; it may take {', '.join(PARAMETERS)}")
+    if not accepted.positional and not accepted.by_name:
+        raise JudgeError(f"judge {entry_point} takes no parameter of a trajectory; it can take {', '.join(PARAMETERS)}")
     if _is_constant(function):
         raise JudgeError(
-            f"judge {entry_point} looks at none of its parameters and calls nothing: it gives every trajectory the "
-            "same score, and nothing is learnt from that; have it read the response or the trajectory"
+            f"judge {entry_point} uses none of its parameters and calls nothing: every trajectory gets the same score, "
+            "which gives no learning signal; make it read the response or the trajectory"
         )
     try:
-        return function, takes, inspect.getsource(module)
+        return function, accepted, inspect.getsource(module)
     except (OSError, TypeError) as error:
         raise JudgeError(
-            f"judge {entry_point}: the source of {module.__name__} cannot be read ({error}), and its hash is the "
-            "judge's version; put the judge into a file of its own"
+            f"judge {entry_point}: cannot read the source of {module.__name__} ({error}), whose hash is the judge's "
+            "version; put the judge into a file of its own"
         ) from error
 
 
 def _is_constant(function: Callable[..., Any]) -> bool:
-    """Whether a plain function reads no variable at all, its parameters included."""
+    """Return whether a plain function reads no variable, not even its parameters."""
     code = getattr(function, "__code__", None)
     if code is None:
         return False

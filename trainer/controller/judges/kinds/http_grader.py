@@ -1,10 +1,10 @@
-"""The judge that is an HTTP service: it is sent the whole trajectory and answers with a score.
+"""The HTTP judge: sends the whole trajectory to a service, which returns a score.
 
 The body is JSON: {"trajectory_id", "group_id", "task", "model", "version", "messages", "tools", "tool_calls",
-"tool_outcomes", "answer", "row", "metrics"}. Signed: `x-ratchet-signature: t=UNIX_SECONDS,v1=HEX`, HEX being the
-HMAC-SHA256 of "UNIX_SECONDS.BODY" under the secret. `idempotency-key` is the same for every try at one trajectory by
-one group. The answer is a number, or {"score", "components", "explanation"}; anything else, and every status but 200,
-is a failure, never a zero. 408, 425, 429 and 5xx are tried again.
+"tool_outcomes", "answer", "row", "metrics"}. Signed: `x-ratchet-signature: t=UNIX_SECONDS,v1=HEX`, HEX is the
+HMAC-SHA256 of "UNIX_SECONDS.BODY" under the secret. `idempotency-key` is the same for all attempts at one trajectory in
+one group. The response is a number, or {"score", "components", "explanation"}; other responses and every status but
+200 are failures, never zeros. 408, 425, 429 and 5xx are retried.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ratchet.trainer.controller.judges.opinion import DraftVerdict, read, respon
 from ratchet.trainer.controller.judges.tool_outcomes import tool_outcomes
 from ratchet.trainer.settings.judge_specs import GraderSpec
 
-_AGAIN = (408, 425, 429, 500, 502, 503, 504)
-_LONGEST_PAUSE = 30.0  # seconds
+_RETRIED = (408, 425, 429, 500, 502, 503, 504)
+_MAX_PAUSE = 30.0  # seconds
 
 
 class GraderJudge:
-    """Asks one service, trajectory by trajectory."""
+    """Sends each trajectory to one service."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class GraderJudge:
         return Judgement(tuple(self._verdict(group_id, member) for member in members))
 
     def _verdict(self, group_id: str | None, member: Transcript) -> Verdict:
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         opinion = self._ask(group_id, member)
         return opinion.verdict(
             member,
@@ -64,26 +64,26 @@ class GraderJudge:
             judge=self.name,
             version=self.version,
             cost=None,
-            latency=time.perf_counter() - began,
+            latency=time.perf_counter() - started_at,
             judged_at=self._clock(),
         )
 
     def _ask(self, group_id: str | None, member: Transcript) -> DraftVerdict:
-        body = msgspec.json.encode(whole(group_id, member))
+        body = msgspec.json.encode(request_body(group_id, member))
         key = hashlib.sha256(f"{self.version}\0{group_id}\0{member.trajectory.id}".encode()).hexdigest()[:32]
         problem = ""
         for attempt in range(self._spec.max_attempts):
             if attempt:
-                self._sleep(min(_LONGEST_PAUSE, 0.5 * 2.0**attempt))
+                self._sleep(min(_MAX_PAUSE, 0.5 * 2.0**attempt))
             try:
-                answer = self._http.post(self._spec.url, content=body, headers=self._headers(body, key))
+                response = self._http.post(self._spec.url, content=body, headers=self._headers(body, key))
             except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
                 problem = f"{type(error).__name__}: {error}"
                 continue
-            if answer.status_code == 200:
-                return _opinion(answer.content)
-            problem = f"status {answer.status_code}: {answer.text[:500]}"
-            if answer.status_code not in _AGAIN:
+            if response.status_code == 200:
+                return _opinion(response.content)
+            problem = f"status {response.status_code}: {response.text[:500]}"
+            if response.status_code not in _RETRIED:
                 break
         return DraftVerdict.failed(f"grader {self._spec.url}: {problem}")
 
@@ -99,8 +99,8 @@ def signature(secret: bytes, body: bytes, now: int) -> str:
     return f"t={now},v1={hmac.new(secret, b'%d.' % now + body, hashlib.sha256).hexdigest()}"
 
 
-def whole(group_id: str | None, member: Transcript) -> dict[str, Any]:
-    """Return what a grader gets to see of a trajectory."""
+def request_body(group_id: str | None, member: Transcript) -> dict[str, Any]:
+    """Return the JSON body for a trajectory."""
     run = member.trajectory
     calls = [call for message in member.messages for call in message.get("tool_calls") or ()]
     return {
@@ -128,4 +128,4 @@ def _opinion(content: bytes) -> DraftVerdict:
     try:
         return read(msgspec.json.decode(content))
     except msgspec.DecodeError as error:
-        return DraftVerdict.failed(f"the grader's answer is not JSON: {error}")
+        return DraftVerdict.failed(f"the grader's response is not JSON: {error}")

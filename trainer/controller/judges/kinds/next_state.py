@@ -1,8 +1,7 @@
-"""Next-state evidence: what the user or a tool said next tells how good the answer before it was.
+"""The next-state judge: a language model rates each answer by the next message of the user or a tool.
 
-A language model reads each answer with the message that came after it and says: better (1), neutral (0.5) or worse
-(0). The trajectory's score is the mean over its answers that have a next message; one that has none, such as the only
-answer of a single call, is a failure: there is no evidence.
+Ratings are good (1), neutral (0.5) and bad (0). The score is the mean over the answers with a next message; a trajectory
+without one, such as a single call, is a failure.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from ratchet.trainer.controller.judges import Judgement
 from ratchet.trainer.controller.judges.images import JudgeImages
 from ratchet.trainer.controller.judges.language_model import JudgeModelSession, LanguageModel
 from ratchet.trainer.controller.judges.opinion import DraftVerdict, version_of
-from ratchet.trainer.controller.judges.truncation import fitted
+from ratchet.trainer.controller.judges.truncation import truncated_json
 from ratchet.trainer.errors import JudgeUnavailable
 from ratchet.trainer.settings.judge_specs import NextStateSpec
 
-_WORTH: Mapping[str, float] = {"good": 1.0, "neutral": 0.5, "bad": 0.0}
-_CHARACTERS_A_TOKEN = 3.0
+_RATINGS: Mapping[str, float] = {"good": 1.0, "neutral": 0.5, "bad": 0.0}
+_CHARS_PER_TOKEN = 3.0
 _NAME = "next_state"
 
 _TASK = """\
@@ -36,13 +35,13 @@ Answer with JSON alone: {{"answers": [{{"number": 1, "shows": "good"}}, ...]}}, 
 
 
 class NextStateJudge:
-    """Asks once per trajectory."""
+    """Sends one request per trajectory."""
 
     def __init__(self, spec: NextStateSpec, model: LanguageModel, clock: Callable[[], float] = time.time) -> None:
         self._model = model
         self._clock = clock
         self._task = _TASK.format(rubric=spec.rubric)
-        self._budget = int(spec.context_tokens * _CHARACTERS_A_TOKEN)
+        self._budget = int(spec.context_tokens * _CHARS_PER_TOKEN)
         self.concurrency = spec.concurrency
         self.name = f"{_NAME}:{spec.model}"
         self._images = spec.max_images
@@ -54,46 +53,47 @@ class NextStateJudge:
 
     def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
         """Return one verdict per member, in order."""
-        told = [self._verdict(group_id, member) for member in members]
+        results = [self._verdict(group_id, member) for member in members]
         return Judgement(
-            tuple(verdict for verdict, _ in told), tuple(one for _, asked in told for one in asked.judge_requests)
+            tuple(verdict for verdict, _ in results),
+            tuple(request for _, session in results for request in session.judge_requests),
         )
 
     def _verdict(self, group_id: str | None, member: Transcript) -> tuple[Verdict, JudgeModelSession]:
-        began = time.perf_counter()
-        interview = JudgeModelSession(self.name, group_id)
-        opinion = self._ask(evidence(member.messages), interview)
+        started_at = time.perf_counter()
+        session = JudgeModelSession(self.name, group_id)
+        opinion = self._ask(evidence(member.messages), session)
         verdict = opinion.verdict(
             member,
             group_id,
             judge=self.name,
             version=self.version,
-            cost=interview.cost,
-            latency=time.perf_counter() - began,
+            cost=session.cost,
+            latency=time.perf_counter() - started_at,
             judged_at=self._clock(),
-            judge_request_id=interview.last,
+            judge_request_id=session.last,
         )
-        return verdict, interview
+        return verdict, session
 
-    def _ask(self, turns: Sequence[Mapping[str, Any]], interview: JudgeModelSession) -> DraftVerdict:
+    def _ask(self, turns: Sequence[Mapping[str, Any]], session: JudgeModelSession) -> DraftVerdict:
         if not turns:
             return DraftVerdict.failed("no answer of this trajectory has a next message: there is no evidence")
         pictures = JudgeImages(self._images)
-        told = fitted(pictures.described({"answers": list(turns)}), self._budget)
+        text = truncated_json(pictures.describe({"answers": list(turns)}), self._budget)
         question = [
             {"role": "system", "content": self._task},
-            {"role": "user", "content": pictures.content(told)},
+            {"role": "user", "content": pictures.content(text)},
         ]
         try:
-            worth = self._model.ask(question, _schema(), lambda answer: worth_of(answer, len(turns)), interview)
+            ratings = self._model.ask(question, _schema(), lambda answer: ratings_of(answer, len(turns)), session)
         except JudgeUnavailable as failed:
             return DraftVerdict.failed(str(failed))
-        named = {f"turn_{number}": value for number, value in enumerate(worth, 1)}
-        return DraftVerdict.of(sum(worth) / len(worth), components=named)
+        named = {f"turn_{number}": value for number, value in enumerate(ratings, 1)}
+        return DraftVerdict.of(sum(ratings) / len(ratings), components=named)
 
 
 def evidence(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return each answer that has a next message, with it."""
+    """Return the answers that have a next message, with that message."""
     return [
         {"number": number, "answer": dict(answer), "next": dict(follows)}
         for number, (answer, follows) in enumerate(
@@ -107,24 +107,24 @@ def evidence(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def worth_of(answer: Any, count: int) -> list[float]:
-    """Return the worth of each answer in order. Raises ValueError with what is wrong."""
+def ratings_of(answer: Any, count: int) -> list[float]:
+    """Return the rating of each answer, in order. Raises ValueError with the reason if the response is invalid."""
     entries = answer.get("answers") if isinstance(answer, dict) else None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ValueError("`answers` must be a list of objects")
     found = {entry.get("number"): entry.get("shows") for entry in entries}
     if len(entries) != count or set(found) != set(range(1, count + 1)):
         raise ValueError(f"the numbers must be 1 to {count}, each once")
-    odd = [shows for shows in found.values() if shows not in _WORTH]
+    odd = [shows for shows in found.values() if shows not in _RATINGS]
     if odd:
-        raise ValueError(f"`shows` must be one of {', '.join(_WORTH)}, not {odd[0]!r}")
-    return [_WORTH[str(found[number])] for number in range(1, count + 1)]
+        raise ValueError(f"`shows` must be one of {', '.join(_RATINGS)}, not {odd[0]!r}")
+    return [_RATINGS[str(found[number])] for number in range(1, count + 1)]
 
 
 def _schema() -> dict[str, Any]:
     entry = {
         "type": "object",
-        "properties": {"number": {"type": "integer"}, "shows": {"type": "string", "enum": list(_WORTH)}},
+        "properties": {"number": {"type": "integer"}, "shows": {"type": "string", "enum": list(_RATINGS)}},
         "required": ["number", "shows"],
         "additionalProperties": False,
     }

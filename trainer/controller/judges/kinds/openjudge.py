@@ -1,8 +1,8 @@
-"""The judge that is a grader of OpenJudge (py-openjudge), in an environment of its own where that is wanted.
+"""The OpenJudge judge: a grader of py-openjudge in a process of its own, optionally in another environment.
 
-The grader runs in a process beside the trainer, since what py-openjudge needs conflicts with other packages. It gets
-those of its parameters that are known here (`arguments`), columns of the task's row, and constants. Its score is put on
-the scale from 0 to 1; one outside of `worst` to `best` is a failure, as is every trouble of the grader or its process.
+The dependencies of py-openjudge conflict with other packages, therefore the separate process. The grader receives those
+of its parameters that `arguments` knows, columns of the task's row, and constants. Its score is scaled to 0 to 1; a
+score outside `worst` to `best` and any error of the grader or its process are failures.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ratchet.trainer.errors import JudgeError
 from ratchet.trainer.settings.judge_specs import OpenJudgeSpec
 
 _PROGRAM = Path(__file__).with_name("openjudge_program.py")
-_START = 120.0  # seconds that a grader's imports may take
+_START_TIMEOUT = 120.0  # seconds, for the grader's imports
 _REMEDY = f"{install_hint('openjudge')}, or set `python` to an environment that has py-openjudge"
 
 
 class OpenJudgeJudge:
-    """Asks one grader, all members of a group at once."""
+    """Sends the members of a group to one grader in one request."""
 
     concurrency = 1
 
@@ -40,9 +40,9 @@ class OpenJudgeJudge:
         self._clock = clock
         self.name = f"openjudge:{spec.grader.partition(':')[2]}"
         self._process: subprocess.Popen[bytes] | None = None
-        told = self._begin()
-        self._parameters = frozenset(told["parameters"])
-        self.version = version_of(spec.model_dump_json(exclude={"python", "timeout_seconds"}), told["source"])
+        grader = self._start()
+        self._parameters = frozenset(grader["parameters"])
+        self.version = version_of(spec.model_dump_json(exclude={"python", "timeout_seconds"}), grader["source"])
 
     def close(self) -> None:
         """End the grader's process."""
@@ -55,9 +55,9 @@ class OpenJudgeJudge:
 
     def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
         """Return one verdict per member, in order."""
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         opinions = self._opinions(members)
-        latency = (time.perf_counter() - began) / max(1, len(members))
+        latency = (time.perf_counter() - started_at) / max(1, len(members))
         return Judgement(tuple(self._verdict(group_id, *pair, latency) for pair in zip(members, opinions, strict=True)))
 
     def _verdict(self, group_id: str | None, member: Transcript, opinion: DraftVerdict, latency: float) -> Verdict:
@@ -67,18 +67,20 @@ class OpenJudgeJudge:
         )  # fmt: skip
 
     def _opinions(self, members: Sequence[Transcript]) -> list[DraftVerdict]:
-        asked = [self._arguments(member) for member in members]
-        known = [one for one in asked if isinstance(one, dict)]
+        requests = [self._arguments(member) for member in members]
+        complete = [one for one in requests if isinstance(one, dict)]
         try:
             if self._process is None:
-                self._begin()
-            said = iter(self._exchange({"members": known}, self._spec.timeout_seconds)["opinions"] if known else ())
+                self._start()
+            results = iter(
+                self._exchange({"members": complete}, self._spec.timeout_seconds)["opinions"] if complete else ()
+            )
         except JudgeError as error:
-            said = iter([{"failure": str(error)}] * len(known))
-        return [self._scaled(next(said)) if isinstance(one, dict) else DraftVerdict.failed(one) for one in asked]
+            results = iter([{"failure": str(error)}] * len(complete))
+        return [self._scaled(next(results)) if isinstance(one, dict) else DraftVerdict.failed(one) for one in requests]
 
     def _arguments(self, member: Transcript) -> dict[str, Any] | str:
-        """Return what the grader is given of a trajectory, or why it cannot be asked."""
+        """Return the grader's arguments for a trajectory, or the reason why they are incomplete."""
         offered = {name: value for name, value in arguments(member).items() if name in self._parameters}
         for name, column in self._spec.columns.items():
             if member.row is None or column not in member.row:
@@ -86,21 +88,21 @@ class OpenJudgeJudge:
             offered[name] = member.row[column]
         return offered | dict(self._spec.arguments)
 
-    def _scaled(self, said: Mapping[str, Any]) -> DraftVerdict:
-        if "failure" in said:
-            return DraftVerdict.failed(str(said["failure"]))
+    def _scaled(self, result: Mapping[str, Any]) -> DraftVerdict:
+        if "failure" in result:
+            return DraftVerdict.failed(str(result["failure"]))
         low, high = sorted((self._spec.worst, self._spec.best))
-        score = float(said["score"])
+        score = float(result["score"])
         if not low <= score <= high:
             return DraftVerdict.failed(
                 f"the grader's score {score:g} is not between {low:g} and {high:g}: set worst and best"
             )
         return DraftVerdict.of(
-            (score - self._spec.worst) / (self._spec.best - self._spec.worst), str(said["reason"])[:4000]
+            (score - self._spec.worst) / (self._spec.best - self._spec.worst), str(result["reason"])[:4000]
         )
 
-    def _begin(self) -> dict[str, Any]:
-        """Start the grader's process; return what the grader takes. Raises JudgeError."""
+    def _start(self) -> dict[str, Any]:
+        """Start the grader's process; return its description of the grader. Raises JudgeError."""
         spec = self._spec
         python = str(spec.python or sys.executable)
         kept = {name: value for name, value in self._environ.items() if not name.startswith(("RATCHET_", "PYTHON"))}
@@ -112,24 +114,24 @@ class OpenJudgeJudge:
             )
         except OSError as error:
             raise JudgeError(f"judge openjudge: {python} cannot be run: {error.strerror}; set `python`") from error
-        told = self._exchange({"grader": spec.grader, "settings": dict(spec.settings)}, _START)
-        problem = told.get("problem") or self._misfit(told)
+        grader = self._exchange({"grader": spec.grader, "settings": dict(spec.settings)}, _START_TIMEOUT)
+        problem = grader.get("problem") or self._unsupported(grader)
         if problem:
             self.close()
             missing = f"; {_REMEDY}" if "No module named 'openjudge" in problem else ""
             raise JudgeError(f"judge openjudge: {spec.grader}: {problem}{missing}")
-        return told
+        return grader
 
-    def _misfit(self, told: Mapping[str, Any]) -> str | None:
-        if told["mode"] != "pointwise":
+    def _unsupported(self, grader: Mapping[str, Any]) -> str | None:
+        if grader["mode"] != "pointwise":
             return "it ranks groups and gives no scores; use kind: ruler for a ranking"
-        given = {*KNOWN, *self._spec.columns, *self._spec.arguments}
-        if missing := [name for name in told["needed"] if name not in given]:
+        available = {*KNOWN, *self._spec.columns, *self._spec.arguments}
+        if missing := [name for name in grader["needed"] if name not in available]:
             return f"it needs {', '.join(missing)}: name a column of the task set (columns) or a constant (arguments)"
         return None
 
-    def _exchange(self, asked: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """Ask the process; one that says nothing in time is ended. Raises JudgeError."""
+    def _exchange(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        """Send a request to the process and return its response; kill it on timeout. Raises JudgeError."""
         process = self._process
         assert process is not None
         assert process.stdin is not None
@@ -137,29 +139,29 @@ class OpenJudgeJudge:
         alarm = threading.Timer(seconds, process.kill)
         alarm.start()
         try:
-            process.stdin.write(json.dumps(asked).encode() + b"\n")
+            process.stdin.write(json.dumps(request).encode() + b"\n")
             process.stdin.flush()
             line = process.stdout.readline()
-        except OSError:  # it is gone
+        except OSError:  # the process has exited
             line = b""
         finally:
             alarm.cancel()
-        if not line.endswith(b"\n"):  # nothing, or cut off where the process was ended
+        if not line.endswith(b"\n"):  # no line, or an incomplete one
             self.close()
-            raise JudgeError(f"the grader's process ended, or said nothing within {seconds:g} s; its log says why")
-        told: dict[str, Any] = json.loads(line)
-        return told
+            raise JudgeError(f"the grader's process exited, or did not respond within {seconds:g} s; its log says why")
+        response: dict[str, Any] = json.loads(line)
+        return response
 
 
 KNOWN = ("query", "response", "messages", "tool_definitions", "tool_calls", "task")
 
 
 def arguments(member: Transcript) -> dict[str, Any]:
-    """Return what is known of a trajectory, by the names that OpenJudge's graders use."""
+    """Return the data of a trajectory under the parameter names of OpenJudge's graders."""
     response = response_of(member)
-    asked = [message for message in member.messages if message.get("role") == "user"]
+    user_messages = [message for message in member.messages if message.get("role") == "user"]
     return {
-        "query": _text(asked[-1].get("content")) if asked else "",
+        "query": _text(user_messages[-1].get("content")) if user_messages else "",
         "response": response if isinstance(response, str) else json.dumps(response),
         "messages": [dict(message) for message in member.messages],
         "tool_definitions": [dict(tool) for tool in member.tools],

@@ -1,9 +1,9 @@
-"""RULER: a language model ranks the members of a group against each other. The prompt and its reading are pure.
+"""RULER: a language model scores the members of a group relative to each other.
 
-What the members share at the beginning is shown once; members that are the same are shown once and share their score;
-the order is shuffled, and the labels are given after shuffling. A usable answer names every label exactly once, with a
-score from 0 to 1. What agents and tools wrote is data: it is encoded as JSON, so that no text of theirs can close a
-member or speak for the judge. Messages that do not fit are cut in their middle, and say so.
+The prompt contains the common prefix of the members once, and equal members once, with a shared score; the order is
+shuffled before labels are assigned. A valid answer has every label exactly once, with a score from 0 to 1. Text of
+agents and tools is encoded as JSON, so that it cannot end a member or imitate the judge. Long messages are shortened in
+their middle, with a note.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ratchet.trainer.controller.judges import Judgement
 from ratchet.trainer.controller.judges.images import JudgeImages
 from ratchet.trainer.controller.judges.language_model import JudgeModelSession, LanguageModel, Message
 from ratchet.trainer.controller.judges.opinion import DraftVerdict, version_of
-from ratchet.trainer.controller.judges.truncation import fitted
+from ratchet.trainer.controller.judges.truncation import truncated_json
 from ratchet.trainer.errors import JudgeUnavailable
 from ratchet.trainer.settings.judge_specs import RulerSpec
 
-_CHARACTERS_A_TOKEN = 3.0  # cautious: English has four
+_CHARS_PER_TOKEN = 3.0  # a low estimate; English has four
 _NAME = "ruler"
 
 _TASK = """\
@@ -45,14 +45,14 @@ one entry for each of the ids {ids}."""
 
 @dataclass(frozen=True, slots=True)
 class RankingPrompt:
-    """What is asked: the messages, and which members each label stands for."""
+    """The messages of the prompt, and the members by label."""
 
-    question: tuple[Message, ...]
+    messages: tuple[Message, ...]
     labels: Mapping[str, tuple[int, ...]]
 
 
 class RulerJudge:
-    """Ranks a group by asking once (again, where the answer cannot be used)."""
+    """Scores a group with one request, repeated if the answer is invalid."""
 
     compares = True
 
@@ -72,23 +72,23 @@ class RulerJudge:
 
     def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
         """Return one verdict per member, in order."""
-        began = time.perf_counter()
-        interview = JudgeModelSession(self.name, group_id)
-        ranking = ranked(
+        started_at = time.perf_counter()
+        session = JudgeModelSession(self.name, group_id)
+        prompt = ranking_prompt(
             members,
             rubric=self._spec.rubric,
-            budget=int(self._spec.context_tokens * _CHARACTERS_A_TOKEN),
+            budget=int(self._spec.context_tokens * _CHARS_PER_TOKEN),
             shuffle=random.Random(_seed(members)),
             images=self._spec.max_images,
         )
         try:
-            read = _reader(ranking.labels)
-            by_label = self._model.ask(ranking.question, schema(sorted(ranking.labels)), read, interview)
-            opinions = {place: by_label[label] for label, places in ranking.labels.items() for place in places}
+            reader = _reader(prompt.labels)
+            by_label = self._model.ask(prompt.messages, schema(sorted(prompt.labels)), reader, session)
+            opinions = {place: by_label[label] for label, places in prompt.labels.items() for place in places}
         except JudgeUnavailable as failed:
             opinions = dict.fromkeys(range(len(members)), DraftVerdict.failed(str(failed)))
-        seconds = (time.perf_counter() - began) / len(members)
-        cost = interview.cost
+        seconds = (time.perf_counter() - started_at) / len(members)
+        cost = session.cost
         verdicts = [
             opinions[place].verdict(
                 member,
@@ -98,34 +98,34 @@ class RulerJudge:
                 cost=None if cost is None else cost / len(members),
                 latency=seconds,
                 judged_at=self._clock(),
-                judge_request_id=interview.last,
+                judge_request_id=session.last,
             )
             for place, member in enumerate(members)
         ]
-        return Judgement(tuple(verdicts), tuple(interview.judge_requests))
+        return Judgement(tuple(verdicts), tuple(session.judge_requests))
 
 
 def _seed(members: Sequence[Transcript]) -> str:
-    """Return what the members' order is drawn by: who they are, not how they are listed.
+    """Return the seed of the order: the members' ids, independent of their order.
 
-    Two that are listed the other way round are therefore shown the other way round.
+    Two members in reverse order are therefore shown in reverse order.
     """
     return "\0".join(sorted(member.trajectory.id for member in members))
 
 
-def ranked(
+def ranking_prompt(
     members: Sequence[Transcript], *, rubric: str, budget: int, shuffle: random.Random, images: int = 0
 ) -> RankingPrompt:
-    """Return the question about a group; `budget` is its longest form in characters, without the images shown."""
+    """Return the prompt for a group; `budget` is its maximum length in characters, without attached images."""
     runs = [with_plain_ids(member.messages) for member in members]
     shared = common_prefix(runs)
     groups: dict[bytes, list[int]] = {}
     for place, run in enumerate(runs):
-        groups.setdefault(b"\n".join(map(_essence, run[shared:])), []).append(place)
+        groups.setdefault(b"\n".join(map(_canonical_bytes, run[shared:])), []).append(place)
     distinct = list(groups.values())
     shuffle.shuffle(distinct)
     labels = {str(number): tuple(places) for number, places in enumerate(distinct, 1)}
-    shown: dict[str, Any] = {
+    content: dict[str, Any] = {
         "shared_beginning": runs[0][:shared],
         "tools": [dict(tool) for tool in members[0].tools],
         "attempts": [
@@ -134,28 +134,28 @@ def ranked(
     }
     ids = ", ".join(labels)
     pictures = JudgeImages(images)
-    told = fitted(pictures.described(shown), budget)
+    text = truncated_json(pictures.describe(content), budget)
     return RankingPrompt(
         (
             {"role": "system", "content": _TASK.format(rubric=rubric, ids=ids)},
-            {"role": "user", "content": pictures.content(told)},
+            {"role": "user", "content": pictures.content(text)},
         ),
         labels,
     )
 
 
 def common_prefix(runs: Sequence[Sequence[Mapping[str, Any]]]) -> int:
-    """Return how many messages all runs have in common at their beginning."""
+    """Return the length of the common prefix of all runs, in messages."""
     count = 0
     for same in zip(*runs, strict=False):
-        if len(set(map(_essence, same))) > 1:
+        if len(set(map(_canonical_bytes, same))) > 1:
             break
         count += 1
     return count
 
 
 def with_plain_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with their tool calls numbered in order: the engine's random ids make no two runs equal."""
+    """Return the messages with tool calls numbered in order, because random ids would make all runs differ."""
     plain: dict[str, str] = {}
     run: list[dict[str, Any]] = []
     for message in messages:
@@ -164,18 +164,18 @@ def with_plain_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
             for call in calls:
                 plain.setdefault(str(call.get("id")), f"call_{len(plain) + 1}")
             changed["tool_calls"] = [{**call, "id": plain[str(call.get("id"))]} for call in calls]
-        if (answered := message.get("tool_call_id")) is not None:
-            changed["tool_call_id"] = plain.get(str(answered), str(answered))
+        if (call_id := message.get("tool_call_id")) is not None:
+            changed["tool_call_id"] = plain.get(str(call_id), str(call_id))
         run.append(changed)
     return run
 
 
-def _essence(message: Mapping[str, Any]) -> bytes:
+def _canonical_bytes(message: Mapping[str, Any]) -> bytes:
     return msgspec.json.encode(canon.canonical(message), order="sorted")
 
 
 def schema(labels: Sequence[str]) -> dict[str, Any]:
-    """Return the JSON schema of a usable answer."""
+    """Return the JSON schema of a valid answer."""
     entry = {
         "type": "object",
         "properties": {
@@ -199,7 +199,7 @@ def _reader(labels: Mapping[str, object]) -> Callable[[Any], dict[str, DraftVerd
 
 
 def scores_of(answer: Any, labels: set[str]) -> dict[str, DraftVerdict]:
-    """Return the opinion per label. Raises ValueError for a label missing, unknown or twice, or a score out of 0..1."""
+    """Return the draft verdict by label. Raises ValueError for a missing, unknown or repeated label or invalid score."""
     entries = answer.get("scores") if isinstance(answer, dict) else None
     if not isinstance(entries, list):
         raise ValueError("`scores` must be a list")
@@ -209,7 +209,7 @@ def scores_of(answer: Any, labels: set[str]) -> dict[str, DraftVerdict]:
             raise ValueError("each of `scores` must be an object")
         label, score = str(entry.get("trajectory_id")), entry.get("score")
         if label in found:
-            raise ValueError(f"trajectory_id {label!r} is there twice")
+            raise ValueError(f"trajectory_id {label!r} occurs twice")
         if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
             raise ValueError(f"the score of {label!r} is not a number")
         if not 0.0 <= score <= 1.0:

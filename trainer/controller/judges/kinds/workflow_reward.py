@@ -1,7 +1,7 @@
-"""The judge that goes by what the workflow of a rollout said itself: its reward.
+"""The workflow judge: the score is the reward that the workflow of a rollout returned.
 
-A rollout that failed gets the failure score. A trajectory that is no rollout, and a rollout whose workflow returned no
-reward, are failures of the judge, never a number.
+A failed rollout gets the failure score. A trajectory without a rollout and a rollout without a reward are judge
+failures.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ratchet.trainer.settings.judge_specs import RewardSpec
 
 
 class RewardJudge:
-    """Reads the reward that the workflow returned."""
+    """Scores with the workflow's reward."""
 
     concurrency = 1
     name = "workflow"
@@ -31,7 +31,7 @@ class RewardJudge:
         return Judgement(tuple(self._verdict(group_id, member) for member in members))
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing."""
 
     def _verdict(self, group_id: str | None, member: Transcript) -> Verdict:
         return self._opinion(member).verdict(
@@ -41,9 +41,7 @@ class RewardJudge:
     def _opinion(self, member: Transcript) -> DraftVerdict:
         returned = member.returned
         if returned is None:
-            return DraftVerdict.failed(
-                "this trajectory is no rollout of the tuner: only those have a reward of their own"
-            )
+            return DraftVerdict.failed("this trajectory is not a rollout of the tuner; only rollouts have a reward")
         if returned.failure is not None:
             return DraftVerdict.of(self._spec.failure_score, f"the rollout failed: {returned.failure}")
         if returned.reward is None:
