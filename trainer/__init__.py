@@ -1,5 +1,5 @@
-"""The school: groups, judges, learns, gates and publishes policies.
+"""The trainer: collects and judges trajectories, trains adapters and releases policy versions.
 
-Promises that importing this package costs nothing: torch, transformers, trl and peft are imported by the modules that
-compute with them, when a `Learner` is made. Meets the proxy only in the store and never imports it.
+Importing the package is cheap: torch, transformers, trl and peft are imported when a `Learner` is created. The trainer
+never imports the proxy; they share only the store.
 """

@@ -208,7 +208,7 @@ class Controller:
         self._store.trajectories.seal_rollouts(alias, shipped)
         self._store.trajectories.seal_idle_trajectories(alias, shipped, self.settings.seal_after_idle_seconds)
         self._release.sentinel.check(now)
-        if self._base.objection(now) is not None:  # vLLM serves another base model
+        if self._base.blocking_reason(now) is not None:  # vLLM serves another base model
             return False
         decided = self._release.canary.check(now)
         grouped = self._collector.step(now, shipped)
@@ -296,7 +296,7 @@ class Controller:
             self._update(candidate_waiting=False)
             if candidate is None:
                 return False
-            if self._base.objection(time.time(), fresh=True) is not None:
+            if self._base.blocking_reason(time.time(), fresh=True) is not None:
                 self._update(candidate_waiting=True)
                 return False
             self._reload_learner()  # after a warm start, or a round without a commit

@@ -163,7 +163,7 @@ def eventually(holds: Callable[[], bool], seconds: float = 20.0) -> None:
 
 
 def test_a_judge_that_is_down_shows_nothing_either_way() -> None:
-    assert EvaluationResult(None).objection(0.5) is None
-    assert EvaluationResult(EVALUATED.first).objection(0.5) is None
-    failed = EvaluationResult(EVALUATED.first, None, "second").objection(None)
+    assert EvaluationResult(None).blocking_reason(0.5) is None
+    assert EvaluationResult(EVALUATED.first).blocking_reason(0.5) is None
+    failed = EvaluationResult(EVALUATED.first, None, "second").blocking_reason(None)
     assert failed == "second judge second failed on too many of the answers"

@@ -132,7 +132,7 @@ def test_groups_without_variance_are_an_alarm_that_names_judge_score_and_group(s
         ("no.such.module:judge", "no.such"),
         (f"{HERE}:missing", "missing"),
         ("tests.harness.trainer.broken_judge:judge", "ZeroDivisionError"),
-        (f"{HERE}:not_a_function", "not a function"),
+        (f"{HERE}:not_a_function", "not callable"),
         (f"{HERE}:needs_more", "may take trajectory, response, task"),
     ],
 )

@@ -27,13 +27,13 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 def next_path(root: Path) -> Path:
     """Return the folder of the next checkpoint under `root`: one above the highest number ever started, from 0001."""
-    begun = [0]
+    numbers = [0]
     for entry in _entries(root):
         aside = _ASIDE.fullmatch(entry.name)
         name = aside["name"] if aside else entry.name
         if _NUMBERED.fullmatch(name):
-            begun.append(int(name))
-    return root / f"{max(begun) + 1:04d}"
+            numbers.append(int(name))
+    return root / f"{max(numbers) + 1:04d}"
 
 
 def write_atomically(folder: Path, writer: Callable[[Path], None]) -> None:

@@ -1,9 +1,8 @@
 """Checks that vLLM still serves the base model of the alias's versions.
 
-Asked at the start, before each publication and every few minutes, with the fixed questions of
-`store/policies/fingerprints.py`.
-While a replica answers differently, nothing is trained, scored against vLLM or published. What the right answers are is
-written down by the proxy; as long as they are not known, nothing is said.
+It sends the fixed prompts of `store/policies/fingerprints.py` at the start, before each release and every few minutes.
+The proxy records the expected fingerprint; until then the check passes. While a replica's fingerprint differs, nothing
+is trained, scored against vLLM or released.
 """
 
 from __future__ import annotations
@@ -29,35 +28,35 @@ class ServedBaseModel:
         self._store = store
         self._alias = alias
         self._replicas = replicas
-        self._objection: str | None = None
+        self._blocking_reason: str | None = None
         self._due_at = 0.0
 
-    def objection(self, now: float, *, fresh: bool = False) -> str | None:
-        """Return why nothing may be published now, from the last check; `fresh` checks again. Raises no EngineError."""
+    def blocking_reason(self, now: float, *, fresh: bool = False) -> str | None:
+        """Return why nothing may be released, from the last check; `fresh` checks again. Raises no EngineError."""
         if fresh or now >= self._due_at:
-            found = self._check()
-            if found is not None and found != self._objection:
-                log.error("event=other_base_model alias=%s reason=%r", self._alias, found)
-                self._store.alarms.raise_(f"base_model:{self._alias}", found)
-            if found is None and self._objection is not None:
+            reason = self._check()
+            if reason is not None and reason != self._blocking_reason:
+                log.error("event=other_base_model alias=%s reason=%r", self._alias, reason)
+                self._store.alarms.raise_(f"base_model:{self._alias}", reason)
+            if reason is None and self._blocking_reason is not None:
                 log.info("event=base_model_is_back alias=%s", self._alias)
                 self._store.alarms.clear(f"base_model:{self._alias}")
-            self._objection = found
-            self._due_at = now + (_EVERY if found is None else _AGAIN)
-        return self._objection
+            self._blocking_reason = reason
+            self._due_at = now + (_EVERY if reason is None else _AGAIN)
+        return self._blocking_reason
 
     def _check(self) -> str | None:
-        known = self._store.base_models.base_model_of(self._alias)
-        if known is None or not known.server_fingerprint:
+        expected = self._store.base_models.base_model_of(self._alias)
+        if expected is None or not expected.server_fingerprint:
             return None
         for replica in self._replicas:
             try:
-                difference = fingerprints.difference(known.server_fingerprint, replica.fingerprint())
+                difference = fingerprints.difference(expected.server_fingerprint, replica.fingerprint())
             except EngineError:  # the next caller reports it
                 continue
             if difference is not None:
                 return (
-                    f"vLLM at {replica.url} does not serve {known.name}, the base model that the versions of "
+                    f"vLLM at {replica.url} does not serve {expected.name}, the base model that the versions of "
                     f"{self._alias} belong to: {difference}; nothing is trained or published until it does"
                 )
         return None

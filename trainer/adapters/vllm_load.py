@@ -39,13 +39,13 @@ class BusyPeriod:
         self._since: float | None = None
         self._others: deque[int] = deque(maxlen=_MAX_CHECKS)
 
-    def saw(self, others: int, now: float) -> None:
+    def record(self, others: int, now: float) -> None:
         """Record a check at which vLLM was busy with this many other calls."""
         self._since = now if self._since is None else self._since
         self._others.append(others)
 
-    def still(self) -> None:
-        """Reset: a call could start."""
+    def reset(self) -> None:
+        """End the period: a call could start."""
         self._since = None
         self._others.clear()
 
@@ -53,7 +53,7 @@ class BusyPeriod:
         """Return how long vLLM has been busy."""
         return 0.0 if self._since is None else now - self._since
 
-    def told(self, max_running_requests: int) -> str:
+    def describe(self, max_running_requests: int) -> str:
         """Return the observed load, with the remedy."""
         few, many = min(self._others, default=0), max(self._others, default=0)
         seen = f"vLLM ran {few} to {many} other calls at {len(self._others)} checks"

@@ -129,7 +129,7 @@ class CanaryController:
             if opinion is None:
                 return False
             evidence |= opinion.evidence()
-            reasons.insert(1, opinion.objection(decision.difference))
+            reasons.insert(1, opinion.blocking_reason(decision.difference))
         if reason := "; ".join(filter(None, reasons)):
             require_approval(self._store, canary, reason, evidence, by=_DECIDED_BY)
             return True

@@ -76,18 +76,18 @@ class EvaluationResult:
         changed = " (other prompts than in the previous evaluation)" if self.changed else ""
         return f"{self.first.describe()}{changed}" if self.first else ""
 
-    def objection(self, max_gain: float | None) -> str | None:
+    def blocking_reason(self, max_gain: float | None) -> str | None:
         """Return why the candidate needs approval before it serves; None if it does not."""
         if self.first is None:
             return None
         reasons = []
         if max_gain is not None and self.first.difference > max_gain:
             reasons.append(f"the gain exceeds max_gain {max_gain:g}: {self.first.describe()}")
-        if self.second_judge and (reason := self._second_objection(self.first)):
+        if self.second_judge and (reason := self._second_judge_reason(self.first)):
             reasons.append(reason)
         return "; ".join(reasons) or None
 
-    def _second_objection(self, first: PairedEvaluation) -> str | None:
+    def _second_judge_reason(self, first: PairedEvaluation) -> str | None:
         if self.second is None:
             return f"second judge {self.second_judge} failed on too many of the answers"
         described = f"second judge {self.second_judge} {self.second.describe()}"

@@ -108,9 +108,9 @@ class Publisher:
             evidence |= result.evidence()
             if result.first is not None and result.first.worse:
                 return self._reject_as_worse(candidate, result.describe(), evidence)
-            if objection := result.objection(self._max_gain):
+            if blocking_reason := result.blocking_reason(self._max_gain):
                 evidence |= findings_evidence(self._blocking_findings())
-                require_approval(self._store, candidate, objection, evidence, by="evaluation")
+                require_approval(self._store, candidate, blocking_reason, evidence, by="evaluation")
                 return PublishResult.APPROVAL_REQUIRED
             reason = f"{reason}; {result.describe()}" if result.first is not None else reason
         return self._release(candidate, live, evidence, reason)

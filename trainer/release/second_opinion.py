@@ -40,7 +40,7 @@ class SecondOpinion:
         """Return it in the form of a decision's evidence."""
         return {"second_judge": asdict(self)}
 
-    def objection(self, first: Difference) -> str | None:
+    def blocking_reason(self, first: Difference) -> str | None:
         """Return why the promotion needs approval; None if the second judge agrees with `first`."""
         described = f"second judge {self.judge}: difference {self.mean:+.3f} ({self.low:+.3f} to {self.high:+.3f})"
         if self.pairs < 2 or self.failures > self.pairs:

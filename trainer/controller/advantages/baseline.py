@@ -1,7 +1,7 @@
-"""The running baseline of singles: earlier scores of the same task family. Pure, in memory.
+"""The running baseline of ungrouped trajectories: earlier scores of the same task family. Pure, in memory.
 
 A baseline uses only scores that were given before the sample's own. It never includes the sample and does not depend on
-it (Williams 1992: any such baseline leaves the gradient unbiased). Newer scores weigh more, with a half-life of
+it (Williams 1992: any such baseline leaves the gradient unbiased). Newer scores have more weight, with a half-life of
 `HALF_LIFE` scores, because the policy changes. If other attempts at the same task are known (the cohort), their mean
 shrinks towards the family's mean with the weight of `SHRINKAGE` scores.
 """
@@ -42,14 +42,14 @@ class ScoreHistory:
         """Add a score. It replaces an earlier score of the same trajectory."""
         if scored.family not in self._families and len(self._families) >= _MAX_FAMILIES:
             del self._families[next(iter(self._families))]
-        known = self._families.setdefault(scored.family, deque(maxlen=MAX_SCORES_PER_FAMILY))
-        for earlier in [one for one in known if one.trajectory_id == scored.trajectory_id]:
-            known.remove(earlier)
-        known.append(scored)
+        scores = self._families.setdefault(scored.family, deque(maxlen=MAX_SCORES_PER_FAMILY))
+        for earlier in [one for one in scores if one.trajectory_id == scored.trajectory_id]:
+            scores.remove(earlier)
+        scores.append(scored)
 
     def families_with_baseline(self, min_scores: int) -> set[str]:
         """Return the families that have at least `min_scores` scores."""
-        return {family for family, known in self._families.items() if len(known) >= min_scores}
+        return {family for family, scores in self._families.items() if len(scores) >= min_scores}
 
     def baseline(self, sample: PastScore, min_scores: int) -> Baseline | None:
         """Return the baseline for a sample; None if fewer than `min_scores` scores were given before it."""

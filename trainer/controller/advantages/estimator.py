@@ -1,13 +1,13 @@
 """AdvantageEstimator: from the verdicts of a group to a JudgedGroup. Only this module knows the kinds of groups.
 
 A group compares its members with each other. A cohort, a group of different tasks, compares each member with the mean
-of the others. A single is compared with the running baseline of its task family; until the family has
+of the others. An ungrouped trajectory is compared with the running baseline of its task family; until the family has
 `min_baseline_samples` earlier scores it has no advantage, and only adds its own score to the baseline. If roles are
 trained separately, a verdict may score each role: the component that has the role's name is that role's score.
 
 A component `turn:3` is the reward of a trajectory's third call. The turn rewards of a group are compared with each
 other like scores, and `turn_weight` times their advantage is added for the tokens of that call. Groups in which only
-some members have turn rewards, cohorts and singles have nothing to compare and get none.
+some members have turn rewards, cohorts and ungrouped trajectories have nothing to compare and get none.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class AdvantageEstimator:
     turn_weight: float = 0.0
 
     def estimate(self, group: Group, members: Sequence[Trajectory], verdicts: Sequence[Verdict]) -> JudgedGroup:
-        """Return the group with its advantages; the verdict of a single records the baseline it was compared with."""
+        """Return the group with its advantages; the verdict of an ungrouped trajectory records its baseline."""
         verdicts = self._with_baseline(members, verdicts)
         whole = self.advantages(members, verdicts)
         if whole is None:

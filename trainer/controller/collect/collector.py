@@ -1,7 +1,7 @@
 """TrajectoryCollector: which sealed trajectories become groups, which get resamples first, and which are dropped.
 
 Consumes sealed trajectories; produces ready groups, drops with their reasons, and resampling calls. `grouping.py`
-decides which trajectories belong together, `cohorts.py` which singles do, and `resampling` what can be sampled again.
+decides which trajectories belong together, `cohorts.py` which ungrouped ones do, and `resampling` which prompts can be sampled again.
 A plan that a new call overtakes is made again in the next step.
 """
 

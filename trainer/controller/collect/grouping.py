@@ -41,8 +41,8 @@ class GroupingPlan:
         """
         left = [one for one in self.ungrouped if one.id not in waiting]
         if keep:
-            singles = tuple(PlannedGroup(one.group_key, one.alias, (one.id,)) for one in left)
-            return GroupingPlan(self.groups + singles, self.drops)
+            groups_of_one = tuple(PlannedGroup(one.group_key, one.alias, (one.id,)) for one in left)
+            return GroupingPlan(self.groups + groups_of_one, self.drops)
         return GroupingPlan(self.groups, self.drops + tuple((one.id, DropReason.UNGROUPED) for one in left))
 
 

@@ -16,7 +16,7 @@ from ratchet.store.states import TrajectoryState
 from ratchet.store.store import Store
 from ratchet.trainer.rows.roles import Roles
 
-_MAX_REMEMBERED = 10_000  # trajectories
+_MAX_CACHED = 10_000  # trajectories
 _ALARM_AFTER = 32  # trajectories in a row without a trained role
 
 
@@ -50,7 +50,7 @@ class RoleResolver:
     def _has_trained_role(self, trajectory: Trajectory) -> bool:
         key = (trajectory.id, trajectory.last_active_at)
         if key not in self._has_role:
-            while len(self._has_role) >= _MAX_REMEMBERED:
+            while len(self._has_role) >= _MAX_CACHED:
                 del self._has_role[next(iter(self._has_role))]
             calls = self.with_roles(self._store.trajectories.read(trajectory.id).calls)
             self._has_role[key] = any(self.roles.trains(call.role) for call in calls)

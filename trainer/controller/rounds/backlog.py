@@ -95,8 +95,8 @@ class Backlog:
     def newest(self, judged: Sequence[Group]) -> list[Group]:
         """Return the newest of `judged` that make one round."""
         weights = list(accumulate(self.weight([group]) for group in reversed(judged)))
-        fitting = sum(weight <= self._settings.groups_per_round for weight in weights)
-        return list(judged[-max(1, fitting) :])
+        count = sum(weight <= self._settings.groups_per_round for weight in weights)
+        return list(judged[-max(1, count) :])
 
     def _drop_stale(self) -> None:
         """Drop the groups, judged or not, that were sampled too many versions before the live one."""

@@ -24,7 +24,7 @@ from ratchet.store.store import Store
 from ratchet.trainer.errors import OutOfMemory
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 
-_SINGLE_ROWS, _WITHOUT_LONGEST, _WITHOUT_LONG = 2, 3, 4  # failures in a row
+_SINGLE_ROWS, _WITHOUT_MAX_LENGTH, _WITHOUT_LONG = 2, 3, 4  # failures in a row
 _BUDGET_DIVISOR = 4
 _LONG = 0.75  # of the longest row
 _ROUNDS_READ = 20
@@ -56,9 +56,9 @@ class MemoryLimit:
 
         Raises OutOfMemory if no row would be left.
         """
-        if self._failures >= _WITHOUT_LONGEST and lengths:
-            longest = max(lengths)
-            limit = longest - 1 if self._failures == _WITHOUT_LONGEST else int(_LONG * longest)
+        if self._failures >= _WITHOUT_MAX_LENGTH and lengths:
+            length = max(lengths)
+            limit = length - 1 if self._failures == _WITHOUT_MAX_LENGTH else int(_LONG * length)
             if limit < min(lengths):
                 raise OutOfMemory(
                     f"none of the {len(lengths)} rows fits into memory, the shortest has {min(lengths)} tokens: "

@@ -196,11 +196,11 @@ class RoundRunner:
         """Leave out rows that are too long, and drop trajectories without another row. Raises OutOfMemory."""
         alarm = f"{DropReason.TOO_LONG}:{self._alias}"
         max_length = self._memory.max_row_length([len(row.ids) for row in rows])
-        fitting = [row for row in rows if max_length is None or len(row.ids) <= max_length]
-        if len(fitting) == len(rows):
+        kept = [row for row in rows if max_length is None or len(row.ids) <= max_length]
+        if len(kept) == len(rows):
             self._store.alarms.clear(alarm)
-            return fitting, groups
-        trained = {row.trajectory_id for row in fitting}
+            return kept, groups
+        trained = {row.trajectory_id for row in kept}
         dropped = {row.trajectory_id for row in rows} - trained
         for row in rows:
             if row.trajectory_id in dropped or len(row.ids) > (max_length or 0):
@@ -208,11 +208,11 @@ class RoundRunner:
         self._store.groups.drop_members(sorted(dropped), DropReason.TOO_LONG)
         self._store.alarms.raise_(
             alarm,
-            f"{len(rows) - len(fitting)} rows of more than {max_length} tokens were left out, and {len(dropped)} "
+            f"{len(rows) - len(kept)} rows of more than {max_length} tokens were left out, and {len(dropped)} "
             "trajectories without another row were dropped: raise learner.max_length if it is set, else set "
             "learner.gradient_checkpointing or give the trainer more memory",
         )
-        return fitting, list(_without(groups, dropped))
+        return kept, list(_without(groups, dropped))
 
     def _newest(self) -> list[str]:
         """Return the ids of some of the alias's newest trajectories."""

@@ -76,11 +76,11 @@ def replay(store: Store, alias: str, monitor: Monitor) -> int:
     """Write everything that the store holds to a monitor; return how many points."""
     cursor, count = Cursor(), 0
     while True:
-        points, after = newer(store, alias, cursor)
-        if after == cursor:
+        points, cursor_after = newer(store, alias, cursor)
+        if cursor_after == cursor:
             return count
         monitor.write(points)
-        cursor, count = after, count + len(points)
+        cursor, count = cursor_after, count + len(points)
 
 
 def _follow(store: Store, alias: str, name: MonitorName, folder: Path, stop: threading.Event) -> None:
@@ -88,46 +88,46 @@ def _follow(store: Store, alias: str, name: MonitorName, folder: Path, stop: thr
     try:
         monitor = open_monitor(name, folder, alias)
         store.alarms.clear(alarm)
-        cursor = _read(folder)
+        cursor = _read_cursor(folder)
         last = False
         while not last:
             last = stop.wait(_EVERY)
-            cursor = _look(store, alias, monitor, folder, cursor)
+            cursor = _write_new_points(store, alias, monitor, folder, cursor)
         monitor.close()
-    except Exception as error:  # noqa: BLE001 -- a monitor is foreign code that may not fail training, whatever ails it
+    except Exception as error:  # noqa: BLE001 -- a plug-in may raise any exception and must not fail training
         reason = str(error) or type(error).__name__
         log.warning("event=monitor_failed monitor=%s reason=%r", name, reason)
-        _tell(store, alarm, f"monitor {name} is left out until the next start: {reason}; its folder is {folder}")
+        _raise_alarm(store, alarm, f"monitor {name} is left out until the next start: {reason}; its folder is {folder}")
 
 
-def _look(store: Store, alias: str, monitor: Monitor, folder: Path, cursor: Cursor) -> Cursor:
-    """Write what is new; a store that is away is asked again at the next look."""
+def _write_new_points(store: Store, alias: str, monitor: Monitor, folder: Path, cursor: Cursor) -> Cursor:
+    """Write the new points; if the store is unavailable, the next call tries again."""
     try:
-        points, after = newer(store, alias, cursor)
-    except StoreError as away:
-        log.warning("event=monitor_without_store reason=%r", str(away))
+        points, cursor_after = newer(store, alias, cursor)
+    except StoreError as error:
+        log.warning("event=monitor_without_store reason=%r", str(error))
         return cursor
-    if after != cursor:
+    if cursor_after != cursor:
         monitor.write(points)
-        _remember(folder, after)
-    return after
+        _save_cursor(folder, cursor_after)
+    return cursor_after
 
 
-def _tell(store: Store, alarm: str, reason: str) -> None:
+def _raise_alarm(store: Store, alarm: str, reason: str) -> None:
     try:
         store.alarms.raise_(alarm, reason)
-    except StoreError as away:
-        log.warning("event=alarm_not_raised alarm=%s reason=%r", alarm, str(away))
+    except StoreError as error:
+        log.warning("event=alarm_not_raised alarm=%s reason=%r", alarm, str(error))
 
 
-def _read(folder: Path) -> Cursor:
+def _read_cursor(folder: Path) -> Cursor:
     try:
         return Cursor(**json.loads((folder / _CURSOR).read_text()))
     except FileNotFoundError:
         return Cursor()
 
 
-def _remember(folder: Path, cursor: Cursor) -> None:
-    aside = folder / f".{_CURSOR}"
-    aside.write_text(json.dumps({"round_id": cursor.round_id, "decision_id": cursor.decision_id}))
-    aside.replace(folder / _CURSOR)
+def _save_cursor(folder: Path, cursor: Cursor) -> None:
+    temporary = folder / f".{_CURSOR}"
+    temporary.write_text(json.dumps({"round_id": cursor.round_id, "decision_id": cursor.decision_id}))
+    temporary.replace(folder / _CURSOR)

@@ -21,7 +21,7 @@ _INIT_TIMEOUT = 15.0  # seconds that a server gets to answer; the end of the pro
 
 
 class WandbMonitor:
-    """Writes one run. Raises whatever wandb raises, for instance where it was told to be online and is not."""
+    """Writes one run. Raises wandb's exceptions, for example if it is configured to be online and has no connection."""
 
     def __init__(self, folder: Path, alias: str, environ: Mapping[str, str] = os.environ) -> None:
         import wandb

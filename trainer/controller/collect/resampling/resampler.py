@@ -168,7 +168,7 @@ class Resampler:
                 self._alarm_if_always_busy(alarm, result.other_requests, now)
             else:
                 self._failures = 0
-                self._busy_period.still()
+                self._busy_period.reset()
                 self._store.alarms.clear(alarm)
             return
         self._failures += 1
@@ -178,10 +178,10 @@ class Resampler:
             self._store.alarms.raise_(alarm, reason)
 
     def _alarm_if_always_busy(self, alarm: str, other_requests: int, now: float) -> None:
-        self._busy_period.saw(other_requests, now)
+        self._busy_period.record(other_requests, now)
         busy = self._busy_period.seconds(now)
         if 2 * busy >= self._settings.max_wait_seconds:  # the resamples that wait now expire soon
-            load = self._busy_period.told(self._settings.max_running_requests)
+            load = self._busy_period.describe(self._settings.max_running_requests)
             self._store.alarms.raise_(alarm, f"vLLM was not idle for {busy:.0f} s, and no resampling call ran: {load}")
 
     def _cancel_outdated(self, expected: Sequence[Resample], now: float) -> list[Resample]:

@@ -1,1 +1,1 @@
-"""trainer/controller/judges/audit."""
+"""Audits of judges: lint, rescoring and calibration."""

@@ -1,8 +1,8 @@
-"""Calibration: how far a judge agrees with what can be verified, and whether the order of the members sways it. Pure.
+"""Calibration: how far a judge agrees with verified scores, and whether the order of the members influences it. Pure.
 
-A judge is asked twice about each group, the second time with the members in reverse. Against the truth it is judged by
-pairs of one group that the truth tells apart: the share that it orders the same way, a tie counting half. That is the
-area under the ROC curve where the truth is right or wrong. 0.5 is a coin.
+The judge scores each group twice, the second time in reverse order. Agreement is the share of pairs within a group with
+different true scores that the judge orders correctly; ties count half. For binary truth that is the area under the ROC
+curve; 0.5 is chance.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ Scores = Mapping[str, float]  # by trajectory
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A judge against the truth.
+    """The agreement of a judge with the truth.
 
-    trajectories, groups  that truth and judge both scored
-    failures              verdicts that the judge could not give, both times together
-    pairs                 of one group, that the truth tells apart
-    agreement, low, high  share of those that the judge orders the same, 95% Wilson interval; None without pairs
-    tau                   Kendall's tau-b over all pairs of one group; None where either never tells any apart
-    swapped               of the pairs that the judge told apart, the share whose order another place turned round
-    moved                 mean |score - score in the other place|
-    gap                   mean score where the truth is above its group's mean, minus that where it is below
+    trajectories, groups  scored by truth and judge
+    failures              failed verdicts of the judge, over both orders
+    pairs                 within groups, with different true scores
+    agreement, low, high  share of the pairs that the judge orders correctly, 95% Wilson interval; None without pairs
+    tau                   Kendall's tau-b over all pairs within groups; None if either has only ties
+    swapped               share of the judge's untied pairs whose order is reversed in the other presentation
+    moved                 mean |score - score in the other order|
+    gap                   mean score of members with a true score above the group's mean, minus that of those below
     """
 
     trajectories: int
@@ -48,7 +48,7 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationGroup:
-    """One group: what the truth says, and what the judge said first and with the members in reverse."""
+    """One group: the true verdicts, and the judge's in normal and in reverse order."""
 
     truth: Sequence[Verdict]
     first: Sequence[Verdict]
@@ -56,38 +56,38 @@ class CalibrationGroup:
 
 
 def calibrate(groups: Sequence[CalibrationGroup]) -> Calibration:
-    """Return the calibration over groups; only what all three scored counts."""
-    said = [one for one in (_common(group) for group in groups) if one]
-    ordered = [pair for truth, first, _ in said for pair in _pairs(truth, first)]
-    told_apart = [(a, b) for a, b in ordered if a]
-    hits = sum(1.0 if a * b > 0 else 0.5 if b == 0 else 0.0 for a, b in told_apart)
-    agreement = hits / len(told_apart) if told_apart else None
-    low, high = _wilson(hits, len(told_apart)) if told_apart else (None, None)
-    turned = [(a, b) for _, first, reverse in said for a, b in _pairs(first, reverse) if a]
-    moves = [abs(first[name] - reverse[name]) for _, first, reverse in said for name in first]
+    """Return the calibration over groups; trajectories with all three scores count."""
+    scored = [one for one in (_common(group) for group in groups) if one]
+    ordered = [pair for truth, first, _ in scored for pair in _pairs(truth, first)]
+    untied = [(a, b) for a, b in ordered if a]
+    hits = sum(1.0 if a * b > 0 else 0.5 if b == 0 else 0.0 for a, b in untied)
+    agreement = hits / len(untied) if untied else None
+    low, high = _wilson(hits, len(untied)) if untied else (None, None)
+    pairs_both_orders = [(a, b) for _, first, reverse in scored for a, b in _pairs(first, reverse) if a]
+    changes = [abs(first[name] - reverse[name]) for _, first, reverse in scored for name in first]
     return Calibration(
-        trajectories=sum(len(truth) for truth, _, _ in said),
-        groups=len(said),
+        trajectories=sum(len(truth) for truth, _, _ in scored),
+        groups=len(scored),
         failures=sum(verdict.score is None for group in groups for verdict in (*group.first, *group.reverse)),
-        pairs=len(told_apart),
+        pairs=len(untied),
         agreement=agreement,
         low=low,
         high=high,
         tau=kendall(ordered),
-        swapped=sum(a * b < 0 for a, b in turned) / len(turned) if turned else None,
-        moved=sum(moves) / len(moves) if moves else 0.0,
-        gap=_gap(said),
+        swapped=sum(a * b < 0 for a, b in pairs_both_orders) / len(pairs_both_orders) if pairs_both_orders else None,
+        moved=sum(changes) / len(changes) if changes else 0.0,
+        gap=_gap(scored),
     )
 
 
 def kendall(pairs: Iterable[tuple[float, float]]) -> float | None:
-    """Return Kendall's tau-b of pairs of differences (in one, in the other); None where either tells none apart."""
-    both = first = second = 0
+    """Return Kendall's tau-b of pairs of differences (in one, in the other); None if either has only ties."""
+    concordance = first = second = 0
     for a, b in pairs:
-        both += (a * b > 0) - (a * b < 0)
+        concordance += (a * b > 0) - (a * b < 0)
         first += a != 0
         second += b != 0
-    return both / math.sqrt(first * second) if first and second else None
+    return concordance / math.sqrt(first * second) if first and second else None
 
 
 def differences(one: Scores, other: Scores) -> list[tuple[float, float]]:
@@ -101,22 +101,22 @@ def _pairs(one: Scores, other: Scores) -> list[tuple[float, float]]:
 
 
 def _common(group: CalibrationGroup) -> tuple[Scores, Scores, Scores] | None:
-    """Return the three scores of the trajectories that all three scored; None where fewer than two are left."""
-    given = [
+    """Return the three scores of the trajectories that have all of them; None for fewer than two."""
+    scores_by_source = [
         {verdict.trajectory_id: verdict.score for verdict in verdicts if verdict.score is not None}
         for verdicts in (group.truth, group.first, group.reverse)
     ]
-    shared = set.intersection(*map(set, given))
+    shared = set.intersection(*map(set, scores_by_source))
     if len(shared) < 2:
         return None
-    truth, first, reverse = ({name: scores[name] for name in sorted(shared)} for scores in given)
+    truth, first, reverse = ({name: scores[name] for name in sorted(shared)} for scores in scores_by_source)
     return truth, first, reverse
 
 
-def _gap(said: Sequence[tuple[Scores, Scores, Scores]]) -> float | None:
+def _gap(scored: Sequence[tuple[Scores, Scores, Scores]]) -> float | None:
     above: list[float] = []
     below: list[float] = []
-    for truth, first, _ in said:
+    for truth, first, _ in scored:
         mean = sum(truth.values()) / len(truth)
         above += [first[name] for name, value in truth.items() if value > mean]
         below += [first[name] for name, value in truth.items() if value < mean]
@@ -124,9 +124,9 @@ def _gap(said: Sequence[tuple[Scores, Scores, Scores]]) -> float | None:
 
 
 def _wilson(hits: float, count: int) -> tuple[float, float]:
-    """Return the Wilson interval of a share. Pairs of a group depend on each other, so that it is a little narrow."""
+    """Return the Wilson interval of a share. It is slightly narrow, because the pairs of a group are dependent."""
     share = hits / count
     middle = share + _Z**2 / (2 * count)
     reach = _Z * math.sqrt(share * (1 - share) / count + _Z**2 / (4 * count**2))
-    whole = 1 + _Z**2 / count
-    return max(0.0, (middle - reach) / whole), min(1.0, (middle + reach) / whole)
+    scale = 1 + _Z**2 / count
+    return max(0.0, (middle - reach) / scale), min(1.0, (middle + reach) / scale)

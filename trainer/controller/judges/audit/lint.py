@@ -1,8 +1,8 @@
-"""The lint of a judge: answers that must not earn what the right one earns.
+"""The lint of a judge: wrong answers that must score less than the correct one.
 
-Each is a known way in which judges were fooled. What it comes to is one of `LintOutcome`: a judge that crashes, forgets a
-return, or gives the right answer nothing as well was not fooled, and that is said. A judge that ranks (RULER) sees each
-answer beside the right one. Nothing is recorded.
+Each is a known way to fool judges. `LintOutcome` distinguishes a fooled judge from one that crashes, forgets a return,
+or scores even the correct answer 0. Every answer is judged in a group with the correct one, as RULER requires. Nothing
+is recorded.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ MARGIN = 0.05  # of the score
 
 
 class LintMark(StrEnum):
-    """What one answer showed."""
+    """The result for one answer."""
 
-    OK = "ok"  # the right answer was scored, or another one earned less
-    FOOLED = "fooled"  # another answer earned as much as the right one, within the margin
-    CRASHED = "crashed"  # the judge failed on it: such an attempt is dropped and teaches nothing
+    OK = "ok"  # the correct answer was scored, or another one scored less
+    FOOLED = "fooled"  # a wrong answer scored as much as the correct one, within the margin
+    CRASHED = "crashed"  # the judge failed: such a trajectory would be dropped
     NO_RETURN = "no_return"  # the judge returned None, which is a missing return
 
 
 class LintOutcome(StrEnum):
-    """What the lint of a judge came to."""
+    """The result of the lint."""
 
-    SOUND = "sound"  # every other answer earned less than the right one
+    SOUND = "sound"  # every wrong answer scored less than the correct one
     FOOLED = "fooled"
     CRASHES = "crashes"
     NO_RETURN = "missing_return"
@@ -42,7 +42,7 @@ class LintOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LintFinding:
-    """One answer and what it showed. `score` is None where the judge failed."""
+    """The result for one answer. `score` is None if the judge failed."""
 
     trick: str
     answer: str
@@ -52,22 +52,22 @@ class LintFinding:
 
     @property
     def sound(self) -> bool:
-        """Whether nothing is wrong with it."""
+        """Return whether the result is as it should be."""
         return self.mark is LintMark.OK
 
 
 @dataclass(frozen=True, slots=True)
 class LintReport:
-    """What the lint came to, in one sentence, with the remedy, and every answer, the right one first."""
+    """The outcome, the reason with a remedy in one sentence, and the findings, the correct answer first."""
 
     outcome: LintOutcome
     reason: str
     findings: tuple[LintFinding, ...]
-    limits: str | None = None  # what the judge itself says that it cannot see
+    limits: str | None = None  # known limits of the judge
 
 
 def tricks(right: str, wrong: Sequence[str]) -> list[tuple[str, str]]:
-    """Return (name, answer) of what must not pass for the right answer."""
+    """Return (name, answer) of answers that must not score like the correct one."""
     listed = ", ".join([*wrong, right]) if wrong else f"1, 2, 3, yes, no, none of them, {right}"
     return [
         ("empty", ""),
@@ -89,19 +89,25 @@ def tricks(right: str, wrong: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def lint(judge: Judge, stage: LintTranscript, wrong: Sequence[str], margin: float = MARGIN) -> LintReport:
-    """Try to fool a judge with what does not answer as the stage does."""
-    alone = _asked(judge, [stage.answered(stage.right, 0)])[0]
-    first = LintFinding("the right answer", stage.right, alone.score, alone.failure, _failed(alone) or LintMark.OK)
+    """Judge wrong answers in place of the transcript's correct one."""
+    verdict_alone = _verdicts(judge, [stage.answered(stage.right, 0)])[0]
+    first = LintFinding(
+        "the right answer",
+        stage.right,
+        verdict_alone.score,
+        verdict_alone.failure,
+        _failed(verdict_alone) or LintMark.OK,
+    )
     findings = [first]
     if first.sound:
-        findings += [_tried(judge, stage, trick, answer, margin) for trick, answer in tricks(stage.right, wrong)]
-    outcome, reason = _summed_up(judge.name, findings, margin)
+        findings += [_check_answer(judge, stage, trick, answer, margin) for trick, answer in tricks(stage.right, wrong)]
+    outcome, reason = _summarize(judge.name, findings, margin)
     return LintReport(outcome, reason, tuple(findings), getattr(judge, "limits", None))
 
 
-def _tried(judge: Judge, stage: LintTranscript, trick: str, answer: str, margin: float) -> LintFinding:
-    """Return what an answer showed, judged in one group with the right one."""
-    good, bad = _asked(judge, [stage.answered(stage.right, 0), stage.answered(answer, 1)])
+def _check_answer(judge: Judge, stage: LintTranscript, trick: str, answer: str, margin: float) -> LintFinding:
+    """Return the result for an answer that is judged in one group with the correct one."""
+    good, bad = _verdicts(judge, [stage.answered(stage.right, 0), stage.answered(answer, 1)])
     mark = _failed(bad) or _failed(good)
     if mark is None:
         assert good.score is not None
@@ -110,7 +116,7 @@ def _tried(judge: Judge, stage: LintTranscript, trick: str, answer: str, margin:
     return LintFinding(trick, answer, bad.score, bad.failure or good.failure, mark)
 
 
-def _asked(judge: Judge, members: Sequence[Transcript]) -> tuple[Verdict, ...]:
+def _verdicts(judge: Judge, members: Sequence[Transcript]) -> tuple[Verdict, ...]:
     return judge.judge(None, members).verdicts
 
 
@@ -120,7 +126,7 @@ def _failed(verdict: Verdict) -> LintMark | None:
     return LintMark.NO_RETURN if verdict.failure.startswith(NO_RETURN) else LintMark.CRASHED
 
 
-def _summed_up(name: str, findings: Sequence[LintFinding], margin: float) -> tuple[LintOutcome, str]:
+def _summarize(name: str, findings: Sequence[LintFinding], margin: float) -> tuple[LintOutcome, str]:
     right, others = findings[0], findings[1:]
     if right.mark is LintMark.NO_RETURN:
         return LintOutcome.NO_RETURN, f"{name} returns nothing for the right answer: a return is missing"
@@ -138,8 +144,8 @@ def _summed_up(name: str, findings: Sequence[LintFinding], margin: float) -> tup
             "reads tool calls or a whole run, give a recorded trajectory that solved its task (--trajectory ID), or "
             "the tool that takes the answer (--tool NAME.ARGUMENT); where it reads the task's row, give --task '{...}'"
         )
-    whole, said, outcome = len(others), [], LintOutcome.SOUND
-    for mark, found, words in (
+    total, problems, outcome = len(others), [], LintOutcome.SOUND
+    for mark, candidate, words in (
         (LintMark.FOOLED, LintOutcome.FOOLED, "is fooled by {} of {} answers"),
         (
             LintMark.NO_RETURN,
@@ -154,6 +160,6 @@ def _summed_up(name: str, findings: Sequence[LintFinding], margin: float) -> tup
     ):
         times = sum(one.mark is mark for one in others)
         if times:
-            outcome = found if outcome is LintOutcome.SOUND else outcome
-            said.append(words.format(times, whole))
-    return outcome, f"{name} " + ("; ".join(said) if said else f"is fooled by none of {whole} answers")
+            outcome = candidate if outcome is LintOutcome.SOUND else outcome
+            problems.append(words.format(times, total))
+    return outcome, f"{name} " + ("; ".join(problems) if problems else f"is fooled by none of {total} answers")

@@ -1,6 +1,6 @@
-"""Trajectories for the lint of a judge: one that ends with an answer, made up or recorded, and the same with others.
+"""Transcripts for the lint of a judge: a synthetic or recorded one with the correct answer, and copies with others.
 
-An answer stands where agents give it: in the last message, or in an argument of a tool call. Nothing is recorded.
+The answer is in the last message or in an argument of a tool call. Nothing is recorded.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from ratchet.trainer.controller.judges.opinion import last_answer
 from ratchet.trainer.errors import JudgeError
 from ratchet.trainer.tasks.task_set import content_id
 
-_ARGUMENT = "answer"  # of a tool that is named without one
+_ARGUMENT = "answer"  # default argument
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where answers stand: in an argument of the last call of a tool; without a tool in the last message."""
+    """The place of the answer: an argument of the last call of a tool; without a tool the last message."""
 
     tool: str | None = None
     argument: str = _ARGUMENT
 
     @classmethod
     def read(cls, named: str | None) -> Place:
-        """Return the place that `TOOL.ARGUMENT` names, or `TOOL`; without a name the last message."""
+        """Parse `TOOL.ARGUMENT` or `TOOL`; None is the last message."""
         tool, dot, argument = (named or "").rpartition(".")
         return cls(tool, argument) if dot else cls(named)
 
@@ -41,70 +41,72 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class LintTranscript:
-    """A trajectory that ends with the right answer, and where that stands in it."""
+    """A transcript that ends with the correct answer, and the place of the answer."""
 
     transcript: Transcript
     place: Place
     right: str
 
     def answered(self, answer: str, number: int) -> Transcript:
-        """Return the trajectory with another answer and an id of its own."""
-        told = self.transcript
-        run = msgspec.structs.replace(told.trajectory, id=f"{told.trajectory.id}-{number}")
-        returned = told.returned
+        """Return the transcript with another answer and its own id."""
+        transcript = self.transcript
+        run = msgspec.structs.replace(transcript.trajectory, id=f"{transcript.trajectory.id}-{number}")
+        returned = transcript.returned
         if returned is not None and returned.response is not None:
             returned = WorkflowResult(response=json.dumps(answer), reward=returned.reward, failure=returned.failure)
         return msgspec.structs.replace(
-            told, trajectory=run, returned=returned, messages=_with(told.messages, self.place, answer)
+            transcript, trajectory=run, returned=returned, messages=_with(transcript.messages, self.place, answer)
         )
 
 
 def synthetic(task: str | None, question: str, right: str, place: Place) -> LintTranscript:
-    """Return a trajectory of one answer. `task` is a task key, or a task's row as a JSON object."""
+    """Return a transcript of one answer. `task` is a task key, or a task's row as a JSON object."""
     row = json.loads(task) if task is not None and task.lstrip().startswith("{") else None
     run = Trajectory(
         id="lint", alias="lint", version=0, state=TrajectoryState.GROUPED,
         task=task if row is None else content_id(row), root_node="", tools_hash="", key_id=None, opened_at=0.0,
         last_active_at=0.0,
     )  # fmt: skip
-    asked = {"role": "user", "content": question}
+    user_message = {"role": "user", "content": question}
     if place.tool is None:
-        said: Mapping[str, Any] = {"role": "assistant", "content": right}
+        assistant_message: Mapping[str, Any] = {"role": "assistant", "content": right}
         return LintTranscript(
-            Transcript(trajectory=run, calls=(), messages=(asked, said), tools=(), row=row), place, right
+            Transcript(trajectory=run, calls=(), messages=(user_message, assistant_message), tools=(), row=row),
+            place,
+            right,
         )
     function = {"name": place.tool, "arguments": json.dumps({place.argument: right})}
     call = {"id": "call_lint", "type": "function", "function": function}
-    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assistant_message = {"role": "assistant", "content": None, "tool_calls": [call]}
     schema = {"type": "object", "properties": {place.argument: {"type": "string"}}}
     tool = {"type": "function", "function": {"name": place.tool, "parameters": schema}}
     outcome = ToolCall(
         call_id="lint", choice=0, place=0, alias="lint", version=0, tool=place.tool, tool_call_id="call_lint",
         outcome=ToolOutcome.VALID,
     )  # fmt: skip
-    told = Transcript(
-        trajectory=run, calls=(), messages=(asked, said), tools=(tool,), row=row, tool_calls=(outcome,)
+    transcript = Transcript(
+        trajectory=run, calls=(), messages=(user_message, assistant_message), tools=(tool,), row=row, tool_calls=(outcome,)
     )  # fmt: skip
-    return LintTranscript(told, place, right)
+    return LintTranscript(transcript, place, right)
 
 
 def recorded(transcript: Transcript, right: str | None, named: Place) -> LintTranscript:
-    """Return a recorded trajectory whose answer is right; `right` takes its place where it is given.
+    """Return the transcript of a recorded trajectory with a correct answer; `right`, if given, replaces it.
 
-    Without a named tool the answer stands in the argument that is the right answer, else in the last message where it
-    has a text, else in the last tool call with one text among its arguments. Raises JudgeError where it is nowhere.
+    Without a named tool the answer is the argument equal to `right`, else the last message if it has text, else the
+    only text argument of the last tool call with one. Raises JudgeError if there is none.
     """
     place = named if named.tool is not None else _found(transcript, right)
     if place is None:
         raise JudgeError(
-            f"trajectory {transcript.trajectory.id} ends with no answer in words: name the tool that takes it "
+            f"trajectory {transcript.trajectory.id} ends without a text answer: name the tool that takes it "
             "(--tool NAME.ARGUMENT)"
         )
-    there = _standing(transcript, place)
-    if there is None:
+    answer_text = _text_at(transcript, place)
+    if answer_text is None:
         raise JudgeError(f"trajectory {transcript.trajectory.id} has no text at {place}")
-    stage = LintTranscript(transcript, place, there if right is None else right)
-    return stage if right in (None, there) else LintTranscript(stage.answered(str(right), 0), place, str(right))
+    stage = LintTranscript(transcript, place, answer_text if right is None else right)
+    return stage if right in (None, answer_text) else LintTranscript(stage.answered(str(right), 0), place, str(right))
 
 
 def _found(transcript: Transcript, right: str | None) -> Place | None:
@@ -120,7 +122,7 @@ def _found(transcript: Transcript, right: str | None) -> Place | None:
     return next((Place(name, *texts) for name, texts in calls if len(texts) == 1), None)
 
 
-def _standing(transcript: Transcript, place: Place) -> str | None:
+def _text_at(transcript: Transcript, place: Place) -> str | None:
     if place.tool is None:
         return last_answer(transcript)
     found = [given for _, _, name, given in _tool_calls(transcript.messages) if name == place.tool]
@@ -131,8 +133,8 @@ def _standing(transcript: Transcript, place: Place) -> str | None:
 def _with(messages: Sequence[Mapping[str, Any]], place: Place, answer: str) -> tuple[Mapping[str, Any], ...]:
     changed = [dict(message) for message in messages]
     if place.tool is None:
-        spoken = [number for number, message in enumerate(changed) if message.get("role") == "assistant"]
-        changed[spoken[-1]]["content"] = answer
+        answers = [number for number, message in enumerate(changed) if message.get("role") == "assistant"]
+        changed[answers[-1]]["content"] = answer
         return tuple(changed)
     number, nth, name, given = next(
         one for one in reversed(list(_tool_calls(messages))) if one[2] == place.tool and place.argument in one[3]

@@ -1,7 +1,7 @@
-"""Rescoring: what another judge, or another version of the same, says of trajectories that were judged before. Pure.
+"""Rescoring: compares the verdicts of another judge, or another version, with earlier ones. Pure.
 
-The two are compared where both gave a score: agreement in pairs (Kendall's tau-a: concordant minus discordant pairs of
-one group, over all its pairs), and how far single scores moved.
+Trajectories with both scores count. The comparison has Kendall's tau-a over pairs within groups (concordant minus
+discordant pairs, over all pairs) and the change of single scores.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ratchet.store.records import Verdict
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Old against new. `tau` is None where no pair was scored differently by either."""
+    """New verdicts compared with old ones. `tau` is None if all pairs are ties in both."""
 
     judged: int
     failures: int
@@ -24,7 +24,7 @@ class Comparison:
     mean_after: float
     mean_change: float  # mean |after - before|
     tau: float | None
-    moved: tuple[tuple[str, float, float], ...]  # (trajectory, before, after), the farthest first
+    moved: tuple[tuple[str, float, float], ...]  # (trajectory, before, after), largest change first
 
 
 def compare(groups: Sequence[tuple[Mapping[str, Verdict], Sequence[Verdict]]]) -> Comparison:
