@@ -17,7 +17,7 @@ from ratchet.store.store import open_store
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.harness.cli.project import Project
 from tests.harness.proxy.servers import ProxyProcess, eventually
-from tests.trainer.test_shadows import Line, runs
+from tests.trainer.test_resampling import ResamplingTrainer, runs
 
 
 @pytest.mark.e2e
@@ -31,7 +31,7 @@ def test_a_call_with_tools_is_resampled_token_for_token(project: Project, tmp_pa
             checkpoints=tmp_path, seal_after_idle_seconds=0.1, group_wait_seconds=0.1,
             resample={"samples": 2, "concurrency": 2},
         )  # fmt: skip
-        trainer = Line(store, settings)
+        trainer = ResamplingTrainer(store, settings)
         try:
             eventually(lambda: httpx.get(proxy.url + "/health/ready", timeout=5).status_code == 200)
             request: Any = {"model": "agent", "messages": opening("Where is the picnic?", 6), "tools": list(TOOLS)}

@@ -81,7 +81,7 @@ def test_what_is_trained_is_new_however_much_arrives(store: Store, arriving: int
     assert left <= 10 * (arriving - A_ROUND)  # nothing waits for ever
 
 
-def test_no_judge_is_asked_about_what_is_too_old_to_be_trained(store: Store) -> None:
+def test_groups_too_old_for_training_are_not_judged(store: Store) -> None:
     waiting = backlog(store, max_staleness=2)
     arrive(store, 0, 3, first=0, judged=False)
     for version in range(4):
@@ -93,7 +93,7 @@ def test_no_judge_is_asked_about_what_is_too_old_to_be_trained(store: Store) -> 
     assert store.trajectories.get("grp_00000000-a").drop_reason == DropReason.STALE
 
 
-def test_a_group_that_lost_its_company_is_neither_judged_nor_trained(store: Store) -> None:
+def test_a_group_that_lost_too_many_members_is_neither_judged_nor_trained(store: Store) -> None:
     waiting = backlog(store, groups_per_round=1)
     alone = agents_work(store, "single", [1.0])
     mixed = agents_work(store, "t", [0.0]) + agents_work(store, "u", [1.0], version=1)

@@ -40,7 +40,7 @@ def test_a_perturbed_copy_of_the_same_shape_is_another_model(model: Path, tmp_pa
     assert changed(digests(model, cache), digests(copy, cache)) == {"weights"}
 
 
-def test_each_part_is_told_apart_and_what_does_not_matter_is_left_out(model: Path, tmp_path: Path) -> None:
+def test_each_part_has_its_own_fingerprint_and_irrelevant_files_are_ignored(model: Path, tmp_path: Path) -> None:
     cache = tmp_path / "digests.json"
     first = digests(model, cache)
     (model / "README.md").write_text("A model.")
@@ -63,7 +63,7 @@ def test_a_file_that_has_not_changed_is_not_read_again(model: Path, tmp_path: Pa
     assert bytes_to_read(model, cache) == 0
     file = model / "model-1.safetensors"
     before = file.stat()
-    file.write_bytes(bytes(5000))  # with its time put back: whoever wants to be fooled is
+    file.write_bytes(bytes(5000))  # with its old modification time: the change is not detected
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert digests(model, cache) == first
     os.utime(file)

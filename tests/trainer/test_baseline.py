@@ -72,20 +72,20 @@ def test_the_baseline_leaves_the_expected_gradient_alone() -> None:
 
 def test_a_single_that_waits_long_for_its_round_keeps_what_it_was_compared_with(store: Store) -> None:
     book = ScoreHistory([scored(f"old{n}", float(n % 2), float(n), family="task:mail") for n in range(40)])
-    credit = AdvantageEstimator("dr_grpo", min_baseline_samples=16, history=book)
+    estimator = AdvantageEstimator("dr_grpo", min_baseline_samples=16, history=book)
     agents_work(store, "mail/1", [1.0])
     store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0)
     group = store.groups.create("k", "agent", ["mail/1-0"], now=101.0)
     keeper = JudgeRunner(
         store, FunctionJudge("tests.harness.trainer.judge_samples:scripted", clock=lambda: 102.0), attempts=1,
-        retry_seconds=1.0, alarm_after=5, judged=JudgedGroupCache(store, credit),
+        retry_seconds=1.0, alarm_after=5, judged=JudgedGroupCache(store, estimator),
     )  # fmt: skip
     member = store.trajectories.read("mail/1-0")
     keeper.judge_now(group, [member], now=102.0)
-    (earned,) = credit.advantages([member.trajectory], list(store.groups.verdicts(group.members).values())) or ()
+    (earned,) = estimator.advantages([member.trajectory], list(store.groups.verdicts(group.members).values())) or ()
     assert earned > 0.3
     for number in range(MAX_SCORES_PER_FAMILY):  # a canary's traffic, say
         book.add(scored(f"new{number}", 1.0, 200.0 + number, family="task:mail"))
     assert book.baseline(past_score(member.trajectory, store.groups.verdicts(group.members)["mail/1-0"]), 16) is None
-    assert credit.advantages([member.trajectory], list(store.groups.verdicts(group.members).values())) == (earned,)
+    assert estimator.advantages([member.trajectory], list(store.groups.verdicts(group.members).values())) == (earned,)
     keeper.close()

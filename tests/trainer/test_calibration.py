@@ -19,7 +19,7 @@ def verdicts(scores: Mapping[str, float | None]) -> list[Verdict]:
     ]  # fmt: skip
 
 
-def asked(
+def calibration_group(
     truth: Mapping[str, float], first: Mapping[str, float | None], reverse: Mapping[str, float | None]
 ) -> CalibrationGroup:
     return CalibrationGroup(verdicts(truth), verdicts(first), verdicts(reverse))
@@ -29,7 +29,7 @@ TRUTH = {"a": 1.0, "b": 0.0, "c": 0.0}
 
 
 def test_a_judge_that_is_right_agrees_wholly_and_is_not_swayed() -> None:
-    found = calibrate([asked(TRUTH, {"a": 0.9, "b": 0.2, "c": 0.1}, {"a": 0.9, "b": 0.2, "c": 0.1})] * 10)
+    found = calibrate([calibration_group(TRUTH, {"a": 0.9, "b": 0.2, "c": 0.1}, {"a": 0.9, "b": 0.2, "c": 0.1})] * 10)
     assert (found.agreement, found.pairs, found.swapped, found.moved) == (1.0, 20, 0.0, 0.0)
     assert found.low == pytest.approx(0.839, abs=0.001)
     assert found.gap == pytest.approx(0.75)
@@ -37,7 +37,7 @@ def test_a_judge_that_is_right_agrees_wholly_and_is_not_swayed() -> None:
 
 def test_a_judge_that_likes_the_first_place_is_found_out_by_the_swap() -> None:
     first, last = {"a": 0.9, "b": 0.5, "c": 0.1}, {"a": 0.1, "b": 0.5, "c": 0.9}
-    found = calibrate([asked(TRUTH, first, last)])
+    found = calibrate([calibration_group(TRUTH, first, last)])
     assert (found.agreement, found.swapped) == (1.0, 1.0)
     assert found.moved == pytest.approx(1.6 / 3)
 
@@ -46,8 +46,8 @@ def test_a_coin_agrees_with_half() -> None:
     coin = random.Random(1)
     groups = []
     for _ in range(300):
-        said = {name: coin.random() for name in TRUTH}
-        groups.append(asked(TRUTH, said, said))
+        scores = {name: coin.random() for name in TRUTH}
+        groups.append(calibration_group(TRUTH, scores, scores))
     found = calibrate(groups)
     assert found.low is not None
     assert found.high is not None
@@ -57,12 +57,12 @@ def test_a_coin_agrees_with_half() -> None:
 
 def test_a_judge_that_says_the_same_of_all_counts_half() -> None:
     flat = dict.fromkeys(TRUTH, 0.5)
-    found = calibrate([asked(TRUTH, flat, flat)])
+    found = calibrate([calibration_group(TRUTH, flat, flat)])
     assert (found.agreement, found.tau, found.swapped) == (0.5, None, None)
 
 
 def test_failures_are_counted_and_never_scored() -> None:
-    found = calibrate([asked(TRUTH, {"a": None, "b": 0.1, "c": 0.2}, {"a": 0.9, "b": 0.1, "c": 0.2})])
+    found = calibrate([calibration_group(TRUTH, {"a": None, "b": 0.1, "c": 0.2}, {"a": 0.9, "b": 0.1, "c": 0.2})])
     assert (found.failures, found.trajectories, found.pairs, found.agreement) == (1, 2, 0, None)
 
 

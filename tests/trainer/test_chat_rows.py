@@ -60,12 +60,12 @@ def test_the_row_is_what_the_engine_is_given_token_for_token(tokenizer: Any) -> 
     assert tokenizer.decode(whole[len(row.ids) :]).strip() == ""
 
 
-def test_no_token_before_between_or_after_the_answers_carries_loss_whatever_is_said(tokenizer: Any) -> None:
-    told: list[dict[str, Any]] = [{"role": "system", "content": "alpha"}]
+def test_no_token_outside_the_answers_carries_loss(tokenizer: Any) -> None:
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "alpha"}]
     for turn in range(5):
-        told += [{"role": "user", "content": f"beta {turn}"}, {"role": "assistant", "content": f"gamma {turn}"}]
-        told += [{"role": "tool", "tool_call_id": "x", "content": f"delta {turn}"}]
-    (row,) = ChatRows(tokenizer).rows(Conversation.of_messages("a", told))
+        messages += [{"role": "user", "content": f"beta {turn}"}, {"role": "assistant", "content": f"gamma {turn}"}]
+        messages += [{"role": "tool", "tool_call_id": "x", "content": f"delta {turn}"}]
+    (row,) = ChatRows(tokenizer).rows(Conversation.of_messages("a", messages))
     on = tokenizer.decode([token for token, mask in zip(row.ids, row.mask, strict=True) if mask])
     off = tokenizer.decode([token for token, mask in zip(row.ids, row.mask, strict=True) if not mask])
     assert on == "".join(f"gamma {turn}<|im_end|>" for turn in range(5))
@@ -83,13 +83,13 @@ def test_only_the_answers_that_are_named_are_learnt(tokenizer: Any) -> None:
 def test_a_template_that_rewrites_history_gives_each_answer_in_its_own_context() -> None:
     tokenizer = build_tokenizer()
     tokenizer.chat_template = REWRITING
-    told = [
+    messages = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "think|one"},
         {"role": "user", "content": "b"},
         {"role": "assistant", "content": "think|two"},
     ]
-    rows = ChatRows(tokenizer).rows(Conversation.of_messages("a", told))
+    rows = ChatRows(tokenizer).rows(Conversation.of_messages("a", messages))
     trained = [tokenizer.decode([t for t, on in zip(row.ids, row.mask, strict=True) if on]) for row in rows]
     assert trained == ["think|one<|im_end|>", "think|two<|im_end|>"]
     assert "think|one" not in tokenizer.decode(list(rows[1].ids))
@@ -107,7 +107,7 @@ def test_a_template_that_rewrites_history_gives_each_answer_in_its_own_context()
         ("hello", "not a list of messages"),
     ],
 )
-def test_what_cannot_be_told_exactly_is_refused_with_the_reason(messages: Any, reason: str) -> None:
+def test_a_conversation_that_cannot_be_rendered_exactly_is_refused_with_the_reason(messages: Any, reason: str) -> None:
     with pytest.raises(RowError, match=reason):
         ChatRows(build_tokenizer()).rows(Conversation.of_messages("a", messages))
 

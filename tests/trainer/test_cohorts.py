@@ -1,4 +1,4 @@
-"""Cohorts: singles of a young task family are compared with others of the same system prompt, each over the others."""
+"""Cohorts: ungrouped trajectories of a new task family are compared with others of the same system prompt."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def cohorts(
     return [group.members for group in groups], waiting
 
 
-def test_singles_of_one_system_prompt_make_cohorts_and_others_never_mix() -> None:
+def test_ungrouped_trajectories_with_one_system_prompt_form_a_cohort() -> None:
     ungrouped = [run(str(n), task=f"mail/{n}") for n in range(4)] + [run("x", task="mail/9", root_node="another")]
     assert cohorts(ungrouped, now=1.0) == ([("0", "1", "2")], {"3", "x"})
     assert cohorts(ungrouped) == ([("0", "1", "2")], set())  # too few are left: each goes by itself
@@ -49,7 +49,7 @@ def test_a_family_with_a_past_needs_no_cohort() -> None:
     assert cohorts(ungrouped, with_baseline={"task:mail"}) == ([], set())
 
 
-def test_tools_prompts_and_families_tell_cohorts_apart() -> None:
+def test_cohorts_differ_by_tools_prompt_and_family() -> None:
     keys = {
         cohort_key(one, prompt)
         for one in (run("a", task="mail/1"), run("b", task="mail/2"), run("c", task="math/1"))
@@ -59,16 +59,16 @@ def test_tools_prompts_and_families_tell_cohorts_apart() -> None:
     assert cohort_key(run("a"), b"x") != cohort_key(run("a", tools_hash="t"), b"x")
 
 
-@pytest.mark.parametrize("credit", ["grpo", "dr_grpo", "rloo", "reinforce++"])
-def test_each_member_is_compared_with_the_others_alone(credit: str) -> None:
+@pytest.mark.parametrize("estimator_name", ["grpo", "dr_grpo", "rloo", "reinforce++"])
+def test_each_member_is_compared_with_the_others_alone(estimator_name: str) -> None:
     scores = [0.0, 0.2, 1.0, 0.4]
-    found = cohort_advantages(scores, credit)
+    found = cohort_advantages(scores, estimator_name)
     raw = [score - statistics.fmean(scores[:n] + scores[n + 1 :]) for n, score in enumerate(scores)]
     scale = raw[0] / found[0]
     assert [value * scale for value in found] == pytest.approx(raw)
-    assert scale == pytest.approx(statistics.stdev(scores) + 1e-4 if credit == "grpo" else 1.0)
+    assert scale == pytest.approx(statistics.stdev(scores) + 1e-4 if estimator_name == "grpo" else 1.0)
     assert not has_signal([0.5, 0.5])
-    assert cohort_advantages([0.5, 0.5], credit) == (0.0, 0.0)
+    assert cohort_advantages([0.5, 0.5], estimator_name) == (0.0, 0.0)
 
 
 def test_the_baseline_of_a_member_does_not_change_with_its_own_score() -> None:
@@ -76,27 +76,27 @@ def test_the_baseline_of_a_member_does_not_change_with_its_own_score() -> None:
     assert low == pytest.approx(high)
 
 
-def test_credit_knows_a_cohort_by_its_tasks() -> None:
+def test_a_group_of_different_tasks_is_a_cohort() -> None:
     members = [run(str(n), task=f"mail/{n}") for n in range(3)]
     verdicts = [
         Verdict(trajectory_id=one.id, group_id="g", judge="j", judge_version="1", score=score)
         for one, score in zip(members, (0.0, 0.0, 1.0), strict=True)
     ]
-    credit = AdvantageEstimator("dr_grpo")
-    assert credit.advantages(members, verdicts) == pytest.approx((-0.5, -0.5, 1.0))
+    estimator = AdvantageEstimator("dr_grpo")
+    assert estimator.advantages(members, verdicts) == pytest.approx((-0.5, -0.5, 1.0))
     same = [run(str(n)) for n in range(3)]
-    assert credit.advantages(same, verdicts) == pytest.approx((-1 / 3, -1 / 3, 2 / 3))
-    assert any(credit.advantages(members, verdicts) or ())
+    assert estimator.advantages(same, verdicts) == pytest.approx((-1 / 3, -1 / 3, 2 / 3))
+    assert any(estimator.advantages(members, verdicts) or ())
 
 
 def single(store: Store, number: int, answer: str, system: str = "Answer.") -> None:
-    asked = [{"role": "system", "content": system}, {"role": "user", "content": f"Where is {number}?"}]
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": f"Where is {number}?"}]
     start = call_start(
-        f"call_{number}", f"traj_{number}", asked, at=time.time() - 9.0 + number / 10, task=f"mail/{number}"
+        f"call_{number}", f"traj_{number}", messages, at=time.time() - 9.0 + number / 10, task=f"mail/{number}"
     )
     reply = {"role": "assistant", "content": answer}
     # Of equal tokens with advantages that cancel out nothing could be learnt.
-    store.calls.ship([ended(start, reply, messages=asked, ids=(8, 9) if answer == "good" else (4, 5))])
+    store.calls.ship([ended(start, reply, messages=messages, ids=(8, 9) if answer == "good" else (4, 5))])
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def assembly(store: Store, tmp_path: Path) -> Iterator[Callable[[ScoreHistory], 
         one.close()
 
 
-def test_once_a_family_has_a_past_its_singles_go_by_that(
+def test_a_family_with_enough_scores_uses_its_baseline(
     store: Store, assembly: Callable[[ScoreHistory], TrajectoryCollector]
 ) -> None:
     for number in range(3):

@@ -94,9 +94,9 @@ def test_a_power_cut_between_checkpoint_and_commit_trains_nothing_twice(
     controller = make_controller(groups_per_round=9)
     controller.step(1000.0)
     groups = store.groups.awaiting_round("agent")
-    school = RoundRunner(store, "agent", tmp_path / "checkpoints")
+    runner = RoundRunner(store, "agent", tmp_path / "checkpoints")
     with pytest.raises(KeyboardInterrupt):
-        school.run_round(Power(controller.learner), groups, 0)
+        runner.run_round(Power(controller.learner), groups, 0)
     assert newest_complete(tmp_path / "checkpoints") is not None
     assert {store.groups.get(group.id).state for group in groups} == {GroupState.JUDGED}
 
@@ -127,14 +127,14 @@ def test_a_store_outage_at_the_commit_trains_nothing_twice(
 def test_a_leader_that_was_overtaken_goes_on_from_what_the_other_one_committed(
     store: Store, make_controller: Callable[..., Controller], tmp_path: Path
 ) -> None:
-    stood_still = make_controller()
+    paused = make_controller()
     agents_work(store, "a", [0.0, 1.0])
     agents_work(store, "b", [0.0, 1.0])
     make_controller().step(1000.0)
     agents_work(store, "c", [0.0, 1.0])
     agents_work(store, "d", [0.0, 1.0])
-    stood_still.step(1001.0)
-    assert stood_still.learner.step == 2
+    paused.step(1001.0)
+    assert paused.learner.step == 2
     committed = [held for held in store.rounds.page("agent") if held.state is RoundState.COMMITTED]
     assert [(held.from_version, held.to_version) for held in committed] == [(1, 2), (0, 1)]
 
@@ -145,9 +145,9 @@ def test_a_round_that_diverges_is_put_aside_loudly(
     names = agents_work(store, "a", [0.0, 1.0])
     controller = make_controller(groups_per_round=9)
     controller.step(1000.0)
-    school = RoundRunner(store, "agent", tmp_path / "checkpoints")
+    runner = RoundRunner(store, "agent", tmp_path / "checkpoints")
     with pytest.raises(TrainingDiverged):
-        school.run_round(Diverging(controller.learner), store.groups.awaiting_round("agent"), 0)
+        runner.run_round(Diverging(controller.learner), store.groups.awaiting_round("agent"), 0)
     assert store.trajectories.get(names[0]).drop_reason == "diverged"
     assert store.alarms.active()[0].name == "diverged:agent"
 
@@ -159,14 +159,14 @@ def test_a_round_that_is_broken_off_says_why_and_its_groups_wait_for_the_next(
     agents_work(store, "b", [0.0, 1.0])
     controller = make_controller(groups_per_round=9)
     controller.step(1000.0)
-    school = RoundRunner(store, "agent", tmp_path / "checkpoints")
+    runner = RoundRunner(store, "agent", tmp_path / "checkpoints")
     with pytest.raises(OutOfMemory):
-        school.run_round(TooLarge(controller.learner), store.groups.awaiting_round("agent"), 0)
+        runner.run_round(TooLarge(controller.learner), store.groups.awaiting_round("agent"), 0)
     (held,) = store.rounds.page("agent")
     assert (held.state, held.reason) == (RoundState.ABANDONED, "OutOfMemory: lower learner.token_budget")
     (alarm,) = store.alarms.active()
     assert (alarm.name, alarm.reason) == ("round_aborted:agent", f"round {held.id} was aborted: {held.reason}")
-    assert school.run_round(controller.learner, store.groups.awaiting_round("agent"), 0) is not None
+    assert runner.run_round(controller.learner, store.groups.awaiting_round("agent"), 0) is not None
     assert not store.alarms.active()
 
 
@@ -203,14 +203,14 @@ def test_gathering_judging_and_training_are_followed(store: Store, make_controll
     agents_work(store, "c", [0.5, 1.0])
     controller.step(1001.0)
 
-    def told(name: str, work: str, **labels: str) -> float | None:
+    def metric(name: str, work: str, **labels: str) -> float | None:
         return controller.metrics.registry.get_sample_value(name, {"alias": "agent", "phase": work, **labels})
 
-    assert told("ratchet_progress_items_done", "training") == told("ratchet_progress_items", "training") == 4
-    assert told("ratchet_progress_items_done", "judging") == 1
-    assert told("ratchet_progress_mean", "judging", metric="reward") == 0.75
-    assert (told("ratchet_progress_items_done", "gathering"), told("ratchet_progress_items", "gathering")) == (1, 2)
-    assert told("ratchet_progress_mean", "gathering", metric="tokens") == 3
+    assert metric("ratchet_progress_items_done", "training") == metric("ratchet_progress_items", "training") == 4
+    assert metric("ratchet_progress_items_done", "judging") == 1
+    assert metric("ratchet_progress_mean", "judging", metric="reward") == 0.75
+    assert (metric("ratchet_progress_items_done", "gathering"), metric("ratchet_progress_items", "gathering")) == (1, 2)
+    assert metric("ratchet_progress_mean", "gathering", metric="tokens") == 3
 
 
 def test_while_a_tool_is_sick_no_step_is_taken_and_what_was_judged_waits(
@@ -254,9 +254,9 @@ def test_what_ended_after_the_verdict_is_not_trained_by_it(
     first = store.groups.awaiting_round("agent")[0]
     members = [store.trajectories.read(name) for name in first.members]
     verdicts = [msgspec.structs.replace(v, judged_at=1.0) for v in store.groups.verdicts(first.members).values()]
-    school = RoundRunner(store, "agent", controller.settings.checkpoints)
+    runner = RoundRunner(store, "agent", controller.settings.checkpoints)
     built = [
-        school.rows(member, verdict, MemberAdvantages(1.0)) for member, verdict in zip(members, verdicts, strict=True)
+        runner.rows(member, verdict, MemberAdvantages(1.0)) for member, verdict in zip(members, verdicts, strict=True)
     ]
     assert [(rows.rows, rows.untrained) for rows in built] == [((), {"after_verdict": 3})] * 2
 
@@ -293,14 +293,14 @@ def test_a_candidate_that_a_dead_trainer_left_is_published_by_the_next(
     agents_work(store, "b", [0.0, 1.0])
     controller = make_controller(groups_per_round=9)
     controller.step(1000.0)
-    school = RoundRunner(store, "agent", controller.settings.checkpoints)
-    left = school.run_round(controller.learner, store.groups.awaiting_round("agent"), 0)
+    runner = RoundRunner(store, "agent", controller.settings.checkpoints)
+    left = runner.run_round(controller.learner, store.groups.awaiting_round("agent"), 0)
     assert isinstance(left, Policy)
     make_controller().step(1001.0)
     assert store.policies.live()["agent"].version == 1
 
 
-def test_singles_are_compared_with_what_their_family_scored_before(
+def test_an_ungrouped_trajectory_is_compared_with_earlier_scores_of_its_family(
     store: Store, make_controller: Callable[..., Controller]
 ) -> None:
     controller = make_controller(
@@ -330,7 +330,7 @@ def test_what_an_abandoned_rollout_called_is_never_learnt_from(
     assert store.policies.live()["agent"].version == 0
 
 
-def test_without_a_baseline_setting_singles_are_dropped_with_the_reason(
+def test_without_a_baseline_setting_ungrouped_trajectories_are_dropped_with_the_reason(
     store: Store, make_controller: Callable[..., Controller]
 ) -> None:
     controller = make_controller(group_wait_seconds=1.0)

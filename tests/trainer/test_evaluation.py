@@ -69,9 +69,9 @@ def test_a_candidate_that_answers_as_well_goes_on_with_the_evidence(
     assert store.policies.live()["agent"].version == 1
     found = store.decisions.decisions_of("agent", 1)[0].evidence["evaluation"]
     assert (found["prompts"], found["candidate"], found["live"]) == (5, 0.9, 0.2)
-    asked = engine.requests[0]
-    assert asked["messages"][-1]["role"] == "user"
-    assert (asked["temperature"], asked["n"], bool(asked["tools"])) == (1.0, 2, True)
+    request = engine.requests[0]
+    assert request["messages"][-1]["role"] == "user"
+    assert (request["temperature"], request["n"], bool(request["tools"])) == (1.0, 2, True)
 
 
 def test_prompts_that_the_judge_fails_on_do_not_count(
@@ -110,7 +110,7 @@ def test_only_what_is_shown_to_be_worse_is_worse(gains: list[float], worse: bool
     assert summarize_pairs([(0.0, 1.0)] * 4, unjudged=0) is None
 
 
-def asked_prompts(store: Store) -> list[str]:
+def requested_prompts(store: Store) -> list[str]:
     return store.trajectories.held_out_candidates("agent", "held_out", 5)
 
 
@@ -121,7 +121,7 @@ def test_every_version_is_tried_with_the_same_prompts_once_there_are_enough(
     answering(engine, new=0.9, old=0.2)
     gate = GATE | {"max_gain": None, "evaluation_prompts": 5}
     until(make_controller(release=gate), time.time(), lambda: decided(store))
-    before = asked_prompts(store)
+    before = requested_prompts(store)
     assert len(before) == 5
     for name in tasks(True, 8)[5:]:  # three that come later
         agents_work(store, name, [0.5, 0.5], at=50.0)
@@ -129,13 +129,13 @@ def test_every_version_is_tried_with_the_same_prompts_once_there_are_enough(
         agents_work(store, name, [0.0, 1.0], at=50.0)
     controller = make_controller(release=gate)
     until(controller, time.time() + 1000.0, lambda: bool(store.decisions.decisions_of("agent", 2)))
-    assert asked_prompts(store) == before
+    assert requested_prompts(store) == before
     first, second = (store.decisions.decisions_of("agent", version)[-1] for version in (1, 2))
     assert second.evidence["prompt_set"] == first.evidence["prompt_set"]
     assert (first.evidence["prompt_set_changed"], second.evidence["prompt_set_changed"]) == (False, False)
 
 
-def test_a_set_of_prompts_that_grew_is_said_to_be_another_one(
+def test_a_larger_set_of_prompts_is_marked_as_changed(
     store: Store, make_controller: Callable[..., Controller], engine: ScriptedEngine
 ) -> None:
     ready_to_train(store)

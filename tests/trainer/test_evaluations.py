@@ -85,12 +85,12 @@ def test_what_was_found_before_a_kill_is_decided_on_without_trying_again(
     controller = make_controller(release=GATE)
     controller.step(time.time())
     eventually(lambda: len(store.observations.newest("agent", KIND, 10)) == 1)
-    asked = len(engine.requests)
+    request_count = len(engine.requests)
     assert store.policies.get("agent", 1).state is PolicyState.CANDIDATE
     until(
         make_controller(release=GATE), time.time(), lambda: store.policies.get("agent", 1).state is PolicyState.REJECTED
     )
-    assert len(engine.requests) == asked
+    assert len(engine.requests) == request_count
     assert "0.200 against 0.900" in store.decisions.decisions_of("agent", 1)[0].reason
 
 
@@ -136,9 +136,9 @@ def test_a_jump_on_held_out_tasks_waits_for_a_person_before_it_serves_anybody(
     answering(engine, new=1.0, old=0.2)
     controller = make_controller(release=GATE | {"canary": True, "max_gain": 0.5})
     until(controller, time.time(), lambda: store.policies.awaiting_approval("agent") is not None)
-    told = store.decisions.decisions_of("agent", 1)[0]
-    assert (told.action, told.decided_by) == (PolicyAction.HOLD, "evaluation")
-    assert "the gain exceeds max_gain" in told.reason
+    decision = store.decisions.decisions_of("agent", 1)[0]
+    assert (decision.action, decision.decided_by) == (PolicyAction.HOLD, "evaluation")
+    assert "the gain exceeds max_gain" in decision.reason
     assert [policy.version for policy in store.policies.serving()] == [0]
 
 
@@ -149,10 +149,10 @@ def test_a_second_judge_that_sees_no_gain_in_the_same_answers_holds_the_candidat
     answering(engine, new=0.9, old=0.6)
     controller = make_controller(release=GATE | {"second_judge": UNMOVED})
     until(controller, time.time(), lambda: store.policies.awaiting_approval("agent") is not None)
-    told = store.decisions.decisions_of("agent", 1)[0]
-    assert "does not see the gain of +0.300" in told.reason
-    assert told.evidence["second_evaluation"]["difference"] == 0.0
-    assert told.evidence["evaluation"]["difference"] == pytest.approx(0.3)
+    decision = store.decisions.decisions_of("agent", 1)[0]
+    assert "does not see the gain of +0.300" in decision.reason
+    assert decision.evidence["second_evaluation"]["difference"] == 0.0
+    assert decision.evidence["evaluation"]["difference"] == pytest.approx(0.3)
 
 
 def eventually(holds: Callable[[], bool], seconds: float = 20.0) -> None:

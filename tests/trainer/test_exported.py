@@ -60,7 +60,7 @@ def test_the_merged_models_logits_are_those_of_base_and_adapter(
     )
 
 
-def test_a_base_model_in_bfloat16_rounds_the_adapter_unless_float32_is_asked_for(
+def test_a_base_model_in_bfloat16_rounds_the_adapter_unless_the_export_is_float32(
     tiny_model: Path, adapter: Path, tmp_path: Path
 ) -> None:
     AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
@@ -93,8 +93,8 @@ def trained_version(store: Store, number: int, scores: tuple[float, float], metr
         store, [f"a{number}", f"b{number}"], scores, task=f"mail/{number}", versions=(number - 1, number - 1)
     )
     held = store.rounds.start("agent", number - 1)
-    told = {"trajectories": 2, "groups": 1, "tokens_trained": 4, "reward": 0.5, "loss": -0.25} | metrics
-    store.rounds.commit(held.id, version=number, checkpoint=f"/c/{number}", groups=[group.id], metrics=told)
+    round_metrics = {"trajectories": 2, "groups": 1, "tokens_trained": 4, "reward": 0.5, "loss": -0.25} | metrics
+    store.rounds.commit(held.id, version=number, checkpoint=f"/c/{number}", groups=[group.id], metrics=round_metrics)
     evidence = {"release": {"difference": {"value": 0.125, "low": 0.0625}}}
     return store.policies.promote("agent", number, evidence, by="release", reason="+0.125 | better\n# x")
 
@@ -132,7 +132,9 @@ def test_a_rejected_round_is_not_in_the_lineage_of_what_came_after(store: Store)
     assert behind.families == {"task:mail": 2, "task:third": 2}
 
 
-def test_the_gain_is_told_with_its_interval_and_the_base_models_licence(store: Store, tmp_path: Path) -> None:
+def test_the_model_card_has_the_gain_with_its_interval_and_the_base_models_license(
+    store: Store, tmp_path: Path
+) -> None:
     for version, scores in ((0, [0.0, 0.25]), (1, [0.75, 1.0])):
         names = [f"v{version}-{number}" for number in range(40)]
         judged_group(store, names, scores * 20, task=f"mail/{version}", versions=[version] * 40)
@@ -156,7 +158,7 @@ def test_a_version_with_a_prompt_says_that_it_is_not_in_the_weights(store: Store
     assert "2 trajectories in 1 groups" in card  # those of the weights that it shares
 
 
-def test_what_was_imitated_and_what_was_evaluated_is_told(store: Store) -> None:
+def test_the_model_card_has_sft_data_and_evaluations(store: Store) -> None:
     group = judged_group(store, ["a", "b"], (0.0, 1.0), task="mail/1")
     held = store.rounds.start("agent", 0)
     story = {"trajectories": 2, "by_source": {"demonstration": 2}, "general_rows": 5}

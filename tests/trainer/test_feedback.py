@@ -97,7 +97,7 @@ def test_silence_is_a_failure_or_the_score_that_was_set(store: Store) -> None:
     assert score(store, "t").score is None  # the right answer is no score of the given one
 
 
-def test_it_is_named_like_any_judge_and_works_as_a_part(store: Store) -> None:
+def test_the_feedback_judge_has_a_name_and_can_be_part_of_a_composite(store: Store) -> None:
     answered_trajectory(store, "t")
     say(store, "t", 1.0)
     parts = [
@@ -120,7 +120,7 @@ def test_a_scale_or_a_default_that_means_nothing_is_refused(wrong: dict[str, Any
         read_spec({"kind": "feedback"} | wrong)
 
 
-def test_a_judge_function_sees_what_was_said(store: Store) -> None:
+def test_a_judge_function_receives_the_feedback(store: Store) -> None:
     answered_trajectory(store, "t", "liked")
     say(store, "t", 1.0, comment="good")
     verdict = make_judge(read_spec("tests.harness.trainer.judge_samples:comments"), {}).judge(None, [read(store, "t")])
@@ -147,7 +147,7 @@ def test_a_trajectory_waits_for_its_feedback_and_fails_nothing_meanwhile(
     assert store.alarms.active() == []
 
 
-def test_whoever_nobody_spoke_of_in_time_is_dropped_with_that_reason(
+def test_a_trajectory_without_feedback_in_time_is_dropped_with_that_reason(
     store: Store, waiting_controller: Callable[..., Controller]
 ) -> None:
     spoken, other, silent = agents_work(store, "a", [0.0, 0.0, 0.0])
@@ -175,9 +175,7 @@ def test_with_a_default_silence_is_judged_once_its_time_is_up(
     assert store.trajectories.get(silent).state is TrajectoryState.TRAINED
 
 
-def test_company_is_waited_for_from_the_feedback_on(
-    store: Store, waiting_controller: Callable[..., Controller]
-) -> None:
+def test_peers_are_awaited_from_the_feedback_on(store: Store, waiting_controller: Callable[..., Controller]) -> None:
     early, late = agents_work(store, "a", [0.0, 0.0])
     controller = waiting_controller(judge=WAITING | {"within_seconds": DAY}, group_wait_seconds=300.0)
     say(store, early, 1.0, given_at=5000.0)

@@ -25,7 +25,7 @@ def test_thumbs_alone_make_a_version_and_a_late_one_names_it(tiny_model: Path, t
             disliked = [chunk.id for chunk in stream].pop()
         all_shipped(proxy)  # a call may take longer to reach the store than feedback waits for it
         say(proxy, response_id=liked, value="up", end_user="ann")
-        told = say(proxy, response_id=disliked, value="down", comment="no", end_user="bob")
+        feedback = say(proxy, response_id=disliked, value="down", comment="no", end_user="bob")
         by_thumbs: dict[str, Any] = {
             "judge": {"kind": "feedback"},
             "seal_after_idle_seconds": 0.2,
@@ -37,7 +37,7 @@ def test_thumbs_alone_make_a_version_and_a_late_one_names_it(tiny_model: Path, t
             eventually(lambda: controller.step(time.time()) or "agent@1" in engine.loaded, 10)
 
             say(proxy, response_id=disliked, value="up", comment="I was wrong", end_user="bob")
-            run = told["trajectory_id"]
+            run = feedback["trajectory_id"]
             eventually(lambda: controller.step(time.time()) or store.groups.verdicts([run])[run].score == 1.0, 10)
             assert store.groups.verdicts([run])[run].explanation == "[after it trained agent@1] no | I was wrong"
             (newest, *_) = httpx.get(f"{proxy}/api/feedback", params={"trajectory": run}, timeout=10).json()["data"]
@@ -48,5 +48,5 @@ def test_thumbs_alone_make_a_version_and_a_late_one_names_it(tiny_model: Path, t
 def say(proxy: str, **body: Any) -> dict[str, Any]:
     answer = httpx.post(f"{proxy}/api/feedback", json=body, timeout=10)
     assert answer.status_code == 201, answer.text
-    told: dict[str, Any] = answer.json()
-    return told
+    feedback: dict[str, Any] = answer.json()
+    return feedback

@@ -37,9 +37,9 @@ def test_the_documents_loop_takes_a_step_on_exported_rows_and_none_of_them_is_a_
     store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0)
     store.trajectories.drop(["held-out"], "held_out")
     assert run(["store", "export", "--store", str(store_file), "--format", "trl", "--out", "trained.jsonl"]) == 0
-    said = capsys.readouterr().err
-    assert "1 measurements (purpose eval or other) skipped: not training data" in said
-    assert "1 of held-out tasks (trainer.release.held_out_share) skipped: not training data" in said
+    stderr = capsys.readouterr().err
+    assert "1 measurements (purpose eval or other) skipped: not training data" in stderr
+    assert "1 of held-out tasks (trainer.release.held_out_share) skipped: not training data" in stderr
     rows = [json.loads(line) for line in Path("trained.jsonl").read_text().splitlines()]
     assert {row["trajectory_id"] for row in rows} == {"a", "b"}
     (loop,) = [code for code in re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.S) if "AdamW" in code]

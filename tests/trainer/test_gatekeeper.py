@@ -74,8 +74,8 @@ def test_a_better_version_is_promoted_and_nothing_is_trained_meanwhile(
     assert (newest.action, newest.decided_by) == (PolicyAction.PROMOTE, "release")
     assert newest.evidence["release"]["difference"]["low"] > -0.1
     first, *_ = reversed(store.rounds.page("agent"))
-    begun_after = [held.started_at for held in store.rounds.page("agent") if held.id != first.id]
-    assert all(started >= newest.decided_at for started in begun_after)
+    later_starts = [held.started_at for held in store.rounds.page("agent") if held.id != first.id]
+    assert all(started >= newest.decided_at for started in later_starts)
 
 
 def test_a_jump_waits_for_a_person_with_an_alarm_and_an_order_by_hand_ends_it(

@@ -49,8 +49,8 @@ def _answers(url: str) -> bool:
 
 
 def answered(text: str, **row: str) -> Transcript:
-    said = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": text}]
-    return msgspec.structs.replace(member("t", said), row=row or None)
+    messages = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": text}]
+    return msgspec.structs.replace(member("t", messages), row=row or None)
 
 
 def test_the_grader_of_the_page_scores_and_refuses_what_it_cannot_judge(url: str) -> None:

@@ -8,12 +8,12 @@ from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.settings.judge_specs import read_spec
 from tests.trainer.test_ruler import member
 
-BEGUN = '{"parameters": [], "needed": [], "mode": "pointwise", "source": "x"}'
+DESCRIPTION = '{"parameters": [], "needed": [], "mode": "pointwise", "source": "x"}'
 
 
 def test_an_answer_that_is_cut_off_is_a_failure(tmp_path: Path) -> None:
     python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\nread asked\necho '{BEGUN}'\nread asked\nprintf '{{\"opinions\": [{{\"sco'\n")
+    python.write_text(f"#!/bin/sh\nread asked\necho '{DESCRIPTION}'\nread asked\nprintf '{{\"opinions\": [{{\"sco'\n")
     python.chmod(0o700)
     judge = make_judge(read_spec({"kind": "openjudge", "grader": "any:Grader", "python": str(python)}), {})
     try:

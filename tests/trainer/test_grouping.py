@@ -70,14 +70,14 @@ def test_an_evaluation_is_never_training_data() -> None:
     assert found.drops == (("0", "eval"), ("1", "eval"), ("2", "eval"))
 
 
-def test_singles_become_groups_of_one_where_they_are_wanted() -> None:
+def test_ungrouped_trajectories_become_groups_of_one_if_kept() -> None:
     waiting = [run("a"), run("b", task="other"), run("new", task="third", sealed_at=50.0)]
     found = plan(waiting, now=61.0).with_ungrouped(keep=True)
     assert [group.members for group in found.groups] == [("a",), ("b",)]
     assert found.drops == ()
 
 
-def test_who_waits_for_shadows_is_neither_dropped_nor_taken_as_a_single() -> None:
+def test_a_trajectory_that_waits_for_resamples_is_neither_dropped_nor_grouped() -> None:
     ungrouped = plan([run("a"), run("b", task="other")], now=61.0)
     assert ungrouped.with_ungrouped(keep=False, waiting={"a"}).drops == (("b", "ungrouped"),)
     assert [group.members for group in ungrouped.with_ungrouped(keep=True, waiting={"a"}).groups] == [("b",)]
@@ -108,9 +108,9 @@ def test_who_is_compared_with_whom_does_not_depend_on_how_long_an_attempt_took(b
     fast: list[float] = []
     for _ in range(120):
         right = [dice.random() < 0.5 for _ in range(32)]
-        begun = [place * between + dice.random() for place in range(32)]
-        ended = [at + (60.0 if good else 120.0) + dice.random() for at, good in zip(begun, right, strict=True)]
-        for members in _formed(begun, ended):
+        starts = [place * between + dice.random() for place in range(32)]
+        ended = [at + (60.0 if good else 120.0) + dice.random() for at, good in zip(starts, right, strict=True)]
+        for members in _formed(starts, ended):
             advantages = group_advantages([float(right[int(name)]) for name in members])
             dropped += [not any(advantages)] * len(members)
             sizes += map(abs, advantages)
@@ -124,19 +124,19 @@ def test_who_is_compared_with_whom_does_not_depend_on_how_long_an_attempt_took(b
     assert statistics.fmean(fast) == pytest.approx(statistics.fmean(won), abs=0.1)
 
 
-def _formed(begun: list[float], ended: list[float]) -> list[tuple[str, ...]]:
+def _formed(starts: list[float], ended: list[float]) -> list[tuple[str, ...]]:
     """The groups of 8 that form while attempts begin and end, looked at every five seconds."""
     found: list[tuple[str, ...]] = []
     taken: set[str] = set()
     for now in range(0, int(max(ended)) + 400, 5):
-        names = [str(place) for place, at in enumerate(begun) if at <= now and str(place) not in taken]
+        names = [str(place) for place, at in enumerate(starts) if at <= now and str(place) not in taken]
         runs = [
-            run(name, opened_at=begun[int(name)], last_active_at=ended[int(name)], sealed_at=ended[int(name)])
+            run(name, opened_at=starts[int(name)], last_active_at=ended[int(name)], sealed_at=ended[int(name)])
             for name in names
         ]
         done = [one for one in runs if one.last_active_at <= now]
-        still_open = [one for one in runs if one.last_active_at > now]
-        plan = plan_groups(done, size=8, min_size=2, wait_seconds=300.0, now=float(now), under_way=still_open)
+        open_runs = [one for one in runs if one.last_active_at > now]
+        plan = plan_groups(done, size=8, min_size=2, wait_seconds=300.0, now=float(now), under_way=open_runs)
         found += [group.members for group in plan.groups]
         taken |= {name for group in plan.groups for name in group.members}
     return found

@@ -29,10 +29,10 @@ def disagreeing(store: Store, controller: Controller, now: float, groups: int = 
             now += 100.0  # they are still by then
             controller.step(now)
             time.sleep(0.05)  # the second judge has a thread of its own
-    return until(controller, now + 1.0, lambda: "second_judge:agent" in standing(store), most=200)
+    return until(controller, now + 1.0, lambda: "second_judge:agent" in active_alarms(store), most=200)
 
 
-def standing(store: Store) -> dict[str, str]:
+def active_alarms(store: Store) -> dict[str, str]:
     return {alarm.name: alarm.reason for alarm in store.alarms.active()}
 
 
@@ -46,12 +46,12 @@ def test_without_a_gate_a_proven_version_waits_for_a_person_while_the_judges_dis
     assert held is not None
     assert (held.version, held.state) == (1, PolicyState.CANDIDATE)
     assert store.policies.live()["agent"].version == 0
-    told = store.decisions.decisions_of("agent", 1)[0]
-    assert (told.action, told.decided_by) == (PolicyAction.HOLD, "sentinel")
-    (doubt,) = told.evidence["sentinel"]
+    decision = store.decisions.decisions_of("agent", 1)[0]
+    assert (decision.action, decision.decided_by) == (PolicyAction.HOLD, "sentinel")
+    (doubt,) = decision.evidence["sentinel"]
     assert (doubt["check"], doubt["value"]) == ("second_judge", -1.0)
-    assert told.evidence["proof"]
-    assert "agent@1 needs approval" in standing(store)["approval_required:agent"]
+    assert decision.evidence["proof"]
+    assert "agent@1 needs approval" in active_alarms(store)["approval_required:agent"]
     for number in range(24):
         agents_work(store, f"later-{number}", [0.0, 1.0], at=now)
     for later in range(5):
@@ -82,7 +82,7 @@ def test_a_person_takes_back_what_is_held_and_training_goes_on_from_the_live_ver
     rejected = store.policies.roll_back_manually("agent", None, by="anna", reason="it flatters")
     assert [policy.version for policy in rejected] == [1]
     controller.step(now + 1.0)
-    assert "approval_required:agent" not in standing(store)
+    assert "approval_required:agent" not in active_alarms(store)
     for number in range(24):
         agents_work(store, f"later-{number}", [0.0, 1.0], at=now)
     until(controller, now + 2.0, lambda: len(store.rounds.page("agent")) == 2, most=200)
@@ -97,10 +97,10 @@ def test_what_is_held_is_held_after_a_restart_too(store: Store, make_controller:
     for later in range(3):
         controller.step(now + later)
     assert store.policies.live()["agent"].version == 0
-    assert "approval_required:agent" in standing(store)
+    assert "approval_required:agent" in active_alarms(store)
     store.policies.roll_back_manually("agent", None, by="anna", reason="it flatters")
     make_controller(groups_per_round=24).step(now + 10.0)
-    assert "approval_required:agent" not in standing(store), "decided while no trainer ran"
+    assert "approval_required:agent" not in active_alarms(store), "decided while no trainer ran"
 
 
 def test_a_canary_that_its_own_second_judge_likes_is_held_by_the_sentinels(
@@ -113,11 +113,11 @@ def test_a_canary_that_its_own_second_judge_likes_is_held_by_the_sentinels(
     now = disagreeing(store, controller, now)
     canary_does_better(store)
     until(controller, now + 100.0, lambda: store.policies.awaiting_approval("agent") is not None, most=200)
-    told = store.decisions.decisions_of("agent", 1)[0]
-    assert told.action is PolicyAction.HOLD
-    assert "the sentinel found that the judges disagree" in told.reason
-    assert told.evidence["second_judge"]["low"] > 0
-    assert told.evidence["release"]["difference"]["low"] > 0
+    decision = store.decisions.decisions_of("agent", 1)[0]
+    assert decision.action is PolicyAction.HOLD
+    assert "the sentinel found that the judges disagree" in decision.reason
+    assert decision.evidence["second_judge"]["low"] > 0
+    assert decision.evidence["release"]["difference"]["low"] > 0
 
 
 def test_it_is_only_an_alarm_where_one_says_so(store: Store, make_controller: Callable[..., Controller]) -> None:
@@ -127,7 +127,7 @@ def test_it_is_only_an_alarm_where_one_says_so(store: Store, make_controller: Ca
     assert store.policies.awaiting_approval("agent") is None
 
 
-def test_the_sentinels_second_judge_is_asked_about_a_canary_where_the_gate_has_none(
+def test_the_sentinels_second_judge_scores_a_canary_if_the_release_has_none(
     store: Store, make_controller: Callable[..., Controller]
 ) -> None:
     unmoved = {"kind": "function", "function": "tests.harness.trainer.judge_samples:unmoved"}
@@ -137,9 +137,9 @@ def test_the_sentinels_second_judge_is_asked_about_a_canary_where_the_gate_has_n
     now = until(controller, time.time(), lambda: len(store.policies.all("agent")) == 2, most=200)
     canary_does_better(store)
     until(controller, now + 100.0, lambda: store.policies.awaiting_approval("agent") is not None, most=200)
-    told = store.decisions.decisions_of("agent", 1)[0]
-    assert "the gain exceeds max_gain" in told.reason
-    assert "does not see the gain" in told.reason, "a person is told what the second judge says of a jump"
+    decision = store.decisions.decisions_of("agent", 1)[0]
+    assert "the gain exceeds max_gain" in decision.reason
+    assert "does not see the gain" in decision.reason, "the reason includes the second judge's result"
     assert store.policies.get("agent", 1).state is PolicyState.CANARY
 
 
@@ -156,10 +156,10 @@ def test_status_and_the_commands_speak_of_what_is_held(
     controller = make_controller(sentinel=SENTINEL, groups_per_round=24)
     now = disagreeing(store, controller, time.time())
     until(controller, now, lambda: store.policies.awaiting_approval("agent") is not None, most=200)
-    told = read_awaiting_approval(store, "agent")
-    assert told is not None
-    assert (told["version"], told["state"], told["by"]) == (1, "candidate", "sentinel")
-    assert "ranks the members" in told["reason"]
+    decision = read_awaiting_approval(store, "agent")
+    assert decision is not None
+    assert (decision["version"], decision["state"], decision["by"]) == (1, "candidate", "sentinel")
+    assert "ranks the members" in decision["reason"]
     shown = CliRunner().invoke(
         cli, ["policies", "promote", "agent", "--store", controller.settings.store, "--reason", "ok"]
     )

@@ -59,10 +59,10 @@ def by_chat(proxy: Proxy, text: str, task: str) -> None:
 
 def by_responses(proxy: Proxy, text: str, task: str) -> None:
     parts = [{"type": "input_image", "image_url": data_url(7)}, {"type": "input_text", "text": text}]
-    asked: Any = [{"role": "user", "content": parts}]
+    messages: Any = [{"role": "user", "content": parts}]
     client = openai.OpenAI(base_url=f"{proxy.url}/v1", api_key="k")
     with client:
-        client.responses.create(model="agent", input=asked, extra_headers={"x-ratchet-task": task})
+        client.responses.create(model="agent", input=messages, extra_headers={"x-ratchet-task": task})
 
 
 def by_messages(proxy: Proxy, text: str, task: str) -> None:
@@ -106,7 +106,7 @@ def model() -> Iterator[ScriptedJudgeModel]:
         yield made
 
 
-def asked_about(url: str, answer: str) -> list[dict[str, Any]]:
+def conversation_with(url: str, answer: str) -> list[dict[str, Any]]:
     content = [{"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": {"url": url}}]
     return [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
 
@@ -115,7 +115,7 @@ def ranks_two(model: ScriptedJudgeModel, **changes: Any) -> dict[str, Any]:
     """What RULER asks about two members that saw different images."""
     scores = [{"trajectory_id": label, "explanation": "", "score": 0.5} for label in ("1", "2")]
     model.answers = [says({"scores": scores})]
-    members = [member(name, asked_about(data_url(shade), name)) for name, shade in (("a", 1), ("b", 2))]
+    members = [member(name, conversation_with(data_url(shade), name)) for name, shade in (("a", 1), ("b", 2))]
     verdicts = judge(model, **changes).judge("g", members).verdicts
     assert [verdict.failure for verdict in verdicts] == [None, None]
     return model.requests[-1]
@@ -124,15 +124,15 @@ def ranks_two(model: ScriptedJudgeModel, **changes: Any) -> dict[str, Any]:
 def test_a_judge_model_that_cannot_see_reads_what_the_images_are_and_none_of_their_bytes(
     model: ScriptedJudgeModel,
 ) -> None:
-    asked = ranks_two(model)
-    told = json.dumps(shown(asked))
-    assert "base64" not in told
-    first, second = (attempt["messages"][0]["content"][1] for attempt in shown(asked)["attempts"])
+    request = ranks_two(model)
+    text = json.dumps(shown(request))
+    assert "base64" not in text
+    first, second = (attempt["messages"][0]["content"][1] for attempt in shown(request)["attempts"])
     assert (first["type"], first["media_type"], first["bytes"]) == ("image", "image/png", len(png(1)))
     assert first["sha256"] != second["sha256"]
 
 
-def test_a_judge_model_that_sees_is_shown_as_many_as_it_is_told_to(model: ScriptedJudgeModel) -> None:
+def test_a_judge_model_with_vision_receives_at_most_max_images(model: ScriptedJudgeModel) -> None:
     parts = ranks_two(model, max_images=1)["messages"][1]["content"]
     pictures = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
     assert len(pictures) == 1
@@ -143,8 +143,10 @@ def test_a_judge_model_that_sees_is_shown_as_many_as_it_is_told_to(model: Script
 
 def test_an_image_is_shown_once_and_an_address_is_left_as_it_is() -> None:
     pictures = JudgeImages(4)
-    told = pictures.describe([asked_about(url, "x") for url in (data_url(1), data_url(1), "https://e.org/cat.png")])
-    named = [messages[0]["content"][1] for messages in told]
+    described = pictures.describe(
+        [conversation_with(url, "x") for url in (data_url(1), data_url(1), "https://e.org/cat.png")]
+    )
+    named = [messages[0]["content"][1] for messages in described]
     assert [one.get("shown_as") for one in named] == ["image 1", "image 1", None]
     assert named[2]["image_url"]["url"] == "https://e.org/cat.png"
     assert len(pictures.content("?")) == 3
@@ -153,8 +155,8 @@ def test_an_image_is_shown_once_and_an_address_is_left_as_it_is() -> None:
 def test_an_image_too_large_to_be_shown_is_described() -> None:
     data = base64.b64encode(random.Random(0).randbytes(7_000_000)).decode()
     pictures = JudgeImages(4)
-    told = pictures.describe(asked_about(f"data:image/png;base64,{data}", "x"))
-    assert told[0]["content"][1]["bytes"] == 7_000_000
+    described = pictures.describe(conversation_with(f"data:image/png;base64,{data}", "x"))
+    assert described[0]["content"][1]["bytes"] == 7_000_000
     assert pictures.content("?") == "?"
 
 

@@ -100,7 +100,7 @@ def judge_of(entry_point: str) -> Judge:
     return make_judge(read_spec(entry_point), {})
 
 
-def said(entry_point: str, members: Sequence[Transcript]) -> list[float | str | None]:
+def verdicts_of(entry_point: str, members: Sequence[Transcript]) -> list[float | str | None]:
     """What a judge says of each member: the score, or the failure."""
     judge = judge_of(entry_point)
     verdicts = judge.judge("g", members).verdicts
@@ -110,7 +110,7 @@ def said(entry_point: str, members: Sequence[Transcript]) -> list[float | str | 
 
 def test_a_judge_is_named_by_a_file_as_a_workflow_is(file: Path) -> None:
     for name in ("./many_judges.py:plain", "many_judges.py:plain", f"{file}:plain"):
-        assert said(name, [member("Oslo"), member("Rome")]) == [1.0, 0.0], name
+        assert verdicts_of(name, [member("Oslo"), member("Rome")]) == [1.0, 0.0], name
     with pytest.raises(JudgeError, match=r"there is no file nowhere/judge\.py"):
         judge_of("nowhere/judge.py:judge")
     with pytest.raises(ValidationError, match=r"module:function or path/file\.py:function"):
@@ -119,7 +119,7 @@ def test_a_judge_is_named_by_a_file_as_a_workflow_is(file: Path) -> None:
 
 @pytest.mark.parametrize("name", ["for_oslo", "anything", "by_place", "Strict", "later"])
 def test_what_can_be_called_with_what_is_offered_can_judge(file: Path, name: str) -> None:
-    assert said(f"{file}:{name}", [member("Oslo"), member("Rome")]) == [1.0, 0.0]
+    assert verdicts_of(f"{file}:{name}", [member("Oslo"), member("Rome")]) == [1.0, 0.0]
 
 
 def test_what_a_partial_has_bound_stays_bound_and_is_refused_where_nothing_is_left(file: Path) -> None:
@@ -133,11 +133,11 @@ def test_a_parameter_that_nobody_gives_is_named(file: Path) -> None:
 
 
 def test_a_reward_is_a_score_as_key_and_as_attribute(file: Path) -> None:
-    assert said(f"{file}:rewarding", [member("Oslo"), member("Rome")]) == [0.5, 0.25]
+    assert verdicts_of(f"{file}:rewarding", [member("Oslo"), member("Rome")]) == [0.5, 0.25]
 
 
 def test_a_missing_return_is_named(file: Path) -> None:
-    score, failure = said(f"{file}:forgetful", [member("Oslo"), member("Rome")])
+    score, failure = verdicts_of(f"{file}:forgetful", [member("Oslo"), member("Rome")])
     assert score == 1.0
     assert str(failure).startswith(NO_RETURN)
     assert "return 0.0" in str(failure)
@@ -145,7 +145,7 @@ def test_a_missing_return_is_named(file: Path) -> None:
 
 @pytest.mark.parametrize("name", ["leaves", "parses", "child_leaves"])
 def test_a_judge_that_exits_has_failed_and_ends_nobody(file: Path, name: str) -> None:
-    before, failure, after = said(f"{file}:{name}", [member("Oslo"), member("Rome"), member("Oslo")])
+    before, failure, after = verdicts_of(f"{file}:{name}", [member("Oslo"), member("Rome"), member("Oslo")])
     assert (before, after) == (1.0, 1.0)
     assert "it called sys.exit(" in str(failure)
 
@@ -159,7 +159,7 @@ def test_a_judge_goes_on_after_it_exited_once(file: Path) -> None:
 
 def test_control_c_is_not_swallowed(file: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        said(f"{file}:interrupts", [member("Oslo")])
+        verdicts_of(f"{file}:interrupts", [member("Oslo")])
 
 
 def test_a_script_that_exits_while_it_is_imported_is_refused_with_that(file: Path) -> None:
@@ -259,7 +259,7 @@ def test_a_success_with_failing_tools_ranks_above_a_failure_with_good_ones(store
 
 
 @pytest.mark.parametrize(("right", "tools", "penalty"), [(0.5, 0.5, 0.0), (0.2, 0.8, 0.0), (0.75, 0.25, 0.5)])
-def test_a_weight_on_conduct_that_could_turn_the_order_is_refused(
+def test_a_penalty_that_could_reverse_the_order_is_refused(
     tmp_path: Path, right: float, tools: float, penalty: float
 ) -> None:
     with pytest.raises(ValidationError, match="a success could rank below a failure"):

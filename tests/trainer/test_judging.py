@@ -158,7 +158,7 @@ def test_groups_in_a_row_without_variance_are_counted_over_a_restart(store: Stor
 
 
 @pytest.mark.parametrize("function", ["needs_another_caller", "awaits_another_caller"])
-def test_a_function_is_asked_about_several_groups_at_once_where_that_is_set(store: Store, function: str) -> None:
+def test_a_function_judges_several_groups_concurrently_if_configured(store: Store, function: str) -> None:
     groups = [ready_group(store, {f"group {number}": None}) for number in range(2)]
     judge = make_judge(read_spec({"kind": "function", "function": f"{HERE}:{function}", "concurrency": 2}), {})
     keep = JudgeRunner(store, judge, attempts=1, retry_seconds=5.0, alarm_after=2)

@@ -300,7 +300,7 @@ def test_layers_that_the_model_does_not_have_are_refused(make_learner: LearnerMa
             make_learner(replace(SETTINGS, target_modules=modules))
 
 
-def test_a_missing_model_and_a_folder_that_is_none_are_told_apart(tmp_path: Path) -> None:
+def test_a_missing_model_and_a_folder_without_one_are_different_errors(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="absent does not exist: give a folder"):
         Learner(str(tmp_path / "absent"), SETTINGS, workdir=tmp_path / "work")
     with pytest.raises(NotAModel, match=r"is not a model: it has no config\.json"):

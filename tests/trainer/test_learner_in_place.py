@@ -20,7 +20,7 @@ from tests.harness.trainer.agents import agents_work
 from tests.harness.trainer.tiny import build_rows, build_tiny_model
 
 SETTINGS = LearnerSettings(learning_rate=1e-3, steps_per_round=2, threads=1)
-HIDDEN = 48  # a width that no other model of these tests has: its weights are told from theirs
+HIDDEN = 48  # a width that no other model of these tests has, to distinguish its weights
 
 
 @pytest.fixture(scope="module")

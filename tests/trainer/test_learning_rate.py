@@ -74,7 +74,7 @@ def test_a_heavy_tail_leaves_the_rate_within_a_factor_of_three() -> None:
     assert all(right / 3 < rate < right * 3 for rate in used)
 
 
-def test_a_policy_that_has_made_up_its_mind_does_not_drive_the_rate_into_its_bound() -> None:
+def test_a_low_entropy_policy_does_not_drive_the_rate_into_its_bound() -> None:
     def saturating(number: int, rate: float) -> tuple[float, float]:
         share = max(0.1, 1 - number / 12)  # of the entropy, as on the e-mail example
         return (24.0 * rate) ** 2 * share, 0.13 * share

@@ -20,10 +20,10 @@ class AwayAtFirst(Leases):
     def __init__(self, store: Store, away: int = 1) -> None:
         super().__init__(store._engine)
         self.away = away
-        self.asked = 0
+        self.requests = 0
 
     def acquire(self, name: str, owner: str, seconds: float) -> bool:
-        self.asked += 1
+        self.requests += 1
         if self.away:
             self.away -= 1
             raise StoreUnavailable("scripted outage")
@@ -45,19 +45,19 @@ def test_a_trainer_waits_for_a_store_that_is_away(store: Store) -> None:
     store.leases = AwayAtFirst(store)
     with Lease(store, "trainer:agent", seconds=0.5) as lease:
         assert lease.wait(threading.Event())
-    assert store.leases.asked >= 2
+    assert store.leases.requests >= 2
 
 
-def test_a_trainer_that_stood_still_past_its_lease_asks_before_it_goes_on(store: Store) -> None:
-    store.leases = still = AwayAtFirst(store, away=0)
+def test_a_trainer_that_was_suspended_past_its_lease_checks_it_before_it_continues(store: Store) -> None:
+    store.leases = unavailable_leases = AwayAtFirst(store, away=0)
     with Lease(store, "trainer:agent", seconds=0.2) as lease:
         assert lease.wait(threading.Event())
-        still.away = 10**6  # it cannot renew, as a process that is stopped cannot
+        unavailable_leases.away = 10**6  # it cannot renew, as a process that is stopped cannot
         threading.Event().wait(0.3)
         with pytest.raises(StoreUnavailable):
             lease.check()
         assert Leases(store._engine).acquire("trainer:agent", "successor", seconds=60.0)
-        still.away = 0
+        unavailable_leases.away = 0
         with pytest.raises(LeaseLost):
             lease.check()
 
@@ -66,7 +66,7 @@ def test_a_trainer_whose_lease_was_taken_stops(store: Store) -> None:
     with Lease(store, "trainer:agent", seconds=0.2) as lease:
         assert lease.wait(threading.Event())
         lease.check()
-        for _ in range(100):  # whoever may write to the store can take it
+        for _ in range(100):  # any process that can write to the store can take it
             store.leases.release("trainer:agent", lease.owner)
             if store.leases.acquire("trainer:agent", "thief", seconds=60.0):
                 break

@@ -23,22 +23,22 @@ from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.harness.trainer.agents import agents_work
 from tests.harness.trainer.scripted_engine import ScriptedEngine
 from tests.harness.trainer.tiny import build_rows
-from tests.trainer.test_round_size import Noting
+from tests.trainer.test_round_size import RecordingLearner
 
 
-class Cramped(Noting):
-    """A learner with room for so many padded tokens at once."""
+class Cramped(RecordingLearner):
+    """A learner with memory for `capacity` padded tokens at once."""
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, capacity: int) -> None:
         super().__init__()
-        self.room = room
+        self.capacity = capacity
         self.budget = LearnerSettings().token_budget
         self.trained: list[list[int]] = []
 
     def train_round(self, rows: Sequence[TokenRow], rate_scale: float = 1.0) -> RoundReport:
         lengths = [len(row.ids) for row in rows]
         batches = split_by_budget(lengths, self.budget)
-        if max(len(batch) * max(lengths[index] for index in batch) for batch in batches) > self.room:
+        if max(len(batch) * max(lengths[index] for index in batch) for batch in batches) > self.capacity:
             raise OutOfMemory("no memory for a round")
         self.trained.append(sorted(lengths))
         return super().train_round(rows, rate_scale)
@@ -51,13 +51,13 @@ class Cramped(Noting):
 def make_cramped(store: Store, engine: ScriptedEngine, tmp_path: Path) -> Iterator[Callable[..., Controller]]:
     made: list[Controller] = []
 
-    def make(pupil: Cramped, **changes: Any) -> Controller:
+    def make(learner: Cramped, **changes: Any) -> Controller:
         values: dict[str, Any] = {
             "store": "s", "model": "agent", "base_model": "b", "vllm": (engine.url,), "judge": {"kind": "workflow"},
             "checkpoints": tmp_path / "checkpoints", "num_generations": 2, "groups_per_round": 1,
         }  # fmt: skip
         settings = TrainerSettings(**(values | changes))
-        controller = Controller(settings, store, threading.Event(), learner_factory=lambda given, folder: pupil)
+        controller = Controller(settings, store, threading.Event(), learner_factory=lambda given, folder: learner)
         made.append(controller)
         controller._release.canary.check(0.0)
         return controller
@@ -95,7 +95,7 @@ def test_smaller_micro_batches_are_tried_first_and_cost_no_row(
     store: Store, make_cramped: Callable[..., Controller]
 ) -> None:
     names = judged(store, "a", [100, 100, 100, 100])
-    learner = Cramped(room=250)
+    learner = Cramped(capacity=250)
     controller = make_cramped(learner, learner=LearnerSettings(token_budget=800))
     assert [controller._train(1000.0), controller._train(1001.0)] == [True, True]
     assert learner.trained == [[100] * 4]
@@ -107,7 +107,7 @@ def test_the_row_that_does_not_fit_alone_is_left_out_and_the_round_goes_on(
     store: Store, make_cramped: Callable[..., Controller]
 ) -> None:
     names = judged(store, "a", [20, 30, 25, 900])
-    learner = Cramped(room=100)
+    learner = Cramped(capacity=100)
     controller = make_cramped(learner)
     for turn in range(4):
         assert controller._train(1000.0 + turn)
@@ -125,7 +125,7 @@ def test_what_was_learnt_of_the_memory_outlives_the_trainer(
     store: Store, make_cramped: Callable[..., Controller]
 ) -> None:
     judged(store, "a", [20, 30, 25, 900])
-    learner = Cramped(room=100)
+    learner = Cramped(capacity=100)
     for _ in range(4):  # each start is killed after its first try
         make_cramped(learner)._train(1000.0)
     assert learner.trained == [[20, 25, 30]]
@@ -135,7 +135,7 @@ def test_where_nothing_fits_the_trainer_stops_and_its_groups_wait(
     store: Store, make_cramped: Callable[..., Controller]
 ) -> None:
     judged(store, "a", [200, 200, 200, 200])
-    controller = make_cramped(Cramped(room=10))
+    controller = make_cramped(Cramped(capacity=10))
     assert [controller._train(1000.0 + turn) for turn in range(4)] == [True] * 4
     with pytest.raises(OutOfMemory, match="none of the 4 rows fits into memory, the shortest has 200 tokens"):
         controller._train(1004.0)
@@ -143,9 +143,9 @@ def test_where_nothing_fits_the_trainer_stops_and_its_groups_wait(
     assert store.trajectories.drop_counts() == {}
 
 
-def test_a_longest_length_that_is_set_needs_no_trying(store: Store, make_cramped: Callable[..., Controller]) -> None:
+def test_a_configured_max_length_needs_no_failed_rounds(store: Store, make_cramped: Callable[..., Controller]) -> None:
     names = judged(store, "a", [20, 30, 25, 900])
-    learner = Cramped(room=10_000)
+    learner = Cramped(capacity=10_000)
     make_cramped(learner, learner=LearnerSettings(max_length=100))._train(1000.0)
     assert learner.trained == [[20, 25, 30]]
     assert store.trajectories.get(names[3]).drop_reason == "too_long"
@@ -157,8 +157,8 @@ def test_a_round_that_ran_out_of_memory_leaves_no_gradient_to_the_next(tiny_mode
     fresh, other = (Learner(str(tiny_model), settings, workdir=tmp_path / name) for name in "ab")
     expected = fresh.train_round(rows)
 
-    def meet_the_end(standing: PhaseProgress) -> None:
-        if standing.done > 1 and not standing.ended:
+    def meet_the_end(progress: PhaseProgress) -> None:
+        if progress.done > 1 and not progress.ended:
             raise RuntimeError("CUDA out of memory")
 
     other.report_progress_to(Progress(meet_the_end))

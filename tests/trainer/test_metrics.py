@@ -21,7 +21,7 @@ from tests.harness.records import answered_trajectory, judged_group
 from tests.harness.trainer.tool_records import tool_called
 
 
-def told(metrics: TrainerMetrics) -> dict[tuple[str, ...], float]:
+def samples(metrics: TrainerMetrics) -> dict[tuple[str, ...], float]:
     """Every sample by its name and its labels' values."""
     text = httpx.get(f"http://127.0.0.1:{metrics.serve('127.0.0.1', 0)}/metrics", trust_env=False).text
     return {
@@ -31,7 +31,7 @@ def told(metrics: TrainerMetrics) -> dict[tuple[str, ...], float]:
     }
 
 
-def test_findings_rounds_drops_and_alarms_are_told(store: Store) -> None:
+def test_findings_rounds_drops_and_alarms_are_metrics(store: Store) -> None:
     judged_group(store, ["a", "b"], [0.0, 1.0])
     flat = judged_group(store, ["c", "d"], [0.0, 0.0])
     store.groups.drop(flat.id, "no_variance")
@@ -44,7 +44,7 @@ def test_findings_rounds_drops_and_alarms_are_told(store: Store) -> None:
     watching = Sentinel(SentinelSettings(interval_seconds=1.0), store, "agent", metrics)
     watching.check(1.0)
     watching.check(2.0)
-    found = told(metrics)
+    found = samples(metrics)
     assert found["ratchet_training_paused", "agent"] == 1
     assert found["ratchet_tool_failure_ratio", "agent", "search"] == 1
     assert found["ratchet_alarm_active", "training_paused:agent"] == 1
@@ -56,7 +56,7 @@ def test_findings_rounds_drops_and_alarms_are_told(store: Store) -> None:
     assert found["ratchet_untrained_token_ratio", "agent"] == 0.7
 
 
-def test_what_the_gate_sees_and_decides_is_told(store: Store) -> None:
+def test_the_state_and_decisions_of_a_release_are_metrics(store: Store) -> None:
     for version in (1, 2):
         held = store.rounds.start("agent", version - 1)
         store.rounds.commit(held.id, version=version, checkpoint="x", groups=[], metrics={})
@@ -66,7 +66,7 @@ def test_what_the_gate_sees_and_decides_is_told(store: Store) -> None:
     metrics = TrainerMetrics("agent", store)
     metrics.canary(20, 30, Difference(0.5, 0.25, 0.75, 20, 30))
     metrics.evaluating(True)
-    found = told(metrics)
+    found = samples(metrics)
     assert (found["ratchet_live_version", "agent"], found["ratchet_release_pending_approval", "agent"]) == (1, 1)
     assert found["ratchet_policy_decisions_total", "hold", "agent"] == 1
     assert found["ratchet_policy_decisions_total", "canary", "agent"] == 1
@@ -74,7 +74,7 @@ def test_what_the_gate_sees_and_decides_is_told(store: Store) -> None:
     assert found["ratchet_release_difference", "agent", "low"] == 0.25
     assert found["ratchet_evaluation_running", "agent"] == 1
     metrics.canary()
-    assert not [name for name, *_ in told(metrics) if name == "ratchet_release_difference"]
+    assert not [name for name, *_ in samples(metrics) if name == "ratchet_release_difference"]
 
 
 def test_what_is_no_longer_found_is_no_longer_shown(store: Store) -> None:
@@ -83,14 +83,14 @@ def test_what_is_no_longer_found_is_no_longer_shown(store: Store) -> None:
     metrics = TrainerMetrics("agent", store)
     Sentinel(SentinelSettings(), store, "agent", metrics).check(1.0)
     metrics.findings((), paused=False)
-    assert not [name for name, *_ in told(metrics) if name == "ratchet_tool_failure_ratio"]
+    assert not [name for name, *_ in samples(metrics) if name == "ratchet_tool_failure_ratio"]
 
 
 def test_a_store_that_is_away_leaves_the_rest(store: Store, tmp_path: Path) -> None:
     metrics = TrainerMetrics("agent", store)
     store.close()
     (tmp_path / "store.db").rename(tmp_path / "away.db")
-    assert told(metrics) == {("ratchet_training_paused", "agent"): 0}
+    assert samples(metrics) == {("ratchet_training_paused", "agent"): 0}
 
 
 def test_a_port_that_is_taken_is_refused_by_name() -> None:

@@ -124,7 +124,7 @@ def test_a_monitor_that_fails_costs_an_alarm_and_nothing_else(
     assert curve(read_tensorboard(tmp_path / "tensorboard"), "round/reward") == [(1, 0.5)]
 
 
-def test_a_monitor_that_is_not_known_or_not_installed_is_told_with_the_remedy(tmp_path: Path) -> None:
+def test_the_error_for_an_unknown_or_missing_monitor_has_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="tensorboard"):
         TrainerSettings(
             store="x", model="m", base_model="b", vllm=("http://x",), checkpoints=tmp_path, judge="a:b",

@@ -102,13 +102,13 @@ def test_a_round_that_makes_good_answers_less_likely_raises_an_alarm_until_one_d
     store: Store, make_controller: Callable[..., Controller], tiny_model: Path, tmp_path: Path
 ) -> None:
     controller = make_controller(groups_per_round=9)
-    school = RoundRunner(store, "agent", tmp_path / "checkpoints")
+    runner = RoundRunner(store, "agent", tmp_path / "checkpoints")
     learner = Collapsing(str(tiny_model), replace(SETTINGS, steps_per_round=1), workdir=tmp_path / "work")
     for version, names in enumerate((["collapse:agent"], ["collapse:agent"], [])):
         for task in "ab":
             agents_work(store, f"{task}{version}", [0.0, 1.0])
         controller.step(1000.0)
-        school.run_round(learner, store.groups.awaiting_round("agent"), version)
+        runner.run_round(learner, store.groups.awaiting_round("agent"), version)
         assert [alarm.name for alarm in store.alarms.active()] == names
     (held, *_) = store.rounds.page("agent")
     assert held.metrics["approx_kl"] > 0

@@ -46,19 +46,19 @@ def ruler(model: ScriptedJudgeModel) -> Iterator[RulerJudge]:
     made.close()
 
 
-def said_by(attempt: dict[str, Any]) -> str:
+def answer_of(attempt: dict[str, Any]) -> str:
     return "candidate" if "candidate" in json.dumps(attempt["messages"]) else "live"
 
 
-def favours_the_first(asked: dict[str, Any]) -> Any:
-    attempts = shown(asked)["attempts"]
+def favours_the_first(request: dict[str, Any]) -> Any:
+    attempts = shown(request)["attempts"]
     return says(
         {
             "scores": [
                 {
                     "trajectory_id": one["trajectory_id"],
                     "explanation": "e",
-                    "score": WORTH[said_by(one)] + FAVOUR * (place == 0),
+                    "score": WORTH[answer_of(one)] + FAVOUR * (place == 0),
                 }
                 for place, one in enumerate(attempts)
             ]
@@ -76,7 +76,7 @@ def pair(task: int) -> list[Transcript]:
 
 
 def first_shown(model: ScriptedJudgeModel) -> list[str]:
-    return [said_by(shown(asked)["attempts"][0]) for asked in model.requests]
+    return [answer_of(shown(request)["attempts"][0]) for request in model.requests]
 
 
 def test_over_many_tasks_each_version_is_shown_first_about_half_the_time(
@@ -117,7 +117,7 @@ def test_both_orders_are_paid_for_and_kept_and_a_failure_in_one_is_a_failure(
     assert [verdict.score for verdict in judge_in_both_orders(ruler, pair(2)).verdicts] == [None, None]
 
 
-def test_judges_that_score_each_member_alone_are_asked_once(ruler: RulerJudge) -> None:
+def test_judges_that_score_each_member_alone_judge_once(ruler: RulerJudge) -> None:
     alone = FunctionJudge("tests.harness.trainer.judge_samples:scripted")
     assert not compares(alone)
     assert not compares(CompositeJudge([Part("a", alone, 1.0)]))

@@ -13,7 +13,7 @@ from ratchet.trainer.rows.preference_rows import Preferences, Row, demonstration
 from tests.harness.records import QUESTION, answered_trajectory, call_start, ended, judged_group, tool_call
 
 
-def said(store: Store, target: str, number: int, **changes: Any) -> None:
+def give_feedback(store: Store, target: str, number: int, **changes: Any) -> None:
     kind = "call" if target.startswith("call_") else "trajectory"
     values: dict[str, Any] = {"kind": kind, "target": target, "source": "user:ann", "given_at": float(number)}
     store.feedback.add([Feedback(id=f"fb_{target}_{number}", trusted=True, **(values | changes))])
@@ -35,9 +35,9 @@ def two_turns(store: Store, run: str) -> None:
 
 def test_a_thumb_labels_the_very_answer_that_it_was_given_for(store: Store) -> None:
     two_turns(store, "t")
-    said(store, "call_t1", 1, value=0.0)
-    said(store, "t", 2, value=1.0)
-    said(store, "t", 3, value=0.4, source="user:bob")
+    give_feedback(store, "call_t1", 1, value=0.0)
+    give_feedback(store, "t", 2, value=1.0)
+    give_feedback(store, "t", 3, value=0.4, source="user:bob")
     found = unpaired(read(store, "t"), store.trajectories.messages_to)
     whole, first = found.rows
     assert (whole["label"], whole["completion"]) == (True, [{"role": "assistant", "content": "Oslo"}])
@@ -50,7 +50,7 @@ def test_a_thumb_labels_the_very_answer_that_it_was_given_for(store: Store) -> N
 def test_no_completion_holds_a_tools_or_a_users_word(store: Store) -> None:
     two_turns(store, "t")
     for number, target in enumerate(("call_t1", "call_t2", "t")):
-        said(store, target, number, value=1.0, demonstration="Bergen")
+        give_feedback(store, target, number, value=1.0, demonstration="Bergen")
     made = (
         unpaired(read(store, "t"), store.trajectories.messages_to),
         demonstrations(read(store, "t"), store.trajectories.messages_to),
@@ -76,13 +76,13 @@ def test_what_cannot_be_a_row_is_counted_with_its_reason(store: Store) -> None:
     one, other, longer = read(store, "a", "b", "t")
     given = [[(one, 1.0)], [(one, 1.0), (other, 1.0)], [(one, 1.0), (other, 0.0)], [(one, 1.0), (longer, 0.0)]]
     assert pairs(given).skipped == {"no best and worst": 2, "equal answers": 1, "different histories": 1}
-    said(store, "a", 1, value=0.5)
+    give_feedback(store, "a", 1, value=0.5)
     store.calls.ship([call_start("call_i", "i", [{"role": "user", "content": [{"type": "image_url"}]}])])
-    said(store, "i", 1, value=1.0)
-    said(store, "call_i", 2, value=1.0)
+    give_feedback(store, "i", 1, value=1.0)
+    give_feedback(store, "call_i", 2, value=1.0)
     picture = call_start("call_p", "p", [{"role": "user", "content": [{"type": "image_url"}]}])
     store.calls.ship([ended(picture, {"role": "assistant", "content": "a cat"})])
-    said(store, "p", 1, value=1.0)
+    give_feedback(store, "p", 1, value=1.0)
     found = unpaired(read(store, "a", "i", "p"), store.trajectories.messages_to)
     assert found == Preferences([], found.skipped)
     assert found.skipped == {"undecided": 1, "no answer": 2, "not text alone": 1}
@@ -92,8 +92,8 @@ def test_text_in_parts_becomes_one_text(store: Store) -> None:
     parts = [{"type": "text", "text": "Where "}, {"type": "text", "text": "is it?"}]
     start = call_start("call_t", "t", [{"role": "user", "content": parts}])
     store.calls.ship([ended(start, {"role": "assistant", "content": "Oslo"})])
-    said(store, "t", 1, demonstration="first")
-    said(store, "t", 2, demonstration="Bergen")
+    give_feedback(store, "t", 1, demonstration="first")
+    give_feedback(store, "t", 2, demonstration="Bergen")
     (row,) = demonstrations(read(store, "t"), store.trajectories.messages_to).rows
     assert row["prompt"] == [{"role": "user", "content": "Where is it?"}]
     assert row["completion"] == [{"role": "assistant", "content": "Bergen"}]
@@ -107,7 +107,7 @@ def rows(store: Store) -> dict[str, list[Row]]:
     for number in range(4):
         name = f"t{number}"
         answered_trajectory(store, name, f"answer {number}", tools=b"", tools_hash="")
-        said(store, name, 1, value=float(number % 2), demonstration="the quick brown fox")
+        give_feedback(store, name, 1, value=float(number % 2), demonstration="the quick brown fox")
     members = read(store, *(f"t{number}" for number in range(4)))
     path = store.trajectories.messages_to
     groups = [[(members[0], 0.0), (members[1], 1.0)], [(members[2], 0.0), (members[3], 1.0)]]

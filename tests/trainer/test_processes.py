@@ -51,12 +51,12 @@ def launched(*program: str, log: Path | None = None) -> subprocess.Popen[str]:
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with log.open("w") if log else contextlib.nullcontext(subprocess.PIPE) as said:
+    with log.open("w") if log else contextlib.nullcontext(subprocess.PIPE) as output:
         return subprocess.Popen(
             [*launch, "-m", *program],
             cwd=ROOT,
             env=environment,
-            stdout=said,
+            stdout=output,
             stderr=subprocess.STDOUT,
             text=True,
         )
@@ -128,21 +128,21 @@ def test_two_processes_measure_one_movement_and_step_by_one_rate(together: Path)
 @pytest.mark.parametrize("case", APART)
 def test_an_error_that_one_of_two_processes_meets_ends_both_with_its_reason(case: str, together: Path) -> None:
     unlucky, other = ("0", "1") if case.startswith("leader") else ("1", "0")
-    said = (together / f"{case}-{unlucky}").read_text()
-    heard = (together / f"{case}-{other}").read_text()
-    assert said.endswith(("ended with 1\n", "ended with 3\n")) or "killed" in case, said[-2000:]
-    assert heard.endswith("ended with 1\n"), heard[-2000:]
-    assert "WorkerProcessLost" in heard
-    assert APART[case] in said
+    output = (together / f"{case}-{unlucky}").read_text()
+    other_output = (together / f"{case}-{other}").read_text()
+    assert output.endswith(("ended with 1\n", "ended with 3\n")) or "killed" in case, output[-2000:]
+    assert other_output.endswith("ended with 1\n"), other_output[-2000:]
+    assert "WorkerProcessLost" in other_output
+    assert APART[case] in output
     if other == "0":  # it had the notes
-        assert APART[case] in heard, heard[-2000:]
+        assert APART[case] in other_output, other_output[-2000:]
     assert not (together / case / "0001").exists()
 
 
 def test_an_error_that_all_processes_meet_is_the_leaders_to_handle(together: Path) -> None:
     for rank in (0, 1):
-        said = (together / f"all_refuses-{rank}").read_text()
-        assert said.endswith("ended with 0\n"), said[-2000:]
+        output = (together / f"all_refuses-{rank}").read_text()
+        assert output.endswith("ended with 0\n"), output[-2000:]
     assert (together / "all_refuses" / "0001").is_dir()
 
 
@@ -164,7 +164,7 @@ class Story:
 
 @pytest.fixture(scope="module")
 def story(tiny_model: Path, migrated: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
-    """One process of two dies in a round; two others go on, and are told to end once there is a version."""
+    """One process of two dies in a round; two new ones continue and are stopped after the first version."""
     folder = tmp_path_factory.mktemp("story")
     shutil.copy(migrated, folder / "together.db")
     with contextlib.ExitStack() as stack:
@@ -209,21 +209,21 @@ def _goes_on(store: Store, settings: str, log: Path) -> tuple[int, str]:
 
 
 def test_a_process_that_dies_in_a_round_ends_all_with_a_reason(story: Story) -> None:
-    code, said = story.first
+    code, output = story.first
     assert code != 0
-    assert "error=WorkerProcessLost" in said, said[-3000:]
-    assert (story.rounds, story.live_after_the_death) == ([None], 0), said[-3000:]
+    assert "error=WorkerProcessLost" in output, output[-3000:]
+    assert (story.rounds, story.live_after_the_death) == ([None], 0), output[-3000:]
 
 
 def test_the_next_start_trains_the_round_once_and_ends_as_one(story: Story) -> None:
-    _, said = story.second
-    assert story.store.policies.live()["agent"].version == 1, said[-3000:]
+    _, output = story.second
+    assert story.store.policies.live()["agent"].version == 1, output[-3000:]
     (broken_off,) = [held for held in story.store.rounds.page("agent") if held.to_version is None]
     assert broken_off.reason is not None
     assert broken_off.reason.startswith("WorkerProcessLost: a training process has exited")
     committed = [held for held in story.store.rounds.page("agent") if held.to_version is not None]
     assert [held.metrics["trajectories"] for held in committed] == [6]
-    assert "event=trainer_stopped" in said
+    assert "event=trainer_stopped" in output
 
 
 def test_the_trainer_in_two_processes_makes_the_version_that_one_makes(

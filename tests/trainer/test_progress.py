@@ -113,17 +113,17 @@ def test_prometheus_gets_the_same_numbers() -> None:
     clock.now += 10
     phase.add(4, reward=0.5)
 
-    def told(name: str, **labels: str) -> float | None:
+    def metric(name: str, **labels: str) -> float | None:
         return metrics.registry.get_sample_value(name, {"alias": "agent", "phase": "judging", **labels})
 
-    assert told("ratchet_progress_items_done") == 4
-    assert told("ratchet_progress_items") == 20
-    assert told("ratchet_progress_seconds_per_item") == 2.5
-    assert told("ratchet_progress_eta_seconds") == 40
-    assert told("ratchet_progress_mean", metric="reward") == 0.5
+    assert metric("ratchet_progress_items_done") == 4
+    assert metric("ratchet_progress_items") == 20
+    assert metric("ratchet_progress_seconds_per_item") == 2.5
+    assert metric("ratchet_progress_eta_seconds") == 40
+    assert metric("ratchet_progress_mean", metric="reward") == 0.5
 
 
-def test_what_is_known_from_elsewhere_is_told_when_it_moves() -> None:
+def test_watchers_are_notified_only_of_changes() -> None:
     seen: list[PhaseProgress] = []
     phase = Progress(seen.append).begin("gathering", 16)
     phase.at(3.5, 16)
@@ -148,18 +148,22 @@ def test_threads_may_add_at_once() -> None:
 
 def test_the_same_numbers_stand_in_the_store_and_are_written_seldom(store: Store) -> None:
     clock = Clock()
-    standings = StoredProgress(store, "agent", interval=3.0, clock=clock)
-    progress = Progress(standings, clock=clock)
+    stored_progress = StoredProgress(store, "agent", interval=3.0, clock=clock)
+    progress = Progress(stored_progress, clock=clock)
     phase = progress.begin("judging", 8)
     for tokens in (35.0, 42.0, 51.0):
         clock.now += 1.5
         phase.add(tokens=tokens)
-    (told,) = store.job_progress.all("agent")
-    assert (told.done, told.total, told.means["tokens"]) == (2, 8, 38.5)  # the third came too soon after the second
-    assert (told.seconds_per_item, told.eta_seconds) == (1.5, 9.0)
+    (stored,) = store.job_progress.all("agent")
+    assert (stored.done, stored.total, stored.means["tokens"]) == (
+        2,
+        8,
+        38.5,
+    )  # the third came too soon after the second
+    assert (stored.seconds_per_item, stored.eta_seconds) == (1.5, 9.0)
     phase.end()
-    (told,) = store.job_progress.all()
-    assert (told.done, told.ended, round(told.means["tokens"], 2)) == (3, True, 42.67)
+    (stored,) = store.job_progress.all()
+    assert (stored.done, stored.ended, round(stored.means["tokens"], 2)) == (3, True, 42.67)
 
 
 def test_a_store_that_is_away_does_not_end_the_work(tmp_path: Path) -> None:

@@ -146,8 +146,8 @@ def test_a_worse_prompt_is_rejected_on_held_out_prompts_before_it_serves(
     eventually(lambda: bool(controller.step(time.time())) and _is(store, made.version, PolicyState.REJECTED))
     decision = store.decisions.decisions_of("agent", made.version)[0]
     assert (decision.decided_by, decision.evidence["evaluation"]["candidate"]) == ("evaluation", 0.0)
-    asked = [call["messages"][0]["content"] for call in vllm[0].calls]
-    assert sorted(set(asked)) == ["Be nice.", "Be nice.\n\nBe worse."]
+    system_prompts = [call["messages"][0]["content"] for call in vllm[0].calls]
+    assert sorted(set(system_prompts)) == ["Be nice.", "Be nice.\n\nBe worse."]
     assert vllm[0].loads == []
 
 
@@ -240,9 +240,9 @@ def test_a_prompt_that_is_rejected_leaves_its_adapter_loaded(
     publish(publisher, candidate(local, 1))
     made = prompted(local, "Be brief.")
     engine.loaded.clear()
-    engine.refuse = "no room"
+    engine.refuse = "no capacity"
     assert not publish(publisher, made)
-    assert "no room" in local.policies.get("agent", made.version).evidence["reason"]
+    assert "no capacity" in local.policies.get("agent", made.version).evidence["reason"]
     assert "unload agent@1" not in engine.log
 
 
@@ -256,9 +256,9 @@ def test_what_was_learnt_comes_before_prompts_and_a_prompt_follows_on_the_new_ad
     assert learnt is not None
     assert learnt.version == 3
     local.policies.promote("agent", 3, {})
-    anew = next_candidate(local, "agent")
-    assert anew is not None
-    assert (anew.version, anew.served_name, anew.prompt_id) == (4, "agent@3", newer.prompt_id)
+    rebased = next_candidate(local, "agent")
+    assert rebased is not None
+    assert (rebased.version, rebased.served_name, rebased.prompt_id) == (4, "agent@3", newer.prompt_id)
     states = [local.policies.get("agent", one.version).state for one in (older, newer)]
     assert states == [PolicyState.REJECTED, PolicyState.REJECTED]
     assert "recreated as agent@4" in local.decisions.decisions_of("agent", newer.version)[0].reason

@@ -141,7 +141,7 @@ def test_what_is_plainly_not_applied_is_rejected_and_not_waited_for(case: Callab
                 assert outcomes(change, noise, case, 20)[ProofOutcome.WRONG] == 20, (change, noise)
 
 
-def test_a_change_that_grows_beyond_rounding_is_told_in_the_end() -> None:
+def test_a_change_that_grows_beyond_rounding_is_proven_in_the_end() -> None:
     """Versions pile up on the one in service until the distance is decidable, in bfloat16 too."""
     dice = numpy.random.default_rng(7)
     for noise in (0.003, 0.03):

@@ -70,7 +70,7 @@ def publish(publisher: Publisher, policy: Policy, logprob: Callable[[str, Sequen
 
 
 def steps_of(size: float, rounding: float = 0.0) -> Callable[[str, Sequence[int]], float]:
-    """Versions that each change every token by about `size` nats, told with an error of about `rounding`."""
+    """Versions that each change every token by about `size` nats, served with an error of about `rounding`."""
 
     def logprob(name: str, ids: Sequence[int]) -> float:
         version = int(name.partition("@")[2] or 0)
@@ -136,7 +136,7 @@ def test_an_engine_that_is_away_leaves_the_candidate_for_later(store: Store) -> 
     replica.close()
 
 
-def test_an_old_version_is_unloaded_only_when_no_door_needs_it(
+def test_an_old_version_is_unloaded_only_when_no_proxy_instance_needs_it(
     store: Store, publisher: Publisher, engines: list[ScriptedEngine]
 ) -> None:
     for version in (1, 2):
@@ -160,9 +160,7 @@ def test_the_newest_old_versions_stay_loaded(store: Store, engines: list[Scripte
     replica.close()
 
 
-def test_an_engine_that_wants_a_key_gets_it_and_its_refusal_is_told(
-    store: Store, engines: list[ScriptedEngine]
-) -> None:
+def test_vllm_receives_its_key_and_its_refusal_is_reported(store: Store, engines: list[ScriptedEngine]) -> None:
     engines[0].key = "secret"
     with pytest.raises(AdapterRefused, match="401"):
         VllmServer(engines[0].url).models()
@@ -185,9 +183,9 @@ def test_a_password_in_a_replicas_url_goes_to_it_and_is_shown_nowhere(engines: l
     with pytest.raises(EngineUnreachable) as unreachable:
         gone.models()
     gone.close()
-    for told in (str(refused.value), str(unreachable.value), load_of([whole], None).unknown or "", replica.url):
-        assert "alice" not in told
-        assert "127.0.0.1" in told
+    for text in (str(refused.value), str(unreachable.value), load_of([whole], None).unknown or "", replica.url):
+        assert "alice" not in text
+        assert "127.0.0.1" in text
 
 
 def test_a_restarted_replica_gets_the_live_version_back_for_the_comparison(
@@ -216,7 +214,7 @@ def test_a_small_step_that_is_not_served_is_rejected_however_near_its_logprobs_a
     assert (found[engines[0].url]["outcome"], found[engines[1].url]["outcome"]) == ("proven", "wrong")
 
 
-def test_what_is_lost_in_rounding_is_unproven_until_the_distance_from_what_serves_is_told(
+def test_a_change_below_rounding_is_unproven_until_the_distance_to_the_live_version_is_provable(
     store: Store, publisher: Publisher, engines: list[ScriptedEngine]
 ) -> None:
     for engine in engines:

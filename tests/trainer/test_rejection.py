@@ -17,7 +17,7 @@ from ratchet.trainer.learner_protocol import RoundReport
 from ratchet.trainer.rows.token_row import TokenRow
 from tests.harness.records import judged_group
 from tests.harness.trainer.tiny import build_row
-from tests.trainer.test_round_size import Noting
+from tests.trainer.test_round_size import RecordingLearner
 
 
 def left(off: float, ages: Sequence[int | None], limit: float | None = 2.0) -> list[bool]:
@@ -38,7 +38,7 @@ def test_a_fresh_row_may_differ_by_rounding_alone_and_an_old_one_by_what_was_lea
     assert left(0.7, ages, None) == [True] * 6
 
 
-class Reading(Noting):
+class Reading(RecordingLearner):
     """A learner that notes how old its rows are."""
 
     def train_round(self, rows: Sequence[TokenRow], rate_scale: float = 1.0) -> RoundReport:

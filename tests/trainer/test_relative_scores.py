@@ -81,8 +81,8 @@ def test_no_version_is_kept_for_its_relative_mean(
         answered_trajectory(store, name, task="t", version=1)
     store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0)
     group = store.groups.create("task:t", "agent", names, now=101.0)
-    said: dict[str, Any] = {"group_id": group.id, "judge": "j", "judge_version": controller._judging.judge.version}
-    store.groups.record_verdicts(group.id, [Verdict(trajectory_id=n, score=float(n == "r0"), **said) for n in names])
+    fields: dict[str, Any] = {"group_id": group.id, "judge": "j", "judge_version": controller._judging.judge.version}
+    store.groups.record_verdicts(group.id, [Verdict(trajectory_id=n, score=float(n == "r0"), **fields) for n in names])
     assert controller._best_versions() == best
 
 

@@ -76,8 +76,8 @@ def test_the_header_says_the_role_and_else_the_system_prompt_does(store: Store) 
         call_start("c4", "t1", PLAN[1:], at=4.0),
     ]
     store.calls.ship([ended(start, {"role": "assistant", "content": start.call_id}) for start in shipped])
-    casting = RoleResolver(store, "agent", Roles(("planner",), PROMPTS))
-    calls = casting.with_roles(store.trajectories.read("t1").calls)
+    resolver = RoleResolver(store, "agent", Roles(("planner",), PROMPTS))
+    calls = resolver.with_roles(store.trajectories.read("t1").calls)
     assert [one.role for one in calls] == ["planner", "worker", "critic", None]
 
 
@@ -101,10 +101,10 @@ def verdicts(scores: Sequence[float], **components: Sequence[float]) -> list[Ver
 def test_a_component_of_a_roles_name_is_that_roles_score_where_every_member_has_it(store: Store) -> None:
     group = judged_group(store, ["a", "b"], [0.0, 1.0])
     members = [store.trajectories.get(name) for name in group.members]
-    credit = AdvantageEstimator("dr_grpo", roles=("planner", "worker"))
-    said = verdicts([1.0, 0.0], planner=[0.0, 1.0], worker=[0.5])
-    assert credit.advantages(members, said, "planner") == (-0.5, 0.5)
-    assert credit.advantages(members, said, "worker") == (0.5, -0.5)
+    estimator = AdvantageEstimator("dr_grpo", roles=("planner", "worker"))
+    member_verdicts = verdicts([1.0, 0.0], planner=[0.0, 1.0], worker=[0.5])
+    assert estimator.advantages(members, member_verdicts, "planner") == (-0.5, 0.5)
+    assert estimator.advantages(members, member_verdicts, "worker") == (0.5, -0.5)
 
 
 def test_a_group_teaches_where_the_roles_that_train_differ_and_only_there(store: Store) -> None:

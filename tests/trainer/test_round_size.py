@@ -26,7 +26,7 @@ from tests.harness.trainer.tiny import build_row, build_rows
 from tests.trainer.test_backlog import backlog
 
 
-class Noting:
+class RecordingLearner:
     """A learner that only notes the rounds that it is given."""
 
     step = 0
@@ -82,9 +82,9 @@ def test_a_round_takes_the_step_that_its_trained_groups_are_worth(store: Store, 
     for one in groups:  # the judge has seen their calls
         verdicts = store.groups.verdicts(one.members).values()
         store.groups.replace_verdicts([msgspec.structs.replace(verdict, judged_at=10.0) for verdict in verdicts])
-    learner = Noting(unfit=["d1", "d2"])
-    school = RoundRunner(store, "agent", tmp_path, size=RoundSize(groups_per_round=12, num_generations=2))
-    candidate = school.run_round(learner, groups, 0)
+    learner = RecordingLearner(unfit=["d1", "d2"])
+    runner = RoundRunner(store, "agent", tmp_path, size=RoundSize(groups_per_round=12, num_generations=2))
+    candidate = runner.run_round(learner, groups, 0)
     assert candidate is not None
     assert learner.scales == [0.5]  # of three groups of twelve: the fourth held nothing to train
     assert store.rounds.get(candidate.round_id or "").metrics["rate_scale"] == 0.5

@@ -197,7 +197,7 @@ def test_a_bent_distribution_gets_no_importance_weight() -> None:
     assert (bent.importance, plain.importance) == (False, True)
 
 
-def test_an_answer_cut_off_at_its_longest_carries_no_loss_where_that_is_set() -> None:
+def test_a_truncated_answer_carries_no_loss_with_mask_truncated() -> None:
     cut = msgspec.structs.replace(choice((6, 7)), finish_reason="length")
     calls = [
         call("1", (1, 2), choice((3, 4))),

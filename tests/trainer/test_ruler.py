@@ -70,23 +70,23 @@ def judge(model: ScriptedJudgeModel, **changes: Any) -> RulerJudge:
     return _made[-1]
 
 
-def shown(asked: dict[str, Any]) -> dict[str, Any]:
+def shown(request: dict[str, Any]) -> dict[str, Any]:
     """What the judge model saw of the group."""
-    content: dict[str, Any] = json.loads(asked["messages"][1]["content"])
+    content: dict[str, Any] = json.loads(request["messages"][1]["content"])
     return content
 
 
 def by_content(scores: dict[str, float]) -> Any:
     """Answers with a score for each attempt whose messages hold a word."""
 
-    def answer(asked: dict[str, Any]) -> Any:
+    def answer(request: dict[str, Any]) -> Any:
         entries = [
             {
                 "trajectory_id": attempt["trajectory_id"],
                 "explanation": "because",
                 "score": next(score for word, score in scores.items() if word in json.dumps(attempt["messages"])),
             }
-            for attempt in shown(asked)["attempts"]
+            for attempt in shown(request)["attempts"]
         ]
         return says({"scores": entries})
 
@@ -110,11 +110,11 @@ def test_the_golden_group_keeps_its_prefix_and_its_four_scores(model: ScriptedJu
     members = golden_members()
     assert common_prefix([one.messages for one in members]) == GOLDEN["common_prefix_length"] == 2
     reply = {entry["trajectory_id"]: entry["score"] for entry in GOLDEN["judge_reply"]["scores"]}
-    words = {'"Steve\\\\\\"], \\\\\\"message_id': "1", "toolbench_rapid": "2", "told Dick": "3", "unable to find": "4"}
+    words = {'"Steve\\\\\\"], \\\\\\"message_id': "1", "toolbench_rapid": "2", "Dick Ingersoll": "3", "unable to find": "4"}
 
-    def answer(asked: dict[str, Any]) -> Any:
+    def answer(request: dict[str, Any]) -> Any:
         entries = []
-        for attempt in shown(asked)["attempts"]:
+        for attempt in shown(request)["attempts"]:
             text = json.dumps(attempt["messages"])
             golden = next((number for word, number in words.items() if word in text), "1")
             explanation = f"golden {golden}"
@@ -125,16 +125,16 @@ def test_the_golden_group_keeps_its_prefix_and_its_four_scores(model: ScriptedJu
 
     model.answers = [answer]
     assert scores(judge(model).judge("grp_1", members)) == [0.1, 0.4, 0.2, 0.0]
-    asked = shown(model.requests[0])
-    assert asked["shared_beginning"] == GOLDEN["common_prefix"]
-    assert len(asked["attempts"]) == 4
+    request = shown(model.requests[0])
+    assert request["shared_beginning"] == GOLDEN["common_prefix"]
+    assert len(request["attempts"]) == 4
 
 
 def test_scores_follow_labels_whatever_the_order_of_the_answer(model: ScriptedJudgeModel) -> None:
     for task in ("a", "b", "c", "d"):
         model.answers = [by_content({"Oslo": 0.9, "Rome": 0.1})]
         assert scores(judge(model).judge("grp", two(task))) == [0.9, 0.1]
-    orders = {tuple(json.dumps(a["messages"]) for a in shown(asked)["attempts"]) for asked in model.requests}
+    orders = {tuple(json.dumps(a["messages"]) for a in shown(request)["attempts"]) for request in model.requests}
     assert len(orders) == 2  # the members were shuffled
 
 
@@ -168,7 +168,7 @@ def test_the_engines_random_tool_ids_make_no_two_runs_different() -> None:
         (says({"scores": [{"trajectory_id": "1", "score": True}]}), "not a number"),
     ],
 )  # fmt: skip
-def test_an_unusable_answer_is_told_why_and_asked_for_again(model: ScriptedJudgeModel, answer: Any, wrong: str) -> None:
+def test_an_invalid_answer_is_repeated_with_the_reason(model: ScriptedJudgeModel, answer: Any, wrong: str) -> None:
     model.answers = [answer, by_content({"Oslo": 1.0, "Rome": 0.0})]
     judgement = judge(model).judge("g", two())
     assert scores(judgement) == [1.0, 0.0]
@@ -182,7 +182,7 @@ def test_a_judge_that_never_answers_well_is_a_failure_and_no_number(model: Scrip
     assert [(verdict.score, "no JSON object" in (verdict.failure or "")) for verdict in verdicts] == [(None, True)] * 2
 
 
-def test_a_busy_endpoint_is_asked_again_and_a_refusing_one_is_told(model: ScriptedJudgeModel) -> None:
+def test_a_busy_endpoint_is_retried_and_a_refusal_is_reported(model: ScriptedJudgeModel) -> None:
     model.answers = [(429, {"error": "slow down"}), (503, "later"), by_content({"Oslo": 1.0, "Rome": 0.0})]
     assert scores(judge(model).judge("g", two())) == [1.0, 0.0]
     model.answers = [(401, {"error": "who are you"})] * 3
@@ -192,13 +192,13 @@ def test_a_busy_endpoint_is_asked_again_and_a_refusing_one_is_told(model: Script
     assert "who are you" in failure
 
 
-def test_an_endpoint_that_knows_no_schemas_is_asked_in_plainer_words(model: ScriptedJudgeModel) -> None:
+def test_an_endpoint_without_json_schemas_gets_a_simpler_request(model: ScriptedJudgeModel) -> None:
     good = by_content({"Oslo": 1.0, "Rome": 0.0})
     model.answers = [(400, "response_format?"), (400, "json_object?"), good, good]
     once = judge(model)
     assert scores(once.judge("g", two())) == [1.0, 0.0]
     assert scores(once.judge("h", two())) == [1.0, 0.0]
-    forms = [asked.get("response_format", {}).get("type") for asked in model.requests]
+    forms = [request.get("response_format", {}).get("type") for request in model.requests]
     assert forms == ["json_schema", "json_object", None, None]
 
 
@@ -250,7 +250,7 @@ def test_urls_with_a_version_of_their_own_are_left_alone() -> None:
     assert urls_of("https://h/v1beta/openai") == ["https://h/v1beta/openai/chat/completions"]
 
 
-def test_a_group_that_is_too_long_is_cut_where_it_is_longest() -> None:
+def test_the_largest_texts_of_a_long_group_are_shortened() -> None:
     root: list[Message] = [{"role": "user", "content": "Where?"}]
     long = [member(f"m{n}", [*root, {"role": "tool", "content": f"{n}" * 50_000}]) for n in range(4)]
     question = ranking_prompt(long, rubric="r", budget=8_000, shuffle=random.Random(0)).messages

@@ -44,7 +44,7 @@ def answers(folder: Path, text: str) -> str:
     return str(file)
 
 
-def test_contains_wants_whole_words_and_numbers() -> None:
+def test_contains_requires_whole_words_and_numbers() -> None:
     assert contains("The capital is Oslo.", "oslo", max_chars=100)
     assert contains("It is 4, I think", "4", max_chars=100)
     assert contains("4.", "4", max_chars=100)
@@ -81,9 +81,11 @@ def test_numbers_are_compared_as_numbers() -> None:
 def test_a_task_without_a_right_answer_is_a_failure_not_a_zero(tmp_path: Path) -> None:
     file = answers(tmp_path, '{"task": "capital", "answer": ["Oslo", "Christiania"]}\n')
     judge = made(kind="answer", answers=file)
-    said = judge.judge("g", [member("Christiania"), member("Rome"), member("Oslo", task="other"), member("Oslo", None)])
-    assert [verdict.score for verdict in said.verdicts] == [1.0, 0.0, None, None]
-    assert "x-ratchet-task" in (said.verdicts[2].failure or "")
+    verdicts = judge.judge(
+        "g", [member("Christiania"), member("Rome"), member("Oslo", task="other"), member("Oslo", None)]
+    )
+    assert [verdict.score for verdict in verdicts.verdicts] == [1.0, 0.0, None, None]
+    assert "x-ratchet-task" in (verdicts.verdicts[2].failure or "")
 
 
 @pytest.mark.parametrize(
@@ -109,11 +111,11 @@ def composite(tmp_path: Path, **changes: Any) -> dict[str, Any]:
     return {"kind": "composite", "parts": parts} | changes
 
 
-def test_a_penalised_success_still_ranks_above_every_failure(tmp_path: Path) -> None:
-    said = made(**composite(tmp_path)).judge("g", [member("Oslo"), member("It is Oslo"), member("Rome")]).verdicts
-    scores = [verdict.score for verdict in said]
+def test_a_penalized_success_ranks_above_every_failure(tmp_path: Path) -> None:
+    verdicts = made(**composite(tmp_path)).judge("g", [member("Oslo"), member("It is Oslo"), member("Rome")]).verdicts
+    scores = [verdict.score for verdict in verdicts]
     assert scores == [1.0, 0.75, -0.25]
-    assert said[1].components == {"right": 1.0, "tidy": 0.0}
+    assert verdicts[1].components == {"right": 1.0, "tidy": 0.0}
 
 
 def test_penalties_that_could_turn_a_success_into_a_failure_are_refused(tmp_path: Path) -> None:
@@ -146,9 +148,9 @@ def test_a_changed_rubric_is_another_version(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_judge_setting_is_named_without_its_value(spec: dict[str, Any], wrong: str) -> None:
-    with pytest.raises(ValidationError, match=wrong) as told:
+    with pytest.raises(ValidationError, match=wrong) as error:
         made(**spec)
-    assert "sk-1" not in str(told.value)
+    assert "sk-1" not in str(error.value)
 
 
 def test_a_grader_gets_the_whole_trajectory_signed_once_per_key(tmp_path: Path) -> None:
@@ -161,9 +163,9 @@ def test_a_grader_gets_the_whole_trajectory_signed_once_per_key(tmp_path: Path) 
     assert grader.requests[0]["trajectory_id"] == "run-Oslo"
     assert grader.requests[0]["answer"] == "Oslo"
     assert grader.headers[0]["idempotency-key"] == grader.headers[1]["idempotency-key"]
-    told = dict(part.split("=", 1) for part in grader.headers[1]["x-ratchet-signature"].split(","))
-    expected = hmac.new(b"s3", told["t"].encode() + b"." + grader.raw[1], hashlib.sha256).hexdigest()
-    assert told["v1"] == expected
+    signature = dict(part.split("=", 1) for part in grader.headers[1]["x-ratchet-signature"].split(","))
+    expected = hmac.new(b"s3", signature["t"].encode() + b"." + grader.raw[1], hashlib.sha256).hexdigest()
+    assert signature["v1"] == expected
 
 
 @pytest.mark.parametrize(
@@ -199,10 +201,10 @@ def test_what_came_next_is_evidence_and_a_lone_answer_has_none() -> None:
     with ScriptedJudgeModel().running() as model:
         model.answers = [says({"answers": [{"number": 1, "shows": "bad"}]})]
         judge = made(kind="next_state", base_url=model.url, model="m")
-        said = judge.judge("g", [member("Oslo", before=turns), member("Oslo")]).verdicts
+        verdicts = judge.judge("g", [member("Oslo", before=turns), member("Oslo")]).verdicts
         judge.close()
-    assert (said[0].score, said[0].components) == (0.0, {"turn_1": 0.0})
-    assert "no evidence" in (said[1].failure or "")
+    assert (verdicts[0].score, verdicts[0].components) == (0.0, {"turn_1": 0.0})
+    assert "no evidence" in (verdicts[1].failure or "")
     assert json.loads(model.requests[0]["messages"][1]["content"])["answers"] == evidence(
         [{"role": "user", "content": "?"}, *turns, {"role": "assistant", "content": "Oslo"}]
     )
@@ -210,7 +212,7 @@ def test_what_came_next_is_evidence_and_a_lone_answer_has_none() -> None:
 
 def test_an_async_function_judges_its_members_at_once() -> None:
     judge = make_judge(read_spec("tests.harness.trainer.judge_samples:slow"), {})
-    said = judge.judge("g", [member("a"), member("bb"), member("ccc")]).verdicts
+    verdicts = judge.judge("g", [member("a"), member("bb"), member("ccc")]).verdicts
     judge.close()
-    assert [verdict.score for verdict in said] == [1.0, 2.0, 3.0]
+    assert [verdict.score for verdict in verdicts] == [1.0, 2.0, 3.0]
     assert judge.name == "tests.harness.trainer.judge_samples:slow"

@@ -71,7 +71,7 @@ def test_judges_that_disagree_are_an_alarm_and_the_first_ones_scores_count(store
     for number, name in enumerate(ids, 1):
         keep.submit([store.groups.get(name)], store.trajectories.read)
         assert keep.collect_results(102.0, 5.0) == 1
-        assert eventually(partial(heard, second, number))
+        assert eventually(partial(judgements, second, number))
     watching.check(102.0)
     keep.close()
     later = SecondJudge(Contrary(), 1.0, store, "agent", "1")
@@ -108,7 +108,7 @@ def test_a_slow_second_judge_holds_nobody_up(store: Store) -> None:
     keep.close()
 
 
-def heard(second: SecondJudge, count: int) -> bool:
+def judgements(second: SecondJudge, count: int) -> bool:
     return len(second.paired_judgements()) == count
 
 
@@ -135,24 +135,24 @@ def test_agreement_is_counted_in_pairs_and_small_samples_raise_nothing() -> None
     assert agreement([], "second", SETTINGS) == []
 
 
-def test_a_judge_with_noise_agrees_still() -> None:
+def test_a_noisy_judge_agrees() -> None:
     noise = random.Random(3)
-    heard = []
+    judgements = []
     for number in range(100):
         first = scores(*(noise.random() for _ in range(4)))
-        heard.append(
+        judgements.append(
             PairedJudgements(f"g{number}", first, {name: one + noise.gauss(0, 0.2) for name, one in first.items()})
         )
-    (found,) = agreement(heard, "second", SETTINGS)
+    (found,) = agreement(judgements, "second", SETTINGS)
     assert found.value > 0.4
     assert found.reason is None
 
 
-def test_a_second_judge_that_fails_is_told() -> None:
-    heard = [PairedJudgements(f"g{n}", scores(0, 1), None) for n in range(15)] + [
+def test_failures_of_a_second_judge_are_reported() -> None:
+    judgements = [PairedJudgements(f"g{n}", scores(0, 1), None) for n in range(15)] + [
         PairedJudgements("g", scores(0, 1), scores(0, 1))
     ] * 5
-    (found,) = agreement(heard, "second", SETTINGS)
+    (found,) = agreement(judgements, "second", SETTINGS)
     assert found.reason == "second judge second failed on 15 of the last 20 groups"
 
 

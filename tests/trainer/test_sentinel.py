@@ -58,7 +58,7 @@ def test_a_tool_that_fails_more_than_under_the_same_version_holds_training() -> 
     )
 
 
-def test_failures_that_begin_with_a_version_are_told_and_do_not_hold() -> None:
+def test_failures_that_begin_with_a_version_are_an_alarm_and_do_not_pause_training() -> None:
     (found,), _ = check_tool_health(calls([ERROR] * 40 + [OK] * 10, version=2) + calls([OK] * 200), SETTINGS)
     assert "it began with version 2" in str(found.reason)
     assert not found.blocks_training
@@ -69,7 +69,7 @@ def test_a_tool_that_was_always_flaky_is_no_alarm() -> None:
     assert found == Finding("tool_health", "ratchet_tool_failure_ratio", "search", 0.5)
 
 
-def test_a_tool_that_never_works_holds_without_any_past() -> None:
+def test_a_tool_that_always_fails_pauses_training_without_history() -> None:
     (found,), _ = check_tool_health(calls([ToolResult.TIMEOUT] * 50), SETTINGS)
     assert found.blocks_training
     assert "raise max_tool_failure_rate" in str(found.reason)
@@ -107,7 +107,7 @@ def test_an_empty_result_counts_only_against_the_tools_own_past() -> None:
     assert risen.blocks_training
 
 
-# --- conduct ----------------------------------------------------------------------------------------------------
+# --- behavior ---------------------------------------------------------------------------------------------------
 
 
 def transcript(messages: Sequence[dict[str, Any]]) -> Transcript:
@@ -123,8 +123,8 @@ def asks_tool(**arguments: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": "Let me look.", "tool_calls": [{"id": "c", "function": function}]}
 
 
-def test_arguments_that_occur_nowhere_before_the_call_are_made_up() -> None:
-    told = read_behavior(
+def test_arguments_that_occur_nowhere_before_the_call_are_hallucinated() -> None:
+    behavior = read_behavior(
         transcript(
             [
                 {"role": "user", "content": "When did Anna write of the invoice 4711?"},
@@ -137,9 +137,9 @@ def test_arguments_that_occur_nowhere_before_the_call_are_made_up() -> None:
             ]
         )
     )
-    assert (told.arguments, told.hallucinated) == (5, 2)  # bob@example.com and 9999
-    assert (told.tool_calls, told.actions) == (2, 3)
-    assert told.used == told.offered == {"search"}
+    assert (behavior.arguments, behavior.hallucinated) == (5, 2)  # bob@example.com and 9999
+    assert (behavior.tool_calls, behavior.actions) == (2, 3)
+    assert behavior.used == behavior.offered == {"search"}
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_healthy_traffic_has_numbers_and_no_alarm() -> None:
 
 
 def test_answers_that_grow_are_length_drift() -> None:
-    longer = [dataclasses.replace(told, sampled_tokens=told.sampled_tokens * 3) for told in conducts(64)]
+    longer = [dataclasses.replace(behavior, sampled_tokens=behavior.sampled_tokens * 3) for behavior in conducts(64)]
     found = one(check_drift(conducts(300) + longer, SETTINGS), "length_drift")
     assert found.reason is not None
     assert "went from 103 to 309 in task:mail" in found.reason
@@ -197,7 +197,8 @@ def test_answers_that_grow_are_length_drift() -> None:
 
 def test_another_mix_of_tasks_is_no_length_drift() -> None:
     long_tasks = [
-        dataclasses.replace(told, sampled_tokens=900 + n % 5) for n, told in enumerate(conducts(40, "task:book"))
+        dataclasses.replace(behavior, sampled_tokens=900 + n % 5)
+        for n, behavior in enumerate(conducts(40, "task:book"))
     ]
     mixed = long_tasks[:20] + conducts(300) + long_tasks + conducts(24)
     assert one(check_drift(mixed, SETTINGS), "length_drift").reason is None
@@ -208,7 +209,7 @@ def test_reasoning_that_vanishes_is_drift() -> None:
     assert "went from 5 to 0" in str(one(findings, "reasoning_drift").reason)
 
 
-def test_arguments_that_are_made_up_more_and_more_are_an_alarm() -> None:
+def test_a_rising_share_of_hallucinated_arguments_is_an_alarm() -> None:
     found = one(check_drift(conducts(300) + conducts(64, hallucinated=2), SETTINGS), "hallucinated_arguments")
     assert found.value == 0.5
     assert "50% of tool arguments occur nowhere in their context, up from 0%" in str(found.reason)
@@ -275,7 +276,10 @@ def test_hostile_names_cost_little_and_steer_no_terminal() -> None:
 def test_tools_called_where_none_is_needed_are_counted() -> None:
     easy = conducts(4, cohort="easy")
     easy[0] = dataclasses.replace(easy[0], tool_calls=0)
-    hard = [dataclasses.replace(told, trajectory_id=f"h{told.trajectory_id}") for told in conducts(4, cohort="hard")]
+    hard = [
+        dataclasses.replace(behavior, trajectory_id=f"h{behavior.trajectory_id}")
+        for behavior in conducts(4, cohort="hard")
+    ]
     scores = {"t0": 1.0, "t1": 1.0, "t2": 0.0, "t3": 0.0, "ht0": 1.0, "ht1": 0.0, "ht2": 0.0, "ht3": 0.0}
     found = unnecessary_tool_calls(easy + hard, scores)
     assert found is not None
@@ -287,10 +291,10 @@ def test_tools_called_where_none_is_needed_are_counted() -> None:
 
 
 def rounds(count: int, **metrics: Any) -> list[Round]:
-    told = {"tokens_compared": 100, "logprob_abs_diff_mean": 0.001, "tokens_trained": 100, "untrained_tokens": {}}
+    behavior = {"tokens_compared": 100, "logprob_abs_diff_mean": 0.001, "tokens_trained": 100, "untrained_tokens": {}}
     held = Round(
         id="r", alias="agent", state=RoundState.COMMITTED, from_version=0, to_version=1, started_at=1.0, ended_at=2.0,
-        checkpoint="x", metrics=told | metrics, reason=None,
+        checkpoint="x", metrics=behavior | metrics, reason=None,
     )  # fmt: skip
     return [held] * count
 

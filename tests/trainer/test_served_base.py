@@ -85,7 +85,7 @@ def test_a_base_model_that_changes_between_two_looks_is_seen_before_a_publicatio
     assert "base_model:agent" in alarms(store)
 
 
-def test_a_server_that_cannot_be_asked_is_not_taken_for_another_base_model(
+def test_an_unreachable_server_does_not_count_as_another_base_model(
     candidate: Controller, engine: KnownBase, store: Store
 ) -> None:
     store.base_models.clear_base_model("agent", served_only=True)

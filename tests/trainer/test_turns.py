@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from ratchet.trainer.controller_loop import Controller
 
 
-def said(*turns: list[float]) -> list[Verdict]:
+def verdicts_of(*turns: list[float]) -> list[Verdict]:
     """Verdicts of equal scores, with what was said of each one's turns."""
     return [verdicts([0.5], **{f"turn:{number}": [score] for number, score in enumerate(each, 1)})[0] for each in turns]
 
 
 def test_turns_are_compared_with_all_turns_of_the_group() -> None:
-    found = turn_advantages(said([1.0, 0.0], [0.5]), "dr_grpo", 2.0)
+    found = turn_advantages(verdicts_of([1.0, 0.0], [0.5]), "dr_grpo", 2.0)
     assert found == [{1: pytest.approx(1.0), 2: pytest.approx(-1.0)}, {1: pytest.approx(0.0)}]
 
 
@@ -36,7 +36,7 @@ def test_turns_are_compared_with_all_turns_of_the_group() -> None:
     ids=["no weight", "a member without", "a single", "all the same"],
 )
 def test_where_nothing_can_be_compared_turns_earn_nothing(turns: list[list[float]], weight: float) -> None:
-    assert not any(any(each.values()) for each in turn_advantages(said(*turns), "grpo", weight))
+    assert not any(any(each.values()) for each in turn_advantages(verdicts_of(*turns), "grpo", weight))
 
 
 def test_a_turns_advantage_reaches_the_tokens_of_its_own_call_in_the_same_row() -> None:
@@ -63,7 +63,7 @@ def test_a_group_of_equal_scores_is_trained_by_its_turns(
     assert held.metrics["weight_change"] > 0
 
 
-def test_turns_are_counted_as_a_judge_reads_them_without_failed_calls_and_without_those_asked_again() -> None:
+def test_turns_are_counted_without_failed_and_repeated_calls() -> None:
     calls = [
         call("1", (1, 2), choice((3,)), prompt_node="a"),
         call("failed", (5,), parent_call="1", context="exact", prompt_node="b", state=CallState.FAILED, status=500),

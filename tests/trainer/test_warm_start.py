@@ -40,11 +40,11 @@ def ask(store: Store, **wanted: Any) -> Tuning:
 
 
 def general_file(folder: Path, count: int = 12) -> Path:
-    told = [
+    messages = [
         [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n} quick brown foxes " * 5}]
         for n in range(count)
     ]
-    (folder / "chat.jsonl").write_text("\n".join(json.dumps({"messages": messages}) for messages in told))
+    (folder / "chat.jsonl").write_text("\n".join(json.dumps({"messages": conversation}) for conversation in messages))
     return folder / "chat.jsonl"
 
 
@@ -174,10 +174,10 @@ def teacher(store: Store, name: str, answer: str, **changes: Any) -> None:
     values: dict[str, Any] = {"alias": "big", "purpose": OTHER} | changes
     first = call_start(f"call_{name}a", name, **values)
     one = ended(first, tool_call(), prompt=(), ids=(), untrainable="no_token_ids")
-    told = [*QUESTION, tool_call(), {"role": "tool", "tool_call_id": "c1", "content": "Oslo"}]
-    second = call_start(f"call_{name}b", name, told, at=2.0, parent_call=first.call_id, **values)
+    messages = [*QUESTION, tool_call(), {"role": "tool", "tool_call_id": "c1", "content": "Oslo"}]
+    second = call_start(f"call_{name}b", name, messages, at=2.0, parent_call=first.call_id, **values)
     reply = {"role": "assistant", "content": answer}
-    two = ended(second, reply, messages=told, prompt=(), ids=(), untrainable="no_token_ids")
+    two = ended(second, reply, messages=messages, prompt=(), ids=(), untrainable="no_token_ids")
     store.calls.ship([one, two])
 
 
@@ -243,9 +243,15 @@ def test_of_a_task_the_best_few_are_taken(store: Store, make_controller: Callabl
 
 def test_demonstrations_are_imitated_whatever_the_answer_scored(store: Store) -> None:
     agents_work(store, "a", [0.0])
-    said: dict[str, Any] = {"kind": "trajectory", "target": "a-0", "source": "ann", "given_at": 5.0, "trusted": True}
-    store.feedback.add([Feedback(id="fb_1", demonstration="It is in Oslo.", **said)])
-    store.feedback.add([Feedback(id="fb_2", value=0.0, **said)])
+    feedback: dict[str, Any] = {
+        "kind": "trajectory",
+        "target": "a-0",
+        "source": "ann",
+        "given_at": 5.0,
+        "trusted": True,
+    }
+    store.feedback.add([Feedback(id="fb_1", demonstration="It is in Oslo.", **feedback)])
+    store.feedback.add([Feedback(id="fb_2", value=0.0, **feedback)])
     found = search(store, sources=("demonstrations",))
     (row,) = found.rows
     tokenizer = build_tokenizer()
@@ -262,11 +268,11 @@ def test_no_source_gives_anything_of_a_held_out_task(store: Store, make_controll
     for task in (aside, usual):
         agents_work(store, task, [1.0, 0.0])
         teacher(store, f"big-{task}", "in Oslo", task=task)
-        said = Feedback(
+        feedback = Feedback(
             id=f"fb_{task}", kind="trajectory", target=f"{task}-0", source="ann", given_at=5.0, trusted=True,
             demonstration="It is in Oslo.",
         )  # fmt: skip
-        store.feedback.add([said])
+        store.feedback.add([feedback])
     make_controller(groups_per_round=100).step(1000.0)
     for source, name in (("policy", f"{usual}-0"), ("demonstrations", f"{usual}-0"), ("big", f"big-{usual}")):
         found = search(store, sources=(source,), held_out=0.3)
@@ -284,7 +290,7 @@ def test_greedy_answers_are_imitated_though_no_ratio_could_be_taken(
 
 
 @pytest.mark.parametrize(("share", "general"), [(0.0, 0), (0.2, 1), (0.5, 4), (0.9, 10)])
-def test_general_rows_are_so_large_a_share_as_was_asked_or_all_there_are(share: float, general: int) -> None:
+def test_general_rows_have_the_configured_share_or_all_are_used(share: float, general: int) -> None:
     good, chat = build_rows(4), build_rows(10, seed=1)
     drawn = mix_rows(good, chat, share, seed=0)
     assert (sum(row in good for row in drawn), sum(row in chat for row in drawn)) == (4, general)
@@ -306,11 +312,11 @@ def test_settings_that_mean_nothing_are_refused(wrong: dict[str, Any], words: st
 def test_a_trajectory_with_a_fork_is_learnt_once(store: Store) -> None:
     judge_samples.by_answer |= {"in Oslo": 1.0, "in Rome": 1.0}
     teacher(store, "t1", "in Oslo")
-    told = [*QUESTION, tool_call(), {"role": "tool", "tool_call_id": "c1", "content": "Rome"}]
+    messages = [*QUESTION, tool_call(), {"role": "tool", "tool_call_id": "c1", "content": "Rome"}]
     values: dict[str, Any] = {"alias": "big", "purpose": OTHER}
-    other = call_start("call_t1c", "t1", told, at=3.0, parent_call="call_t1a", **values)
+    other = call_start("call_t1c", "t1", messages, at=3.0, parent_call="call_t1a", **values)
     reply = {"role": "assistant", "content": "in Rome"}
-    end = ended(other, reply, messages=told, prompt=(), ids=(), untrainable="no_token_ids")
+    end = ended(other, reply, messages=messages, prompt=(), ids=(), untrainable="no_token_ids")
     store.calls.ship([msgspec.structs.replace(end, ended_at=3.5)])
     found = search(store, sources=("big",))
     tokenizer = build_tokenizer()

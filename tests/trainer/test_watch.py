@@ -32,9 +32,9 @@ def test_a_sick_tool_holds_training_and_a_mended_one_lets_it_go_on(
     assert not watching.check(1.0)
     tool_called(store, "a2", ToolResult.TIMEOUT)
     assert watching.check(2.0)
-    standing = {alarm.name: alarm.reason for alarm in store.alarms.active()}
-    assert set(standing) == {"tool_health:agent", "training_paused:agent"}
-    assert standing["training_paused:agent"].startswith(
+    alarms = {alarm.name: alarm.reason for alarm in store.alarms.active()}
+    assert set(alarms) == {"tool_health:agent", "training_paused:agent"}
+    assert alarms["training_paused:agent"].startswith(
         "training is paused, collecting and judging continue: tool 'search'"
     )
     assert "event=training_paused" in caplog.text
@@ -44,7 +44,7 @@ def test_a_sick_tool_holds_training_and_a_mended_one_lets_it_go_on(
     assert "event=training_resumed" in caplog.text
 
 
-def test_it_looks_no_oftener_than_it_is_told_to(store: Store) -> None:
+def test_it_checks_no_more_often_than_configured(store: Store) -> None:
     watching = Sentinel(SentinelSettings(interval_seconds=30.0), store, "agent")
     watching.check(1.0)
     tool_called(store, "a1", ToolResult.TIMEOUT)
@@ -110,12 +110,12 @@ def test_a_look_reads_a_few_trajectories_at_a_time_and_each_once(store: Store) -
     first = dict(watching._behaviors)
     watching.check(2.0)
     assert len(watching._behaviors) == 100
-    assert all(watching._behaviors[name] is told for name, told in first.items())
+    assert all(watching._behaviors[name] is behavior for name, behavior in first.items())
 
 
 def test_reasoning_tokens_are_the_reasonings_share_of_what_was_sampled(store: Store) -> None:
     start = call_start("call_a", "a")
     reply = {"role": "assistant", "content": f"<think>{'a' * 30}</think>{'b' * 10}"}
     store.calls.ship([ended(start, reply, ids=range(3, 13))])
-    told = read_behavior(store.trajectories.read("a"))
-    assert (told.sampled_tokens, told.reasoning_tokens, told.actions) == (10, 7.5, 1)
+    behavior = read_behavior(store.trajectories.read("a"))
+    assert (behavior.sampled_tokens, behavior.reasoning_tokens, behavior.actions) == (10, 7.5, 1)

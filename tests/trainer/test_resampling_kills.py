@@ -24,11 +24,11 @@ from tests.harness.trainer.scripted_learner import read_weights
 
 pytestmark = pytest.mark.slow
 
-SINGLES, SAMPLES, KILLS = 10, 2, 5
+PROMPTS, SAMPLES, KILLS = 10, 2, 5
 
 
 @contextmanager
-def school(folder: Path) -> Iterator[tuple[RestartableProcess, ProxyProcess, Store]]:
+def running_trainer(folder: Path) -> Iterator[tuple[RestartableProcess, ProxyProcess, Store]]:
     ports = {"vllm": free_port(), "grader": free_port()}
     parts = [RestartableProcess(name, str(port), folder / f"{name}.log") for name, port in ports.items()]
     vllm = f"http://127.0.0.1:{ports['vllm']}"
@@ -62,10 +62,10 @@ def _answers(url: str) -> bool:
 
 
 def test_kills_of_the_trainer_ask_for_nothing_twice_and_train_nothing_twice(tmp_path: Path) -> None:
-    with school(tmp_path) as (trainer, proxy, store):
-        for number in range(SINGLES):  # long enough to be killed in
-            asked = {"role": "user", "content": f"question {number} #tokens=6 #delay=0.05"}
-            body = {"model": "agent", "messages": [asked]}
+    with running_trainer(tmp_path) as (trainer, proxy, store):
+        for number in range(PROMPTS):  # long enough to be killed in
+            message = {"role": "user", "content": f"question {number} #tokens=6 #delay=0.05"}
+            body = {"model": "agent", "messages": [message]}
             assert httpx.post(f"{proxy.url}/v1/chat/completions", json=body, timeout=30).status_code == 200
         draw = random.Random(1)
         for _ in range(KILLS):
@@ -77,10 +77,10 @@ def test_kills_of_the_trainer_ask_for_nothing_twice_and_train_nothing_twice(tmp_
         eventually(lambda: _all_over(store), 90)
         runs = store.trajectories.page(1000)
         resamples = {run.id: run for run in runs if run.purpose == RESAMPLE}
-        assert len(runs) - len(resamples) == SINGLES
+        assert len(runs) - len(resamples) == PROMPTS
         assert {run.calls for run in resamples.values()} == {1}
         counts = store.resamples.counts("agent")
-        assert sum(count.count for count in counts.values()) <= SINGLES * SAMPLES
+        assert sum(count.count for count in counts.values()) <= PROMPTS * SAMPLES
         assert set(counts) <= {ResampleState.ANSWERED, ResampleState.FAILED}
         trained = {run.id for run in runs if run.state is TrajectoryState.TRAINED}
         assert trained & set(resamples)

@@ -53,21 +53,21 @@ class FickleVllm(ScriptedVllm):
 
 
 @contextmanager
-def door(store: Store, folder: Path, **settings: Any) -> Iterator[tuple[Proxy, ScriptedVllm]]:
+def running_proxy(store: Store, folder: Path, **settings: Any) -> Iterator[tuple[Proxy, ScriptedVllm]]:
     vllm = ScriptedVllm("base")
     with served(vllm) as url, running(url, store, folder, **settings) as proxy:
         yield proxy, vllm
 
 
-def settings_of(folder: Path, engine: ScriptedEngine, proxy: str | None, **shadow: Any) -> TrainerSettings:
+def settings_of(folder: Path, engine: ScriptedEngine, proxy: str | None, **resample: Any) -> TrainerSettings:
     values: dict[str, Any] = {
         "store": str(folder / "store.db"), "model": "agent", "base_model": "base", "vllm": (engine.url,),
-        "checkpoints": folder / "checkpoints", "resample": {"samples": 2, "proxy_url": proxy, **shadow},
+        "checkpoints": folder / "checkpoints", "resample": {"samples": 2, "proxy_url": proxy, **resample},
     }  # fmt: skip
     return TrainerSettings(**QUICKLY, **values)
 
 
-class Line:
+class ResamplingTrainer:
     """The trainer's assembly alone, as the controller turns it."""
 
     def __init__(self, store: Store, settings: TrainerSettings) -> None:
@@ -92,11 +92,11 @@ class Line:
 
 
 @pytest.fixture
-def line(store: Store, tmp_path: Path, engine: ScriptedEngine) -> Iterator[Callable[..., Line]]:
-    lines: list[Line] = []
+def line(store: Store, tmp_path: Path, engine: ScriptedEngine) -> Iterator[Callable[..., ResamplingTrainer]]:
+    lines: list[ResamplingTrainer] = []
 
-    def begin(proxy: Proxy, **shadow: Any) -> Line:
-        lines.append(Line(store, settings_of(tmp_path, engine, proxy.url, **shadow)))
+    def begin(proxy: Proxy, **resample: Any) -> ResamplingTrainer:
+        lines.append(ResamplingTrainer(store, settings_of(tmp_path, engine, proxy.url, **resample)))
         return lines[-1]
 
     yield begin
@@ -121,20 +121,22 @@ def runs(store: Store, purpose: str = "resample") -> list[Trajectory]:
     return [run for run in store.trajectories.page() if run.purpose == purpose]
 
 
-def test_a_single_learns_from_its_shadows_and_nobody_else_sees_them(tiny_model: Path, tmp_path: Path) -> None:
+def test_an_ungrouped_trajectory_is_trained_with_its_resamples_and_nobody_else_sees_them(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     with proxy_before(FickleVllm(), tmp_path) as proxy:
         with openai.OpenAI(base_url=proxy + "/v1", api_key="an-agents-key", max_retries=0) as agent:
             labels = {"x-ratchet-task": "mail/7", "x-ratchet-role": "clerk"}
-            asked: Any = {"model": "agent", "messages": QUESTION, "tools": TOOLS, "temperature": 0.7}
-            agent.chat.completions.create(**asked, extra_headers=labels)
+            body: Any = {"model": "agent", "messages": QUESTION, "tools": TOOLS, "temperature": 0.7}
+            agent.chat.completions.create(**body, extra_headers=labels)
             all_shipped(proxy)
-            # No URL is given: the proxy is found by its door.
+            # Without a URL the proxy is found by its registration.
             with trainer_of(tmp_path, tiny_model, resample={"samples": 2}, **QUICKLY) as (controller, store, _):
                 eventually(lambda: controller.step(time.time()) and store.rounds.newest_committed("agent"), 60)
                 original = compared(store)
-            said = {"role": "assistant", "content": "so "}
+            answer = {"role": "assistant", "content": "so "}
             more = agent.chat.completions.with_raw_response.create(
-                **asked | {"messages": [*QUESTION, said, {"role": "user", "content": "and?"}]}
+                **body | {"messages": [*QUESTION, answer, {"role": "user", "content": "and?"}]}
             )
         counted = httpx.get(f"{proxy}/metrics", timeout=10).text
     assert more.headers["x-ratchet-trajectory"].startswith(original)
@@ -159,17 +161,17 @@ def compared(store: Store) -> str:
     return original.id
 
 
-def test_nothing_is_asked_while_vllm_has_other_work(
-    store: Store, tmp_path: Path, engine: ScriptedEngine, line: Callable[..., Line]
+def test_nothing_is_resampled_while_vllm_has_other_work(
+    store: Store, tmp_path: Path, engine: ScriptedEngine, line: Callable[..., ResamplingTrainer]
 ) -> None:
-    with door(store, tmp_path) as (proxy, vllm):
+    with running_proxy(store, tmp_path) as (proxy, vllm):
         for load in ((1, 0), (0, 1)):
             engine.load = load
             trainer = line(proxy, max_wait_seconds=1.0)
             name = ask(proxy)
-            asked = len(vllm.calls)
+            call_count = len(vllm.calls)
             trainer.until(partial(dropped_as, store, name, "ungrouped"))
-            assert len(vllm.calls) == asked
+            assert len(vllm.calls) == call_count
         engine.load = (3, 0)
         hungry = line(proxy, max_wait_seconds=8.0)  # within half of it a slow machine looks twice, too
         ask(proxy)
@@ -178,18 +180,20 @@ def test_nothing_is_asked_while_vllm_has_other_work(
         engine.load = None
         trainer = line(proxy)
         name = ask(proxy)
-        asked = len(vllm.calls)
+        call_count = len(vllm.calls)
         trainer.until(store.alarms.active)
         assert "shows no vllm:num_requests_running" in store.alarms.active()[0].reason
-        assert len(vllm.calls) == asked
+        assert len(vllm.calls) == call_count
         trainer.assembly.close()
         engine.load = (3, 0)
         line(proxy, max_running_requests=3).until(lambda: store.trajectories.get(name).state is TrajectoryState.GROUPED)
         assert store.alarms.active() == []
 
 
-def test_calls_and_tokens_a_minute_are_kept_to(store: Store, tmp_path: Path, line: Callable[..., Line]) -> None:
-    with door(store, tmp_path) as (proxy, vllm):
+def test_calls_and_tokens_a_minute_are_kept_to(
+    store: Store, tmp_path: Path, line: Callable[..., ResamplingTrainer]
+) -> None:
+    with running_proxy(store, tmp_path) as (proxy, vllm):
         few = line(proxy, calls_per_minute=3, concurrency=4, samples=8)
         ask(proxy)
         few.until(lambda: len(vllm.calls) == 4)
@@ -207,30 +211,30 @@ def test_calls_and_tokens_a_minute_are_kept_to(store: Store, tmp_path: Path, lin
         assert len(vllm.calls) == 4
 
 
-def test_what_a_killed_trainer_asked_for_is_never_asked_for_again_and_the_rest_goes_on(
-    store: Store, tmp_path: Path, line: Callable[..., Line]
+def test_resamples_that_a_killed_trainer_requested_are_never_repeated_and_the_rest_continues(
+    store: Store, tmp_path: Path, line: Callable[..., ResamplingTrainer]
 ) -> None:
-    with door(store, tmp_path) as (proxy, vllm):
+    with running_proxy(store, tmp_path) as (proxy, vllm):
         name = ask(proxy)
         store.trajectories.seal(name, time.time())
         store.resamples.plan(store.trajectories.get(name), 3, 50, time.time())
-        asked, *_ = store.resamples.pending("agent")
-        store.resamples.mark_requested(asked.id, time.time())  # and here it was killed
+        requested, *_ = store.resamples.pending("agent")
+        store.resamples.mark_requested(requested.id, time.time())  # and here it was killed
         trainer = line(proxy)
         trainer.until(lambda: store.trajectories.get(name).state is TrajectoryState.GROUPED)
         group = store.groups.get(store.trajectories.get(name).group_id or "")
         assert len(group.members) == 3
-        assert asked.id not in group.members
+        assert requested.id not in group.members
         assert len(vllm.calls) == 3
-        assert "stopped during the call" in (store.resamples.get(asked.id).failure or "")
-        answered_trajectory(store, asked.id, purpose="resample")  # it had gone out, and comes after all
-        trainer.until(lambda: store.trajectories.get(asked.id).drop_reason == "resample_unmatched")
+        assert "stopped during the call" in (store.resamples.get(requested.id).failure or "")
+        answered_trajectory(store, requested.id, purpose="resample")  # it had gone out, and comes after all
+        trainer.until(lambda: store.trajectories.get(requested.id).drop_reason == "resample_unmatched")
 
 
 def test_an_answer_to_other_prompt_tokens_is_not_compared(
-    store: Store, tmp_path: Path, line: Callable[..., Line]
+    store: Store, tmp_path: Path, line: Callable[..., ResamplingTrainer]
 ) -> None:
-    with door(store, tmp_path) as (proxy, _):
+    with running_proxy(store, tmp_path) as (proxy, _):
         # What the engine saw is not what its template makes of the messages now.
         start = call_start("call_1", "traj_1", QUESTION, at=time.time() - 9.0, tools_hash="", tools=b"")
         store.calls.ship([ended(start, {"role": "assistant", "content": "so"}, messages=QUESTION)])
@@ -239,11 +243,11 @@ def test_an_answer_to_other_prompt_tokens_is_not_compared(
         assert [run.drop_reason for run in runs(store)] == ["resample_prompt_mismatch"] * 2
 
 
-def test_a_prompt_that_is_held_out_is_not_asked_again(store: Store, tmp_path: Path, engine: ScriptedEngine) -> None:
-    with door(store, tmp_path) as (proxy, vllm):
+def test_a_held_out_prompt_is_not_resampled(store: Store, tmp_path: Path, engine: ScriptedEngine) -> None:
+    with running_proxy(store, tmp_path) as (proxy, vllm):
         settings = settings_of(tmp_path, engine, proxy.url)
         gate = settings.release.model_copy(update={"held_out_share": 0.999999})
-        trainer = Line(store, settings.model_copy(update={"release": gate}))
+        trainer = ResamplingTrainer(store, settings.model_copy(update={"release": gate}))
         name = ask(proxy)
         trainer.until(lambda: dropped_as(store, name, "held_out"))
         trainer.assembly.close()
@@ -253,8 +257,10 @@ def test_a_prompt_that_is_held_out_is_not_asked_again(store: Store, tmp_path: Pa
         ]  # what candidates are tried with
 
 
-def test_deleting_an_original_deletes_its_shadows(store: Store, tmp_path: Path, line: Callable[..., Line]) -> None:
-    with door(store, tmp_path) as (proxy, _):
+def test_deleting_an_original_deletes_its_resamples(
+    store: Store, tmp_path: Path, line: Callable[..., ResamplingTrainer]
+) -> None:
+    with running_proxy(store, tmp_path) as (proxy, _):
         name = ask(proxy)
         line(proxy).until(lambda: store.trajectories.get(name).state is TrajectoryState.GROUPED)
         assert store.deletions.delete(TrajectoryFilter(id=name), "asked for").trajectory_count == 3
@@ -262,19 +268,19 @@ def test_deleting_an_original_deletes_its_shadows(store: Store, tmp_path: Path, 
         assert store.resamples.counts("agent") == {}
 
 
-def test_a_shadow_whose_original_was_deleted_meanwhile_is_deleted_when_it_comes(
-    store: Store, tmp_path: Path, line: Callable[..., Line]
+def test_a_late_resample_of_a_deleted_original_is_deleted(
+    store: Store, tmp_path: Path, line: Callable[..., ResamplingTrainer]
 ) -> None:
-    with door(store, tmp_path) as (proxy, _):
+    with running_proxy(store, tmp_path) as (proxy, _):
         orphan = "shad_of_nobody"
         answered_trajectory(store, orphan, purpose="resample")
         line(proxy).until(lambda: store.trajectories.page() == [])
 
 
-def test_a_key_of_its_own_is_asked_for_and_the_agents_key_pays_nothing(
-    store: Store, tmp_path: Path, line: Callable[..., Line], monkeypatch: pytest.MonkeyPatch
+def test_resampling_uses_its_own_key_and_the_agents_key_pays_nothing(
+    store: Store, tmp_path: Path, line: Callable[..., ResamplingTrainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with door(store, tmp_path) as (proxy, _):
+    with running_proxy(store, tmp_path) as (proxy, _):
         key, row = made(store)
         eventually(lambda: proxy.http.get("/v1/models").status_code == 401)
         ask(proxy, bearer(key))
@@ -289,8 +295,10 @@ def test_a_key_of_its_own_is_asked_for_and_the_agents_key_pays_nothing(
         assert {run.key_id for run in runs(store)} == {own_row.id}
 
 
-def test_switched_off_what_was_planned_is_given_up(store: Store, tmp_path: Path, line: Callable[..., Line]) -> None:
-    with door(store, tmp_path) as (proxy, vllm):
+def test_switched_off_what_was_planned_is_given_up(
+    store: Store, tmp_path: Path, line: Callable[..., ResamplingTrainer]
+) -> None:
+    with running_proxy(store, tmp_path) as (proxy, vllm):
         name = ask(proxy)
         store.trajectories.seal(name, time.time())
         store.resamples.plan(store.trajectories.get(name), 3, 50, time.time())
@@ -298,7 +306,7 @@ def test_switched_off_what_was_planned_is_given_up(store: Store, tmp_path: Path,
         assert len(vllm.calls) == 1
 
 
-def test_shadows_are_planned_once(store: Store) -> None:
+def test_resamples_are_planned_once(store: Store) -> None:
     answered_trajectory(store, "a")
     run = store.trajectories.get("a")
     store.resamples.plan(run, 2, 9, 1.0)
@@ -326,12 +334,12 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("changes", REFUSED.values(), ids=REFUSED)
-def test_what_could_not_be_the_same_again_is_not_asked_again(store: Store, changes: dict[str, Any]) -> None:
+def test_a_call_that_cannot_be_repeated_exactly_is_not_resampled(store: Store, changes: dict[str, Any]) -> None:
     answered_trajectory(store, "a", **changes)
     assert resample_call.find_single_call(store.trajectories.read("a")) is None
 
 
-def test_several_calls_several_answers_and_what_was_redacted_are_not_asked_again(store: Store) -> None:
+def test_several_calls_several_answers_and_redacted_text_are_not_resampled(store: Store) -> None:
     answered_trajectory(store, "a")
     recorded = store.trajectories.read("a")
     assert resample_call.find_single_call(recorded) is not None
