@@ -1,74 +1,101 @@
-"""Every error that the trainer raises on purpose, as one tree.
+"""The errors of trainer and tuner, as one tree.
 
     TrainerError
-    ├── SettingError            a setting is out of its range; the message names the field
-    ├── RowError                a token row contradicts itself or does not fit the model
-    ├── ScoreError              a score is not a finite number
+    ├── SettingError              a setting is invalid; the message names the field
+    ├── RowError                  a token row is inconsistent or does not fit the model
+    ├── ScoreError                a score is not a finite number
+    ├── UserCodeError             code of the user fails
+    │   ├── NotImportable         the function cannot be imported
+    │   ├── NotCallable           the function cannot be called with the available values
+    │   └── UserCodeExited        the code called sys.exit
+    ├── PluginError               a plug-in is missing, ambiguous or cannot be imported
     ├── ModelError
-    │   ├── ModelNotFound       the base model is neither a folder nor a reachable hub name
-    │   ├── OtherBaseModel      the alias's versions belong to another base model
-    │   └── NotAModel           the folder is there, but no causal language model can be read from it
+    │   ├── ModelNotFound         the base model is neither a folder nor a reachable hub name
+    │   ├── OtherBaseModel        the alias's versions belong to another base model
+    │   └── NotAModel             the folder has no readable causal language model
     ├── LearningError
-    │   ├── NoLearningSignal    the round holds nothing that could move a weight
-    │   ├── TrainingDiverged    the gradient is not finite; the step was not taken
-    │   ├── OutOfMemory         a round does not fit; the message names the settings that make it smaller
-    │   └── WarmStartRefused    too little to imitate, or it would forget too much
-    ├── JudgeError              the judge cannot be loaded
-    │   └── JudgeUnavailable     the judge's language model gave no usable answer
+    │   ├── NoLearningSignal      no row of the round can change a weight
+    │   ├── TrainingDiverged      the gradient is not finite; the step was not taken
+    │   ├── OutOfMemory           a round does not fit into memory; the message names the settings that reduce it
+    │   └── WarmStartRefused      too few examples, or the general loss would rise too much
+    ├── JudgeError                the judge cannot be loaded
+    │   └── JudgeUnavailable      the judge model gave no valid answer
     ├── EngineError
-    │   ├── EngineUnreachable   vLLM does not answer; asking again may help
-    │   └── AdapterRefused      vLLM answered no
-    ├── WorkerProcessLost             a process that trains along has ended, or met what the others did not
-    ├── LeaseLost               another process leads: a trainer this alias, a tuner this run
-    ├── LeaseTaken               another process has this run; the message says which, and since when
+    │   ├── EngineUnreachable     vLLM does not respond; a retry may help
+    │   └── AdapterRefused        vLLM refused the adapter
+    ├── ProofFailed               no replica serves the candidate as trained, or it is unproven
+    ├── EvaluationStopped         the trainer stopped during an evaluation
+    ├── WorkerProcessLost         a training process exited, or had an error that the others did not have
+    ├── LeaseLost                 another process has taken the lease
+    ├── LeaseTaken                another process holds the lease; the message names it
     ├── TuningError
     │   ├── TaskSetError
     │   │   ├── TaskSetNotFound   neither a file, a folder, an imported set nor a reachable hub name
-    │   │   ├── SplitNotFound     the task set has no split of that name; the message names those that it has
-    │   │   ├── MalformedTaskRow         a row cannot be read; the message names file and line
-    │   │   ├── TaskSetEmpty      the split holds no row
-    │   │   └── TaskSetTooSmall   too few different tasks; the message says how many are needed
-    │   ├── WorkflowError       the workflow cannot be loaded or called
-    │   │   └── WorkflowFailed  one run of it failed: exit code, time-out, an answer that is none
-    │   ├── LessonsRefused      nothing failed, or lessons cannot be tried now; the message says what could
-    │   ├── TooManyFailures     more rollouts failed than max_failures allows
+    │   │   ├── SplitNotFound     the task set has no such split; the message lists its splits
+    │   │   ├── MalformedTaskRow  a row cannot be read; the message names file and line
+    │   │   ├── TaskSetEmpty      the split has no rows
+    │   │   └── TaskSetTooSmall   too few different tasks; the message has the required number
+    │   ├── WorkflowError         the workflow cannot be loaded or called
+    │   │   └── WorkflowFailed    one run failed: exit code, time-out, invalid output
+    │   ├── LessonsRefused        no rollout failed, or lessons cannot be evaluated now
+    │   ├── TooManyFailures       more rollouts failed than max_failures allows
     │   └── PromptError
-    │       ├── OptimizerMissing  the extra of an optimiser is not installed; the message has the pip command
-    │       ├── BudgetTooSmall  the budget cannot come to a result; the message says what could
-    │       ├── BudgetExceeded     the next step is not allowed any more; what was found is kept
-    │       ├── SeedPromptUnknown     there is no prompt to begin from
-    │       ├── ReflectionUnavailable  the reflection model answers nothing usable
-    │       └── SetAside        one prompt cannot go on; the search can
-    │           ├── Unjudged    the judge gave no score for some of its rollouts
-    │           ├── Unanswered  the reflection model proposed nothing this time
-    │           └── PromptRefused  the prompt is empty or too long
+    │       ├── OptimizerMissing       the extra of an optimizer is not installed
+    │       ├── BudgetTooSmall         the budget cannot give a result
+    │       ├── BudgetExceeded         the next step exceeds the budget; results so far are kept
+    │       ├── SeedPromptUnknown      there is no prompt to start from
+    │       ├── ReflectionUnavailable  the reflection model gave no valid answer, several times in a row
+    │       └── SetAside               one prompt is dropped; the search continues
+    │           ├── Unjudged           the judge gave no score for some of its rollouts
+    │           ├── Unanswered         the reflection model gave no valid answer this time
+    │           └── PromptRefused      the prompt is empty or too long
     └── CheckpointError
-        ├── CheckpointExists    a checkpoint is immutable and the folder is taken
-        ├── CheckpointUnwritable  the disk is full or refuses the write; nothing half-written is left
-        ├── CheckpointDamaged   the folder is not a complete checkpoint
-        └── CheckpointMismatch  the checkpoint belongs to another model or other LoRA settings
+        ├── CheckpointExists      a checkpoint is immutable and the folder exists
+        ├── CheckpointUnwritable  the disk is full or fails; no partial checkpoint remains
+        ├── CheckpointDamaged     the folder is not a complete checkpoint
+        └── CheckpointMismatch    the checkpoint belongs to another model or other LoRA settings
 
-Messages name the setting, file or row, and the remedy. Foreign errors (OSError, those of transformers) are translated
-where they are met and kept as the cause.
+Messages name the setting, file or row, and the remedy. Errors of other libraries are translated where they are caught,
+and kept as the cause.
 """
 
 from __future__ import annotations
 
 
 class TrainerError(Exception):
-    """Anything that the trainer refuses or cannot do."""
+    """The base of all errors of trainer and tuner."""
 
 
 class SettingError(TrainerError):
-    """A setting is out of its range."""
+    """A setting is invalid."""
 
 
 class RowError(TrainerError):
-    """A token row contradicts itself or does not fit the model."""
+    """A token row is inconsistent or does not fit the model."""
 
 
 class ScoreError(TrainerError):
     """A score is not a finite number."""
+
+
+class UserCodeError(TrainerError):
+    """Code of the user fails; the message says why."""
+
+
+class NotImportable(UserCodeError):
+    """The function cannot be imported."""
+
+
+class NotCallable(UserCodeError):
+    """The function cannot be called with the available values."""
+
+
+class UserCodeExited(UserCodeError):
+    """User code called sys.exit or raised SystemExit."""
+
+
+class PluginError(TrainerError):
+    """A plug-in is missing, ambiguous or cannot be imported; the message names the remedy."""
 
 
 class ModelError(TrainerError):
@@ -80,7 +107,7 @@ class ModelNotFound(ModelError):
 
 
 class NotAModel(ModelError):
-    """The folder is there, but no causal language model can be read from it."""
+    """The folder has no readable causal language model."""
 
 
 class OtherBaseModel(ModelError):
@@ -88,11 +115,11 @@ class OtherBaseModel(ModelError):
 
 
 class LearningError(TrainerError):
-    """A round could not be learnt from."""
+    """A round could not be trained."""
 
 
 class NoLearningSignal(LearningError):
-    """The round holds nothing that could move a weight."""
+    """No row of the round can change a weight."""
 
 
 class TrainingDiverged(LearningError):
@@ -104,7 +131,7 @@ class OutOfMemory(LearningError):
 
 
 class WarmStartRefused(LearningError):
-    """Too little to imitate, or general ability would suffer more than is allowed."""
+    """Too few examples, or the general loss would rise more than allowed."""
 
 
 class CheckpointError(TrainerError):
@@ -112,11 +139,11 @@ class CheckpointError(TrainerError):
 
 
 class CheckpointExists(CheckpointError):
-    """A checkpoint is immutable and the folder is taken."""
+    """A checkpoint is immutable and the folder exists."""
 
 
 class CheckpointUnwritable(CheckpointError):
-    """The disk is full or refuses the write; nothing half-written is left."""
+    """The disk is full or fails; no partial checkpoint remains."""
 
 
 class CheckpointDamaged(CheckpointError):
@@ -128,39 +155,39 @@ class CheckpointMismatch(CheckpointError):
 
 
 class JudgeError(TrainerError):
-    """The judge cannot be loaded, or its signature is not one."""
+    """The judge cannot be loaded."""
 
 
 class JudgeUnavailable(JudgeError):
-    """The judge's language model gave no usable answer, however often it was asked."""
+    """The judge model gave no valid answer in any attempt."""
 
 
 class EngineError(TrainerError):
-    """vLLM did not do what it was asked."""
+    """vLLM did not execute a request."""
 
 
 class EngineUnreachable(EngineError):
-    """vLLM does not answer, or fails; asking again may help."""
+    """vLLM does not respond, or fails; a retry may help."""
 
 
 class AdapterRefused(EngineError):
-    """vLLM answered and refused the adapter; asking again does not help."""
+    """vLLM refused the adapter; a retry does not help."""
 
 
 class WorkerProcessLost(TrainerError):
-    """A process that trains along has ended, or met an error that the others did not."""
+    """A training process exited, or had an error that the others did not have."""
 
 
 class LeaseLost(TrainerError):
-    """Another process leads: a trainer this alias, a tuner this run."""
+    """Another process has taken the lease of this alias or tuning run."""
 
 
 class LeaseTaken(TrainerError):
-    """Another process has what was asked for, and renews its lease."""
+    """Another process holds the lease and renews it."""
 
 
 class TuningError(TrainerError):
-    """The tuner cannot do what it was asked."""
+    """The tuner cannot execute a request."""
 
 
 class TaskSetError(TuningError):
@@ -180,7 +207,7 @@ class MalformedTaskRow(TaskSetError):
 
 
 class TaskSetEmpty(TaskSetError):
-    """The split holds no row."""
+    """The split has no rows."""
 
 
 class TaskSetTooSmall(TaskSetError):
@@ -196,15 +223,15 @@ class WorkflowFailed(WorkflowError):
 
 
 class LessonsRefused(TuningError):
-    """There is nothing to learn from, or lessons cannot be tried now."""
+    """No rollout failed, or lessons cannot be evaluated now."""
 
 
 class EvaluationStopped(TrainerError):
-    """An evaluation had to end before its end, since the trainer does."""
+    """The trainer stopped during an evaluation."""
 
 
 class TooManyFailures(TuningError):
-    """More rollouts failed than `max_failures` allows; what ran is kept."""
+    """More rollouts failed than `max_failures` allows; finished rollouts are kept."""
 
 
 class PromptError(TuningError):
@@ -212,27 +239,27 @@ class PromptError(TuningError):
 
 
 class OptimizerMissing(PromptError):
-    """The package of an optimiser is not installed."""
+    """The package of an optimizer is not installed."""
 
 
 class BudgetTooSmall(PromptError):
-    """The budget cannot come to a result."""
+    """The budget cannot give a result."""
 
 
 class BudgetExceeded(PromptError):
-    """The next step is not allowed any more; what was found so far is kept."""
+    """The next step exceeds the budget; results so far are kept."""
 
 
 class SeedPromptUnknown(PromptError):
-    """There is no prompt to begin from."""
+    """There is no prompt to start from."""
 
 
 class ReflectionUnavailable(PromptError):
-    """The reflection model gave no usable answer, several questions in a row."""
+    """The reflection model gave no valid answer, several times in a row."""
 
 
 class SetAside(PromptError):
-    """One prompt cannot go on; the search can."""
+    """One prompt is dropped; the search continues."""
 
 
 class Unjudged(SetAside):
@@ -240,8 +267,8 @@ class Unjudged(SetAside):
 
 
 class Unanswered(SetAside):
-    """The reflection model gave no usable answer this time."""
+    """The reflection model gave no valid answer this time."""
 
 
 class PromptRefused(SetAside):
-    """A proposed prompt is empty or longer than it may be."""
+    """A proposed prompt is empty or too long."""

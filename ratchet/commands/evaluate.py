@@ -25,7 +25,8 @@ class EvaluationGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return an evaluation's command; for one that cannot be imported, a command that fails with the reason."""
-        from ratchet.trainer.user_code.plugins import EVALUATIONS, PluginError, load_plugin
+        from ratchet.trainer.errors import PluginError
+        from ratchet.trainer.user_code.plugins import EVALUATIONS, load_plugin
 
         if cmd_name not in self.list_commands(ctx):
             return None

@@ -13,7 +13,9 @@ DESCRIPTION = '{"parameters": [], "needed": [], "mode": "pointwise", "source": "
 
 def test_an_answer_that_is_cut_off_is_a_failure(tmp_path: Path) -> None:
     python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\nread asked\necho '{DESCRIPTION}'\nread asked\nprintf '{{\"opinions\": [{{\"sco'\n")
+    python.write_text(
+        f"#!/bin/sh\nread request\necho '{DESCRIPTION}'\nread request\nprintf '{{\"opinions\": [{{\"sco'\n"
+    )
     python.chmod(0o700)
     judge = make_judge(read_spec({"kind": "openjudge", "grader": "any:Grader", "python": str(python)}), {})
     try:
@@ -21,4 +23,4 @@ def test_an_answer_that_is_cut_off_is_a_failure(tmp_path: Path) -> None:
     finally:
         judge.close()
     assert [verdict.score for verdict in verdicts] == [None, None]
-    assert all("the grader's process ended" in str(verdict.failure) for verdict in verdicts)
+    assert all("the grader's process exited" in str(verdict.failure) for verdict in verdicts)

@@ -110,7 +110,12 @@ def test_the_golden_group_keeps_its_prefix_and_its_four_scores(model: ScriptedJu
     members = golden_members()
     assert common_prefix([one.messages for one in members]) == GOLDEN["common_prefix_length"] == 2
     reply = {entry["trajectory_id"]: entry["score"] for entry in GOLDEN["judge_reply"]["scores"]}
-    words = {'"Steve\\\\\\"], \\\\\\"message_id': "1", "toolbench_rapid": "2", "Dick Ingersoll": "3", "unable to find": "4"}
+    words = {
+        '"Steve\\\\\\"], \\\\\\"message_id': "1",
+        "toolbench_rapid": "2",
+        "Dick Ingersoll": "3",
+        "unable to find": "4",
+    }
 
     def answer(request: dict[str, Any]) -> Any:
         entries = []

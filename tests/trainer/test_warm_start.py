@@ -19,6 +19,7 @@ from ratchet.trainer.controller.warm_start.general_data import mix_rows
 from ratchet.trainer.controller.warm_start.sft_data import COLLECTED, SFTDataCollector, SFTRows
 from ratchet.trainer.controller.warm_start.sft_round import warm_start_metrics
 from ratchet.trainer.controller_loop import Controller
+from ratchet.trainer.errors import SettingError
 from ratchet.trainer.rows.chat_rows import ChatRows
 from ratchet.trainer.settings.judge_specs import FunctionSpec
 from ratchet.trainer.settings.warm_start_settings import WarmStartSettings
@@ -194,6 +195,13 @@ def test_a_stronger_model_is_imitated_where_the_judge_likes_it_answer_tokens_onl
     trained = tokenizer.decode([token for token, on in zip(row.ids, row.mask, strict=True) if on])
     assert trained == "<|im_end|>in Oslo<|im_end|>", "the tiny template shows no tool calls"
     assert "Where?" in tokenizer.decode(list(row.ids))
+
+
+@pytest.mark.parametrize("name", ["policy", "demonstrations"])
+def test_a_model_with_a_reserved_source_name_is_refused(store: Store, name: str) -> None:
+    teacher(store, "t1", "in Oslo", alias=name)
+    with pytest.raises(SettingError, match=f"'{name}' is a reserved source name.* under another name"):
+        search(store, sources=(name,))
 
 
 def test_what_was_evaluated_is_never_imitated(store: Store) -> None:

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.trainer.errors import OptimizerMissing
+from ratchet.trainer.errors import OptimizerMissing, PluginError
 from ratchet.trainer.user_code.plugins import (
     EVALUATIONS,
     JUDGES,
     MONITORS,
     PROMPT_OPTIMIZERS,
-    PluginError,
     load_plugin,
     plugin_names,
 )

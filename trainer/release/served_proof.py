@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ratchet.trainer.adapters.vllm_api import VllmServer
+from ratchet.trainer.errors import TrainerError
 from ratchet.trainer.learner_protocol import LogprobScorer
 from ratchet.trainer.release.proof import Proof, ProofOutcome, VersionLogprobs, prove
 
@@ -13,7 +14,7 @@ _TOKENS = 3  # most likely next tokens that are compared after each probe
 _REQUESTED_TOKENS = 20  # of every version, so that those are among them; vLLM returns no more by default
 
 
-class ProofFailed(Exception):
+class ProofFailed(TrainerError):
     """No replica serves the candidate as the trainer made it, or it is unproven; `proofs` are those made so far."""
 
     def __init__(self, reason: str, outcome: ProofOutcome, proofs: dict[str, Proof]) -> None:

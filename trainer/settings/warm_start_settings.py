@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-POLICY, DEMONSTRATIONS = "policy", "demonstrations"
+RESERVED_SOURCES = POLICY, DEMONSTRATIONS = "policy", "demonstrations"  # all other source names are models
 
 
 class WarmStartSettings(BaseModel):
@@ -56,4 +56,4 @@ class WarmStartSettings(BaseModel):
     @property
     def teachers(self) -> tuple[str, ...]:
         """Return the names of other models among the sources."""
-        return tuple(name for name in self.sources if name not in (POLICY, DEMONSTRATIONS))
+        return tuple(name for name in self.sources if name not in RESERVED_SOURCES)

@@ -21,17 +21,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ratchet.trainer.errors import NotCallable, NotImportable
 from ratchet.trainer.user_code.exit_guard import exit_failure
 
 ENTRY_POINT = re.compile(r"([A-Za-z_][\w.]*|.*\.py):[A-Za-z_][\w.]*")
-
-
-class NotImportable(Exception):
-    """The function cannot be imported; the message says why."""
-
-
-class NotCallable(Exception):
-    """The function cannot be called with the available values; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)

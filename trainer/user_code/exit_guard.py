@@ -10,11 +10,9 @@ import asyncio
 from collections.abc import Coroutine, Generator
 from typing import Any, TypeVar
 
+from ratchet.trainer.errors import UserCodeExited
+
 _T = TypeVar("_T")
-
-
-class UserCodeExited(Exception):
-    """User code called sys.exit or raised SystemExit."""
 
 
 def exit_failure(error: SystemExit) -> UserCodeExited:

@@ -10,15 +10,12 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
 
 from ratchet.store.install_hint import install_hint
+from ratchet.trainer.errors import PluginError
 
 JUDGES: Final = "ratchet.judges"
 PROMPT_OPTIMIZERS: Final = "ratchet.prompt_optimizers"
 EVALUATIONS: Final = "ratchet.evaluations"
 MONITORS: Final = "ratchet.monitors"
-
-
-class PluginError(Exception):
-    """A plug-in is missing, ambiguous or cannot be imported; the message names the remedy."""
 
 
 def plugin_names(group: str) -> list[str]:

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from ratchet.trainer.errors import OptimizerMissing, SetAside
-from ratchet.trainer.user_code.plugins import PROMPT_OPTIMIZERS, PluginError, load_plugin
+from ratchet.trainer.errors import OptimizerMissing, PluginError, SetAside
+from ratchet.trainer.user_code.plugins import PROMPT_OPTIMIZERS, load_plugin
 
 
 @dataclass(frozen=True, slots=True)

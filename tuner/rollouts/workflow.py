@@ -25,16 +25,8 @@ from collections.abc import Callable, Mapping
 from shutil import which
 from typing import Any, Protocol
 
-from ratchet.trainer.errors import WorkflowError, WorkflowFailed
-from ratchet.trainer.user_code.entry_points import (
-    ENTRY_POINT,
-    NotCallable,
-    NotImportable,
-    accepted_parameters,
-    is_async,
-    load,
-    to_callable,
-)
+from ratchet.trainer.errors import NotCallable, NotImportable, WorkflowError, WorkflowFailed
+from ratchet.trainer.user_code.entry_points import ENTRY_POINT, accepted_parameters, is_async, load, to_callable
 from ratchet.trainer.user_code.exit_guard import exit_failure
 from ratchet.tuner.rollouts.program_workflow import ProgramWorkflow
 from ratchet.tuner.rollouts.workflow_output import RolloutOutcome, outcome_of

@@ -27,13 +27,18 @@ from ratchet.store.states import CallState, RolloutState
 from ratchet.store.store import Store
 from ratchet.trainer.controller.collect.role_resolution import RoleResolver
 from ratchet.trainer.controller.judges import Judge
-from ratchet.trainer.errors import RowError
+from ratchet.trainer.errors import RowError, SettingError
 from ratchet.trainer.rows import preference_rows
 from ratchet.trainer.rows.build_rows import ALL_ROLES, TrainedAnswers, build_rows
 from ratchet.trainer.rows.chat_rows import ChatRows, Conversation
 from ratchet.trainer.rows.roles import Roles
 from ratchet.trainer.rows.token_row import TokenRow
-from ratchet.trainer.settings.warm_start_settings import DEMONSTRATIONS, POLICY, WarmStartSettings
+from ratchet.trainer.settings.warm_start_settings import (
+    DEMONSTRATIONS,
+    POLICY,
+    RESERVED_SOURCES,
+    WarmStartSettings,
+)
 from ratchet.trainer.tasks.held_out import is_held_out, is_set_aside
 
 COLLECTED = "collected"  # the candidate's name of rollouts on training tasks that only serve as SFT examples
@@ -87,7 +92,13 @@ class SFTDataCollector:
         self._settings = settings
 
     def collect(self) -> SFTRows:
-        """Return the examples of all sources in the settings."""
+        """Return the examples of all sources in the settings. Raises SettingError for an ambiguous source name."""
+        for name in RESERVED_SOURCES:
+            if name in self._settings.sources and name != self._alias and self._has_model(name):
+                raise SettingError(
+                    f"warm_start.sources: {name!r} is a reserved source name, and the store has trajectories of a model "
+                    "with that name: serve the model under another name, or remove the source"
+                )
         found = SFTRows()
         if POLICY in self._settings.sources:
             self._add_policy(found)
@@ -96,6 +107,9 @@ class SFTDataCollector:
         for teacher in self._settings.teachers:
             self._add_teacher(found, teacher)
         return found
+
+    def _has_model(self, name: str) -> bool:
+        return bool(self._store.trajectories.page(1, chosen=TrajectoryFilter(alias=name)))
 
     def _add_policy(self, found: SFTRows) -> None:
         live = self._store.groups.past_scores(self._alias, self._judge.version, limit=self._settings.max_per_source)

@@ -28,16 +28,8 @@ from ratchet.store.records import Transcript, Verdict
 from ratchet.trainer.controller.judges import Judgement
 from ratchet.trainer.controller.judges.opinion import DraftVerdict, read, response_of, version_of
 from ratchet.trainer.controller.judges.tool_outcomes import tool_outcomes
-from ratchet.trainer.errors import JudgeError
-from ratchet.trainer.user_code.entry_points import (
-    AcceptedParameters,
-    NotCallable,
-    NotImportable,
-    accepted_parameters,
-    is_async,
-    load,
-    to_callable,
-)
+from ratchet.trainer.errors import JudgeError, NotCallable, NotImportable
+from ratchet.trainer.user_code.entry_points import AcceptedParameters, accepted_parameters, is_async, load, to_callable
 from ratchet.trainer.user_code.exit_guard import exit_failure, guarded_task
 
 PARAMETERS = ("trajectory", "response", "task", "tool_outcomes")
