@@ -67,8 +67,8 @@ def fingerprints_of(
     answer: Mapping[str, Any], skip_last_key: str, answer_key: str, prompt: Sequence[Mapping[str, Any]]
 ) -> TextFingerprints:
     """Return the fingerprints of an answer to a prompt."""
-    texts = [text for text in map(canon.spoken, prompt) if isinstance(text, str)]
-    content, calls = canon.spoken(answer), canon.called(answer)
+    texts = [text for text in map(canon.visible_content, prompt) if isinstance(text, str)]
+    content, calls = canon.visible_content(answer), canon.called(answer)
     spoken = isinstance(content, str) and _is_new(content, texts)
     quotes = [quote_of(content)] if spoken else []
     arguments = (text.strip() for text in _strings(calls))

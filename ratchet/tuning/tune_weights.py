@@ -82,7 +82,8 @@ def _run(tuner_context: TuningContext, run: Tuning, check: Any) -> TuningResult:
 
     made = WeightsTuning(
         tuner_context.store, run, families, trainer, tuner_context.runner, tuner_context.scorer, evaluator=evaluator,
-        progress=tuner_context.progress, failure_score=tuner_context.tuner.failure_score, watch=watch, report=print_line,
+        progress=tuner_context.progress, failure_score=tuner_context.tuner.failure_score, watch=watch,
+        report=print_line,
     )  # fmt: skip
     asyncio.run(made.run())
     result = result_of(tuner_context.store, run, made, trainer, tuner_context.scorer.name, tuner_context.prices)

@@ -101,7 +101,7 @@ class Calls:
 
 
 def load_calls(connection: sa.Connection, where: sa.ColumnElement[bool], *, tokens: bool = True) -> list[Call]:
-    """Return the matching calls with their choices, in order of their start; without `tokens`, token fields are empty."""
+    """Return the matching calls with their choices, oldest first; without `tokens`, token fields are empty."""
     columns, answered = (_columns(table, tokens) for table in (schema.calls, schema.choices))
     rows = connection.execute(
         sa.select(*columns).where(where).order_by(schema.calls.c.started_at, schema.calls.c.id)

@@ -122,7 +122,7 @@ class FeedbackVerbs:
 
 
 def unindexed(column: sa.ColumnElement[str]) -> sa.ColumnElement[str]:
-    """Return a text column in a form that uses no index: few rows are unapplied, but very many share a state or alias."""
+    """Return a text column in a form that uses no index: few rows are unapplied, very many share a state or alias."""
     return column.concat("")
 
 

@@ -137,7 +137,7 @@ class Resamples:
             return list(connection.scalars(query.where(mine)))
 
     def usage_since(self, alias: str, since: float) -> ResampleCount:
-        """Return the number of resamples requested since then (Unix seconds), and their tokens, estimated while open."""
+        """Return the number of resamples requested since then (Unix seconds), and their tokens (estimates if open)."""
         columns = (sa.func.count(), sa.func.coalesce(sa.func.sum(schema.resamples.c.tokens), 0))
         query = sa.select(*columns).where(schema.resamples.c.alias == alias, schema.resamples.c.requested_at > since)
         with read(self._engine) as connection:

@@ -122,13 +122,13 @@ class Trajectories:
         # Two queries, each along its index: very many may wait for feedback.
         silent = sa.select(trajectories.c.id).where(where, trajectories.c.last_active_at < silent_before)
         silent = silent.order_by(trajectories.c.last_active_at).limit(limit)
-        unheard = sa.select(schema.feedback.c.trajectory_id).where(*UNAPPLIED)
+        unapplied = sa.select(schema.feedback.c.trajectory_id).where(*UNAPPLIED)
         sealed = sa.and_(
             unindexed(trajectories.c.state) == TrajectoryState.SEALED, unindexed(trajectories.c.alias) == alias
         )
-        spoken = sa.select(trajectories.c.id).where(trajectories.c.id.in_(unheard), sealed).limit(limit)
+        with_feedback = sa.select(trajectories.c.id).where(trajectories.c.id.in_(unapplied), sealed).limit(limit)
         with read(self._engine) as connection:
-            names = sorted({*connection.scalars(silent), *connection.scalars(spoken)})
+            names = sorted({*connection.scalars(silent), *connection.scalars(with_feedback)})
         found = self._select(trajectories.c.id.in_(names), len(names), oldest_first=True) if names else []
         return [run for run in found if run.state is TrajectoryState.SEALED][:limit]
 

@@ -72,7 +72,7 @@ class TrajectoryFilter:
         return sa.and_(sa.true(), *conditions)
 
     def _is_needed(self, inactive_since: float) -> sa.ColumnElement[bool]:
-        """Return the condition that a trajectory has a successor outside the filter, whose contexts continue its own."""
+        """Return the condition that a successor outside the filter needs the trajectory's tokens."""
         trajectories, later = schema.trajectories, schema.trajectories.alias("later")
         retained = later.c.last_active_at >= inactive_since
         if self.trained is not None:

@@ -39,7 +39,7 @@ def canonical(message: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def spoken(message: Mapping[str, Any]) -> Any:
+def visible_content(message: Mapping[str, Any]) -> Any:
     """Return a message's text without outer whitespace and reasoning; other content unchanged."""
     content = message.get("content")
     if isinstance(content, list):
@@ -84,7 +84,7 @@ def called(message: Mapping[str, Any]) -> list[list[Any]]:
 
 def _essence(message: Mapping[str, Any]) -> list[Any]:
     """Return what every agent repeats of a message: role, text, and name and arguments of each tool call."""
-    return [message.get("role"), spoken(message) or None, called(message)]
+    return [message.get("role"), visible_content(message) or None, called(message)]
 
 
 def _digest(parent: str, body: bytes) -> str:

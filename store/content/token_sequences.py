@@ -13,8 +13,8 @@ from ratchet.store.records import Call
 def sequences(calls: Iterable[Call]) -> dict[tuple[str, int], bytes]:
     """Return, per (call id, choice index), the token ids of the context and the answer.
 
-    `calls`: in the order of their start. An `exact` call whose parent is not among them is left out, because its context
-    is unknown.
+    `calls`: in the order of their start. An `exact` call whose parent is not among them is left out: its context is
+    unknown.
     """
     whole: dict[tuple[str, int], bytes] = {}
     for call in calls:

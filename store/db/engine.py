@@ -47,9 +47,9 @@ def _url(text: str) -> sa.URL:
 def connect(store_url: str, create: bool = True, *, writes_much: bool = False) -> sa.Engine:
     """Return an engine for `store_url` without checking the schema.
 
-    `writes_much`: use larger SQLite caches, because writes to a large store change pages all over the file. With `create`,
-    the first connection creates the folder and file of an SQLite store; later ones never do, so that a store that was
-    moved unavailable temporarily is not replaced by an empty one.
+    `writes_much`: use larger SQLite caches, because writes to a large store change pages all over the file. With
+    `create`, the first connection creates the folder and file of an SQLite store; later ones never do, so that a store
+    that was moved away temporarily is not replaced by an empty one.
     """
     url = _url(store_url)
     if url.get_backend_name() == "sqlite":

@@ -1,7 +1,7 @@
 """Policy versions that were trained in certain rounds, or on trajectories that were deleted since.
 
-A version is affected if such a round trained it, if it was trained from an affected version, or if it shares its adapter
-with one. A deletion stores the versions of its rounds; later versions that descend from them are found here.
+A version is affected if such a round trained it, if it was trained from an affected version, or if it shares its
+adapter with one. A deletion stores the versions of its rounds; later versions that descend from them are found here.
 """
 
 from __future__ import annotations

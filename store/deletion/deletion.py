@@ -10,8 +10,8 @@ Messages are deleted in a second step, the sweep, because a running proxy does n
 stored. A proxy notices a deletion within about a second and then ships them again; the sweep waits until the proxy has
 shipped its earlier records.
 
-Not deleted: adapters and checkpoints (`policies` names them), prompts, rows of task sets, backups, and journals that are
-not shipped yet.
+Not deleted: adapters and checkpoints (`policies` names them), prompts, rows of task sets, backups, and journals that
+are not shipped yet.
 """
 
 from __future__ import annotations

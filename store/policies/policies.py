@@ -65,8 +65,8 @@ class Policies(PolicyReads):
     ) -> Policy:
         """Register a candidate: the live version with another prompt, or with None.
 
-        With a `share`, it is a canary at once. Raises RecordNotFound, and InvalidTransition if the live version has this
-        prompt, no version is live, or there is a canary.
+        With a `share`, it is a canary at once. Raises RecordNotFound, and InvalidTransition if the live version has
+        this prompt, no version is live, or there is a canary.
         """
         table = schema.policies
         with write(self._engine) as connection:
@@ -238,7 +238,7 @@ class Policies(PolicyReads):
         return self.promote(alias, version, {}, by=by, reason=reason)
 
     def roll_back_manually(self, alias: str, version: int | None, *, by: str, reason: str) -> list[Policy]:
-        """Roll back to the named version; else reject a canary or a version that awaits approval; else roll back by one.
+        """Roll back to the named version; else reject the canary or the version that awaits approval; else go back one.
 
         Raises InvalidTransition, RecordNotFound.
         """

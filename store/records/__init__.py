@@ -87,8 +87,8 @@ class Choice(Record, frozen=True):
 class CallEnded(Record, frozen=True, tag="ended"):
     """A call's end. `start` repeats the start, so that this record alone is enough for the row.
 
-    `prompt_ids` depends on `context`: `root` and `fork` hold the whole prompt, `exact` only the tokens after the parent's
-    prompt and completion, with which this prompt begins, id for id.
+    `prompt_ids` depends on `context`: `root` and `fork` hold the whole prompt, `exact` only the tokens after the
+    parent's prompt and completion, with which this prompt begins, id for id.
     """
 
     start: CallStarted
@@ -264,7 +264,7 @@ class WorkflowResult(Record, frozen=True):
 
 
 class Transcript(Record, frozen=True):
-    """A trajectory with its content: calls in order, and the messages up to its last answer (content/last_answer.py)."""
+    """A trajectory with its content: calls in order, and messages up to its last answer (content/last_answer.py)."""
 
     trajectory: Trajectory
     calls: tuple[Call, ...]

@@ -2,10 +2,10 @@
 
 `before` is the traffic of the first version, `after` that of the newest, each with as many adjacent versions as are
 needed for `MIN_SCORES_PER_SIDE` scores. The gain is the difference of the means, with Welch's interval (unequal
-variances) in the normal approximation. For tasks on both sides, the gain is also computed task by task, so that a change
-in the mix of tasks does not matter. All intervals include the two half observations of statistics.py, so that equal
-scores do not look certain, and are clipped to the range of scores: 0 to 1 if all lie there, else from the lowest to the
-highest seen. The verdict is "unknown" if the interval contains zero.
+variances) in the normal approximation. For tasks on both sides, the gain is also computed task by task, so that a
+change in the mix of tasks does not matter. All intervals include the two half observations of statistics.py, so that
+equal scores do not look certain, and are clipped to the range of scores: 0 to 1 if all lie there, else from the lowest
+to the highest seen. The verdict is "unknown" if the interval contains zero.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How far rounds moved the policy: too small, healthy or too large, and what to do.
 
-The metrics of a round (docs/training.md, "The learning rate"): `approx_kl` is the mean k3 over the trained tokens of its
-steps, in nats per token; `logprob_change_positive_mean` is the mean change of log p for positive advantages. Rounds
-without these metrics are skipped.
+The metrics of a round (docs/training.md, "The learning rate"): `approx_kl` is the mean k3 over the trained tokens of
+its steps, in nats per token; `logprob_change_positive_mean` is the mean change of log p for positive advantages.
+Rounds without these metrics are skipped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TOO_SMALL = 1e-4  # nats per token: no gain was seen below it, and bf16 rounding
 TOO_LARGE = 0.05  # nats per token: healthy rounds of tiny policies stayed below 0.03, collapsing ones had 0.1 to 0.4
 COLLAPSING = -0.01  # nats per token: healthy rounds stayed above -0.005, collapsing ones fell below -0.02
 RECENT_ROUNDS = 3  # rounds
-_LOOKED_AT = 20  # rounds, of which some may have been abandoned
+_ROUNDS_READ = 20  # rounds, of which some may have been abandoned
 
 Size = Literal["too small", "healthy", "too large"]
 
@@ -78,7 +78,7 @@ def movement_of(metrics: Mapping[str, Any], version: int | None = None) -> Movem
 
 def recent_movements(store: Store, alias: str) -> list[Movement]:
     """Return the movements of an alias's newest committed rounds, newest first."""
-    rounds = store.rounds.page(alias, limit=_LOOKED_AT)
+    rounds = store.rounds.page(alias, limit=_ROUNDS_READ)
     committed = [one for one in rounds if one.state is RoundState.COMMITTED]
     found = (movement_of(one.metrics, one.to_version) for one in committed)
     return [moved for moved in found if moved is not None][:RECENT_ROUNDS]

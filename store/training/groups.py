@@ -150,7 +150,7 @@ class Groups(GroupDrops):
         return self._select(sa.and_(older, *wanted), min(limit, 1000), newest_first=True)
 
     def newly_dropped(self, alias: str, reason: str, limit: int) -> list[Group]:
-        """Return the groups dropped for a reason since an alias's newest judged group, oldest first, at most `limit`."""
+        """Return the groups dropped for a reason since an alias's newest judged group, oldest first."""
         groups = schema.groups
         fine = sa.and_(groups.c.alias == alias, groups.c.state.in_((GroupState.JUDGED, GroupState.TRAINED)))
         since = sa.select(sa.func.coalesce(sa.func.max(groups.c.id), "")).where(fine).scalar_subquery()

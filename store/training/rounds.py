@@ -110,9 +110,9 @@ class Rounds:
     ) -> Policy:
         """Consume the groups, record the checkpoint folder and register `version` as a candidate, in one transaction.
 
-        The candidate gets the live prompt. `demonstrations`: trajectories of an SFT round, which are not consumed; those
-        deleted meanwhile are left out. Raises InvalidTransition if a group does not wait for a round any more, or the
-        number is taken; then nothing is written.
+        The candidate gets the live prompt. `demonstrations`: trajectories of an SFT round, which are not consumed;
+        those deleted meanwhile are left out. Raises InvalidTransition if a group does not wait for a round any more, or
+        the number is taken; then nothing is written.
         """
         current = self.get(round_id)
         check_transition(ROUND_TRANSITIONS, current.state, RoundState.COMMITTED, f"round {round_id}")

@@ -1,8 +1,8 @@
 """Rollouts: attempts of a workflow at tasks, stored before they start, so that the proxy knows their ids.
 
-Guarantees: a rollout's end is written once. A failed rollout is kept with its exception. A rollout whose run ended first
-is abandoned, not deleted, so that late calls still belong to it. A judge failure is never a number. Text of workflows
-and judges is truncated to its column.
+Guarantees: a rollout's end is written once. A failed rollout is kept with its exception. A rollout whose run ended
+first is abandoned, not deleted, so that late calls still belong to it. A judge failure is never a number. Text of
+workflows and judges is truncated to its column.
 """
 
 from __future__ import annotations

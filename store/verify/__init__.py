@@ -36,7 +36,7 @@ _CHECKS: tuple[tuple[sa.Table, str, int, Callable[[sa.Connection, Page], Iterato
 
 @dataclass(slots=True)
 class VerificationReport:
-    """The checked rows and the violations, of which the first thousand are kept."""
+    """The number of checked rows, and the violations; only the first thousand are kept."""
 
     rows: dict[str, int] = field(default_factory=dict)  # checked rows by table
     findings: list[Violation] = field(default_factory=list)

@@ -126,7 +126,7 @@ def _texts(messages: Sequence[dict[str, Any]]) -> list[Text]:
     left = _MAX_TEXT
     for position in range(len(messages) - 1, -1, -1):
         message = messages[position]
-        text = canon.spoken(message)
+        text = canon.visible_content(message)
         if isinstance(text, str) and len(text) >= MIN_QUOTE_LENGTH and left > 0:
             found.append((position, str(message.get("role")), text[:left]))
             left -= len(text)

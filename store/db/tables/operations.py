@@ -56,7 +56,7 @@ keys = sa.Table(
     sa.CheckConstraint("requests_per_minute > 0 AND tokens_per_minute > 0", name="positive_limits"),
 )
 
-# Deletions, without the deleted content; they tell proxies that messages may be gone.
+# Deletions, without the deleted content; proxies learn from them that messages may be gone.
 deletions = sa.Table(
     "deletions",
     metadata,
