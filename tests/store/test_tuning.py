@@ -125,7 +125,7 @@ def test_a_judges_failure_is_never_a_number_and_its_later_word_counts(store: Sto
     judged = store.rollouts.score("roll_1", 0.5, "rule")
     assert (judged.score, judged.judge, judged.judge_failure) == (0.5, "rule", None)
     for score, failure in ((0.5, "both"), (None, None)):
-        with pytest.raises(InvalidTransition, match="not both, not neither"):
+        with pytest.raises(InvalidTransition, match="either a score or a failure"):
             store.rollouts.score("roll_1", score, "rule", failure)
 
 
