@@ -21,7 +21,7 @@ TOKENS, LARGE_TOKENS = 32, 1_700  # of an answer
 PROMPT_TOKENS, LARGE_PROMPT_TOKENS = 380, 7_000
 CHUNKS, GAP = 256, 0.002
 
-_NUMBER = b"00000000"  # stands in the bytes made beforehand where the call's own number goes
+_NUMBER = b"00000000"  # placeholder for the call's number in the prepared bytes
 _numbers = itertools.count()
 
 

@@ -13,7 +13,7 @@ from ratchet.output.files import pyplot
 
 RESULT = "result.json"
 CURVE = "learning_curve.png"
-_WIDTH = 132  # columns of the tables where no terminal says
+_WIDTH = 132  # columns of the tables without a terminal
 
 
 def show(figures: DemoResults) -> None:
@@ -30,7 +30,7 @@ def show(figures: DemoResults) -> None:
 
 
 def write(figures: DemoResults, folder: Path) -> None:
-    """Write result.json and the learning curve into the demo's folder; say where."""
+    """Write result.json and the learning curve into the demo's folder; print their paths."""
     path = folder / RESULT
     path.write_text(json.dumps(result(figures), indent=2) + "\n")
     draw(figures, folder / CURVE)
@@ -39,14 +39,14 @@ def write(figures: DemoResults, folder: Path) -> None:
 
 
 def describe_next_steps(program: str, folder: Path) -> str:
-    """Return what shows more of the run; `program` as it was started, since `make` does not put it on the path."""
+    """Return the commands that show more of the run. `program` is the path of this command: it may not be on PATH."""
     where = "" if folder.parent == Path(".ratchet").resolve() else f"RATCHET_STATE_DIR={folder.parent} "
     command = where + (program if Path(program).name == "ratchet" else "ratchet")
     return f"more:    {command} status --project demo, {command} trajectories list --project demo"
 
 
 def result(figures: DemoResults) -> dict[str, Any]:
-    """Return the figures as result.json holds them."""
+    """Return the figures as plain data for result.json."""
     seconds = {name: round(value, 2) for name, value in figures.seconds.items()}
     flat = {
         "held_out_tasks": figures.after.tasks,
@@ -135,13 +135,13 @@ def _evaluation_cells(row: HeldOutEvaluation) -> tuple[str, ...]:
 def _summary(figures: DemoResults) -> list[str]:
     share = figures.tokens_trained_from_engine / figures.tokens_trained if figures.tokens_trained else 0.0
     stages = ", ".join(f"{name} {value:.0f} s" for name, value in figures.seconds.items() if name != "total")
-    verdict = "the agent got better" if figures.learned else "NO proven improvement: the intervals touch"
+    verdict = "the agent improved" if figures.learned else "NO proven improvement: the intervals overlap"
     return [
         f"swaps {figures.swaps}, calls {figures.calls}, failed calls {figures.failed_calls}, "
         f"trajectories of mixed versions {figures.mixed_version_trajectories}",
-        f"trained tokens {figures.tokens_trained}, of them sampled by vLLM {share:.1%}; token-exact continuations "
+        f"trained tokens {figures.tokens_trained}, sampled by vLLM {share:.1%}; token-exact continuations "
         f"{figures.exact_context_share:.1%}; mean |trainer - engine| {figures.mismatch_mean:.5f} nats",
-        "put aside: " + (", ".join(f"{count} {name}" for name, count in figures.dropped.items()) or "nothing"),
+        "dropped: " + (", ".join(f"{count} {name}" for name, count in figures.dropped.items()) or "nothing"),
         f"{figures.seconds['total']:.0f} s in all: {stages}",
         f"held-out success {figures.before.success:.1%} -> {figures.after.success:.1%}: {verdict}",
     ]
@@ -157,7 +157,7 @@ def _table(title: str, columns: tuple[str, ...]) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON can hold it."""
+    """Return a value as plain data for JSON."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {name: _plain(inner) for name, inner in dataclasses.asdict(value).items()}
     if isinstance(value, tuple):

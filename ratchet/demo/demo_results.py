@@ -1,6 +1,6 @@
-"""The demo's figures: read from the agent's own results and from the store, never from what we hoped for.
+"""The demo's figures: counts and means of the agent's results and of rows in the store.
 
-Every figure is a count or a mean of recorded rows. `read_results` fails rather than guess where a row is missing.
+`read_results` fails if a row is missing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class HeldOutEvaluation:
 
 @dataclass(frozen=True, slots=True)
 class VersionRow:
-    """What the agent's training traffic did under one policy version; means are per rollout."""
+    """Results of the agent's training traffic under one policy version; means are per rollout."""
 
     version: str
     rollouts: int
@@ -90,12 +90,12 @@ class DemoResults:
 
     @property
     def learned(self) -> bool:
-        """Whether held-out success really rose: the two 95% intervals do not touch."""
+        """Whether held-out success rose significantly: the two 95% intervals do not overlap."""
         return self.after.low > self.before.high
 
 
 def wilson(successes: int, count: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Return the Wilson score interval of a proportion (Wilson 1927), (0, 1) where there is nothing."""
+    """Return the Wilson score interval of a proportion (Wilson 1927); (0, 1) without data."""
     if not count:
         return 0.0, 1.0
     z = NormalDist().inv_cdf((1 + confidence) / 2)
@@ -106,7 +106,7 @@ def wilson(successes: int, count: int, confidence: float = 0.95) -> tuple[float,
 
 
 def read_evaluation(model: str, sampled: Path, greedy: Path) -> HeldOutEvaluation:
-    """Return what the held-out results say."""
+    """Return the evaluation from the held-out results."""
     rows = read_rows(sampled)
     right = sum(row["success"] for row in rows)
     low, high = wilson(right, len(rows))

@@ -1,11 +1,11 @@
-"""`ratchet demo`: an agent that knows nothing of Ratchet gets better, and the figures that show it.
+"""`ratchet demo`: trains an unmodified agent and measures its improvement.
 
-The demo is a user: it starts the services as `up` does, runs `ratchet.demo.email_search` as separate processes with
-nothing but OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and reads the store. The services hold no branch for it.
+It starts the services like `up`, runs `ratchet.demo.email_search` as separate processes with only OPENAI_BASE_URL,
+OPENAI_API_KEY and OPENAI_MODEL, and reads the store. The services have no special case for it.
 
-Promises: exit code 0 only if held-out success rose; whatever happens, everything that it started is stopped, and what
-was recorded stays in `.ratchet/demo`. It touches no other project: it is always the project `demo` on an SQLite store
-of its own, and no RATCHET_* variable but a secret is read.
+The exit code is 0 only if held-out success rose. Everything that it started is stopped, and the records stay in
+`.ratchet/demo`. It does not touch other projects: it is always the project `demo` with its own SQLite store, and reads
+no RATCHET_* variables except secrets.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ class DemoOptions:
 
     seed: int = 1
     base_model: str | None = None  # None: the tiny policy of the example
-    rounds: int = 20  # of `tasks_per_round` training tasks, each tried `attempts` times
+    rounds: int = 20  # each with `tasks_per_round` training tasks, `attempts` rollouts per task
     tasks_per_round: int = 16
     attempts: int = 8
     concurrency: int = 32
     held_out_tasks: int = 150
-    held_out_attempts: int = 2  # at temperature 1; the greedy run tries each task once
+    held_out_attempts: int = 2  # at temperature 1; the greedy run makes one attempt
     state_dir: Path | None = None  # folder of the state of all projects
     changes: Mapping[tuple[str, ...], Any] = field(default_factory=dict)  # settings that an experiment sets, by path
 
 
 def run(options: DemoOptions) -> int:
-    """Run the demo; return 0 if held-out success rose, 1 if not. Raises what stopped it."""
+    """Run the demo; return 0 if held-out success rose significantly, else 1."""
     signals.install_handlers()
     demo = Demo(options)
     figures = demo.play()
@@ -84,7 +84,7 @@ class Demo:
         self._home = self.folder / "email_search"
 
     def play(self) -> DemoResults:
-        """Run every stage; return the figures. The services are stopped also when a stage fails."""
+        """Run every stage; return the figures. The services are always stopped."""
         lock = self._take_folder()
         try:
             with self._stage("prepare", "make the mailbox and the task set"):
@@ -114,7 +114,7 @@ class Demo:
         return before, after
 
     def _take_folder(self) -> ProjectLock:
-        """Put the last run aside and return the lock of a fresh folder. Nothing is moved before all checks."""
+        """Rename the folder of the last run and return the lock of a new one. All checks run first."""
         settings, state = self._settings, self._settings.state
         vllm_command.check_installed(settings)
         vllm_command.check_model(settings.base_model)
@@ -126,7 +126,7 @@ class Demo:
         stop_leftover_processes(state)  # of a run that was killed; their pid files are about to move
         last = StateFolder(self.folder.with_name(self.folder.name + ".last"))
         shutil.rmtree(last.root, ignore_errors=True)
-        self.folder.rename(last.root)  # the last run is kept, the one before it goes
+        self.folder.rename(last.root)  # the last run is kept, older ones are deleted
         pidfile.remove(last.pid("up"))
         lock.release()
         state.make(min_free_disk_mb=settings.min_free_disk_mb)
@@ -146,7 +146,7 @@ class Demo:
         )
 
     def _evaluate(self, supervisor: Supervisor, name: str, model: str) -> HeldOutEvaluation:
-        """Run the held-out tasks at temperature 1, as the agent samples, and greedily beside it."""
+        """Run the held-out tasks at temperature 1, then greedily."""
         files = {"sampled": self.folder / f"{name}_sampled.jsonl", "greedy": self.folder / f"{name}_greedy.jsonl"}
         common = ["test", "--tasks", str(self._options.held_out_tasks), "--concurrency", str(self._options.concurrency)]
         sampled = [*common, "--attempts", str(self._options.held_out_attempts), "--out", str(files["sampled"])]
@@ -165,7 +165,7 @@ class Demo:
         self._agent(arguments, self._settings.model, supervisor)
 
     def _settle(self, supervisor: Supervisor) -> int:
-        """Wait until the trainer has done what it can with the traffic; return the live version."""
+        """Wait until the trainer has used the traffic; return the live version."""
         store = open_store(self._settings.store_url)
         try:
             until = time.monotonic() + _SETTLE_SECONDS
@@ -186,7 +186,7 @@ class Demo:
         )
 
     def _agent(self, arguments: list[str], model: str, supervisor: Supervisor | None = None) -> None:
-        """Run the agent's own command as any user would, and watch the services meanwhile."""
+        """Run the agent's command; fail if a service exits meanwhile."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RATCHET_")}
         environment |= {
             "OPENAI_API_KEY": first_api_key() or "demo",
@@ -235,7 +235,7 @@ class Demo:
 
 
 def _settings(options: DemoOptions) -> Settings:
-    """Return the demo's settings; a user's own RATCHET_* variables mean his project, never this one."""
+    """Return the demo's settings. RATCHET_* variables of the user apply to other projects, not to the demo."""
     values = {
         ("project",): ("the demo", "demo"),
         ("base_model",): ("--model", options.base_model or str(TINY_POLICY)),

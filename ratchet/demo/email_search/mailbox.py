@@ -1,7 +1,6 @@
-"""The mailbox: mails in a SQLite file with an FTS5 index, and the synthetic mails that fill it offline.
+"""The mailbox: mails in an SQLite file with an FTS5 index, and synthetic mails.
 
-A mailbox is opened read-only in spirit: `search` and `read` never write. The synthetic mails are a pure function of
-the seed. Fetching real mail is `hub.py`'s work; turning calls of a model into searches is `tools.py`'s.
+`search` and `read` never write. The synthetic mails are a pure function of the seed.
 """
 
 from __future__ import annotations
@@ -29,29 +28,29 @@ BODIES = (
 
 @dataclass(frozen=True, slots=True)
 class Mail:
-    """One mail. `date` is an ISO day; `body` is the text that `read_email` returns; `inboxes` are whose mail it is."""
+    """One mail. `date` is an ISO day; `body` is the text that `read_email` returns; `inboxes` are its owners."""
 
     message_id: str
     sender: str
     subject: str
     body: str
     date: str
-    inboxes: tuple[str, ...] = ()  # addresses that sent or got it; of the made mails none, there is one user
+    inboxes: tuple[str, ...] = ()  # addresses of senders and recipients; synthetic mails have none
 
 
 class Searchable(Protocol):
-    """What the agent's tools look into: a whole mailbox, or one user's."""
+    """What the agent's tools search: a whole mailbox, or the mail of one user."""
 
     def search(self, keywords: list[str], limit: int = MAX_HITS) -> list[tuple[str, str]]:
-        """(message_id, subject) of the mails that hold every keyword, best match first, at most `limit`."""
+        """Return (message_id, subject) of at most `limit` mails with all keywords, best match first."""
 
     def read(self, message_id: str) -> str | None:
-        """The body of one mail, None where there is none of that id."""
+        """Return the body of a mail; None for an unknown id."""
 
 
 @dataclass(frozen=True, slots=True)
 class SyntheticMail:
-    """A made mail with the facts that questions ask for: who wrote about what, in which city and month."""
+    """A synthetic mail with its facts: author, topic, city and month."""
 
     mail: Mail
     person: str
@@ -61,7 +60,7 @@ class SyntheticMail:
 
 
 def synthetic_mails(seed: int) -> list[SyntheticMail]:
-    """One mail for each of the 30 people x 20 topics; ids, facts and order follow from `seed` alone."""
+    """Return one mail per person and topic (30 x 20); `seed` determines ids, facts and order."""
     rng = random.Random(seed)
     pairs = [(person, topic) for person in PEOPLE for topic in TOPICS]
     ids = rng.sample([f"{first}-{second}" for first in ID_FIRST for second in ID_SECOND], len(pairs))
@@ -78,9 +77,9 @@ def _synthetic_mail(rng: random.Random, message_id: str, person: str, topic: str
 
 
 class Mailbox:
-    """A mailbox file (or `:memory:`) that can be searched and read from the thread that opened it.
+    """A mailbox file (or `:memory:`), used in the thread that opened it.
 
-    `close()` closes the file; a mailbox that nobody holds any more is closed by itself.
+    `close()` closes the file; garbage collection does too.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -91,41 +90,41 @@ class Mailbox:
 
     @classmethod
     def build(cls, path: str | Path, mails: Iterable[Mail]) -> Mailbox:
-        """Writes `mails` into a new mailbox at `path`, replacing an older one only when all are in."""
+        """Write `mails` into a new mailbox at `path`; replaces an older one when complete."""
         if str(path) == ":memory:":
             box = cls(path)
             _fill(box._db, mails)
             return box
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        aside = target.with_name(target.name + ".new")
-        aside.unlink(missing_ok=True)
-        db = sqlite3.connect(str(aside))
+        new_file = target.with_name(target.name + ".new")
+        new_file.unlink(missing_ok=True)
+        db = sqlite3.connect(str(new_file))
         try:
             _fill(db, mails)
         finally:
             db.close()
-        aside.replace(target)
+        new_file.replace(target)
         return cls(target)
 
     def search(self, keywords: list[str], limit: int = MAX_HITS) -> list[tuple[str, str]]:
-        """(message_id, subject) of the mails that hold every keyword, best match first, at most `limit`."""
+        """Return (message_id, subject) of at most `limit` mails with all keywords, best match first."""
         return self.found(keywords, limit)
 
     def read(self, message_id: str) -> str | None:
-        """The body of one mail, None where no mail has that id."""
-        row = self._db.execute("SELECT body FROM body WHERE message_id = ?", (_storable(message_id),)).fetchone()
+        """Return the body of a mail; None for an unknown id."""
+        row = self._db.execute("SELECT body FROM body WHERE message_id = ?", (_for_sqlite(message_id),)).fetchone()
         return None if row is None else str(row[0])
 
     def of(self, inbox: str, date: str) -> Searchable:
-        """One user's mail up to and with a day (ISO); "" asks for all."""
+        """Return one user's mail up to a day (ISO), inclusive; "" means all users, or all days."""
         return _Inbox(self, inbox.casefold(), date) if inbox or date else self
 
     def found(
         self, keywords: list[str], limit: int, where: str = "", values: tuple[str, ...] = ()
     ) -> list[tuple[str, str]]:
-        """The mails that hold every keyword, of those that a condition on `message_id` lets through."""
-        query = " ".join('"' + _storable(word).replace('"', '""') + '"' for word in keywords)
+        """Return the mails with all keywords that also meet the SQL condition `where`."""
+        query = " ".join('"' + _for_sqlite(word).replace('"', '""') + '"' for word in keywords)
         sql = f"SELECT message_id, subject FROM mail WHERE mail MATCH ? {where} ORDER BY rank, rowid LIMIT ?"
         return [(row[0], row[1]) for row in self._db.execute(sql, (query, *values, limit))]
 
@@ -142,27 +141,27 @@ class _Inbox:
     date: str
 
     def search(self, keywords: list[str], limit: int = MAX_HITS) -> list[tuple[str, str]]:
-        where, values = self._mine()
+        where, values = self._condition()
         return self.box.found(keywords, limit, f"AND message_id IN ({where})", values)
 
     def read(self, message_id: str) -> str | None:
-        where, values = self._mine()
-        known = self.box._db.execute(f"{where} AND body.message_id = ?", (*values, _storable(message_id))).fetchone()
+        where, values = self._condition()
+        known = self.box._db.execute(f"{where} AND body.message_id = ?", (*values, _for_sqlite(message_id))).fetchone()
         return None if known is None else self.box.read(message_id)
 
-    def _mine(self) -> tuple[str, tuple[str, ...]]:
+    def _condition(self) -> tuple[str, tuple[str, ...]]:
         conditions, values = ["1"], []
         if self.address:
             conditions.append("message_id IN (SELECT message_id FROM inbox WHERE address = ?)")
             values.append(self.address)
-        if self.date:  # a mail without a readable day is one that was always there
+        if self.date:  # a mail without a valid date is always included
             conditions.append("(substr(date, 1, 10) <= ? OR date NOT GLOB '[0-9][0-9][0-9][0-9]-[0-9][0-9]-*')")
             values.append(self.date[:10])
         return f"SELECT message_id FROM body WHERE {' AND '.join(conditions)}", tuple(values)
 
 
-def _storable(text: str) -> str:
-    """What a model may write and SQLite cannot take, replaced: lone surrogates and NUL."""
+def _for_sqlite(text: str) -> str:
+    """Replace characters that SQLite rejects: lone surrogates and NUL."""
     return text.encode("utf-8", "replace").decode("utf-8").replace("\x00", " ")
 
 

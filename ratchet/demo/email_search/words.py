@@ -1,7 +1,6 @@
 """The closed word lists of the synthetic mailbox.
 
-Every entry is one letters-only word, so that the tiny policy's tokenizer holds each as one token, the same token
-where it is read and where it is copied to. This file holds words only: no drawing, no mail.
+Every entry is one word of letters only, so the tiny policy's tokenizer encodes it as the same single token everywhere.
 """
 
 from __future__ import annotations
