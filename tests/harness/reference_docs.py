@@ -1,8 +1,8 @@
-"""The reference pages that are made from code: settings, commands and the operator's HTTP API.
+"""The reference pages generated from code: settings, commands and the operator's HTTP API.
 
 `python -m tests.harness.reference_docs` (`make docs`) rewrites docs/commands.md, and in docs/configuration.md and
-docs/http-api.md what stands between `<!-- generated: NAME -->` and `<!-- end -->`. A test holds the pages equal to the
-code.
+docs/http-api.md the text between `<!-- generated: NAME -->` and `<!-- end -->`. A test compares the
+pages with the code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BLOCK = re.compile(r"(<!-- generated: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DO
 
 
 def page(name: str) -> str:
-    """Return a page of the reference as the code makes it."""
+    """Return a page of the reference, generated from the code."""
     if name == "commands.md":
         return house.commands_page()
     blocks = dict(_settings_blocks()) if name == "configuration.md" else {"operator": _operator_routes()}
@@ -66,7 +66,7 @@ def _operator_routes() -> str:
     """Return the table of the operator API's routes, from its OpenAPI description."""
     from ratchet.proxy.coordinator.operator_api.routes import create_operator_api
 
-    nothing: Any = None  # the routes alone are read; none is called
+    nothing: Any = None  # only the routes are read; none is called
     paths = create_operator_api(nothing, nothing, nothing, nothing).openapi()["paths"]
     rows = ["| route | parameters | answers |", "|---|---|---|"]
     for path, methods in paths.items():

@@ -1,4 +1,4 @@
-"""A scripted vLLM, a store and a proxy between them, each real; and clients that are the `openai` package."""
+"""Real servers: a scripted vLLM, a store and a proxy; the clients are the `openai` package."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.harness.proxy.servers import eventually, served
 
 @pytest.fixture(scope="session")
 def scripted() -> Iterator[tuple[ScriptedVllm, str]]:
-    """One scripted vLLM for all tests, and where it answers."""
+    """One scripted vLLM for all tests, and its URL."""
     app = ScriptedVllm()
     with served(app) as url:
         yield app, url
@@ -30,14 +30,14 @@ def scripted() -> Iterator[tuple[ScriptedVllm, str]]:
 
 @pytest.fixture
 def vllm(scripted: tuple[ScriptedVllm, str]) -> ScriptedVllm:
-    """The scripted vLLM, as if just started."""
+    """The scripted vLLM, reset."""
     scripted[0].restart()
     return scripted[0]
 
 
 @pytest.fixture
 def vllm_url(scripted: tuple[ScriptedVllm, str], vllm: ScriptedVllm) -> str:
-    """Where the scripted vLLM answers."""
+    """The URL of the scripted vLLM."""
     return scripted[1]
 
 
@@ -50,7 +50,7 @@ def store(store_file: Path) -> Iterator[Store]:
 
 
 class Proxy:
-    """A running proxy and the two ways to talk to it."""
+    """A running proxy with an HTTP client and agents' clients."""
 
     def __init__(self, url: str, store: Store) -> None:
         self.url = url
@@ -65,7 +65,7 @@ class Proxy:
         return client
 
     def settled(self) -> None:
-        """Wait until everything recorded is in the store."""
+        """Wait until all records are in the store."""
         eventually(lambda: self.http.get("/health/backlog").json()["unshipped_records"] == 0)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A client that leaves stops the upstream's work at once, and what was generated is recorded."""
+"""A client that disconnects stops the upstream's work at once, and the generated tokens are recorded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SOON = 0.1  # seconds
 
 
 def leave_in_the_middle(proxy: Proxy, vllm: ScriptedVllm, streamed: bool) -> float:
-    """Call, close once the upstream is at work, and return the seconds until the upstream's client has closed."""
+    """Call, close once the upstream is working; return the seconds until the upstream's connection is closed."""
     body = {
         "model": "agent",
         "stream": streamed,
@@ -72,7 +72,9 @@ def in_flight(proxy: Proxy) -> float:
 
 @pytest.mark.alone
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-def test_the_upstream_is_let_go_within_a_tenth_of_a_second(proxy: Proxy, vllm: ScriptedVllm, streamed: bool) -> None:
+def test_the_upstream_connection_is_closed_within_a_tenth_of_a_second(
+    proxy: Proxy, vllm: ScriptedVllm, streamed: bool
+) -> None:
     took = [leave_in_the_middle(proxy, vllm, streamed) for _ in range(TURNS)]
     print(f"median {1000 * statistics.median(took):.1f} ms, most {1000 * max(took):.1f} ms")
     assert statistics.median(took) < SOON / 4
@@ -96,7 +98,7 @@ def _has_aborted(client: httpx.Client, count: int) -> bool:
     return sum(float(line.rsplit(" ", 1)[1]) for line in aborted) == count
 
 
-def test_a_client_that_leaves_a_quick_call_has_no_answer_and_its_retry_goes_on_in_the_same_trajectory(
+def test_a_retry_after_leaving_a_quick_call_continues_the_same_trajectory(
     tmp_path: Path, vllm_url: str, store: Store
 ) -> None:
     process = ProxyProcess(tmp_path, upstreams=[vllm_url])

@@ -1,4 +1,4 @@
-"""What a request's JSON may hold is bounded by settings, and a refusal names the one that refused."""
+"""Settings bound a request's JSON, and a refusal names the setting."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ def test_depth_is_counted_outside_of_strings(text: str, depth: int) -> None:
     assert json_depth.depth(json_depth.strip_strings(text.encode())) == depth
 
 
-def test_brackets_within_texts_count_for_nothing() -> None:
+def test_brackets_inside_strings_do_not_count() -> None:
     BOUNDS.check(b'{"messages":[{"role":"user","content":"' + b"[{," * 5000 + b'"}]}')
 
 
 @pytest.mark.parametrize("shape", [b'{"x":%s}', b'{"messages":[],"x":%s}'])
-def test_a_flat_list_of_very_many_values_is_refused_before_it_is_read(shape: bytes) -> None:
+def test_a_flat_list_of_very_many_values_is_refused_before_it_is_parsed(shape: bytes) -> None:
     BOUNDS.check(shape % (b"[" + b"1," * 1900 + b"1]"))
     with pytest.raises(BodyTooLarge, match="max_json_values"):
         BOUNDS.check(shape % (b"[" + b"1," * 2100 + b"1]"))
 
 
 @pytest.mark.parametrize("body", [b"", b"]" * 50, b'{"messages":' + b"[" * 9, b"]]]]{{{{" * 9, b'"' + b"[" * 50])
-def test_what_is_no_json_is_left_to_its_reader(body: bytes) -> None:
+def test_invalid_json_is_left_to_the_parser(body: bytes) -> None:
     BOUNDS.check(body)
 
 
@@ -104,7 +104,7 @@ def test_a_conversation_of_responses_is_bounded_as_a_whole(start: Start) -> None
 
 
 @pytest.mark.parametrize("extra", [{"max_tokens": 10**30}, {"logit_bias": {"5": -(10**25)}}, {"seed": 2**64}])
-def test_a_number_of_more_than_64_bits_costs_no_record(start: Start, extra: Any) -> None:
+def test_a_call_with_a_number_over_64_bits_is_recorded(start: Start, extra: Any) -> None:
     proxy = start(tokens_per_minute=10**6)
     call = proxy.http.post("/v1/chat/completions", json={**ROUTES["/v1/chat/completions"], **extra})
     assert call.status_code == 200

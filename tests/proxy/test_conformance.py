@@ -1,4 +1,4 @@
-"""Public conformance suites against the proxy; each failure that is left is named, with its reason."""
+"""Public conformance suites against the proxy; each remaining failure is listed with its reason."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import served
 from tests.proxy.conftest import running
 
-# The suite leaves out its reasoning cases for models whose names it does not know.
+# The suite skips its reasoning cases for models whose names it does not know.
 MODEL = "gpt-5-claude-3-5"
 
-# vLLM sends these members as null where OpenAI's schema wants them absent; chat answers are passed on as they are.
+# vLLM sends these members as null where OpenAI's schema omits them; chat answers are passed on unchanged.
 NULLS_OF_VLLM = {
     "choices.0.message.annotations: None is not of type 'array'",
     "choices.0.message.function_call: None is not of type 'object'",
@@ -39,7 +39,7 @@ KNOWN: dict[str, set[str]] = {
 
 
 def comply(url: str, form: str) -> list[dict[str, Any]]:
-    """The results of llm-comply."""
+    """Run llm-comply; return its results."""
     tool = Path(sys.executable).parent / "llm-comply"
     command = [str(tool), "--format", form, "-u", f"{url}/v1", "-k", "x", "-m", MODEL, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -48,7 +48,7 @@ def comply(url: str, form: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("form", "cases"), [("openai-chat", 9), ("open-responses", 13), ("anthropic", 9)])
-def test_llm_comply_passes_but_for_what_is_named_here(store: Store, tmp_path: Path, form: str, cases: int) -> None:
+def test_llm_comply_passes_except_for_the_listed_cases(store: Store, tmp_path: Path, form: str, cases: int) -> None:
     with served(ScriptedVllm(obliging=True)) as vllm, running(vllm, store, tmp_path, model=MODEL) as proxy:
         results = comply(proxy.url, form)
     assert len(results) >= cases

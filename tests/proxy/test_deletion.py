@@ -1,4 +1,4 @@
-"""Deletion beside running proxies: what was deleted and is sent again is stored again, whole."""
+"""Deletion while proxies run: deleted messages that are sent again are stored again."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _is_whole(store: Store, name: str) -> None:
     assert found.tools == tuple(TOOLS)
 
 
-def test_what_was_deleted_and_is_sent_again_is_stored_again(vllm_url: str, tmp_path: Path) -> None:
+def test_deleted_messages_that_are_sent_again_are_stored_again(vllm_url: str, tmp_path: Path) -> None:
     process = ProxyProcess(tmp_path, upstreams=[vllm_url])
     store = open_store(str(tmp_path / "store.db"))
     try:
@@ -76,7 +76,7 @@ def test_calls_during_a_deletion_lose_no_message(proxy: Proxy, vllm: ScriptedVll
         _is_whole(proxy.store, name)
 
 
-def test_an_operator_deletes_a_trajectory_and_reads_what_learnt_from_it(proxy: Proxy) -> None:
+def test_an_operator_deletes_a_trajectory_and_reads_which_versions_trained_on_it(proxy: Proxy) -> None:
     _say(proxy.http, "/t/job")
     answer = proxy.http.delete("/api/trajectories/job")
     assert (answer.status_code, answer.json()["trajectory_count"], answer.json()["policies"]) == (200, 1, [])
@@ -89,7 +89,7 @@ def test_an_operator_deletes_a_trajectory_and_reads_what_learnt_from_it(proxy: P
     _is_whole(proxy.store, "job")
 
 
-def test_a_response_that_was_deleted_is_not_gone_on_from_and_others_are(proxy: Proxy) -> None:
+def test_a_deleted_response_cannot_be_continued_and_others_can(proxy: Proxy) -> None:
     agent = proxy.agent()
     gone, stays = (agent.responses.create(model="agent", input=f"#say={word}") for word in ("gone", "stays"))
     proxy.settled()

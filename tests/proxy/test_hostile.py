@@ -1,4 +1,4 @@
-"""The hostile campaign in short; `benchmarks/hostile.py` is the long one."""
+"""A short hostile-client campaign; `benchmarks/hostile.py` runs the long one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.harness.hostile.campaign import run
 pytestmark = pytest.mark.slow
 
 
-def test_hostile_requests_get_no_5xx_no_words_of_another_key_and_lose_no_record(tmp_path: Path) -> None:
+def test_hostile_requests_cause_no_5xx_leak_no_data_of_another_key_and_lose_no_record(tmp_path: Path) -> None:
     outcome = run(tmp_path, requests=300)
     assert outcome.violations == []
     assert outcome.requests > 300

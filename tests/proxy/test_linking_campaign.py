@@ -1,4 +1,4 @@
-"""The linking campaign in its quick form: every kind of adversarial traffic through one proxy."""
+"""A quick linking campaign: every kind of adversarial traffic through one proxy."""
 
 from __future__ import annotations
 

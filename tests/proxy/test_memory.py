@@ -1,4 +1,4 @@
-"""What the proxy holds in memory, and what it gives back."""
+"""The proxy's memory: bounded caches, and memory returned to the system."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_memory_of_large_bodies_is_returned_to_the_system(vllm_url: str, tmp_pat
             assert {other.result().status_code for other in others} == {400}
         after = psutil.Process(process.pid).memory_info().rss
     assert process.stop() == 0
-    assert after - before < 16 * 2**20  # it is twice that where freed blocks are kept
+    assert after - before < 16 * 2**20  # twice that if freed blocks are kept
 
 
 @pytest.mark.parametrize("half", [10, 1000])

@@ -1,4 +1,4 @@
-"""Reading server-sent events in any pieces."""
+"""Parsing server-sent events from chunks of any size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tool calls that vLLM holds to a grammar are known in the records and not trained; all others are trained."""
+"""Tool calls that vLLM constrains by a grammar are marked and not trained; all others are trained."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def recorded(proxy: Proxy, body: dict[str, Any], path: str = "/v1/chat/completio
         ({"parallel_tool_calls": False}, None),
     ],
 )
-def test_what_a_server_of_vllms_defaults_holds_to_a_grammar_is_not_trained(
+def test_calls_that_vllm_constrains_by_default_are_not_trained(
     proxy: Proxy, fields: dict[str, Any], reason: str | None
 ) -> None:
     call = recorded(proxy, {"messages": USER, **fields})
@@ -73,14 +73,14 @@ def test_what_a_server_of_vllms_defaults_holds_to_a_grammar_is_not_trained(
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("redacted", [False, True])
-def test_it_is_known_in_every_dialect_and_beside_what_is_redacted(
+def test_constrained_calls_are_marked_in_every_dialect_and_with_redaction(
     start: Start, path: str, body: dict[str, Any], redacted: bool
 ) -> None:
     call = recorded(start(redact=("email",) if redacted else ()), body, path)
     assert why_untrainable(call, call.choices[0]) == HELD
 
 
-def test_the_level_of_the_server_decides(start: Start, tmp_path: Path) -> None:
+def test_the_servers_setting_decides_which_calls_are_constrained(start: Start, tmp_path: Path) -> None:
     strict: dict[str, Any] = {"messages": USER, "tools": [tool(True)], "parallel_tool_calls": False}
     levels: dict[Any, tuple[str | None, str | None]] = {
         "off": (None, None), False: (None, None), "auto": (None, HELD), "function": (HELD, HELD),

@@ -1,4 +1,4 @@
-"""Learners that fail at one point: a power cut after the checkpoint, a gradient that is not finite, no memory."""
+"""Learners that fail: a power cut after the checkpoint, a gradient that is not finite, out of memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ratchet.trainer.settings.learner_settings import LearnerSettings
 
 
 class Power:
-    """A power cut, right after the checkpoint is on disk and before the commit."""
+    """A power cut after the checkpoint is on disk and before the commit."""
 
     def __init__(self, learner: LearnerProtocol) -> None:
         self._learner = learner

@@ -27,12 +27,12 @@ def scripted(trajectory: Mapping[str, Any]) -> Any:
 
 
 def unmoved(response: str) -> float:
-    """Sees no difference, whatever the answer."""
+    """Scores every answer the same."""
     return min(0.5, 1.0 + len(response))
 
 
 def contrary(trajectory: Mapping[str, Any]) -> float:
-    """Likes least what `scripted` likes best."""
+    """Inverts the order of `scripted`."""
     return -float(by_answer[trajectory["messages"][-1]["content"]])
 
 
@@ -40,7 +40,7 @@ _waiting: list[asyncio.Event] = []
 
 
 async def slow(response: str) -> int:
-    """Answers nobody before three have asked."""
+    """Returns only once three callers wait."""
     mine = asyncio.Event()
     _waiting.append(mine)
     if len(_waiting) == 3:
@@ -70,7 +70,7 @@ def comments(trajectory: Mapping[str, Any]) -> Any:
 
 
 def originals_first(trajectory: Mapping[str, Any]) -> float:
-    """Prefers what an agent asked for to its resamples."""
+    """Prefers an agent's own answers to their resamples."""
     return 0.0 if trajectory["id"].startswith("shad_") else 1.0
 
 
@@ -78,11 +78,11 @@ _together = threading.Barrier(2)
 
 
 def needs_another_caller(response: str) -> int:
-    """Answers only while another thread asks as well."""
+    """Returns only while another thread calls it too."""
     _together.wait(20)
     return len(response)
 
 
 async def awaits_another_caller(response: str) -> int:
-    """Likewise, awaited: its event loop is held up meanwhile."""
+    """The same as a coroutine, which blocks its event loop meanwhile."""
     return needs_another_caller(response)

@@ -1,4 +1,4 @@
-"""A judge that every process can ask: it scores the answers `a-0`, `a-1`, ... as `test_processes.py` has them."""
+"""A judge that every process can call: it scores the answers `a-0`, `a-1`, ... of `test_processes.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One of several processes of one trainer: what `accelerate launch` starts in tests, with the settings as JSON."""
+"""One of several processes of one trainer, as `accelerate launch` starts it in tests; the settings are JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A scripted vLLM whose answers are as good as its system prompt: `good` where that holds the word, else `bad`."""
+"""A scripted vLLM whose answer quality depends on the system prompt, and a judge of its answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.harness.proxy.scripted_vllm import Json, ScriptedVllm
 
 
 class PromptSensitiveVllm(ScriptedVllm):
-    """Says `good` under a system prompt that holds `better`, `awful` under one that holds `worse`, else `fair`."""
+    """Answers `good` if the system prompt contains `better`, `awful` if it contains `worse`, else `fair`."""
 
     async def _answer(self, body: Json, script: Mapping[str, str], receive: Receive, send: Send) -> None:
         result = next((str(m["content"]) for m in body["messages"] if m["role"] in ("system", "developer")), "")
@@ -22,5 +22,5 @@ _SCORES = {"good": 1.0, "fair": 0.5, "awful": 0.0}
 
 
 def judged(response: str) -> float:
-    """The judge of such answers."""
+    """Score such an answer."""
     return _SCORES[response]

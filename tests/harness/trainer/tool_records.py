@@ -1,4 +1,4 @@
-"""Tool calls in a store, with what came of them."""
+"""Tool calls in a store, with their results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ratchet.store.store import Store
 
 
 def tool_called(store: Store, name: str, result: ToolResult, times: int = 50, alias: str = "agent") -> None:
-    """The call of a one-call trajectory called a tool so many times, with this result."""
+    """Ship a one-call trajectory that called a tool this many times with this result."""
     made = [
         ToolCall(
             call_id=f"call_{name}", choice=0, place=place, alias=alias, version=0, tool="search",

@@ -1,4 +1,4 @@
-"""Turns of the trainer's controller on a clock of the test's own."""
+"""Steps of the trainer's controller on the test's own clock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ratchet.trainer.controller_loop import Controller
 
 
 def until(controller: Controller, now: float, holds: Callable[[], bool], most: int = 400) -> float:
-    """Let the controller take turns, a second apart, until it holds; return the time then."""
+    """Step the controller, one second per step, until `holds` returns true; return the time then."""
     for _ in range(most):
         controller.step(now)
         if holds():

@@ -1,4 +1,4 @@
-"""A real proxy process before a scripted vLLM, and a trainer's controller whose versions the scripted engine serves."""
+"""A real proxy process with a scripted vLLM, and a trainer's controller with a scripted engine."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def proxy_before(vllm: ScriptedVllm, folder: Path) -> Iterator[str]:
 
 
 def all_shipped(proxy: str) -> None:
-    """Wait until what the proxy recorded is in the store: on a busy machine that takes a while."""
+    """Wait until all records of the proxy are in the store, which takes a while on a busy machine."""
     eventually(lambda: httpx.get(f"{proxy}/health/backlog", timeout=10).json()["unshipped_records"] == 0, 30)
 
 
 @contextmanager
 def trainer_of(folder: Path, tiny_model: Path, **settings: Any) -> Iterator[tuple[Controller, Store, ScriptedEngine]]:
-    """A controller on the store in the folder, whose versions the engine serves as they are loaded."""
+    """A controller on the store in the folder, with an engine that serves its versions."""
     store, engine = open_store(str(folder / "store.db")), ScriptedEngine(lambda name, ids: 0.0)
     values: dict[str, Any] = {
         "store": str(folder / "store.db"), "model": "agent", "base_model": str(tiny_model), "vllm": (engine.url,),

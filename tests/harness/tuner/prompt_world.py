@@ -19,7 +19,7 @@ _ONLY = re.compile(r"only ([\d,]*): all rules")
 
 
 def rows(count: int, start: int = 0) -> list[dict[str, Any]]:
-    """Tasks, the things in turn."""
+    """Return the rows of tasks, cycling through the things."""
     things = list(WORDS)
     return [
         {"question": f"What is a {things[n % len(things)]}? ({n})", "answer": WORDS[things[n % len(things)]]}
@@ -40,7 +40,7 @@ def answer(prompt: str, question: str) -> str:
 
 
 def improved(prompt: str, tasks: Sequence[Mapping[str, Any]]) -> str:
-    """A prompt with the rule of the first task that it lacks: what a good reflection model would propose."""
+    """Return the prompt plus the first missing rule of these tasks, as a good reflection model would propose."""
     for task in tasks:
         thing = re.search(r"a (\w+)\?", task["question"])
         assert thing is not None

@@ -1,4 +1,4 @@
-"""The scripted vLLM whose policy lives in the small world: what it answers depends on the system prompt alone."""
+"""A scripted vLLM with the policy of the small world: its answers depend on the system prompt alone."""
 
 from __future__ import annotations
 

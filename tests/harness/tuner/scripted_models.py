@@ -1,4 +1,4 @@
-"""Models of other servers for the tests of model selection: each answers sums right as often as its name says.
+"""Models of other servers for the tests of model selection; a model's name gives its share of right answers.
 
 `right-70` answers 70 of 100 sums right, the same ones at every try; `crash` answers 500 to everything.
 """

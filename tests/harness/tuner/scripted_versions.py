@@ -1,4 +1,4 @@
-"""A judge that knows how able each version is (it solves the first so many of every ten questions), and its agent."""
+"""A judge with a configured ability per version (how many of every ten questions it solves), and an agent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def judge(trajectory: Mapping[str, Any]) -> float:
 
 
 async def agent(task: Mapping[str, Any], base_url: str, model: str) -> str:
-    """One question, one answer; without the certificates that a client of the SDK reads."""
+    """One question, one answer, without loading certificates as the SDK's client does."""
     body = {"model": model, "messages": [{"role": "user", "content": task["question"]}]}
     async with httpx.AsyncClient(verify=False, trust_env=False) as client:
         answer = await client.post(f"{base_url}/chat/completions", json=body)

@@ -31,7 +31,7 @@ def ask_in_a_thread(task: dict[str, Any], base_url: str, api_key: str, model: st
 
 
 async def rewards_itself(task: dict[str, Any], base_url: str, api_key: str, model: str) -> RolloutOutcome:
-    """Says itself how good it was."""
+    """Returns its own reward."""
     text = await ask(task, base_url=base_url, api_key=api_key, model=model)
     return RolloutOutcome(text, reward=float(task["answer"] in text))
 
@@ -47,7 +47,7 @@ def only_the_task(task: dict[str, Any]) -> Any:
 
 
 class Counting:
-    """An agent that is an object, which one is made of for all rollouts."""
+    """An agent that is an object, created once for all rollouts."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -76,18 +76,18 @@ def yields(task: dict[str, Any]) -> Any:
 
 
 def is_interrupted(task: dict[str, Any]) -> None:
-    """Raises what Ctrl-C raises, which nobody pressed."""
+    """Raises KeyboardInterrupt without Ctrl-C."""
     raise KeyboardInterrupt
 
 
 def prints(task: dict[str, Any]) -> str:
-    """Says what it does."""
+    """Prints its progress."""
     print("agent: thinking about", task["question"])
     return "done"
 
 
 def by_place(task: dict[str, Any], model: str, /, turns: int = 3) -> str:
-    """Takes its parameters by place."""
+    """Takes its parameters by position."""
     return f"{task['question']} {model} {turns}"
 
 
@@ -101,21 +101,21 @@ def crashes(task: dict[str, Any]) -> None:
 
 
 def crashes_in_two_ways(task: dict[str, Any]) -> None:
-    """Fails on every task, on one of four in another way."""
+    """Fails on every task, on one of four with another error."""
     if task["answer"] in ("1", "5"):
         raise KeyError("no such tool")
     raise ValueError("no tool named search")
 
 
 class Unreadable(Exception):
-    """An exception without words."""
+    """An exception whose text cannot be read."""
 
     def __str__(self) -> str:
         raise KeyError("no words")
 
 
 async def fails_oddly(task: dict[str, Any]) -> None:
-    """Fails in ways that few expect, by the number in the question."""
+    """Raises unusual exceptions, chosen by the number in the question."""
     odd = {"0": SystemExit(3), "1": Unreadable(), "2": ValueError("half \ud800 and \0"), "3": StopAsyncIteration()}
     raise odd[task["question"].split()[2]]
 
@@ -127,7 +127,7 @@ def fails_oddly_in_a_thread(task: dict[str, Any]) -> None:
 
 
 async def exits_in_a_child(task: dict[str, Any]) -> str:
-    """Leaves the process, as it thinks, in a task of its own on one of the questions."""
+    """Calls sys.exit in a child task on one of the questions."""
 
     async def child() -> None:
         sys.exit(3)
@@ -139,7 +139,7 @@ async def exits_in_a_child(task: dict[str, Any]) -> str:
 
 
 async def asks_then_crashes(task: dict[str, Any], base_url: str, api_key: str, model: str) -> None:
-    """Works, and then fails."""
+    """Calls the model, then fails."""
     await ask(task, base_url=base_url, api_key=api_key, model=model)
     raise RuntimeError("the file could not be written")
 
@@ -158,7 +158,7 @@ _FIVE = threading.Barrier(5)
 
 
 def waits_for_four_others(task: dict[str, Any]) -> str:
-    """Reports where it runs, once five run."""
+    """Returns its thread's name once five run."""
     _FIVE.wait(30)
     return threading.current_thread().name
 
@@ -175,12 +175,12 @@ not_a_function = 3
 
 
 async def asks_elsewhere(task: dict[str, Any]) -> str:
-    """Never calls the URL that it is given."""
+    """Never calls the given URL."""
     return str(task["answer"])
 
 
 async def asks_greedily(task: dict[str, Any], base_url: str, api_key: str, model: str) -> str:
-    """Samples at temperature 0, with its own idea of the model."""
+    """Samples at temperature 0, with its own choice of model."""
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
         answer = await client.chat.completions.create(
             model=task.get("model", model), temperature=0, messages=[{"role": "user", "content": task["question"]}]
@@ -189,17 +189,17 @@ async def asks_greedily(task: dict[str, Any], base_url: str, api_key: str, model
 
 
 def by_length(task: dict[str, Any], response: str, trajectory: dict[str, Any]) -> float:
-    """A judge that finds some difference between any two attempts."""
+    """A judge that never scores two attempts equally."""
     return len(response) + random.Random(trajectory["id"]).random()
 
 
 def right(task: dict[str, Any], response: str) -> float:
-    """A judge that compares with the row."""
+    """A judge that compares the answer with the row."""
     return float(task["answer"] == response)
 
 
 def indifferent(response: str) -> float:
-    """A judge that likes everything."""
+    """A judge that scores every answer the same."""
     return 0.5 + 0.0 * len(response)
 
 

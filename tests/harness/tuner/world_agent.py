@@ -40,5 +40,5 @@ async def _answer(task: Mapping[str, Any], base_url: str, model: str, prompt: st
 
 
 def judge(response: str, task: Mapping[str, Any]) -> dict[str, Any]:
-    """Whether the answer is the right one, and what that is."""
+    """Score the answer; the explanation names the right one."""
     return {"score": float(response == task["answer"]), "explanation": f"The word was {task['answer']}."}

@@ -1,4 +1,4 @@
-"""Rollouts of the small world, made in the store without a proxy: what a workflow and a judge would have left there."""
+"""Rollouts of the small world, written into the store without a proxy, as a workflow and a judge would."""
 
 from __future__ import annotations
 

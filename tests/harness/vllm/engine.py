@@ -1,4 +1,4 @@
-"""A real vLLM for a test: started with the project's own command, stopped with all that it started."""
+"""A real vLLM for a test, started with the project's own command and stopped with all its processes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A tiny model of random weights whose chat template rewrites history, and an adapter for it: made in seconds.
+"""A tiny model with random weights whose chat template rewrites history, and an adapter; created in seconds.
 
-It says nonsense, but ends its thoughts and turns where the request favours the ids that end them (`bias`), and calls
-tools where they are required of it. That is all that a test of exact ids needs.
+Its text is noise, but it ends its thoughts and turns where the request favors the ids that end them (`bias`), and calls
+tools where they are required. A test of exact ids needs no more.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CORPUS = (
 
 @dataclass(frozen=True)
 class Model:
-    """Where the model and its adapter are. `bias` is the request's `logit_bias` that makes it end."""
+    """The folders of the model and its adapter. `bias` is the `logit_bias` that makes it end."""
 
     folder: Path
     adapter: Path

@@ -1,5 +1,6 @@
-"""Prints, as JSON, which requests vLLM's own tool parser holds to a grammar: `python -m
-tests.harness.vllm.strict_probe MODEL`.
+"""Prints as JSON which requests vLLM's own tool parser constrains by a grammar.
+
+    python -m tests.harness.vllm.strict_probe MODEL
 
 The requests are on stdin: a mapping from names to fields. VLLM_ENFORCE_STRICT_TOOL_CALLING counts as for the server.
 """
@@ -12,7 +13,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Read, ask, print."""
+    """Read the requests, run the parser, print the results."""
     from transformers import AutoTokenizer
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.parser.abstract_parser import DelegatingParser
