@@ -82,8 +82,9 @@ class ProxySettings(BaseModel):
     tool_strict_level: Literal["off", "auto", "function", "parameter"] = Field(
         "auto",
         description="when vLLM constrains tool calls by a grammar, whose tokens are not trained: its "
-        "`--tool-strict-level` (`auto`: if a tool is `strict` or `parallel_tool_calls` is false; `function`, `parameter`: with any tool), or "
-        "`off` for `VLLM_ENFORCE_STRICT_TOOL_CALLING=0`; `ratchet up` sets it from `vllm.enforce_strict_tool_calling`",
+        "`--tool-strict-level` (`auto`: if a tool is `strict` or `parallel_tool_calls` is false; `function`, "
+        "`parameter`: with any tool), or `off` for `VLLM_ENFORCE_STRICT_TOOL_CALLING=0`; `ratchet up` sets it from "
+        "`vllm.enforce_strict_tool_calling`",
     )
     upstream_key: SecretStr | None = Field(None, description="bearer token for vLLM")
     model_list: tuple[ModelEntry, ...] = Field((), description="other models by name, in LiteLLM's form")
