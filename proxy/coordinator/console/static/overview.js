@@ -158,8 +158,8 @@ function ofProxy(proxy) {
 function tokens(contexts, reasons) {
   const tokensOf = (name) => contexts[name] ?? 0;
   const total = Object.values(contexts).reduce((sum, n) => sum + n, 0);
-  if (!total) return card("Token truth", empty("No token has been sampled since this proxy started."));
-  return card("Token truth", shares([
+  if (!total) return card("Token contexts", empty("No token has been sampled since this proxy started."));
+  return card("Token contexts", shares([
     { name: "exact", value: tokensOf("root") + tokensOf("exact"), kind: "good", title: "first calls, and calls that continue the sampled ids, id for id" },
     { name: "forked", value: tokensOf("fork"), kind: "warn", title: "a context of its own" },
     { name: "untrainable", value: tokensOf("untrainable"), kind: "bad", title: "may carry no loss" },
@@ -170,7 +170,7 @@ function tokens(contexts, reasons) {
 function tools(found) {
   if (!found.length) return null;
   return card("Tools", h("div", { class: "scroll" }, h("table", {},
-    h("thead", {}, h("tr", {}, ["Tool", "Calls", "Wrongly called", "Failed"].map((name) => h("th", { scope: "col" }, name)))),
+    h("thead", {}, h("tr", {}, ["Tool", "Calls", "Invalid calls", "Failed"].map((name) => h("th", { scope: "col" }, name)))),
     h("tbody", {}, found.slice(0, 8).map((one) => h("tr", {}, h("td", {}, h("code", {}, one.name)), h("td", { class: "num" }, count(one.calls)),
       h("td", { class: `num${one.wrong > 0.1 * one.calls ? " bad" : ""}` }, percent(one.wrong / one.calls)),
       h("td", { class: `num${one.failed > 0.1 * one.results ? " bad" : ""}` }, one.results ? percent(one.failed / one.results) : NONE)))))));
