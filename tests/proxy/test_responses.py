@@ -269,7 +269,7 @@ def test_the_tools_of_a_namespace_are_tools_and_their_calls_name_it(proxy: Proxy
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"input": 5}, "`input` must be a text or a list of items"),
+        ({"input": 5}, "`input` must be text or a list of items"),
         ({"input": [{"role": "user", "content": "x"}, "y"]}, "input[1]: "),
         ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0]: 'output' is missing"),
         ({"tools": [{"name": "x"}]}, "tools[0]: 'type' is missing"),

@@ -50,7 +50,7 @@ def test_manual_feedback_is_listed_with_the_versions_trained_on_it(project: Proj
     ("words", "message"),
     [
         (("--value", "up"), "trajectory_id"),
-        (("--trajectory", "t1"), "say something"),
+        (("--trajectory", "t1"), "give a value"),
         (("--trajectory", "t1", "--value", "great"), "--value"),
         (("--trajectory", "nobody", "--value", "1"), "nobody"),
     ],
