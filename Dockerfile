@@ -9,12 +9,15 @@ FROM python:3.12-slim-bookworm AS proxy
 ENV PYTHONUNBUFFERED=1
 WORKDIR /app
 COPY pyproject.toml README.md LICENSE ./
+COPY deploy/constraints.txt /tmp/constraints.txt
 COPY store store
 COPY proxy proxy
 COPY trainer trainer
 COPY tuner tuner
 COPY ratchet ratchet
-RUN pip install --no-cache-dir ".[postgres,redact,otel]" \
+# The pinned versions without their hashes: PyTorch's CPU index has another build of torch.
+RUN sed -e '/--hash=/d' -e 's/ \\$//' /tmp/constraints.txt > constraints.txt \
+    && pip install --no-cache-dir -c constraints.txt ".[postgres,redact,otel]" \
     && useradd --create-home --uid 10001 ratchet && mkdir /state && chown ratchet /state
 # A number, for Kubernetes' runAsNonRoot.
 USER 10001
@@ -30,7 +33,7 @@ ENTRYPOINT ["ratchet", "proxy", "--host", "0.0.0.0", "--port", "8000"]
 FROM proxy AS trainer
 ARG PIP_EXTRA_INDEX_URL
 USER root
-RUN pip install --no-cache-dir "/app[postgres,redact,otel,trainer]"
+RUN pip install --no-cache-dir -c /app/constraints.txt "/app[postgres,redact,otel,trainer]"
 USER 10001
 HEALTHCHECK NONE
 ENTRYPOINT ["ratchet", "trainer"]

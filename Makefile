@@ -11,10 +11,10 @@ PARALLEL = -n $(TEST_WORKERS) --dist worksteal
 QUICK = not (alone or browser or clients or e2e or postgres or slow)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv clients demo test test-rest test-all check e2e bench docs clean
+.PHONY: help venv clients demo test test-rest test-all test-lowest check e2e bench constraints docs clean
 
 help: ## list the targets
-	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 10
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
 
 venv: ## set up .venv (once; again when pyproject.toml changes)
 	@sh deploy/venv.sh "$(PYTHON)" "$(VENV)"
@@ -38,6 +38,9 @@ test-all: ## every test: about 40 minutes on 2 idle cores
 	@$(MAKE) --no-print-directory test
 	@$(MAKE) --no-print-directory test-rest
 
+test-lowest: venv ## proxy, store and command line with the lowest versions that pyproject.toml allows, without torch
+	@TEST_WORKERS=$(TEST_WORKERS) sh deploy/lowest.sh "$(VENV)"
+
 check: venv ## lint, format, types, import contracts, words, documentation
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -52,6 +55,9 @@ e2e: clients ## only the end-to-end tests on the real vLLM
 bench: venv ## compare the proxy with a bare proxy and LiteLLM, and measure linking
 	@$(BIN)/python -m benchmarks.proxy_overhead
 	@$(BIN)/python -m benchmarks.linking
+
+constraints: venv ## write deploy/constraints.txt: the versions in .venv, with hashes
+	@sh deploy/constraints.sh "$(VENV)"
 
 docs: venv ## rewrite the pages that are generated from code
 	@$(BIN)/python -m tests.harness.reference_docs

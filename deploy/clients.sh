@@ -12,10 +12,7 @@ tests=tests/clients
 home=$venv/clients
 python=$venv/bin/python
 
-export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-${PIP_INDEX_URL:-}}"
-[ -n "$UV_DEFAULT_INDEX" ] || unset UV_DEFAULT_INDEX
-export UV_INDEX="${UV_INDEX:-${PIP_EXTRA_INDEX_URL:-}}"
-[ -n "$UV_INDEX" ] || unset UV_INDEX
+. deploy/index.sh
 
 key() {
     "$python" -c 'import hashlib, pathlib, sys

@@ -18,12 +18,16 @@ if TYPE_CHECKING:
     from ratchet.settings.project_settings import Settings
     from ratchet.store.store import Store
 
+    _SecondsType = click.ParamType[float]
+else:
+    _SecondsType = click.ParamType  # generic only from click 8.4 on
+
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _STATES = ("open", "sealed", "grouped", "trained", "dropped")
 
 
-class Duration(click.ParamType[float]):
+class Duration(_SecondsType):
     """A duration such as `30d`, `12h`, `90m` or `2w`, in seconds."""
 
     name = "age"
@@ -36,7 +40,7 @@ class Duration(click.ParamType[float]):
         return float(match[1]) * _SECONDS[match[2]]
 
 
-class Timestamp(click.ParamType[float]):
+class Timestamp(_SecondsType):
     """A time in ISO 8601, UTC unless it names a zone, in Unix seconds."""
 
     name = "time"

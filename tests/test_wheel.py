@@ -1,4 +1,4 @@
-"""What an installed wheel holds: built as pip builds it, unpacked as pip installs it, and asked from elsewhere."""
+"""What the wheel and the source distribution hold, and that vLLM finds the plug-in of an installed wheel."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-_SOURCES = ("pyproject.toml", "README.md", "LICENSE", "store", "proxy", "trainer", "tuner", "ratchet")
+from tests.harness.packages import ROOT, build, build_wheel, copy_sources
+
+COMPONENTS = ("store", "proxy", "trainer", "tuner")
 # What `ratchet up` gives vLLM, and whether vLLM would find the plug-in there.
 PROGRAM = """
 import importlib.metadata, json, sys
@@ -29,32 +31,54 @@ print(json.dumps({"path": path, "found": found, "register": callable(ratchet_vll
 """
 
 
-def build_wheel(folder: Path) -> Path:
-    """Build the wheel of this tree in an empty folder and return it."""
-    source = folder / "source"
-    source.mkdir()
-    for name in _SOURCES:
-        path = ROOT / name
-        if path.is_dir():
-            shutil.copytree(path, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(path, source / name)
-    build = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
-    done = subprocess.run(
-        [sys.executable, "-c", build, str(folder)], cwd=source, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    (wheel,) = folder.glob("*.whl")
-    return wheel
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this tree."""
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of this tree, unpacked."""
-    folder = tmp_path_factory.mktemp("wheel")
-    with zipfile.ZipFile(build_wheel(folder)) as packed:
-        packed.extractall(folder / "installed")
-    return folder / "installed"
+    folder = tmp_path_factory.mktemp("installed")
+    with zipfile.ZipFile(wheel) as packed:
+        packed.extractall(folder)
+    return folder
+
+
+def _files(wheel: Path) -> set[str]:
+    """Return a wheel's files without its metadata."""
+    with zipfile.ZipFile(wheel) as packed:
+        return {name for name in packed.namelist() if not name.startswith("ratchet_rl-")}
+
+
+def test_the_wheel_holds_every_file_of_the_package_and_no_other(wheel: Path) -> None:
+    list_files = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run([*list_files, "ratchet", *COMPONENTS], cwd=ROOT, capture_output=True, text=True, check=True)
+    names = {name for name in done.stdout.splitlines() if (ROOT / name).is_file()}  # without links to folders
+    assert _files(wheel) == {name if name.startswith("ratchet/") else f"ratchet/{name}" for name in names}
+    assert {"ratchet/py.typed", "ratchet/proxy/coordinator/console/static/index.html"} <= _files(wheel)
+
+
+def test_a_source_distribution_follows_the_links_and_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    archive = build(copy_sources(tmp_path), "sdist", tmp_path)
+    with tarfile.open(archive) as packed:
+        assert not [member.name for member in packed if member.issym() or member.islnk()]
+        packed.extractall(tmp_path, filter="data")
+    source = tmp_path / archive.name.removesuffix(".tar.gz")
+    assert not (source / "tests").exists()
+    assert _files(build(source, "wheel", tmp_path)) == _files(wheel)
+
+
+def test_a_git_url_installs_the_package(tmp_path: Path) -> None:
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
+    done = subprocess.run(
+        [*install, "--target", str(tmp_path), f"git+file://{ROOT}"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    for component in COMPONENTS:
+        assert not (tmp_path / "ratchet" / component).is_symlink()
+        assert (tmp_path / "ratchet" / component / "__init__.py").is_file()
 
 
 def test_an_installed_wheel_gives_vllm_on_cpus_a_plugin_that_is_there(installed: Path, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ class StartupDisplay:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._progress.stop()
+        self._stop_bars()
 
     def __call__(self, event: Event) -> None:
         """Show one event."""
@@ -65,16 +65,20 @@ class StartupDisplay:
             if not on_terminal:
                 self._print(f"{event.service}: ready after {event.seconds:.1f} s")
         elif event.kind == "all_ready":
-            self._progress.stop()
+            self._stop_bars()
         elif event.kind == "exited":
             self._print(f"{_now()} {event.text}")
         elif event.kind == "recovered":
             self._print(f"{_now()} {event.service}: ready again after {event.seconds:.1f} s")
         elif event.kind == "stopping":
-            self._progress.stop()
+            self._stop_bars()
             self._print("stopping ...")
         elif event.kind == "stopped":
             self._print(f"{event.service}: stopped after {event.seconds:.1f} s")
+
+    def _stop_bars(self) -> None:
+        if not self._progress.disable:  # older releases of rich print an empty line for disabled bars
+            self._progress.stop()
 
     def _print(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, markup=False)

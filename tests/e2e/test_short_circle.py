@@ -2,70 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
-from contextlib import closing
 from pathlib import Path
-from typing import Any
 
-import openai
 import pytest
 
-from ratchet.demo.email_search.prompt import opening
-from ratchet.store.states import PolicyState, RoundState
-from ratchet.store.store import open_store
-from tests.e2e.conftest import POLICY
-from tests.harness.cli.project import Project, is_alive, wait_for
+from tests.harness.cli.one_round import train_one_round
+from tests.harness.cli.project import Project
 
 _JUDGE = "def judge(response):\n    return sum(map(ord, response)) % 997 / 997\n"  # differs between any two answers
-_TRAINER = {
-    "judge": "scores:judge", "num_generations": 4, "groups_per_round": 2, "seal_after_idle_seconds": 0.3,
-    "group_wait_seconds": 60, "round_wait_seconds": 1, "poll_interval_seconds": 0.1,
-    "learner": {"lora_r": 8, "lora_alpha": 16, "learning_rate": 2e-3, "threads": 1},
-}  # fmt: skip
 
 
 @pytest.mark.circle
 @pytest.mark.e2e
 def test_an_agents_calls_become_a_trained_version_that_answers_its_next_calls(tmp_path: Path) -> None:
-    project = Project(tmp_path)
     (tmp_path / "scores.py").write_text(_JUDGE)
-    vllm = {"port": project.content["vllm"]["port"], "max_model_len": 1024, "dtype": "float32"}
-    project.write(base_model=str(POLICY), vllm=vllm, model="mail", trainer=_TRAINER)
-    try:
-        up = project.run("up", "--detach", seconds=240)
-        assert up.returncode == 0, up.stdout
-        pids = [int(file.read_text().split()[0]) for file in (project.state / "run").glob("*.pid")]
-        url = f"http://127.0.0.1:{project.content['proxy']['port']}/v1"
-        with openai.OpenAI(base_url=url, api_key="x", max_retries=0) as agent:
-            attempts = itertools.count()
-            first = {_call(agent, f"task {number % 2}", next(attempts)) for number in range(8)}
-            assert first == {"mail@0"}
-            with closing(open_store(str(project.state / "store.db"))) as store:
-                wait_for("version 1 is live", lambda: store.policies.live()["mail"].version == 1, seconds=180)
-            # A trajectory stays on its version, so this one is new; the proxy reads versions from the store.
-            wait_for("version 1 answers", lambda: _call(agent, "later", next(attempts)) == "mail@1", pause=0.5)
-        assert project.run("down").returncode == 0
-        assert not [pid for pid in pids if is_alive(pid)]
-    except Exception:
-        for log in sorted((project.state / "logs").glob("*.log")):
-            print(f"--- {log.name}\n{log.read_text()[-3000:]}")
-        raise
-    finally:
-        project.stop()
-    with closing(open_store(str(project.state / "store.db"))) as store:
-        round_ = store.rounds.page("mail", 10)[-1]  # a later one may follow on a slow machine
-        assert round_.state is RoundState.COMMITTED
-        assert round_.metrics["tokens_trained"] > 50
-        assert round_.metrics["logprob_abs_diff_mean"] < 0.2, "vLLM and the trainer compute different logprobs"
-        states = {policy.version: policy.state for policy in store.policies.all("mail")}
-        assert states[1] in (PolicyState.LIVE, PolicyState.RETIRED)
-
-
-def _call(agent: openai.OpenAI, task: str, attempt: int) -> str:
-    """Make a call as one trajectory of the task; return the version that answered."""
-    messages: Any = opening(f"Where is the picnic of {task}?", 6)
-    answer = agent.chat.completions.create(
-        model="mail", messages=messages, max_tokens=24, temperature=1.0,
-        extra_headers={"x-ratchet-task": task, "x-ratchet-trajectory": f"{task} {attempt}".replace(" ", "-")},
-    )  # fmt: skip
-    return answer.model
+    train_one_round(Project(tmp_path), "scores:judge")

@@ -1,66 +1,34 @@
 """The wheel in a user's folder with packages and modules of its own names: `ratchet up` and `ratchet demo` run there.
 
-The wheel is built and unpacked; the other packages come from the test environment. vLLM is scripted.
+The wheel is installed in a new environment; the dependencies come from the test environment. vLLM is scripted.
+tests/e2e/test_user_folder.py trains in such a folder.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.harness.cli.project import ROOT, SCRIPTED_VLLM, Project, wait_for
-from tests.test_wheel import build_wheel
-
-PACKAGES = ("store", "proxy", "trainer", "tuner", "examples")
-JUDGE = """
-from store.orders import total
-from proxy import NAME as proxy_name
-from trainer import NAME as trainer_name
-
-
-def judge(trajectory):
-    assert (proxy_name, trainer_name) == ("the user's proxy", "the user's trainer")
-    return float(total())
-"""
+from tests.harness.cli.project import ROOT, SCRIPTED_VLLM, wait_for
+from tests.harness.cli.user_project import UserProject
+from tests.harness.packages import build_wheel, install
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for PYTHONPATH that holds the wheel's package and nothing of the checkout."""
-    folder = tmp_path_factory.mktemp("site")
-    with zipfile.ZipFile(build_wheel(tmp_path_factory.mktemp("build"))) as packed:
-        packed.extractall(folder)
-    assert {entry.name for entry in folder.iterdir() if not entry.name.endswith(".dist-info")} == {"ratchet"}
-    return folder
-
-
-class UserProject(Project):
-    """A project in a folder with packages named as Ratchet's components, and a logging.py."""
-
-    def __init__(self, folder: Path, site: Path) -> None:
-        super().__init__(folder)
-        self._site = site
-        for name in PACKAGES:
-            (folder / name).mkdir()
-            (folder / name / "__init__.py").write_text(f'NAME = "the user\'s {name}"\n')
-        (folder / "store" / "orders.py").write_text("def total():\n    return 1\n")
-        (folder / "shop_judge.py").write_text(JUDGE)
-        (folder / "logging.py").write_text("raise ImportError('this is not the standard library')\n")
-
-    def _environ(self, environ: dict[str, str]) -> dict[str, str]:
-        return super()._environ({"PYTHONPATH": str(self._site)} | environ)
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The commands of a new environment with the wheel."""
+    wheel = build_wheel(tmp_path_factory.mktemp("build"))
+    return install(wheel, tmp_path_factory.mktemp("environment") / "venv")
 
 
 @pytest.fixture
-def user_project(tmp_path: Path, site: Path) -> Iterator[UserProject]:
-    project = UserProject(tmp_path, site)
+def user_project(tmp_path: Path, commands: Path) -> Iterator[UserProject]:
+    project = UserProject(tmp_path, commands)
     yield project
     project.stop()
 
@@ -92,8 +60,9 @@ def test_the_demo_begins_in_a_folder_without_a_checkout(user_project: UserProjec
     for package in (server.parent, server.parents[1], server.parents[2]):
         (package / "__init__.py").touch()
     server.write_text(f"import runpy\nrunpy.run_path({str(SCRIPTED_VLLM)!r}, run_name='__main__')\n")
-    path = os.pathsep.join((str(packages), str(user_project._site)))
-    process = user_project.start("demo", "--rounds", "1", "--state-dir", str(tmp_path / "state"), PYTHONPATH=path)
+    process = user_project.start(
+        "demo", "--rounds", "1", "--state-dir", str(tmp_path / "state"), PYTHONPATH=str(packages)
+    )
     running = tmp_path / "state" / "demo" / "run" / "running.json"
     wait_for("the demo's services are started", lambda: running.exists() or process.poll() is not None, seconds=60)
     assert process.poll() is None, process.stdout.read() if process.stdout else ""

@@ -46,6 +46,7 @@ class Project:
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.folder = folder
         self.helper = folder / "helper.pid"
+        self.command = [sys.executable, "-P", "-m", "ratchet"]  # -P: as the `ratchet` script
         self._started: list[subprocess.Popen[str]] = []
         model = folder / "model"
         model.mkdir()
@@ -76,7 +77,7 @@ class Project:
 
     def _start(self, arguments: Sequence[str], environ: dict[str, str], stderr: int) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "ratchet", *arguments],  # -P: as the `ratchet` script
+            [*self.command, *arguments],
             cwd=self.folder,
             env=self._environ(environ),
             stdout=subprocess.PIPE,
