@@ -181,7 +181,7 @@ def test_a_doctor_without_a_project_says_what_it_could_not_prove(project: Projec
     doctor = project.run("doctor")
     assert doctor.returncode == 1
     assert doctor.stdout.count("FAIL") == 5
-    assert "no judge is named" in doctor.stdout
+    assert "no judge is set" in doctor.stdout
     assert "ratchet up --detach" in doctor.stdout
 
 
