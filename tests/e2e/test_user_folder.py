@@ -30,7 +30,7 @@ def test_up_serves_and_trains_in_a_users_folder_with_a_judge_that_imports_the_us
 def test_the_demo_trains_in_a_users_folder(commands: Path, tmp_path: Path) -> None:
     project = UserProject(tmp_path, commands)
     try:
-        done = project.run("demo", "--rounds", "2", "--held-out-tasks", "4", "--held-out-attempts", "1", seconds=500)
+        done = project.run("demo", "--rounds", "2", "--held-out-tasks", "4", "--held-out-attempts", "1", seconds=900)
         result = tmp_path / ".ratchet" / "demo" / "result.json"
         assert result.exists(), done.stdout
         figures = json.loads(result.read_text())
