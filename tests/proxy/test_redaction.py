@@ -71,7 +71,7 @@ def test_no_pattern_hangs_on_any_text(pattern: str) -> None:
         ({"redact": ["emial"]}, "'emial' is not a built-in pattern (secret, email"),
         ({"redact_patterns": {"bad": "("}}, "redact_patterns: bad is not a valid RE2 pattern: missing"),
         ({"redact_patterns": {"bad": "(?=x)"}}, "bad is not a valid RE2 pattern"),
-        ({"redact_patterns": {"No Name": "x"}}, "the name 'No Name' must be lower-case"),
+        ({"redact_patterns": {"No Name": "x"}}, "the name 'No Name' must consist of a-z"),
         ({"redact_patterns": {"email": "x"}}, "differ from the built-in names"),
         ({"redact_patterns": {"all": "x*"}}, "all matches the empty text"),
         ({"redact_patterns": {"who": "user"}}, "who matches the word 'user' of the protocol"),
