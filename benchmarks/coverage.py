@@ -17,7 +17,8 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from ratchet.store.statistics import interval, sign_flip_p, student_t
+from ratchet.store.statistics import interval, student_t
+from ratchet.trainer.statistics.sign_flip_test import sign_flip_p
 
 LEAST = 0.85
 TASKS = (4, 6, 10, 20, 50, 100)

@@ -46,7 +46,7 @@ def test_the_distribution_cannot_be_uploaded_by_mistake() -> None:
 
 def test_the_small_part_depends_on_nothing_heavy() -> None:
     names = {re.split(r"[<>=\[]", line)[0] for line in PYPROJECT["project"]["dependencies"]}
-    assert not names & {"torch", "transformers", "trl", "peft", "datasets", "accelerate", "vllm", "matplotlib"}
+    assert not names & {"torch", "transformers", "trl", "peft", "datasets", "accelerate", "vllm", "matplotlib", "scipy"}
 
 
 def test_what_breaks_between_releases_is_pinned_exactly() -> None:

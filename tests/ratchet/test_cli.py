@@ -25,7 +25,7 @@ from ratchet.store.store import open_store
 from ratchet.supervisor import pidfile
 from tests.harness.cli.project import ROOT, Project
 
-HEAVY = ("torch", "transformers", "trl", "peft", "vllm", "matplotlib")
+HEAVY = ("torch", "transformers", "trl", "peft", "vllm", "matplotlib", "scipy", "datasets", "openai")
 
 
 def commands(group: click.Group = cli, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:

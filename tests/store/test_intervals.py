@@ -1,4 +1,4 @@
-"""Intervals hold the truth as often as they say, for few tasks too; the test is exact; Holm's order holds."""
+"""Intervals cover the true value as often as they claim, for few tasks too."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from collections.abc import Callable
 
 import pytest
 
-from ratchet.store.statistics import holm, interval, sign_flip_p, student_t
+from ratchet.store.statistics import interval, student_t
 
 
-@pytest.mark.parametrize(
-    ("degrees", "quantile"),
-    [(1, 12.7062), (2, 4.3027), (3, 3.1824), (5, 2.5706), (10, 2.2281), (30, 2.0423), (1000, 1.96)],
-)
-def test_students_quantiles_are_those_of_the_tables(degrees: int, quantile: float) -> None:
-    assert student_t(0.95, degrees) == pytest.approx(quantile, abs=1e-3)
+@pytest.mark.parametrize("confidence", [0.8, 0.95, 0.999])
+@pytest.mark.parametrize("degrees", [1, 2, 3, 5, 10, 30, 101, 399, 400, 1000])
+def test_students_quantiles_are_those_of_scipy(degrees: int, confidence: float) -> None:
+    from scipy.stats import t
+
+    error = 1e-8 if degrees < 400 else 0.006
+    if confidence > 0.95 and degrees >= 400:
+        error = 0.02
+    assert student_t(confidence, degrees) == pytest.approx(t.ppf((1 + confidence) / 2, degrees), rel=error)
 
 
 def agents(better: float, worse: float) -> Callable[[random.Random], float]:
@@ -61,31 +64,3 @@ def test_equal_differences_prove_little_and_more_of_them_more() -> None:
 
 def test_one_task_shows_nothing() -> None:
     assert interval([1.0], 1.0) == (-1.0, 1.0)
-    assert sign_flip_p([1.0]) == 1.0
-
-
-def test_few_differences_are_tested_exactly() -> None:
-    assert sign_flip_p([0.5] * 5) == 2 / 2**5
-    assert sign_flip_p([0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.0, 0.0]) == 2 / 2**6
-    assert sign_flip_p([1.0, -1.0, 0.0]) == 1.0
-    assert sign_flip_p([]) == 1.0
-
-
-def test_a_drawn_p_value_is_that_of_the_exact_test() -> None:
-    gains = [0.5, -0.3, 0.8, 0.1, -0.2, 0.4, 0.6, -0.1, 0.3, 0.2, 0.05, -0.4, 0.7]
-    more = [*gains, 1e-9]  # one more that weighs nothing: signs are drawn now
-    assert sign_flip_p(more) == pytest.approx(sign_flip_p(gains), abs=0.015)
-    assert sign_flip_p([0.5] * 40) == 1 / 10_000
-
-
-def test_equal_agents_are_distinguished_in_at_most_one_of_twenty_cases() -> None:
-    chance = random.Random(3)
-    draw = hard_and_easy(0.0)
-    shown = sum(sign_flip_p([draw(chance) for _ in range(12)]) < 0.05 for _ in range(300))
-    assert shown <= 0.08 * 300
-
-
-def test_holm_corrects_the_smallest_most_and_keeps_the_order() -> None:
-    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
-    assert holm([0.5, 0.9]) == [1.0, 1.0]
-    assert holm([]) == []

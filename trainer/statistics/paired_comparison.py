@@ -17,7 +17,8 @@ from itertools import combinations
 
 import msgspec
 
-from ratchet.store.statistics import CONFIDENCE, holm, interval, sign_flip_p
+from ratchet.store.statistics import CONFIDENCE, interval
+from ratchet.trainer.statistics.sign_flip_test import holm, sign_flip_p
 
 
 class Missing(StrEnum):

@@ -1,4 +1,8 @@
-"""Welch's z for a change of a mean, and the two-proportion z for a change of a share. Pure."""
+"""Welch's z for a change of a mean, and the two-proportion z for a change of a share. Pure.
+
+The sentinel needs the number of standard errors, not a p-value, and a result for constant values, for which
+scipy.stats.ttest_ind(equal_var=False) gives NaN or a warning.
+"""
 
 from __future__ import annotations
 
