@@ -1,6 +1,6 @@
-"""Rows of a data set on the Hugging Face hub, through `datasets`, streamed. HF_ENDPOINT and HF_HUB_OFFLINE hold.
+"""Rows of a data set on the Hugging Face hub, streamed with `datasets`. HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE apply.
 
-A name is `owner/name`, or `owner/name:configuration`. Promises: without a network it fails within seconds, saying so.
+A name is `owner/name`, or `owner/name:configuration`. Without a network, the error comes within seconds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ratchet.store.install_hint import install_hint
 from ratchet.trainer.errors import TaskSetError, TaskSetNotFound, TuningError
 from ratchet.trainer.tasks.file_reader import Numbered, checked
 
-_PATIENCE = 5.0  # seconds
+_TIMEOUT = 5.0  # seconds
 
 
 class HubSet:
@@ -63,18 +63,18 @@ class HubSet:
         return datasets
 
     def _reach(self) -> None:
-        """Ask the hub for a sign of life, which the library would go on asking for minutes."""
+        """Check that the hub answers; the library would retry for minutes."""
         import httpx
         from huggingface_hub import constants
 
         if self._environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-            return  # what is cached is read, and the library says what is not
+            return  # only the cache is read
         hub = self._environ.get("HF_ENDPOINT") or constants.ENDPOINT
         try:
-            httpx.head(hub, timeout=_PATIENCE)
+            httpx.head(hub, timeout=_TIMEOUT)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise TaskSetNotFound(
-                f"{self._path} is no file or folder here, and the hub at {hub} cannot be reached ({_sentence(error)}); "
+                f"{self._path} is not a path here, and the hub at {hub} cannot be reached ({_sentence(error)}); "
                 "give a local path, set HF_ENDPOINT to a mirror, or HF_HUB_OFFLINE=1 to read what is cached"
             ) from error
 
