@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from ratchet.trainer.controller.judges.kinds.ruler import (
     scores_of,
     with_plain_ids,
 )
-from ratchet.trainer.controller.judges.language_model import LanguageModel, extract_json, urls_of
+from ratchet.trainer.controller.judges.language_model import LanguageModel, base_urls, extract_json
 from ratchet.trainer.controller.judges.truncation import truncated_json
+from ratchet.trainer.errors import JudgeError
 from ratchet.trainer.settings.judge_specs import RulerSpec
 from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says
 
@@ -220,6 +222,33 @@ def test_the_whole_exchange_is_kept_with_its_price_and_without_the_key(model: Sc
     assert b"sk-judge-secret" not in exchange.request + exchange.response
 
 
+@pytest.mark.parametrize("key", ["sk-judge-secret", None])
+def test_no_credential_of_openai_in_the_environment_reaches_the_endpoint(
+    model: ScriptedJudgeModel, key: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OPENAI_API_KEY", "OPENAI_ADMIN_KEY", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID"):
+        monkeypatch.setenv(name, "sk-of-openai")
+    model.answers = [by_content({"Oslo": 1.0, "Rome": 0.0})]
+    spec = RulerSpec(kind="ruler", base_url=model.url, model="big")
+    ruler = RulerJudge(spec, LanguageModel(spec, key))
+    assert scores(ruler.judge("g", two())) == [1.0, 0.0]
+    ruler.close()
+    assert model.headers[0].get("authorization") == (f"Bearer {key}" if key else None)
+    assert "sk-of-openai" not in str(model.headers)
+
+
+@pytest.mark.parametrize("url", ["ftp://h", "http://", "http://[::1", "http://h:port/v1", "http://a..b/v1"])
+def test_a_url_that_no_client_accepts_is_refused_in_the_settings(url: str) -> None:
+    with pytest.raises(ValueError, match=r"is not an http\(s\) URL"):
+        RulerSpec(kind="ruler", base_url=url, model="big")
+
+
+def test_without_openai_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openai", None)  # as if it were not installed
+    with pytest.raises(JudgeError, match=r"needs openai.*\[trainer\]"):
+        LanguageModel(RulerSpec(kind="ruler", base_url="http://h", model="big"), None)
+
+
 def test_an_unknown_price_is_unknown(model: ScriptedJudgeModel) -> None:
     model.answers = [by_content({"Oslo": 1.0, "Rome": 0.0})]
     assert judge(model, input_cost_per_million=None).judge("g", two()).verdicts[0].cost is None
@@ -252,7 +281,7 @@ def test_the_url_may_or_may_not_end_in_v1(path: str, suffix: str) -> None:
 
 
 def test_urls_with_a_version_of_their_own_are_left_alone() -> None:
-    assert urls_of("https://h/v1beta/openai") == ["https://h/v1beta/openai/chat/completions"]
+    assert base_urls("https://h/v1beta/openai") == ["https://h/v1beta/openai"]
 
 
 def test_the_largest_texts_of_a_long_group_are_shortened() -> None:

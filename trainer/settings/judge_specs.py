@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -23,8 +24,8 @@ from pydantic import (
 )
 
 from ratchet.trainer.user_code.entry_points import ENTRY_POINT
+from ratchet.trainer.user_code.plugins import JUDGES, plugin_names
 
-_MODULE_ATTRIBUTE = re.compile(r"[\w.]+:\w+")
 DROP: Final = "drop"
 
 RUBRIC = """\
@@ -33,13 +34,6 @@ RUBRIC = """\
 - Of two that fail, the one that came closer scores a little higher.
 - What a trajectory claims counts only as far as its own tool results support it.
 - "I do not know" beats a wrong answer."""
-
-
-def _entry_point(given: str) -> str:
-    """Check the form module:name. Raises ValueError."""
-    if not _MODULE_ATTRIBUTE.fullmatch(given):
-        raise ValueError(f"{given!r} is not of the form module:name, such as my_agent.judge:judge")
-    return given
 
 
 def _function(given: str) -> str:
@@ -144,7 +138,12 @@ class ModelSpec(_Spec):
     @field_validator("base_url")
     @classmethod
     def _http_url(cls, url: str) -> str:
-        if not url.startswith(("http://", "https://")):
+        try:
+            parts = urlsplit(url)
+            valid = parts.scheme in ("http", "https") and (parts.hostname or "").encode("idna") and parts.port != 0
+        except ValueError:  # a host or port that no client accepts
+            valid = False
+        if not valid:
             raise ValueError(f"{url!r} is not an http(s) URL, such as http://127.0.0.1:8000/v1")
         return url.rstrip("/")
 
@@ -178,31 +177,12 @@ class GraderSpec(_Spec):
     concurrency: int = Field(4, ge=1, le=64, description="groups graded at the same time")
 
 
-class OpenJudgeSpec(_Spec):
-    """A grader of OpenJudge, in its own process."""
+class PluginSpec(_Spec):
+    """A judge of another package, or an optional one of Ratchet's: `kind` is its name, the other keys its settings."""
 
-    kind: Literal["openjudge"]
-    grader: Annotated[str, AfterValidator(_entry_point)] = Field(description="the grader's class, as module:Class")
-    settings: Mapping[str, Any] = Field(default_factory=dict, description="arguments of the grader's constructor")
-    arguments: Mapping[str, Any] = Field(default_factory=dict, description="constant arguments of each evaluation")
-    columns: Mapping[str, str] = Field(
-        default_factory=dict, description="arguments read from columns of the task, by argument"
-    )
-    worst: float = Field(0.0, description="score of the grader that maps to 0")
-    best: float = Field(1.0, description="score of the grader that maps to 1")
-    python: Path | None = Field(
-        None, description="Python interpreter of the environment with py-openjudge; null: this one"
-    )
-    api_key_env: str = Field(
-        "RATCHET_JUDGE_API_KEY", pattern=r"^[A-Z][A-Z0-9_]*$", description="environment variable with the API key"
-    )
-    timeout_seconds: float = Field(120.0, gt=0, description="timeout of one group")
-
-    @model_validator(mode="after")
-    def _has_a_scale(self) -> OpenJudgeSpec:
-        if self.worst == self.best:
-            raise ValueError("worst and best are equal: every score would map to the same value")
-        return self
+    kind: Literal["plugin"]
+    name: str = Field(description="name of its entry point in the group `ratchet.judges`")
+    settings: Mapping[str, Any] = Field(default_factory=dict, description="settings of the plug-in")
 
 
 class FeedbackSpec(_Spec):
@@ -286,27 +266,35 @@ def _is_behavior(part: PartSpec) -> bool:
     return isinstance(part.judge, BehaviorSpec)
 
 
-def _function_spec(value: Any) -> Any:
-    """Read a bare string as a function judge."""
-    return {"kind": "function", "function": value} if isinstance(value, str) else value
+def _full_form(value: Any) -> Any:
+    """Read a bare string as a function judge, and a kind that is not built in as a plug-in. Raises ValueError."""
+    if isinstance(value, str):
+        return {"kind": "function", "function": value}
+    if not isinstance(value, Mapping) or not isinstance(kind := value.get("kind"), str) or kind in KINDS:
+        return value
+    installed = plugin_names(JUDGES)
+    if kind not in installed:
+        raise ValueError(
+            f"unknown kind {kind!r}: built in are {', '.join(KINDS)}; installed plug-ins: {', '.join(installed)} "
+            "(docs/plugins.md)"
+        )
+    return {"kind": "plugin", "name": kind, "settings": {key: value[key] for key in value if key != "kind"}}
 
 
-JudgeSpec = Annotated[
-    Annotated[
-        FunctionSpec
-        | AnswerSpec
-        | BehaviorSpec
-        | RulerSpec
-        | NextStateSpec
-        | GraderSpec
-        | OpenJudgeSpec
-        | FeedbackSpec
-        | RewardSpec
-        | CompositeSpec,
-        Field(discriminator="kind"),
-    ],
-    BeforeValidator(_function_spec),
-]
+_BuiltIn = (
+    FunctionSpec
+    | AnswerSpec
+    | BehaviorSpec
+    | RulerSpec
+    | NextStateSpec
+    | GraderSpec
+    | FeedbackSpec
+    | RewardSpec
+    | CompositeSpec
+    | PluginSpec
+)
+JudgeSpec = Annotated[Annotated[_BuiltIn, Field(discriminator="kind")], BeforeValidator(_full_form)]
+KINDS: Final = tuple(get_args(spec.model_fields["kind"].annotation)[0] for spec in get_args(_BuiltIn))
 
 
 def gives_only_ranks(judge: JudgeSpec) -> bool:

@@ -93,14 +93,14 @@ class ReflectionModel:
             {"role": "user", "content": f'{{"prompt": {json.dumps(prompt)}, "examples": {example_json}}}'},
         ]
 
-        def ask(interview: JudgeModelSession) -> str:
-            return json.dumps({"prompt": self._model.ask(question, _SCHEMA, self._read, interview)})
+        def ask(session: JudgeModelSession) -> str:
+            return json.dumps({"prompt": self._model.ask(question, _SCHEMA, self._read, session)})
 
         return self._read(extract_json(self._answer(question, ask)))
 
     def chat(self, messages: Sequence[dict[str, str]], temperature: float | None) -> str:
         """Return the answer to a chat. Raises Unanswered, ReflectionUnavailable, BudgetExceeded."""
-        return self._answer(messages, lambda interview: self._model.say(messages, interview, temperature))
+        return self._answer(messages, lambda session: self._model.say(messages, session, temperature))
 
     def _answer(self, question: Sequence[dict[str, str]], ask: Callable[[JudgeModelSession], str]) -> str:
         digest = _digest(question)
@@ -117,10 +117,10 @@ class ReflectionModel:
         self, digest: str, question: Sequence[dict[str, str]], ask: Callable[[JudgeModelSession], str]
     ) -> str:
         self._budget.allow_reflection(sum(len(message["content"]) for message in question))
-        interview = JudgeModelSession(NAME, None)
+        session = JudgeModelSession(NAME, None)
         answer: str | None = None
         try:
-            answer = ask(interview)
+            answer = ask(session)
         except JudgeUnavailable as error:
             self._failed += 1
             if self._failed >= _MAX_FAILURES_IN_A_ROW:
@@ -129,17 +129,17 @@ class ReflectionModel:
                 ) from error
             raise Unanswered(str(error)) from error
         finally:
-            tokens = sum(one.prompt_tokens + one.completion_tokens for one in interview.judge_requests)
-            self._budget.record_reflection(tokens, interview.cost)
-            seconds = sum(one.latency for one in interview.judge_requests)
+            tokens = sum(one.prompt_tokens + one.completion_tokens for one in session.judge_requests)
+            self._budget.record_reflection(tokens, session.cost)
+            seconds = sum(one.latency for one in session.judge_requests)
             record = {
                 "question": digest,
                 "answer": answer,
                 "tokens": tokens,
-                "cost": interview.cost,
+                "cost": session.cost,
                 "seconds": seconds,
             }
-            self._keep(record, interview.judge_requests)
+            self._keep(record, session.judge_requests)
         self._failed = 0
         return answer
 

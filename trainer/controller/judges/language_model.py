@@ -1,8 +1,9 @@
-"""A language model that judges ask: any OpenAI-compatible chat endpoint, with or without /v1 in its URL.
+"""A language model that judges ask, through the `openai` client: any OpenAI-compatible URL, with or without /v1.
 
-Promises: whatever is asked and answered is kept as an exchange, failed tries too, without the key; an answer that does
-not say what it must is asked for again with the reason, at most `attempts` times; a busy or broken endpoint is asked
-again after a pause. Speaks the plainest form that the endpoint understands: a JSON schema, else JSON, else words.
+Guarantees: every request and response is recorded as a JudgeRequest, failed ones included, without the API key. An
+answer that cannot be used is requested again with the reason; a busy endpoint is asked again after a pause; at most
+`max_attempts` in total. The client's own retries are off, because they would not be recorded. The request asks for a
+JSON schema; if the endpoint refuses that, for JSON; else for text.
 """
 
 from __future__ import annotations
@@ -13,24 +14,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import httpx
 import msgspec
 
 from ratchet.store.ids import new_id
+from ratchet.store.install_hint import install_hint
 from ratchet.store.records import JudgeRequest
-from ratchet.trainer.errors import JudgeUnavailable
+from ratchet.trainer.errors import JudgeError, JudgeUnavailable
 from ratchet.trainer.settings.judge_specs import ModelSpec
 
 _T = TypeVar("_T")
-_LONGEST_PAUSE = 30.0  # seconds
-_BUSY = (408, 409, 425, 429, 500, 502, 503, 504)
+_CONNECT_TIMEOUT = 10.0  # seconds
+_MAX_RESPONSE_BYTES = 1_000_000  # recorded of one response
+_MAX_PAUSE = 30.0  # seconds
+_NO_ROUTE = (404, 405)
+_RETRYABLE = (0, 408, 409, 425, 429, 500, 502, 503, 504)  # 0: no response
 
 Message = dict[str, Any]
 
 
 @dataclass(slots=True)
 class JudgeModelSession:
-    """The tries to get one usable answer, as they are made."""
+    """The requests made for one usable answer."""
 
     judge: str
     group_id: str | None
@@ -38,18 +42,18 @@ class JudgeModelSession:
 
     @property
     def cost(self) -> float | None:
-        """The price of all tries; None where it is unknown."""
+        """The price of all requests; None if it is unknown."""
         costs = [one.cost for one in self.judge_requests]
         return None if None in costs else sum(cost or 0.0 for cost in costs)
 
     @property
     def last(self) -> str | None:
-        """The id of the newest exchange."""
+        """The id of the newest request."""
         return self.judge_requests[-1].id if self.judge_requests else None
 
 
 class LanguageModel:
-    """One model at one endpoint. May be asked by several threads."""
+    """One model at one endpoint. Thread-safe. Raises JudgeError if the package `openai` is missing."""
 
     def __init__(
         self,
@@ -58,186 +62,212 @@ class LanguageModel:
         clock: Callable[[], float] = time.time,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
+        try:
+            import openai
+        except ImportError as error:
+            raise JudgeError(f"a judge's or reflection model needs openai: {install_hint('trainer')}") from error
         self.spec = spec
         self._clock = clock
         self._sleep = sleep
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._http = httpx.Client(timeout=httpx.Timeout(spec.timeout_seconds, connect=10.0), headers=headers)
-        self._urls = urls_of(spec.base_url)
-        self._forms = ["json_schema", "json_object", "words"]  # what the endpoint has not refused yet
+        self._openai = openai
+        # Nothing that the environment holds for OpenAI itself is sent elsewhere: no key, no account.
+        names = ("OpenAI-Organization", "OpenAI-Project", *(() if key else ("Authorization",)))
+        self._omitted_headers = {name: openai.Omit() for name in names}
+        self._base_urls = base_urls(spec.base_url)
+        self._client = openai.OpenAI(
+            api_key=key or "none",
+            base_url=self._base_urls[0],
+            timeout=openai.Timeout(spec.timeout_seconds, connect=_CONNECT_TIMEOUT),
+            max_retries=0,
+            http_client=openai.DefaultHttpxClient(follow_redirects=False),
+        )
+        self._formats = ["json_schema", "json_object", "text"]  # those that the endpoint has not refused
 
     def ask(
         self,
         question: Sequence[Message],
         schema: Mapping[str, Any],
         read: Callable[[Any], _T],
-        interview: JudgeModelSession,
+        session: JudgeModelSession,
     ) -> _T:
-        """Return what `read` makes of the answer's JSON; it raises ValueError with what is wrong.
+        """Return what `read` makes of the answer's JSON; `read` raises ValueError with the reason if it is unusable.
 
-        Raises JudgeUnavailable when no try gave a usable answer.
+        Raises JudgeUnavailable if no attempt gave a usable answer.
         """
-        messages = list(question)
-        problem = "no attempt was made"
+        return self._attempt(question, schema, lambda text: read(extract_json(text)), session)
+
+    def say(self, messages: Sequence[Message], session: JudgeModelSession, temperature: float | None = None) -> str:
+        """Return an answer's text, in any format. Raises JudgeUnavailable if no attempt gave one."""
+        return self._attempt(messages, None, _non_empty, session, temperature)
+
+    def _attempt(
+        self,
+        question: Sequence[Message],
+        schema: Mapping[str, Any] | None,
+        read: Callable[[str], _T],
+        session: JudgeModelSession,
+        temperature: float | None = None,
+    ) -> _T:
+        messages, problem = list(question), ""
         for attempt in range(self.spec.max_attempts):
             try:
-                text = self._once(messages, schema, interview)
-            except _Unavailable as busy:
+                text = self._request(messages, schema, session, temperature)
+            except _Busy as busy:
                 problem = str(busy)
-                self._pause(busy, attempt)
+                if attempt + 1 < self.spec.max_attempts:
+                    self._sleep(min(_MAX_PAUSE, 0.5 * 2.0**attempt if busy.retry_after is None else busy.retry_after))
                 continue
             try:
-                return read(extract_json(text))
-            except ValueError as wrong:
-                problem = f"its answer is unusable: {wrong}"
-                interview.judge_requests[-1] = msgspec.structs.replace(interview.judge_requests[-1], error=problem)
-                messages = [
-                    *question,
-                    {"role": "assistant", "content": text[:20_000]},
-                    {"role": "user", "content": f"That cannot be used: {wrong}. Answer again, with the JSON alone."},
-                ]
-        raise self._unanswered(problem)
+                return read(text)
+            except ValueError as error:
+                problem = f"its answer is unusable: {error}"
+                session.judge_requests[-1] = msgspec.structs.replace(session.judge_requests[-1], error=problem)
+                if schema is not None:
+                    messages = [
+                        *question,
+                        {"role": "assistant", "content": text[:20_000]},
+                        {
+                            "role": "user",
+                            "content": f"That cannot be used: {error}. Answer again, with the JSON alone.",
+                        },
+                    ]
+        raise self._unavailable(problem)
 
-    def say(self, messages: Sequence[Message], interview: JudgeModelSession, temperature: float | None = None) -> str:
-        """Return an answer's text, in whatever form. Raises JudgeUnavailable when no try gave one."""
-        problem = "no attempt was made"
-        for attempt in range(self.spec.max_attempts):
-            try:
-                text = self._once(messages, None, interview, temperature)
-            except _Unavailable as busy:
-                problem = str(busy)
-                self._pause(busy, attempt)
-                continue
-            if text.strip():
-                return text
-            problem = "its answer is empty"
-        raise self._unanswered(problem)
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
 
-    def _unanswered(self, problem: str) -> JudgeUnavailable:
-        return JudgeUnavailable(f"{self.spec.model} at {self.spec.base_url}, {self.spec.max_attempts} tries: {problem}")
+    def _unavailable(self, problem: str) -> JudgeUnavailable:
+        return JudgeUnavailable(
+            f"{self.spec.model} at {self.spec.base_url}, up to {self.spec.max_attempts} attempts: {problem}"
+        )
 
-    def _pause(self, busy: _Unavailable, attempt: int) -> None:
-        if attempt + 1 < self.spec.max_attempts:
-            self._sleep(busy.pause if busy.pause is not None else min(_LONGEST_PAUSE, 0.5 * 2.0**attempt))
-
-    def _once(
+    def _request(
         self,
         messages: Sequence[Message],
         schema: Mapping[str, Any] | None,
-        interview: JudgeModelSession,
-        temperature: float | None = None,
+        session: JudgeModelSession,
+        temperature: float | None,
     ) -> str:
-        """Ask once, without a `schema` for an answer in any form; return the answer's text. Raises _Unavailable."""
+        """Return the text of an answer, in any format without a `schema`. Raises _Busy or JudgeUnavailable."""
         body: dict[str, Any] = {"model": self.spec.model, "messages": list(messages)}
         temperature = self.spec.temperature if self.spec.temperature is not None else temperature
         if temperature is not None:
             body["temperature"] = temperature
         while True:
-            form = self._forms[0]
-            asked = body | (_answer_form(form, schema) if schema is not None else {})
-            began = time.perf_counter()
-            status, answer, pause = self._post(asked)
-            exchange = self._exchange(interview, asked, status, answer, time.perf_counter() - began)
-            interview.judge_requests.append(exchange)
-            if status == 400 and len(self._forms) > 1 and "response_format" in asked:
-                self._forms.remove(form)  # the endpoint does not know this form of answer
+            format_ = self._formats[0]
+            request = body | (_response_format(format_, schema) if schema is not None else {})
+            started = time.perf_counter()
+            status, response, retry_after = self._post(request)
+            record = self._record(session, request, status, response, time.perf_counter() - started)
+            session.judge_requests.append(record)
+            if status == 400 and len(self._formats) > 1 and "response_format" in request:
+                if format_ in self._formats:  # another thread may have removed it
+                    self._formats.remove(format_)
                 continue
+            if status in _RETRYABLE:
+                raise _Busy(record.error, retry_after)
             if status != 200:
-                raise _Unavailable(exchange.error or f"status {status}", pause, hopeless=status not in _BUSY)
-            return _content(answer)
+                raise self._unavailable(record.error or "")
+            return _content(response)
 
     def _post(self, body: Mapping[str, Any]) -> tuple[int, str, float | None]:
-        """Return (status, text, seconds to wait); status 0 where nothing answered."""
-        try:
-            answer = self._http.post(self._urls[0], json=body)
-            if answer.status_code in (404, 405) and len(self._urls) > 1:
-                other = self._http.post(self._urls[1], json=body)
-                if other.status_code not in (404, 405):
-                    self._urls = self._urls[1:]
-                    answer = other
-        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
-            return 0, f"{type(error).__name__}: {error}", None
-        return answer.status_code, answer.text, _retry_after(answer.headers)
+        """Return (status, text, seconds to wait); status 0 if no response came."""
+        result = self._create(self._base_urls[0], body)
+        if result[0] in _NO_ROUTE and len(self._base_urls) > 1:
+            other = self._create(self._base_urls[1], body)
+            if other[0] not in _NO_ROUTE:
+                self._base_urls = self._base_urls[1:]
+                return other
+        return result
 
-    def _exchange(
-        self, interview: JudgeModelSession, body: Mapping[str, Any], status: int, answer: str, seconds: float
+    def _create(self, base_url: str, body: Mapping[str, Any]) -> tuple[int, str, float | None]:
+        completions = self._client.with_options(base_url=base_url).chat.completions.with_raw_response
+        try:
+            response = completions.create(**body, extra_headers=self._omitted_headers)
+        except self._openai.APIStatusError as error:
+            return error.status_code, error.response.text, _retry_after(error.response.headers)
+        except self._openai.APIConnectionError as error:
+            return 0, f"{type(error).__name__}: {error.__cause__ or error}", None
+        return response.status_code, response.text, None
+
+    def _record(
+        self, session: JudgeModelSession, body: Mapping[str, Any], status: int, response: str, seconds: float
     ) -> JudgeRequest:
-        usage = _usage(answer) if status == 200 else {}
-        taken, given = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
-        spec = self.spec
-        priced = spec.input_cost_per_million is not None and spec.output_cost_per_million is not None
+        usage = _usage(response) if status == 200 else {}
+        prompt_tokens, completion_tokens = (int(usage.get(f"{kind}_tokens") or 0) for kind in ("prompt", "completion"))
+        input_cost, output_cost = self.spec.input_cost_per_million, self.spec.output_cost_per_million
+        cost = None
+        if input_cost is not None and output_cost is not None:
+            cost = (prompt_tokens * input_cost + completion_tokens * output_cost) / 1e6
         return JudgeRequest(
             id=new_id("exch"),
-            group_id=interview.group_id,
-            judge=interview.judge,
-            url=self._urls[0],
+            group_id=session.group_id,
+            judge=session.judge,
+            url=f"{self._base_urls[0]}/chat/completions",
             request=msgspec.json.encode(body),
-            response=answer.encode()[:1_000_000],
+            response=response.encode()[:_MAX_RESPONSE_BYTES],
             status=status,
-            error=None if status == 200 else f"status {status}: {answer[:500]}" if status else answer[:500],
-            prompt_tokens=taken,
-            completion_tokens=given,
-            cost=(taken * (spec.input_cost_per_million or 0.0) + given * (spec.output_cost_per_million or 0.0)) / 1e6
-            if priced
-            else None,
+            error=None if status == 200 else f"status {status}: {response[:500]}" if status else response[:500],
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            cost=cost,
             latency=seconds,
             requested_at=self._clock(),
         )
 
-    def close(self) -> None:
-        """Close the connections."""
-        self._http.close()
 
-
-class _Unavailable(Exception):
-    def __init__(self, reason: str, pause: float | None, *, hopeless: bool) -> None:
+class _Busy(Exception):
+    def __init__(self, reason: str | None, retry_after: float | None) -> None:
         super().__init__(reason)
-        self.pause = 0.0 if hopeless else pause
+        self.retry_after = retry_after
 
 
-def urls_of(base_url: str) -> list[str]:
-    """Return where chat completions may be, the likelier first."""
-    straight = f"{base_url}/chat/completions"
-    versioned = f"{base_url}/v1/chat/completions"
-    if re.search(r"/v\d+\w*(/|$)", base_url):
-        return [straight]
-    return [versioned, straight]
+def base_urls(url: str) -> list[str]:
+    """Return the possible base URLs, the likelier first."""
+    return [url] if re.search(r"/v\d+\w*(/|$)", url) else [f"{url}/v1", url]
+
+
+def _non_empty(text: str) -> str:
+    if not text.strip():
+        raise ValueError("it is empty")
+    return text
 
 
 def extract_json(text: str) -> Any:
-    """Return the JSON object in an answer, in code fences or after thoughts as well. Raises ValueError."""
+    """Return the JSON object in an answer, also in a code fence or after <think>. Raises ValueError."""
     text = re.sub(r"<think>.*?</think>", "", text, flags=re.DOTALL)
     start, end = text.find("{"), text.rfind("}")
     if start < 0 or end < start:
-        raise ValueError("it holds no JSON object")
+        raise ValueError("it contains no JSON object")
     try:
         return msgspec.json.decode(text[start : end + 1])
     except msgspec.DecodeError as error:
         raise ValueError(f"its JSON cannot be read: {error}") from error
 
 
-def _answer_form(form: str, schema: Mapping[str, Any]) -> dict[str, Any]:
-    if form == "json_schema":
+def _response_format(format_: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    if format_ == "json_schema":
         return {
             "response_format": {
                 "type": "json_schema",
                 "json_schema": {"name": "verdict", "schema": dict(schema), "strict": True},
             }
         }
-    return {"response_format": {"type": "json_object"}} if form == "json_object" else {}
+    return {"response_format": {"type": "json_object"}} if format_ == "json_object" else {}
 
 
-def _content(answer: str) -> str:
-    """Return the text of a chat completion, "" where there is none: the reader says what is wrong with it."""
+def _content(response: str) -> str:
+    """Return the text of a chat completion, "" if it has none."""
     try:
-        return str(msgspec.json.decode(answer)["choices"][0]["message"]["content"] or "")
+        return str(msgspec.json.decode(response)["choices"][0]["message"]["content"] or "")
     except (msgspec.DecodeError, LookupError, TypeError):
         return ""
 
 
-def _usage(answer: str) -> dict[str, Any]:
+def _usage(response: str) -> dict[str, Any]:
     try:
-        usage = msgspec.json.decode(answer).get("usage")
+        usage = msgspec.json.decode(response).get("usage")
     except (msgspec.DecodeError, AttributeError):
         return {}
     return usage if isinstance(usage, dict) else {}
@@ -245,6 +275,6 @@ def _usage(answer: str) -> dict[str, Any]:
 
 def _retry_after(headers: Mapping[str, str]) -> float | None:
     try:
-        return min(_LONGEST_PAUSE, max(0.0, float(headers["retry-after"])))
+        return max(0.0, float(headers["retry-after"]))
     except (KeyError, ValueError):
         return None

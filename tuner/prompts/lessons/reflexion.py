@@ -104,19 +104,19 @@ def learn(
         )
     live = check(store, alias)
     prompt = store.prompts.get(live.prompt_id) if live.prompt_id else None
-    interview = JudgeModelSession(NAME, None)
+    session = JudgeModelSession(NAME, None)
     lessons: dict[str, tuple[str, ...]] = {}
     problems: dict[str, str] = {}
     for family, one in found.items():
         on_family(family)
         try:
-            lessons[family] = tuple(_ask(store, one, prompt, model, settings, interview))
+            lessons[family] = tuple(_ask(store, one, prompt, model, settings, session))
         except (JudgeUnavailable, LessonsRefused) as error:
             problems[family] = str(error)
     if not lessons:
         raise ReflectionUnavailable(f"no lessons for any family: {next(iter(problems.values()))}")
-    tokens = sum(one.prompt_tokens + one.completion_tokens for one in interview.judge_requests)
-    return LearnedLessons(lessons, found, problems, tokens, interview.cost)
+    tokens = sum(one.prompt_tokens + one.completion_tokens for one in session.judge_requests)
+    return LearnedLessons(lessons, found, problems, tokens, session.cost)
 
 
 def start_canary(store: Store, alias: str, learned: LearnedLessons, share: float, run: str) -> Policy:
@@ -135,7 +135,7 @@ def start_canary(store: Store, alias: str, learned: LearnedLessons, share: float
 
 def _ask(
     store: Store, found: FailingFamily, prompt: Prompt | None, model: LanguageModel, settings: LessonSettings,
-    interview: JudgeModelSession,
+    session: JudgeModelSession,
 ) -> list[str]:  # fmt: skip
     names = [scored.trajectory_id for scored in found.worst[: settings.max_examples]]
     attempts = [read for name in names if (read := _read(store, name)) is not None]
@@ -156,7 +156,7 @@ def _ask(
         lambda answer: fit(
             answer, max_lessons=settings.max_lessons, max_chars=settings.max_lesson_chars, quoted=quoted
         ),
-        interview,
+        session,
     )
 
 
