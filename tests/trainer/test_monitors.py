@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import struct
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb.proto.wandb_internal_pb2 import Record
 
 from ratchet.store.store import Store
-from ratchet.trainer.observability.monitors.monitor_thread import MonitorName, check_installed, monitored
+from ratchet.trainer.errors import SettingError
+from ratchet.trainer.observability.monitors.monitor_thread import check_installed, monitored
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.harness.cli.project import wait_for
 from tests.harness.records import judged_group
@@ -124,14 +125,15 @@ def test_a_monitor_that_fails_costs_an_alarm_and_nothing_else(
     assert curve(read_tensorboard(tmp_path / "tensorboard"), "round/reward") == [(1, 0.5)]
 
 
-def test_the_error_for_an_unknown_or_missing_monitor_has_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="tensorboard"):
+def test_the_error_for_an_unknown_or_missing_monitor_has_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="unknown monitor 'grafana': installed are tensorboard, wandb"):
         TrainerSettings(
             store="x", model="m", base_model="b", vllm=("http://x",), checkpoints=tmp_path, judge="a:b",
             report_to=("grafana",),
         )  # fmt: skip
-    absent: Any = "a_monitor_that_nobody_has"
-    assert importlib.util.find_spec(absent) is None
-    names: list[MonitorName] = [absent]
-    with pytest.raises(Exception, match=r"pip install '\.\[a_monitor_that_nobody_has\]'"):
-        check_installed(names)
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
+    monkeypatch.delitem(sys.modules, "ratchet.trainer.observability.monitors.weights_and_biases", raising=False)
+    with pytest.raises(SettingError, match=r"trainer\.report_to: plug-in 'wandb'.*pip install '\.\[wandb\]'"):
+        check_installed(["wandb"])

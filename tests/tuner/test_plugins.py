@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 
-from ratchet.trainer.errors import OptimizerMissing, PluginError
+from ratchet.store.store import open_store
+from ratchet.trainer.controller.judges.make_judge import make_judge
+from ratchet.trainer.errors import JudgeError, OptimizerMissing, PluginError
+from ratchet.trainer.observability.monitors.monitor_thread import check_installed, monitored
+from ratchet.trainer.settings.judge_specs import JudgeSpec, read_spec
+from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.user_code.plugins import (
     EVALUATIONS,
     JUDGES,
@@ -22,6 +30,8 @@ from ratchet.tuner.prompts.optimizer import load_optimizer
 from tests.harness.tuner import prompt_world
 from tests.harness.tuner.prompt_fakes import WorldEvaluate, search
 from tests.harness.tuner.scripted_reflection_model import ScriptedReflectionModel
+from tests.trainer.test_monitors import committed_round
+from tests.trainer.test_ruler import member
 from tests.tuner.test_prompt_optimizers import reflection
 
 PACKAGE = Path(__file__).parents[1] / "harness" / "plugin_example"
@@ -49,7 +59,7 @@ def test_what_pip_installs_is_listed_beside_what_ratchet_registers(installed: Pa
     assert plugin_names(JUDGES) == ["brevity", "openjudge"]
     assert plugin_names(PROMPT_OPTIMIZERS) == ["best_of", "gepa", "mipro"]
     assert plugin_names(EVALUATIONS) == ["bfcl"]
-    assert plugin_names(MONITORS) == ["tensorboard", "wandb"]
+    assert plugin_names(MONITORS) == ["json_lines", "tensorboard", "wandb"]
 
 
 def test_a_plugin_optimizer_improves_a_prompt(installed: Path, reflection_server: ScriptedReflectionModel) -> None:
@@ -58,6 +68,46 @@ def test_a_plugin_optimizer_improves_a_prompt(installed: Path, reflection_server
     score, prompt = evaluate.best()
     assert prompt != prompt_world.SEED
     assert score > 0
+
+
+def test_a_plugin_judge_scores_by_its_settings_alone_and_as_a_part(installed: Path) -> None:
+    brevity = {"kind": "brevity", "max_chars": 10}
+    parts = [{"name": "short", "weight": 1.0, "judge": brevity}]
+    answer = member("t", [{"role": "assistant", "content": "Oslo."}])
+    for spec in (brevity, {"kind": "composite", "parts": parts}):
+        judge = make_judge(read_spec(spec), {})
+        assert [verdict.score for verdict in judge.judge(None, [answer]).verdicts] == [0.5]
+        judge.close()
+    stored = TypeAdapter(JudgeSpec).dump_python(read_spec(brevity), mode="json")
+    assert make_judge(read_spec(stored), {}).version == "1/10"
+
+
+def test_a_plugin_judge_that_cannot_be_made_is_named(installed: Path) -> None:
+    with pytest.raises(JudgeError, match=r"judge brevity: .*ValueError: invalid literal"):
+        make_judge(read_spec({"kind": "brevity", "max_chars": "ten"}), {})
+
+
+def test_an_unknown_kind_is_refused_with_the_built_in_kinds_and_the_plugins(installed: Path) -> None:
+    with pytest.raises(ValueError, match=r"unknown kind 'brevety': built in are function, .*plug-ins: brevity, openj"):
+        read_spec({"kind": "brevety"})
+
+
+def test_openjudge_names_its_wrong_settings() -> None:
+    with pytest.raises(JudgeError, match=r"judge openjudge: grader: Field required; colums: Extra inputs"):
+        make_judge(read_spec({"kind": "openjudge", "colums": {}}), {})
+
+
+def test_a_plugin_monitor_receives_the_rounds_of_training(installed: Path, tmp_path: Path) -> None:
+    fields = {"store": "x", "model": "agent", "base_model": "b", "vllm": ["http://x"], "checkpoints": tmp_path}
+    settings = TrainerSettings.model_validate(fields | {"judge": "a:b", "report_to": ["json_lines"]})
+    check_installed(settings.report_to)
+    with closing(open_store(f"sqlite:///{tmp_path / 'store.db'}")) as store:
+        committed_round(store, 1)
+        with monitored(store, "agent", settings.report_to, tmp_path, last_look=60.0):
+            pass
+    lines = [json.loads(line) for line in (tmp_path / "json_lines" / "points.jsonl").read_text().splitlines()]
+    assert [line["model"] for line in lines] == ["agent@1"] * len(lines)
+    assert lines[0]["round/reward"] == 0.5
 
 
 def test_a_missing_plugin_is_refused_with_the_group_and_the_installed_names() -> None:

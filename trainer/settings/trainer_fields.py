@@ -5,21 +5,29 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 from ratchet.store.access.url_credentials import plain_url
-from ratchet.trainer.observability.monitors.monitor_thread import MonitorName
 from ratchet.trainer.settings.devices import Devices
 from ratchet.trainer.settings.judge_specs import JudgeSpec
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from ratchet.trainer.settings.release_settings import ReleaseSettings
 from ratchet.trainer.settings.resampling_settings import ResamplingSettings
 from ratchet.trainer.settings.sentinel_settings import SentinelSettings
+from ratchet.trainer.user_code.plugins import MONITORS, plugin_names
 
 MAX_SCORES_PER_FAMILY = 512  # newest scores that a baseline uses
 _LEARNER_FIELDS = {field.name for field in dataclasses.fields(LearnerSettings)}
+
+
+def _installed_monitor(name: str) -> str:
+    """Check that a monitor is registered. Raises ValueError."""
+    installed = plugin_names(MONITORS)
+    if name not in installed:
+        raise ValueError(f"unknown monitor {name!r}: installed are {', '.join(installed)} (docs/plugins.md)")
+    return name
 
 
 class TrainerFields(BaseModel):
@@ -113,7 +121,7 @@ class TrainerFields(BaseModel):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="minimum level of log lines; readiness is always logged"
     )
-    report_to: tuple[MonitorName, ...] = Field(
+    report_to: tuple[Annotated[str, AfterValidator(_installed_monitor)], ...] = Field(
         (), description="monitors that receive rounds and decisions: tensorboard, wandb, or a plug-in"
     )
     sentinel: SentinelSettings = Field(

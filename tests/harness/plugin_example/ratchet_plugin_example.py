@@ -1,12 +1,15 @@
-"""A judge and a prompt optimizer that plug into Ratchet. Only the entry points in pyproject.toml make them known."""
+"""A judge, a prompt optimizer and a monitor that plug into Ratchet through the entry points in pyproject.toml."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ratchet.store.records import Transcript, Verdict
 from ratchet.trainer.controller.judges import Judgement
+from ratchet.trainer.observability.monitors import Point
 from ratchet.tuner.prompts.optimizer import Evaluate, Reflection, Search
 
 
@@ -53,3 +56,23 @@ class BestOf:
             score = sum(evaluate.scores(proposed, search.validation))
             if score > best_score:
                 best, best_score = proposed, score
+
+
+class JsonLinesMonitor:
+    """`report_to: [json_lines]`: appends each point to `points.jsonl` in the monitor's folder."""
+
+    def __init__(self, folder: Path, alias: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._alias = alias
+        self._file = (folder / "points.jsonl").open("a")
+
+    def write(self, points: Sequence[Point]) -> None:
+        """Write points, oldest first."""
+        for point in points:
+            line = {"model": f"{self._alias}@{point.version}", "at": point.at, **point.values}
+            self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

@@ -1,4 +1,7 @@
-"""From what a judge is told to the judge. Secrets come from the environment that is given."""
+"""Makes the judge of a specification: a built-in one, or a plug-in of the group `ratchet.judges`.
+
+Secrets come from the environment that is passed.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ from ratchet.trainer.controller.judges.kinds.feedback import FeedbackJudge
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.controller.judges.kinds.http_grader import GraderJudge
 from ratchet.trainer.controller.judges.kinds.next_state import NextStateJudge
-from ratchet.trainer.controller.judges.kinds.openjudge import OpenJudgeJudge
 from ratchet.trainer.controller.judges.kinds.ruler import RulerJudge
 from ratchet.trainer.controller.judges.kinds.workflow_reward import RewardJudge
 from ratchet.trainer.controller.judges.language_model import LanguageModel
+from ratchet.trainer.errors import JudgeError, PluginError
 from ratchet.trainer.settings.judge_specs import (
     AnswerSpec,
     BehaviorSpec,
@@ -25,13 +28,14 @@ from ratchet.trainer.settings.judge_specs import (
     GraderSpec,
     JudgeSpec,
     NextStateSpec,
-    OpenJudgeSpec,
+    PluginSpec,
     RewardSpec,
 )
+from ratchet.trainer.user_code.plugins import JUDGES, load_plugin
 
 
 def make_judge(spec: JudgeSpec, environ: Mapping[str, str]) -> Judge:
-    """Return the judge. Raises JudgeError where it cannot be made."""
+    """Return the judge. Raises JudgeError if it cannot be made."""
     if isinstance(spec, FunctionSpec):
         return FunctionJudge(spec.function, concurrency=spec.concurrency)
     if isinstance(spec, AnswerSpec):
@@ -42,8 +46,8 @@ def make_judge(spec: JudgeSpec, environ: Mapping[str, str]) -> Judge:
         return FeedbackJudge(spec)
     if isinstance(spec, GraderSpec):
         return GraderJudge(spec, environ.get(spec.secret_env))
-    if isinstance(spec, OpenJudgeSpec):
-        return OpenJudgeJudge(spec, environ)
+    if isinstance(spec, PluginSpec):
+        return _plugin(spec, environ)
     if isinstance(spec, RewardSpec):
         return RewardJudge(spec)
     if isinstance(spec, CompositeSpec):
@@ -55,3 +59,15 @@ def make_judge(spec: JudgeSpec, environ: Mapping[str, str]) -> Judge:
         )
     model = LanguageModel(spec, environ.get(spec.api_key_env))
     return NextStateJudge(spec, model) if isinstance(spec, NextStateSpec) else RulerJudge(spec, model)
+
+
+def _plugin(spec: PluginSpec, environ: Mapping[str, str]) -> Judge:
+    try:
+        judge: Judge = load_plugin(JUDGES, spec.name)(spec.settings, environ)
+    except JudgeError:
+        raise
+    except PluginError as error:
+        raise JudgeError(f"judge {spec.name}: {error}") from error
+    except Exception as error:  # a plug-in's factory may fail in any way
+        raise JudgeError(f"judge {spec.name}: the plug-in cannot be made: {type(error).__name__}: {error}") from error
+    return judge

@@ -13,44 +13,40 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
 
 from ratchet.store.errors import StoreError
-from ratchet.store.install_hint import install_hint
 from ratchet.store.store import Store
-from ratchet.trainer.errors import SettingError
+from ratchet.trainer.errors import PluginError, SettingError
 from ratchet.trainer.observability.monitors import Monitor
 from ratchet.trainer.observability.monitors.points import Cursor, newer
+from ratchet.trainer.user_code.plugins import MONITORS, load_plugin
 
 log = logging.getLogger(__name__)
-
-MonitorName = Literal["tensorboard", "wandb"]
 
 _EVERY = 2.0  # seconds between looks
 _LAST_LOOK = 4.0  # seconds that the end of training waits for the last points
 _CURSOR = "cursor.json"
 
 
-def open_monitor(name: MonitorName, folder: Path, alias: str) -> Monitor:
-    """Return a monitor that writes into the folder."""
-    from ratchet.trainer.observability.monitors.tensorboard import TensorBoardMonitor
-    from ratchet.trainer.observability.monitors.weights_and_biases import WandbMonitor
-
-    return TensorBoardMonitor(folder) if name == "tensorboard" else WandbMonitor(folder, alias)
+def open_monitor(name: str, folder: Path, alias: str) -> Monitor:
+    """Return a monitor that writes into the folder. Raises PluginError if it cannot be imported."""
+    monitor: Monitor = load_plugin(MONITORS, name)(folder, alias)
+    return monitor
 
 
-def check_installed(names: Iterable[MonitorName]) -> None:
-    """Raise SettingError where the package of a monitor is missing."""
+def check_installed(names: Iterable[str]) -> None:
+    """Import the monitors. Raises SettingError if one is unknown or its package is missing."""
     for name in names:
-        if find_spec(name) is None:
-            raise SettingError(f"trainer.report_to names {name}, which is not installed; {install_hint(name)}")
+        try:
+            load_plugin(MONITORS, name)
+        except PluginError as error:
+            raise SettingError(f"trainer.report_to: {error}") from error
 
 
 @contextmanager
 def monitored(
-    store: Store, alias: str, names: Iterable[MonitorName], folder: Path, last_look: float = _LAST_LOOK
+    store: Store, alias: str, names: Iterable[str], folder: Path, last_look: float = _LAST_LOOK
 ) -> Iterator[None]:
     """Write to the monitors, each in a folder of its name, while the block runs.
 
@@ -83,7 +79,7 @@ def replay(store: Store, alias: str, monitor: Monitor) -> int:
         cursor, count = cursor_after, count + len(points)
 
 
-def _follow(store: Store, alias: str, name: MonitorName, folder: Path, stop: threading.Event) -> None:
+def _follow(store: Store, alias: str, name: str, folder: Path, stop: threading.Event) -> None:
     alarm = f"monitor:{name}:{alias}"
     try:
         monitor = open_monitor(name, folder, alias)

@@ -2,8 +2,7 @@
 
 Offline, nothing leaves the machine: `wandb sync FOLDER/wandb/offline-run-*` sends it when a person wants that. Each
 start of the trainer is a run of the alias's group; its curves are drawn by version, so that they follow each other.
-Neither code, nor packages, nor the machine's figures, nor what is printed is recorded. `wandb` is imported when a
-monitor is made.
+Neither code, nor packages, nor the machine's figures, nor what is printed is recorded.
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import wandb
 
 from ratchet.trainer.observability.monitors import Point
 
@@ -24,8 +25,6 @@ class WandbMonitor:
     """Writes one run. Raises wandb's exceptions, for example if it is configured to be online and has no connection."""
 
     def __init__(self, folder: Path, alias: str, environ: Mapping[str, str] = os.environ) -> None:
-        import wandb
-
         folder.mkdir(parents=True, exist_ok=True)
         logging.getLogger("wandb").setLevel(logging.WARNING)  # what it says else is in its own folder
         quiet = wandb.Settings(

@@ -17,25 +17,60 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
 from ratchet.store.install_hint import install_hint
 from ratchet.store.records import Transcript, Verdict
 from ratchet.trainer.controller.judges import Judgement
 from ratchet.trainer.controller.judges.opinion import DraftVerdict, response_of, version_of
 from ratchet.trainer.errors import JudgeError
-from ratchet.trainer.settings.judge_specs import OpenJudgeSpec
 
 _PROGRAM = Path(__file__).with_name("openjudge_program.py")
 _START_TIMEOUT = 120.0  # seconds, for the grader's imports
 _REMEDY = f"{install_hint('openjudge')}, or set `python` to an environment that has py-openjudge"
 
 
+class OpenJudgeSettings(BaseModel):
+    """A grader of OpenJudge, in its own process. Unknown names are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    grader: str = Field(pattern=r"^[\w.]+:\w+$", description="the grader's class, as module:Class")
+    settings: Mapping[str, Any] = Field(default_factory=dict, description="arguments of the grader's constructor")
+    arguments: Mapping[str, Any] = Field(default_factory=dict, description="constant arguments of each evaluation")
+    columns: Mapping[str, str] = Field(
+        default_factory=dict, description="arguments read from columns of the task, by argument"
+    )
+    worst: float = Field(0.0, description="score of the grader that maps to 0")
+    best: float = Field(1.0, description="score of the grader that maps to 1")
+    python: Path | None = Field(
+        None, description="Python interpreter of the environment with py-openjudge; null: this one"
+    )
+    api_key_env: str = Field(
+        "RATCHET_JUDGE_API_KEY", pattern=r"^[A-Z][A-Z0-9_]*$", description="environment variable with the API key"
+    )
+    timeout_seconds: float = Field(120.0, gt=0, description="timeout of one group")
+
+    @model_validator(mode="after")
+    def _has_a_scale(self) -> OpenJudgeSettings:
+        if self.worst == self.best:
+            raise ValueError("worst and best are equal: every score would map to the same value")
+        return self
+
+
 class OpenJudgeJudge:
-    """Sends the members of a group to one grader in one request."""
+    """Sends the members of a group to one grader in one request. Raises JudgeError if it cannot be made."""
 
     concurrency = 1
 
-    def __init__(self, spec: OpenJudgeSpec, environ: Mapping[str, str], clock: Callable[[], float] = time.time) -> None:
-        self._spec = spec
+    def __init__(
+        self, settings: Mapping[str, Any], environ: Mapping[str, str], clock: Callable[[], float] = time.time
+    ) -> None:
+        try:
+            self._spec = spec = OpenJudgeSettings.model_validate(settings)
+        except ValidationError as error:
+            problems = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+            raise JudgeError(f"judge openjudge: {'; '.join(problems)}") from error
         self._environ = environ
         self._clock = clock
         self.name = f"openjudge:{spec.grader.partition(':')[2]}"
