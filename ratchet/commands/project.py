@@ -190,7 +190,7 @@ def _check_results(
 ) -> Iterator[CheckResult]:
     if given["workflow"] is None and task is None:
         from ratchet.checks import doctor as doctor_checks
-        from ratchet.trainer.settings.devices import pinned
+        from ratchet.trainer.settings.value_types import pinned
 
         own = {"project": given["project"], "base_model": base_model, "trainer.judge": given["judge"]}
         settings = options.read_project_settings(context, own)

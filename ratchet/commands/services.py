@@ -84,7 +84,7 @@ def trainer(
         raise click.UsageError("no judge is set: give --judge module:function or a YAML file, or set trainer.judge")
     from ratchet.proxy.telemetry import logs
     from ratchet.supervisor.vllm_command import check_model
-    from ratchet.trainer.settings.devices import pinned
+    from ratchet.trainer.settings.value_types import pinned
 
     derived: dict[str, Any] = {"vllm": vllm} if vllm else {}
     own = settings.trainer_settings(base_model=check_model(settings.base_model), **derived)

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, TypeAdapter, fie
 from ratchet.proxy.model_list import ModelEntry
 from ratchet.settings.setting_errors import readable_errors
 from ratchet.settings.state_folder import StateFolder
-from ratchet.trainer.settings.devices import Devices
+from ratchet.trainer.settings.value_types import Devices
 
 if TYPE_CHECKING:
     from ratchet.proxy.settings import ProxySettings

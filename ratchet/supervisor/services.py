@@ -20,7 +20,7 @@ import yaml
 from ratchet.settings.masking import has_password, mask_arguments, mask_store_url, mask_variables
 from ratchet.settings.project_settings import OTHER_VARIABLES, PREFIX, Settings, local_url
 from ratchet.supervisor import ports, preflight_checks, vllm_command
-from ratchet.trainer.settings.devices import pinned
+from ratchet.trainer.settings.value_types import pinned
 
 _PROBE_TIMEOUT = 3.0  # seconds
 _DRAIN_TIMEOUT = 4.0  # seconds that running calls get when `up` stops

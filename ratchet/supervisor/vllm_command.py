@@ -26,7 +26,7 @@ from ratchet.errors import BaseModelNotFound, SettingsError, VllmNotFound
 from ratchet.settings.masking import mask_arguments, mask_variables
 from ratchet.settings.project_settings import STRICT_TOOL_CALLING, Settings, VllmSettings
 from ratchet.store.install_hint import install_hint
-from ratchet.trainer.settings.devices import VARIABLE, pinned
+from ratchet.trainer.settings.value_types import VARIABLE, pinned
 
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 # A vLLM plug-in for CPUs that corrects batches with and without adapters.

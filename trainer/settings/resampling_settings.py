@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ratchet.trainer.settings.urls import PlainUrl
+from ratchet.trainer.settings.value_types import PlainUrl
 
 
 class ResamplingSettings(BaseModel):

@@ -10,12 +10,12 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 from ratchet.store.access.url_credentials import plain_url
-from ratchet.trainer.settings.devices import Devices
 from ratchet.trainer.settings.judge_specs import JudgeSpec
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from ratchet.trainer.settings.release_settings import ReleaseSettings
 from ratchet.trainer.settings.resampling_settings import ResamplingSettings
 from ratchet.trainer.settings.sentinel_settings import SentinelSettings
+from ratchet.trainer.settings.value_types import Devices
 from ratchet.trainer.user_code.plugins import MONITORS, plugin_names
 
 MAX_SCORES_PER_FAMILY = 512  # newest scores that a baseline uses

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict, Field
 
 from ratchet.trainer.settings.judge_specs import ModelSpec
-from ratchet.trainer.settings.urls import PlainUrl
+from ratchet.trainer.settings.value_types import PlainUrl
 from ratchet.tuner.settings.prompt_settings import PromptSettings
 
 

@@ -1,6 +1,7 @@
-"""Devices: the GPUs that a process may use, in the format of CUDA_VISIBLE_DEVICES.
+"""Types of setting values: server URLs, and the GPUs of a process in the format of CUDA_VISIBLE_DEVICES.
 
-The setting overrides the environment variable. Without either, every GPU is visible; an empty string hides all.
+A setting of type `Devices` overrides the environment variable. Without either, every GPU is visible; an empty string
+hides all.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator
+from pydantic import AfterValidator, BeforeValidator
+
+from ratchet.store.access.url_credentials import plain_url
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 
@@ -29,6 +32,7 @@ def _as_text(value: Any) -> Any:
     return ",".join(names)
 
 
+PlainUrl = Annotated[str, AfterValidator(plain_url)]  # http(s), stored without a trailing /v1
 Devices = Annotated[str | None, BeforeValidator(_as_text)]
 
 
