@@ -133,7 +133,7 @@ def test_groups_without_variance_are_an_alarm_that_names_judge_score_and_group(s
         (f"{HERE}:missing", "missing"),
         ("tests.harness.trainer.broken_judge:judge", "ZeroDivisionError"),
         (f"{HERE}:not_a_function", "not callable"),
-        (f"{HERE}:needs_more", "may take trajectory, response, task"),
+        (f"{HERE}:needs_more", "can use trajectory, response, task"),
     ],
 )
 def test_a_judge_that_cannot_be_used_is_refused_at_start(entry_point: str, says: str) -> None:
