@@ -1,8 +1,7 @@
 """Names and prose use the field's terms: words of the project's early private vocabulary must not come back.
 
 `docs/glossary.md` defines the terms. `WORDS` is checked in all text, `NAMES` in Python identifiers; both see the parts
-of `snake_case` and `CamelCase` names. `NOT_YET` holds the words that are still being replaced, with the number of
-places left. It may only shrink; a word without places leaves the table.
+of `snake_case` and `CamelCase` names.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import io
 import re
 import tokenize
-from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 
@@ -86,52 +84,6 @@ NAMES = {
     "wants": "requires, accepts",
     "works": "job progress",
 }
-# Places left, by word. Only lower these numbers.
-NOT_YET: dict[str, int] = {
-    "anew": 25,
-    "asked": 660,
-    "begun": 471,
-    "carrier": 3,
-    "casting": 5,
-    "company": 7,
-    "conduct": 2,
-    "credit": 16,
-    "door": 34,
-    "doors": 10,
-    "doubts": 5,
-    "fitting": 14,
-    "heard": 46,
-    "likeness": 2,
-    "longest": 82,
-    "made_up": 16,
-    "most_lag": 3,
-    "objection": 18,
-    "porter": 4,
-    "pupil": 5,
-    "remembered": 4,
-    "room": 34,
-    "rooms": 6,
-    "said": 657,
-    "school": 18,
-    "shadow": 45,
-    "shadows": 12,
-    "singles": 18,
-    "spelt": 2,
-    "spoilt": 4,
-    "standing": 52,
-    "standings": 28,
-    "still": 47,
-    "stillest": 2,
-    "tell": 32,
-    "teller": 19,
-    "told": 857,
-    "voice": 11,
-    "wants": 9,
-    "weigh": 14,
-    "whoever": 23,
-    "worded": 8,
-    "works": 2,
-}
 # Uses in another sense.
 ALLOWED = {
     "carrier": r"aircraft carrier|propagat\w+ carrier|carrier\.(inject|extract)",
@@ -173,15 +125,6 @@ def _is_allowed(word: str, line: str) -> bool:
 
 
 def test_private_vocabulary_does_not_come_back() -> None:
-    places: dict[str, set[str]] = defaultdict(set)
-    for word, place in _hits():
-        places[word].add(place)
     terms = NAMES | WORDS
-    wrong = [
-        f"{place}: {word!r}; the standard term is {terms[word]}"
-        for word, found in sorted(places.items())
-        if len(found) > NOT_YET.get(word, 0)
-        for place in sorted(found)
-    ]
-    print("words that are still being replaced:", {word: len(places[word]) for word in NOT_YET})
+    wrong = sorted(f"{place}: {word!r}; the standard term is {terms[word]}" for word, place in set(_hits()))
     assert not wrong, "\n".join(wrong)

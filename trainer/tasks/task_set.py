@@ -4,7 +4,7 @@ A folder holds one file per split (train.jsonl, test.jsonl, ...; shards such as 
 together); a single file is one split, named after the file where that is a usual name, else `train`. Rows are streamed.
 
 Promises: a task's id follows from its content alone, whatever the format, the order of keys or the place in the file;
-equal rows are one task, and told; nothing is made of a broken row but an error that names its file and line.
+equal rows are one task, with a warning; a malformed row is an error that names its file and line.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TaskSet:
 
     name: str
     source: str
-    _rows_of: Mapping[str, Callable[[], Iterator[Numbered]]]  # split -> its rows, streamed anew at each call
+    _rows_of: Mapping[str, Callable[[], Iterator[Numbered]]]  # split -> its rows, read again at each call
     _chosen: Callable[[Task], bool] | None = None
 
     @classmethod
