@@ -102,12 +102,3 @@ def test_the_unit_gives_up_longer_to_stop_than_up_takes() -> None:
     assert float(stop[1]) > 2 * _STOP_TIMEOUT
     assert "Restart=on-failure" in UNIT
     assert not re.search(r"^User=root$", UNIT, re.MULTILINE)
-
-
-def test_the_console_is_in_the_wheel() -> None:
-    """As setuptools gathers it: the pages are no modules, and a wheel without them serves 404."""
-    result = PYPROJECT["tool"]["setuptools"]["package-data"]["ratchet.proxy.coordinator.console"]
-    pages = ROOT / "proxy" / "console"
-    packed = {path.relative_to(pages) for pattern in result for path in pages.glob(pattern)}
-    assert packed == {path.relative_to(pages) for path in pages.rglob("*") if path.is_file() and path.suffix != ".py"
-                      and "__pycache__" not in path.parts}  # fmt: skip
