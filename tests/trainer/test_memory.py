@@ -51,13 +51,13 @@ class Cramped(RecordingLearner):
 def make_cramped(store: Store, engine: ScriptedEngine, tmp_path: Path) -> Iterator[Callable[..., Controller]]:
     made: list[Controller] = []
 
-    def make(learner: Cramped, **changes: Any) -> Controller:
+    def make(cramped: Cramped, **changes: Any) -> Controller:
         values: dict[str, Any] = {
             "store": "s", "model": "agent", "base_model": "b", "vllm": (engine.url,), "judge": {"kind": "workflow"},
             "checkpoints": tmp_path / "checkpoints", "num_generations": 2, "groups_per_round": 1,
         }  # fmt: skip
         settings = TrainerSettings(**(values | changes))
-        controller = Controller(settings, store, threading.Event(), learner_factory=lambda given, folder: learner)
+        controller = Controller(settings, store, threading.Event(), learner_factory=lambda given, folder: cramped)
         made.append(controller)
         controller._release.canary.check(0.0)
         return controller
