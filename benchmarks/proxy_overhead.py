@@ -56,7 +56,7 @@ class ServerFigures:
 
 
 class _Load(NamedTuple):
-    """Results of a load: seconds per call, CPU in us per call, calls per second without and with the work afterwards."""
+    """Results of a load: seconds and CPU microseconds per call, calls per second without and with later work."""
 
     seconds: list[float]
     cpu: float

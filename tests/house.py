@@ -97,8 +97,8 @@ def commands_page() -> str:
     parts = [
         "# Commands\n",
         "Generated from the commands' help by `make docs`.\n",
-        "Every command accepts `--config FILE` before its name. Exit codes: 0 for success, 1 for an error, with one line",
-        "that names the cause and the remedy, 2 for a wrong option, 130 after Ctrl-C, 143 after SIGTERM.\n",
+        "Every command accepts `--config FILE` before its name. Exit codes: 0 for success, 1 for an error, with one",
+        "line that names the cause and the remedy, 2 for a wrong option, 130 after Ctrl-C, 143 after SIGTERM.\n",
     ]
     for words, command in commands(cli):
         help_text = inspect.cleandoc(re.sub(r"\x08\n?", "", command.help or ""))

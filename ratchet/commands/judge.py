@@ -274,8 +274,8 @@ def calibrate(
     found = calibrate_judge(comparisons)
     if found.agreement is None:
         raise click.ClickException(
-            f"{truth.name} gives equal scores within each of the {len(comparisons)} groups with two members or more: there "
-            "is nothing to compare the judge with"
+            f"{truth.name} gives equal scores within each of the {len(comparisons)} groups with two members or more: "
+            "there is nothing to compare the judge with"
         )
     if as_json:
         import dataclasses

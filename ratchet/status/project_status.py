@@ -159,7 +159,8 @@ def format_canary(scores: dict[str, Any]) -> str:
     """Describe the scores of the canary and of the live version."""
     sides = [(side, scores[side]["count"], scores[side]["mean"]) for side in ("canary", "live")]
     text = ", ".join(f"{side} {count} scores" + (f", mean {mean:.3f}" if count else "") for side, count, mean in sides)
-    return f"@{scores['version']} {scores['share']:.0%}{' APPROVAL REQUIRED' if scores['awaiting_approval'] else ''}: {text}"
+    approval = " APPROVAL REQUIRED" if scores["awaiting_approval"] else ""
+    return f"@{scores['version']} {scores['share']:.0%}{approval}: {text}"
 
 
 def status_lines(status: dict[str, Any]) -> list[str]:

@@ -74,7 +74,7 @@ def demo(tmp_path: Path) -> Iterator[DemoRun]:
 
 
 def interrupt(process: subprocess.Popen[str]) -> str:
-    """Press Ctrl-C in the terminal of a process: its whole group gets it. Return what it output; nothing may be left."""
+    """Press Ctrl-C in a process's terminal: its whole group gets it. Return its output; nothing may be left."""
     below = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=30)

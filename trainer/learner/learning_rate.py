@@ -107,7 +107,7 @@ class RoundShift:
 
 
 def target_shift(state: RateState, shift: RoundShift, rounding: float) -> float:
-    """Return the k3 expected of a round at full rate: the target, reduced as the entropy falls below its first value."""
+    """Return the k3 expected of a round at full rate: the target, reduced with the entropy, at least above rounding."""
     first = shift.entropy if state.first_entropy is None else state.first_entropy
     share = min(1.0, shift.entropy / first) if first > 0 else 1.0
     return max(shift.target * share, min(shift.target, _ABOVE_ROUNDING * rounding))

@@ -33,7 +33,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "logit_bias": (None, {}),
 }
 
-# Parameters that mask tokens before sampling: logprobs then belong to the remaining tokens, and forced ones carry no signal.
+# Parameters that mask tokens before sampling: logprobs then belong to the rest, and forced ones carry no signal.
 _CONSTRAINTS = (
     "allowed_token_ids", "bad_words", "guided_choice", "guided_grammar", "guided_json", "guided_regex",
     "structured_outputs",

@@ -49,7 +49,7 @@ class ChatRows:
         self._special = sorted(added | set(tokenizer.all_special_tokens))
 
     def rows(self, conversation: Conversation) -> list[TokenRow]:
-        """Return the rows of a conversation, all with advantage 1. Raises RowError with the reason if there are none."""
+        """Return the rows of a conversation, all with advantage 1. Raises RowError if there are none."""
         messages = [self._plain(message) for message in conversation.messages]
         tools = [dict(tool) for tool in conversation.tools] or None
         rows: list[TokenRow] = []

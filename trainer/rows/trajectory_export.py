@@ -1,7 +1,7 @@
 """Exports recorded trajectories for other tools, with vLLM's token ids, masks and logprobs. Pure.
 
-`trajectory_record` returns one record per trajectory, with its chat, calls and training rows; `training_records` one per
-training row in TRL's columns, without measurements and held-out tasks. Every record has all columns, so that
+`trajectory_record` returns one record per trajectory, with its chat, calls and training rows; `training_records` one
+per training row in TRL's columns, without measurements and held-out tasks. Every record has all columns, so that
 `datasets` infers one type for each. `messages_json` is exact, including images and other parts that chat columns cannot
 represent.
 """

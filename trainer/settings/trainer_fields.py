@@ -80,8 +80,8 @@ class TrainerFields(BaseModel):
     )
     ungrouped: Literal["drop", "baseline", "cohort"] = Field(
         "drop",
-        description="trajectories without a group: drop; baseline: compare with past scores of the task family; cohort: "
-        "as baseline, and while there are too few scores, with others of the same system prompt and tools",
+        description="trajectories without a group: drop; baseline: compare with past scores of the task family; "
+        "cohort: as baseline, and while there are too few scores, with others of the same system prompt and tools",
     )
     min_baseline_samples: int = Field(16, ge=2, description="minimum past scores of a task family for a baseline")
     groups_per_round: int = Field(16, ge=1, description="groups with a learning signal in a round")

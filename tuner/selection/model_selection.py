@@ -57,8 +57,8 @@ def known_models(proxy_url: str, api_key: str | None) -> list[str]:
         return [card["id"] for card in list_models(proxy_url.rstrip("/").removesuffix("/v1"), api_key)]
     except TrainerError as error:
         raise TuningError(
-            f"the proxy at {proxy_url} does not list its models ({error.__cause__ or error}); is it running (`ratchet up`), is --proxy "
-            "its URL, and does it accept the key?"
+            f"the proxy at {proxy_url} does not list its models ({error.__cause__ or error}); is it running "
+            "(`ratchet up`), is --proxy its URL, and does it accept the key?"
         ) from error
 
 

@@ -4,8 +4,8 @@ Promises: a record is removed from the journal only after the store has it. Whil
 no call waits for it. A rejected record (a dead letter of `store_writer.py`) increments a counter and raises an alarm.
 After a deletion in the store the recorder is notified within about a second, before the next batch. Records whose
 segment was deleted or is damaged are counted as lost and raise an alarm; the recorder then writes all messages again,
-and `store.trajectories.incomplete` finds calls that were recorded without some of theirs. Calls that an earlier proxy process
-started and never ended become `interrupted` once its segments are shipped.
+and `store.trajectories.incomplete` finds calls that were recorded without some of theirs. Calls that an earlier proxy
+process started and never ended become `interrupted` once its segments are shipped.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """TrajectoryCollector: which sealed trajectories become groups, which get resamples first, and which are dropped.
 
 Consumes sealed trajectories; produces ready groups, drops with their reasons, and resampling calls. `grouping.py`
-decides which trajectories belong together, `cohorts.py` which ungrouped ones do, and `resampling` which prompts can be sampled again.
-A plan that a new call overtakes is made again in the next step.
+decides which trajectories belong together, `cohorts.py` which ungrouped ones do, and `resampling` which prompts can be
+sampled again. A plan that a new call overtakes is made again in the next step.
 """
 
 from __future__ import annotations

@@ -113,6 +113,6 @@ def response_of(member: Transcript) -> Any:
 
 
 def version_of(*parts: object) -> str:
-    """Return the first 16 hex digits of the SHA-256 of a judge's code and settings; a module is hashed as its source."""
+    """Return the first 16 hex digits of the SHA-256 of a judge's code and settings; of a module, its source."""
     texts = (inspect.getsource(part) if isinstance(part, ModuleType) else str(part) for part in parts)
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]

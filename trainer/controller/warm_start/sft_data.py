@@ -96,8 +96,8 @@ class SFTDataCollector:
         for name in RESERVED_SOURCES:
             if name in self._settings.sources and name != self._alias and self._has_model(name):
                 raise SettingError(
-                    f"warm_start.sources: {name!r} is a reserved source name, and the store has trajectories of a model "
-                    "with that name: serve the model under another name, or remove the source"
+                    f"warm_start.sources: {name!r} is a reserved source name, and the store has trajectories of a "
+                    "model with that name: serve the model under another name, or remove the source"
                 )
         found = SFTRows()
         if POLICY in self._settings.sources:

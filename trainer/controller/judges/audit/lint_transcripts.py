@@ -85,7 +85,8 @@ def synthetic(task: str | None, question: str, right: str, place: Place) -> Lint
         outcome=ToolOutcome.VALID,
     )  # fmt: skip
     transcript = Transcript(
-        trajectory=run, calls=(), messages=(user_message, assistant_message), tools=(tool,), row=row, tool_calls=(outcome,)
+        trajectory=run, calls=(), messages=(user_message, assistant_message), tools=(tool,), row=row,
+        tool_calls=(outcome,),
     )  # fmt: skip
     return LintTranscript(transcript, place, right)
 

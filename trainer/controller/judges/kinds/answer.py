@@ -3,8 +3,8 @@
 The answer is the response of a rollout's workflow, else the last message. The correct answer is in a file by task key,
 or in a column of the task set; a task without one is a failure, not a zero.
 
-The rules are hard to exploit: `contains` requires whole words ("4" is not in "14" or "4.5"), a short answer and no other
-candidate beside it ("Rome, Paris, Oslo"); `numeric` reads only the last number, which must not be part of a list.
+The rules are hard to exploit: `contains` requires whole words ("4" is not in "14" or "4.5"), a short answer and no
+other candidate beside it ("Rome, Paris, Oslo"); `numeric` reads only the last number, which must not be part of a list.
 Neither accepts a denial ("It is not Oslo"). `answer_statement.py` describes the rules and their limits; `exact` needs
 none of them.
 """

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 
 LIMITS = (
-    "the rule matches words: it detects lists (Rome, Oslo; Rome or Oslo) and common English denials, but neither several "
-    "statements (It is Rome. It is Oslo.) nor other denials; match: exact avoids both"
+    "the rule matches words: it detects lists (Rome, Oslo; Rome or Oslo) and common English denials, but neither "
+    "several statements (It is Rome. It is Oslo.) nor other denials; match: exact avoids both"
 )
 
 _SENTENCE = re.compile(r"(?<!\n\d)(?<!\n\d\d)[.!?](?=\s|$)")  # "1. Rome" is a line of a list

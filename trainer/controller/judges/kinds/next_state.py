@@ -1,7 +1,7 @@
 """The next-state judge: a language model rates each answer by the next message of the user or a tool.
 
-Ratings are good (1), neutral (0.5) and bad (0). The score is the mean over the answers with a next message; a trajectory
-without one, such as a single call, is a failure.
+Ratings are good (1), neutral (0.5) and bad (0). The score is the mean over the answers with a next message; a
+trajectory without one, such as a single call, is a failure.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ def _reader(labels: Mapping[str, object]) -> Callable[[Any], dict[str, DraftVerd
 
 
 def scores_of(answer: Any, labels: set[str]) -> dict[str, DraftVerdict]:
-    """Return the draft verdict by label. Raises ValueError for a missing, unknown or repeated label or invalid score."""
+    """Return the draft verdict by label. Raises ValueError for a wrong label or score."""
     entries = answer.get("scores") if isinstance(answer, dict) else None
     if not isinstance(entries, list):
         raise ValueError("`scores` must be a list")
