@@ -44,6 +44,7 @@ def _imports(folder: str) -> Iterator[tuple[str, str]]:
                 yield from ((str(file.relative_to(ROOT)), alias.name) for alias in node.names)
 
 
+@pytest.mark.slow
 def test_tests_do_not_import_benchmarks_and_benchmarks_import_only_the_harness_of_the_tests() -> None:
     wrong = [f"{file}: {name}" for file, name in _imports("tests") if name.split(".")[0] == "benchmarks"]
     wrong += [

@@ -52,6 +52,7 @@ def _files(wheel: Path) -> set[str]:
         return {name for name in packed.namelist() if not name.startswith("ratchet_rl-")}
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_every_file_of_the_package_and_no_other(wheel: Path) -> None:
     list_files = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     done = subprocess.run([*list_files, "ratchet", *COMPONENTS], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -60,6 +61,7 @@ def test_the_wheel_holds_every_file_of_the_package_and_no_other(wheel: Path) -> 
     assert {"ratchet/py.typed", "ratchet/proxy/coordinator/console/static/index.html"} <= _files(wheel)
 
 
+@pytest.mark.slow
 def test_a_source_distribution_follows_the_links_and_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
     archive = build(copy_sources(tmp_path), "sdist", tmp_path)
     with tarfile.open(archive) as packed:
@@ -70,6 +72,7 @@ def test_a_source_distribution_follows_the_links_and_builds_the_same_wheel(wheel
     assert _files(build(source, "wheel", tmp_path)) == _files(wheel)
 
 
+@pytest.mark.slow
 def test_a_git_url_installs_the_package(tmp_path: Path) -> None:
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
     done = subprocess.run(

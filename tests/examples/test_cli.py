@@ -125,6 +125,7 @@ def build_from_hub(tmp_path: Path, *names: str) -> subprocess.CompletedProcess[s
     return subprocess.run([*command, "--dataset", *names], env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_mails_and_questions_load_through_datasets(tmp_path: Path) -> None:
     mails, questions = tmp_path / "mails", tmp_path / "questions"
     mails.mkdir()
@@ -153,6 +154,7 @@ def test_mails_and_questions_load_through_datasets(tmp_path: Path) -> None:
     assert (task.answer, task.inbox, task.date) == ("Monday", "joe@corp.example", "1999-12-12")
 
 
+@pytest.mark.slow
 def test_an_unreachable_hub_is_reported_and_nothing_is_written(tmp_path: Path) -> None:
     done = build_from_hub(tmp_path, "nobody/no-such-mails")
     assert done.returncode == 1

@@ -69,6 +69,7 @@ def prompt(tokenizer: Any, messages: Messages, tools: Tools | None) -> list[int]
     return ids(tokenizer, text)
 
 
+@pytest.mark.slow
 def test_the_script_makes_a_policy_with_the_shipped_vocabulary(tmp_path: Path, tokenizer: Any) -> None:
     import torch
     from transformers import AutoTokenizer

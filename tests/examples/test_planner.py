@@ -44,6 +44,7 @@ async def solve(proxy: Proxy) -> str:
     return await workflow(TASK, base_url=f"{proxy.url}/t/roll_1/v1", api_key="x", model="agent")
 
 
+@pytest.mark.slow
 async def test_both_roles_are_in_one_trajectory_and_only_the_planners_tokens_are_trained(play: Play) -> None:
     proxy = play(team)
     response = await solve(proxy)

@@ -96,6 +96,7 @@ def parsed(messages: Messages) -> Messages:
     return copied
 
 
+@pytest.mark.slow
 def test_the_script_makes_a_policy_that_loads_and_is_the_same_twice(tmp_path: Path, tokenizer: Any) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

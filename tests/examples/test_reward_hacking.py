@@ -93,6 +93,7 @@ def settings(folder: Path) -> TrainerSettings:
     return TrainerSettings(**values)
 
 
+@pytest.mark.slow
 async def test_a_policy_that_learnt_to_list_every_answer_is_held_before_it_is_promoted(
     proxy: Proxy, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

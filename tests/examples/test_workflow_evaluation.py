@@ -90,6 +90,7 @@ def evaluate(store: Store, evaluator: WorkflowEvaluator, check: Callable[[], Non
     return evaluator.evaluate(store.policies.get("agent", 1), store.policies.get("agent", 0), check)
 
 
+@pytest.mark.slow
 async def test_a_candidate_is_compared_on_tasks_of_several_calls(
     store: Store, evaluator: Callable[..., WorkflowEvaluator]
 ) -> None:
@@ -112,6 +113,7 @@ async def test_a_candidate_is_compared_on_tasks_of_several_calls(
     assert len(read.calls) == 3
 
 
+@pytest.mark.slow
 async def test_an_evaluation_that_was_cut_off_goes_on_where_it_was(
     store: Store, evaluator: Callable[..., WorkflowEvaluator]
 ) -> None:

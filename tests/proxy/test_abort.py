@@ -98,6 +98,7 @@ def _has_aborted(client: httpx.Client, count: int) -> bool:
     return sum(float(line.rsplit(" ", 1)[1]) for line in aborted) == count
 
 
+@pytest.mark.slow
 def test_a_retry_after_leaving_a_quick_call_continues_the_same_trajectory(
     tmp_path: Path, vllm_url: str, store: Store
 ) -> None:

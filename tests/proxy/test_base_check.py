@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from ratchet.proxy.coordinator.versions.base_model_check import BaseModelCheck
 from ratchet.proxy.errors import UpstreamError
@@ -76,6 +77,7 @@ def test_a_vllm_restarted_with_another_base_makes_the_proxy_unready_until_the_ri
             eventually(lambda: "base_model:agent" not in alarms(store))
 
 
+@pytest.mark.slow
 def test_a_proxy_that_starts_with_another_base_than_the_versions_reports_it(store: Store, tmp_path: Path) -> None:
     with served(ScriptedVllm()) as url, started(store, tmp_path / "a", url):
         pass

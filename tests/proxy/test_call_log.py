@@ -102,6 +102,7 @@ def test_the_log_can_be_switched_off(start: Start, lines: Lines) -> None:
     assert not lines.records
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_the_process_writes_its_log_in_the_configured_format(form: str, tmp_path: Path, vllm_url: str) -> None:
     process = ProxyProcess(tmp_path, upstreams=[vllm_url], log_format=form)

@@ -84,6 +84,7 @@ def test_a_killed_process_is_replaced_at_the_next_segment_range(
     assert len(store.calls.page(9)) == 1
 
 
+@pytest.mark.slow
 def test_a_proxy_whose_shipping_process_is_killed_loses_nothing(vllm_url: str, tmp_path: Path, store: Store) -> None:
     proxy = ProxyProcess(tmp_path, upstreams=[vllm_url])
     eventually(partial(ready, proxy.url), 10)
@@ -98,6 +99,7 @@ def test_a_proxy_whose_shipping_process_is_killed_loses_nothing(vllm_url: str, t
     assert len(store.calls.page(100, state="answered")) == 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["kill", "stop"])
 def test_the_shipping_process_ends_with_its_proxy(vllm_url: str, tmp_path: Path, way: str) -> None:
     proxy = ProxyProcess(tmp_path, upstreams=[vllm_url])

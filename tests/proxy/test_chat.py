@@ -236,6 +236,7 @@ def test_a_failure_in_mid_stream_is_reported_and_recorded(proxy: Proxy, how: str
     assert call.untrainable == "failed"
 
 
+@pytest.mark.slow
 def test_an_unreachable_upstream_is_named(start: Start, vllm: ScriptedVllm) -> None:
     with served(ScriptedVllm()) as url:
         proxy = start(upstreams=(url,))

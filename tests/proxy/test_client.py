@@ -163,6 +163,7 @@ async def test_no_server_and_no_such_host_are_unreachable(client: HttpClient) ->
             await fetch(client, gone)
 
 
+@pytest.mark.slow
 async def test_silence_ends_with_a_timeout(client: HttpClient) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)
@@ -247,6 +248,7 @@ async def read_on(client: HttpClient, url: str, pause: float = 0.0) -> bytes:
     return body
 
 
+@pytest.mark.slow
 async def test_a_stream_that_continues_is_not_cut_however_long_it_takes(client: HttpClient) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)

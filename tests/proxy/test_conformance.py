@@ -47,6 +47,7 @@ def comply(url: str, form: str) -> list[dict[str, Any]]:
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "cases"), [("openai-chat", 9), ("open-responses", 13), ("anthropic", 9)])
 def test_llm_comply_passes_except_for_the_listed_cases(store: Store, tmp_path: Path, form: str, cases: int) -> None:
     with served(ScriptedVllm(obliging=True)) as vllm, running(vllm, store, tmp_path, model=MODEL) as proxy:

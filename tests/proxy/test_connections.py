@@ -74,6 +74,7 @@ def flood(line: socket.socket, piece: bytes, most: int) -> int:
     return sent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "again"),
     [
@@ -151,6 +152,7 @@ def test_too_many_connections_get_503_until_one_closes(proxy: ProxyProcess) -> N
     eventually(lambda: httpx.get(f"{proxy.url}/v1/models").status_code == 200)
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_is_disconnected_and_its_call_aborted(proxy: ProxyProcess, folder: Path) -> None:
     content = "#tokens=40000"
     body = json.dumps({"model": "agent", "stream": True, "messages": [{"role": "user", "content": content}]}).encode()
@@ -162,6 +164,7 @@ def test_a_client_that_does_not_read_is_disconnected_and_its_call_aborted(proxy:
     store.close()
 
 
+@pytest.mark.slow
 def test_a_body_over_the_limit_gets_413_and_is_not_read_for_long(proxy: ProxyProcess) -> None:
     began = time.monotonic()
     with connected(proxy, 20) as line:

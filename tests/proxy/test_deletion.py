@@ -33,6 +33,7 @@ def _is_whole(store: Store, name: str) -> None:
     assert found.tools == tuple(TOOLS)
 
 
+@pytest.mark.slow
 def test_deleted_messages_that_are_sent_again_are_stored_again(vllm_url: str, tmp_path: Path) -> None:
     process = ProxyProcess(tmp_path, upstreams=[vllm_url])
     store = open_store(str(tmp_path / "store.db"))
@@ -53,6 +54,7 @@ def test_deleted_messages_that_are_sent_again_are_stored_again(vllm_url: str, tm
     assert verify(str(tmp_path / "store.db")).sound
 
 
+@pytest.mark.slow
 def test_calls_during_a_deletion_lose_no_message(proxy: Proxy, vllm: ScriptedVllm) -> None:
     names = [_say(proxy.http, f"/t/t{number}") for number in range(5)]
     proxy.settled()
@@ -76,6 +78,7 @@ def test_calls_during_a_deletion_lose_no_message(proxy: Proxy, vllm: ScriptedVll
         _is_whole(proxy.store, name)
 
 
+@pytest.mark.slow
 def test_an_operator_deletes_a_trajectory_and_reads_which_versions_trained_on_it(proxy: Proxy) -> None:
     _say(proxy.http, "/t/job")
     answer = proxy.http.delete("/api/trajectories/job")
@@ -89,6 +92,7 @@ def test_an_operator_deletes_a_trajectory_and_reads_which_versions_trained_on_it
     _is_whole(proxy.store, "job")
 
 
+@pytest.mark.slow
 def test_a_deleted_response_cannot_be_continued_and_others_can(proxy: Proxy) -> None:
     agent = proxy.agent()
     gone, stays = (agent.responses.create(model="agent", input=f"#say={word}") for word in ("gone", "stays"))

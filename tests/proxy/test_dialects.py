@@ -61,6 +61,7 @@ def last_call(proxy: Proxy) -> Call:
     return proxy.store.calls.page(1)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tools", [False, True])
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("text", WORDS)
@@ -112,6 +113,7 @@ def test_a_missing_key_is_an_error_in_the_format_of_the_dialect(start: Start) ->
         assert client.messages.create(**request).content
 
 
+@pytest.mark.slow
 async def test_an_agent_of_the_agents_sdk_completes_its_loop(proxy: Proxy) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about the SDK's own imports

@@ -39,6 +39,7 @@ def test_a_locked_database_fails_no_call_and_gets_everything_later(proxy: Proxy,
     assert len(proxy.store.calls.page(100, state="answered")) == 20
 
 
+@pytest.mark.slow
 def test_a_dead_database_never_fails_a_call(start: Start, vllm_url: str, tmp_path: Path) -> None:
     folder = tmp_path / "db"
     folder.mkdir()
@@ -61,6 +62,7 @@ def test_a_dead_database_never_fails_a_call(start: Start, vllm_url: str, tmp_pat
     assert rescued.stop() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "gone"])
 def test_a_broken_disk_never_fails_a_call_and_gets_everything_later(vllm_url: str, tmp_path: Path, kind: str) -> None:
     process = ProxyProcess(tmp_path, upstreams=[vllm_url])
@@ -89,6 +91,7 @@ def test_a_broken_disk_never_fails_a_call_and_gets_everything_later(vllm_url: st
     assert process.stop() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_stop_lets_running_calls_end_and_ships_them(
     vllm_url: str, tmp_path: Path, store: Store, number: signal.Signals
@@ -105,6 +108,7 @@ def test_a_stop_lets_running_calls_end_and_ships_them(
     assert store.proxy_instances.running("agent", time.time() - 60) == []
 
 
+@pytest.mark.slow
 def test_a_drain_is_unready_then_refuses_while_running_streams_end(vllm_url: str, tmp_path: Path, store: Store) -> None:
     process = ProxyProcess(tmp_path, upstreams=[vllm_url], drain_delay_seconds=1.0)
     eventually(lambda: ready(process.url))
@@ -128,6 +132,7 @@ def test_a_drain_is_unready_then_refuses_while_running_streams_end(vllm_url: str
     assert [call.state for call in store.calls.page(9)] == [CallState.ANSWERED] * 2
 
 
+@pytest.mark.slow
 def test_a_call_interrupted_by_a_stop_is_distinguished_from_one_whose_client_left(
     vllm_url: str, tmp_path: Path, store: Store
 ) -> None:

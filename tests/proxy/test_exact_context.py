@@ -94,6 +94,7 @@ def test_tool_calls_that_the_template_reformats_stay_one_exact_sequence(start: S
     assert counted(proxy, "exact_fallbacks_total") == {}
 
 
+@pytest.mark.slow
 @FORMS
 def test_without_exact_context_every_such_continuation_is_a_fork(
     start: Start, vllm: ScriptedScaleOut, streamed: bool

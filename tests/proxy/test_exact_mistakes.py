@@ -14,6 +14,7 @@ from tests.proxy.test_exact_context import CALL, FORMS, KEY, answered, ask, call
 __all__ = ["vllm", "vllm_url"]  # fixtures
 
 
+@pytest.mark.slow
 @FORMS
 def test_a_defect_before_the_first_words_is_counted_and_leaves_nothing_running(
     start: Start, vllm: ScriptedScaleOut, streamed: bool

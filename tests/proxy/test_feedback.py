@@ -86,6 +86,7 @@ def test_every_field_is_stored(proxy: Proxy) -> None:
     assert 'ratchet_feedback_total{state="placed"} 6.0' in proxy.http.get("/metrics").text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "word"),
     [
@@ -166,6 +167,7 @@ def test_feedback_counts_as_a_request_of_its_key(start: Start, store: Store) -> 
     post_feedback(proxy, 201, boss, response_id=name, value="down")
 
 
+@pytest.mark.slow
 def test_feedback_on_an_unshipped_call_waits_and_is_placed_later(proxy: Proxy, tmp_path: Path) -> None:
     blocker = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
     blocker.execute("BEGIN EXCLUSIVE")
@@ -179,6 +181,7 @@ def test_feedback_on_an_unshipped_call_waits_and_is_placed_later(proxy: Proxy, t
     assert row["trajectory_id"] is not None
 
 
+@pytest.mark.slow
 def test_an_id_unknown_to_both_proxies_is_a_404(start: Start, tmp_path: Path) -> None:
     one, other = start(), start(journal=tmp_path / "other")
     eventually(lambda: len(one.store.proxy_instances.running(None, 0.0)) == 2)
@@ -188,6 +191,7 @@ def test_an_id_unknown_to_both_proxies_is_a_404(start: Start, tmp_path: Path) ->
     assert post_feedback(one, 201, response_id=name, value="up")["state"] == "placed"
 
 
+@pytest.mark.slow
 def test_an_id_is_not_known_yet_while_another_proxy_has_not_shipped(proxy: Proxy) -> None:
     proxy.store.proxy_instances.heartbeat(
         ProxyInstance(
@@ -204,6 +208,7 @@ def test_an_id_is_not_known_yet_while_another_proxy_has_not_shipped(proxy: Proxy
     assert "has not shipped its journal" in feedback["detail"]
 
 
+@pytest.mark.slow
 def test_feedback_survives_a_kill_while_the_store_is_away(vllm_url: str, tmp_path: Path) -> None:
     folder = tmp_path / "db"
     folder.mkdir()
@@ -225,6 +230,7 @@ def test_feedback_survives_a_kill_while_the_store_is_away(vllm_url: str, tmp_pat
     store.close()
 
 
+@pytest.mark.slow
 def test_without_a_durable_journal_feedback_is_refused(vllm_url: str, tmp_path: Path) -> None:
     process = ProxyProcess(tmp_path, upstreams=[vllm_url])
     eventually(lambda: httpx.get(process.url + "/health/ready", timeout=5).status_code == 200)

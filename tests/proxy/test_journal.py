@@ -294,6 +294,7 @@ async def test_a_restart_ships_old_records_and_interrupts_unended_calls(journal:
     assert len(store.calls.page(9)) == 3
 
 
+@pytest.mark.slow
 async def test_a_full_journal_keeps_records_in_memory_and_writes_them_later(journal: Open, store: Store) -> None:
     opened = journal(max_bytes=3000)
     await opened.start()
@@ -344,6 +345,7 @@ async def test_unshippable_records_are_counted_as_lost_and_raise_an_alarm(
     assert opened.bytes == records_end(segment_path(opened.folder, 2))
 
 
+@pytest.mark.slow
 async def test_a_small_journal_is_emptied_by_shipping(journal: Open, store: Store) -> None:
     opened = journal(max_bytes=6000, journal_segment_bytes=2**20)
     await opened.start()

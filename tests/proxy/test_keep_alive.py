@@ -57,6 +57,7 @@ def test_with_0_a_silent_stream_stays_silent(start: Start) -> None:
     assert "keep-alive" not in start(keep_alive_seconds=0).http.post("/v1/chat/completions", json=chat(SLOW)).text
 
 
+@pytest.mark.slow
 def test_the_sdks_read_streams_with_comments(proxy: Proxy) -> None:
     agent = proxy.agent()
     request = chat(SLOW)

@@ -54,6 +54,7 @@ def test_a_new_key_has_its_prefix_and_is_long_enough() -> None:
     assert all(re.fullmatch(r"rk-[\w-]{43}", key) for key in keys)
 
 
+@pytest.mark.slow
 def test_keys_of_the_store_allow_only_their_scope(start: Start, store: Store) -> None:
     (agent, row), (boss, _) = made(store), made(store, KeyScope.OPERATOR)
     proxy = start()
@@ -66,6 +67,7 @@ def test_keys_of_the_store_allow_only_their_scope(start: Start, store: Store) ->
     assert store.trajectories.page()[0].key_id == row.id
 
 
+@pytest.mark.slow
 def test_a_key_created_or_revoked_at_run_time_takes_effect_within_seconds(start: Start, store: Store) -> None:
     proxy = start()
     assert status(proxy, "anything") == 200
@@ -80,6 +82,7 @@ def test_a_key_created_or_revoked_at_run_time_takes_effect_within_seconds(start:
     assert status(proxy, "anything") == 401, "revoking the last key must not allow everyone"
 
 
+@pytest.mark.slow
 def test_a_store_outage_rejects_no_key(start: Start, store: Store, tmp_path: Path) -> None:
     agent, _ = made(store)
     proxy = start()
@@ -96,6 +99,7 @@ def test_a_store_outage_rejects_no_key(start: Start, store: Store, tmp_path: Pat
     engine.dispose()
 
 
+@pytest.mark.slow
 def test_a_proxy_that_may_need_keys_rejects_calls_without_one(start: Start, store: Store, tmp_path: Path) -> None:
     agent, _ = made(store)
     engine = connect(str(tmp_path / "store.db"))
@@ -134,6 +138,7 @@ def test_an_operators_key_alone_is_not_enough_for_a_reachable_host(reachable: Pr
         serve(reachable)
 
 
+@pytest.mark.slow
 def test_a_key_of_the_store_is_enough_for_a_reachable_host(start: Start, store: Store) -> None:
     agent, row = made(store)
     proxy = start(host="0.0.0.0")  # as configured; this server listens on loopback nevertheless

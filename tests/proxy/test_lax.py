@@ -65,6 +65,7 @@ def test_beam_search_and_echo_are_never_trained_in_any_spelling_of_true(
         assert last_reason(proxy) == reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("true", TRUE)
 @pytest.mark.parametrize("path", BODIES)
 def test_any_spelling_of_true_requests_a_stream(proxy: Proxy, path: str, true: Any) -> None:
@@ -73,6 +74,7 @@ def test_any_spelling_of_true_requests_a_stream(proxy: Proxy, path: str, true: A
     assert last_reason(proxy) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("false", [0, "0", "false", "off", None])
 @pytest.mark.parametrize("path", BODIES)
 def test_any_spelling_of_false_requests_nothing(proxy: Proxy, path: str, false: Any) -> None:

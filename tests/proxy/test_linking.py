@@ -302,6 +302,7 @@ def test_a_context_that_drifted_is_a_fork_and_keeps_its_own_prompt(proxy: Proxy)
     assert proxy.store.calls.page(1)[0].context == "exact"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "headers", "body", "by"),
     [
@@ -349,6 +350,7 @@ def test_an_sdks_retries_are_one_trajectory(proxy: Proxy, vllm: ScriptedVllm) ->
     assert [call.state for call in calls] == [CallState.FAILED, CallState.FAILED, CallState.ANSWERED]
 
 
+@pytest.mark.slow
 def test_a_timeout_during_the_first_attempt_gives_one_run_of_aborted_attempts(proxy: Proxy, vllm: ScriptedVllm) -> None:
     slow: Any = [{"role": "user", "content": "#tokens=400 #delay=0.02"}]
     with pytest.raises(openai.APITimeoutError):

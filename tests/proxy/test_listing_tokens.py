@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from ratchet.proxy.coordinator.operator_api.routes import MAX_TOKENS
 from ratchet.store.store import Store
 from tests.harness.records import call_start, ended
@@ -32,6 +34,7 @@ def has_tokens(call: Any) -> bool:
     return present.pop()
 
 
+@pytest.mark.slow
 def test_a_list_of_calls_has_no_tokens_unless_requested(proxy: Proxy) -> None:
     shipped(proxy.store, 3)
     bare, whole = (proxy.http.get(f"/api/calls{query}").json()["data"] for query in ("", "?tokens=true"))

@@ -31,6 +31,7 @@ def line(pipe: IO[str] | None) -> str:
     return pipe.readline().strip()
 
 
+@pytest.mark.slow
 def test_an_unread_stderr_blocks_no_call_probe_or_shutdown(tmp_path: Path, vllm_url: str) -> None:
     reader, writer = os.pipe()
     process = ProxyProcess(tmp_path, errors=writer, upstreams=[vllm_url])

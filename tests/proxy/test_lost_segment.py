@@ -48,6 +48,7 @@ def shipping_stopped(process: ProxyProcess) -> Iterator[None]:
         os.kill(shipper.pid, signal.SIGCONT)
 
 
+@pytest.mark.slow
 def test_after_a_lost_segment_later_trajectories_are_complete_or_marked_incomplete(
     running: tuple[httpx.Client, ProxyProcess, Store], tmp_path: Path
 ) -> None:

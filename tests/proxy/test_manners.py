@@ -87,6 +87,7 @@ def test_headers_of_the_vendors_are_accepted(proxy: Proxy) -> None:
     assert proxy.http.post("/v1/chat/completions?beta=true", json=BODY, headers=headers).status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("encoding", "pack"), [("gzip", gzip.compress), ("deflate", zlib.compress), ("GZIP", gzip.compress)]
 )

@@ -21,6 +21,7 @@ def answers(url: str) -> bool:
     return httpx.get(url + "/health/ready", timeout=5).status_code == 200
 
 
+@pytest.mark.slow
 def test_memory_of_large_bodies_is_returned_to_the_system(vllm_url: str, tmp_path: Path) -> None:
     process = ProxyProcess(tmp_path, upstreams=[vllm_url])
     eventually(partial(answers, process.url), 10)

@@ -205,6 +205,7 @@ def test_the_sdk_reads_the_request_id(proxy: Proxy, client: anthropic.Anthropic)
     assert str(refused.value.request_id).startswith("req_")
 
 
+@pytest.mark.slow
 def test_models_are_listed_in_anthropics_format(client: anthropic.Anthropic) -> None:
     page = client.models.list()
     assert [(card.id, card.type, card.display_name) for card in page] == [

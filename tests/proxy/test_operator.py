@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from ratchet.store.records import Verdict
 from tests.harness.records import answered_trajectory, judged_group
 from tests.proxy.conftest import Proxy
@@ -75,6 +77,7 @@ def test_a_misspelled_filter_is_refused(proxy: Proxy) -> None:
     assert proxy.http.get("/api/policies/1/decisions?alais=agent").status_code in (400, 422)
 
 
+@pytest.mark.slow
 def test_the_operator_api_serves_no_html_documentation(proxy: Proxy) -> None:
     for path in ("/api/docs", "/api/redoc"):
         answer = proxy.http.get(path)

@@ -76,6 +76,7 @@ def test_a_version_can_be_requested_by_name(proxy: Proxy, vllm: ScriptedVllm) ->
     assert vllm.calls[-1]["model"] == vllm.base
 
 
+@pytest.mark.slow
 def test_a_canary_gets_its_share_of_new_trajectories_by_their_ids_and_keeps_them(proxy: Proxy) -> None:
     def began(names: list[str]) -> dict[str, str]:
         answers = [proxy.http.post(f"/t/{name}/v1/chat/completions", json=BODY) for name in names]
@@ -118,6 +119,7 @@ def test_an_evaluation_and_a_live_run_never_share_a_trajectory(proxy: Proxy) -> 
     assert {(run.purpose, run.calls) for run in runs} == {("eval", 2), ("live", 2)}
 
 
+@pytest.mark.slow
 def test_flips_under_load_fail_no_call_and_mix_no_trajectory(proxy: Proxy) -> None:
     def rollout(number: int) -> set[str]:
         messages: list[Any] = [{"role": "user", "content": f"task {number % 3}"}]
@@ -151,6 +153,7 @@ def test_models_lists_the_alias_and_every_version(proxy: Proxy) -> None:
     assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model_not_found")
 
 
+@pytest.mark.slow
 def test_the_trainer_sees_when_a_version_has_drained(start: Start) -> None:
     proxy = start(version_pin_seconds=2)
     proxy.agent().chat.completions.create(model="agent", messages=[{"role": "user", "content": "hi"}])

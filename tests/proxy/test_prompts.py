@@ -76,6 +76,7 @@ def test_a_prompt_replaces_the_agents_own_and_appears_in_no_record(
     assert call.untrainable is None
 
 
+@pytest.mark.slow
 def test_a_candidate_with_the_live_prompt_never_serves_without_it(proxy: Proxy, vllm: ScriptedVllm) -> None:
     policies, rounds = proxy.store.policies, proxy.store.rounds
     policies.register_prompt_version("agent", proxy.store.prompts.register(PROMPT).id, {})
@@ -154,6 +155,7 @@ def test_operators_read_a_versions_prompt(proxy: Proxy) -> None:
     assert proxy.http.get("/api/policies/9/prompt", params={"alias": "agent"}).status_code == 404
 
 
+@pytest.mark.slow
 def test_tokens_are_counted_with_the_prompt(proxy: Proxy) -> None:
     body = {"model": "agent", "messages": [USER], "system": "Be nice."}
 
@@ -188,6 +190,7 @@ def test_tokens_are_counted_with_the_prompt_of_the_rollout_and_of_the_family(pro
     assert count("/t/roll_1") - plain == longer
 
 
+@pytest.mark.slow
 def test_a_trajectory_keeps_its_first_prompt(proxy: Proxy, vllm: ScriptedVllm) -> None:
     def say(name: str, model: str = "agent") -> tuple[str, Any]:
         answer = proxy.http.post(f"/t/{name}/v1/chat/completions", json={"model": model, "messages": [USER]})

@@ -38,6 +38,7 @@ def bytes_held(others: list[ConversationTurn]) -> int:
     return sum(len(one.added) for one in turns_alive() if id(one) not in left)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chains", "turns"), [(1, 40), (7, 20)])
 def test_conversations_never_hold_more_than_the_limit(store: Store, chains: int, turns: int) -> None:
     memory = ConversationCache(store, RecordLookups(store), LIMIT, LIMIT)

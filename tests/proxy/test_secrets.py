@@ -68,6 +68,7 @@ def ready(url: str) -> None:
     eventually(lambda: httpx.get(url + "/health/ready").status_code == 200, 20)
 
 
+@pytest.mark.slow
 def test_journal_store_logs_and_metrics_contain_no_key(vllm_url: str, tmp_path: Path) -> None:
     store = open_store(str(tmp_path / "store.db"))
     store.keys.create("stored", hash_key(KEYS["stored"].encode()), KeyScope.AGENT)
@@ -222,6 +223,7 @@ PASSWORD = "s3cret/@:word"  # has characters that a URL must percent-encode
 IN_A_URL = "alice:s3cret%2F%40%3Aword@"
 
 
+@pytest.mark.slow
 def test_a_password_in_an_upstreams_url_reaches_the_upstream_and_appears_nowhere(
     start: Start, vllm: ScriptedVllm, store_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

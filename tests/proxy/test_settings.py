@@ -70,6 +70,7 @@ def test_an_agents_key_is_refused_by_the_operator_api(start: Start, tmp_path: Pa
     assert proxy.http.get("/v1/models", headers=boss).status_code == 403
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
@@ -184,6 +185,7 @@ def test_a_busy_port_is_an_error_with_the_remedy(tmp_path: Path) -> None:
             serve(ProxySettings(**values))
 
 
+@pytest.mark.slow
 def test_the_proxy_imports_nothing_heavy_and_less_of_its_own_than_of_its_libraries() -> None:
     libraries = "fastapi, httpx, prometheus_client, sqlalchemy.dialects.postgresql, sqlalchemy.dialects.sqlite, uvicorn"
     program = (

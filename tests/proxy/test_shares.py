@@ -83,6 +83,7 @@ REPLIES: dict[str, Callable[[int], Message]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", REPLIES)
 def test_a_hostile_key_fills_its_share_and_another_keys_trajectories_stay_linked(kind: str) -> None:
     most, mine = 4 * 2**20, [{**USER, "content": f"mine {number}"} for number in range(20)]
@@ -159,6 +160,7 @@ def ask(url: str, key: str, size: int, wait: str = "") -> httpx.Response:
     return httpx.post(f"{url}/v1/chat/completions", json=body, headers={"authorization": f"Bearer {key}"}, timeout=30)
 
 
+@pytest.mark.slow
 def test_inflight_bodies_are_bounded_per_key_and_in_total(start: Start) -> None:
     hashes = frozenset(hash_key(key.encode()) for key in ("a", "b", "c"))
     proxy = start(

@@ -133,6 +133,7 @@ def test_a_hostile_schema_costs_little_and_fails_nothing(name: str) -> None:
     assert detail
 
 
+@pytest.mark.slow
 def test_a_schema_that_is_too_costly_is_soon_skipped() -> None:
     tools = Toolset(msgspec.json.encode([tool(parameters=HOSTILE["branches that double"])]))
     began = time.thread_time()
@@ -253,6 +254,7 @@ def test_every_dialect_is_checked(proxy: Proxy) -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_schema_that_cannot_be_checked_does_not_stop_the_shipping(proxy: Proxy) -> None:
     hostile = [tool(parameters=HOSTILE["branches that double"])]
     for _ in range(3):

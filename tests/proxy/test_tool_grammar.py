@@ -80,6 +80,7 @@ def test_constrained_calls_are_marked_in_every_dialect_and_with_redaction(
     assert why_untrainable(call, call.choices[0]) == HELD
 
 
+@pytest.mark.slow
 def test_the_servers_setting_decides_which_calls_are_constrained(start: Start, tmp_path: Path) -> None:
     strict: dict[str, Any] = {"messages": USER, "tools": [tool(True)], "parallel_tool_calls": False}
     levels: dict[Any, tuple[str | None, str | None]] = {

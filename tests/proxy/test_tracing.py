@@ -178,6 +178,7 @@ def test_remaining_spans_are_sent_at_the_stop(
     assert len(collector[0].spans) == 1
 
 
+@pytest.mark.slow
 def test_a_dead_collector_costs_no_call_and_little_at_the_stop(
     vllm_url: str, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

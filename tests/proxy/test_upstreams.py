@@ -114,6 +114,7 @@ def failing(apps: list[ScriptedVllm], status: int, count: int) -> None:
         app.failure, app.failures_left = status, count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [429, 502, 503, 504])
 @pytest.mark.parametrize("stream", [False, True])
 def test_another_replica_answers_if_the_first_is_full_or_dead(
@@ -180,6 +181,7 @@ def test_when_all_replicas_fail_the_first_failure_is_returned_unchanged(
     assert answer.json()["error"]["message"] == "overloaded"
 
 
+@pytest.mark.slow
 def test_readiness_needs_one_replica_and_names_those_that_are_down(start: Start, vllm_url: str) -> None:
     proxy = start(upstreams=("http://127.0.0.1:9", vllm_url))
     ready = proxy.http.get("/health/ready")
@@ -277,6 +279,7 @@ def states(proxy: Proxy) -> list[str]:
     return [upstream["breaker"] for upstream in proxy.http.get("/health/ready").json()["upstreams"]]
 
 
+@pytest.mark.slow
 def test_a_replica_killed_under_load_fails_only_started_streams_and_returns_with_its_adapter(
     start: Start,
 ) -> None:

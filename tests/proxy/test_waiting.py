@@ -52,6 +52,7 @@ def not_shipping(folder: Path, vllm_url: str) -> Iterator[httpx.Client]:
     assert proxy.stop() == 0
 
 
+@pytest.mark.slow
 def test_waiting_feedback_delays_no_large_call(tmp_path: Path, vllm_url: str) -> None:
     with not_shipping(tmp_path, vllm_url) as client, ThreadPoolExecutor(24) as agents:
         client.post(CHAT, json=chat_body("x" * 300_000)).raise_for_status()
@@ -64,6 +65,7 @@ def test_waiting_feedback_delays_no_large_call(tmp_path: Path, vllm_url: str) ->
         assert {one.result().status_code for one in requests} == {202}
 
 
+@pytest.mark.slow
 def test_waiting_requests_are_limited_per_key(tmp_path: Path, vllm_url: str) -> None:
     more = MAX_WAITING + 20
     with not_shipping(tmp_path, vllm_url) as client, ThreadPoolExecutor(more) as agents:
@@ -123,6 +125,7 @@ async def counted(tmp_path: Path, store: Store) -> AsyncIterator[tuple[Journal, 
     await journal.stop()
 
 
+@pytest.mark.slow
 async def test_many_waiting_requests_do_not_end_the_batching(counted: tuple[Journal, Shipper, _RangeCounter]) -> None:
     journal, shipper, store_writer = counted
     waiting, began, number = set(), time.monotonic(), 0

@@ -73,6 +73,7 @@ def test_before_anything_has_run_the_base_model_may_be_changed(project: Project)
     assert "which nothing has run on yet" in output
 
 
+@pytest.mark.slow
 def test_a_project_of_before_takes_up_its_base_model_and_says_so(project: Project) -> None:
     project.state.mkdir(parents=True)
     store = open_store(f"sqlite:///{project.state / 'store.db'}")

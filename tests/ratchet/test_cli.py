@@ -52,6 +52,7 @@ def test_help_answers_in_under_half_a_second() -> None:
     assert fastest < 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module",
     ["ratchet.cli", "ratchet.proxy.server", "ratchet.store", "ratchet.settings", "ratchet.supervisor.supervisor"],
@@ -89,6 +90,7 @@ def test_status_without_a_run_names_the_projects_that_there_are(project: Project
     assert "running   demo: select one with --project NAME" in project.run("status").stdout
 
 
+@pytest.mark.slow
 def test_status_names_the_proxies_that_run_elsewhere_on_the_same_store(project: Project) -> None:
     url = str(project.folder / "store.db")
     with contextlib.closing(open_store(url)) as store:
@@ -97,6 +99,7 @@ def test_status_names_the_proxies_that_run_elsewhere_on_the_same_store(project: 
     assert "proxies   of this store, started elsewhere: http://proxy:8000" in output
 
 
+@pytest.mark.slow
 def test_status_says_how_far_the_last_round_moved_the_policy(project: Project) -> None:
     url = str(project.folder / "store.db")
     figures = {"approx_kl": 2.4e-8, "approx_kl_tokens": 9, "logprob_change_positive_mean": 0.0}
@@ -126,11 +129,13 @@ def test_an_error_is_one_line_and_debug_shows_the_traceback(project: Project) ->
     assert "Traceback" in project.run("status", "--project", "a/b", RATCHET_DEBUG="1").stdout
 
 
+@pytest.mark.slow
 def test_status_down_and_policies_work_before_anything_has_run(project: Project) -> None:
     assert "nothing has run yet" in project.run("status").stdout
     assert project.run("down").returncode == 0
 
 
+@pytest.mark.slow
 def test_a_store_is_migrated_verified_and_listed(project: Project) -> None:
     url = f"sqlite:///{project.folder / 'other.db'}"
     assert f"schema none -> {HEAD}" in project.run("store", "migrate", "--store", url).stdout
@@ -151,6 +156,7 @@ def test_a_command_that_reads_makes_no_store_of_a_misspelt_name(project: Project
     assert not (project.folder / "typo.db").exists()
 
 
+@pytest.mark.slow
 def test_a_damaged_message_fails_the_verification(project: Project) -> None:
     import sqlite3
 
@@ -170,12 +176,14 @@ def test_a_trainer_without_judge_says_how_to_name_one(project: Project) -> None:
     assert "--judge module:function" in trainer.stdout
 
 
+@pytest.mark.slow
 def test_a_trainers_log_can_be_json_as_the_proxys_is(project: Project) -> None:
     trainer = project.run("trainer", "--judge", "nowhere:judge", RATCHET_TRAINER__LOG_FORMAT="json")
     (line,) = (json.loads(text) for text in trainer.stdout.splitlines() if "trainer_stopped" in text)
     assert (line["level"], line["logger"]) == ("ERROR", "ratchet.trainer.process")
 
 
+@pytest.mark.slow
 def test_a_doctor_without_a_project_says_what_it_could_not_prove(project: Project) -> None:
     project.write(base_model="./nowhere")
     doctor = project.run("doctor")
@@ -199,6 +207,7 @@ def test_a_full_disk_is_named_as_the_cause() -> None:
     assert done.stdout == "the disk is full at /a/b: free it, or set `state_dir` to another folder\n"
 
 
+@pytest.mark.slow
 def test_keys_are_made_listed_and_revoked(project: Project) -> None:
     url = str(project.folder / "keys.db")
     assert "no keys" in project.run("keys", "list", "--store", url).stdout

@@ -53,6 +53,7 @@ def test_the_hubs_variables_reach_vllm_and_the_trainer(project: Project, monkeyp
         )
 
 
+@pytest.mark.slow
 def test_vllm_sees_its_devices_and_its_command_is_logged(project: Project) -> None:
     project.write(vllm={**project.content["vllm"], "devices": 1})
     assert project.run("up", "--detach").returncode == 0

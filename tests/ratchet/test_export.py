@@ -62,6 +62,7 @@ def _is_exact(record: dict[str, Any], url: str) -> None:
         assert tuple(answer["logprobs"]) == unpack_logprobs(call.choices[0].logprobs)
 
 
+@pytest.mark.slow
 def test_lines_contain_chat_ids_mask_and_verdict(project: Project, url: str) -> None:
     records = {one["id"]: one for one in map(json.loads, _export(project, url).read_text().splitlines())}
     assert set(records) == {"a", "b", "talk"}
@@ -112,6 +113,7 @@ def test_the_filters_are_those_of_the_lists(project: Project, url: str) -> None:
     assert names("--tag", "none") == set()
 
 
+@pytest.mark.slow
 def test_parquet_needs_a_file_and_a_broken_export_leaves_none(project: Project, url: str) -> None:
     assert project.run("store", "export", "--format", "parquet", "--store", url).returncode == 2
     missing = project.run("store", "export", "--store", url, "--out", str(project.folder / "no" / "out"))

@@ -18,6 +18,7 @@ from tests.harness.cli.project import Project
 from tests.harness.records import judged_group
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -37,6 +38,7 @@ def test_an_unusable_store_is_the_only_message(project: Project, arguments: tupl
     assert not (project.state / "logs" / "vllm.log").exists()
 
 
+@pytest.mark.slow
 def test_an_open_host_without_a_key_is_refused_once_before_anything_starts(project: Project) -> None:
     project.write(proxy=project.content["proxy"] | {"host": "0.0.0.0"})
     up = project.run("up")
@@ -73,6 +75,7 @@ def test_a_detached_up_says_where_the_console_is_and_no_long_command(project: Pr
     assert project.run("down").returncode == 0
 
 
+@pytest.mark.slow
 def test_a_dead_proxy_of_the_project_itself_was_not_started_elsewhere(project: Project) -> None:
     (project.state / "run").mkdir(parents=True)
     store = open_store(f"sqlite:///{project.state / 'store.db'}")

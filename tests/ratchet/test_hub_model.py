@@ -38,6 +38,7 @@ def hub() -> Iterator[str]:
         thread.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -63,6 +64,7 @@ def test_an_unreachable_hub_is_reported(project: Project, offline: str, message:
     assert message in up.stdout
 
 
+@pytest.mark.slow
 def test_up_notes_that_it_uses_a_hub_name(project: Project, hub: str) -> None:
     project.write(base_model="acme/right")
     up = project.up(HF_ENDPOINT=hub, HF_HOME=str(project.folder), HF_HUB_OFFLINE="0")

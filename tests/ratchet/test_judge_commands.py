@@ -37,6 +37,7 @@ def grouped(store: Store) -> Group:
     return store.groups.create("k", "agent", ["t1", "t2"], now=101.0)
 
 
+@pytest.mark.slow
 def test_try_judges_stored_trajectories_and_records_nothing(project: Project, store: Store) -> None:
     group = grouped(store)
     done = project.run("judge", "try", "t1", "t2", "--judge", "careful:judge", "--store", "judged.db", "--json")
@@ -45,6 +46,7 @@ def test_try_judges_stored_trajectories_and_records_nothing(project: Project, st
     assert store.groups.verdict_history(group.id) == []
 
 
+@pytest.mark.slow
 def test_lint_finds_a_judge_that_looks_for_the_answer_anywhere(project: Project, store: Store) -> None:
     words = ("--answer", "Oslo", "--wrong", "Rome")
     assert project.run("judge", "lint", "--judge", "careful:judge", *words).returncode == 0
@@ -66,6 +68,7 @@ def test_rescore_shows_what_another_judge_would_change(project: Project, store: 
     assert (result["mean_before"], result["mean_after"], result["moved"][0]) == (0.5, 1.0, ["t2", 0.0, 1.0])
 
 
+@pytest.mark.slow
 def test_show_prints_judge_requests_without_control_characters(project: Project, store: Store) -> None:
     group = grouped(store)
     with ScriptedJudgeModel().running() as model:
@@ -94,6 +97,7 @@ def test_show_prints_judge_requests_without_control_characters(project: Project,
     assert "[answer]" in shown.stdout
 
 
+@pytest.mark.slow
 def test_a_groups_members_keep_version_scenario_step_and_exception_through_judging(
     project: Project, store: Store
 ) -> None:
@@ -125,6 +129,7 @@ def test_a_groups_members_keep_version_scenario_step_and_exception_through_judgi
     ]
 
 
+@pytest.mark.slow
 def test_calibrate_holds_a_judge_against_the_truth_in_both_orders(project: Project, store: Store) -> None:
     grouped(store)
     against = ("--truth", "careful:judge", "--store", "judged.db")
@@ -148,6 +153,7 @@ def test_a_judge_file_that_is_no_judge_is_named(project: Project, tmp_path: Path
     assert "sk-secret" not in done.stdout
 
 
+@pytest.mark.slow
 def test_lint_ends_with_what_it_found_also_as_json(project: Project, store: Store) -> None:
     (project.folder / "odd.py").write_text(
         "def crashes(response):\n    raise ValueError(response)\n\n\n"
@@ -167,6 +173,7 @@ def test_lint_ends_with_what_it_found_also_as_json(project: Project, store: Stor
     assert "a return is missing" in done.stdout
 
 
+@pytest.mark.slow
 def test_lint_takes_a_recorded_trajectory(project: Project, store: Store) -> None:
     answered_trajectory(store, "t1", "Oslo")
     words = ("judge", "lint", "--judge", "careful:judge", "--store", "judged.db")

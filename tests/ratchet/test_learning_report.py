@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ratchet.store.records import Verdict
@@ -27,6 +28,7 @@ def scored(project: Project, version: int, score: float, count: int) -> None:
     store.close()
 
 
+@pytest.mark.slow
 def test_the_report_says_better_with_its_interval_and_draws_it(project: Project) -> None:
     project.write(store="sqlite:///s.db")
     scored(project, 0, 0.2, 40)
@@ -63,6 +65,7 @@ def test_a_picture_needs_the_report(project: Project) -> None:
     assert project.run("status", "--png", "x.png").returncode == 2
 
 
+@pytest.mark.slow
 def test_past_training_is_drawn_for_tensorboard_from_the_store(project: Project) -> None:
     project.write(store="sqlite:///s.db")
     store = open_store(str(project.folder / "s.db"))

@@ -53,6 +53,7 @@ def test_the_stores_password_reaches_the_services_by_variable_and_no_file(projec
     assert again.store_url == settings.store_url
 
 
+@pytest.mark.slow
 def test_a_secret_of_vllm_is_neither_printed_nor_written_and_the_state_is_the_owners(project: Project) -> None:
     project.write(vllm=project.content["vllm"] | {"env": {"HF_TOKEN": "hf-very", "OMP_NUM_THREADS": "2"}})
     up = project.up()

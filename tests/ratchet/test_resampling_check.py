@@ -19,6 +19,7 @@ from tests.proxy.test_keys import made
 SETTINGS = Settings.model_validate({"trainer": {"resample": {"samples": 2}}})
 
 
+@pytest.mark.slow
 def test_each_obstacle_to_resampling_is_reported_with_its_remedy(
     tmp_path: Path, store_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

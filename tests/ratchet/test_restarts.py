@@ -138,6 +138,7 @@ def test_a_service_that_hangs_while_it_starts_again_is_ended_and_counts_as_dead(
     assert "was not ready within 5 s; it restarts in 2 s" in kept.events[-1].text
 
 
+@pytest.mark.slow
 def test_a_service_whose_process_guard_is_killed_does_not_run_on_beside_its_successor(kept: Kept) -> None:
     kept.add("proxy", "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(300)")
     stubborn = kept.children[0]

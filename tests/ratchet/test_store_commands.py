@@ -51,6 +51,7 @@ def test_pruning_by_age_can_be_tried_and_keep_what_was_trained(project: Project,
     assert _left(url) == {"new"}
 
 
+@pytest.mark.slow
 def test_forgetting_asks_first_and_takes_what_is_named(project: Project, url: str) -> None:
     assert project.run("store", "delete", "--store", url).returncode == 2
     assert project.run("store", "delete", "a", "--store", url).returncode == 130  # nobody there to say yes

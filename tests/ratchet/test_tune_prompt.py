@@ -148,6 +148,7 @@ def test_a_run_that_was_killed_goes_on_by_its_id_alone_and_pays_for_nothing_twic
     assert not [one for one in first if one in again]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "message"),
     [

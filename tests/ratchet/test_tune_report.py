@@ -40,6 +40,7 @@ def tuned(project: Project) -> Project:
     return project
 
 
+@pytest.mark.slow
 def test_the_three_methods_stand_side_by_side(tuned: Project) -> None:
     done = tuned.run("tune", "report", "--png", "gains.png")
     assert done.returncode == 0
@@ -51,6 +52,7 @@ def test_the_three_methods_stand_side_by_side(tuned: Project) -> None:
     assert (tuned.folder / "gains.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_json_and_markdown_say_the_same(tuned: Project) -> None:
     report = json.loads(tuned.run("tune", "report", "--json").stdout)
     weights = report["rows"][2]
@@ -61,6 +63,7 @@ def test_json_and_markdown_say_the_same(tuned: Project) -> None:
     assert {line.replace("\\|", "").count("|") for line in lines[2:7]} == {lines[2].count("|")}
 
 
+@pytest.mark.slow
 def test_a_report_on_nothing_says_so_and_fails(project: Project) -> None:
     project.write(store="sqlite:///s.db")
     project.run("store", "migrate")

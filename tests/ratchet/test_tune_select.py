@@ -68,6 +68,7 @@ def circle(project: Project) -> Iterator[SelectionProject]:
         yield SelectionProject(project, store, models)
 
 
+@pytest.mark.slow
 def test_the_best_is_chosen_and_a_crashing_candidate_is_reported_and_stops_no_other(circle: SelectionProject) -> None:
     done = circle.select("right-20", "right-95", "crash", png="models.png")
     assert done.returncode == 0, done.stdout
@@ -88,6 +89,7 @@ def test_the_best_is_chosen_and_a_crashing_candidate_is_reported_and_stops_no_ot
     assert "better" in report
 
 
+@pytest.mark.slow
 def test_a_candidate_that_the_proxy_does_not_know_is_refused_before_anything_runs(circle: SelectionProject) -> None:
     done = circle.select("right-95", "gpt-9", "policy@7")
     assert done.returncode == 1

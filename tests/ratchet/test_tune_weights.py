@@ -106,6 +106,7 @@ def test_the_judge_that_a_project_was_started_with_judges_where_no_other_is_name
     assert with_last_run(own).trainer == {"judge": "mine:judge"}
 
 
+@pytest.mark.slow
 def test_attempts_that_the_running_trainer_would_wait_for_more_of_are_refused(
     tuned: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

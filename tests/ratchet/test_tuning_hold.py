@@ -81,6 +81,7 @@ def test_an_end_that_is_known_stays(store: Store, run: str) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_a_process_that_lost_its_run_begins_nothing_more_and_writes_no_end(
     store: Store, run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -108,6 +109,7 @@ with RunLease(store).acquire(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_is_under_way_is_refused_and_taken_over_once_its_process_is_dead(project: Project) -> None:
     store = open_store(str(project.folder / "s.db"))
     run = store.tunings.begin("weights", "policy", {}).id

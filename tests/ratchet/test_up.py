@@ -22,6 +22,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, output
 
 
+@pytest.mark.slow
 def test_up_says_the_base_url_and_where_the_vllm_command_is_and_ctrl_c_stops_all_with_130(project: Project) -> None:
     up = project.up()
     pids = project.pids()
@@ -70,6 +71,7 @@ def test_an_up_after_a_killed_one_ends_what_is_left_and_starts(project: Project)
     assert "left over from a run that was killed" in output
 
 
+@pytest.mark.slow
 def test_down_ends_all_and_is_idempotent(project: Project) -> None:
     detached = project.run("up", "--detach", "--json")
     assert detached.returncode == 0, detached.stdout
@@ -89,6 +91,7 @@ def test_down_ends_all_and_is_idempotent(project: Project) -> None:
     assert (again.returncode, again.stdout) == (0, "project default: nothing was running\n")
 
 
+@pytest.mark.slow
 def test_a_second_up_is_refused_and_names_the_first(project: Project) -> None:
     up = project.up()
     second = project.run("up")
@@ -99,6 +102,7 @@ def test_a_second_up_is_refused_and_names_the_first(project: Project) -> None:
     finish(up)
 
 
+@pytest.mark.slow
 def test_a_service_that_dies_while_starting_is_named_with_the_end_of_its_log(project: Project) -> None:
     up = project.run("up", SCRIPTED_VLLM="dies_at_start")
     assert up.returncode == 1
@@ -227,6 +231,7 @@ def test_a_trainer_that_ends_by_itself_is_named_with_its_reason(project: Project
     assert str(project.folder / "model") in up.stdout.splitlines()[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("judge", "message"),
     [
@@ -267,6 +272,7 @@ def test_a_busy_port_that_was_chosen_names_who_holds_it(project: Project) -> Non
     assert "set proxy.port to a free port" in up.stdout
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_reported_before_anything_starts(project: Project) -> None:
     project.write(min_free_disk_mb=10**9)
     up = project.run("up")
@@ -275,6 +281,7 @@ def test_a_full_disk_is_reported_before_anything_starts(project: Project) -> Non
     assert not (project.state / "run" / "vllm.pid").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -33,6 +33,7 @@ def user_project(tmp_path: Path, commands: Path) -> Iterator[UserProject]:
     project.stop()
 
 
+@pytest.mark.slow
 def test_up_serves_in_a_folder_with_packages_of_the_same_names(user_project: UserProject) -> None:
     user_project.up()
     found = json.loads(user_project.run("status", "--json").stdout)
@@ -53,6 +54,7 @@ def test_a_judge_imports_the_users_own_packages(user_project: UserProject) -> No
     assert "cannot import" not in linted.stdout
 
 
+@pytest.mark.slow
 def test_the_demo_begins_in_a_folder_without_a_checkout(user_project: UserProject, tmp_path: Path) -> None:
     packages = tmp_path / "packages"
     server = packages / "vllm" / "entrypoints" / "openai" / "api_server.py"

@@ -77,6 +77,7 @@ def test_a_sound_workflow_passes_every_step_and_leaves_nothing_to_train(found: E
     assert proxy.store.tunings.page() == []  # it is no run of a method
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workflow", "judge", "changes", "step", "message"),
     [
@@ -106,6 +107,7 @@ def test_the_error_of_a_program_is_its_own_last_line(found: Examine) -> None:
     assert result.seen.endswith("No such file or directory")
 
 
+@pytest.mark.slow
 def test_a_step_without_data_does_not_pass(found: Examine) -> None:
     assert not {"tokens", "attempts", "judge", "scores"} & set(found("asks_elsewhere"))
     assert "scores" not in found("ask", "picky")
@@ -146,6 +148,7 @@ def test_the_task_may_be_a_file_a_task_set_or_json(tmp_path: Path) -> None:
     assert len({task_of(text, settings).id for text in given}) == 1
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_reasons_and_fails(project: Project, proxy: Proxy, store_path: str) -> None:
     with contextlib.suppress(OSError):
         (project.folder / "agent.py").write_text("def run(task):\n    return task['answer']\n")

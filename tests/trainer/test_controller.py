@@ -170,6 +170,7 @@ def test_a_round_that_is_broken_off_says_why_and_its_groups_wait_for_the_next(
     assert not store.alarms.active()
 
 
+@pytest.mark.slow
 def test_a_sequence_that_is_too_long_for_the_model_is_left_out_and_the_rest_is_trained(
     store: Store, make_controller: Callable[..., Controller]
 ) -> None:
@@ -228,6 +229,7 @@ def test_while_a_tool_is_sick_no_step_is_taken_and_what_was_judged_waits(
     assert store.policies.live()["agent"].version == 1
 
 
+@pytest.mark.slow
 def test_rejected_versions_do_not_make_the_traffic_stale(
     store: Store, make_controller: Callable[..., Controller], engine: ScriptedEngine
 ) -> None:
@@ -272,6 +274,7 @@ def test_a_damaged_checkpoint_stops_the_trainer_with_its_path(
         make_controller()
 
 
+@pytest.mark.slow
 def test_groups_that_are_too_old_are_dropped_as_stale(store: Store, make_controller: Callable[..., Controller]) -> None:
     controller = make_controller(max_staleness=0, groups_per_round=1)
     agents_work(store, "a", [0.0, 1.0])
@@ -340,6 +343,7 @@ def test_without_a_baseline_setting_ungrouped_trajectories_are_dropped_with_the_
     assert store.trajectories.drop_counts() == {"ungrouped": 1}
 
 
+@pytest.mark.slow
 def test_a_version_that_is_being_compared_keeps_its_folder_until_that_is_over(
     store: Store, make_controller: Callable[..., Controller], tmp_path: Path
 ) -> None:

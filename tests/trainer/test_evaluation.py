@@ -114,6 +114,7 @@ def requested_prompts(store: Store) -> list[str]:
     return store.trajectories.held_out_candidates("agent", "held_out", 5)
 
 
+@pytest.mark.slow
 def test_every_version_is_tried_with_the_same_prompts_once_there_are_enough(
     store: Store, make_controller: Callable[..., Controller], engine: ScriptedEngine
 ) -> None:
@@ -135,6 +136,7 @@ def test_every_version_is_tried_with_the_same_prompts_once_there_are_enough(
     assert (first.evidence["prompt_set_changed"], second.evidence["prompt_set_changed"]) == (False, False)
 
 
+@pytest.mark.slow
 def test_a_larger_set_of_prompts_is_marked_as_changed(
     store: Store, make_controller: Callable[..., Controller], engine: ScriptedEngine
 ) -> None:

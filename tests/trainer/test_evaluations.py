@@ -39,6 +39,7 @@ def slow(engine: ScriptedEngine) -> Iterator[threading.Event]:
     may_answer.set()
 
 
+@pytest.mark.slow
 def test_while_a_candidate_is_tried_others_are_judged_and_nothing_is_trained(
     store: Store, make_controller: Callable[..., Controller], slow: threading.Event
 ) -> None:
@@ -61,6 +62,7 @@ def test_while_a_candidate_is_tried_others_are_judged_and_nothing_is_trained(
     assert store.decisions.decisions_of("agent", 1)[-1].evidence["evaluation"]["prompts"] == 5
 
 
+@pytest.mark.slow
 def test_a_trainer_that_is_killed_while_a_candidate_is_tried_tries_it_again_and_decides_once(
     store: Store, make_controller: Callable[..., Controller], slow: threading.Event
 ) -> None:
@@ -77,6 +79,7 @@ def test_a_trainer_that_is_killed_while_a_candidate_is_tried_tries_it_again_and_
     assert len(store.rounds.page("agent")) == 1, "it was decided on before another round began"
 
 
+@pytest.mark.slow
 def test_what_was_found_before_a_kill_is_decided_on_without_trying_again(
     store: Store, make_controller: Callable[..., Controller], engine: ScriptedEngine
 ) -> None:

@@ -189,6 +189,7 @@ def test_peers_are_awaited_from_the_feedback_on(store: Store, waiting_controller
 # --- late and revised -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_late_feedback_adds_a_verdict_names_what_was_trained_and_trains_nothing_twice(
     store: Store, waiting_controller: Callable[..., Controller]
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import openai
+import pytest
 
 from ratchet.store.states import TrajectoryState
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
@@ -16,6 +17,7 @@ from tests.harness.proxy.servers import eventually
 from tests.harness.trainer.whole_circle import all_shipped, proxy_before, trainer_of
 
 
+@pytest.mark.slow
 def test_thumbs_alone_make_a_version_and_a_late_one_names_it(tiny_model: Path, tmp_path: Path) -> None:
     with proxy_before(ScriptedVllm(), tmp_path) as proxy:
         with openai.OpenAI(base_url=proxy + "/v1", api_key="k", max_retries=0) as agent:

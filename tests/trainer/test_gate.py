@@ -16,6 +16,7 @@ def stream(rate: float, count: int, seed: int) -> list[float]:
     return [float(randomness.random() < rate) for _ in range(count)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.05, 0.5, 0.95])
 def test_a_version_that_is_no_worse_is_rarely_rolled_back_however_often_one_looks(rate: float) -> None:
     rollbacks = 0

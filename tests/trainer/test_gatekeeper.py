@@ -6,6 +6,8 @@ import random
 import time
 from collections.abc import Callable
 
+import pytest
+
 from ratchet.store.states import PolicyAction, PolicyState
 from ratchet.store.store import Store
 from ratchet.trainer.controller_loop import Controller
@@ -39,6 +41,7 @@ def traffic(store: Store, controller: Controller, now: float, *, canary: float, 
     return most
 
 
+@pytest.mark.slow
 def test_a_worse_version_is_rolled_back_and_what_it_sampled_is_not_trained(
     store: Store, make_controller: Callable[..., Controller]
 ) -> None:
@@ -62,6 +65,7 @@ def test_a_worse_version_is_rolled_back_and_what_it_sampled_is_not_trained(
     assert {run.version for run in trained} == {0}
 
 
+@pytest.mark.slow
 def test_a_better_version_is_promoted_and_nothing_is_trained_meanwhile(
     store: Store, make_controller: Callable[..., Controller]
 ) -> None:
@@ -78,6 +82,7 @@ def test_a_better_version_is_promoted_and_nothing_is_trained_meanwhile(
     assert all(started >= newest.decided_at for started in later_starts)
 
 
+@pytest.mark.slow
 def test_a_jump_waits_for_a_person_with_an_alarm_and_an_order_by_hand_ends_it(
     store: Store, make_controller: Callable[..., Controller]
 ) -> None:
@@ -95,6 +100,7 @@ def test_a_jump_waits_for_a_person_with_an_alarm_and_an_order_by_hand_ends_it(
     assert len(store.rounds.page("agent")) == 2
 
 
+@pytest.mark.slow
 def test_a_held_version_that_turns_out_worse_goes_back_by_itself(
     store: Store, make_controller: Callable[..., Controller]
 ) -> None:
@@ -105,6 +111,7 @@ def test_a_held_version_that_turns_out_worse_goes_back_by_itself(
     assert store.policies.get("agent", 1).state is PolicyState.REJECTED
 
 
+@pytest.mark.slow
 def test_a_second_judge_that_does_not_see_the_gain_holds_it(
     store: Store, make_controller: Callable[..., Controller]
 ) -> None:
@@ -118,6 +125,7 @@ def test_a_second_judge_that_does_not_see_the_gain_holds_it(
     assert held.evidence["second_judge"]["pairs"] >= 10
 
 
+@pytest.mark.slow
 def test_a_second_judge_that_sees_it_too_lets_it_pass(store: Store, make_controller: Callable[..., Controller]) -> None:
     second = {"kind": "function", "function": "tests.harness.trainer.judge_samples:scripted"}
     controller = make_controller(release=GATE | {"max_gain": None, "second_judge": second})
@@ -139,6 +147,7 @@ def test_a_canary_without_traffic_goes_back_when_its_deadline_is_over(
     assert "its deadline is over" in store.decisions.decisions_of("agent", 1)[0].reason
 
 
+@pytest.mark.slow
 def test_a_restarted_trainer_goes_on_with_the_canary(store: Store, make_controller: Callable[..., Controller]) -> None:
     now = first_canary(store, make_controller(release=GATE))
     controller = make_controller(release=GATE)
@@ -146,6 +155,7 @@ def test_a_restarted_trainer_goes_on_with_the_canary(store: Store, make_controll
     assert store.policies.live()["agent"].version == 0
 
 
+@pytest.mark.slow
 def test_a_roll_back_by_hand_while_a_judge_thinks_stops_nothing(
     store: Store, make_controller: Callable[..., Controller]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import pytest
 from click.testing import CliRunner
 
 from ratchet.cli import cli
@@ -36,6 +37,7 @@ def active_alarms(store: Store) -> dict[str, str]:
     return {alarm.name: alarm.reason for alarm in store.alarms.active()}
 
 
+@pytest.mark.slow
 def test_without_a_gate_a_proven_version_waits_for_a_person_while_the_judges_disagree(
     store: Store, make_controller: Callable[..., Controller]
 ) -> None:
@@ -60,6 +62,7 @@ def test_without_a_gate_a_proven_version_waits_for_a_person_while_the_judges_dis
     assert len(store.decisions.decisions_of("agent", 1)) == 1
 
 
+@pytest.mark.slow
 def test_a_person_promotes_what_is_held_and_training_goes_on(
     store: Store, make_controller: Callable[..., Controller]
 ) -> None:
@@ -73,6 +76,7 @@ def test_a_person_promotes_what_is_held_and_training_goes_on(
     assert store.policies.live()["agent"].version == 1
 
 
+@pytest.mark.slow
 def test_a_person_takes_back_what_is_held_and_training_goes_on_from_the_live_version(
     store: Store, make_controller: Callable[..., Controller]
 ) -> None:
@@ -89,6 +93,7 @@ def test_a_person_takes_back_what_is_held_and_training_goes_on_from_the_live_ver
     assert store.rounds.page("agent")[0].from_version == 0
 
 
+@pytest.mark.slow
 def test_what_is_held_is_held_after_a_restart_too(store: Store, make_controller: Callable[..., Controller]) -> None:
     controller = make_controller(sentinel=SENTINEL, groups_per_round=24)
     now = disagreeing(store, controller, time.time())
@@ -103,6 +108,7 @@ def test_what_is_held_is_held_after_a_restart_too(store: Store, make_controller:
     assert "approval_required:agent" not in active_alarms(store), "decided while no trainer ran"
 
 
+@pytest.mark.slow
 def test_a_canary_that_its_own_second_judge_likes_is_held_by_the_sentinels(
     store: Store, make_controller: Callable[..., Controller]
 ) -> None:
@@ -120,6 +126,7 @@ def test_a_canary_that_its_own_second_judge_likes_is_held_by_the_sentinels(
     assert decision.evidence["release"]["difference"]["low"] > 0
 
 
+@pytest.mark.slow
 def test_it_is_only_an_alarm_where_one_says_so(store: Store, make_controller: Callable[..., Controller]) -> None:
     controller = make_controller(sentinel=SENTINEL | {"block_release": False}, groups_per_round=24)
     now = disagreeing(store, controller, time.time())
@@ -127,6 +134,7 @@ def test_it_is_only_an_alarm_where_one_says_so(store: Store, make_controller: Ca
     assert store.policies.awaiting_approval("agent") is None
 
 
+@pytest.mark.slow
 def test_the_sentinels_second_judge_scores_a_canary_if_the_release_has_none(
     store: Store, make_controller: Callable[..., Controller]
 ) -> None:
@@ -149,6 +157,7 @@ def canary_does_better(store: Store) -> None:
         agents_work(store, f"old-{number}", [0.0, 1.0], version=0, at=time.time())
 
 
+@pytest.mark.slow
 def test_status_and_the_commands_speak_of_what_is_held(
     store: Store, make_controller: Callable[..., Controller]
 ) -> None:

@@ -62,6 +62,7 @@ def assert_bitwise_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
+@pytest.mark.slow
 def test_a_resumed_learner_is_bitwise_the_one_that_never_stopped(make_learner: LearnerMaker, tmp_path: Path) -> None:
     steady = make_learner()
     train(steady, range(2))
@@ -73,6 +74,7 @@ def test_a_resumed_learner_is_bitwise_the_one_that_never_stopped(make_learner: L
     assert_bitwise_equal(adapter_of(resumed, tmp_path / "0002"), adapter_of(steady, tmp_path / "0003"))
 
 
+@pytest.mark.slow
 def test_two_runs_with_the_same_seed_are_equal_and_another_seed_is_not(
     make_learner: LearnerMaker, tmp_path: Path
 ) -> None:
@@ -225,6 +227,7 @@ def test_later_steps_of_a_round_are_clipped_against_its_first_policy(make_learne
     assert learner.train_round([row] * 2).optimizer_steps == 2
 
 
+@pytest.mark.slow
 def test_every_loss_raises_the_odds_of_what_was_good(make_learner: LearnerMaker) -> None:
     rows = [build_row(1, advantage=1.0, group="g"), build_row(2, advantage=-1.0, group="g")]
     for name in OBJECTIVES:
@@ -252,6 +255,7 @@ def test_a_round_that_another_policy_sampled_is_refused_and_changes_nothing(
         assert report.tokens_trained == sum(row.tokens_trained for row in build_rows(3, seed=9))
 
 
+@pytest.mark.slow
 def test_a_penalty_keeps_the_policy_near_the_base_and_is_reported(make_learner: LearnerMaker) -> None:
     def drift(kl: float) -> float:
         learner = make_learner(replace(SETTINGS, beta=kl, steps_per_round=1, learning_rate=1e-2))
@@ -345,6 +349,7 @@ def test_importing_the_learner_does_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
+@pytest.mark.slow
 def test_a_learner_writes_nothing_outside_its_folders(tiny_model: Path, tmp_path: Path) -> None:
     home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
     home.mkdir()

@@ -47,6 +47,7 @@ def base_weights() -> Iterator[torch.Tensor]:
             yield found.weight
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds_before", [0, 2])
 def test_what_is_loaded_in_place_is_bitwise_what_would_be_built_there(
     tiny_model: Path, tmp_path: Path, rounds_before: int
@@ -77,6 +78,7 @@ def test_a_setting_that_shapes_the_adapter_is_not_changed_in_place(tiny_model: P
         learner.load(None, replace(SETTINGS, lora_r=4))
 
 
+@pytest.mark.slow
 def test_a_rejected_version_leaves_the_base_model_where_it_is_and_there_is_one(
     store: Store, make_controller: Callable[..., Controller], odd_model: Path
 ) -> None:

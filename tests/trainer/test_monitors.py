@@ -99,6 +99,7 @@ def test_a_round_under_way_is_drawn_when_it_has_ended(store: Store, tmp_path: Pa
     assert curve(read_tensorboard(tmp_path / "tensorboard"), "round/loss") == [(1, -0.1)]
 
 
+@pytest.mark.slow
 def test_wandb_keeps_an_offline_run(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_MODE", raising=False)
     committed_round(store, 1)

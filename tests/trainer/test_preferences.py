@@ -114,6 +114,7 @@ def rows(store: Store) -> dict[str, list[Row]]:
     return {"kto": unpaired(members, path).rows, "dpo": pairs(groups).rows, "sft": demonstrations(members, path).rows}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["kto", "dpo", "sft"])
 def test_trls_own_trainers_learn_from_them(
     kind: str, rows: dict[str, list[Row]], tiny_model: Path, tmp_path: Path

@@ -109,6 +109,7 @@ def until(controller: Controller, proxy: Proxy, store: Store, version: int, past
     raise AssertionError(f"agent@{version} is {past} still")
 
 
+@pytest.mark.slow
 def test_a_better_prompt_is_promoted_by_live_traffic_and_a_worse_one_goes_back(
     proxy: Proxy, store: Store, make: Callable[..., Controller]
 ) -> None:
@@ -151,6 +152,7 @@ def test_a_worse_prompt_is_rejected_on_held_out_prompts_before_it_serves(
     assert vllm[0].loads == []
 
 
+@pytest.mark.slow
 def test_lessons_are_measured_against_what_serves_and_stay_only_where_they_help(
     proxy: Proxy, store: Store, make: Callable[..., Controller]
 ) -> None:

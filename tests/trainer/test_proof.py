@@ -104,6 +104,7 @@ def noise_alone(world: NoisyEngine) -> Proof:
     return NoisyEngine(world.dice, 0.0, world.noise, world.change).proof(nothing, nothing, nothing)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [never_applied, served_by_the_base, first_version_served_by_the_base, another_adapter, noise_alone],
@@ -126,6 +127,7 @@ def test_an_applied_adapter_is_proven_where_it_changes_six_times_what_rounding_d
             assert found[ProofOutcome.PROVEN] == 50, (change, noise, found)
 
 
+@pytest.mark.slow
 def test_rounding_alone_never_rejects_an_applied_adapter() -> None:
     for change in CHANGES:
         for noise in NOISES:

@@ -121,6 +121,7 @@ def runs(store: Store, purpose: str = "resample") -> list[Trajectory]:
     return [run for run in store.trajectories.page() if run.purpose == purpose]
 
 
+@pytest.mark.slow
 def test_an_ungrouped_trajectory_is_trained_with_its_resamples_and_nobody_else_sees_them(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -161,6 +162,7 @@ def compared(store: Store) -> str:
     return original.id
 
 
+@pytest.mark.slow
 def test_nothing_is_resampled_while_vllm_has_other_work(
     store: Store, tmp_path: Path, engine: ScriptedEngine, line: Callable[..., ResamplingTrainer]
 ) -> None:
@@ -190,6 +192,7 @@ def test_nothing_is_resampled_while_vllm_has_other_work(
         assert store.alarms.active() == []
 
 
+@pytest.mark.slow
 def test_calls_and_tokens_a_minute_are_kept_to(
     store: Store, tmp_path: Path, line: Callable[..., ResamplingTrainer]
 ) -> None:
@@ -257,6 +260,7 @@ def test_a_held_out_prompt_is_not_resampled(store: Store, tmp_path: Path, engine
         ]  # what candidates are tried with
 
 
+@pytest.mark.slow
 def test_deleting_an_original_deletes_its_resamples(
     store: Store, tmp_path: Path, line: Callable[..., ResamplingTrainer]
 ) -> None:
@@ -277,6 +281,7 @@ def test_a_late_resample_of_a_deleted_original_is_deleted(
         line(proxy).until(lambda: store.trajectories.page() == [])
 
 
+@pytest.mark.slow
 def test_resampling_uses_its_own_key_and_the_agents_key_pays_nothing(
     store: Store, tmp_path: Path, line: Callable[..., ResamplingTrainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,7 @@ def test_nothing_is_published_while_vllm_serves_another_base_model(
     assert "base_model:agent" not in alarms(store)
 
 
+@pytest.mark.slow
 def test_a_base_model_that_changes_between_two_looks_is_seen_before_a_publication(
     candidate: Controller, engine: KnownBase, store: Store
 ) -> None:

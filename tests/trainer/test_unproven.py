@@ -26,6 +26,7 @@ def coarse(exact: Faithful) -> Callable[[str, Sequence[int]], float]:
     return lambda name, ids: exact(name, ids) + random.Random(f"{name} {ids}").gauss(0.0, 0.05)
 
 
+@pytest.mark.slow
 def test_training_continues_from_an_unproven_version_until_its_distance_is_provable(
     store: Store, make_controller: Callable[..., Controller], engine: ScriptedEngine
 ) -> None:

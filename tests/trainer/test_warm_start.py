@@ -56,6 +56,7 @@ def search(store: Store, tuning_id: str = "", **given: Any) -> SFTRows:
     return SFTDataCollector(store, "agent", judge, chat, WarmStartSettings(**given), tuning_id, **own).collect()
 
 
+@pytest.mark.slow
 def test_good_trajectories_are_imitated_and_the_version_is_proven_and_live(
     store: Store, make_controller: Callable[..., Controller], engine: ScriptedEngine, tmp_path: Path
 ) -> None:
@@ -81,6 +82,7 @@ def test_good_trajectories_are_imitated_and_the_version_is_proven_and_live(
     assert store.lineage.versions_of(["a-1"])["a-1"] == ("agent@1", "agent@2")
 
 
+@pytest.mark.slow
 def test_after_it_reinforcement_goes_on_from_its_version_with_its_own_loss(
     store: Store, make_controller: Callable[..., Controller]
 ) -> None:
@@ -113,6 +115,7 @@ def test_a_tuning_gets_one_warm_start_however_often_the_trainer_dies(
     assert [held.state for held in store.rounds.page("agent")] == [RoundState.COMMITTED]
 
 
+@pytest.mark.slow
 def test_too_few_trajectories_are_refused_with_what_was_left_out(
     store: Store, make_controller: Callable[..., Controller]
 ) -> None:
@@ -132,6 +135,7 @@ def test_too_few_trajectories_are_refused_with_what_was_left_out(
     assert store.policies.live()["agent"].version == 2, "the trainer goes on as if nobody had asked"
 
 
+@pytest.mark.slow
 def test_a_warm_start_that_forgets_too_much_is_refused_and_leaves_no_version(
     store: Store, make_controller: Callable[..., Controller], tmp_path: Path
 ) -> None:

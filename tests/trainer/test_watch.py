@@ -84,6 +84,7 @@ def test_a_restart_does_not_make_a_long_sickness_a_tools_own_past(store: Store) 
     assert store.observations.latest("agent", "tool_past")["search"].content == {}
 
 
+@pytest.mark.slow
 def test_an_alarm_of_drift_is_not_cleared_before_the_window_is_known_again(store: Store) -> None:
     for number in range(200):
         answered_trajectory(store, f"t{number:03}")

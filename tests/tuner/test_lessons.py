@@ -232,6 +232,7 @@ def project(tmp_path: Path) -> Iterator[Project]:
     made.stop()
 
 
+@pytest.mark.slow
 def test_the_command_shows_lessons_and_tries_them(project: Project, scripted: ScriptedJudgeModel) -> None:
     url = f"sqlite:///{project.folder / 'made.db'}"
     store = open_store(url)

@@ -55,6 +55,7 @@ def installed(site: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return site
 
 
+@pytest.mark.slow
 def test_what_pip_installs_is_listed_beside_what_ratchet_registers(installed: Path) -> None:
     assert plugin_names(JUDGES) == ["brevity", "openjudge"]
     assert plugin_names(PROMPT_OPTIMIZERS) == ["best_of", "gepa", "mipro"]

@@ -84,6 +84,7 @@ class TuningRun:
         return {prompt for prompt, task in self.rollouts.made if task in ids}
 
 
+@pytest.mark.slow
 def test_what_is_found_is_better_on_tasks_that_the_search_never_saw(
     store: Store, reflection_server: ScriptedReflectionModel
 ) -> None:
@@ -98,6 +99,7 @@ def test_what_is_found_is_better_on_tasks_that_the_search_never_saw(
     assert "(30)" not in str(reflection_server.requests)
 
 
+@pytest.mark.slow
 def test_held_out_tasks_decide_against_a_prompt_that_fits_the_searchs_tasks_only(
     store: Store, reflection_server: ScriptedReflectionModel
 ) -> None:
@@ -127,6 +129,7 @@ def test_a_reflection_model_without_an_idea_leaves_the_seed_and_no_held_out_task
     assert world.prompts_on(SETS.held_out) == set()
 
 
+@pytest.mark.slow
 def test_the_budget_of_rollouts_is_hard_and_what_was_found_is_kept_and_compared(
     store: Store, reflection_server: ScriptedReflectionModel
 ) -> None:
@@ -139,6 +142,7 @@ def test_the_budget_of_rollouts_is_hard_and_what_was_found_is_kept_and_compared(
     assert 0.0 < (found.gain.mean or 0.0) < 1.0
 
 
+@pytest.mark.slow
 def test_the_budget_of_tokens_is_hard_with_the_reflections_in_it(
     store: Store, reflection_server: ScriptedReflectionModel
 ) -> None:
@@ -170,6 +174,7 @@ def test_a_budget_that_cannot_come_to_a_result_is_refused_with_the_number_that_c
         TuningRun(store, reflection_server, rollouts=97).run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lives", [1, 50, 140])
 def test_a_killed_run_goes_on_where_it_was_and_pays_for_nothing_twice(
     store: Store, reflection_server: ScriptedReflectionModel, lives: int
@@ -205,6 +210,7 @@ def _abandoned(store: Store, world: TuningRun, more: int = 0) -> int:
     return len(under_way)
 
 
+@pytest.mark.slow
 def test_what_a_kill_cut_off_counts_against_the_budget_and_the_cost(
     store: Store, reflection_server: ScriptedReflectionModel
 ) -> None:
@@ -219,6 +225,7 @@ def test_what_a_kill_cut_off_counts_against_the_budget_and_the_cost(
     assert world.budget.agent_tokens == tokens > (20 + len(world.rollouts.made)) * TOKENS
 
 
+@pytest.mark.slow
 def test_where_a_kill_cut_off_too_much_fewer_held_out_tasks_decide(
     store: Store, reflection_server: ScriptedReflectionModel
 ) -> None:
@@ -236,6 +243,7 @@ def test_where_a_kill_cut_off_too_much_fewer_held_out_tasks_decide(
     assert any(f"compared on {found.gain.tasks} of 30 held-out tasks" in line for line in world.reports)
 
 
+@pytest.mark.slow
 def test_a_failed_rollout_counts_as_a_failure_and_is_not_tried_again(
     store: Store, reflection_server: ScriptedReflectionModel
 ) -> None:
@@ -248,6 +256,7 @@ def test_a_failed_rollout_counts_as_a_failure_and_is_not_tried_again(
     assert len(world.rollouts.made) == len(set(world.rollouts.made))
 
 
+@pytest.mark.slow
 def test_a_crashing_prompt_never_wins_under_a_judge_with_negative_scores(
     store: Store, reflection_server: ScriptedReflectionModel
 ) -> None:
@@ -258,6 +267,7 @@ def test_a_crashing_prompt_never_wins_under_a_judge_with_negative_scores(
     assert all((one.mean or 0.0) <= -5.0 for one in found.tried if "quib" in one.prompt)
 
 
+@pytest.mark.slow
 def test_the_reflection_model_reads_why_a_rollout_failed(
     store: Store, reflection_server: ScriptedReflectionModel
 ) -> None:
@@ -287,6 +297,7 @@ def test_a_judge_that_fails_on_the_seed_ends_the_run_and_says_so(
         TuningRun(store, reflection_server, unjudged=lambda prompt, task: True).run()
 
 
+@pytest.mark.slow
 def test_a_prompt_that_the_judge_fails_on_never_wins(store: Store, reflection_server: ScriptedReflectionModel) -> None:
     def out(prompt: str, task: str) -> bool:
         return "quib" in prompt and task == SETS.validation[0]
@@ -295,6 +306,7 @@ def test_a_prompt_that_the_judge_fails_on_never_wins(store: Store, reflection_se
     assert "quib" not in found.prompt
 
 
+@pytest.mark.slow
 def test_unjudged_rollouts_on_held_out_tasks_leave_it_inconclusive_if_they_could_change_it(
     store: Store, reflection_server: ScriptedReflectionModel
 ) -> None:
@@ -308,6 +320,7 @@ def test_unjudged_rollouts_on_held_out_tasks_leave_it_inconclusive_if_they_could
     assert "25 attempts are unjudged" in found.why
 
 
+@pytest.mark.slow
 def test_a_judge_failure_is_judged_once_more(store: Store, reflection_server: ScriptedReflectionModel) -> None:
     failed: set[tuple[str, str]] = set()
 

@@ -85,6 +85,7 @@ def test_a_failed_rollout_stays_with_its_exception_and_its_place(
     assert store.rollouts.of_tuning(tuning.id, responses=True) == rollouts
 
 
+@pytest.mark.slow
 def test_the_place_of_a_failure_is_in_the_agents_own_code(runner: Make, tasks: list[Task], tuning: Tuning) -> None:
     (refused,) = run(runner("ask", proxy_url="http://127.0.0.1:9"), jobs_of(tasks[:1]), tuning)
     assert str(refused.failure).startswith("APIConnectionError: Connection error. (")

@@ -64,6 +64,7 @@ def test_a_judge_gets_the_row_and_the_response(
     assert all(one.prompt_tokens > 0 and one.completion_tokens > 0 for one in scored)
 
 
+@pytest.mark.slow
 def test_without_a_judge_the_workflows_own_reward_counts(
     runner: Make, tasks: list[Task], tuning: Tuning, store: Store
 ) -> None:
@@ -147,6 +148,7 @@ class Slow:
         """Nothing to close."""
 
 
+@pytest.mark.slow
 def test_few_transcripts_are_in_memory_at_a_time(runner: Make, tasks: list[Task], tuning: Tuning, store: Store) -> None:
     made = rollouts_of(runner(), tasks, tuning)
     gc.collect()

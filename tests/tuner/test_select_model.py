@@ -98,6 +98,7 @@ async def test_a_judge_with_negative_scores_ranks_the_crashing_candidate_last(be
     assert "the GPU fell out" in found.figures[1].commonest_failure
 
 
+@pytest.mark.slow
 async def test_a_tie_is_reported_and_nothing_is_chosen(bench: SelectionSetup) -> None:
     found = await bench.select("right-95", "right-90")
     assert found.chosen is None
@@ -106,6 +107,7 @@ async def test_a_tie_is_reported_and_nothing_is_chosen(bench: SelectionSetup) ->
     assert (result.best, result.promoted) == (None, None)
 
 
+@pytest.mark.slow
 async def test_the_cheapest_within_reach_is_chosen(bench: SelectionSetup) -> None:
     found = await bench.select("right-95", "right-90", policy="cheapest", within=0.3)
     assert found.chosen == "right-90"
@@ -113,6 +115,7 @@ async def test_the_cheapest_within_reach_is_chosen(bench: SelectionSetup) -> Non
     assert money == pytest.approx({"right-95": 25e-5, "right-90": 25e-6})
 
 
+@pytest.mark.slow
 async def test_a_judge_that_fails_on_some_names_no_winner_where_that_matters(bench: SelectionSetup) -> None:
     found = await bench.select("right-95", "right-20", judge="fails_on_some")
     assert found.chosen is None

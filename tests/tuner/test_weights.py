@@ -130,6 +130,7 @@ def stand(store: Store, proxy: Proxy, tmp_path: Path) -> Stand:
     return Stand(store, proxy, tmp_path)
 
 
+@pytest.mark.slow
 def test_the_curve_shows_each_evaluation_against_the_baseline_and_the_gain_once(stand: Stand) -> None:
     scripted_versions.able |= {0: 2, 1: 5, 2: 9}
     stand.trainer = ScriptedTrainer(stand.store, stand.folder, [0, 2])
@@ -155,6 +156,7 @@ def test_the_curve_shows_each_evaluation_against_the_baseline_and_the_gain_once(
     assert purposes == {"eval"}, "what is tested is never trained"
 
 
+@pytest.mark.slow
 def test_the_test_tasks_decide_nothing(stand: Stand) -> None:
     scripted_versions.able |= {0: 2, 1: 5, 2: 4}
     scripted_versions.tested |= {1: 1, 2: 9}  # on the test tasks the second is far better, and nobody looks
@@ -167,6 +169,7 @@ def test_the_test_tasks_decide_nothing(stand: Stand) -> None:
     assert [one["mean"] for one in result.details["test"]] == [0.2, 0.9]
 
 
+@pytest.mark.slow
 def test_without_a_validation_split_some_training_tasks_validate_and_are_not_trained(stand: Stand) -> None:
     scripted_versions.able |= {0: 2}
     (stand.mail / "validation.jsonl").unlink()
@@ -194,6 +197,7 @@ def test_it_stops_where_nothing_is_gained_any_more(stand: Stand) -> None:
     assert "2 evaluations without a gain over agent@1" in result.notes[0]
 
 
+@pytest.mark.slow
 def test_a_version_that_is_shown_to_be_worse_than_the_best_is_taken_back(stand: Stand) -> None:
     scripted_versions.able |= {0: 2, 1: 9, 2: 3}
     stand.trainer = ScriptedTrainer(stand.store, stand.folder, [0, 2])
@@ -206,6 +210,7 @@ def test_a_version_that_is_shown_to_be_worse_than_the_best_is_taken_back(stand: 
     assert "rolled back from agent@2 to agent@1" in result.notes[0]
 
 
+@pytest.mark.slow
 def test_a_last_version_that_is_only_a_bit_lower_stays(stand: Stand) -> None:
     scripted_versions.able |= {0: 2, 1: 9, 2: 8}
     stand.trainer = ScriptedTrainer(stand.store, stand.folder, [0, 2])
@@ -264,6 +269,7 @@ def result_id(stand: Stand) -> str:
     return stand.store.tunings.page("weights")[0].id
 
 
+@pytest.mark.slow
 def test_judge_failures_are_reported_and_name_no_winner(stand: Stand) -> None:
     scripted_versions.able |= {0: 2, 1: 9}
     scripted_versions.fails |= {1}
@@ -299,6 +305,7 @@ def test_training_tasks_are_collected_and_imitated_before_the_first_round(stand:
     assert (result.technique, result.details["warm_start"]["version"]) == ("SFT", 1)
 
 
+@pytest.mark.slow
 def test_a_warm_start_whose_version_awaits_approval_is_measured_and_reported(stand: Stand) -> None:
     scripted_versions.able |= {0: 3, 1: 8}
     tuning = stand.begin(rounds=0, warm_start={"sources": ["policy"]})
@@ -342,6 +349,7 @@ def test_a_kill_while_tasks_are_collected_tells_the_baseline_once(stand: Stand) 
     assert [(one["round"], one["version"]) for one in result.details["curve"]] == [(0, 0), (0, 1)]
 
 
+@pytest.mark.slow
 def test_a_warm_start_that_the_trainer_refuses_ends_the_run_with_its_reason(stand: Stand) -> None:
     tuning = stand.begin(rounds=1, warm_start={"sources": ["policy"]})
     turn = stand.trainer.turn
