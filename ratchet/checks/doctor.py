@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ratchet.checks.check_result import CheckResult
 from ratchet.errors import CliError
@@ -28,6 +28,10 @@ from ratchet.settings.project_settings import Settings
 from ratchet.store.install_hint import install_hint
 from ratchet.supervisor import vllm_command
 from ratchet.supervisor.up import read_run_state
+
+if TYPE_CHECKING:
+    from ratchet.store.store import Store
+    from ratchet.trainer.learner.learner import Learner
 
 _WAIT_FOR_RECORD = 10.0  # seconds
 _ANY_IDS = tuple(range(1, 25))  # used if no call was captured; in every vocabulary
@@ -145,7 +149,7 @@ def missing_key_kinds(store_url: str) -> str:
     return f"the proxy requires a key: {known}, and {given}"
 
 
-def _read_back(store: Any, call_id: str, log: str) -> tuple[tuple[int, ...], CheckResult]:
+def _read_back(store: Store, call_id: str, log: str) -> tuple[tuple[int, ...], CheckResult]:
     from ratchet.store.errors import RecordNotFound
     from ratchet.store.reasons import DropReason
     from ratchet.store.records import unpack_ids, unpack_logprobs
@@ -178,7 +182,7 @@ def _read_back(store: Any, call_id: str, log: str) -> tuple[tuple[int, ...], Che
 
 def _gradient(
     settings: Settings, running: dict[str, Any], captured: tuple[int, ...], folder: Path
-) -> tuple[Any, CheckResult]:
+) -> tuple[Learner | None, CheckResult]:
     """Return a learner after one round, and the result."""
     try:
         base_model = vllm_command.check_model(running.get("base_model") or settings.base_model)
@@ -210,7 +214,7 @@ def _gradient(
 
 
 def _swap(
-    settings: Settings, running: dict[str, Any], learner: Any, captured: tuple[int, ...], folder: Path
+    settings: Settings, running: dict[str, Any], learner: Learner | None, captured: tuple[int, ...], folder: Path
 ) -> CheckResult:
     if not running:
         return CheckResult("swap", False, "not checked: no project is up", _NO_PROJECT)
