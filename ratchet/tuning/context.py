@@ -118,8 +118,9 @@ def task_set_of(settings: Settings, source: str) -> TaskSet:
 
 @contextmanager
 def opened(settings: Settings) -> Iterator[TuningContext]:
-    """Open the components. Raises UsageError, SettingsError, WorkflowError, JudgeError, StoreError."""
+    """Open the components. Raises UsageError, SettingsError, WorkflowError, JudgeError, StoreError, TuningError."""
     from ratchet.trainer.observability.progress import Progress, watch_for_command
+    from ratchet.trainer.statistics.sign_flip_test import check_scipy
     from ratchet.tuner.rollouts.prices import prices_of
     from ratchet.tuner.rollouts.runner import RolloutRunner
     from ratchet.tuner.rollouts.scoring import RolloutScorer
@@ -128,6 +129,7 @@ def opened(settings: Settings) -> Iterator[TuningContext]:
     tuner = settings.tuner_settings()
     if tuner.workflow is None:
         raise click.UsageError("no workflow is set: give --workflow module:function, or set tuner.workflow")
+    check_scipy()
     workflow = load_workflow(tuner.workflow)
     progress = Progress(watch_for_command())
     proxy_url, key = tuner.proxy_url or proxy_of(settings), first_api_key()

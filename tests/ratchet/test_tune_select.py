@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -148,3 +149,10 @@ def test_invalid_arguments_are_refused(project: Project, arguments: list[str], m
     done = project.run("tune", "select-model", *arguments)
     assert done.returncode == 2
     assert message in done.stdout
+
+
+def test_without_scipy_it_is_refused_before_anything_runs(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)  # as if it were not installed
+    done = project.call("tune", "select-model", "--candidate", "a", "--candidate", "b", "--workflow", "mine:run")
+    assert done.returncode == 1
+    assert "comparing candidates needs scipy" in done.stdout

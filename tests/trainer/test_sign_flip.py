@@ -23,7 +23,7 @@ def test_one_difference_is_no_evidence() -> None:
 
 
 def test_without_scipy_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "scipy.stats", None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "scipy", None)  # as if it were not installed
     with pytest.raises(TuningError, match=r"needs scipy.*\[trainer\]"):
         sign_flip_p([1.0, 0.5])
 

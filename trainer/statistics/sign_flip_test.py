@@ -8,6 +8,7 @@ and asymptotically right otherwise (Romano 1990, JASA 85). Fewer than six tasks 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 from ratchet.store.install_hint import install_hint
 from ratchet.trainer.errors import TuningError
@@ -15,6 +16,12 @@ from ratchet.trainer.errors import TuningError
 _RESAMPLES = 9_999  # up to 13 differences, scipy tries all sign patterns instead
 _BATCH_VALUES = 2_000_000  # values in memory at once, 16 MB
 _SEED = 0  # equal differences give equal p-values
+
+
+def check_scipy() -> None:
+    """Raise TuningError if scipy is not installed: before a run spends rollouts that it could not compare."""
+    if find_spec("scipy") is None:
+        raise TuningError(f"comparing candidates needs scipy: {install_hint('trainer')}")
 
 
 def sign_flip_p(differences: Sequence[float]) -> float:
@@ -25,11 +32,10 @@ def sign_flip_p(differences: Sequence[float]) -> float:
     nonzero = [difference for difference in differences if difference]
     if len(nonzero) < 2:
         return 1.0  # either sign is as extreme; scipy refuses a sample of one
-    try:
-        import numpy
-        from scipy.stats import permutation_test
-    except ImportError as error:
-        raise TuningError(f"comparing candidates needs scipy: {install_hint('trainer')}") from error
+    check_scipy()
+    import numpy
+    from scipy.stats import permutation_test
+
     result = permutation_test(
         (numpy.array(nonzero),),
         numpy.sum,
