@@ -26,9 +26,8 @@ clients: venv ## set up the real clients and the browser that `make test-all` ru
 demo: venv ## an unmodified agent gets better, on real vLLM; SEED=2 changes the seed
 	@$(BIN)/ratchet demo --seed $(SEED) $(DEMO_ARGS)
 
-test: venv ## every component and one short end-to-end run on the real vLLM: about 5 minutes on 2 idle cores
-	@$(PYTEST) -m "$(QUICK)" $(PARALLEL)
-	@$(PYTEST) -m circle
+test: venv ## every component and one short end-to-end run on the real vLLM: about 4 minutes on 2 idle cores
+	@$(PYTEST) -m "circle or $(QUICK)" $(PARALLEL)
 
 test-rest: clients ## what `make test` leaves out: real clients, Chromium, PostgreSQL, kills, timing, all end-to-end tests
 	@$(PYTEST) -m "not ($(QUICK) or alone or e2e)" $(PARALLEL)

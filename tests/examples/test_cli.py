@@ -30,6 +30,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Any:
         yield model
 
 
+@pytest.mark.slow
 def test_test_writes_rows_and_a_summary_of_all_held_out_tasks(
     home: Path, tmp_path: Path, server: ScriptedModel
 ) -> None:

@@ -71,6 +71,7 @@ async def test_every_thumb_is_stored_and_scores_its_trajectory(play: Play, home:
     assert 0 < sum(content.values()) < 24
 
 
+@pytest.mark.slow
 async def test_a_revised_thumb_counts_as_revised_and_a_colleague_has_a_vote(play: Play, home: Path) -> None:
     proxy = play(always_oslo)
     served, _ = await stream(proxy, home, 4, Habits(0.0, 0.0, revised=1.0, contradicted=1.0, delay=0.2))
@@ -132,6 +133,7 @@ def test_intervals_are_wilsons_and_newcombes() -> None:
     assert wilson(0, 0) == (0.0, 1.0)
 
 
+@pytest.mark.slow
 def test_the_command_serves_the_users_and_tells_what_they_found(
     play: Play, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -79,6 +79,7 @@ def test_json_that_is_too_deep_is_refused_in_every_dialect_by_the_settings_name(
     assert vllm.calls == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
 @pytest.mark.parametrize("setting", ["max_messages", "max_tools"])
 def test_too_many_messages_or_tools_are_refused_by_the_settings_name(start: Start, path: str, setting: str) -> None:

@@ -69,6 +69,7 @@ def test_a_failing_store_and_a_missing_segment_have_their_own_errors(
         store_writer.write(segment(tmp_path, end("a")))
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_replaced_at_the_next_segment_range(
     store_writer: WriterProcess, store: Store, tmp_path: Path
 ) -> None:

@@ -68,6 +68,7 @@ def answered_id(proxy: Proxy, dialect: str, streamed: bool) -> str:
     return [str(chunk.id) for chunk in answer].pop() if streamed else str(answer.id)
 
 
+@pytest.mark.slow
 def test_every_field_is_stored(proxy: Proxy) -> None:
     answer = proxy.http.post("/v1/chat/completions", json=BODY)
     names = {"call_id": answer.headers["x-ratchet-call"], "trajectory_id": answer.headers["x-ratchet-trajectory"]}

@@ -38,6 +38,7 @@ def test_a_stream_with_a_late_first_token_gets_comments_and_is_complete(proxy: P
     assert (call.state, call.untrainable) == ("answered", None)
 
 
+@pytest.mark.slow
 def test_a_stream_that_pauses_gets_comments_between_its_events(proxy: Proxy) -> None:
     answer = proxy.http.post("/v1/chat/completions", json=chat("#tokens=3 #delay=0.25")).text
     assert answer.count(": keep-alive\n\n") >= 3
@@ -74,6 +75,7 @@ def test_the_sdks_read_streams_with_comments(proxy: Proxy) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("script", "code"), [("#status=500", "status_500"), ("#status=429", "rate_limit_exceeded")])
 def test_a_refusal_after_a_comment_is_an_error_event_in_every_dialect(proxy: Proxy, script: str, code: str) -> None:
     agent = proxy.agent()

@@ -48,6 +48,7 @@ def test_an_unread_stderr_blocks_no_call_probe_or_shutdown(tmp_path: Path, vllm_
     os.close(reader)
 
 
+@pytest.mark.slow
 def test_dropped_lines_are_counted_and_reported_once_the_log_is_read_again() -> None:
     process = running(
         "logs.configure_logging('text'); [log.info('event=busy number=%d', n) for n in range(30_000)]; "

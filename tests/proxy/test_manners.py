@@ -98,6 +98,7 @@ def test_a_compressed_body_is_read_and_recorded(proxy: Proxy, encoding: str, pac
     assert proxy.store.calls.page(1)[0].untrainable is None
 
 
+@pytest.mark.slow
 def test_a_compressed_body_is_bounded_and_a_broken_one_is_refused(start: Start) -> None:
     proxy = start(max_body_bytes=100_000)
     bomb = post(proxy, gzip.compress(b" " * 50_000_000), "gzip")

@@ -104,6 +104,7 @@ def test_a_client_that_leaves_is_an_error_of_its_own_class(proxy: Proxy) -> None
     assert value(proxy, "ratchet_calls_total", state="aborted") == 1
 
 
+@pytest.mark.slow
 def test_lag_is_the_age_of_the_oldest_unshipped_record(start: Start, tmp_path: Path) -> None:
     proxy = start(max_lag_seconds=1.0)
     proxy.http.post(CALL, json=chat_body("hi"))

@@ -92,6 +92,7 @@ def only(proxy: Proxy) -> Call:
     return call
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("dialect", ["chat", "completions", "responses", "messages"])
 def test_another_model_answers_in_every_dialect_under_its_own_name_and_key(

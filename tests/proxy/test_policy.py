@@ -34,6 +34,7 @@ def promote(proxy: Proxy, version: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_trajectory_ends_on_the_version_it_started_with(proxy: Proxy, vllm: ScriptedVllm) -> None:
     agent = proxy.agent()
     messages: list[Any] = [{"role": "user", "content": "hi"}]
@@ -183,6 +184,7 @@ def test_without_vllm_calls_get_503_until_it_starts(start: Start) -> None:
     assert proxy.http.get("/health/live").status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
     [

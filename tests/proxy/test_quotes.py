@@ -107,6 +107,7 @@ def prompt_of(rng: random.Random, all_words: Sequence[str]) -> list[Message]:
     return [message for message in messages if len(str(message["content"]).strip()) >= MIN_QUOTE_LENGTH]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_the_index_finds_what_a_plain_search_finds(seed: int) -> None:
     rng, found = random.Random(seed), 0

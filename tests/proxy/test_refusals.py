@@ -19,6 +19,7 @@ def operations(proxy: Proxy) -> list[tuple[str, str]]:
     return [(method.upper(), "/api" + path) for path, methods in paths.items() for method in methods]
 
 
+@pytest.mark.slow
 def test_no_route_of_the_operator_api_accepts_a_body_above_its_limit(proxy: Proxy) -> None:
     tried = operations(proxy)
     assert len(tried) > 15

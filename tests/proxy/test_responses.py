@@ -147,6 +147,7 @@ def test_a_previous_response_outlives_a_restart(
             proxy.agent(key="another").responses.create(**request, input="hi")
 
 
+@pytest.mark.slow
 def test_a_previous_response_of_another_proxy_is_found_at_once(
     vllm_url: str, vllm: ScriptedVllm, store: Store, tmp_path: Path
 ) -> None:
@@ -188,6 +189,7 @@ def test_structured_output_and_choices_of_tools_reach_vllm(proxy: Proxy, vllm: S
     assert sent["reasoning_effort"] == "low"
 
 
+@pytest.mark.slow
 def test_images_are_passed_on_recorded_and_marked(proxy: Proxy, vllm: ScriptedVllm) -> None:
     image = {"type": "input_image", "image_url": "data:image/png;base64,AA", "detail": "low"}
     item: Any = {"role": "user", "content": [{"type": "input_text", "text": "see"}, image]}

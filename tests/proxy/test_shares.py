@@ -108,6 +108,7 @@ def test_a_hostile_key_fills_its_share_and_another_keys_trajectories_stay_linked
     assert linker.find_link(evidence(last, HOSTILE)).linked_by == "root"
 
 
+@pytest.mark.slow
 def test_a_key_stays_within_its_quota_although_the_total_has_space() -> None:
     linker = TrajectoryLinker(900, 2**22, 2**19)
     for number in range(3000):

@@ -32,6 +32,7 @@ def recorded(proxy: Proxy, body: dict[str, Any], path: str = "/v1/chat/completio
     return proxy.store.calls.page(1)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [

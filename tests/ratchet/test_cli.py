@@ -113,6 +113,7 @@ def test_status_says_how_far_the_last_round_moved_the_policy(project: Project) -
     assert "last round    changed the policy by 2.4e-08 nats a token (k3) at rate 1e-05: too small to be seen" in output
 
 
+@pytest.mark.slow
 def test_a_judge_without_its_function_fails_with_the_format(project: Project) -> None:
     output = project.run("judge", "lint", "--judge", "my_agent.judge", "--question", "q", "--answer", "a").stdout
     assert (
@@ -121,6 +122,7 @@ def test_a_judge_without_its_function_fails_with_the_format(project: Project) ->
     )
 
 
+@pytest.mark.slow
 def test_an_error_is_one_line_and_debug_shows_the_traceback(project: Project) -> None:
     plain = project.run("status", "--project", "a/b")
     assert plain.returncode == 1

@@ -32,6 +32,7 @@ def test_trainer_and_vllm_are_pinned_each_to_its_own_devices(project: Project, m
     assert {name: service[VARIABLE] for name, service in found.items()} == {"vllm": "0,1", "proxy": "3", "trainer": "2"}
 
 
+@pytest.mark.slow
 def test_without_settings_the_variable_holds_for_both(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     project.write(trainer={"judge": JUDGE})
     monkeypatch.setenv(VARIABLE, "GPU-8f2c,1")
@@ -40,6 +41,7 @@ def test_without_settings_the_variable_holds_for_both(project: Project, monkeypa
     assert not [service for service in environments(project).values() if VARIABLE in service]
 
 
+@pytest.mark.slow
 def test_the_hubs_variables_reach_vllm_and_the_trainer(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     project.write(trainer={"judge": JUDGE}, base_model="acme/model")
     for name, value in (("HF_ENDPOINT", "http://mirror"), ("HF_HUB_OFFLINE", "1"), ("HF_HOME", "/cache")):

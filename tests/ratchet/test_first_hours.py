@@ -48,6 +48,7 @@ def test_an_open_host_without_a_key_is_refused_once_before_anything_starts(proje
     assert not (project.state / "logs" / "vllm.log").exists()
 
 
+@pytest.mark.slow
 def test_a_tool_call_parser_that_vllm_does_not_know_is_named_with_those_that_it_knows(project: Project) -> None:
     project.write(vllm={"port": project.content["vllm"]["port"], "tool_call_parser": "herms"})
     up = project.run("up")
@@ -57,6 +58,7 @@ def test_a_tool_call_parser_that_vllm_does_not_know_is_named_with_those_that_it_
     assert "Traceback" not in up.stdout
 
 
+@pytest.mark.slow
 def test_a_state_folder_that_cannot_be_made_is_not_blamed_on_a_full_disk(project: Project) -> None:
     project.write(state_dir="/proc/nowhere")
     up = project.run("up")

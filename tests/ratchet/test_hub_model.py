@@ -55,6 +55,7 @@ def test_an_unknown_hub_name_fails_before_anything_starts(project: Project, hub:
     assert not (project.state / "run" / "vllm.pid").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("offline", "message"), [("1", "HF_HUB_OFFLINE is set"), ("0", "cannot be reached")])
 def test_an_unreachable_hub_is_reported(project: Project, offline: str, message: str) -> None:
     nobody = f"http://127.0.0.1:{free_port()}"

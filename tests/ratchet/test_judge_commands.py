@@ -56,6 +56,7 @@ def test_lint_finds_a_judge_that_looks_for_the_answer_anywhere(project: Project,
     assert "FOOLED        1  denied: 'It is certainly not Oslo.'" in fooled.stdout
 
 
+@pytest.mark.slow
 def test_rescore_shows_what_another_judge_would_change(project: Project, store: Store) -> None:
     group = grouped(store)
     verdicts = [

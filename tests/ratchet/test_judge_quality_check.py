@@ -63,6 +63,7 @@ def test_without_traffic_the_lint_checks_the_judge(
     assert passed is (found.remedy == "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grouped", [True, False])
 @pytest.mark.parametrize(
     ("name", "passed", "seen"),

@@ -186,6 +186,7 @@ def test_mipro_finds_it_too_through_the_same_command(
     assert result["details"]["budget"]["rollouts_begun"] == len(circle.vllm.prompts)
 
 
+@pytest.mark.slow
 def test_the_light_environment_of_the_command_has_no_torch() -> None:
     program = (
         "import sys; import ratchet.tuning.tune_prompt, ratchet.tuner.prompts.prompt_run; print('torch' in sys.modules)"

@@ -72,6 +72,7 @@ def test_a_report_on_nothing_says_so_and_fails(project: Project) -> None:
     assert "no tuning run" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_report_on_what_nobody_ran_says_in_one_line_what_there_is(tuned: Project) -> None:
     done = tuned.run("tune", "report", "--model", "nope", "--judged-by", "j")
     assert done.returncode == 1

@@ -264,6 +264,7 @@ def test_ctrl_c_while_starting_leaves_nothing(project: Project, moment: float) -
     assert not project.helper.exists() or not is_alive(int(project.helper.read_text()))
 
 
+@pytest.mark.slow
 def test_a_busy_port_that_was_chosen_names_who_holds_it(project: Project) -> None:
     with socket.create_server(("127.0.0.1", project.content["proxy"]["port"])):
         up = project.run("up")

@@ -68,6 +68,7 @@ def failed(found: dict[str, list[CheckResult]]) -> dict[str, str]:
     return {step: "; ".join(one.seen for one in results) for step, results in found.items() if not results[0].passed}
 
 
+@pytest.mark.slow
 def test_a_sound_workflow_passes_every_step_and_leaves_nothing_to_train(found: Examine, proxy: Proxy) -> None:
     wrong = failed(found(judge="by_length"))
     assert set(wrong) == {"attempts"}  # the scripted model says the same each time
@@ -101,6 +102,7 @@ def test_every_reason_is_named(
     assert message in wrong[step]
 
 
+@pytest.mark.slow
 def test_the_error_of_a_program_is_its_own_last_line(found: Examine) -> None:
     (result,) = found(f"{sys.executable} nowhere.py")["rollouts"]
     assert "exit code 2" in result.seen
@@ -114,17 +116,20 @@ def test_a_step_without_data_does_not_pass(found: Examine) -> None:
     assert "attempts" not in found("asks_greedily")
 
 
+@pytest.mark.slow
 def test_an_agent_that_asks_for_another_model_is_named(found: Examine) -> None:
     wrong = failed(found("asks_greedily", task=TASK | {"model": "gpt-unknown"}))
     assert "2 of 2 failed: NotFoundError: " in wrong["rollouts"]
     assert "gpt-unknown" in wrong["rollouts"]
 
 
+@pytest.mark.slow
 def test_calls_to_a_model_that_is_not_trained_are_named(found: Examine) -> None:
     wrong = failed(found("asks_greedily", task=TASK | {"model": "teacher"}))
     assert "use the given base_url and model" in wrong["calls"]
 
 
+@pytest.mark.slow
 def test_calls_without_token_ids_are_named(found: Examine) -> None:
     wrong = failed(found(task=TASK | {"question": "Hello #noids"}))
     assert "no sampled token could be trained: " in wrong["tokens"]

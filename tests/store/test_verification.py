@@ -143,6 +143,7 @@ def test_a_dangling_reference_is_reported(sound_file: Path, tmp_path: Path) -> N
     assert any("calls rowid" in one.row and "trajectories" in one.problem for one in found.findings)
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_where_much_is_wrong(store: Store, store_url: str) -> None:
     for number in range(30):
         answered_trajectory(store, f"t{number}", f"answer {number}")

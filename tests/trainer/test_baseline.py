@@ -57,6 +57,7 @@ def test_the_newest_scores_count_most() -> None:
     assert found.mean > 0.85
 
 
+@pytest.mark.slow
 def test_the_baseline_leaves_the_expected_gradient_alone() -> None:
     """With scores that do not depend on what was sampled, the mean advantage over many samples is zero."""
     randomness = random.Random(1)

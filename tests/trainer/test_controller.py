@@ -72,6 +72,7 @@ def test_a_round_waits_for_enough_groups_but_not_for_ever(
     assert store.policies.live()["agent"].version == 1
 
 
+@pytest.mark.slow
 def test_a_restarted_trainer_goes_on_from_the_last_commit(
     store: Store, make_controller: Callable[..., Controller], tmp_path: Path
 ) -> None:
@@ -124,6 +125,7 @@ def test_a_store_outage_at_the_commit_trains_nothing_twice(
     assert [held.state for held in store.rounds.page("agent")] == [RoundState.COMMITTED, RoundState.ABANDONED]
 
 
+@pytest.mark.slow
 def test_a_leader_that_was_overtaken_goes_on_from_what_the_other_one_committed(
     store: Store, make_controller: Callable[..., Controller], tmp_path: Path
 ) -> None:
@@ -196,6 +198,7 @@ def test_a_round_of_greedy_answers_is_an_alarm_that_names_the_remedy_and_ends_wi
     assert store.alarms.active() == []
 
 
+@pytest.mark.slow
 def test_gathering_judging_and_training_are_followed(store: Store, make_controller: Callable[..., Controller]) -> None:
     agents_work(store, "a", [0.0, 1.0])
     agents_work(store, "b", [1.0, 0.0])
@@ -214,6 +217,7 @@ def test_gathering_judging_and_training_are_followed(store: Store, make_controll
     assert metric("ratchet_progress_mean", "gathering", metric="tokens") == 3
 
 
+@pytest.mark.slow
 def test_while_a_tool_is_sick_no_step_is_taken_and_what_was_judged_waits(
     store: Store, make_controller: Callable[..., Controller]
 ) -> None:
@@ -289,6 +293,7 @@ def test_groups_that_are_too_old_are_dropped_as_stale(store: Store, make_control
     assert reason.startswith("the last 4 groups were all sampled more than 0 versions ago; raise max_staleness")
 
 
+@pytest.mark.slow
 def test_a_candidate_that_a_dead_trainer_left_is_published_by_the_next(
     store: Store, make_controller: Callable[..., Controller], engine: ScriptedEngine
 ) -> None:
@@ -303,6 +308,7 @@ def test_a_candidate_that_a_dead_trainer_left_is_published_by_the_next(
     assert store.policies.live()["agent"].version == 1
 
 
+@pytest.mark.slow
 def test_an_ungrouped_trajectory_is_compared_with_earlier_scores_of_its_family(
     store: Store, make_controller: Callable[..., Controller]
 ) -> None:

@@ -45,6 +45,7 @@ def decided(store: Store) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_a_candidate_that_answers_worse_is_rejected_before_it_serves(
     store: Store, make_controller: Callable[..., Controller], engine: ScriptedEngine
 ) -> None:
@@ -74,6 +75,7 @@ def test_a_candidate_that_answers_as_well_goes_on_with_the_evidence(
     assert (request["temperature"], request["n"], bool(request["tools"])) == (1.0, 2, True)
 
 
+@pytest.mark.slow
 def test_prompts_that_the_judge_fails_on_do_not_count(
     store: Store, make_controller: Callable[..., Controller], engine: ScriptedEngine
 ) -> None:

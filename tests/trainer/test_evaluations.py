@@ -132,6 +132,7 @@ def test_an_evaluation_that_fails_is_an_alarm_and_passes_nobody(store: Store) ->
     evaluations.close()
 
 
+@pytest.mark.slow
 def test_a_jump_on_held_out_tasks_waits_for_a_person_before_it_serves_anybody(
     store: Store, make_controller: Callable[..., Controller], engine: ScriptedEngine
 ) -> None:
@@ -145,6 +146,7 @@ def test_a_jump_on_held_out_tasks_waits_for_a_person_before_it_serves_anybody(
     assert [policy.version for policy in store.policies.serving()] == [0]
 
 
+@pytest.mark.slow
 def test_a_second_judge_that_sees_no_gain_in_the_same_answers_holds_the_candidate(
     store: Store, make_controller: Callable[..., Controller], engine: ScriptedEngine
 ) -> None:

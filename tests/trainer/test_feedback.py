@@ -130,6 +130,7 @@ def test_a_judge_function_receives_the_feedback(store: Store) -> None:
 # --- waiting --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_trajectory_waits_for_its_feedback_and_fails_nothing_meanwhile(
     store: Store, waiting_controller: Callable[..., Controller]
 ) -> None:
@@ -147,6 +148,7 @@ def test_a_trajectory_waits_for_its_feedback_and_fails_nothing_meanwhile(
     assert store.alarms.active() == []
 
 
+@pytest.mark.slow
 def test_a_trajectory_without_feedback_in_time_is_dropped_with_that_reason(
     store: Store, waiting_controller: Callable[..., Controller]
 ) -> None:
@@ -175,6 +177,7 @@ def test_with_a_default_silence_is_judged_once_its_time_is_up(
     assert store.trajectories.get(silent).state is TrajectoryState.TRAINED
 
 
+@pytest.mark.slow
 def test_peers_are_awaited_from_the_feedback_on(store: Store, waiting_controller: Callable[..., Controller]) -> None:
     early, late = agents_work(store, "a", [0.0, 0.0])
     controller = waiting_controller(judge=WAITING | {"within_seconds": DAY}, group_wait_seconds=300.0)
@@ -218,6 +221,7 @@ def test_late_feedback_adds_a_verdict_names_what_was_trained_and_trains_nothing_
     assert [one.score for one in store.groups.past_scores("agent", verdict.judge_version)].count(1.0) == 1
 
 
+@pytest.mark.slow
 def test_revised_feedback_before_the_round_is_what_trains(
     store: Store, waiting_controller: Callable[..., Controller]
 ) -> None:
@@ -247,6 +251,7 @@ def test_feedback_on_what_was_put_aside_is_a_verdict_all_the_same(
     assert store.trajectories.get(name).state is TrajectoryState.DROPPED
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_does_not_hold_late_feedback_for_ever(
     store: Store, waiting_controller: Callable[..., Controller]
 ) -> None:

@@ -100,6 +100,7 @@ def test_a_group_waits_for_members_that_began_with_it_and_are_under_way() -> Non
     assert groups([*done, sealed], 31.0, []) == [("a", "c", "b")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("between", [0.0, 5.0])
 def test_who_is_compared_with_whom_does_not_depend_on_how_long_an_attempt_took(between: float) -> None:
     dice = random.Random(7)

@@ -78,6 +78,7 @@ def by_messages(proxy: Proxy, text: str, task: str) -> None:
 Asks = Callable[[Proxy, str, str], None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asks", [by_chat, by_responses, by_messages])
 def test_images_are_recorded_and_judged_and_their_round_says_why_nothing_was_trained(
     asks: Asks, proxy: Proxy, store: Store, make_controller: Callable[..., Controller]

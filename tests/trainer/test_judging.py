@@ -78,6 +78,7 @@ def test_a_judge_failure_is_never_a_score(store: Store, bad: Any) -> None:
     assert list(store.groups.verdicts(group.members)) == [group.members[0]]
 
 
+@pytest.mark.slow
 def test_a_group_that_cannot_be_judged_is_dropped_loudly_not_scored_zero(store: Store) -> None:
     group = ready_group(store, {"a": ValueError("no idea"), "b": 1.0})
     keep = keeper(store)

@@ -237,6 +237,7 @@ def test_every_loss_raises_the_odds_of_what_was_good(make_learner: LearnerMaker)
         assert trained_sum(rows[0], learner.score(rows)[0]) > trained_sum(rows[0], before)
 
 
+@pytest.mark.slow
 def test_a_round_that_another_policy_sampled_is_refused_and_changes_nothing(
     make_learner: LearnerMaker, tmp_path: Path
 ) -> None:
@@ -340,6 +341,7 @@ def test_a_setting_out_of_range_is_refused_by_name(field: str, value: object) ->
         replace(SETTINGS, **{field: value})  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_importing_the_learner_does_not_import_torch() -> None:
     modules = (
         "ratchet.trainer.learner.learner, ratchet.trainer.adapters.checkpoint, "

@@ -46,6 +46,7 @@ def train(learner: Learner, rounds: range) -> list[RoundReport]:
     return [replace(learner.train_round(build_rows(6, seed=number)), seconds=0.0) for number in rounds]
 
 
+@pytest.mark.slow
 def test_a_rate_that_steers_itself_is_resumed_bit_for_bit(make_learner: LearnerMaker, tmp_path: Path) -> None:
     steady = make_learner()
     first, second = train(steady, range(2))
@@ -98,6 +99,7 @@ def test_the_movement_is_the_one_computed_by_hand(loss: str, steps: int, make_le
     assert report.approx_kl > 1e-5
 
 
+@pytest.mark.slow
 def test_a_round_that_makes_good_answers_less_likely_raises_an_alarm_until_one_does_not(
     store: Store, make_controller: Callable[..., Controller], tiny_model: Path, tmp_path: Path
 ) -> None:

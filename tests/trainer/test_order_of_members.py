@@ -88,6 +88,7 @@ def test_over_many_tasks_each_version_is_shown_first_about_half_the_time(
     assert 15 <= first_shown(model).count("candidate") <= 35
 
 
+@pytest.mark.slow
 def test_a_judge_that_favours_a_place_decides_nothing_about_a_version(
     model: ScriptedJudgeModel, ruler: RulerJudge
 ) -> None:

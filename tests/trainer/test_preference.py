@@ -80,6 +80,7 @@ def test_the_gradient_and_the_loss_are_those_of_the_formulas(loss: str, tiny_mod
     assert Computed(weighed.loss, ours.gradient).relative_error(expected) < 5e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["dpo", "apo_zero_unpaired"])
 def test_what_is_preferred_becomes_likelier_than_what_is_not(loss: str, tiny_model: Path, tmp_path: Path) -> None:
     learner, rows = build_learner(loss, tiny_model, tmp_path, learning_rate=3e-3, steps_per_round=2), build_groups()

@@ -135,6 +135,7 @@ def _is(store: Store, version: int, state: PolicyState) -> bool:
     return store.policies.get("agent", version).state is state
 
 
+@pytest.mark.slow
 def test_a_worse_prompt_is_rejected_on_held_out_prompts_before_it_serves(
     proxy: Proxy, store: Store, make: Callable[..., Controller], vllm: tuple[PromptSensitiveVllm, str]
 ) -> None:

@@ -117,6 +117,7 @@ def test_what_is_not_the_new_version_is_never_called_proven(case: Callable[[Nois
             assert found[ProofOutcome.PROVEN] == 0, (case.__name__, change, noise, found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [1e-7, 1e-3])
 def test_an_applied_adapter_is_proven_where_it_changes_six_times_what_rounding_does(own: float) -> None:
     for change in CHANGES[1:]:

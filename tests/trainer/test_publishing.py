@@ -214,6 +214,7 @@ def test_a_small_step_that_is_not_served_is_rejected_however_near_its_logprobs_a
     assert (found[engines[0].url]["outcome"], found[engines[1].url]["outcome"]) == ("proven", "wrong")
 
 
+@pytest.mark.slow
 def test_a_change_below_rounding_is_unproven_until_the_distance_to_the_live_version_is_provable(
     store: Store, publisher: Publisher, engines: list[ScriptedEngine]
 ) -> None:

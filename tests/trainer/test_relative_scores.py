@@ -47,6 +47,7 @@ def two_versions(store: Store) -> None:
         judged_group(store, [f"c{number}", f"d{number}"], [0.9, 1.0], task=f"t{number}", versions=[1, 1])
 
 
+@pytest.mark.slow
 def test_the_learning_report_and_the_console_say_relative_and_give_no_mean(store: Store) -> None:
     two_versions(store)
     store.policies.register_base("agent", "agent@0")

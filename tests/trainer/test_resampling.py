@@ -214,6 +214,7 @@ def test_calls_and_tokens_a_minute_are_kept_to(
         assert len(vllm.calls) == 4
 
 
+@pytest.mark.slow
 def test_resamples_that_a_killed_trainer_requested_are_never_repeated_and_the_rest_continues(
     store: Store, tmp_path: Path, line: Callable[..., ResamplingTrainer]
 ) -> None:
@@ -234,6 +235,7 @@ def test_resamples_that_a_killed_trainer_requested_are_never_repeated_and_the_re
         trainer.until(lambda: store.trajectories.get(requested.id).drop_reason == "resample_unmatched")
 
 
+@pytest.mark.slow
 def test_an_answer_to_other_prompt_tokens_is_not_compared(
     store: Store, tmp_path: Path, line: Callable[..., ResamplingTrainer]
 ) -> None:
@@ -246,6 +248,7 @@ def test_an_answer_to_other_prompt_tokens_is_not_compared(
         assert [run.drop_reason for run in runs(store)] == ["resample_prompt_mismatch"] * 2
 
 
+@pytest.mark.slow
 def test_a_held_out_prompt_is_not_resampled(store: Store, tmp_path: Path, engine: ScriptedEngine) -> None:
     with running_proxy(store, tmp_path) as (proxy, vllm):
         settings = settings_of(tmp_path, engine, proxy.url)

@@ -152,6 +152,7 @@ def test_trajectories_without_a_role_that_trains_are_put_aside_and_grouped_with_
     assert store.alarms.active() == []
 
 
+@pytest.mark.slow
 def test_traffic_without_the_role_is_an_alarm_that_names_the_remedy_until_it_speaks(
     store: Store, make_controller: Callable[..., Controller]
 ) -> None:

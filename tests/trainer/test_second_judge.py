@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+import pytest
+
 from ratchet.store.records import Transcript
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges import Judgement
@@ -63,6 +65,7 @@ def keeper(store: Store, second: SecondJudge) -> JudgeRunner:
     return JudgeRunner(store, first, attempts=1, retry_seconds=1.0, alarm_after=5, second=second)
 
 
+@pytest.mark.slow
 def test_judges_that_disagree_are_an_alarm_and_the_first_ones_scores_count(store: Store) -> None:
     ids = form(store, 20)
     second = SecondJudge(Contrary(), 1.0, store, "agent", "1")
@@ -91,6 +94,7 @@ def test_judges_that_disagree_are_an_alarm_and_the_first_ones_scores_count(store
     }
 
 
+@pytest.mark.slow
 def test_a_slow_second_judge_holds_nobody_up(store: Store) -> None:
     form(store, 30)
     gate = threading.Event()

@@ -57,6 +57,7 @@ def gradient(settings: LearnerSettings, model: Path, folder: Path, *, shared: bo
     return backward(trainer, micros)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "chosen",
     [
@@ -81,6 +82,7 @@ def test_loss_and_gradient_are_those_of_the_rows_apart(
     assert numbers.tokens_forwarded < 0.7 * alone.tokens_forwarded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", forward_pass.SHARING_MODEL_TYPES)
 def test_every_model_that_shares_gives_the_gradient_of_the_rows_apart(kind: str, tmp_path: Path) -> None:
     model = of_kind(kind, tmp_path / "model")

@@ -102,6 +102,7 @@ def test_after_it_reinforcement_goes_on_from_its_version_with_its_own_loss(
     assert newest.metrics["tokens_compared"] > 0, "the ratio to the engine's policy is back"
 
 
+@pytest.mark.slow
 def test_a_tuning_gets_one_warm_start_however_often_the_trainer_dies(
     store: Store, make_controller: Callable[..., Controller]
 ) -> None:
@@ -244,6 +245,7 @@ def test_what_the_tuning_collected_is_imitated_and_trains_nothing_else(
     assert search(store, "tun_other", sources=("policy",)).scores == {}
 
 
+@pytest.mark.slow
 def test_of_a_task_the_best_few_are_taken(store: Store, make_controller: Callable[..., Controller]) -> None:
     agents_work(store, "a", [0.6, 1.0, 0.9, 0.0])
     agents_work(store, "b", [0.7, 0.7])

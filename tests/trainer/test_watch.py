@@ -71,6 +71,7 @@ def test_an_alarm_that_a_dead_trainer_left_is_cleared_by_the_next(store: Store) 
     assert store.alarms.active() == []
 
 
+@pytest.mark.slow
 def test_a_restart_does_not_make_a_long_sickness_a_tools_own_past(store: Store) -> None:
     tool_called(store, "t000", ToolResult.OK, 200)
     assert not Sentinel(EAGER, store, "agent").check(1.0)
@@ -101,6 +102,7 @@ def test_an_alarm_of_drift_is_not_cleared_before_the_window_is_known_again(store
     assert store.alarms.active() == []
 
 
+@pytest.mark.slow
 def test_a_look_reads_a_few_trajectories_at_a_time_and_each_once(store: Store) -> None:
     for number in range(100):
         answered_trajectory(store, f"t{number:03}")

@@ -108,6 +108,7 @@ def test_nothing_judged_shows_nothing() -> None:
     assert "2 attempts are unjudged" in found.describe()
 
 
+@pytest.mark.slow
 def test_many_equal_candidates_give_a_winner_in_no_more_than_one_of_twenty() -> None:
     winners = 0
     for seed in range(100):

@@ -156,6 +156,7 @@ def test_the_budget_of_tokens_is_hard_with_the_reflections_in_it(
     assert found.gain.tasks == 30
 
 
+@pytest.mark.slow
 def test_a_comparison_that_the_tokens_end_is_inconclusive(
     store: Store, reflection_server: ScriptedReflectionModel
 ) -> None:

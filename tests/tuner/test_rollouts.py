@@ -38,6 +38,7 @@ def run(runner: RolloutRunner, jobs: list[RolloutJob], tuning: Tuning, **given: 
     return asyncio.run(runner.run(jobs, tuning.id, **given))
 
 
+@pytest.mark.slow
 def test_every_rollout_is_an_ordinary_captured_trajectory(
     runner: Make, tasks: list[Task], tuning: Tuning, proxy: Proxy, store: Store
 ) -> None:

@@ -47,6 +47,7 @@ def rollouts_of(runner: RolloutRunner, tasks: list[Task], tuning: Tuning, attemp
     return asyncio.run(runner.run(jobs_of(tasks, attempts), tuning.id))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spec",
     [
@@ -77,6 +78,7 @@ def test_without_a_judge_the_workflows_own_reward_counts(
     assert [(one.score, one.judge_failure) for one in unjudged] == [(None, NO_JUDGE)]
 
 
+@pytest.mark.slow
 def test_a_judge_failure_is_kept_and_is_no_number(
     runner: Make, tasks: list[Task], tuning: Tuning, store: Store
 ) -> None:
@@ -87,6 +89,7 @@ def test_a_judge_failure_is_kept_and_is_no_number(
     assert all(str(one.judge_failure).startswith("AssertionError") for one in scored)
 
 
+@pytest.mark.slow
 def test_a_failed_rollout_is_not_judged_and_keeps_its_failure(
     runner: Make, tasks: list[Task], tuning: Tuning, store: Store
 ) -> None:
@@ -96,6 +99,7 @@ def test_a_failed_rollout_is_not_judged_and_keeps_its_failure(
     assert (one.state, one.score, one.judge) == (RolloutState.FAILED, None, None)
 
 
+@pytest.mark.slow
 def test_a_workflow_without_calls_is_reported(runner: Make, tasks: list[Task], tuning: Tuning, store: Store) -> None:
     (one,) = RolloutScorer(store, judge_of(f"{__name__}:by_row"), alias=ALIAS).score(
         rollouts_of(runner("only_the_task"), tasks[:1], tuning)
@@ -103,6 +107,7 @@ def test_a_workflow_without_calls_is_reported(runner: Make, tasks: list[Task], t
     assert one.judge_failure == NO_CALL
 
 
+@pytest.mark.slow
 def test_tokens_of_failed_rollouts_count_too(
     runner: Make, tasks: list[Task], tuning: Tuning, store: Store, proxy: Proxy
 ) -> None:
@@ -111,6 +116,7 @@ def test_tokens_of_failed_rollouts_count_too(
     assert one.prompt_tokens > 0
 
 
+@pytest.mark.slow
 def test_what_a_proxy_has_not_shipped_is_unjudged_and_never_judged_on_a_part(
     runner: Make, tasks: list[Task], tuning: Tuning, store: Store, proxy: Proxy
 ) -> None:

@@ -79,6 +79,7 @@ def bench(start_proxy: Callable[..., Proxy], store: Store, tmp_path: Path) -> It
         yield SelectionSetup(store, proxy, models, list(TaskSet.open(tmp_path / "test.jsonl").rows("test")), listed)
 
 
+@pytest.mark.slow
 async def test_candidates_take_turns_at_the_same_tasks(bench: SelectionSetup) -> None:
     await bench.select("right-20", "right-95", tasks=10, concurrency=1)
     models = bench.models.requests
@@ -90,6 +91,7 @@ async def test_candidates_take_turns_at_the_same_tasks(bench: SelectionSetup) ->
     assert {one.purpose for one in rollouts} == {"eval"}
 
 
+@pytest.mark.slow
 async def test_a_judge_with_negative_scores_ranks_the_crashing_candidate_last(bench: SelectionSetup) -> None:
     found = await bench.select("crash", "right-20", judge="never_content", tasks=12)
     assert [one.candidate for one in found.ranking.scores] == ["right-20", "crash"]
@@ -126,6 +128,7 @@ async def test_a_judge_that_fails_on_some_names_no_winner_where_that_matters(ben
     assert "ValueError: cannot count so far" in failures
 
 
+@pytest.mark.slow
 async def test_what_was_spent_is_in_the_result_and_an_unknown_price_makes_it_a_lower_bound(
     bench: SelectionSetup,
 ) -> None:
@@ -139,6 +142,7 @@ async def test_what_was_spent_is_in_the_result_and_an_unknown_price_makes_it_a_l
     assert (result.gain.candidate, result.gain.against) == ("right-95", "right-20")
 
 
+@pytest.mark.slow
 async def test_what_ended_is_not_run_again(bench: SelectionSetup) -> None:
     request = Request(
         alias="agent", candidates=("right-95", "right-20"), tasks="sums", split="test", workflow="ask", judge="j"
@@ -156,6 +160,7 @@ async def test_what_ended_is_not_run_again(bench: SelectionSetup) -> None:
     assert all(one.state is RolloutState.ENDED and one.score is not None for one in rollouts)
 
 
+@pytest.mark.slow
 async def test_an_alias_means_the_version_that_is_live_when_the_run_begins(bench: SelectionSetup) -> None:
     known = known_models(bench.proxy.url, None)
     assert resolved(bench.store, ["agent", "right-20"], known) == ("agent@0", "right-20")
