@@ -59,7 +59,7 @@ def test_train_attempts_each_task_several_times_and_reports_each_round(
     output = capsys.readouterr().err
     assert "round=1 rollouts=12" in output
     assert "round=2 rollouts=12" in output
-    assert "24/24" in output
+    assert "train rollouts=24 success=" in output
 
 
 @pytest.mark.parametrize(

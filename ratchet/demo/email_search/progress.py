@@ -16,6 +16,7 @@ from typing import IO, Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from ratchet.demo.email_search.agent import MailRollout
 
@@ -43,17 +44,22 @@ def metrics(rollout: MailRollout) -> dict[str, float]:
 
 
 class RolloutProgress:
-    """A bar over all rollouts with running means on stderr, and a line at the end of each round."""
+    """A bar over all rollouts with running means on stderr, and lines at the end of each round and of all.
+
+    Outside a terminal there are only the lines.
+    """
 
     def __init__(self, name: str, total: int, per_round: int | None = None) -> None:
         columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
+            TextColumn("{task.description}", table_column=Column(no_wrap=True, min_width=len(name))),
+            BarColumn(bar_width=10),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[means]}"),
+            TextColumn("{task.fields[means]}", table_column=Column(no_wrap=True, ratio=1)),
         )
-        self._bars = Progress(*columns, console=Console(stderr=True, highlight=False, soft_wrap=True))
+        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._bars = Progress(*columns, console=console, transient=True, expand=True, disable=not console.is_terminal)
+        self._name = name
         self._task = self._bars.add_task(name, total=total, means="")
         self._rows: list[dict[str, float]] = []
         self._per_round = per_round
@@ -75,8 +81,11 @@ class RolloutProgress:
         rows = self._rounds.setdefault(number, [])
         rows.append(row)
         if len(rows) == self._per_round:
-            means = _format(mean_metrics(self._rounds.pop(number)))
-            self._bars.console.print(f"round={number + 1} rollouts={self._per_round} {means}", markup=False)
+            self._print(f"round={number + 1}", self._rounds.pop(number))
+
+    def _print(self, head: str, rows: Sequence[Mapping[str, float]]) -> None:
+        line = f"{head} rollouts={len(rows)} {_format(mean_metrics(rows))}"
+        self._bars.console.print(line, markup=False, soft_wrap=True)
 
     def __enter__(self) -> Self:
         self._bars.start()
@@ -86,6 +95,8 @@ class RolloutProgress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bars.stop()
+        if self._rows:
+            self._print(self._name, self._rows)
 
 
 class Results:
