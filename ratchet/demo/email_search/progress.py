@@ -85,7 +85,7 @@ class RolloutProgress:
 
     def _print(self, head: str, rows: Sequence[Mapping[str, float]]) -> None:
         line = f"{head} rollouts={len(rows)} {_format(mean_metrics(rows))}"
-        self._bars.console.print(line, markup=False, soft_wrap=True)
+        self._bars.console.print(line, markup=False)
 
     def __enter__(self) -> Self:
         self._bars.start()
