@@ -53,10 +53,11 @@ class DefaultRatesRun:
         folder.mkdir(parents=True, exist_ok=True)
         self._environ = os.environ | {"RATCHET_STATE_DIR": str(folder / "state")}
         self._own: list[str] = []
-        given: dict[str, Any] = yaml.safe_load((ROOT / "examples" / example / "ratchet.yaml").read_text())
+        home = ROOT / ("ratchet/demo" if example == "email_search" else "examples") / example
+        given: dict[str, Any] = yaml.safe_load((home / "ratchet.yaml").read_text())
         self._alias, self._project = given["model"], given["project"]
         given["vllm"]["port"], given["proxy"] = free_port(), {"port": free_port()}
-        learner = given["trainer"]["learner"]
+        learner = given["learner"]
         for name in ("learning_rate", "target_kl"):
             learner.pop(name, None)
         if rate is not None:
@@ -64,11 +65,11 @@ class DefaultRatesRun:
         self._config = folder / "ratchet.yaml"
         self._config.write_text(yaml.safe_dump(given))
         if example == "email_search":
-            home = str(folder / "mail")
-            self._environ |= {"EMAIL_SEARCH_HOME": home}
-            made = [sys.executable, "-m", "ratchet.demo.email_search", "build-db", "--home", home]
+            mail = str(folder / "mail")
+            self._environ |= {"EMAIL_SEARCH_HOME": mail}
+            made = [sys.executable, "-m", "ratchet.demo.email_search", "build-db", "--home", mail]
             subprocess.run(made, cwd=ROOT, env=self._environ, check=True, capture_output=True)
-            self._own = ["--tasks", home]
+            self._own = ["--tasks", mail]
 
     def tuned(self, rounds: int, every: int, attempts: int, seed: int) -> Mapping[str, Any]:
         """Tune, and return what came of it."""

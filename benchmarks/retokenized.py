@@ -272,7 +272,7 @@ def run(base: Path, folder: Path, way: str, seed: int, rounds: int) -> tuple[lis
     scores, same = [], 0.0
     for place in range(rounds):
         boxes_of_round = [one_box for _ in range(GROUPS) for one_box in [dice.choice(BOXES)] * GROUP]
-        rollouts = roll_out(learner._trainer.model, tokenizer, boxes_of_round)
+        rollouts = roll_out(learner.host.trainer.model, tokenizer, boxes_of_round)
         scores.append(statistics.fmean(rollout.score for rollout in rollouts))
         rows: list[TokenRow] = []
         for start in range(0, len(rollouts), GROUP):

@@ -20,7 +20,7 @@ from tests.harness.swaps.campaign import VersionMaker, run, scripted
 @contextmanager
 def real(folder: Path) -> Iterator[tuple[str, VersionMaker]]:
     """Yield the URL of a real vLLM that serves the tiny policy, and a learner that trains its versions."""
-    from benchmarks.real_versions import POLICY, DrawnRowsLearner
+    from tests.harness.swaps.real_versions import POLICY, DrawnRowsLearner
     from tests.harness.vllm.engine import vllm
 
     with vllm(POLICY, folder / "vllm.log", "--dtype", "float32", max_model_len=1024) as url:

@@ -40,7 +40,7 @@ class ThreeMethodsRun:
         environ = {**os.environ, "PYTHONPATH": str(ROOT)} | self._environ
         subprocess.run(made, cwd=ROOT, env=environ, check=True, capture_output=True)
         self.project = Project(folder)
-        given = yaml.safe_load((ROOT / "examples" / "email_search" / "ratchet.yaml").read_text())
+        given = yaml.safe_load((ROOT / "ratchet" / "demo" / "email_search" / "ratchet.yaml").read_text())
         given["vllm"] |= {"port": self.project.content["vllm"]["port"]}
         given["tuner"] |= {"tasks": str(self._mail)}
         given["base_model"] = str(ROOT / given["base_model"])

@@ -42,7 +42,7 @@ from benchmarks.advantages import ranking_model
 from examples.production.figures import gain, wilson
 from ratchet.demo.email_search.mailbox import DATABASE, Mailbox
 from ratchet.demo.email_search.prompt import opening
-from ratchet.demo.email_search.tasks import FILES, MailTask, home, read_tasks
+from ratchet.demo.email_search.tasks import MailTask, every_task, home, read_tasks
 from ratchet.demo.email_search.tools import TOOLS
 from ratchet.demo.run import TINY
 from ratchet.settings.load_settings import load
@@ -74,7 +74,7 @@ _boxes = threading.local()
 
 @lru_cache(1)
 def _tasks(folder: Path) -> dict[str, MailTask]:
-    return {task.question: task for split in FILES for task in read_tasks(folder, split)}
+    return {task.question: task for task in every_task(folder)}
 
 
 def found(messages: Sequence[Mapping[str, Any]]) -> bool:
@@ -164,13 +164,15 @@ def settings_of(way: str, folder: Path, seed: int, url: str, held_out_share: flo
         judged = {"kind": "ruler", "base_url": url, "model": "scripted"}
     trainer: dict[str, Any] = {
         "judge": judged, "num_generations": 8, "group_wait_seconds": 1.0, "groups_per_round": 8, "max_staleness": 3,
-        "release": {"held_out_share": held_out_share, "evaluation_prompts": 16, "evaluation_samples": 2},
+        "release": {
+            "policy": "immediate", "held_out_share": held_out_share, "evaluation_prompts": 16, "evaluation_samples": 2,
+        },
     } | _WAYS[way]  # fmt: skip
     values: dict[tuple[str, ...], tuple[str, Any]] = {
         ("project",): ("", way),
         ("state_dir",): ("", str(folder)),
         ("vllm", "extra_args"): ("", []),  # its metrics say whether it is idle
-        ("trainer", "learner", "seed"): ("", seed),
+        ("learner", "seed"): ("", seed),
     }
     for name, value in trainer.items():
         if name in ("release", "resample"):

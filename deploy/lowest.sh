@@ -20,7 +20,7 @@ trap 'rm -rf "$folder"' EXIT
 # Left out: what needs Playwright, Schemathesis, TensorBoard, torch, the hub's client, the Agents SDK or vLLM.
 "$folder/venv/bin/python" -m pytest -q -n "${TEST_WORKERS:-4}" --dist worksteal -p no:cacheprovider \
     -m "not (alone or browser or clients or e2e or postgres or slow)" \
-    --ignore tests/proxy/test_console_pages.py --ignore tests/proxy/test_hostile.py \
+    --ignore tests/proxy/console --ignore tests/proxy/test_hostile.py \
     --ignore tests/ratchet/test_learning_report.py --ignore tests/ratchet/test_hub_model.py \
     --ignore tests/ratchet/test_tune_weights.py \
     --deselect tests/proxy/test_dialects.py::test_an_agent_of_the_agents_sdk_completes_its_loop \

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from starlette.types import ASGIApp
 
 from ratchet.proxy.coordinator.admission import Admission
+from ratchet.proxy.coordinator.alarms.alarm_webhook import AlarmWebhook
 from ratchet.proxy.coordinator.console.pages import MOUNT, Console, front
 from ratchet.proxy.coordinator.conversations.conversation_cache import ConversationCache
 from ratchet.proxy.coordinator.conversations.stored_responses import StoredResponses
 from ratchet.proxy.coordinator.conversations.token_contexts import TokenContexts
 from ratchet.proxy.coordinator.health.health_endpoints import HealthEndpoints
 from ratchet.proxy.coordinator.keys.key_cache import KeyCache
+from ratchet.proxy.coordinator.limits.rate_limits import KeyMeter
 from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
 from ratchet.proxy.coordinator.linking.restore import LinkingRestore
 from ratchet.proxy.coordinator.rollouts.rollout_plans import RolloutPlans
@@ -22,6 +26,7 @@ from ratchet.proxy.coordinator.shipping.record_lookups import RecordLookups
 from ratchet.proxy.coordinator.shipping.shipper import Shipper
 from ratchet.proxy.coordinator.shipping.store_writer import InProcessWriter, StoreWriter
 from ratchet.proxy.coordinator.versions.base_model_check import BaseModelCheck
+from ratchet.proxy.coordinator.versions.base_registration import BaseRegistration
 from ratchet.proxy.coordinator.versions.heartbeat import Heartbeat
 from ratchet.proxy.coordinator.versions.policy_cache import PolicyCache
 from ratchet.proxy.dialects.anthropic_messages import Messages
@@ -39,6 +44,7 @@ from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.proxy.upstreams.circuit_breaker import CircuitBreaker
 from ratchet.proxy.upstreams.replica_pool import Replica, ReplicaPool
 from ratchet.proxy.upstreams.replica_probes import ReplicaProbes
+from ratchet.proxy.upstreams.replica_watch import ReplicaWatch
 from ratchet.proxy.upstreams.vllm_client import Upstream
 from ratchet.proxy.worker.call.observer import CallObserver
 from ratchet.proxy.worker.call.recorder import Recorder
@@ -55,9 +61,32 @@ from ratchet.proxy.worker.http.body_memory import BodyLimit, BodyMemory
 from ratchet.proxy.worker.http.decompression import Decompression
 from ratchet.proxy.worker.http.error_middleware import ErrorMiddleware
 from ratchet.proxy.worker.http.routing import Lifespan, LifespanService, Router
+from ratchet.store.access.replica_list import ReplicaList
 from ratchet.store.store import Store
 
 log = logging.getLogger("ratchet.proxy")
+
+
+class ProxyApplication(Lifespan):
+    """The proxy as an ASGI application."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        services: Sequence[LifespanService],
+        on_stop: Callable[[], None],
+        set_agents: Callable[[Sequence[str]], None],
+    ) -> None:
+        super().__init__(app, services, on_stop)
+        self._set_agents = set_agents
+
+    def set_agents(self, names: Sequence[str]) -> None:
+        """Serve these agents from now on, in the event loop's thread.
+
+        A new agent serves once version 0 is registered, within about a second. An agent that left finishes its calls
+        and its open trajectories; a new trajectory gets 404. Raises ValueError for names that cannot be served.
+        """
+        self._set_agents(names)
 
 
 class Recording(NamedTuple):
@@ -82,8 +111,10 @@ class Serving(NamedTuple):
     pool: ReplicaPool[Replica]
     others: OtherModels
     forwarder: Forwarder
+    registration: BaseRegistration
     base_check: BaseModelCheck
     probes: ReplicaProbes[Replica]
+    watch: ReplicaWatch
 
 
 def create_app(
@@ -93,7 +124,7 @@ def create_app(
     url: str = "",
     store_writer: StoreWriter | None = None,
     critical_tasks: CriticalTasks | None = None,
-) -> Lifespan:
+) -> ProxyApplication:
     """Return the proxy as an ASGI application; its services run from the start of the lifespan to its end.
 
     Args:
@@ -133,12 +164,20 @@ def create_app(
         recording.shipper,
         LinkingRestore(serving.linker.restore_from_store, store, settings.trajectory_idle_seconds),
         serving.policies,
+        serving.registration,
         serving.heartbeat,
         serving.rollouts,
         serving.base_check,
+        serving.watch,
         serving.probes,
+        AlarmWebhook(settings.alarm_webhook_url, store, metrics),
     ]
-    return Lifespan(app, services, on_stop=health.stop)
+    return ProxyApplication(app, services, health.stop, partial(_set_agents, serving))
+
+
+def _set_agents(serving: Serving, names: Sequence[str]) -> None:
+    serving.policies.set_agents(names)
+    serving.base_check.check_again()
 
 
 def build_recording(
@@ -205,9 +244,7 @@ def build_serving(
         cool_off=cool_off,
         critical_tasks=critical_tasks,
     )
-    policies = PolicyCache(
-        (settings.model,), store, upstream, metrics, other_models=others.names, critical_tasks=critical_tasks
-    )
+    policies = PolicyCache(settings.agents, store, metrics, other_models=others.names, critical_tasks=critical_tasks)
     heartbeat = Heartbeat(
         store,
         metrics,
@@ -224,12 +261,20 @@ def build_serving(
     if settings.exact_context != "off":
         contexts = TokenContexts(store, settings.max_exact_context_bytes)
         own = ExactForwarder(own, policies, upstream, pool, contexts, metrics, required=settings.exact_context == "on")
-    base_check = BaseModelCheck(settings.model, store, upstream, vllm.probe_models, critical_tasks=critical_tasks)
+    registration = BaseRegistration(policies, store, upstream, critical_tasks)
+    base_check = BaseModelCheck(
+        lambda: policies.aliases, store, upstream, vllm.probe_models, critical_tasks=critical_tasks
+    )
     probes = ReplicaProbes(pool, base_check.look, min(settings.probe_interval_seconds, cool_off), critical_tasks)
+    watch = ReplicaWatch(
+        ReplicaList(settings.upstreams), upstream, pool, probes, critical_tasks, failures=failures, cool_off=cool_off
+    )
     forwarder = ModelRouter(own, others)
     return Serving(
-        policies, heartbeat, linker, RolloutPlans(store), contexts, pool, others, forwarder, base_check, probes
-    )
+        policies, heartbeat, linker, RolloutPlans(store), contexts, pool, others, forwarder, registration, base_check,
+        probes,
+        watch,
+    )  # fmt: skip
 
 
 def build_routes(
@@ -255,6 +300,10 @@ def build_routes(
         settings.keep_alive_seconds,
         settings.tool_strict_level,
         lambda model: None if model in policies.other_models else serving.pool.max_context_length(),
+        {
+            name: KeyMeter(limit.requests_per_minute, limit.tokens_per_minute, f"agent {name}")
+            for name, limit in settings.agent_limits.items()
+        },
     )
 
     def captured(dialect: Dialect) -> CallEndpoint:
@@ -262,7 +311,7 @@ def build_routes(
         return CallEndpoint(dialect, admission, recording.recorder, serving.forwarder, observer, limits)
 
     feedback = FeedbackIntake(store, recording.journal, recording.lookups, redactor, metrics)
-    operator_api = create_operator_api(store, recording.shipper, linker, feedback)
+    operator_api = create_operator_api(store, recording.shipper, linker, feedback, policies.agent_states)
     count_tokens = CountTokensEndpoint(policies, upstream, serving.pool, serving.rollouts, settings.bounds)
     models = ModelsEndpoint(policies)
     console: dict[str, ASGIApp] = {MOUNT: Console()} if settings.console else {}

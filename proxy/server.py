@@ -17,12 +17,12 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 import uvicorn
 
-from ratchet.proxy.app import create_app
+from ratchet.proxy.app import ProxyApplication, create_app
 from ratchet.proxy.coordinator.shipping.writer_process import WriterProcess
 from ratchet.proxy.errors import StartError
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
@@ -31,9 +31,12 @@ from ratchet.proxy.settings import ProxySettings
 from ratchet.proxy.upstreams.vllm_client import Upstream
 from ratchet.proxy.worker.http.connections import ClientConnections
 from ratchet.proxy.worker.http.routing import Lifespan
+from ratchet.store.access.replica_list import ReplicaList
 from ratchet.store.store import open_store
 
 log = logging.getLogger("ratchet.proxy")
+
+SetAgents = Callable[[Sequence[str]], object]
 
 # A full garbage collection stalls every call for tens of milliseconds: run it rarely (54 -> 6 us per call)
 _GC_THRESHOLDS = (5_000, 10, 200)
@@ -42,8 +45,14 @@ _SHUTDOWN_SECONDS = 30.0  # for the shutdown after that, beyond the time for ope
 _RESERVED_FILES = 256  # listener, journal, store, libraries
 
 
-def serve(settings: ProxySettings, on_listening: Callable[[str], None] | None = None) -> int:
+def serve(
+    settings: ProxySettings,
+    on_listening: Callable[[str], None] | None = None,
+    follow_agents: Callable[[SetAgents], None] | None = None,
+) -> int:
     """Serve until a signal; return the exit status. `on_listening` gets the URL when the proxy accepts calls.
+
+    `follow_agents` then gets a function that sets the names of the agents; any thread may call it.
 
     The status is 1 if a background task died; the log names it.
 
@@ -56,7 +65,7 @@ def serve(settings: ProxySettings, on_listening: Callable[[str], None] | None = 
     store = open_store(settings.store)
     key = settings.upstream_key.get_secret_value() if settings.upstream_key else None
     upstream = Upstream(
-        settings.upstreams,
+        ReplicaList(settings.upstreams).resolve(),
         settings.request_timeout_seconds,
         settings.connect_timeout_seconds,
         key,
@@ -87,7 +96,7 @@ def serve(settings: ProxySettings, on_listening: Callable[[str], None] | None = 
         app,
         connections,
         critical_tasks,
-        lambda: _started(url, on_listening),
+        lambda: _started(app, url, on_listening, follow_agents),
         settings.drain_delay_seconds,
     )
     _raise_file_limit(2 * settings.max_connections + _RESERVED_FILES)
@@ -168,7 +177,12 @@ class _Server(uvicorn.Server):
             self._on_started()
 
 
-def _started(url: str, on_listening: Callable[[str], None] | None) -> None:
+def _started(
+    app: ProxyApplication,
+    url: str,
+    on_listening: Callable[[str], None] | None,
+    follow_agents: Callable[[SetAgents], None] | None,
+) -> None:
     gc.collect()
     sys.setswitchinterval(0.0005)  # the loop gets the interpreter back quickly while the shipper works
     gc.set_threshold(*_GC_THRESHOLDS)
@@ -176,6 +190,9 @@ def _started(url: str, on_listening: Callable[[str], None] | None) -> None:
     log.info("event=listening url=%s", url)
     if on_listening is not None:
         on_listening(url)
+    if follow_agents is not None:
+        loop = asyncio.get_running_loop()
+        follow_agents(lambda names: loop.call_soon_threadsafe(app.set_agents, names))
 
 
 def _raise_file_limit(wanted: int) -> None:

@@ -12,12 +12,23 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
+from ratchet.proxy.agent_names import check_agent_names
 from ratchet.proxy.api_keys import KEYS_VARIABLE, OPERATOR_KEYS_VARIABLE, hash_key
 from ratchet.proxy.model_list import ModelEntry, keys_in
 from ratchet.proxy.wire.body_bounds import BodyBounds
-from ratchet.store.access.url_credentials import plain_url
+from ratchet.store.access.replica_list import check_entry
 
 UPSTREAM_KEY_VARIABLE = "RATCHET_UPSTREAM_API_KEY"
+ALARM_WEBHOOK_VARIABLE = "RATCHET_ALARM_WEBHOOK_URL"
+
+
+class AgentLimits(BaseModel):
+    """Limits of one agent, over all keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    requests_per_minute: int | None = Field(None, ge=1, description="request limit per proxy; null: no limit")
+    tokens_per_minute: int | None = Field(None, ge=1, description="token limit per proxy; null: no limit")
 
 
 class ProxySettings(BaseModel):
@@ -26,9 +37,10 @@ class ProxySettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     upstreams: tuple[str, ...] = Field(
-        min_length=1, repr=False, description="base URLs of the vLLM replicas, without `/v1`"
+        min_length=1, repr=False, description="the vLLM replicas: URLs without `/v1`, or lists of them"
     )
-    model: str = Field(min_length=1, max_length=100, description="the alias that agents send as `model`")
+    model: str = Field("", max_length=100, description="the one agent, by the name that it sends as `model`")
+    agents: tuple[str, ...] = Field((), description="several agents, by the names that they send as `model`")
     store: str = Field(description="database URL or SQLite path of the store")
     journal: Path = Field(description="folder of the journal; one proxy per folder")
     host: str = Field("127.0.0.1", description="address to listen on; any address but loopback requires API keys")
@@ -63,6 +75,11 @@ class ProxySettings(BaseModel):
         description="token limit (prompt and completion) of an agent's key without a limit of its own, per proxy; "
         "null: no limit",
     )
+    agent_limits: dict[str, AgentLimits] = Field(
+        default_factory=dict,
+        description="limits of agents by name, over all keys and per proxy: "
+        "`{mail: {requests_per_minute: 600, tokens_per_minute: 200000}}`",
+    )
     allowed_origins: tuple[str, ...] = Field(
         (),
         description="origins of web pages that may send requests from a browser (`https://app.example.com`, or "
@@ -87,6 +104,7 @@ class ProxySettings(BaseModel):
         "`vllm.enforce_strict_tool_calling`",
     )
     upstream_key: SecretStr | None = Field(None, description="bearer token for vLLM")
+    alarm_webhook_url: SecretStr | None = Field(None, description="URL that gets a message for each alarm")
     model_list: tuple[ModelEntry, ...] = Field((), description="other models by name, in LiteLLM's form")
     model_keys: dict[str, SecretStr] = Field(
         default_factory=dict, description="API keys of `model_list`, by environment variable"
@@ -211,8 +229,20 @@ class ProxySettings(BaseModel):
 
     @field_validator("upstreams")
     @classmethod
-    def _plain_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(plain_url(url) for url in urls)
+    def _replicas(cls, entries: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(check_entry, entries))
+
+    @field_validator("alarm_webhook_url")
+    @classmethod
+    def _is_a_url(cls, url: SecretStr | None) -> SecretStr | None:
+        try:
+            parts = urlsplit(url.get_secret_value()) if url is not None else None
+            valid = parts is None or (parts.scheme in ("https", "http") and bool(parts.hostname) and parts.port != 0)
+        except ValueError:  # its text would contain the URL
+            valid = False
+        if not valid:
+            raise ValueError(f"{ALARM_WEBHOOK_VARIABLE} is not a URL: set one like https://host/path, or unset it")
+        return url
 
     @field_validator("allowed_origins")
     @classmethod
@@ -231,20 +261,24 @@ class ProxySettings(BaseModel):
         """YAML reads a bare `on` and `off` as true and false."""
         return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
 
-    @field_validator("model")
+    @model_validator(mode="before")
     @classmethod
-    def _bare_alias(cls, alias: str) -> str:
-        if "@" in alias:
-            raise ValueError(f"model {alias!r} contains @, which separates alias and version; choose another alias")
-        return alias
+    def _one_agent_in_short(cls, values: Any) -> Any:
+        """`model: NAME` is short for `agents: [NAME]`."""
+        if not isinstance(values, dict) or not values.get("model"):
+            return values
+        if values.get("agents"):
+            raise ValueError("model and agents exclude each other: name every agent under agents")
+        return {**values, "agents": (values["model"],)}
 
     @model_validator(mode="after")
-    def _model_names_differ(self) -> Self:
-        if any(entry.model_name == self.model for entry in self.model_list):
+    def _agents_have_names(self) -> Self:
+        if not self.agents:
+            raise ValueError("no agent is named: set model, or agents")
+        check_agent_names(self.agents, [entry.model_name for entry in self.model_list])
+        if unknown := sorted(self.agent_limits.keys() - set(self.agents)):
             raise ValueError(
-                f"model_list: {self.model} is the alias that this proxy trains; choose another model_name, and "
-                f"list the "
-                "alias's vLLM replicas as upstreams"
+                f"agent_limits names {unknown[0]!r}, which is not an agent: there are {', '.join(self.agents)}"
             )
         return self
 
@@ -298,5 +332,7 @@ class ProxySettings(BaseModel):
                 values[field] = frozenset(hash_key(key.encode()) for key in keys)
         if environ.get(UPSTREAM_KEY_VARIABLE):
             values["upstream_key"] = environ[UPSTREAM_KEY_VARIABLE]
+        if environ.get(ALARM_WEBHOOK_VARIABLE):
+            values["alarm_webhook_url"] = environ[ALARM_WEBHOOK_VARIABLE]
         settings = cls(**values)
         return settings.model_copy(update={"model_keys": keys_in(environ, settings.model_list)})

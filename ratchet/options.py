@@ -25,6 +25,10 @@ else:
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _STATES = ("open", "sealed", "grouped", "trained", "dropped")
+_OUTCOMES = (
+    "valid", "unknown_tool", "invalid_json", "schema_violation", "unexpected_argument", "unchecked", "ok", "error",
+    "timeout", "empty",
+)  # fmt: skip
 
 
 class Duration(_SecondsType):
@@ -57,7 +61,9 @@ class Timestamp(_SecondsType):
 project = click.option("--project", metavar="NAME", help="Project, and name of its state folder.  [default: default]")
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 store_url = click.option("--store", metavar="URL", help="Store: a database URL or an SQLite path.")
-alias = click.option("--model", metavar="ALIAS", help="Alias that agents send as `model`.  [default: policy]")
+alias = click.option(
+    "--model", metavar="NAME", help="Agent, by the name that it sends as `model`.  [default: the only one]"
+)
 proxy_url = click.option("--proxy", metavar="URL", help="Proxy to use.  [default: the running project's]")
 tasks = click.option("--tasks", metavar="SOURCE", help="Task set: an imported name, a folder, a file or a hub name.")
 split = click.option("--split", metavar="NAME", help="Split of the task set.")
@@ -96,13 +102,19 @@ judge = click.option(
 
 _TRAJECTORY_FILTERS = (
     click.option("--state", type=click.Choice(_STATES), help="In this state."),
-    click.option("--model", "alias", metavar="ALIAS", help="Of this alias."),
+    click.option("--model", "alias", metavar="NAME", help="Of this agent."),
     click.option("--version", type=int, help="Of this policy version."),
     click.option("--task", help="Of this task."),
     click.option("--key", metavar="ID", help="Of this API key."),
     click.option("--tag", help="With this tag."),
     click.option("--since", type=Timestamp(), metavar="TIME", help="Opened at this time or later: 2026-11-21."),
     click.option("--until", type=Timestamp(), metavar="TIME", help="Opened before this time."),
+    click.option("--round", metavar="ID", help="Trained by this round."),
+    click.option("--role", help="With a call of this role."),
+    click.option("--min-score", type=float, metavar="SCORE", help="Latest score at least this."),
+    click.option("--max-score", type=float, metavar="SCORE", help="Latest score at most this."),
+    click.option("--tool", metavar="NAME", help="With a call of this tool."),
+    click.option("--outcome", type=click.Choice(_OUTCOMES), help="With a tool call of this outcome or result."),
 )
 
 
@@ -128,8 +140,16 @@ def read_settings(context: click.Context, values: dict[str, Any]) -> Settings:
     return load(context.obj, options)
 
 
+def settings_file(context: click.Context) -> Path | None:
+    """Return the settings file that `read_settings` reads; None if there is none."""
+    from ratchet.settings.load_settings import CONFIG_FILE
+
+    given: Path | None = context.obj
+    return given or (Path(CONFIG_FILE) if Path(CONFIG_FILE).is_file() else None)
+
+
 def read_project_settings(context: click.Context, values: dict[str, Any]) -> Settings:
-    """Load the settings with model and store of the project's current or last run; options win.
+    """Load the settings with agents and store of the project's current or last run; options win.
 
     Raises SettingsError.
     """
@@ -137,6 +157,49 @@ def read_project_settings(context: click.Context, values: dict[str, Any]) -> Set
 
     given = {key for key, value in values.items() if value is not None}
     return with_last_run(read_settings(context, values), given)
+
+
+def read_agent_settings(context: click.Context, values: dict[str, Any]) -> Settings:
+    """Load the settings of one agent as `read_project_settings` does: `model` names it, else it is the only one.
+
+    Raises SettingsError.
+    """
+    return one_agent(read_project_settings(context, values))
+
+
+def one_agent(settings: Settings) -> Settings:
+    """Return the settings of the project's only agent. Raises SettingsError that lists several."""
+    from ratchet.errors import SettingsError
+    from ratchet.settings.setting_errors import listed
+
+    names = list(settings.agents_by_name)
+    if len(names) > 1:
+        raise SettingsError(
+            f"project {settings.project} has {len(names)} agents: choose one with --model NAME: {listed(names)}"
+        )
+    return settings.for_agent(names[0])
+
+
+def check_alias(store: Store, name: str | None) -> None:
+    """Raise UsageError if the store has no version of the agent, with the nearest one; None names no agent."""
+    from ratchet.proxy.agent_names import nearest_name
+    from ratchet.settings.setting_errors import listed
+
+    known = sorted({policy.alias for policy in store.policies.all()})
+    if name is None or not known or name in known:
+        return
+    nearest = nearest_name(name, known)
+    hint = f"did you mean {nearest}?" if nearest else f"known are {listed(known)}"
+    raise click.UsageError(f"{name}: no such agent in this store; {hint}")
+
+
+def check_listed_alias(store: Store, name: str | None) -> None:
+    """Raise UsageError if nothing was found for a name that differs from an agent's by case only, or by little."""
+    from ratchet.proxy.agent_names import nearest_name
+
+    known = sorted({policy.alias for policy in store.policies.all()})
+    if name is not None and name not in known and (nearest := nearest_name(name, known)):
+        raise click.UsageError(f"no trajectory is of {name}; did you mean {nearest}?")
 
 
 def held_out_share(settings: Settings) -> float:

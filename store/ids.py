@@ -23,7 +23,15 @@ def moment(made_id: str) -> float:
     return (number >> 80) / 1000
 
 
+def first_id(prefix: str, at: float) -> str:
+    """Return the smallest id that could be made at that time (Unix seconds)."""
+    return _encode(prefix, int(at * 1000) << 80)
+
+
 def new_id(prefix: str) -> str:
     """Return `prefix_` + 26 characters, e.g. `call_06f3...`; ids of later milliseconds sort after earlier ones."""
-    number = (time.time_ns() // 1_000_000) << 80 | random.getrandbits(80)
+    return _encode(prefix, (time.time_ns() // 1_000_000) << 80 | random.getrandbits(80))
+
+
+def _encode(prefix: str, number: int) -> str:
     return f"{prefix}_{''.join([_PAIRS[number >> shift & 1023] for shift in _SHIFTS])}"

@@ -53,14 +53,18 @@ class DropReason(StrEnum):
     UNTRAINABLE = "untrainable", "no token of the round could be trained: see the untrained tokens"
     TOO_LONG = (
         "too_long",
-        "its rows are longer than can be trained: see trainer.learner.max_length and the alarm of that name",
+        "its rows are longer than can be trained: see learner.max_length and the alarm of that name",
     )
-    DIVERGED = "diverged", "the gradient was not finite: lower trainer.learner.learning_rate"
+    DIVERGED = "diverged", "the gradient was not finite: lower learner.learning_rate"
     EVAL = "eval", "requested by explicit version: a measurement, never training data"
     HELD_OUT = "held_out", "its task is reserved for evaluation (trainer.release.held_out_share)"
     OTHER_ROLE = (
         "other_role",
         "none of its calls has a role that is trained (trainer.roles): have agents send x-ratchet-role",
+    )
+    MOVED = (
+        "moved",
+        "it went on with another version when its own was rolled back at once (`rollback --now`): two versions in one",
     )
     ROLLED_BACK = "rolled_back", "sampled by a version that was rejected: see `ratchet policies show`"
     ABANDONED = (
@@ -90,10 +94,12 @@ UNTRAINED: Mapping[str, str] = {
     "other_role": "sampled by a role that is not trained (trainer.roles)",
     "after_verdict": "ended after the judge gave its verdict: raise trainer.seal_after_idle_seconds",
     "exceeds_model": "too long for the base model, or holds ids outside its vocabulary",
+    "no_teacher_logprobs": "not scored by the teacher (learner.loss_type: distillation): its context is shorter than "
+    "the answer's",
     "constrained_tool_calls": "vLLM constrained the calls of `strict` tools, or the one call of "
     "`parallel_tool_calls: false`, with a grammar (`proxy.tool_strict_level`)",
     "truncated": "cut off at max_tokens (trainer.mask_truncated_completions): raise the agent's max_tokens",
-    "too_long": "the row is longer than can be trained: see trainer.learner.max_length",
+    "too_long": "the row is longer than can be trained: see learner.max_length",
     "aborted": "the client disconnected before the end",
     "failed": "the call failed",
     "interrupted": "the proxy exited during the call",

@@ -60,19 +60,28 @@ class PolicyState(StrEnum):
     """States of a version of an alias."""
 
     CANDIDATE = "candidate"  # on disk and registered; serves nobody
-    CANARY = "canary"  # serves a share of new trajectories
+    RAMP = "ramp"  # serves its share of new trajectories beside the live version; at most one per alias
     LIVE = "live"  # serves all other new trajectories; at most one per alias
+    HOLDBACK = "holdback"  # the anchor, older than the live version; serves its share; at most one per alias
     UNPROVEN = "unproven"  # changes too little for a proof to decide; serves nobody, training continues from it
-    RETIRED = "retired"  # was live; still addressable while its trajectories finish
+    RETIRED = "retired"  # was live, or a newer version was released in its place; its open trajectories finish on it
     REJECTED = "rejected"  # failed its proof or evaluation, or was rolled back; training does not continue from it
+
+
+SERVING = (PolicyState.HOLDBACK, PolicyState.LIVE, PolicyState.RAMP)  # states whose versions serve new trajectories
 
 
 class PolicyAction(StrEnum):
     """Decisions about a version."""
 
-    CANARY = "canary"  # it gets a share of new trajectories
+    RAMP = "ramp"  # it gets a share of new trajectories
+    SHARE = "share"  # its share of new trajectories is another one
     HOLD = "hold"  # only a person promotes it
     PROMOTE = "promote"  # it is live
+    ANCHOR = "anchor"  # it is the version that later ones are compared with
+    SKIP = "skip"  # a newer version is released in its place
+    PIN = "pin"  # it serves all new trajectories until a person unpins it
+    UNPIN = "unpin"  # the release goes on
     UNPROVEN = "unproven"  # its proof could not decide, and it serves nobody
     REJECT = "reject"  # it failed its proof or evaluation, or a newer one came first
     ROLLBACK = "rollback"  # it serves no new trajectory any more
@@ -166,11 +175,12 @@ ROUND_TRANSITIONS: Mapping[RoundState, frozenset[RoundState]] = {
 
 POLICY_TRANSITIONS: Mapping[PolicyState, frozenset[PolicyState]] = {
     PolicyState.CANDIDATE: frozenset(
-        {PolicyState.CANARY, PolicyState.LIVE, PolicyState.UNPROVEN, PolicyState.REJECTED}
+        {PolicyState.RAMP, PolicyState.LIVE, PolicyState.UNPROVEN, PolicyState.RETIRED, PolicyState.REJECTED}
     ),
     PolicyState.UNPROVEN: frozenset({PolicyState.LIVE, PolicyState.REJECTED}),
-    PolicyState.CANARY: frozenset({PolicyState.LIVE, PolicyState.REJECTED}),
-    PolicyState.LIVE: frozenset({PolicyState.RETIRED, PolicyState.REJECTED}),
+    PolicyState.RAMP: frozenset({PolicyState.LIVE, PolicyState.RETIRED, PolicyState.REJECTED}),
+    PolicyState.LIVE: frozenset({PolicyState.HOLDBACK, PolicyState.RETIRED, PolicyState.REJECTED}),
+    PolicyState.HOLDBACK: frozenset({PolicyState.LIVE, PolicyState.RETIRED, PolicyState.REJECTED}),
     PolicyState.RETIRED: frozenset({PolicyState.LIVE, PolicyState.REJECTED}),
     PolicyState.REJECTED: frozenset({PolicyState.LIVE}),
 }
@@ -195,6 +205,9 @@ RESAMPLE_TRANSITIONS: Mapping[ResampleState, frozenset[ResampleState]] = {
     ResampleState.ANSWERED: frozenset(),
     ResampleState.FAILED: frozenset(),
 }
+
+IDLE = "idle"  # why a trajectory was sealed: it had no call for some time
+FINISH = "finish"  # on request, or its rollout ended
 
 _State = TypeVar("_State", bound=StrEnum)
 

@@ -11,6 +11,7 @@ from ratchet.store.calls.resamples import Resamples
 from ratchet.store.calls.resume_state import ResumeState
 from ratchet.store.calls.tool_call_outcomes import ToolCallVerbs
 from ratchet.store.calls.trajectories import Trajectories
+from ratchet.store.coordination.activity import Activity
 from ratchet.store.coordination.alarms import Alarms
 from ratchet.store.coordination.job_progress import JobProgressVerbs
 from ratchet.store.coordination.leases import Leases
@@ -22,10 +23,14 @@ from ratchet.store.policies.base_models import BaseModels
 from ratchet.store.policies.decisions import Decisions
 from ratchet.store.policies.policies import Policies
 from ratchet.store.policies.prompts import Prompts
+from ratchet.store.policies.releases import Releases
+from ratchet.store.training.answer_training import AnswerTrainings
 from ratchet.store.training.groups import Groups
 from ratchet.store.training.lineage import Lineage
 from ratchet.store.training.observations import Observations
 from ratchet.store.training.rounds import Rounds
+from ratchet.store.training.version_behavior import VersionBehaviors
+from ratchet.store.training.waiting_times import WaitingTimes
 from ratchet.store.tuning.rollouts import Rollouts
 from ratchet.store.tuning.tasks import Tasks
 from ratchet.store.tuning.tunings import Tunings
@@ -45,14 +50,19 @@ class Store:
         self.base_models = BaseModels(engine)
         self.prompts = Prompts(engine)
         self.decisions = Decisions(engine)
+        self.releases = Releases(engine)
         self.rounds = Rounds(engine)
+        self.answer_training = AnswerTrainings(engine)
         self.lineage = Lineage(engine)
+        self.behavior = VersionBehaviors(engine)
+        self.waiting_times = WaitingTimes(engine)
         self.tasks = Tasks(engine)
         self.tunings = Tunings(engine)
         self.rollouts = Rollouts(engine)
         self.resamples = Resamples(engine)
         self.leases = Leases(engine)
         self.proxy_instances = ProxyInstances(engine)
+        self.activity = Activity(engine)
         self.alarms = Alarms(engine)
         self.tools = ToolCallVerbs(engine)
         self.observations = Observations(engine)

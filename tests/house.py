@@ -47,14 +47,18 @@ def settings_rows() -> Iterator[tuple[str, str, str]]:
     from ratchet.settings.load_settings import known_keys
     from ratchet.settings.project_settings import Settings, VllmSettings
     from ratchet.settings.setting_errors import leaves
+    from ratchet.trainer.settings.adapter_settings import AdapterSettings
     from ratchet.trainer.settings.trainer_settings import TrainerSettings
     from ratchet.tuner.settings.tuner_settings import TunerSettings
 
     sections: dict[str, Any] = {
-        "vllm": VllmSettings, "proxy": ProxySettings, "trainer": TrainerSettings, "tuner": TunerSettings,
+        "adapters": AdapterSettings, "vllm": VllmSettings, "proxy": ProxySettings, "trainer": TrainerSettings,
+        "tuner": TunerSettings,
     }  # fmt: skip
     for path in leaves(known_keys()):
-        if path[:2] == ("trainer", "learner"):
+        if path[0] == "agents":  # the same keys as in `trainer` and `learner`, and `share`
+            continue
+        if path[0] == "learner":
             yield ".".join(path), _format_default(_learner_default(path[-1])), ""
             continue
         model = Settings if len(path) == 1 else sections[path[0]]
@@ -66,9 +70,11 @@ def settings_rows() -> Iterator[tuple[str, str, str]]:
 
 
 def _learner_default(name: str) -> Any:
+    from ratchet.trainer.settings.learner_process_settings import LearnerProcessSettings
     from ratchet.trainer.settings.learner_settings import LearnerSettings
 
-    return next(field.default for field in dataclasses.fields(LearnerSettings) if field.name == name)
+    fields = (*dataclasses.fields(LearnerSettings), *dataclasses.fields(LearnerProcessSettings))
+    return next(field.default for field in fields if field.name == name)
 
 
 def _format_default(value: Any) -> str:

@@ -16,10 +16,13 @@ ROOT = Path(__file__).parents[1]
 
 # The quickest form of a benchmark. STORE is replaced by an empty database.
 QUICK: dict[str, tuple[str, ...]] = {
+    "agent_swap": ("--shape", "tiny", "--repetitions", "1"),
     "coverage": ("--quick",),
+    "gpu": ("--shape", "tiny", "--device", "cpu"),
     "linking": ("--quick", "--only", "reminders"),
     "listing": ("--trajectories", "50", "--store", "STORE"),
     "proxy_overhead": ("--only", "ratchet", "floor", "--seconds", "0.3", "--calls", "50"),
+    "release": ("--quick", "--only", "planted", "--series", "2"),
     "shipping": ("--calls", "100"),
     "storage": ("--trajectories", "2", "--turns", "2", "--store", "STORE"),
 }
@@ -30,6 +33,7 @@ LONG = {
     "exactly_once": "tests/trainer/test_exactly_once.py runs the campaign",
     "hostile": "tests/proxy/test_hostile.py runs the campaign",
     "real_clients": "needs the clients' environments and the real vLLM",
+    "several_agents": "trains on the real vLLM",
     "swaps": "tests/trainer/test_swaps.py runs the campaign",
     "tuner_overhead": "writes task sets of gigabytes",
 }
@@ -81,7 +85,7 @@ def _run(name: str, folder: Path) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(QUICK.keys() - {"linking", "proxy_overhead"}))
+@pytest.mark.parametrize("name", sorted(QUICK.keys() - {"gpu", "linking", "proxy_overhead"}))
 def test_a_benchmark_prints_json_and_nothing_else(name: str, tmp_path: Path) -> None:
     assert _run(name, tmp_path)
 
@@ -90,6 +94,18 @@ def test_a_benchmark_prints_json_and_nothing_else(name: str, tmp_path: Path) -> 
 def test_the_linking_benchmark_reports_how_calls_were_linked(tmp_path: Path) -> None:
     (result,) = _run("linking", tmp_path)
     assert (result["kind"], result["good"], result["linked_by"]) == ("reminders", True, {"root": 3, "graph+gap": 9})
+
+
+@pytest.mark.slow
+def test_the_gpu_benchmark_measures_the_learner_beside_trl(tmp_path: Path) -> None:
+    cases = _run("gpu", tmp_path)["cases"]
+    assert [(case["what"], case["length"]) for case in cases] == [
+        *((what, length) for what in ("ratchet", "trl sft") for length in (32, 64, 128)),
+        *(("ratchet, fsdp2", length) for length in (32, 64)),
+    ]
+    for case in cases:
+        assert case["rows"] * case["length"] == pytest.approx(case["tokens_per_second"] * case["seconds"])
+        assert case["mfu"] is case["peak_gib"] is None
 
 
 @pytest.mark.alone

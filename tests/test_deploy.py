@@ -32,9 +32,10 @@ def test_vllm_is_started_as_up_starts_it(services: dict[str, Any], tmp_path: Pat
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     for name in ("model.safetensors", "tokenizer.json"):
         (tmp_path / name).write_text("{}")
-    options: dict[tuple[str, ...], tuple[str, str]] = {
+    options: dict[tuple[str, ...], tuple[str, Any]] = {
         ("base_model",): ("x", str(tmp_path)),
         ("model",): ("x", "agent"),
+        ("vllm", "gpu_memory_utilization"): ("x", 0.9),
     }
     planned = vllm_command.build_command(load(None, options, {}), 8000, gpu=True)
     given = iter(planned.arguments[4:])

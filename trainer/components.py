@@ -5,8 +5,9 @@ Raises JudgeError, WorkflowError and TaskSetError if something that the settings
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ratchet.store.store import Store
@@ -14,23 +15,30 @@ from ratchet.trainer.adapters.vllm_api import VllmServer
 from ratchet.trainer.controller.advantages.baseline import ScoreHistory
 from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator
 from ratchet.trainer.controller.judges import Judge
+from ratchet.trainer.controller.judges.kinds.teacher import TeacherJudge
 from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.controller.judging.judge_runner import JudgeRunner, zero_variance_groups
 from ratchet.trainer.controller.judging.judged_groups import JudgedGroupCache
 from ratchet.trainer.controller.judging.rejudging import Rejudger
 from ratchet.trainer.controller.judging.second_judge import SecondJudge
 from ratchet.trainer.controller.sentinel.sentinel import Sentinel
+from ratchet.trainer.errors import EngineUnreachable, JudgeError
 from ratchet.trainer.observability.metrics import TrainerMetrics
 from ratchet.trainer.observability.progress import Progress
-from ratchet.trainer.release.canary import CanaryController
 from ratchet.trainer.release.evaluation_runner import (
-    EvaluationRunner,
     MakeWorkflowEvaluator,
+    PreReleaseChecks,
     make_evaluation_runner,
+    make_invariants_runner,
     make_second_judge,
 )
 from ratchet.trainer.release.publisher import Publisher
+from ratchet.trainer.release.release_controller import ReleaseController
+from ratchet.trainer.settings.estimators import find_estimator
+from ratchet.trainer.settings.judge_specs import TeacherSpec, gives_only_ranks
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +57,23 @@ class ReleaseComponents:
     """What makes a version live, and what may block it."""
 
     sentinel: Sentinel
-    evaluations: EvaluationRunner | None
+    evaluations: PreReleaseChecks
     publisher: Publisher
-    canary: CanaryController
+    controller: ReleaseController
 
 
-def make_judging_components(settings: TrainerSettings, store: Store, progress: Progress) -> JudgingComponents:
-    """Return the components that judge the groups of an alias."""
-    judge = make_judge(settings.judge, os.environ)
+def make_judging_components(
+    settings: TrainerSettings,
+    store: Store,
+    progress: Progress,
+    on_judged: Callable[[], None],
+    max_judge_threads: int | None,
+    replicas: Sequence[VllmServer],
+    metrics: TrainerMetrics,
+) -> JudgingComponents:
+    """Return the components that judge the groups of an alias. `on_judged` is called in the judges' threads."""
+    find_estimator(settings.advantage_estimator)  # a plug-in that cannot be imported ends the start, not a round
+    judge = _make_judge(settings, store, replicas)
     second = _make_second_judge(settings, store, judge)
     estimator = AdvantageEstimator(
         settings.advantage_estimator,
@@ -65,6 +82,7 @@ def make_judging_components(settings: TrainerSettings, store: Store, progress: P
         settings.roles,
         ScoreHistory(store.groups.past_scores(settings.model, judge.version)),
         settings.turn_weight,
+        settings.learner.objective.distillation,
     )
     judged = JudgedGroupCache(store, estimator)
     runner = JudgeRunner(
@@ -78,6 +96,9 @@ def make_judging_components(settings: TrainerSettings, store: Store, progress: P
         second=second,
         zero_variance=zero_variance_groups(store, settings.model),
         min_group_size=settings.min_group_size,
+        on_done=on_judged,
+        max_threads=max_judge_threads,
+        on_requests=metrics.judge_requests,
     )
     rejudger = Rejudger(
         store,
@@ -100,22 +121,56 @@ def make_release_components(
 ) -> ReleaseComponents:
     """Return the components that release the versions of an alias."""
     release, alias = settings.release, settings.model
-    evaluations = make_evaluation_runner(settings, store, replicas[0], make_workflow_evaluator)
+    evaluations = PreReleaseChecks(
+        make_invariants_runner(settings, store, replicas),
+        make_evaluation_runner(settings, store, replicas[0], make_workflow_evaluator),
+    )
     sentinel = Sentinel(settings.sentinel, store, alias, metrics, judging.second)
+    controller = ReleaseController(
+        store,
+        alias,
+        release,
+        judging.judge.version,
+        round_size=settings.groups_per_round * settings.num_generations,
+        relative=gives_only_ranks(settings.judge),
+        second=make_second_judge(settings),
+        blocking_findings=sentinel.blocking_findings,
+        metrics=metrics,
+    )
     publisher = Publisher(
         store,
         replicas,
         alias=alias,
         tolerance=settings.proof_tolerance,
         keep_loaded_adapters=settings.keep_loaded_adapters,
-        canary_share=release.canary_share if release.canary else None,
-        evaluations=evaluations,
+        quorum=settings.adapters.quorum,
+        ramp_share=controller.ramp_share,
+        checks=evaluations,
         max_gain=release.max_gain,
         blocking_findings=sentinel.blocking_findings,
     )
-    second = make_second_judge(settings)
-    canary = CanaryController(store, alias, release, judging.judge.version, second, sentinel.blocking_findings, metrics)
-    return ReleaseComponents(sentinel, evaluations, publisher, canary)
+    return ReleaseComponents(sentinel, evaluations, publisher, controller)
+
+
+def _make_judge(settings: TrainerSettings, store: Store, replicas: Sequence[VllmServer]) -> Judge:
+    """Return the judge; a teacher that cannot teach this policy is refused, one that does not answer yet is not."""
+    if not isinstance(settings.judge, TeacherSpec):
+        return make_judge(settings.judge, os.environ)
+
+    def policy() -> VllmServer:
+        for replica in replicas:
+            return replica
+        raise EngineUnreachable("no vLLM replica is known yet")
+
+    teacher = TeacherJudge(settings.judge, os.environ, store.trajectories.context_calls, policy)
+    try:
+        teacher.check()
+    except EngineUnreachable as away:  # it is checked before it scores
+        log.warning("event=teacher_not_checked alias=%s reason=%r", settings.model, str(away))
+    except JudgeError:
+        teacher.close()
+        raise
+    return teacher
 
 
 def _make_second_judge(settings: TrainerSettings, store: Store, first: Judge) -> SecondJudge | None:

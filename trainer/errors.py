@@ -12,17 +12,25 @@
     ├── ModelError
     │   ├── ModelNotFound         the base model is neither a folder nor a reachable hub name
     │   ├── OtherBaseModel        the alias's versions belong to another base model
+    │   ├── ModelDoesNotFit       the model does not fit on the GPUs; the message has the figures and the remedy
+    │   ├── ModelShapeUnknown     no memory formula for the model: its config.json is missing, incomplete or unknown
     │   └── NotAModel             the folder has no readable causal language model
     ├── LearningError
     │   ├── NoLearningSignal      no row of the round can change a weight
     │   ├── TrainingDiverged      the gradient is not finite; the step was not taken
     │   ├── OutOfMemory           a round does not fit into memory; the message names the settings that reduce it
     │   └── WarmStartRefused      too few examples, or the general loss would rise too much
+    ├── LearnerServiceError       the learner service failed in a way that has no class of its own
+    │   ├── LearnerUnreachable    it does not answer, is loading, or lost an agent's state: load the newest commit
+    │   ├── LearnerRefused        its token, version or base model is another one, or the request is too large
+    │   └── LearnerTaken          another learner trains the base model; the message has its address
     ├── JudgeError                the judge cannot be loaded
     │   └── JudgeUnavailable      the judge model gave no valid answer
     ├── EngineError
     │   ├── EngineUnreachable     vLLM does not respond; a retry may help
+    │   ├── PromptLogprobsMissing the server does not score given token ids
     │   └── AdapterRefused        vLLM refused the adapter
+    │       └── AdapterNotFound   vLLM does not find the adapter's files; a retry may help
     ├── ProofFailed               no replica serves the candidate as trained, or it is unproven
     ├── EvaluationStopped         the trainer stopped during an evaluation
     ├── WorkerProcessLost         a training process exited, or had an error that the others did not have
@@ -52,8 +60,10 @@
     └── CheckpointError
         ├── CheckpointExists      a checkpoint is immutable and the folder exists
         ├── CheckpointUnwritable  the disk is full or fails; no partial checkpoint remains
-        ├── CheckpointDamaged     the folder is not a complete checkpoint
-        └── CheckpointMismatch    the checkpoint belongs to another model or other LoRA settings
+        ├── CheckpointDamaged     the folder is not a complete checkpoint, or a checksum is wrong
+        ├── CheckpointMismatch    the checkpoint belongs to another model or other LoRA settings
+        ├── AdapterStoreUnreachable  the adapter store does not answer; a retry may help
+        └── AdapterStoreRefused   credentials, bucket, permission or package are missing; a retry does not help
 
 Messages name the setting, file or row, and the remedy. Errors of other libraries are translated where they are caught,
 and kept as the cause.
@@ -106,6 +116,14 @@ class ModelNotFound(ModelError):
     """The base model is neither a folder nor a reachable hub name."""
 
 
+class ModelDoesNotFit(ModelError):
+    """The model does not fit on the GPUs. The message has the figures and the remedy."""
+
+
+class ModelShapeUnknown(ModelError):
+    """No memory formula for the model: its config.json is missing, incomplete or of an unknown family."""
+
+
 class NotAModel(ModelError):
     """The folder has no readable causal language model."""
 
@@ -134,6 +152,22 @@ class WarmStartRefused(LearningError):
     """Too few examples, or the general loss would rise more than allowed."""
 
 
+class LearnerServiceError(TrainerError):
+    """The learner service failed in a way that has no class of its own."""
+
+
+class LearnerUnreachable(LearnerServiceError):
+    """The learner service does not answer, is loading, or lost an agent's state; a retry after loading may help."""
+
+
+class LearnerRefused(LearnerServiceError):
+    """The learner service refuses this client; a retry does not help."""
+
+
+class LearnerTaken(LearnerServiceError):
+    """Another learner trains the base model."""
+
+
 class CheckpointError(TrainerError):
     """A checkpoint could not be written or read."""
 
@@ -147,11 +181,19 @@ class CheckpointUnwritable(CheckpointError):
 
 
 class CheckpointDamaged(CheckpointError):
-    """The folder is not a complete checkpoint."""
+    """The folder is not a complete checkpoint, or the checksum of one of its files is wrong."""
 
 
 class CheckpointMismatch(CheckpointError):
     """The checkpoint belongs to another model or other LoRA settings."""
+
+
+class AdapterStoreUnreachable(CheckpointError):
+    """The adapter store does not answer; a retry may help."""
+
+
+class AdapterStoreRefused(CheckpointError):
+    """The adapter store lacks a bucket, a permission, credentials or its package; a retry does not help."""
 
 
 class JudgeError(TrainerError):
@@ -170,8 +212,16 @@ class EngineUnreachable(EngineError):
     """vLLM does not respond, or fails; a retry may help."""
 
 
+class PromptLogprobsMissing(EngineError):
+    """The server answers without the logprobs of the prompt's token ids; another server may have them."""
+
+
 class AdapterRefused(EngineError):
     """vLLM refused the adapter; a retry does not help."""
+
+
+class AdapterNotFound(AdapterRefused):
+    """vLLM does not find the adapter's files yet; a retry may help."""
 
 
 class WorkerProcessLost(TrainerError):

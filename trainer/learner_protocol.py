@@ -1,11 +1,11 @@
-"""The interface between controller and learner, and the report of a round."""
+"""The interface between controller and learner, what a base model can be trained on, and the report of a round."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
@@ -14,15 +14,19 @@ from ratchet.trainer.settings.learner_settings import LearnerSettings
 class LogprobScorer(Protocol):
     """Computes logprobs as the trainer does."""
 
-    def score(self, rows: Sequence[Sequence[int]], *, adapter: bool | Path = True) -> list[tuple[float, ...]]:
-        """Return the logprobs of each row under the newest version (True), the base model (False) or an adapter
-        folder.
+    def score(self, rows: Sequence[Sequence[int]], *, adapter: bool | str = True) -> list[tuple[float, ...]]:
+        """Return the logprobs of each row under the newest version (True), the base model (False) or the version of a
+        reference.
         """
         ...
 
 
 class LearnerProtocol(Protocol):
-    """The learner of a round; `ratchet.trainer.learner.learner.Learner` implements it."""
+    """The learner of a round. References name versions in the adapter store (`adapters/adapter_store.py`).
+
+    `save` publishes a version whole or not at all. `RemoteLearner` implements it by the learner service, and
+    `ratchet.trainer.learner.learner.Learner` in process for local references.
+    """
 
     @property
     def step(self) -> int: ...
@@ -32,12 +36,72 @@ class LearnerProtocol(Protocol):
     def train_round(self, rows: Sequence[TokenRow], rate_scale: float = 1.0) -> RoundReport: ...
 
     def score(
-        self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool | Path = True
+        self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool | str = True
     ) -> list[tuple[float, ...]]: ...
 
-    def save(self, folder: Path) -> None: ...
+    def save(self, reference: str, /) -> None: ...
 
-    def load(self, folder: Path | None, settings: LearnerSettings) -> None: ...
+    def load(self, reference: str | None, settings: LearnerSettings, /) -> None: ...
+
+
+class AgentHost(Protocol):
+    """A base model with the states of any number of agents, as the learner service uses it. Not thread-safe.
+
+    `ratchet.trainer.learner.host.LearnerHost` implements it, and says what each method promises and raises.
+    """
+
+    limits: ModelLimits
+
+    def open(self, agent: str, settings: LearnerSettings, resume_from: Path | None) -> int: ...
+
+    def train_round(
+        self,
+        agent: str,
+        rows: Sequence[TokenRow],
+        rate_scale: float = 1.0,
+        on_rows: Callable[[int], None] | None = None,
+    ) -> RoundReport: ...
+
+    def score(
+        self, agent: str, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool | Path = True
+    ) -> list[tuple[float, ...]]: ...
+
+    def save(self, agent: str, folder: Path) -> None: ...
+
+    def close(self, agent: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What the rows of a base model may be.
+
+    vocabulary     number of token ids
+    max_positions  maximum tokens of a row; None: no limit
+    caps_logits    the model caps its logits, so that a temperature cannot be applied to them
+    """
+
+    vocabulary: int
+    max_positions: int | None
+    caps_logits: bool
+
+
+def unfit(limits: ModelLimits, row: TokenRow) -> str | None:
+    """Return why a base model cannot be trained on a row; None if it can."""
+    return unfit_ids(limits, row.ids, f"row of trajectory {row.trajectory_id}", row.temperature)
+
+
+def unfit_ids(limits: ModelLimits, ids: Sequence[int], what: str, temperature: float = 1.0) -> str | None:
+    """Return why a base model cannot compute the logprobs of token ids; None if it can. `what` names them."""
+    if ids and not 0 <= min(ids) <= max(ids) < limits.vocabulary:
+        return f"{what}: a token id is outside the base model's {limits.vocabulary} ids"
+    if limits.max_positions is not None and len(ids) > limits.max_positions:
+        return f"{what}: {len(ids)} tokens exceed the base model's {limits.max_positions} positions"
+    if temperature != 1.0 and limits.caps_logits:
+        return (
+            f"{what}: temperature {temperature} cannot be applied to a base model that caps its logits; sample at "
+            "temperature 1"
+        )
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +128,8 @@ class RoundReport:
     logprob_change_abs_mean     |log p after - log p before the steps|, mean over the same tokens
     logprob_change_positive_mean  the same with its sign, mean over those with a positive advantage
     dtype                       number format of the model's computation: bf16 or fp32
+    mismatch                    trainer - vLLM logprob of each row's trained tokens, little-endian float16, in the order
+                                of the rows; empty for rows that are not compared, None for rejected ones
     """
 
     loss: float
@@ -90,3 +156,8 @@ class RoundReport:
     logprob_change_abs_mean: float = 0.0
     logprob_change_positive_mean: float = 0.0
     dtype: str = "fp32"
+    mismatch: tuple[bytes | None, ...] = ()
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures by name, without those of single rows."""
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "mismatch"}

@@ -1,8 +1,9 @@
 """Scripted episodes for the warm start of the tiny policy: good ones, and the typical failures of untrained agents.
 
 The failures come from real runs: wrong keywords, arguments outside the schema, malformed JSON, answers without
-searching or reading, vague searches. `SearchMix` sets how often each happens; `GOOD` never fails. Episodes
-run against real mailboxes with different facts, so the policy cannot memorise answers.
+searching or reading, vague searches. `SearchMix` sets how often each happens; `GOOD` never fails, `HASTY` mostly
+answers from the search result alone. Episodes run against real mailboxes with different facts, so the policy cannot
+memorise answers.
 """
 
 from __future__ import annotations
@@ -22,16 +23,21 @@ from ratchet.demo.email_search.words import CITIES, JUNK_KEYWORDS, MONTHS
 
 @dataclass(frozen=True, slots=True)
 class SearchMix:
-    """Probabilities of a good step; the failures of the first step share the rest, by the weights below."""
+    """Probabilities of a good step; the failures of the first step share the rest, by the weights below.
+
+    `guess` is the share of the episodes without reading that give a made-up answer; the others end with a remark.
+    """
 
     first: float
     retry: float
     read: float
     answer: float
+    guess: float = 0.6
 
 
 GOOD = SearchMix(first=1.0, retry=1.0, read=1.0, answer=1.0)
 MIXED = SearchMix(first=0.42, retry=0.30, read=0.74, answer=0.84)
+HASTY = SearchMix(first=0.82, retry=0.70, read=0.30, answer=0.94, guess=0.88)
 FIRST_FAILURES = {
     "junk_keyword": 0.30,
     "extra_argument": 0.25,
@@ -119,7 +125,7 @@ def _search(episode: Episode, task: MailTask, rng: random.Random, mix: SearchMix
 
 def _read_and_answer(episode: Episode, task: MailTask, rng: random.Random, mix: SearchMix, message_id: str) -> None:
     if rng.random() > mix.read:
-        if rng.random() < 0.6:
+        if rng.random() < mix.guess:
             episode.act("return_final_answer", answer=_guess(task, rng))
         else:
             episode.say("I found one message.")

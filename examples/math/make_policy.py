@@ -26,16 +26,15 @@ def lessons(seed: int) -> Lessons:
     rng, held_out_rng = random.Random(f"{seed} corpus"), random.Random(5)
     return Lessons(
         phases=(
-            CurriculumPhase("tails", 0.40, 48, _tail),
-            CurriculumPhase("good", 0.25, 20, lambda rng: _episode(rng, good=True)),
-            CurriculumPhase("mixed", 0.35, 20, lambda rng: _episode(rng, good=False)),
+            CurriculumPhase("tails", 360, 48, _tail),
+            CurriculumPhase("good", 225, 20, lambda rng: _episode(rng, good=True)),
+            CurriculumPhase("mixed", 315, 20, lambda rng: _episode(rng, good=False)),
         ),
         corpus=[render(*_episode(rng, good=False)) for _ in range(CORPUS)],
         words=NUMBERS | SIGNS,
         held_out=[_held_out(held_out_rng, number) for number in range(HELD_OUT)],
         pattern=PATTERN,
         shape=Shape(hidden=96, layers=3, heads=3),
-        steps=900,
     )
 
 

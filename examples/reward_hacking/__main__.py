@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m examples.reward_hacking", description=__doc__)
     parser.add_argument("--taught", type=int, default=192, help="trajectories of the teacher")
     parser.add_argument("--test-tasks", type=int, default=40, help="held-out tasks that the tuner measures on")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of 128 rollouts of traffic beside the canary")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of 128 rollouts of traffic during the ramp")
     parser.add_argument("--json", type=Path, help="write what was found to this file")
     chosen = parser.parse_args(arguments)
     os.environ.setdefault("HEDGER_API_KEY", "any")
@@ -64,20 +64,20 @@ def _play(chosen: argparse.Namespace) -> dict[str, Any]:
         "0",
     )
     _ratchet("tune", "weights", *imitating, "--eval-tasks", str(chosen.test_tasks), fine=(0, 3))
-    work = ("--rounds", str(chosen.rounds), "--concurrency", "32", "--out", str(home() / "canary.jsonl"))
+    work = ("--rounds", str(chosen.rounds), "--concurrency", "32", "--out", str(home() / "ramp.jsonl"))
     _agent("train", *work, OPENAI_MODEL=ALIAS, **traffic)
     held = _wait_for_a_decision()
     _ratchet("status")
     _ratchet("policies", "show", ALIAS)
-    return {"held": held, "truth": _truth(home() / "canary.jsonl"), "decisions": _decisions()}
+    return {"held": held, "truth": _truth(home() / "ramp.jsonl"), "decisions": _decisions()}
 
 
 def _wait_for_a_decision() -> bool:
-    """Whether a version is held; waits until the gate has decided about it."""
+    """Whether a version is held; waits until the release has decided about it."""
     until = time.monotonic() + _PATIENCE
     while time.monotonic() < until:
         store = json.loads(_ratchet("status", "--json", quiet=True))["store"]
-        if store["pending_approval"] or not store["canary"]:
+        if store["pending_approval"] or not store["ramp"]:
             return bool(store["pending_approval"])
         time.sleep(2.0)
     return False

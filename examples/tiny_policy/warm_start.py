@@ -7,10 +7,12 @@ No reinforcement learning happens here.
 from __future__ import annotations
 
 import argparse
+import bisect
 import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +31,17 @@ Row = tuple[list[int], list[float]]  # token ids and loss weights, equally long
 
 @dataclass(frozen=True, slots=True)
 class CurriculumPhase:
-    """A phase of the warm start: its share of all steps, the batch size, and the source of its episodes."""
+    """A phase of the warm start: its number of optimiser steps, the batch size, and the source of its episodes.
+
+    A phase with a `learning_rate` has an optimiser and a schedule of its own; otherwise it continues those of the phase
+    before it.
+    """
 
     name: str
-    share: float
+    steps: int
     batch: int
     draw: Callable[[random.Random], Drawn]
+    learning_rate: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +69,11 @@ class Lessons:
     held_out: Sequence[Drawn]
     pattern: str = RUN
     shape: Shape = Shape()
-    steps: int = 1300  # of the optimiser
+
+    @property
+    def steps(self) -> int:
+        """The optimiser steps of all phases."""
+        return sum(phase.steps for phase in self.phases)
 
 
 class Encoder:
@@ -186,36 +197,68 @@ class Validation:
         return float((best == self._ids[:, 1:])[self._copied_words].float().mean())
 
 
-def train(
-    model: Any,
-    feeds: Sequence[tuple[CurriculumPhase, Batches]],
-    steps: int,
-    shape: Shape,
-    pad: int,
-    validation: Validation,
-) -> None:
-    """Train on the phases in order, `steps` optimiser steps in total."""
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Consecutive phases with one optimiser and one learning rate schedule; `ends` are their last steps, cumulative."""
+
+    learning_rate: float
+    feeds: tuple[tuple[CurriculumPhase, Batches], ...]
+    ends: tuple[int, ...]
+
+    def feed_of(self, step: int) -> tuple[CurriculumPhase, Batches]:
+        """Return the phase and the batches of a step."""
+        return self.feeds[bisect.bisect_right(self.ends, step)]
+
+
+def stretches(lessons: Lessons, encoder: Encoder, rng: random.Random, steps: int | None = None) -> list[Stretch]:
+    """Return the curriculum in order; with `steps` its phases are scaled to about that many steps in total."""
+    scale = 1.0 if steps is None else steps / lessons.steps
+    parts: list[list[CurriculumPhase]] = []
+    for phase in lessons.phases:
+        if phase.learning_rate is not None or not parts:
+            parts.append([])
+        parts[-1].append(phase)
+    return [
+        Stretch(
+            learning_rate=phases[0].learning_rate or lessons.shape.learning_rate,
+            feeds=tuple((phase, Batches(phase, encoder, rng)) for phase in phases),
+            ends=tuple(accumulate(max(1, round(phase.steps * scale)) for phase in phases)),
+        )
+        for phases in parts
+    ]
+
+
+def train(model: Any, course: Sequence[Stretch], pad: int, validation: Validation) -> None:
+    """Train on every stretch in order."""
+    model.train()
+    done, total = 0, sum(stretch.ends[-1] for stretch in course)
+    with _progress_bar() as bars:
+        bar = bars.add_task("warm start", total=total, metrics="")
+        for stretch in course:
+            optimizer = _optimizer(model, stretch.learning_rate)
+            for step in range(stretch.ends[-1]):
+                phase, batches = stretch.feed_of(step)
+                rate = stretch.learning_rate * _schedule(step, stretch.ends[-1])
+                loss = _step(model, optimizer, rate, _tensors(batches.next(), pad))
+                if done % 50 == 0 or done == total - 1:
+                    text = f"{phase.name} loss={loss:.3f} copied={validation.copied(model):.3f}"
+                    bars.update(bar, metrics=text)
+                bars.advance(bar)
+                done += 1
+
+
+def _step(model: Any, optimizer: Any, rate: float, batch: tuple[Any, Any]) -> float:
+    """Take one optimiser step at the learning rate `rate`; return the loss."""
     import torch
 
-    optimizer = _optimizer(model, shape.learning_rate)
-    ends = [sum(phase.share for phase, _ in feeds[: i + 1]) * steps for i in range(len(feeds))]
-    model.train()
-    with _progress_bar() as bars:
-        bar = bars.add_task("warm start", total=steps, metrics="")
-        for step in range(steps):
-            phase, batches = feeds[next(i for i, end in enumerate(ends) if step < end or i == len(ends) - 1)]
-            ids, weights = _tensors(batches.next(), pad)
-            for group in optimizer.param_groups:
-                group["lr"] = shape.learning_rate * _schedule(step, steps)
-            loss = weighted_loss(model, ids, weights)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            if step % 50 == 0 or step == steps - 1:
-                text = f"{phase.name} loss={float(loss.detach()):.3f} copied={validation.copied(model):.3f}"
-                bars.update(bar, metrics=text)
-            bars.advance(bar)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    loss = weighted_loss(model, *batch)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return float(loss.detach())
 
 
 def _progress_bar() -> Progress:
@@ -243,8 +286,7 @@ def make_policy(
     encoder, pad = Encoder(tokenizer, lessons.words), int(tokenizer.convert_tokens_to_ids(PAD))
     model, validation = make_model(tokenizer, shape), Validation(encoder, lessons.held_out, pad)
     rng = random.Random(seed)
-    feeds = [(phase, Batches(phase, encoder, rng)) for phase in lessons.phases]
-    train(model, feeds, steps or lessons.steps, shape, pad, validation)
+    train(model, stretches(lessons, encoder, rng, steps), pad, validation)
     figures = {
         "parameters": float(sum(p.numel() for p in model.parameters())),
         "copied": validation.copied(model),
@@ -255,16 +297,18 @@ def make_policy(
     return figures
 
 
-def main(teach: Callable[[int], Lessons], prog: str, description: str, arguments: Sequence[str] | None = None) -> None:
-    """Run the command line of a script that creates a policy; `teach(seed)` returns its lessons."""
+def main(teach: Callable[[int], Lessons], prog: str, description: str, arguments: Sequence[str] | None = None) -> Path:
+    """Run the command line of a script that creates a policy; `teach(seed)` returns its lessons. Return its folder."""
     parser = argparse.ArgumentParser(prog=prog, description=description)
     parser.add_argument("--out", type=Path, required=True, help="folder to write the policy to")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, help="optimiser steps of the warm start, instead of the default")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads for torch")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads for torch")
     chosen = parser.parse_args(arguments)
     import torch
 
     torch.set_num_threads(chosen.threads)
-    figures = make_policy(chosen.out, teach(chosen.seed), seed=chosen.seed, steps=chosen.steps)
+    out: Path = chosen.out
+    figures = make_policy(out, teach(chosen.seed), seed=chosen.seed, steps=chosen.steps)
     print(" ".join(f"{name}={value:.4g}" for name, value in figures.items()))
+    return out

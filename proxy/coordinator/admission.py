@@ -7,24 +7,22 @@ concurrent calls of one trajectory see each other.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterable
-from hashlib import blake2b
 
 import msgspec
 
 from ratchet.proxy.coordinator.conversations.token_contexts import TokenContexts
 from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
+from ratchet.proxy.coordinator.linking.open_trajectories import name_of_other_agent
 from ratchet.proxy.coordinator.rollouts.rollout_plans import PREFIX, RolloutPlan, RolloutPlans
-from ratchet.proxy.coordinator.versions.policy_cache import PolicyCache
+from ratchet.proxy.coordinator.versions.policy_cache import Agents, PolicyCache
+from ratchet.proxy.coordinator.versions.version_draws import unit_of
 from ratchet.proxy.dialects.dialect import ParsedRequest
-from ratchet.proxy.messages.link_records import AttemptKey, CallIdentity, Leaf, LinkEvidence, Placement
-from ratchet.store.records import CallEnded, CallStarted
-from ratchet.store.records.tuning import Prompt
+from ratchet.proxy.messages.link_records import AttemptKey, CallIdentity, Leaf, Link, LinkEvidence, Placement
+from ratchet.store.records import MOVED, CallEnded, CallStarted, VersionDraw
 
-_NOT_IN_ID = re.compile(r"[^A-Za-z0-9._:~@+=-]")
-_MAX_ID = 128  # characters
+_NOT_TRAINED = "eval"  # the purpose of other agents' calls in a rollout
 
 
 class Admission:
@@ -38,30 +36,38 @@ class Admission:
         self._rollouts = rollouts
         self._contexts = contexts
 
-    async def resolve(self, parsed: ParsedRequest, identity: CallIdentity, key_id: str | None) -> Placement:
+    async def resolve(
+        self, parsed: ParsedRequest, identity: CallIdentity, key_id: str | None, agents: Agents = None
+    ) -> Placement:
         """Return the placement of a call, and open the call in linking. Raises NotFound, NotReady.
 
-        Each returned placement needs one `end_call`.
+        Each returned placement needs one `end_call`. `agents`: those that the key is limited to.
         """
         plan = await self._rollouts.find_plan(identity.trajectory, key_id) if identity.trajectory else None
-        model = parsed.request.model
-        if plan is not None:
-            model = plan.model_for(model, self._policies.other_models)
+        model, is_helper = planned_model(parsed.request.model, plan, self._policies)
         if "@" in model:
             await self._policies.refresh_if_unknown(model)
-        alias, requested = self._policies.resolve_model(model)
+        alias, requested = self._policies.resolve_model(model, agents, may_have_left=True)
         now = time.time()
-        attempt = AttemptKey(key_id, parsed.nodes[-1].hash if parsed.nodes else "", parsed.request.tools_hash)
-        link = self._linker.find_link(self._evidence(parsed, identity, plan, alias, requested, attempt, now))
-        version = requested if link.version is None else link.version
+        attempt = AttemptKey(alias, key_id, parsed.nodes[-1].hash if parsed.nodes else "", parsed.request.tools_hash)
+        link = self._linker.find_link(
+            self._evidence(parsed, identity, plan, alias, requested, attempt, now, is_helper=is_helper)
+        )
+        if link.version is None and self._policies.has_left(alias):
+            raise self._policies.unknown_model(model, agents)
+        if link.version is not None and self._policies.is_recalled(alias, link.version):
+            link = self._moved(link, alias)
+        version, draw = requested if link.version is None else link.version, None
         if version is None:
-            version = self._first_version(alias, link.trajectory_id, plan)
+            version, draw = self._first_version(alias, link, plan, identity)
         link = msgspec.structs.replace(link, version=version)
         self._linker.begin_call(link, alias, version, now)
         if plan is None and link.trajectory_id.startswith(PREFIX):  # linked to a rollout by its messages
             plan = self._rollouts.cached_plan(link.trajectory_id, key_id)
         task = plan.task if plan else identity.task
-        return Placement(alias, version, link, attempt, now, task, self._prompt(alias, version, plan))
+        prompt = plan.prompt if plan and not is_helper else None
+        prompt = prompt or self._policies.prompt_of(alias, version)
+        return Placement(alias, version, link, attempt, now, task, prompt, draw)
 
     def end_call(
         self, placement: Placement, record: CallEnded | None, leaves: Iterable[Leaf], now: float, *, retryable: bool
@@ -90,12 +96,17 @@ class Admission:
         requested: int | None,
         attempt: AttemptKey,
         now: float,
+        *,
+        is_helper: bool,
     ) -> LinkEvidence:
-        request, explicit = parsed.request, identity.trajectory
+        request, explicit, follows = parsed.request, identity.trajectory, parsed.request.follows
         is_other = alias in self._policies.other_models
+        if follows is not None and follows.alias != alias and not is_other:
+            # Another agent's conversation is continued in content only: its trajectory goes on with its own agent.
+            follows, explicit = None, None if identity.named_by == "previous_response" else explicit
         # If a rollout runs on another model, the named trajectory is that model's. Else the other model only helps.
-        if is_other and explicit is not None and not (plan and plan.model == alias):
-            explicit = other_model_trajectory_id(explicit, alias)
+        if explicit is not None and (is_helper if plan else is_other):
+            explicit = name_of_other_agent(explicit, alias)
         return LinkEvidence(
             alias=alias,
             version=requested,
@@ -104,27 +115,50 @@ class Admission:
             key_id=attempt.key_id,
             explicit=explicit,
             explicit_by=identity.named_by,
-            follows=request.follows[1] if request.follows else None,
+            follows=follows.call_id if follows else None,
             attempt=attempt,
             is_retry=identity.is_retry,
             arrived_at=now,
             is_other_model=is_other,
-            planned_purpose=plan.purpose if plan else None,
+            planned_purpose=None if plan is None else _NOT_TRAINED if is_helper else plan.purpose,
         )
 
-    def _first_version(self, alias: str, trajectory_id: str, plan: RolloutPlan | None) -> int:
-        """Return the version of a new trajectory. Measured rollouts start on the live version, never on a canary."""
-        if plan is None or plan.plain:
-            return self._policies.version_for_new_trajectory(alias, trajectory_id)
-        return self._policies.live_version(alias)
+    def _moved(self, link: Link, alias: str) -> Link:
+        """Return the link of a trajectory whose version was rolled back at once: to the version that it goes on with.
 
-    def _prompt(self, alias: str, version: int, plan: RolloutPlan | None) -> Prompt | None:
-        """Return the rollout's prompt, else the version's."""
-        prompt = plan.prompt_for(alias, self._policies.other_models) if plan else None
-        return prompt or self._policies.prompt_of(alias, version)
+        Measurements of a version stay on it.
+        """
+        if link.purpose not in ("live", MOVED):
+            return link
+        current = self._linker.version_of(link.trajectory_id)
+        if current is None or self._policies.is_recalled(alias, current):
+            current = self._policies.live_version(alias)
+        return self._linker.move(link, current)
+
+    def _first_version(
+        self, alias: str, link: Link, plan: RolloutPlan | None, identity: CallIdentity
+    ) -> tuple[int, VersionDraw | None]:
+        """Return the version of a new trajectory, and its draw.
+
+        Rollouts of training draw like users, but are no evidence about a version. Measured ones start on the live one.
+        """
+        if plan is None:
+            return self._policies.draw_version(alias, link.trajectory_id, _unit(link, identity))
+        if plan.plain:
+            return self._policies.draw_version(alias, link.trajectory_id, counted=False)
+        return self._policies.live_version(alias), None
 
 
-def other_model_trajectory_id(trajectory_id: str, model: str) -> str:
-    """Return the id for the calls of another model within a trajectory: a trajectory has one alias."""
-    name = f"{trajectory_id}~{_NOT_IN_ID.sub('_', model)}"
-    return name if len(name) <= _MAX_ID else f"{trajectory_id}~{blake2b(model.encode(), digest_size=8).hexdigest()}"
+def _unit(link: Link, identity: CallIdentity) -> str | None:
+    """Return the user or session that a new trajectory draws for; None without one. A key alone is neither."""
+    if identity.user is not None:
+        return unit_of("user", link.key_id, identity.user)
+    return unit_of("session", link.key_id, identity.trajectory) if identity.trajectory else None
+
+
+def planned_model(model: str, plan: RolloutPlan | None, policies: PolicyCache) -> tuple[str, bool]:
+    """Return the model that serves a call, and whether it only helps the rollout that the call belongs to."""
+    if plan is None:
+        return model, False
+    is_helper = plan.is_helper(model, policies.other_models, policies.aliases)
+    return model if is_helper or plan.model is None else plan.model, is_helper

@@ -105,6 +105,7 @@ def _read(body: bytes) -> ParsedRequest:
         stream_options=options,
         sampling=request_body.sampling_in(fields),
         trajectory=request_body.trajectory_in(fields),
+        user=request_body.user_in(fields),
         untrainable="several_prompts" if several else request_body.untrainable_by(fields, ()),
         echoes=request_body.is_true(fields, "echo"),
     )

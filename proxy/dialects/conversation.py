@@ -26,6 +26,7 @@ class ConversationTurn:
     trajectory_id: str
     call_id: str
     key_id: str | None
+    alias: str
     rebuilt: bool = False  # read from the store: `added` is the whole conversation, instructions included
 
     def conversation(self, *, has_instructions: bool) -> list[Json]:

@@ -40,9 +40,14 @@ def chat_request(body: Json, messages: Sequence[Json], fields: Mapping[str, Any]
         chosen |= {"stream": True, "stream_options": {"include_usage": True}}
     inner = request_body.read(msgspec.json.encode({"model": body.get("model"), "messages": messages, **chosen}))
     metadata = body.get("metadata")
-    if isinstance(metadata, dict) and isinstance(metadata.get("trajectory_id"), str):
-        inner.trajectory = metadata["trajectory_id"]
+    if isinstance(metadata, dict):
+        inner.trajectory = _text(metadata.get("trajectory_id"))
+    inner.user = _text(body.get("user")) or _text(metadata.get("user_id") if isinstance(metadata, dict) else None)
     return inner
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None
 
 
 def require(body: Json, *names: str) -> None:

@@ -15,6 +15,7 @@ from ratchet.proxy.wire import lax_values
 from ratchet.proxy.wire.body_bounds import BodyBounds
 from ratchet.proxy.wire.capture import Capture
 from ratchet.proxy.wire.error_shapes import OPENAI
+from ratchet.proxy.wire.request_body import FollowedCall
 from ratchet.store.records import CallStarted
 
 
@@ -51,7 +52,7 @@ class Responses:
         request = responses_request.read(body, added, before)
         names = responses_request.custom_names(body), responses_request.namespaces(body)
         if previous:
-            request.follows = (previous.trajectory_id, previous.call_id)
+            request.follows = FollowedCall(previous.trajectory_id, previous.call_id, previous.alias)
 
         def make_encoder(start: CallStarted) -> BlockEncoder:
             capture = chat.make_capture(request, start)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ratchet.proxy.messages.text_fingerprints import NO_FINGERPRINTS, TextFingerprints
-from ratchet.store.records import OTHER
+from ratchet.store.records import OTHER, VersionDraw
 from ratchet.store.records.tuning import Prompt
 
 
@@ -58,8 +58,9 @@ class Leaf(msgspec.Struct, eq=False):
 
 
 class AttemptKey(NamedTuple):
-    """Identifies an attempt: a retry has the same key, prompt and tools."""
+    """Identifies an attempt: a retry has the same agent, key, prompt and tools."""
 
+    alias: str
     key_id: str | None
     prompt_node: str
     tools_hash: str
@@ -116,6 +117,7 @@ class CallIdentity(NamedTuple):
     role: str | None
     tags: tuple[str, ...]
     is_retry: bool  # the SDK marked it as a retry
+    user: str | None = None  # the end user that the body names
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -128,3 +130,4 @@ class Placement(msgspec.Struct, frozen=True):
     started_at: float  # Unix seconds
     task: str | None
     prompt: Prompt | None  # the system prompt to substitute
+    draw: VersionDraw | None = None  # of the version, if this call drew it

@@ -104,17 +104,18 @@ class CallCounters:
         if failure:
             self._metrics.errors.labels(failure).inc()
         if record.untrainable:
-            self._metrics.untrainable.labels(record.untrainable if record.untrainable in _REASONS else "other").inc()
+            reason = record.untrainable if record.untrainable in _REASONS else "other"
+            self._metrics.untrainable.labels(start.alias, reason).inc()
 
     def _make_series(self, key: tuple[str, str, str, str, str, str]) -> _Series:
         alias, dialect, state, purpose, linked_by, context = key
         metrics = self._metrics
         series = self._series[key] = _Series(
             calls=metrics.calls.labels(alias, dialect, state, purpose).inc,
-            links=metrics.links.labels(linked_by).inc,
+            links=metrics.links.labels(alias, linked_by).inc,
             prompt=metrics.tokens.labels(alias, "prompt", purpose).inc,
             completion=metrics.tokens.labels(alias, "completion", purpose).inc,
-            context=metrics.context_tokens.labels(context).inc,
+            context=metrics.context_tokens.labels(alias, context).inc,
             seconds=metrics.call_seconds.labels(alias).observe,
             first_token=metrics.first_token_seconds.labels(alias).observe,
             inter_token=metrics.inter_token_seconds.labels(alias).observe,

@@ -6,6 +6,7 @@ read when Prometheus scrapes.
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,7 +21,7 @@ from ratchet.proxy.errors import ProxyError
 from ratchet.proxy.telemetry import logs
 from ratchet.proxy.wire.asgi import send_bytes
 from ratchet.store.records import Policy
-from ratchet.store.states import PolicyState
+from ratchet.store.states import SERVING, PolicyState
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the samples of every counter
 
@@ -28,7 +29,7 @@ _CALL_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
 _SHORT_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1)
 _WORD_BORDER = re.compile(r"(?<=[a-z])(?=[A-Z])")
-_IN_USE = (PolicyState.CANDIDATE, PolicyState.CANARY, PolicyState.LIVE)
+_IN_USE = (PolicyState.CANDIDATE, *SERVING)
 
 INTERNAL_ERROR = "internal_error"  # error label of a bug in the proxy
 
@@ -65,9 +66,10 @@ class ProxyMetrics:
         self.overhead_seconds = self._histogram(
             "ratchet_overhead_seconds", "Time per call spent in the proxy, not in the upstream", _SHORT_BUCKETS
         )
-        self.links = self._counter("ratchet_links", "Calls by how their trajectory was found", "linked_by")
+        self.links = self._counter("ratchet_links", "Calls by how their trajectory was found", "alias", "linked_by")
         self.trajectories = self._gauge("ratchet_trajectories_open", "Trajectories in the memory of linking")
         self.feedback = self._counter("ratchet_feedback", "Feedback that was accepted", "state")
+        self.alarm_messages = self._counter("ratchet_alarm_messages", "Messages to the alarm webhook", "result")
         self.tool_calls = self._counter(
             "ratchet_tool_calls", "Sampled tool calls, checked against the schemas of their request", "tool", "outcome"
         )
@@ -78,9 +80,11 @@ class ProxyMetrics:
     def _add_token_metrics(self) -> None:
         self.tokens = self._counter("ratchet_tokens", "Tokens of captured calls", "alias", "kind", "purpose")
         self.context_tokens = self._counter(
-            "ratchet_context_tokens", "Completion tokens by how their context is known", "context"
+            "ratchet_context_tokens", "Completion tokens by how their context is known", "alias", "context"
         )
-        self.untrainable = self._counter("ratchet_untrainable_calls", "Calls whose tokens cannot be trained", "reason")
+        self.untrainable = self._counter(
+            "ratchet_untrainable_calls", "Calls whose tokens cannot be trained", "alias", "reason"
+        )
         self.exact_splices = self._counter(
             "ratchet_exact_splices", "Continuations by the outcome of exact_context", "outcome"
         )
@@ -104,11 +108,17 @@ class ProxyMetrics:
 
     def _add_version_metrics(self) -> None:
         self.live_version = self._gauge("ratchet_policy_version", "Version of new trajectories", "alias")
-        self.canary_share = self._gauge(
-            "ratchet_canary_ratio", "Share of new trajectories that start on the canary", "alias"
+        self.version_share = self._gauge(
+            "ratchet_version_share_ratio",
+            "Share of new trajectories of the version that is live, in its ramp, or held back",
+            "alias",
+            "role",
         )
-        self.canary_trajectories = self._counter(
-            "ratchet_canary_trajectories", "New trajectories while there is a canary", "alias", "policy"
+        self.version_trajectories = self._counter(
+            "ratchet_version_trajectories",
+            "New trajectories by the role of the version that they drew",
+            "alias",
+            "role",
         )
 
     def _add_journal_metrics(self) -> None:
@@ -150,6 +160,14 @@ class ProxyMetrics:
         """Count a request that failed before its call began; None for a bug in the proxy."""
         self.errors.labels(INTERNAL_ERROR if error is None else error_label(error)).inc()
 
+    def forget_agent(self, alias: str) -> None:
+        """Remove the gauges of an agent that left; its counters stay."""
+        with contextlib.suppress(KeyError):
+            self.live_version.remove(alias)
+        for role in SERVING:
+            with contextlib.suppress(KeyError):
+                self.version_share.remove(alias, role)
+
     def watch_memory(self, component: str, size: Callable[[], int]) -> None:
         """Expose the bytes that a component holds."""
         self._memory_bytes.labels(component).set_function(size)
@@ -158,6 +176,11 @@ class ProxyMetrics:
         """Expose the state of an upstream."""
         self.upstream_up.labels(url).set_function(up)
         self.upstream_in_flight.labels(url).set_function(in_flight)
+
+    def forget_upstream(self, url: str) -> None:
+        """Stop exposing an upstream."""
+        self.upstream_up.remove(url)
+        self.upstream_in_flight.remove(url)
 
     def watch_policies(self, list_versions: Callable[[], Iterable[Policy]]) -> None:
         """Expose the versions in use as `ratchet_policy_info`."""

@@ -10,6 +10,8 @@ Promises:
   the first replica.
 - If all fail, the client gets the first failure, with the time of the next probe if all replicas are down.
 
+A call of a version goes only to replicas that are proven to serve it, as the trainer recorded them with the version.
+
 A replica with an open breaker, or with another base model, gets no calls while another replica is healthy. If none is
 healthy, all are tried.
 """
@@ -19,7 +21,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from hashlib import blake2b
 from typing import Generic, TypeVar
 
@@ -76,15 +78,32 @@ class ReplicaPool(Generic[_R]):
         for replica in self.replicas:
             metrics.watch_upstream(replica.label, replica.is_up, replica.load)
 
+    def replace(self, replicas: Sequence[_R]) -> None:
+        """Use other replicas; calls that run elsewhere finish."""
+        for replica in self.replicas:
+            if replica not in replicas:
+                self._metrics.forget_upstream(replica.label)
+        for replica in replicas:
+            self._metrics.watch_upstream(replica.label, replica.is_up, replica.load)
+        self.replicas = tuple(replicas)
+
     def max_context_length(self) -> int | None:
         """Return the longest context of a replica in tokens; None if unknown."""
         return max((replica.max_model_len or 0 for replica in self.replicas), default=0) or None
 
-    def order(self, trajectory_id: str) -> Sequence[_R]:
-        """Return the replicas to try for a call, in order."""
-        if len(self.replicas) == 1:
-            return self.replicas
-        right = [replica for replica in self.replicas if not replica.serves_other_base_model] or self.replicas
+    def order(self, trajectory_id: str, proven: Collection[str] = ()) -> Sequence[_R]:
+        """Return the replicas to try for a call, in order. Raises UpstreamUnreachable if none is known.
+
+        `proven` are the URLs that serve the call's version. If all of them have left the list, any replica serves.
+        """
+        replicas = self.replicas
+        if proven:
+            replicas = tuple(replica for replica in replicas if replica.url in proven) or replicas
+        if not replicas:
+            raise UpstreamUnreachable("no replica of vLLM is known: the list of upstreams is empty or cannot be read")
+        if len(replicas) == 1:
+            return replicas
+        right = [replica for replica in replicas if not replica.serves_other_base_model] or replicas
         healthy = [replica for replica in right if replica.breaker.closed] or right
         if not trajectory_id:
             return sorted(healthy, key=lambda replica: replica.in_flight)[:_MAX_ATTEMPTS]
@@ -92,13 +111,15 @@ class ReplicaPool(Generic[_R]):
         min_in_flight = min(replica.in_flight for replica in healthy)
         return sorted(preferred, key=lambda replica: replica.in_flight - min_in_flight >= self._slack)[:_MAX_ATTEMPTS]
 
-    async def send(self, trajectory_id: str, send: Callable[[_R], Awaitable[HttpResponse]]) -> HttpResponse:
+    async def send(
+        self, trajectory_id: str, send: Callable[[_R], Awaitable[HttpResponse]], proven: Collection[str] = ()
+    ) -> HttpResponse:
         """Try the replicas in order until one accepts the call. Raises UpstreamError. Close the response.
 
-        `send` sends the call to a given replica.
+        `send` sends the call to a given replica; `proven` are the URLs of those that serve its version.
         """
         result: HttpResponse | UpstreamError | None = None  # the first failure
-        order = self.order(trajectory_id)
+        order = self.order(trajectory_id, proven)
         started = 0  # replicas that may have started it
         for replica in order:
             try:

@@ -46,18 +46,24 @@ class ReplicaProbes(Generic[_R]):
         self._critical_tasks = critical_tasks or CriticalTasks()
         self._timeouts_in_a_row: Counter[str] = Counter()  # by replica
         self._last_errors: dict[str, UpstreamError | None] = {}  # of the latest probe, by replica
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # by replica
 
     async def start(self) -> None:
         """Start probing."""
-        self._tasks = [
-            self._critical_tasks.start_task(self._watch(replica), f"probe of {replica.label}")
-            for replica in self._pool.replicas
-        ]
+        await self.follow_pool()
+
+    async def follow_pool(self) -> None:
+        """Probe the replicas that the pool has now, and no others."""
+        current = {replica.label: replica for replica in self._pool.replicas}
+        for label in self._tasks.keys() - current.keys():
+            await self._critical_tasks.stop_tasks(self._tasks.pop(label))
+        for label in current.keys() - self._tasks.keys():
+            watch = self._watch(current[label])
+            self._tasks[label] = self._critical_tasks.start_task(watch, f"probe of {label}")
 
     async def stop(self) -> None:
         """Stop probing."""
-        await self._critical_tasks.stop_tasks(*self._tasks)
+        await self._critical_tasks.stop_tasks(*self._tasks.values())
 
     async def _watch(self, replica: _R) -> None:
         while True:

@@ -40,8 +40,14 @@ class Upstream:
             min(stream_idle_timeout_seconds, request_timeout_seconds),
             max_upstream_response_bytes,
         )
-        self._client = HttpClient(limits, connect_timeout_seconds, dict(zip(self.urls, urls, strict=True)))
+        self._credentials_urls = dict(zip(self.urls, urls, strict=True))
+        self._client = HttpClient(limits, connect_timeout_seconds, self._credentials_urls)
         self._loading: dict[tuple[str, str], asyncio.Task[None]] = {}
+
+    def replace(self, urls: Sequence[str]) -> None:
+        """Use other replicas; running calls finish."""
+        self.urls = tuple(map(without_credentials, urls))
+        self._credentials_urls |= dict(zip(self.urls, urls, strict=True))
 
     async def start(self) -> None:
         """Nothing to start: connections are opened on demand."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 from msgspec import Raw
@@ -46,6 +46,14 @@ _TRUE = Raw(b"true")
 _ZERO = Raw(b"0")
 
 
+class FollowedCall(NamedTuple):
+    """The call that a request continues, by `previous_response_id`."""
+
+    trajectory_id: str
+    call_id: str
+    alias: str
+
+
 class ChatRequest(msgspec.Struct):
     """One request as received. `asks_*`: which of the captured fields the client requested.
 
@@ -67,7 +75,8 @@ class ChatRequest(msgspec.Struct):
     tools: bytes = b""
     strict_tools: bool = False  # one of them is `strict`
     trajectory: str | None = None
-    follows: tuple[str, str] | None = None  # trajectory and call that the client continues
+    user: str | None = None  # the end user
+    follows: FollowedCall | None = None  # that the client names
     untrainable: str | None = None
     nodes: tuple[MessageNode, ...] = ()
     keys: tuple[str, ...] = ()  # link keys of the messages
@@ -135,6 +144,7 @@ def read(body: bytes) -> ChatRequest:
         tools=tools,
         strict_tools=strict,
         trajectory=trajectory_in(fields),
+        user=user_in(fields),
         untrainable=untrainable_by(fields, messages),
         nodes=tuple([one.node for one in history]),
         keys=tuple([one.key for one in history]),
@@ -218,9 +228,19 @@ def _is_strict(tool: Any) -> bool:
 
 def trajectory_in(fields: Mapping[str, Raw]) -> str | None:
     """Return the trajectory id in the body's metadata."""
+    return _metadata_in(fields, "trajectory_id")
+
+
+def user_in(fields: Mapping[str, Raw]) -> str | None:
+    """Return the end user that the body names: `user`, else `metadata.user_id`."""
+    user = value(fields, "user")
+    return user if isinstance(user, str) and user else _metadata_in(fields, "user_id")
+
+
+def _metadata_in(fields: Mapping[str, Raw], name: str) -> str | None:
     metadata = value(fields, "metadata")
-    name = metadata.get("trajectory_id") if isinstance(metadata, dict) else None
-    return name if isinstance(name, str) and name else None
+    found = metadata.get(name) if isinstance(metadata, dict) else None
+    return found if isinstance(found, str) and found else None
 
 
 def untrainable_by(fields: Mapping[str, Raw], messages: Sequence[Mapping[str, Any]]) -> str | None:

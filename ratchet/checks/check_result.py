@@ -1,9 +1,18 @@
-"""The result of one check of `ratchet doctor`, with a remedy if it failed."""
+"""The result of one check of `ratchet doctor`, with a remedy if it failed, and remedies of several checks."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from ratchet.settings.project_settings import Settings
+
+NO_PROJECT = "start the project with `ratchet up --detach`, then run `ratchet doctor` again"
+
+
+def see_log(settings: Settings, service: str) -> str:
+    """Return the remedy that names a service's log."""
+    return f"look at {settings.state.log(service)}"
 
 
 @dataclass(frozen=True, slots=True)

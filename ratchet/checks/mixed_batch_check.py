@@ -27,7 +27,7 @@ Likeliest = Sequence[Mapping[int, float]]
 
 
 def check_batches(
-    replica: VllmServer, base: str, adapter: Path, slots: int, probes: Sequence[Sequence[int]]
+    replica: VllmServer, base: str, adapter: str | Path, slots: int, probes: Sequence[Sequence[int]]
 ) -> CheckResult:
     """Compare the base model's logprobs alone and beside `slots` adapters. `probes` are id sequences."""
     names = [f"{base}-beside-{number}" for number in range(slots)]

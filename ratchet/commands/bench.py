@@ -58,7 +58,7 @@ def bench(
             f"--calls {calls}: {blocks} blocks of {concurrency} concurrent calls need {blocks * concurrency} or more; "
             "reduce --blocks or --concurrency"
         )
-    settings = options.read_project_settings(context, {"model": model, "project": project})
+    settings = options.read_agent_settings(context, {"model": model, "project": project})
     ways = _ways(settings, proxy, upstream, upstream_model)
     shape, plan = (
         RequestShape(stream, prompt_words, max_tokens),

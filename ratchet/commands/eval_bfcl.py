@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("versions", nargs=-1, metavar="[ALIAS@VERSION...]")
+@click.argument("versions", nargs=-1, metavar="[NAME@VERSION...]")
 @click.option(
     "--category",
     "categories",
@@ -63,7 +63,7 @@ def bfcl(
     """
     from ratchet.tuner.environments.bfcl.virtual_env import VERSION, find, set_up
 
-    settings = options.read_project_settings(context, {"project": project, "store": store, "model": model})
+    settings = options.read_agent_settings(context, {"project": project, "store": store, "model": model})
     folder = environment or settings.state_dir.absolute() / "environments" / f"bfcl-{VERSION}"
     if settings.model in versions:
         raise click.UsageError(f"{settings.model} is the trained alias: name a version, {settings.model}@0")

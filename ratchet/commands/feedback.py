@@ -144,7 +144,7 @@ def export(context: click.Context, /, layout: str, out: str, limit: int, as_json
 
     from ratchet.trainer.rows import preference_rows
 
-    settings = options.read_project_settings(context, given)
+    settings = options.read_agent_settings(context, given)
     alias, held_out = settings.model, Counter[str]()
     with options.open_store_for_command(settings.store_url) as store:
         if layout == "paired":

@@ -39,6 +39,7 @@ def judge() -> None:
 @judge.command("try")
 @click.argument("names", nargs=-1, required=True, metavar="TRAJECTORY...")
 @options.judge
+@options.alias
 @options.store_url
 @options.project
 @options.as_json
@@ -126,6 +127,7 @@ def show(context: click.Context, /, group: str, as_json: bool, **given: Any) -> 
 @click.option("--wrong", multiple=True, help="A plausible wrong answer; repeat for more.")
 @click.option("--trajectory", metavar="ID", help="Recorded trajectory that solved its task; its answer is replaced.")
 @click.option("--tool", metavar="NAME.ARGUMENT", help="Tool argument with the answer, if no message has it.")
+@options.alias
 @options.store_url
 @options.project
 @options.as_json
@@ -184,6 +186,7 @@ def _stage(settings: Settings, example: dict[str, Any]) -> LintTranscript:
 @judge.command()
 @options.judge
 @click.option("--limit", type=click.IntRange(1, 1000), default=50, show_default=True, help="Maximum number of groups.")
+@options.alias
 @options.store_url
 @options.project
 @options.as_json
@@ -200,7 +203,7 @@ def rescore(context: click.Context, /, limit: int, as_json: bool, **given: Any) 
     settings = _settings(context, given)
     compared = []
     with options.open_store_for_command(settings.store_url) as store, _judge(settings) as made:
-        for group in _with_progress(store.groups.page(limit)):
+        for group in _with_progress(store.groups.page(limit, alias=given["model"])):
             old = store.groups.verdicts(group.members)
             if old:
                 members = [store.trajectories.read(name) for name in group.members]
@@ -242,6 +245,7 @@ def rescore(context: click.Context, /, limit: int, as_json: bool, **given: Any) 
     show_default=True,
     help="Exit with 1 below this agreement.",
 )
+@options.alias
 @options.store_url
 @options.project
 @options.as_json
@@ -266,7 +270,7 @@ def calibrate(
         _judge(settings) as made,
         _judge(truth_settings) as truth,
     ):
-        groups = [group for group in store.groups.page(limit) if len(group.members) > 1]
+        groups = [group for group in store.groups.page(limit, alias=given["model"]) if len(group.members) > 1]
         for group in _with_progress(groups):
             members = [store.trajectories.read(name) for name in group.members]
             first, reverse = (made.judge(None, order).verdicts for order in (members, members[::-1]))
@@ -313,8 +317,10 @@ def _with_progress(groups: Sequence[Group]) -> Iterator[Group]:
 
 
 def _settings(context: click.Context, given: dict[str, Any]) -> Settings:
+    """Return the settings with the judge that is given, else the agent's. Raises SettingsError."""
     values = {"trainer.judge" if name == "judge" else name: value for name, value in given.items()}
-    return options.read_project_settings(context, values)
+    settings = options.read_project_settings(context, values)
+    return settings if given.get("judge") is not None or "judge" not in given else options.one_agent(settings)
 
 
 @contextmanager

@@ -27,6 +27,9 @@ def keys() -> None:
     default="agent",
     help="Access of the key.  [default: agent]",
 )
+@click.option(
+    "--agent", "agents", multiple=True, metavar="NAME", help="Only this agent; repeat for more.  [default: all]"
+)
 @click.option("--requests-per-minute", type=click.IntRange(min=1), help="Maximum requests per proxy.")
 @click.option("--tokens-per-minute", type=click.IntRange(min=1), help="Maximum prompt and completion tokens per proxy.")
 @options.store_url
@@ -36,6 +39,7 @@ def create(
     context: click.Context,
     name: str,
     scope: str,
+    agents: tuple[str, ...],
     requests_per_minute: int | None,
     tokens_per_minute: int | None,
     store: str | None,
@@ -43,18 +47,33 @@ def create(
 ) -> None:
     """Create a key and print it once: only its hash is stored.
 
+    With --agent it calls these agents only, and sees no other one. Models of `model_list` are open to every key.
+
     \b
     Example:
       ratchet keys create --name crawler --requests-per-minute 600 --tokens-per-minute 200000
+      ratchet keys create --name office --agent mail --agent support
     """
+    from ratchet.proxy.agent_names import check_agent_names
     from ratchet.proxy.api_keys import hash_key, new_key
     from ratchet.store.states import KeyScope
 
+    if agents and scope == "operator":
+        raise click.UsageError("--agent is for agents' keys: an operator's key opens the operator API for all agents")
+    try:
+        check_agent_names(agents)
+    except ValueError as error:
+        raise click.UsageError(f"--agent: {error}") from error
     key = new_key()
     with options.open_project_store(context, create=True, store=store, project=project) as opened:
-        made = opened.keys.create(name, hash_key(key.encode()), KeyScope(scope), requests_per_minute, tokens_per_minute)
+        limits = (requests_per_minute, tokens_per_minute, agents or None)
+        made = opened.keys.create(name, hash_key(key.encode()), KeyScope(scope), *limits)
+        unknown = sorted(set(agents) - {policy.alias for policy in opened.policies.all()})
     click.echo(key)
-    click.echo(f"{made.id}: scope {scope}; the key is not shown again", err=True)
+    only = f" for {', '.join(made.agents)}" if made.agents else ""
+    click.echo(f"{made.id}: scope {scope}{only}; the key is not shown again", err=True)
+    if unknown:
+        click.echo(f"note: no proxy has served {', '.join(unknown)} yet; names are case-sensitive", err=True)
 
 
 @keys.command("list")
@@ -83,7 +102,9 @@ def list_keys(context: click.Context, store: str | None, project: str | None, as
             for limit, unit in ((key.requests_per_minute, "requests"), (key.tokens_per_minute, "tokens"))
             if limit
         ]
-        click.echo("  ".join([key.id, f"{key.scope:<8}", key.name, f"made {_when(key.created_at)}", state, *limits]))
+        only = [f"only {', '.join(key.agents)}"] if key.agents else []
+        made = f"made {_when(key.created_at)}"
+        click.echo("  ".join([key.id, f"{key.scope:<8}", key.name, made, state, *only, *limits]))
     if not found:
         click.echo("no keys in this store: create one with `ratchet keys create --name NAME`")
 

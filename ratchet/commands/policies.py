@@ -1,4 +1,4 @@
-"""The `ratchet policies` commands: list, show, promote, roll back and export versions of a model."""
+"""The `ratchet policies` commands: list, show, promote, roll back, hold, pin, export and fork versions of a model."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import click
 
 from ratchet import options
 from ratchet.commands.policies_export import export
+from ratchet.commands.policies_fork import fork
 from ratchet.output.terminal import strip_control_characters
 
 if TYPE_CHECKING:
@@ -16,13 +17,13 @@ if TYPE_CHECKING:
     from ratchet.store.records import Policy
     from ratchet.store.records.tuning import Prompt
 
-_NAMED = click.argument("alias", metavar="ALIAS[@VERSION]")
+_NAMED = click.argument("alias", metavar="NAME[@VERSION]")
 _BY_HAND = click.option("--reason", required=True, help="Reason, recorded with the decision.")
 
 
 @click.group()
 def policies() -> None:
-    """List, promote, roll back and export the versions of a model.
+    """List, promote, roll back, hold, pin, export and fork the versions of a model.
 
     \b
     Example:
@@ -46,6 +47,7 @@ def list_policies(
       ratchet policies list --model mail --json
     """
     with options.open_project_store(context, store=store, project=project) as opened:
+        options.check_alias(opened, model)
         found, decided = opened.policies.all(model), opened.decisions.latest(model)
         learnt = {(one.alias, one.version) for one in opened.deletions.versions_with_deleted_data()}
     if as_json:
@@ -85,28 +87,34 @@ def show(
     Example:
       ratchet policies show mail 7
     """
-    from ratchet.status.project_status import format_canary
-    from ratchet.store.reports.undecided_versions import read_canary_scores
+    from ratchet.status.project_status import format_ramp
+    from ratchet.store.reports.release_status import describe_release, read_release
+    from ratchet.store.reports.undecided_versions import read_ramp_scores
 
     alias, version = _named(alias, version)
     with options.open_project_store(context, store=store, project=project) as opened:
+        options.check_alias(opened, alias)
         versions = opened.policies.all(alias) if version is None else [opened.policies.get(alias, version)]
         prompts = {one.version: opened.prompts.get(one.prompt_id) for one in versions if one.prompt_id}
         decisions = opened.decisions.decisions_of(alias, version)
-        scores = read_canary_scores(opened, alias)
-        known = sorted(opened.policies.live())
-    if not versions and not decisions:
-        raise click.UsageError(f"{alias}: no such model; known models: {', '.join(known) or 'none'}")
+        scores, release = read_ramp_scores(opened, alias), read_release(opened, alias)
     if as_json:
         prompt_records = {str(number): _plain(prompt) for number, prompt in prompts.items()}
         options.print_json(
-            {"decisions": [_plain(decision) for decision in decisions], "canary": scores, "prompts": prompt_records}
+            {
+                "decisions": [_plain(decision) for decision in decisions],
+                "release": release,
+                "ramp": scores,
+                "prompts": prompt_records,
+            }
         )
         return
     for number, prompt in prompts.items():
         click.echo("\n".join(_prompt_lines(prompt, f"{alias}@{number}")))
+    for line in describe_release(release) if release and version is None else ():
+        click.echo(line)
     if scores:
-        click.echo(f"canary {alias}{format_canary(scores)}")
+        click.echo(f"ramp {alias}{format_ramp(scores)}")
     for decision in decisions:
         click.echo(f"{alias}@{decision.version}  {_decided(decision)}")
         for name, value in _leaves(decision.evidence):
@@ -134,7 +142,7 @@ def promote(
     store: str | None,
     project: str | None,
 ) -> None:
-    """Make a version live: the named one, else the canary, else the one that awaits approval.
+    """Make a version live: the named one, else the one in its ramp, else the one that awaits approval.
 
     Proxies follow within a second. A version that was rejected needs --rejected.
 
@@ -144,6 +152,7 @@ def promote(
     """
     alias, version = _named(alias, version)
     with options.open_project_store(context, store=store, project=project) as opened:
+        options.check_alias(opened, alias)
         done = opened.policies.promote_manually(
             alias, version, by=options.current_user(), reason=reason, rejected=rejected
         )
@@ -154,30 +163,123 @@ def promote(
 @_NAMED
 @click.argument("version", type=int, required=False)
 @_BY_HAND
+@click.option("--to-anchor", is_flag=True, help="Go back to the anchor, the last version that was shown better.")
+@click.option("--now", is_flag=True, help="Open trajectories of the rejected versions go on with the live one.")
 @options.store_url
 @options.project
 @click.pass_context
 def rollback(
-    context: click.Context, alias: str, version: int | None, reason: str, store: str | None, project: str | None
+    context: click.Context,
+    /,
+    alias: str,
+    version: int | None,
+    reason: str,
+    to_anchor: bool,
+    now: bool,
+    store: str | None,
+    project: str | None,
 ) -> None:
     """Roll back to a version and reject every later one; training continues from there.
 
-    Without a version, it rejects the canary or the version that awaits approval, else it restores the previous live
-    version.
+    Without a version, it rejects the version in its ramp or the one that awaits approval, else it restores the
+    previous live version. Open trajectories finish on the version that they began with; with --now they go on with
+    the live one, and what is moved like this is not trained.
 
     \b
     Example:
       ratchet policies rollback mail 6 --reason "version 7 is rude"
+      ratchet policies rollback mail --now --reason "it deletes mails"
     """
     alias, version = _named(alias, version)
     with options.open_project_store(context, store=store, project=project) as opened:
-        rejected = opened.policies.roll_back_manually(alias, version, by=options.current_user(), reason=reason)
+        options.check_alias(opened, alias)
+        if to_anchor:
+            if version is not None:
+                raise click.UsageError("--to-anchor names the version: leave out the other one")
+            anchor = opened.policies.serving_of(alias).anchor
+            version = anchor.version if anchor else None
+        rejected = opened.policies.roll_back_manually(alias, version, by=options.current_user(), reason=reason, now=now)
         live = opened.policies.live()[alias]
-    names = ", ".join(f"{policy.alias}@{policy.version}" for policy in rejected)
-    click.echo(f"{alias}@{live.version} is live; rejected: {names}")
+    names = ", ".join(f"{policy.alias}@{policy.version}" for policy in rejected) or "nothing more"
+    moved = "; open trajectories go on with it" if now else ""
+    click.echo(f"{alias}@{live.version} is live; rejected: {names}{moved}")
+
+
+@policies.command()
+@_NAMED
+@click.argument("version", type=int, required=False)
+@_BY_HAND
+@options.store_url
+@options.project
+@click.pass_context
+def hold(
+    context: click.Context, alias: str, version: int | None, reason: str, store: str | None, project: str | None
+) -> None:
+    """Hold a version: only a person promotes it. It is still rolled back if it is shown to be worse.
+
+    Without a version, it is the one in its ramp, else the newest candidate.
+
+    \b
+    Example:
+      ratchet policies hold mail --reason "until legal has read its answers"
+    """
+    alias, version = _named(alias, version)
+    with options.open_project_store(context, store=store, project=project) as opened:
+        options.check_alias(opened, alias)
+        held = opened.policies.hold_manually(alias, version, by=options.current_user(), reason=reason)
+    click.echo(f"{held.alias}@{held.version} ({held.state}) is held: promote it or roll it back")
+
+
+@policies.command()
+@_NAMED
+@click.argument("version", type=int, required=False)
+@_BY_HAND
+@options.store_url
+@options.project
+@click.pass_context
+def pin(
+    context: click.Context, alias: str, version: int | None, reason: str, store: str | None, project: str | None
+) -> None:
+    """Pin the live version: it serves all new trajectories, and nothing is released until `unpin`.
+
+    A version in its ramp and the holdback end. Training goes on. Nothing is rolled back either, also by hand.
+
+    \b
+    Example:
+      ratchet policies pin mail --reason "the fair is on"
+    """
+    alias, version = _named(alias, version)
+    with options.open_project_store(context, store=store, project=project) as opened:
+        options.check_alias(opened, alias)
+        pinned = opened.policies.pin_manually(alias, version, by=options.current_user(), reason=reason)
+    click.echo(f"{pinned.alias}@{pinned.version} is pinned")
+
+
+@policies.command()
+@_NAMED
+@click.argument("version", type=int, required=False)
+@_BY_HAND
+@options.store_url
+@options.project
+@click.pass_context
+def unpin(
+    context: click.Context, alias: str, version: int | None, reason: str, store: str | None, project: str | None
+) -> None:
+    """Unpin the live version: the release of newer versions goes on.
+
+    \b
+    Example:
+      ratchet policies unpin mail --reason "the fair is over"
+    """
+    alias, version = _named(alias, version)
+    with options.open_project_store(context, store=store, project=project) as opened:
+        options.check_alias(opened, alias)
+        released = opened.policies.unpin(alias, version, by=options.current_user(), reason=reason)
+    click.echo(f"{released.alias}@{released.version} is not pinned any more")
 
 
 policies.add_command(export)
+policies.add_command(fork)
 
 
 def _named(alias: str, version: int | None) -> tuple[str, int | None]:
@@ -187,7 +289,7 @@ def _named(alias: str, version: int | None) -> tuple[str, int | None]:
 
 
 def _line(policy: Policy) -> str:
-    share = f" {policy.canary_share:.0%}" if policy.canary_share else ""
+    share = f" {policy.share:.0%}" if policy.share else " pinned" if policy.pinned_at else ""
     where = "pruned" if policy.pruned_at else policy.adapter or "base model"
     where = f"{where}  prompt {policy.prompt_id}" if policy.prompt_id else where
     return f"{policy.alias}@{policy.version}  {f'{policy.state}{share}':<11}  {_when(policy.created_at)}  {where}"

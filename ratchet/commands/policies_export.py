@@ -11,6 +11,7 @@ import click
 from ratchet import options
 
 if TYPE_CHECKING:
+    from ratchet.settings.project_settings import Settings
     from ratchet.store.records import Policy
     from ratchet.store.store import Store
 
@@ -19,7 +20,7 @@ _FOLDER = click.Path(path_type=Path)
 
 
 @click.command()
-@click.argument("policy", metavar="ALIAS[@VERSION] [VERSION]", nargs=-1, required=True)
+@click.argument("policy", metavar="NAME[@VERSION] [VERSION]", nargs=-1, required=True)
 @click.option("--merged", type=_FOLDER, metavar="DIR", help="Write the merged model into a new folder.")
 @click.option(
     "--dtype",
@@ -64,8 +65,9 @@ def export(
     settings = options.read_project_settings(context, {"base_model": base_model, "store": store, "project": project})
     base = check_model(settings.base_model)
     with options.open_store_for_command(settings.store_url, create=False) as opened:
-        found, source = _exportable(opened, name)
-        card = model_card(gather(opened, found, base, versions()), merged=merged is not None)
+        found = _exportable(opened, name)
+        source = _adapter_folder(settings, found)
+        card = model_card(gather(opened, found, base, versions(), source), merged=merged is not None)
     if merged:
         export_merged(base, source, folder, card, dtype)
     else:
@@ -73,15 +75,24 @@ def export(
     click.echo(f"{name}: {folder}, with its card in {folder / 'README.md'}")
 
 
-def _exportable(store: Store, name: str) -> tuple[Policy, Path]:
-    """Return the version and its adapter's folder."""
+def _exportable(store: Store, name: str) -> Policy:
+    """Return the version, which has an adapter."""
     named = _NAMED.fullmatch(name)
     if named is None:
-        raise click.UsageError(f"{name!r} is not a version: give ALIAS@VERSION or ALIAS VERSION, such as mail@7")
+        raise click.UsageError(f"{name!r} is not a version: give NAME@VERSION or NAME VERSION, such as mail@7")
+    options.check_alias(store, named["alias"])
     policy = store.policies.get(named["alias"], int(named["version"]))
     if policy.adapter is None:
         prompt = f" with the system prompt {policy.prompt_id}" if policy.prompt_id else ""
         raise click.UsageError(f"{name} has no adapter: it is the base model{prompt or ' as it is'}")
     if policy.pruned_at is not None:
         raise click.UsageError(f"{name} was pruned: its folder was deleted (trainer.keep_checkpoints)")
-    return policy, Path(policy.adapter)
+    return policy
+
+
+def _adapter_folder(settings: Settings, policy: Policy) -> Path:
+    """Return a local folder with the version's adapter, which may come from object storage."""
+    from ratchet.trainer.adapters.adapter_store import AdapterStore
+
+    adapters = AdapterStore(settings.state.adapter_cache, settings.adapters.max_cache_bytes)
+    return adapters.fetch(policy.adapter or "", state=False)

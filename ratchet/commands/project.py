@@ -58,7 +58,8 @@ def up(context: click.Context, /, detach: bool, as_json: bool, vllm_port: int | 
     if as_json:
         options.print_json(running)
     else:
-        click.echo(f"base_url: {running['base_url']}   model: {settings.model}   (`ratchet down` stops everything)")
+        named = supervision.names_of_agents(settings)
+        click.echo(f"base_url: {running['base_url']}   {named}   (`ratchet down` stops everything)")
         if running["console"]:
             click.echo(f"console: {running['console']}")
 
@@ -84,6 +85,32 @@ def down(context: click.Context, project: str | None, as_json: bool) -> None:
         click.echo(f"project {settings.project}: stopped {', '.join(stopped)}")
     else:
         click.echo(f"project {settings.project}: nothing was running")
+
+
+@click.command("reload")
+@options.project
+@options.as_json
+@click.pass_context
+def reload_agents(context: click.Context, project: str | None, as_json: bool) -> None:
+    """Let agents that were added to ratchet.yaml join the running project, and those that were removed leave it.
+
+    The other agents are served and trained on meanwhile. Settings, judges and the base model are checked first: an
+    error changes nothing. Only `agents` is applied; other keys that differ are printed, for they need a restart.
+
+    \b
+    Example:
+      ratchet reload
+    """
+    import dataclasses
+
+    from ratchet.supervisor import reload
+
+    settings = options.read_settings(context, {"project": project})
+    done = reload.reload_agents(settings, lambda text: click.echo(text, err=True))
+    if as_json:
+        options.print_json(dataclasses.asdict(done))
+    else:
+        click.echo("\n".join(done.lines()))
 
 
 @click.command()
@@ -112,6 +139,8 @@ def status(
 ) -> None:
     """Show processes, ports, versions, trajectories by state, rounds and alarms; with --report, whether it learns.
 
+    Several agents are shown in one table; --model shows one of them in full.
+
     \b
     Example:
       ratchet status --report --png learning_report.png
@@ -120,10 +149,11 @@ def status(
     if tensorboard is not None:
         from ratchet.status.training_reports import write_tensorboard
 
+        settings = options.one_agent(settings)
         click.echo(f"{write_tensorboard(settings, tensorboard)} points: tensorboard --logdir {tensorboard}")
         return
     if report:
-        _report(settings, png, as_json)
+        _report(options.one_agent(settings), png, as_json)
         return
     if png is not None:
         raise click.UsageError("--png needs --report")
@@ -193,8 +223,9 @@ def _check_results(
         from ratchet.trainer.settings.value_types import pinned
 
         own = {"project": given["project"], "base_model": base_model, "trainer.judge": given["judge"]}
+        own |= {"model": given["model"], "store": given["store"]}
         settings = options.read_project_settings(context, own)
-        os.environ.update(pinned(settings.trainer_devices))  # it trains as the trainer would
+        os.environ.update(pinned(settings.learner_devices))  # it trains as the trainer would
         yield from doctor_checks.run_checks(settings)
         return
     from ratchet.checks import workflow_check

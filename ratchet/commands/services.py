@@ -1,15 +1,22 @@
-"""`ratchet proxy` and `ratchet trainer`: one service without a supervisor."""
+"""`ratchet proxy`, `ratchet trainer` and `ratchet learner`: one service without a supervisor."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ratchet import options
+
+if TYPE_CHECKING:
+    from ratchet.settings.project_settings import Settings
+    from ratchet.trainer.controller_process import ControllerProcess
+    from ratchet.trainer.learner_access import LearnerAccess
+    from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
 
 @click.command()
@@ -37,6 +44,8 @@ def proxy(
 ) -> int:
     """Run only the proxy, for vLLM replicas that run elsewhere.
 
+    Agents that are added to the settings file join while it runs, those that are removed leave.
+
     \b
     Example:
       ratchet proxy --upstream http://127.0.0.1:8001 --model mail --store mail.db --port 8000
@@ -47,11 +56,17 @@ def proxy(
     settings = options.read_settings(context, values)
     derived: dict[str, Any] = {"upstreams": upstreams, "journal": journal}
     own = settings.proxy_settings(**{key: value for key, value in derived.items() if value})
-    from ratchet.proxy.server import serve
+    from ratchet.proxy.server import SetAgents, serve
     from ratchet.proxy.telemetry import logs
 
     logs.configure_logging(own.log_format, own.log_level)
-    return serve(own, lambda url: click.echo(f"base_url: {url}/v1   model: {own.model}", err=True))
+
+    def follow_agents(set_agents: SetAgents) -> None:
+        _follow(context, values, settings, lambda changed: set_agents(tuple(changed.agents_by_name)))
+
+    return serve(
+        own, lambda url: click.echo(f"base_url: {url}/v1   model: {', '.join(own.agents)}", err=True), follow_agents
+    )
 
 
 @click.command()
@@ -71,7 +86,10 @@ def trainer(
     vllm: tuple[str, ...],
     project: str | None,
 ) -> int:
-    """Run only the trainer, for a proxy and vLLM replicas that run elsewhere.
+    """Run only the trainer of all agents, for a proxy and vLLM replicas that run elsewhere.
+
+    It starts its learner, unless `learner.url` names one. Agents that are added to the settings file join while
+    it runs, those that are removed leave.
 
     \b
     Example:
@@ -84,16 +102,84 @@ def trainer(
         raise click.UsageError("no judge is set: give --judge module:function or a YAML file, or set trainer.judge")
     from ratchet.proxy.telemetry import logs
     from ratchet.supervisor.vllm_command import check_model
-    from ratchet.trainer.settings.value_types import pinned
 
     derived: dict[str, Any] = {"vllm": vllm} if vllm else {}
-    own = settings.trainer_settings(base_model=check_model(settings.base_model), **derived)
-    os.environ.update(pinned(own.devices))  # before anything imports torch
-    logs.configure_logging(own.log_format, own.log_level, _above_bars if sys.stderr.isatty() else None)
+    checked = check_model(settings.base_model)
+
+    def agents_of(changed: Settings) -> dict[str, TrainerSettings]:
+        """Return the settings of the agents that have a judge."""
+        judged = {name: agent for name, agent in changed.agents_by_name.items() if agent.has_judge}
+        return {name: agent.trainer_settings(base_model=checked, **derived) for name, agent in judged.items()}
+
+    agents = agents_of(settings)
+    first = next(iter(agents.values()))
+    logs.configure_logging(first.log_format, first.log_level, _above_bars if sys.stderr.isatty() else None)
+    from ratchet.supervisor.learner_child import run_with_learner
     from ratchet.trainer.process import run
     from ratchet.tuner.selection.release_evaluation import WorkflowEvaluator
 
-    return run(own, make_workflow_evaluator=WorkflowEvaluator)
+    def run_agents(learner: LearnerAccess) -> int:
+        def follow_agents(process: ControllerProcess) -> None:
+            learner.call_on_failure(process.stop)
+            _follow(context, values, settings, lambda changed: process.set_agents(agents_of(changed)))
+
+        return run(agents, learner.learner_of, WorkflowEvaluator, follow_agents)
+
+    return run_with_learner(settings, first, run_agents)
+
+
+@click.command()
+@options.base_model
+@click.option("--host", help="Address to listen on; any but loopback requires RATCHET_LEARNER_TOKEN.")
+@click.option("--port", type=int, help="Port to listen on; 0: any free one.  [default: 8002]")
+@options.project
+@click.pass_context
+def learner(
+    context: click.Context, base_model: str | None, host: str | None, port: int | None, project: str | None
+) -> int:
+    """Run only the learner, for trainers that run elsewhere; on each of its machines if it has several.
+
+    The trainers reach it at `learner.url` with the same RATCHET_LEARNER_TOKEN.
+
+    \b
+    Example:
+      RATCHET_LEARNER_TOKEN=secret ratchet learner --base-model ./model --host 0.0.0.0 --port 8002
+    """
+    values: dict[str, Any] = {"project": project, "base_model": base_model, "learner.host": host, "learner.port": port}
+    settings = options.read_settings(context, values)
+    from ratchet.proxy.telemetry import logs
+    from ratchet.supervisor.vllm_command import check_model
+    from ratchet.trainer.learner_service import launch
+    from ratchet.trainer.settings.value_types import pinned
+
+    model = check_model(settings.base_model)
+    own = settings.learner_process_settings()
+    os.environ.update(pinned(own.devices))  # before anything imports torch
+    torchrun = launch.torchrun_command(own, os.environ, (sys.executable, "-P", "-m", "ratchet", *sys.argv[1:]))
+    if torchrun is not None:
+        os.execv(torchrun[0], torchrun)
+    logs.configure_logging(settings.trainer.get("log_format", "text"), settings.trainer.get("log_level", "info"))
+    settings.state.make(min_free_disk_mb=settings.min_free_disk_mb)
+    from ratchet.trainer.learner_service.process import LearnerFolders, run
+
+    state, adapters, first = settings.state, settings.adapters, next(iter(settings.agents_by_name))
+    kept = () if adapters.store is None or adapters.is_remote else (Path(adapters.store),)
+    url = adapters.store if adapters.is_remote else None
+    folders = LearnerFolders(
+        state.learner, state.base_digests(first), (state.models, *kept), url, adapters.max_cache_bytes
+    )
+    return run(model, own, folders)
+
+
+def _follow(
+    context: click.Context, values: dict[str, Any], settings: Settings, apply: Callable[[Settings], object]
+) -> None:
+    """Apply the agents of the settings file whenever it changes, until the process ends."""
+    from ratchet.settings.agents_watch import AgentsWatch
+
+    file = options.settings_file(context)
+    if file is not None and values["model"] is None:  # an option names the one agent: no other one joins
+        AgentsWatch(file, settings, lambda: options.read_settings(context, values), apply).start()
 
 
 def _above_bars(line: str) -> None:

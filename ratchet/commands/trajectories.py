@@ -57,6 +57,8 @@ def list_trajectories(
 
     with options.open_project_store(context, store=store, project=project) as opened:
         found = opened.trajectories.page(limit, before, chosen=TrajectoryFilter(**chosen))
+        if not found and before is None:
+            options.check_listed_alias(opened, chosen["alias"])
         verdicts = opened.groups.verdicts([run.id for run in found])
     if as_json:
         options.print_json([_plain(run, verdicts.get(run.id)) for run in found])
@@ -71,7 +73,7 @@ def list_trajectories(
 def _plain(run: Trajectory, verdict: Verdict | None) -> dict[str, Any]:
     import msgspec
 
-    fields = msgspec.structs.asdict(run)
+    fields = msgspec.structs.asdict(run) | {"draw": msgspec.structs.asdict(run.draw) if run.draw else None}
     return fields | {"score": verdict.score if verdict else None, "judge": verdict.judge if verdict else None}
 
 

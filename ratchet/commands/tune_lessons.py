@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.option("--failure-threshold", type=float, help="A task failed below this mean score.  [default: 0.5]")
 @click.option("--min-failures", type=click.IntRange(1), help="Failed tasks that a family needs.  [default: 3]")
-@click.option(
-    "--canary-share", type=click.FloatRange(0, 1, True, True), help="Share of new trajectories.  [default: 0.5]"
-)
+@click.option("--share", type=click.FloatRange(0, 1, True, True), help="Share of new trajectories.  [default: 0.5]")
 @click.option("--reflection-url", metavar="URL", help="Base URL of the language model that reads the failures.")
 @click.option("--reflection-model", metavar="NAME", help="Name of that model.")
 @click.option("--dry-run", is_flag=True, help="Print the lessons without serving them.")
@@ -32,7 +30,7 @@ def lessons(context: click.Context, /, dry_run: bool, as_json: bool, **given: An
     """Derive lessons from failed rollouts with a language model and try them on half of the live traffic.
 
     Each task family gets a short list, which the proxy appends to the system prompt of that family's calls. The lessons
-    are served as a canary: the running trainer's sequential test promotes them or rolls them back.
+    are tried in a ramp: the running trainer promotes them or rolls them back.
 
     \b
     Example:
@@ -40,10 +38,10 @@ def lessons(context: click.Context, /, dry_run: bool, as_json: bool, **given: An
       ratchet tune lessons --reflection-url http://127.0.0.1:8001 --reflection-model big
     """
     from ratchet.trainer.controller.judges.language_model import LanguageModel
-    from ratchet.tuner.prompts.lessons.reflexion import check, learn, start_canary
+    from ratchet.tuner.prompts.lessons.reflexion import check, learn, start_ramp
     from ratchet.tuning.run_lease import RunLease
 
-    settings = options.read_project_settings(context, _named(given))
+    settings = options.read_agent_settings(context, _named(given))
     tuner, alias = settings.tuner_settings(), settings.model
     if tuner.reflection is None:
         raise click.UsageError("no language model is named: give --reflection-url and --reflection-model, or set "
@@ -60,7 +58,7 @@ def lessons(context: click.Context, /, dry_run: bool, as_json: bool, **given: An
                 config = {"lessons": tuner.lessons.model_dump(), "reflection": tuner.reflection.model}
                 run = store.tunings.begin("lessons", alias, config).id
                 with RunLease(store).acquire(run):
-                    version = start_canary(store, alias, learned, tuner.lessons.canary_share, run).version
+                    version = start_ramp(store, alias, learned, tuner.lessons.share, run).version
                     store.tunings.end(run, "done", learned.plain() | {"promoted": f"{alias}@{version}"})
     finally:
         model.close()
@@ -70,7 +68,7 @@ def lessons(context: click.Context, /, dry_run: bool, as_json: bool, **given: An
     _show(learned)
     if version is not None:
         click.echo(
-            f"canary {alias}@{version} at {tuner.lessons.canary_share:.0%}: the running trainer decides; "
+            f"ramp {alias}@{version} at {tuner.lessons.share:.0%}: the running trainer decides; "
             f"follow it with `ratchet policies show {alias}`"
         )
 
@@ -80,7 +78,7 @@ def _named(given: dict[str, Any]) -> dict[str, Any]:
     url, model = given.pop("reflection_url"), given.pop("reflection_model")
     if (url is None) != (model is None):
         raise click.UsageError("--reflection-url and --reflection-model belong together")
-    own = ("failure_threshold", "min_failures", "canary_share")
+    own = ("failure_threshold", "min_failures", "share")
     named = {f"tuner.lessons.{key}" if key in own else key: value for key, value in given.items()}
     return named | ({"tuner.reflection": {"base_url": url, "model": model}} if url is not None else {})
 

@@ -18,7 +18,7 @@ KINDS = ("select-model", "prompt", "weights", "eval", "lessons", "doctor")
 
 
 @click.command()
-@click.option("--model", metavar="ALIAS", help="Only runs for this alias.  [default: that of the newest run]")
+@click.option("--model", metavar="NAME", help="Only runs for this agent.  [default: that of the newest run]")
 @click.option(
     "--tasks", metavar="SOURCE", help="Only runs on this task set, by its source.  [default: the newest run's]"
 )

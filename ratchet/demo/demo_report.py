@@ -23,7 +23,7 @@ def show(figures: DemoResults) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=_WIDTH)
-    for table in (_rounds_table(figures), _versions_table(figures), _heldout_table(figures)):
+    for table in (_rounds_table(figures), *_versions_tables(figures), _heldout_table(figures)):
         console.print(table)
     for line in _summary(figures):
         console.print(line, soft_wrap=True, markup=False)
@@ -54,6 +54,8 @@ def result(figures: DemoResults) -> dict[str, Any]:
         "held_out_success_after": figures.after.success,
         "held_out_greedy_before": figures.before.greedy_success,
         "held_out_greedy_after": figures.after.greedy_success,
+        "hard_success_before": figures.hard_before.success,
+        "hard_success_after": figures.hard_after.success,
         "learned": figures.learned,
         "seconds_total": seconds.pop("total"),
         "seconds_by_stage": seconds,
@@ -97,6 +99,10 @@ def _rounds_table(figures: DemoResults) -> Any:
     return table
 
 
+def _versions_tables(figures: DemoResults) -> tuple[Any, Any]:
+    return _versions_table(figures), _behaviour_table(figures)
+
+
 def _versions_table(figures: DemoResults) -> Any:
     columns = (
         "policy",
@@ -117,10 +123,41 @@ def _versions_table(figures: DemoResults) -> Any:
     return table
 
 
+def _behaviour_table(figures: DemoResults) -> Any:
+    """What changed in behaviour, by version: in the training traffic, and greedily on the held-out tasks."""
+    columns = ("policy", "searches", "mails read", "answers", "read first", "commonest sequence of tools")
+    table = _table("Behaviour (per rollout; read first: of the answers, those after reading a mail)", columns)
+    rows = [(row.version, row.behaviour) for row in figures.versions]
+    greedy = [(f"greedy, {row.model}", row.greedy_behaviour) for row in (figures.before, figures.after)]
+    for name, seen in rows + greedy:
+        sequence, share = next(iter(seen.sequences.items()), ("none", 0.0))
+        table.add_row(
+            name, f"{seen.tools.get('search_inbox', 0.0):.2f}", f"{seen.mails_read:.2f}", f"{seen.answered:.0%}",
+            f"{seen.read_before_answer:.0%}", f"{sequence} {share:.0%}",
+        )  # fmt: skip
+    return table
+
+
 def _heldout_table(figures: DemoResults) -> Any:
-    columns = ("held-out", "tasks", "rollouts", "success", "95% interval", "greedy", "tool failures", "turns", "tokens")
-    table = _table("Held-out tasks, sampled at temperature 1", columns)
-    for name, row in (("before", figures.before), ("after", figures.after)):
+    columns = (
+        "tasks",
+        "count",
+        "rollouts",
+        "sampled",
+        "95% interval",
+        "greedy",
+        "95% interval",
+        "tool failures",
+        "turns",
+    )
+    table = _table("Tasks that were never trained on: success at temperature 1, and greedily", columns)
+    rows = (
+        ("held-out before", figures.before),
+        ("held-out after", figures.after),
+        ("hard set before", figures.hard_before),
+        ("hard set after", figures.hard_after),
+    )
+    for name, row in rows:
         table.add_row(f"{name} ({row.model})", *_evaluation_cells(row))
     return table
 
@@ -128,7 +165,8 @@ def _heldout_table(figures: DemoResults) -> Any:
 def _evaluation_cells(row: HeldOutEvaluation) -> tuple[str, ...]:
     return (
         str(row.tasks), str(row.rollouts), f"{row.success:.3f}", f"{row.low:.3f} to {row.high:.3f}",
-        f"{row.greedy_success:.3f}", f"{row.tool_failures:.2f}", f"{row.turns:.2f}", f"{row.completion_tokens:.0f}",
+        f"{row.greedy_success:.3f}", f"{row.greedy_low:.3f} to {row.greedy_high:.3f}", f"{row.tool_failures:.2f}",
+        f"{row.turns:.2f}",
     )  # fmt: skip
 
 
@@ -143,8 +181,34 @@ def _summary(figures: DemoResults) -> list[str]:
         f"{figures.exact_context_share:.1%}; mean |trainer - engine| {figures.mismatch_mean:.5f} nats",
         "dropped: " + (", ".join(f"{count} {name}" for name, count in figures.dropped.items()) or "nothing"),
         f"{figures.seconds['total']:.0f} s in all: {stages}",
+        _release_line(figures),
+        _hard_line(figures),
+        _likeliest_line(figures),
         f"held-out success {figures.before.success:.1%} -> {figures.after.success:.1%}: {verdict}",
     ]
+
+
+def _release_line(figures: DemoResults) -> str:
+    described = {
+        "immediate": "a proven version is live at once, since a training set has no users to protect",
+        "guarded": "a proven version serves beside the live one first, and is rolled back on evidence of harm",
+    }
+    return f"release policy {figures.release_policy}: {described[figures.release_policy]}"
+
+
+def _hard_line(figures: DemoResults) -> str:
+    after = figures.hard_after.success_by_kind
+    kinds = [f"{kind} {share:.0%} -> {after[kind]:.0%}" for kind, share in figures.hard_before.success_by_kind.items()]
+    return f"hard set, never trained: {', '.join(kinds)}"
+
+
+def _likeliest_line(figures: DemoResults) -> str:
+    """What the policy does when it always takes its likeliest token, before and after."""
+    before, after = figures.before.greedy_behaviour, figures.after.greedy_behaviour
+    return (
+        f"likeliest behaviour: {figures.before.greedy_success:.1%} -> {figures.after.greedy_success:.1%} right; "
+        f"a mail is read before {before.read_before_answer:.0%} -> {after.read_before_answer:.0%} of the answers"
+    )
 
 
 def _table(title: str, columns: tuple[str, ...]) -> Any:

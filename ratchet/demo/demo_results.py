@@ -12,6 +12,8 @@ from pathlib import Path
 from statistics import NormalDist, fmean
 from typing import Any
 
+from ratchet.demo.behaviour import Behaviour, behaviour_of
+from ratchet.demo.email_search.hard_tasks import NEW_NAMES, TWO_HOPS
 from ratchet.store.records import Call, Round
 from ratchet.store.states import CallState, PolicyState, RoundState
 from ratchet.store.store import Store
@@ -19,7 +21,10 @@ from ratchet.store.store import Store
 
 @dataclass(frozen=True, slots=True)
 class HeldOutEvaluation:
-    """Held-out tasks under one version: success at temperature 1 with its 95% interval, and greedily."""
+    """Tasks under one version: success at temperature 1 and greedily, each with its 95% interval, and the behaviour.
+
+    `greedy_success` is of one attempt per task; `behaviour` and the means are of the attempts at temperature 1.
+    """
 
     model: str
     tasks: int
@@ -28,10 +33,15 @@ class HeldOutEvaluation:
     low: float
     high: float
     greedy_success: float
+    greedy_low: float
+    greedy_high: float
     turns: float
     tool_failures: float
     completion_tokens: float
     api_errors: int
+    behaviour: Behaviour
+    greedy_behaviour: Behaviour
+    success_by_kind: Mapping[str, float]  # of the hard set's kinds, at temperature 1; empty for others
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +56,7 @@ class VersionRow:
     prompt_tokens: float
     completion_tokens: float
     share_ran_out: float
+    behaviour: Behaviour
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +82,11 @@ class DemoResults:
 
     seed: int
     base_model: str
+    release_policy: str  # trainer.release.policy
     before: HeldOutEvaluation
     after: HeldOutEvaluation
+    hard_before: HeldOutEvaluation
+    hard_after: HeldOutEvaluation
     curve: tuple[tuple[int, float], ...]  # (rollouts so far, success over the last window of them)
     versions: tuple[VersionRow, ...]
     rounds: tuple[RoundRow, ...]
@@ -107,9 +121,9 @@ def wilson(successes: int, count: int, confidence: float = 0.95) -> tuple[float,
 
 def read_evaluation(model: str, sampled: Path, greedy: Path) -> HeldOutEvaluation:
     """Return the evaluation from the held-out results."""
-    rows = read_rows(sampled)
-    right = sum(row["success"] for row in rows)
-    low, high = wilson(right, len(rows))
+    rows, greedy_rows = read_rows(sampled), read_rows(greedy)
+    low, high = _interval(rows)
+    greedy_low, greedy_high = _interval(greedy_rows)
     return HeldOutEvaluation(
         model=model,
         tasks=len({row["task_id"] for row in rows}),
@@ -117,23 +131,47 @@ def read_evaluation(model: str, sampled: Path, greedy: Path) -> HeldOutEvaluatio
         success=_mean(row["success"] for row in rows),
         low=low,
         high=high,
-        greedy_success=_mean(row["success"] for row in read_rows(greedy)),
+        greedy_success=_mean(row["success"] for row in greedy_rows),
+        greedy_low=greedy_low,
+        greedy_high=greedy_high,
         turns=_mean(row["turns"] for row in rows),
         tool_failures=_mean(sum(row["tool_failures"].values()) for row in rows),
         completion_tokens=_mean(row["completion_tokens"] for row in rows),
         api_errors=sum(row["end"] == "api_error" for row in rows),
+        behaviour=behaviour_of(rows),
+        greedy_behaviour=behaviour_of(greedy_rows),
+        success_by_kind=_success_by_kind(rows),
     )
+
+
+def _interval(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    return wilson(sum(row["success"] for row in rows), len(rows))
+
+
+def _success_by_kind(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    kinds = {kind: [row for row in rows if row["task_id"].startswith(kind)] for kind in (NEW_NAMES, TWO_HOPS)}
+    return {kind: _mean(row["success"] for row in members) for kind, members in kinds.items() if members}
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluations:
+    """The evaluations of a run: the held-out tasks and the hard set, before and after the training."""
+
+    before: HeldOutEvaluation
+    after: HeldOutEvaluation
+    hard_before: HeldOutEvaluation
+    hard_after: HeldOutEvaluation
 
 
 def read_results(
     store: Store,
     *,
     alias: str,
-    before: HeldOutEvaluation,
-    after: HeldOutEvaluation,
+    evaluations: Evaluations,
     train: Path,
     seed: int,
     base_model: str,
+    release_policy: str,
     seconds: Mapping[str, float],
 ) -> DemoResults:
     """Return the figures of a finished run."""
@@ -147,8 +185,11 @@ def read_results(
     return DemoResults(
         seed=seed,
         base_model=base_model,
-        before=before,
-        after=after,
+        release_policy=release_policy,
+        before=evaluations.before,
+        after=evaluations.after,
+        hard_before=evaluations.hard_before,
+        hard_after=evaluations.hard_after,
         curve=tuple(_curve(rows)),
         versions=tuple(_version_rows(rows)),
         rounds=tuple(_round_row(store, held) for held in rounds),
@@ -212,6 +253,7 @@ def _version_rows(rows: Sequence[Mapping[str, Any]]) -> Iterator[VersionRow]:
             prompt_tokens=_mean(row["prompt_tokens"] for row in members),
             completion_tokens=_mean(row["completion_tokens"] for row in members),
             share_ran_out=_mean(row["end"] == "ran_out_of_turns" for row in members),
+            behaviour=behaviour_of(members),
         )
 
 

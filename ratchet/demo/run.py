@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ratchet.demo.demo_results import DemoResults, HeldOutEvaluation, read_evaluation, read_results
+from ratchet.demo.demo_results import DemoResults, Evaluations, HeldOutEvaluation, read_evaluation, read_results
+from ratchet.demo.email_search.tasks import HARD
 from ratchet.errors import AlreadyRunning, DemoFailed
 from ratchet.settings.load_settings import load
 from ratchet.settings.project_settings import SECRETS, Settings
@@ -90,28 +91,28 @@ class Demo:
             with self._stage("prepare", "make the mailbox and the task set"):
                 os.environ["EMAIL_SEARCH_HOME"] = str(self._home)  # the judge reads the task set there
                 self._agent(["build-db"], "")
-            return self._figures(*self._with_services(lock))
+            return self._figures(self._with_services(lock))
         finally:
             lock.release()
 
-    def _with_services(self, lock: ProjectLock) -> tuple[HeldOutEvaluation, HeldOutEvaluation]:
+    def _with_services(self, lock: ProjectLock) -> Evaluations:
         """Run the stages that need the services; return the evaluations before and after."""
         alias = self._settings.model
         services = ExitStack()
         try:
             with self._stage("start", "start vLLM, the proxy and the trainer"):
                 supervisor = services.enter_context(start_services(self._settings, lock, self._say))
-            with self._stage("evaluate_before", "held-out tasks under the base model"):
-                before = self._evaluate(supervisor, "before", f"{alias}@0")
+            with self._stage("evaluate_before", "held-out tasks, then the hard set, under the base model"):
+                before, hard_before = self._evaluate_all(supervisor, "before", f"{alias}@0")
             with self._stage("train", "the agent works; the trainer trains and swaps in the background"):
                 self._work(supervisor)
                 live = self._settle(supervisor)
-            with self._stage("evaluate_after", f"the same held-out tasks under {alias}@{live}"):
-                after = self._evaluate(supervisor, "after", f"{alias}@{live}")
+            with self._stage("evaluate_after", f"the same tasks under {alias}@{live}"):
+                after, hard_after = self._evaluate_all(supervisor, "after", f"{alias}@{live}")
         finally:
             with self._stage("stop", "stop everything"):
                 services.close()
-        return before, after
+        return Evaluations(before, after, hard_before, hard_after)
 
     def _take_folder(self) -> ProjectLock:
         """Rename the folder of the last run and return the lock of a new one. All checks run first."""
@@ -145,11 +146,22 @@ class Demo:
             f"the demo is already running ({pid}): wait for its end, or stop it with `ratchet down --project demo`"
         )
 
-    def _evaluate(self, supervisor: Supervisor, name: str, model: str) -> HeldOutEvaluation:
-        """Run the held-out tasks at temperature 1, then greedily."""
+    def _evaluate_all(
+        self, supervisor: Supervisor, name: str, model: str
+    ) -> tuple[HeldOutEvaluation, HeldOutEvaluation]:
+        """Evaluate the held-out tasks and the hard set."""
+        options = self._options
+        tasks = ["--tasks", str(options.held_out_tasks)]
+        held_out = self._evaluate(supervisor, name, model, tasks, options.held_out_attempts)
+        return held_out, self._evaluate(supervisor, f"hard_{name}", model, ["--split", HARD], attempts=1)
+
+    def _evaluate(
+        self, supervisor: Supervisor, name: str, model: str, tasks: list[str], attempts: int
+    ) -> HeldOutEvaluation:
+        """Run the tasks at temperature 1, then greedily."""
         files = {"sampled": self.folder / f"{name}_sampled.jsonl", "greedy": self.folder / f"{name}_greedy.jsonl"}
-        common = ["test", "--tasks", str(self._options.held_out_tasks), "--concurrency", str(self._options.concurrency)]
-        sampled = [*common, "--attempts", str(self._options.held_out_attempts), "--out", str(files["sampled"])]
+        common = ["test", *tasks, "--concurrency", str(self._options.concurrency)]
+        sampled = [*common, "--attempts", str(attempts), "--out", str(files["sampled"])]
         greedy = [*common, "--temperature", "0", "--out", str(files["greedy"])]
         for arguments in (sampled, greedy):
             self._agent(arguments, model, supervisor)
@@ -208,17 +220,17 @@ class Demo:
         if process.returncode:
             raise DemoFailed(f"the agent ended with exit code {process.returncode}: {' '.join(command)}")
 
-    def _figures(self, before: HeldOutEvaluation, after: HeldOutEvaluation) -> DemoResults:
+    def _figures(self, evaluations: Evaluations) -> DemoResults:
         store = open_store(self._settings.store_url)
         try:
             return read_results(
                 store,
                 alias=self._settings.model,
-                before=before,
-                after=after,
+                evaluations=evaluations,
                 train=self.folder / "train.jsonl",
                 seed=self._options.seed,
                 base_model=str(self._settings.base_model),
+                release_policy=self._settings.trainer_settings().release.policy,
                 seconds=dict(self._seconds) | {"total": time.monotonic() - self._began},
             )
         finally:
@@ -239,7 +251,7 @@ def _settings(options: DemoOptions) -> Settings:
     values = {
         ("project",): ("the demo", "demo"),
         ("base_model",): ("--model", options.base_model or str(TINY_POLICY)),
-        ("trainer", "learner", "seed"): ("--seed", options.seed),
+        ("learner", "seed"): ("--seed", options.seed),
         ("state_dir",): ("--state-dir", str(options.state_dir) if options.state_dir else None),
     } | {path: (".".join(path), value) for path, value in options.changes.items()}
     secrets = {name: value for name, value in os.environ.items() if name in SECRETS}

@@ -28,12 +28,20 @@ from pydantic_settings import (
 from ratchet.errors import SettingsError
 from ratchet.settings.masking import MASK, mask_store_url
 from ratchet.settings.project_settings import DERIVED_PROXY, DERIVED_TRAINER, OTHER_VARIABLES, PREFIX, Settings
-from ratchet.settings.setting_errors import key_tree, nearest_variable, readable_errors, type_of_key
+from ratchet.settings.setting_errors import (
+    ANY_NAME,
+    key_tree,
+    nearest_variable,
+    readable_errors,
+    renamed,
+    type_of_key,
+)
 
 CONFIG_FILE = "ratchet.yaml"
 # Kubernetes sets such variables in every container of a namespace with a service named ratchet: RATCHET_PORT=tcp://...
 _SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$")
 _FROM_LAST_RUN = ("model", "base_model", "store")
+AGENTS = ("agents",)
 
 Options = Mapping[tuple[str, ...], tuple[str, Any]]  # key path -> (name of the option, value); None: not given
 
@@ -41,12 +49,15 @@ Options = Mapping[tuple[str, ...], tuple[str, Any]]  # key path -> (name of the 
 def known_keys() -> dict[str, Any]:
     """Return the tree of settings: a key's type, or a mapping for a section."""
     from ratchet.proxy.settings import ProxySettings
-    from ratchet.trainer.settings.trainer_settings import TrainerSettings
+    from ratchet.settings.agent_entries import agent_keys, trainer_keys
+    from ratchet.settings.learner_section import learner_keys
     from ratchet.tuner.settings.tuner_settings import TunerSettings
 
     keys = key_tree(Settings)
     keys["proxy"] = {key: kind for key, kind in key_tree(ProxySettings).items() if key not in DERIVED_PROXY}
-    keys["trainer"] = {key: kind for key, kind in key_tree(TrainerSettings).items() if key not in DERIVED_TRAINER}
+    keys["agents"] = {ANY_NAME: agent_keys(DERIVED_TRAINER)}
+    keys["trainer"] = trainer_keys(DERIVED_TRAINER)
+    keys["learner"] = learner_keys()
     keys["tuner"] = key_tree(TunerSettings)
     return keys
 
@@ -59,27 +70,36 @@ def load(
     config   a settings file; None reads `ratchet.yaml` if it exists
     options  command-line options by key path; a value of None is not set
 
+    With `agents`, the option --model chooses one of them: the settings are those of this agent alone.
+
     Raises SettingsError.
     """
     if config is None and Path(CONFIG_FILE).is_file():
         config = Path(CONFIG_FILE)
     layers = _Layers(config, options or {}, environ)
+    values = _LayeredSettings(layers=layers).values()
+    chosen = layers.choose_agent(values)
     with readable_errors(layers.sources):
-        settings = Settings(**_LayeredSettings(layers=layers).values())
+        settings = Settings(**values)
     settings._sources.update(layers.sources)
     _check(settings, environ)
-    return settings
+    return settings if chosen is None else settings.for_agent(chosen)
 
 
 def with_last_run(settings: Settings, given: Collection[str] = ()) -> Settings:
-    """Return the settings with model, base model, store and judge of the project's current or last run.
+    """Return the settings with agents, base model, store and judge of the project's current or last run.
 
-    Keys in `given` keep their value. The judge is taken only if the settings name none. Raises SettingsError if the
-    run's store URL has a password, which is not saved, and `settings` name another store.
+    Keys in `given` keep their value; a `model` in it chooses an agent of the run. The judge is taken only if the
+    settings name none. Raises SettingsError if the run has no such agent, or if its store URL has a password, which is
+    not saved, and `settings` name another store.
     """
     run = read_last_run(settings)
+    agents: dict[str, Any] = run.get("agents") or {}
     found = {key: value for key, value in run.items() if key in _FROM_LAST_RUN and key not in given}
-    if not settings.has_judge and (judge := (run.get("trainer") or {}).get("judge")):
+    if settings._entry is None and (agents or "model" in found):
+        found["agents"] = {name: settings.agents.get(name, entry) for name, entry in agents.items()}
+    judge = agents.get(settings.model, {}).get("judge") or (run.get("trainer") or {}).get("judge")
+    if judge and not settings.has_judge:
         found["trainer"] = {**settings.trainer, "judge": judge}
     store = found.get("store")
     if isinstance(store, str) and MASK in store:
@@ -89,7 +109,8 @@ def with_last_run(settings: Settings, given: Collection[str] = ()) -> Settings:
                 "or give --store"
             )
         del found["store"]
-    return settings.model_copy(update=found)
+    merged = settings.model_copy(update=found)
+    return merged.for_agent(settings.model) if merged.agents and "model" in given else merged
 
 
 def read_last_run(settings: Settings) -> dict[str, Any]:
@@ -118,6 +139,35 @@ class _Layers:
         # A mapping that is one value, such as trainer.judge, replaces a weaker layer's: as a dict the two were merged.
         content[path[-1]] = MappingProxyType(value) if isinstance(value, dict) else value
         self.sources[path] = source
+
+    def add(self, values: dict[str, Any], content: Mapping[Any, Any], path: tuple[str, ...], source: str) -> None:
+        """Add the keys of a section to nested `values`. Raises SettingsError for an unknown one."""
+        for key, value in content.items():
+            here = (*path, str(key))
+            if not isinstance(type_of_key(here, self.known, source), Mapping):
+                self.put(values, here, value, source)
+                continue
+            if value is not None and not isinstance(value, dict):
+                raise SettingsError(f"{source}: {'.'.join(here)} is a section; put its keys under it, indented")
+            if path == AGENTS:  # an agent without keys of its own is an agent
+                values.setdefault(AGENTS[0], {}).setdefault(here[-1], {})
+                self.sources[here] = source
+            self.add(values, value or {}, here, source)
+
+    def choose_agent(self, values: dict[str, Any]) -> str | None:
+        """Return the agent that the option --model names, and take the option out of the merged values.
+
+        Raises SettingsError if a file or a variable sets both `model` and `agents`.
+        """
+        if not values.get("agents") or "model" not in values:
+            return None
+        source = self.sources.pop(("model",))
+        if source.startswith("-"):
+            return str(values.pop("model"))
+        raise SettingsError(
+            f"{source}: model and agents exclude each other: `model` is the one agent of a project without `agents`; "
+            "remove one of the two"
+        )
 
 
 class _LayeredSettings(BaseSettings):
@@ -162,30 +212,28 @@ class _FileLayer(YamlConfigSettingsSource):
         if not isinstance(content, dict):
             raise SettingsError(f"{files}: must hold keys and values, such as `project: demo`")
         values: dict[str, Any] = {}
-        self._add(values, content, ())
+        self._layers.add(values, content, (), str(self._layers.config))
         return values
-
-    def _add(self, values: dict[str, Any], content: Mapping[Any, Any], path: tuple[str, ...]) -> None:
-        source = str(self._layers.config)
-        for key, value in content.items():
-            here = (*path, str(key))
-            if not isinstance(type_of_key(here, self._layers.known, source), Mapping):
-                self._layers.put(values, here, value, source)
-            elif isinstance(value, dict):
-                self._add(values, value, here)
-            elif value is not None:
-                raise SettingsError(f"{source}: {'.'.join(here)} is a section; put its keys under it, indented")
 
 
 class _VariableLayer(EnvSettingsSource):
-    """RATCHET_* variables: `RATCHET_PROXY__PORT` sets `proxy.port`. Secrets are not settings."""
+    """RATCHET_* variables: `RATCHET_PROXY__PORT` sets `proxy.port`. Secrets are not settings.
+
+    RATCHET_AGENTS holds agents with their keys as YAML. RATCHET_AGENTS__MAIL_BOT__JUDGE sets a key of the agent
+    mail-bot or Mail.bot that the file or RATCHET_AGENTS has: a variable cannot hold every name, so it adds none.
+    """
 
     def __init__(self, settings_cls: type[BaseSettings], layers: _Layers) -> None:
         self._layers = layers
         super().__init__(settings_cls, case_sensitive=True)
         self._values: dict[str, Any] = {}
-        for name, text in self.env_vars.items():
+        for name, text in sorted(self.env_vars.items()):  # RATCHET_AGENTS comes before those of one agent
             path = tuple(name.removeprefix(self.env_prefix).lower().split(self.env_nested_delimiter))
+            if path == AGENTS:
+                layers.add(self._values, self._agents(name, text or ""), AGENTS, f"variable {name}")
+                continue
+            if path[:1] == AGENTS and len(path) > 1:
+                path = (*AGENTS, self._agent_named(path[1], name), *path[2:])
             layers.put(self._values, path, _parse(self._type_of(name, path), text or "", name), f"variable {name}")
 
     def _load_env_vars(self) -> Mapping[str, str | None]:
@@ -196,8 +244,31 @@ class _VariableLayer(EnvSettingsSource):
     def __call__(self) -> dict[str, Any]:
         return self._values
 
+    def _agents(self, name: str, text: str) -> dict[Any, Any]:
+        """Return the agents in RATCHET_AGENTS. Raises SettingsError."""
+        content = _parse(dict, text, name)
+        if not isinstance(content, dict):
+            raise SettingsError(f"variable {name}: must hold agents with their keys, such as {{mail: {{judge: a:b}}}}")
+        return content
+
+    def _agent_named(self, part: str, name: str) -> str:
+        """Return the agent that a part of a variable's name means. Raises SettingsError unless it is exactly one."""
+        agents = sorted({path[1] for path in self._layers.sources if path[:1] == AGENTS and len(path) > 1})
+        meant = [agent for agent in agents if re.sub(r"[^a-z0-9]", "_", agent.lower()) == part]
+        if len(meant) == 1:
+            return meant[0]
+        if meant:
+            raise SettingsError(f"variable {name}: {' and '.join(meant)} have this name; set the key in the file")
+        known = f"the agents are {', '.join(agents)}" if agents else "no agents are set"
+        raise SettingsError(
+            f"variable {name}: there is no agent {part!r}, and a variable adds none; {known}; set `agents` in the file "
+            f"or {self.env_prefix}AGENTS"
+        )
+
     def _type_of(self, name: str, path: tuple[str, ...]) -> Any:
         """Return the type of the key that a variable names. Raises SettingsError with the nearest variable."""
+        if (now := renamed(path)) is not None:
+            raise SettingsError(f"variable {name} is now {self.env_prefix}{'__'.join(now).upper()}")
         try:
             kind = type_of_key(path, self._layers.known, f"variable {name}")
         except SettingsError as error:
@@ -247,12 +318,18 @@ def _check(settings: Settings, environ: Mapping[str, str]) -> None:
     _check_store(settings)
     settings.proxy_settings(environ)
     settings.tuner_settings()
+    _check_trainer(settings, "trainer")
+    for name, agent in settings.agents_by_name.items() if settings.agents else ():
+        _check_trainer(agent, f"agents.{name}")
+
+
+def _check_trainer(settings: Settings, section: str) -> None:
+    """Raise SettingsError if the trainer would refuse the settings, even if nothing is trained yet."""
     if (settings.trainer.get("resample") or {}).get("samples") and "--disable-log-stats" in settings.vllm.extra_args:
         raise SettingsError(
-            "trainer.resample.samples: resampling waits for an idle vLLM, and with --disable-log-stats vLLM does not "
-            "report its load; remove that from vllm.extra_args, or set trainer.resample.samples to 0"
+            f"{section}.resample.samples: resampling waits for an idle vLLM, and with --disable-log-stats vLLM does "
+            "not report its load; remove that from vllm.extra_args, or set resample.samples to 0"
         )
-    # The trainer's settings are checked even if nothing is trained yet.
     settings.trainer_settings(
         base_model=settings.base_model or "unset", judge=settings.trainer.get("judge") or "unset:unset"
     )

@@ -1,7 +1,7 @@
 """The settings of a project as values, checked. `load_settings.load` reads them from the file, variables and options.
 
-The sections `proxy`, `trainer` and `tuner` stay plain mappings here: each component's own settings class checks its
-section when it is asked for, together with what `up` derives for it. Nothing here imports torch.
+The sections `proxy`, `trainer`, `learner` and `tuner` stay plain mappings here: each component's own settings class
+checks its section when it is asked for, together with what `up` derives for it. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, TypeAdapter, fie
 from ratchet.proxy.model_list import ModelEntry
 from ratchet.settings.setting_errors import readable_errors
 from ratchet.settings.state_folder import StateFolder
+from ratchet.trainer.settings.adapter_settings import AdapterSettings
 from ratchet.trainer.settings.value_types import Devices
 
 if TYPE_CHECKING:
     from ratchet.proxy.settings import ProxySettings
+    from ratchet.trainer.settings.learner_process_settings import LearnerProcessSettings
     from ratchet.trainer.settings.trainer_settings import TrainerSettings
     from ratchet.tuner.settings.tuner_settings import TunerSettings
 
@@ -27,9 +29,11 @@ PREFIX = "RATCHET_"
 # Secrets come by variable only. They are not settings, and no file holds them.
 SECRETS = frozenset(
     {
+        "RATCHET_ALARM_WEBHOOK_URL",
         "RATCHET_API_KEYS",
         "RATCHET_GRADER_SECRET",
         "RATCHET_JUDGE_API_KEY",
+        "RATCHET_LEARNER_TOKEN",
         "RATCHET_OPERATOR_KEYS",
         "RATCHET_RESAMPLE_API_KEY",
         "RATCHET_UPSTREAM_API_KEY",
@@ -38,9 +42,10 @@ SECRETS = frozenset(
 OTHER_VARIABLES = SECRETS | {"RATCHET_DEBUG"}
 STRICT_TOOL_CALLING = "VLLM_ENFORCE_STRICT_TOOL_CALLING"
 # Keys that Ratchet derives from the project's settings; a user cannot set them.
-DERIVED_PROXY = frozenset({"upstreams", "model", "store", "journal", "key_hashes", "operator_hashes", "upstream_key",
-                           "model_list", "model_keys"})  # fmt: skip
-DERIVED_TRAINER = frozenset({"vllm", "model", "base_model", "store", "checkpoints"})
+DERIVED_PROXY = frozenset({"upstreams", "model", "agents", "store", "journal", "key_hashes", "operator_hashes",
+                           "upstream_key", "model_list", "model_keys", "alarm_webhook_url"})  # fmt: skip
+DERIVED_TRAINER = frozenset({"vllm", "model", "base_model", "store", "checkpoints", "adapters", "learner",
+                             "learner_process"})  # fmt: skip
 
 
 def local_url(host: str, port: int) -> str:
@@ -62,13 +67,21 @@ class VllmSettings(BaseModel):
     max_num_seqs: int | None = Field(
         None, ge=1, description="maximum number of concurrent sequences; null: vLLM's default"
     )
-    max_lora_rank: int | None = Field(None, ge=1, description="maximum LoRA rank; null: fits trainer.learner.lora_r")
-    max_loras: int = Field(4, ge=2, description="maximum number of adapters in one batch")
-    gpu_memory_utilization: float = Field(
-        0.5, gt=0, le=1, description="fraction of GPU memory for vLLM; the trainer uses the rest"
+    max_lora_rank: int | None = Field(None, ge=1, description="maximum LoRA rank; null: fits learner.lora_r")
+    max_loras: int | None = Field(
+        None, ge=2, description="maximum number of adapters in one batch; null: 3 per agent, from 4 to 16"
+    )
+    max_cpu_loras: int | None = Field(
+        None, ge=2, description="maximum number of adapters in memory; null: what all agents may need"
+    )
+    tensor_parallel_size: int = Field(1, ge=1, description="GPUs over which vLLM splits the model")
+    gpu_memory_utilization: float | None = Field(
+        None, gt=0, le=1, description="fraction of GPU memory for vLLM; null: what the learner's plan leaves"
     )
     devices: Devices = Field(
-        None, description="GPUs that vLLM uses: 0, or 0,1, or UUIDs; null: those in CUDA_VISIBLE_DEVICES"
+        None,
+        description="GPUs that vLLM uses: 0, or 0,1, or UUIDs; null: the first of those in CUDA_VISIBLE_DEVICES, if "
+        "the learner has others",
     )
     cpu_kvcache_gb: int = Field(1, ge=1, description="on a CPU: GiB of memory for the KV cache")
     tool_call_parser: str = Field("auto", description="vLLM's --tool-call-parser; auto: by model family; none: off")
@@ -128,8 +141,9 @@ class Settings(BaseModel):
         min_length=1,
         max_length=100,
         pattern=r"^[^@/\s]+$",
-        description="alias that agents send as `model`",
+        description="name of the one agent, which it sends as `model`; several: `agents`",
     )
+    agents: dict[str, dict[str, Any]] = Field(default_factory=dict, description="several agents by name")
     base_model: str | None = Field(None, description="folder or hub name of the model to train")
     store: str | None = Field(None, description="database URL; null: SQLite in the state folder")
     min_free_disk_mb: int = Field(500, ge=0, description="minimum free disk in MB; `up` does not start with less")
@@ -138,11 +152,52 @@ class Settings(BaseModel):
     )
     model_list: tuple[ModelEntry, ...] = Field((), description="other models by name, as LiteLLM lists them")
     vllm: VllmSettings = Field(default_factory=VllmSettings, description="how vLLM is started")
+    adapters: AdapterSettings = Field(default_factory=AdapterSettings, description="where the versions are kept")
     proxy: dict[str, Any] = Field(default_factory=dict, description="settings of the proxy")
     trainer: dict[str, Any] = Field(default_factory=dict, description="settings of the trainer")
+    learner: dict[str, Any] = Field(default_factory=dict, description="settings of the learner")
     tuner: dict[str, Any] = Field(default_factory=dict, description="settings of the tuner")
 
     _sources: dict[tuple[str, ...], str] = PrivateAttr(default_factory=dict)
+    _entry: str | None = PrivateAttr(None)  # these settings are those of this entry of `agents`
+
+    @field_validator("agents")
+    @classmethod
+    def _names_of_agents(cls, agents: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        from ratchet.settings.agent_entries import check_entries
+
+        check_entries(agents)
+        return agents
+
+    @property
+    def agents_by_name(self) -> dict[str, Settings]:
+        """The settings of each agent by its name, `model` if no agents are set."""
+        return {name: self.for_agent(name) for name in self.agents} if self.agents else {self.model: self}
+
+    def for_agent(self, name: str) -> Settings:
+        """Return the settings of one agent alone: `model` is its name, its keys replace those of the shared sections.
+
+        Raises SettingsError if there is no such agent.
+        """
+        from ratchet.settings import agent_entries
+
+        if not self.agents and name == self.model:
+            return self
+        entry = agent_entries.entry_of(self.agents or {self.model: {}}, name)
+        # A command-line option such as --judge sets a key of `trainer`, and is stronger than the entry.
+        by_option = {path[1] for path, source in self._sources.items()
+                     if path[0] == "trainer" and source.startswith("-")}  # fmt: skip
+        own = {key: value for key, value in entry.items() if key != "learner" and key not in by_option}
+        known = agent_entries.agent_keys(DERIVED_TRAINER)
+        merged = {
+            "model": name,
+            "agents": {},
+            "trainer": agent_entries.merged_section(self.trainer, own, known),
+            "learner": {**self.learner, **entry.get("learner", {})},
+        }
+        alone = self.model_copy(update=merged)
+        alone._entry = name
+        return alone
 
     @property
     def state(self) -> StateFolder:
@@ -156,13 +211,13 @@ class Settings(BaseModel):
 
     @property
     def has_judge(self) -> bool:
-        """Whether a judge is set; without one nothing is trained."""
-        return bool(self.trainer.get("judge"))
+        """Whether any agent has a judge; without one nothing is trained."""
+        return any(agent.trainer.get("judge") for agent in self.agents_by_name.values())
 
     @property
-    def trainer_devices(self) -> str | None:
-        """The GPUs that the trainer uses, in the form of CUDA_VISIBLE_DEVICES; None: not set here."""
-        devices: str | None = TypeAdapter(Devices).validate_python(self.trainer.get("devices"))
+    def learner_devices(self) -> str | None:
+        """The GPUs that the learner uses, in the form of CUDA_VISIBLE_DEVICES; None: not set here."""
+        devices: str | None = TypeAdapter(Devices).validate_python(self.learner.get("devices"))
         return devices
 
     def is_set(self, *path: str) -> bool:
@@ -175,29 +230,48 @@ class Settings(BaseModel):
 
         derived = {
             "upstreams": (local_url(self.vllm.host, self.vllm.port),),
-            "model": self.model,
             "model_list": self.model_list,
+            **({"agents": tuple(self.agents)} if self.agents else {"model": self.model}),
             "store": self.store_url,
             "journal": self.state.journal,
         }
         own = {} if "upstreams" in values else {"tool_strict_level": self.vllm.tool_strict_level}
+        if self._entry and isinstance(limits := self.proxy.get("agent_limits"), dict):
+            derived["agent_limits"] = {name: limit for name, limit in limits.items() if name == self.model}
         with readable_errors(self._sources, "proxy"):
             return ProxySettings.read(environ, **(own | self.proxy | derived | values))
 
     def trainer_settings(self, **values: Any) -> TrainerSettings:
         """Return the trainer's settings; `values` override the section. Raises SettingsError."""
+        from ratchet.settings.learner_section import parse_learner
+        from ratchet.settings.teacher_address import with_address
         from ratchet.trainer.errors import SettingError
         from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
+        section = ("agents", self._entry) if self._entry else ("trainer",)
+        learner_section = (*section, "learner") if self._entry else ("learner",)
+        learner, learner_process = parse_learner(self.learner, self._sources, learner_section)
         derived = {
+            "learner": learner,
+            "learner_process": learner_process,
             "vllm": (local_url(self.vllm.host, self.vllm.port),),
             "model": self.model,
             "base_model": self.base_model,
             "store": self.store_url,
             "checkpoints": self.state.checkpoints(self.model),
+            "adapters": self.adapters,
         }
-        with readable_errors(self._sources, "trainer", also=SettingError):
-            return TrainerSettings(**(self.trainer | self._release() | derived | values))
+        given = self.trainer | self._release() | derived | values
+        if "judge" in given:
+            given["judge"] = with_address(given["judge"], self.model_list, ".".join((*section, "judge")))
+        with readable_errors(self._sources, *section, also=SettingError):
+            return TrainerSettings(**given)
+
+    def learner_process_settings(self) -> LearnerProcessSettings:
+        """Return what the learner is started with. Raises SettingsError."""
+        from ratchet.settings.learner_section import parse_learner
+
+        return parse_learner(self.learner, self._sources)[1]
 
     def _release(self) -> dict[str, Any]:
         """Return the `release` section with the name of an imported task set replaced by its folder."""

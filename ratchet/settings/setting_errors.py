@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,24 @@ from pydantic import BaseModel, ValidationError
 from ratchet.errors import SettingsError
 
 Path = tuple[str, ...]  # of a key: ("proxy", "port")
+ANY_NAME = "NAME"  # the only key of a section whose keys are names that the user chooses
+# Keys of earlier releases: an error names the key that took their place.
+_RENAMED: Mapping[Path, Path] = {
+    ("trainer", "learner"): ("learner",),
+    ("trainer", "num_processes"): ("learner", "num_processes"),
+    ("trainer", "devices"): ("learner", "devices"),
+    ("trainer", "release", "canary"): ("trainer", "release", "policy"),
+    ("trainer", "release", "canary_share"): ("trainer", "release", "holdback"),
+    ("trainer", "release", "max_samples"): ("trainer", "release", "ramp"),
+}
+_MAX_LISTED = 20  # names in one message
 _MAX_NAMED = 3  # keys of the same name that one message lists
+
+
+class Refused(str):
+    """In a tree of keys: a key that is known and refused at this place, with the reason and the remedy."""
+
+    __slots__ = ()
 
 
 def key_tree(model: Any) -> dict[str, Any]:
@@ -33,6 +50,8 @@ def _is_section(kind: Any) -> bool:
 def leaves(known: Mapping[str, Any], *, inner: bool = False) -> Iterator[Path]:
     """Yield the path of every key; with `inner`, of every section too."""
     for key, kind in known.items():
+        if isinstance(kind, Refused):
+            continue
         if isinstance(kind, Mapping):
             if inner:
                 yield (key,)
@@ -44,13 +63,24 @@ def leaves(known: Mapping[str, Any], *, inner: bool = False) -> Iterator[Path]:
 def type_of_key(path: Path, known: Mapping[str, Any], source: str) -> Any:
     """Return the type of a known key, or the mapping of a section. Raises SettingsError with the nearest known key."""
     kind: Any = known
+    if (now := renamed(path)) is not None:
+        raise SettingsError(f"{source}: {'.'.join(path)} is now {'.'.join(now)}")
     for depth, key in enumerate(path):
         if not isinstance(kind, Mapping):
             raise SettingsError(f"{source}: {'.'.join(path[:depth])} is one value and holds no key {key!r}")
-        if key not in kind:
+        found = kind.get(key, kind.get(ANY_NAME))
+        if found is None:
             raise SettingsError(f"{source}: unknown key {'.'.join(path[: depth + 1])}; {nearest_key(path, known)}")
-        kind = kind[key]
+        if isinstance(found, Refused):
+            raise SettingsError(f"{source}: {'.'.join(path[: depth + 1])} {found}")
+        kind = found
     return kind
+
+
+def renamed(path: Path) -> Path | None:
+    """Return the new name of a key of an earlier release, or None."""
+    found = next(((old, new) for old, new in _RENAMED.items() if path[: len(old)] == old), None)
+    return None if found is None else (*found[1], *path[len(found[0]) :])
 
 
 def nearest_key(path: Path, known: Mapping[str, Any]) -> str:
@@ -61,7 +91,7 @@ def nearest_key(path: Path, known: Mapping[str, Any]) -> str:
         last = difflib.SequenceMatcher(None, path[-1], candidate[-1]).ratio()
         return max(whole, 0.85 * last)  # the same word in another section counts less
 
-    keys = list(leaves(known, inner=True))
+    keys = list(_candidates(path, known, inner=True))
     same = [".".join(key) for key in keys if len(path) == 1 and key[-1] == path[0]]
     if 1 < len(same) <= _MAX_NAMED:
         return f"the nearest known keys are {', '.join(sorted(same))}"
@@ -69,9 +99,19 @@ def nearest_key(path: Path, known: Mapping[str, Any]) -> str:
     return f"the nearest known key is {'.'.join(best)}"
 
 
+def _candidates(path: Path, known: Mapping[str, Any], *, inner: bool = False) -> Iterator[Path]:
+    """Yield every key, with the name in `path` for `ANY_NAME`; keys of an agent only if `path` is one."""
+    for key in leaves(known, inner=inner):
+        if ANY_NAME not in key:
+            yield key
+        elif path[:1] == key[:1] and len(path) > 1:
+            yield tuple(path[1] if part == ANY_NAME else part for part in key)
+
+
 def nearest_variable(name: str, prefix: str, known: Mapping[str, Any]) -> str:
     """Return a clause that names the environment variable closest to `name`."""
-    variables = [f"{prefix}{'__'.join(key).upper()}" for key in leaves(known)]
+    path = tuple(name.removeprefix(prefix).lower().split("__"))
+    variables = [f"{prefix}{'__'.join(key).upper()}" for key in _candidates(path, known)]
     wanted = name.replace("__", "_")
 
     def similarity(variable: str) -> float:
@@ -79,6 +119,13 @@ def nearest_variable(name: str, prefix: str, known: Mapping[str, Any]) -> str:
 
     nearest = max(variables, key=similarity)
     return f"the nearest variable is {nearest}, with two underscores between section and key"
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return names for a message, not too many."""
+    known = list(names)
+    shown, rest = known[:_MAX_LISTED], len(known) - _MAX_LISTED
+    return ", ".join(shown) + (f" and {rest} more" if rest > 0 else "")
 
 
 @contextmanager
@@ -95,7 +142,10 @@ def readable_errors(
         raise SettingsError("; ".join(_sentence(item, sources, section) for item in error.errors())) from error
     except also as error:
         set_here = {source for path, source in sources.items() if path[: len(section)] == section}
-        raise SettingsError(f"{', '.join(sorted(set_here))}: {'.'.join(section)}: {error}") from error
+        message, name = str(error), ".".join(section)
+        named = message.startswith(f"{section[-1]}.")  # the message names the setting
+        message = f"{name}{message.removeprefix(section[-1])}" if named else f"{name}: {message}"
+        raise SettingsError(f"{', '.join(sorted(set_here))}: {message}") from error
 
 
 def _sentence(item: Any, sources: Mapping[Path, str], section: Path) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ratchet.errors import DiskFull
 
-SERVICES = ("vllm", "proxy", "trainer")
+SERVICES = ("vllm", "proxy", "learner", "trainer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,26 @@ class StateFolder:
 
     def checkpoints(self, alias: str) -> Path:
         """The adapter versions of an alias, one folder each."""
-        return self.root / "models" / alias / "checkpoints"
+        return self.models / alias / "checkpoints"
+
+    @property
+    def models(self) -> Path:
+        """The adapter versions of all aliases."""
+        return self.root / "models"
+
+    @property
+    def learner(self) -> Path:
+        """Working files of the learner's libraries."""
+        return self.root / "learner"
 
     def base_digests(self, alias: str) -> Path:
         """The cached digests of the base model's files."""
         return self.checkpoints(alias).with_name("base_model.json")
+
+    @property
+    def adapter_cache(self) -> Path:
+        """Local copies of versions in object storage."""
+        return self.root / "adapter_cache"
 
     @property
     def tasks(self) -> Path:
@@ -61,6 +76,11 @@ class StateFolder:
     def resolved(self) -> Path:
         """The resolved settings of the services, without secrets (YAML)."""
         return self.root / "run" / "settings.yaml"
+
+    @property
+    def learner_token(self) -> Path:
+        """The bearer token that `ratchet up` made for its learner, readable by the owner only, while it runs."""
+        return self.root / "run" / "learner.token"
 
     @property
     def lock(self) -> Path:

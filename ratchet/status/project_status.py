@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 from ratchet import __version__
 from ratchet.settings.project_settings import Settings
 from ratchet.settings.state_folder import SERVICES, StateFolder
+from ratchet.status.agents_table import agents_table
 from ratchet.store.reasons import UNTRAINED, drop_meaning
 from ratchet.store.reports.policy_movement import recent_movements
-from ratchet.store.reports.undecided_versions import read_awaiting_approval, read_canary_scores
+from ratchet.store.reports.release_status import describe_release, read_release
+from ratchet.store.reports.undecided_versions import read_awaiting_approval, read_ramp_scores
 from ratchet.store.states import PolicyState
 from ratchet.supervisor import pidfile
 from ratchet.supervisor.project_lock import orphaned_pid
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 _DECISIONS = 3  # newest ones shown
 _GROUPS = 1000  # newest groups that the next round may use
 _HEARTBEAT_TIMEOUT = 60.0  # seconds after which a proxy does not count as running
-_UNDECIDED = (PolicyState.CANDIDATE, PolicyState.CANARY)
+_UNDECIDED = (PolicyState.CANDIDATE, PolicyState.RAMP)
 _NOT_RUNNING = {"stopped": "stopped", "restarting": "exited; `ratchet up` restarts it"}
 # The meaning of states whose name alone does not tell it.
 _STATES = {
@@ -96,18 +98,32 @@ def versions() -> dict[str, str]:
 
 
 def _store(settings: Settings) -> dict[str, Any] | None:
-    """Return what the store holds; None if there is no store yet."""
+    """Return what the store holds; None if there is no store yet. With several agents, theirs is under `agents`."""
     if settings.store is None and not settings.state.store.exists():
         return None
     from ratchet.store.store import open_store
 
     store = open_store(settings.store_url, create=False)
+    try:
+        content = {
+            "trajectories": {str(state): count for state, count in store.trajectories.counts().items()},
+            "dropped": store.trajectories.drop_counts(),
+            "proxies": _other_proxies(settings, store),
+            "alarms": [{"name": a.name, "reason": a.reason, "count": a.count} for a in store.alarms.active()],
+        }
+        if settings.agents:
+            return content | {"agents": {name: _agent(store, own) for name, own in settings.agents_by_name.items()}}
+        return content | _agent(store, settings)
+    finally:
+        store.close()
+
+
+def _agent(store: Store, settings: Settings) -> dict[str, Any]:
+    """Return what the store holds of one agent."""
     rounds = store.rounds.page(settings.model, limit=100_000)
     live = store.policies.live().get(settings.model)
     base = store.base_models.base_model_of(settings.model)
-    content = {
-        "trajectories": {str(state): count for state, count in store.trajectories.counts().items()},
-        "dropped": store.trajectories.drop_counts(),
+    return {
         "dropped_groups": store.groups.drop_counts(settings.model),
         "untrained_tokens": _left_out(rounds),
         "resamples": {str(state): count.count for state, count in store.resamples.counts(settings.model).items()},
@@ -116,8 +132,9 @@ def _store(settings: Settings) -> dict[str, Any] | None:
         "policy_change": _policy_change(store, settings.model),
         "live": {"model": settings.model, "version": live.version} if live else None,
         "base_model": {"name": base.name, "files": dict(base.file_digests)} if base else None,
-        "proxies": _other_proxies(settings, store),
-        "canary": read_canary_scores(store, settings.model),
+        "release": read_release(store, settings.model),
+        "unprotected": _is_unprotected(settings),
+        "ramp": read_ramp_scores(store, settings.model),
         "pending_approval": read_awaiting_approval(store, settings.model),
         "decisions": [
             {
@@ -129,16 +146,20 @@ def _store(settings: Settings) -> dict[str, Any] | None:
             }
             for one in store.decisions.decisions_of(settings.model, limit=_DECISIONS)
         ],
-        "alarms": [{"name": a.name, "reason": a.reason, "count": a.count} for a in store.alarms.active()],
     }
-    store.close()
-    return content
+
+
+def _is_unprotected(settings: Settings) -> bool:
+    """Return whether versions become live without a ramp."""
+    release = settings.trainer.get("release")
+    return isinstance(release, dict) and release.get("policy") == "immediate"
 
 
 def _other_proxies(settings: Settings, store: Store) -> list[str]:
     """Return the URLs of proxies with a recent heartbeat that this project did not start."""
-    instances = store.proxy_instances.running(settings.model, time.time() - _HEARTBEAT_TIMEOUT)
-    return sorted({instance.url for instance in instances} - {last_proxy_url(settings.state)})
+    since = time.time() - _HEARTBEAT_TIMEOUT
+    found = {one.url for name in settings.agents_by_name for one in store.proxy_instances.running(name, since)}
+    return sorted(found - {last_proxy_url(settings.state)})
 
 
 def _left_out(rounds: Sequence[Round]) -> dict[str, int]:
@@ -155,9 +176,9 @@ def _policy_change(store: Store, alias: str) -> dict[str, Any] | None:
     return None if newest is None else dataclasses.asdict(newest) | {"size": newest.size, "meaning": newest.describe()}
 
 
-def format_canary(scores: dict[str, Any]) -> str:
-    """Describe the scores of the canary and of the live version."""
-    sides = [(side, scores[side]["count"], scores[side]["mean"]) for side in ("canary", "live")]
+def format_ramp(scores: dict[str, Any]) -> str:
+    """Describe the scores of the version in its ramp and of the live one."""
+    sides = [(side, scores[side]["count"], scores[side]["mean"]) for side in ("ramp", "live")]
     text = ", ".join(f"{side} {count} scores" + (f", mean {mean:.3f}" if count else "") for side, count, mean in sides)
     approval = " APPROVAL REQUIRED" if scores["awaiting_approval"] else ""
     return f"@{scores['version']} {scores['share']:.0%}{approval}: {text}"
@@ -199,6 +220,14 @@ def status_lines(status: dict[str, Any]) -> list[str]:
     text.append("  trajectories  " + _counts({_STATES.get(n, n): count for n, count in store["trajectories"].items()}))
     for reason, count in sorted(store["dropped"].items(), key=lambda item: -item[1]):
         text.append(f"  dropped       {count} {reason}" + (f": {meaning}" if (meaning := drop_meaning(reason)) else ""))
+    text += agents_table(store["agents"]) if "agents" in store else _agent_lines(store)
+    text += [f"  ALARM {alarm['name']} ({alarm['count']} times): {alarm['reason']}" for alarm in store["alarms"]]
+    return text
+
+
+def _agent_lines(store: dict[str, Any]) -> list[str]:
+    """Return what the store holds of one agent as lines of text."""
+    text = []
     if store["dropped_groups"]:
         text.append("  dropped groups  " + _counts(store["dropped_groups"]))
     for reason, count in sorted(store["untrained_tokens"].items(), key=lambda item: -item[1]):
@@ -216,8 +245,10 @@ def status_lines(status: dict[str, Any]) -> list[str]:
     if base := store["base_model"]:
         weights = f" (weights {base['files']['weights'][:12]})" if base["files"] else ""
         text.append(f"  base model    {base['name']}{weights}")
-    if store["canary"]:
-        text.append(f"  canary        {store['live']['model']}{format_canary(store['canary'])}")
+    if store["release"]:
+        text += [f"  {line}" for line in describe_release(store["release"], unprotected=store["unprotected"])]
+    if store["ramp"]:
+        text.append(f"  ramp          {store['live']['model']}{format_ramp(store['ramp'])}")
     if pending := store["pending_approval"]:
         name = f"{pending['model']}@{pending['version']}"
         rollback = f"`ratchet policies rollback {pending['model']} --reason WHY`"
@@ -225,7 +256,6 @@ def status_lines(status: dict[str, Any]) -> list[str]:
         text.append(f"  APPROVAL      {name} ({pending['state']}) requires your approval: {remedy}")
     text += [f"  decided       @{one['version']} {one['action']} by {one['by']}: {one['reason']}"
              for one in store["decisions"]]  # fmt: skip
-    text += [f"  ALARM {alarm['name']} ({alarm['count']} times): {alarm['reason']}" for alarm in store["alarms"]]
     return text
 
 
@@ -264,7 +294,7 @@ def next_round_line(status: dict[str, Any]) -> str:
     if status["to_judge"]:
         parts.append(f"{status['to_judge']} groups wait for the judge")
     if status["pending_versions"]:
-        parts.append(f"waits for the decision on {', '.join(status['pending_versions'])}")
+        parts.append(f"versions on their way: {', '.join(status['pending_versions'])}")
     return "; ".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""Check before anything starts that a project's versions belong to the base model that will be served.
+"""Check before anything starts that the versions of a project's agents belong to the base model that will be served.
 
 Another base model is rejected with a message that names both and the remedies. A project without a recorded base model
 records the one that it is started with, with a note. Files in the hub cache are read there; a model that is not yet
@@ -7,7 +7,9 @@ downloaded is checked once vLLM has it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from ratchet.errors import BaseModelConflict
 from ratchet.settings.project_settings import Settings
@@ -22,7 +24,7 @@ _LARGE = 2_000_000_000  # bytes; reading more is announced
 
 
 def check_base_model(settings: Settings, store: Store, note: Callable[[str], None], *, serves: bool = False) -> bool:
-    """Compare the base model with the one in the store; return whether its files could be read.
+    """Compare the base model with each agent's in the store; return whether its files could be read.
 
     `serves`: vLLM serves it already. Raises BaseModelConflict.
     """
@@ -30,15 +32,38 @@ def check_base_model(settings: Settings, store: Store, note: Callable[[str], Non
     folder = model_folder(model)
     if folder is None:
         return False
-    cache = settings.state.base_digests(settings.model)
+    agents = list(settings.agents_by_name.values())
+    files = _digests_of_all(agents, model, folder, note)
+    for agent in agents:
+        _check_agent(agent, store, model, files, note, serves=serves)
+    return True
+
+
+def _digests_of_all(
+    agents: Sequence[Settings], model: str, folder: Path, note: Callable[[str], None]
+) -> dict[str, str]:
+    """Return the digests of the base model, which all agents share; each agent's trainer finds them cached."""
+    caches = [agent.state.base_digests(agent.model) for agent in agents]
+    cache = next((file for file in caches if file.is_file()), caches[0])
     if (size := bytes_to_read(folder, cache)) >= _LARGE:
         note(f"base model {model}: reading its {size / 1e9:.1f} GB of weights once, to compute their digests")
     files = digests(folder, cache)
+    for other in caches:
+        if other != cache and cache.is_file():
+            other.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(cache, other)
+    return files
+
+
+def _check_agent(
+    settings: Settings, store: Store, model: str, files: dict[str, str], note: Callable[[str], None], *, serves: bool
+) -> None:
+    """Compare the base model's digests with those of one agent's. Raises BaseModelConflict."""
     known = store.base_models.base_model_of(settings.model)
     if known is not None and (parts := known.differing_parts(files)):
         if not store.base_models.clear_base_model(settings.model):
             raise BaseModelConflict(mismatch_message(settings, store, known, model, files, parts))
-        note(f"base model: {model} replaces {known.name}, which nothing has run on yet")
+        note(f"base model of {settings.model}: {model} replaces {known.name}, which nothing has run on yet")
         known = None
     unrecorded = known is None and _has_history(settings, store)
     store.base_models.register_base_model(settings.model, model, file_digests=files)
@@ -46,8 +71,7 @@ def check_base_model(settings: Settings, store: Store, note: Callable[[str], Non
         store.base_models.clear_base_model(settings.model, served_only=True)
     if unrecorded:
         weights = files["weights"][:_DIGEST_CHARS]
-        note(f"base model: none was recorded for this project; it is now {model} (weights {weights})")
-    return True
+        note(f"base model: none was recorded for {settings.model}; it is now {model} (weights {weights})")
 
 
 def mismatch_message(
@@ -67,7 +91,7 @@ def mismatch_message(
             f"{settings.state.root} away"
         )
     else:
-        remedy = "use another alias for the new one (--model ALIAS) or another --store"
+        remedy = "use another alias for the new one (--model NAME) or another --store"
     return (
         f"base_model: {versions}{serves} of project {settings.project} belong to {known.name}, and {model} is another "
         f"model ({changed}): adapters do not fit another base model, and scores cannot be compared. Go back to "

@@ -39,6 +39,7 @@ def stop_leftover_processes(state: StateFolder) -> list[str]:
         for name in (service, f"{service}.process_guard"):
             pidfile.remove(state.pid(name))
     pidfile.remove(state.running)
+    state.learner_token.unlink(missing_ok=True)
     return stopped
 
 

@@ -44,15 +44,23 @@ class Gpu:
 
 def check_gpu_memory(devices: str | None, share: float) -> None:
     """Raise GpuMemoryTooLow if vLLM's first GPU has less free memory than `share` of it, naming the processes on it."""
-    visible = os.environ.get(VARIABLE) if devices is None else devices
-    first = visible.split(",")[0].strip() if visible else "0"
-    gpu = next((one for one in _gpus() if first == one.index or one.uuid.startswith(first)), None)
+    gpu = next(iter(visible_gpus(devices)), None)
     if gpu is None or gpu.total - gpu.used >= share * gpu.total:
         return
     raise GpuMemoryTooLow(
         f"GPU {gpu.index} has {gpu.total - gpu.used:.0f} of {gpu.total:.0f} MiB free and vLLM takes {share:.0%} of it; "
         f"{_processes_on(gpu)}: end them, set vllm.devices to another GPU, or lower vllm.gpu_memory_utilization"
     )
+
+
+def visible_gpus(devices: str | None) -> list[Gpu]:
+    """Return the GPUs of a list in the format of CUDA_VISIBLE_DEVICES, in its order; None: of the variable, or all."""
+    gpus = _gpus()
+    visible = os.environ.get(VARIABLE) if devices is None else devices
+    if visible is None:
+        return gpus
+    named = [name.strip() for name in visible.split(",") if name.strip()]
+    return [gpu for name in named for gpu in gpus if name == gpu.index or gpu.uuid.startswith(name)]
 
 
 def _gpus() -> list[Gpu]:
@@ -128,12 +136,22 @@ def _ask_hub(name: str, hub: str) -> str:
     return f"not confirmed: {hub} answered {answer.status_code}; try again later, or name a folder"
 
 
-def check_judge(settings: Settings, environ: Mapping[str, str]) -> None:
-    """Raise SettingsError if the trainer could not create its judge.
+def check_judges(settings: Settings, environ: Mapping[str, str]) -> None:
+    """Raise SettingsError if the trainer could not create the judge of an agent.
 
     Runs in a process of its own: the user's code is never imported into the supervisor.
     """
-    spec = settings.trainer_settings(base_model=settings.base_model or "unset").judge.model_dump_json()
+    checked: dict[str, str] = {}  # the first agent with a judge, by its specification
+    for name, agent in settings.agents_by_name.items():
+        if agent.has_judge:
+            own = agent.trainer_settings(base_model=agent.base_model or "unset")
+            key = f"agents.{name}.judge" if settings.agents else "trainer.judge"
+            checked.setdefault(own.judge.model_dump_json(), key)
+    for spec, key in checked.items():
+        _check_judge(spec, key, environ)
+
+
+def _check_judge(spec: str, key: str, environ: Mapping[str, str]) -> None:
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-c", _MAKE_JUDGE], input=spec, capture_output=True, text=True,
@@ -141,8 +159,8 @@ def check_judge(settings: Settings, environ: Mapping[str, str]) -> None:
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise SettingsError(
-            f"trainer.judge: creating it took longer than {_JUDGE_TIMEOUT:g} s: what does it import?"
+            f"{key}: creating it took longer than {_JUDGE_TIMEOUT:g} s: what does it import?"
         ) from error
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise SettingsError(f"trainer.judge: {last.removeprefix('ratchet: ')}")
+        raise SettingsError(f"{key}: {last.removeprefix('ratchet: ')}")

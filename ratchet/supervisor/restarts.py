@@ -1,8 +1,8 @@
 """Restart services that exit, after a growing delay and a bounded number of times, and raise an alarm meanwhile.
 
 The other services keep running. Each exit is reported with the end of the service's log. A service that exits more than
-`max_restarts` times within RESTART_WINDOW_SECONDS is given up: without its trainer a project keeps serving and
-recording; without vLLM or the proxy it stops (ServiceExited).
+`max_restarts` times within RESTART_WINDOW_SECONDS is given up: without its trainer or learner a project keeps
+serving and recording; without vLLM or the proxy it stops (ServiceExited).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ratchet.supervisor.startup_display import Event
 
 RESTART_WINDOW_SECONDS = 600.0
 _MAX_DELAY = 30.0  # seconds
-_OPTIONAL_SERVICES = ("trainer",)
+_OPTIONAL_SERVICES = ("trainer", "learner")
 
 RaiseAlarm = Callable[[str, str | None], None]  # service, reason; None clears the alarm
 

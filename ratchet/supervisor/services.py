@@ -8,18 +8,23 @@ own logging.py or proxy/ replaces no module of theirs.
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from ratchet.settings.masking import has_password, mask_arguments, mask_store_url, mask_variables
 from ratchet.settings.project_settings import OTHER_VARIABLES, PREFIX, Settings, local_url
-from ratchet.supervisor import ports, preflight_checks, vllm_command
+from ratchet.settings.setting_errors import listed
+from ratchet.supervisor import memory_checks, ports, preflight_checks, vllm_command
+from ratchet.supervisor.adapter_slots import describe_thrashing
+from ratchet.trainer.learner_messages import TOKEN_VARIABLE
 from ratchet.trainer.settings.value_types import pinned
 
 _PROBE_TIMEOUT = 3.0  # seconds
@@ -50,6 +55,8 @@ class LaunchPlan:
     proxy_url: str
     notes: tuple[str, ...]
     settings: Settings  # with the chosen ports
+    learner_url: str | None = None  # None: nothing is trained
+    learner_token: str | None = None  # of a learner that `up` starts, unless the user set one
 
     @property
     def console(self) -> str | None:
@@ -69,21 +76,39 @@ def plan_services(settings: Settings, *, config: Path) -> LaunchPlan:
     """
     vllm_command.check_installed(settings)
     model = vllm_command.check_model(settings.base_model)
-    if vllm_command.has_visible_gpu(settings):
-        preflight_checks.check_gpu_memory(settings.vllm.devices, settings.vllm.gpu_memory_utilization)
-    settings, notes = _with_ports(settings)
+    memory = _planned_memory(settings)
+    starts_learner = settings.has_judge and settings.learner_process_settings().url is None
+    settings, notes = _with_ports(memory.settings, starts_learner=starts_learner)
+    notes += memory.notes
     if not vllm_command.is_folder(model):
         notes.append(f"base model {model}: no such folder; using it as a hub name")
+    if (warning := describe_thrashing(settings)) is not None:
+        notes.append(warning)
     proxy_url = local_url(settings.proxy_settings().host, settings.proxy["port"])
     vllm_url = local_url(settings.vllm.host, settings.vllm.port)
     vllm = vllm_command.build_command(settings, settings.vllm.port)
     services = [_vllm_service(settings, vllm, vllm_url), _proxy_service(settings, proxy_url, config)]
+    token = secrets.token_urlsafe(32) if starts_learner and not os.environ.get(TOKEN_VARIABLE) else None
     if settings.has_judge:
-        preflight_checks.check_judge(settings, _service_environment(settings))
-        services.append(_trainer_service(settings, config))
+        preflight_checks.check_judges(settings, service_environment(settings))
+        services += _training_services(settings, config, token, starts_learner=starts_learner)
+        if without := [name for name, agent in settings.agents_by_name.items() if not agent.has_judge]:
+            notes.append(f"no judge is set for {listed(without)}: calls are recorded, nothing is trained")
     else:
         notes.append("no judge is set (trainer.judge): calls are recorded, nothing is trained")
-    return LaunchPlan(tuple(services), vllm, vllm_url, proxy_url, tuple(notes), settings)
+    learner_url = settings.learner_process_settings().url if settings.has_judge else None
+    return LaunchPlan(tuple(services), vllm, vllm_url, proxy_url, tuple(notes), settings, learner_url, token)
+
+
+def _planned_memory(settings: Settings) -> memory_checks.PlannedMemory:
+    """Return the settings with vLLM's share of its GPU. Raises GpuMemoryTooLow."""
+    if not vllm_command.has_visible_gpu(settings):
+        return memory_checks.PlannedMemory(settings)
+    planned = memory_checks.plan_memory(settings)
+    share = planned.settings.vllm.gpu_memory_utilization
+    if share is not None:
+        preflight_checks.check_gpu_memory(planned.settings.vllm.devices, share)
+    return planned
 
 
 def write_resolved_settings(settings: Settings, file: Path) -> None:
@@ -91,13 +116,29 @@ def write_resolved_settings(settings: Settings, file: Path) -> None:
     content = settings.model_dump(mode="json")
     content["vllm"]["env"] = mask_variables(settings.vllm.env)
     content["vllm"]["extra_args"] = list(mask_arguments(settings.vllm.extra_args))
+    if settings.agents:
+        del content["model"]
     content["store"] = settings.store and mask_store_url(settings.store)
-    file.touch(mode=0o600)
-    file.write_text(yaml.safe_dump(content, sort_keys=False))
+    temporary = file.with_suffix(".new")  # running services watch the file: it is replaced as a whole
+    temporary.touch(mode=0o600)
+    temporary.write_text(yaml.safe_dump(content, sort_keys=False))
+    temporary.replace(file)
 
 
-def _with_ports(settings: Settings) -> tuple[Settings, list[str]]:
-    """Return the settings with free ports, and a note for each port that changed."""
+def _training_services(settings: Settings, config: Path, token: str | None, *, starts_learner: bool) -> list[Service]:
+    """Return trainer and learner; the trainer alone if the learner runs elsewhere. `token`: None for the user's."""
+    own = {TOKEN_VARIABLE: token} if token else {}
+    if not starts_learner:
+        return [_trainer_service(settings, config, {})]
+    url = settings.learner["url"]
+    return [_learner_service(settings, url, config, own), _trainer_service(settings, config, own)]
+
+
+def _with_ports(settings: Settings, *, starts_learner: bool) -> tuple[Settings, list[str]]:
+    """Return the settings with free ports, and a note for each port that changed.
+
+    `learner.url` becomes that of the learner that `up` starts.
+    """
     notes: list[str] = []
     proxy = settings.proxy_settings()
     proxy_port = ports.choose_port(
@@ -106,12 +147,7 @@ def _with_ports(settings: Settings) -> tuple[Settings, list[str]]:
     vllm = settings.vllm
     fixed = settings.is_set("vllm", "port")
     vllm_port = ports.choose_port("vllm", "vllm.port", vllm.host, vllm.port, fixed=fixed, taken={proxy_port})
-    for name, wanted, got in (("proxy", proxy.port, proxy_port), ("vllm", vllm.port, vllm_port)):
-        if wanted not in (got, 0):
-            owner = ports.port_holder(wanted)
-            used = f"used by pid {owner.pid}" if owner else "in use"
-            notes.append(f"{name}: port {wanted} is {used}; using {got}")
-    changes = {
+    changes: dict[str, Any] = {
         "vllm": vllm.model_copy(update={"port": vllm_port}),
         # vLLM stops after the proxy, so this limits how long stopping takes.
         "proxy": {
@@ -121,6 +157,20 @@ def _with_ports(settings: Settings) -> tuple[Settings, list[str]]:
             "drain_delay_seconds": 0.0,
         },
     }
+    chosen = [("proxy", proxy.port, proxy_port), ("vllm", vllm.port, vllm_port)]
+    if starts_learner:
+        learner = settings.learner_process_settings()
+        fixed = settings.is_set("learner", "port")
+        taken = {proxy_port, vllm_port}
+        wanted = learner.port if fixed else 0  # nobody needs to know it
+        port = ports.choose_port("learner", "learner.port", learner.host, wanted, fixed=fixed, taken=taken)
+        chosen.append(("learner", wanted, port))
+        changes["learner"] = {**settings.learner, "port": port, "url": local_url(learner.host, port)}
+    for name, wanted, got in chosen:
+        if wanted not in (got, 0):
+            owner = ports.port_holder(wanted)
+            used = f"used by pid {owner.pid}" if owner else "in use"
+            notes.append(f"{name}: port {wanted} is {used}; using {got}")
     return settings.model_copy(update=changes), notes
 
 
@@ -141,36 +191,47 @@ def _proxy_service(settings: Settings, url: str, config: Path) -> Service:
     return Service(
         name="proxy",
         command=(sys.executable, "-P", "-m", "ratchet", "--config", str(config), "proxy"),
-        environment=_service_environment(settings),
+        environment=service_environment(settings),
         ready=lambda: _answers(f"{url}/health/ready"),
         start_timeout_seconds=settings.vllm.start_timeout_seconds,
         stop_timeout_seconds=_DRAIN_TIMEOUT + 4.0,
     )
 
 
-def _trainer_service(settings: Settings, config: Path) -> Service:
+def _learner_service(settings: Settings, url: str, config: Path, token: Mapping[str, str]) -> Service:
+    return Service(
+        name="learner",
+        command=learner_command(config),
+        environment=learner_environment(settings) | dict(token),
+        ready=lambda: _answers(f"{url}/health"),
+        start_timeout_seconds=settings.vllm.start_timeout_seconds,
+        stop_timeout_seconds=10.0,
+    )
+
+
+def learner_command(config: Path) -> tuple[str, ...]:
+    """Return the command of a learner with the resolved settings in `config`."""
+    return (sys.executable, "-P", "-m", "ratchet", "--config", str(config), "learner")
+
+
+def learner_environment(settings: Settings) -> dict[str, str]:
+    """Return the environment of a learner, without its token."""
+    return _without_settings(os.environ) | pinned(settings.learner_devices)
+
+
+def _trainer_service(settings: Settings, config: Path, token: Mapping[str, str]) -> Service:
     log = settings.state.log("trainer")
     return Service(
         name="trainer",
-        command=(sys.executable, "-P", "-m", *_launcher(settings), "ratchet", "--config", str(config), "trainer"),
-        environment=_service_environment(settings) | pinned(settings.trainer_devices),
+        command=(sys.executable, "-P", "-m", "ratchet", "--config", str(config), "trainer"),
+        environment=service_environment(settings) | dict(token),
         ready=lambda: _TRAINER_READY in log.read_bytes(),
         start_timeout_seconds=settings.vllm.start_timeout_seconds,
         stop_timeout_seconds=10.0,
     )
 
 
-def _launcher(settings: Settings) -> tuple[str, ...]:
-    """Return the launcher of several trainer processes; nothing for one process."""
-    count = int(settings.trainer.get("num_processes") or 1)
-    if count == 1:
-        return ()
-    chosen = {"num_processes": count, "num_machines": 1, "mixed_precision": "no", "dynamo_backend": "no"}
-    named = [text for name, value in (chosen | {"main_process_port": 0}).items() for text in (f"--{name}", str(value))]
-    return ("accelerate.commands.launch", "--multi_gpu", *named, "-m")
-
-
-def _service_environment(settings: Settings) -> dict[str, str]:
+def service_environment(settings: Settings) -> dict[str, str]:
     """Return the environment of a service that opens the store."""
     environment = _without_settings(os.environ)
     if has_password(settings.store_url):

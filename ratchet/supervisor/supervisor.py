@@ -108,6 +108,7 @@ class Supervisor:
             self.prepare()
         began = time.monotonic()
         services.write_resolved_settings(self.plan.settings, self.state.resolved)
+        self._write_learner_token()
         for service in self.plan.services:
             self._on_event(Event("starting", service.name))
             with signals.defer_signals():  # a signal must not separate starting a process from recording it
@@ -148,6 +149,7 @@ class Supervisor:
         with signals.ignore_signals():
             if self._children:
                 self._stop_services()
+                self.state.learner_token.unlink(missing_ok=True)
             if self._lock is not None:
                 self._lock.release()
                 self._lock = None
@@ -173,7 +175,8 @@ class Supervisor:
         store = open_store(self.settings.store_url)
         try:
             key_cache.check_host_has_keys(self.settings.proxy_settings(), store.keys.all())
-            store.policies.register_base(self.settings.model, vllm_command.served_name(self.settings.model))
+            for alias in self.settings.agents_by_name:
+                store.policies.register_base(alias, vllm_command.served_name(self.settings))
             self._base_model_checked = base_model_check.check_base_model(self.settings, store, self._note)
             clear_service_alarms(store)
         finally:
@@ -209,6 +212,13 @@ class Supervisor:
                     self._on_event(Event("waiting", child.service.name, seconds=seconds))
             time.sleep(_POLL)
 
+    def _write_learner_token(self) -> None:
+        """Keep the token of the learner that `up` starts where `doctor` finds it."""
+        self.state.learner_token.unlink(missing_ok=True)
+        if self.plan.learner_token:
+            self.state.learner_token.touch(mode=0o600)
+            self.state.learner_token.write_text(self.plan.learner_token)
+
     def _write_run_state(self, *, ready: bool = False, exits: dict[str, Any] | None = None) -> None:
         """Write running.json for `status`, `doctor` and `up --detach`."""
         record = {
@@ -216,12 +226,13 @@ class Supervisor:
             "ready": ready,
             "version": __version__,
             "project": self.settings.project,
-            "model": self.settings.model,
+            "model": None if self.settings.agents else self.settings.model,
             "base_model": self.settings.base_model,
             "base_url": self.plan.base_url,
             "proxy_url": self.plan.proxy_url,
             "console": self.plan.console,
             "vllm_url": self.plan.vllm_url,
+            "learner_url": self.plan.learner_url,
             "vllm_command": str(self.plan.vllm),
             "store": mask_store_url(self.settings.store_url),
             "started_at": time.time(),

@@ -14,6 +14,7 @@ from typing import Any
 
 from ratchet.errors import CliError
 from ratchet.settings.project_settings import Settings
+from ratchet.settings.setting_errors import listed
 from ratchet.settings.state_folder import SERVICES, StateFolder
 from ratchet.supervisor import pidfile, signals
 from ratchet.supervisor.leftover_processes import stop_leftover_processes, stop_supervisor
@@ -37,10 +38,16 @@ def run_foreground(settings: Settings) -> None:
     """Start the services and supervise them until Ctrl-C, SIGTERM, or an exit that cannot be recovered."""
     with start_services(settings, announce=lambda text: print(text, flush=True)) as supervisor:
         plan = supervisor.plan
-        print(f"base_url: {plan.base_url}   model: {settings.model}   (Ctrl-C stops everything)", flush=True)
+        named = names_of_agents(settings)
+        print(f"base_url: {plan.base_url}   {named}   (Ctrl-C stops everything)", flush=True)
         if plan.console:
             print(f"console: {plan.console}", flush=True)
         supervisor.watch()
+
+
+def names_of_agents(settings: Settings) -> str:
+    """Return what agents send as `model`, for a line of output."""
+    return f"agents: {listed(settings.agents)}" if settings.agents else f"model: {settings.model}"
 
 
 @contextmanager

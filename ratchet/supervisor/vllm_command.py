@@ -26,12 +26,16 @@ from ratchet.errors import BaseModelNotFound, SettingsError, VllmNotFound
 from ratchet.settings.masking import mask_arguments, mask_variables
 from ratchet.settings.project_settings import STRICT_TOOL_CALLING, Settings, VllmSettings
 from ratchet.store.install_hint import install_hint
+from ratchet.supervisor.adapter_slots import max_cpu_loras, max_loras
+from ratchet.trainer.adapters.vllm_resolver import ratchet_adapter_files
 from ratchet.trainer.settings.value_types import VARIABLE, pinned
 
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 # A vLLM plug-in for CPUs that corrects batches with and without adapters.
 CPU_PLUGIN = Path(__file__).with_name("vllm_cpu")
 _PLUGIN = "ratchet_vllm_cpu"
+# A vLLM plug-in that loads adapters from object storage by name.
+LORA_RESOLVER = Path(ratchet_adapter_files.__file__).parent
 
 _CPUS_TO_SHARE = 4
 # The ranks that vLLM's LoRA kernels support.
@@ -81,9 +85,12 @@ def build_command(settings: Settings, port: int, *, gpu: bool | None = None) -> 
     return VllmCommand(_arguments(settings, model, port, gpu), _environment(settings, model, gpu))
 
 
-def served_name(alias: str) -> str:
-    """Return the served name of the base model: version 0 of the alias."""
-    return f"{alias}@0"
+def served_name(settings: Settings) -> str:
+    """Return the base model's name in vLLM: version 0 of the one agent, or of all.
+
+    It does not depend on the names of several agents: they come and go while vLLM runs.
+    """
+    return "base@0" if settings.agents else f"{settings.model}@0"
 
 
 def has_visible_gpu(settings: Settings) -> bool:
@@ -228,13 +235,13 @@ def _json(file: Path) -> dict[str, Any]:
 
 def _arguments(settings: Settings, model: str, port: int, gpu: bool) -> tuple[str, ...]:
     own = settings.vllm
-    rank = own.max_lora_rank or _servable_rank(settings)
+    rank = own.max_lora_rank or servable_rank(settings)
     arguments = [
         *(own.command or (sys.executable, "-P", "-m", SERVER_MODULE)),
-        *("--model", model, "--served-model-name", served_name(settings.model)),
+        *("--model", model, "--served-model-name", served_name(settings)),
         *("--host", own.host, "--port", str(port), "--dtype", own.dtype),
         *("--enable-lora", "--max-lora-rank", str(rank)),
-        *("--max-loras", str(own.max_loras), "--max-cpu-loras", str(2 * own.max_loras)),
+        *("--max-loras", str(max_loras(settings)), "--max-cpu-loras", str(max_cpu_loras(settings))),
         *("--enable-scale-out", "--logprobs-mode", "processed_logprobs"),
         # A model's own sampling defaults (top_p, top_k) would make logprobs useless for importance weights.
         *("--generation-config", "vllm", "--disable-uvicorn-access-log"),
@@ -246,16 +253,18 @@ def _arguments(settings: Settings, model: str, port: int, gpu: bool) -> tuple[st
     parser = tool_call_parser(model) if own.tool_call_parser == "auto" else _known_parser(own)
     if parser and parser != "none":
         arguments += ["--enable-auto-tool-choice", "--tool-call-parser", parser]
-    if gpu:
-        arguments += ["--gpu-memory-utilization", str(own.gpu_memory_utilization)]
-    else:
+    if own.tensor_parallel_size > 1:
+        arguments += ["--tensor-parallel-size", str(own.tensor_parallel_size)]
+    if not gpu:
         arguments.append("--enforce-eager")
+    elif own.gpu_memory_utilization is not None:
+        arguments += ["--gpu-memory-utilization", str(own.gpu_memory_utilization)]
     return (*arguments, *own.extra_args)
 
 
-def _servable_rank(settings: Settings) -> int:
+def servable_rank(settings: Settings) -> int:
     """Return the smallest rank that vLLM supports and that fits the learner's adapters, at least 16."""
-    wanted = int(settings.trainer.get("learner", {}).get("lora_r", 16))
+    wanted = int(settings.learner.get("lora_r", 16))
     return next((rank for rank in _RANKS if rank >= max(wanted, 16)), _RANKS[-1])
 
 
@@ -270,9 +279,17 @@ def _environment(settings: Settings, model: str, gpu: bool) -> dict[str, str]:
         environment["HF_HUB_OFFLINE"] = "1"
     elif "HF_HUB_OFFLINE" in os.environ:
         environment["HF_HUB_OFFLINE"] = os.environ["HF_HUB_OFFLINE"]
+    plugins = [] if gpu else [CPU_PLUGIN]
+    if settings.adapters.is_remote:
+        plugins.append(LORA_RESOLVER)
+        environment["RATCHET_ADAPTER_STORE"] = settings.adapters.store or ""
+        environment["RATCHET_ADAPTER_CACHE"] = str(settings.state.adapter_cache)
+        environment["RATCHET_ADAPTER_CACHE_BYTES"] = str(settings.adapters.max_cache_bytes)
+    if plugins:
+        paths = (*map(str, plugins), os.environ.get("PYTHONPATH"))
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     if not gpu:
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(settings.vllm.cpu_kvcache_gb)
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(CPU_PLUGIN), os.environ.get("PYTHONPATH"))))
         environment |= cpu_binding_environment(os.cpu_count() or 1)
     return environment | pinned(settings.vllm.devices) | settings.vllm.env
 

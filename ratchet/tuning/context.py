@@ -57,10 +57,10 @@ def add_rollout_options(command: _Command) -> _Command:
 
 
 def settings_of(context: click.Context, given: dict[str, Any]) -> Settings:
-    """Return the project's settings, overridden by the options of `add_rollout_options`."""
+    """Return the settings of the project's agent, overridden by the options of `add_rollout_options`."""
     tuner = ("tasks", "test_size", "workflow", "attempts", "concurrency", "seed")
     names = {"judge": "trainer.judge", "proxy": "tuner.proxy_url"} | {name: f"tuner.{name}" for name in tuner}
-    return options.read_project_settings(context, {names.get(key, key): value for key, value in given.items()})
+    return options.read_agent_settings(context, {names.get(key, key): value for key, value in given.items()})
 
 
 def with_run_settings(settings: Settings, run: str | None) -> Settings:

@@ -92,11 +92,13 @@ def resume_run(context: click.Context, name: str, given: dict[str, Any]) -> Prom
     if fixed:
         names = ", ".join(f"--{key.replace('_', '-')}" for key in fixed)
         raise click.UsageError(f"--resume uses the options of run {name}: leave out {names}")
-    settings = tuning.settings_of(context, {key: given[key] for key in free})
+    values = {"tuner.proxy_url": given["proxy"], "tuner.concurrency": given["concurrency"]}
+    settings = options.read_project_settings(context, values | {"store": given["store"], "project": given["project"]})
     with options.open_store_for_command(settings.store_url) as store:
         run = store.tunings.get(name)
         if run.kind != "prompt":
             raise click.UsageError(f"--resume {name}: that run is a {run.kind} run")
+    settings = settings.for_agent(run.alias) if settings.agents else settings
     with tuning.opened(_with_request(settings, run)) as tuner_context:
         from ratchet.tuner.selection.model_selection import known_models
 

@@ -33,7 +33,7 @@ def settings_of(context: click.Context, given: dict[str, Any]) -> Settings:
     """Return the project's settings, overridden by the command's options. Raises SettingsError, UsageError."""
     names = {name: f"tuner.{name}" for name in _TUNER}
     names |= {"judge": "trainer.judge", "attempts": "trainer.num_generations"}
-    settings = options.read_project_settings(context, {names.get(name, name): value for name, value in given.items()})
+    settings = options.read_agent_settings(context, {names.get(name, name): value for name, value in given.items()})
     if not settings.has_judge:
         raise click.UsageError("no judge is set: give --judge, or set trainer.judge in ratchet.yaml")
     if settings.base_model is None:

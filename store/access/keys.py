@@ -1,4 +1,4 @@
-"""API keys: a name, a scope, limits, and the SHA-256 of the key. The key itself is not stored.
+"""API keys: a name, a scope, agents, limits, and the SHA-256 of the key. The key itself is not stored.
 
 A revoked key keeps its row, because records name its id, and because revoking the last key must not turn
 authentication off.
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
+from typing import Any
 
 import sqlalchemy as sa
 
 from ratchet.store.db import schema
 from ratchet.store.db.engine import read, write
-from ratchet.store.errors import RecordNotFound
+from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.ids import new_id
 from ratchet.store.records import Key
 from ratchet.store.records.base import row_to
@@ -33,8 +34,18 @@ class Keys:
         scope: KeyScope,
         requests_per_minute: int | None = None,
         tokens_per_minute: int | None = None,
+        agents: Collection[str] | None = None,
     ) -> Key:
-        """Store a new key by its SHA-256 hex; return it."""
+        """Store a new key by its SHA-256 hex; return it.
+
+        `agents`: those that it may call; None: all. Raises InvalidTransition for none, or for an operator's key.
+        """
+        if agents is not None and (not agents or scope is not KeyScope.AGENT):
+            raise InvalidTransition(
+                "a key is limited to at least one agent"
+                if not agents
+                else "an operator's key opens all agents: only an agent's key can be limited to agents"
+            )
         key = Key(
             id=new_id("key"),
             name=name,
@@ -43,6 +54,7 @@ class Keys:
             created_at=time.time(),
             requests_per_minute=requests_per_minute,
             tokens_per_minute=tokens_per_minute,
+            agents=None if agents is None else tuple(sorted(set(agents))),
         )
         row = {field: getattr(key, field) for field in Key.__struct_fields__}
         with write(self._engine) as connection:
@@ -53,7 +65,7 @@ class Keys:
         """Return all keys, including revoked ones, oldest first."""
         with read(self._engine) as connection:
             rows = connection.execute(sa.select(schema.keys).order_by(schema.keys.c.id)).all()
-        return [row_to(Key, row) for row in rows]
+        return [_key(row) for row in rows]
 
     def revoke(self, key_id: str) -> Key:
         """Revoke a key; revoking it again changes nothing. Raises RecordNotFound."""
@@ -67,10 +79,14 @@ class Keys:
             row = connection.execute(sa.select(table).where(table.c.id == key_id)).one_or_none()
         if row is None:
             raise RecordNotFound(f"no key {key_id}; `ratchet keys list` shows the ids")
-        return row_to(Key, row)
+        return _key(row)
 
     def record_use(self, key_ids: Collection[str], at: float) -> None:
         """Record when keys were last used (Unix seconds, approximate)."""
         table = schema.keys
         with write(self._engine) as connection:
             connection.execute(sa.update(table).where(table.c.id.in_(key_ids)).values(last_used_at=at))
+
+
+def _key(row: Any) -> Key:
+    return row_to(Key, row, agents=None if row.agents is None else tuple(row.agents))

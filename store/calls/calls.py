@@ -17,7 +17,8 @@ from ratchet.store.db import schema
 from ratchet.store.db.bulk import MAX_IN_VALUES
 from ratchet.store.db.engine import read, write
 from ratchet.store.errors import RecordNotFound
-from ratchet.store.records import Call, Choice, Feedback, Shipment
+from ratchet.store.ids import first_id
+from ratchet.store.records import AgentUsage, Call, Choice, Feedback, Shipment
 from ratchet.store.records.base import row_to
 from ratchet.store.states import CallState
 
@@ -68,6 +69,7 @@ class Calls:
         before: str | None = None,
         trajectory: str | None = None,
         state: str | None = None,
+        alias: str | None = None,
         *,
         tokens: bool = True,
     ) -> list[Call]:
@@ -83,6 +85,8 @@ class Calls:
             chosen = chosen.where(table.c.trajectory_id == trajectory)
         if state:
             chosen = chosen.where(table.c.state == state)
+        if alias:
+            chosen = chosen.where(table.c.alias == alias)
         if state and state != CallState.ANSWERED:
             chosen = chosen.where(table.c.state != sa.literal_column("'answered'"))  # the condition of a partial index
         with read(self._engine) as connection:
@@ -94,10 +98,21 @@ class Calls:
         with read(self._engine) as connection:
             return {call.id: call for call in load_calls(connection, schema.calls.c.id.in_(call_ids))}
 
-    def message_count(self) -> int:
-        """Return the number of stored messages, each counted once."""
+    def usage(self, since: float, alias: str | None = None) -> list[AgentUsage]:
+        """Return the calls and tokens since then (Unix seconds) by agent, key and purpose, most tokens first."""
+        calls, runs = schema.calls, schema.trajectories
+        names = (calls.c.alias, runs.c.key_id, runs.c.purpose)
+        sums = {name: sa.func.coalesce(sa.func.sum(calls.c[name]), 0).label(name)
+                for name in ("prompt_tokens", "completion_tokens")}  # fmt: skip
+        query = (
+            sa.select(*names, sa.func.count().label("calls"), *sums.values())
+            .join(runs, runs.c.id == calls.c.trajectory_id)
+            .where(calls.c.id >= first_id("call", since), *([calls.c.alias == alias] if alias else []))
+            .group_by(*names)
+            .order_by((sums["prompt_tokens"] + sums["completion_tokens"]).desc(), *names)
+        )
         with read(self._engine) as connection:
-            return int(connection.scalar(sa.select(sa.func.count()).select_from(schema.messages)) or 0)
+            return [row_to(AgentUsage, row) for row in connection.execute(query)]
 
 
 def load_calls(connection: sa.Connection, where: sa.ColumnElement[bool], *, tokens: bool = True) -> list[Call]:

@@ -64,10 +64,22 @@ class FeedbackVerbs:
             raise RecordNotFound(f"no feedback {name}")
         return found[0]
 
-    def page(self, limit: int = 100, before: str | None = None, trajectory: str | None = None) -> list[Feedback]:
-        """Return at most `limit` items older than the id `before`, newest first. Raises RecordNotFound."""
+    def page(
+        self,
+        limit: int = 100,
+        before: str | None = None,
+        trajectory: str | None = None,
+        alias: str | None = None,
+    ) -> list[Feedback]:
+        """Return at most `limit` items older than the id `before`, newest first. Raises RecordNotFound.
+
+        `alias`: only those that are attached to an agent's trajectory.
+        """
         table = schema.feedback
         where = [table.c.trajectory_id == trajectory] if trajectory else []
+        if alias:
+            runs = schema.trajectories
+            where.append(sa.exists().where(runs.c.id == table.c.trajectory_id, runs.c.alias == alias))
         if before:
             last = self.get(before)
             at = sa.tuple_(sa.literal(last.given_at), sa.literal(last.id))

@@ -45,6 +45,8 @@ def system_prompt(connection: sa.Connection, leaf: str) -> str:
 
 def load_tools(connection: sa.Connection, name: str) -> tuple[Mapping[str, Any], ...]:
     """Return a tool list by its hash, or an empty one."""
+    if not name:
+        return ()
     body = connection.scalar(sa.select(schema.toolsets.c.body).where(schema.toolsets.c.hash == name))
     return tuple(msgspec.json.decode(body)) if body else ()
 

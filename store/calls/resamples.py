@@ -12,7 +12,6 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from ratchet.store.calls.shipping import FINISH
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import insert_or_ignore, truncate_row
 from ratchet.store.db.count_cache import CachedCount
@@ -21,7 +20,7 @@ from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.ids import new_id
 from ratchet.store.records import RESAMPLE, Trajectory
 from ratchet.store.records.base import Record, row_to
-from ratchet.store.states import RESAMPLE_TRANSITIONS, ResampleState, TrajectoryState, states_before
+from ratchet.store.states import FINISH, RESAMPLE_TRANSITIONS, ResampleState, TrajectoryState, states_before
 
 RESAMPLE_ID_PREFIX = "shad"  # the proxy recognizes resamples by it
 

@@ -21,10 +21,8 @@ from ratchet.store.calls import prompt_blocks as blocks
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import execute_many, in_values, insert_columns, insert_or_ignore, truncate_columns
 from ratchet.store.records import CallEnded, CallRecord, CallStarted, MessageNode
-from ratchet.store.states import CallState, TrajectoryState
+from ratchet.store.states import IDLE, CallState, TrajectoryState
 
-IDLE = "idle"  # sealed because it had no call for some time
-FINISH = "finish"  # sealed on request
 MESSAGES_LOCK = 0x52414D53  # advisory lock: shared to ship messages, exclusive to delete them
 _MAX_TASK_CHARS = 512  # longer values do not fit an index
 _NODE_COLUMNS = ("hash", "parent", "role", "body")
@@ -42,7 +40,7 @@ _CHOICE_COLUMNS = (
 )  # fmt: skip
 _TRAJECTORY_COLUMNS = (
     "id", "alias", "version", "purpose", "root_node", "tools_hash", "key_id", "opened_at",
-    "state", "task", "last_active_at",
+    "state", "task", "last_active_at", "draw", "counted",
 )  # fmt: skip
 _node_values = attrgetter(*_NODE_COLUMNS)
 _start_values = attrgetter("call_id", *_START_COLUMNS[1:])
@@ -62,6 +60,7 @@ class _TrajectoryRow(NamedTuple):
 
     state: str
     sealed_by: str | None
+    alias: str
     version: int
     purpose: str
     key_id: str | None
@@ -256,12 +255,10 @@ def _trajectory_rows(connection: sa.Connection, names: Sequence[str]) -> dict[st
 
 
 def _accepts(run: _TrajectoryRow, start: CallStarted) -> bool:
-    """Return whether a trajectory accepts a call: open or sealed as idle, with the call's version, purpose and key."""
+    """Return whether a trajectory accepts a call: open or sealed as idle; with its agent, version, purpose and key."""
     idle = run.state == TrajectoryState.SEALED and run.sealed_by == IDLE
-    same = (run.version, run.purpose) == (start.version, start.purpose) and may_share_trajectory(
-        run.key_id, start.key_id
-    )
-    return bool(same and (run.state == TrajectoryState.OPEN or idle))
+    same = (run.alias, run.version, run.purpose) == (start.alias, start.version, start.purpose)
+    return bool(same and may_share_trajectory(run.key_id, start.key_id) and (run.state == TrajectoryState.OPEN or idle))
 
 
 def _successor(connection: sa.Connection, start: CallStarted, ended: Mapping[str, CallEnded]) -> str:
@@ -298,14 +295,24 @@ def _add_trajectories(
     connection: sa.Connection, new: Mapping[str, CallStarted], ended: Mapping[str, CallEnded]
 ) -> dict[str, _TrajectoryRow]:
     """Create trajectories with the values of their first calls; return their rows."""
-    rows = [(name, *_trajectory_values(start), TrajectoryState.OPEN, short_task(start.task), _last_active(start, ended))
-            for name, start in sorted(new.items())]  # fmt: skip
+    rows = [(name, *_trajectory_values(start), TrajectoryState.OPEN, short_task(start.task), _last_active(start, ended),
+             *_drawn(start)) for name, start in sorted(new.items())]  # fmt: skip
     if _insert(connection, schema.trajectories, _TRAJECTORY_COLUMNS, rows, new_only=True) < len(rows):
         return _trajectory_rows(connection, sorted(new))  # another proxy created some, with other values
     return {
-        name: _TrajectoryRow(TrajectoryState.OPEN, None, b.version, b.purpose, b.key_id, _last_active(b, ended))
+        name: _TrajectoryRow(
+            TrajectoryState.OPEN, None, b.alias, b.version, b.purpose, b.key_id, _last_active(b, ended)
+        )
         for name, b in new.items()
     }
+
+
+def _drawn(start: CallStarted) -> tuple[dict[str, Any] | None, bool]:
+    """Return the draw of the trajectory's version as JSON, and whether it is evidence about its version."""
+    draw = start.draw
+    if draw is None:
+        return None, False
+    return {"shares": dict(draw.shares), "unit": draw.unit, "counted": draw.counted}, draw.counted
 
 
 def _last_active(start: CallStarted, ended: Mapping[str, CallEnded]) -> float:

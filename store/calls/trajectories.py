@@ -5,6 +5,7 @@ groups.py and rounds.py change their state when they are grouped and trained.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,6 @@ import sqlalchemy as sa
 from ratchet.store.calls.calls import load_calls
 from ratchet.store.calls.feedback import UNAPPLIED, feedback_of, unindexed
 from ratchet.store.calls.message_paths import incomplete, load_path, load_tools, system_prompt
-from ratchet.store.calls.shipping import FINISH, IDLE
 from ratchet.store.calls.tool_call_outcomes import tool_calls_of
 from ratchet.store.calls.trajectory_filter import FEW, TrajectoryFilter, count_without_tag, select_page_ids
 from ratchet.store.content.last_answer import last_answer_node
@@ -24,7 +24,15 @@ from ratchet.store.db.engine import read, write
 from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.records import Call, Trajectory, Transcript
 from ratchet.store.records.base import row_to
-from ratchet.store.states import TRAJECTORY_TRANSITIONS, CallState, RolloutState, TrajectoryState, states_before
+from ratchet.store.states import (
+    FINISH,
+    IDLE,
+    TRAJECTORY_TRANSITIONS,
+    CallState,
+    RolloutState,
+    TrajectoryState,
+    states_before,
+)
 from ratchet.store.tuning.rollouts import workflow_result_of
 from ratchet.store.tuning.tasks import row_of
 from ratchet.store.tuning.tunings import is_rollout_in_progress
@@ -105,10 +113,7 @@ class Trajectories:
 
     def get(self, trajectory_id: str) -> Trajectory:
         """Return a trajectory without its content. Raises RecordNotFound."""
-        found = self._select(schema.trajectories.c.id == trajectory_id, 1)
-        if not found:
-            raise RecordNotFound(f"no trajectory {trajectory_id}")
-        return found[0]
+        return _one(self._select(schema.trajectories.c.id == trajectory_id, 1), trajectory_id)
 
     def sealed(self, alias: str, limit: int = 1000, silent_before: float | None = None) -> list[Trajectory]:
         """Return an alias's sealed trajectories, the one that has waited longest first.
@@ -199,8 +204,8 @@ class Trajectories:
 
         With `tokens` False, token ids and logprobs are not read and are empty.
         """
-        trajectory = self.get(trajectory_id)
         with read(self._engine) as connection:
+            trajectory = _one(_load(connection, schema.trajectories.c.id == trajectory_id, 1), trajectory_id)
             calls = load_calls(connection, schema.calls.c.trajectory_id == trajectory_id, tokens=tokens)
             leaf, own_tools = last_answer_node(calls, lambda node: system_prompt(connection, node))
             messages = load_path(connection, leaf)
@@ -287,43 +292,51 @@ class Trajectories:
         with read(self._engine) as connection:
             return list(connection.scalars(query))
 
-    def counts(self) -> dict[str, int]:
-        """Return the number of trajectories in each state; cached if there are many."""
-        return dict(self._counts())
+    def counts(self, alias: str | None = None) -> dict[str, int]:
+        """Return the number of trajectories in each state, of one alias or of all; cached if there are many."""
+        return {str(state): 0 for state in TrajectoryState} | _summed(self._counts(), alias)
 
-    def drop_counts(self) -> dict[str, int]:
-        """Return the number of dropped trajectories by reason; cached if there are many."""
-        return dict(self._drop_counts())
+    def drop_counts(self, alias: str | None = None) -> dict[str, int]:
+        """Return the number of dropped trajectories by reason, of one alias or of all; cached if there are many."""
+        return _summed(self._drop_counts(), alias)
 
-    def _count(self) -> dict[str, int]:
-        trajectories = schema.trajectories
+    def _count(self) -> dict[tuple[str, str], int]:
+        return self._count_by(schema.trajectories.c.state, sa.true())
+
+    def _count_drops(self) -> dict[tuple[str, str], int]:
+        reason = schema.trajectories.c.drop_reason
+        return self._count_by(reason, reason.is_not(None))
+
+    def _count_by(self, column: sa.Column[Any], where: sa.ColumnElement[bool]) -> dict[tuple[str, str], int]:
+        """Return the number of trajectories by alias and the value of a column."""
+        alias = schema.trajectories.c.alias
+        query = sa.select(alias, column, sa.func.count()).where(where).group_by(alias, column)
         with read(self._engine) as connection:
-            rows = connection.execute(
-                sa.select(trajectories.c.state, sa.func.count()).group_by(trajectories.c.state)
-            ).all()
-        return {str(state): 0 for state in TrajectoryState} | {str(state): int(count) for state, count in rows}
-
-    def _count_drops(self) -> dict[str, int]:
-        trajectories = schema.trajectories
-        query = (
-            sa.select(trajectories.c.drop_reason, sa.func.count())
-            .where(trajectories.c.drop_reason.is_not(None))
-            .group_by(trajectories.c.drop_reason)
-        )
-        with read(self._engine) as connection:
-            return {str(reason): int(count) for reason, count in connection.execute(query)}
+            return {(name, str(value)): int(count) for name, value, count in connection.execute(query)}
 
     def _select(self, where: sa.ColumnElement[bool], limit: int, oldest_first: bool = False) -> list[Trajectory]:
-        trajectories = schema.trajectories
-        order = (
-            (trajectories.c.last_active_at, trajectories.c.id)
-            if oldest_first
-            else (trajectories.c.opened_at.desc(), trajectories.c.id.desc())
-        )
-        sized = sa.select(sa.func.count()).where(schema.calls.c.trajectory_id == trajectories.c.id).scalar_subquery()
-        query = sa.select(trajectories, sized.label("calls")).where(where).order_by(*order).limit(limit)
         with read(self._engine) as connection:
-            return [row_to(Trajectory, row) for row in connection.execute(query)]
+            return _load(connection, where, limit, oldest_first)
+
+
+def _load(
+    connection: sa.Connection, where: sa.ColumnElement[bool], limit: int, oldest_first: bool = False
+) -> list[Trajectory]:
+    trajectories = schema.trajectories
+    order = (
+        (trajectories.c.last_active_at, trajectories.c.id)
+        if oldest_first
+        else (trajectories.c.opened_at.desc(), trajectories.c.id.desc())
+    )
+    sized = sa.select(sa.func.count()).where(schema.calls.c.trajectory_id == trajectories.c.id).scalar_subquery()
+    query = sa.select(trajectories, sized.label("calls")).where(where).order_by(*order).limit(limit)
+    return [row_to(Trajectory, row) for row in connection.execute(query)]
+
+
+def _one(found: Sequence[Trajectory], name: str) -> Trajectory:
+    if not found:
+        raise RecordNotFound(f"no trajectory {name}")
+    return found[0]
 
 
 def _has_call_in_progress(now: float, lost_after: float) -> sa.ColumnElement[bool]:
@@ -347,3 +360,12 @@ def drop(connection: sa.Connection, names: Sequence[str], reason: str) -> None:
     )
     if changed.rowcount != len(names):
         raise InvalidTransition(f"{len(names) - changed.rowcount} of {len(names)} trajectories cannot be dropped now")
+
+
+def _summed(counts: Mapping[tuple[str, str], int], alias: str | None) -> dict[str, int]:
+    """Return the counts of one alias, or the sums over all."""
+    totals: Counter[str] = Counter()
+    for (name, value), count in counts.items():
+        if alias in (None, name):
+            totals[value] += count
+    return dict(totals)

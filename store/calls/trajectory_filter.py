@@ -36,6 +36,13 @@ class TrajectoryFilter:
     id: str | None = None  # the whole id; includes its successors
     inactive_since: float | None = None  # no call since then, also not of a successor that needs its tokens
     trained: bool | None = None  # whether a round trained it
+    round: str | None = None  # the id of the round that trained it
+    role: str | None = None  # of one of its calls
+    scored: bool | None = None  # whether a judge scored it
+    min_score: float | None = None  # of its latest score
+    max_score: float | None = None
+    tool: str | None = None  # one of its tool calls names it
+    outcome: str | None = None  # ToolOutcome or ToolResult of such a tool call
 
     @property
     def is_unrestricted(self) -> bool:
@@ -51,6 +58,7 @@ class TrajectoryFilter:
             (trajectories.c.version, self.version),
             (trajectories.c.task, short_task(self.task)),
             (trajectories.c.key_id, self.key),
+            (trajectories.c.round_id, self.round),
         ]
         conditions = [column == value for column, value in pairs if value is not None]
         if self.since is not None:
@@ -69,7 +77,37 @@ class TrajectoryFilter:
             conditions.append(
                 trajectories.c.id.in_(sa.select(tags.c.trajectory_id).where(tags.c.tag == self.tag[:128]))
             )
-        return sa.and_(sa.true(), *conditions)
+        return sa.and_(sa.true(), *conditions, *self._of_calls(), *self._of_score())
+
+    def _of_calls(self) -> list[sa.ColumnElement[bool]]:
+        """Return the conditions on calls and tool calls, each an index lookup per trajectory."""
+        trajectories, calls, tools = schema.trajectories, schema.calls, schema.tool_calls
+        mine = calls.c.trajectory_id == trajectories.c.id
+        conditions: list[sa.ColumnElement[bool]] = []
+        if self.role is not None:
+            conditions.append(sa.exists().where(mine, calls.c.role == self.role[:128]))
+        if self.tool is not None or self.outcome is not None:
+            called = sa.exists().where(mine, tools.c.call_id == calls.c.id)
+            if self.tool is not None:
+                called = called.where(tools.c.tool == self.tool)
+            if self.outcome is not None:
+                called = called.where(sa.or_(tools.c.outcome == self.outcome, tools.c.result == self.outcome))
+            conditions.append(called)
+        return conditions
+
+    def _of_score(self) -> list[sa.ColumnElement[bool]]:
+        """Return the conditions on the latest score."""
+        trajectories, verdicts = schema.trajectories, schema.verdicts
+        given = sa.and_(verdicts.c.trajectory_id == trajectories.c.id, verdicts.c.score.is_not(None))
+        latest = sa.select(verdicts.c.score).where(given).order_by(verdicts.c.id.desc()).limit(1).scalar_subquery()
+        conditions: list[sa.ColumnElement[bool]] = []
+        if self.scored is not None:
+            conditions.append(latest.is_not(None) if self.scored else latest.is_(None))
+        if self.min_score is not None:
+            conditions.append(latest >= self.min_score)
+        if self.max_score is not None:
+            conditions.append(latest <= self.max_score)
+        return conditions
 
     def _is_needed(self, inactive_since: float) -> sa.ColumnElement[bool]:
         """Return the condition that a successor outside the filter needs the trajectory's tokens."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import msgspec
 import sqlalchemy as sa
 
 from ratchet.store.db import schema
-from ratchet.store.db.bulk import insert_or_ignore
+from ratchet.store.db.bulk import execute_many, insert_or_ignore
 from ratchet.store.db.engine import read, write
 from ratchet.store.records.base import Record, row_to
+
+_VALUES = ("done", "total", "seconds", "means", "ended", "updated_at")  # columns that change
 
 
 class ProgressRate:
@@ -52,19 +54,16 @@ class JobProgressVerbs:
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
 
-    def update(
-        self, alias: str, phase: str, *, done: float, total: float, seconds: float, means: Mapping[str, float],
-        ended: bool = False,
-    ) -> None:  # fmt: skip
-        """Replace the progress of a phase."""
-        row = {
-            "done": done, "total": total, "seconds": seconds, "means": dict(means), "ended": ended,
-            "updated_at": time.time(),
-        }  # fmt: skip
+    def update(self, progress: Sequence[JobProgress]) -> None:
+        """Replace the progress of some phases, in one transaction."""
+        rows = [msgspec.structs.asdict(one) | {"means": dict(one.means)} for one in progress]
+        new = [{"of": row["alias"], "named": row["phase"]} | {f"new_{n}": row[n] for n in _VALUES} for row in rows]
+        table = schema.job_progress
+        mine = sa.and_(table.c.alias == sa.bindparam("of"), table.c.phase == sa.bindparam("named"))
+        change = sa.update(table).where(mine).values({name: sa.bindparam(f"new_{name}") for name in _VALUES})
         with write(self._engine) as connection:
-            insert_or_ignore(connection, schema.job_progress, [{"alias": alias, "phase": phase, **row}])
-            mine = sa.and_(schema.job_progress.c.alias == alias, schema.job_progress.c.phase == phase)
-            connection.execute(sa.update(schema.job_progress).where(mine).values(**row))
+            insert_or_ignore(connection, table, rows)
+            execute_many(connection, change, new)
 
     def all(self, alias: str | None = None) -> list[JobProgress]:
         """Return the progress of one alias or of all, the latest update first."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 
 import msgspec
 import sqlalchemy as sa
@@ -36,6 +37,14 @@ class Leases:
                 sa.update(table).where(table.c.name == name, free).values(owner=owner, expires_at=now + seconds)
             )
             return bool(acquired.rowcount)
+
+    def renew(self, names: Collection[str], owner: str, seconds: float) -> set[str]:
+        """Renew those of the leases that `owner` still holds for `seconds`; return their names."""
+        table = schema.leases
+        mine = sa.and_(table.c.name.in_(sorted(names)), table.c.owner == owner)
+        with write(self._engine) as connection:
+            renewed = sa.update(table).where(mine).values(expires_at=time.time() + seconds)
+            return set(connection.scalars(renewed.returning(table.c.name)))
 
     def holders(self, prefix: str) -> list[LeaseHolder]:
         """Return the leases with this name prefix that have not expired, by name."""

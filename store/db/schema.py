@@ -16,6 +16,7 @@ from ratchet.store.db.tables.policies import base_models as base_models
 from ratchet.store.db.tables.policies import decisions as decisions
 from ratchet.store.db.tables.policies import policies as policies
 from ratchet.store.db.tables.policies import prompts as prompts
+from ratchet.store.db.tables.policies import releases as releases
 from ratchet.store.db.tables.traffic import calls as calls
 from ratchet.store.db.tables.traffic import choices as choices
 from ratchet.store.db.tables.traffic import feedback as feedback
@@ -26,12 +27,14 @@ from ratchet.store.db.tables.traffic import tool_calls as tool_calls
 from ratchet.store.db.tables.traffic import toolsets as toolsets
 from ratchet.store.db.tables.traffic import trajectories as trajectories
 from ratchet.store.db.tables.traffic import trajectory_tags as trajectory_tags
+from ratchet.store.db.tables.training import answer_training as answer_training
 from ratchet.store.db.tables.training import groups as groups
 from ratchet.store.db.tables.training import job_progress as job_progress
 from ratchet.store.db.tables.training import judge_requests as judge_requests
 from ratchet.store.db.tables.training import observations as observations
 from ratchet.store.db.tables.training import rounds as rounds
 from ratchet.store.db.tables.training import sft_trajectories as sft_trajectories
+from ratchet.store.db.tables.training import teacher_scores as teacher_scores
 from ratchet.store.db.tables.training import verdicts as verdicts
 from ratchet.store.db.tables.tuning import rollouts as rollouts
 from ratchet.store.db.tables.tuning import tasks as tasks

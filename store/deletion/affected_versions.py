@@ -1,7 +1,8 @@
 """Policy versions that were trained in certain rounds, or on trajectories that were deleted since.
 
-A version is affected if such a round trained it, if it was trained from an affected version, or if it shares its
-adapter with one. A deletion stores the versions of its rounds; later versions that descend from them are found here.
+A version is affected if such a round trained it, if it was trained or forked from an affected version, or if it shares
+its adapter with one. A deletion stores the versions of its rounds; later versions that descend from them are found
+here.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sqlalchemy as sa
 
 from ratchet.store.db import schema
 from ratchet.store.errors import InvalidTransition
+from ratchet.store.policies.forks import forks
 from ratchet.store.records import Policy
 from ratchet.store.records.base import Record
 from ratchet.store.states import PolicyState, RoundState
@@ -96,13 +98,21 @@ def _inheritors(connection: sa.Connection, own: Collection[Version]) -> tuple[Af
     committed = sa.select(rounds.c.alias, rounds.c.from_version, rounds.c.to_version)
     steps = connection.execute(committed.where(rounds.c.state == RoundState.COMMITTED)).all()
     origins = {(row.alias, row.to_version): (row.alias, row.from_version) for row in steps}
+    origins |= forks(connection)
+    known = connection.execute(sa.select(policies).order_by(policies.c.alias, policies.c.version)).all()
     held: set[Version] = set()
     adapters: set[tuple[str, str]] = set()
-    found = []
-    for row in connection.execute(sa.select(policies).order_by(policies.c.alias, policies.c.version)):
-        name = (row.alias, row.version)
-        if name in own or origins.get(name) in held or (row.alias, row.adapter) in adapters:
-            held.add(name)
-            adapters |= {(row.alias, row.adapter)} if row.adapter else set()
-            found.append(AffectedVersion(row.alias, row.version, row.state, row.adapter, name in own))
-    return tuple(found)
+    while True:  # until nothing is added: a version may be forked into an agent of any name
+        before = len(held)
+        for row in known:
+            name = (row.alias, row.version)
+            if name in own or origins.get(name) in held or (row.alias, row.adapter) in adapters:
+                held.add(name)
+                adapters |= {(row.alias, row.adapter)} if row.adapter else set()
+        if len(held) == before:
+            break
+    return tuple(
+        AffectedVersion(row.alias, row.version, row.state, row.adapter, (row.alias, row.version) in own)
+        for row in known
+        if (row.alias, row.version) in held
+    )

@@ -9,7 +9,7 @@ from ratchet.store.db.engine import read
 from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.records import BASE_VERSION, Policy
 from ratchet.store.records.base import row_to
-from ratchet.store.states import PolicyAction, PolicyState
+from ratchet.store.states import SERVING, PolicyAction, PolicyState
 
 
 class PolicyReads:
@@ -19,8 +19,8 @@ class PolicyReads:
         self._engine = engine
 
     def serving(self) -> list[Policy]:
-        """Return the versions that serve new trajectories: live ones and canaries of every alias."""
-        return self._select(schema.policies.c.state.in_((PolicyState.LIVE, PolicyState.CANARY)))
+        """Return the versions of every alias that serve new trajectories."""
+        return self._select(schema.policies.c.state.in_(SERVING))
 
     def counts(self) -> dict[str, dict[str, int]]:
         """Return the number of versions by alias and state."""
@@ -37,7 +37,7 @@ class PolicyReads:
         return {policy.alias: policy for policy in self._select(schema.policies.c.state == PolicyState.LIVE)}
 
     def awaiting_approval(self, alias: str) -> Policy | None:
-        """Return the candidate or canary whose newest decision is a hold: only a person may promote it."""
+        """Return the candidate or version in its ramp whose newest decision is a hold: only a person may promote it."""
         recorded = schema.policies.c.version == schema.decisions.c.version
         newest = (
             sa.select(sa.func.max(schema.decisions.c.id))
@@ -47,7 +47,7 @@ class PolicyReads:
         held = sa.exists().where(
             recorded, schema.decisions.c.id.in_(newest), schema.decisions.c.action == PolicyAction.HOLD
         )
-        undecided = schema.policies.c.state.in_((PolicyState.CANDIDATE, PolicyState.CANARY))
+        undecided = schema.policies.c.state.in_((PolicyState.CANDIDATE, PolicyState.RAMP))
         found = self._select(sa.and_(schema.policies.c.alias == alias, undecided, held))
         return found[-1] if found else None
 

@@ -5,19 +5,26 @@ Token ids are packed int32, logprobs packed float32, both little-endian. Times a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ratchet.store.records.base import Record
 from ratchet.store.records.encoding import pack_ids as pack_ids
 from ratchet.store.records.encoding import pack_logprobs as pack_logprobs
+from ratchet.store.records.encoding import unpack_halves as unpack_halves
 from ratchet.store.records.encoding import unpack_ids as unpack_ids
 from ratchet.store.records.encoding import unpack_logprobs as unpack_logprobs
+from ratchet.store.records.releases import ReleaseEvidence as ReleaseEvidence
+from ratchet.store.records.releases import ReleaseOutcome as ReleaseOutcome
+from ratchet.store.records.releases import VersionDraw as VersionDraw
+from ratchet.store.records.training import AnswerLogprobs as AnswerLogprobs
+from ratchet.store.records.training import AnswerTraining as AnswerTraining
 from ratchet.store.records.training import Group as Group
 from ratchet.store.records.training import JudgeRequest as JudgeRequest
 from ratchet.store.records.training import PastScore as PastScore
 from ratchet.store.records.training import Round as Round
 from ratchet.store.records.training import Tally as Tally
+from ratchet.store.records.training import TeacherScore as TeacherScore
 from ratchet.store.records.training import Verdict as Verdict
 from ratchet.store.states import CallState, KeyScope, PolicyState, TrajectoryState
 
@@ -28,6 +35,7 @@ BASE_VERSION = 0  # version 0 of every alias is the base model without an adapte
 REDACTED = "redacted"  # why a call with redacted content is untrainable
 OTHER = "other_model"  # purpose of calls to a model that is not trained here
 TOOL_GRAMMAR = "tool_grammar"  # sampling parameter: vLLM constrained the tool calls with a grammar
+MOVED = "moved"  # purpose of the rest of a trajectory whose version was rolled back at once: never trained
 RESAMPLE = "resample"  # purpose of a further answer to a recorded prompt: trained with it, not counted as traffic
 
 
@@ -61,10 +69,11 @@ class CallStarted(Record, frozen=True, tag="started"):
     task: str | None = None
     role: str | None = None
     tags: tuple[str, ...] = ()
-    purpose: str = "live"  # live, resample: may be trained; eval (a version by name), other_model: never
+    purpose: str = "live"  # live, resample: may be trained; eval (a version by name), other_model, moved: never
     sampling: Mapping[str, Any] = {}  # sampling parameters of the request, e.g. temperature, top_p, seed
     nodes: tuple[MessageNode, ...] = ()  # messages of the prompt that this proxy has not shipped before
     tools: bytes = b""  # canonical JSON of the tool list, if not shipped before
+    draw: VersionDraw | None = None  # of the trajectory's version, if this call drew it
 
     @property
     def policy(self) -> str:
@@ -242,6 +251,7 @@ class Trajectory(Record, frozen=True):
     group_id: str | None = None
     round_id: str | None = None
     drop_reason: str | None = None
+    draw: VersionDraw | None = None  # of its version; None: nothing was drawn
     calls: int = 0
 
     @property
@@ -287,13 +297,19 @@ class Policy(Record, frozen=True):
     created_at: float
     round_id: str | None = None
     evidence: Mapping[str, Any] = {}
-    canary_share: float | None = None  # share of new trajectories, if it is a canary
+    share: float | None = None  # of new trajectories, in a ramp or held back; the live version has the rest
     pruned_at: float | None = None  # when its folder was deleted; it cannot serve again
+    recalled_at: float | None = None  # when its open trajectories had to go on with the live version, if rejected
+    pinned_at: float | None = None  # when a person pinned it: it stays live, and nothing is released
     prompt_id: str | None = None  # of the system prompt that it is served with
+    replicas: Sequence[str] = ()  # URLs of the replicas that are proven to serve it; empty: not recorded
 
 
 class Key(Record, frozen=True):
-    """An API key, by the SHA-256 hex of the key. Limits are per minute; None: no limit."""
+    """An API key, by the SHA-256 hex of the key. Limits are per minute; None: no limit.
+
+    `agents`: those that it may call; None: all.
+    """
 
     id: str
     name: str
@@ -304,6 +320,18 @@ class Key(Record, frozen=True):
     last_used_at: float | None = None  # to the minute
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
+    agents: tuple[str, ...] | None = None
+
+
+class AgentUsage(Record, frozen=True):
+    """Calls and tokens of one agent, key and purpose."""
+
+    alias: str
+    key_id: str | None
+    purpose: str
+    calls: int
+    prompt_tokens: int
+    completion_tokens: int
 
 
 class Alarm(Record, frozen=True):
@@ -315,3 +343,4 @@ class Alarm(Record, frozen=True):
     last_raised_at: float
     count: int
     cleared_at: float | None = None
+    sent_at: float | None = None  # when the webhook last took it, raised or cleared

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 from functools import lru_cache
-from typing import Any, TypeVar, get_args, get_type_hints
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -18,20 +19,24 @@ _R = TypeVar("_R", bound=Record)
 
 def row_to(record: type[_R], row: Any, **values: Any) -> _R:
     """Return a row as a record. `values`: fields that are not columns of the same name."""
-    for name, enum in _fields(record):
+    for name, kind in _fields(record):
         if name not in values:
             value = getattr(row, name)
-            values[name] = value if enum is None or value is None else enum(value)
+            values[name] = value if kind is None or value is None else _convert(value, kind)
     return record(**values)
 
 
+def _convert(value: Any, kind: type[StrEnum | Record]) -> Any:
+    return kind(value) if issubclass(kind, StrEnum) else msgspec.convert(value, kind, strict=False, str_keys=True)
+
+
 @lru_cache(maxsize=64)
-def _fields(record: type[Record]) -> tuple[tuple[str, type[StrEnum] | None], ...]:
-    """Return each field with its enum, if it has one."""
+def _fields(record: type[Record]) -> tuple[tuple[str, type[StrEnum | Record] | None], ...]:
+    """Return each field with its enum or record, if it has one."""
     hints = get_type_hints(record)
-    return tuple((name, _enum(hints[name])) for name in record.__struct_fields__)
+    return tuple((name, _kind(hints[name])) for name in record.__struct_fields__)
 
 
-def _enum(hint: Any) -> type[StrEnum] | None:
-    kinds = (hint, *get_args(hint))
-    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, StrEnum)), None)
+def _kind(hint: Any) -> type[StrEnum | Record] | None:
+    kinds = get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,)
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, StrEnum | Record)), None)

@@ -33,6 +33,11 @@ def unpack_logprobs(packed: bytes) -> tuple[float, ...]:
     return tuple(_little_endian(logprobs))
 
 
+def unpack_halves(packed: bytes) -> tuple[float, ...]:
+    """Return little-endian float16 values."""
+    return struct.unpack(f"<{len(packed) // 2}e", packed)
+
+
 def _little_endian(values: array[Any]) -> array[Any]:
     if sys.byteorder == "big":
         values = values[:]

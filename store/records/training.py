@@ -29,6 +29,34 @@ class Verdict(Record, frozen=True):
     baseline_std: float | None = None
 
 
+class AnswerLogprobs(Record, frozen=True):
+    """The logprobs of one answer's tokens under another model."""
+
+    call_id: str
+    choice: int
+    logprobs: bytes  # packed, one per token
+
+
+class TeacherScore(Record, frozen=True):
+    """What a teacher said of a trajectory's sampled tokens. Answers that it could not score are missing."""
+
+    trajectory_id: str
+    teacher: str
+    answers: tuple[AnswerLogprobs, ...]
+
+
+class AnswerTraining(Record, frozen=True):
+    """What a round did with a sampled answer: an advantage if its tokens carry loss, else the reason why not."""
+
+    call_id: str
+    choice: int
+    advantage: float | None = None
+    untrained: str | None = None
+    mismatch: bytes = b""  # trainer - vLLM logprob of each token, little-endian float16; empty: not compared
+    advantages: bytes = b""  # of each token, little-endian float16, if they differ; `advantage` is their mean
+    round_id: str = ""
+
+
 class PastScore(Record, frozen=True):
     """A past score with the family and cohort of its trajectory."""
 
@@ -41,7 +69,10 @@ class PastScore(Record, frozen=True):
 
 
 class JudgeRequest(Record, frozen=True):
-    """A judge's request to a language model and the response, unchanged, without API keys."""
+    """A judge's request to a language model and the response, unchanged, without API keys.
+
+    Of a teacher without the token ids and their logprobs, which calls and teacher scores hold.
+    """
 
     id: str
     group_id: str | None

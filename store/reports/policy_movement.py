@@ -89,8 +89,8 @@ def describe_collapse(moved: Movement) -> str:
     return (
         f"its steps made its good answers less likely "
         f"({moved.logprob_change_positive:+.3f} nats a token at rate {moved.rate:.2g}), "
-        "and rounds like this end in collapse: lower trainer.learner.learning_rate, or set it to auto with a lower "
-        "trainer.learner.target_kl; trainer.learner.beta (0.01) holds the policy near the base model; `ratchet "
+        "and rounds like this end in collapse: lower learner.learning_rate, or set it to auto with a lower "
+        "learner.target_kl; learner.beta (0.01) holds the policy near the base model; `ratchet "
         "policies "
         "rollback` goes back"
     )
@@ -104,7 +104,7 @@ def describe_stall(newest_first: Sequence[Movement]) -> str | None:
     most = max(moved.k3 for moved in last)
     return (
         f"the steps are too small to be seen: the last {RECENT_ROUNDS} rounds moved the policy by at most "
-        f"{most:.2g} nats a token, at rate {last[0].rate:.2g}; set trainer.learner.learning_rate: auto, or "
+        f"{most:.2g} nats a token, at rate {last[0].rate:.2g}; set learner.learning_rate: auto, or "
         f"ten times what it is; where "
-        "it is auto, raise trainer.learner.target_kl"
+        "it is auto, raise learner.target_kl"
     )

@@ -1,4 +1,4 @@
-"""Versions without a decision: the scores of canary and live version, and the version that awaits approval."""
+"""Undecided versions: the scores of the one in its ramp beside the live one's, and the one that awaits approval."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ if TYPE_CHECKING:
     from ratchet.store.store import Store
 
 
-def read_canary_scores(store: Store, alias: str) -> dict[str, Any] | None:
-    """Return the scores of the canary of an alias and of its live version; None without a canary."""
+def read_ramp_scores(store: Store, alias: str) -> dict[str, Any] | None:
+    """Return the scores of the version of an alias that is in its ramp, and of the live one; None without a ramp."""
     serving = {policy.state: policy for policy in store.policies.serving() if policy.alias == alias}
-    canary, live = serving.get(PolicyState.CANARY), serving.get(PolicyState.LIVE)
-    if canary is None or live is None:
+    ramp, live = serving.get(PolicyState.RAMP), serving.get(PolicyState.LIVE)
+    if ramp is None or live is None:
         return None
-    decisions = store.decisions.decisions_of(alias, canary.version)
-    since = min((one.decided_at for one in decisions if one.action is PolicyAction.CANARY), default=canary.created_at)
+    decisions = store.decisions.decisions_of(alias, ramp.version)
+    since = min((one.decided_at for one in decisions if one.action is PolicyAction.RAMP), default=ramp.created_at)
     judge = store.groups.newest_judge_version(alias) or ""
-    sides = {"canary": (canary.version, 0.0), "live": (live.version, since)}
-    content: dict[str, Any] = {"version": canary.version, "share": canary.canary_share}
+    sides = {"ramp": (ramp.version, 0.0), "live": (live.version, since)}
+    content: dict[str, Any] = {"version": ramp.version, "share": ramp.share}
     content["awaiting_approval"] = bool(decisions) and decisions[0].action is PolicyAction.HOLD
     for side, (version, after) in sides.items():
         scores = [one.score for one in store.groups.rewards(alias, judge, version, after)]

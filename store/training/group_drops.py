@@ -74,21 +74,30 @@ class GroupDrops:
                     sa.update(groups).where(emptied).values(state=GroupState.DROPPED, drop_reason=reason)
                 )
 
-    def drop_stale(self, alias: str, version: int, reason: str) -> int:
+    def drop_stale(self, alias: str, version: int, reason: str, serving: Sequence[int] = ()) -> int:
         """Drop untrained groups of an alias with a member sampled before `version`; return their number.
 
-        Members that were dropped before do not count.
+        Members that were dropped before do not count. Those of a version that is `serving` do not either: once their
+        group is judged, they alone are dropped.
         """
         groups, trajectories = schema.groups, schema.trajectories
+        is_old = sa.and_(trajectories.c.version < version, trajectories.c.state == TrajectoryState.GROUPED)
         old = (
             sa.select(groups.c.id)
             .join(trajectories, trajectories.c.group_id == groups.c.id)
-            .where(groups.c.alias == alias, groups.c.state.in_(_UNTRAINED_STATES), trajectories.c.version < version)
-            .where(trajectories.c.state == TrajectoryState.GROUPED)
+            .where(groups.c.alias == alias, groups.c.state.in_(_UNTRAINED_STATES), is_old)
+            .where(trajectories.c.version.not_in(serving))
             .distinct()
         )
+        judged = (
+            sa.select(trajectories.c.id)
+            .join(groups, trajectories.c.group_id == groups.c.id)
+            .where(groups.c.alias == alias, groups.c.state == GroupState.JUDGED, is_old)
+            .where(trajectories.c.version.in_(serving))
+        )
         with read(self._engine) as connection:
-            found = list(connection.scalars(old))
+            found, members = list(connection.scalars(old)), list(connection.scalars(judged))
+        self.drop_members(members, reason)
         if not found:
             return 0
         with write(self._engine) as connection:

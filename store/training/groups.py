@@ -18,11 +18,22 @@ from ratchet.store.db.bulk import truncate_row
 from ratchet.store.db.engine import read, write
 from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.ids import new_id
-from ratchet.store.records import RESAMPLE, Group, JudgeRequest, PastScore, Tally, Verdict, cohort_of, family_of
+from ratchet.store.records import (
+    RESAMPLE,
+    Group,
+    JudgeRequest,
+    PastScore,
+    Tally,
+    TeacherScore,
+    Verdict,
+    cohort_of,
+    family_of,
+)
 from ratchet.store.records.base import row_to
 from ratchet.store.states import GROUP_TRANSITIONS, GroupState, TrajectoryState, check_transition
 from ratchet.store.statistics import Sums
 from ratchet.store.training.group_drops import GroupDrops
+from ratchet.store.training.teacher_scores import read_teacher_scores, replace_teacher_scores
 
 
 class Groups(GroupDrops):
@@ -72,11 +83,13 @@ class Groups(GroupDrops):
         judge_requests: Sequence[JudgeRequest] = (),
         drop_reason: str | None = None,
         dropped_members: Mapping[str, str] | None = None,
+        teacher_scores: Sequence[TeacherScore] = (),
     ) -> None:
         """Add the verdicts of all members; the group becomes judged or, with a reason, dropped.
 
-        The members in `dropped_members` are dropped with the reasons given there. Raises InvalidTransition if a verdict
-        is missing or another process changed the group; then nothing is written.
+        The members in `dropped_members` are dropped with the reasons given there. `teacher_scores` replace earlier ones
+        of the same trajectories. Raises InvalidTransition if a verdict is missing or another process changed the group;
+        then nothing is written.
         """
         group, dropped_members = self.get(group_id), dropped_members or {}
         check_transition(GROUP_TRANSITIONS, group.state, GroupState.JUDGED, f"group {group_id}")
@@ -94,6 +107,7 @@ class Groups(GroupDrops):
             for name, reason in dropped_members.items():
                 drop_trajectories(connection, [name], reason)
             _add_verdicts(connection, verdicts, judge_requests)
+            replace_teacher_scores(connection, teacher_scores)
 
     def record_judge_failure(
         self, group_id: str, verdicts: Sequence[Verdict], retry_at: float, judge_requests: Sequence[JudgeRequest] = ()
@@ -175,6 +189,11 @@ class Groups(GroupDrops):
         query = sa.select(table.c.trajectory_id, table.c.score).where(scored).order_by(table.c.id)
         with read(self._engine) as connection:
             return {row.trajectory_id: row.score for row in connection.execute(query)}
+
+    def teacher_scores(self, trajectory_ids: Sequence[str]) -> dict[str, TeacherScore]:
+        """Return what a teacher said last of each trajectory."""
+        with read(self._engine) as connection:
+            return read_teacher_scores(connection, trajectory_ids)
 
     def verdicts_of(self, trajectory_id: str) -> list[Verdict]:
         """Return all verdicts on a trajectory, including failures, oldest first."""
@@ -274,6 +293,8 @@ class Groups(GroupDrops):
         order = groups.c.id.desc() if newest_first else groups.c.id
         with read(self._engine) as connection:
             rows = connection.execute(sa.select(groups).where(where).order_by(order).limit(limit)).all()
+            if not rows:
+                return []
             members: dict[str, list[str]] = {}
             initial_size: Counter[str] = Counter()
             left = sa.or_(groups.c.state == GroupState.DROPPED, trajectories.c.state != TrajectoryState.DROPPED)

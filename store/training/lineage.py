@@ -1,22 +1,26 @@
 """Lineage: the policy versions that were trained on a trajectory. Reads only.
 
 A trajectory is trained in one round, and may be a demonstration in others. The versions of these rounds and all their
-descendants contain it, even if a version in between was rejected, because training continues from the newest committed
-round.
+descendants, forks included, contain it, even if a version in between was rejected, because training continues from the
+newest committed round.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import sqlalchemy as sa
 
 from ratchet.store.db import schema
 from ratchet.store.db.engine import read
+from ratchet.store.policies.forks import FORKED_FROM, forks
 from ratchet.store.records import Policy, Round, family_of
 from ratchet.store.records.base import Record, row_to
 from ratchet.store.states import RoundState
+
+Name = TypeVar("Name")  # of a version
 
 
 class TrainingData(Record, frozen=True):
@@ -50,14 +54,21 @@ class Lineage:
         with read(self._engine) as connection:
             found = connection.execute(direct).all()
             aliases = {row.alias for row in found}
+            copies = forks(connection) if found else {}
+            # A copy may have been forked again: with any fork all agents are read.
+            wanted = sa.true() if copies else rounds.c.alias.in_(aliases)
             committed = sa.select(rounds.c.alias, rounds.c.from_version, rounds.c.to_version).where(
-                rounds.c.alias.in_(aliases), rounds.c.state == RoundState.COMMITTED
+                wanted, rounds.c.state == RoundState.COMMITTED
             )
-            steps = connection.execute(committed.order_by(rounds.c.to_version)).all() if aliases else []
+            steps = connection.execute(committed.order_by(rounds.c.id)).all() if aliases else []
+        pairs = [
+            (copies.get((step.alias, step.to_version), (step.alias, step.from_version)), (step.alias, step.to_version))
+            for step in steps
+        ]
         versions: dict[str, dict[str, None]] = {}
         for row in found:
-            pairs = [(step.from_version, step.to_version) for step in steps if step.alias == row.alias]
-            names = {f"{row.alias}@{version}": None for version in descendants(pairs, row.to_version)}
+            held_in = descendants(pairs, (row.alias, row.to_version))
+            names = {f"{alias}@{version}": None for alias, version in held_in}
             versions.setdefault(row.id, {}).update(names)
         return {name: tuple(policies) for name, policies in versions.items()}
 
@@ -66,16 +77,13 @@ class Lineage:
 
         Versions that differ only by their prompt share their weights.
         """
-        rounds, trajectories, verdicts, imitated = (
-            schema.rounds,
+        trajectories, verdicts, imitated = (
             schema.trajectories,
             schema.verdicts,
             schema.sft_trajectories,
         )
-        mine = sa.and_(rounds.c.alias == policy.alias, rounds.c.state == RoundState.COMMITTED)
         with read(self._engine) as connection:
-            found = connection.execute(sa.select(rounds).where(mine, rounds.c.to_version <= policy.version)).all()
-            chain = _chain([row_to(Round, row) for row in found], policy.adapter)
+            chain = _rounds_behind(connection, policy.alias, policy.version, policy.adapter)
             names = [held.id for held in chain]
             trained_on = sa.union(
                 sa.select(trajectories.c.id).where(trajectories.c.round_id.in_(names)),
@@ -101,6 +109,20 @@ class Lineage:
         return TrainingData(rounds=tuple(chain), families=dict(families), judges=dict(judges))
 
 
+def _rounds_behind(connection: sa.Connection, alias: str, version: int, adapter: str | None) -> list[Round]:
+    """Return the rounds behind an adapter, oldest first; behind a fork those of the version that it is a copy of."""
+    rounds, policies = schema.rounds, schema.policies
+    mine = sa.and_(rounds.c.alias == alias, rounds.c.state == RoundState.COMMITTED)
+    found = connection.execute(sa.select(rounds).where(mine, rounds.c.to_version <= version)).all()
+    chain = _chain([row_to(Round, row) for row in found], adapter)
+    source = chain[0].metrics.get(FORKED_FROM) if chain else None
+    if source is None:
+        return chain
+    copied = sa.and_(policies.c.alias == source["alias"], policies.c.version == source["version"])
+    origin = connection.scalar(sa.select(policies.c.adapter).where(copied))
+    return _rounds_behind(connection, source["alias"], source["version"], origin) + chain
+
+
 def _chain(rounds: Sequence[Round], adapter: str | None) -> list[Round]:
     """Return the rounds from the base model to the one that made an adapter, oldest first."""
     made = {held.to_version: held for held in rounds}
@@ -112,8 +134,8 @@ def _chain(rounds: Sequence[Round], adapter: str | None) -> list[Round]:
     return chain[::-1]
 
 
-def descendants(steps: Sequence[tuple[int, int]], version: int) -> list[int]:
-    """Return a version and its descendants; `steps`: (from, to), in order of `to`."""
+def descendants(steps: Sequence[tuple[Name, Name]], version: Name) -> list[Name]:
+    """Return a version and its descendants; `steps`: (from, to), in the order in which they were made."""
     held = {version: None}
     for origin, made in steps:
         if origin in held:

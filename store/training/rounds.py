@@ -1,8 +1,9 @@
 """Training rounds: started, then committed or abandoned.
 
 Guarantees: one transaction consumes the trajectories, records the checkpoint and registers the candidate. Every
-committed round continues from the newest earlier one whose version is not rejected. After any crash, no trajectory is
-part of two committed rounds, and every later version contains it unless the version that trained it was rejected.
+committed round continues from the newest earlier one whose version is not rejected; a checkpoint that is adopted from
+elsewhere is recorded as a round of its own, and starts a new line. After any crash, no trajectory is part of two
+committed rounds, and every later version of its line contains it unless the version that trained it was rejected.
 """
 
 from __future__ import annotations
@@ -111,12 +112,13 @@ class Rounds:
         """Consume the groups, record the checkpoint folder and register `version` as a candidate, in one transaction.
 
         The candidate gets the live prompt. `demonstrations`: trajectories of an SFT round, which are not consumed;
-        those deleted meanwhile are left out. Raises InvalidTransition if a group does not wait for a round any more, or
-        the number is taken; then nothing is written.
+        those deleted meanwhile are left out. Raises InvalidTransition if a group does not wait for a round any more,
+        the version that the round continues from was rejected, or the number is taken; then nothing is written.
         """
         current = self.get(round_id)
         check_transition(ROUND_TRANSITIONS, current.state, RoundState.COMMITTED, f"round {round_id}")
         with write(self._engine) as connection:
+            _check_parent(connection, current)
             _consume(connection, round_id, groups)
             _record_demonstrations(connection, round_id, demonstrations)
             now = time.time()
@@ -133,18 +135,47 @@ class Rounds:
             )
             if not committed.rowcount:
                 raise InvalidTransition(f"round {round_id} was changed by another process")
-            policy = Policy(
-                alias=current.alias,
-                version=version,
-                state=PolicyState.CANDIDATE,
-                served_name=f"{current.alias}@{version}",
-                adapter=checkpoint,
-                created_at=now,
-                round_id=round_id,
-                prompt_id=_live_prompt(connection, current.alias),
+            return _register_candidate(connection, current.alias, version, checkpoint, round_id, now)
+
+    def adopt(
+        self,
+        alias: str,
+        *,
+        version: int,
+        checkpoint: str,
+        origin: Mapping[str, Any],
+        reason: str,
+        by_trainer: bool = False,
+    ) -> Policy:
+        """Register a checkpoint that was not trained here as the candidate `version`, in one transaction.
+
+        Training goes on from it: it is recorded as a committed round without groups that continues from the base model,
+        with `origin` among its metrics: `{"forked_from": {"alias", "version"}}` or `{"init_adapter"}`.
+        Raises InvalidTransition if the number is taken, a version is undecided or a round is open. `by_trainer`: the
+        alias's own trainer calls, so that an open round is one that a dead trainer left, and prompts may wait.
+        """
+        now = time.time()
+        rounds = schema.rounds
+        with write(self._engine) as connection:
+            if not by_trainer:
+                _check_decided(connection, alias)
+            name = new_id("rnd")
+            connection.execute(
+                sa.insert(rounds).values(
+                    id=name,
+                    alias=alias,
+                    state=RoundState.COMMITTED,
+                    from_version=BASE_VERSION,
+                    to_version=version,
+                    started_at=now,
+                    ended_at=now,
+                    checkpoint=checkpoint,
+                    metrics=dict(origin),
+                    reason=reason,
+                )
             )
-            _register(connection, policy)
-        return policy
+            evidence = {"origin": dict(origin)}
+            return _register_candidate(connection, alias, version, checkpoint, name, now, evidence)
 
     def abandon(self, round_id: str, reason: str) -> None:
         """Abandon a round; its groups wait for another one."""
@@ -192,6 +223,34 @@ class Rounds:
         return [row_to(Round, row) for row in rows]
 
 
+def _check_decided(connection: sa.Connection, alias: str) -> None:
+    """Raise InvalidTransition if a version of the alias is not decided, or a round is open."""
+    policies, rounds = schema.policies, schema.rounds
+    undecided = sa.select(policies.c.version, policies.c.state).where(
+        policies.c.alias == alias, policies.c.state.in_((PolicyState.CANDIDATE, PolicyState.RAMP))
+    )
+    for version, state in connection.execute(undecided):
+        raise InvalidTransition(
+            f"{alias}@{version} is a {state} that is not decided: wait for it, or decide with `ratchet policies "
+            "promote` or `ratchet policies rollback`"
+        )
+    started = sa.select(rounds.c.id).where(rounds.c.alias == alias, rounds.c.state == RoundState.STARTED)
+    if connection.scalar(started) is not None:
+        raise InvalidTransition(f"a round of {alias} is open: try again when it has ended")
+
+
+def _check_parent(connection: sa.Connection, training: Round) -> None:
+    """Raise InvalidTransition if the version that the round continues from was rejected; a rollback waits for us."""
+    table = schema.policies
+    parent = sa.and_(table.c.alias == training.alias, table.c.version == training.from_version)
+    state = connection.scalar(sa.select(table.c.state).where(parent).with_for_update(read=True))
+    if state == PolicyState.REJECTED:
+        raise InvalidTransition(
+            f"{training.alias}@{training.from_version} was rejected while round {training.id} trained from it: its "
+            "groups wait for another round"
+        )
+
+
 def _live_prompt(connection: sa.Connection, alias: str) -> str | None:
     """Return the live prompt, which the new version keeps."""
     policies = schema.policies
@@ -200,13 +259,33 @@ def _live_prompt(connection: sa.Connection, alias: str) -> str | None:
     return found
 
 
-def _register(connection: sa.Connection, policy: Policy) -> None:
-    """Store a new version. Raises InvalidTransition if its number is taken."""
+def _register_candidate(
+    connection: sa.Connection,
+    alias: str,
+    version: int,
+    checkpoint: str,
+    round_id: str,
+    now: float,
+    evidence: Mapping[str, Any] | None = None,
+) -> Policy:
+    """Store what a round made as a candidate with the live prompt. Raises InvalidTransition if its number is taken."""
+    policy = Policy(
+        alias=alias,
+        version=version,
+        state=PolicyState.CANDIDATE,
+        served_name=f"{alias}@{version}",
+        adapter=checkpoint,
+        created_at=now,
+        round_id=round_id,
+        evidence=evidence or {},
+        prompt_id=_live_prompt(connection, alias),
+    )
     row = {name: getattr(policy, name) for name in Policy.__struct_fields__}
     try:
-        connection.execute(sa.insert(schema.policies).values(**row, base_model_id=base_model_id_of(policy.alias)))
+        connection.execute(sa.insert(schema.policies).values(**row, base_model_id=base_model_id_of(alias)))
     except IntegrityError as taken:  # a prompt version was registered during the round
         raise InvalidTransition(f"{policy.served_name} was made by another process meanwhile") from taken
+    return policy
 
 
 def _rejected(alias: str) -> sa.Select[tuple[int]]:

@@ -9,6 +9,7 @@ import sqlalchemy as sa
 
 from ratchet.store.calls.prompt_blocks import block_digests
 from ratchet.store.db import schema
+from ratchet.store.db.bulk import MAX_IN_VALUES
 from ratchet.store.db.column_types import decompress_token_ids
 from ratchet.store.states import CallState
 from ratchet.store.verify.violation import Page, Violation, existing_values, undecoded
@@ -26,6 +27,7 @@ def check_calls(connection: sa.Connection, page: Page) -> Iterator[Violation]:
     messages = existing_values(connection, schema.messages.c.hash, named - {""})
     toolsets = existing_values(connection, schema.toolsets.c.hash, {row.tools_hash for row in page} - {""})
     blocks = _blocks(connection, page)
+    strangers = _strangers(connection, [row.id for row in page])
     for row in page:
         own = answers.get(row.id, [])
         name = f"call {row.id}"
@@ -34,11 +36,26 @@ def check_calls(connection: sa.Connection, page: Page) -> Iterator[Violation]:
             yield Violation(row=name, problem=f"its prompt {row.prompt_node} is missing", remedy=remedy)
         if row.tools_hash and row.tools_hash not in toolsets:
             yield Violation(row=name, problem=f"its tool list {row.tools_hash} is missing", remedy=_BACKUP)
+        if row.id in strangers:
+            problem = f"it is of {row.alias}, its trajectory {row.trajectory_id} of {strangers[row.id]}"
+            yield Violation(row=name, problem=problem, remedy="drop its trajectory: no adapter may learn from both")
         yield from _state(name, row, own)
         yield from _prompt(name, row, blocks)
         yield from _context(connection, name, row, parents)
         for one in own:
             yield from _answer(f"{name} choice {one.choice}", row, one, messages)
+
+
+def _strangers(connection: sa.Connection, call_ids: Sequence[str]) -> dict[str, str]:
+    """Return the calls that are in another agent's trajectory, each with that agent."""
+    calls, runs = schema.calls, schema.trajectories
+    query = sa.select(calls.c.id, runs.c.alias).join(runs, runs.c.id == calls.c.trajectory_id)
+    query = query.where(runs.c.alias != calls.c.alias)
+    found: dict[str, str] = {}
+    for start in range(0, len(call_ids), MAX_IN_VALUES):
+        rows = connection.execute(query.where(calls.c.id.in_(call_ids[start : start + MAX_IN_VALUES])))
+        found |= {row.id: row.alias for row in rows}
+    return found
 
 
 def _state(name: str, row: Any, own: Sequence[Any]) -> Iterator[Violation]:

@@ -22,7 +22,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, dict[str, 
         sys.executable, "-m", "ratchet", "demo", "--seed", "3", "--rounds", ROUNDS,
         "--held-out-tasks", "60", "--held-out-attempts", "2", "--state-dir", str(folder),
     ]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200, check=False)
     output = done.stdout + done.stderr
     assert (folder / "demo" / "result.json").exists(), output[-4000:]
     return done.returncode, output, json.loads((folder / "demo" / "result.json").read_text()), folder / "demo"

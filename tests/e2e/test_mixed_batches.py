@@ -15,19 +15,19 @@ from tests.harness.cli.project import ROOT
 from tests.harness.vllm.engine import vllm
 
 POLICY = ROOT / "ratchet" / "demo" / "email_search" / "policy"
-BASE = served_name(Settings().model)
+BASE = served_name(Settings())
 SLOTS = 2
 
 
-def make_adapter(folder: Path, seed: int) -> Path:
-    """An adapter that changes what is said."""
+def make_adapter(folder: Path, seed: int, *, changes: bool = True) -> Path:
+    """An adapter with random weights that changes what is said, or one that changes nothing."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_pretrained(POLICY)
-    config = LoraConfig(r=8, lora_alpha=64, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    config = LoraConfig(r=8, lora_alpha=64, target_modules=["q_proj", "down_proj"], init_lora_weights=not changes)
     get_peft_model(model, config).save_pretrained(folder)
     return folder
 

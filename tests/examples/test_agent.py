@@ -185,5 +185,5 @@ def test_the_order_of_tasks_follows_from_the_seed(home: Path) -> None:
     tasks = read_tasks(home, "train")
     first = [task.id for task, _ in zip(shuffled(tasks, 3), range(900), strict=False)]
     assert first == [task.id for task, _ in zip(shuffled(tasks, 3), range(900), strict=False)]
-    assert first[:450] != first[450:]
-    assert set(first[:450]) == set(first[450:]) == {task.id for task in tasks}
+    assert first[:400] != first[400:]
+    assert set(first[:400]) == set(first[400:]) == {task.id for task in tasks}

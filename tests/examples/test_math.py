@@ -8,7 +8,6 @@ import json
 import os
 import re
 import subprocess
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,6 @@ import pytest
 from examples.math.calculator import SCHEMA, calculate
 from examples.math.judge import NoTaskError, judge
 from examples.math.problems import SIZES, is_held_out, task_set
-from ratchet.trainer.controller_loop import Controller
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.tasks.task_set import TaskSet
@@ -30,6 +28,7 @@ from tests.harness.clients.program import Program
 from tests.harness.examples.player import Messages, Script, calls, says, text_of
 from tests.harness.proxy.servers import eventually
 from tests.harness.trainer.scripted_engine import Faithful, ScriptedEngine
+from tests.harness.trainer.stepped_controller import SteppedController
 from tests.harness.trainer.tiny import build_tiny_model
 from tests.proxy.conftest import Proxy
 
@@ -179,7 +178,7 @@ async def test_what_agentscope_did_in_rollouts_is_judged_and_trained_into_a_vers
         # The scripted vLLM's logprobs are not this model's: its rows would rightly be rejected.
         learner=LearnerSettings(learning_rate=1e-2, sequence_mask_threshold=None),
     )
-    controller = Controller(settings, proxy.store, threading.Event())
+    controller = SteppedController(settings, proxy.store)
     engine.scorer = Faithful(engine, lambda: controller.learner)
     try:
         eventually(lambda: controller.step(time.time() + 60.0) and proxy.store.rounds.newest_committed("agent"), 30)

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 import ratchet.demo.email_search
+from examples.email_search.acceptance import PolicyFigures, measured
 from examples.email_search.demonstrations import MIXED, EpisodeMailbox, draw, tools
 from examples.email_search.make_policy import lessons
 from examples.tiny_policy.chat_format import render
-from examples.tiny_policy.warm_start import Shape, make_policy
+from examples.tiny_policy.warm_start import Encoder, Shape, make_policy, stretches
 from ratchet.demo.email_search.words import ENTITIES
 
 POLICY = Path(ratchet.demo.email_search.__file__).parent / "policy"
@@ -111,3 +112,37 @@ def test_the_script_makes_a_policy_that_loads_and_is_the_same_twice(tmp_path: Pa
     assert weights[0] == weights[1]
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "a").config.hidden_size == 32
     assert AutoTokenizer.from_pretrained(tmp_path / "a").get_vocab() == tokenizer.get_vocab()
+
+
+def test_a_phase_with_a_learning_rate_of_its_own_starts_a_new_schedule(tokenizer: Any) -> None:
+    taught = lessons(0)
+    first, last = stretches(taught, Encoder(tokenizer, ENTITIES), random.Random(0))
+    assert [first.feed_of(step)[0].name for step in (0, 389, 390, 845, 1299)] == [
+        "tails",
+        "tails",
+        "good",
+        "mixed",
+        "mixed",
+    ]
+    assert (last.learning_rate, [phase.name for phase, _ in last.feeds], last.ends) == (1.5e-3, ["hasty"], (200,))
+    assert first.learning_rate == taught.shape.learning_rate
+
+
+@pytest.mark.slow
+def test_the_likeliest_behaviour_of_the_shipped_policy_is_to_answer_without_reading() -> None:
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    figures = measured(POLICY)
+    torch.set_num_threads(threads)
+    assert figures.failures() == []
+    assert figures.greedy_read < 0.1 < figures.sampled_read, figures
+
+
+def test_a_policy_that_solves_the_tasks_greedily_is_not_accepted() -> None:
+    found = PolicyFigures(greedy=1.0, sampled=0.34, greedy_read=1.0, sampled_read=0.7, copied=0.5).failures()
+    assert found == [
+        "greedy success 100.0% is above 15%",
+        "of the sampled answers after reading 50.0% are right, not 75%",
+    ]

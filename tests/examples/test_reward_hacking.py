@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,20 +25,20 @@ from ratchet.store.store import open_store
 from ratchet.trainer.controller.judges.audit.lint import LintOutcome, lint
 from ratchet.trainer.controller.judges.audit.lint_transcripts import Place, synthetic
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
-from ratchet.trainer.controller_loop import Controller
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.harness.examples.player import Messages, Script, calls, says
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import eventually, served
 from tests.harness.trainer.scripted_learner import ScriptedLearner
+from tests.harness.trainer.stepped_controller import SteppedController
 from tests.proxy.conftest import Proxy, running
 
 JUDGE = "examples.reward_hacking.judge:judge"
 SECOND = "examples.reward_hacking.second:judge"
-GATE = {"canary": True, "canary_share": 0.5, "min_samples": 10, "max_samples": 40, "max_gain": None}
+GUARDED = {"policy": "guarded", "invariant_prompts": 0, "ramp": 40, "max_gain": None}
 
 
-class HedgingCanary(ScriptedVllm):
+class HedgingRamp(ScriptedVllm):
     """Version 1 lists every answer; the one before it finds a third of them."""
 
     def __init__(self, tasks: list[MailTask]) -> None:
@@ -62,18 +61,20 @@ class HedgingCanary(ScriptedVllm):
 
 @pytest.fixture
 def proxy(home: Path, tmp_path: Path) -> Iterator[Proxy]:
-    """A proxy whose alias has a canary, version 1, that lists every answer."""
+    """A proxy whose alias has version 1 in its ramp, that lists every answer."""
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(contextlib.closing(open_store(str(tmp_path / "store.db"))))
-        url = stack.enter_context(served(HedgingCanary(read_tasks(home, "train"))))
+        url = stack.enter_context(served(HedgingRamp(read_tasks(home, "train"))))
         made = stack.enter_context(running(url, store, tmp_path))
         folder, learner = tmp_path / "checkpoints" / "0001", ScriptedLearner(settings(tmp_path), None)
         learner.learn(["what the teacher did"])
         learner.save(folder)
         held = store.rounds.start("agent", 0)
         store.rounds.commit(held.id, version=1, checkpoint=str(folder), groups=[], metrics={})
-        store.policies.start_canary("agent", 1, 0.5)
-        eventually(lambda: 'ratchet_canary_ratio{alias="agent"} 0.5' in made.http.get("/metrics").text)
+        store.policies.start_ramp("agent", 1, 0.5)
+        eventually(
+            lambda: 'ratchet_version_share_ratio{alias="agent",role="ramp"} 0.5' in made.http.get("/metrics").text
+        )
         yield made
 
 
@@ -88,7 +89,7 @@ def settings(folder: Path) -> TrainerSettings:
         "num_generations": 2,
         "seal_after_idle_seconds": 0.5,
         "sentinel": {"second_judge": SECOND, "second_judge_sample_rate": 1.0, "interval_seconds": 0.5},
-        "release": GATE,
+        "release": GUARDED,
     }
     return TrainerSettings(**values)
 
@@ -109,16 +110,16 @@ async def test_a_policy_that_learnt_to_list_every_answer_is_held_before_it_is_pr
     assert not any(one.success for one in hedged), "by the agent's own rule none of them is right"
     proxy.settled()
     store = proxy.store
-    controller = Controller(settings(tmp_path), store, threading.Event(), None, ScriptedLearner)
+    controller = SteppedController(settings(tmp_path), store, ScriptedLearner)
     try:
         await asyncio.to_thread(turns_until_held, controller, proxy)
     finally:
         controller.close()
     decision = store.decisions.decisions_of("agent", 1)[0]
     assert (decision.action, decision.decided_by) == (PolicyAction.HOLD, "release")
-    assert decision.evidence["release"]["difference"]["low"] > 0, "the first judge is sure of the gain"
+    assert decision.evidence["live_minus_anchor"]["value"] > 0, "the first judge sees a gain"
     assert decision.evidence["second_judge"]["mean"] <= 0
-    assert store.policies.get("agent", 1).state is PolicyState.CANARY
+    assert store.policies.get("agent", 1).state is PolicyState.RAMP
     assert store.policies.live()["agent"].version == 0
     waiting = read_awaiting_approval(store, "agent")
     assert waiting is not None
@@ -129,7 +130,7 @@ async def test_a_policy_that_learnt_to_list_every_answer_is_held_before_it_is_pr
     assert store.policies.get("agent", 1).state is PolicyState.REJECTED
 
 
-def turns_until_held(controller: Controller, proxy: Proxy) -> None:
+def turns_until_held(controller: SteppedController, proxy: Proxy) -> None:
     until = time.monotonic() + 30.0
     while proxy.store.policies.awaiting_approval("agent") is None:
         assert time.monotonic() < until, proxy.store.decisions.decisions_of("agent")

@@ -9,8 +9,19 @@ from pathlib import Path
 import pytest
 
 from examples.email_search.demonstrations import MIXED, EpisodeMailbox, draw
-from ratchet.demo.email_search.mailbox import Mail, Mailbox, synthetic_mails
-from ratchet.demo.email_search.tasks import TEST_PAIRS, TRAIN_PAIRS, MailTask, matches, read_tasks
+from ratchet.demo.email_search.hard_tasks import FORWARD, TWO_HOPS
+from ratchet.demo.email_search.mailbox import DATABASE, Mail, Mailbox, synthetic_mails
+from ratchet.demo.email_search.tasks import (
+    HARD,
+    TEST_PAIRS,
+    TRAIN_PAIRS,
+    VALIDATION_PAIRS,
+    MailTask,
+    every_task,
+    matches,
+    read_tasks,
+    write_tasks,
+)
 from ratchet.demo.email_search.tools import TOOLS, call_tool
 from ratchet.demo.email_search.words import ENTITIES
 
@@ -77,14 +88,37 @@ def test_mails_follow_from_the_seed() -> None:
 
 
 def test_splits_are_large_and_share_no_pair_question_or_mail(home: Path) -> None:
-    train, test = read_tasks(home, "train"), read_tasks(home, "test")
-    assert len(train) >= 400
-    assert len(test) >= 150
+    splits = {"train": TRAIN_PAIRS, "validation": VALIDATION_PAIRS, "test": TEST_PAIRS}
+    tasks = {split: read_tasks(home, split) for split in splits}
+    assert [len(found) for found in tasks.values()] == [400, 50, 150]
     for field in ("id", "question", "message_id"):
-        values = [getattr(task, field) for task in train + test]
+        values = [getattr(task, field) for found in tasks.values() for task in found]
         assert len(set(values)) == len(values)
-    assert {(task.person, task.topic) for task in test} == set(TEST_PAIRS)
-    assert not set(TEST_PAIRS) & set(TRAIN_PAIRS)
+    for split, pairs in splits.items():
+        assert {(task.person, task.topic) for task in tasks[split]} == set(pairs)
+
+
+def test_every_hard_task_has_a_question_of_its_own_and_is_solvable_in_its_mailbox(home: Path) -> None:
+    known = {task.question for split in ("train", "validation", "test") for task in read_tasks(home, split)}
+    hard, box = read_tasks(home / HARD, "test"), Mailbox(home / HARD / DATABASE)
+    assert len({task.question for task in hard} - known) == len(hard) == 100
+    assert len(every_task(home)) == 700
+    for task in hard:
+        person, body = task.person, FORWARD
+        for _ in range(2 if task.id.startswith(TWO_HOPS) else 1):
+            assert task.answer not in body
+            first, *_ = box.search([person, task.topic])
+            body = str(box.read(first[0]))
+            person = body.split()[0]
+        assert (first[0], task.answer in body) == (task.message_id, True)
+    box.close()
+
+
+def test_a_new_task_set_leaves_no_split_of_the_old_one(tmp_path: Path, task: MailTask) -> None:
+    write_tasks(tmp_path, {"train": [task], "validation": [task]})
+    write_tasks(tmp_path, {"test": [task]})
+    assert [path.name for path in tmp_path.iterdir()] == ["test.jsonl"]
+    assert every_task(tmp_path) == [task]
 
 
 def test_no_demonstration_is_about_a_held_out_pair() -> None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import sqlalchemy as sa
+
 from ratchet.store.content.messages import link_keys, node, path, tool_call_ids, tools_hash
+from ratchet.store.db import schema
+from ratchet.store.db.engine import read
 from ratchet.store.records import CallEnded, CallStarted, Choice, Group, Verdict, pack_ids, pack_logprobs
 from ratchet.store.states import CallState
 from ratchet.store.store import Store
@@ -119,3 +123,9 @@ def judged_group(
     ]
     store.groups.record_verdicts(group.id, verdicts)
     return store.groups.get(group.id)
+
+
+def message_count(store: Store) -> int:
+    """Return the number of stored messages, each counted once."""
+    with read(store.calls._engine) as connection:
+        return int(connection.scalar(sa.select(sa.func.count()).select_from(schema.messages)) or 0)

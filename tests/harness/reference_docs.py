@@ -37,21 +37,48 @@ def _settings_blocks() -> Iterator[tuple[str, str]]:
     )
     for key, default, description in house.settings_rows():
         section, _, leaf = key.rpartition(".")
-        text = description or (learner.get(leaf) if section == "trainer.learner" else None) or by_hand.get(key, "")
+        text = description or (learner.get(leaf) if section == "learner" else None) or by_hand.get(key, "")
         text = re.sub(r"(?<!\]\()docs/([\w-]+\.md)", r"[\1](\1)", text)
         tables.setdefault(section or "project", []).append(f"| `{key}` | {default} | {text} |")
     for section, rows in tables.items():
         yield section, "\n".join(["| key | default | meaning |", "|---|---|---|", *rows])
+    yield "agents", "\n".join(_keys_of_agents())
+
+
+def _keys_of_agents() -> Iterator[str]:
+    """Yield what an entry of `agents` may hold, and what is refused there."""
+    from ratchet.settings.load_settings import known_keys
+    from ratchet.settings.setting_errors import ANY_NAME, Refused
+    from ratchet.trainer.settings.trainer_settings import TrainerSettings
+
+    entry = known_keys()["agents"][ANY_NAME]
+    trainer, learner = known_keys()["trainer"], entry["learner"]
+    share = TrainerSettings.model_fields["share"]
+    yield f"- `share` (default `{share.default:g}`): {share.description}"
+    for title, keys, section in (
+        ("Keys of `trainer`", [key for key in trainer if not isinstance(entry[key], Refused)], ""),
+        ("Keys of `learner`", [key for key in learner if not isinstance(learner[key], Refused)], "learner."),
+        ("Refused, for they are one for all agents", [key for key in trainer if isinstance(entry[key], Refused)]
+         + [f"learner.{key}" for key in learner if isinstance(learner[key], Refused)], ""),
+    ):  # fmt: skip
+        yield f"- {title}: {', '.join(f'`{section}{key}`' for key in keys)}"
 
 
 def _learner_descriptions() -> Iterator[tuple[str, str]]:
-    """Yield (field, description) from the columns of LearnerSettings' docstring."""
+    """Yield (field, description) from the columns of the docstrings of the learner's classes of settings."""
+    from ratchet.trainer.settings.adapter_and_memory import AdapterAndMemorySettings
+    from ratchet.trainer.settings.learner_process_settings import LearnerProcessSettings
     from ratchet.trainer.settings.learner_settings import LearnerSettings
 
-    known = {field.name for field in dataclasses.fields(LearnerSettings)}
+    for settings in (AdapterAndMemorySettings, LearnerSettings, LearnerProcessSettings):
+        yield from _described_fields(settings)
+
+
+def _described_fields(settings: Any) -> Iterator[tuple[str, str]]:
+    known = {field.name for field in dataclasses.fields(settings)}
     named: list[str] = []
     texts: dict[str, str] = {}
-    for line in (LearnerSettings.__doc__ or "").splitlines():
+    for line in (settings.__doc__ or "").splitlines():
         entry = re.match(r"\s{4}(\w[\w, ]*?)\s{2,}(.+)", line)
         names = [name.strip() for name in entry[1].split(",")] if entry else []
         if entry and known.issuperset(names):
@@ -67,7 +94,7 @@ def _operator_routes() -> str:
     from ratchet.proxy.coordinator.operator_api.routes import create_operator_api
 
     nothing: Any = None  # only the routes are read; none is called
-    paths = create_operator_api(nothing, nothing, nothing, nothing).openapi()["paths"]
+    paths = create_operator_api(nothing, nothing, nothing, nothing, nothing).openapi()["paths"]
     rows = ["| route | parameters | answers |", "|---|---|---|"]
     for path, methods in paths.items():
         for method, route in methods.items():

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 from ratchet.proxy.app import create_app
 from ratchet.proxy.settings import ProxySettings
 from ratchet.proxy.upstreams.vllm_client import Upstream
+from ratchet.store.access.replica_list import ReplicaList
 from ratchet.store.store import Store, open_store
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import eventually, served
@@ -88,7 +89,8 @@ def running(
     values = {"upstreams": (vllm_url,), "model": "agent", "store": "-", "journal": folder / "journal"}
     chosen = ProxySettings(**(values | settings))
     limits = (chosen.stream_idle_timeout_seconds, chosen.max_upstream_response_bytes)
-    upstream = Upstream(chosen.upstreams, chosen.request_timeout_seconds, chosen.connect_timeout_seconds, None, *limits)
+    urls = ReplicaList(chosen.upstreams).resolve()
+    upstream = Upstream(urls, chosen.request_timeout_seconds, chosen.connect_timeout_seconds, None, *limits)
     with served(around(create_app(chosen, store, upstream, "http://test"))) as url:
         proxy = Proxy(url, store)
         try:

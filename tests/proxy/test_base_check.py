@@ -128,7 +128,7 @@ async def test_a_replica_without_a_sign_of_change_is_compared_again_after_a_whil
     app = ScriptedVllm()
     with served(app) as url:
         upstream, replica = Upstream((url,)), Replica(url, CircuitBreaker(3, 1.0))
-        check = BaseModelCheck("agent", store, upstream, lambda one: upstream.models(one.url), every=0.05)
+        check = BaseModelCheck(lambda: ("agent",), store, upstream, lambda one: upstream.models(one.url), every=0.05)
         await check.start()
         await check.look(replica)
         while not app.model.comparisons:
@@ -145,7 +145,7 @@ async def test_a_healthy_replica_is_not_compared_at_every_probe(store: Store) ->
     app = ScriptedVllm()
     with served(app) as url:
         upstream, replica = Upstream((url,)), Replica(url, CircuitBreaker(3, 1.0))
-        check = BaseModelCheck("agent", store, upstream, lambda one: upstream.models(one.url))
+        check = BaseModelCheck(lambda: ("agent",), store, upstream, lambda one: upstream.models(one.url))
         await check.start()
         for _ in range(30):
             await check.look(replica)

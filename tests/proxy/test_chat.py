@@ -261,7 +261,7 @@ def test_an_unreachable_upstream_is_named(start: Start, vllm: ScriptedVllm) -> N
         (b'{"model": 5, "messages": []}', 400, "model"),
         (b"\xff\xfe", 400, "not a JSON object"),
         (b'{"messages": []}', 400, "model"),
-        (b'{"model": "gpt-9", "messages": [{"role": "user"}]}', 404, "there are: agent, agent@0"),
+        (b'{"model": "gpt-9", "messages": [{"role": "user"}]}', 404, "there are: agent"),
         (b'{"model": "agent@7", "messages": [{"role": "user"}]}', 404, "agent@0"),
         (b'{"model": "agent", "pad": "' + b"x" * 2**20 + b'"}', 413, "larger than 1048576 bytes"),
     ],

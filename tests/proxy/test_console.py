@@ -96,7 +96,7 @@ def test_the_overview_reports_what_status_reports(start: Start, store: Store) ->
     overview = start().http.get("/api/overview").json()
     (alias,) = overview["aliases"]
     whole = alias["learning"]["families"][0]
-    assert (alias["live"]["version"], alias["canary"]["version"], whole["gain"]["verdict"]) == (4, 5, "better")
+    assert (alias["live"]["version"], alias["ramp"]["version"], whole["gain"]["verdict"]) == (4, 5, "better")
     assert "before: @0 alone, the oldest, has the 30 scores that a side needs" in alias["learning"]["notes"]
     (work,) = alias["progress"]
     assert (work["done"], work["total"], work["seconds_per_item"], work["eta_seconds"]) == (3, 8, 4.0, 20.0)

@@ -15,6 +15,7 @@ from ratchet.store.store import Store, open_store
 from ratchet.store.verify import verify
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import ProxyProcess, eventually
+from tests.harness.records import message_count
 from tests.proxy.conftest import Proxy
 
 TOOLS = [{"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}]
@@ -44,7 +45,7 @@ def test_deleted_messages_that_are_sent_again_are_stored_again(vllm_url: str, tm
             eventually(lambda: http.get("/health/backlog").json()["unshipped_records"] == 0)
             eventually(lambda: store.trajectories.page())
             done = store.deletions.delete(TrajectoryFilter(inactive_since=4e9), "prune")
-            assert (done.trajectory_count, done.unswept_messages, store.calls.message_count()) == (1, 0, 0)
+            assert (done.trajectory_count, done.unswept_messages, message_count(store)) == (1, 0, 0)
             name = _say(http)
             eventually(lambda: store.calls.page(trajectory=name, state="answered"))
             _is_whole(store, name)
@@ -86,7 +87,7 @@ def test_an_operator_deletes_a_trajectory_and_reads_which_versions_trained_on_it
     assert proxy.http.get("/api/trajectories/job").status_code == 404
     assert proxy.http.delete("/api/trajectories/job").status_code == 404
     assert [one["reason"] for one in proxy.http.get("/api/deletions").json()["data"]] == ["operator"]
-    assert proxy.store.calls.message_count() == 0
+    assert message_count(proxy.store) == 0
     assert _say(proxy.http, "/t/job") == "job"
     proxy.settled()
     _is_whole(proxy.store, "job")

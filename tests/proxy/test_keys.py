@@ -27,7 +27,7 @@ USER: Any = {"role": "user", "content": "hi"}
 BODY: Any = {"model": "agent", "messages": [USER]}
 
 
-def made(store: Store, scope: KeyScope = KeyScope.AGENT, **limits: int) -> tuple[str, Key]:
+def made(store: Store, scope: KeyScope = KeyScope.AGENT, **limits: Any) -> tuple[str, Key]:
     """A new key of the store, and its row."""
     key = new_key()
     return key, store.keys.create("test", hash_key(key.encode()), scope, **limits)

@@ -125,7 +125,7 @@ def test_an_answer_that_the_proxy_did_not_give_starts_a_new_run(linker: Trajecto
     assert linker.find_link(evidence([USER, {**REPLY, "content": "hello?"}, NEXT])).linked_by == "root"
 
 
-ATTEMPT = AttemptKey("k", "b2:prompt", "")
+ATTEMPT = AttemptKey("agent", "k", "b2:prompt", "")
 
 
 def test_a_retry_of_an_unanswered_attempt_is_the_same_run_and_each_attempt_counts_once(

@@ -61,7 +61,7 @@ def test_a_run_with_a_continued_answer_comes_after_one_without(linker: Trajector
 def test_a_name_chosen_by_another_key_sets_neither_version_nor_purpose(
     linker: TrajectoryLinker,
 ) -> None:
-    mine = blake2b(b"victim", digest_size=4).hexdigest()
+    mine = blake2b(b"victim\0agent", digest_size=4).hexdigest()
     for name in ("job", f"job~{mine}"):
         taken = linker.find_link(evidence([USER], "attacker", explicit=name, explicit_by="header", version=3))
         linker.begin_call(taken, "agent", 3, 1.0)
@@ -72,4 +72,4 @@ def test_a_name_chosen_by_another_key_sets_neither_version_nor_purpose(
     again = linker.find_link(evidence([USER], "victim", explicit="job", explicit_by="header"))
     assert (again.trajectory_id, again.version) == (found.trajectory_id, 1)
     assert len(found.trajectory_id) <= 128
-    assert len(list(candidate_names("x" * 128, "victim"))[2]) <= 128
+    assert len(list(candidate_names("x" * 128, "victim", "agent"))[2]) <= 128

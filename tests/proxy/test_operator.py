@@ -120,6 +120,36 @@ def test_versions_are_promoted_and_rolled_back_by_hand_with_a_reason(proxy: Prox
     assert proxy.http.post("/api/policies/1/promote", params=where, json=meant).json()["state"] == "live"
 
 
+def test_versions_are_held_pinned_and_rolled_back_at_once_over_http(proxy: Proxy) -> None:
+    for version in (1, 2):
+        held = proxy.store.rounds.start("agent", version - 1)
+        proxy.store.rounds.commit(held.id, version=version, checkpoint=f"/c/{version}", groups=[], metrics={})
+    proxy.store.policies.promote("agent", 1, {}, holdback=0.1)
+    proxy.store.policies.start_ramp("agent", 2, 0.45)
+    (served,) = proxy.http.get("/api/releases", params={"alias": "agent"}).json()["data"]
+    assert [(one["version"], one["role"], one["share"]) for one in served["serving"]] == [
+        (0, "holdback", 0.1), (1, "live", 0.45), (2, "ramp", 0.45),
+    ]  # fmt: skip
+    assert (served["anchor"], served["pinned"], served["figures"]) == (0, None, None)
+
+    def decide(verb: str, version: int, **more: Any) -> Any:
+        order = {"reason": "a fair", "by": "anna", **more}
+        return proxy.http.post(f"/api/policies/{version}/{verb}", params={"alias": "agent"}, json=order)
+
+    assert decide("hold", 2).json()["state"] == "ramp"
+    assert decide("pin", 2).status_code == 409
+    assert decide("pin", 1).json()["pinned_at"] is not None
+    (served,) = proxy.http.get("/api/releases").json()["data"]
+    assert (served["pinned"]["by"], served["pinned"]["reason"]) == ("anna", "a fair")
+    assert "agent@1 is pinned" in decide("rollback", 0).text
+    assert decide("unpin", 2).status_code == 409
+    assert decide("unpin", 1).json()["pinned_at"] is None
+    moved = decide("rollback", 0, now=True).json()["data"]
+    assert [(one["version"], one["recalled_at"] is not None) for one in moved] == [(1, True), (2, True)]
+    decisions = proxy.http.get("/api/policies/1/decisions", params={"alias": "agent"}).json()["data"]
+    assert [one["action"] for one in decisions] == ["rollback", "unpin", "pin", "promote"]
+
+
 def test_a_trajectory_is_read_with_verdicts_and_on_request_without_tokens(proxy: Proxy) -> None:
     group = judged_group(proxy.store, ["a", "b"], [0.25, 1.0])
     again = Verdict(trajectory_id="a", group_id=group.id, judge="rule", judge_version="2", failure="it was away")

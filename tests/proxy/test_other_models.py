@@ -156,7 +156,7 @@ def test_another_vllm_is_called_with_return_token_ids(start: Start, plain: tuple
 def test_another_model_is_listed_and_named_in_errors_about_unknown_models(proxy: Proxy) -> None:
     assert [card["id"] for card in proxy.http.get("/v1/models").json()["data"]] == ["agent", "agent@0", "judge"]
     gone = proxy.http.post("/v1/chat/completions", json={"model": "jugde", "messages": HI})
-    assert "agent, judge, agent@0" in gone.json()["error"]["message"]
+    assert "did you mean 'judge'? there are: agent, judge" in gone.json()["error"]["message"]
 
 
 def test_a_judge_within_a_named_trajectory_is_recorded_beside_it(proxy: Proxy) -> None:
@@ -256,7 +256,7 @@ def test_a_wrong_entry_names_the_remedy_and_shows_no_secret(params: dict[str, An
 
 
 def test_the_trained_alias_cannot_be_another_model() -> None:
-    with pytest.raises(pydantic.ValidationError, match="agent is the alias that this proxy trains"):
+    with pytest.raises(pydantic.ValidationError, match="agent is the name of an agent that this proxy trains"):
         settings(entry("http://h", name="agent"))
 
 

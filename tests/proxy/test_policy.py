@@ -78,24 +78,26 @@ def test_a_version_can_be_requested_by_name(proxy: Proxy, vllm: ScriptedVllm) ->
 
 
 @pytest.mark.slow
-def test_a_canary_gets_its_share_of_new_trajectories_by_their_ids_and_keeps_them(proxy: Proxy) -> None:
+def test_a_version_in_its_ramp_gets_its_share_of_new_trajectories_and_keeps_them(proxy: Proxy) -> None:
     def began(names: list[str]) -> dict[str, str]:
         answers = [proxy.http.post(f"/t/{name}/v1/chat/completions", json=BODY) for name in names]
         return {name: answer.headers["x-ratchet-policy"] for name, answer in zip(names, answers, strict=True)}
 
     def share() -> str:
-        return next(line for line in proxy.http.get("/metrics").text.splitlines() if "ratchet_canary_ratio{" in line)
+        return next(
+            line for line in proxy.http.get("/metrics").text.splitlines() if 'role="ramp"} ' in line and "share" in line
+        )
 
     candidate(proxy, 1)
     first = [f"a{n}" for n in range(200)]
-    proxy.store.policies.start_canary("agent", 1, 0.25)
+    proxy.store.policies.start_ramp("agent", 1, 0.25)
     eventually(lambda: share().endswith(" 0.25"))
     few = {name for name, policy in began(first).items() if policy == "agent@1"}
     assert 20 <= len(few) <= 85, "50 of 200, within five standard deviations"
-    assert f'ratchet_canary_trajectories_total{{alias="agent",policy="canary"}} {len(few)}.0' in (
+    assert f'ratchet_version_trajectories_total{{alias="agent",role="ramp"}} {len(few)}.0' in (
         proxy.http.get("/metrics").text
     )
-    proxy.store.policies.start_canary("agent", 1, 0.75)
+    proxy.store.policies.set_share("agent", 1, 0.75, by="anna", reason="more")
     eventually(lambda: share().endswith(" 0.75"))
     assert {name for name, policy in began(first).items() if policy == "agent@1"} == few, "pinned"
     more = began([f"b{n}" for n in range(100)])
@@ -106,6 +108,38 @@ def test_a_canary_gets_its_share_of_new_trajectories_by_their_ids_and_keeps_them
     eventually(lambda: share().endswith(" 0.0"))
     assert set(began([f"c{n}" for n in range(30)]).values()) == {"agent@0"}
     assert began(sorted(few))[min(few)] == "agent@1", "a trajectory finishes on the version that it began with"
+
+
+@pytest.mark.slow
+def test_a_rollback_at_once_moves_open_trajectories_and_marks_the_rest_of_them(proxy: Proxy) -> None:
+    def ask(**more: Any) -> Any:
+        return proxy.http.post("/v1/chat/completions", json={"model": "agent", **more})
+
+    promote(proxy, 1)
+    linked: list[Any] = [{"role": "user", "content": "#say=one"}]
+    linked.append(ask(messages=linked).json()["choices"][0]["message"])
+    proxy.http.post("/t/named/v1/chat/completions", json=BODY)
+    finishing = proxy.http.post("/t/finishing/v1/chat/completions", json=BODY)
+    assert finishing.headers["x-ratchet-policy"] == "agent@1"
+    proxy.store.policies.roll_back_manually("agent", 0, by="anna", reason="rude")
+    eventually(lambda: ask(messages=BODY["messages"]).headers["x-ratchet-policy"] == "agent@0")
+    ends = proxy.http.post("/t/finishing/v1/chat/completions", json=BODY)
+    assert ends.headers["x-ratchet-policy"] == "agent@1", "without --now"
+    assert proxy.store.policies.roll_back_manually("agent", 0, by="anna", reason="it deletes mails", now=True) == []
+    eventually(
+        lambda: proxy.http.post("/t/named/v1/chat/completions", json=BODY).headers["x-ratchet-policy"] == "agent@0"
+    )
+    linked.append({"role": "user", "content": "#say=two"})
+    answers = [ask(messages=linked)]
+    linked += [answers[0].json()["choices"][0]["message"], {"role": "user", "content": "#say=three"}]
+    answers.append(ask(messages=linked))
+    assert {answer.headers["x-ratchet-policy"] for answer in answers} == {"agent@0"}
+    proxy.settled()
+    first, rest = (proxy.store.trajectories.get(name) for name in ("named", "named~1"))
+    assert [(run.version, run.purpose) for run in (first, rest)] == [(1, "live"), (0, "moved")]
+    assert rest.draw is None
+    (moved,) = [run for run in proxy.store.trajectories.page(99) if run.purpose == "moved" and run.calls == 2]
+    assert moved.id == answers[0].headers["x-ratchet-trajectory"] + "~1"
 
 
 def test_an_evaluation_and_a_live_run_never_share_a_trajectory(proxy: Proxy) -> None:

@@ -221,11 +221,11 @@ def promote_adapter(proxy: Proxy, version: int) -> None:
     known(proxy, version)
 
 
-def test_a_version_with_a_prompt_can_be_a_canary_and_be_requested_by_name(proxy: Proxy, vllm: ScriptedVllm) -> None:
+def test_a_version_with_a_prompt_can_be_in_its_ramp_and_be_requested_by_name(proxy: Proxy, vllm: ScriptedVllm) -> None:
     prompt = proxy.store.prompts.register(PROMPT)
     made = proxy.store.policies.register_prompt_version("agent", prompt.id, {})
-    proxy.store.policies.start_canary("agent", made.version, 0.5)
-    eventually(lambda: 'ratchet_canary_ratio{alias="agent"} 0.5' in proxy.http.get("/metrics").text)
+    proxy.store.policies.start_ramp("agent", made.version, 0.5)
+    eventually(lambda: 'ratchet_version_share_ratio{alias="agent",role="ramp"} 0.5' in proxy.http.get("/metrics").text)
     seen: dict[str, set[str]] = {}
     for number in range(40):
         body = {"model": "agent", "messages": [USER]}

@@ -24,7 +24,7 @@ def add_response(
     """Add a response with `size` characters; return its turn, even if it was evicted at once."""
     call = call_start(f"call_{number}", "t1", key_id="k1")
     memory.add_response(call, [{"role": "user", "content": "x" * size}], previous)
-    return ConversationTurn(b"", previous, "t1", call.call_id, "k1")
+    return ConversationTurn(b"", previous, "t1", call.call_id, "k1", "agent")
 
 
 def turns_alive() -> list[ConversationTurn]:

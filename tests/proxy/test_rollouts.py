@@ -27,11 +27,11 @@ USER: dict[str, Any] = {"role": "user", "content": "hi"}
 BODY: dict[str, Any] = {"model": "agent", "messages": [{"role": "system", "content": "Mine."}, USER]}
 
 
-def plan(store: Store, **changes: Any) -> str:
+def plan(store: Store, tuning: str = "", **changes: Any) -> str:
     """Plan a rollout as the tuner does; return its id."""
-    tuning = store.tunings.begin("prompt", "agent", {})
+    tuning = tuning or store.tunings.begin("prompt", "agent", {}).id
     values: dict[str, Any] = {"task_id": "mail/7", "split": "train", "attempt": 0, "candidate": "c", "planned_at": 1.0}
-    rollout = Rollout(id=new_id("roll"), tuning_id=tuning.id, **(values | changes))
+    rollout = Rollout(id=new_id("roll"), tuning_id=tuning, **(values | changes))
     store.rollouts.plan([rollout])
     return rollout.id
 
@@ -121,10 +121,12 @@ def test_a_rollout_reaches_its_helper_model_whatever_model_is_planned(
         assert (read.get(f"{name}~judge").alias, read.get(f"{name}~judge").purpose) == ("judge", "other_model")
 
 
-def test_evaluations_start_on_the_live_version_and_training_rollouts_may_start_on_a_canary(proxy: Proxy) -> None:
+def test_evaluations_start_on_the_live_version_and_training_rollouts_may_start_on_a_ramp(proxy: Proxy) -> None:
     candidate(proxy, 1)
-    proxy.store.policies.start_canary("agent", 1, 0.999)
-    eventually(lambda: 'ratchet_canary_ratio{alias="agent"} 0.999' in proxy.http.get("/metrics").text)
+    proxy.store.policies.start_ramp("agent", 1, 0.999)
+    eventually(
+        lambda: 'ratchet_version_share_ratio{alias="agent",role="ramp"} 0.999' in proxy.http.get("/metrics").text
+    )
     prompt = proxy.store.prompts.register("Candidate 7.")
     answers = [post(proxy, plan(proxy.store, **more)) for more in ({}, {"purpose": "eval"}, {"prompt_id": prompt.id})]
     assert [answer.headers["x-ratchet-policy"] for answer in answers] == ["agent@1", "agent@0", "agent@0"]

@@ -25,7 +25,7 @@ VALUES: Any = {"upstreams": ("http://127.0.0.1:1",), "model": "agent", "store": 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"model": "a@1"}, "choose another alias"),
+        ({"model": "a@1"}, "choose another name"),
         ({"upstreams": ("127.0.0.1:8000",)}, "write it like http://"),
         ({"upstreams": ()}, "upstreams"),
         ({"captur": "strict"}, "captur"),

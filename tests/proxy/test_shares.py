@@ -127,14 +127,14 @@ def test_runs_with_a_running_call_are_not_evicted() -> None:
 
 def test_unanswered_attempts_are_bounded_per_key_and_expire() -> None:
     attempts, link = UnansweredAttempts(2**18, 2**17), Link("traj_1", 0, "root")
-    mine = AttemptKey(OTHER, "b2:mine", "")
+    mine = AttemptKey("agent", OTHER, "b2:mine", "")
     attempts.add(mine, link, 1.0)
     for number in range(5000):
-        attempts.add(AttemptKey(HOSTILE, f"b2:{number % 900}", ""), link, 1.0)
+        attempts.add(AttemptKey("agent", HOSTILE, f"b2:{number % 900}", ""), link, 1.0)
     assert 2**16 < attempts.bytes <= 2**17 + 1000
     assert attempts.take(mine, 0.0) is link
     for _ in range(2000):
-        attempts.add(AttemptKey(HOSTILE, "b2:late", ""), link, RETRY_WINDOW + 2.0)
+        attempts.add(AttemptKey("agent", HOSTILE, "b2:late", ""), link, RETRY_WINDOW + 2.0)
     assert len(attempts) == 64
     assert attempts.bytes == len(attempts) * 800
 

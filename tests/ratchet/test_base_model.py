@@ -62,7 +62,7 @@ def test_a_project_with_a_store_of_its_own_choice_is_given_a_remedy_that_helps_t
     store.close()
     refused = project.run("up", "--base-model", str(perturbed(project)))
     assert refused.returncode == 1
-    assert "--model ALIAS" in refused.stdout
+    assert "--model NAME" in refused.stdout
     assert "--project NAME" not in refused.stdout
 
 
@@ -81,6 +81,6 @@ def test_a_project_of_before_takes_up_its_base_model_and_says_so(project: Projec
     store.close()
     record_something(project)
     output = end(project.up())
-    assert "base model: none was recorded for this project; it is now " in output
+    assert "base model: none was recorded for policy; it is now " in output
     refused = project.run("up", "--base-model", str(perturbed(project)))
     assert "is another model" in refused.stdout

@@ -222,6 +222,16 @@ def test_keys_are_made_listed_and_revoked(project: Project) -> None:
     rows = json.loads(project.run("keys", "list", "--json", "--store", url).stdout)
     assert key not in json.dumps(rows)
     assert "hash" not in rows[0]
+    limited = project.run("keys", "create", "--name", "office", "--agent", "mail", "--agent", "Mail", "--store", url)
+    assert "differ by case only" in limited.stdout
+    operator = project.run("keys", "create", "--name", "o", "--scope", "operator", "--agent", "mail", "--store", url)
+    assert (operator.returncode, "operator's key opens" in operator.stdout) == (2, True)
+    limited = project.run("keys", "create", "--name", "office", "--agent", "support", "--agent", "mail", "--store", url)
+    assert "for mail, support; the key is not shown again" in limited.stdout
+    assert "no proxy has served mail, support yet" in limited.stdout
+    assert "only mail, support" in project.run("keys", "list", "--store", url).stdout
+    listed_agents = json.loads(project.run("keys", "list", "--json", "--store", url).stdout)
+    assert [row["agents"] for row in listed_agents] == [None, ["mail", "support"]]
     assert "is revoked" in project.run("keys", "revoke", rows[0]["id"], "--store", url).stdout
     assert "revoked" in project.run("keys", "list", "--store", url).stdout
     assert project.run("keys", "revoke", "key_x", "--store", url).returncode == 1

@@ -24,12 +24,13 @@ def environments(project: Project) -> Environments:
     return {service.name: dict(service.environment) for service in found}
 
 
-def test_trainer_and_vllm_are_pinned_each_to_its_own_devices(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learner_and_vllm_are_pinned_each_to_its_own_devices(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "3")
-    content = {"judge": JUDGE, "devices": "2"}
-    project.write(vllm={**project.content["vllm"], "devices": [0, 1]}, trainer=content)
+    vllm = {**project.content["vllm"], "devices": [0, 1]}
+    project.write(vllm=vllm, trainer={"judge": JUDGE}, learner={"devices": "2"})
     found = environments(project)
-    assert {name: service[VARIABLE] for name, service in found.items()} == {"vllm": "0,1", "proxy": "3", "trainer": "2"}
+    pinned = {name: service[VARIABLE] for name, service in found.items()}
+    assert pinned == {"vllm": "0,1", "proxy": "3", "learner": "2", "trainer": "3"}
 
 
 @pytest.mark.slow
@@ -68,7 +69,7 @@ def test_vllm_sees_its_devices_and_its_command_is_logged(project: Project) -> No
 
 @pytest.mark.parametrize("devices", ["first", "0,,1", "-1"])
 def test_an_invalid_device_is_reported(project: Project, devices: str) -> None:
-    project.write(trainer={"judge": JUDGE, "devices": devices})
+    project.write(trainer={"judge": JUDGE}, learner={"devices": devices})
     with pytest.raises(SettingsError, match="is not a device"):
         load(project.folder / "ratchet.yaml", environ={})
 
@@ -107,12 +108,3 @@ def test_a_busy_gpu_is_reported_with_the_pid_that_holds_it(devices: str | None) 
 def test_a_gpu_with_service_is_taken() -> None:
     preflight_checks.check_gpu_memory("1", 0.9)
     preflight_checks.check_gpu_memory("0", 0.2)
-
-
-def test_several_processes_of_the_trainer_are_started_by_the_launcher(project: Project) -> None:
-    project.write(trainer={"judge": JUDGE, "num_processes": 3})
-    settings = load(project.folder / "ratchet.yaml", environ={})
-    service = services.plan_services(settings, config=project.folder / "resolved.yaml").services[-1]
-    command = " ".join(service.command[1:])
-    assert "-m accelerate.commands.launch --multi_gpu --num_processes 3" in command
-    assert command.endswith("-m ratchet --config " + str(project.folder / "resolved.yaml") + " trainer")

@@ -62,6 +62,8 @@ READS: dict[str, tuple[str, ...]] = {
 # What needs an engine: command -> the file of tests that runs it with --json, and words that stand in it.
 ELSEWHERE = {
     "bench": ("test_bench.py", '"bench"'),
+    "plan": ("test_plan_command.py", '"plan"'),
+    "reload": ("test_agents_watch.py", '"reload"'),
     "eval bfcl": ("../clients/test_bfcl.py", '"eval", "bfcl"'),
     "tune prompt": ("test_tune_prompt.py", '"prompt"'),
     "tune select-model": ("test_tune_select.py", '"select-model"'),

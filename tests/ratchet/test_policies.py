@@ -32,24 +32,26 @@ def store(url: str) -> Iterator[Store]:
             opened.policies.promote(
                 "mail", version, {"proof": {"worst": 0.001}}, reason="its logprobs are the trainer's"
             )
-    opened.policies.start_canary("mail", 3, 0.25)
+    opened.policies.start_ramp("mail", 3, 0.25)
     yield opened
     opened.close()
 
 
-def test_the_canarys_scores_and_all_decisions_are_shown(project: Project, store: Store, url: str) -> None:
+def test_the_scores_of_a_ramp_and_all_decisions_are_shown(project: Project, store: Store, url: str) -> None:
     judged_group(store, ["a", "b"], [0.5, 1.0], alias="mail", versions=(3, 3))
     output = project.call("policies", "show", "mail", "--store", url).stdout
-    assert "canary mail@3 25%: canary 2 scores, mean 0.750, live 0 scores" in output
+    assert "ramp mail@3 25%: ramp 2 scores, mean 0.750, live 0 scores" in output
     assert "promote by proof" in output
     assert "proof.worst: 0.001" in output
     listed = json.loads(project.call("policies", "list", "--store", url, "--json").stdout)
-    assert [one["decision"] and one["decision"]["action"] for one in listed] == [None, "promote", "promote", "canary"]
+    assert [one["decision"] and one["decision"]["action"] for one in listed] == [None, "promote", "promote", "ramp"]
     status = project.call("status", "--json", "--project", "default").stdout
     assert json.loads(status)["project"] == "default"
 
 
-def test_a_canary_is_promoted_or_taken_back_by_hand_with_the_reason(project: Project, store: Store, url: str) -> None:
+def test_a_version_in_its_ramp_is_promoted_or_taken_back_by_hand_with_the_reason(
+    project: Project, store: Store, url: str
+) -> None:
     assert project.call("policies", "promote", "mail", "--store", url).returncode == 2  # no reason
     taken = project.call("policies", "rollback", "mail", "--reason", "too short", "--store", url)
     assert taken.stdout == "mail@2 is live; rejected: mail@3\n"
@@ -63,6 +65,21 @@ def test_a_canary_is_promoted_or_taken_back_by_hand_with_the_reason(project: Pro
     assert done.stdout == "mail@3 is live\n"
 
 
+def test_versions_are_held_pinned_and_rolled_back_at_once_by_hand(project: Project, store: Store, url: str) -> None:
+    def decide(*words: str) -> str:
+        return project.call("policies", *words, "--reason", "a fair", "--store", url).stdout
+
+    assert decide("hold", "mail") == "mail@3 (ramp) is held: promote it or roll it back\n"
+    assert decide("pin", "mail") == "mail@2 is pinned\n"
+    shown = project.call("policies", "show", "mail", "--store", url).stdout
+    assert shown.startswith("serving       @2 live 100%; the anchor is @2\nPINNED        by ")
+    assert "mail@2 is pinned: run `ratchet policies unpin mail` first" in decide("rollback", "mail@1", "--now")
+    assert decide("unpin", "mail@2") == "mail@2 is not pinned any more\n"
+    back = decide("rollback", "mail@1", "--now")
+    assert back == "mail@1 is live; rejected: mail@2, mail@3; open trajectories go on with it\n"
+    assert [bool(one.recalled_at) for one in store.policies.all("mail")] == [False, False, True, True]
+
+
 def test_a_version_may_be_named_as_agents_name_it(project: Project, store: Store, url: str) -> None:
     assert "promote by proof" in project.call("policies", "show", "mail@2", "--store", url).stdout
     back = project.call("policies", "rollback", "mail@1", "--reason", "rude", "--store", url)
@@ -71,7 +88,7 @@ def test_a_version_may_be_named_as_agents_name_it(project: Project, store: Store
     assert again.stdout == "mail@2 is live\n"
     unknown = project.call("policies", "show", "male", "--store", url)
     assert unknown.returncode == 2
-    assert "male: no such model; known models: mail" in unknown.stdout
+    assert "male: no such agent in this store; did you mean mail?" in unknown.stdout
 
 
 @pytest.mark.slow
@@ -111,7 +128,7 @@ def test_a_version_is_exported_with_its_card_or_the_reason_why_not(project: Proj
         ("mail@0", "it is the base model"),
         ("mail@2", "is missing or incomplete"),
         ("mail@9", "no policy mail@9"),
-        ("mail", "give ALIAS@VERSION or ALIAS VERSION, such as mail@7"),
+        ("mail", "give NAME@VERSION or NAME VERSION, such as mail@7"),
     ):
         refused = project.run("policies", "export", name, "--adapter", "other", "--store", url)
         assert refused.returncode

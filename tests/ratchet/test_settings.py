@@ -37,13 +37,24 @@ def test_later_layers_win_and_defaults_fill(tmp_path: Path) -> None:
     [
         ("prject: a", {}, "ratchet.yaml: unknown key prject; the nearest known key is project"),
         ("proxy: {prt: 1}", {}, "unknown key proxy.prt; the nearest known key is proxy.port"),
-        ("trainer: {learner: {lerning_rate: 1}}", {}, "the nearest known key is trainer.learner.learning_rate"),
-        ("trainer: {lora_rr: 4}", {}, "unknown key trainer.lora_rr; the nearest known key is trainer.learner.lora_r"),
+        ("learner: {lerning_rate: 1}", {}, "the nearest known key is learner.learning_rate"),
+        ("trainer: {lora_rr: 4}", {}, "unknown key trainer.lora_rr; the nearest known key is learner.lora_r"),
         ("proxy: {store: a.db}", {}, "unknown key proxy.store; the nearest known key is store"),
         ("proxy: 8000", {}, "proxy is a section"),
         ("vllm: {port: {a: 1}}", {}, "vllm.port: input should be a valid integer"),
         ("vllm: {port: many}", {}, "ratchet.yaml: vllm.port: input should be a valid integer"),
-        ("trainer: {learner: {lora_r: 0}}", {}, "learner setting lora_r is 0"),
+        ("learner: {lora_r: 0}", {}, "ratchet.yaml: learner.lora_r is 0; it must be an integer from 1 to 512"),
+        ("learner: {num_processes: 0}", {}, "ratchet.yaml: learner.num_processes is 0"),
+        ("learner: {token_budget: many}", {}, "ratchet.yaml: learner.token_budget: input should be a valid integer"),
+        ("learner: {devices: first}", {}, "ratchet.yaml: learner.devices: 'first' is not a device"),
+        ("trainer: {learner: {lora_r: 4}}", {}, "ratchet.yaml: trainer.learner is now learner"),
+        ("trainer: {num_processes: 4}", {}, "ratchet.yaml: trainer.num_processes is now learner.num_processes"),
+        ("", {"RATCHET_TRAINER__DEVICES": "0"}, "variable RATCHET_TRAINER__DEVICES is now RATCHET_LEARNER__DEVICES"),
+        (
+            "",
+            {"RATCHET_TRAINER__LEARNER__SEED": "1"},
+            "variable RATCHET_TRAINER__LEARNER__SEED is now RATCHET_LEARNER__SEED",
+        ),
         ("vllm: {host: 0.0.0.0}", {}, "vllm.host: 0.0.0.0 can be reached from other machines"),
         ("vllm: {host: '::'}", {}, "use 127.0.0.1 or ::1, and proxy.host"),
         ("vllm: {extra_args: [--host=0.0.0.0]}", {}, "--host is set by Ratchet; use vllm.host"),
@@ -54,8 +65,8 @@ def test_later_layers_win_and_defaults_fill(tmp_path: Path) -> None:
         ("", {"RATCHET_API_KEY": "x"}, "variable RATCHET_API_KEY is not known; did you mean RATCHET_API_KEYS?"),
         ("", {"RATCHET_PROXY": "1"}, "names a section"),
         ("", {"RATCHET_PROXY_PORT": "9000"}, "the nearest variable is RATCHET_PROXY__PORT, with two underscores"),
-        ("", {"RATCHET_TRAINER_LEARNER_LORA_R": "9"}, "the nearest variable is RATCHET_TRAINER__LEARNER__LORA_R"),
-        ("port: 9000", {}, "the nearest known keys are proxy.port, vllm.port"),
+        ("", {"RATCHET_LEARNER_LORA_R": "9"}, "the nearest variable is RATCHET_LEARNER__LORA_R"),
+        ("port: 9000", {}, "the nearest known keys are learner.port, proxy.port, vllm.port"),
         ("store: mysql://u:secret@db/x", {}, "mysql is not supported; use sqlite:///PATH or postgresql://"),
         ("store: /nosuch/dir/x.db", {}, "there is no folder /nosuch/dir; make it (mkdir -p /nosuch/dir)"),
         ("", {"RATCHET_VLLM__PORT": "x"}, "variable RATCHET_VLLM__PORT: vllm.port"),
@@ -96,9 +107,10 @@ def test_lists_and_mappings_can_be_given_by_variable(tmp_path: Path) -> None:
 
 
 def test_learner_settings_reach_the_trainer(tmp_path: Path) -> None:
-    settings = read(tmp_path, "trainer: {judge: a.b:c, learner: {lora_r: 4, learning_rate: 1e-3}}")
+    settings = read(tmp_path, "trainer: {judge: a.b:c}\nlearner: {lora_r: 4, learning_rate: 1e-3, devices: [0, 1]}")
     trainer = settings.trainer_settings(base_model="m")
-    assert (trainer.learner.lora_r, trainer.learner.learning_rate) == (4, 1e-3)
+    assert (trainer.learner_process.lora_r, trainer.learner.learning_rate) == (4, 1e-3)
+    assert trainer.learner_process.devices == "0,1"
     assert trainer.judge == FunctionSpec(function="a.b:c")
     assert trainer.vllm == ("http://127.0.0.1:8001",)
 

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from ratchet.store.records import VersionDraw
 from ratchet.store.store import open_store
 from tests.harness.cli.project import Project
 from tests.harness.records import QUESTION, call_start, ended, judged_group, tool_call
@@ -17,7 +18,7 @@ def url(project: Project) -> str:
     file = str(project.folder / "filled.db")
     store = open_store(file)
     judged_group(store, ["a", "b"], [0.0, 1.0])
-    first = call_start("call_1", "talk", QUESTION, at=5000.0)
+    first = call_start("call_1", "talk", QUESTION, at=5000.0, draw=VersionDraw(shares={0: 0.1, 1: 0.9}))
     later = [*QUESTION, tool_call(), {"role": "tool", "content": "found", "tool_call_id": "c1"}]
     second = call_start("call_2", "talk", later, at=5001.0, parent_call="call_1", linked_by="graph")
     hostile = {"role": "assistant", "content": "Oslo\x1b]0;owned\x07 [red]not markup[/red]"}
@@ -35,6 +36,7 @@ def url(project: Project) -> str:
 def test_trajectories_are_listed_newest_first_with_their_scores_page_by_page(project: Project, url: str) -> None:
     found = json.loads(project.call("trajectories", "list", "--store", url, "--json").stdout)
     assert found[0]["id"] == "talk"
+    assert found[0]["draw"] == {"shares": {"0": 0.1, "1": 0.9}, "unit": None, "counted": True}
     assert {one["id"]: one["score"] for one in found} == {"talk": None, "a": 0.0, "b": 1.0}
     page = project.call("trajectories", "list", "--store", url, "--limit", "1").stdout
     assert "next page: --before talk" in page

@@ -26,7 +26,8 @@ def tuned(project: Project) -> Project:
     project.write(
         base_model=str(model),
         vllm=project.content["vllm"] | engine,
-        trainer={"judge": JUDGE, "learner": {"threads": 1}},
+        trainer={"judge": JUDGE},
+        learner={"threads": 1},
         tuner={"workflow": AGENT, "tasks": "./tasks"},
     )
     (project.folder / "tasks").mkdir()
@@ -50,7 +51,7 @@ def test_it_starts_the_services_where_nothing_runs_and_leaves_a_result_and_no_pr
     assert (tuning.state, tuning.result) == ("done", result)
     assert len(store.rollouts.of_tuning(tuning.id)) == 4 + 1 + 2 * 2  # test, validation, training
     store.close()
-    again = tuned.run("tune", "weights", "--resume", tuning.id)
+    again = tuned.run("tune", "weights", "--resume", tuning.id, seconds=300)
     assert (again.returncode, "done" in again.stdout) == (1, True), again.stdout
 
 

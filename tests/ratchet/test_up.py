@@ -222,12 +222,12 @@ def test_a_store_password_is_not_saved_and_must_be_given_again(project: Project)
 
 
 @pytest.mark.slow
-def test_a_trainer_that_ends_by_itself_is_named_with_its_reason(project: Project) -> None:
+def test_a_learner_that_ends_by_itself_is_named_with_its_reason(project: Project) -> None:
     (project.folder / "mine.py").write_text("def judge(response):\n    return len(response)\n")
     project.write(trainer={"judge": "mine:judge"})  # and the model's folder holds no model
     up = project.run("up")
     assert up.returncode == 1
-    assert "trainer (pid" in up.stdout
+    assert "learner (pid" in up.stdout
     assert str(project.folder / "model") in up.stdout.splitlines()[-1]
 
 
@@ -290,7 +290,7 @@ def test_a_full_disk_is_reported_before_anything_starts(project: Project) -> Non
         ({"base_model": "./nowhere"}, "no such folder"),
         ({"base_model": "."}, "it has no config.json"),
         ({"base_model": None}, "give --base-model"),
-        ({"trainer": {"learner": {"lor_r": 4}}}, "the nearest known key is trainer.learner.lora_r"),
+        ({"learner": {"lor_r": 4}}, "the nearest known key is learner.lora_r"),
     ],
 )
 def test_bad_input_is_one_line_that_names_the_remedy(project: Project, change: dict[str, object], message: str) -> None:

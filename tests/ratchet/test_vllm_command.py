@@ -69,7 +69,7 @@ def test_the_command_allows_adapters_at_run_time_and_keeps_the_models_sampling_o
     for part in (
         "--served-model-name policy@0",
         "--port 8235",
-        "--enable-lora --max-lora-rank 16 --max-loras 3 --max-cpu-loras 6",
+        "--enable-lora --max-lora-rank 16 --max-loras 3 --max-cpu-loras 7",
         "--logprobs-mode processed_logprobs",
         "--generation-config vllm",
         "--enable-auto-tool-choice --tool-call-parser hermes",
@@ -81,7 +81,8 @@ def test_the_command_allows_adapters_at_run_time_and_keeps_the_models_sampling_o
 
 
 def test_a_gpu_shares_its_memory_with_the_trainer(project: Project) -> None:
-    command = str(vllm_command.build_command(settings(str(project.folder / "model")), 8235, gpu=True))
+    own = settings(str(project.folder / "model"), gpu_memory_utilization=0.5)
+    command = str(vllm_command.build_command(own, 8235, gpu=True))
     assert "--gpu-memory-utilization 0.5" in command
     assert "--enforce-eager" not in command
 

@@ -12,7 +12,7 @@ from ratchet.store.errors import RecordNotFound
 from ratchet.store.records import unpack_ids, unpack_logprobs
 from ratchet.store.states import CallState, TrajectoryState
 from ratchet.store.store import Store
-from tests.harness.records import QUESTION, TOOLS, answered_trajectory, call_start, ended, tool_call
+from tests.harness.records import QUESTION, TOOLS, answered_trajectory, call_start, ended, message_count, tool_call
 
 
 def test_a_call_is_read_back_as_it_was_shipped(store: Store) -> None:
@@ -116,7 +116,7 @@ def test_a_history_that_is_sent_again_is_stored_once(store: Store) -> None:
         store.calls.ship([ended(start, reply, messages=messages)])
         messages = [*messages, reply, {"role": "user", "content": f"more {turn}"}]
     assert len(store.trajectories.read("t1").messages) == 2 + 5 + 4
-    assert store.calls.message_count() == 2 + 5 + 4
+    assert message_count(store) == 2 + 5 + 4
 
 
 def test_open_leaves_hold_the_whole_token_context(store: Store) -> None:

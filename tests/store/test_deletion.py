@@ -14,7 +14,15 @@ from ratchet.store.records import Feedback, JudgeRequest, ProxyInstance, Verdict
 from ratchet.store.states import GroupState, TrajectoryState
 from ratchet.store.store import Store
 from ratchet.store.verify import verify
-from tests.harness.records import QUESTION, answered_trajectory, call_start, ended, judged_group, tool_call
+from tests.harness.records import (
+    QUESTION,
+    answered_trajectory,
+    call_start,
+    ended,
+    judged_group,
+    message_count,
+    tool_call,
+)
 
 SECRET = "the patient's name is Ada Lovelace"
 _ANSWERS = ("deletions", "alembic_version")  # tables that may say something of what was deleted
@@ -246,7 +254,7 @@ def test_the_sweep_waits_for_a_proxy_that_may_leave_messages_out(store: Store, s
     )
     again = store.deletions.delete(TrajectoryFilter(id="goes"), "asked")
     assert (again.trajectory_count, again.messages, again.unswept_messages) == (0, 5, 0)
-    assert store.calls.message_count() == 0
+    assert message_count(store) == 0
     assert verify(store_url).sound
 
 
@@ -266,7 +274,7 @@ def test_many_are_deleted_in_batches_and_the_newest_stay(store: Store) -> None:
     done = store.deletions.delete(TrajectoryFilter(until=220.0), "old", batches.append)
     assert (done.trajectory_count, sum(batches), len(batches)) == (220, 220, 3)
     assert len(store.trajectories.page()) == 10
-    assert store.calls.message_count() == len(QUESTION) + 10
+    assert message_count(store) == len(QUESTION) + 10
 
 
 def test_what_a_round_imitated_names_its_versions_and_is_forgotten_with_the_trajectory(

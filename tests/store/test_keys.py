@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import sqlalchemy as sa
 
-from ratchet.store.errors import RecordNotFound
+from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.states import KeyScope, TrajectoryState
 from ratchet.store.store import Store
 from tests.harness.records import call_start
@@ -32,6 +32,25 @@ def test_the_error_for_an_unknown_key_names_the_remedy(store: Store) -> None:
 def test_a_limit_that_lets_nothing_in_is_refused(store: Store, requests: int | None, tokens: int | None) -> None:
     with pytest.raises(sa.exc.IntegrityError):
         store.keys.create("x", "a" * 64, KeyScope.AGENT, requests, tokens)
+
+
+def test_a_key_is_limited_to_agents_and_no_other(store: Store) -> None:
+    limited = store.keys.create("office", "a" * 64, KeyScope.AGENT, agents=["support", "mail", "support"])
+    full = store.keys.create("full", "b" * 64, KeyScope.AGENT)
+    assert (limited.agents, full.agents) == (("mail", "support"), None)
+    assert {key.id: key.agents for key in store.keys.all()} == {limited.id: ("mail", "support"), full.id: None}
+    assert store.keys.revoke(limited.id).agents == ("mail", "support")
+    with pytest.raises(InvalidTransition, match="at least one agent"):
+        store.keys.create("none", "c" * 64, KeyScope.AGENT, agents=[])
+    with pytest.raises(InvalidTransition, match="an operator's key opens all agents"):
+        store.keys.create("boss", "d" * 64, KeyScope.OPERATOR, agents=["mail"])
+
+
+def test_a_call_of_another_agent_never_joins_a_trajectory(store: Store) -> None:
+    store.calls.ship([call_start("call_1", "job", alias="mail"), call_start("call_2", "job", alias="support", at=2.0)])
+    store.calls.ship([call_start("call_3", "job", alias="support", at=3.0), call_start("call_4", "job", alias="mail")])
+    found = {run.id: (run.alias, run.calls) for run in store.trajectories.page()}
+    assert found == {"job": ("mail", 2), "job~1": ("support", 2)}
 
 
 def test_one_key_is_one_row(store: Store) -> None:

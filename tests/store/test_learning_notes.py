@@ -87,7 +87,7 @@ def test_steps_too_small_are_named_only_where_no_gain_is_seen() -> None:
     unchanged = [moved(2e-8), moved(3e-8), moved(1e-8)]
     flat, better = (exact(0, 200, 1000), exact(1, 202, 1000)), (exact(0, 200, 1000), exact(1, 400, 1000))
     words = note(report(*flat, moved=unchanged), "the steps are too small")
-    assert "at most 3e-08 nats a token, at rate 1e-05; set trainer.learner.learning_rate: auto" in words
+    assert "at most 3e-08 nats a token, at rate 1e-05; set learner.learning_rate: auto" in words
     assert note(report(*better, moved=unchanged), "the steps are too small") == ""
     assert note(report(*flat, moved=[moved(0.004), *unchanged]), "the steps are too small") == ""
     assert describe_stall(unchanged[:2]) is None

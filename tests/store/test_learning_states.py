@@ -199,8 +199,8 @@ def test_training_goes_on_on_top_of_an_unproven_version_and_nothing_is_served_by
     assert [policy.version for policy in store.policies.serving()] == [0]
     (decision,) = store.decisions.decisions_of("agent", 1)
     assert (decision.action, decision.decided_by, decision.reason) == ("unproven", "proof", "lost in rounding")
-    with pytest.raises(InvalidTransition, match="unproven and cannot become canary"):
-        store.policies.start_canary("agent", 1, 0.5)
+    with pytest.raises(InvalidTransition, match="unproven and cannot become ramp"):
+        store.policies.start_ramp("agent", 1, 0.5)
     held = store.rounds.start("agent", 1)  # it was not rejected
     store.rounds.commit(held.id, version=2, checkpoint="/c/2", groups=[], metrics={})
     store.policies.promote("agent", 2, {}, only_from=PolicyState.CANDIDATE)
@@ -209,27 +209,27 @@ def test_training_goes_on_on_top_of_an_unproven_version_and_nothing_is_served_by
     assert store.rounds.newest_committed("agent") is None
 
 
-def test_one_candidate_is_a_canary_until_it_is_promoted_or_rejected(store: Store) -> None:
+def test_one_candidate_is_in_its_ramp_until_it_is_promoted_or_rejected(store: Store) -> None:
     store.policies.register_base("agent", "base")
     for version in (1, 2):
         held = store.rounds.start("agent", version - 1)
         store.rounds.commit(held.id, version=version, checkpoint=f"/c/{version}", groups=[], metrics={})
-    assert store.policies.start_canary("agent", 1, 0.05, {"why": "release"}).canary_share == 0.05
-    assert store.policies.start_canary("agent", 1, 0.5).evidence == {"why": "release"}
-    assert [(p.version, p.state, p.canary_share) for p in store.policies.serving()] == [
+    assert store.policies.start_ramp("agent", 1, 0.05, {"why": "release"}).share == 0.05
+    assert store.policies.set_share("agent", 1, 0.5, by="anna", reason="more").evidence == {"why": "release"}
+    assert [(p.version, p.state, p.share) for p in store.policies.serving()] == [
         (0, "live", None),
-        (1, "canary", 0.5),
+        (1, "ramp", 0.5),
     ]
-    with pytest.raises(InvalidTransition, match="agent@1 is a canary already: promote or reject it"):
-        store.policies.start_canary("agent", 2, 0.1)
+    with pytest.raises(InvalidTransition, match="agent@1 is in its ramp: promote or reject it"):
+        store.policies.start_ramp("agent", 2, 0.1)
     for share in (0.0, 1.0, -1.0, float("nan")):
         with pytest.raises(InvalidTransition, match="between 0 and 1"):
-            store.policies.start_canary("agent", 1, share)
-    assert store.policies.promote("agent", 1, {}).canary_share is None
-    with pytest.raises(InvalidTransition, match="live and cannot become canary"):
-        store.policies.start_canary("agent", 1, 0.1)
-    store.policies.start_canary("agent", 2, 0.1)
-    assert store.policies.reject("agent", 2, {}).canary_share is None
+            store.policies.set_share("agent", 1, share, by="anna", reason="odd")
+    assert store.policies.promote("agent", 1, {}).share is None
+    with pytest.raises(InvalidTransition, match="live and cannot become ramp"):
+        store.policies.start_ramp("agent", 1, 0.1)
+    store.policies.start_ramp("agent", 2, 0.1)
+    assert store.policies.reject("agent", 2, {}).share is None
     assert [policy.version for policy in store.policies.serving()] == [1]
 
 

@@ -10,12 +10,15 @@ import sqlalchemy as sa
 from ratchet.store.calls.trajectory_filter import FEW, TrajectoryFilter, count_without_tag, select_page_ids
 from ratchet.store.db.engine import connect
 from ratchet.store.errors import RecordNotFound
+from ratchet.store.records import Verdict
+from ratchet.store.records.tool_calls import ToolCall
+from ratchet.store.states import ToolOutcome, ToolResult
 from ratchet.store.store import Store
 from tests.harness.records import answered_trajectory
 
 RUNS: dict[str, dict[str, Any]] = {
     "t0": {"at": 1.0, "alias": "mail", "task": "find/1", "key_id": "k1", "tags": ("red", "big")},
-    "t1": {"at": 2.0, "alias": "mail", "task": "find/2", "key_id": "k2", "tags": ("red",)},
+    "t1": {"at": 2.0, "alias": "mail", "task": "find/2", "key_id": "k2", "tags": ("red",), "role": "planner"},
     "t2": {"at": 2.0, "alias": "chat", "version": 3, "key_id": "k1", "tags": ("blue", "red")},
     "u3": {"at": 4.0, "alias": "chat", "version": 4, "task": "find/1"},
 }
@@ -38,6 +41,17 @@ FILTERS: list[tuple[dict[str, Any], list[str]]] = [
     ({"search": "t", "tag": "blue"}, ["t2"]),
     ({"search": "%"}, []),
     ({"task": "nothing"}, []),
+    ({"role": "planner"}, ["t1"]),
+    ({"role": "planner", "alias": "chat"}, []),
+    ({"scored": True}, ["t2", "t1"]),
+    ({"scored": False}, ["u3", "t0"]),
+    ({"min_score": 0.5}, ["t2"]),
+    ({"min_score": 0.0, "max_score": 0.5}, ["t1"]),
+    ({"tool": "search"}, ["t2", "t0"]),
+    ({"tool": "search", "outcome": "invalid_json"}, ["t0"]),
+    ({"outcome": "timeout"}, ["t2"]),
+    ({"outcome": "timeout", "role": "planner"}, []),
+    ({"round": "rnd_1"}, []),
 ]
 
 
@@ -46,7 +60,25 @@ def filled(store: Store) -> Store:
     for name, values in RUNS.items():
         answered_trajectory(store, name, **values)
     store.trajectories.seal("t1", now=9.0)
+    # The latest score counts; a failed judgement is none.
+    scores = [("t1", 0.9), ("t1", 0.25), ("t2", 1.0)]
+    verdicts = [_verdict(name, score) for name, score in scores]
+    failed = _verdict("u3", None)
+    store.groups.replace_verdicts([*verdicts, failed])
+    store.tools.record_tool_calls(
+        [_tool_call("t0", ToolOutcome.INVALID_JSON), _tool_call("t2", ToolOutcome.VALID, ToolResult.TIMEOUT)], []
+    )
     return store
+
+
+def _verdict(name: str, score: float | None) -> Verdict:
+    failure = "it was away" if score is None else None
+    return Verdict(trajectory_id=name, group_id=None, judge="rule", judge_version="1", score=score, failure=failure)
+
+
+def _tool_call(name: str, outcome: ToolOutcome, result: ToolResult | None = None) -> ToolCall:
+    return ToolCall(call_id=f"call_{name}", choice=0, place=0, alias="mail", version=0, tool="search",
+                    tool_call_id="c", outcome=outcome, result=result)  # fmt: skip
 
 
 @pytest.mark.parametrize(("chosen", "expected"), FILTERS, ids=[str(chosen) for chosen, _ in FILTERS])

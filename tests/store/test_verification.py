@@ -70,6 +70,8 @@ DAMAGE: dict[str, tuple[Callable[[sa.Connection], None], str, str]] = {
     "leftover": (_do(sa.insert(messages).values(hash="b2:" + "1" * 32, parent="", role="user", body=b"{}")), "message",
                  "no call, answer or message names it"),
     "toolset": (_do(sa.update(schema.toolsets).values(body=b"[]")), "tool list", "hash"),
+    "agent": (_do(sa.update(calls).where(calls.c.id == "call_t1").values(alias="other")), "call call_t1",
+              "it is of other, its trajectory t1 of agent"),
     "no toolset": (_do(sa.delete(schema.toolsets)), "call call_a", "tool list"),
     "prompt": (
         _do(sa.update(calls).where(calls.c.id == "call_t1").values(prompt_ids=sa.literal(b"\x02abc", _RAW))),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from tests.harness.trainer.scripted_engine import Faithful, ScriptedEngine
 from tests.harness.trainer.tiny import build_tiny_model
 
 if TYPE_CHECKING:
-    from ratchet.trainer.controller_loop import Controller
+    from tests.harness.trainer.stepped_controller import SteppedController
 
 
 @pytest.fixture(scope="session")
@@ -47,14 +46,14 @@ def engine() -> Iterator[ScriptedEngine]:
 @pytest.fixture
 def make_controller(
     store: Store, engine: ScriptedEngine, tiny_model: Path, tmp_path: Path
-) -> Iterator[Callable[..., Controller]]:
-    from ratchet.trainer.controller_loop import Controller
+) -> Iterator[Callable[..., SteppedController]]:
     from ratchet.trainer.settings.learner_settings import LearnerSettings
     from ratchet.trainer.settings.trainer_settings import TrainerSettings
+    from tests.harness.trainer.stepped_controller import SteppedController
 
-    made: list[Controller] = []
+    made: list[SteppedController] = []
 
-    def make(**changes: Any) -> Controller:
+    def make(**changes: Any) -> SteppedController:
         values: dict[str, Any] = {
             "store": str(tmp_path / "store.db"),
             "model": "agent",
@@ -65,8 +64,9 @@ def make_controller(
             "num_generations": 2,
             "groups_per_round": 2,
             "learner": LearnerSettings(learning_rate=1e-2, sequence_mask_threshold=None),
+            "release": {"policy": "immediate"},
         }
-        controller = Controller(TrainerSettings(**(values | changes)), store, threading.Event())
+        controller = SteppedController(TrainerSettings(**(values | changes)), store)
         made.append(controller)
 
         engine.scorer = Faithful(engine, lambda: controller.learner)

@@ -16,7 +16,7 @@ from ratchet.store.reasons import DropReason
 from ratchet.store.records import Group, Verdict
 from ratchet.store.states import GroupState, PolicyState, TrajectoryState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.rounds.backlog import Backlog
+from ratchet.trainer.controller.rounds.backlog import Backlog, is_drained
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.harness.trainer.agents import agents_work
 
@@ -115,3 +115,11 @@ def test_a_group_that_lost_too_many_members_is_neither_judged_nor_trained(store:
     assert store.policies.get("agent", 1).state is PolicyState.REJECTED
     assert [one.id for one in waiting.judged()] == [single.id]  # what was formed as a single stays one
     assert store.groups.get(group.id).drop_reason == "group_too_small"
+
+
+def test_traffic_of_another_agent_does_not_keep_one_from_being_drained(store: Store) -> None:
+    agents_work(store, "theirs", [1.0], alias="other")
+    assert is_drained(store, "agent", num_generations=2, groups_per_round=1)
+    assert not is_drained(store, "other", num_generations=2, groups_per_round=1)
+    agents_work(store, "ours", [1.0])
+    assert not is_drained(store, "agent", num_generations=2, groups_per_round=1)

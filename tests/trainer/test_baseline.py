@@ -82,10 +82,11 @@ def test_a_single_that_waits_long_for_its_round_keeps_what_it_was_compared_with(
         retry_seconds=1.0, alarm_after=5, judged=JudgedGroupCache(store, estimator),
     )  # fmt: skip
     member = store.trajectories.read("mail/1-0")
-    keeper.judge_now(group, [member], now=102.0)
+    keeper.submit([group], store.trajectories.read)
+    assert keeper.collect_results(102.0, timeout=60.0) == 1
     (earned,) = estimator.advantages([member.trajectory], list(store.groups.verdicts(group.members).values())) or ()
     assert earned > 0.3
-    for number in range(MAX_SCORES_PER_FAMILY):  # a canary's traffic, say
+    for number in range(MAX_SCORES_PER_FAMILY):  # a ramp's traffic, say
         book.add(scored(f"new{number}", 1.0, 200.0 + number, family="task:mail"))
     assert book.baseline(past_score(member.trajectory, store.groups.verdicts(group.members)["mail/1-0"]), 16) is None
     assert estimator.advantages([member.trajectory], list(store.groups.verdicts(group.members).values())) == (earned,)

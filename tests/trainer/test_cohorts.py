@@ -19,12 +19,12 @@ from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator, 
 from ratchet.trainer.controller.collect.cohorts import cohort_key, plan_cohorts
 from ratchet.trainer.controller.collect.collector import TrajectoryCollector
 from ratchet.trainer.controller.collect.role_resolution import RoleResolver
-from ratchet.trainer.controller_loop import Controller
 from ratchet.trainer.rows.roles import Roles
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.statistics.score_spread import has_signal
 from tests.harness.records import call_start, ended
 from tests.harness.trainer import judge_samples
+from tests.harness.trainer.stepped_controller import SteppedController
 from tests.trainer.test_grouping import run
 
 
@@ -138,7 +138,7 @@ def test_a_family_with_enough_scores_uses_its_baseline(
 
 
 def test_a_family_without_a_past_is_learnt_from_at_once(
-    store: Store, make_controller: Callable[..., Controller]
+    store: Store, make_controller: Callable[..., SteppedController]
 ) -> None:
     judge_samples.by_answer |= {"good": 1.0, "bad": 0.0}
     for number in range(4):

@@ -9,15 +9,15 @@ import pytest
 
 from ratchet.store.states import PolicyState, TrajectoryState
 from ratchet.store.store import Store
-from ratchet.trainer.controller_loop import Controller
 from ratchet.trainer.release.evaluation import summarize_pairs
 from ratchet.trainer.tasks.held_out import is_held_out
 from tests.harness.trainer import judge_samples
 from tests.harness.trainer.agents import agents_work
 from tests.harness.trainer.scripted_engine import ScriptedEngine
+from tests.harness.trainer.stepped_controller import SteppedController
 from tests.harness.trainer.turns import until
 
-GATE = {"held_out_share": 0.3, "evaluation_samples": 2}
+GATE = {"policy": "immediate", "held_out_share": 0.3, "evaluation_samples": 2}
 
 
 def tasks(held_out: bool, count: int) -> list[str]:
@@ -47,11 +47,11 @@ def decided(store: Store) -> bool:
 
 @pytest.mark.slow
 def test_a_candidate_that_answers_worse_is_rejected_before_it_serves(
-    store: Store, make_controller: Callable[..., Controller], engine: ScriptedEngine
+    store: Store, make_controller: Callable[..., SteppedController], engine: ScriptedEngine
 ) -> None:
     held = ready_to_train(store)
     answering(engine, new=0.2, old=0.9)
-    until(make_controller(release=GATE | {"canary": True}), time.time(), lambda: decided(store))
+    until(make_controller(release=GATE | {"policy": "guarded"}), time.time(), lambda: decided(store))
     assert store.policies.get("agent", 1).state is PolicyState.REJECTED
     assert "agent@1" not in engine.loaded
     decision = store.decisions.decisions_of("agent", 1)[0]
@@ -62,7 +62,7 @@ def test_a_candidate_that_answers_worse_is_rejected_before_it_serves(
 
 
 def test_a_candidate_that_answers_as_well_goes_on_with_the_evidence(
-    store: Store, make_controller: Callable[..., Controller], engine: ScriptedEngine
+    store: Store, make_controller: Callable[..., SteppedController], engine: ScriptedEngine
 ) -> None:
     ready_to_train(store)
     answering(engine, new=0.9, old=0.2)
@@ -77,7 +77,7 @@ def test_a_candidate_that_answers_as_well_goes_on_with_the_evidence(
 
 @pytest.mark.slow
 def test_prompts_that_the_judge_fails_on_do_not_count(
-    store: Store, make_controller: Callable[..., Controller], engine: ScriptedEngine
+    store: Store, make_controller: Callable[..., SteppedController], engine: ScriptedEngine
 ) -> None:
     ready_to_train(store)
     judge_samples.by_answer.update({"new": ValueError("judge is down"), "old": 1.0})
@@ -95,7 +95,7 @@ def test_only_tasks_of_the_share_are_held_out_and_a_larger_share_keeps_them() ->
     assert not any(is_held_out(key, 0.0) for key in keys)
 
 
-def test_trained_tasks_are_never_held_out(store: Store, make_controller: Callable[..., Controller]) -> None:
+def test_trained_tasks_are_never_held_out(store: Store, make_controller: Callable[..., SteppedController]) -> None:
     for name in tasks(False, 2):
         agents_work(store, name, [0.0, 1.0])
     make_controller(release=GATE).step(time.time())
@@ -118,7 +118,7 @@ def requested_prompts(store: Store) -> list[str]:
 
 @pytest.mark.slow
 def test_every_version_is_tried_with_the_same_prompts_once_there_are_enough(
-    store: Store, make_controller: Callable[..., Controller], engine: ScriptedEngine
+    store: Store, make_controller: Callable[..., SteppedController], engine: ScriptedEngine
 ) -> None:
     ready_to_train(store)
     answering(engine, new=0.9, old=0.2)
@@ -140,7 +140,7 @@ def test_every_version_is_tried_with_the_same_prompts_once_there_are_enough(
 
 @pytest.mark.slow
 def test_a_larger_set_of_prompts_is_marked_as_changed(
-    store: Store, make_controller: Callable[..., Controller], engine: ScriptedEngine
+    store: Store, make_controller: Callable[..., SteppedController], engine: ScriptedEngine
 ) -> None:
     ready_to_train(store)
     answering(engine, new=0.9, old=0.2)

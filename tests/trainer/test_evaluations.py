@@ -11,12 +11,12 @@ import pytest
 
 from ratchet.store.states import PolicyAction, PolicyState, TrajectoryState
 from ratchet.store.store import Store
-from ratchet.trainer.controller_loop import Controller
 from ratchet.trainer.errors import TuningError
 from ratchet.trainer.release.evaluation import EvaluationResult, PairedEvaluation
 from ratchet.trainer.release.evaluation_runner import KIND, EvaluationRunner
 from tests.harness.trainer.agents import agents_work
 from tests.harness.trainer.scripted_engine import ScriptedEngine
+from tests.harness.trainer.stepped_controller import SteppedController
 from tests.harness.trainer.turns import until
 from tests.trainer.test_evaluation import GATE, answering, ready_to_train, tasks
 
@@ -41,7 +41,7 @@ def slow(engine: ScriptedEngine) -> Iterator[threading.Event]:
 
 @pytest.mark.slow
 def test_while_a_candidate_is_tried_others_are_judged_and_nothing_is_trained(
-    store: Store, make_controller: Callable[..., Controller], slow: threading.Event
+    store: Store, make_controller: Callable[..., SteppedController], slow: threading.Event
 ) -> None:
     ready_to_train(store)
     controller = make_controller(release=GATE)
@@ -64,7 +64,7 @@ def test_while_a_candidate_is_tried_others_are_judged_and_nothing_is_trained(
 
 @pytest.mark.slow
 def test_a_trainer_that_is_killed_while_a_candidate_is_tried_tries_it_again_and_decides_once(
-    store: Store, make_controller: Callable[..., Controller], slow: threading.Event
+    store: Store, make_controller: Callable[..., SteppedController], slow: threading.Event
 ) -> None:
     ready_to_train(store)
     now = time.time()
@@ -81,7 +81,7 @@ def test_a_trainer_that_is_killed_while_a_candidate_is_tried_tries_it_again_and_
 
 @pytest.mark.slow
 def test_what_was_found_before_a_kill_is_decided_on_without_trying_again(
-    store: Store, make_controller: Callable[..., Controller], engine: ScriptedEngine
+    store: Store, make_controller: Callable[..., SteppedController], engine: ScriptedEngine
 ) -> None:
     ready_to_train(store)
     answering(engine, new=0.2, old=0.9)
@@ -113,7 +113,7 @@ def test_an_evaluation_that_fails_is_an_alarm_and_passes_nobody(store: Store) ->
             pass
 
     failing = FailingEvaluator()
-    evaluations = EvaluationRunner(store, "agent", failing, clock=lambda: clock[0])
+    evaluations = EvaluationRunner(store, "agent", failing, EvaluationResult, KIND, clock=lambda: clock[0])
     store.rounds.commit(store.rounds.start("agent", 0).id, version=1, checkpoint="/c/1", groups=[], metrics={})
     candidate, live = store.policies.get("agent", 1), store.policies.get("agent", 0)
     for again in (1, 2):
@@ -134,11 +134,11 @@ def test_an_evaluation_that_fails_is_an_alarm_and_passes_nobody(store: Store) ->
 
 @pytest.mark.slow
 def test_a_jump_on_held_out_tasks_waits_for_a_person_before_it_serves_anybody(
-    store: Store, make_controller: Callable[..., Controller], engine: ScriptedEngine
+    store: Store, make_controller: Callable[..., SteppedController], engine: ScriptedEngine
 ) -> None:
     ready_to_train(store)
     answering(engine, new=1.0, old=0.2)
-    controller = make_controller(release=GATE | {"canary": True, "max_gain": 0.5})
+    controller = make_controller(release=GATE | {"policy": "guarded", "max_gain": 0.5})
     until(controller, time.time(), lambda: store.policies.awaiting_approval("agent") is not None)
     decision = store.decisions.decisions_of("agent", 1)[0]
     assert (decision.action, decision.decided_by) == (PolicyAction.HOLD, "evaluation")
@@ -148,7 +148,7 @@ def test_a_jump_on_held_out_tasks_waits_for_a_person_before_it_serves_anybody(
 
 @pytest.mark.slow
 def test_a_second_judge_that_sees_no_gain_in_the_same_answers_holds_the_candidate(
-    store: Store, make_controller: Callable[..., Controller], engine: ScriptedEngine
+    store: Store, make_controller: Callable[..., SteppedController], engine: ScriptedEngine
 ) -> None:
     ready_to_train(store)
     answering(engine, new=0.9, old=0.6)

@@ -15,18 +15,18 @@ from ratchet.store.store import Store
 from ratchet.trainer.controller.collect.feedback_wait import FeedbackWait, feedback_wait_of
 from ratchet.trainer.controller.judges.kinds.feedback import FeedbackJudge, votes_of
 from ratchet.trainer.controller.judges.make_judge import make_judge
-from ratchet.trainer.controller_loop import Controller
 from ratchet.trainer.settings.judge_specs import FeedbackSpec, read_spec
 from tests.harness.records import answered_trajectory
 from tests.harness.trainer import judge_samples
 from tests.harness.trainer.agents import agents_work
+from tests.harness.trainer.stepped_controller import SteppedController
 
 DAY = 86_400.0
 WAITING: Any = {"kind": "feedback", "within_seconds": 100.0}
 
 
 @pytest.fixture
-def waiting_controller(make_controller: Callable[..., Controller]) -> Callable[..., Controller]:
+def waiting_controller(make_controller: Callable[..., SteppedController]) -> Callable[..., SteppedController]:
     """A controller whose judge waits for what people say."""
     return lambda **changes: make_controller(**({"judge": WAITING, "groups_per_round": 1} | changes))
 
@@ -53,7 +53,7 @@ def latest(store: Store, *runs: str) -> list[float | None]:
     return [found[run].score if run in found else None for run in runs]
 
 
-def finish_judging(controller: Controller, now: float, turns: int = 6) -> None:
+def finish_judging(controller: SteppedController, now: float, turns: int = 6) -> None:
     for _ in range(turns):
         controller.step(now)
 
@@ -132,7 +132,7 @@ def test_a_judge_function_receives_the_feedback(store: Store) -> None:
 
 @pytest.mark.slow
 def test_a_trajectory_waits_for_its_feedback_and_fails_nothing_meanwhile(
-    store: Store, waiting_controller: Callable[..., Controller]
+    store: Store, waiting_controller: Callable[..., SteppedController]
 ) -> None:
     good, bad = agents_work(store, "a", [0.0, 0.0])
     controller = waiting_controller()
@@ -150,7 +150,7 @@ def test_a_trajectory_waits_for_its_feedback_and_fails_nothing_meanwhile(
 
 @pytest.mark.slow
 def test_a_trajectory_without_feedback_in_time_is_dropped_with_that_reason(
-    store: Store, waiting_controller: Callable[..., Controller]
+    store: Store, waiting_controller: Callable[..., SteppedController]
 ) -> None:
     spoken, other, silent = agents_work(store, "a", [0.0, 0.0, 0.0])
     controller = waiting_controller()
@@ -165,7 +165,7 @@ def test_a_trajectory_without_feedback_in_time_is_dropped_with_that_reason(
 
 
 def test_with_a_default_silence_is_judged_once_its_time_is_up(
-    store: Store, waiting_controller: Callable[..., Controller]
+    store: Store, waiting_controller: Callable[..., SteppedController]
 ) -> None:
     spoken, silent = agents_work(store, "a", [0.0, 0.0])
     say(store, spoken, 1.0)
@@ -178,7 +178,9 @@ def test_with_a_default_silence_is_judged_once_its_time_is_up(
 
 
 @pytest.mark.slow
-def test_peers_are_awaited_from_the_feedback_on(store: Store, waiting_controller: Callable[..., Controller]) -> None:
+def test_peers_are_awaited_from_the_feedback_on(
+    store: Store, waiting_controller: Callable[..., SteppedController]
+) -> None:
     early, late = agents_work(store, "a", [0.0, 0.0])
     controller = waiting_controller(judge=WAITING | {"within_seconds": DAY}, group_wait_seconds=300.0)
     say(store, early, 1.0, given_at=5000.0)
@@ -194,7 +196,7 @@ def test_peers_are_awaited_from_the_feedback_on(store: Store, waiting_controller
 
 @pytest.mark.slow
 def test_late_feedback_adds_a_verdict_names_what_was_trained_and_trains_nothing_twice(
-    store: Store, waiting_controller: Callable[..., Controller]
+    store: Store, waiting_controller: Callable[..., SteppedController]
 ) -> None:
     first, second = agents_work(store, "a", [0.0, 0.0])
     say(store, first, 1.0)
@@ -223,7 +225,7 @@ def test_late_feedback_adds_a_verdict_names_what_was_trained_and_trains_nothing_
 
 @pytest.mark.slow
 def test_revised_feedback_before_the_round_is_what_trains(
-    store: Store, waiting_controller: Callable[..., Controller]
+    store: Store, waiting_controller: Callable[..., SteppedController]
 ) -> None:
     first, second = agents_work(store, "a", [0.0, 0.0])
     say(store, first, 1.0)
@@ -239,7 +241,7 @@ def test_revised_feedback_before_the_round_is_what_trains(
 
 
 def test_feedback_on_what_was_put_aside_is_a_verdict_all_the_same(
-    store: Store, waiting_controller: Callable[..., Controller]
+    store: Store, waiting_controller: Callable[..., SteppedController]
 ) -> None:
     (name,) = agents_work(store, "a", [0.0])
     controller = waiting_controller()
@@ -253,7 +255,7 @@ def test_feedback_on_what_was_put_aside_is_a_verdict_all_the_same(
 
 @pytest.mark.slow
 def test_a_part_that_fails_does_not_hold_late_feedback_for_ever(
-    store: Store, waiting_controller: Callable[..., Controller]
+    store: Store, waiting_controller: Callable[..., SteppedController]
 ) -> None:
     parts = [
         {"name": "liked", "weight": 1.0, "judge": WAITING},

@@ -70,6 +70,12 @@ def test_an_evaluation_is_never_training_data() -> None:
     assert found.drops == (("0", "eval"), ("1", "eval"), ("2", "eval"))
 
 
+def test_what_a_rollback_at_once_moved_to_another_version_is_never_training_data() -> None:
+    found = plan([run("a"), run("b", purpose="moved"), run("c")])
+    assert found.drops == (("b", "moved"),)
+    assert all("b" not in group.members for group in found.groups)
+
+
 def test_ungrouped_trajectories_become_groups_of_one_if_kept() -> None:
     waiting = [run("a"), run("b", task="other"), run("new", task="third", sealed_at=50.0)]
     found = plan(waiting, now=61.0).with_ungrouped(keep=True)

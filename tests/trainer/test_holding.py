@@ -9,20 +9,21 @@ import pytest
 from click.testing import CliRunner
 
 from ratchet.cli import cli
+from ratchet.store.records import VersionDraw
 from ratchet.store.reports.undecided_versions import read_awaiting_approval
 from ratchet.store.states import PolicyAction, PolicyState
 from ratchet.store.store import Store
-from ratchet.trainer.controller_loop import Controller
 from tests.harness.trainer.agents import agents_work
+from tests.harness.trainer.stepped_controller import SteppedController
 from tests.harness.trainer.turns import until
 
 CONTRARY = {"kind": "function", "function": "tests.harness.trainer.judge_samples:contrary"}
 AGREEING = {"kind": "function", "function": "tests.harness.trainer.judge_samples:scripted"}
 SENTINEL = {"second_judge": CONTRARY, "second_judge_sample_rate": 1.0, "interval_seconds": 0.5}
-GATE = {"canary": True, "canary_share": 0.25, "min_samples": 10, "max_samples": 60, "margin": 0.1, "max_gain": None}
+GUARDED = {"policy": "guarded", "invariant_prompts": 0, "ramp": 16, "max_gain": None}
 
 
-def disagreeing(store: Store, controller: Controller, now: float, groups: int = 24) -> float:
+def disagreeing(store: Store, controller: SteppedController, now: float, groups: int = 24) -> float:
     """Have so many groups judged by both, a few at a time; return the time after that."""
     for number in range(groups):
         agents_work(store, f"said-{now:.0f}-{number}", [0.0, 1.0], at=time.time())
@@ -38,8 +39,8 @@ def active_alarms(store: Store) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_without_a_gate_a_proven_version_waits_for_a_person_while_the_judges_disagree(
-    store: Store, make_controller: Callable[..., Controller]
+def test_under_the_immediate_policy_a_proven_version_waits_for_a_person_while_the_judges_disagree(
+    store: Store, make_controller: Callable[..., SteppedController]
 ) -> None:
     controller = make_controller(sentinel=SENTINEL, groups_per_round=24)
     now = disagreeing(store, controller, time.time())
@@ -58,13 +59,13 @@ def test_without_a_gate_a_proven_version_waits_for_a_person_while_the_judges_dis
         agents_work(store, f"later-{number}", [0.0, 1.0], at=now)
     for later in range(5):
         controller.step(now + 100.0 + later)
-    assert len(store.rounds.page("agent")) == 1, "nothing is trained on an undecided version"
+    assert store.policies.live()["agent"].version == 0
     assert len(store.decisions.decisions_of("agent", 1)) == 1
 
 
 @pytest.mark.slow
 def test_a_person_promotes_what_is_held_and_training_goes_on(
-    store: Store, make_controller: Callable[..., Controller]
+    store: Store, make_controller: Callable[..., SteppedController]
 ) -> None:
     controller = make_controller(sentinel=SENTINEL, groups_per_round=24)
     now = disagreeing(store, controller, time.time())
@@ -78,7 +79,7 @@ def test_a_person_promotes_what_is_held_and_training_goes_on(
 
 @pytest.mark.slow
 def test_a_person_takes_back_what_is_held_and_training_goes_on_from_the_live_version(
-    store: Store, make_controller: Callable[..., Controller]
+    store: Store, make_controller: Callable[..., SteppedController]
 ) -> None:
     controller = make_controller(sentinel=SENTINEL, groups_per_round=24)
     now = disagreeing(store, controller, time.time())
@@ -94,7 +95,9 @@ def test_a_person_takes_back_what_is_held_and_training_goes_on_from_the_live_ver
 
 
 @pytest.mark.slow
-def test_what_is_held_is_held_after_a_restart_too(store: Store, make_controller: Callable[..., Controller]) -> None:
+def test_what_is_held_is_held_after_a_restart_too(
+    store: Store, make_controller: Callable[..., SteppedController]
+) -> None:
     controller = make_controller(sentinel=SENTINEL, groups_per_round=24)
     now = disagreeing(store, controller, time.time())
     now = until(controller, now, lambda: store.policies.awaiting_approval("agent") is not None, most=200)
@@ -109,25 +112,25 @@ def test_what_is_held_is_held_after_a_restart_too(store: Store, make_controller:
 
 
 @pytest.mark.slow
-def test_a_canary_that_its_own_second_judge_likes_is_held_by_the_sentinels(
-    store: Store, make_controller: Callable[..., Controller]
+def test_a_ramp_that_its_own_second_judge_likes_is_held_by_the_sentinels(
+    store: Store, make_controller: Callable[..., SteppedController]
 ) -> None:
-    controller = make_controller(release=GATE | {"second_judge": AGREEING}, sentinel=SENTINEL)
+    controller = make_controller(release=GUARDED | {"second_judge": AGREEING}, sentinel=SENTINEL)
     agents_work(store, "a", [0.0, 1.0])
     agents_work(store, "b", [1.0, 0.0])
     now = until(controller, time.time(), lambda: len(store.policies.all("agent")) == 2, most=200)
     now = disagreeing(store, controller, now)
-    canary_does_better(store)
+    ramp_does_better(store)
     until(controller, now + 100.0, lambda: store.policies.awaiting_approval("agent") is not None, most=200)
     decision = store.decisions.decisions_of("agent", 1)[0]
     assert decision.action is PolicyAction.HOLD
     assert "the sentinel found that the judges disagree" in decision.reason
     assert decision.evidence["second_judge"]["low"] > 0
-    assert decision.evidence["release"]["difference"]["low"] > 0
+    assert decision.evidence["live_minus_anchor"]["low"] > 0
 
 
 @pytest.mark.slow
-def test_it_is_only_an_alarm_where_one_says_so(store: Store, make_controller: Callable[..., Controller]) -> None:
+def test_it_is_only_an_alarm_where_one_says_so(store: Store, make_controller: Callable[..., SteppedController]) -> None:
     controller = make_controller(sentinel=SENTINEL | {"block_release": False}, groups_per_round=24)
     now = disagreeing(store, controller, time.time())
     until(controller, now, lambda: store.policies.live()["agent"].version == 1, most=200)
@@ -135,31 +138,32 @@ def test_it_is_only_an_alarm_where_one_says_so(store: Store, make_controller: Ca
 
 
 @pytest.mark.slow
-def test_the_sentinels_second_judge_scores_a_canary_if_the_release_has_none(
-    store: Store, make_controller: Callable[..., Controller]
+def test_the_sentinels_second_judge_scores_a_ramp_if_the_release_has_none(
+    store: Store, make_controller: Callable[..., SteppedController]
 ) -> None:
     unmoved = {"kind": "function", "function": "tests.harness.trainer.judge_samples:unmoved"}
-    controller = make_controller(release=GATE | {"max_gain": 0.4}, sentinel=SENTINEL | {"second_judge": unmoved})
+    controller = make_controller(release=GUARDED | {"max_gain": 0.4}, sentinel=SENTINEL | {"second_judge": unmoved})
     agents_work(store, "a", [0.0, 1.0])
     agents_work(store, "b", [1.0, 0.0])
     now = until(controller, time.time(), lambda: len(store.policies.all("agent")) == 2, most=200)
-    canary_does_better(store)
+    ramp_does_better(store)
     until(controller, now + 100.0, lambda: store.policies.awaiting_approval("agent") is not None, most=200)
     decision = store.decisions.decisions_of("agent", 1)[0]
     assert "the gain exceeds max_gain" in decision.reason
     assert "does not see the gain" in decision.reason, "the reason includes the second judge's result"
-    assert store.policies.get("agent", 1).state is PolicyState.CANARY
+    assert store.policies.get("agent", 1).state is PolicyState.RAMP
 
 
-def canary_does_better(store: Store) -> None:
+def ramp_does_better(store: Store) -> None:
+    draw = VersionDraw(shares={0: 0.55, 1: 0.45})
     for number in range(30):
-        agents_work(store, f"new-{number}", [1.0, 1.0], version=1, at=time.time())
-        agents_work(store, f"old-{number}", [0.0, 1.0], version=0, at=time.time())
+        agents_work(store, f"new-{number}", [1.0, 1.0], version=1, at=time.time(), draw=draw)
+        agents_work(store, f"old-{number}", [0.0, 0.2], version=0, at=time.time(), draw=draw)
 
 
 @pytest.mark.slow
 def test_status_and_the_commands_speak_of_what_is_held(
-    store: Store, make_controller: Callable[..., Controller]
+    store: Store, make_controller: Callable[..., SteppedController]
 ) -> None:
 
     controller = make_controller(sentinel=SENTINEL, groups_per_round=24)

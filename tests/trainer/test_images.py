@@ -19,11 +19,11 @@ import pytest
 from ratchet.status.project_status import status_lines
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges.images import JudgeImages
-from ratchet.trainer.controller_loop import Controller
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import served
 from tests.harness.trainer import judge_samples
 from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says
+from tests.harness.trainer.stepped_controller import SteppedController
 from tests.proxy.conftest import Proxy, running
 from tests.trainer.test_ruler import judge, member, shown
 
@@ -81,7 +81,7 @@ Asks = Callable[[Proxy, str, str], None]
 @pytest.mark.slow
 @pytest.mark.parametrize("asks", [by_chat, by_responses, by_messages])
 def test_images_are_recorded_and_judged_and_their_round_says_why_nothing_was_trained(
-    asks: Asks, proxy: Proxy, store: Store, make_controller: Callable[..., Controller]
+    asks: Asks, proxy: Proxy, store: Store, make_controller: Callable[..., SteppedController]
 ) -> None:
     judge_samples.by_answer |= {"cat": 0.0, "dog": 1.0}
     for answer in ("cat", "dog"):
@@ -164,7 +164,8 @@ def test_an_image_too_large_to_be_shown_is_described() -> None:
 def test_the_status_names_images_among_what_was_left_out() -> None:
     store: dict[str, Any] = {
         "trajectories": {}, "dropped": {}, "dropped_groups": {}, "untrained_tokens": {"image": 12}, "resamples": {},
-        "rounds": {}, "live": None, "canary": None, "pending_approval": None, "decisions": [], "alarms": [],
+        "rounds": {}, "live": None, "release": None, "unprotected": False, "ramp": None,
+        "pending_approval": None, "decisions": [], "alarms": [],
         "proxies": [], "next_round": None, "policy_change": None, "base_model": None,
     }  # fmt: skip
     status = {

@@ -38,7 +38,8 @@ def keeper(store: Store, **changes: Any) -> JudgeRunner:
 
 
 def score(store: Store, keep: JudgeRunner, group: Group, now: float = 102.0) -> Group:
-    keep.judge_now(store.groups.get(group.id), [store.trajectories.read(name) for name in group.members], now)
+    keep.submit([store.groups.get(group.id)], store.trajectories.read)
+    assert keep.collect_results(now, timeout=60.0) == 1
     return store.groups.get(group.id)
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -173,12 +174,16 @@ def test_a_new_learning_rate_wins_over_the_checkpoints(make_learner: LearnerMake
     assert train(slow, range(1))[0].weight_change < 0.01 * train(learner, range(1))[0].weight_change
 
 
-@pytest.mark.parametrize("setting", ["lora_r", "target_modules"])
-def test_a_checkpoint_of_another_adapter_is_refused(setting: str, make_learner: LearnerMaker, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "other", [{"lora_r": 4}, {"target_modules": ("q_proj",)}, {"exclude_modules": ("layers.0.self_attn.v_proj",)}]
+)
+def test_a_checkpoint_of_another_adapter_is_refused(
+    other: dict[str, Any], make_learner: LearnerMaker, tmp_path: Path
+) -> None:
     make_learner().save(tmp_path / "0001")
-    other = {"lora_r": replace(SETTINGS, lora_r=4), "target_modules": replace(SETTINGS, target_modules=("q_proj",))}
-    with pytest.raises(CheckpointMismatch, match=f"trained with {setting}"):
-        make_learner(other[setting], resume_from=tmp_path / "0001")
+    (setting,) = other
+    with pytest.raises(CheckpointMismatch, match=f"trained with {setting} .* set {setting} back"):
+        make_learner(replace(SETTINGS, **other), resume_from=tmp_path / "0001")
 
 
 def test_a_half_written_checkpoint_is_refused(make_learner: LearnerMaker, tmp_path: Path) -> None:
@@ -337,7 +342,7 @@ def test_a_missing_model_and_a_folder_without_one_are_different_errors(tmp_path:
     ],
 )
 def test_a_setting_out_of_range_is_refused_by_name(field: str, value: object) -> None:
-    with pytest.raises(SettingError, match=f"learner setting {field} is "):
+    with pytest.raises(SettingError, match=f"learner.{field} is "):
         replace(SETTINGS, **{field: value})  # type: ignore[arg-type]
 
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from ratchet.store.store import Store
-from ratchet.trainer.controller_loop import Controller
 from ratchet.trainer.errors import SettingError
 from ratchet.trainer.learner.learner import Learner
 from ratchet.trainer.learner_protocol import RoundReport
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from tests.harness.trainer.agents import agents_work
+from tests.harness.trainer.stepped_controller import SteppedController
 from tests.harness.trainer.tiny import build_rows, build_tiny_model
 
 SETTINGS = LearnerSettings(learning_rate=1e-3, steps_per_round=2, threads=1)
@@ -74,15 +74,16 @@ def test_what_is_loaded_in_place_is_bitwise_what_would_be_built_there(
 
 def test_a_setting_that_shapes_the_adapter_is_not_changed_in_place(tiny_model: Path, tmp_path: Path) -> None:
     learner = Learner(str(tiny_model), SETTINGS, workdir=tmp_path / "work")
-    with pytest.raises(SettingError, match="lora_r cannot change while the trainer runs"):
+    with pytest.raises(SettingError, match="lora_r cannot change while the learner runs"):
         learner.load(None, replace(SETTINGS, lora_r=4))
 
 
 @pytest.mark.slow
 def test_a_rejected_version_leaves_the_base_model_where_it_is_and_there_is_one(
-    store: Store, make_controller: Callable[..., Controller], odd_model: Path
+    store: Store, make_controller: Callable[..., SteppedController], odd_model: Path
 ) -> None:
-    controller = make_controller(base_model=str(odd_model), release={"canary_share": 0.3})
+    controller = make_controller(base_model=str(odd_model), release={"policy": "immediate", "max_gain": 0.3})
+    assert controller.learner.step == 0  # made when it is first needed
     (weights,) = base_weights()
     place = weights.data_ptr()
     agents_work(store, "a", [0.0, 1.0])

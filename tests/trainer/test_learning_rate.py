@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
+from ratchet.trainer.errors import SettingError
+from ratchet.trainer.learner.learner import Learner
 from ratchet.trainer.learner.learning_rate import (
     ROUNDING,
     Bounds,
@@ -16,10 +23,12 @@ from ratchet.trainer.learner.learning_rate import (
     RoundShift,
     bounds,
     next_state,
+    schedule,
     target,
     target_shift,
 )
 from ratchet.trainer.settings.learner_settings import LearnerSettings
+from tests.harness.trainer.tiny import build_rows
 
 TINY = Bounds(1e-6, 2e-3, 1e-2)
 TARGET = 0.005
@@ -156,3 +165,57 @@ def test_what_a_checkpoint_keeps_is_what_goes_on() -> None:
     assert one.state() == other.state()
     other.restore(None)
     assert other.rate == 2e-3
+
+
+def test_a_schedule_rises_over_the_warm_up_and_falls_to_a_tenth() -> None:
+    constant = LearnerSettings(learning_rate=1e-3, warmup_steps=3)
+    assert [schedule(constant, step) for step in (0, 1, 2, 3, 1000)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    linear = LearnerSettings(learning_rate=1e-3, lr_scheduler_type="linear", warmup_steps=2, max_steps=12)
+    assert [schedule(linear, step) for step in (2, 7, 12, 99)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
+    cosine = LearnerSettings(learning_rate=1e-3, lr_scheduler_type="cosine", max_steps=10)
+    assert [schedule(cosine, step) for step in (0, 5, 10, 99)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
+    assert schedule(LearnerSettings(), 5) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"lr_scheduler_type": "cosine", "max_steps": 100}, "must be constant, unless learning_rate is a number"),
+        ({"warmup_steps": 5}, "must be 0, unless learning_rate is a number: auto sets the rate after each round"),
+        (
+            {"learning_rate": 1e-4, "lr_scheduler_type": "linear"},
+            "max_steps is None; it must be at least 1 with",
+        ),
+        (
+            {"learning_rate": 1e-4, "lr_scheduler_type": "linear", "max_steps": 5, "warmup_steps": 5},
+            "max_steps is 5; it must be at least 6 with lr_scheduler_type linear and warmup_steps 5",
+        ),
+        ({"learning_rate": 1e-4, "max_steps": 100}, "must be null with lr_scheduler_type constant, which never falls"),
+        ({"lr_scheduler_type": "step"}, "must be one of constant, linear, cosine"),
+        ({"weight_decay": 1.0}, "weight_decay is 1.0; it must be 0 or more and below 1"),
+        ({"learning_rate": 1e-4, "warmup_steps": -1}, "warmup_steps is -1; it must be 0 or more"),
+    ],
+)
+def test_schedules_that_have_no_effect_or_no_end_are_refused(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(SettingError, match=re.escape(says)):
+        LearnerSettings(**fields)
+
+
+def test_a_learner_follows_its_schedule_over_a_restart_and_decays_its_weights(tiny_model: Path, tmp_path: Path) -> None:
+    settings = LearnerSettings(learning_rate=1e-3, lr_scheduler_type="linear", warmup_steps=1, max_steps=3)
+    learner = Learner(str(tiny_model), settings, workdir=tmp_path / "work")
+    used = [learner.train_round(build_rows(4)).learning_rate for _ in range(2)]
+    learner.save(tmp_path / "saved")
+    again = Learner(str(tiny_model), settings, workdir=tmp_path / "again", resume_from=tmp_path / "saved")
+    used += [again.train_round(build_rows(4)).learning_rate for _ in range(2)]
+    assert used == pytest.approx([5e-4, 1e-3, 5.5e-4, 1e-4])
+
+    def norm(weight_decay: float) -> float:
+        fields = replace(settings, learning_rate=0.1, weight_decay=weight_decay)
+        decayed = Learner(str(tiny_model), fields, workdir=tmp_path / f"{weight_decay}")
+        decayed.train_round(build_rows(4))
+        decayed.save(tmp_path / f"saved-{weight_decay}")
+        weights = load_file(tmp_path / f"saved-{weight_decay}" / "adapter_model.safetensors")
+        return float(sum(weight.float().square().sum() for name, weight in weights.items() if "lora_A" in name))
+
+    assert norm(0.9) < norm(0.0)

@@ -284,6 +284,8 @@ def reference_row(model: Any, row: TokenRow, start: AtStart, settings: LearnerSe
     new, entropy = reference_scores(model, row)
     old = new.detach() if settings.loss_type == "sft" else start.logprobs
     advantage = torch.tensor(row.advantages[1:] if row.advantages else [row.advantage] * len(new), dtype=torch.float64)
+    if settings.loss_type == "distillation":  # from log p_teacher - log p_engine
+        advantage = (advantage + torch.tensor(row.logprobs[1:]) - old).clamp(-10.0, 10.0)
     weight = torch.ones_like(new)
     if settings.vllm_importance_sampling_clip_max is not None and row.importance and settings.loss_type != "sft":
         weight = (old - torch.tensor(row.logprobs[1:])).exp().clamp(max=settings.vllm_importance_sampling_clip_max)

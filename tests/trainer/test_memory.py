@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 from ratchet.store.records import Verdict
 from ratchet.store.states import RoundState, TrajectoryState
 from ratchet.store.store import Store
-from ratchet.trainer.controller_loop import Controller
 from ratchet.trainer.errors import OutOfMemory
 from ratchet.trainer.learner.learner import Learner
 from ratchet.trainer.learner_protocol import RoundReport
@@ -22,6 +20,7 @@ from ratchet.trainer.settings.learner_settings import LearnerSettings
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.harness.trainer.agents import agents_work
 from tests.harness.trainer.scripted_engine import ScriptedEngine
+from tests.harness.trainer.stepped_controller import SteppedController
 from tests.harness.trainer.tiny import build_rows
 from tests.trainer.test_round_size import RecordingLearner
 
@@ -43,23 +42,24 @@ class Cramped(RecordingLearner):
         self.trained.append(sorted(lengths))
         return super().train_round(rows, rate_scale)
 
-    def load(self, folder: Path | None, settings: LearnerSettings) -> None:
+    def load(self, folder: str | Path | None, settings: LearnerSettings) -> None:
         self.budget = settings.token_budget
 
 
 @pytest.fixture
-def make_cramped(store: Store, engine: ScriptedEngine, tmp_path: Path) -> Iterator[Callable[..., Controller]]:
-    made: list[Controller] = []
+def make_cramped(store: Store, engine: ScriptedEngine, tmp_path: Path) -> Iterator[Callable[..., SteppedController]]:
+    made: list[SteppedController] = []
 
-    def make(cramped: Cramped, **changes: Any) -> Controller:
+    def make(cramped: Cramped, **changes: Any) -> SteppedController:
         values: dict[str, Any] = {
             "store": "s", "model": "agent", "base_model": "b", "vllm": (engine.url,), "judge": {"kind": "workflow"},
             "checkpoints": tmp_path / "checkpoints", "num_generations": 2, "groups_per_round": 1,
+            "release": {"policy": "immediate"},
         }  # fmt: skip
         settings = TrainerSettings(**(values | changes))
-        controller = Controller(settings, store, threading.Event(), learner_factory=lambda given, folder: cramped)
+        controller = SteppedController(settings, store, learner_factory=lambda given, folder: cramped)
         made.append(controller)
-        controller._release.canary.check(0.0)
+        controller._release.controller.check(0.0)
         return controller
 
     yield make
@@ -92,7 +92,7 @@ def states(store: Store, names: Sequence[str]) -> list[TrajectoryState]:
 
 
 def test_smaller_micro_batches_are_tried_first_and_cost_no_row(
-    store: Store, make_cramped: Callable[..., Controller]
+    store: Store, make_cramped: Callable[..., SteppedController]
 ) -> None:
     names = judged(store, "a", [100, 100, 100, 100])
     learner = Cramped(capacity=250)
@@ -104,7 +104,7 @@ def test_smaller_micro_batches_are_tried_first_and_cost_no_row(
 
 
 def test_the_row_that_does_not_fit_alone_is_left_out_and_the_round_goes_on(
-    store: Store, make_cramped: Callable[..., Controller]
+    store: Store, make_cramped: Callable[..., SteppedController]
 ) -> None:
     names = judged(store, "a", [20, 30, 25, 900])
     learner = Cramped(capacity=100)
@@ -122,7 +122,7 @@ def test_the_row_that_does_not_fit_alone_is_left_out_and_the_round_goes_on(
 
 
 def test_what_was_learnt_of_the_memory_outlives_the_trainer(
-    store: Store, make_cramped: Callable[..., Controller]
+    store: Store, make_cramped: Callable[..., SteppedController]
 ) -> None:
     judged(store, "a", [20, 30, 25, 900])
     learner = Cramped(capacity=100)
@@ -132,7 +132,7 @@ def test_what_was_learnt_of_the_memory_outlives_the_trainer(
 
 
 def test_where_nothing_fits_the_trainer_stops_and_its_groups_wait(
-    store: Store, make_cramped: Callable[..., Controller]
+    store: Store, make_cramped: Callable[..., SteppedController]
 ) -> None:
     judged(store, "a", [200, 200, 200, 200])
     controller = make_cramped(Cramped(capacity=10))
@@ -143,7 +143,9 @@ def test_where_nothing_fits_the_trainer_stops_and_its_groups_wait(
     assert store.trajectories.drop_counts() == {}
 
 
-def test_a_configured_max_length_needs_no_failed_rounds(store: Store, make_cramped: Callable[..., Controller]) -> None:
+def test_a_configured_max_length_needs_no_failed_rounds(
+    store: Store, make_cramped: Callable[..., SteppedController]
+) -> None:
     names = judged(store, "a", [20, 30, 25, 900])
     learner = Cramped(capacity=10_000)
     make_cramped(learner, learner=LearnerSettings(max_length=100))._train(1000.0)

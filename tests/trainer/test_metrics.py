@@ -13,9 +13,9 @@ from ratchet.store.states import ToolResult
 from ratchet.store.store import Store
 from ratchet.trainer.controller.sentinel.sentinel import Sentinel
 from ratchet.trainer.errors import SettingError
-from ratchet.trainer.observability.metrics import TrainerMetrics
+from ratchet.trainer.observability.metrics import MetricsRegistry, TrainerMetrics
+from ratchet.trainer.release.detectable_loss import MeanDifference
 from ratchet.trainer.settings.sentinel_settings import SentinelSettings
-from ratchet.trainer.statistics.sequential_test import Difference
 from tests import house
 from tests.harness.records import answered_trajectory, judged_group
 from tests.harness.trainer.tool_records import tool_called
@@ -23,7 +23,7 @@ from tests.harness.trainer.tool_records import tool_called
 
 def samples(metrics: TrainerMetrics) -> dict[tuple[str, ...], float]:
     """Every sample by its name and its labels' values."""
-    text = httpx.get(f"http://127.0.0.1:{metrics.serve('127.0.0.1', 0)}/metrics", trust_env=False).text
+    text = httpx.get(f"http://127.0.0.1:{metrics.process.serve('127.0.0.1', 0)}/metrics", trust_env=False).text
     return {
         (sample.name, *sample.labels.values()): sample.value
         for family in text_string_to_metric_families(text)
@@ -61,19 +61,19 @@ def test_the_state_and_decisions_of_a_release_are_metrics(store: Store) -> None:
         held = store.rounds.start("agent", version - 1)
         store.rounds.commit(held.id, version=version, checkpoint="x", groups=[], metrics={})
     store.policies.promote("agent", 1, {})
-    store.policies.start_canary("agent", 2, 0.5)
+    store.policies.start_ramp("agent", 2, 0.5)
     store.policies.require_approval("agent", 2, {}, by="release", reason="too good")
     metrics = TrainerMetrics("agent", store)
-    metrics.canary(20, 30, Difference(0.5, 0.25, 0.75, 20, 30))
+    metrics.release(2.5, 20, MeanDifference(0.5, 0.25, 0.75, 30))
     metrics.evaluating(True)
     found = samples(metrics)
     assert (found["ratchet_live_version", "agent"], found["ratchet_release_pending_approval", "agent"]) == (1, 1)
     assert found["ratchet_policy_decisions_total", "hold", "agent"] == 1
-    assert found["ratchet_policy_decisions_total", "canary", "agent"] == 1
-    assert found["ratchet_release_scores", "agent", "canary"] == 20
+    assert found["ratchet_policy_decisions_total", "ramp", "agent"] == 1
+    assert (found["ratchet_release_harm", "agent"], found["ratchet_release_counted", "agent"]) == (2.5, 20)
     assert found["ratchet_release_difference", "agent", "low"] == 0.25
     assert found["ratchet_evaluation_running", "agent"] == 1
-    metrics.canary()
+    metrics.release(1.0, 0, None)
     assert not [name for name, *_ in samples(metrics) if name == "ratchet_release_difference"]
 
 
@@ -94,13 +94,15 @@ def test_a_store_that_is_away_leaves_the_rest(store: Store, tmp_path: Path) -> N
 
 
 def test_a_port_that_is_taken_is_refused_by_name() -> None:
-    port = TrainerMetrics("agent").serve("127.0.0.1", 0)
+    port = MetricsRegistry().serve("127.0.0.1", 0)
     with pytest.raises(SettingError, match=f"trainer.metrics_port {port}"):
-        TrainerMetrics("agent").serve("127.0.0.1", port)
+        MetricsRegistry().serve("127.0.0.1", port)
 
 
 def test_every_metric_of_the_trainer_is_documented(store: Store) -> None:
-    _, _, page = (house.ROOT / "docs" / "metrics.md").read_text().partition("## The trainer")
+    page = (
+        (house.ROOT / "docs" / "metrics.md").read_text().partition("## The trainer")[2].partition("## The learner")[0]
+    )
     families = TrainerMetrics("agent", store).registry.collect()
     names = {family.name + ("_total" if family.type == "counter" else "") for family in families}
     assert names == set(re.findall(r"^\| `(ratchet_\w+)`", page, re.MULTILINE))

@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 
 from ratchet.store.store import Store
 from ratchet.trainer.controller.rounds.round_runner import RoundRunner
-from ratchet.trainer.controller_loop import Controller
 from ratchet.trainer.learner.learner import Learner
 from ratchet.trainer.learner_protocol import RoundReport
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from tests.harness.trainer.agents import agents_work
+from tests.harness.trainer.stepped_controller import SteppedController
 from tests.harness.trainer.tiny import build_row, build_rows
 
 SETTINGS = LearnerSettings(steps_per_round=2, threads=1)
@@ -101,7 +101,7 @@ def test_the_movement_is_the_one_computed_by_hand(loss: str, steps: int, make_le
 
 @pytest.mark.slow
 def test_a_round_that_makes_good_answers_less_likely_raises_an_alarm_until_one_does_not(
-    store: Store, make_controller: Callable[..., Controller], tiny_model: Path, tmp_path: Path
+    store: Store, make_controller: Callable[..., SteppedController], tiny_model: Path, tmp_path: Path
 ) -> None:
     controller = make_controller(groups_per_round=9)
     runner = RoundRunner(store, "agent", tmp_path / "checkpoints")

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from ratchet.store.store import Store
-from ratchet.trainer.controller_loop import Controller
 from ratchet.trainer.errors import NoLearningSignal
 from ratchet.trainer.learner import preference_weights
 from ratchet.trainer.learner.learner import Learner
+from ratchet.trainer.learner.training_round import preference_gaps
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from tests.harness.trainer.agents import agents_work
+from tests.harness.trainer.stepped_controller import SteppedController
 from tests.harness.trainer.tiny import build_row
 from tests.trainer.test_loss_contract import Computed, backward, disturb, double, reference_logprobs
 
@@ -39,13 +40,17 @@ def build_learner(loss: str, tiny_model: Path, folder: Path, **changes: float) -
         loss_type=loss, preference_beta=BETA, max_grad_norm=0, threads=1, token_budget=160, **changes  # type: ignore[arg-type]
     )  # fmt: skip
     learner = Learner(str(tiny_model), settings, workdir=folder)
-    disturb(learner._trainer, scale=0.03, seed=2)
+    disturb(learner.host.trainer, scale=0.03, seed=2)
     return learner
+
+
+def gaps(learner: Learner, rows: Sequence[TokenRow]) -> list[float]:
+    return preference_gaps(learner.host.trainer, learner.host.limits, rows)
 
 
 def reference(learner: Learner, rows: Sequence[TokenRow], loss: str) -> Computed:
     """The loss as the papers write it, in float64."""
-    model = double(learner._trainer.model)
+    model = double(learner.host.trainer.model)
     h: dict[str, torch.Tensor] = {}
     for row in rows:
         plain = dataclasses.replace(row, temperature=1.0)
@@ -73,10 +78,10 @@ def reference(learner: Learner, rows: Sequence[TokenRow], loss: str) -> Computed
 def test_the_gradient_and_the_loss_are_those_of_the_formulas(loss: str, tiny_model: Path, tmp_path: Path) -> None:
     learner, rows = build_learner(loss, tiny_model, tmp_path), build_groups()
     expected = reference(learner, rows, loss)
-    weighed = preference_weights.weighted_rows(rows, learner._gaps(rows), loss, BETA)
-    micros = learner._trainer.prepare(weighed.rows, only_step=True)
+    weighed = preference_weights.weighted_rows(rows, gaps(learner, rows), loss, BETA)
+    micros = learner.host.trainer.prepare(weighed.rows, only_step=True)
     assert len(micros) > 1, "the case must span several micro-batches"
-    ours, _ = backward(learner._trainer, micros)
+    ours, _ = backward(learner.host.trainer, micros)
     assert Computed(weighed.loss, ours.gradient).relative_error(expected) < 5e-5
 
 
@@ -84,9 +89,9 @@ def test_the_gradient_and_the_loss_are_those_of_the_formulas(loss: str, tiny_mod
 @pytest.mark.parametrize("loss", ["dpo", "apo_zero_unpaired"])
 def test_what_is_preferred_becomes_likelier_than_what_is_not(loss: str, tiny_model: Path, tmp_path: Path) -> None:
     learner, rows = build_learner(loss, tiny_model, tmp_path, learning_rate=3e-3, steps_per_round=2), build_groups()
-    before = learner._gaps(rows)
+    before = gaps(learner, rows)
     reports = [learner.train_round(rows) for _ in range(4)]
-    gained = [after - first for after, first in zip(learner._gaps(rows), before, strict=True)]
+    gained = [after - first for after, first in zip(gaps(learner, rows), before, strict=True)]
     liked = sum(gain for gain, row in zip(gained, rows, strict=True) if row.advantage > 0)
     disliked = sum(gain for gain, row in zip(gained, rows, strict=True) if row.advantage < 0)
     assert liked > disliked + 1.0
@@ -112,7 +117,7 @@ def test_rows_that_nothing_is_preferred_in_are_no_round(tiny_model: Path, tmp_pa
 
 @pytest.mark.parametrize("loss", ["dpo", "apo_zero_unpaired"])
 def test_a_daemon_trains_by_preference_from_judged_groups(
-    loss: str, store: Store, make_controller: Callable[..., Controller]
+    loss: str, store: Store, make_controller: Callable[..., SteppedController]
 ) -> None:
     agents_work(store, "a", [0.0, 1.0])
     agents_work(store, "b", [1.0, 0.0])

@@ -20,12 +20,12 @@ import torch
 from safetensors.torch import load_file
 
 from ratchet.store.store import Store, open_store
-from ratchet.trainer.controller_loop import Controller
 from ratchet.trainer.learner.learner import Learner
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from tests.harness.trainer.agents import agents_work
 from tests.harness.trainer.scripted_engine import Faithful, ScriptedEngine
 from tests.harness.trainer.several_processes import learn
+from tests.harness.trainer.stepped_controller import SteppedController
 
 pytestmark = pytest.mark.slow
 
@@ -37,10 +37,12 @@ APART = {
     "follower_has_no_memory": "process 1 met OutOfMemory: out of memory in a round of 400 rows",
     "follower_has_no_model": "process 1 met ModelNotFound",
     "follower_is_killed": "",
+    "follower_is_killed_in_score": "",
+    "follower_is_killed_in_save": "",
     "leader_refuses": "process 0 met RowError: a row that only I refuse",
     "leader_breaks": "Strange: nobody knows it",
-    "leader_cannot_save": "process 0 met CheckpointUnwritable",
     "leader_is_killed": "",
+    "leader_is_killed_in_save": "",
 }
 LEARNER: dict[str, Any] = {"threads": 1, "learning_rate": 1e-3, "token_budget": 16}
 WORK = {"a": [0.0, 1.0, 0.5], "b": [1.0, 0.0, 0.2]}
@@ -102,7 +104,13 @@ def together(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     folder = tmp_path_factory.mktemp("together")
     program = [sys.executable, "-m", "tests.harness.trainer.several_processes", str(tiny_model), str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    subprocess.run([*program, "learn", *APART, "all_refuses"], cwd=ROOT, env=environment, timeout=180, check=True)
+    subprocess.run(
+        [*program, "learn", *APART, "all_refuses", "all_cannot_save"],
+        cwd=ROOT,
+        env=environment,
+        timeout=180,
+        check=True,
+    )
     return folder
 
 
@@ -146,6 +154,14 @@ def test_an_error_that_all_processes_meet_is_the_leaders_to_handle(together: Pat
     assert (together / "all_refuses" / "0001").is_dir()
 
 
+def test_a_checkpoint_that_cannot_be_written_ends_no_process(together: Path) -> None:
+    for rank in (0, 1):
+        output = (together / f"all_cannot_save-{rank}").read_text()
+        assert output.endswith("ended with 0\n"), output[-2000:]
+    assert "CheckpointUnwritable" in (together / "all_cannot_save-1").read_text()
+    assert (together / "all_cannot_save" / "0001").is_dir()
+
+
 def test_two_processes_begin_again_together_where_the_leader_says(together: Path) -> None:
     assert distance(together / "all_refuses" / "0001", together / "all_refuses" / "0002") == 0.0
 
@@ -185,7 +201,7 @@ def story(tiny_model: Path, migrated: Path, tmp_path_factory: pytest.TempPathFac
 def _dies_in_a_round(store: Store, settings: str, log: Path) -> tuple[int, str]:
     run = launched("tests.harness.trainer.one_of_several_trainers", settings, log=log)
     try:
-        wait_for(lambda: "event=trainer_ready" in log.read_text(), run)
+        wait_for(lambda: "event=learner_ready" in log.read_text(), run)
         follower = follower_of(run)
         assert follower is not None, log.read_text()[-3000:]
         follower.suspend()  # it takes no part in the round, in which the leader waits for it
@@ -227,7 +243,7 @@ def test_the_next_start_trains_the_round_once_and_ends_as_one(story: Story) -> N
 
 
 def test_the_trainer_in_two_processes_makes_the_version_that_one_makes(
-    story: Story, store: Store, make_controller: Callable[..., Controller], tmp_path: Path
+    story: Story, store: Store, make_controller: Callable[..., SteppedController], tmp_path: Path
 ) -> None:
     for task, scores in WORK.items():
         agents_work(store, task, scores)

@@ -148,12 +148,15 @@ def test_threads_may_add_at_once() -> None:
 
 def test_the_same_numbers_stand_in_the_store_and_are_written_seldom(store: Store) -> None:
     clock = Clock()
-    stored_progress = StoredProgress(store, "agent", interval=3.0, clock=clock)
-    progress = Progress(stored_progress, clock=clock)
+    stored_progress = StoredProgress(store, interval=3.0, clock=clock)
+    progress = Progress(stored_progress.watch("agent"), clock=clock)
+    Progress(stored_progress.watch("other"), clock=clock).begin("judging", 1).end()
     phase = progress.begin("judging", 8)
+    stored_progress.flush()
     for tokens in (35.0, 42.0, 51.0):
         clock.now += 1.5
         phase.add(tokens=tokens)
+        stored_progress.flush()
     (stored,) = store.job_progress.all("agent")
     assert (stored.done, stored.total, stored.means["tokens"]) == (
         2,
@@ -162,16 +165,21 @@ def test_the_same_numbers_stand_in_the_store_and_are_written_seldom(store: Store
     )  # the third came too soon after the second
     assert (stored.seconds_per_item, stored.eta_seconds) == (1.5, 9.0)
     phase.end()
-    (stored,) = store.job_progress.all()
+    assert stored_progress.due_in == 1.5
+    stored_progress.flush(now=True)
+    assert stored_progress.due_in is None
+    (stored,) = store.job_progress.all("agent")
     assert (stored.done, stored.ended, round(stored.means["tokens"], 2)) == (3, True, 42.67)
 
 
 def test_a_store_that_is_away_does_not_end_the_work(tmp_path: Path) -> None:
     away = open_store(str(tmp_path / "store.db"))
-    progress = Progress(StoredProgress(away, "agent"))
+    stored_progress = StoredProgress(away)
+    progress = Progress(stored_progress.watch("agent"))
     with connect(str(tmp_path / "store.db")).begin() as connection:
         connection.exec_driver_sql("DROP TABLE job_progress")
     phase = progress.begin("training", 2)
     phase.add()
     phase.end()
+    stored_progress.flush(now=True)
     away.close()

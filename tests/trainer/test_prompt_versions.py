@@ -1,8 +1,7 @@
-"""A version that differs by its prompt goes the way of any: proven served, evaluated, canary, sequential test, back."""
+"""A version that differs by its prompt goes the way of any: proven served, evaluated, ramp, evidence, back."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,13 +16,12 @@ from ratchet.store.store import Store, open_store
 from ratchet.trainer.adapters.vllm_api import VllmServer
 from ratchet.trainer.controller.judges.language_model import LanguageModel
 from ratchet.trainer.controller.rounds.staleness import oldest_fresh
-from ratchet.trainer.controller_loop import Controller
 from ratchet.trainer.release.candidates import next_candidate
 from ratchet.trainer.release.publisher import Publisher
 from ratchet.trainer.settings.judge_specs import ModelSpec
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.tasks.held_out import is_held_out
-from ratchet.tuner.prompts.lessons.reflexion import learn, start_canary
+from ratchet.tuner.prompts.lessons.reflexion import learn, start_ramp
 from ratchet.tuner.settings.tuner_settings import LessonSettings
 from tests.harness.proxy.servers import eventually, served
 from tests.harness.records import judged_group
@@ -31,20 +29,14 @@ from tests.harness.trainer.prompted_vllm import PromptSensitiveVllm
 from tests.harness.trainer.scripted_engine import ScriptedEngine
 from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says
 from tests.harness.trainer.scripted_learner import ScriptedLearner
+from tests.harness.trainer.stepped_controller import SteppedController
 from tests.proxy.conftest import Proxy, running
 from tests.store.conftest import migrated_postgres as migrated_postgres
 from tests.store.conftest import postgres as postgres
 from tests.store.conftest import store_url as store_url
 from tests.trainer.test_publishing import beat, candidate, honest, publish
 
-GATE: dict[str, Any] = {
-    "canary": True,
-    "canary_share": 0.5,
-    "min_samples": 6,
-    "max_samples": 60,
-    "margin": 0.1,
-    "max_gain": None,
-}
+GUARDED: dict[str, Any] = {"policy": "guarded", "invariant_prompts": 0, "ramp": 16, "max_gain": None}
 MESSAGES = [{"role": "system", "content": "Be nice."}, {"role": "user", "content": "hi"}]
 
 
@@ -71,16 +63,16 @@ def proxy(vllm: tuple[PromptSensitiveVllm, str], store: Store, tmp_path: Path) -
 @pytest.fixture
 def make(
     vllm: tuple[PromptSensitiveVllm, str], store: Store, store_url: str, tmp_path: Path
-) -> Iterator[Callable[..., Controller]]:
-    made: list[Controller] = []
+) -> Iterator[Callable[..., SteppedController]]:
+    made: list[SteppedController] = []
 
-    def make(**gate: Any) -> Controller:
+    def make(**gate: Any) -> SteppedController:
         settings = TrainerSettings(
             store=store_url, model="agent", base_model=str(tmp_path), vllm=(vllm[1],), checkpoints=tmp_path / "c",
             judge="tests.harness.trainer.prompted_vllm:judged", seal_after_idle_seconds=0.01, group_wait_seconds=0.01,
             round_wait_seconds=1e9, groups_per_round=1000, num_generations=2, release=gate,
         )  # fmt: skip
-        made.append(Controller(settings, store, threading.Event(), learner_factory=ScriptedLearner))
+        made.append(SteppedController(settings, store, learner_factory=ScriptedLearner))
         return made[-1]
 
     yield make
@@ -97,7 +89,7 @@ def work(proxy: Proxy, tasks: list[str]) -> None:
     proxy.settled()
 
 
-def until(controller: Controller, proxy: Proxy, store: Store, version: int, past: PolicyState) -> Policy:
+def until(controller: SteppedController, proxy: Proxy, store: Store, version: int, past: PolicyState) -> Policy:
     """Let agents work and the controller turn until a version is in another state."""
     for turn in range(60):
         policy = store.policies.get("agent", version)
@@ -111,21 +103,22 @@ def until(controller: Controller, proxy: Proxy, store: Store, version: int, past
 
 @pytest.mark.slow
 def test_a_better_prompt_is_promoted_by_live_traffic_and_a_worse_one_goes_back(
-    proxy: Proxy, store: Store, make: Callable[..., Controller]
+    proxy: Proxy, store: Store, make: Callable[..., SteppedController]
 ) -> None:
-    controller = make(**GATE)
+    controller = make(**GUARDED)
     better = store.policies.register_prompt_version("agent", store.prompts.register("Be better.").id, {"gain": 0.5})
     controller.step(time.time())
-    canary = store.policies.get("agent", better.version)
-    assert (canary.state, canary.canary_share) == (PolicyState.CANARY, 0.5)
+    ramp = store.policies.get("agent", better.version)
+    assert ramp.state is PolicyState.RAMP
+    assert ramp.share == pytest.approx(0.45)
     assert "is served already" in store.decisions.decisions_of("agent", 1)[0].reason
-    promoted = until(controller, proxy, store, 1, PolicyState.CANARY)
+    promoted = until(controller, proxy, store, 1, PolicyState.RAMP)
     assert promoted.state is PolicyState.LIVE
     assert promoted.evidence["gain"] == 0.5
-    assert promoted.evidence["release"]["difference"]["low"] > -0.1
+    assert promoted.evidence["harm"][str(promoted.version)] <= 1
     worse = store.policies.register_prompt_version("agent", store.prompts.register("Be worse.").id, {})
     controller.step(time.time())
-    rejected = until(controller, proxy, store, worse.version, PolicyState.CANARY)
+    rejected = until(controller, proxy, store, worse.version, PolicyState.RAMP)
     assert rejected.state is PolicyState.REJECTED
     assert store.decisions.decisions_of("agent", worse.version)[0].action is PolicyAction.ROLLBACK
     assert store.policies.live()["agent"].version == 1
@@ -137,9 +130,9 @@ def _is(store: Store, version: int, state: PolicyState) -> bool:
 
 @pytest.mark.slow
 def test_a_worse_prompt_is_rejected_on_held_out_prompts_before_it_serves(
-    proxy: Proxy, store: Store, make: Callable[..., Controller], vllm: tuple[PromptSensitiveVllm, str]
+    proxy: Proxy, store: Store, make: Callable[..., SteppedController], vllm: tuple[PromptSensitiveVllm, str]
 ) -> None:
-    controller = make(canary=True, held_out_share=0.3, evaluation_samples=1)
+    controller = make(policy="guarded", held_out_share=0.3, evaluation_samples=1)
     names = [f"task/{number}" for number in range(200)]
     work(proxy, [name for name in names if is_held_out(f"task:{name}", 0.3)][:6])
     eventually(lambda: bool(controller.step(time.time())) or store.trajectories.drop_counts().get("held_out") == 6)
@@ -155,9 +148,9 @@ def test_a_worse_prompt_is_rejected_on_held_out_prompts_before_it_serves(
 
 @pytest.mark.slow
 def test_lessons_are_measured_against_what_serves_and_stay_only_where_they_help(
-    proxy: Proxy, store: Store, make: Callable[..., Controller]
+    proxy: Proxy, store: Store, make: Callable[..., SteppedController]
 ) -> None:
-    controller = make(**GATE)
+    controller = make(**GUARDED)
     work(proxy, ["task/1", "task/2", "task/3"] * 2)
     eventually(lambda: bool(controller.step(time.time())) or _scores(store) >= 6)
     with ScriptedJudgeModel().running() as scripted:
@@ -165,10 +158,10 @@ def test_lessons_are_measured_against_what_serves_and_stay_only_where_they_help(
         model = LanguageModel(ModelSpec(base_url=scripted.url, model="m"), None)
         learned = learn(store, "agent", model, LessonSettings(failure_threshold=0.6))
         model.close()
-    trial = start_canary(store, "agent", learned, 0.5, "tun_1")
-    promoted = until(controller, proxy, store, trial.version, PolicyState.CANARY)
+    trial = start_ramp(store, "agent", learned, 0.5, "tun_1")
+    promoted = until(controller, proxy, store, trial.version, PolicyState.RAMP)
     assert promoted.state is PolicyState.LIVE
-    assert promoted.evidence["release"]["difference"]["low"] > -0.1
+    assert promoted.evidence["harm"][str(promoted.version)] <= 1
     assert promoted.evidence["lessons"]["families"] == {"task:task": {"failed_tasks": 3, "mean": 0.5}}
 
 
@@ -282,7 +275,7 @@ def test_a_candidate_that_is_older_than_what_a_person_made_live_is_put_aside_and
     overtaken, by_hand = prompted(local, "First."), prompted(local, "Second.")
     local.policies.promote("agent", by_hand.version, {}, by="me", reason="by hand")
     with pytest.raises(InvalidTransition, match="older than 2, the live version"):
-        local.policies.start_canary("agent", overtaken.version, 0.5)
+        local.policies.start_ramp("agent", overtaken.version, 0.5)
     assert next_candidate(local, "agent") is None
     group = judged_group(local, ["a", "b"], [0.0, 1.0])
     held = local.rounds.start("agent", 0)

@@ -7,7 +7,6 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -58,9 +57,9 @@ class Trainer:
     name: str
     logprob: Callable[[str, Sequence[int]], float] = honest
 
-    def score(self, rows: Sequence[Sequence[int]], *, adapter: bool | Path = True) -> list[tuple[float, ...]]:
+    def score(self, rows: Sequence[Sequence[int]], *, adapter: bool | str = True) -> list[tuple[float, ...]]:
         named = {True: self.name, False: "base"}
-        name = f"agent@{adapter.name}" if isinstance(adapter, Path) else named[adapter]
+        name = named[adapter] if isinstance(adapter, bool) else f"agent@{adapter.rpartition('/')[2]}"
         return [(0.0, self.logprob(name, ids)) for ids in rows]
 
 

@@ -12,11 +12,11 @@ from ratchet.store.records import Verdict
 from ratchet.store.reports.learning_report import RELATIVE_SCORES_NOTE
 from ratchet.store.reports.relative_judges import is_relative, read_learning_report, record_judge_scale
 from ratchet.store.store import Store
-from ratchet.trainer.controller_loop import Controller
 from ratchet.trainer.settings.judge_specs import gives_only_ranks, read_spec
 from ratchet.tuner.reports.version_evidence import gather
 from tests.harness.records import answered_trajectory, judged_group
 from tests.harness.trainer.agents import agents_work
+from tests.harness.trainer.stepped_controller import SteppedController
 from tests.trainer.test_warm_start import search
 
 RULER = {"kind": "ruler", "base_url": "http://127.0.0.1:9/v1", "model": "big"}
@@ -63,7 +63,7 @@ def test_the_learning_report_and_the_console_say_relative_and_give_no_mean(store
     assert (card.families, card.missing) == ((), RELATIVE_SCORES_NOTE)
 
 
-def test_the_trainer_notes_what_its_judge_is(store: Store, make_controller: Callable[..., Controller]) -> None:
+def test_the_trainer_notes_what_its_judge_is(store: Store, make_controller: Callable[..., SteppedController]) -> None:
     controller = make_controller(judge=RULER, ungrouped="drop")
     version = controller._judging.judge.version
     assert is_relative(store, "agent", version)
@@ -74,7 +74,7 @@ def test_the_trainer_notes_what_its_judge_is(store: Store, make_controller: Call
 
 @pytest.mark.parametrize(("judge", "best"), [(RULER, []), (RULE, [1])])
 def test_no_version_is_kept_for_its_relative_mean(
-    store: Store, make_controller: Callable[..., Controller], judge: Any, best: list[int]
+    store: Store, make_controller: Callable[..., SteppedController], judge: Any, best: list[int]
 ) -> None:
     controller = make_controller(judge=judge, ungrouped="drop")
     names = [f"r{number}" for number in range(20)]
@@ -88,7 +88,7 @@ def test_no_version_is_kept_for_its_relative_mean(
 
 
 def test_a_warm_start_takes_the_best_of_each_group_whatever_the_relative_score(
-    store: Store, make_controller: Callable[..., Controller]
+    store: Store, make_controller: Callable[..., SteppedController]
 ) -> None:
     agents_work(store, "a", [0.125, 0.375])
     agents_work(store, "b", [0.9, 0.6])

@@ -43,7 +43,7 @@ def running_trainer(folder: Path) -> Iterator[tuple[RestartableProcess, ProxyPro
         "max_staleness": 10**6, "lease_seconds": 1.0, "poll_interval_seconds": 0.02,
         "resample": {"samples": SAMPLES, "calls_per_minute": 10_000, "concurrency": 2},
     }  # fmt: skip
-    parts.append(trainer := RestartableProcess("trainer", json.dumps(settings), folder / "trainer.log"))
+    parts.append(trainer := RestartableProcess("trainer", json.dumps([settings]), folder / "trainer.log"))
     store = open_store(str(folder / "store.db"))
     try:
         yield trainer, proxy, store

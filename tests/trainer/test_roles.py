@@ -22,7 +22,7 @@ from tests.harness.trainer.agents import agents_work
 from tests.trainer.test_rows import call, choice
 
 if TYPE_CHECKING:
-    from ratchet.trainer.controller_loop import Controller
+    from tests.harness.trainer.stepped_controller import SteppedController
 
 PLAN = [{"role": "system", "content": "You plan the work."}, {"role": "user", "content": "Build it."}]
 WORK: list[dict[str, Any]] = [{"role": "system", "content": [{"type": "text", "text": "You do one step."}]}, *PLAN[1:]]
@@ -131,7 +131,7 @@ def two_roles(store: Store, task: str, scores: Sequence[float]) -> None:
 
 
 def test_a_round_trains_the_chosen_role_and_counts_the_tokens_of_the_others(
-    store: Store, make_controller: Callable[..., Controller]
+    store: Store, make_controller: Callable[..., SteppedController]
 ) -> None:
     two_roles(store, "a", [0.0, 1.0])
     two_roles(store, "b", [0.0, 1.0])
@@ -142,7 +142,7 @@ def test_a_round_trains_the_chosen_role_and_counts_the_tokens_of_the_others(
 
 
 def test_trajectories_without_a_role_that_trains_are_put_aside_and_grouped_with_nobody(
-    store: Store, make_controller: Callable[..., Controller]
+    store: Store, make_controller: Callable[..., SteppedController]
 ) -> None:
     agents_work(store, "a", [0.0, 1.0], role="worker")
     agents_work(store, "b", [0.0, 1.0], role="planner")
@@ -154,7 +154,7 @@ def test_trajectories_without_a_role_that_trains_are_put_aside_and_grouped_with_
 
 @pytest.mark.slow
 def test_traffic_without_the_role_is_an_alarm_that_names_the_remedy_until_it_speaks(
-    store: Store, make_controller: Callable[..., Controller]
+    store: Store, make_controller: Callable[..., SteppedController]
 ) -> None:
     roles: dict[str, Any] = {"roles": ["planner"], "role_patterns": {"planner": "You plan"}}
     agents_work(store, "a", [0.0] * 20)
@@ -171,7 +171,7 @@ def test_traffic_without_the_role_is_an_alarm_that_names_the_remedy_until_it_spe
     assert store.alarms.active() == []
 
 
-def test_a_pattern_that_is_none_is_refused_with_its_role(make_controller: Callable[..., Controller]) -> None:
+def test_a_pattern_that_is_none_is_refused_with_its_role(make_controller: Callable[..., SteppedController]) -> None:
     with pytest.raises(ValidationError, match="the pattern of role planner is not a regular expression"):
         make_controller(role_patterns={"planner": "("})
 

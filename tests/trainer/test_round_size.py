@@ -43,14 +43,14 @@ class RecordingLearner:
         return RoundReport(0.0, 0.0, 0.0, 0.0, 1, len(rows), 1, 1, 0.0, 0.0, 0, 0.0, 0.0, 1.0)
 
     def score(
-        self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool | Path = True
+        self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool | str | Path = True
     ) -> list[tuple[float, ...]]:
         raise NotImplementedError
 
-    def save(self, folder: Path) -> None:
-        folder.mkdir(parents=True)
+    def save(self, folder: str | Path) -> None:
+        Path(folder).mkdir(parents=True)
 
-    def load(self, folder: Path | None, settings: LearnerSettings) -> None:
+    def load(self, folder: str | Path | None, settings: LearnerSettings) -> None:
         raise NotImplementedError
 
 

@@ -18,7 +18,7 @@ from ratchet.trainer.errors import OtherBaseModel
 from tests.harness.trainer.scripted_engine import ScriptedEngine
 
 if TYPE_CHECKING:
-    from ratchet.trainer.controller_loop import Controller
+    from tests.harness.trainer.stepped_controller import SteppedController
 
 
 class KnownBase(ScriptedEngine):
@@ -43,7 +43,7 @@ def engine() -> Any:
 
 
 @pytest.fixture
-def candidate(store: Store, tmp_path: Path, make_controller: Callable[..., Controller]) -> Controller:
+def candidate(store: Store, tmp_path: Path, make_controller: Callable[..., SteppedController]) -> SteppedController:
     """A controller with a candidate that could be published: a prompt on the base model."""
     top = {"token_id:5": -0.2, "token_id:6": -2.0}
     store.base_models.register_base_model(
@@ -58,7 +58,7 @@ def alarms(store: Store) -> dict[str, str]:
 
 
 def test_nothing_is_published_while_vllm_serves_another_base_model(
-    candidate: Controller, engine: KnownBase, store: Store
+    candidate: SteppedController, engine: KnownBase, store: Store
 ) -> None:
     engine.shift = 1.0
     candidate.step(1000.0)
@@ -75,7 +75,7 @@ def test_nothing_is_published_while_vllm_serves_another_base_model(
 
 @pytest.mark.slow
 def test_a_base_model_that_changes_between_two_looks_is_seen_before_a_publication(
-    candidate: Controller, engine: KnownBase, store: Store
+    candidate: SteppedController, engine: KnownBase, store: Store
 ) -> None:
     store.policies.reject("agent", 1, {}, reason="not this one")
     candidate.step(1000.0)  # all is well
@@ -87,7 +87,7 @@ def test_a_base_model_that_changes_between_two_looks_is_seen_before_a_publicatio
 
 
 def test_an_unreachable_server_does_not_count_as_another_base_model(
-    candidate: Controller, engine: KnownBase, store: Store
+    candidate: SteppedController, engine: KnownBase, store: Store
 ) -> None:
     store.base_models.clear_base_model("agent", served_only=True)
     engine.shift = 1.0  # nobody knows what is right

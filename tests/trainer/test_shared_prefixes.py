@@ -61,7 +61,7 @@ def gradient(settings: LearnerSettings, model: Path, folder: Path, *, shared: bo
 @pytest.mark.parametrize(
     "chosen",
     [
-        *({"loss_type": name} for name in ("dapo", "gspo", "dr_grpo", "cispo", "sft")),
+        *({"loss_type": name} for name in ("dapo", "gspo", "dr_grpo", "cispo", "distillation", "sft")),
         {"loss_type": "grpo", "beta": 0.05},
         {"loss_type": "grpo", "beta": 0.05, "steps_per_round": 2},
         {"loss_type": "dapo", "entropy_coef": 0.01, "top_entropy_quantile": 0.3},

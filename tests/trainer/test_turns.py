@@ -17,7 +17,7 @@ from tests.trainer.test_roles import verdicts
 from tests.trainer.test_rows import call, choice
 
 if TYPE_CHECKING:
-    from ratchet.trainer.controller_loop import Controller
+    from tests.harness.trainer.stepped_controller import SteppedController
 
 
 def verdicts_of(*turns: list[float]) -> list[Verdict]:
@@ -53,7 +53,7 @@ def test_a_turns_advantage_reaches_the_tokens_of_its_own_call_in_the_same_row() 
 
 
 def test_a_group_of_equal_scores_is_trained_by_its_turns(
-    store: Store, make_controller: Callable[..., Controller]
+    store: Store, make_controller: Callable[..., SteppedController]
 ) -> None:
     by_turn = [{"score": 0.5, "components": {"turn:1": score}} for score in (0.0, 1.0)]
     agents_work(store, "a", by_turn)

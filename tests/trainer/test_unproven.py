@@ -11,13 +11,13 @@ from ratchet.store.records import Policy
 from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
 from ratchet.trainer.controller.rounds.staleness import oldest_fresh
-from ratchet.trainer.controller_loop import Controller
 from ratchet.trainer.observability.metrics import TrainerMetrics
 from ratchet.trainer.release.retention import retained
 from ratchet.trainer.rows.probes import contexts
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from tests.harness.trainer.agents import agents_work
 from tests.harness.trainer.scripted_engine import Faithful, ScriptedEngine
+from tests.harness.trainer.stepped_controller import SteppedController
 from tests.harness.trainer.tiny import build_row
 
 
@@ -28,7 +28,7 @@ def coarse(exact: Faithful) -> Callable[[str, Sequence[int]], float]:
 
 @pytest.mark.slow
 def test_training_continues_from_an_unproven_version_until_its_distance_is_provable(
-    store: Store, make_controller: Callable[..., Controller], engine: ScriptedEngine
+    store: Store, make_controller: Callable[..., SteppedController], engine: ScriptedEngine
 ) -> None:
     controller = make_controller(learner=LearnerSettings(learning_rate=1e-4))
     exact = engine.scorer

@@ -18,7 +18,6 @@ from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.controller.warm_start.general_data import mix_rows
 from ratchet.trainer.controller.warm_start.sft_data import COLLECTED, SFTDataCollector, SFTRows
 from ratchet.trainer.controller.warm_start.sft_round import warm_start_metrics
-from ratchet.trainer.controller_loop import Controller
 from ratchet.trainer.errors import SettingError
 from ratchet.trainer.rows.chat_rows import ChatRows
 from ratchet.trainer.settings.judge_specs import FunctionSpec
@@ -28,6 +27,7 @@ from tests.harness.records import QUESTION, call_start, ended, tool_call
 from tests.harness.trainer import judge_samples
 from tests.harness.trainer.agents import agents_work
 from tests.harness.trainer.scripted_engine import ScriptedEngine
+from tests.harness.trainer.stepped_controller import SteppedController
 from tests.harness.trainer.tiny import build_rows, build_tokenizer
 
 SFT: dict[str, Any] = {"min_trajectories": 2, "batch_size": 2, "num_train_epochs": 3, "learning_rate": 1e-2}
@@ -58,7 +58,7 @@ def search(store: Store, tuning_id: str = "", **given: Any) -> SFTRows:
 
 @pytest.mark.slow
 def test_good_trajectories_are_imitated_and_the_version_is_proven_and_live(
-    store: Store, make_controller: Callable[..., Controller], engine: ScriptedEngine, tmp_path: Path
+    store: Store, make_controller: Callable[..., SteppedController], engine: ScriptedEngine, tmp_path: Path
 ) -> None:
     controller = make_controller()
     agents_work(store, "a", [0.0, 1.0])
@@ -84,7 +84,7 @@ def test_good_trajectories_are_imitated_and_the_version_is_proven_and_live(
 
 @pytest.mark.slow
 def test_after_it_reinforcement_goes_on_from_its_version_with_its_own_loss(
-    store: Store, make_controller: Callable[..., Controller]
+    store: Store, make_controller: Callable[..., SteppedController]
 ) -> None:
     controller = make_controller()
     agents_work(store, "a", [0.0, 1.0])
@@ -104,7 +104,7 @@ def test_after_it_reinforcement_goes_on_from_its_version_with_its_own_loss(
 
 @pytest.mark.slow
 def test_a_tuning_gets_one_warm_start_however_often_the_trainer_dies(
-    store: Store, make_controller: Callable[..., Controller]
+    store: Store, make_controller: Callable[..., SteppedController]
 ) -> None:
     agents_work(store, "a", [1.0, 1.0])
     first = make_controller()
@@ -118,7 +118,7 @@ def test_a_tuning_gets_one_warm_start_however_often_the_trainer_dies(
 
 @pytest.mark.slow
 def test_too_few_trajectories_are_refused_with_what_was_left_out(
-    store: Store, make_controller: Callable[..., Controller]
+    store: Store, make_controller: Callable[..., SteppedController]
 ) -> None:
     controller = make_controller()
     agents_work(store, "a", [0.0, 1.0])
@@ -138,7 +138,7 @@ def test_too_few_trajectories_are_refused_with_what_was_left_out(
 
 @pytest.mark.slow
 def test_a_warm_start_that_forgets_too_much_is_refused_and_leaves_no_version(
-    store: Store, make_controller: Callable[..., Controller], tmp_path: Path
+    store: Store, make_controller: Callable[..., SteppedController], tmp_path: Path
 ) -> None:
     controller = make_controller()
     agents_work(store, "a", [1.0, 1.0])
@@ -152,8 +152,9 @@ def test_a_warm_start_that_forgets_too_much_is_refused_and_leaves_no_version(
     assert held.state is RoundState.ABANDONED
 
 
+@pytest.mark.slow
 def test_a_source_that_is_no_task_set_fails_the_tuning_and_not_the_trainer(
-    store: Store, make_controller: Callable[..., Controller], tmp_path: Path
+    store: Store, make_controller: Callable[..., SteppedController], tmp_path: Path
 ) -> None:
     controller = make_controller()
     agents_work(store, "a", [1.0, 1.0])
@@ -163,15 +164,16 @@ def test_a_source_that_is_no_task_set_fails_the_tuning_and_not_the_trainer(
     assert "nowhere.jsonl" in (store.tunings.get(tuning.id).error or "")
 
 
-def test_under_the_gate_it_is_a_canary_like_any_version(
-    store: Store, make_controller: Callable[..., Controller]
+@pytest.mark.slow
+def test_under_the_guarded_policy_it_begins_with_a_ramp_like_any_version(
+    store: Store, make_controller: Callable[..., SteppedController]
 ) -> None:
-    controller = make_controller(release={"canary": True})
+    controller = make_controller(release={"policy": "guarded", "invariant_prompts": 0})
     agents_work(store, "a", [1.0, 1.0])
     controller.step(1000.0)
     ask(store)
     controller.step(2000.0)
-    assert store.policies.get("agent", 1).state is PolicyState.CANARY
+    assert store.policies.get("agent", 1).state is PolicyState.RAMP
 
 
 def teacher(store: Store, name: str, answer: str, **changes: Any) -> None:
@@ -225,7 +227,7 @@ def test_what_was_evaluated_is_never_imitated(store: Store) -> None:
 
 
 def test_what_the_tuning_collected_is_imitated_and_trains_nothing_else(
-    store: Store, make_controller: Callable[..., Controller]
+    store: Store, make_controller: Callable[..., SteppedController]
 ) -> None:
     names = agents_work(store, "a", [1.0, 0.0, 1.0], purpose="eval")
     agents_work(store, "b", [1.0], purpose="eval")
@@ -246,7 +248,7 @@ def test_what_the_tuning_collected_is_imitated_and_trains_nothing_else(
 
 
 @pytest.mark.slow
-def test_of_a_task_the_best_few_are_taken(store: Store, make_controller: Callable[..., Controller]) -> None:
+def test_of_a_task_the_best_few_are_taken(store: Store, make_controller: Callable[..., SteppedController]) -> None:
     agents_work(store, "a", [0.6, 1.0, 0.9, 0.0])
     agents_work(store, "b", [0.7, 0.7])
     make_controller(groups_per_round=100).step(1000.0)
@@ -274,7 +276,9 @@ def test_demonstrations_are_imitated_whatever_the_answer_scored(store: Store) ->
     assert found.scores == {"a-0": None}
 
 
-def test_no_source_gives_anything_of_a_held_out_task(store: Store, make_controller: Callable[..., Controller]) -> None:
+def test_no_source_gives_anything_of_a_held_out_task(
+    store: Store, make_controller: Callable[..., SteppedController]
+) -> None:
     names = [f"task/{number}" for number in range(100)]
     aside = next(name for name in names if is_held_out(f"task:{name}", 0.3))
     usual = next(name for name in names if not is_held_out(f"task:{name}", 0.3))
@@ -295,7 +299,7 @@ def test_no_source_gives_anything_of_a_held_out_task(store: Store, make_controll
 
 
 def test_greedy_answers_are_imitated_though_no_ratio_could_be_taken(
-    store: Store, make_controller: Callable[..., Controller]
+    store: Store, make_controller: Callable[..., SteppedController]
 ) -> None:
     agents_work(store, "a", [1.0, 1.0], temperature=0.0)
     make_controller().step(1000.0)

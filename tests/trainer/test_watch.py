@@ -86,6 +86,37 @@ def test_a_restart_does_not_make_a_long_sickness_a_tools_own_past(store: Store) 
 
 
 @pytest.mark.slow
+def answered(store: Store, version: int, answer: str, count: int, first: int) -> None:
+    """Sealed trajectories of one answer each."""
+    for number in range(first, first + count):
+        answered_trajectory(store, f"run{number:04}", answer, version=version, at=float(number))
+    store.trajectories.seal_idle_trajectories("agent", now=10_000.0, idle_seconds=1.0)
+
+
+def watched(store: Store) -> Sentinel:
+    """A sentinel that has read the window."""
+    made = Sentinel(SentinelSettings(interval_seconds=1.0, min_coverage=0.0), store, "agent")
+    for at in range(1, 12):
+        made.check(float(at))
+    return made
+
+
+@pytest.mark.slow
+def test_a_version_that_asks_in_place_of_acting_is_an_alarm_that_outlasts_a_restart(store: Store) -> None:
+    answered(store, 1, "Oslo", 40, first=0)
+    answered(store, 2, "Shall I look it up?", 40, first=100)
+    found = {(one.check, one.subject): one.value for one in watched(store).findings}
+    assert (found["questions", "1"], found["questions", "2"]) == (0.0, 1.0)
+    alarm = next(one for one in store.alarms.active() if one.name == "questions:agent")
+    assert alarm.reason.startswith("version 2: 100% of its answers ask a question in place of an action, 0% in older")
+    answered(store, 3, "Shall I look it up?", 500, first=200)  # the window holds no good version any more
+    watched(store)
+    assert "questions:agent" in {one.name for one in store.alarms.active()}
+    answered(store, 4, "Oslo", 40, first=900)
+    watched(store)
+    assert "questions:agent" not in {one.name for one in store.alarms.active()}
+
+
 def test_an_alarm_of_drift_is_not_cleared_before_the_window_is_known_again(store: Store) -> None:
     for number in range(200):
         answered_trajectory(store, f"t{number:03}")

@@ -19,7 +19,7 @@ from ratchet.trainer.errors import LessonsRefused, ReflectionUnavailable
 from ratchet.trainer.settings.judge_specs import ModelSpec
 from ratchet.tuner.prompts.lessons.failing_families import failing_families
 from ratchet.tuner.prompts.lessons.lesson_text import HEADER, fit, lessons_of, quotable, with_lessons
-from ratchet.tuner.prompts.lessons.reflexion import LearnedLessons, learn, start_canary
+from ratchet.tuner.prompts.lessons.reflexion import LearnedLessons, learn, start_ramp
 from ratchet.tuner.settings.tuner_settings import LessonSettings
 from tests.harness.cli.project import Project
 from tests.harness.records import call_start, ended
@@ -99,8 +99,8 @@ def test_lessons_are_put_on_trial_for_half_of_the_traffic_beside_what_serves(
     data = request_of(scripted)
     assert [attempt["score"] for attempt in data["attempts"]] == [0.0] * 3
     assert data["attempts"][0]["judge_explanation"] == "too vague"
-    policy = start_canary(store, "agent", learned, 0.5, "tun_1")
-    assert (policy.state, policy.canary_share, policy.adapter) == (PolicyState.CANARY, 0.5, None)
+    policy = start_ramp(store, "agent", learned, 0.5, "tun_1")
+    assert (policy.state, policy.share, policy.adapter) == (PolicyState.RAMP, 0.5, None)
     prompt = store.prompts.get(policy.prompt_id or "")
     assert prompt.mode is PromptMode.APPEND
     assert prompt.text_for("task:mail") == f"{HEADER}\n- Search before you answer.\n- Check the date."
@@ -111,7 +111,7 @@ def test_lessons_are_put_on_trial_for_half_of_the_traffic_beside_what_serves(
         "tun_1",
         0.5,
     )
-    with pytest.raises(LessonsRefused, match="is a canary"):
+    with pytest.raises(LessonsRefused, match="is in its ramp"):
         learn(store, "agent", model, SETTINGS)
 
 
@@ -124,7 +124,7 @@ def test_what_serves_now_stays_and_a_familys_older_lessons_go(
         for number in range(2):
             tried(store, f"{family}/{number}", 0.0, version=1)
     scripted.answers = [GOOD, says({"diagnosis": "d", "lessons": ["New."]})]
-    policy = start_canary(store, "agent", learn(store, "agent", model, SETTINGS), 0.3, "tun_1")
+    policy = start_ramp(store, "agent", learn(store, "agent", model, SETTINGS), 0.3, "tun_1")
     assert [request_of(scripted, number)["lessons"] for number in (0, 1)] == [[], ["Old."]]
     prompt = store.prompts.get(policy.prompt_id or "")
     assert (prompt.mode, prompt.text) == (PromptMode.REPLACE, "You answer mail.")
@@ -200,7 +200,7 @@ def test_evaluations_and_deleted_attempts_are_not_learnt_from(
     assert list(learned.problems) == ["task:mail"]
 
 
-def test_a_model_that_is_down_is_reported_and_no_canary_starts(
+def test_a_model_that_is_down_is_reported_and_no_ramp_starts(
     store: Store, scripted: ScriptedJudgeModel, model: LanguageModel
 ) -> None:
     for number in range(2):
@@ -250,9 +250,9 @@ def test_the_command_shows_lessons_and_tries_them(project: Project, scripted: Sc
     assert "task:mail: 3 tasks failed, mean score 0.000\n  - Search before you answer.\n" in shown.stdout
     assert len(store.policies.all("agent")) == 1
     scripted.answers = [GOOD]
-    done = project.run(*command, *named, "--canary-share", "0.25")
-    assert "canary agent@1 at 25%" in done.stdout
-    assert store.policies.get("agent", 1).canary_share == 0.25
+    done = project.run(*command, *named, "--share", "0.25")
+    assert "ramp agent@1 at 25%" in done.stdout
+    assert store.policies.get("agent", 1).share == 0.25
     (run,) = store.tunings.page(kind="lessons")
     assert (run.state, (run.result or {})["promoted"]) == ("done", "agent@1")
     listed = project.run("tune", "runs", "--store", url)
@@ -260,7 +260,7 @@ def test_the_command_shows_lessons_and_tries_them(project: Project, scripted: Sc
     assert project.run("tune", "report", "--store", url).returncode == 1  # nothing is measured on held-out tasks
     again = project.run(*command, *named)
     assert again.returncode == 1
-    assert "is a canary" in again.stdout
+    assert "is in its ramp" in again.stdout
     store.close()
 
 

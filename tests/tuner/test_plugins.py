@@ -8,15 +8,20 @@ import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from pydantic import TypeAdapter
 
 from ratchet.store.store import open_store
+from ratchet.trainer.controller.advantages.advantage import cohort_advantages, group_advantages
 from ratchet.trainer.controller.judges.make_judge import make_judge
-from ratchet.trainer.errors import JudgeError, OptimizerMissing, PluginError
+from ratchet.trainer.errors import JudgeError, NoLearningSignal, OptimizerMissing, PluginError, SettingError
+from ratchet.trainer.learner.learner import Learner
 from ratchet.trainer.observability.monitors.monitor_thread import check_installed, monitored
+from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.judge_specs import JudgeSpec, read_spec
+from ratchet.trainer.settings.learner_settings import LearnerSettings
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.user_code.plugins import (
     EVALUATIONS,
@@ -27,6 +32,7 @@ from ratchet.trainer.user_code.plugins import (
     plugin_names,
 )
 from ratchet.tuner.prompts.optimizer import load_optimizer
+from tests.harness.trainer.tiny import build_tiny_model
 from tests.harness.tuner import prompt_world
 from tests.harness.tuner.prompt_fakes import WorldEvaluate, search
 from tests.harness.tuner.scripted_reflection_model import ScriptedReflectionModel
@@ -34,6 +40,9 @@ from tests.trainer.test_monitors import committed_round
 from tests.trainer.test_ruler import member
 from tests.tuner.test_prompt_optimizers import reflection
 
+FIELDS = {
+    "vllm": ["http://x"], "model": "agent", "base_model": "b", "store": "x", "checkpoints": "c", "judge": "a:b",
+}  # fmt: skip
 PACKAGE = Path(__file__).parents[1] / "harness" / "plugin_example"
 
 
@@ -61,6 +70,61 @@ def test_what_pip_installs_is_listed_beside_what_ratchet_registers(installed: Pa
     assert plugin_names(PROMPT_OPTIMIZERS) == ["best_of", "gepa", "mipro"]
     assert plugin_names(EVALUATIONS) == ["bfcl"]
     assert plugin_names(MONITORS) == ["json_lines", "tensorboard", "wandb"]
+
+
+def test_a_plugin_estimator_gives_the_advantages_of_groups(installed: Path) -> None:
+    assert group_advantages([1.0, 2.0, 9.0], "median") == (-1.0, 0.0, 7.0)
+    assert group_advantages([2.0, 2.0], "median") == (0.0, 0.0)
+    assert cohort_advantages([0.0, 1.0], "median") == cohort_advantages([0.0, 1.0], "dr_grpo")
+    settings = TrainerSettings.model_validate(FIELDS | {"advantage_estimator": "median"})
+    assert settings.advantage_estimator == "median"
+    with pytest.raises(ValueError, match=r"'medium' is no advantage estimator; use one of grpo, .* plug-in: median"):
+        TrainerSettings.model_validate(FIELDS | {"advantage_estimator": "medium"})
+
+
+def test_an_estimator_that_gives_too_few_numbers_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "few.py").write_text(
+        "from ratchet.trainer.settings.estimators import AdvantageFunctions\n"
+        "ONE = AdvantageFunctions(lambda scores: scores[:1])\n"
+    )
+    register(tmp_path, "few", "[ratchet.advantage_estimators]\none = few:ONE\nwrong = json:dumps\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(PluginError, match=r"estimator 'one' returned \[1\.0\] for 2 scores"):
+        group_advantages([1.0, 2.0], "one")
+    with pytest.raises(PluginError, match=r"'wrong' is a function: it must be AdvantageFunctions"):
+        group_advantages([1.0, 2.0], "wrong")
+
+
+def test_a_plugin_objective_trains_what_its_advantages_say(installed: Path, tmp_path: Path) -> None:
+    tiny_model = build_tiny_model(tmp_path / "model")
+    settings = LearnerSettings(loss_type="positive_only", learning_rate=1e-3)
+    learner = Learner(str(tiny_model), settings, workdir=tmp_path)
+    good, bad = (tuple(range(start, start + 12)) for start in (5, 40))
+    before = [fmean(row) for row in learner.score([good, bad])]
+    rows = [
+        TokenRow("t", ids, (0, *(1,) * 11), tuple(logprobs), advantage=advantage)
+        for ids, logprobs, advantage in zip((good, bad), learner.score([good, bad]), (1.0, -1.0), strict=True)
+    ]
+    learner.train_round(rows)
+    after = [fmean(row) for row in learner.score([good, bad])]
+    assert after[0] > before[0]
+    with pytest.raises(NoLearningSignal):
+        learner.train_round(rows[1:])
+
+
+def test_an_unknown_or_wrong_objective_is_refused_with_the_names(
+    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        SettingError, match=r"learner\.loss_type is 'ppo'; it must be one of dapo, .*plug-in: positive_only"
+    ):
+        LearnerSettings(loss_type="ppo")
+    register(tmp_path, "odd", "[ratchet.objectives]\nnumber = math:pi\nabsent = no_such_module:X\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(SettingError, match=r"whose plug-in is a float: it must be an Objective"):
+        LearnerSettings(loss_type="number")
+    with pytest.raises(SettingError, match=r"'absent': plug-in 'absent' .*cannot be imported"):
+        LearnerSettings(loss_type="absent")
 
 
 def test_a_plugin_optimizer_improves_a_prompt(installed: Path, reflection_server: ScriptedReflectionModel) -> None:

@@ -1,8 +1,8 @@
 """Checkpoint folders: `models/<name>/checkpoints/NNNN/`, each complete or absent.
 
-A checkpoint is written as `.NNNN.tmp-<pid>`, flushed to the disk, given a manifest of its files and sizes, and
-renamed. Promises that a reader never sees a half-written checkpoint under its number, also after a power cut or on a
-full disk, and that a number is never reused. Does not know the content of a checkpoint. Imports no torch.
+A checkpoint is written as `.NNNN.tmp-<pid>`, flushed to the disk, given a manifest of its files with sizes and SHA-256,
+and renamed. Promises that a reader never sees a half-written checkpoint under its number, also after a power cut or on
+a full disk, and that a number is never reused. Does not know the content of a checkpoint. Imports no torch.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ import shutil
 from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 
+from ratchet.trainer.adapters.vllm_resolver import ratchet_adapter_files as adapter_files
 from ratchet.trainer.errors import CheckpointExists, CheckpointUnwritable
 
-MANIFEST = "manifest.json"
-STATE = "learner"  # the part of a checkpoint that only training needs
+MANIFEST = adapter_files.MANIFEST
+STATE = adapter_files.STATE  # the part of a checkpoint that only training needs
+ADAPTER_ONLY = f"{STATE}/adapter_only"  # of a copied adapter: training goes on from it with a new optimizer
 
 _NUMBERED = re.compile(r"\d{4,}")
 _ASIDE = re.compile(r"\.(?P<name>.+)\.tmp-(?P<pid>\d+)")
@@ -126,9 +128,11 @@ def _files(folder: Path) -> list[Path]:
 def _write_manifest(folder: Path, without: str | None = None) -> None:
     """Write the manifest of a folder atomically, without the files of the subfolder `without`."""
     files = [path for path in _files(folder) if path.name != MANIFEST and path.relative_to(folder).parts[0] != without]
-    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+    entries = {
+        path.relative_to(folder).as_posix(): (path.stat().st_size, adapter_files.digest_of(path)) for path in files
+    }
     aside = folder / f".{MANIFEST}"
-    aside.write_text(json.dumps({"bytes": sizes}, indent=2) + "\n")
+    aside.write_text(adapter_files.format_manifest(entries))
     aside.rename(folder / MANIFEST)
 
 

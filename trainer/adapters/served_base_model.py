@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from ratchet.store.policies import fingerprints
 from ratchet.store.store import Store
+from ratchet.trainer.adapters.replica_fleet import ask_all
 from ratchet.trainer.adapters.vllm_api import VllmServer
-from ratchet.trainer.errors import EngineError
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +30,15 @@ class ServedBaseModel:
         self._replicas = replicas
         self._blocking_reason: str | None = None
         self._due_at = 0.0
+
+    @property
+    def known_reason(self) -> str | None:
+        """Why nothing may be released, from the last check; None before the first one."""
+        return self._blocking_reason
+
+    def is_due(self, now: float) -> bool:
+        """Whether `blocking_reason` would ask vLLM."""
+        return now >= self._due_at
 
     def blocking_reason(self, now: float, *, fresh: bool = False) -> str | None:
         """Return why nothing may be released, from the last check; `fresh` checks again. Raises no EngineError."""
@@ -49,14 +58,12 @@ class ServedBaseModel:
         expected = self._store.base_models.base_model_of(self._alias)
         if expected is None or not expected.server_fingerprint:
             return None
-        for replica in self._replicas:
-            try:
-                difference = fingerprints.difference(expected.server_fingerprint, replica.fingerprint())
-            except EngineError:  # the next caller reports it
-                continue
+        found, _ = ask_all(tuple(self._replicas), VllmServer.fingerprint, 1)  # the next caller reports the errors
+        for url, fingerprint in found.items():
+            difference = fingerprints.difference(expected.server_fingerprint, fingerprint)
             if difference is not None:
                 return (
-                    f"vLLM at {replica.url} does not serve {expected.name}, the base model that the versions of "
+                    f"vLLM at {url} does not serve {expected.name}, the base model that the versions of "
                     f"{self._alias} belong to: {difference}; nothing is trained or published until it does"
                 )
         return None

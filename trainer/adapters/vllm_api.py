@@ -6,7 +6,9 @@ HTTP errors become EngineError here. A name is never loaded twice, because vLLM 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,11 @@ import httpx
 
 from ratchet.store.access.url_credentials import credentials, without_credentials
 from ratchet.store.policies import fingerprints
-from ratchet.trainer.errors import AdapterRefused, EngineUnreachable
+from ratchet.trainer.adapters.adapter_store import is_remote
+from ratchet.trainer.errors import AdapterNotFound, AdapterRefused, EngineUnreachable, PromptLogprobsMissing
+
+_BAD_REQUEST = (400, 413, 422)
+_NO_FILES = "No adapter found"  # vLLM's words
 
 
 def list_models(url: str, key: str | None = None, timeout: float = 30.0) -> list[dict[str, Any]]:
@@ -25,6 +31,16 @@ def list_models(url: str, key: str | None = None, timeout: float = 30.0) -> list
         raise EngineUnreachable(f"the URL is invalid ({error})") from error
     with contextlib.closing(replica):
         return replica.cards()
+
+
+@dataclass(frozen=True, slots=True)
+class SampledAnswer:
+    """One response: the message, why it ended, its length in tokens, and the logprobs of its tokens (nats)."""
+
+    message: Mapping[str, Any]
+    finish_reason: str | None
+    tokens: int
+    logprobs: tuple[float, ...]
 
 
 class VllmServer:
@@ -63,6 +79,23 @@ class VllmServer:
         # Without a name a server with this route rejects the request; other servers do not know the route.
         return self._request("POST", "/v1/load_lora_adapter", {}).status_code != httpx.codes.NOT_FOUND
 
+    def release(self) -> str | None:
+        """Return vLLM's version, if the server tells it. Raises EngineUnreachable."""
+        response = self._request("GET", "/version")
+        try:
+            return None if response.is_error else str(response.json()["version"])
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    def engines(self) -> int:
+        """Return how many engines the server has (data parallelism), by its metrics; 1 if it does not tell.
+
+        Raises EngineUnreachable.
+        """
+        response = self._request("GET", "/metrics")
+        running = re.findall(r"^vllm:num_requests_running\{([^}]*)\}", response.text, re.MULTILINE)
+        return max(1, len({match[1] for labels in running if (match := re.search(r'engine="(\d+)"', labels))}))
+
     def fingerprint(self) -> dict[str, Any]:
         """Return the base model's responses to the fixed questions, without the parts that the server does not offer.
 
@@ -78,21 +111,47 @@ class VllmServer:
                 found[part] = fingerprints.read(part, response.json())
         return found
 
-    def load(self, name: str, folder: Path) -> None:
-        """Load an adapter folder under a new name. Does nothing if the name is loaded already.
+    def load(self, name: str, reference: str | Path) -> None:
+        """Load a version under a new name: its folder, or by name from object storage. Does nothing if it is loaded.
 
-        Raises EngineUnreachable, and AdapterRefused with vLLM's message.
+        Raises EngineUnreachable, AdapterNotFound if vLLM does not find the files yet, and AdapterRefused with vLLM's
+        message.
         """
         if name in self.models():
             return
-        response = self._request("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        if is_remote(str(reference)):
+            self._resolve(name, str(reference))
+            return
+        body = {"lora_name": name, "lora_path": str(reference)}
+        response = self._request("POST", "/v1/load_lora_adapter", body, refusals=(500,))
+        if response.status_code == httpx.codes.NOT_FOUND and _NO_FILES in response.text:
+            raise AdapterNotFound(
+                f"{self.url} does not find adapter {name} at {reference}: mount the adapter store there under the same "
+                "path, or keep it in object storage (adapters.store)"
+            )
         if response.status_code == httpx.codes.NOT_FOUND:
             raise AdapterRefused(
                 f"{self.url} cannot load adapters at run time: start vLLM with --enable-lora and "
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True (`ratchet up` does)"
             )
         if response.is_error and name not in self.models():  # a proxy may have loaded it in the meantime
-            raise AdapterRefused(f"{self.url} refused adapter {name} from {folder}: {response.text[:500]}")
+            raise AdapterRefused(f"{self.url} refused adapter {name} from {reference}: {response.text[:500]}")
+
+    def _resolve(self, name: str, reference: str) -> None:
+        """Have vLLM load a version by its name, with the plug-in ratchet_lora_resolver."""
+        body = {"model": name, "prompt": "a", "max_tokens": 1, "temperature": 0.0}
+        response = self._request("POST", "/v1/completions", body)
+        if response.status_code == httpx.codes.NOT_FOUND:
+            raise AdapterNotFound(
+                f"{self.url} does not find {name} in {reference}: vLLM needs the plug-in ratchet_lora_resolver, "
+                "RATCHET_ADAPTER_STORE, VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and credentials (docs/production.md); "
+                "its log has the reason"
+            )
+        if response.is_error:
+            raise AdapterRefused(
+                f"{self.url} cannot load {name} from {reference}: {response.text[:300]}; vLLM's log has the reason, "
+                "such as a rank above --max-lora-rank"
+            )
 
     def unload(self, name: str) -> None:
         """Unload an adapter; running calls finish. Does nothing if it is not loaded."""
@@ -122,6 +181,54 @@ class VllmServer:
             for likeliest in (choice["logprobs"]["top_logprobs"][0] for choice in choices)
         ]
 
+    def prompt_logprobs(self, name: str, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return the logprob of each id of the sequences but their first, under `name` at temperature 1.
+
+        Not for servers with --enable-lora: vLLM 0.32 on a CPU ends if two such sequences share a batch. Raises
+        EngineUnreachable, also if the key or the name is refused; AdapterRefused if the sequences are, and
+        PromptLogprobsMissing if the response has none.
+        """
+        body = {
+            "model": name,
+            "prompt": [list(ids) for ids in sequences],
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "prompt_logprobs": 0,
+            "add_special_tokens": False,
+        }
+        response = self._request("POST", "/v1/completions", body)
+        if response.is_error:
+            refused = _refusal(self.url, f"could not score with {name}", response)
+            raise refused if response.status_code in _BAD_REQUEST else EngineUnreachable(str(refused))
+        try:
+            choices: list[Any] = sorted(response.json()["choices"], key=lambda choice: int(choice["index"]))
+            found = [
+                _logprobs_of(choice["prompt_logprobs"], ids) for choice, ids in zip(choices, sequences, strict=True)
+            ]
+        except (ValueError, KeyError, TypeError) as error:
+            raise PromptLogprobsMissing(
+                f"{self.url} returned no prompt_logprobs for the token ids that were sent to {name} ({error!r})"
+            ) from error
+        return found
+
+    def tokenize(self, name: str, text: str) -> list[int]:
+        """Return the ids of a text, without special tokens at its ends. Raises EngineUnreachable, AdapterRefused."""
+        body = {"model": name, "prompt": text, "add_special_tokens": False}
+        return [int(token) for token in self._content("/tokenize", body, "tokens")]
+
+    def detokenize(self, name: str, ids: Sequence[int]) -> str:
+        """Return the text of ids. Raises EngineUnreachable, AdapterRefused."""
+        return str(self._content("/detokenize", {"model": name, "tokens": list(ids)}, "prompt"))
+
+    def _content(self, path: str, body: dict[str, Any], field: str) -> Any:
+        response = self._request("POST", path, body)
+        try:
+            if not response.is_error:
+                return response.json()[field]
+        except (ValueError, KeyError, TypeError):
+            pass
+        raise _refusal(self.url, f"does not offer {path}", response)
+
     def chat(
         self,
         name: str,
@@ -144,11 +251,60 @@ class VllmServer:
         tokens = round(int(content["usage"]["completion_tokens"]) / count)
         return [(choice["message"], tokens) for choice in content["choices"]]
 
-    def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+    def answer(
+        self,
+        name: str,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        sampling: Mapping[str, Any],
+        timeout: float,
+    ) -> SampledAnswer:
+        """Return one sampled response of `name` to a prompt, with its logprobs; `timeout` is in seconds.
+
+        Raises EngineUnreachable, and AdapterRefused with vLLM's message: also for a 500 that vLLM itself explains, as
+        for logprobs that are no numbers.
+        """
+        body = {"model": name, "messages": list(messages), **sampling, "logprobs": True}
+        if tools:
+            body["tools"] = list(tools)
+        response = self._request("POST", "/v1/chat/completions", body, refusals=(500,), timeout=timeout)
+        if response.is_error:
+            raise AdapterRefused(f"{self.url} could not answer with {name}: {response.text[:500]}")
+        content = response.json()
+        choice = content["choices"][0]
+        entries = (choice.get("logprobs") or {}).get("content") or []
+        logprobs = [float(entry["logprob"]) for entry in entries if entry.get("logprob") is not None]
+        usage = content.get("usage") or {}
+        tokens = int(usage.get("completion_tokens") or len(logprobs))
+        return SampledAnswer(choice["message"], choice.get("finish_reason"), tokens, tuple(logprobs))
+
+    def _request(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        refusals: tuple[int, ...] = (),
+        timeout: float | None = None,
+    ) -> httpx.Response:
+        """Return the response. A status in `refusals` with vLLM's error is a response; other ones from 500 raise."""
         try:
-            response = self._http.request(method, path, json=body)
+            limit = httpx.USE_CLIENT_DEFAULT if timeout is None else httpx.Timeout(timeout)
+            response = self._http.request(method, path, json=body, timeout=limit)
         except httpx.HTTPError as error:
             raise EngineUnreachable(f"vLLM at {self.url} does not answer ({error or type(error).__name__})") from error
-        if response.status_code >= httpx.codes.INTERNAL_SERVER_ERROR:
+        refused = response.status_code in refusals and '"error"' in response.text and "EngineDead" not in response.text
+        if response.status_code >= httpx.codes.INTERNAL_SERVER_ERROR and not refused:
             raise EngineUnreachable(f"vLLM at {self.url} answered {response.status_code}: {response.text[:300]}")
         return response
+
+
+def _logprobs_of(entries: Any, ids: Sequence[int]) -> list[float]:
+    """Return the logprobs of ids but the first. Raises ValueError, KeyError, TypeError if one is missing."""
+    if len(entries) != len(ids):
+        raise ValueError(f"{len(entries)} entries for {len(ids)} ids")
+    return [float(entry[str(token)]["logprob"]) for entry, token in zip(entries[1:], ids[1:], strict=True)]
+
+
+def _refusal(url: str, problem: str, response: httpx.Response) -> AdapterRefused:
+    return AdapterRefused(f"{url} {problem} ({response.status_code}): {response.text[:300]}")

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.distributed import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
 from ratchet.store.install_hint import install_hint
@@ -19,18 +20,21 @@ from ratchet.trainer.rows.tokenizer import is_folder, why_not_loaded
 
 
 def load(
-    model: str, *, dtype: torch.dtype | Literal["auto"], quantization: str = "none"
+    model: str, *, dtype: torch.dtype | Literal["auto"], quantization: str = "none", parts: int = 1
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the causal language model and tokenizer of a folder or hub name; `auto` is the dtype of its files.
 
-    Raises ModelNotFound or NotAModel, or SettingError if the quantization is not installed.
+    With `parts`, each of that many processes reads its part of every tensor. Raises ModelNotFound or NotAModel, or
+    SettingError if the quantization is not installed.
     """
-    quantized = {"quantization_config": _nf4(dtype)} if quantization == "nf4" else {}
+    how: dict[str, Any] = {"quantization_config": _nf4(dtype)} if quantization == "nf4" else {}
+    if parts > 1:
+        how["distributed_config"] = DistributedConfig(fsdp_size=parts)
     local = is_folder(model)
     source = str(Path(model).expanduser()) if local else model
     transformers_logging.disable_progress_bar()
     try:
-        network: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **quantized)
+        network: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **how)
         tokenizer: Any = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise why_not_loaded(model, local, error) from error

@@ -12,73 +12,85 @@ that a full disk raises an OSError with its errno.
 
 from __future__ import annotations
 
-import copy
 import io
 import json
-import random
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy
 import safetensors.torch
 import torch
 from peft import get_peft_model_state_dict
 
 from ratchet.trainer.adapters import checkpoint
 from ratchet.trainer.errors import CheckpointDamaged, CheckpointMismatch
+from ratchet.trainer.learner import expert_adapters, process_group
+from ratchet.trainer.learner.agent_state import ADAPTER, AgentState, fill, local, new_rate, part, random_state, whole
 from ratchet.trainer.learner.loss import RecordedGRPOTrainer
 from ratchet.trainer.settings.learner_settings import LearnerSettings
-from ratchet.trainer.settings.objectives import OBJECTIVES
+from ratchet.trainer.settings.objectives import find_objective
 
 FOLDER = checkpoint.STATE
 
 # Settings that shape the adapter; a checkpoint with other values cannot be resumed.
-_SHAPING = ("lora_r", "lora_alpha", "target_modules")
+_SHAPING = ("lora_r", "lora_alpha", "target_modules", "exclude_modules")
 
 
-def write(trainer: RecordedGRPOTrainer, settings: LearnerSettings, step: int, folder: Path) -> None:
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """An agent's state as a checkpoint holds it: whole tensors on the CPU."""
+
+    lora: Mapping[str, torch.Tensor]
+    optimizer: Mapping[str, Any]  # torch's state_dict
+    schedule: Mapping[str, Any]
+    random: Mapping[str, Any]
+    rate: Mapping[str, Any] | None
+    settings: Mapping[str, Any]
+    step: int
+
+
+def gathered(trainer: RecordedGRPOTrainer, state: AgentState) -> SavedState:
+    """Return the state of the trainer's agent. All processes must call it; its tensors are whole in each."""
+    optimizer = trainer.optimizer.state_dict()
+    # Interned, because pickle writes equal keys that are different objects in other bytes.
+    slots = {
+        index: {
+            sys.intern(key): whole(value) if isinstance(value, torch.Tensor) else value for key, value in slot.items()
+        }
+        for index, slot in optimizer["state"].items()
+    }
+    return SavedState(
+        lora={name: whole(parameter) for name, parameter in trainer.lora_parameters().items()},
+        optimizer={**optimizer, "state": slots},
+        schedule=trainer.lr_scheduler.state_dict(),
+        random=random_state(),
+        rate=state.rate.state(),
+        settings=asdict(state.settings),
+        step=state.step,
+    )
+
+
+def write(trainer: RecordedGRPOTrainer, saved: SavedState, folder: Path) -> None:
     """Write adapter and learner state into the existing, empty `folder`."""
-    _write_adapter(trainer, folder)
+    _write_adapter(trainer, saved.lora, folder)
     inner = folder / FOLDER
     inner.mkdir()
-    weights = {name: p.detach().cpu().contiguous() for name, p in trainer.lora_parameters().items()}
+    weights = {name: tensor.contiguous() for name, tensor in saved.lora.items()}
     (inner / "lora.safetensors").write_bytes(safetensors.torch.save(weights))
-    _write_torch(inner / "optimizer.pt", trainer.optimizer.state_dict())
-    _write_torch(inner / "scheduler.pt", trainer.lr_scheduler.state_dict())
-    _write_torch(inner / "rng.pt", _rng_state())
-    state = {"step": step, "rate": trainer.rate_controller.state(), "settings": asdict(settings)}
+    _write_torch(inner / "optimizer.pt", saved.optimizer)
+    _write_torch(inner / "scheduler.pt", saved.schedule)
+    _write_torch(inner / "rng.pt", saved.random)
+    state = {"step": saved.step, "rate": saved.rate, "settings": saved.settings}
     (inner / "state.json").write_text(json.dumps(state, indent=2, default=list) + "\n")
 
 
-def snapshot(trainer: RecordedGRPOTrainer) -> dict[str, Any]:
-    """Return a copy of a trainer's state without its base model, on the CPU; `restore` takes it."""
-    state = {
-        "lora": {name: p.detach().cpu() for name, p in trainer.lora_parameters().items()},
-        "optimizer": trainer.optimizer.state_dict(),
-        "scheduler": trainer.lr_scheduler.state_dict(),
-        "rng": _rng_state(),
-    }
-    return copy.deepcopy(state)
+def read(folder: Path, settings: LearnerSettings, shapes: Mapping[str, torch.Size]) -> SavedState:
+    """Return the state saved in `folder`, for an adapter of these shapes.
 
-
-def restore(trainer: RecordedGRPOTrainer, settings: LearnerSettings, state: dict[str, Any]) -> None:
-    """Restore a `snapshot` in place; parameters and base model stay the same objects."""
-    trainer.optimizer.zero_grad()  # an aborted round may have left gradients
-    _fill(trainer.lora_parameters(), state["lora"])
-    trainer.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
-    trainer.lr_scheduler.load_state_dict(copy.deepcopy(state["scheduler"]))
-    trainer.rate_controller.apply_settings(settings)
-    trainer.set_learning_rate(trainer.rate_controller.rate)
-    _set_rng_state(state["rng"])
-
-
-def read(trainer: RecordedGRPOTrainer, settings: LearnerSettings, folder: Path) -> int:
-    """Load the state saved in `folder` into the trainer; return the global step.
-
-    Raises CheckpointDamaged or CheckpointMismatch before any change.
+    Raises CheckpointDamaged or CheckpointMismatch.
     """
     inner = folder / FOLDER
     if not checkpoint.complete(folder) or not (inner / "state.json").is_file():
@@ -89,67 +101,133 @@ def read(trainer: RecordedGRPOTrainer, settings: LearnerSettings, folder: Path) 
     state = json.loads((inner / "state.json").read_text())
     _check_settings(settings, state["settings"], folder)
     weights = safetensors.torch.load((inner / "lora.safetensors").read_bytes())
-    parameters = trainer.lora_parameters()
-    if {n: w.shape for n, w in weights.items()} != {n: p.shape for n, p in parameters.items()}:
+    if {name: weight.shape for name, weight in weights.items()} != dict(shapes):
         raise CheckpointMismatch(
             f"{folder} has the adapter of another base model: its layers differ; resume it with that model"
         )
-    _fill(parameters, weights)
-    if _is_sft(settings.loss_type) == _is_sft(str(state["settings"]["loss_type"])):
-        trainer.optimizer.load_state_dict(_read_torch(inner / "optimizer.pt"))
-    trainer.lr_scheduler.load_state_dict(_read_torch(inner / "scheduler.pt"))
-    trainer.rate_controller.restore(state.get("rate"))
-    trainer.set_learning_rate(trainer.rate_controller.rate)
-    _set_rng_state(_read_torch(inner / "rng.pt"))
-    return int(state["step"])
+    return SavedState(
+        lora=weights,
+        optimizer=_read_torch(inner / "optimizer.pt"),
+        schedule=_read_torch(inner / "scheduler.pt"),
+        random=_read_torch(inner / "rng.pt"),
+        rate=state.get("rate"),
+        settings=state["settings"],
+        step=int(state["step"]),
+    )
+
+
+def shared(read_state: Callable[[], SavedState]) -> SavedState:
+    """Return in all processes the state that rank zero reads, or raise its TrainerError."""
+    read_here: list[SavedState] = []
+
+    def read_without_tensors() -> SavedState:
+        read_here.append(read_state())
+        return replace(read_here[0], lora={}, optimizer={**read_here[0].optimizer, "state": {}})
+
+    rest = process_group.from_leader(read_without_tensors)
+    tensors = process_group.tensors_from_leader(_tensors(read_here[0]) if read_here else {})
+    slots: dict[int, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        kind, index, key = name.split("/", 2)
+        if kind == "optimizer":
+            slots.setdefault(int(index), {})[key] = tensor
+    lora = {name.removeprefix("lora/0/"): tensor for name, tensor in tensors.items() if name.startswith("lora/")}
+    return replace(rest, lora=lora, optimizer={**rest.optimizer, "state": slots})
+
+
+def _tensors(saved: SavedState) -> dict[str, torch.Tensor]:
+    lora = {f"lora/0/{name}": tensor for name, tensor in saved.lora.items()}
+    return lora | {
+        f"optimizer/{index}/{key}": torch.as_tensor(value)
+        for index, slot in saved.optimizer["state"].items()
+        for key, value in slot.items()
+    }
+
+
+def resumed(trainer: RecordedGRPOTrainer, settings: LearnerSettings, saved: SavedState) -> AgentState:
+    """Return the state of an agent with the weights, optimizer, step and random numbers of a checkpoint.
+
+    It takes over the tensors of `saved`.
+    """
+    parameters = trainer.lora_parameters()
+    slots = saved.optimizer["state"] if _is_sft(settings.loss_type) == _is_sft(saved.settings["loss_type"]) else {}
+    # torch numbers the parameters in the order of the optimizer's groups.
+    ordered = [parameter for group in trainer.optimizer.param_groups for parameter in group["params"]]
+    names = {parameter: name for name, parameter in parameters.items()}
+    rate = new_rate(trainer, settings)
+    rate.restore(saved.rate)
+    return AgentState(
+        settings=settings,
+        rate=rate,
+        lora={name: part(saved.lora[name], parameter) for name, parameter in parameters.items()},
+        moments={
+            names[ordered[index]]: {key: part(value, ordered[index]) for key, value in slot.items()}
+            for index, slot in slots.items()
+        },
+        schedule=dict(saved.schedule),
+        random=dict(saved.random),
+        step=saved.step,
+    )
 
 
 @contextmanager
 def temporary_adapter(trainer: RecordedGRPOTrainer, folder: Path) -> Iterator[None]:
     """Use the adapter in `folder`, as vLLM loads it, in the block; afterwards restore the current one bit for bit.
 
-    Raises CheckpointDamaged or CheckpointMismatch before any change.
+    Raises CheckpointDamaged or CheckpointMismatch before any change. Rank zero reads the folder.
     """
+    parameters = trainer.lora_parameters()
+    read_here: list[dict[str, torch.Tensor]] = []
+
+    def read_adapter() -> None:
+        shapes = {name: p.shape for name, p in parameters.items()}
+        read_here.append(_adapter_weights(folder, shapes, trainer.model.config.model_type))
+
+    process_group.from_leader(read_adapter)
+    weights = process_group.tensors_from_leader(read_here[0] if read_here else {})
+    own = {name: local(parameter.detach()).clone() for name, parameter in parameters.items()}
+    try:
+        fill(trainer, {name: part(weights[name], parameter) for name, parameter in parameters.items()})
+        yield
+    finally:
+        fill(trainer, own)
+
+
+def _adapter_weights(folder: Path, shapes: Mapping[str, torch.Size], model_type: str) -> dict[str, torch.Tensor]:
+    """Return the weights of a served adapter by the trainer's names, from which peft omits the adapter's name."""
     try:
         weights = safetensors.torch.load((folder / "adapter_model.safetensors").read_bytes())
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointDamaged(f"{folder} has no readable adapter: {error}") from error
-    parameters = trainer.lora_parameters()
-    other = {name: weights.get(name.replace(".default.", ".")) for name in parameters}  # peft omits the adapter's name
-    if any(tensor is None or tensor.shape != parameters[name].shape for name, tensor in other.items()):
+    if expert_adapters.serves_single_experts(model_type):
+        weights = expert_adapters.join_experts(weights, model_type)
+    named = {name: weights.get(name.replace(f".{ADAPTER}.", ".")) for name in shapes}
+    found = {name: tensor for name, tensor in named.items() if tensor is not None and tensor.shape == shapes[name]}
+    if found.keys() != shapes.keys():
         raise CheckpointMismatch(f"{folder} has the adapter of another base model or rank: its layers differ")
-    own = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    try:
-        _fill(parameters, other)
-        yield
-    finally:
-        _fill(parameters, own)
-
-
-def _fill(parameters: Mapping[str, torch.nn.Parameter], weights: Mapping[str, Any]) -> None:
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(weights[name])
+    return found
 
 
 def _is_sft(loss: str) -> bool:
     """Return whether AdamW's moments are those of SFT, whose gradients are many times those of RL."""
-    return OBJECTIVES[loss].ratio == "none"
+    return find_objective(loss).ratio == "none"
 
 
-def _write_adapter(trainer: RecordedGRPOTrainer, folder: Path) -> None:
+def _write_adapter(trainer: RecordedGRPOTrainer, lora: Mapping[str, torch.Tensor], folder: Path) -> None:
     """Write the adapter for serving: bf16 on the GPU, like the base model; fp32 on the CPU.
 
     vLLM casts an adapter to its serving dtype, so fp32 on the GPU would only double the size. On the CPU the served
     logprobs are compared with those of an fp32 trainer.
     """
-    model = trainer.accelerator.unwrap_model(trainer.model)
     dtype = torch.float32 if trainer.accelerator.device.type == "cpu" else torch.bfloat16
     # For embeddings peft would look up the base model's configuration, possibly on the hub.
-    adapter = get_peft_model_state_dict(model, save_embedding_layers=False)
+    adapter = get_peft_model_state_dict(trainer.model, state_dict=dict(lora), save_embedding_layers=False)
+    config = trainer.model.peft_config[ADAPTER].to_dict()
+    if expert_adapters.serves_single_experts(model_type := trainer.model.config.model_type):
+        adapter = expert_adapters.split_experts(adapter, model_type, config["r"])
+        config = expert_adapters.served_config(config, model_type)
     weights = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in adapter.items()}
     (folder / "adapter_model.safetensors").write_bytes(safetensors.torch.save(weights, metadata={"format": "pt"}))
-    config = model.peft_config["default"].to_dict()
     config["inference_mode"] = True
     text = json.dumps(config, indent=2, sort_keys=True, default=_plain)
     (folder / "adapter_config.json").write_text(text + "\n")
@@ -163,31 +241,11 @@ def _plain(value: Any) -> Any:
 def _check_settings(settings: LearnerSettings, saved: dict[str, Any], folder: Path) -> None:
     now = json.loads(json.dumps(asdict(settings), default=list))
     for field in _SHAPING:
-        if now[field] != saved[field]:
+        if now[field] != saved.get(field):
             raise CheckpointMismatch(
-                f"{folder} was trained with {field} {saved[field]!r}, the setting is {now[field]!r}: "
+                f"{folder} was trained with {field} {saved.get(field)!r}, the setting is {now[field]!r}: "
                 f"set {field} back, or start without resuming"
             )
-
-
-def _rng_state() -> dict[str, Any]:
-    """Return lists and tensors only, so that loading needs no pickled code."""
-    generator: Any = numpy.random.get_state(legacy=True)
-    algorithm, keys, *rest = generator
-    return {
-        "python": random.getstate(),
-        "numpy": (algorithm, keys.tolist(), *rest),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-
-
-def _set_rng_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    numpy.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
 
 
 def _write_torch(path: Path, value: Any) -> None:

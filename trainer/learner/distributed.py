@@ -1,10 +1,10 @@
-"""Distributed training with `accelerate launch`: rank zero leads, the other processes follow.
+"""Training in several processes, started by torchrun or `accelerate launch`: rank zero leads, the others follow.
 
-Rank zero is the trainer's controller. It broadcasts every collective operation of its learner (creation, round,
-checkpoint written or loaded) to the followers, which run the same operation with the same rows. Only rank zero uses
-store, judge and vLLM. The controller handles errors that all processes have. If only some have an error, or one exits,
+Rank zero has the clients of the learner. It broadcasts every operation of its host to the followers, which run the same
+operation with the same rows. Only rank zero uses files, store, judge and vLLM. It handles errors that all processes
+have. If only some have an error, or one exits,
 all stop within seconds, before the commit, and each logs which process had which error; the next start continues from
-the last commit. Torch is imported with the first learner.
+the last commit. Torch is imported with the first host.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,29 +21,26 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.trainer.errors import TrainerError, WorkerProcessLost
-from ratchet.trainer.learner.learner import Learner
+from ratchet.trainer.learner.host import LearnerHost
+from ratchet.trainer.learner.launch import IDLE_TIMEOUT, processes, rank
 from ratchet.trainer.learner_protocol import RoundReport
 from ratchet.trainer.rows.token_row import TokenRow
+from ratchet.trainer.settings.learner_process_settings import LearnerProcessSettings
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 
 log = logging.getLogger(__name__)
 
-_IDLE_TIMEOUT = timedelta(days=30)  # there may be hours without traffic between two rounds
 _ERROR_TIMEOUT = timedelta(seconds=10)  # wait of a process with an error for the errors of the others
 _STATUS_TIMEOUT = timedelta(seconds=10)
-_STOP = "stop"
+_STOP_SECONDS = 7.0  # from a signal to the end of a follower that rank zero does not stop
+_CREATE, _STOP = "create", "stop"
 _REMEDY = "The next start trains the groups that were not committed"
 _CONNECTION_ERRORS = ("gloo", "NCCL")  # named by torch's messages about a broken connection; gloo has no own exception
 
 
-def processes() -> int:
-    """Return the number of processes of the launch."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def is_leader() -> bool:
     """Return whether this process has rank zero."""
-    return _rank() == 0
+    return rank() == 0
 
 
 class FollowerChannel:
@@ -52,11 +51,12 @@ class FollowerChannel:
 
     def __init__(self, error_timeout: timedelta = _ERROR_TIMEOUT) -> None:
         import torch.distributed
-        from accelerate import PartialState
 
-        PartialState(timeout=_IDLE_TIMEOUT)
+        from ratchet.trainer.learner import process_group
+
+        process_group.join()
         self._distributed = torch.distributed
-        self._group: Any = torch.distributed.new_group(backend="gloo", timeout=_IDLE_TIMEOUT)
+        self._group: Any = torch.distributed.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
         self._error_timeout = error_timeout
         self._operations = 0  # completed by all processes
         self._out_of_sync = False  # a process may wait forever in a collective
@@ -65,17 +65,17 @@ class FollowerChannel:
         statuses = torch.distributed.TCPStore(server, port, is_master=False, timeout=_STATUS_TIMEOUT)
         self._statuses = torch.distributed.PrefixStore("ratchet", statuses)
 
-    def send(self, operation: str, *arguments: Any) -> None:
+    def send(self, operation: str, *arguments: Any, **named: Any) -> None:
         """Broadcast an operation to all followers. Raises WorkerProcessLost."""
         with self._translated_errors():
-            self._distributed.broadcast_object_list([operation, arguments], src=0, group=self._group)
+            self._distributed.broadcast_object_list([operation, arguments, named], src=0, group=self._group)
 
-    def receive(self) -> tuple[str, tuple[Any, ...]]:
+    def receive(self) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
         """Wait for the next operation. Raises WorkerProcessLost."""
-        message: list[Any] = [None, None]
+        message: list[Any] = [None, None, None]
         with self._translated_errors():
             self._distributed.broadcast_object_list(message, src=0, group=self._group)
-        return message[0], message[1]
+        return message[0], message[1], message[2]
 
     @contextmanager
     def collective(self) -> Iterator[None]:
@@ -134,7 +134,7 @@ class FollowerChannel:
         """Wait until all processes have finished the operation; with an error only for `error_timeout`."""
         try:
             barrier = self._distributed.barrier(group=self._group, async_op=True)
-            barrier.wait(_IDLE_TIMEOUT if own is None else self._error_timeout)
+            barrier.wait(IDLE_TIMEOUT if own is None else self._error_timeout)
         except RuntimeError as lost:
             self._out_of_sync = True
             raise WorkerProcessLost(self._describe_errors()) from (own or lost)
@@ -143,8 +143,8 @@ class FollowerChannel:
         """Publish the error of this process, "" for none."""
         text = "" if error is None else f"{type(error).__name__}: {error}"
         try:
-            self._statuses.set(f"{self._operations}/{_rank()}", text)
-            self._statuses.delete_key(f"{self._operations - 2}/{_rank()}")  # the previous one may still be read
+            self._statuses.set(f"{self._operations}/{rank()}", text)
+            self._statuses.delete_key(f"{self._operations - 2}/{rank()}")  # the previous one may still be read
         except RuntimeError as lost:
             log.warning("event=status_not_published reason=%r", str(lost))
 
@@ -164,46 +164,62 @@ class FollowerChannel:
         return f"not all processes completed the operation: {'; '.join(errors)}. {_REMEDY}"
 
 
-class RankZeroLearner(Learner):
-    """The learner of rank zero; the followers run the same operations."""
+class LeadingHost(LearnerHost):
+    """The host of rank zero, which tells every operation to the followers. Raises WorkerProcessLost as well."""
 
     def __init__(
-        self,
-        channel: FollowerChannel,
-        base_model: str,
-        settings: LearnerSettings,
-        *,
-        workdir: Path,
-        resume_from: Path | None = None,
+        self, channel: FollowerChannel, base_model: str, process: LearnerProcessSettings, *, workdir: Path, **more: Any
     ) -> None:
         self._channel = channel
-        channel.send("create", base_model, settings, workdir, resume_from)
-        with channel.collective():
-            super().__init__(base_model, settings, workdir=workdir, resume_from=resume_from)
+        with self._on_all_processes(_CREATE, base_model, process, workdir):
+            super().__init__(base_model, process, workdir=workdir, **more)
 
-    def train_round(self, rows: Sequence[TokenRow], rate_scale: float = 1.0) -> RoundReport:
-        """Train on the rows with all processes. Raises as `Learner.train_round` does, and WorkerProcessLost."""
-        self._channel.send("train_round", list(rows), rate_scale)
+    def open(self, agent: str, settings: LearnerSettings, resume_from: Path | None) -> int:
+        """Open an agent in all processes."""
+        with self._on_all_processes("open", agent, settings, resume_from):  # only rank zero reads the checkpoint
+            return super().open(agent, settings, resume_from)
+
+    def train_round(
+        self,
+        agent: str,
+        rows: Sequence[TokenRow],
+        rate_scale: float = 1.0,
+        on_rows: Callable[[int], None] | None = None,
+    ) -> RoundReport:
+        """Train on the rows with all processes."""
+        with self._on_all_processes("train_round", agent, list(rows), rate_scale):
+            return super().train_round(agent, rows, rate_scale, on_rows)
+
+    def score(
+        self, agent: str, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool | Path = True
+    ) -> list[tuple[float, ...]]:
+        """Score the rows with all processes."""
+        with self._on_all_processes("score", agent, list(rows), adapter=adapter):
+            return super().score(agent, rows, adapter=adapter)
+
+    def save(self, agent: str, folder: Path) -> None:
+        """Gather the agent's state from all processes, and write it."""
+        with self._on_all_processes("save", agent, folder):
+            super().save(agent, folder)
+
+    def close(self, agent: str) -> None:
+        """Forget the agent in all processes."""
+        with self._on_all_processes("close", agent):
+            super().close(agent)
+
+    @contextmanager
+    def _on_all_processes(self, operation: str, *arguments: Any, **named: Any) -> Iterator[None]:
+        self._channel.send(operation, *arguments, **named)
         with self._channel.collective():
-            return super().train_round(rows, rate_scale)
-
-    def save(self, folder: Path) -> None:
-        """Write a checkpoint. Raises as `Learner.save` does, and WorkerProcessLost."""
-        self._channel.send("save", folder)
-        with self._channel.collective():
-            super().save(folder)
-
-    def load(self, folder: Path | None, settings: LearnerSettings) -> None:
-        """Load a checkpoint in all processes. Raises as `Learner.load` does, and WorkerProcessLost."""
-        self._channel.send("load", folder, settings)
-        with self._channel.collective():
-            super().load(folder, settings)
+            yield
 
 
-def follow(channel: FollowerChannel, make: Callable[..., Learner] = Learner) -> int:
-    """Run the operations of rank zero until it sends stop; return the exit code. Signals are ignored."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+def follow(channel: FollowerChannel, make: Callable[..., LearnerHost] = LearnerHost) -> int:
+    """Run the operations of rank zero until it sends stop; return the exit code.
+
+    A signal to stop reaches rank zero too, which sends stop. If that does not come, the process ends by itself.
+    """
+    _end_some_time_after_a_signal()
     try:
         _run_operations(channel, make)
     except WorkerProcessLost as lost:
@@ -213,28 +229,42 @@ def follow(channel: FollowerChannel, make: Callable[..., Learner] = Learner) -> 
     return 0
 
 
-def _run_operations(channel: FollowerChannel, make: Callable[..., Learner]) -> None:
-    learner: Learner | None = None
+def _run_operations(channel: FollowerChannel, make: Callable[..., LearnerHost]) -> None:
+    host: LearnerHost | None = None
     while True:
-        operation, arguments = channel.receive()
+        operation, arguments, named = channel.receive()
         if operation == _STOP:
             return
         try:
             with channel.collective():
-                if operation == "create":
-                    base_model, settings, workdir, resume_from = arguments
-                    learner = make(base_model, settings, workdir=workdir / _process_folder(), resume_from=resume_from)
-                elif learner is not None:
-                    getattr(learner, operation)(*arguments)
+                if operation == _CREATE:
+                    base_model, process, workdir = arguments
+                    host = make(base_model, process, workdir=workdir / _process_folder())
+                elif host is not None:
+                    getattr(host, operation)(*arguments, **named)
         except WorkerProcessLost:
             raise
         except TrainerError as error:  # rank zero has it as well
             log.info("event=follower_error error=%s reason=%r", type(error).__name__, str(error))
 
 
+def _end_some_time_after_a_signal() -> None:
+    """Exit `_STOP_SECONDS` after SIGTERM or SIGINT. A thread does: this one may wait for a process that is gone."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+
+    def wait() -> None:
+        os.read(reader, 1)
+        time.sleep(_STOP_SECONDS)
+        log.error("event=follower_stopped reason='rank zero did not stop it within %.0f s'", _STOP_SECONDS)
+        logging.shutdown()
+        os._exit(1)
+
+    threading.Thread(target=wait, name="stop-after-signal", daemon=True).start()
+
+
 def _process_folder() -> str:
-    return f"process{_rank()}"
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
+    return f"process{rank()}"

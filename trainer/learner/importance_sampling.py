@@ -23,7 +23,9 @@ from dataclasses import dataclass
 import torch
 
 from ratchet.trainer.learner.micro_batches import Micro
+from ratchet.trainer.settings.objectives import Objective, StepTokens
 
+MAX_DISTILLATION_ADVANTAGE = 10.0  # nats
 _FULL_LIMIT_AGE = 8  # versions, including the sampling one, from which the whole limit applies
 
 
@@ -73,3 +75,29 @@ def mismatch(micros: Sequence[Micro], cap: float | None) -> Mismatch:
         tokens += gap.numel()
         truncated += 0 if cap is None else int((gap.exp() > cap).sum())
     return Mismatch(total, largest, tokens, truncated)
+
+
+def advantages_at_start(micro: Micro, objective: Objective) -> torch.Tensor:
+    """Return the advantages (N, T) for the policy at the start of the round, whose logprobs the micro-batch has.
+
+    Distillation: log p_teacher - log p. The rows hold log p_teacher - log p_engine, of the policy that sampled them.
+    """
+    advantages = micro["advantages"]
+    if not objective.distillation:
+        return advantages
+    gap = advantages - log_ratio(micro)  # (N, T)
+    return gap.clamp(-MAX_DISTILLATION_ADVANTAGE, MAX_DISTILLATION_ADVANTAGE)
+
+
+def token_advantages(micro: Micro, objective: Objective, weight: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+    """Return the weighted advantages (N, T) as the objective changes them.
+
+    The micro-batch has the old policy's logprobs; `weight` is the importance weight of each token, (N, T).
+    """
+    advantages = advantages_at_start(micro, objective) * weight  # (N, T)
+    if objective.token_advantages is None:
+        return advantages
+    trained, sampled = micro["trained"], micro["sampling_per_token_logps"]  # (N, T) each
+    tokens = StepTokens(advantages * trained, micro["old_per_token_logps"], entropy, sampled, trained)
+    changed: torch.Tensor = objective.token_advantages(tokens)
+    return changed

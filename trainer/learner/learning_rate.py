@@ -12,6 +12,8 @@ down without limit, within `bounds`. The target falls with the policy's entropy:
 the same rate, and a constant target would drive the rate into its bound (measured on the e-mail example). PPO for
 robots commonly uses such rates (rsl_rl's `desired_kl`).
 
+A fixed rate may have a schedule, by the optimizer steps so far.
+
 The state is saved in the checkpoint: a resumed learner continues with the same rate, and a learner that returns to an
 earlier version returns to its rate.
 """
@@ -23,7 +25,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ratchet.trainer.settings.learner_settings import AUTO
+from ratchet.trainer.settings.adapter_and_memory import AUTO
 
 if TYPE_CHECKING:
     from ratchet.trainer.settings.learner_settings import LearnerSettings
@@ -47,6 +49,7 @@ _MIN_TARGET, _MAX_TARGET = (
 _BAND = 2.0
 _MAX_INCREASE = 4.0
 _ABOVE_ROUNDING = 4.0  # minimum target over rounding
+_LEAST_SHARE = 0.1  # of the rate, at the end of a schedule
 _NOT_FINITE = 0.25  # factor of the rate after a shift that is not finite
 
 
@@ -131,10 +134,26 @@ def _factor(k3: float, expected: float) -> float:
     return min(_MAX_INCREASE, math.sqrt(expected / k3)) if k3 > 0 else _MAX_INCREASE
 
 
+def schedule(settings: LearnerSettings, step: int) -> float:
+    """Return the factor of a fixed rate at an optimizer step, from 0 on.
+
+    Like transformers' schedules of these names, but the first of the warm-up steps already changes the weights, and
+    the rate ends at a tenth instead of 0, because training in production has no end.
+    """
+    if step < settings.warmup_steps:
+        return (step + 1) / (settings.warmup_steps + 1)
+    if settings.max_steps is None:
+        return 1.0
+    done = min(1.0, (step - settings.warmup_steps) / (settings.max_steps - settings.warmup_steps))
+    left = 1 - done if settings.lr_scheduler_type == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return _LEAST_SHARE + (1 - _LEAST_SHARE) * left
+
+
 class LearningRateController:
     """The rate of one learner: fixed if its settings give a number or its loss is SFT, else adaptive."""
 
     def __init__(self, settings: LearnerSettings, parameters: int, dtype: str) -> None:
+        self.parameters = parameters  # of the base model
         self.bounds = bounds(parameters)
         self.dtype = dtype  # of the model's computation: bf16 or fp32
         self.apply_settings(settings)
@@ -143,6 +162,7 @@ class LearningRateController:
         """Start over with other settings."""
         self.adapts = settings.learning_rate == AUTO and settings.loss_type != "sft"
         self._target_kl = settings.target_kl
+        self._settings = settings
         rate = settings.learning_rate
         self._state = RateState(self.bounds.start if isinstance(rate, str) else rate)
 
@@ -150,6 +170,10 @@ class LearningRateController:
     def rate(self) -> float:
         """The rate of the next round, before any scale of its own."""
         return self._state.rate
+
+    def rate_at(self, step: int) -> float:
+        """Return the rate of a round that begins at this optimizer step, by the schedule."""
+        return self._state.rate * schedule(self._settings, step)
 
     def target(self, tokens: int, trajectories: int) -> float:
         """Return the target of the mean k3 per token."""

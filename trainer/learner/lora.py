@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from peft import LoraConfig
 
 from ratchet.trainer.errors import SettingError
 from ratchet.trainer.learner import base_model as policy_model
+from ratchet.trainer.learner.forward_pass import choose_attention
+from ratchet.trainer.learner.launch import processes
 from ratchet.trainer.learner.learning_rate import LearningRateController
+from ratchet.trainer.learner.lora_targets import lora_config
 from ratchet.trainer.learner.loss import RecordedGRPOTrainer, loss_of
+from ratchet.trainer.learner.sharding import attach_sharded
 from ratchet.trainer.learner.trl_imports import GRPOConfig
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 
@@ -18,7 +21,7 @@ from ratchet.trainer.settings.learner_settings import LearnerSettings
 _DDP_TIMEOUT = 30 * 24 * 3600  # seconds
 
 
-def build(base_model: str, settings: LearnerSettings, output_dir: Path) -> RecordedGRPOTrainer:
+def build(base_model: str, settings: LearnerSettings, output_dir: Path, sharding: str = "none") -> RecordedGRPOTrainer:
     """Return the trainer of a new LoRA adapter, on the GPU in bf16 if there is one, else on the CPU in fp32.
 
     LoRA parameters are always fp32: with AdamW at 1e-5 most updates are below bf16's resolution and would be lost.
@@ -26,24 +29,31 @@ def build(base_model: str, settings: LearnerSettings, output_dir: Path) -> Recor
     installed.
     """
     on_cpu = not torch.cuda.is_available()
-    dtype = torch.float32 if on_cpu else torch.bfloat16
-    model, tokenizer = policy_model.load(base_model, dtype=dtype, quantization=settings.quantization)
+    dtype = base_dtype()
+    sharded = sharding == "fsdp2"
+    model, tokenizer = policy_model.load(
+        base_model, dtype=dtype, quantization=settings.quantization, parts=processes() if sharded else 1
+    )
+    choose_attention(model, settings.attn_implementation)
     rate_controller = LearningRateController(settings, model.num_parameters(), "fp32" if on_cpu else "bf16")
     arguments = _arguments(settings, output_dir, on_cpu, rate_controller.rate)
     targets = settings.target_modules
-    lora = LoraConfig(
-        r=settings.lora_r,
-        lora_alpha=settings.lora_alpha,
-        target_modules=targets if isinstance(targets, str) else list(targets),
-        task_type="CAUSAL_LM",
-    )
+    lora = lora_config(model, settings)
     try:
-        return RecordedGRPOTrainer(model, arguments, tokenizer, lora, settings, rate_controller)
+        if sharded:
+            device = "cpu" if on_cpu else "cuda"
+            model = attach_sharded(model, lora, settings.attn_implementation, device)
+        return RecordedGRPOTrainer(model, arguments, tokenizer, None if sharded else lora, settings, rate_controller)
     except ValueError as error:  # peft does not find the layers, or TRL cannot train them
         raise SettingError(
             f"learner setting target_modules is {targets!r}, which does not fit {base_model}: {error}; "
             'use "all-linear" or names of its linear layers, such as q_proj'
         ) from error
+
+
+def base_dtype() -> torch.dtype:
+    """Return the number format of the base model's weights."""
+    return torch.bfloat16 if torch.cuda.is_available() else torch.float32
 
 
 def _arguments(settings: LearnerSettings, output_dir: Path, on_cpu: bool, learning_rate: float) -> GRPOConfig:
@@ -57,9 +67,8 @@ def _arguments(settings: LearnerSettings, output_dir: Path, on_cpu: bool, learni
         lr_scheduler_type="constant",
         epsilon=low,
         epsilon_high=high,
-        beta=settings.beta,
         use_bias_correction_kl=True,  # without the ratio the gradient is not that of the reverse KL
-        gradient_checkpointing=settings.gradient_checkpointing,
+        gradient_checkpointing=False,  # trainer/learner/activations.py
         seed=settings.seed,
         per_device_train_batch_size=2,
         num_generations=2,

@@ -14,8 +14,8 @@ trainer, with the reasons:
   that they reject is its own reference, so its KL is 0.
 - The KL penalty is the k3 estimator times the ratio (DeepSeek-V3.2, arXiv:2512.02556), without an importance weight.
 - Entropy bonus and entropy quantile are computed over the step; TRL computes them per micro-batch.
-- No padding-free packing, which pays only with FlashAttention. Rows with a common prefix are packed and share it
-  (trainer/learner/shared_prefixes.py).
+- Rows without padding only with FlashAttention, which needs no mask for it. Rows with a common prefix are packed and
+  share it (trainer/learner/shared_prefixes.py).
 
 TRL's GRPOTrainer changes several times a week, so its version is pinned; tests/trainer/test_loss_contract.py compares
 it with a hand-written reference.
@@ -34,9 +34,11 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from ratchet.trainer.errors import TrainingDiverged
-from ratchet.trainer.learner import importance_sampling, policy_shift
+from ratchet.trainer.learner import importance_sampling, policy_shift, process_group, sharding
+from ratchet.trainer.learner.activations import ActivationMemory
 from ratchet.trainer.learner.forward_pass import ForwardPass, Scored, attention_pairs_per_token
 from ratchet.trainer.learner.learning_rate import LearningRateController, sample_stride
+from ratchet.trainer.learner.lora_linear import use_fused_lora
 from ratchet.trainer.learner.micro_batches import Micro, batched, collate, empty_micro_batch, split, token_weights
 from ratchet.trainer.learner.trl_imports import GRPOConfig, GRPOTrainer
 from ratchet.trainer.rows.token_row import TokenRow
@@ -95,7 +97,7 @@ class RecordedGRPOTrainer(GRPOTrainer):
         model: Any,
         args: GRPOConfig,
         tokenizer: Any,
-        peft_config: LoraConfig,
+        peft_config: LoraConfig | None,
         settings: LearnerSettings,
         rate_controller: LearningRateController,
     ) -> None:
@@ -114,15 +116,19 @@ class RecordedGRPOTrainer(GRPOTrainer):
             train_dataset=Dataset.from_dict({"prompt": ["-"] * args.generation_batch_size}),
             reward_funcs=lambda completions, **_: [0.0] * len(completions),
         )
+        self.beta = settings.beta  # not in TRL's arguments, with which it would copy an adapter that it did not attach
         for parameter in self.lora_parameters().values():  # TRL casts them to bf16 if the model is quantized
-            parameter.data = parameter.data.float()
+            if parameter.dtype != torch.float32:
+                parameter.data = parameter.data.float()
         base = self.model.get_base_model()
-        self._pass = ForwardPass(base)
+        use_fused_lora(self.model)
+        memory = ActivationMemory(base, settings.gradient_checkpointing, offload=settings.activation_offload)
+        self._pass = ForwardPass(base, memory)
         self._attention_pairs_per_token = attention_pairs_per_token(base) if settings.share_prefixes else None
         # Trainer.train(), which our loop never calls, would do the following.
-        if args.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable()
-        self.model_wrapped, self.optimizer, self.lr_scheduler = self._prepared()
+        self.create_optimizer_and_scheduler(num_training_steps=1)
+        # Without DDP, which fails on parameters without a gradient: trainer/learner/sharding.py adds gradients.
+        self.model_wrapped = self.accelerator.prepare_model(self.model, evaluation_mode=True)
         # The losses of the micro-batches already sum to the loss of the step.
         self.current_gradient_accumulation_steps = self.args.steps_per_generation = 1
         self.model.train()
@@ -134,13 +140,6 @@ class RecordedGRPOTrainer(GRPOTrainer):
         self.loss_type, self.importance_sampling_level = loss_of(settings.objective)
         self.epsilon_low, self.epsilon_high = settings.clip
         self.beta = settings.beta
-        self.rate_controller.apply_settings(settings)
-
-    def _prepared(self) -> tuple[Any, Any, Any]:
-        """Return model, optimizer and schedule, wrapped by accelerate."""
-        self.create_optimizer_and_scheduler(num_training_steps=1)
-        wrapped: tuple[Any, Any, Any] = self.accelerator.prepare(self.model, self.optimizer, self.lr_scheduler)
-        return wrapped
 
     def _send_telemetry(self) -> None:
         """Send nothing: HF_HUB_DISABLE_TELEMETRY has no effect if huggingface_hub was imported before it was set."""
@@ -159,9 +158,7 @@ class RecordedGRPOTrainer(GRPOTrainer):
             ranks=self.accelerator.num_processes,
         )
         device = self.accelerator.device
-        micros = [
-            collate(r, self._pad_id, device) if r else empty_micro_batch(rows[0], self._pad_id, device) for r in shares
-        ]
+        micros = [self._collate(r) if r else empty_micro_batch(rows[0], self._pad_id, device) for r in shares]
         units = len(rows) if self._objective.mean != "tokens" else sum(row.tokens_trained for row in rows)
         tokens = sum(len(row.ids) for row in rows)
         for micro, packs in zip(micros, shares, strict=True):
@@ -201,20 +198,16 @@ class RecordedGRPOTrainer(GRPOTrainer):
         sums = torch.zeros(9, dtype=torch.float64)
         for place, micro in enumerate(micros):
             last = place == len(micros) - 1
-            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model_wrapped):
+            with sharding.gradient_sync(self.model, last=last):
                 loss = self.compute_loss(self.model_wrapped, micro)  # ()
-                self.accelerator.backward(loss)
+                loss.backward()
             sums += self._sums(micro, float(loss.detach()))
             self.on_rows(len(micro["prompt_ids"]))
         total = self.accelerator.reduce(sums.to(self.accelerator.device, torch.float32), "sum").tolist()
         loss_sum, units, signal, rejected, *means = total
         scale = float(micros[0]["num_items_in_batch"]) / max(units, 1.0)
-        parameters = list(self.lora_parameters().values())
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale)
         limit = self._settings.max_grad_norm or float("inf")
-        grad_norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit))
+        grad_norm = sharding.clip_gradients(self.lora_parameters().values(), scale, limit)
         return StepMetrics(
             applied=units > 0 and (signal > 0 or bool(self.beta)),
             loss=loss_sum * scale / self.accelerator.num_processes,
@@ -253,11 +246,11 @@ class RecordedGRPOTrainer(GRPOTrainer):
         return policy_shift.mean(self.accelerator.gather(sums).double().sum(0))  # of (processes, 5)
 
     def set_learning_rate(self, rate: float) -> None:
-        """Use this rate from now on, in place of the one that the optimizer was created or loaded with."""
+        """Use this rate and the settings' weight decay, not those the optimizer was created or loaded with."""
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] = rate
-        schedule = self.lr_scheduler.scheduler  # accelerate's wrapper around torch's
-        schedule.base_lrs = [rate] * len(schedule.base_lrs)
+            group["weight_decay"] = self._settings.weight_decay
+        self.lr_scheduler.base_lrs = [rate] * len(self.lr_scheduler.base_lrs)
 
     def compute_loss(self, model: Any, inputs: Micro, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return TRL's loss of one micro-batch, as its share of the step's loss; shape ()."""
@@ -277,14 +270,20 @@ class RecordedGRPOTrainer(GRPOTrainer):
         return loss
 
     def score(self, rows: Sequence[TokenRow], *, adapter: bool = True) -> list[list[float]]:
-        """Return the logprobs of all tokens of each row but the first, (T,) each; all of them must be trained."""
-        scored: list[list[float]] = [[]] * len(rows)
-        for packs in batched(rows, self._settings.token_budget, self._attention_pairs_per_token):
-            micro = collate([[rows[index] for index in pack] for pack in packs], self._pad_id, self.accelerator.device)
+        """Return the logprobs of all tokens of each row but the first, (T,) each; all of them must be trained.
+
+        Each process scores its share. One without a share scores another one's: a sharded model needs all of them.
+        """
+        batches = batched(rows, self._settings.token_budget, self._attention_pairs_per_token)
+        ranks, place = self.accelerator.num_processes, self.accelerator.process_index
+        own: list[tuple[int, list[float]]] = []
+        for start in range(0, len(batches), ranks):
+            packs = batches[min(start + place, len(batches) - 1)]
+            micro = self._collate([[rows[index] for index in pack] for pack in packs])
             logprobs = self.token_logprobs(micro, adapter=adapter).tolist()  # (N, T)
-            for index, logprobs_of_row in zip((index for pack in packs for index in pack), logprobs, strict=True):
-                scored[index] = logprobs_of_row[: len(rows[index].ids) - 1]
-        return scored
+            own += zip((index for pack in packs for index in pack), logprobs, strict=True)
+        scored = dict(pair for pairs in process_group.gather(own) for pair in pairs)
+        return [scored[index][: len(row.ids) - 1] for index, row in enumerate(rows)]
 
     def token_logprobs(self, micro: Micro, *, adapter: bool = True) -> torch.Tensor:
         """Return logprobs (N, T) of the trained tokens at their rows' temperatures, 0 elsewhere."""
@@ -299,19 +298,20 @@ class RecordedGRPOTrainer(GRPOTrainer):
         pad_id: int | None = self._tokenizer.pad_token_id
         return 0 if pad_id is None else pad_id  # padding is masked out, so any id will do
 
+    def _collate(self, packs: Sequence[Sequence[TokenRow]]) -> Micro:
+        return collate(packs, self._pad_id, self.accelerator.device, padding_free=self._pass.padding_free)
+
     def _needs_old_logprobs(self, only_step: bool) -> bool:
         """Return whether the policy at the start of the round must be computed before the loss."""
-        if self._objective.ratio == "none":
-            return False
-        return not only_step or self._settings.top_entropy_quantile < 1
+        return self._objective.ratio != "none" and (not only_step or self._settings.top_entropy_quantile < 1)
 
     def _score_old_policy(self, micro: Micro) -> torch.Tensor:
         """Use the current policy as the one at the start of the round; return its entropies, (N, T)."""
         scored = self._score(micro)
-        self._set_old_policy(micro, scored.logprobs)
+        self._set_old_policy(micro, scored.logprobs, scored.entropy)
         return scored.entropy
 
-    def _set_old_policy(self, micro: Micro, logprobs: torch.Tensor) -> None:
+    def _set_old_policy(self, micro: Micro, logprobs: torch.Tensor, entropy: torch.Tensor) -> None:
         """Set the logprobs at the start of the round, and the importance weights and rejections that follow."""
         micro["old_per_token_logps"] = logprobs  # (N, T)
         corrected = self._objective.ratio != "none"
@@ -319,7 +319,8 @@ class RecordedGRPOTrainer(GRPOTrainer):
         weight = importance_sampling.importance_weight(
             micro, self._settings.vllm_importance_sampling_clip_max if corrected else None
         )
-        micro["advantages"] = torch.where(kept, micro["advantages"] * weight, 0.0)  # (N, T)
+        advantages = importance_sampling.token_advantages(micro, self._objective, weight, entropy)
+        micro["advantages"] = torch.where(kept, advantages, 0.0)  # (N, T)
         if self.beta:
             # In the training pass itself TRL has read the weights by now.
             micro["ref_per_token_logps"] = torch.where(kept, micro["ref_per_token_logps"], logprobs)  # (N, T)
@@ -380,7 +381,9 @@ class RecordedGRPOTrainer(GRPOTrainer):
     def _score(self, micro: Micro, *, adapter: bool = True) -> Scored:
         """Return logprobs and entropies (N, T) of the trained tokens, without a gradient."""
         with contextlib.nullcontext() if adapter else self.model.disable_adapter(), self.accelerator.autocast():
-            return self._pass(self.model, micro)
+            scored = self._pass(self.model, micro)
+        sharding.reshard(self.model)
+        return scored
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, *unused: Any, compute_aux_loss: bool = False, **unused_kwargs: Any
@@ -391,7 +394,7 @@ class RecordedGRPOTrainer(GRPOTrainer):
         with self.accelerator.autocast():
             self._scored = scored = self._pass(model, self._micro, **router)
         if "old_per_token_logps" not in self._micro:
-            self._set_old_policy(self._micro, scored.logprobs.detach())
+            self._set_old_policy(self._micro, scored.logprobs.detach(), scored.entropy.detach())
         # TRL adds it once per micro-batch. Weighted by tokens, the sum is its mean over the step.
         balance = None if scored.aux_loss is None else scored.aux_loss * self._micro["router_share"]
         return scored.logprobs, scored.entropy, balance

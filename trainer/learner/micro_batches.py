@@ -8,6 +8,7 @@ micro-batch also holds the model's input and the positions in its output that pr
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -24,8 +25,13 @@ Micro = dict[str, torch.Tensor]
 _ALIGNED = 8
 
 
-def collate(packs: Sequence[Sequence[TokenRow]], pad_id: int, device: torch.device) -> Micro:
-    """Return a micro-batch of N rows in M packs, under TRL's names; every trained token has weight 1."""
+def collate(
+    packs: Sequence[Sequence[TokenRow]], pad_id: int, device: torch.device, *, padding_free: bool = False
+) -> Micro:
+    """Return a micro-batch of N rows in M packs, under TRL's names; every trained token has weight 1.
+
+    With `padding_free` packs of one row each are forwarded as one sequence, for attention that takes their ends.
+    """
     rows = [row for pack in packs for row in pack]
     n_rows, width = len(rows), max(len(row.ids) for row in rows) - 1
     trained = _padded([row.mask[1:] for row in rows], width, 0)  # (N, T)
@@ -42,8 +48,14 @@ def collate(packs: Sequence[Sequence[TokenRow]], pad_id: int, device: torch.devi
         "age": torch.tensor([[math.inf if row.age is None else float(row.age)] for row in rows]),  # (N, 1)
     }
     trees = [prefix_tree([row.ids for row in pack]) for pack in packs]
-    micro |= _forwarded(trees, pad_id)
-    micro |= _trained_positions(micro, trees, [row.temperature for row in rows])
+    if padding_free and all(len(tree.paths) == 1 for tree in trees):
+        micro |= _end_to_end(trees)
+        starts = micro["cu_seq_lens"].tolist()[:-1]
+    else:
+        micro |= _forwarded(trees, pad_id)
+        size = micro["forwarded_ids"].shape[1]
+        starts = range(0, len(trees) * size, size)
+    micro |= _trained_positions(micro, trees, starts, [row.temperature for row in rows])
     return {name: tensor.to(device) for name, tensor in micro.items()}
 
 
@@ -62,11 +74,28 @@ def _forwarded(trees: Sequence[PrefixTree], pad_id: int) -> Micro:
     }
 
 
-def _trained_positions(micro: Micro, trees: Sequence[PrefixTree], temperatures: Sequence[float]) -> Micro:
-    """Return for the K trained tokens, (K,) each: predicting place in the M x L tokens, id, sampling temperature."""
+def _end_to_end(trees: Sequence[PrefixTree]) -> Micro:
+    """Return rows end to end as the model's input: ids and positions (1, L), and where they begin and end, (M + 1,)."""
+    lengths = [len(tree.ids) for tree in trees]
+    return {
+        "forwarded_ids": torch.tensor([[token for tree in trees for token in tree.ids]]),
+        "positions": torch.tensor([[place for length in lengths for place in range(length)]]),
+        "cu_seq_lens": torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32),
+        "max_length": torch.tensor(max(lengths)),
+    }
+
+
+def _trained_positions(
+    micro: Micro, trees: Sequence[PrefixTree], starts: Sequence[int], temperatures: Sequence[float]
+) -> Micro:
+    """Return for the K trained tokens, (K,) each: predicting place in the forwarded tokens, id, sampling temperature.
+
+    `starts` are the places of the packs' first tokens.
+    """
     trained = micro["trained"]  # (N, T)
-    size = micro["forwarded_ids"].shape[1]
-    before = [[pack * size + place for place in path[:-1]] for pack, tree in enumerate(trees) for path in tree.paths]
+    before = [
+        [start + place for place in path[:-1]] for start, tree in zip(starts, trees, strict=True) for path in tree.paths
+    ]
     return {
         "predicting": _padded(before, trained.shape[1], 0)[trained],
         "targets": micro["completion_ids"][trained],

@@ -13,13 +13,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache, partial
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
-from ratchet.store.coordination.job_progress import ProgressRate
+from ratchet.store.coordination.job_progress import JobProgress, ProgressRate
 from ratchet.store.errors import StoreError
 from ratchet.store.store import Store
 
@@ -81,8 +82,8 @@ class PhaseProgress(ProgressRate):
 Watcher = Callable[[PhaseProgress], None]
 
 
-def _log_progress(progress: PhaseProgress) -> None:
-    log.info("event=progress %s", progress.format_log_line())
+def _log_progress(progress: PhaseProgress, alias: str = "") -> None:
+    log.info("event=progress %s%s", f"alias={alias} " if alias else "", progress.format_log_line())
 
 
 class PeriodicLines:
@@ -138,42 +139,50 @@ class PhaseBars:
 
 
 class StoredProgress:
-    """Writes an alias's progress to the store, at most once per `interval` seconds and phase, and at its end.
+    """Writes the progress of all agents to the store together, at most once per `interval` seconds.
 
-    A store that does not answer costs the phase nothing but a log line.
+    Watching only takes a note; `flush` writes. A store that does not answer costs nothing but a log line.
     """
 
     def __init__(
-        self,
-        store: Store,
-        alias: str,
-        interval: float = _WRITE_INTERVAL,
-        clock: Callable[[], float] = time.monotonic,
+        self, store: Store, interval: float = _WRITE_INTERVAL, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._store = store
-        self._alias = alias
         self._interval = interval
         self._clock = clock
-        self._due_at: dict[str, float] = {}
+        self._due_at = 0.0
+        self._changed: dict[tuple[str, str], JobProgress] = {}  # by alias and phase; the latest counts
+        self._lock = threading.Lock()
 
-    def __call__(self, progress: PhaseProgress) -> None:
-        """Receive progress."""
-        now = self._clock()
-        if now < self._due_at.get(progress.phase, 0.0) and not progress.ended:
+    def watch(self, alias: str) -> Watcher:
+        """Return the watcher of an agent; it may be called in any thread."""
+
+        def record(progress: PhaseProgress) -> None:
+            row = JobProgress(
+                alias=alias, phase=progress.phase, done=progress.done, total=progress.total, seconds=progress.seconds,
+                means=progress.means, ended=progress.ended, updated_at=time.time(),
+            )  # fmt: skip
+            with self._lock:
+                self._changed[alias, progress.phase] = row
+
+        return record
+
+    @property
+    def due_in(self) -> float | None:
+        """Seconds until `flush` writes; None if nothing has changed."""
+        return max(0.0, self._due_at - self._clock()) if self._changed else None
+
+    def flush(self, *, now: bool = False) -> None:
+        """Write what has changed, if that is due; with `now` in any case."""
+        if not self._changed or (self._clock() < self._due_at and not now):
             return
-        self._due_at[progress.phase] = 0.0 if progress.ended else now + self._interval
+        with self._lock:
+            changed, self._changed = self._changed, {}
+        self._due_at = self._clock() + self._interval
         try:
-            self._store.job_progress.update(
-                self._alias,
-                progress.phase,
-                done=progress.done,
-                total=progress.total,
-                seconds=progress.seconds,
-                means=progress.means,
-                ended=progress.ended,
-            )
+            self._store.job_progress.update(list(changed.values()))
         except StoreError as error:
-            log.warning("event=progress_not_stored phase=%s reason=%r", progress.phase, str(error))
+            log.warning("event=progress_not_stored reason=%r", str(error))
 
 
 class Phase:
@@ -263,9 +272,17 @@ class Progress:
 _console = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
-def watch_for_service() -> Watcher:
-    """Return bars if stderr is a terminal, log lines otherwise."""
-    return PhaseBars() if sys.stderr.isatty() else PeriodicLines()
+def watch_for_service(alias: str) -> Watcher:
+    """Return bars if stderr is a terminal, log lines otherwise; both name the agent. All agents share the terminal."""
+    if not sys.stderr.isatty():
+        return PeriodicLines(write=partial(_log_progress, alias=alias))
+    bars = _service_bars()
+    return lambda progress: bars(replace(progress, phase=f"{alias} {progress.phase}"))
+
+
+@cache
+def _service_bars() -> PhaseBars:
+    return PhaseBars()
 
 
 def watch_for_command() -> Watcher:

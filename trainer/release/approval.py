@@ -1,7 +1,7 @@
 """Approval: a version waits for a person, with the evidence in the store and an alarm that names the commands.
 
-The version is a canary or, without canaries, a candidate; its state does not change. While one waits, nothing is
-trained and nothing else is published.
+The version is in its ramp or still a candidate; its state does not change. While one waits, nothing else is published;
+training goes on.
 """
 
 from __future__ import annotations

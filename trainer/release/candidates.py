@@ -19,11 +19,13 @@ log = logging.getLogger(__name__)
 
 
 def next_candidate(store: Store, alias: str) -> Policy | None:
-    """Return the candidate to publish next, and reject those that it replaces.
+    """Return the candidate to publish next, and skip or reject those that it replaces.
 
-    Raises InvalidTransition, RecordNotFound.
+    None while the live version is pinned. Raises InvalidTransition, RecordNotFound.
     """
     live = store.policies.live().get(alias)
+    if live is not None and live.pinned_at is not None:
+        return None
     waiting = [policy for policy in store.policies.all(alias) if policy.state is PolicyState.CANDIDATE]
     if live is not None:
         waiting = [policy for policy in waiting if not _reject_if_overtaken(store, policy, live)]
@@ -32,7 +34,7 @@ def next_candidate(store: Store, alias: str) -> Policy | None:
         return chosen
     for older in waiting:
         if older is not chosen and is_trained(older) == is_trained(chosen):
-            store.policies.reject(alias, older.version, {}, reason="a newer version came first")
+            _replace(store, older, "a newer version came first")
     if is_trained(chosen):
         return store.policies.adopt_prompt(alias, chosen.version) if chosen.prompt_id != live.prompt_id else chosen
     return chosen if chosen.served_name == live.served_name else _rebase_prompt(store, chosen, live)
@@ -59,8 +61,19 @@ def _reject_if_overtaken(store: Store, policy: Policy, live: Policy) -> bool:
         if is_trained(policy) and not is_trained(live):
             reason += f"; it serves {live.served_name}, and the training of {version_name(policy)} is lost"
             log.warning("event=training_lost policy=%s reason=%r", version_name(policy), reason)
-        store.policies.reject(policy.alias, policy.version, {}, reason=reason)
+        if is_trained(policy) and is_trained(live):
+            _replace(store, policy, reason)
+        else:
+            store.policies.reject(policy.alias, policy.version, {}, reason=reason)
     return overtaken
+
+
+def _replace(store: Store, policy: Policy, reason: str) -> None:
+    """Release a newer version in its place; a trained one is part of the newer one, so it is not rejected."""
+    if is_trained(policy):
+        store.policies.skip(policy.alias, policy.version, {}, by="release", reason=reason)
+    else:
+        store.policies.reject(policy.alias, policy.version, {}, reason=reason)
 
 
 def _newest(waiting: Sequence[Policy]) -> Policy | None:

@@ -19,23 +19,18 @@ from typing import Any
 
 import msgspec
 
-from ratchet.store.content.prompt_substitution import with_prompt
 from ratchet.store.reasons import DropReason
 from ratchet.store.records import Call, Policy, Transcript
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_api import VllmServer
 from ratchet.trainer.controller.judges import Judge
 from ratchet.trainer.release.evaluation import PROMPT_SET, EvaluationResult, Sides, compare_with_judge
+from ratchet.trainer.release.recorded_prompts import RecordedPrompt, has_sampling_parameters, sampling_of
 
 log = logging.getLogger(__name__)
 
 _MAX_DECISIONS = 50  # newest decisions that are searched for the previous prompt set
 _CONCURRENCY = 8  # prompts
-_SAMPLING_PARAMETERS = (
-    "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "max_tokens", "max_completion_tokens",
-    "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "tool_choice", "response_format",
-    "chat_template_kwargs", "reasoning_effort",
-)  # fmt: skip
 
 
 class PromptEvaluator:
@@ -72,9 +67,8 @@ class PromptEvaluator:
         Raises EngineUnreachable, AdapterRefused, and whatever `check` raises.
         """
         names = self._store.trajectories.held_out_candidates(self._alias, DropReason.HELD_OUT, self._prompts)
-        prompts = [
-            recorded for name in names if _has_sampling_parameters(recorded := self._store.trajectories.read(name))
-        ]
+        read = map(self._store.trajectories.read, names)
+        prompts = [recorded for recorded in read if has_sampling_parameters(recorded.calls[0])]
         with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="evaluation") as threads:
             answers = list(threads.map(lambda one: self._answer(one, candidate, live, check), prompts))
         first = compare_with_judge(self._judge, answers)
@@ -98,12 +92,11 @@ class PromptEvaluator:
         check()
         call = recorded.calls[0]
         messages = self._store.trajectories.messages_to(call.prompt_node)
-        sampling = {name: call.sampling[name] for name in _SAMPLING_PARAMETERS if name in call.sampling}
+        prompt = RecordedPrompt(messages, recorded.tools, sampling_of(call), recorded.trajectory.family)
         sides: list[list[Transcript]] = []
         for policy in (candidate, live):
-            prompt = self._store.prompts.get(policy.prompt_id) if policy.prompt_id else None
-            sent = with_prompt(messages, prompt, recorded.trajectory.family)
-            replies = self._replica.chat(policy.served_name, sent, recorded.tools, sampling, self._samples)
+            sent = prompt.messages_for(policy, self._store)
+            replies = self._replica.chat(policy.served_name, sent, prompt.tools, prompt.sampling, self._samples)
             name = f"evaluation:{recorded.trajectory.id}:{policy.version}"
             sides.append(
                 [
@@ -112,11 +105,6 @@ class PromptEvaluator:
                 ]
             )
         return sides[0], sides[1]
-
-
-def _has_sampling_parameters(recorded: Transcript) -> bool:
-    """Return whether the sampling parameters are recorded; a large value is recorded as True only."""
-    return not any(recorded.calls[0].sampling.get(name) is True for name in _SAMPLING_PARAMETERS)
 
 
 def _make_transcript(

@@ -1,5 +1,4 @@
-"""The publisher: from a candidate on disk to the live version or the canary on every replica, and old versions out
-again.
+"""The publisher: from a candidate on disk to a version that serves on every replica, and old versions out again.
 
 Order: load everywhere under a new name, prove everywhere, evaluate, change the state in the store, wait for the
 proxies, drain, unload. Promises: no version becomes live that a replica does not serve as the trainer made it. A
@@ -12,14 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from enum import StrEnum
-from pathlib import Path
 
 from ratchet.store.coordination.proxies import PROXY_TIMEOUT_SECONDS
 from ratchet.store.records import BASE_VERSION, Policy
 from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
+from ratchet.trainer.adapters.replica_fleet import ask_all
 from ratchet.trainer.adapters.vllm_api import VllmServer
 from ratchet.trainer.errors import AdapterRefused
 from ratchet.trainer.learner_protocol import LogprobScorer
@@ -31,15 +30,18 @@ from ratchet.trainer.release.approval import (
     require_approval,
 )
 from ratchet.trainer.release.candidates import is_trained, version_name
-from ratchet.trainer.release.evaluation_runner import EvaluationRunner
+from ratchet.trainer.release.evaluation_runner import PreReleaseChecks
+from ratchet.trainer.release.invariants_check import KIND as INVARIANTS
 from ratchet.trainer.release.proof import Proof, ProofOutcome
-from ratchet.trainer.release.served_proof import ProofFailed, prove_served
+from ratchet.trainer.release.replica_proofs import ReplicaProofs
+from ratchet.trainer.release.served_proof import Probes, ProofFailed
 
 log = logging.getLogger(__name__)
 
-UNPROVEN = "swap_unproven"  # the alarm
+UNPROVEN = "swap_unproven"  # alarm
+BROKEN = "version_broken"  # alarm
 REMEDY = (
-    "If this lasts: raise trainer.learner.target_kl or learning_rate, train larger rounds (groups_per_round), or serve "
+    "If this lasts: raise learner.target_kl or learning_rate, train larger rounds (groups_per_round), or serve "
     "and train in float32"
 )
 
@@ -47,18 +49,21 @@ REMEDY = (
 class PublishResult(StrEnum):
     """What became of a candidate."""
 
-    RELEASED = "released"  # live, or the canary
+    RELEASED = "released"  # live, or in its ramp
     EVALUATING = "evaluating"  # still a candidate: publish it again when its evaluation is over
     APPROVAL_REQUIRED = "approval_required"  # still a candidate: a person decides
     UNPROVEN = "unproven"  # it changes too little to be proven
     REJECTED = "rejected"
 
 
+_CheckOutcome = tuple[PublishResult | None, str]
+
+
 class Publisher:
     """Publishes the candidates of one alias.
 
-    With a `canary_share` a candidate becomes a canary; without one it becomes live, unless `blocking_findings` returns
-    a finding of the sentinel.
+    `ramp_share` returns the share of new trajectories with which a candidate begins its ramp; without one it becomes
+    live, unless `blocking_findings` returns a finding of the sentinel.
     """
 
     def __init__(
@@ -69,18 +74,19 @@ class Publisher:
         alias: str,
         tolerance: float,
         keep_loaded_adapters: int,
-        canary_share: float | None = None,
-        evaluations: EvaluationRunner | None = None,
+        quorum: int | None = None,
+        ramp_share: Callable[[Policy], float | None] = lambda candidate: None,
+        checks: PreReleaseChecks | None = None,
         max_gain: float | None = None,
         blocking_findings: GetBlockingFindings = no_blocking_findings,
     ) -> None:
         self._store = store
         self._replicas = replicas
         self._alias = alias
-        self._tolerance = tolerance
+        self._proofs = ReplicaProofs(store, replicas, alias=alias, tolerance=tolerance, quorum=quorum)
         self._keep_loaded = keep_loaded_adapters
-        self._canary_share = canary_share
-        self._evaluations = evaluations
+        self._ramp_share = ramp_share
+        self._checks = checks or PreReleaseChecks()
         self._max_gain = max_gain
         self._blocking_findings = blocking_findings
 
@@ -88,36 +94,59 @@ class Publisher:
         """Load, prove, evaluate and release a candidate.
 
         `probes` are sequences of token ids; the scorer holds the candidate's weights. Raises AdapterRefused if the
-        alias has no base version, and EngineUnreachable if a replica does not answer: publishing again is safe.
+        alias has no base version, and EngineUnreachable if too few replicas answer: publishing again is safe.
         """
         live = self._store.policies.live().get(self._alias)
         if live is None:
             raise AdapterRefused(f"alias {self._alias} has no base version in the store: start `ratchet proxy` first")
         try:
-            proofs = self._serve_everywhere(candidate, live, probes, scorer)
+            served = self._proofs.prove(candidate, live, probes, scorer)
         except ProofFailed as failure:
             if failure.outcome is ProofOutcome.WRONG:
                 return self._reject_as_wrong(candidate, str(failure), failure.proofs)
             return self._mark_unproven(candidate, str(failure), failure.proofs)
-        reason = _describe_proofs(candidate, live, proofs)
-        evidence = _evidence(proofs)
-        if self._evaluations is not None:
-            result = self._evaluations.result_for(candidate, live)
-            if result is None:
-                return PublishResult.EVALUATING
-            evidence |= result.evidence()
-            if result.first is not None and result.first.worse:
-                return self._reject_as_worse(candidate, result.describe(), evidence)
-            if blocking_reason := result.blocking_reason(self._max_gain):
-                evidence |= findings_evidence(self._blocking_findings())
-                require_approval(self._store, candidate, blocking_reason, evidence, by="evaluation")
-                return PublishResult.APPROVAL_REQUIRED
-            reason = f"{reason}; {result.describe()}" if result.first is not None else reason
+        self._proofs.record(candidate, served)
+        reason = _describe_proofs(candidate, live, served.proofs)
+        evidence = _evidence(served.proofs) | ({"missing_replicas": dict(served.missing)} if served.missing else {})
+        for check in (self._check_invariants, self._replay):
+            outcome, clause = check(candidate, live, evidence)
+            if outcome is not None:
+                return outcome
+            reason = f"{reason}; {clause}" if clause else reason
         return self._release(candidate, live, evidence, reason)
 
+    def _check_invariants(self, candidate: Policy, live: Policy, evidence: dict[str, object]) -> _CheckOutcome:
+        """Return what the invariants decide, if they do, and their result as a clause; adds to the evidence."""
+        if self._checks.invariants is None or self._ramp_share(candidate) is None:  # nobody is protected
+            return None, ""
+        result = self._checks.invariants.result_for(candidate, live)
+        if result is None:
+            return PublishResult.EVALUATING, ""
+        evidence |= result.evidence()
+        if result.broken:
+            return self._reject_as_broken(candidate, result.describe(), evidence), ""
+        return None, result.describe()
+
+    def _replay(self, candidate: Policy, live: Policy, evidence: dict[str, object]) -> _CheckOutcome:
+        """Return what the held-out tasks decide, if they do, and their result as a clause; adds to the evidence."""
+        if self._checks.replay is None:
+            return None, ""
+        result = self._checks.replay.result_for(candidate, live)
+        if result is None:
+            return PublishResult.EVALUATING, ""
+        evidence |= result.evidence()
+        if result.first is not None and result.first.worse:
+            return self._reject_as_worse(candidate, result.describe(), evidence), ""
+        if blocked := result.blocking_reason(self._max_gain):
+            evidence |= findings_evidence(self._blocking_findings())
+            require_approval(self._store, candidate, blocked, evidence, by="evaluation")
+            return PublishResult.APPROVAL_REQUIRED, ""
+        return None, result.describe()
+
     def _release(self, candidate: Policy, live: Policy, evidence: dict[str, object], reason: str) -> PublishResult:
-        """Make a proven version live or, with a canary share, the canary."""
-        if self._canary_share is None:
+        """Begin the ramp of a proven version or, without one, make it live."""
+        share = self._ramp_share(candidate)
+        if share is None:
             findings = self._blocking_findings()
             if blocked := blocking_reason(findings):
                 evidence |= findings_evidence(findings)
@@ -127,42 +156,17 @@ class Publisher:
                 self._alias, candidate.version, evidence, only_from=PolicyState.CANDIDATE, reason=reason
             )
         else:
-            self._store.policies.start_canary(
-                self._alias, candidate.version, self._canary_share, evidence, by="proof", reason=reason
-            )
+            self._store.policies.start_ramp(self._alias, candidate.version, share, evidence, by="proof", reason=reason)
         self._store.alarms.clear(f"swap_refused:{self._alias}")
         self._store.alarms.clear(f"{UNPROVEN}:{self._alias}")
-        event = "policy_live" if self._canary_share is None else "policy_canary"
+        self._store.alarms.clear(f"{BROKEN}:{self._alias}")
+        event = "policy_live" if share is None else "policy_in_ramp"
         log.info("event=%s policy=%s beside=%d reason=%r", event, version_name(candidate), live.version, reason)
         return PublishResult.RELEASED
 
-    def _serve_everywhere(
-        self, candidate: Policy, live: Policy, probes: Sequence[Sequence[int]], scorer: LogprobScorer
-    ) -> dict[str, Proof]:
-        """Load both versions on every replica and prove the new one, unless its adapter is served already.
-
-        Raises ProofFailed, EngineUnreachable.
-        """
-        base = self._store.policies.get(self._alias, BASE_VERSION)
-        old = {policy.served_name: Path(policy.adapter) if policy.adapter else None for policy in (live, base)}
-        proofs: dict[str, Proof] = {}
-        for replica in self._replicas:
-            try:
-                for policy in {candidate.served_name: candidate, live.served_name: live}.values():
-                    if policy.adapter is not None:  # a replica that was restarted has lost it
-                        replica.load(policy.served_name, Path(policy.adapter))
-                if candidate.served_name == live.served_name:
-                    continue
-                proofs[replica.url] = prove_served(
-                    replica, candidate.served_name, old, probes, scorer, tolerance=self._tolerance
-                )
-            except AdapterRefused as refusal:
-                raise ProofFailed(str(refusal), ProofOutcome.WRONG, proofs) from refusal
-        for outcome in (ProofOutcome.WRONG, ProofOutcome.UNPROVEN):
-            for url, proof in proofs.items():
-                if proof.outcome is outcome:
-                    raise ProofFailed(f"{url}: {proof.reason}", outcome, proofs)
-        return proofs
+    def catch_up(self, now: float, probes_of: Callable[[Policy], Probes], scorer: LogprobScorer) -> list[str]:
+        """Prove what is served on replicas that came, came back or were restarted; return their URLs."""
+        return self._proofs.catch_up(now, probes_of, scorer)
 
     def drain(self, now: float) -> list[str]:
         """Unload old versions that nobody needs any more; return their names.
@@ -179,13 +183,7 @@ class Publisher:
             return []
         pinned = {name for proxy in proxies for name, count in proxy.pinned_trajectories.items() if count}
         unneeded = _unneeded_adapters(policies, pinned, self._keep_loaded)
-        unloaded: list[str] = []
-        for replica in self._replicas if unneeded else ():
-            for name in sorted(unneeded & set(replica.models())):
-                replica.unload(name)
-                unloaded.append(name)
-                log.info("event=policy_unloaded policy=%s replica=%s", name, replica.url)
-        return unloaded
+        return self._unload(unneeded) if unneeded else []
 
     def _reject_as_wrong(self, candidate: Policy, reason: str, proofs: dict[str, Proof]) -> PublishResult:
         """Reject a candidate that a replica refuses, or serves other than the trainer made it."""
@@ -194,7 +192,21 @@ class Publisher:
         self._store.policies.reject(self._alias, candidate.version, evidence, reason=reason)
         self._store.alarms.raise_(f"swap_refused:{self._alias}", f"{name} was not made live: {reason}")
         log.error("event=policy_rejected policy=%s reason=%r", name, reason)
-        self._unload(candidate)
+        self._unload_candidate(candidate)
+        return PublishResult.REJECTED
+
+    def _reject_as_broken(self, candidate: Policy, reason: str, evidence: dict[str, object]) -> PublishResult:
+        """Reject a candidate that clearly breaks what the live version does."""
+        name = version_name(candidate)
+        self._store.policies.reject(self._alias, candidate.version, evidence, by=INVARIANTS, reason=reason)
+        self._store.alarms.clear(f"swap_refused:{self._alias}")
+        self._store.alarms.raise_(
+            f"{BROKEN}:{self._alias}",
+            f"{name} was rejected before it served anybody: {reason}; check what the judge rewards and learner."
+            "learning_rate. The alarm clears with the next version that is released",
+        )
+        log.error("event=policy_broken policy=%s reason=%r", name, reason)
+        self._unload_candidate(candidate)
         return PublishResult.REJECTED
 
     def _mark_unproven(self, candidate: Policy, reason: str, proofs: dict[str, Proof]) -> PublishResult:
@@ -209,7 +221,7 @@ class Publisher:
             f"the next version is measured against what is in service. {REMEDY}",
         )
         log.warning("event=policy_unproven policy=%s reason=%r", name, reason)
-        self._unload(candidate)
+        self._unload_candidate(candidate)
         return PublishResult.UNPROVEN
 
     def _reject_as_worse(self, candidate: Policy, reason: str, evidence: dict[str, object]) -> PublishResult:
@@ -217,15 +229,25 @@ class Publisher:
         self._store.policies.reject(self._alias, candidate.version, evidence, by="evaluation", reason=reason)
         self._store.alarms.clear(f"swap_refused:{self._alias}")
         log.warning("event=policy_rejected_as_worse policy=%s reason=%r", version_name(candidate), reason)
-        self._unload(candidate)
+        self._unload_candidate(candidate)
         return PublishResult.REJECTED
 
-    def _unload(self, candidate: Policy) -> None:
-        if not is_trained(candidate):  # the adapter is another version's
-            return
-        for replica in self._replicas:
-            if candidate.served_name in replica.models():
-                replica.unload(candidate.served_name)
+    def _unload_candidate(self, candidate: Policy) -> None:
+        if is_trained(candidate):  # else the adapter is another version's
+            self._unload({candidate.served_name})
+
+    def _unload(self, names: Set[str]) -> list[str]:
+        """Unload adapters on every replica that answers; return a name for each that was loaded."""
+
+        def unload(replica: VllmServer) -> list[str]:
+            loaded = sorted(names & set(replica.models()))
+            for name in loaded:
+                replica.unload(name)
+                log.info("event=policy_unloaded policy=%s replica=%s", name, replica.url)
+            return loaded
+
+        answers, _ = ask_all(tuple(self._replicas), unload, 1)
+        return [name for loaded in answers.values() for name in loaded]
 
 
 def _describe_proofs(candidate: Policy, live: Policy, proofs: Mapping[str, Proof]) -> str:

@@ -1,6 +1,6 @@
 """Retention: the versions whose checkpoint folder stays, and those whose optimizer state stays.
 
-Kept: versions that serve or may serve soon (live, canary, candidate), versions that a trajectory is pinned to, the
+Kept: versions that serve or may serve soon, versions that a trajectory is pinned to, the
 version that training continues from, the newest ones and the best ones. The optimizer state, most of a folder's bytes,
 stays with the newest and the best ones only. All other folders are deleted; their rows in the store stay.
 """
@@ -13,10 +13,10 @@ from statistics import fmean
 
 from ratchet.store.coordination.proxies import PROXY_TIMEOUT_SECONDS
 from ratchet.store.records import BASE_VERSION, PastScore, Policy
-from ratchet.store.states import PolicyState
+from ratchet.store.states import SERVING, PolicyState
 from ratchet.store.store import Store
 
-_SERVING = (PolicyState.LIVE, PolicyState.CANARY, PolicyState.CANDIDATE)
+_KEPT = (*SERVING, PolicyState.CANDIDATE)
 _MIN_SCORES = 16  # of a version that is compared with others
 _ROLLOUT_TIMEOUT = 3600.0  # seconds that a version is kept for a planned rollout that has not ended
 
@@ -42,7 +42,7 @@ def retained(
 ) -> Retention:
     """Return what stays: `newest` versions with their folder, `states` of them with their state; `best`, best first."""
     versions = sorted((policy.version for policy in policies if policy.version != BASE_VERSION), reverse=True)
-    serving = {policy.version for policy in policies if policy.state in _SERVING}
+    serving = {policy.version for policy in policies if policy.state in _KEPT}
     # Training continues from the newest version that is not rejected: it may be unproven, or the live one after a
     # rollback.
     trained = [policy.version for policy in policies if policy.state is not PolicyState.REJECTED and policy.round_id]

@@ -1,6 +1,6 @@
-"""A second judge's opinion on a canary that the first judge prefers: does it see the gain too?
+"""A second judge's opinion on a ramp that the first judge prefers: does it see the gain too?
 
-A judge that is being fooled prefers what fools it; another judge does not. Pairs of a canary's and a live trajectory,
+A judge that is being fooled prefers what fools it; another judge does not. Pairs of a ramp's and a live trajectory,
 of the same task if possible, are judged together, so relative judges work as well. Runs in its own thread and writes
 nothing to the store.
 """
@@ -17,7 +17,7 @@ from typing import Any
 from ratchet.store.records import PastScore, Transcript
 from ratchet.trainer.controller.judges import Judge
 from ratchet.trainer.controller.judges.both_orders import judge_in_both_orders
-from ratchet.trainer.statistics.sequential_test import Difference
+from ratchet.trainer.release.detectable_loss import MeanDifference
 
 _Z = statistics.NormalDist().inv_cdf(0.975)
 
@@ -26,7 +26,7 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class SecondOpinion:
-    """The mean difference (canary - live) in the second judge's own units, with its 95% interval."""
+    """The mean difference (ramp - live) in the second judge's own units, with its 95% interval."""
 
     judge: str
     judge_version: str
@@ -40,20 +40,20 @@ class SecondOpinion:
         """Return it in the form of a decision's evidence."""
         return {"second_judge": asdict(self)}
 
-    def blocking_reason(self, first: Difference) -> str | None:
+    def blocking_reason(self, first: MeanDifference) -> str | None:
         """Return why the promotion needs approval; None if the second judge agrees with `first`."""
         described = f"second judge {self.judge}: difference {self.mean:+.3f} ({self.low:+.3f} to {self.high:+.3f})"
         if self.pairs < 2 or self.failures > self.pairs:
             return f"second judge {self.judge} failed on {self.failures} of {self.failures + self.pairs} pairs"
         if self.high < 0:
-            return f"{described}: it finds the canary worse"
+            return f"{described}: it finds the new version worse"
         if first.low > 0 and self.mean <= 0:
             return f"{described}: it does not see the gain of {first.value:+.3f}"
         return None
 
 
 class SecondOpinionRunner:
-    """Asks the second judge about one canary after the other, in its own thread."""
+    """Asks the second judge about one ramp after the other, in its own thread."""
 
     def __init__(self, judge: Judge, max_pairs: int, read_transcript: Callable[[str], Transcript]) -> None:
         self._judge = judge
@@ -62,10 +62,10 @@ class SecondOpinionRunner:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="second_opinion")
         self._pending: tuple[int, Future[SecondOpinion]] | None = None
 
-    def opinion_on(self, version: int, canary: Sequence[PastScore], live: Sequence[PastScore]) -> SecondOpinion | None:
+    def opinion_on(self, version: int, ramp: Sequence[PastScore], live: Sequence[PastScore]) -> SecondOpinion | None:
         """Return the opinion on a version; None until it is known. Raises what reading the store raises."""
         if self._pending is None or self._pending[0] != version:
-            pairs = pair_up(canary, live, self._max_pairs)
+            pairs = pair_up(ramp, live, self._max_pairs)
             self._pending = version, self._thread.submit(judge_pairs, self._judge, pairs, self._read_transcript)
         _, opinion = self._pending
         if not opinion.done():
@@ -79,12 +79,12 @@ class SecondOpinionRunner:
         self._judge.close()
 
 
-def pair_up(canary: Sequence[PastScore], live: Sequence[PastScore], max_pairs: int) -> list[Pair]:
-    """Return at most `max_pairs` (canary, live) trajectory ids, newest first, of the same cohort if possible."""
+def pair_up(ramp: Sequence[PastScore], live: Sequence[PastScore], max_pairs: int) -> list[Pair]:
+    """Return at most `max_pairs` (ramp, live) trajectory ids, newest first, of the same cohort if possible."""
     free: dict[str, list[PastScore]] = {}
     for scored in live:
         free.setdefault(scored.cohort, []).append(scored)
-    newest = list(reversed(canary))
+    newest = list(reversed(ramp))
     pairs = [(one.trajectory_id, free[one.cohort].pop().trajectory_id) for one in newest if free.get(one.cohort)]
     if len(pairs) < max_pairs:
         paired = {trajectory_id for trajectory_id, _ in pairs}
@@ -110,6 +110,6 @@ def judge_pairs(judge: Judge, pairs: Sequence[Pair], read_transcript: Callable[[
 
 
 def _differences(scores: Sequence[Sequence[float | None]]) -> Iterator[float]:
-    for canary, live in scores:
-        if canary is not None and live is not None:
-            yield canary - live
+    for ramp, live in scores:
+        if ramp is not None and live is not None:
+            yield ramp - live

@@ -1,9 +1,9 @@
-"""Measure a served version: compare logprobs of a vLLM replica with the trainer's, for `proof.py`."""
+"""Measure a served version: compare logprobs of vLLM replicas with the trainer's, for `proof.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 
 from ratchet.trainer.adapters.vllm_api import VllmServer
 from ratchet.trainer.errors import TrainerError
@@ -12,6 +12,8 @@ from ratchet.trainer.release.proof import Proof, ProofOutcome, VersionLogprobs, 
 
 _TOKENS = 3  # most likely next tokens that are compared after each probe
 _REQUESTED_TOKENS = 20  # of every version, so that those are among them; vLLM returns no more by default
+
+Probes = Sequence[Sequence[int]]  # sequences of token ids
 
 
 class ProofFailed(TrainerError):
@@ -23,43 +25,81 @@ class ProofFailed(TrainerError):
         self.proofs = proofs
 
 
+@dataclass(frozen=True, slots=True)
+class ServedLogprobs:
+    """What one replica answers: the likeliest next tokens after each probe, of a version and of older names."""
+
+    new: Sequence[Mapping[int, float]]
+    old: Mapping[str, Sequence[Mapping[int, float]]]
+
+
+class TrainerLogprobs:
+    """The trainer's logprobs of a version, True or its reference, and of older ones. Nothing is computed twice: the
+    replicas are mostly asked about the same tokens.
+    """
+
+    def __init__(self, scorer: LogprobScorer, version: bool | str = True) -> None:
+        self._scorer = scorer
+        self.version = version
+        self._known: dict[bool | str, dict[tuple[int, ...], float]] = {}
+
+    def score(self, sequences: Sequence[tuple[int, ...]], adapter: bool | str) -> list[float]:
+        """Return the logprob of the last token of each sequence."""
+        known = self._known.setdefault(adapter, {})
+        missing = list(dict.fromkeys(sequence for sequence in sequences if sequence not in known))
+        if missing:
+            scored = self._scorer.score(missing, adapter=adapter)
+            known |= {sequence: logprobs[-1] for sequence, logprobs in zip(missing, scored, strict=True)}
+        return [known[sequence] for sequence in sequences]
+
+
+def measure_served(replica: VllmServer, name: str, old: Sequence[str], probes: Probes) -> ServedLogprobs:
+    """Ask a replica for the next-token logprobs after each probe. Raises EngineUnreachable, AdapterRefused."""
+    new = replica.next_logprobs(name, probes, _REQUESTED_TOKENS)
+    return ServedLogprobs(new, {other: replica.next_logprobs(other, probes, _REQUESTED_TOKENS) for other in old})
+
+
+def compare_served(
+    served: ServedLogprobs, old: Mapping[str, str | None], probes: Probes, trainer: TrainerLogprobs, *, tolerance: float
+) -> Proof:
+    """Compare what a replica answers with the trainer.
+
+    `old` maps each older name to its adapter's reference, None for the base model.
+    """
+    compared = [
+        (place, token)
+        for place, likeliest in enumerate(served.new)
+        for token in _common_tokens(likeliest, [logprobs[place] for logprobs in served.old.values()])
+    ]
+    sequences = [(*probes[place], token) for place, token in compared]
+    return prove(
+        [place for place, _ in compared],
+        VersionLogprobs(
+            [served.new[place][token] for place, token in compared], trainer.score(sequences, trainer.version)
+        ),
+        {
+            other: VersionLogprobs(
+                [served.old[other][place].get(token) for place, token in compared],
+                trainer.score(sequences, reference or False),
+            )
+            for other, reference in old.items()
+        },
+        tolerance=tolerance,
+    )
+
+
 def prove_served(
     replica: VllmServer,
     name: str,
-    old: Mapping[str, Path | None],
-    probes: Sequence[Sequence[int]],
+    old: Mapping[str, str | None],
+    probes: Probes,
     scorer: LogprobScorer,
     *,
     tolerance: float,
 ) -> Proof:
-    """Compare the next-token logprobs after each probe (ids) under `name` and under older served names.
-
-    `old` maps each older name to its adapter folder, None for the base model. The scorer holds the new version.
-    Raises EngineUnreachable, AdapterRefused.
-    """
-    served = replica.next_logprobs(name, probes, _REQUESTED_TOKENS)
-    before = {other: replica.next_logprobs(other, probes, _REQUESTED_TOKENS) for other in old}
-    compared = [
-        (place, token)
-        for place, likeliest in enumerate(served)
-        for token in _common_tokens(likeliest, [logprobs[place] for logprobs in before.values()])
-    ]
-    sequences = [(*probes[place], token) for place, token in compared]
-
-    def trained(adapter: bool | Path) -> list[float]:
-        return [logprobs[-1] for logprobs in scorer.score(sequences, adapter=adapter)]
-
-    return prove(
-        [place for place, _ in compared],
-        VersionLogprobs([served[place][token] for place, token in compared], trained(adapter=True)),
-        {
-            other: VersionLogprobs(
-                [before[other][place].get(token) for place, token in compared], trained(folder or False)
-            )
-            for other, folder in old.items()
-        },
-        tolerance=tolerance,
-    )
+    """Measure one replica and compare; the scorer holds the version. Raises EngineUnreachable, AdapterRefused."""
+    served = measure_served(replica, name, list(old), probes)
+    return compare_served(served, old, probes, TrainerLogprobs(scorer), tolerance=tolerance)
 
 
 def _common_tokens(likeliest: Mapping[int, float], others: Sequence[Mapping[int, float]]) -> list[int]:

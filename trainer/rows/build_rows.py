@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -19,7 +19,7 @@ from ratchet.store.states import CallState
 from ratchet.trainer.rows.roles import UNTRAINED_ROLE, Roles
 from ratchet.trainer.rows.token_row import TokenRow
 
-_Key = tuple[str, int]  # call id, choice index
+AnswerKey = tuple[str, int]  # call id, choice index
 
 # Sampling parameters that change the distribution, with their neutral values.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -40,6 +40,7 @@ _CONSTRAINTS = (
 )  # fmt: skip
 ALL_ROLES = Roles()
 TRUNCATED = "truncated"  # reason for untrained tokens
+UNSCORED = "no_teacher_logprobs"  # reason for untrained tokens
 _ANSWER_LOST = "answer_lost"
 _LENGTH_LIMIT = "length"  # finish reason of an answer that reached max_tokens or the model's context length
 _REPEATS = ("retry", "resend")  # links of calls that repeat a call whose answer was lost
@@ -48,10 +49,16 @@ _GREEDY_BELOW = 0.01  # vLLM raises temperatures between 0 and this value to it
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of a trajectory, and the counts of untrained sampled tokens by reason."""
+    """The rows of a trajectory, and the counts of untrained sampled tokens by reason.
+
+    answers            of each row: where the tokens of its trained answers begin, by answer
+    untrained_answers  the reason by answer
+    """
 
     rows: tuple[TokenRow, ...]
     untrained: Mapping[str, int]
+    answers: tuple[Mapping[AnswerKey, int], ...] = ()
+    untrained_answers: Mapping[AnswerKey, str] = field(default_factory=dict)
 
 
 def build_rows(
@@ -64,6 +71,7 @@ def build_rows(
     imitated: bool = False,
     by_turn: Mapping[int, float] = MappingProxyType({}),
     mask_truncated: bool = False,
+    teacher: Mapping[AnswerKey, Sequence[float]] | None = None,
 ) -> Rows:
     """Return the rows of a trajectory.
 
@@ -71,11 +79,13 @@ def build_rows(
     `by_role` overrides the advantage for calls of these roles. `by_turn` is added to the advantage of tokens by turn,
     counted from 1; turns are the trajectory's calls whose answer the agent received. With `mask_truncated`, answers
     that reached their length limit carry no loss. `imitated` rows (SFT) may have been sampled greedily or under
-    constraints, because SFT uses no probability ratio.
+    constraints, because SFT uses no probability ratio. With the logprobs of a `teacher` by answer, their differences
+    from vLLM's are added to the advantages of the tokens; answers that it did not score carry no loss.
     """
     untrained: Counter[str] = Counter()
-    spans: dict[_Key, _Span] = {}
-    own_spans: dict[_Key, _Span] = {}
+    reasons: dict[AnswerKey, str] = {}
+    spans: dict[AnswerKey, _Span] = {}
+    own_spans: dict[AnswerKey, _Span] = {}
     answers = TrainedAnswers(calls)
     number = 0  # of the turn
     for call in calls:
@@ -86,10 +96,12 @@ def build_rows(
             parent = spans.get((call.parent_call or "", call.parent_choice)) if call.context == "exact" else None
             if call.context == "exact" and parent is None:
                 untrained["context_unknown"] += _size(choice)
+                if call.trajectory_id == trajectory_id:
+                    reasons[key] = "context_unknown"
                 continue
             base_advantage = by_role.get(call.role or "", advantage)
             spans[key] = span = _Span(
-                call, choice, parent, base_advantage, by_turn.get(number, 0.0) if is_turn else 0.0
+                call, choice, parent, base_advantage, by_turn.get(number, 0.0) if is_turn else 0.0, teacher
             )
             if call.trajectory_id != trajectory_id:
                 continue
@@ -98,11 +110,15 @@ def build_rows(
                 reason = UNTRAINED_ROLE
             if reason is None and mask_truncated and choice.finish_reason == _LENGTH_LIMIT:
                 reason = TRUNCATED
+            if reason is None and teacher is not None and len(teacher.get(key, ())) != len(span.token_ids):
+                reason = UNSCORED
             if reason:
                 untrained[reason] += _size(choice)
+                reasons[key] = reason
             else:
                 own_spans[key] = span
-    return Rows(rows=tuple(_cover(trajectory_id, own_spans)), untrained=dict(untrained))
+    covered = _cover(trajectory_id, own_spans)
+    return Rows(tuple(row for row, _ in covered), dict(untrained), tuple(answers for _, answers in covered), reasons)
 
 
 def why_untrainable(call: Call, choice: Choice, *, imitated: bool = False) -> str | None:
@@ -183,14 +199,23 @@ class _Span:
     """One answer with its context: a link in a chain of token-exact continuations."""
 
     def __init__(
-        self, call: Call, choice: Choice, parent: _Span | None, advantage: float, turn_advantage: float
+        self,
+        call: Call,
+        choice: Choice,
+        parent: _Span | None,
+        advantage: float,
+        turn_advantage: float,
+        teacher: Mapping[AnswerKey, Sequence[float]] | None,
     ) -> None:
-        self.key: _Key = (call.id, choice.index)
+        self.key: AnswerKey = (call.id, choice.index)
         self.parent = parent
-        self.turn_advantage = turn_advantage
         self.prompt = unpack_ids(call.prompt_ids)
         self.token_ids = unpack_ids(choice.token_ids)
         self.logprobs = unpack_logprobs(choice.logprobs)
+        self.token_advantages = [turn_advantage] * len(self.token_ids)  # beside the row's own
+        if teacher is not None:
+            pairs = zip(teacher.get(self.key, ()), self.logprobs, strict=False)  # lengths are compared later
+            self.token_advantages = [turn_advantage + scored - sampled for scored, sampled in pairs]
         neutral = all(call.sampling.get(name) in values for name, values in _NEUTRAL.items())
         self.kind = (_temperature(call.sampling) or 1.0, neutral, advantage)  # constant within a row
 
@@ -204,13 +229,14 @@ class _Span:
         return spans[::-1]
 
 
-def _cover(trajectory_id: str, own_spans: Mapping[_Key, _Span]) -> list[TokenRow]:
+def _cover(trajectory_id: str, own_spans: Mapping[AnswerKey, _Span]) -> list[tuple[TokenRow, Mapping[AnswerKey, int]]]:
     """Cover each trainable span with one row, last spans first, so that long chains become single rows.
 
-    A row has one temperature and one advantage; a chain with several of them gets one row for each.
+    Returns each row with the places of its answers. A row has one temperature and one advantage; a chain with several
+    of them gets one row for each.
     """
-    rows: list[TokenRow] = []
-    covered: set[_Key] = set()
+    rows: list[tuple[TokenRow, Mapping[AnswerKey, int]]] = []
+    covered: set[AnswerKey] = set()
     for key in reversed(list(own_spans)):
         if key in covered:
             continue
@@ -224,25 +250,31 @@ def _cover(trajectory_id: str, own_spans: Mapping[_Key, _Span]) -> list[TokenRow
     return rows[::-1]
 
 
-def _row(trajectory_id: str, chain: Sequence[_Span], trained: set[_Key], kind: tuple[float, bool, float]) -> TokenRow:
+def _row(
+    trajectory_id: str, chain: Sequence[_Span], trained: set[AnswerKey], kind: tuple[float, bool, float]
+) -> tuple[TokenRow, Mapping[AnswerKey, int]]:
     ids: list[int] = []
     mask: list[int] = []
     logprobs: list[float] = []
-    turn_advantages: list[float] = []
+    token_advantages: list[float] = []
+    answers: dict[AnswerKey, int] = {}
     for span in chain:
+        carries, context, sampled = span.key in trained, len(span.prompt), len(span.token_ids)
+        if carries:
+            answers[span.key] = len(ids) + context
         ids += span.prompt + span.token_ids
-        carries = span.key in trained
-        mask += [0] * len(span.prompt) + [int(carries)] * len(span.token_ids)
-        logprobs += [0.0] * len(span.prompt) + (list(span.logprobs) if carries else [0.0] * len(span.token_ids))
-        turn_advantages += [0.0] * len(span.prompt) + [span.turn_advantage if carries else 0.0] * len(span.token_ids)
+        mask += [0] * context + [int(carries)] * sampled
+        logprobs += [0.0] * context + (list(span.logprobs) if carries else [0.0] * sampled)
+        token_advantages += [0.0] * context + (span.token_advantages if carries else [0.0] * sampled)
     temperature, neutral, advantage = kind
-    return TokenRow(
+    row = TokenRow(
         trajectory_id=trajectory_id,
         ids=tuple(ids),
         mask=tuple(mask),
         logprobs=tuple(logprobs),
         advantage=advantage,
         temperature=temperature,
-        advantages=tuple(advantage + one for one in turn_advantages) if any(turn_advantages) else None,
+        advantages=tuple(advantage + one for one in token_advantages) if any(token_advantages) else None,
         importance=neutral,
     )
+    return row, answers

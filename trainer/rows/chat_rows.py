@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from ratchet.trainer.errors import RowError
 from ratchet.trainer.rows.token_row import TokenRow
@@ -36,6 +36,12 @@ class Conversation:
             raise RowError(f"{name}: `messages` is not a list of messages")
         answers = {place for place, one in enumerate(messages) if one.get("role") == "assistant"}
         return cls(name, tuple(messages), frozenset(answers), tuple(tools or ()))
+
+
+class ChatRenderer(Protocol):
+    """Turns conversations into rows."""
+
+    def rows(self, conversation: Conversation) -> list[TokenRow]: ...
 
 
 class ChatRows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -38,6 +39,11 @@ def is_folder(model: str) -> bool:
 
 def why_not_loaded(model: str, is_folder: bool, error: Exception) -> ModelNotFound | NotAModel:
     reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    if found := re.search(r"Unrecognized configuration class .*\.(\w+)Config", reason):
+        return NotAModel(
+            f"{model} is a {found[1]} model, of which transformers loads no causal language model: it cannot be "
+            "trained; use a text model (docs/training.md lists the families)"
+        )
     if is_folder:
         return NotAModel(
             f"{model} cannot be read as a causal language model with its tokenizer: {reason}; "

@@ -108,6 +108,18 @@ class BehaviorSpec(_Spec):
         return self
 
 
+def _checked_url(url: str) -> str:
+    """Return an http(s) URL without a slash at its end. Raises ValueError."""
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and (parts.hostname or "").encode("idna") and parts.port != 0
+    except ValueError:  # a host or port that no client accepts
+        valid = False
+    if not valid:
+        raise ValueError(f"{url!r} is not an http(s) URL, such as http://127.0.0.1:8000/v1")
+    return url.rstrip("/")
+
+
 class ModelSpec(_Spec):
     """A language model at any OpenAI-compatible URL."""
 
@@ -138,14 +150,7 @@ class ModelSpec(_Spec):
     @field_validator("base_url")
     @classmethod
     def _http_url(cls, url: str) -> str:
-        try:
-            parts = urlsplit(url)
-            valid = parts.scheme in ("http", "https") and (parts.hostname or "").encode("idna") and parts.port != 0
-        except ValueError:  # a host or port that no client accepts
-            valid = False
-        if not valid:
-            raise ValueError(f"{url!r} is not an http(s) URL, such as http://127.0.0.1:8000/v1")
-        return url.rstrip("/")
+        return _checked_url(url)
 
 
 class RulerSpec(ModelSpec):
@@ -160,6 +165,31 @@ class NextStateSpec(ModelSpec):
 
     kind: Literal["next_state"]
     rubric: str = Field("", description="additional criteria for the model")
+
+
+class TeacherSpec(_Spec):
+    """A teacher for `learner.loss_type: distillation`: a model behind vLLM that scores the sampled tokens."""
+
+    kind: Literal["teacher"]
+    model: str = Field(
+        min_length=1, description="name of the teacher in `model_list`; with `base_url`, its name at that URL"
+    )
+    base_url: Annotated[str, AfterValidator(_checked_url)] | None = Field(
+        None, description="URL of the teacher's vLLM, with or without /v1; null: that of `model_list`"
+    )
+    api_key_env: str | None = Field(
+        None,
+        pattern=r"^[A-Z][A-Z0-9_]*$",
+        description="environment variable with the API key; null: that of `model_list`, or no key",
+    )
+    timeout_seconds: float = Field(120.0, gt=0, description="timeout of one request")
+    max_request_tokens: int = Field(
+        16_384, ge=1, description="tokens of the sequences in one request; a longer sequence has a request of its own"
+    )
+    input_cost_per_million: float | None = Field(
+        None, ge=0, description="price per million tokens; null: that of `model_list`, or unknown"
+    )
+    concurrency: int = Field(8, ge=1, le=64, description="trajectories scored at the same time")
 
 
 class GraderSpec(_Spec):
@@ -290,6 +320,7 @@ _BuiltIn = (
     | GraderSpec
     | FeedbackSpec
     | RewardSpec
+    | TeacherSpec
     | CompositeSpec
     | PluginSpec
 )

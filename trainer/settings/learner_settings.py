@@ -6,35 +6,32 @@ An instance is always valid; the error of an invalid one names the field and the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-from ratchet.trainer.errors import SettingError
-from ratchet.trainer.settings.objectives import OBJECTIVES, Objective
+from ratchet.trainer.settings.adapter_and_memory import AUTO, AdapterAndMemorySettings
+from ratchet.trainer.settings.objectives import Objective, find_objective
 
-AUTO: Literal["auto"] = "auto"
-
-# Quantizations of the frozen base model.
-QUANTIZATIONS = ("none", "nf4")
-
-# The largest rank that vLLM's LoRA kernels serve. --max-lora-rank pads other ranks up to one of its ranks.
-MAX_SERVABLE_RANK = 512
+SCHEDULES = ("constant", "linear", "cosine")
 
 
 @dataclass(frozen=True, slots=True)
-class LearnerSettings:
-    """How the LoRA adapter is trained. Raises SettingError for values out of range.
+class LearnerSettings(AdapterAndMemorySettings):
+    """How the LoRA adapter of an agent is trained. Raises SettingError for values out of range.
 
-    lora_r                    rank of the LoRA adapter
     lora_alpha                scale of the LoRA adapter: its output is multiplied by lora_alpha / lora_r
-    target_modules            layers that get an adapter: all-linear, or a list of names
     learning_rate             learning rate of AdamW; auto: adjusted after each round towards `target_kl`
     target_kl                 with learning_rate auto: the target for the mean k3 by which a round moves the policy at
                               its trained tokens, nats per token; null: 0.3 nats per trajectory, limited to 0.001 to
                               0.01 per token
-    loss_type                 loss: dapo, cispo, dr_grpo, grpo, gspo, reinforce++, sft, dpo or apo_zero_unpaired
-                              (docs/training.md)
+    lr_scheduler_type         schedule of a learning_rate that is a number, over max_steps: constant, linear or cosine;
+                              the latter two fall to a tenth of it, and stay there
+    warmup_steps              optimizer steps over which the learning rate rises from its first share to the whole
+    max_steps                 optimizer steps over which linear and cosine fall; null: with constant
+    weight_decay              AdamW's weight decay, which pulls the adapter towards the base model; 0: none
+    loss_type                 loss: dapo, cispo, dr_grpo, grpo, gspo, reinforce++, distillation, sft, dpo,
+                              apo_zero_unpaired (docs/training.md), or a plug-in's (docs/plugins.md)
     epsilon                   lower clip: the ratio to the round's first policy is clipped to at least 1 - epsilon;
                               null: the usual value of the loss
     epsilon_high              upper clip: the ratio is clipped to at most 1 + epsilon_high; for cispo, the largest
@@ -53,23 +50,20 @@ class LearnerSettings:
                               old; for k versions it is raised to the power (1 + k) / 8, which gives 1.09 for a fresh
                               row
     steps_per_round           optimizer steps per round; the rows are shuffled by seed and divided among them
-    token_budget              padded tokens per micro-batch; affects memory, never the result
     max_length                maximum tokens of a trained row; longer rows are skipped, and a trajectory without other
                               rows is dropped; null: what fits into memory, found by trial
-    share_prefixes            compute a prefix that rows share once, if that is faster and the model's attention allows
-                              it; never affects the result
-    quantization              quantization of the frozen base model: none, or nf4 (QLoRA; needs the extra `qlora`)
-    gradient_checkpointing    use less activation memory for a third more time
+    init_adapter              folder of a PEFT adapter, or a version's reference in `adapters.store`, from which a new
+                              agent starts; it is published as its version 1; null: new LoRA weights
     seed                      random seed of the adapter's initial weights and of the shuffle
-    threads                   CPU threads of torch; null: torch's default; 1 is by far the fastest for models of a few
-                              million parameters, and if vLLM runs on the same cores
     """
 
-    lora_r: int = 8
     lora_alpha: int = 16
-    target_modules: str | Sequence[str] = "all-linear"
     learning_rate: float | Literal["auto"] = AUTO
     target_kl: float | None = None
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    max_steps: int | None = None
+    weight_decay: float = 0.0
     loss_type: str = "dapo"
     epsilon: float | None = None
     epsilon_high: float | None = None
@@ -82,25 +76,24 @@ class LearnerSettings:
     vllm_importance_sampling_clip_max: float | None = 2.0
     sequence_mask_threshold: float | None = 2.0
     steps_per_round: int = 1
-    token_budget: int = 8192
     max_length: int | None = None
-    share_prefixes: bool = True
-    quantization: str = "none"
-    gradient_checkpointing: bool = False
+    init_adapter: str | None = None
     seed: int = 0
-    threads: int | None = None
 
     def __post_init__(self) -> None:
-        self._require("lora_r", 1 <= self.lora_r <= MAX_SERVABLE_RANK, f"an integer from 1 to {MAX_SERVABLE_RANK}")
+        self.check_shared()
+        if self.init_adapter and "://" not in self.init_adapter:  # the learner may run in another folder
+            object.__setattr__(self, "init_adapter", str(Path(self.init_adapter).expanduser().absolute()))
+        self._require("init_adapter", self.init_adapter != "", "null, a folder or a reference")
         self._require("lora_alpha", self.lora_alpha >= 1, "at least 1")
-        self._require("target_modules", bool(self.target_modules), '"all-linear" or the names of linear layers')
         rate, target_kl = self.learning_rate, self.target_kl
         valid = rate == AUTO if isinstance(rate, str) else 0 < rate < math.inf
         self._require("learning_rate", valid, "auto, or a number above 0, such as 1e-5")
         self._require(
             "target_kl", target_kl is None or 0 < target_kl < 1, "null, or above 0 and below 1, such as 0.005"
         )
-        self._require("loss_type", self.loss_type in OBJECTIVES, f"one of {', '.join(OBJECTIVES)}")
+        self._require_schedule()
+        find_objective(self.loss_type)
         low, high = self.clip
         self._require("epsilon", 0 < low < 1, "between 0 and 1, such as 0.2, or null")
         if self.objective.shape == "weight":
@@ -119,16 +112,29 @@ class LearnerSettings:
         )
         limit = self.sequence_mask_threshold
         self._require("sequence_mask_threshold", limit is None or 1 < limit < math.inf, "None or above 1, such as 2.0")
-        self._require("quantization", self.quantization in QUANTIZATIONS, f"one of {', '.join(QUANTIZATIONS)}")
         self._require("steps_per_round", self.steps_per_round >= 1, "at least 1")
-        self._require("token_budget", self.token_budget >= 1, "at least 1, such as 8192")
         self._require("max_length", self.max_length is None or self.max_length >= 2, "None or at least 2 tokens")
-        self._require("threads", self.threads is None or self.threads >= 1, "None or at least 1")
+
+    def _require_schedule(self) -> None:
+        schedule, steps = self.lr_scheduler_type, self.max_steps
+        self._require("lr_scheduler_type", schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
+        self._require("warmup_steps", self.warmup_steps >= 0, "0 or more")
+        self._require("weight_decay", 0 <= self.weight_decay < 1, "0 or more and below 1, such as 0.01")
+        if schedule == "constant":
+            self._require("max_steps", steps is None, "null with lr_scheduler_type constant, which never falls")
+        else:
+            least = self.warmup_steps + 1
+            needed = f"at least {least} with lr_scheduler_type {schedule} and warmup_steps {self.warmup_steps}"
+            self._require("max_steps", steps is not None and steps >= least, needed)
+        if self.learning_rate == AUTO:
+            reason = "unless learning_rate is a number: auto sets the rate after each round by itself"
+            self._require("lr_scheduler_type", schedule == "constant", f"constant, {reason}")
+            self._require("warmup_steps", self.warmup_steps == 0, f"0, {reason}")
 
     @property
     def objective(self) -> Objective:
         """The parts of the loss."""
-        return OBJECTIVES[self.loss_type]
+        return find_objective(self.loss_type)
 
     @property
     def clip(self) -> tuple[float, float]:
@@ -138,7 +144,3 @@ class LearnerSettings:
             self.objective.epsilon_low if low is None else low,
             self.objective.epsilon_high if high is None else high,
         )
-
-    def _require(self, field: str, valid: bool, remedy: str) -> None:
-        if not valid:
-            raise SettingError(f"learner setting {field} is {getattr(self, field)!r}; it must be {remedy}")

@@ -16,19 +16,48 @@ are over the rows of one optimizer step that are not masked:
                  "Group sequence policy optimization", equation 5 (arXiv:2507.18071). Clip 3e-4 and 4e-4
     reinforce++  the terms of dapo with clip 0.2 on both sides, and advantages that are first whitened over the round's
                  tokens: Hu et al. 2025, "REINFORCE++", equation 8 (arXiv:2501.03262)
+    distillation the terms of dapo with clip 0.2 on both sides and A = log p_teacher - log p of the sampled token, p at
+                 the start of the round: reverse KL from a teacher, with discount 0 (a token is not credited with later
+                 ones). Agarwal et al. 2024, "On-policy distillation of language models", with lambda 1 and reverse KL
+                 (arXiv:2306.13649); as a policy gradient: Gu et al. 2024, "MiniLLM", section 2.2 (arXiv:2306.08543).
+                 A is limited to 10 nats on both sides, so that one token does not outweigh a step
     sft          - A log p, mean over all tokens, without a ratio: the loss of a warm start
     dpo, apo_zero_unpaired  preferences between whole answers: trainer/learner/preference_weights.py
 
 Differences from the papers: in `grpo` and `gspo` a row is what the papers call an output, so a trajectory of several
 segments counts as several; KL is a penalty in the loss for all of them, never part of the reward. No torch, no
 computation.
+
+Other packages register an Objective under a name of their own in the entry-point group `ratchet.objectives`
+(docs/plugins.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from functools import cache
+from typing import Any, Literal
+
+from ratchet.trainer.errors import PluginError, SettingError
+from ratchet.trainer.user_code.plugins import OBJECTIVE_PLUGINS, load_plugin, plugin_names
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """What an objective's `token_advantages` gets: torch tensors (N, T) of N rows, without gradients.
+
+    advantages  of each token, times its importance weight; 0 where nothing is trained
+    logprobs    of the policy at the start of the round; entropy of its distributions
+    sampling_logprobs  that vLLM recorded
+    trained     whether the token carries loss
+    """
+
+    advantages: Any
+    logprobs: Any
+    entropy: Any
+    sampling_logprobs: Any
+    trained: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +68,10 @@ class Objective:
     ratio    token: per token; sequence: the row's geometric mean; none: 1
     mean     over the tokens of a step, over its rows' means, or over its rows' sums divided by a constant length
     whitened whether advantages are first given mean 0 and variance 1 over the round's tokens
+    distillation  whether a row's advantages are the teacher's logprobs less vLLM's: they become the teacher's logprobs
+             less those of the policy at the start of the round
     preference  whether each step first computes weights of whole responses relative to the base model
+    token_advantages  replaces the tokens' advantages, from StepTokens to a tensor (N, T); None: as they are
     """
 
     shape: Literal["clip", "weight"]
@@ -49,6 +81,8 @@ class Objective:
     epsilon_high: float
     whitened: bool = False
     preference: bool = False
+    distillation: bool = False
+    token_advantages: Callable[[StepTokens], Any] | None = None
 
 
 OBJECTIVES: Mapping[str, Objective] = {
@@ -58,7 +92,31 @@ OBJECTIVES: Mapping[str, Objective] = {
     "cispo": Objective("weight", "token", "tokens", 0.2, 5.0),
     "gspo": Objective("clip", "sequence", "rows", 3e-4, 4e-4),
     "reinforce++": Objective("clip", "token", "tokens", 0.2, 0.2, whitened=True),
+    "distillation": Objective("clip", "token", "tokens", 0.2, 0.2, distillation=True),
     "sft": Objective("weight", "none", "tokens", 0.2, 1.0),
     "dpo": Objective("weight", "none", "tokens", 0.2, 1.0, preference=True),
     "apo_zero_unpaired": Objective("weight", "none", "tokens", 0.2, 1.0, preference=True),
 }
+
+
+def find_objective(name: str) -> Objective:
+    """Return the objective of a loss: a built-in one, or a plug-in's. Raises SettingError with the names there are."""
+    return OBJECTIVES[name] if name in OBJECTIVES else _plugin(name)
+
+
+@cache
+def _plugin(name: str) -> Objective:
+    plugins = plugin_names(OBJECTIVE_PLUGINS)
+    if name not in plugins:
+        installed = f", or a plug-in: {', '.join(plugins)}" if plugins else ""
+        raise SettingError(f"learner.loss_type is {name!r}; it must be one of {', '.join(OBJECTIVES)}{installed}")
+    try:
+        found = load_plugin(OBJECTIVE_PLUGINS, name)
+    except PluginError as error:
+        raise SettingError(f"learner.loss_type is {name!r}: {error}") from error
+    if not isinstance(found, Objective):
+        raise SettingError(
+            f"learner.loss_type is {name!r}, whose plug-in is a {type(found).__name__}: it must be an Objective of "
+            "ratchet.trainer.settings.objectives (docs/plugins.md)"
+        )
+    return found

@@ -2,31 +2,47 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from ratchet.trainer.release.policy import ReleaseRules
 from ratchet.trainer.settings.judge_specs import JudgeSpec
 
 
 class ReleaseSettings(BaseModel):
-    """How a proven version becomes live."""
+    """How a proven version becomes live, and how it is taken back."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
-    canary: bool = Field(
-        False, description="a proven version serves a share of new trajectories first; false: it becomes live at once"
+    policy: Literal["guarded", "immediate"] = Field(
+        "guarded",
+        description="guarded: a proven version serves beside the live one first, and is rolled back on evidence of "
+        "harm; immediate: it becomes live at once, unprotected. Unless it is set, versions are released immediately "
+        "while a run of `ratchet tune weights` trains the agent",
     )
-    canary_share: float = Field(0.2, gt=0, lt=1, description="share of new trajectories that a canary serves")
-    min_samples: int = Field(20, ge=2, description="scores of each version before a decision")
-    max_samples: int = Field(200, ge=2, description="scores of the canary after which its mean decides")
-    alpha: float = Field(0.05, gt=0, lt=0.5, description="error probability of a decision, however often it is checked")
-    margin: float = Field(0.02, ge=0, description="a canary is promoted if its mean score is at most this much lower")
-    max_gain: float | None = Field(0.5, gt=0, description="a larger gain needs a person's approval; null: no limit")
+    holdback: float = Field(
+        0.1, gt=0, le=0.3, description="share of new trajectories that stay on the anchor; 0.3 while in doubt"
+    )
+    ramp: int | None = Field(
+        None,
+        ge=16,
+        le=100_000,
+        description="scored trajectories of a ramp, of all versions; null: 256, or half a round if that is more",
+    )
+    alpha: float = Field(
+        0.001, gt=0, lt=0.05, description="probability that a version as good as the ones before it is rolled back"
+    )
     deadline_seconds: float = Field(
-        86400.0, gt=0, description="a canary that is not promoted after this time is rolled back"
+        21600.0,
+        gt=0,
+        description="after its start, until which a trajectory counts as under way; unfinished, it counts as the worst",
     )
+    max_gain: float | None = Field(0.5, gt=0, description="a larger gain needs a person's approval; null: no limit")
+    invariant_prompts: int = Field(
+        64, ge=0, description="recent prompts that both versions answer before a candidate serves anybody; 0: none"
+    )
+    invariant_max_tokens: int = Field(1024, ge=16, description="longest answer to such a prompt, in tokens")
     held_out_share: float = Field(0.0, ge=0, le=0.5, description="share of tasks that are held out for evaluation")
     evaluation_prompts: int = Field(32, ge=5, description="held-out prompts or tasks that a candidate is evaluated on")
     evaluation_samples: int = Field(4, ge=1, description="responses of each version per prompt, or attempts per task")
@@ -44,36 +60,22 @@ class ReleaseSettings(BaseModel):
     evaluation_timeout_seconds: float = Field(600.0, gt=0, description="timeout of a rollout, which counts as failed")
     second_judge: JudgeSpec | None = Field(
         None,
-        description="judge that must confirm a promotion, else approval is required; null: the sentinel's",
+        description="judge that must confirm the end of a ramp, else approval is required; null: the sentinel's",
     )
-    second_judge_pairs: int = Field(20, ge=4, description="pairs of a canary and a live trajectory that it judges")
+    second_judge_pairs: int = Field(
+        20, ge=4, description="pairs of a trajectory of the ramp and a live one that it judges"
+    )
 
     @model_validator(mode="after")
     def _is_decidable(self) -> Self:
-        if self.max_samples < self.min_samples:
-            raise ValueError(
-                f"max_samples {self.max_samples} is less than min_samples {self.min_samples}: nothing would be decided"
-            )
-        if self.max_gain is not None and self.max_gain <= self.margin:
-            raise ValueError(
-                f"max_gain {self.max_gain:g} is not more than margin {self.margin:g}: each promotion would need "
-                "approval"
-            )
         if (self.workflow is None) != (self.tasks is None):
             raise ValueError("set workflow and tasks together: the workflow and its task set")
         return self
 
     def rules(self) -> ReleaseRules:
-        """Return the parameters of the decision."""
-        return ReleaseRules(self.alpha, self.margin, self.max_gain, self.min_samples, self.max_samples)
-
-
-@dataclass(frozen=True, slots=True)
-class ReleaseRules:
-    """`margin` and `max_gain` are in units of the score; `min_samples` and `max_samples` count scores of the canary."""
-
-    alpha: float = 0.05
-    margin: float = 0.02
-    max_gain: float | None = None
-    min_samples: int = 20
-    max_samples: int = 500
+        """Return the parameters of the release policy."""
+        doubtful = max(self.holdback, ReleaseRules().doubtful_holdback)
+        return ReleaseRules(
+            holdback=self.holdback, doubtful_holdback=doubtful, ramp=self.ramp, alpha=self.alpha,
+            max_ramp=ReleaseRules().max_ramp if self.ramp is None else 12 * self.ramp,
+        )  # fmt: skip

@@ -39,6 +39,15 @@ class SentinelSettings(BaseModel):
         le=1,
         description="alarm if the share of tool arguments that do not occur in the context rises by more than this",
     )
+    max_invalid_call_increase: float = Field(
+        0.2, gt=0, le=1, description="alarm if the newest version's share of invalid tool calls is higher by this"
+    )
+    max_question_increase: float = Field(
+        0.2,
+        gt=0,
+        le=1,
+        description="alarm if the newest version's share of answers that ask in place of acting is higher by this",
+    )
     min_coverage: float = Field(
         0.01,
         ge=0,

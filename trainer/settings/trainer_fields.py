@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
-from ratchet.store.access.url_credentials import plain_url
+from ratchet.store.access.replica_list import check_entry
+from ratchet.trainer.settings.adapter_settings import AdapterSettings
+from ratchet.trainer.settings.estimators import why_unknown
 from ratchet.trainer.settings.judge_specs import JudgeSpec
+from ratchet.trainer.settings.learner_process_settings import LearnerProcessSettings
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from ratchet.trainer.settings.release_settings import ReleaseSettings
 from ratchet.trainer.settings.resampling_settings import ResamplingSettings
 from ratchet.trainer.settings.sentinel_settings import SentinelSettings
-from ratchet.trainer.settings.value_types import Devices
 from ratchet.trainer.user_code.plugins import MONITORS, plugin_names
 
 MAX_SCORES_PER_FAMILY = 512  # newest scores that a baseline uses
-_LEARNER_FIELDS = {field.name for field in dataclasses.fields(LearnerSettings)}
 
 
 def _installed_monitor(name: str) -> str:
@@ -38,9 +38,15 @@ class TrainerFields(BaseModel):
     store: str = Field(description="URL or SQLite path of the store")
     model: str = Field(description="alias that agents request; versions are alias@1, alias@2, ...")
     base_model: str = Field(description="folder or hub name of the base model that vLLM serves")
-    vllm: tuple[str, ...] = Field(min_length=1, repr=False, description="base URL of every vLLM replica, without /v1")
+    vllm: tuple[str, ...] = Field(
+        min_length=1, repr=False, description="the vLLM replicas: URLs without /v1, or lists of them"
+    )
     checkpoints: Path = Field(description="folder for the checkpoints, one per version; vLLM must be able to read it")
+    adapters: AdapterSettings = Field(
+        default_factory=AdapterSettings, description="another place for the checkpoints, such as object storage"
+    )
     judge: JudgeSpec = Field(description="the judge: module:function, or a mapping with `kind` (docs/judges.md)")
+    share: float = Field(1.0, gt=0, description="share of the learner's time, relative to the other agents' shares")
     judge_attempts: int = Field(
         5, ge=1, description="attempts of the judge before a trajectory without a score is dropped as judge_failed"
     )
@@ -58,10 +64,10 @@ class TrainerFields(BaseModel):
         description="wait before a group smaller than num_generations is formed; it also waits for running attempts, "
         "this long plus four times the duration of the longest complete one",
     )
-    advantage_estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce++"] = Field(
+    advantage_estimator: str = Field(
         "grpo",
-        description="how scores become advantages: grpo, dr_grpo (not divided by the standard deviation), rloo or "
-        "reinforce++",
+        description="how scores become advantages: grpo, dr_grpo (not divided by the standard deviation), rloo, "
+        "reinforce++, or a plug-in's (docs/plugins.md)",
     )
     turn_weight: float = Field(
         0.0, ge=0, description="weight of the judge's scores of single calls (components turn:1, turn:2, ...); 0: none"
@@ -106,11 +112,9 @@ class TrainerFields(BaseModel):
     lease_seconds: float = Field(
         30.0, gt=0, description="time after which another trainer takes over from one that died"
     )
-    poll_interval_seconds: float = Field(0.25, gt=0, description="wait between polls of the store without work")
-    devices: Devices = Field(
-        None, description="GPUs of the trainer: 0, or 0,1, or UUIDs; null: as in CUDA_VISIBLE_DEVICES"
+    poll_interval_seconds: float = Field(
+        0.25, gt=0, description="wait between looks into the store; one query looks for all agents"
     )
-    num_processes: int = Field(1, ge=1, description="training processes, started by accelerate launch")
     metrics_port: int | None = Field(
         None, ge=0, le=65535, description="port of the trainer's /metrics; 0: any free port; null: none"
     )
@@ -133,18 +137,20 @@ class TrainerFields(BaseModel):
         description="further responses to single-call prompts, sampled while vLLM is idle",
     )
     release: ReleaseSettings = Field(
-        default_factory=ReleaseSettings, description="evaluation, canary and approval of proven versions"
+        default_factory=ReleaseSettings, description="how proven versions become live, and how they are taken back"
     )
-    learner: LearnerSettings = Field(default_factory=LearnerSettings, description="the LoRA learner")
+    learner: LearnerSettings = Field(default_factory=LearnerSettings, description="how the adapter is trained")
+    learner_process: LearnerProcessSettings = Field(
+        default_factory=LearnerProcessSettings, description="what the learner of the base model is started with"
+    )
 
-    @field_validator("learner", mode="before")
+    @field_validator("advantage_estimator")
     @classmethod
-    def _known_names(cls, value: Any) -> Any:
-        if isinstance(value, dict):
-            for name in value:
-                if name not in _LEARNER_FIELDS:
-                    raise ValueError(f"unknown setting {name}; known: {', '.join(sorted(_LEARNER_FIELDS))}")
-        return value
+    def _estimator_is_known(cls, name: str) -> str:
+        reason = why_unknown(name)
+        if reason is not None:
+            raise ValueError(reason)
+        return name
 
     @field_validator("num_generations", "min_group_size", mode="before")
     @classmethod
@@ -168,5 +174,11 @@ class TrainerFields(BaseModel):
 
     @field_validator("vllm")
     @classmethod
-    def _plain_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(plain_url(url) for url in urls)
+    def _replicas(cls, entries: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(check_entry, entries))
+
+    @property
+    def versions(self) -> str:
+        """The folder or URL that holds the alias's versions."""
+        store = self.adapters.store
+        return f"{store}/{self.model}/checkpoints" if store else str(self.checkpoints)

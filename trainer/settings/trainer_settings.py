@@ -12,15 +12,17 @@ from typing import Self
 
 from pydantic import model_validator
 
+from ratchet.trainer.settings.adapter_and_memory import AUTO
 from ratchet.trainer.settings.judge_specs import (
     BehaviorSpec,
     CompositeSpec,
     FeedbackSpec,
     JudgeSpec,
     NextStateSpec,
+    TeacherSpec,
     gives_only_ranks,
 )
-from ratchet.trainer.settings.learner_settings import AUTO, LearnerSettings
+from ratchet.trainer.settings.learner_settings import LearnerSettings
 from ratchet.trainer.settings.trainer_fields import MAX_SCORES_PER_FAMILY, TrainerFields
 
 # A pattern that matches all of these matches every response.
@@ -226,6 +228,44 @@ def _setting_without_effect(settings: TrainerFields) -> str | None:
     return f"learner.{unused[0]} has no effect with loss {learner.loss_type}: leave it out, or use a loss that has it"
 
 
+def _teacher(settings: TrainerFields) -> str | None:
+    distilled, taught = settings.learner.objective.distillation, isinstance(settings.judge, TeacherSpec)
+    if distilled and not taught:
+        return (
+            f"learner.loss_type {settings.learner.loss_type} learns from a teacher's logprobs, and the judge is none: "
+            "set trainer.judge to {kind: teacher, model: NAME}, a name of model_list, or choose another loss_type"
+        )
+    if taught and not distilled:
+        return (
+            f"the judge is a teacher, which says nothing that loss_type {settings.learner.loss_type} learns from: set "
+            "learner.loss_type to distillation, or choose another judge"
+        )
+    return None
+
+
+def _without_effect_on_distillation(settings: TrainerFields) -> str | None:
+    if not settings.learner.objective.distillation:
+        return None
+    release = settings.release
+    if release.held_out_share and release.workflow is None:
+        return (
+            "release.held_out_share compares answers that have no token ids, which a teacher cannot score: set "
+            "release.workflow and release.tasks, or leave it out"
+        )
+    compared = {
+        "ungrouped": settings.ungrouped != "drop",
+        "resample.samples": settings.resample.samples > 0,
+        "turn_weight": settings.turn_weight > 0,
+        "advantage_estimator": settings.advantage_estimator != "grpo",
+        "scale_advantages_by_family": settings.scale_advantages_by_family,
+    }
+    name = next((name for name, is_set in compared.items() if is_set), None)
+    return name and (
+        f"{name} has no effect with loss_type {settings.learner.loss_type}: each trajectory is trained by itself, and "
+        "no scores are compared; leave it out"
+    )
+
+
 _CHECKS: tuple[Callable[[TrainerFields], str | None], ...] = (
     _judge,
     _min_group_size,
@@ -242,4 +282,6 @@ _CHECKS: tuple[Callable[[TrainerFields], str | None], ...] = (
     _pairs_of_ungrouped,
     _turn_weight_of_preferences,
     _setting_without_effect,
+    _teacher,
+    _without_effect_on_distillation,
 )

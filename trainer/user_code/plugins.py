@@ -1,7 +1,8 @@
 """Plug-ins: features that an installed distribution registers as Python entry points.
 
-Groups: `ratchet.judges`, `ratchet.prompt_optimizers`, `ratchet.evaluations`, `ratchet.monitors`. Ratchet's own optional
-features are registered in its pyproject.toml and are loaded the same way. What each group expects: docs/plugins.md.
+Groups: `ratchet.judges`, `ratchet.objectives`, `ratchet.advantage_estimators`, `ratchet.prompt_optimizers`,
+`ratchet.evaluations`, `ratchet.monitors`. Ratchet's own optional features are registered in its pyproject.toml and are
+loaded the same way. What each group expects: docs/plugins.md.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ JUDGES: Final = "ratchet.judges"
 PROMPT_OPTIMIZERS: Final = "ratchet.prompt_optimizers"
 EVALUATIONS: Final = "ratchet.evaluations"
 MONITORS: Final = "ratchet.monitors"
+OBJECTIVE_PLUGINS: Final = "ratchet.objectives"
+ADVANTAGE_ESTIMATORS: Final = "ratchet.advantage_estimators"
 
 
 def plugin_names(group: str) -> list[str]:

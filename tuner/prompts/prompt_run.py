@@ -157,7 +157,7 @@ class _PromptRun:
         )
 
     def _model(self) -> str | None:
-        """Return the live version by name, so that no canary serves a part of the rollouts."""
+        """Return the live version by name, so that no version in its ramp serves a part of the rollouts."""
         live = self._context.store.policies.live().get(self._tuning.alias)
         return None if live is None else f"{live.alias}@{live.version}"
 

@@ -108,6 +108,8 @@ def _decisions(found: Evidence) -> Iterator[str]:
 def _data(found: Evidence) -> Iterator[str]:
     rewarded = [one for one in found.trained.rounds if _WARM_START not in one.metrics]
     imitated = [one.metrics[_WARM_START] for one in found.trained.rounds if _WARM_START in one.metrics]
+    for adapter in (one.metrics["init_adapter"] for one in found.trained.rounds if "init_adapter" in one.metrics):
+        yield f"Training started from the adapter {_one_line(adapter)}, whose data is not in this store.\n"
     for metrics in imitated:
         sources = ", ".join(f"{count} {_one_line(name)}" for name, count in metrics["by_source"].items())
         yield (

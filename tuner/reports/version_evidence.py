@@ -50,8 +50,14 @@ class Evidence:
     versions: Mapping[str, str]
 
 
-def gather(store: Store, policy: Policy, base_model: str, versions: Mapping[str, str]) -> Evidence:
-    """Return the evidence for a version; `versions`: package versions of the exporting program."""
+def gather(
+    store: Store, policy: Policy, base_model: str, versions: Mapping[str, str], adapter: Path | None = None
+) -> Evidence:
+    """Return the evidence for a version; `versions`: package versions of the exporting program.
+
+    `adapter` is a local folder with the version's files, if they are in object storage.
+    """
+    folder = adapter or (Path(policy.adapter) if policy.adapter else None)
     judge = store.groups.newest_judge_version(policy.alias)
     scores = store.groups.past_scores(policy.alias, judge, limit=_SCORES) if judge else []
     return Evidence(
@@ -67,7 +73,7 @@ def gather(store: Store, policy: Policy, base_model: str, versions: Mapping[str,
             if is_relative(store, policy.alias, judge)
             else learning_report(tallies([one for one in scores if one.version <= policy.version]))
         ),
-        lora=_lora(Path(policy.adapter)) if policy.adapter else {},
+        lora=_lora(folder) if folder else {},
         versions=versions,
     )
 

@@ -20,7 +20,7 @@ class LessonSettings(BaseModel):
     max_examples: int = Field(6, ge=1, le=50, description="failed rollouts of a family that the model reads")
     max_lessons: int = Field(5, ge=1, le=20, description="maximum number of lessons of a family")
     max_lesson_chars: int = Field(300, ge=20, le=2000, description="maximum length of a lesson, in characters")
-    canary_share: float = Field(0.5, gt=0, lt=1, description="share of new trajectories that get the lessons on trial")
+    share: float = Field(0.5, gt=0, lt=1, description="share of new trajectories that get the lessons on trial")
 
 
 class TunerSettings(BaseModel):

@@ -53,9 +53,9 @@ class ConversationCache:
 
     def add_response(self, start: CallStarted, messages: Sequence[Json], previous: ConversationTurn | None) -> None:
         """Cache a response: the messages that it adds to `previous`, the answer included."""
-        self._use(
-            ConversationTurn(msgspec.json.encode(messages), previous, start.trajectory_id, start.call_id, start.key_id)
-        )
+        added = msgspec.json.encode(messages)
+        names = start.trajectory_id, start.call_id, start.key_id, start.alias
+        self._use(ConversationTurn(added, previous, *names))
 
     async def find_turn(self, name: str, key_id: str | None) -> ConversationTurn:
         """Return the turn of a response. Raises NotFound, NotReady."""
@@ -123,7 +123,8 @@ class ConversationCache:
             return None
         except StoreError as error:
             raise NotReady(f"previous response {name!r} cannot be looked up: {error}") from error
-        return ConversationTurn(msgspec.json.encode(messages), None, call.trajectory_id, call.id, key_id, rebuilt=True)
+        names = call.trajectory_id, call.id, key_id, call.alias
+        return ConversationTurn(msgspec.json.encode(messages), None, *names, rebuilt=True)
 
 
 def _output(turn: ConversationTurn) -> dict[str, Json]:

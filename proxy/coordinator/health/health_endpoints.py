@@ -59,7 +59,8 @@ class HealthEndpoints:
         if not any(upstream["up"] for upstream in upstreams):
             missing += [upstream["reason"] for upstream in upstreams]
         status = "not ready" if missing else "ready"
-        await send_json(send, 503 if missing else 200, {"status": status, "missing": missing, "upstreams": upstreams})
+        body = {"status": status, "missing": missing, "agents": self._policies.agent_states(), "upstreams": upstreams}
+        await send_json(send, 503 if missing else 200, body)
 
     async def backlog(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Report the records that are not in the store yet; 503 if the oldest is too old."""

@@ -48,6 +48,7 @@ class Caller(msgspec.Struct, frozen=True):
     trajectory: str | None = None  # named by a suffix of the key
     meter: KeyMeter | None = None  # the key's limits
     operator: bool = False  # may read everything, and give feedback on everything
+    agents: frozenset[str] | None = None  # the agents that the key is limited to; None: no limit
 
 
 ANONYMOUS = Caller(None)
@@ -175,7 +176,11 @@ class KeyCache:
 
     def _replace_copy(self, rows: tuple[Key, ...]) -> None:
         agents = {
-            row.hash: Caller(row.id, meter=self._meter(row.id, (row.requests_per_minute, row.tokens_per_minute)))
+            row.hash: Caller(
+                row.id,
+                meter=self._meter(row.id, (row.requests_per_minute, row.tokens_per_minute)),
+                agents=None if row.agents is None else frozenset(row.agents),
+            )
             for row in _valid(rows, KeyScope.AGENT)
         }
         gone = {row.id for row in rows if row.revoked_at is not None}

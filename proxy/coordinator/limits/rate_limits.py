@@ -1,9 +1,11 @@
-"""Limits per key: requests and tokens per minute, as token buckets with a capacity of one minute.
+"""Limits per key and per agent: requests and tokens per minute, as token buckets with a capacity of one minute.
 
 A request is counted when it arrives. Its tokens are reserved by an estimate (the body's length and max_tokens, within
 the model's context), and settled at the end with the actual usage. A call with more tokens than a minute's limit needs
 a full bucket, and leaves a debt if it used more. Above a limit the call gets 429 in its dialect's format, with the time
 to wait; it is neither recorded nor forwarded.
+
+An agent's limit counts the captured calls to it with any key. It is checked after the key's.
 
 Promises: a key without limits costs nothing here; a key with limits costs two numbers. An estimate, or a call that its
 client abandoned, never costs a key more than one full bucket. Each proxy process counts its own calls only. Time is a
@@ -65,10 +67,11 @@ class Bucket:
 
 
 class KeyMeter:
-    """The buckets of one key."""
+    """The buckets of one key, or of one agent; `owner` names it in errors."""
 
-    def __init__(self, requests_per_minute: int | None, tokens_per_minute: int | None) -> None:
+    def __init__(self, requests_per_minute: int | None, tokens_per_minute: int | None, owner: str = "the key") -> None:
         now = time.monotonic()
+        self._owner = owner
         self.limits = (requests_per_minute, tokens_per_minute)
         self._requests = Bucket(requests_per_minute, now) if requests_per_minute else None
         self._tokens = Bucket(tokens_per_minute, now) if tokens_per_minute else None
@@ -108,8 +111,8 @@ class KeyMeter:
             return
         wait = max(wait, 0.001)
         raise RateLimited(
-            f"the key's limit of {bucket.limit} {name} per minute is reached: {max(0, int(bucket.level))} are left and "
-            f"{amount} are required; try again in {_span(wait)}",
+            f"{self._owner}'s limit of {bucket.limit} {name} per minute is reached: {max(0, int(bucket.level))} are "
+            f"left and {amount} are required; try again in {_span(wait)}",
             code="rate_limit_exceeded",
             kind=name,
             headers=[
@@ -121,30 +124,44 @@ class KeyMeter:
 
 
 class TokenReservation:
-    """The tokens that one call has reserved; returned at the end unless the call reports its usage."""
+    """The tokens that one call has reserved of each meter; returned at the end unless the call reports its usage."""
 
-    __slots__ = ("_meter", "_reserved", "_used")
+    __slots__ = ("_is_bounded", "_meters", "_reserved", "_used")
 
-    def __init__(self, meter: KeyMeter) -> None:
-        self._meter = meter
-        self._reserved = 0
-        self._used = 0
+    def __init__(self, *meters: KeyMeter) -> None:
+        self._meters = list(meters)
+        self._reserved: list[int] = []  # of the meters that have accepted the call
+        self._used: int | None = 0  # None: what was reserved
+        self._is_bounded = False  # by a full bucket of each meter
+
+    def count_agent(self, meter: KeyMeter) -> None:
+        """Count the request for its agent, too. Raises RateLimited."""
+        meter.request()
+        self._meters.append(meter)
 
     def reserve(self, sampling: Mapping[str, Any], body: bytes, context: int | None) -> None:
         """Reserve what a call may need; `context` is the model's context length, if known. Raises RateLimited."""
-        self._reserved = self._meter.reserve(estimate(sampling, body, context))
+        self._reserve(estimate(sampling, body, context))
 
     def reserve_prompt(self, body: bytes) -> None:
         """Count a body by its length, for a call whose response is not parsed. Raises RateLimited."""
-        self._reserved = self._used = self._meter.reserve(len(body) // _BYTES_PER_TOKEN)
+        self._reserve(len(body) // _BYTES_PER_TOKEN)
+        self._used = None
 
     def use(self, tokens: int, *, left: bool) -> None:
         """Report the usage of the call. If the client left before it was known, the reservation counts."""
-        self._used = self._meter.bounded(tokens or self._reserved) if left else tokens
+        self._used = (tokens or None) if left else tokens
+        self._is_bounded = left
 
     def settle(self) -> None:
         """End the reservation."""
-        self._meter.settle(self._reserved, self._used)
+        for meter, reserved in zip(self._meters, self._reserved, strict=False):
+            used = reserved if self._used is None else self._used
+            meter.settle(reserved, meter.bounded(used) if self._is_bounded else used)
+
+    def _reserve(self, tokens: int) -> None:
+        for meter in self._meters:
+            self._reserved.append(meter.reserve(tokens))
 
 
 def estimate(sampling: Mapping[str, Any], body: bytes, context: int | None = None) -> int:

@@ -12,8 +12,9 @@ Without evidence a new trajectory starts, so concurrent trajectories with the sa
 has the rules and measures them.
 
 Equal answers are distinguished by their tool-call ids, then by calls without a continued answer, then by answers that
-are not continued, then by age, latest first. A trajectory has one key, one version and one purpose; other calls join it
-only by its explicit id. Calls of another key never join: the same name under another key is another trajectory.
+are not continued, then by age, latest first. A trajectory has one key, one version and one purpose, unless `move` moves
+it; other calls join it only by its explicit id. Calls of another key never join: the same name under another key is
+another trajectory.
 
 Memory is bounded in bytes, in total and per key (`proxy/runtime/byte_quotas.py`). Trajectories are removed after
 `idle_seconds`; above a limit, the key with the most bytes loses its least recently active ones. A token sequence is
@@ -27,9 +28,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from ratchet.proxy.coordinator.linking import fuzzy_match, quote_match
 from ratchet.proxy.coordinator.linking.leaf_index import TRAJECTORY_BYTES, LeafIndex, size_of
-from ratchet.proxy.coordinator.linking.open_trajectories import OpenTrajectory, VersionPins, candidate_names
+from ratchet.proxy.coordinator.linking.open_trajectories import (
+    OpenTrajectory,
+    VersionPins,
+    candidate_names,
+    name_of_other_agent,
+)
 from ratchet.proxy.coordinator.linking.restore import attempt_from_store, leaf_from_store
 from ratchet.proxy.coordinator.linking.unanswered_attempts import RESEND_WINDOW, RETRY_WINDOW, UnansweredAttempts
 from ratchet.proxy.errors import BadRequest
@@ -38,7 +46,7 @@ from ratchet.proxy.runtime.byte_quotas import ByteQuotas
 from ratchet.store.access.ownership import may_share_trajectory, owner
 from ratchet.store.content import messages as canon
 from ratchet.store.ids import new_id
-from ratchet.store.records import CallStarted, OpenLeaf, UnansweredCall, family_of
+from ratchet.store.records import MOVED, CallStarted, OpenLeaf, UnansweredCall, family_of
 
 _MAX_LEAVES = 2_000  # of one trajectory
 _MAX_SKIPPED = 64  # trajectories with an open call that one eviction passes over
@@ -89,21 +97,17 @@ class TrajectoryLinker:
 
     def _link_named_trajectory(self, evidence: LinkEvidence, name: str) -> Link:
         """Return the trajectory that the client names. Only an explicit version can contradict it."""
-        for candidate in candidate_names(name, evidence.key_id):
-            name, trajectory = candidate, self._trajectories.get(candidate)
-            if trajectory is None or may_share_trajectory(trajectory.key_id, evidence.key_id):
-                break
-        leaf = (
-            self._followed_leaf(evidence.follows, name, trajectory)
-            if evidence.follows
-            else self._find_parent(evidence, name)[0]
-        )
+        given, (name, trajectory) = name, self._find_named(evidence, name)
+        if evidence.follows is not None and name == given:
+            leaf: Leaf | None = self._followed_leaf(evidence.follows, name, trajectory)
+        else:
+            leaf = self._find_parent(evidence, name)[0]
         if trajectory is None:
             return Link(name, None, evidence.explicit_by, leaf, evidence.purpose, evidence.key_id)
         if evidence.version is not None:
             wanted = f"{evidence.alias}@{evidence.version}"
             remedy = "omit the version or the trajectory id"
-            if (evidence.alias, evidence.version) != (trajectory.alias, trajectory.version):
+            if evidence.version != trajectory.version:
                 raise BadRequest(
                     f"trajectory {name} uses {trajectory.alias}@{trajectory.version} and cannot continue on {wanted}: "
                     f"{remedy}"
@@ -111,6 +115,17 @@ class TrajectoryLinker:
             if trajectory.purpose != evidence.purpose:
                 raise BadRequest(f"trajectory {name} is not an evaluation and cannot become one of {wanted}: {remedy}")
         return Link(name, trajectory.version, evidence.explicit_by, leaf, trajectory.purpose)
+
+    def _find_named(self, evidence: LinkEvidence, name: str) -> tuple[str, OpenTrajectory | None]:
+        """Return the id for a client's name, and its trajectory if it is open: one of this key and agent."""
+        known, alias, key_id = self._trajectories.get(name), evidence.alias, evidence.key_id
+        if known is not None and known.alias != alias and may_share_trajectory(known.key_id, key_id):
+            name = name_of_other_agent(name, alias)
+        for candidate in candidate_names(name, key_id, alias):
+            name, known = candidate, self._trajectories.get(candidate)
+            if known is None or (known.alias == alias and may_share_trajectory(known.key_id, key_id)):
+                return name, known
+        return name, known
 
     def _followed_leaf(self, call_id: str, name: str, trajectory: OpenTrajectory | None) -> Leaf:
         """Return the answer of the call that the client names, or a leaf without tokens if it is not in memory."""
@@ -122,11 +137,13 @@ class TrajectoryLinker:
         since = evidence.arrived_at - (RETRY_WINDOW if evidence.is_retry else RESEND_WINDOW)
         while link := self._attempts.take(attempt, since):
             trajectory = self._trajectories.get(link.trajectory_id)
-            same = trajectory is not None and (trajectory.alias, trajectory.purpose) == (
-                evidence.alias,
-                evidence.purpose,
-            )
-            if trajectory is not None and same and evidence.version in (None, trajectory.version):
+            same = trajectory is not None and trajectory.alias == evidence.alias
+            if (
+                trajectory is not None
+                and same
+                and _may_join(trajectory.purpose, evidence.purpose)
+                and evidence.version in (None, trajectory.version)
+            ):
                 by = "retry" if evidence.is_retry else "resend"
                 return Link(link.trajectory_id, trajectory.version, by, link.parent, trajectory.purpose)
         return None
@@ -173,9 +190,22 @@ class TrajectoryLinker:
             return False
         if trajectory_id is not None:
             return leaf.trajectory_id == trajectory_id
-        if leaf.purpose != evidence.purpose or leaf.key_id != evidence.key_id:
+        if not _may_join(leaf.purpose, evidence.purpose) or leaf.key_id != evidence.key_id:
             return False  # an evaluation and live traffic may have the same messages
         return evidence.version is None or evidence.version == leaf.version
+
+    def version_of(self, trajectory_id: str) -> int | None:
+        """Return the version of an open trajectory; None for one that is not known."""
+        trajectory = self._trajectories.get(trajectory_id)
+        return trajectory.version if trajectory else None
+
+    def move(self, link: Link, version: int) -> Link:
+        """Move an open trajectory of live traffic to another version; return a link to it there."""
+        trajectory = self._trajectories.get(link.trajectory_id)
+        if trajectory is not None and (trajectory.version, trajectory.purpose) != (version, MOVED):
+            self._pins.remove(link.trajectory_id)
+            trajectory.version, trajectory.purpose = version, MOVED
+        return msgspec.structs.replace(link, version=version, purpose=MOVED)
 
     def begin_call(self, link: Link, alias: str, version: int, now: float) -> None:
         """Record that a call of this trajectory has started on this version."""
@@ -323,6 +353,11 @@ class TrajectoryLinker:
                 skipped += 1
             else:
                 self.forget_trajectory(trajectory_id)
+
+
+def _may_join(purpose: str, new: str) -> bool:
+    """Return whether a call of the purpose `new` may join a trajectory: live traffic also one that was moved."""
+    return purpose == new or (purpose == MOVED and new == "live")
 
 
 def _best(evidence: LinkEvidence, place: int, found: Sequence[Leaf]) -> tuple[Leaf, str]:

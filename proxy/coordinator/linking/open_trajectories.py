@@ -5,6 +5,7 @@ All state belongs to the event loop's thread; time is a parameter.
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
@@ -16,10 +17,12 @@ from ratchet.proxy.messages.link_records import Leaf
 
 _SECRET = secrets.token_bytes(16)
 _MAX_NAME_LENGTH = 128  # characters of a trajectory's id in the store
+_MAX_SUFFIX = 64
+_NOT_IN_ID = re.compile(r"[^A-Za-z0-9._:@+=-]")
 
 
 class OpenTrajectory(msgspec.Struct):
-    """An open trajectory as the proxy knows it. Alias and version never change."""
+    """An open trajectory as the proxy knows it. Its alias never changes; `move` changes its version."""
 
     alias: str
     version: int
@@ -31,17 +34,22 @@ class OpenTrajectory(msgspec.Struct):
     leaves: list[Leaf] = msgspec.field(default_factory=list)
 
 
-def candidate_names(name: str, key_id: str | None) -> Iterator[str]:
-    """Yield the trajectory ids that a key may use for a name of its choice, in the order in which they are tried.
+def candidate_names(name: str, key_id: str | None, alias: str) -> Iterator[str]:
+    """Yield the trajectory ids that a key's agent may use for a name of its choice, in the order of the attempts.
 
-    The first is the name itself. If another key's trajectory has it, the second is `NAME~HASH` with a hash of the key's
-    id, the same after a restart. A client that knows this id could take that name too. The third depends on a secret
-    of this process: nobody can predict it, and it changes with a restart.
+    The first is the name itself. If a trajectory of another key or agent has it, the second is `NAME~HASH` with a hash
+    of the key's id and the agent, the same after a restart. A client that knows this id could take that name too. The
+    third depends on a secret of this process: nobody can predict it, and it changes with a restart.
     """
-    key = str(key_id).encode()
+    key = f"{key_id}\0{alias}".encode()
     yield name
     yield _with_suffix(name, blake2b(key, digest_size=4).hexdigest())
     yield _with_suffix(name, blake2b(key, digest_size=8, key=_SECRET).hexdigest())
+
+
+def name_of_other_agent(name: str, alias: str) -> str:
+    """Return the trajectory id of another agent within the trajectory `name`: a trajectory has one agent."""
+    return _with_suffix(name, _NOT_IN_ID.sub("_", alias)[:_MAX_SUFFIX])
 
 
 def _with_suffix(name: str, suffix: str) -> str:

@@ -77,7 +77,7 @@ def leaf_from_store(stored: OpenLeaf) -> Leaf:
 def attempt_from_store(stored: UnansweredCall, parent: Leaf | None) -> tuple[AttemptKey, Link, float]:
     """Return an unanswered attempt: its key, its link, and when it ended."""
     link = Link(stored.trajectory_id, stored.version, stored.linked_by, parent, stored.purpose, stored.key_id)
-    return AttemptKey(stored.key_id, stored.prompt_node, stored.tools_hash), link, stored.ended_at
+    return AttemptKey(stored.alias, stored.key_id, stored.prompt_node, stored.tools_hash), link, stored.ended_at
 
 
 def _fingerprints(stored: OpenLeaf) -> TextFingerprints:

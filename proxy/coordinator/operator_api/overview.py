@@ -7,6 +7,7 @@ took.
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -18,7 +19,8 @@ from ratchet.store.records import Policy, Round
 from ratchet.store.reports.learning_report import to_dict
 from ratchet.store.reports.policy_movement import movement_of
 from ratchet.store.reports.relative_judges import is_relative, read_learning_report
-from ratchet.store.reports.undecided_versions import read_awaiting_approval, read_canary_scores
+from ratchet.store.reports.release_status import read_release
+from ratchet.store.reports.undecided_versions import read_awaiting_approval, read_ramp_scores
 from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
 
@@ -45,21 +47,29 @@ class Overview:
         self._store = store
         self._learning: dict[str, CachedCount[dict[str, Any]]] = {}
 
-    def read(self) -> dict[str, Any]:
-        """Return the data of the page, for all aliases."""
+    def read(self, alias: str | None = None) -> dict[str, Any]:
+        """Return the data of the page, for one alias or for all."""
         store = self._store
         serving = store.policies.serving()
         versions, progress = store.policies.counts(), store.job_progress.all()
         return {
             "at": time.time(),
-            "aliases": [self._alias(name, serving, versions[name], progress) for name in sorted(versions)],
-            "trajectories": store.trajectories.counts(),
+            "aliases": [
+                self._alias(name, serving, versions[name], progress)
+                for name in sorted(versions)
+                if alias in (None, name)
+            ],
+            "trajectories": store.trajectories.counts(alias),
             "dropped": [
                 {"reason": reason, "count": count, "meaning": drop_meaning(reason)}
-                for reason, count in sorted(store.trajectories.drop_counts().items(), key=lambda one: -one[1])
+                for reason, count in sorted(store.trajectories.drop_counts(alias).items(), key=lambda one: -one[1])
             ],
-            "rounds": [_round(one) for one in store.rounds.page(limit=_ROUNDS)],
-            "alarms": [msgspec.structs.asdict(alarm) for alarm in store.alarms.active()],
+            "rounds": [_round(one) for one in store.rounds.page(alias, limit=_ROUNDS)],
+            "alarms": [
+                msgspec.structs.asdict(alarm)
+                for alarm in store.alarms.active()
+                if concerns(alarm.name, alias, versions)
+            ],
         }
 
     def _alias(
@@ -71,6 +81,7 @@ class Overview:
             "alias": alias,
             "versions": versions,
             "live": live,
+            "release": read_release(self._store, alias),
             "decisions": [
                 {
                     "version": one.version,
@@ -94,15 +105,21 @@ class Overview:
     def _read_report(self, alias: str) -> dict[str, Any]:
         judge = self._store.groups.newest_judge_version(alias)
         report = read_learning_report(self._store, alias)
-        canary = read_canary_scores(self._store, alias)
+        ramp = read_ramp_scores(self._store, alias)
         relative = is_relative(self._store, alias, judge)
         return {
             "judge": judge,
             "relative": relative,
             "learning": to_dict(report),
-            "canary": canary,
+            "ramp": ramp,
             "awaiting_approval": read_awaiting_approval(self._store, alias),
         }
+
+
+def concerns(alarm: str, alias: str | None, known: Collection[str]) -> bool:
+    """Return whether an alarm concerns an agent: it names that one (`no_signal:mail`), or none of the known ones."""
+    named = [part for part in alarm.split(":")[1:] if part in known]
+    return alias is None or alias in named or not named
 
 
 def _version(alias: str, state: PolicyState, serving: list[Policy]) -> dict[str, Any] | None:

@@ -7,16 +7,16 @@ request, at most `MAX_TOKENS` in one response, or those of one call. The store i
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-import msgspec
-from fastapi import Depends, FastAPI, Query, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
+from ratchet.proxy.coordinator.operator_api.agents import ReadAgents, add_agents
 from ratchet.proxy.coordinator.operator_api.api_errors import ErrorResponse, add_error_handlers
 from ratchet.proxy.coordinator.operator_api.feedback import (
     BODY_LIMIT,
@@ -25,17 +25,19 @@ from ratchet.proxy.coordinator.operator_api.feedback import (
     FeedbackIntake,
     parse_feedback,
 )
-from ratchet.proxy.coordinator.operator_api.overview import Overview
+from ratchet.proxy.coordinator.operator_api.json_responses import json_response, page_response, plain
+from ratchet.proxy.coordinator.operator_api.list_filters import Limit, chosen_trajectories
+from ratchet.proxy.coordinator.operator_api.releases import add_releases
+from ratchet.proxy.coordinator.operator_api.reports import add_reports
 from ratchet.proxy.coordinator.shipping.shipper import Shipper
 from ratchet.proxy.errors import BadRequest, ProxyError, openai_error, to_openai_error
 from ratchet.proxy.wire.asgi import CALLER, read_body
 from ratchet.store.calls.trajectory_filter import TrajectoryFilter
+from ratchet.store.content.messages import path
 from ratchet.store.errors import InvalidTransition, RecordNotFound, StoreError, StoreUnavailable
-from ratchet.store.records import Call, Choice, JudgeRequest, unpack_ids, unpack_logprobs
-from ratchet.store.records.base import Record
+from ratchet.store.records import AnswerTraining, Call, Choice, JudgeRequest, unpack_halves, unpack_ids, unpack_logprobs
 from ratchet.store.store import Store
 
-_Limit = Annotated[int, Query(ge=1, le=1000)]
 _SHIP_TIMEOUT = 5.0  # seconds
 MAX_TOKENS = 250_000  # of one response
 _FEEDBACK_BODY = {"content": {"application/json": {"schema": FeedbackBody.model_json_schema()}}, "required": True}
@@ -57,11 +59,19 @@ class _ManualPromotion(_ManualDecision):
     rejected: bool = False
 
 
+class _ManualRollback(_ManualDecision):
+    """A rollback by hand; `now`: open trajectories of the rejected versions go on with the live one."""
+
+    now: bool = False
+
+
 _STATUS: dict[type[StoreError], int] = {RecordNotFound: 404, InvalidTransition: 409, StoreUnavailable: 503}
 
 
-def create_operator_api(store: Store, shipper: Shipper, linker: TrajectoryLinker, intake: FeedbackIntake) -> FastAPI:
-    """Return the operator application."""
+def create_operator_api(
+    store: Store, shipper: Shipper, linker: TrajectoryLinker, intake: FeedbackIntake, read_agents: ReadAgents
+) -> FastAPI:
+    """Return the operator application. `read_agents` returns the agents that this proxy serves."""
     # No docs pages: they run scripts of other servers, next to an API that reads everything.
     known = [Depends(_known_parameters)]
     api = FastAPI(
@@ -84,7 +94,9 @@ def create_operator_api(store: Store, shipper: Shipper, linker: TrajectoryLinker
     _add_endings(api, store, shipper, linker)
     _add_feedback(api, store, intake)
     _add_policies(api, store)
-    _add_reports(api, store)
+    add_reports(api, store)
+    add_releases(api, store)
+    add_agents(api, store, read_agents)
     return api
 
 
@@ -93,28 +105,30 @@ def _add_calls(api: FastAPI, store: Store) -> None:
 
     @api.get("/calls")
     def calls(
-        limit: _Limit = 100,
+        limit: Limit = 100,
         before: str | None = None,
         trajectory: str | None = None,
         state: str | None = None,
+        alias: str | None = None,
         tokens: bool = False,
     ) -> Response:
         """Calls, newest first. With `tokens`, also ids and logprobs; then a page may have fewer calls."""
-        found = store.calls.page(limit, before, trajectory, state, tokens=False)
+        found = store.calls.page(limit, before, trajectory, state, alias, tokens=False)
         if not tokens:
-            return _page([_call(call, tokens=False) for call in found], limit)
+            return page_response([_call(call, tokens=False) for call in found], limit)
         whole = store.calls.read_with_tokens(within(found))
         rows = [_call(whole[call.id]) for call in found if call.id in whole]
-        return _page(rows, limit if len(rows) == len(found) else len(rows))
+        return page_response(rows, limit if len(rows) == len(found) else len(rows))
 
     @api.get("/calls/{call_id}")
     def call(call_id: str) -> Response:
-        """One call with its tokens."""
-        return _json(_call(store.calls.read(call_id)))
+        """One call with its tokens, and what a round did with them: advantage, mismatch, or why they carry no loss."""
+        found = _call(store.calls.read(call_id))
+        return json_response(found | {"training": [_trained(one) for one in store.answer_training.of_calls([call_id])]})
 
     @api.get("/trajectories")
     def trajectories(
-        chosen: Annotated[TrajectoryFilter, Depends(_chosen)], limit: _Limit = 100, before: str | None = None
+        chosen: Annotated[TrajectoryFilter, Depends(chosen_trajectories)], limit: Limit = 100, before: str | None = None
     ) -> Response:
         """Trajectories without content, newest first; those of a search by id, last first.
 
@@ -122,7 +136,7 @@ def _add_calls(api: FastAPI, store: Store) -> None:
         """
         found = store.trajectories.page(limit, before, chosen=chosen)
         scores = store.groups.scores([one.id for one in found])
-        return _page([_plain(one) | {"score": scores.get(one.id)} for one in found], limit)
+        return page_response([plain(one) | {"score": scores.get(one.id)} for one in found], limit)
 
     @api.get("/trajectories/{trajectory_id}")
     def trajectory(trajectory_id: str, tokens: bool = True) -> Response:
@@ -133,31 +147,34 @@ def _add_calls(api: FastAPI, store: Store) -> None:
         found = store.trajectories.read(trajectory_id, tokens=False)
         whole = store.calls.read_with_tokens(within(found.calls)) if tokens else {}
         calls = [_call(whole.get(call.id, call), call.id in whole) for call in found.calls]
-        return _json(
-            _plain(found.trajectory)
+        return json_response(
+            plain(found.trajectory)
             | {"calls": calls, "messages": found.messages, "tools": found.tools}
-            | {"feedback": [_plain(one) for one in found.feedback]}
-            | {"verdicts": [_plain(verdict) for verdict in store.groups.verdicts_of(trajectory_id)]}
+            | {"feedback": [plain(one) for one in found.feedback]}
+            | {"verdicts": [plain(verdict) for verdict in store.groups.verdicts_of(trajectory_id)]}
             | {"trained": store.lineage.versions_of([trajectory_id]).get(trajectory_id, ())}
+            | {"sampled_messages": sampled_messages(found.messages, found.calls)}
             | {"complete": not store.trajectories.incomplete([trajectory_id])}
         )
 
     @api.get("/groups")
-    def groups(limit: _Limit = 100, before: str | None = None) -> Response:
+    def groups(limit: Limit = 100, before: str | None = None, alias: str | None = None) -> Response:
         """Groups, newest first."""
-        return _page([_plain(group) for group in store.groups.page(limit, before)], limit)
+        return page_response([plain(group) for group in store.groups.page(limit, before, alias=alias)], limit)
 
     @api.get("/groups/{group_id}")
     def group(group_id: str) -> Response:
         """One group with its members' verdicts."""
         found = store.groups.get(group_id)
         verdicts = store.groups.verdicts(found.members)
-        return _json(_plain(found) | {"verdicts": {name: _plain(verdict) for name, verdict in verdicts.items()}})
+        return json_response(plain(found) | {"verdicts": {name: plain(verdict) for name, verdict in verdicts.items()}})
 
     @api.get("/groups/{group_id}/judge-requests")
     def judge_requests(group_id: str) -> Response:
         """The judges' model requests for a group and the responses, verbatim, oldest first."""
-        return _page([_judge_request(one) for one in store.groups.judge_requests(store.groups.get(group_id).id)])
+        return page_response(
+            [_judge_request(one) for one in store.groups.judge_requests(store.groups.get(group_id).id)]
+        )
 
 
 def _add_endings(api: FastAPI, store: Store, shipper: Shipper, linker: TrajectoryLinker) -> None:
@@ -170,7 +187,7 @@ def _add_endings(api: FastAPI, store: Store, shipper: Shipper, linker: Trajector
             raise StoreUnavailable("not all calls are in the store yet; finish the trajectory again in a moment")
         sealed = await run_in_threadpool(store.trajectories.seal, trajectory_id, time.time())
         linker.forget_trajectory(trajectory_id)
-        return _json(_plain(sealed))
+        return json_response(plain(sealed))
 
     @api.delete("/trajectories/{trajectory_id}")
     async def delete(trajectory_id: str) -> Response:
@@ -186,12 +203,12 @@ def _add_endings(api: FastAPI, store: Store, shipper: Shipper, linker: Trajector
         done = await run_in_threadpool(store.deletions.delete, chosen, "operator")
         if not done.trajectory_count:
             raise RecordNotFound(f"no trajectory {trajectory_id}")
-        return _json(_plain(done))
+        return json_response(plain(done))
 
     @api.get("/deletions")
     def deletions() -> Response:
         """Deletions, without content, and the policies that were trained on the deleted data; latest first."""
-        return _page([_plain(found) for found in store.deletions.all()])
+        return page_response([plain(found) for found in store.deletions.all()])
 
 
 def _add_feedback(api: FastAPI, store: Store, intake: FeedbackIntake) -> None:
@@ -207,14 +224,18 @@ def _add_feedback(api: FastAPI, store: Store, intake: FeedbackIntake) -> None:
         trajectory, call = place or (None, None)
         state = "placed" if place else "waiting"
         fields = {"id": received.id, "trajectory_id": trajectory, "call_id": call, "state": state}
-        return _json(fields, 201) if place else _json(fields | {"detail": WAITING_DETAIL}, 202)
+        return json_response(fields, 201) if place else json_response(fields | {"detail": WAITING_DETAIL}, 202)
 
     @api.get("/feedback")
-    def feedback(limit: _Limit = 100, before: str | None = None, trajectory: str | None = None) -> Response:
+    def feedback(
+        limit: Limit = 100, before: str | None = None, trajectory: str | None = None, alias: str | None = None
+    ) -> Response:
         """Feedback, newest first, each with the policies that its trajectory trained."""
-        found = store.feedback.page(limit, before, trajectory)
+        found = store.feedback.page(limit, before, trajectory, alias)
         trained = store.lineage.versions_of(list({one.trajectory_id for one in found if one.trajectory_id}))
-        return _page([_plain(one) | {"trained": trained.get(one.trajectory_id or "", ())} for one in found], limit)
+        return page_response(
+            [plain(one) | {"trained": trained.get(one.trajectory_id or "", ())} for one in found], limit
+        )
 
 
 def _add_policies(api: FastAPI, store: Store) -> None:
@@ -223,23 +244,23 @@ def _add_policies(api: FastAPI, store: Store) -> None:
     @api.get("/policies")
     def policies(alias: str | None = None) -> Response:
         """Policy versions, oldest first, each with its newest decision, and whether its data was deleted."""
-        decided = {key: _plain(decision) for key, decision in store.decisions.latest(alias).items()}
+        decided = {key: plain(decision) for key, decision in store.decisions.latest(alias).items()}
         learnt = {(one.alias, one.version) for one in store.deletions.versions_with_deleted_data()}
         names = [((policy.alias, policy.version), policy) for policy in store.policies.all(alias)]
-        return _page(
-            [_plain(one) | {"decision": decided.get(name), "trained_on_deleted": name in learnt} for name, one in names]
+        return page_response(
+            [plain(one) | {"decision": decided.get(name), "trained_on_deleted": name in learnt} for name, one in names]
         )
 
     @api.get("/policies/{version}/decisions")
     def decisions(version: int, alias: str) -> Response:
         """The decisions about a version with their evidence, newest first."""
-        return _page([_plain(decision) for decision in store.decisions.decisions_of(alias, version)])
+        return page_response([plain(decision) for decision in store.decisions.decisions_of(alias, version)])
 
     @api.get("/policies/{version}/prompt")
     def prompt(version: int, alias: str) -> Response:
         """The system prompt of a version; null without one."""
         name = store.policies.get(alias, version).prompt_id
-        return _json({"prompt": _plain(store.prompts.get(name)) if name else None})
+        return json_response({"prompt": plain(store.prompts.get(name)) if name else None})
 
     @api.post("/policies/{version}/promote")
     def promote(version: int, alias: str, order: _ManualPromotion) -> Response:
@@ -247,47 +268,28 @@ def _add_policies(api: FastAPI, store: Store) -> None:
         promoted = store.policies.promote_manually(
             alias, version, by=order.by, reason=order.reason, rejected=order.rejected
         )
-        return _json(_plain(promoted))
+        return json_response(plain(promoted))
 
     @api.post("/policies/{version}/rollback")
-    def rollback(version: int, alias: str, order: _ManualDecision) -> Response:
-        """Roll back to a version: it becomes live, and all later versions are rejected."""
-        rejected = store.policies.roll_back_manually(alias, version, by=order.by, reason=order.reason)
-        return _page([_plain(policy) for policy in rejected])
+    def rollback(version: int, alias: str, order: _ManualRollback) -> Response:
+        """Roll back to a version: it becomes live, and all later ones are rejected; `now` moves their trajectories."""
+        rejected = store.policies.roll_back_manually(alias, version, by=order.by, reason=order.reason, now=order.now)
+        return page_response([plain(policy) for policy in rejected])
 
+    @api.post("/policies/{version}/hold")
+    def hold(version: int, alias: str, order: _ManualDecision) -> Response:
+        """Hold a candidate or the version in its ramp: only a person promotes it."""
+        return json_response(plain(store.policies.hold_manually(alias, version, by=order.by, reason=order.reason)))
 
-def _add_reports(api: FastAPI, store: Store) -> None:
-    """Overview, training, tools and alarms."""
-    reader = Overview(store)
+    @api.post("/policies/{version}/pin")
+    def pin(version: int, alias: str, order: _ManualDecision) -> Response:
+        """Pin the live version: it serves all new trajectories, and nothing is released until it is unpinned."""
+        return json_response(plain(store.policies.pin_manually(alias, version, by=order.by, reason=order.reason)))
 
-    @api.get("/overview")
-    def overview() -> Response:
-        """By alias: scores by version, before and after, canary, job progress; rounds and alarms."""
-        return _json(reader.read())
-
-    @api.get("/training")
-    def training(alias: str | None = None, limit: _Limit = 100, before: str | None = None) -> Response:
-        """Training rounds, newest first, and the number of trajectories by state."""
-        found = store.rounds.page(alias, limit, before)
-        return _json(
-            {
-                "rounds": [_plain(one) for one in found],
-                "next": found[-1].id if len(found) == limit else None,
-                "trajectories": store.trajectories.counts(),
-                "dropped": store.trajectories.drop_counts(),
-                "dropped_groups": store.groups.drop_counts(alias),
-            }
-        )
-
-    @api.get("/tools")
-    def tools(alias: str | None = None, version: int | None = None) -> Response:
-        """Tool calls by tool and policy version, with outcomes and results; most called first."""
-        return _page([_plain(tally) for tally in store.tools.counts_by_version(alias, version)])
-
-    @api.get("/alarms")
-    def alarms(active: bool = False) -> Response:
-        """Alarms, latest first; with `active`, only those that are not cleared."""
-        return _page([_plain(alarm) for alarm in (store.alarms.active() if active else store.alarms.all())])
+    @api.post("/policies/{version}/unpin")
+    def unpin(version: int, alias: str, order: _ManualDecision) -> Response:
+        """Unpin the live version: the release goes on."""
+        return json_response(plain(store.policies.unpin(alias, version, by=order.by, reason=order.reason)))
 
 
 def within(calls: Sequence[Call]) -> list[str]:
@@ -304,15 +306,6 @@ def within(calls: Sequence[Call]) -> list[str]:
     return chosen
 
 
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
-
-
-def _page(rows: list[dict[str, Any]], limit: int | None = None) -> Response:
-    """Return a list; `next` is the value of `before` for the next page, null on the last one."""
-    return _json({"data": rows, "next": rows[-1]["id"] if limit and len(rows) == limit else None})
-
-
 def _known_parameters(request: Request) -> None:
     """Reject unknown query parameters: a misspelled filter would match everything. Raises BadRequest."""
     if not request.query_params:
@@ -325,27 +318,19 @@ def _known_parameters(request: Request) -> None:
         raise BadRequest(f"unknown query parameter {unknown[0]!r}; /api{route} has: {known}", param=unknown[0])
 
 
-def _chosen(
-    state: str | None = None,
-    alias: str | None = None,
-    version: int | None = None,
-    task: str | None = None,
-    key: str | None = None,
-    tag: str | None = None,
-    since: float | None = None,
-    until: float | None = None,
-    search: str | None = None,
-) -> TrajectoryFilter:
-    """Return the filter: equal values; opened from `since` and before `until`; ids that start with `search`."""
-    return TrajectoryFilter(state, alias, version, task, key, tag, since, until, search)
+def sampled_messages(messages: Sequence[Mapping[str, Any]], calls: Sequence[Call]) -> list[dict[str, Any]]:
+    """Return which answer each sampled message is: its place among the messages, the call and the choice."""
+    answers = {choice.reply_node: (call.id, choice.index) for call in calls for choice in call.choices}
+    found = ((place, answers.get(one.hash)) for place, one in enumerate(path(messages)))
+    return [{"message": place, "call_id": answer[0], "choice": answer[1]} for place, answer in found if answer]
 
 
-def _plain(record: Record) -> dict[str, Any]:
-    return msgspec.structs.asdict(record)
+def _trained(one: AnswerTraining) -> dict[str, Any]:
+    return plain(one) | {"mismatch": unpack_halves(one.mismatch), "advantages": unpack_halves(one.advantages)}
 
 
 def _judge_request(one: JudgeRequest) -> dict[str, Any]:
-    return _plain(one) | {
+    return plain(one) | {
         "request": one.request.decode("utf-8", "replace"),
         "response": one.response.decode("utf-8", "replace"),
     }
@@ -354,8 +339,8 @@ def _judge_request(one: JudgeRequest) -> dict[str, Any]:
 def _call(call: Call, tokens: bool = True) -> dict[str, Any]:
     """Return a call as JSON values; its ids and logprobs are null without `tokens`."""
     no_tokens = {"token_ids": None, "logprobs": None}
-    choices = [_plain(choice) | (_tokens(choice) if tokens else no_tokens) for choice in call.choices]
-    return _plain(call) | {"prompt_ids": unpack_ids(call.prompt_ids) if tokens else None, "choices": choices}
+    choices = [plain(choice) | (_tokens(choice) if tokens else no_tokens) for choice in call.choices]
+    return plain(call) | {"prompt_ids": unpack_ids(call.prompt_ids) if tokens else None, "choices": choices}
 
 
 def _tokens(choice: Choice) -> dict[str, Any]:

@@ -46,19 +46,19 @@ class RolloutPlan:
     purpose: str
     prompt: Prompt | None
     key_id: str | None
+    alias: str | None = None  # the agent that the tuner works on
 
     @property
     def plain(self) -> bool:
-        """Whether it is served like live traffic, canaries included: it is not an evaluation and has no prompt."""
+        """Whether it is served like live traffic, ramps included: it is not an evaluation and has no prompt."""
         return self.purpose == "live" and self.prompt is None
 
-    def model_for(self, model: str, others: Container[str]) -> str:
-        """Return the model that serves a call: the planned one, unless it requests one of `others`."""
-        return model if self.model is None or model in others else self.model
-
-    def prompt_for(self, alias: str, others: Container[str]) -> Prompt | None:
-        """Return the prompt for calls to an alias; None for other models that the rollout uses."""
-        return None if alias in others and alias != self.model else self.prompt
+    def is_helper(self, model: str, others: Container[str], agents: Container[str]) -> bool:
+        """Return whether a call requests a model that the rollout only uses: one of `others`, or another agent."""
+        alias = model if model in others else model.partition("@")[0]
+        if self.model is not None and alias == (self.model if self.model in others else self.model.partition("@")[0]):
+            return False
+        return alias in others or (self.alias is not None and alias in agents and alias != self.alias)
 
 
 @dataclass(slots=True)
@@ -93,6 +93,7 @@ class RolloutPlans:
         self._pending: dict[str, asyncio.Future[_CachedPlan]] = {}
         self._threads = ThreadPoolExecutor(_THREADS, "rollouts")
         self._prompt = lru_cache(_MAX_PROMPTS)(store.prompts.get)  # rollouts with the same prompt share one object
+        self._tuning = lru_cache(_MAX_PROMPTS)(store.tunings.get)
 
     async def start(self) -> None:
         """Nothing to start."""
@@ -147,10 +148,11 @@ class RolloutPlans:
     def _rollout(self, name: str) -> RolloutPlan:
         rollout = self._store.rollouts.get(name)
         prompt = self._prompt(rollout.prompt_id) if rollout.prompt_id else None
-        return RolloutPlan(rollout.task_id, rollout.model, rollout.purpose, prompt, rollout.key_id)
+        alias = self._tuning(rollout.tuning_id).alias
+        return RolloutPlan(rollout.task_id, rollout.model, rollout.purpose, prompt, rollout.key_id, alias)
 
     def _resample(self, name: str) -> RolloutPlan:
         """Return a resample's plan: the task and version of the original trajectory."""
         resample = self._store.resamples.get(name)
         task = self._store.trajectories.get(resample.original_id).task
-        return RolloutPlan(task, f"{resample.alias}@{resample.version}", RESAMPLE, None, None)
+        return RolloutPlan(task, f"{resample.alias}@{resample.version}", RESAMPLE, None, None, resample.alias)

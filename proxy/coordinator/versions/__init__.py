@@ -1,1 +1,1 @@
-"""Policy versions: which one serves, the canary, the heartbeat, the base model check."""
+"""Policy versions: which one serves, the draw of a version, the heartbeat, the base model check."""

@@ -1,9 +1,11 @@
-"""Checks that every replica serves the base model of the alias's versions.
+"""Checks that every replica serves the base model of the agents' versions.
 
 A replica gets a few fixed requests (`store/policies/fingerprints.py`) when it first appears, when it is reachable
 again, when it names another model, and every few minutes: eight short prompts for one token each, in a background task,
-never on the path of a call. The responses of the first replica of an alias are stored with version 0. A replica with
-other responses is reported by `/health/ready` and by an alarm, and gets no calls while another replica is right.
+never on the path of a call. The responses of the first replica of an agent are stored with version 0; a replica that
+serves another base model than that of every other agent is not taken for a new agent. A replica with other responses
+raises the agent's alarm. If they are other responses than those of every agent, `/health/ready` reports it too, and the
+replica gets no calls while another replica is right. So one agent whose base model is not served stops no other agent.
 
 Models with equal responses cannot be distinguished here: `ratchet up` and the trainer also compare the files.
 """
@@ -15,7 +17,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -28,6 +30,7 @@ from ratchet.proxy.upstreams.replica_pool import Replica
 from ratchet.proxy.upstreams.vllm_client import Upstream
 from ratchet.store.errors import StoreError
 from ratchet.store.policies import fingerprints
+from ratchet.store.policies.base_models import BaseModel
 from ratchet.store.store import Store
 
 log = logging.getLogger("ratchet.proxy")
@@ -45,19 +48,20 @@ class BaseModelCheck:
 
     def __init__(
         self,
-        alias: str,
+        aliases: Callable[[], Sequence[str]],
         store: Store,
         upstream: Upstream,
         list_models: Callable[[Replica], Awaitable[list[dict[str, Any]]]],
         every: float = CHECK_INTERVAL,
         critical_tasks: CriticalTasks | None = None,
     ) -> None:
-        self._alias = alias
+        self._aliases = aliases
         self._store = store
         self._upstream = upstream
         self._list_models = list_models
         self._every = every
-        self._problems: dict[str, str] = {}  # by replica
+        self._problems: dict[str, str] = {}  # of all agents, by replica
+        self._mismatches: dict[str, dict[str, str]] = {}  # reasons by agent and replica
         self._roots: dict[str, str] = {}  # the base model that each replica named last
         self._due_at: dict[str, float] = {}
         self._failures: Counter[str] = Counter()  # in a row, by replica
@@ -116,42 +120,66 @@ class BaseModelCheck:
     async def _compare(self, replica: Replica, card: Card) -> None:
         named = str(card.get("root"))
         fingerprint = {"root": named, **await self._fingerprint(replica.url, str(card["id"]))}
-        known = await self._in_thread(partial(self._store.base_models.base_model_of, self._alias))
-        if known is None or not known.server_fingerprint:
-            registered = await self._in_thread(
-                partial(self._store.base_models.register_base_model, self._alias, named, server_fingerprint=fingerprint)
-            )
-            if registered is None:  # version 0 is not registered yet
-                self._due_at[replica.url] = time.monotonic() + _RETRY_SECONDS
-                return
-            log.info(
-                "event=base_model_taken_up alias=%s name=%s upstream=%s", self._alias, registered.name, replica.label
-            )
-            known = registered
+        known: dict[str, BaseModel] = {}
+        for alias in self._aliases():
+            base = await self._in_thread(partial(self._store.base_models.base_model_of, alias))
+            if base is not None and base.server_fingerprint:
+                known[alias] = base
+        seen = [fingerprints.difference(one.server_fingerprint, fingerprint) for one in known.values()]
+        is_right = not known or None in seen
+        missing = [alias for alias in self._aliases() if alias not in known] if is_right else []
+        for alias in missing:
+            registered = await self._take_up(alias, named, fingerprint, replica)
+            known |= {alias: registered} if registered is not None else {}
+        is_complete = all(alias in known for alias in missing)
         self._failures.pop(replica.url, None)
-        difference = fingerprints.difference(known.server_fingerprint, fingerprint)
-        pause = self._every if difference is None else _MISMATCH_RETRY_SECONDS
-        self._due_at[replica.url] = time.monotonic() + pause
-        await self._record_result(replica, named, known.name, difference)
+        pause = self._every if is_right else _MISMATCH_RETRY_SECONDS
+        self._due_at[replica.url] = time.monotonic() + (pause if is_complete else _RETRY_SECONDS)
+        replica.serves_other_base_model = not is_right
+        for alias, one in known.items():
+            difference = fingerprints.difference(one.server_fingerprint, fingerprint)
+            await self._record_result(replica, alias, named, one.name, difference)
+        if is_right:
+            self._problems.pop(replica.url, None)
+        else:
+            self._problems[replica.url] = self._mismatches[next(iter(known))][replica.url]
+        for alias in self._mismatches.keys() - set(self._aliases()):  # it left
+            if self._mismatches.pop(alias):
+                await self._in_thread(partial(self._store.alarms.clear, f"base_model:{alias}"))
 
-    async def _record_result(self, replica: Replica, named: str, known: str, difference: str | None) -> None:
-        """Record the result of a check, and raise or clear the alarm."""
-        replica.serves_other_base_model = difference is not None
-        name = f"base_model:{self._alias}"
+    async def _take_up(
+        self, alias: str, named: str, fingerprint: Mapping[str, Any], replica: Replica
+    ) -> BaseModel | None:
+        """Store the base model of an agent that has none, and return it; None if version 0 is not registered yet."""
+        register = partial(self._store.base_models.register_base_model, alias, named, server_fingerprint=fingerprint)
+        registered: BaseModel | None = await self._in_thread(register)
+        if registered is not None:
+            log.info("event=base_model_taken_up alias=%s name=%s upstream=%s", alias, registered.name, replica.label)
+        return registered
+
+    async def _record_result(
+        self, replica: Replica, alias: str, named: str, known: str, difference: str | None
+    ) -> None:
+        """Record the result of a check for one agent, and raise or clear its alarm."""
+        name, reasons = f"base_model:{alias}", self._mismatches.setdefault(alias, {})
         if difference is not None:
             reason = (
                 f"upstream {replica.url} serves {named}, which is not the base model that the versions of "
-                f"{self._alias} belong to, {known}: {difference}; start vLLM with {known} again, or give the other "
+                f"{alias} belong to, {known}: {difference}; start vLLM with {known} again, or give the other "
                 "model a project or an alias of its own"
             )
-            if self._problems.get(replica.url) != reason:
+            if reasons.get(replica.url) != reason:
                 log.error("event=other_base_model upstream=%s reason=%r", replica.label, reason)
-            self._problems[replica.url] = reason
+            reasons[replica.url] = reason
             await self._in_thread(partial(self._store.alarms.raise_, name, reason))
-        elif self._problems.pop(replica.url, None) is not None:
-            log.info("event=base_model_is_back upstream=%s name=%s", replica.label, named)
-            if not self._problems:
+        elif reasons.pop(replica.url, None) is not None:
+            log.info("event=base_model_is_back alias=%s upstream=%s name=%s", alias, replica.label, named)
+            if not reasons:
                 await self._in_thread(partial(self._store.alarms.clear, name))
+
+    def check_again(self) -> None:
+        """Compare every replica at its next probe: an agent joined."""
+        self._due_at.clear()
 
     async def _fingerprint(self, url: str, model: str) -> dict[str, Any]:
         """Return a replica's responses; parts that it does not offer are left out. Raises UpstreamError."""

@@ -1,9 +1,12 @@
 """Which policy version serves a call: a copy of the store's policies.
 
-A task refreshes the copy every `refresh_seconds`; if the store does not answer, the last copy stays in use. At start
-another task asks the replicas for the base model and registers it. Until an alias has a live version, calls get 503.
-Trajectories keep the version that they started on. The copy belongs to the event loop's thread; the synchronous store
-is called in a thread.
+A task refreshes the copy every `refresh_seconds`; if the store does not answer, the last copy stays in use.
+`base_registration.py` registers the base model as version 0 of every agent. Until an agent has a live version, its
+calls get 503. Trajectories keep the version that they started on. The copy belongs to the event loop's thread; the
+synchronous store is called in a thread.
+
+Agents come and go while the proxy runs (`set_agents`). The open trajectories of an agent that left go on, new ones get
+404.
 """
 
 from __future__ import annotations
@@ -15,16 +18,15 @@ import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import TypeVar
 
-from ratchet.proxy.coordinator.versions.canary_choice import CanaryChoice
-from ratchet.proxy.errors import NotFound, NotReady, UpstreamError
+from ratchet.proxy.agent_names import check_agent_names, nearest_name
+from ratchet.proxy.coordinator.versions.version_draws import VersionDraws
+from ratchet.proxy.errors import NotFound, NotReady
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
-from ratchet.proxy.upstreams.vllm_client import Upstream
 from ratchet.store.errors import StoreError
-from ratchet.store.records import BASE_VERSION, Policy
+from ratchet.store.records import BASE_VERSION, Policy, VersionDraw
 from ratchet.store.records.tuning import Prompt
 from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
@@ -36,6 +38,9 @@ _T = TypeVar("_T")
 _VERSION = re.compile(r"[0-9]{1,9}")
 _MIN_REFRESH_SECONDS = 0.05  # between two refreshes because of an unknown version
 _FULL_REFRESH_SECONDS = 2.0  # between two reads of all versions; serving ones are read more often
+_MAX_LISTED = 20  # names in an error message
+
+Agents = frozenset[str] | None  # the agents that a key is limited to; None: no limit
 
 
 class PolicyCache:
@@ -45,7 +50,6 @@ class PolicyCache:
         self,
         aliases: Sequence[str],
         store: Store,
-        upstream: Upstream,
         metrics: ProxyMetrics,
         other_models: Iterable[str] = (),
         critical_tasks: CriticalTasks | None = None,
@@ -55,34 +59,68 @@ class PolicyCache:
         self.other_models = frozenset(other_models)  # not trained by this proxy
         self._store_answered_at = 0.0  # monotonic seconds
         self._store = store
-        self._upstream = upstream
         self._metrics = metrics
         self._refresh_seconds = refresh_seconds
         self._live: dict[str, int] = {}
-        self._canary_choice = CanaryChoice(self.aliases, metrics)
+        self._draws = VersionDraws(metrics)
+        self._draws.set_aliases(self.aliases)
+        self._joining: set[str] = set()  # agents that joined while the proxy runs, until they have a live version
+        self._left: set[str] = set()  # agents that left: their open trajectories go on
+        self.agents_changed = asyncio.Event()  # for the registration of version 0
         self._versions: dict[tuple[str, int], Policy] = {}  # that requests may name
         self._all_versions: dict[tuple[str, int], Policy] = {}  # rejected and pruned ones too: trajectories end on them
         self._prompts: dict[tuple[str, int], Prompt] = {}  # of the versions that have one
+        self._recalled: frozenset[tuple[str, int]] = frozenset()  # whose open trajectories go on with the live one
+        self._serving: list[tuple[str, int, str]] = []  # at the last refresh
         self._full_refresh_at = 0.0  # monotonic seconds
         self.live_versions_changed = asyncio.Event()
         self._refresh_lock = asyncio.Lock()
         self._critical_tasks = critical_tasks or CriticalTasks()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._task: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, "policies")
 
-    def resolve_model(self, model: str) -> tuple[str, int | None]:
-        """Return (alias, version) of a model name; the version is None if it names none. Raises NotFound, NotReady."""
+    def set_agents(self, names: Sequence[str]) -> None:
+        """Serve these agents from now on: new ones once version 0 is registered, others only to their open ends.
+
+        Raises ValueError if the names cannot be served together; nothing has changed then.
+        """
+        check_agent_names(names, self.other_models)
+        before, now = set(self.aliases), set(names)
+        if before == now:
+            return
+        log.info("event=agents joined=%s left=%s", sorted(now - before), sorted(before - now))
+        self.aliases = tuple(names)
+        self._joining = (self._joining | (now - before)) & now
+        self._left = (self._left | before) - now
+        self._live = {alias: version for alias, version in self._live.items() if alias in now}
+        self._draws.set_aliases(self.aliases)
+        for alias in before - now:
+            self._metrics.forget_agent(alias)
+        self._full_refresh_at = 0.0
+        self.live_versions_changed.set()
+        self.agents_changed.set()
+
+    def resolve_model(
+        self, model: str, allowed: Agents = None, *, may_have_left: bool = False
+    ) -> tuple[str, int | None]:
+        """Return (alias, version) of a model name; the version is None if it names none. Raises NotFound, NotReady.
+
+        Args:
+            allowed: the agents of the caller's key.
+            may_have_left: accept agents that left, for their open trajectories.
+        """
         if model in self.other_models:
             return model, None
         alias, at, number = model.partition("@")
-        if alias not in self.aliases:
-            raise self._unknown(model)
-        if alias not in self._live:
+        left = may_have_left and alias in self._left
+        if (alias not in self.aliases and not left) or (allowed is not None and alias not in allowed):
+            raise self.unknown_model(model, allowed)
+        if alias not in self._live and not left:
             raise NotReady(f"model {alias} is not ready: no base model is known yet; is vLLM running and the store up?")
         if not at:
             return alias, None
         if not _VERSION.fullmatch(number) or (alias, int(number)) not in self._versions:
-            raise self._unknown(model)
+            raise self.unknown_model(model, allowed)
         return alias, int(number)
 
     async def refresh_if_unknown(self, model: str) -> None:
@@ -101,12 +139,20 @@ class PolicyCache:
             with contextlib.suppress(StoreError):  # the version stays unknown
                 await self._refresh_all()
 
-    def version_for_new_trajectory(self, alias: str, trajectory_id: str) -> int:
-        """Return the version that a new trajectory starts on: the canary for its share of them, else the live one."""
-        live_version = self.live_version(alias)
+    def draw_version(
+        self, alias: str, trajectory_id: str, unit: str | None = None, *, counted: bool = True
+    ) -> tuple[int, VersionDraw | None]:
+        """Return the version that a new trajectory starts on, by the shares in force, and how it was drawn.
+
+        `unit` and `counted`: see `VersionDraws.draw`. Other models have no versions to draw from.
+        """
         if alias in self.other_models:
-            return live_version
-        return self._canary_choice.choose_version(alias, trajectory_id, live_version)
+            return BASE_VERSION, None
+        return self._draws.draw(alias, trajectory_id, unit, counted=counted)
+
+    def is_recalled(self, alias: str, version: int) -> bool:
+        """Return whether the open trajectories of a rejected version go on with the live one."""
+        return (alias, version) in self._recalled and alias in self._live
 
     def live_versions(self) -> dict[str, int]:
         """Return the live version of each alias that has one."""
@@ -127,10 +173,24 @@ class PolicyCache:
 
     def list_versions(self) -> Iterable[Policy]:
         """Return every version that requests may name, by alias and version."""
-        return [self._versions[key] for key in sorted(self._versions)]
+        return [self._versions[key] for key in sorted(self._versions) if key[0] in self.aliases]
+
+    def agent_states(self) -> dict[str, str]:
+        """Return each agent with its state: `serving`, `waiting` for version 0, or `left`."""
+        states = {alias: "serving" if alias in self._live else "waiting" for alias in self.aliases}
+        return dict.fromkeys(sorted(self._left), "left") | states
+
+    def has_left(self, alias: str) -> bool:
+        """Return whether an agent starts no new trajectories, because it left."""
+        return alias in self._left
+
+    def proven_replicas(self, alias: str, version: int) -> Sequence[str]:
+        """Return the URLs of the replicas that are proven to serve a version; empty: any may serve it."""
+        known = self._all_versions.get((alias, version))
+        return known.replicas if known else ()
 
     async def adapter_path(self, alias: str, version: int) -> str | None:
-        """Return a version's adapter folder; None for the base model or if it cannot be found out."""
+        """Return a version's adapter, a folder or a URL; None for the base model or if it cannot be found out."""
         known = self._all_versions.get((alias, version))
         if known is None:
             try:
@@ -142,33 +202,39 @@ class PolicyCache:
     def readiness_problems(self) -> list[str]:
         """Return why calls cannot be served; empty if they can."""
         missing = [f"no live version of {alias}: vLLM has not been reached yet" for alias in self.aliases
-                   if alias not in self._live]  # fmt: skip
+                   if alias not in self._live and alias not in self._joining]  # fmt: skip
         if time.monotonic() - self._store_answered_at > 5.0:
             missing.append("the store does not answer")
         return missing
 
-    def _unknown(self, model: str) -> NotFound:
-        versions = (f"{p.alias}@{p.version}" for p in self.list_versions())
-        exist = ", ".join([*self.aliases, *sorted(self.other_models), *versions])
+    def unknown_model(self, model: str, allowed: Agents = None) -> NotFound:
+        """Return the error for a model name that the caller cannot use. It does not tell whether others can."""
+        names = [*self.list_agents(allowed), *sorted(self.other_models)]
+        nearest = nearest_name(model.partition("@")[0], names)
+        versions = [f"{alias}@{version}" for alias, version in sorted(self._versions) if alias == nearest]
+        listed = [*names[:_MAX_LISTED], *versions[-_MAX_LISTED:]]
+        hint = f"did you mean {nearest!r}? " if nearest and model.partition("@")[0] != nearest else ""
+        access = "does not exist" if allowed is None else "does not exist, or this key has no access to it"
         return NotFound(
-            f"the model {model[:120]!r} does not exist; there are: {exist}", param="model", code="model_not_found"
+            f"the model {model[:120]!r} {access}; {hint}there are: {', '.join(listed) or 'none'}",
+            param="model",
+            code="model_not_found",
         )
 
+    def list_agents(self, allowed: Agents = None) -> list[str]:
+        """Return the agents that a key may call."""
+        return [alias for alias in self.aliases if allowed is None or alias in allowed]
+
     async def start(self) -> None:
-        """Start the tasks, after a first refresh: a warm start serves at once."""
+        """Start the task, after a first refresh: a warm start serves at once."""
         with contextlib.suppress(StoreError):
             await self._refresh_serving()
-        self._tasks = [
-            self._critical_tasks.start_task(work(), name)
-            for name, work in (
-                ("policies", self._refresh),
-                ("discover", self._discover),
-            )
-        ]
+        self._task = self._critical_tasks.start_task(self._refresh(), "policies")
 
     async def stop(self) -> None:
-        """Stop the tasks."""
-        await self._critical_tasks.stop_tasks(*self._tasks)
+        """Stop the task."""
+        if self._task is not None:
+            await self._critical_tasks.stop_tasks(self._task)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _refresh(self) -> None:
@@ -184,16 +250,20 @@ class PolicyCache:
         found = await self._call(self._store.policies.serving)
         live = {policy.alias: policy.version for policy in found
                 if policy.state == PolicyState.LIVE and policy.alias in self.aliases}  # fmt: skip
-        if not all(map(self._is_unchanged, found)) or time.monotonic() - self._full_refresh_at > _FULL_REFRESH_SECONDS:
+        serving = [(policy.alias, policy.version, str(policy.state)) for policy in found]
+        overdue = time.monotonic() - self._full_refresh_at > _FULL_REFRESH_SECONDS
+        if overdue or serving != self._serving or not all(map(self._is_unchanged, found)):
             await self._refresh_all()
+        self._serving = serving
         self._store_answered_at = time.monotonic()
         self._metrics.store.report("reading", ok=True)
-        self._canary_choice.replace(policy for policy in found if policy.state == PolicyState.CANARY)
+        self._draws.replace(found)
         if live != self._live:
             log.info("event=live_versions %s", " ".join(f"{alias}={version}" for alias, version in live.items()))
             for alias, version in live.items():
                 self._metrics.live_version.labels(alias).set(version)
             self._live = live
+            self._joining -= live.keys()
             self.live_versions_changed.set()
 
     async def _refresh_all(self) -> None:
@@ -202,13 +272,16 @@ class PolicyCache:
         self._full_refresh_at = began
 
     def _is_unchanged(self, serving: Policy) -> bool:
-        """Return whether a serving version is known with its current prompt; a candidate's prompt may change."""
+        """Return whether a serving version is known with its current prompt and replicas, which may change."""
         known = self._all_versions.get((serving.alias, serving.version))
-        return serving.alias not in self.aliases or (known is not None and known.prompt_id == serving.prompt_id)
+        return serving.alias not in self._known_aliases() or (
+            known is not None and (known.prompt_id, known.replicas) == (serving.prompt_id, serving.replicas)
+        )
 
     def _read_all(self) -> tuple[list[Policy], dict[str, Prompt]]:
         """Return all versions of the aliases, and their prompts by id. Each prompt is read once."""
-        policies = [policy for policy in self._store.policies.all() if policy.alias in self.aliases]
+        known_aliases = self._known_aliases()
+        policies = [policy for policy in self._store.policies.all() if policy.alias in known_aliases]
         prompts = {prompt.id: prompt for prompt in list(self._prompts.values())}
         for name in {policy.prompt_id for policy in policies if policy.prompt_id} - prompts.keys():
             prompts[name] = self._store.prompts.get(name)
@@ -219,43 +292,21 @@ class PolicyCache:
         self._prompts = {
             key: prompts[policy.prompt_id] for key, policy in self._all_versions.items() if policy.prompt_id
         }
+        self._recalled = frozenset(key for key, policy in self._all_versions.items() if policy.recalled_at is not None)
         self._versions = {
             key: policy
             for key, policy in self._all_versions.items()
             if policy.state not in (PolicyState.REJECTED, PolicyState.UNPROVEN) and policy.pruned_at is None
         }
 
-    async def _discover(self) -> None:
-        """Find the base model and register it; retry until both a replica and the store answer."""
-        last_error = ""
-        while True:
-            try:
-                base = await self._base_model()
-                for alias in self.aliases:
-                    await self._call(partial(self._store.policies.register_base, alias, base))
-                self._full_refresh_at = 0.0
-                await self._refresh_serving()
-                return
-            except Exception as error:  # noqa: BLE001 -- retried until both answer
-                if str(error) != last_error:
-                    last_error = str(error)
-                    log.warning("event=base_model_not_found reason=%r", last_error)
-            await asyncio.sleep(0.5)
+    def _known_aliases(self) -> set[str]:
+        """Return the agents whose versions may serve a call."""
+        return self._left.union(self.aliases)
 
-    async def _base_model(self) -> str:
-        """Return the served name of the model that is not an adapter. Raises UpstreamError."""
-        first_error: UpstreamError | None = None
-        for url in self._upstream.urls:
-            try:
-                cards = await self._upstream.models(url)
-            except UpstreamError as error:
-                first_error = first_error or error
-                continue
-            for card in cards:
-                if not card.get("parent") and isinstance(card.get("id"), str):
-                    return str(card["id"])
-            first_error = first_error or UpstreamError(f"upstream {url} lists no base model")
-        raise first_error or UpstreamError("there is no upstream")
+    async def refresh_now(self) -> None:
+        """Read everything from the store. Raises StoreError."""
+        self._full_refresh_at = 0.0
+        await self._refresh_serving()
 
     async def _call(self, verb: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, verb)

@@ -15,19 +15,21 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from starlette.types import Receive, Scope, Send
 
 from ratchet.proxy.coordinator.admission import Admission
-from ratchet.proxy.coordinator.limits.rate_limits import TOKEN_RESERVATION, TokenReservation
+from ratchet.proxy.coordinator.keys.key_cache import Caller
+from ratchet.proxy.coordinator.limits.rate_limits import TOKEN_RESERVATION, KeyMeter, TokenReservation
 from ratchet.proxy.dialects import tool_grammar
 from ratchet.proxy.dialects.dialect import LARGE, Dialect, ParsedRequest, ResponseEncoder
 from ratchet.proxy.errors import ClientDisconnected, UpstreamDisconnected, UpstreamError, upstream_refusal
 from ratchet.proxy.messages.link_records import CallIdentity, Placement
 from ratchet.proxy.runtime.thread_pools import run_parsing
-from ratchet.proxy.wire.asgi import CLIENT_LEFT, KEY_ID, headers_of, send_bytes
+from ratchet.proxy.wire.asgi import CALLER, CLIENT_LEFT, KEY_ID, headers_of, send_bytes
 from ratchet.proxy.wire.body_bounds import BodyBounds, read_json
 from ratchet.proxy.wire.context_limit import parse_context_overflow
 from ratchet.proxy.wire.request_body import ChatRequest
@@ -56,6 +58,7 @@ class CallLimits(NamedTuple):
     keep_alive_seconds: float
     tool_strict_level: tool_grammar.Level
     context_limit: Callable[[str], int | None]
+    agent_meters: Mapping[str, KeyMeter] = MappingProxyType({})  # of the agents with limits
 
 
 class CallEndpoint:
@@ -78,6 +81,16 @@ class CallEndpoint:
         self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self._limits.agent_meters or TOKEN_RESERVATION in scope:
+            await self._run(scope, receive, send)
+            return
+        reservation = scope[TOKEN_RESERVATION] = TokenReservation()
+        try:
+            await self._run(scope, receive, send)
+        finally:
+            reservation.settle()
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = time.perf_counter()
         body = await read_json(receive, self._limits.bounds)
         parsed = await self._dialect.read(body, scope[KEY_ID])
@@ -85,11 +98,16 @@ class CallEndpoint:
             parsed = tool_grammar.mark_tool_grammar(parsed, self._limits.tool_strict_level)
         headers = headers_of(scope)
         identity = request_identity.read_identity(scope, headers, parsed.request)
+        caller: Caller = scope[CALLER]
         reservation: TokenReservation | None = scope.get(TOKEN_RESERVATION)
         if reservation is not None:
+            alias = parsed.request.model.partition("@")[0]
+            meter = self._limits.agent_meters.get(alias)
+            if meter is not None and (caller.agents is None or alias in caller.agents):
+                reservation.count_agent(meter)
             context = self._limits.context_limit(parsed.request.model)
             reservation.reserve(parsed.request.sampling, body, context)
-        placement = await self._admission.resolve(parsed, identity, scope[KEY_ID])
+        placement = await self._admission.resolve(parsed, identity, caller.key_id, caller.agents)
         call = self._begin(parsed, identity, placement, headers, arrived)
         trace = self._observer.call_started(call, headers)
         with DisconnectWatch(receive, scope.get(CLIENT_LEFT)) as watch:
@@ -141,6 +159,7 @@ class CallEndpoint:
             tags=identity.tags,
             purpose=link.purpose,
             sampling=request.sampling,
+            draw=placement.draw,
         )
         open_call = self._recorder.record_begin(parsed, placement, start)
         return ActiveCall(

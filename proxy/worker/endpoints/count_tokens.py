@@ -12,14 +12,15 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from ratchet.proxy.coordinator.admission import planned_model
 from ratchet.proxy.coordinator.rollouts.rollout_plans import RolloutPlan, RolloutPlans
-from ratchet.proxy.coordinator.versions.policy_cache import PolicyCache
+from ratchet.proxy.coordinator.versions.policy_cache import Agents, PolicyCache
 from ratchet.proxy.dialects import anthropic_request, inner_request
 from ratchet.proxy.dialects.dialect import read_body_with
 from ratchet.proxy.errors import BadRequest, UpstreamDisconnected
 from ratchet.proxy.upstreams.replica_pool import Replica, ReplicaPool
 from ratchet.proxy.upstreams.vllm_client import Upstream
-from ratchet.proxy.wire.asgi import JSON, KEY_ID, headers_of, send_bytes, send_json
+from ratchet.proxy.wire.asgi import CALLER, JSON, KEY_ID, headers_of, send_bytes, send_json
 from ratchet.proxy.wire.body_bounds import BodyBounds, read_json
 from ratchet.proxy.wire.error_shapes import ANTHROPIC
 from ratchet.proxy.worker.http import request_identity
@@ -50,7 +51,8 @@ class CountTokensEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         received = await read_json(receive, self._bounds)
         plan, family = await self._find_plan(scope)
-        body = await read_body_with(lambda body: self._translate(body, plan, family), received)
+        agents = scope[CALLER].agents
+        body = await read_body_with(lambda body: self._translate(body, plan, family, agents), received)
         with DisconnectWatch(receive) as watch:
             try:
                 status, response = await self._tokenize(body)
@@ -75,18 +77,18 @@ class CountTokensEndpoint:
         task = plan.task if plan else request_identity.read_labels(headers)[0]
         return plan, family_of(task, "") if task else None
 
-    def _translate(self, body: bytes, plan: RolloutPlan | None, family: str | None) -> bytes:
+    def _translate(self, body: bytes, plan: RolloutPlan | None, family: str | None, agents: Agents) -> bytes:
         """Return the body for /tokenize. Raises BadRequest, NotFound, NotReady."""
         fields = inner_request.decode(body)
         inner_request.require(fields, "model")
-        others = self._policies.other_models
-        model = plan.model_for(fields["model"], others) if plan else fields["model"]
-        alias, version = self._policies.resolve_model(model)
-        if alias in others:
+        model, is_helper = planned_model(fields["model"], plan, self._policies)
+        alias, version = self._policies.resolve_model(model, agents)
+        if alias in self._policies.other_models:
             raise BadRequest(f"the tokens of {alias}, a model of another server, cannot be counted here", param="model")
         version = self._policies.live_version(alias) if version is None else version
         translated = anthropic_request.count_body(fields, self._policies.served_name(alias, version))
-        prompt = plan.prompt if plan and plan.prompt else self._policies.prompt_of(alias, version)
+        prompt = plan.prompt if plan and not is_helper else None
+        prompt = prompt or self._policies.prompt_of(alias, version)
         translated["messages"] = with_prompt(translated["messages"], prompt, family)
         return msgspec.json.encode(translated)
 

@@ -1,5 +1,6 @@
-"""GET /v1/models and /v1/models/{id}: the aliases, every version that can be requested by name, other models.
+"""GET /v1/models and /v1/models/{id}: the agents, every version that can be requested by name, other models.
 
+A key that is limited to agents sees these only.
 Anthropic's SDKs, recognised by their header, get Anthropic's format. Everything is on one page.
 """
 
@@ -12,9 +13,8 @@ from urllib.parse import unquote
 
 from starlette.types import Receive, Scope, Send
 
-from ratchet.proxy.coordinator.versions.policy_cache import PolicyCache
-from ratchet.proxy.errors import NotFound
-from ratchet.proxy.wire.asgi import PATH, send_json
+from ratchet.proxy.coordinator.versions.policy_cache import Agents, PolicyCache
+from ratchet.proxy.wire.asgi import CALLER, PATH, send_json
 from ratchet.proxy.wire.error_shapes import speaks_anthropic
 
 Card = dict[str, Any]
@@ -27,7 +27,8 @@ class ModelsEndpoint:
         self._policies = policies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        cards = self._cards()
+        agents: Agents = scope[CALLER].agents
+        cards = self._cards(agents)
         path: str = scope[PATH]
         anthropic = speaks_anthropic(scope)
         if path == "/models":
@@ -35,17 +36,14 @@ class ModelsEndpoint:
             return
         name = unquote(path.removeprefix("/models/"))
         if name not in cards:
-            raise NotFound(
-                f"the model {name!r} does not exist; there are: {', '.join(cards)}",
-                param="model",
-                code="model_not_found",
-            )
+            raise self._policies.unknown_model(name, agents)
         await send_json(send, 200, _anthropic(cards[name]) if anthropic else cards[name])
 
-    def _cards(self) -> dict[str, Card]:
-        versions = list(self._policies.list_versions())
+    def _cards(self, agents: Agents) -> dict[str, Card]:
+        own = self._policies.list_agents(agents)
+        versions = [policy for policy in self._policies.list_versions() if policy.alias in own]
         cards: dict[str, Card] = {}
-        for alias in self._policies.aliases:
+        for alias in own:
             created = min((policy.created_at for policy in versions if policy.alias == alias), default=0.0)
             cards[alias] = _card(alias, created, None)
         for policy in versions:

@@ -1,7 +1,8 @@
 """All other routes under /v1: forwarded and streamed back, not captured.
 
 A `model` in a JSON body is an alias here too: it becomes the served name of the live version, and an adapter that the
-replica does not have is loaded.
+replica does not have is loaded. A key that is limited to agents has to name one: vLLM reads the model of any other body
+itself.
 
 A path may consist of one or two plain names, without dots, percent signs or empty names, so vLLM sees exactly the path
 that was checked. Routes that control vLLM are not forwarded, at any place in the path; neither are responses that one
@@ -21,13 +22,13 @@ from msgspec import Raw
 from starlette.types import Receive, Scope, Send
 
 from ratchet.proxy.coordinator.limits.rate_limits import TOKEN_RESERVATION
-from ratchet.proxy.coordinator.versions.policy_cache import PolicyCache
-from ratchet.proxy.errors import BadRequest, NotFound
+from ratchet.proxy.coordinator.versions.policy_cache import Agents, PolicyCache
+from ratchet.proxy.errors import BadRequest, Forbidden, NotFound
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.proxy.upstreams.http_connection import HttpResponse
 from ratchet.proxy.upstreams.replica_pool import Replica, ReplicaPool
 from ratchet.proxy.upstreams.vllm_client import Upstream
-from ratchet.proxy.wire.asgi import JSON, PATH, TRAJECTORY, header, read_body, send_bytes
+from ratchet.proxy.wire.asgi import CALLER, JSON, PATH, TRAJECTORY, header, read_body, send_bytes
 from ratchet.proxy.wire.body_bounds import BodyBounds, read_json
 from ratchet.proxy.wire.error_shapes import error_shape_of
 from ratchet.proxy.wire.upstream_response import UpstreamResponse
@@ -81,6 +82,12 @@ class PassThroughEndpoint:
         fields, name = _fields(body) if body and is_json else ({}, None)
         if name is not None and "@" in name:
             await self._policies.refresh_if_unknown(name)
+        agents: Agents = scope[CALLER].agents
+        if agents is not None and name is None and body:
+            raise Forbidden(
+                "the API key is limited to some agents: send a JSON body with the `model`, one of those that GET "
+                "/v1/models lists"
+            )
         is_other = name in self._policies.other_models
         if is_other and scope[PATH] not in _OTHER_MODEL_ROUTES:
             raise NotFound(f"no route {scope['path'][:200]} for the model {name}", code="unknown_route")
@@ -91,7 +98,7 @@ class PassThroughEndpoint:
                 elif is_other:
                     response = await self._forward_to_other(scope, fields, name)
                 else:
-                    response = await self._forward(scope, *self._with_served_name(fields, name))
+                    response = await self._forward(scope, *self._with_served_name(fields, name, agents))
                 try:
                     if response.status in (404, 405):
                         await _send_refusal(scope, response, send, watch)
@@ -114,7 +121,8 @@ class PassThroughEndpoint:
                 response = await self._upstream.send(replica.url, scope["method"], path, body or None, headers)
             return response
 
-        return await self._pool.send(scope[TRAJECTORY] or "", send)
+        proven = self._policies.proven_replicas(*version) if version is not None else ()
+        return await self._pool.send(scope[TRAJECTORY] or "", send, proven)
 
     async def _forward_to_other(self, scope: Scope, fields: dict[str, Raw], name: str) -> UpstreamResponse:
         """Forward the request to another model's server, under that server's name of the model."""
@@ -126,9 +134,9 @@ class PassThroughEndpoint:
 
         return await self._others.pool(name).send("", send)
 
-    def _with_served_name(self, fields: dict[str, Raw], name: str) -> tuple[bytes, tuple[str, int]]:
+    def _with_served_name(self, fields: dict[str, Raw], name: str, agents: Agents) -> tuple[bytes, tuple[str, int]]:
         """Return the body with the served name for its alias, and (alias, version). Raises NotFound, NotReady."""
-        alias, version = self._policies.resolve_model(name)
+        alias, version = self._policies.resolve_model(name, agents)
         version = self._policies.live_version(alias) if version is None else version
         served = Raw(msgspec.json.encode(self._policies.served_name(alias, version)))
         return msgspec.json.encode({**fields, "model": served}), (alias, version)

@@ -66,6 +66,12 @@ class AdapterLoader:
             return False
         response.close()
         url = response.url
+        if "://" in folder:  # vLLM's plug-in loads it by name, and has just failed to
+            self._metrics.adapter_loads.labels("failed").inc()
+            raise UpstreamError(
+                f"upstream {url} does not find {alias}@{version} in the adapter store: its plug-in is missing, or "
+                "its log has the reason"
+            )
         served_name = self._policies.served_name(alias, version)
         try:
             await self._upstream.load_adapter(url, served_name, folder)
@@ -111,4 +117,6 @@ class VllmForwarder:
                 await response.wait_for_body()
             return response
 
-        return await self._pool.send(start.trajectory_id, send)
+        return await self._pool.send(
+            start.trajectory_id, send, self._policies.proven_replicas(start.alias, start.version)
+        )

@@ -15,6 +15,7 @@ from collections.abc import Collection
 from functools import lru_cache
 from urllib.parse import urlsplit
 
+import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ratchet.proxy.api_keys import KEYS_VARIABLE, OPERATOR_KEYS_VARIABLE, PREFIX, hash_key, is_loopback
@@ -84,7 +85,7 @@ class Authentication:
             return caller
         bare, colon, trajectory = key.partition(":")
         if colon and (caller := self._key_cache.caller_of(_hash(bare))):
-            return Caller(caller.key_id, trajectory or None, caller.meter)
+            return msgspec.structs.replace(caller, trajectory=trajectory or None)
         if self._key_cache.is_operator_key(_hash(key)):
             raise Forbidden(
                 f"an operator's key only opens {_OPERATOR_PATH}: send an agent's key (`ratchet keys create`, or "

@@ -22,7 +22,8 @@ def read_identity(scope: Scope, headers: Mapping[bytes, bytes], request: ChatReq
     """Return the identity of a call. Raises BadRequest for an invalid trajectory id."""
     trajectory, named_by = _named_trajectory(scope, headers, request)
     task, role, tags = read_labels(headers)
-    return CallIdentity(trajectory, named_by, task, role, tags, headers.get(_RETRY_COUNT, b"0") not in (b"0", b""))
+    is_retry = headers.get(_RETRY_COUNT, b"0") not in (b"0", b"")
+    return CallIdentity(trajectory, named_by, task, role, tags, is_retry, request.user)
 
 
 def _named_trajectory(scope: Scope, headers: Mapping[bytes, bytes], request: ChatRequest) -> tuple[str | None, str]:
@@ -32,7 +33,7 @@ def _named_trajectory(scope: Scope, headers: Mapping[bytes, bytes], request: Cha
         ("header", _text(headers, b"x-ratchet-trajectory") or _text(headers, b"x-session-id")),
         ("body", request.trajectory),
         ("key", scope[CALLER].trajectory),
-        ("previous_response", request.follows[0] if request.follows else None),
+        ("previous_response", request.follows.trajectory_id if request.follows else None),
     ):
         if value:
             if not _ID.fullmatch(value):

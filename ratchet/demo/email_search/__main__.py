@@ -1,7 +1,8 @@
 """The agent's command line: `python -m ratchet.demo.email_search build-db | train | test`.
 
 `train` sends ordinary traffic: several attempts at each training task. It does no training. `test` attempts the
-held-out tasks and prints a summary. OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL name the server.
+held-out tasks, or with --split the validation tasks or the hard set, and prints a summary. OPENAI_BASE_URL,
+OPENAI_API_KEY and OPENAI_MODEL name the server.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ratchet.demo.email_search.agent import MAX_TOKENS, MailRollout, run_tasks, shuffled
+from ratchet.demo.email_search.hard_tasks import make_hard_set
 from ratchet.demo.email_search.mailbox import DATABASE, Mailbox, synthetic_mails
 from ratchet.demo.email_search.progress import Results, RolloutProgress, summary
 from ratchet.demo.email_search.prompt import MAX_TURNS
-from ratchet.demo.email_search.tasks import FILES, MailTask, home, make_tasks, read_tasks, write_tasks
+from ratchet.demo.email_search.tasks import HARD, MailTask, every_task, home, make_tasks, read_tasks, write_tasks
 
 
 class UsageError(Exception):
@@ -58,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     test = verbs.add_parser("test", help="attempt the held-out tasks and print a summary")
     test.add_argument("--attempts", type=_positive, default=1)
     test.add_argument("--tasks", type=_positive, help="attempt only the first N tasks")
+    test.add_argument("--split", choices=("test", "validation", HARD), default="test", help="which tasks")
     test.add_argument("--json", type=Path, help="write the summary to this file")
     test.set_defaults(run=_test)
     for verb in (train, test):
@@ -96,11 +99,19 @@ def _build(chosen: argparse.Namespace) -> int:
         made = synthetic_mails(chosen.seed)
         Mailbox.build(path, (one.mail for one in made)).close()
         count, splits = len(made), make_tasks(made, chosen.seed)
+        _build_hard_set(chosen.home / HARD, chosen.seed, splits)
     if splits:
         write_tasks(chosen.home, splits)
     counts = ", ".join(f"{len(tasks)} {split}" for split, tasks in splits.items())
     print(f"{path}: {count} mails; tasks: {counts or 'unchanged'}")
     return 0
+
+
+def _build_hard_set(folder: Path, seed: int, splits: dict[str, list[MailTask]]) -> None:
+    taken = {task.question for tasks in splits.values() for task in tasks}
+    mails, tasks = make_hard_set(seed, taken)
+    Mailbox.build(folder / DATABASE, mails).close()
+    write_tasks(folder, {"test": tasks})
 
 
 def _train(chosen: argparse.Namespace) -> int:
@@ -112,7 +123,9 @@ def _train(chosen: argparse.Namespace) -> int:
 
 
 def _test(chosen: argparse.Namespace) -> int:
-    tasks = read_tasks(chosen.home, "test")[: chosen.tasks]
+    if chosen.split == HARD:
+        chosen.home, chosen.split = chosen.home / HARD, "test"
+    tasks = read_tasks(chosen.home, chosen.split)[: chosen.tasks]
     rollouts = _run(chosen, tasks, "test", per_round=None)
     text = json.dumps({"temperature": chosen.temperature, "model": chosen.model, **summary(rollouts)})
     if chosen.json:
@@ -128,7 +141,7 @@ def _run(chosen: argparse.Namespace, tasks: list[MailTask], name: str, per_round
     base_url = os.environ.get("OPENAI_BASE_URL")
     if not base_url:
         raise UsageError("no server: set OPENAI_BASE_URL, for example to http://127.0.0.1:8000/v1")
-    answers = {task.answer for split in FILES for task in read_tasks(chosen.home, split)}
+    answers = {task.answer for task in every_task(chosen.home)}
     with RolloutProgress(name, len(tasks) * chosen.attempts, per_round) as progress, Results(chosen.out) as results:
 
         def on_result(rollout: MailRollout) -> None:

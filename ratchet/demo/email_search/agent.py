@@ -33,7 +33,7 @@ class MailRollout:
 
     `index` counts the attempts of the run from 0; `models` are the distinct model names in the responses;
     `tool_failures` counts failures by class; token counts are sums of the server's usage over all calls; `response_id`
-    is the id of the last response.
+    is the id of the last response; `tools` are the tools called, in order; `mails_read` counts the mails opened.
     """
 
     index: int
@@ -52,6 +52,8 @@ class MailRollout:
     errors: tuple[str, ...]
     seconds: float
     response_id: str | None = None
+    tools: tuple[str, ...] = ()
+    mails_read: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ class Agent:
             success=matches(state.answer, task.answer, self.other_answers),
             end=end,
             turns=state.turns,
-            tool_calls=state.tool_calls,
+            tool_calls=len(state.tools),
             tool_failures=dict(state.failures),
             prompt_tokens=state.prompt_tokens,
             completion_tokens=state.completion_tokens,
@@ -101,6 +103,8 @@ class Agent:
             errors=tuple(state.errors),
             seconds=time.monotonic() - started_at,
             response_id=state.response_id,
+            tools=tuple(state.tools),
+            mails_read=state.mails_read,
         )
 
     async def _ask(self, messages: list[dict[str, Any]]) -> Any:
@@ -122,7 +126,8 @@ class _RolloutState:
     answer: str | None = None
     response_id: str | None = None
     turns: int = 0
-    tool_calls: int = 0
+    tools: list[str] = field(default_factory=list)
+    mails_read: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     failures: Counter[str] = field(default_factory=Counter)
@@ -147,8 +152,10 @@ class _RolloutState:
             return "text"
         for call in message.tool_calls:
             function = getattr(call, "function", None)
-            result = call_tool(box, function.name if function else call.type, function.arguments if function else "")
-            self.tool_calls += 1
+            name = function.name if function else call.type
+            result = call_tool(box, name, function.arguments if function else "")
+            self.tools.append(name)
+            self.mails_read += name == "read_email" and result.failure is None
             self.failures.update([result.failure] if result.failure else [])
             self.messages.append({"role": "tool", "tool_call_id": call.id, "content": result.content})
             if result.answer is not None:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ratchet.demo.email_search.tasks import FILES, MailTask, home, matches, read_tasks, task_of
+from ratchet.demo.email_search.tasks import FILES, HARD, MailTask, every_task, home, matches, task_of
 
 
 class UnknownQuestionError(LookupError):
@@ -94,12 +94,13 @@ def _text(content: object) -> str:
 
 def _stamp(folder: Path) -> tuple[int, ...]:
     """Return the modification times of the task files, so that a rebuilt task set is read again."""
-    return tuple((folder / name).stat().st_mtime_ns if (folder / name).is_file() else 0 for name in FILES.values())
+    files = [place / name for place in (folder, folder / HARD) for name in FILES.values()]
+    return tuple(path.stat().st_mtime_ns if path.is_file() else 0 for path in files)
 
 
 @lru_cache(maxsize=4)
 def _by_question(folder: str, stamp: tuple[int, ...]) -> dict[str, MailTask]:
-    return {task.question.strip(): task for split in FILES for task in read_tasks(Path(folder), split)}
+    return {task.question.strip(): task for task in every_task(Path(folder))}
 
 
 @lru_cache(maxsize=4)

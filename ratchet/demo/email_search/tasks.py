@@ -1,4 +1,4 @@
-"""The task set: questions with one correct answer each, split into training and held-out tasks.
+"""The task set: questions with one correct answer each, split into training, validation and held-out tasks.
 
 The split is by (person, topic) pair and does not depend on the seed of the mailbox, so a warm start on `TRAIN_PAIRS`
 never sees a held-out pair. A question occurs once in the whole set: the judge finds the correct answer by it.
@@ -20,11 +20,13 @@ from ratchet.demo.email_search.mailbox import SyntheticMail
 from ratchet.demo.email_search.words import PEOPLE, TOPICS
 
 HELD_OUT = 150
+VALIDATION = 50
 QUESTIONS = {
     "city": ("Where is the {topic} that {person} wrote about?", "Which city did {person} choose for the {topic}?"),
     "month": ("When is the {topic} that {person} wrote about?", "Which month did {person} choose for the {topic}?"),
 }
-FILES = {"train": "train.jsonl", "test": "test.jsonl"}
+FILES = {"train": "train.jsonl", "validation": "validation.jsonl", "test": "test.jsonl"}
+HARD = "hard"  # folder of the hard set, within the folder of the task set
 _NEGATION = frozenset({"not", "no", "never", "or", "neither", "nor"})
 
 
@@ -46,13 +48,14 @@ class MailTask:
     date: str = ""
 
 
-def _split() -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]:
+def _split() -> tuple[tuple[tuple[str, str], ...], ...]:
     pairs = [(person, topic) for person in PEOPLE for topic in TOPICS]
     random.Random(7).shuffle(pairs)
-    return tuple(pairs[HELD_OUT:]), tuple(pairs[:HELD_OUT])
+    test, validation, train = pairs[:HELD_OUT], pairs[HELD_OUT : HELD_OUT + VALIDATION], pairs[HELD_OUT + VALIDATION :]
+    return tuple(train), tuple(validation), tuple(test)
 
 
-TRAIN_PAIRS, TEST_PAIRS = _split()
+TRAIN_PAIRS, VALIDATION_PAIRS, TEST_PAIRS = _split()
 
 
 def make_task(made: SyntheticMail, rng: random.Random) -> MailTask:
@@ -65,10 +68,11 @@ def make_task(made: SyntheticMail, rng: random.Random) -> MailTask:
 
 
 def make_tasks(mails: Sequence[SyntheticMail], seed: int) -> dict[str, list[MailTask]]:
-    """Return 450 training and 150 held-out tasks, one per pair."""
+    """Return 400 training, 50 validation and 150 held-out tasks, one per pair."""
     rng, by_pair = random.Random(seed), {(made.person, made.topic): made for made in mails}
     return {
         "train": [make_task(by_pair[pair], rng) for pair in TRAIN_PAIRS],
+        "validation": [make_task(by_pair[pair], rng) for pair in VALIDATION_PAIRS],
         "test": [make_task(by_pair[pair], rng) for pair in TEST_PAIRS],
     }
 
@@ -79,8 +83,10 @@ def home() -> Path:
 
 
 def write_tasks(folder: Path, splits: dict[str, list[MailTask]]) -> None:
-    """Write `train.jsonl` and `test.jsonl`."""
+    """Write a file for each split, and remove the files of other splits, which belong to an earlier task set."""
     folder.mkdir(parents=True, exist_ok=True)
+    for split in FILES.keys() - splits.keys():
+        (folder / FILES[split]).unlink(missing_ok=True)
     for split, tasks in splits.items():
         lines = "".join(json.dumps(_row(task), ensure_ascii=False) + "\n" for task in tasks)
         (folder / FILES[split]).write_text(lines, encoding="utf-8")
@@ -92,6 +98,13 @@ def read_tasks(folder: Path, split: str) -> list[MailTask]:
     if not path.is_file():
         raise FileNotFoundError(f"no task set at {path}: run `python -m ratchet.demo.email_search build-db` first")
     return [_read_line(path, number, line) for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)]
+
+
+def every_task(folder: Path) -> list[MailTask]:
+    """Return the tasks of all splits, and of the hard set if there is one. Raises as `read_tasks`."""
+    places = [(place, split) for place in (folder, folder / HARD) for split in FILES]
+    found = [task for place, split in places if (place / FILES[split]).is_file() for task in read_tasks(place, split)]
+    return found or read_tasks(folder, "train")
 
 
 def _row(task: MailTask) -> dict[str, str]:

@@ -14,6 +14,7 @@ PEOPLE = _words(
     "Alice Bruno Carla Derek Elena Felix Grace Henry Irene Jonas Karen Louis Maria Nadia Oscar Paula Quinn Ralph "
     "Sofia Tomas Ursula Victor Wanda Xavier Yvonne Zoltan Amber Boris Celia Diego"
 )
+NEW_PEOPLE = _words("Astrid Benoit Camila Dmitri Esther Fatima Goran Hanako Imran Joyce")  # of the hard set only
 TOPICS = _words(
     "budget audit lease picnic merger survey recall launch review retreat workshop hearing invoice pipeline payroll "
     "contract seminar renewal upgrade banquet"

@@ -36,6 +36,7 @@ alarms = sa.Table(
     sa.Column("last_raised_at", TIME, nullable=False),
     sa.Column("count", sa.Integer, nullable=False),
     sa.Column("cleared_at", TIME),
+    sa.Column("sent_at", TIME),
 )
 
 # A key is stored by its SHA-256; two rows with one hash would be two limits for one key.
@@ -51,6 +52,7 @@ keys = sa.Table(
     sa.Column("last_used_at", TIME),
     sa.Column("requests_per_minute", sa.Integer),
     sa.Column("tokens_per_minute", sa.Integer),
+    sa.Column("agents", JSON),  # names of the agents that it may call; NULL: all
     enum_constraint("scope", KeyScope),
     # A limit of 0 would be a revoked key.
     sa.CheckConstraint("requests_per_minute > 0 AND tokens_per_minute > 0", name="positive_limits"),

@@ -57,6 +57,10 @@ trajectories = sa.Table(
     sa.Column("round_id", ID, sa.ForeignKey("rounds.id")),
     sa.Column("drop_reason", sa.Text),
     sa.Column("successors", sa.Integer, nullable=False, server_default="0"),
+    # How its version was drawn (records/releases.py); null for a version that nothing drew.
+    sa.Column("draw", sa.JSON(none_as_null=True)),
+    # The draw is evidence about its versions.
+    sa.Column("counted", sa.Boolean, nullable=False, server_default=sa.false()),
     enum_constraint("state", TrajectoryState),
     # A trained trajectory names the round that trained it; no other trajectory names a round.
     sa.CheckConstraint("(state = 'trained') = (round_id IS NOT NULL)", name="trained_once"),

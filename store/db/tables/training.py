@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 
 from ratchet.store.db.column_types import Bytes
-from ratchet.store.db.table_types import ID, JSON, TIME, TRAJECTORY_ID, enum_constraint, metadata
+from ratchet.store.db.table_types import CALL_ID, ID, JSON, TIME, TRAJECTORY_ID, enum_constraint, metadata
 from ratchet.store.states import GroupState, RoundState
 
 groups = sa.Table(
@@ -47,6 +47,15 @@ verdicts = sa.Table(
     sa.CheckConstraint("(score IS NULL) <> (failure IS NULL)", name="score_or_failure"),
     sa.Index(None, "trajectory_id", "id"),
     sa.Index(None, "group_id"),
+)
+
+# The newest score of a teacher, by trajectory: the logprobs of its sampled tokens, compressed.
+teacher_scores = sa.Table(
+    "teacher_scores",
+    metadata,
+    sa.Column("trajectory_id", TRAJECTORY_ID, sa.ForeignKey("trajectories.id", ondelete="CASCADE"), primary_key=True),
+    sa.Column("teacher", sa.Text, nullable=False),
+    sa.Column("answers", Bytes, nullable=False),
 )
 
 judge_requests = sa.Table(
@@ -91,6 +100,21 @@ rounds = sa.Table(
 # At most one round of an alias is in progress.
 sa.Index("uq_rounds_started", rounds.c.alias, unique=True, sqlite_where=rounds.c.state == "started",
          postgresql_where=rounds.c.state == "started")  # fmt: skip
+
+# What a round did with each sampled answer of its trajectories; for display.
+answer_training = sa.Table(
+    "answer_training",
+    metadata,
+    sa.Column("call_id", CALL_ID, sa.ForeignKey("calls.id", ondelete="CASCADE"), primary_key=True),
+    sa.Column("choice", sa.Integer, primary_key=True),
+    sa.Column("round_id", ID, sa.ForeignKey("rounds.id"), nullable=False),
+    sa.Column("advantage", sa.Double),
+    sa.Column("untrained", sa.Text),
+    sa.Column("mismatch", Bytes, nullable=False),
+    sa.Column("advantages", Bytes, nullable=False),
+    # An answer carries loss with an advantage, or has a reason why not.
+    sa.CheckConstraint("(advantage IS NULL) <> (untrained IS NULL)", name="advantage_or_reason"),
+)
 
 # Trajectories that a round used for SFT without consuming them: other rounds may still train them.
 sft_trajectories = sa.Table(

@@ -17,14 +17,16 @@ POLICY = ROOT / "ratchet" / "demo" / "email_search" / "policy"
 _TRAINER = {
     "num_generations": 4, "groups_per_round": 2, "seal_after_idle_seconds": 0.3,
     "group_wait_seconds": 60, "round_wait_seconds": 1, "poll_interval_seconds": 0.1,
-    "learner": {"lora_r": 8, "lora_alpha": 16, "learning_rate": 2e-3, "threads": 1},
 }  # fmt: skip
+_LEARNER = {"lora_r": 8, "lora_alpha": 16, "learning_rate": 2e-3, "threads": 1}
 
 
 def train_one_round(project: Project, judge: str) -> None:
     """Serve the tiny policy, make calls until a version trained from them answers, stop, and check the round."""
     vllm = {"port": project.content["vllm"]["port"], "max_model_len": 1024, "dtype": "float32"}
-    project.write(base_model=str(POLICY), vllm=vllm, model="mail", trainer={"judge": judge} | _TRAINER)
+    project.write(
+        base_model=str(POLICY), vllm=vllm, model="mail", trainer={"judge": judge} | _TRAINER, learner=_LEARNER
+    )
     try:
         up = project.run("up", "--detach", seconds=240)
         assert up.returncode == 0, up.stdout

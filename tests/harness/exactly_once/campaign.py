@@ -1,12 +1,14 @@
 """The exactly-once campaign: `kill -9` of every process of a training loop, at random moments.
 
-A real proxy, a real store, two trainer processes of which one holds the lease, and a scripted learner, grader and vLLM
-(`tests/harness/trainer/scripted_learner.py`), each in a process of its own. Agents call continuously. Killed in turn:
-a trainer, the grader, vLLM, the database (PostgreSQL), and a trainer that is stopped for longer than its lease and then
-resumed.
+A real proxy, a real store, two trainer processes of which one holds the lease, a learner service with a scripted host,
+and a scripted grader and vLLM (`tests/harness/trainer/scripted_learner.py`), each in a process of its own. Versions are
+kept in object storage (moto's S3 server). Agents call continuously. Killed in turn: a trainer, the grader, vLLM, the
+learner, what serves the object storage, the database (PostgreSQL), and a trainer that is stopped for longer than its
+lease and then resumed.
 
 Checked afterwards in the store and the newest checkpoint: every answered trajectory is trained; the weights contain
-each trained trajectory exactly once; each version descends from the one before it; the live version never goes back.
+each trained trajectory exactly once; every version that is kept can be read and has the checksums of its manifest; each
+version descends from the one before it; the live version never goes back.
 """
 
 from __future__ import annotations
@@ -24,19 +26,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+import pytest
 
 from ratchet.store.errors import StoreUnavailable
 from ratchet.store.records import Group, Round, Trajectory
 from ratchet.store.states import GroupState, PolicyState, RoundState, TrajectoryState
 from ratchet.store.store import Store, open_store
 from ratchet.trainer.adapters import checkpoint
+from ratchet.trainer.adapters.adapter_store import AdapterStore
+from ratchet.trainer.errors import CheckpointError
 from tests.harness.exactly_once.processes import AGENTS, ALIAS, PairingAgents, RestartableProcess
 from tests.harness.ports import free_port
 from tests.harness.postgres import Postgres
 from tests.harness.proxy.servers import ProxyProcess, eventually
+from tests.harness.s3 import BUCKET, S3Server
 from tests.harness.trainer.scripted_learner import read_weights
 
-_LEASE_SECONDS = 2.0
+_LEASE_SECONDS = 5.0  # shorter ones run out on a busy machine
 _KEPT = 3  # newest versions kept on disk
 _BEST = 2  # best versions kept besides
 _SETTLE_SECONDS = 60.0  # without progress
@@ -48,12 +54,13 @@ class ExactlyOnceOutcome:
 
     store: str
     kills: dict[str, int] = field(default_factory=dict)
-    exits: dict[str, int] = field(default_factory=dict)  # trainers that exited by themselves, by their last log line
+    exits: dict[str, int] = field(default_factory=dict)  # processes that exited by themselves, by their last log line
     answered: int = 0
     trained: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
     rounds: dict[str, int] = field(default_factory=dict)
     versions: dict[str, int] = field(default_factory=dict)
+    read_back: int = 0  # versions that were fetched and verified at the end
     judged_again: int = 0  # trajectories with more than one verdict
     takeovers: int = 0
     seconds: float = 0.0
@@ -63,38 +70,55 @@ class ExactlyOnceOutcome:
 class ExactlyOnceCampaign:
     """One training loop whose processes are killed and restarted."""
 
-    def __init__(self, folder: Path, server: Postgres | None, seed: int) -> None:
+    def __init__(self, folder: Path, server: Postgres | None, objects: S3Server, seed: int) -> None:
         self._folder = folder
+        self._objects = objects
         self._server = server
         self._random = random.Random(seed)
         self.url = server.url if server else str(folder / "store.db")
         self.outcome = ExactlyOnceOutcome("postgresql" if server else "sqlite")
         self._store = open_store(self.url)
-        ports = {name: free_port() for name in ("grader", "vllm")}
-        self._checkpoints = folder / "checkpoints"
+        ports = {name: free_port() for name in ("gateway", "grader", "vllm", "learner")}
+        arguments = {name: str(port) for name, port in ports.items()} | {
+            "gateway": f"{ports['gateway']}:{objects.port}"
+        }
+        self._versions = f"s3://{BUCKET}/{folder.name}"
+        self._environment = objects.environment | {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{ports['gateway']}", "RATCHET_ADAPTER_STORE": self._versions,
+        }  # fmt: skip
         self._processes = {
-            name: RestartableProcess(name, str(port), folder / f"{name}.log") for name, port in ports.items()
+            name: RestartableProcess(name, argument, folder / f"{name}.log", self._environment_of(name))
+            for name, argument in arguments.items()
         }
         vllm = f"http://127.0.0.1:{ports['vllm']}"
-        eventually(lambda: _answers(ports["vllm"]) and _answers(ports["grader"]), 30)
+        eventually(lambda: all(map(_answers, ports.values())), 60)
         self._proxy = ProxyProcess(
             folder, upstreams=[vllm], store=self.url, port=free_port(), breaker_reset_seconds=0.5
         )
         eventually(lambda: httpx.get(self._proxy.url + "/health/ready", timeout=5).status_code == 200, 30)
-        trainer = json.dumps(self._trainer_settings(vllm, f"http://127.0.0.1:{ports['grader']}"))
+        urls = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
+        trainer = json.dumps([self._trainer_settings(vllm, urls["grader"], urls["learner"])])
         self._processes |= {
-            name: RestartableProcess("trainer", trainer, folder / f"{name}.log") for name in ("first", "second")
+            name: RestartableProcess("trainer", trainer, folder / f"{name}.log", self._environment_of(name))
+            for name in ("first", "second")
         }
-        self._agents = PairingAgents(self._proxy.url, pause=0.25)
+        self._agents = PairingAgents(self._proxy.url, pause=1.0)
         self._live = 0
+        self._killed = ""  # the process that is down on purpose
 
-    def _trainer_settings(self, vllm: str, grader: str) -> dict[str, object]:
+    def _environment_of(self, process: str) -> dict[str, str]:
+        return self._environment | {"RATCHET_ADAPTER_CACHE": str(self._folder / "cache" / process)}
+
+    def _trainer_settings(self, vllm: str, grader: str, learner: str) -> dict[str, object]:
         return {
+            "learner_process": {"url": learner},
             "store": self.url, "model": ALIAS, "base_model": "scripted", "vllm": [vllm],
-            "checkpoints": str(self._checkpoints), "judge": {"kind": "http", "url": grader, "timeout_seconds": 5.0},
+            "checkpoints": str(self._folder / "state" / "checkpoints"), "adapters": {"store": self._versions},
+            "judge": {"kind": "http", "url": grader, "timeout_seconds": 5.0},
             "judge_retry_seconds": 0.5, "seal_after_idle_seconds": 0.5, "num_generations": 2, "groups_per_round": 8,
             "group_wait_seconds": 3600.0, "round_wait_seconds": 1.0, "max_staleness": 10**6,
             "lease_seconds": _LEASE_SECONDS, "poll_interval_seconds": 0.05, "keep_checkpoints": _KEPT,
+            "release": {"policy": "immediate"},
         }  # fmt: skip
 
     def has_started(self) -> bool:
@@ -109,7 +133,8 @@ class ExactlyOnceCampaign:
             ("trainer", self._kill_a_trainer),
             ("grader", lambda: self._kill_temporarily("grader")),
             ("vLLM", lambda: self._kill_temporarily("vllm")),
-            ("trainer", self._kill_a_trainer),
+            ("learner", lambda: self._kill_temporarily("learner")),
+            ("object storage", lambda: self._kill_temporarily("gateway")),
             ("trainer, stopped past its lease", self._pause_a_trainer),
         ]
         if self._server is not None:
@@ -153,9 +178,11 @@ class ExactlyOnceCampaign:
         process.start()
 
     def _kill_temporarily(self, name: str) -> None:
+        self._killed = name
         self._processes[name].kill()
         self._watch(self._random.uniform(0.0, 1.5))
         self._processes[name].start()
+        self._killed = ""
 
     def _kill_database(self) -> None:
         assert self._server is not None
@@ -171,12 +198,11 @@ class ExactlyOnceCampaign:
         os.kill(process.process.pid, signal.SIGCONT)
 
     def _watch(self, seconds: float) -> None:
-        """Wait; restart trainers that exited by themselves, and check that the live version never goes back."""
+        """Wait; restart processes that exited by themselves, and check that the live version never goes back."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            for name in ("first", "second"):
-                process = self._processes[name]
-                if process.exited:
+            for name, process in self._processes.items():
+                if process.exited and name != self._killed:
                     _count(self.outcome.exits, _last_line(process.log))
                     process.start()
             with contextlib.suppress(StoreUnavailable):
@@ -190,12 +216,23 @@ class ExactlyOnceCampaign:
         try:
             counts = self._store.trajectories.counts()
             states = {policy.state for policy in self._store.policies.all(ALIAS)}
+            pruned = self._stored() == self._kept()
         except StoreUnavailable:
             return False
         if sum(counts.values()) < len(self._agents.answered):  # some are not shipped yet
             return False
         idle = not counts["open"] and not counts["grouped"] and counts["sealed"] <= AGENTS
-        return idle and PolicyState.CANDIDATE not in states
+        return idle and pruned and PolicyState.CANDIDATE not in states
+
+    def _kept(self) -> set[str]:
+        """The references of the versions that the store names."""
+        versions = self._store.policies.all(ALIAS)
+        return {policy.adapter for policy in versions if policy.adapter and policy.pruned_at is None}
+
+    def _stored(self) -> set[str]:
+        """The references of the complete versions in the object storage."""
+        end = f"/{checkpoint.MANIFEST}"
+        return {f"s3://{BUCKET}/{name.removesuffix(end)}" for name in self._objects.names() if name.endswith(end)}
 
     def _read(self) -> None:
         outcome = self.outcome
@@ -236,14 +273,19 @@ class ExactlyOnceCampaign:
         if newest is None or newest.checkpoint is None:
             yield "nothing was trained"
             return
-        folder = Path(newest.checkpoint)
-        versions = [policy for policy in self._store.policies.all(ALIAS) if policy.adapter]
-        kept = {Path(policy.adapter or "").name for policy in versions if policy.pruned_at is None}
-        there = {path.name for path in folder.parent.glob("[0-9]*")}
-        if there != kept or (len(versions) > 2 * (_KEPT + _BEST) and len(kept) == len(versions)):
-            yield "unneeded versions are still on disk"
-        if not checkpoint.complete(folder):
-            yield f"the newest committed checkpoint {folder.name} is incomplete"
+        adapters = AdapterStore(self._folder / "read_back")
+        kept, there = self._kept(), self._stored()
+        if there != kept:
+            yield f"the object storage holds {sorted(there)}, the store names {sorted(kept)}"
+        if len(rounds) > 2 * (_KEPT + _BEST) and len(kept) == len(rounds):
+            yield "unneeded versions are still there"
+        for reference in sorted(kept):
+            try:
+                adapters.fetch(reference, state=False)
+                self.outcome.read_back += 1
+            except CheckpointError as error:
+                yield f"{reference} cannot be loaded: {error}"
+        folder = adapters.fetch(newest.checkpoint)
         counts = Counter(read_weights(folder))
         trained = {run.id for run in runs if run.state is TrajectoryState.TRAINED}
         twice = [name for name, count in counts.items() if count > 1]
@@ -272,15 +314,18 @@ def run(folder: Path, kills: int, server: Postgres | None = None, seed: int = 1)
     """Run a campaign in an empty folder."""
     started = time.perf_counter()
     folder.mkdir(parents=True, exist_ok=True)
-    campaign = ExactlyOnceCampaign(folder, server, seed)
-    try:
-        eventually(campaign.has_started, 120)
-        for number in range(kills):
-            campaign.kill(number)
-        outcome = campaign.end()
-    except BaseException:
-        campaign.abandon()
-        raise
+    with contextlib.closing(S3Server(folder)) as objects, pytest.MonkeyPatch.context() as patch:
+        for name, value in objects.environment.items():
+            patch.setenv(name, value)
+        campaign = ExactlyOnceCampaign(folder, server, objects, seed)
+        try:
+            eventually(campaign.has_started, 300)
+            for number in range(kills):
+                campaign.kill(number)
+            outcome = campaign.end()
+        except BaseException:
+            campaign.abandon()
+            raise
     outcome.seconds = time.perf_counter() - started
     return outcome
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 
 import httpx
@@ -19,15 +21,16 @@ AGENTS = 3
 class RestartableProcess:
     """`python -m tests.harness.trainer.scripted_learner NAME VALUE`, which can be killed and restarted."""
 
-    def __init__(self, name: str, value: str, log: Path) -> None:
+    def __init__(self, name: str, value: str, log: Path, environment: Mapping[str, str] | None = None) -> None:
         self._command = [sys.executable, "-m", "tests.harness.trainer.scripted_learner", name, value]
+        self._environment = os.environ | dict(environment or {})
         self.log = log
         self.start()
 
     def start(self) -> None:
         """Start the process."""
         with self.log.open("a") as log:
-            self.process = subprocess.Popen(self._command, cwd=ROOT, stderr=log, stdout=log)
+            self.process = subprocess.Popen(self._command, cwd=ROOT, env=self._environment, stderr=log, stdout=log)
 
     def kill(self) -> None:
         """Send SIGKILL and wait."""

@@ -1,8 +1,9 @@
-"""A judge, a prompt optimizer and a monitor that plug into Ratchet through the entry points in pyproject.toml."""
+"""A judge, a loss, an advantage estimator, a prompt optimizer and a monitor, registered in pyproject.toml."""
 
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 from ratchet.store.records import Transcript, Verdict
 from ratchet.trainer.controller.judges import Judgement
 from ratchet.trainer.observability.monitors import Point
+from ratchet.trainer.settings.estimators import AdvantageFunctions
+from ratchet.trainer.settings.objectives import Objective, StepTokens
 from ratchet.tuner.prompts.optimizer import Evaluate, Reflection, Search
 
 
@@ -76,3 +79,21 @@ class JsonLinesMonitor:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def clamp_at_zero(tokens: StepTokens) -> Any:
+    """Return advantages (N, T) without the negative ones: nothing is made less likely."""
+    return tokens.advantages.clamp(min=0)
+
+
+# `loss_type: positive_only`: the terms of dapo for what was better than its group.
+POSITIVE_ONLY = Objective("clip", "token", "tokens", 0.2, 0.28, token_advantages=clamp_at_zero)
+
+
+def over_median(scores: Sequence[float]) -> list[float]:
+    """Return each score minus the median, which one extreme score does not move."""
+    return [score - statistics.median(scores) for score in scores]
+
+
+# `advantage_estimator: median`
+MEDIAN = AdvantageFunctions(over_median)

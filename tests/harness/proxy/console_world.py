@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import random
+import struct
+import time
+from collections.abc import Sequence
 from typing import Any
 
+from ratchet.store.coordination.job_progress import JobProgress
 from ratchet.store.ids import new_id
-from ratchet.store.records import Feedback, JudgeRequest, Verdict
+from ratchet.store.records import AnswerTraining, Feedback, JudgeRequest, Verdict
+from ratchet.store.records.tool_calls import ToolCall
+from ratchet.store.states import ToolOutcome, ToolResult
 from ratchet.store.store import Store
 from tests.harness.records import answered_trajectory, call_start, ended, tool_call
 
@@ -42,22 +48,44 @@ def fill(store: Store) -> None:
             for place, name in enumerate(names)
         ]
         store.calls.ship([ended(start, {"role": "assistant", "content": "Oslo"}) for start in starts])
+        store.tools.record_tool_calls([_tool_call(version, place) for place in range(40 - 5 * version)], [])
         store.trajectories.seal_idle_trajectories(ALIAS, now=100.0, idle_seconds=1.0)
         group = store.groups.create(f"task:mail/{version}", ALIAS, names, now=101.0)
         verdicts = [
-            Verdict(trajectory_id=name, group_id=group.id, judge="rule", judge_version="1", score=score)
+            Verdict(
+                trajectory_id=name, group_id=group.id, judge="rule", judge_version="1", score=score, judged_at=103.0
+            )
             for name, score in zip(names, scores, strict=True)
         ]
         store.groups.record_verdicts(group.id, verdicts)
-        _train(store, version, group.id, sum(scores) / len(scores))
-    store.policies.start_canary(ALIAS, 5, 0.2, {"low": 0.02})
+        _train(store, version, group.id, names, sum(scores) / len(scores))
+    store.policies.start_ramp(ALIAS, 5, 0.2, {"low": 0.02})
+    evidence = {
+        "harm": 31.5, "streams": {"score": 30.0, "finished": 1.5}, "enough": 1000.0, "counted": 120, "ramp_length": 256,
+        "anchor": 4, "anchor_gain": 1.2, "live_minus_anchor": {"value": -0.02, "low": -0.1, "high": 0.05, "count": 9},
+        "per_day": 300.0, "spread": 0.5, "detectable": {"day": 0.41, "week": 0.154, "month": 0.075},
+        "traffic_too_small": False, "deserved_round_size": 1024, "round_size": 128, "status": "doubt " + HOSTILE,
+    }  # fmt: skip
+    store.releases.record_evidence(ALIAS, 5, evidence)
     store.alarms.raise_("no_signal", "last 5 groups: no variance, judge rule gave 0.0 to all 20: take harder tasks")
-    store.job_progress.update(
-        ALIAS, "gathering", done=3, total=8, seconds=12.0, means={"tokens": 42.67, "reward": 0.5}
-    )  # 4 s each, 20 s left
+    gathering = JobProgress(
+        alias=ALIAS, phase="gathering", done=3, total=8, seconds=12.0, means={"tokens": 42.67, "reward": 0.5},
+        ended=False, updated_at=time.time(),
+    )  # fmt: skip  # 4 s each, 20 s left
+    store.job_progress.update([gathering])
 
 
-def _train(store: Store, version: int, group: str, reward: float) -> None:
+def _tool_call(version: int, place: int) -> ToolCall:
+    """Return the tool call of a trajectory; the more versions were trained, the fewer are wrong."""
+    wrong = place < 10 - 2 * version
+    return ToolCall(
+        call_id=f"call_run-{version}-{place:02d}", choice=0, place=0, alias=ALIAS, version=version, tool="search",
+        tool_call_id=f"c{place}", outcome=ToolOutcome.UNKNOWN_TOOL if wrong else ToolOutcome.VALID,
+        result=ToolResult.ERROR if place % 8 == 0 else ToolResult.OK,
+    )  # fmt: skip
+
+
+def _train(store: Store, version: int, group: str, names: Sequence[str], reward: float) -> None:
     round_ = store.rounds.start(ALIAS, version)
     metrics: dict[str, Any] = {
         "reward": reward,
@@ -74,6 +102,11 @@ def _train(store: Store, version: int, group: str, reward: float) -> None:
     }
     metrics |= {"dtype": "fp32"}
     store.rounds.commit(round_.id, version=version + 1, checkpoint=f"c/{version + 1}", groups=[group], metrics=metrics)
+    trained = [
+        AnswerTraining(call_id=f"call_{name}", choice=0, advantage=0.75, mismatch=struct.pack("<2e", 0.25, -0.5))
+        for name in names
+    ]
+    store.answer_training.record(round_.id, trained)
     if version < 4:
         store.policies.promote(ALIAS, version + 1, {"gain": 0.1}, by="release", reason="better: +0.15 (0.05 to 0.25)")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from ratchet.trainer.errors import OutOfMemory, TrainingDiverged
 from ratchet.trainer.learner_protocol import LearnerProtocol, RoundReport
@@ -27,17 +26,15 @@ class Power:
     def train_round(self, rows: Sequence[TokenRow], rate_scale: float = 1.0) -> RoundReport:
         return self._learner.train_round(rows, rate_scale)
 
-    def score(
-        self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool | Path = True
-    ) -> list[tuple[float, ...]]:
+    def score(self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool | str = True) -> list[tuple[float, ...]]:
         return self._learner.score(rows, adapter=adapter)
 
-    def save(self, folder: Path) -> None:
-        self._learner.save(folder)
+    def save(self, reference: str) -> None:
+        self._learner.save(reference)
         raise KeyboardInterrupt
 
-    def load(self, folder: Path | None, settings: LearnerSettings) -> None:
-        self._learner.load(folder, settings)
+    def load(self, reference: str | None, settings: LearnerSettings) -> None:
+        self._learner.load(reference, settings)
 
 
 class Diverging(Power):

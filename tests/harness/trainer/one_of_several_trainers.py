@@ -8,7 +8,9 @@ import sys
 
 from ratchet.trainer.process import run
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
+from tests.harness.trainer.in_process_learner import run_with_learner
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
-    sys.exit(run(TrainerSettings(**json.loads(sys.argv[1]))))
+    settings = TrainerSettings(**json.loads(sys.argv[1]))
+    sys.exit(run_with_learner(lambda make_learner: run({settings.model: settings}, make_learner)))

@@ -6,11 +6,12 @@ It computes nothing: `score` is given by the test. The real vLLM is exercised by
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from tests.harness.json_server import IncomingRequest, JsonServer
+from tests.harness.trainer.scripted_teacher import TOKENIZATION, tokens_of
 
 Scorer = Callable[[str, Sequence[int]], float]
 _TOKENS = range(3, 6)  # the next tokens
@@ -19,7 +20,7 @@ _TOKENS = range(3, 6)  # the next tokens
 class ScorerProtocol(Protocol):
     """Computes logprobs, as the trainer's learner does."""
 
-    def score(self, rows: Sequence[Sequence[int]], *, adapter: bool | Path = True) -> list[tuple[float, ...]]: ...
+    def score(self, rows: Sequence[Sequence[int]], *, adapter: bool | str = True) -> list[tuple[float, ...]]: ...
 
 
 class Faithful:
@@ -35,7 +36,7 @@ class Faithful:
     def all_of(self, name: str, sequences: Sequence[Sequence[int]]) -> list[float]:
         """Score many sequences in one pass, because one pass each would be slow."""
         folder = self._engine.loaded.get(name)
-        return [found[-1] for found in self._learner().score(sequences, adapter=Path(folder) if folder else False)]
+        return [found[-1] for found in self._learner().score(sequences, adapter=folder or False)]
 
 
 class ScriptedEngine:
@@ -46,18 +47,24 @@ class ScriptedEngine:
         self.loaded: dict[str, str] = {}
         self.log: list[str] = []
         self.refuse: str | None = None
+        self.refuse_chat: set[str] = set()  # names whose chat calls fail
         self.reply: Callable[[str, Sequence[Any]], str] = lambda name, messages: "noted"
         self.requests: list[dict[str, Any]] = []  # bodies of chat calls
         self.key: str | None = None
         self.authorization: str | None = None
         self.load: tuple[int, int] | None = (0, 0)  # calls running and waiting; None: not reported
+        self.missing = 0  # loads that find no files yet
+        self.answering = threading.Event()  # cleared: every request waits
+        self.answering.set()
         self._server = JsonServer(self._respond)
         self.url = self._server.url
 
     def close(self) -> None:
+        self.answering.set()
         self._server.close()
 
     def _respond(self, request: IncomingRequest) -> tuple[int, Any]:
+        self.answering.wait()
         if request.body:
             return self.answer(request.path, json.loads(request.body))
         authorization = f"Bearer {self.key}" if self.key else self.authorization
@@ -75,8 +82,11 @@ class ScriptedEngine:
             f"# TYPE {name} gauge\n{name}{label} {n}.0\n" for name, n in zip(names, self.load or (), strict=False)
         )
 
-    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         if path == "/v1/load_lora_adapter":
+            if self.missing:
+                self.missing -= 1
+                return 404, {"error": {"message": f"Loading failed: No adapter found for {body['lora_path']}"}}
             if self.refuse:
                 return 400, {"error": {"message": self.refuse}}
             self.loaded[body["lora_name"]] = body["lora_path"]
@@ -88,10 +98,14 @@ class ScriptedEngine:
             return 200, {}
         if path == "/v1/chat/completions":
             self.requests.append(body)
+            if body["model"] in self.refuse_chat:
+                return 500, {"error": {"message": "Out of range float values are not JSON compliant"}}
             message = {"role": "assistant", "content": self.reply(body["model"], body["messages"])}
             count = body.get("n", 1)
             text = [{"index": index, "message": message} for index in range(count)]
             return 200, {"choices": text, "usage": {"completion_tokens": 3 * count}}
+        if path in TOKENIZATION:
+            return tokens_of(path, body)
         choices = [
             {"index": index, "logprobs": {"top_logprobs": [likeliest]}}
             for index, likeliest in enumerate(self._likeliest(body["model"], body["prompt"]))

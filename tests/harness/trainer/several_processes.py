@@ -18,18 +18,23 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from ratchet.trainer.errors import RowError, TrainerError
+from ratchet.trainer.errors import CheckpointUnwritable, RowError, TrainerError
 from ratchet.trainer.learner import distributed
+from ratchet.trainer.learner.host import LearnerHost
 from ratchet.trainer.learner.learner import Learner
 from ratchet.trainer.learner_protocol import RoundReport
 from ratchet.trainer.rows.token_row import TokenRow
+from ratchet.trainer.settings.learner_process_settings import LearnerProcessSettings
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from tests.harness.ports import free_port
 from tests.harness.trainer.tiny import build_row, build_rows
+
+if TYPE_CHECKING:
+    from ratchet.trainer.learner.agent_state import AgentState
 
 # Three micro-batches and more: one process has fewer of them than the other.
 SETTINGS = LearnerSettings(threads=1, token_budget=120, steps_per_round=2, loss_type="grpo", beta=0.01)
@@ -40,18 +45,28 @@ class Strange(Exception):
     """Nothing that a trainer knows of."""
 
 
-class Unlucky(Learner):
-    """Meets the error of its case when it would learn from a second round."""
+class Unlucky(LearnerHost):
+    """Meets the error of its case when it would learn from a second round, or in the operation that the case names."""
 
     case = ""
 
-    def _train(self, rows: Sequence[TokenRow], rate_scale: float) -> RoundReport:
-        if self.step:
+    def _train(self, state: AgentState, rows: Sequence[TokenRow], rate_scale: float) -> RoundReport:
+        if state.step and not self.case.endswith(("_in_score", "_in_save")):
             meet_error(self.case)
-        return super()._train(rows, rate_scale)
+        return super()._train(state, rows, rate_scale)
+
+    def score(self, *arguments: Any, **named: Any) -> list[tuple[float, ...]]:
+        if self.case.endswith("_in_score"):
+            meet_error(self.case.removesuffix("_in_score"))
+        return super().score(*arguments, **named)
+
+    def save(self, *arguments: Any) -> None:
+        if self.case.endswith("_in_save"):
+            meet_error(self.case.removesuffix("_in_save"))
+        super().save(*arguments)
 
 
-class UnluckyLeader(distributed.RankZeroLearner, Unlucky):
+class UnluckyLeader(distributed.LeadingHost, Unlucky):
     """The leader, with the error of its case."""
 
 
@@ -90,13 +105,17 @@ def learn(model: str, folder: Path) -> int:
 def lead(line: distributed.FollowerChannel, case: str, model: str, folder: Path) -> int:
     settings = LearnerSettings(threads=1, token_budget=1 << 15, share_prefixes=False)
     try:
-        learner = UnluckyLeader(line, model, settings, workdir=folder / case)
+        learner = Learner(model, settings, workdir=folder / case, make_host=partial(UnluckyLeader, line))
         learner.train_round(build_rows(2))
         row = build_row(7)
         wide = TokenRow("wide", row.ids * 8, row.mask * 8, row.logprobs * 8, 1.0)
         with contextlib.suppress(RowError):
             learner.train_round([wide] * (400 if case.endswith("memory") else 2))
-        learner.save(Path("/proc/nowhere") if case == "leader_cannot_save" else folder / case / "0001")
+        learner.score(build_rows(3))
+        with contextlib.suppress(CheckpointUnwritable):
+            if case == "all_cannot_save":
+                learner.save(Path("/proc/nowhere"))
+        learner.save(folder / case / "0001")
         learner.load(None, settings)
         learner.train_round(build_rows(2))
         learner.save(folder / case / "0002")
@@ -119,18 +138,20 @@ def one(case: str, model: str, folder: Path) -> int:
     if distributed.is_leader():
         return lead(line, case, model, folder)
 
-    def made(base_model: str, settings: LearnerSettings, **where: Any) -> Learner:
-        return Unlucky(base_model + ("-" if case == "follower_has_no_model" else ""), settings, **where)
+    def made(base_model: str, process: LearnerProcessSettings, **where: Any) -> LearnerHost:
+        return Unlucky(base_model + ("-" if case == "follower_has_no_model" else ""), process, **where)
 
     return distributed.follow(line, made)
 
 
-def forked(does: Callable[[], int], log_path: Path, environment: dict[str, str]) -> int:
+def forked(
+    does: Callable[[], int], log_path: Path, environment: dict[str, str], most_seconds: int = MOST_SECONDS
+) -> int:
     """Start a process that does it; return its id."""
     if child := os.fork():
         return child
     os.environ.update(environment)
-    signal.alarm(MOST_SECONDS)
+    signal.alarm(most_seconds)
     with log_path.open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from ratchet.trainer.controller_loop import Controller
+from tests.harness.trainer.stepped_controller import SteppedController
 
 
-def until(controller: Controller, now: float, holds: Callable[[], bool], most: int = 400) -> float:
+def until(controller: SteppedController, now: float, holds: Callable[[], bool], most: int = 400) -> float:
     """Step the controller, one second per step, until `holds` returns true; return the time then."""
     for _ in range(most):
         controller.step(now)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,12 +10,12 @@ from typing import Any
 import httpx
 
 from ratchet.store.store import Store, open_store
-from ratchet.trainer.controller_loop import Controller
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import ProxyProcess, eventually, served
 from tests.harness.trainer.scripted_engine import Faithful, ScriptedEngine
+from tests.harness.trainer.stepped_controller import SteppedController
 
 # The scripted vLLM's logprobs are not the tiny model's: its rows would rightly be rejected.
 LEARNER = LearnerSettings(learning_rate=1e-2, sequence_mask_threshold=None)
@@ -40,14 +39,17 @@ def all_shipped(proxy: str) -> None:
 
 
 @contextmanager
-def trainer_of(folder: Path, tiny_model: Path, **settings: Any) -> Iterator[tuple[Controller, Store, ScriptedEngine]]:
+def trainer_of(
+    folder: Path, tiny_model: Path, **settings: Any
+) -> Iterator[tuple[SteppedController, Store, ScriptedEngine]]:
     """A controller on the store in the folder, with an engine that serves its versions."""
     store, engine = open_store(str(folder / "store.db")), ScriptedEngine(lambda name, ids: 0.0)
     values: dict[str, Any] = {
         "store": str(folder / "store.db"), "model": "agent", "base_model": str(tiny_model), "vllm": (engine.url,),
         "checkpoints": folder / "checkpoints", "groups_per_round": 1, "learner": LEARNER,
+        "release": {"policy": "immediate"},
     }  # fmt: skip
-    controller = Controller(TrainerSettings(**(values | settings)), store, threading.Event())
+    controller = SteppedController(TrainerSettings(**(values | settings)), store)
 
     engine.scorer = Faithful(engine, lambda: controller.learner)
     try:

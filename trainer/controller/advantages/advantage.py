@@ -9,6 +9,8 @@ scores, and zeros if the scores do not differ.
     rloo         A_i = r_i - mean of the others: Ahmadian et al. 2024 (arXiv:2402.14740)
     reinforce++  A_i = r_i - mean(r), then divided by the standard deviation over the round: the variant with a group
                  baseline of Hu et al. 2025 (arXiv:2501.03262)
+
+Other packages register their own: `ratchet.trainer.settings.estimators`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from ratchet.trainer.errors import ScoreError
+from ratchet.trainer.errors import PluginError, ScoreError
+from ratchet.trainer.settings.estimators import AdvantageFunctions, find_estimator
 from ratchet.trainer.statistics.score_spread import has_signal
 
 # Added to the standard deviation, as in TRL: a tiny spread must not become a large advantage.
@@ -36,6 +39,9 @@ def group_advantages(scores: Sequence[float], estimator: str = "grpo") -> tuple[
         raise ScoreError(f"scores {list(scores)} are not all finite: a failed verdict is a state, not a score")
     if not has_signal(scores):
         return (0.0,) * len(scores)
+    plugin = find_estimator(estimator)
+    if plugin is not None:
+        return _of_plugin(plugin, scores, estimator)
     mean = statistics.fmean(scores)
     scale = 1.0
     if estimator == "grpo":
@@ -78,6 +84,17 @@ def scale_over_round(advantages: Sequence[tuple[str, float]], estimator: str, *,
         families.setdefault(family if by_family else "", []).append(advantage)
     scales: Mapping[str, float] = {name: _spread(values) for name, values in families.items()}
     return [advantage / scales[family if by_family else ""] for family, advantage in advantages]
+
+
+def _of_plugin(plugin: AdvantageFunctions, scores: Sequence[float], name: str) -> tuple[float, ...]:
+    """Return a plug-in's advantages. Raises PluginError if they are not one finite number for each score."""
+    found = tuple(float(advantage) for advantage in plugin.group(tuple(scores)))
+    if len(found) != len(scores) or not all(map(math.isfinite, found)):
+        raise PluginError(
+            f"advantage estimator {name!r} returned {list(found)} for {len(scores)} scores: it must return one finite "
+            "number for each; correct the plug-in, or set trainer.advantage_estimator to a built-in one"
+        )
+    return found
 
 
 def _spread(values: Sequence[float]) -> float:

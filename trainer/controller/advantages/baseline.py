@@ -9,6 +9,7 @@ shrinks towards the family's mean with the weight of `SHRINKAGE` scores.
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,32 +32,35 @@ class Baseline:
 
 
 class ScoreHistory:
-    """The scores of one alias and one version of its judge, by task family."""
+    """The scores of one alias and one version of its judge, by task family. Threads may add and read concurrently."""
 
     def __init__(self, past: Sequence[PastScore] = ()) -> None:
         self._families: dict[str, deque[PastScore]] = {}
+        self._lock = threading.Lock()
         for scored in sorted(past, key=lambda one: one.judged_at):
             self.add(scored)
 
     def add(self, scored: PastScore) -> None:
         """Add a score. It replaces an earlier score of the same trajectory."""
-        if scored.family not in self._families and len(self._families) >= _MAX_FAMILIES:
-            del self._families[next(iter(self._families))]
-        scores = self._families.setdefault(scored.family, deque(maxlen=MAX_SCORES_PER_FAMILY))
-        for earlier in [one for one in scores if one.trajectory_id == scored.trajectory_id]:
-            scores.remove(earlier)
-        scores.append(scored)
+        with self._lock:
+            if scored.family not in self._families and len(self._families) >= _MAX_FAMILIES:
+                del self._families[next(iter(self._families))]
+            scores = self._families.setdefault(scored.family, deque(maxlen=MAX_SCORES_PER_FAMILY))
+            for earlier in [one for one in scores if one.trajectory_id == scored.trajectory_id]:
+                scores.remove(earlier)
+            scores.append(scored)
 
     def families_with_baseline(self, min_scores: int) -> set[str]:
         """Return the families that have at least `min_scores` scores."""
-        return {family for family, scores in self._families.items() if len(scores) >= min_scores}
+        with self._lock:
+            return {family for family, scores in self._families.items() if len(scores) >= min_scores}
 
     def baseline(self, sample: PastScore, min_scores: int) -> Baseline | None:
         """Return the baseline for a sample; None if fewer than `min_scores` scores were given before it."""
+        with self._lock:
+            family = tuple(self._families.get(sample.family, ()))
         earlier = [
-            one
-            for one in self._families.get(sample.family, ())
-            if one.judged_at < sample.judged_at and one.trajectory_id != sample.trajectory_id
+            one for one in family if one.judged_at < sample.judged_at and one.trajectory_id != sample.trajectory_id
         ]
         if len(earlier) < min_scores:
             return None

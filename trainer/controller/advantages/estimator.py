@@ -40,9 +40,12 @@ class AdvantageEstimator:
     roles: tuple[str, ...] = ()  # the roles that train; empty if roles are not separated
     history: ScoreHistory = field(default_factory=ScoreHistory)
     turn_weight: float = 0.0
+    distilled: bool = False  # nothing is compared: a teacher's logprobs are the signal
 
     def estimate(self, group: Group, members: Sequence[Trajectory], verdicts: Sequence[Verdict]) -> JudgedGroup:
         """Return the group with its advantages; the verdict of an ungrouped trajectory records its baseline."""
+        if self.distilled:
+            return JudgedGroup(group, tuple(members), tuple(verdicts), (MemberAdvantages(0.0),) * len(members))
         verdicts = self._with_baseline(members, verdicts)
         whole = self.advantages(members, verdicts)
         if whole is None:
@@ -79,6 +82,8 @@ class AdvantageEstimator:
 
     def scale_over_round(self, judged: Sequence[JudgedGroup]) -> list[MemberAdvantages]:
         """Return the advantages of all members of a round's groups, in order, scaled over the round."""
+        if self.distilled:
+            return [MemberAdvantages(0.0) for group in judged for _ in group.members]
         families = [member.family for group in judged for member in group.members]
         found = [one for group in judged for one in group.advantages or [MemberAdvantages(0.0)] * len(group.members)]
         whole = self._scaled(families, [one.whole for one in found])

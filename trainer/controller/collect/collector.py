@@ -1,17 +1,21 @@
-"""TrajectoryCollector: which sealed trajectories become groups, which get resamples first, and which are dropped.
+"""TrajectoryCollector: seals trajectories; which of them become groups, get resamples first, or are dropped.
 
-Consumes sealed trajectories; produces ready groups, drops with their reasons, and resampling calls. `grouping.py`
-decides which trajectories belong together, `cohorts.py` which ungrouped ones do, and `resampling` which prompts can be
-sampled again. A plan that a new call overtakes is made again in the next step.
+Consumes open and sealed trajectories; produces ready groups, drops with their reasons, and resampling calls.
+`grouping.py` decides which trajectories belong together, `cohorts.py` which ungrouped ones do, and `resampling` which
+prompts can be sampled again. A plan that a new call overtakes is made again in the next step.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from functools import lru_cache, partial
+from collections.abc import Set
+from functools import lru_cache
 from hashlib import blake2b
 
+from ratchet.store.access.replica_list import ReplicaList
+from ratchet.store.coordination.activity import ALL_KINDS, ActivityKind
+from ratchet.store.coordination.proxies import PROXY_TIMEOUT_SECONDS
 from ratchet.store.errors import InvalidTransition
 from ratchet.store.reasons import DropReason
 from ratchet.store.records import RESAMPLE, Trajectory
@@ -29,6 +33,7 @@ from ratchet.trainer.tasks.held_out import is_held_out
 
 log = logging.getLogger(__name__)
 
+_COLLECTED = frozenset({ActivityKind.IDLE, ActivityKind.ENDED, ActivityKind.SEALED})
 _MAX_TRAJECTORIES = 2000  # read in one step
 _MAX_PROMPT_DIGESTS = 10_000
 
@@ -49,17 +54,39 @@ class TrajectoryCollector:
         self._role_resolver = role_resolver
         self._history = history
         self._prompt_digest = lru_cache(_MAX_PROMPT_DIGESTS)(self._read_prompt_digest)
+        replicas = ReplicaList(settings.vllm)
         self._feedback_wait = feedback_wait_of(settings.judge)
         self._resampler = Resampler(
             store, settings.model, settings.resample,
             min_group_size=settings.min_group_size,
             key=os.environ.get(KEY_VARIABLE),
-            read_load=partial(load_of, settings.vllm, upstream_key),
+            read_load=lambda: load_of(replicas.resolve(), upstream_key),
         )  # fmt: skip
+
+    @property
+    def is_resampling(self) -> bool:
+        """Whether a trajectory waits for its resamples."""
+        return self._resampler.is_waiting
 
     def close(self) -> None:
         """Stop resampling."""
         self._resampler.close()
+
+    def seal(self, now: float, waiting: Set[str] = ALL_KINDS) -> float | None:
+        """Seal what is complete; return the time up to which all records are stored, None if `step` has nothing to do.
+
+        `waiting`: the kinds of activity that the store may hold for this agent.
+        """
+        if waiting.isdisjoint(_COLLECTED) and not self._resampler.is_waiting:
+            return None
+        # Idle time is measured by what the proxies have shipped, not by the clock: records may be on their way.
+        alias, trajectories = self._settings.model, self._store.trajectories
+        shipped = self._store.proxy_instances.shipped_until(alias, now, since=now - PROXY_TIMEOUT_SECONDS)
+        if ActivityKind.ENDED in waiting:
+            trajectories.seal_rollouts(alias, shipped)
+        if ActivityKind.IDLE in waiting:
+            trajectories.seal_idle_trajectories(alias, shipped, self._settings.seal_after_idle_seconds)
+        return shipped
 
     def step(self, now: float, shipped: float) -> bool:
         """Form and drop what is due; return whether a group was formed. `shipped`: all records up to then are
@@ -69,6 +96,8 @@ class TrajectoryCollector:
         self._resampler.seal(shipped)
         silent_before = None if feedback_wait is None else shipped - feedback_wait.within_seconds
         sealed = self._store.trajectories.sealed(alias, _MAX_TRAJECTORIES, silent_before)
+        if not sealed and not self._resampler.is_waiting:
+            return False
         resampled = self._resampler.collect_results(sealed, shipped, now)
         plan = self._plan([one for one in sealed if one.id not in resampled.waiting and one.purpose != RESAMPLE], now)
         expired_before = now - self._settings.group_wait_seconds - self._settings.resample.max_wait_seconds
@@ -96,8 +125,8 @@ class TrajectoryCollector:
             judgeable_at=given_at,
             abandoned=self._store.rollouts.abandoned(names),
             cut_off=self._store.trajectories.ended_by_failure(names) if names else frozenset(),
-            size=settings.num_generations,
-            min_size=settings.min_group_size,
+            size=1 if settings.learner.objective.distillation else settings.num_generations,  # nothing is compared
+            min_size=1 if settings.learner.objective.distillation else settings.min_group_size,
             wait_seconds=settings.group_wait_seconds,
             now=now,
             held_out={one.id for one in sealed if is_held_out(one.group_key, settings.release.held_out_share)},

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from ratchet.store.reasons import DropReason
-from ratchet.store.records import Trajectory
+from ratchet.store.records import MOVED, Trajectory
 
 _MAX_DURATION_FACTOR = 4.0  # times the longest sealed attempt, plus wait_seconds: no longer is an attempt waited for
 
@@ -67,6 +67,7 @@ def plan_groups(
     after its sealing. `under_way` are attempts that are not sealed yet.
     """
     dropped = _drop_reasons(
+        (frozenset(one.id for one in sealed if one.purpose == MOVED), DropReason.MOVED),
         (frozenset(one.id for one in sealed if one.purpose != "live"), DropReason.EVAL),
         (abandoned, DropReason.ABANDONED),
         (cut_off, DropReason.CUT_OFF),

@@ -6,17 +6,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ratchet.store.records import JudgeRequest, Transcript, Verdict
+from ratchet.store.records import JudgeRequest, TeacherScore, Transcript, Verdict
 
 __all__ = ["Judge", "Judgement"]
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """The verdicts on a group, one per member in order, and the judge's requests to models."""
+    """The verdicts on a group, one per member in order, and the judge's requests to models.
+
+    teacher_scores  of members that a teacher scored
+    unavailable     why the judge could judge nothing now: its verdicts do not count, and the group is judged again
+    """
 
     verdicts: tuple[Verdict, ...]
     judge_requests: tuple[JudgeRequest, ...] = ()
+    teacher_scores: tuple[TeacherScore, ...] = ()
+    unavailable: str | None = None
 
 
 class Judge(Protocol):

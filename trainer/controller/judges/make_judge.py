@@ -16,6 +16,7 @@ from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.controller.judges.kinds.http_grader import GraderJudge
 from ratchet.trainer.controller.judges.kinds.next_state import NextStateJudge
 from ratchet.trainer.controller.judges.kinds.ruler import RulerJudge
+from ratchet.trainer.controller.judges.kinds.teacher import TeacherJudge
 from ratchet.trainer.controller.judges.kinds.workflow_reward import RewardJudge
 from ratchet.trainer.controller.judges.language_model import LanguageModel
 from ratchet.trainer.errors import JudgeError, PluginError
@@ -30,6 +31,7 @@ from ratchet.trainer.settings.judge_specs import (
     NextStateSpec,
     PluginSpec,
     RewardSpec,
+    TeacherSpec,
 )
 from ratchet.trainer.user_code.plugins import JUDGES, load_plugin
 
@@ -50,6 +52,8 @@ def make_judge(spec: JudgeSpec, environ: Mapping[str, str]) -> Judge:
         return _plugin(spec, environ)
     if isinstance(spec, RewardSpec):
         return RewardJudge(spec)
+    if isinstance(spec, TeacherSpec):
+        return TeacherJudge(spec, environ)
     if isinstance(spec, CompositeSpec):
         return CompositeJudge(
             [

@@ -1,23 +1,26 @@
 """JudgeRunner: has ready groups judged, and raises an alarm if the scores carry no signal.
 
 Promises: a judge failure is never a score. Members without a score after the last attempt are dropped, and the others
-are compared if enough of them remain. A group whose scores do not differ is dropped as `no_variance`; several in a row
-raise an alarm that names the judge, the scores and the groups. A slow judge blocks nobody: groups are judged in
-threads, as many at a time as the judge allows, and the caller's thread records the verdicts. The advantages of a group
-are computed here, once. `rejudging.py` judges again after late feedback.
+are compared if enough of them remain. A judge that is away drops nothing: its groups wait. A group whose scores do not
+differ is dropped as `no_variance`; several in a row raise an alarm that names the judge, the scores and the groups. A
+slow judge blocks nobody: groups are judged in threads, as many at a time as the judge allows, and the caller's thread
+records the verdicts. The advantages of a group are computed here, once. `rejudging.py` judges again after feedback that
+came late.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from ratchet.store.errors import InvalidTransition
 from ratchet.store.reasons import DropReason
-from ratchet.store.records import Group, Trajectory, Transcript, Verdict
+from ratchet.store.records import Group, JudgeRequest, Trajectory, Transcript, Verdict
 from ratchet.store.store import Store
+from ratchet.trainer.background_work import ignore
 from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator
 from ratchet.trainer.controller.judges import Judge, Judgement
 from ratchet.trainer.controller.judging.judged_groups import JudgedGroupCache
@@ -30,7 +33,10 @@ _MAX_ZERO_VARIANCE = 1000  # groups
 _ZERO_VARIANCE_NAMED = 5  # groups
 _SINGLE_WEIGHT = 0.125  # of a group, in the alarm about missing signal
 _RETRY_BACKOFF = 4.0  # factor from one retry of a group to the next
+_MAX_BACKOFFS = 16  # more would only overflow
+_MAX_OUTAGE_PAUSE = 60.0  # seconds until a judge that is away is asked again
 _MAX_QUEUED = 64  # groups that wait beside those that the judge has
+_MAX_READ_SECONDS = 0.25  # for the transcripts of one call
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,9 @@ class JudgeRunner:
         second: SecondJudge | None = None,
         zero_variance: Sequence[tuple[Group, float]] = (),
         min_group_size: int = 2,
+        on_done: Callable[[], None] = ignore,
+        max_threads: int | None = None,
+        on_requests: Callable[[Sequence[JudgeRequest]], None] = lambda requests: None,
     ) -> None:
         self._store = store
         self._judge = judge
@@ -69,19 +78,27 @@ class JudgeRunner:
         self._second = second
         self._min_group_size = min_group_size
         self._zero_variance = list(zero_variance)  # groups in a row whose members all got the same score
-        self._threads = ThreadPoolExecutor(judge.concurrency, thread_name_prefix="judge")
+        self._on_requests = on_requests
+        self._on_done = on_done  # called in the judge's thread when there are results to collect
+        threads = min(judge.concurrency, max_threads or judge.concurrency)
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="judge")
         self._pending: dict[str, _PendingGroup] = {}
 
-    def judge_now(self, group: Group, members: Sequence[Transcript], now: float) -> None:
-        """Judge one group in the caller's thread and record the verdicts."""
-        judgement = self._judge.judge(group.id, members)
-        self._record(group, _trajectories(members), _feedback_ids(members), judgement, now)
+    def submit(self, groups: Sequence[Group], read: Callable[[str], Transcript]) -> bool:
+        """Queue groups for the judge, unless they are queued already or the queue is full.
 
-    def submit(self, groups: Sequence[Group], read: Callable[[str], Transcript]) -> None:
-        """Queue groups for the judge, unless they are queued already or the queue is full."""
+        Returns whether groups are left for the next call. Reads transcripts for a short time only, because other
+        agents wait; `on_done` is called if groups are left for that reason.
+        """
+        until = time.monotonic() + _MAX_READ_SECONDS
         for group in groups:
-            if group.id in self._pending or len(self._pending) >= 2 * self._judge.concurrency + _MAX_QUEUED:
+            if group.id in self._pending:
                 continue
+            if len(self._pending) >= 2 * self._judge.concurrency + _MAX_QUEUED:
+                return True
+            if time.monotonic() > until:
+                self._on_done()
+                return True
             members = [read(name) for name in group.members]
             judgement = self.submit_judge(group.id, members)
             sizes = tuple(map(_size, members))
@@ -91,10 +108,13 @@ class JudgeRunner:
             self._progress.add_pending(JUDGING)
             if self._second is not None:
                 self._second.offer(group.id, members)
+        return False
 
     def submit_judge(self, group_id: str | None, members: Sequence[Transcript]) -> Future[Judgement]:
         """Queue a judgement that the caller records."""
-        return self._threads.submit(self._judge.judge, group_id, members)
+        judgement = self._threads.submit(self._judge.judge, group_id, members)
+        judgement.add_done_callback(lambda _: self._on_done())
+        return judgement
 
     def collect_results(self, now: float, timeout: float) -> int:
         """Record finished judgements, after waiting at most `timeout` seconds for them; return how many groups."""
@@ -136,6 +156,10 @@ class JudgeRunner:
         judgement: Judgement,
         now: float,
     ) -> None:
+        self._on_requests(judgement.judge_requests)
+        if judgement.unavailable is not None:
+            self._record_outage(group, judgement, judgement.unavailable, now)
+            return
         failed = {verdict.trajectory_id: verdict for verdict in judgement.verdicts if verdict.failure is not None}
         scored = [
             (member, verdict)
@@ -157,6 +181,16 @@ class JudgeRunner:
         if failed:
             self._alarm_judge_failed(group, judgement, list(failed.values()), left=len(scored) if last else None)
 
+    def _record_outage(self, group: Group, judgement: Judgement, reason: str, now: float) -> None:
+        """Let a group wait for a judge that is away, however long, with an alarm."""
+        delay = min(self._retry_delay(group), _MAX_OUTAGE_PAUSE)
+        self._store.groups.record_judge_failure(group.id, (), now + delay, judgement.judge_requests)
+        self._store.alarms.raise_(
+            f"{DropReason.JUDGE_FAILED}:{group.alias}",
+            f"{self._judge.name} judges nothing: {reason}; trajectories wait, and group {group.id} is judged again in "
+            f"{delay:g} s",
+        )
+
     def _record_scores(
         self,
         group: Group,
@@ -166,8 +200,8 @@ class JudgeRunner:
     ) -> None:
         """Move a group on with its `scored` members; drop the `failed` ones."""
         judged = self._judged.estimate(group, [member for member, _ in scored], [verdict for _, verdict in scored])
-        signal = judged.has_signal
-        drop_reason = DropReason.BASELINE_ONLY if signal is None else None if signal else DropReason.NO_VARIANCE
+        signal = True if judgement.teacher_scores else judged.has_signal
+        drop_reason = None if signal else DropReason.BASELINE_ONLY if signal is None else DropReason.NO_VARIANCE
         verdicts = {verdict.trajectory_id: verdict for verdict in judgement.verdicts}
         verdicts |= {verdict.trajectory_id: verdict for verdict in judged.verdicts}
         self._store.groups.record_verdicts(
@@ -176,20 +210,22 @@ class JudgeRunner:
             judgement.judge_requests,
             drop_reason,
             dict.fromkeys(failed, DropReason.JUDGE_FAILED),
+            judgement.teacher_scores,
         )
         self._judged.estimator.remember(judged.members, judged.verdicts)
-        if not failed:
-            self._store.alarms.clear(f"{DropReason.JUDGE_FAILED}:{group.alias}")
+        over = [] if failed else [f"{DropReason.JUDGE_FAILED}:{group.alias}"]
         if signal:
             self._zero_variance.clear()
-            self._store.alarms.clear(f"no_signal:{group.alias}")
-        elif signal is not None:
+            over.append(f"no_signal:{group.alias}")
+        if over:
+            self._store.alarms.clear(*over)
+        if signal is not None and not signal:
             score = judged.verdicts[0].score or 0.0
             self._zero_variance = [*self._zero_variance[1 - _MAX_ZERO_VARIANCE :], (group, score)]
             self._alarm_no_signal(group)
 
     def _retry_delay(self, group: Group) -> float:
-        return self._retry_seconds * _RETRY_BACKOFF**group.failures
+        return self._retry_seconds * _RETRY_BACKOFF ** min(group.failures, _MAX_BACKOFFS)
 
     def _alarm_judge_failed(
         self, group: Group, judgement: Judgement, failed: Sequence[Verdict], left: int | None

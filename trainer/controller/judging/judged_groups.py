@@ -1,13 +1,15 @@
 """Caches between the judge and the training round. Both are bounded, and the store always decides.
 
 `TranscriptCache` spares the round a second read of a trajectory, `JudgedGroupCache` a second computation of advantages.
-Both return what the store holds now: an entry that the store has overtaken is read or computed again.
+Both return what the store holds now: an entry that the store has overtaken is read or computed again. The judge's
+groups are put in by one thread while a round takes its own out in another.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ratchet.store.records import Group, Trajectory, Transcript, Verdict
@@ -21,16 +23,24 @@ _SCORED = ("score", "components", "baseline_mean", "baseline_std")  # fields of 
 class TranscriptCache:
     """The transcripts of one alias that the judge has received and no round has used yet, at most `max_entries`."""
 
-    def __init__(self, store: Store, max_entries: int = 512) -> None:
+    def __init__(
+        self, store: Store, max_entries: int = 512, on_read: Callable[[Transcript], None] | None = None
+    ) -> None:
+        """`on_read` is called with what was read for the judge."""
         self._store = store
         self._max_entries = max_entries
+        self._on_read = on_read
         self._entries: dict[str, Transcript] = {}
+        self._lock = threading.Lock()
 
     def read(self, trajectory_id: str) -> Transcript:
         """Read a trajectory for the judge and keep it for the round."""
-        _evict(self._entries, self._max_entries)
         transcript = self._store.trajectories.read(trajectory_id)
-        self._entries[trajectory_id] = transcript
+        with self._lock:
+            _evict(self._entries, self._max_entries)
+            self._entries[trajectory_id] = transcript
+        if self._on_read is not None:
+            self._on_read(transcript)
         return transcript
 
     def pop(self, trajectory_ids: Sequence[str]) -> list[Transcript]:
@@ -39,7 +49,8 @@ class TranscriptCache:
         return [self._pop(name, active.get(name)) for name in trajectory_ids]
 
     def _pop(self, trajectory_id: str, last_active_at: float | None) -> Transcript:
-        entry = self._entries.pop(trajectory_id, None)
+        with self._lock:
+            entry = self._entries.pop(trajectory_id, None)
         if entry is not None and entry.trajectory.last_active_at == last_active_at:
             return entry
         return self._store.trajectories.read(trajectory_id)
@@ -53,12 +64,14 @@ class JudgedGroupCache:
         self._store = store
         self._max_entries = max_entries
         self._entries: dict[str, JudgedGroup] = {}
+        self._lock = threading.Lock()
 
     def estimate(self, group: Group, members: Sequence[Trajectory], verdicts: Sequence[Verdict]) -> JudgedGroup:
         """Return a judged group with its advantages, and keep it for the round."""
-        _evict(self._entries, self._max_entries)
         judged = self.estimator.estimate(group, members, verdicts)
-        self._entries[group.id] = judged
+        with self._lock:
+            _evict(self._entries, self._max_entries)
+            self._entries[group.id] = judged
         return judged
 
     def pop(self, groups: Sequence[Group], members: Mapping[str, Trajectory]) -> list[JudgedGroup]:
@@ -74,7 +87,8 @@ class JudgedGroupCache:
         ]
 
     def _pop(self, group: Group, members: Sequence[Trajectory], verdicts: Sequence[Verdict]) -> JudgedGroup:
-        entry = self._entries.pop(group.id, None)
+        with self._lock:
+            entry = self._entries.pop(group.id, None)
         if entry is None or _scored(entry.verdicts) != _scored(verdicts):
             return self.estimator.estimate(group, members, verdicts)
         return dataclasses.replace(entry, group=group, members=tuple(members), verdicts=tuple(verdicts))

@@ -18,11 +18,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 from ratchet.store.reasons import DropReason
 from ratchet.store.records import Group
-from ratchet.store.states import PolicyState, RoundState
+from ratchet.store.states import SERVING, PolicyState, RoundState, TrajectoryState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.rounds.staleness import oldest_fresh
+from ratchet.trainer.controller.rounds.staleness import oldest_fresh, versions_ahead
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
 _MIN_PAGE = 200  # groups read in one step
@@ -55,26 +56,33 @@ class Backlog:
         self._alias = settings.model
         self._alarm = f"{DropReason.STALE}:{self._alias}"
         self._page = max(_MIN_PAGE, 2 * settings.groups_per_round * settings.num_generations)
+        self._may_be_alarmed = True  # the alarm may be active, as an earlier trainer left it
         self._alarm_after = _STALE_ALARM * settings.groups_per_round
         self._stale_in_a_row = len(store.groups.newly_dropped(self._alias, DropReason.STALE, self._alarm_after))
 
-    def groups_to_judge(self, now: float) -> list[Group]:
-        """Return the groups that wait for the judge, the newest first."""
-        self._drop_stale()
-        return self._comparable(
-            self._store.groups.awaiting_verdict(self._alias, now, limit=_MIN_PAGE, newest_first=True)
-        )
+    def groups_to_judge(self, now: float, *, drop_stale: bool = True) -> list[Group]:
+        """Return the groups that wait for the judge, the newest first.
+
+        `drop_stale` must be False while a round runs: its groups may have become stale since.
+        """
+        found = self._store.groups.awaiting_verdict(self._alias, now, limit=_MIN_PAGE, newest_first=True)
+        if found and drop_stale and self._drop_stale():
+            found = self._store.groups.awaiting_verdict(self._alias, now, limit=_MIN_PAGE, newest_first=True)
+        return self._comparable(found)
 
     def judged(self) -> list[Group]:
         """Return the newest trainable groups, oldest first. Raises an alarm if all recent groups were stale."""
-        self._drop_stale()
-        found = self._comparable(self._store.groups.awaiting_round(self._alias, limit=self._page, newest_first=True))[
-            ::-1
-        ]
+        waiting = self._store.groups.awaiting_round(self._alias, limit=self._page, newest_first=True)
+        if waiting and self._drop_stale():
+            waiting = self._store.groups.awaiting_round(self._alias, limit=self._page, newest_first=True)
+        found = self._comparable(waiting)[::-1]
         if found:
             self._stale_in_a_row = 0
-            self._store.alarms.clear(self._alarm)
+            if self._may_be_alarmed:
+                self._store.alarms.clear(self._alarm)
+                self._may_be_alarmed = False
         elif self._stale_in_a_row >= self._alarm_after:
+            self._may_be_alarmed = True
             self._store.alarms.raise_(
                 self._alarm,
                 f"the last {self._stale_in_a_row} groups were all sampled more than {self._settings.max_staleness} "
@@ -87,10 +95,15 @@ class Backlog:
         return self._size.weight(groups)
 
     def is_round_due(self, weight: float, waited: float) -> bool:
-        """Whether groups of this weight, the first of them judged `waited` seconds ago, start a round."""
+        """Whether groups of this weight, the first of them judged `waited` seconds ago, start a round.
+
+        None starts while training is `max_staleness` versions ahead of the live one: what serves would be too old.
+        """
         settings = self._settings
         late = waited >= settings.round_wait_seconds
-        return weight >= (settings.min_groups_per_round if late else settings.groups_per_round)
+        if weight < (settings.min_groups_per_round if late else settings.groups_per_round):
+            return False
+        return versions_ahead(self._store.policies.all(self._alias)) < max(1, settings.max_staleness)
 
     def newest(self, judged: Sequence[Group]) -> list[Group]:
         """Return the newest of `judged` that make one round."""
@@ -98,10 +111,17 @@ class Backlog:
         count = sum(weight <= self._settings.groups_per_round for weight in weights)
         return list(judged[-max(1, count) :])
 
-    def _drop_stale(self) -> None:
-        """Drop the groups, judged or not, that were sampled too many versions before the live one."""
-        oldest = oldest_fresh(self._store.policies.all(self._alias), self._settings.max_staleness)
-        self._stale_in_a_row += self._store.groups.drop_stale(self._alias, oldest, DropReason.STALE)
+    def _drop_stale(self) -> int:
+        """Drop what was sampled too many versions before the newest one; return the number of groups.
+
+        A version that serves is always judged, because its scores decide on releases, but it may be too old to train.
+        """
+        policies = self._store.policies.all(self._alias)
+        serving = [policy.version for policy in policies if policy.state in SERVING]
+        oldest = oldest_fresh(policies, self._settings.max_staleness)
+        dropped = self._store.groups.drop_stale(self._alias, oldest, DropReason.STALE, serving)
+        self._stale_in_a_row += dropped
+        return dropped
 
     def _comparable(self, groups: Sequence[Group]) -> list[Group]:
         """Drop the groups that lost too many members to compare the rest; return the others."""
@@ -113,15 +133,15 @@ class Backlog:
 
 
 def is_drained(store: Store, alias: str, *, num_generations: int, groups_per_round: int) -> bool:
-    """Return whether the trainer has processed all traffic so far.
+    """Return whether the trainer has processed all traffic of an agent so far.
 
-    True if no trajectory is open and what waits is not enough for a group, a verdict, a round or a release. Other
+    True if no trajectory is open and what waits is not enough for a group, a verdict, a round or a release. Further
     traffic may keep it false: callers need a time limit.
     """
-    waiting = store.trajectories.counts()
+    sealed = TrajectoryFilter(state=TrajectoryState.SEALED, alias=alias)
     return (
-        waiting["open"] == 0
-        and waiting["sealed"] < num_generations
+        not store.trajectories.page(1, chosen=TrajectoryFilter(state=TrajectoryState.OPEN, alias=alias))
+        and len(store.trajectories.page(num_generations, chosen=sealed)) < num_generations
         and not store.groups.awaiting_verdict(alias, time.time())
         and len(store.groups.awaiting_round(alias)) < groups_per_round
         and not any(policy.state is PolicyState.CANDIDATE for policy in store.policies.all(alias))

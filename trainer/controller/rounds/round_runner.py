@@ -18,10 +18,20 @@ import msgspec
 
 from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 from ratchet.store.reasons import DropReason, describe_untrained
-from ratchet.store.records import BASE_VERSION, Group, Policy, Round, Trajectory, Transcript, Verdict
+from ratchet.store.records import (
+    BASE_VERSION,
+    Group,
+    Policy,
+    Round,
+    TeacherScore,
+    Trajectory,
+    Transcript,
+    Verdict,
+    unpack_logprobs,
+)
 from ratchet.store.reports.policy_movement import describe_collapse, movement_of
 from ratchet.store.store import Store
-from ratchet.trainer.adapters import checkpoint
+from ratchet.trainer.adapters.adapter_store import AdapterStore, is_remote, number_of
 from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator
 from ratchet.trainer.controller.advantages.judged_group import JudgedGroup, MemberAdvantages
 from ratchet.trainer.controller.collect.role_resolution import RoleResolver
@@ -31,7 +41,8 @@ from ratchet.trainer.controller.rounds.memory_limit import MemoryLimit
 from ratchet.trainer.controller.rounds.staleness import age
 from ratchet.trainer.errors import CheckpointDamaged, NoLearningSignal, RowError, TrainerError, TrainingDiverged
 from ratchet.trainer.learner_protocol import LearnerProtocol, RoundReport
-from ratchet.trainer.rows.build_rows import Rows, build_rows
+from ratchet.trainer.rows.answer_records import AnswerRecords
+from ratchet.trainer.rows.build_rows import ALL_ROLES, AnswerKey, Rows, build_rows
 from ratchet.trainer.rows.probes import ROWS, contexts
 from ratchet.trainer.rows.roles import Roles
 from ratchet.trainer.rows.token_row import TokenRow
@@ -41,6 +52,8 @@ log = logging.getLogger(__name__)
 
 ROUND_ABORTED = "round_aborted"  # alarm
 COLLAPSE = "collapse"  # alarm
+_KEPT_CONTEXTS = 4  # rounds whose contexts for the proof are kept
+_AFTER_VERDICT = "after_verdict"  # reason for untrained tokens
 
 
 class RoundRunner:
@@ -50,39 +63,79 @@ class RoundRunner:
         self,
         store: Store,
         alias: str,
-        checkpoints: Path,
+        versions: str | Path,
         judged: JudgedGroupCache | None = None,
         transcripts: TranscriptCache | None = None,
         role_resolver: RoleResolver | None = None,
         size: RoundSize | None = None,
         memory: MemoryLimit | None = None,
         mask_truncated: bool = False,
+        adapters: AdapterStore | None = None,
     ) -> None:
+        """Keep the alias's versions under the folder or URL `versions`."""
         self._store = store
         self._alias = alias
-        self._checkpoints = checkpoints
+        self._versions = str(versions)
+        self._adapters = adapters or AdapterStore(Path(self._versions))
         self._judged = judged or JudgedGroupCache(store, AdvantageEstimator())
         self._transcripts = transcripts or TranscriptCache(store)
         self._role_resolver = role_resolver or RoleResolver(store, alias, Roles())
         self._size = size or RoundSize(1, 1)
         self._memory = memory or MemoryLimit(store, alias, LearnerSettings())
         self._mask_truncated = mask_truncated
+        self._known_complete: set[str] = set()
+        self._contexts: dict[str, list[tuple[int, ...]]] = {}  # of the newest committed rounds, by round
 
-    def newest_commit(self) -> tuple[int, Path | None]:
-        """Return (version, checkpoint) of the newest version that is not rejected, else (0, None).
+    def newest_commit(self) -> tuple[int, str | None]:
+        """Return (version, its reference) of the newest version that is not rejected, else (0, None).
 
-        The store decides, not the newest folder. Raises CheckpointDamaged if that checkpoint is incomplete.
+        The store decides, not the newest folder. Raises CheckpointDamaged if that version is incomplete,
+        AdapterStoreUnreachable, AdapterStoreRefused.
         """
         newest = self._store.rounds.newest_committed(self._alias)
         if newest is None or newest.checkpoint is None or newest.to_version is None:
             return BASE_VERSION, None
-        folder = Path(newest.checkpoint)
-        if not checkpoint.complete(folder):
-            raise CheckpointDamaged(f"{folder}, the newest checkpoint of {self._alias}, is missing or incomplete")
-        return newest.to_version, folder
+        if newest.checkpoint not in self._known_complete:
+            if not self._adapters.complete(newest.checkpoint):
+                raise CheckpointDamaged(
+                    f"{newest.checkpoint}, the newest version of {self._alias}, is missing or incomplete: "
+                    "restore it, or roll back to an older version"
+                )
+            if is_remote(newest.checkpoint):  # a local folder is looked at each time, which costs nothing
+                self._known_complete = {newest.checkpoint}
+        return newest.to_version, newest.checkpoint
 
-    def rows(self, member: Transcript, verdict: Verdict, advantages: MemberAdvantages) -> Rows:
-        """Return the rows of a judged trajectory, without calls that the judge did not see."""
+    @property
+    def has_commits(self) -> bool:
+        """Whether a version was ever committed, rejected ones included."""
+        return any(policy.round_id is not None for policy in self._store.policies.all(self._alias))
+
+    def adopt_initial(self, learner: LearnerProtocol, adapter: str) -> Policy:
+        """Commit what a new learner holds, the weights of an existing `adapter`, as a candidate; return it."""
+        reference = self.next_reference()
+        learner.save(reference)
+        reason = f"init_adapter {adapter}"
+        candidate = self._store.rounds.adopt(
+            self._alias,
+            version=number_of(reference),
+            checkpoint=reference,
+            origin={"init_adapter": adapter},
+            reason=reason,
+            by_trainer=True,
+        )
+        log.info("event=init_adapter_committed policy=%s adapter=%s", candidate.served_name, adapter)
+        return candidate
+
+    def rows(
+        self,
+        member: Transcript,
+        verdict: Verdict,
+        advantages: MemberAdvantages,
+        teacher: TeacherScore | None = None,
+    ) -> Rows:
+        """Return the rows of a judged trajectory, without calls that the judge did not see. With distillation the
+        advantages come from what the `teacher` said.
+        """
         calls = self._role_resolver.with_roles(self._store.trajectories.context_calls(member))
         judged = [call for call in calls if call.ended_at is not None and call.ended_at <= verdict.judged_at]
         late = sum(call.completion_tokens for call in calls if call not in judged)
@@ -90,11 +143,19 @@ class RoundRunner:
             rows = build_rows(
                 member.trajectory.id, judged, advantages.whole, self._role_resolver.roles, advantages.by_role,
                 by_turn=advantages.by_turn, mask_truncated=self._mask_truncated,
+                teacher=_by_answer(teacher) if self._judged.estimator.distilled else None,
             )  # fmt: skip
         except RowError as error:
             log.warning("event=row_refused trajectory=%s reason=%r", member.trajectory.id, str(error))
             rows = Rows((), {"invalid_row": sum(call.completion_tokens for call in judged)})
-        return Rows(rows.rows, {**rows.untrained, "after_verdict": late} if late else rows.untrained)
+        if not late:
+            return rows
+        unseen = {(call.id, one.index): _AFTER_VERDICT for call in calls if call not in judged for one in call.choices}
+        return dataclasses.replace(
+            rows,
+            untrained={**rows.untrained, _AFTER_VERDICT: late},
+            untrained_answers={**rows.untrained_answers, **unseen},
+        )
 
     def run_round(self, learner: LearnerProtocol, groups: Sequence[Group], from_version: int) -> Policy | None:
         """Train on the groups and commit. Returns None if no token could be trained; the groups are dropped then.
@@ -105,16 +166,18 @@ class RoundRunner:
         """
         started = self._store.rounds.start(self._alias, from_version)
         untrained: Counter[str] = Counter()
+        answers = AnswerRecords()
         try:
             members = self._transcripts.pop([name for group in groups for name in group.members])
             judged = self._judged.pop(groups, {one.trajectory.id: one.trajectory for one in members})
-            rows = self._build_rows(learner, members, judged, from_version, untrained)
-            rows, groups = self._drop_too_long(rows, groups, untrained)
+            rows = self._build_rows(learner, members, judged, from_version, untrained, answers)
+            rows, groups = self._drop_too_long(rows, groups, untrained, answers)
             scale = self._size.rate_scale(_groups_with_rows(groups, rows))
+            reference = self.next_reference()  # before the training: a store that is away costs no step
             report = learner.train_round(rows, scale)
             reward = _reward(judged, groups)
             metrics = {"groups": len(groups), "rate_scale": scale, "untrained_tokens": dict(untrained), **reward}
-            candidate = self.commit(learner, started, groups, dataclasses.asdict(report) | metrics)
+            candidate = self.commit(learner, started, reference, groups, report.figures() | metrics)
         except NoLearningSignal as error:
             self._drop_groups(started, groups, DropReason.UNTRAINABLE, f"{error}; {describe_untrained(untrained)}")
             return None
@@ -124,7 +187,10 @@ class RoundRunner:
         except TrainerError as error:
             self._abort(started, f"{type(error).__name__}: {error}")
             raise
+        self._store.answer_training.record(started.id, answers.of_round(rows, report.mismatch))
         self._memory.record_success()
+        kept = list(self._contexts.items())[1 - _KEPT_CONTEXTS :]
+        self._contexts = dict(kept) | {started.id: contexts(rows[:ROWS])}  # spares the proof to read them again
         self._report_commit(started, candidate, report, len(groups), reward["reward"])
         return candidate
 
@@ -132,37 +198,61 @@ class RoundRunner:
         self,
         learner: LearnerProtocol,
         started: Round,
+        reference: str,
         groups: Sequence[Group],
         metrics: Mapping[str, Any],
         demonstrations: Sequence[str] = (),
     ) -> Policy:
-        """Write the learner's checkpoint and commit the round. `demonstrations` are the trajectories of a warm
-        start.
+        """Publish the learner's state under a new reference and commit the round. `demonstrations` are the
+        trajectories of a warm start.
         """
-        folder = self._next_folder()
-        learner.save(folder)
+        learner.save(reference)
         return self._store.rounds.commit(
             started.id,
-            version=int(folder.name),
-            checkpoint=str(folder.absolute()),
+            version=number_of(reference),
+            checkpoint=reference,
             groups=[group.id for group in groups],
             metrics=metrics,
             demonstrations=demonstrations,
         )
 
+    def next_reference(self) -> str:
+        """Return the reference of the next version: a number that is new to the store and to the adapter store."""
+        return self._adapters.next_reference(self._versions, self._store.rounds.next_version(self._alias))
+
     def probes(self, candidate: Policy) -> list[tuple[int, ...]]:
         """Return contexts in which the candidate was trained, to prove that vLLM serves it.
 
-        A warm start consumes no trajectory; its contexts come from recent traffic.
+        A warm start consumes no trajectory; its contexts come from recent traffic. Those of a forked version are the
+        ones of the version that it is a copy of, which may have other roles.
         """
+        if (known := self._contexts.get(candidate.round_id or "")) is not None:
+            return known
+        source = candidate.evidence.get("origin", {}).get("forked_from")
         rows: list[TokenRow] = []
-        for name in self._store.trajectories.trained_in_round(candidate.round_id or "", 2 * ROWS) or self._newest():
+        for name in self._probe_trajectories(candidate, source):
             transcript = self._store.trajectories.read(name)
             calls = self._role_resolver.with_roles(self._store.trajectories.context_calls(transcript))
-            rows += build_rows(name, calls, 0.0, self._role_resolver.roles, imitated=True).rows
+            roles = self._role_resolver.roles if source is None else ALL_ROLES
+            rows += build_rows(name, calls, 0.0, roles, imitated=True).rows
             if len(rows) >= ROWS:
                 break
         return contexts(rows[:ROWS])
+
+    def can_be_proven(self, candidate: Policy) -> bool:
+        """Return whether there are contexts for the proof of an adopted candidate; a new agent has none before its
+        first calls.
+        """
+        adopted = "origin" in candidate.evidence and candidate.served_name == f"{self._alias}@{candidate.version}"
+        return not adopted or bool(self.probes(candidate))
+
+    def _probe_trajectories(self, candidate: Policy, source: Mapping[str, Any] | None) -> list[str]:
+        trained_in_round = self._store.trajectories.trained_in_round
+        names = trained_in_round(candidate.round_id or "", 2 * ROWS)
+        if source is not None:
+            copied = self._store.policies.get(source["alias"], source["version"])
+            names = trained_in_round(copied.round_id or "", 2 * ROWS) or self._newest(copied.alias)
+        return names or self._newest(self._alias)
 
     def _build_rows(
         self,
@@ -171,15 +261,19 @@ class RoundRunner:
         judged: Sequence[JudgedGroup],
         version: int,
         untrained: Counter[str],
+        answers: AnswerRecords,
     ) -> list[TokenRow]:
         """Return the rows of all members, in the order of `judged`; counts the tokens that are not trained."""
         rows: list[TokenRow] = []
         policies = self._store.policies.all(self._alias)
+        names = [member.trajectory.id for member in members]
+        teacher = self._store.groups.teacher_scores(names) if self._judged.estimator.distilled else {}
         advantages = self._judged.estimator.scale_over_round(judged)
         verdicts = ((group.group, verdict) for group in judged for verdict in group.verdicts)
         for member, (group, verdict), earned in zip(members, verdicts, advantages, strict=True):
-            built = self.rows(member, verdict, earned)
+            built = self.rows(member, verdict, earned, teacher.get(member.trajectory.id))
             untrained.update(built.untrained)
+            answers.add(built)
             for row in built.rows:
                 unfit = learner.unfit(row)
                 if unfit is None:
@@ -187,11 +281,12 @@ class RoundRunner:
                     rows.append(dataclasses.replace(row, group=_row_group(member.trajectory, group), age=old))
                 else:
                     untrained["exceeds_model"] += row.tokens_trained
+                    answers.leave_out(row, "exceeds_model")
                     log.warning("event=row_refused reason=%r", unfit)
         return rows
 
     def _drop_too_long(
-        self, rows: Sequence[TokenRow], groups: Sequence[Group], untrained: Counter[str]
+        self, rows: Sequence[TokenRow], groups: Sequence[Group], untrained: Counter[str], answers: AnswerRecords
     ) -> tuple[list[TokenRow], Sequence[Group]]:
         """Leave out rows that are too long, and drop trajectories without another row. Raises OutOfMemory."""
         alarm = f"{DropReason.TOO_LONG}:{self._alias}"
@@ -205,6 +300,7 @@ class RoundRunner:
         for row in rows:
             if row.trajectory_id in dropped or len(row.ids) > (max_length or 0):
                 untrained["too_long"] += row.tokens_trained
+                answers.leave_out(row, "too_long")
         self._store.groups.drop_members(sorted(dropped), DropReason.TOO_LONG)
         self._store.alarms.raise_(
             alarm,
@@ -214,14 +310,9 @@ class RoundRunner:
         )
         return kept, list(_without(groups, dropped))
 
-    def _newest(self) -> list[str]:
-        """Return the ids of some of the alias's newest trajectories."""
-        return [one.id for one in self._store.trajectories.page(2 * ROWS, chosen=TrajectoryFilter(alias=self._alias))]
-
-    def _next_folder(self) -> Path:
-        """Return the folder of the next version: a number that is new to the store and to the disk."""
-        number = max(self._store.rounds.next_version(self._alias), int(checkpoint.next_path(self._checkpoints).name))
-        return self._checkpoints / f"{number:04d}"
+    def _newest(self, alias: str) -> list[str]:
+        """Return the ids of some of an alias's newest trajectories."""
+        return [one.id for one in self._store.trajectories.page(2 * ROWS, chosen=TrajectoryFilter(alias=alias))]
 
     def _drop_groups(self, started: Round, groups: Sequence[Group], reason: DropReason, detail: str) -> None:
         """Abandon a round and drop its groups, with an alarm."""
@@ -238,8 +329,8 @@ class RoundRunner:
     def _report_commit(
         self, started: Round, candidate: Policy, report: RoundReport, groups: int, reward: float
     ) -> None:
-        for name in (DropReason.UNTRAINABLE, DropReason.DIVERGED, ROUND_ABORTED):
-            self._store.alarms.clear(f"{name}:{self._alias}")
+        names = (DropReason.UNTRAINABLE, DropReason.DIVERGED, ROUND_ABORTED)
+        self._store.alarms.clear(*(f"{name}:{self._alias}" for name in names))
         self._check_collapse(candidate, report)
         log.info(
             "event=round_committed round=%s policy=%s@%d groups=%d rows=%d tokens=%d reward=%.3f loss=%.4f "
@@ -250,11 +341,17 @@ class RoundRunner:
 
     def _check_collapse(self, candidate: Policy, report: RoundReport) -> None:
         alarm = f"{COLLAPSE}:{self._alias}"
-        movement = movement_of(dataclasses.asdict(report))
+        movement = movement_of(report.figures())
         if movement is not None and movement.collapsing:
             self._store.alarms.raise_(alarm, f"{self._alias}@{candidate.version}: {describe_collapse(movement)}")
         else:
             self._store.alarms.clear(alarm)
+
+
+def _by_answer(teacher: TeacherScore | None) -> dict[AnswerKey, tuple[float, ...]]:
+    """Return a teacher's logprobs by answer."""
+    answers = teacher.answers if teacher is not None else ()
+    return {(one.call_id, one.choice): unpack_logprobs(one.logprobs) for one in answers}
 
 
 def _reward(judged: Sequence[JudgedGroup], groups: Sequence[Group]) -> dict[str, float]:

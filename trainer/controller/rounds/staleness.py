@@ -15,14 +15,19 @@ _NO_STEPS = (PolicyState.REJECTED, PolicyState.UNPROVEN)
 
 
 def oldest_fresh(policies: Sequence[Policy], max_staleness: int) -> int:
-    """Return the oldest version whose samples are trained: `max_staleness` trained versions before the live one."""
-    live = max((policy.version for policy in policies if policy.state is PolicyState.LIVE), default=BASE_VERSION)
+    """Return the oldest version whose samples are trained: `max_staleness` trained versions before the newest one."""
     steps, left = _steps(policies), max_staleness
-    version = live
+    version = max(steps, default=BASE_VERSION)
     while version > BASE_VERSION and (left > 0 or version not in steps):
         left -= version in steps
         version -= 1
     return version
+
+
+def versions_ahead(policies: Sequence[Policy]) -> int:
+    """Return the number of trained versions after the live one."""
+    live = max((policy.version for policy in policies if policy.state is PolicyState.LIVE), default=BASE_VERSION)
+    return sum(step > live for step in _steps(policies))
 
 
 def age(policies: Sequence[Policy], sampled: int, version: int) -> int:

@@ -12,20 +12,29 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ratchet.store.records import Transcript
+from ratchet.store.states import ToolOutcome
+from ratchet.trainer.controller.sentinel.answers import (
+    REASONING_FIELDS,
+    THINK,
+    asks_in_place_of_acting,
+    function_of,
+    name_of,
+    text_of,
+    tool_calls_of,
+)
 from ratchet.trainer.controller.sentinel.resources import names_in
+from ratchet.trainer.controller.sentinel.tool_health import VALID_OUTCOMES
 
 _MAX_CONTEXT_CHARS = 2_000_000  # of a trajectory; later calls are not checked
 _MAX_ARGUMENTS = 200  # of a trajectory
 _MAX_VALUE_CHARS = 2_000
 _WORD = re.compile(r"\w{3,}")
 _IDENTIFIER = re.compile(r"\S*[\d@/_]\S*")
-_THINK = re.compile(r"<think>(.*?)(?:</think>|$)", re.DOTALL)
-_REASONING = ("reasoning_content", "reasoning")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,30 +54,40 @@ class TrajectoryBehavior:
     used: frozenset[str]
     shown: frozenset[str] = frozenset()  # files, addresses and ids in its input
     opened: frozenset[str] = frozenset()  # resources that its tool calls named
+    version: int = 0
+    answers: int = 0  # assistant messages
+    questions: int = 0  # answers that ask in place of acting
+    checked_calls: int = 0  # tool calls that could be checked against the offered tools
+    invalid_calls: int = 0  # of those
 
 
 def read_behavior(member: Transcript) -> TrajectoryBehavior:
     """Return the behavior of a trajectory."""
     checked, hallucinated = _count_arguments(member)
     answers = [message for message in member.messages if message.get("role") == "assistant"]
-    calls = [call for message in answers for call in _tool_calls(message)]
+    calls = [call for message in answers for call in tool_calls_of(message)]
     tokens = sum(call.completion_tokens for call in member.calls)
     reasoning, other = (sum(map(size, answers)) for size in (_reasoning_chars, _other_chars))
-    offered = frozenset(filter(None, (_name(tool) for tool in member.tools)))
+    offered = frozenset(filter(None, (name_of(tool) for tool in member.tools)))
     return TrajectoryBehavior(
         trajectory_id=member.trajectory.id,
         family=member.trajectory.family,
         cohort=member.trajectory.group_key,
         sampled_tokens=tokens,
         reasoning_tokens=tokens * reasoning / max(1, reasoning + other),
-        actions=len(calls) + sum(not _tool_calls(message) for message in answers),
+        actions=len(calls) + sum(not tool_calls_of(message) for message in answers),
         tool_calls=len(calls),
         arguments=checked,
         hallucinated=hallucinated,
         offered=offered,
-        used=frozenset(_name(call) for call in calls) & offered,
-        shown=names_in(_content(message) for message in member.messages if message.get("role") != "assistant"),
-        opened=names_in(value for call in calls for value in _values(_function(call).get("arguments"))),
+        used=frozenset(name_of(call) for call in calls) & offered,
+        shown=names_in(text_of(message) for message in member.messages if message.get("role") != "assistant"),
+        version=member.trajectory.version,
+        answers=len(answers),
+        questions=sum(asks_in_place_of_acting(message, offered) for message in answers),
+        checked_calls=sum(call.outcome is not ToolOutcome.UNCHECKED for call in member.tool_calls),
+        invalid_calls=sum(call.outcome not in VALID_OUTCOMES for call in member.tool_calls),
+        opened=names_in(value for call in calls for value in _values(function_of(call).get("arguments"))),
     )
 
 
@@ -77,8 +96,8 @@ def _count_arguments(member: Transcript) -> tuple[int, int]:
     context = json.dumps(member.tools, ensure_ascii=False, default=str).casefold()
     checked = hallucinated = 0
     for message in member.messages:
-        for call in _tool_calls(message):
-            for value in _values(_function(call).get("arguments")):
+        for call in tool_calls_of(message):
+            for value in _values(function_of(call).get("arguments")):
                 found = occurs(value, context)
                 if found is not None and checked < _MAX_ARGUMENTS:
                     checked, hallucinated = checked + 1, hallucinated + (not found)
@@ -115,34 +134,15 @@ def _values(arguments: Any) -> Iterator[str]:
             yield str(value)
 
 
-def _tool_calls(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    calls = message.get("tool_calls") if message.get("role") == "assistant" else None
-    return [call for call in calls if isinstance(call, Mapping)] if isinstance(calls, list) else []
-
-
-def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    function = tool.get("function")
-    return function if isinstance(function, Mapping) else tool
-
-
-def _name(tool: Mapping[str, Any]) -> str:
-    return str(_function(tool).get("name") or "")
-
-
-def _content(message: Mapping[str, Any]) -> str:
-    content = message.get("content")
-    if isinstance(content, list):
-        return "".join(str(part.get("text") or "") for part in content if isinstance(part, Mapping))
-    return content if isinstance(content, str) else ""
-
-
 def _reasoning_chars(message: Mapping[str, Any]) -> int:
-    fields = next((str(message[name]) for name in _REASONING if message.get(name)), "")
-    content = _content(message)
-    beside = len(content) if _tool_calls(message) else sum(map(len, _THINK.findall(content)))
+    fields = next((str(message[name]) for name in REASONING_FIELDS if message.get(name)), "")
+    content = text_of(message)
+    beside = len(content) if tool_calls_of(message) else sum(map(len, THINK.findall(content)))
     return len(fields) + beside
 
 
 def _other_chars(message: Mapping[str, Any]) -> int:
-    calls = sum(len(str(_function(call).get("arguments") or "")) + len(_name(call)) for call in _tool_calls(message))
-    return calls + (0 if calls else len(_THINK.sub("", _content(message))))
+    calls = sum(
+        len(str(function_of(call).get("arguments") or "")) + len(name_of(call)) for call in tool_calls_of(message)
+    )
+    return calls + (0 if calls else len(THINK.sub("", text_of(message))))

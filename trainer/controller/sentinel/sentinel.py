@@ -15,6 +15,7 @@ from dataclasses import asdict
 
 from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 from ratchet.store.errors import RecordNotFound
+from ratchet.store.records import Transcript
 from ratchet.store.states import TrajectoryState
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judging.second_judge import KIND as AGREEMENT
@@ -26,6 +27,8 @@ from ratchet.trainer.controller.sentinel.round_checks import CHECKS as ROUND_CHE
 from ratchet.trainer.controller.sentinel.round_checks import MAX_ROUNDS, check_rounds
 from ratchet.trainer.controller.sentinel.tool_health import CHECK as TOOL_HEALTH
 from ratchet.trainer.controller.sentinel.tool_health import ToolHistory, check_tool_health
+from ratchet.trainer.controller.sentinel.version_rates import CHECKS as RATE_CHECKS
+from ratchet.trainer.controller.sentinel.version_rates import RateHistory, check_versions
 from ratchet.trainer.observability.finding import Finding
 from ratchet.trainer.observability.metrics import TrainerMetrics
 from ratchet.trainer.settings.sentinel_settings import SentinelSettings
@@ -34,7 +37,8 @@ log = logging.getLogger(__name__)
 
 PAUSED = "training_paused"
 TOOL_HISTORY = "tool_past"  # kind of the observations that hold what a failing tool is compared with
-_CHECKS = frozenset({TOOL_HEALTH, PAUSED, AGREEMENT, *DRIFT_CHECKS, *ROUND_CHECKS})
+RATE_HISTORY = "rate_history"  # likewise of a rate that raises an alarm
+_CHECKS = frozenset({TOOL_HEALTH, PAUSED, AGREEMENT, *DRIFT_CHECKS, *ROUND_CHECKS, *RATE_CHECKS})
 _MAX_TOOL_CALLS = 2_000  # newest ones of the alias
 _MAX_READS = 64  # transcripts in one check
 _MAX_REASONS = 3  # in one alarm
@@ -62,6 +66,7 @@ class Sentinel:
         self._behind = False  # there is more to read than one check reads
         self._complete = False  # the window has been read once since the start
         self._tool_histories: dict[str, ToolHistory] | None = None  # of failing tools; None: not read yet
+        self._rate_histories: dict[str, RateHistory] | None = None  # of rates that raise an alarm; None: not read yet
         self._active: set[str] | None = None  # checks whose alarm is active; None: not read yet
         self.findings: tuple[Finding, ...] = ()
         self.pauses_training = False
@@ -76,6 +81,16 @@ class Sentinel:
         elif self._behind:  # read some more with each step
             self._newest_behaviors()
         return self.pauses_training
+
+    def note(self, transcript: Transcript) -> None:
+        """Take a live trajectory that was just read, so that the next check need not read it."""
+        if transcript.trajectory.purpose == "live" and len(self._behaviors) < 2 * self._settings.window:
+            self._behaviors[transcript.trajectory.id] = read_behavior(transcript)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether there is more to read than one check reads."""
+        return self._behind
 
     def blocking_findings(self) -> list[Finding]:
         """Return the findings of the last check after which a person should approve a version."""
@@ -92,6 +107,7 @@ class Sentinel:
         return [
             *self._check_tool_health(),
             *check_drift(behaviors, self._settings),
+            *(self._check_rates(behaviors) if behaviors else []),
             *check_rounds(rounds, self._settings),
             *([unnecessary] if unnecessary else []),
             *(agreement(second.paired_judgements(), second.name, self._settings) if second else []),
@@ -106,6 +122,16 @@ class Sentinel:
         for tool in sorted(known.keys() ^ self._tool_histories.keys()):
             history = self._tool_histories.get(tool)
             self._store.observations.add(self._alias, TOOL_HISTORY, tool, asdict(history) if history else {})
+        return findings
+
+    def _check_rates(self, behaviors: Sequence[TrajectoryBehavior]) -> list[Finding]:
+        noted = self._store.observations.latest(self._alias, RATE_HISTORY) if self._rate_histories is None else {}
+        stored = {check: RateHistory(**one.content) for check, one in noted.items() if one.content}
+        known = stored if self._rate_histories is None else self._rate_histories
+        findings, self._rate_histories = check_versions(behaviors, self._settings, known)
+        for check in sorted(known.keys() ^ self._rate_histories.keys()):
+            history = self._rate_histories.get(check)
+            self._store.observations.add(self._alias, RATE_HISTORY, check, asdict(history) if history else {})
         return findings
 
     def _load_tool_histories(self) -> dict[str, ToolHistory]:
@@ -142,7 +168,7 @@ class Sentinel:
         if pausing:
             reasons[PAUSED] = [f"training is paused, collecting and judging continue: {_joined(pausing)}"]
         active = self._active_alarms() if self._active is None else self._active
-        unchecked = set() if self._complete else active & DRIFT_CHECKS
+        unchecked = set() if self._complete else active & (DRIFT_CHECKS | RATE_CHECKS)
         for check in sorted({found.check for found in findings} | reasons.keys() | (active - unchecked)):
             self._set_alarm(check, reasons.get(check, []), check in active)
         if bool(pausing) != self.pauses_training:

@@ -20,7 +20,7 @@ from ratchet.trainer.statistics.welch_test import MIN_VALUES, share_change
 
 CHECK = "tool_health"
 METRIC = "ratchet_tool_failure_ratio"
-_VALID_OUTCOMES = (ToolOutcome.VALID, ToolOutcome.UNCHECKED)
+VALID_OUTCOMES = (ToolOutcome.VALID, ToolOutcome.UNCHECKED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def check_tool_health(
 def _by_tool(newest: Iterable[ToolCall]) -> dict[str, list[ToolCall]]:
     tools: dict[str, list[ToolCall]] = {}
     for call in newest:
-        if call.result is not None and call.outcome in _VALID_OUTCOMES:
+        if call.result is not None and call.outcome in VALID_OUTCOMES:
             tools.setdefault(call.tool, []).append(call)
     return tools
 

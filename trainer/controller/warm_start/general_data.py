@@ -17,7 +17,7 @@ from typing import Any
 
 from ratchet.trainer.errors import RowError, WarmStartRefused
 from ratchet.trainer.learner_protocol import LearnerProtocol
-from ratchet.trainer.rows.chat_rows import ChatRows, Conversation
+from ratchet.trainer.rows.chat_rows import ChatRenderer, Conversation
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.warm_start_settings import WarmStartSettings
 
@@ -32,7 +32,7 @@ class GeneralDataRows:
 
 
 def general_rows(
-    conversations: Iterable[tuple[str, Mapping[str, Any]]], chat: ChatRows, settings: WarmStartSettings
+    conversations: Iterable[tuple[str, Mapping[str, Any]]], chat: ChatRenderer, settings: WarmStartSettings
 ) -> GeneralDataRows:
     """Return the rows of conversations, given as (id, task row with `messages`). Raises WarmStartRefused if none is
     left.

@@ -30,7 +30,7 @@ from ratchet.trainer.controller.judges import Judge
 from ratchet.trainer.errors import RowError, SettingError
 from ratchet.trainer.rows import preference_rows
 from ratchet.trainer.rows.build_rows import ALL_ROLES, TrainedAnswers, build_rows
-from ratchet.trainer.rows.chat_rows import ChatRows, Conversation
+from ratchet.trainer.rows.chat_rows import ChatRenderer, Conversation
 from ratchet.trainer.rows.roles import Roles
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.warm_start_settings import (
@@ -74,7 +74,7 @@ class SFTDataCollector:
         store: Store,
         alias: str,
         judge: Judge,
-        chat: ChatRows,
+        chat: ChatRenderer,
         settings: WarmStartSettings,
         tuning_id: str = "",
         roles: Roles = ALL_ROLES,

@@ -24,7 +24,7 @@ from ratchet.trainer.controller.warm_start.sft_data import SFTDataCollector, SFT
 from ratchet.trainer.errors import LearningError, WarmStartRefused
 from ratchet.trainer.learner_protocol import LearnerProtocol, RoundReport
 from ratchet.trainer.rows.build_rows import ALL_ROLES
-from ratchet.trainer.rows.chat_rows import ChatRows
+from ratchet.trainer.rows.chat_rows import ChatRenderer
 from ratchet.trainer.rows.roles import Roles
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
@@ -48,7 +48,7 @@ def gather(
     store: Store,
     alias: str,
     judge: Judge,
-    chat: ChatRows,
+    chat: ChatRenderer,
     settings: WarmStartSettings,
     general: Iterable[tuple[str, Mapping[str, Any]]] = (),
     tuning_id: str = "",
@@ -112,6 +112,7 @@ class SFTRound:
         Raises WarmStartRefused if the general loss rose too much, TrainingDiverged, NoLearningSignal; the learner needs
         a reload then.
         """
+        reference = self._round_runner.next_reference()  # a store that is away costs no step
         started = self._store.rounds.start(self._alias, from_version)
         rows = [row for row in data.rows if learner.unfit(row) is None]
         measured = [row for row in data.general.held_out if learner.unfit(row) is None]
@@ -130,6 +131,7 @@ class SFTRound:
         candidate = self._round_runner.commit(
             learner,
             started,
+            reference,
             groups=[],
             metrics=_metrics(data, reports, story),
             demonstrations=sorted(data.examples.scores),
@@ -190,7 +192,7 @@ def _report(
 def _metrics(data: SFTData, reports: Sequence[RoundReport], story: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metrics of the round: those of its last epoch, with the sums over all epochs."""
     scores = [score for score in data.examples.scores.values() if score is not None]
-    return dataclasses.asdict(reports[-1]) | {
+    return reports[-1].figures() | {
         "optimizer_steps": sum(report.optimizer_steps for report in reports),
         "tokens_trained": sum(report.tokens_trained for report in reports),
         "seconds": sum(report.seconds for report in reports),

@@ -20,7 +20,7 @@ from ratchet.store.store import Store
 from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.controller.warm_start.sft_round import SFTData, gather, warm_start_metrics
 from ratchet.trainer.errors import LearningError, RowError, SettingError, TuningError
-from ratchet.trainer.rows.chat_rows import ChatRows
+from ratchet.trainer.rows.chat_process import ChatRowsProcess
 from ratchet.trainer.rows.roles import Roles
 from ratchet.trainer.settings.judge_specs import gives_only_ranks
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 WARM_START = "warm_start"  # the key in a tuning's config, and the stage of its progress
 REFUSALS = (LearningError, RowError, SettingError, TuningError)  # errors that fail the tuning, not the trainer
 
-_INTERVAL_SECONDS = 1.0
+_INTERVAL_SECONDS = 5.0
 _MAX_TUNINGS = 20  # newest ones
 
 
@@ -58,23 +58,21 @@ class WarmStartRequests:
             settings = WarmStartSettings.model_validate(request.config[WARM_START])
         except ValidationError as error:
             raise SettingError(f"tuning {request.id}: warm_start: {error.errors()[0]['msg']}") from error
-        from ratchet.trainer.rows.tokenizer import load_tokenizer
-
-        chat = ChatRows(load_tokenizer(self._settings.base_model))
         judge = make_judge(self._settings.judge, os.environ)
         try:
-            return settings, gather(
-                self._store,
-                self._settings.model,
-                judge,
-                chat,
-                settings,
-                _general_data(settings),
-                tuning_id=request.id,
-                roles=Roles(self._settings.roles, self._settings.role_patterns),
-                held_out=self._settings.release.held_out_share,
-                relative=gives_only_ranks(self._settings.judge),
-            )
+            with ChatRowsProcess(self._settings.base_model) as chat:
+                return settings, gather(
+                    self._store,
+                    self._settings.model,
+                    judge,
+                    chat,
+                    settings,
+                    _general_data(settings),
+                    tuning_id=request.id,
+                    roles=Roles(self._settings.roles, self._settings.role_patterns),
+                    held_out=self._settings.release.held_out_share,
+                    relative=gives_only_ranks(self._settings.judge),
+                )
         finally:
             judge.close()
 

@@ -1,6 +1,6 @@
 """Lessons: a language model reads the failed rollouts of a task family and writes lessons; live traffic decides.
 
-The lessons become a canary: a version with the live adapter and prompt plus the lessons, for a share of new
+The lessons get a ramp: a version with the live adapter and prompt plus the lessons, for a share of new
 trajectories. The release process promotes it or rolls it back by a sequential test. The idea follows Reflexion
 (arXiv:2303.11366), where lessons go to the next attempt at the same task; here they go to all tasks of the family.
 
@@ -67,11 +67,11 @@ class LearnedLessons:
 
 
 def check(store: Store, alias: str) -> Policy:
-    """Return the live version that would get lessons. Raises LessonsRefused if a canary is serving or none is live."""
+    """Return the live version that would get lessons. Raises LessonsRefused if one is in its ramp or none is live."""
     serving = {policy.state: policy for policy in store.policies.serving() if policy.alias == alias}
-    if canary := serving.get(PolicyState.CANARY):
+    if ramp := serving.get(PolicyState.RAMP):
         raise LessonsRefused(
-            f"{alias}@{canary.version} is a canary: `ratchet policies show {alias}` follows it; wait until it is "
+            f"{alias}@{ramp.version} is in its ramp: `ratchet policies show {alias}` follows it; wait until it is "
             "decided, or promote it or roll it back"
         )
     if PolicyState.LIVE not in serving:
@@ -119,8 +119,8 @@ def learn(
     return LearnedLessons(lessons, found, problems, tokens, session.cost)
 
 
-def start_canary(store: Store, alias: str, learned: LearnedLessons, share: float, run: str) -> Policy:
-    """Create a canary with the lessons. Raises LessonsRefused; InvalidTransition if another canary was first."""
+def start_ramp(store: Store, alias: str, learned: LearnedLessons, share: float, run: str) -> Policy:
+    """Start the ramp of a version with the lessons. Raises LessonsRefused; InvalidTransition if another was first."""
     live = check(store, alias)
     prompt = store.prompts.get(live.prompt_id) if live.prompt_id else None
     text, mode, families = with_lessons(prompt, learned.lessons)

@@ -1,5 +1,7 @@
 // The console: routing, the key, and the connection status.
+import { addressOf, AgentChooser, agentOfAddress } from "./agent.js";
 import { connection, key } from "./api.js";
+import { behavior } from "./behavior.js";
 import { h, toast } from "./dom.js";
 import { seconds, tick } from "./format.js";
 import { group, groups } from "./groups.js";
@@ -15,6 +17,7 @@ const PAGES = [
   ["trajectories", "Trajectories", (place, address) => (address.path.length ? trajectory : trajectories)(place, address)],
   ["groups", "Groups", (place, address) => (address.path.length ? group : groups)(place, address)],
   ["versions", "Versions", (place, address) => (address.path.length > 1 ? version : versions)(place, address)],
+  ["behavior", "Behavior", behavior],
   ["rounds", "Rounds", rounds],
   ["alarms", "Alarms", alarms],
 ];
@@ -22,6 +25,7 @@ const EVERY = 5000; // milliseconds between refreshes of a live page
 const OLD = 20000; // milliseconds after which the data counts as old
 
 const main = document.getElementById("main");
+const agents = new AgentChooser(document.getElementById("agent"), agentChanged);
 const pulse = document.getElementById("pulse");
 let shown = null; // {refresh, every}
 let looking = false;
@@ -35,8 +39,14 @@ function nav(current) {
   document.querySelector("nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });
 }
 
-async function route() {
+function address() {
   const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?");
+  return [path, new URLSearchParams(query)];
+}
+
+async function route() {
+  const [path, query] = address();
+  agentOfAddress(path, query);
   const [name, ...rest] = path.split("/").map(decodeURIComponent);
   const page = PAGES.find(([known]) => known === name) ?? PAGES[0];
   const mine = ++turn;
@@ -46,9 +56,17 @@ async function route() {
   document.title = `${page[1]} · Ratchet`;
   const place = h("div", { class: "page" });
   main.replaceChildren(place);
-  const created = page[2](place, { path: rest, query: new URLSearchParams(query) });
+  const created = page[2](place, { path: rest, query });
   if (mine === turn) shown = created;
   await refreshPage();
+}
+
+/** Another agent: a list starts at its newest page again. */
+function agentChanged() {
+  const [path, query] = address();
+  query.delete("before");
+  const chosen = addressOf(path, query);
+  if (chosen === location.hash) route(); else location.hash = chosen;
 }
 
 /** Refresh the page; show the error if that fails. */
@@ -62,6 +80,7 @@ async function refreshPage() {
     seenAt = Date.now();
     main.querySelector(".trouble")?.remove();
     document.getElementById("leave").hidden = !key.get();
+    await agents.refresh();
   } catch (error) {
     if (page === shown) trouble(error);
   } finally {
@@ -84,6 +103,8 @@ function askForKey(error) {
   const wrong = key.get() !== "";
   key.forget();
   document.getElementById("leave").hidden = true;
+  document.getElementById("agent").hidden = true;
+  agents.shown = null;
   const field = h("input", { id: "key", type: "password", autocomplete: "off", spellcheck: "false", required: true,
     "aria-describedby": "key-hint", placeholder: "rk-…" });
   const enter = (event) => { event.preventDefault(); key.set(field.value.trim()); route(); };

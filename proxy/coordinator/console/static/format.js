@@ -2,11 +2,13 @@
 import { h } from "./dom.js";
 
 const plain = new Intl.NumberFormat("en");
-const short = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
+const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
+const axis = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
 const when = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "medium" });
 
 export const NONE = "–";
-export const count = (n) => (n === null || n === undefined ? NONE : Math.abs(n) < 100000 ? plain.format(n) : short.format(n));
+export const count = (n) => (n === null || n === undefined ? NONE : Math.abs(n) < 100000 ? plain.format(n) : compact.format(n));
+export const short = (n) => axis.format(n);
 export const score = (n) => (n === null || n === undefined ? NONE : n.toFixed(3));
 export const signed = (n) => (n > 0 ? "+" : n < 0 ? "−" : "±") + Math.abs(n).toFixed(3);
 export const percent = (n, digits = 1) => (Number.isFinite(n) ? `${(100 * n).toFixed(digits)}%` : NONE);

@@ -1,4 +1,5 @@
 // Groups: trajectories of one task side by side, with verdicts and the judge's requests.
+import { chosenAgent } from "./agent.js";
 import { get } from "./api.js";
 import { h, Slot } from "./dom.js";
 import { ago, count, NONE, score, seconds, signed } from "./format.js";
@@ -13,7 +14,7 @@ export function groups(place, { query }) {
   const slot = new Slot(h("div", { class: "card" }));
   place.append(h("h1", {}, "Groups"), slot.element);
   return {
-    refresh: async () => slot.show(await get("groups", { limit: SIZE, before }), (found) => (found.data.length ? [
+    refresh: async () => slot.show(await get("groups", { limit: SIZE, before, alias: chosenAgent() }), (found) => (found.data.length ? [
       h("div", { class: "scroll" }, h("table", { class: "list" },
         h("thead", {}, h("tr", {}, ["Group", "State", "Alias", "Task", "Members", "Judge failures", "Formed"].map((name) => h("th", { scope: "col" }, name)))),
         h("tbody", {}, found.data.map((one) => h("tr", {},

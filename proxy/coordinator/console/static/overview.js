@@ -1,9 +1,13 @@
 // The first page: learning report, serving versions, job progress, alarms.
+import { chosenAgent } from "./agent.js";
 import { get } from "./api.js";
 import { curve, interval, shares, spark } from "./charts.js";
 import { h, Slot } from "./dom.js";
 import { ago, count, figure, NONE, percent, score, seconds, signed } from "./format.js";
+import { change, MEASURES, pointOf } from "./measures.js";
 import { Traffic } from "./traffic.js";
+import { listed, scoredOf } from "./trajectories.js";
+import { waits } from "./waits.js";
 
 const STATES = { open: "more calls may come", sealed: "complete, waits for a group", grouped: "waits for its verdict and its round", trained: "part of a committed round", dropped: "will not be trained" };
 const STALE = 30; // seconds without an update after which a job that has not ended is shown as silent
@@ -13,18 +17,21 @@ const empty = (text) => h("p", { class: "empty" }, text);
 
 export function overview(place) {
   const traffic = new Traffic();
-  const slots = Object.fromEntries(["alarms", "aliases", "states", "rounds", "proxy", "tools", "tokens"].map((name) => [name, new Slot(h("div", { class: `slot slot-${name}` }))]));
+  const slots = Object.fromEntries(["alarms", "aliases", "states", "rounds", "waits", "proxy", "tools", "tokens"].map((name) => [name, new Slot(h("div", { class: `slot slot-${name}` }))]));
   const column = (...names) => h("div", { class: "stack" }, names.map((name) => slots[name].element));
   place.append(slots.alarms.element, slots.aliases.element,
-    h("div", { class: "columns" }, column("states", "rounds"), column("proxy", "tokens", "tools")));
+    h("div", { class: "columns" }, column("states", "rounds"), column("proxy", "waits", "tokens", "tools")));
   return {
     every: true,
     refresh: async () => {
-      const [report, proxy] = await Promise.all([get("overview"), traffic.read()]);
+      const chosen = { alias: chosenAgent() };
+      const [report, proxy, behavior, waiting] = await Promise.all([get("overview", chosen), traffic.read(chosenAgent()), get("behavior", chosen), get("waits", chosen)]);
+      const rowsOf = Object.fromEntries(behavior.data.map((one) => [one.alias, one.rows]));
       slots.alarms.show(report.alarms, alarms);
-      slots.aliases.show(report.aliases.map((one) => ({ ...one, progress: one.progress.map((job) => ({ ...job, silent: !job.ended && report.at - job.updated_at > STALE })) })), (found) => found.map(alias));
+      slots.aliases.show(report.aliases.map((one) => ({ ...one, behavior: rowsOf[one.alias] ?? [], progress: one.progress.map((job) => ({ ...job, silent: !job.ended && report.at - job.updated_at > STALE })) })), (found) => found.map(alias));
       slots.states.show([report.trajectories, report.dropped], ([states, dropped]) => trajectories(states, dropped));
       slots.rounds.show({ found: report.rounds, relative: report.aliases.filter((one) => one.relative).map((one) => one.alias) }, rounds);
+      slots.waits.show(waiting.data, (found) => found.map(waits));
       slots.proxy.show(proxy, ofProxy);
       slots.tools.show(proxy.tools, tools);
       slots.tokens.show([proxy.contexts, proxy.untrainable], ([contexts, reasons]) => tokens(contexts, reasons));
@@ -45,13 +52,14 @@ function alias(one) {
   const verdict = whole ? whole.gain.verdict : one.learning.missing ? "missing" : "unknown";
   const marks = {};
   if (one.live) marks[one.live.version] = "live";
-  if (one.canary) marks[one.canary.version] = "canary";
+  if (one.ramp) marks[one.ramp.version] = "ramp";
   return h("section", { class: "card alias" },
     h("header", {},
       h("div", {}, h("h1", {}, one.alias), chips(one)),
       h("p", { class: `answer ${verdict}` }, h("b", {}, TITLES[verdict] ?? "Not known yet"),
         whole ? h("span", {}, `${signed(whole.gain.value)}  (95% ${signed(whole.gain.low)} to ${signed(whole.gain.high)})`) : h("span", {}, one.learning.missing ?? ""))),
-    one.learning.versions.length ? curve(one.learning.versions, marks) : one.relative ? null : empty("No scores of production traffic yet. The curve starts with the first verdicts; set trainer.judge."),
+    tiles(one),
+    one.learning.versions.length ? curve(one.learning.versions, { what: `${one.alias} mean score`, marks, link: (version) => scoredOf(one.alias, version) }) : one.relative ? null : empty("No scores of production traffic yet. The curve starts with the first verdicts; set trainer.judge."),
     whole ? comparison(one.learning.families) : null,
     one.learning.notes.length ? h("ul", { class: "dim" }, one.learning.notes.map((note) => h("li", {}, note))) : null,
     one.learning.versions.length > 1 ? h("details", {}, h("summary", { "data-focus": `table ${one.alias}` }, "The curve as a table"), table(one.learning.versions)) : null,
@@ -62,13 +70,32 @@ function alias(one) {
 const at = (alias, version) => `#/versions/${encodeURIComponent(alias)}/${version}`;
 
 function chips(one) {
-  const canary = one.canary;
+  const ramp = one.ramp;
   return h("div", { class: "chips" },
     one.live ? h("a", { class: "chip live", href: at(one.alias, one.live.version), title: `created ${new Date(one.live.created_at * 1000).toLocaleString()}` }, `live @${one.live.version}`) : h("span", { class: "chip" }, "nothing is live"),
-    canary ? h("a", { class: "chip canary", href: at(one.alias, canary.version), title: "canary: scores and mean, beside those of the live version" },
-      `canary @${canary.version} · ${percent(canary.share, 0)} · ${score(canary.canary.mean)} of ${count(canary.canary.count)} / live ${score(canary.live.mean)} of ${count(canary.live.count)}`) : null,
+    ramp ? h("a", { class: "chip ramp", href: at(one.alias, ramp.version), title: "ramp: scores and mean, beside those of the live version" },
+      `ramp @${ramp.version} · ${percent(ramp.share, 0)} · ${score(ramp.ramp.mean)} of ${count(ramp.ramp.count)} / live ${score(ramp.live.mean)} of ${count(ramp.live.count)}`) : null,
+    (one.release?.serving ?? []).filter((found) => found.role === "holdback").map((found) => h("a", { class: "chip", href: at(one.alias, found.version), title: "held back as the version that newer ones are compared with" }, `anchor @${found.version} · ${percent(found.share, 0)}`)),
+    one.release?.pinned ? h("span", { class: "chip hold", title: one.release.pinned.reason }, "pinned") : null,
     one.awaiting_approval ? h("a", { class: "chip hold", href: at(one.alias, one.awaiting_approval.version), title: one.awaiting_approval.reason }, `@${one.awaiting_approval.version} awaits approval`) : null,
-    Object.entries(one.versions).filter(([state]) => !["live", "canary"].includes(state)).map(([state, n]) => h("span", { class: "chip" }, `${count(n)} ${state}`)));
+    Object.entries(one.versions).filter(([state]) => !["live", "ramp", "holdback"].includes(state)).map(([state, n]) => h("span", { class: "chip" }, `${count(n)} ${state}`)));
+}
+
+/** The live version's figures, each with its change since the oldest version. */
+function tiles(one) {
+  const of = (rows) => rows.find((row) => row.version === one.live?.version) ?? rows.at(-1);
+  const curves = [{ title: "score", note: "mean score", format: score, better: 1, points: one.learning.versions },
+    ...MEASURES.map((measure) => ({ ...measure, points: one.behavior.map((row) => pointOf(row, measure)) }))];
+  const shown = curves.filter(({ points }) => points.some((p) => p.mean > 0));
+  if (!shown.length) return null;
+  return h("div", { class: "tiles of-agent" }, shown.map(({ title, note, format, better, points }) => {
+    const first = points[0], now = of(points);
+    const apart = typeof first.low === "number" && (now.low > first.high || now.high < first.low);
+    const kind = apart && better ? ((now.mean - first.mean) * better > 0 ? "good" : "bad") : "dim";
+    const since = now.version === first.version ? null : change(first.mean, now.mean, format);
+    return h("a", { class: "tile", href: title === "score" ? scoredOf(one.alias, now.version) : "#/behavior", title: `${note}, @${now.version}`, "data-focus": `tile ${one.alias} ${title}` },
+      h("span", {}, title), h("b", {}, typeof now.mean === "number" ? format(now.mean) : NONE), since ? h("small", { class: kind }, `${since} since @${first.version}`) : null);
+  }));
 }
 
 const range = (side) => (side.first_version === side.last_version ? `@${side.first_version}` : `@${side.first_version}–@${side.last_version}`);
@@ -125,12 +152,17 @@ function trajectories(states, dropped) {
 /** `relative`: aliases whose judge ranks within groups; means of such scores cannot be compared between rounds. */
 function rounds({ found, relative }) {
   if (!found.length) return card("Rounds", empty("No round was trained yet."));
-  const rewards = found.filter((one) => one.state === "committed" && one.metrics.reward !== undefined && !relative.includes(one.alias)).map((one) => one.metrics.reward).reverse();
-  return card(h("a", { href: "#/rounds", "data-focus": "rounds" }, "Rounds"), rewards.length > 1 ? [spark(rewards, `Mean reward of the last ${rewards.length} rounds`), h("p", { class: "dim spark-label" }, `mean reward of the last ${rewards.length} rounds`)] : null,
+  const rewarded = found.filter((one) => one.state === "committed" && one.metrics.reward !== undefined && !relative.includes(one.alias)).reverse();
+  const single = new Set(rewarded.map((one) => one.alias)).size === 1;
+  const ids = new Map(rewarded.map((one) => [one.to_version, one.id]));
+  const points = rewarded.map((one) => ({ version: one.to_version, mean: one.metrics.reward, low: null, high: null, count: one.metrics.trajectories }));
+  return card(h("a", { href: "#/rounds", "data-focus": "rounds" }, "Rounds"),
+    single && points.length > 1 ? [h("p", { class: "dim small" }, "Mean reward by version made; a click lists the trajectories that a round trained on."),
+      curve(points, { what: "mean reward of rounds", link: (version) => listed({ round: ids.get(version) }), small: true })] : null,
     h("div", { class: "scroll" }, h("table", {},
       h("thead", {}, h("tr", {}, ["Version", "Reward", "Trajectories", "Tokens", "Moved", "Time", "Ended"].map((name) => h("th", { scope: "col" }, name)))),
       h("tbody", {}, found.slice(0, 8).map((one) => h("tr", { title: one.reason },
-        h("td", {}, one.state === "committed" ? `${one.alias}@${one.to_version}` : h("span", { class: `tag ${one.state}` }, one.state)),
+        h("td", {}, one.state === "committed" ? h("a", { href: listed({ round: one.id }), title: "the trajectories that it trained on" }, `${one.alias}@${one.to_version}`) : h("span", { class: `tag ${one.state}` }, one.state)),
         h("td", { class: "num" }, relative.includes(one.alias) ? "relative" : score(one.metrics.reward)), h("td", { class: "num" }, count(one.metrics.trajectories)),
         h("td", { class: "num" }, count(one.metrics.tokens_trained)),
         h("td", { class: "num", title: one.policy_movement ?? "" }, one.metrics.approx_kl === undefined ? NONE : one.metrics.approx_kl.toPrecision(2)),
@@ -169,7 +201,7 @@ function tokens(contexts, reasons) {
 
 function tools(found) {
   if (!found.length) return null;
-  return card("Tools", h("div", { class: "scroll" }, h("table", {},
+  return card(chosenAgent() ? "Tools · all agents" : "Tools", h("div", { class: "scroll" }, h("table", {},
     h("thead", {}, h("tr", {}, ["Tool", "Calls", "Invalid calls", "Failed"].map((name) => h("th", { scope: "col" }, name)))),
     h("tbody", {}, found.slice(0, 8).map((one) => h("tr", {}, h("td", {}, h("code", {}, one.name)), h("td", { class: "num" }, count(one.calls)),
       h("td", { class: `num${one.wrong > 0.1 * one.calls ? " bad" : ""}` }, percent(one.wrong / one.calls)),

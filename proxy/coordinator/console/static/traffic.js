@@ -6,10 +6,12 @@ const WINDOW = 300; // seconds
 export class Traffic {
   constructor() { this.looks = []; }
 
-  /** Read the counters again; return the current figures. */
-  async read() {
+  /** Read the counters again; return the current figures, of one agent where the counters distinguish agents. */
+  async read(agent) {
+    if (agent !== this.agent) [this.agent, this.looks] = [agent, []];
     const at = performance.now() / 1000;
     const found = await metrics();
+    if (agent) for (const [name, samples] of found) found.set(name, samples.filter((one) => (one.labels.alias ?? agent) === agent));
     const calls = sum(found, "ratchet_calls_total");
     if (this.looks.length && sum(this.looks.at(-1).found, "ratchet_calls_total") > calls) this.looks = []; // the proxy restarted
     this.looks.push({ at, found });

@@ -3,26 +3,30 @@ import { get, post } from "./api.js";
 import { ask, h, Slot, toast } from "./dom.js";
 import { ago, count, figure, score, seconds } from "./format.js";
 import { content, json, prose } from "./text.js";
+import { chooser, forget, overlayOf, tokensOf } from "./tokens.js";
+import { listed } from "./trajectories.js";
 
 const PAGE = 60; // messages shown at first
-const MAX_TOKENS = 3000;
 
-export function trajectory(place, { path }) {
+export function trajectory(place, { path, query }) {
   const slot = new Slot(h("div", { class: "stack" }));
+  const overlay = { name: overlayOf(query) };
+  const { tokens, ...filters } = Object.fromEntries(query);
   place.append(slot.element);
+  forget();
   const refresh = async () => {
     const found = await get(`trajectories/${encodeURIComponent(path.join("/"))}`, { tokens: false });
-    slot.show(found, (one) => [head(one, refresh), h("div", { class: "columns wide-left" },
-      h("div", { class: "stack" }, transcript(one)), h("div", { class: "stack" }, verdicts(one), people(one), calls(one), tools(one)))]);
+    slot.show(found, (one) => [head(one, filters, refresh), h("div", { class: "columns wide-left" },
+      h("div", { class: "stack" }, transcript(one, overlay)), h("div", { class: "stack" }, verdicts(one), people(one), calls(one), tools(one)))]);
   };
   return { refresh };
 }
 
-function head(one, refresh) {
+function head(one, filters, refresh) {
   const fact = (name, ...value) => h("div", {}, h("dt", {}, name), h("dd", {}, ...value));
   return h("section", { class: "card" },
     h("header", { class: "between" },
-      h("div", {}, h("p", { class: "dim" }, h("a", { href: "#/trajectories" }, "Trajectories"), " /"), h("h1", { class: "mono wrap" }, one.id)),
+      h("div", {}, h("p", { class: "dim" }, h("a", { href: listed(filters) }, "Trajectories"), " /"), h("h1", { class: "mono wrap" }, one.id)),
       h("div", { class: "actions" },
         h("button", { type: "button", on: { click: () => rate(one, "up", refresh) } }, "↑ Good"),
         h("button", { type: "button", on: { click: () => rate(one, "down", refresh) } }, "↓ Bad"))),
@@ -31,7 +35,8 @@ function head(one, refresh) {
       fact("policy", one.purpose === "other_model" ? one.alias : `${one.alias}@${one.version}`), one.purpose === "live" ? null : fact("purpose", one.purpose),
       fact("task", one.task ?? "–"), one.group_id ? fact("group", h("a", { href: `#/groups/${encodeURIComponent(one.group_id)}`, class: "mono" }, one.group_id)) : null,
       one.key_id ? fact("key", h("span", { class: "mono" }, one.key_id)) : null,
-      one.trained.length ? fact("trained", one.trained.map(policy).join(", ")) : null,
+      one.trained.length ? fact("trained", one.trained.map(policy).slice(0, 6).join(", "), one.trained.length > 6 ? ` and ${count(one.trained.length - 6)} later ones` : null) : null,
+      one.round_id ? fact("round", h("a", { href: listed({ round: one.round_id }), class: "mono" }, one.round_id)) : null,
       fact("opened", ago(one.opened_at)), fact("last call", ago(one.last_active_at))));
 }
 
@@ -48,18 +53,24 @@ async function rate(one, value, refresh) {
   } catch (error) { toast(error.message); }
 }
 
-function transcript(one) {
-  const list = h("ol", { class: "talk" }, one.messages.slice(0, PAGE).map(message));
+function transcript(one, overlay) {
+  const answers = new Map(one.sampled_messages.map((answer) => [answer.message, answer]));
+  const drawn = (said, at) => message(said, overlay.name && answers.has(at) ? tokensOf(answers.get(at), overlay.name) : null);
+  const list = h("ol", { class: "talk" }, one.messages.slice(0, PAGE).map(drawn));
+  const changed = (name) => {
+    overlay.name = name;
+    list.replaceChildren(...one.messages.slice(0, list.children.length).map(drawn));
+  };
   const more = one.messages.length > PAGE ? h("button", { type: "button", on: { click: () => {
-    list.append(...one.messages.slice(list.children.length, list.children.length + 5 * PAGE).map(message));
+    list.append(...one.messages.slice(list.children.length, list.children.length + 5 * PAGE).map((said, at) => drawn(said, at + list.children.length)));
     if (list.children.length >= one.messages.length) more.remove();
   } } }, `Show more of ${count(one.messages.length)} messages`) : null;
-  return h("section", { class: "card" }, h("h2", {}, `Transcript · ${count(one.messages.length)} messages`),
+  return h("section", { class: "card" }, h("header", { class: "between" }, h("h2", {}, `Transcript · ${count(one.messages.length)} messages`), answers.size ? chooser(overlay.name, changed) : null),
     one.messages.length ? list : h("p", { class: "empty" }, "No message is stored."), more);
 }
 
-/** One message of a chat. */
-export function message(one) {
+/** One message of a chat, with its tokens if they are asked for. */
+function message(one, tokens) {
   const reasoning = one.reasoning ?? one.reasoning_content;
   const name = one.role === "tool" ? `tool result ${one.name ?? ""}` : one.role;
   return h("li", { class: `message ${["system", "user", "assistant", "tool"].includes(one.role) ? one.role : "other"}` },
@@ -67,8 +78,8 @@ export function message(one) {
     reasoning ? h("details", { class: "reasoning" }, h("summary", {}, "Reasoning"), content(reasoning)) : null,
     content(one.content), one.refusal ? prose(one.refusal, "bad") : null,
     (Array.isArray(one.tool_calls) ? one.tool_calls : []).map((call) => h("div", { class: "call" },
-      h("div", { class: "who" }, h("span", { class: "tag canary" }, "calls"), h("b", { class: "mono" }, call.function?.name ?? "?"), h("code", { class: "dim" }, call.id ?? "")),
-      json(call.function?.arguments ?? ""))));
+      h("div", { class: "who" }, h("span", { class: "tag ramp" }, "calls"), h("b", { class: "mono" }, call.function?.name ?? "?"), h("code", { class: "dim" }, call.id ?? "")),
+      json(call.function?.arguments ?? ""))), tokens);
 }
 
 function verdicts(one) {
@@ -100,7 +111,7 @@ const CONTEXTS = { root: "first of its context", exact: "continues the sampled i
 
 function calls(one) {
   return h("section", { class: "card" }, h("h2", {}, `Calls · ${count(one.calls.length)}`), one.calls.slice(-200).map((call) => {
-    const shown = h("div", {});
+    const shown = h("div", { class: "stack" });
     const tag = call.untrainable ? "reject" : call.context === "fork" ? "hold" : "live";
     return h("article", { class: "verdict-card" },
       h("div", { class: "who" }, h("span", { class: `tag ${tag}`, title: CONTEXTS[call.context] }, call.untrainable ? "untrainable" : call.context),
@@ -109,22 +120,8 @@ function calls(one) {
       h("p", { class: "dim small" }, `linked by ${call.linked_by} · ${count(call.prompt_tokens)} + ${count(call.completion_tokens)} tokens`,
         call.ended_at ? ` · ${seconds(call.ended_at - call.started_at)}` : "", call.choices.length ? ` · ${call.choices.map((choice) => choice.finish_reason ?? "?").join(", ")}` : ""),
       call.untrainable ? prose(call.untrainable, "bad") : null, call.error ? prose(call.error, "bad") : null,
-      call.completion_tokens ? h("details", { on: { toggle: (event) => { if (event.target.open && !shown.hasChildNodes()) tokens(call.id, shown); } } }, h("summary", {}, "Tokens"), shown) : null);
+      call.completion_tokens ? h("details", { on: { toggle: (event) => { if (event.target.open && !shown.hasChildNodes()) shown.append(...call.choices.map((one) => tokensOf({ call_id: call.id, choice: one.index }, "logprob", true))); } } }, h("summary", {}, "Tokens"), shown) : null);
   }));
-}
-
-async function tokens(id, shown) {
-  shown.replaceChildren("reading …");
-  try {
-    const call = await get(`calls/${encodeURIComponent(id)}`);
-    shown.replaceChildren(
-      h("p", { class: "dim small" }, call.context === "exact" ? `${count(call.prompt_ids.length)} ids of the prompt are new after its parent.` : `${count(call.prompt_ids.length)} ids of the prompt.`,
-        " Sampled ids, darker the less likely they were:"),
-      ...call.choices.map((choice) => h("div", { class: "tokens" }, choice.token_ids.slice(0, MAX_TOKENS).map((one, at) => {
-        const logprob = choice.logprobs[at];
-        return h("span", { style: { "--doubt": String(Math.round(Math.min(1, -(logprob ?? 0) / 4) * 80)) }, title: logprob === undefined ? "no logprob" : `logprob ${logprob.toFixed(4)}, p ${Math.exp(logprob).toFixed(3)}` }, String(one));
-      }), choice.token_ids.length > MAX_TOKENS ? `and ${count(choice.token_ids.length - MAX_TOKENS)} more` : null)));
-  } catch (error) { shown.replaceChildren(error.message); }
 }
 
 function tools(one) {

@@ -1,7 +1,9 @@
-// Versions with their decisions and evidence; promotion and rollback by hand.
+// Versions with their release, decisions and evidence; decisions by hand.
+import { chosenAgent } from "./agent.js";
 import { get, post } from "./api.js";
 import { ask, h, Slot, toast } from "./dom.js";
 import { ago, NONE, percent } from "./format.js";
+import { harm, limits, release } from "./releases.js";
 import { json, prose } from "./text.js";
 
 const MAX_ROWS = 200;
@@ -10,8 +12,8 @@ export function versions(place) {
   const slot = new Slot(h("div", { class: "stack" }));
   place.append(h("h1", {}, "Versions"), slot.element);
   return {
-    refresh: async () => slot.show((await get("policies")).data, (all) => [...Map.groupBy(all, (one) => one.alias)].map(([alias, found]) =>
-      h("section", { class: "card" }, h("h2", {}, alias), h("div", { class: "scroll" }, h("table", { class: "list" },
+    refresh: async () => slot.show((await Promise.all([get("policies", { alias: chosenAgent() }), get("releases", { alias: chosenAgent() })])).map((page) => page.data), ([all, releases]) => [...Map.groupBy(all, (one) => one.alias)].map(([alias, found]) =>
+      h("section", { class: "card" }, h("h2", {}, alias), releases.filter((one) => one.alias === alias).map(release), h("div", { class: "scroll" }, h("table", { class: "list" },
         h("thead", {}, h("tr", {}, ["Version", "State", "Share", "Created", "Newest decision"].map((name) => h("th", { scope: "col" }, name)))),
         h("tbody", {}, found.toReversed().slice(0, MAX_ROWS).map(row)))),
       found.length > MAX_ROWS ? h("p", { class: "dim" }, `The newest ${MAX_ROWS} of ${found.length}.`) : null))),
@@ -23,7 +25,7 @@ function row(one) {
   return h("tr", {},
     h("td", {}, h("a", { href: `#/versions/${encodeURIComponent(one.alias)}/${one.version}` }, `@${one.version}`)),
     h("td", {}, h("span", { class: `tag ${one.state}` }, one.state), one.trained_on_deleted ? h("small", { class: "bad" }, "trained on deleted data") : null),
-    h("td", { class: "num" }, one.canary_share ? percent(one.canary_share, 0) : NONE), h("td", {}, ago(one.created_at)),
+    h("td", { class: "num" }, one.share ? percent(one.share, 0) : NONE), h("td", {}, ago(one.created_at)),
     h("td", { class: "wrap" }, decision ? [h("span", { class: `tag ${decision.action}` }, decision.action), ` ${decision.reason} `, h("span", { class: "dim" }, decision.decided_by)] : NONE));
 }
 
@@ -32,46 +34,66 @@ export function version(place, { path }) {
   const slot = new Slot(h("div", { class: "stack" }));
   place.append(slot.element);
   const refresh = async () => {
-    const [all, decisions, prompt] = await Promise.all([get("policies", { alias }), get(`policies/${Number(number)}/decisions`, { alias }), get(`policies/${Number(number)}/prompt`, { alias })]);
+    const [all, releases, decisions, prompt] = await Promise.all([get("policies", { alias }), get("releases", { alias }), get(`policies/${Number(number)}/decisions`, { alias }), get(`policies/${Number(number)}/prompt`, { alias })]);
     const found = all.data.find((one) => one.version === Number(number));
     const live = all.data.find((one) => one.state === "live");
     if (!found) throw Object.assign(new Error(`there is no ${alias}@${number}`), { status: 404 });
-    slot.show([found, decisions.data, prompt.prompt, live?.version], () => [head(found, live, refresh), decided(decisions.data), prompt.prompt ? prompted(prompt.prompt) : null,
+    const evidence = releases.data[0]?.evidence.find((one) => one.version === found.version) ?? null;
+    slot.show([found, decisions.data, prompt.prompt, live?.version, evidence], () => [head(found, live, refresh), evidence ? released(evidence, found.state) : null, decided(decisions.data), prompt.prompt ? prompted(prompt.prompt) : null,
       Object.keys(found.evidence).length ? h("section", { class: "card" }, h("h2", {}, "Evidence of the version"), json(found.evidence)) : null]);
   };
   return { refresh };
 }
 
 function head(one, live, refresh) {
-  const newer = one.state !== "live" && !(live && live.version > one.version);
   const fact = (name, value) => h("div", {}, h("dt", {}, name), h("dd", {}, value));
   return h("section", { class: "card" },
     h("header", { class: "between" },
       h("div", {}, h("p", { class: "dim" }, h("a", { href: "#/versions" }, "Versions"), " /"), h("h1", {}, `${one.alias}@${one.version}`)),
-      h("div", { class: "actions" }, one.state === "live" ? null : newer
-        ? h("button", { type: "button", class: "primary", on: { click: () => decide(one, "promote", live, refresh) } }, "Promote …")
-        : h("button", { type: "button", class: "danger", on: { click: () => decide(one, "rollback", live, refresh) } }, "Roll back …"))),
-    h("dl", { class: "facts" }, fact("state", h("span", { class: `tag ${one.state}` }, one.state)), one.canary_share ? fact("share of new trajectories", percent(one.canary_share, 0)) : null,
+      h("div", { class: "actions" }, verbs(one, live).map((verb) =>
+        h("button", { type: "button", class: WORDS[verb].kind, on: { click: () => decide(one, verb, live, refresh) } }, `${WORDS[verb].title} …`)))),
+    h("dl", { class: "facts" }, fact("state", h("span", { class: `tag ${one.state}` }, one.state)), one.share ? fact("share of new trajectories", percent(one.share, 0)) : null,
       fact("served as", h("code", {}, one.served_name)), fact("created", ago(one.created_at)), one.round_id ? fact("by round", h("code", {}, one.round_id)) : null,
+      one.pinned_at ? fact("pinned", ago(one.pinned_at)) : null,
       one.pruned_at ? fact("its folder was deleted", ago(one.pruned_at)) : null, one.trained_on_deleted ? fact("note", "trained on data that was deleted later") : null));
 }
 
+// Verb -> its title, its button, and what happens.
 const WORDS = {
-  promote: ["Promote", "New trajectories start on it at once, and the live version is retired. Open trajectories keep their version."],
-  rollback: ["Roll back to", "It is live at once, and all later versions are rejected."],
+  promote: { title: "Promote", kind: "primary", text: "New trajectories start on it at once, and the live version is retired or held back. Open trajectories keep their version." },
+  hold: { title: "Hold", kind: "", text: "It stays as it is until a person promotes it or rolls back." },
+  rollback: { title: "Roll back to", kind: "danger", text: "It is live at once, and all later versions are rejected." },
+  pin: { title: "Pin", kind: "", text: "It serves all new trajectories, and nothing is released until it is unpinned. Versions in a ramp or held back are retired." },
+  unpin: { title: "Unpin", kind: "primary", text: "The release goes on." },
 };
 
+/** What a person may decide about a version. */
+function verbs(one, live) {
+  if (one.state === "live") return [one.pinned_at ? "unpin" : "pin"];
+  if (live?.pinned_at) return [];
+  if (live && live.version > one.version) return ["rollback"];
+  return ["promote", ...(["candidate", "ramp"].includes(one.state) ? ["hold"] : [])];
+}
+
 async function decide(one, verb, live, refresh) {
-  const [title, text] = WORDS[verb];
+  const { title, text } = WORDS[verb];
   const rejected = verb === "promote" && one.state === "rejected";
   const form = await ask(`${title} ${one.alias}@${one.version}?`, `${live ? `Now ${one.alias}@${live.version} is live. ` : ""}${rejected ? "It was rejected: the decisions below say why. " : ""}${text}`,
-    [h("label", { for: "reason" }, "Reason (stored with the decision)"), h("input", { id: "reason", name: "reason", required: true, maxlength: 2000, autocomplete: "off" })], title);
+    [h("label", { for: "reason" }, "Reason (stored with the decision)"), h("input", { id: "reason", name: "reason", required: true, maxlength: 2000, autocomplete: "off" }),
+      verb === "rollback" ? h("label", { class: "check" }, h("input", { type: "checkbox", name: "now" }), " Now: open trajectories of the rejected versions go on with it, marked and not trained") : null], title);
   if (!form) return;
   try {
-    await post(`policies/${one.version}/${verb}?${new URLSearchParams({ alias: one.alias })}`, { reason: form.reason, by: "console", ...(rejected ? { rejected } : {}) });
-    toast(`${one.alias}@${one.version} is live.`);
+    await post(`policies/${one.version}/${verb}?${new URLSearchParams({ alias: one.alias })}`, { reason: form.reason, by: "console", ...(rejected ? { rejected } : {}), ...(form.now ? { now: true } : {}) });
+    toast(`${one.alias}@${one.version} ${DONE[verb]}.`);
     await refresh();
   } catch (error) { toast(error.message); }
+}
+
+const DONE = { promote: "is live", rollback: "is live", hold: "is held", pin: "is pinned", unpin: "is no longer pinned" };
+
+/** What is known about a version that serves, or served. */
+function released(evidence, state) {
+  return h("section", { class: "card" }, h("h2", {}, "Release"), harm(evidence, state), limits(evidence));
 }
 
 function decided(decisions) {

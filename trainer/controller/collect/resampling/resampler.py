@@ -81,6 +81,11 @@ class Resampler:
         self._failures = 0  # in a row
         self._busy_period = BusyPeriod()
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a trajectory waits for its resamples, as far as is known."""
+        return self._originals is None or bool(self._originals or self._in_flight)
+
     def close(self) -> None:
         """Stop sending; calls in flight are cancelled at the next start."""
         self._threads.shutdown(wait=False, cancel_futures=True)

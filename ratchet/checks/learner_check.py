@@ -1,0 +1,242 @@
+"""The doctor's checks of the learner: `gradient`, `swap` and, on a CPU, `batches`.
+
+The project's learner does them, as one more agent that takes its turn: a second base model may not fit beside it. Its
+adapter is removed at the end. Where no learner runs, one is loaded here, which needs torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ratchet.checks.check_result import NO_PROJECT, CheckResult, see_log
+from ratchet.settings.project_settings import Settings
+from ratchet.store.install_hint import install_hint
+from ratchet.supervisor import vllm_command
+from ratchet.trainer.errors import LearnerServiceError, TrainerError
+from ratchet.trainer.learner_messages import TOKEN_VARIABLE
+from ratchet.trainer.settings.value_types import pinned
+
+if TYPE_CHECKING:
+    from ratchet.trainer.learner_protocol import LearnerProtocol
+    from ratchet.trainer.settings.trainer_settings import TrainerSettings
+
+_ANY_IDS = tuple(range(1, 25))  # used if no call was captured; in every vocabulary
+_PROBES = 32  # prefixes whose next-token logprobs are compared
+_TOLERANCE = 0.1  # nats, mean over the probe: bfloat16 serving against fp32 training
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedLearner:
+    """A learner whose agent is the doctor's own. `reference` is where its adapter is saved."""
+
+    learner: LearnerProtocol
+    agent: str
+    reference: str
+
+    @property
+    def served_name(self) -> str:
+        """The adapter's name in vLLM."""
+        return f"{self.agent}@1"
+
+
+def check_learner(settings: Settings, running: dict[str, Any], captured: tuple[int, ...]) -> Iterator[CheckResult]:
+    """Yield the results of the checks; `captured` are the ids of a recorded call."""
+    with contextlib.ExitStack() as opened:
+        checked, finding = _gradient(opened, settings, running, captured)
+        yield finding
+        swapped = _swap(settings, running, checked, captured)
+        yield swapped
+        if swapped.passed and checked and not vllm_command.has_visible_gpu(settings):
+            yield _batches(settings, running, captured, checked.reference)
+
+
+@contextlib.contextmanager
+def running_learner(url: str, token: str | None, settings: TrainerSettings) -> Iterator[CheckedLearner]:
+    """Open an agent at a learner service; afterwards it is closed and its adapter removed."""
+    from ratchet.trainer.adapters.adapter_store import is_remote, make_adapter_store
+    from ratchet.trainer.learner_client.connection import LearnerConnection
+    from ratchet.trainer.learner_client.remote_learner import LearnerAgent, RemoteLearner
+
+    agent = f"doctor-{time.time_ns()}"
+    own = settings.model_copy(
+        update={"model": agent, "checkpoints": settings.checkpoints.parents[1] / agent / "checkpoints"}
+    )
+    with contextlib.closing(LearnerConnection(url, token)) as connection:
+        learner = RemoteLearner(connection, LearnerAgent(agent), own.learner)
+        try:
+            yield CheckedLearner(learner, agent, f"{own.versions}/0001")
+        finally:
+            learner.close()
+            if is_remote(own.versions):
+                make_adapter_store(own).prune(own.versions, frozenset(), frozenset())
+            else:
+                shutil.rmtree(Path(own.versions).parent, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _own_learner(settings: TrainerSettings) -> Iterator[CheckedLearner]:
+    """Load a base model of its own."""
+    from ratchet.trainer.learner.learner import Learner
+
+    with tempfile.TemporaryDirectory(prefix="ratchet-doctor-") as folder:
+        learner = Learner(settings.base_model, settings.learner, workdir=Path(folder))
+        yield CheckedLearner(learner, f"doctor-{time.time_ns()}", f"{folder}/adapter")
+
+
+def _open(opened: contextlib.ExitStack, settings: Settings, running: dict[str, Any]) -> CheckedLearner:
+    base_model = vllm_command.check_model(running.get("base_model") or settings.base_model)
+    own = settings.trainer_settings(base_model=base_model, judge=settings.trainer.get("judge") or "unset:unset")
+    # A large step: usual learning rates change the logprobs by less than bfloat16 resolves.
+    fast = replace(own.learner, learning_rate=3e-3, target_kl=None)
+    own = own.model_copy(update={"learner": fast})
+    if (url := _url(settings, running)) is not None:
+        return opened.enter_context(running_learner(url, _token(settings), own))
+    return opened.enter_context(_own_learner(own))
+
+
+def _url(settings: Settings, running: dict[str, Any]) -> str | None:
+    """Return the address of the learner that runs; None if the doctor has to load one."""
+    url: str | None = running.get("learner_url") or settings.learner_process_settings().url
+    return url
+
+
+def _token(settings: Settings) -> str | None:
+    """Return the user's token, or that of the learner that `up` has started."""
+    given = os.environ.get(TOKEN_VARIABLE)
+    if given or not settings.state.learner_token.is_file():
+        return given or None
+    return settings.state.learner_token.read_text()
+
+
+def _gradient(
+    opened: contextlib.ExitStack, settings: Settings, running: dict[str, Any], captured: tuple[int, ...]
+) -> tuple[CheckedLearner | None, CheckResult]:
+    """Return a learner after one round, and the result."""
+    if _url(settings, running) is None and (refusal := _why_not_here(settings)) is not None:
+        return None, refusal
+    try:
+        checked = _open(opened, settings, running)
+        report = _train(checked.learner, captured or _ANY_IDS)
+    except ImportError as error:
+        return None, CheckResult("gradient", False, f"the learner cannot be imported: {error}", install_hint("trainer"))
+    except LearnerServiceError as error:
+        return None, CheckResult("gradient", False, str(error), see_log(settings, "learner"))
+    except Exception as error:  # noqa: BLE001 -- any error is the result of this check
+        return None, CheckResult(
+            "gradient", False, f"{type(error).__name__}: {error}", "check the base model (--base-model), or free memory"
+        )
+    weight_change, tokens = report
+    if not weight_change > 0:
+        remedy = "check learner.target_modules against the base model's layers"
+        return None, CheckResult("gradient", False, "one round changed no weight", remedy)
+    where = "the project's learner" if _url(settings, running) else "a learner loaded for this check"
+    seen = f"one round on {tokens} tokens moved the adapter by {weight_change:.4f} (norm), in {where}"
+    return checked, CheckResult("gradient", True, seen)
+
+
+def _why_not_here(settings: Settings) -> CheckResult | None:
+    """Return the result if a learner does not fit beside what runs; else take the GPUs that `up` would give it."""
+    from ratchet.checks.memory_check import why_no_learner
+    from ratchet.supervisor.gpu_assignment import assign_gpus
+
+    assigned, _ = assign_gpus(settings)
+    if (reason := why_no_learner(assigned)) is not None:
+        return CheckResult("gradient", False, reason, "free the GPU (without a judge, `up` starts no learner)")
+    os.environ.update(pinned(assigned.learner_devices))  # before anything imports torch
+    return None
+
+
+def _train(learner: LearnerProtocol, ids: tuple[int, ...]) -> tuple[float, int]:
+    """Train one round; return the change of the weights and the tokens."""
+    from ratchet.trainer.rows.token_row import TokenRow
+
+    scored = learner.score([ids, ids[::-1]])
+    rows = [
+        TokenRow("doctor", row, (0, *(1,) * (len(row) - 1)), tuple(logprobs), advantage=advantage)
+        for row, logprobs, advantage in zip((ids, ids[::-1]), scored, (1.0, -1.0), strict=True)
+    ]
+    report = learner.train_round(rows)
+    return report.weight_change, report.tokens_trained
+
+
+def _swap(
+    settings: Settings, running: dict[str, Any], checked: CheckedLearner | None, captured: tuple[int, ...]
+) -> CheckResult:
+    if not running:
+        return CheckResult("swap", False, "not checked: no project is up", NO_PROJECT)
+    if checked is None:
+        return CheckResult("swap", False, "not checked: there is no trained adapter", "fix the gradient check first")
+    tolerance = float(settings.trainer.get("proof_tolerance", _TOLERANCE))
+    try:
+        return check_swap(running["vllm_url"], _served_base(settings), checked, _probes(captured), tolerance)
+    except TrainerError as error:
+        return CheckResult("swap", False, str(error), see_log(settings, "vllm"))
+
+
+def check_swap(
+    vllm: str, base: str, checked: CheckedLearner, probes: list[tuple[int, ...]], tolerance: float
+) -> CheckResult:
+    """Serve the learner's adapter for a moment, and compare its logprobs. Raises TrainerError."""
+    from ratchet.trainer.adapters.vllm_api import VllmServer
+    from ratchet.trainer.release.proof import ProofOutcome
+    from ratchet.trainer.release.served_proof import prove_served
+
+    name = checked.served_name
+    with contextlib.closing(VllmServer(vllm)) as replica:
+        checked.learner.save(checked.reference)
+        replica.load(name, checked.reference)
+        try:
+            proof = prove_served(replica, name, {base: None}, probes, checked.learner, tolerance=tolerance)
+        finally:
+            replica.unload(name)
+    if not proof.holds:
+        remedy = "check that vLLM serves the same base model as the trainer loads"
+        if proof.outcome is ProofOutcome.UNPROVEN:
+            remedy = (
+                "serve and train in float32, or check that both use the same numerics (quantisation, attention kernels)"
+            )
+        return CheckResult("swap", False, str(proof.reason), remedy)
+    seen = (
+        f"served logprobs changed by {proof.served_change:.4f} nats, the learner's by {proof.trained_change:.4f}; "
+        f"they differ by {proof.served_vs_trainer:.4f} ({proof.tokens} tokens)"
+    )
+    return CheckResult("swap", True, seen)
+
+
+def _batches(settings: Settings, running: dict[str, Any], captured: tuple[int, ...], reference: str) -> CheckResult:
+    """Check mixed batches with the adapter of the swap check, under other names than object storage knows."""
+    from ratchet.checks.mixed_batch_check import check_batches
+    from ratchet.supervisor.adapter_slots import max_loras
+    from ratchet.trainer.adapters.adapter_store import AdapterStore, is_remote
+    from ratchet.trainer.adapters.vllm_api import VllmServer
+
+    base = _served_base(settings)
+    if is_remote(reference):
+        reference = str(AdapterStore(settings.state.adapter_cache).fetch(reference, state=False))
+    with contextlib.closing(VllmServer(running["vllm_url"])) as replica:
+        return check_batches(replica, base, reference, max_loras(settings), _probes(captured))
+
+
+def _served_base(settings: Settings) -> str:
+    """Return the base model's name in vLLM, which is version 0 of every agent."""
+    from ratchet.store.records import BASE_VERSION
+    from ratchet.store.store import open_store
+
+    store = open_store(settings.store_url, create=False)
+    try:
+        return store.policies.get(settings.model, BASE_VERSION).served_name
+    finally:
+        store.close()
+
+
+def _probes(captured: tuple[int, ...]) -> list[tuple[int, ...]]:
+    ids = captured or _ANY_IDS
+    return [ids[:end] for end in range(len(ids), 1, -max(1, len(ids) // _PROBES))]

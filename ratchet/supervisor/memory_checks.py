@@ -1,0 +1,133 @@
+"""Checks before anything is loaded that base model, vLLM and learner fit their GPUs, and splits one that they share.
+
+The GPUs are those that nvidia-smi lists. A model without a memory formula passes with a note; so does a machine whose
+GPUs cannot be listed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ratchet.errors import GpuMemoryTooLow
+from ratchet.settings.learner_section import parse_learner
+from ratchet.settings.project_settings import Settings
+from ratchet.supervisor import vllm_command
+from ratchet.supervisor.adapter_slots import max_loras
+from ratchet.supervisor.gpu_assignment import assign_gpus
+from ratchet.supervisor.preflight_checks import Gpu, visible_gpus
+from ratchet.trainer.errors import ModelDoesNotFit, ModelShapeUnknown
+from ratchet.trainer.planning.gpu_memory import GIB, LearnerMemory, LearnerOption, learner_memory
+from ratchet.trainer.planning.gpu_placement import GpuPlacement, MemorySplit, split_memory
+from ratchet.trainer.planning.model_config import read_config
+from ratchet.trainer.planning.model_shape import read_shape
+from ratchet.trainer.settings.learner_process_settings import LearnerProcessSettings
+
+_MIB = 2**20
+# Without a formula: half of a GPU that is shared, vLLM's own default of another.
+_UNPLANNED_SHARED, _UNPLANNED = 0.5, 0.9
+_FEW_TOKENS = 1024
+_DEFAULT_MAX_NUM_SEQS = 256  # of vLLM
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMemory:
+    """Settings with vLLM's share of the GPU and its context filled in, and notes for the user."""
+
+    settings: Settings
+    notes: tuple[str, ...] = ()
+    learner: LearnerMemory | None = None  # None: nothing is trained here, or there is no formula
+
+
+def plan_memory(settings: Settings) -> PlannedMemory:
+    """Return the settings with GPUs, and vLLM's share of its own. Raises GpuMemoryTooLow if the model cannot fit."""
+    settings, notes = assign_gpus(settings)
+    process = _learner_process(settings)
+    serving = visible_gpus(settings.vllm.devices)[: settings.vllm.tensor_parallel_size]
+    trains = settings.has_judge and process.url is None  # else the learner has GPUs elsewhere
+    training = visible_gpus(settings.learner_devices)[: process.num_processes] if trains else []
+    shared = any(gpu in training for gpu in serving) if serving else trains
+    try:
+        if not serving:
+            raise ModelShapeUnknown("nvidia-smi lists no GPU of vLLM's")
+        shape = read_shape(read_config(vllm_command.check_model(settings.base_model)))
+        split = split_memory(shape, _placement(settings, process, serving, training))
+    except ModelShapeUnknown as reason:
+        share = settings.vllm.gpu_memory_utilization or (_UNPLANNED_SHARED if shared else _UNPLANNED)
+        return PlannedMemory(_with(settings, share, None), (*notes, f"memory is not planned: {reason}"))
+    except ModelDoesNotFit as error:
+        raise GpuMemoryTooLow(str(error)) from error
+    planned = _with(settings, split.gpu_memory_utilization, split.max_model_len)
+    return PlannedMemory(planned, (*notes, *_notes(settings, split, shared)), split.learner)
+
+
+def smallest_learner(settings: Settings) -> int | None:
+    """Return the bytes of GPU memory that a learner of one process needs at least; None without a formula."""
+    process = _learner_process(settings)
+    try:
+        shape = read_shape(read_config(vllm_command.check_model(settings.base_model)))
+    except ModelShapeUnknown:
+        return None
+    option = replace(_option(process), sharding="none")
+    memory = learner_memory(
+        shape, option, _FEW_TOKENS, rank=process.lora_r, target_modules=process.target_modules
+    )  # fmt: skip
+    return memory.total
+
+
+def free_learner_memory(settings: Settings) -> int | None:
+    """Return the free bytes of the learner's first GPU; None if nvidia-smi does not list it."""
+    gpu = next(iter(visible_gpus(settings.learner_devices)), None)
+    return None if gpu is None else round((gpu.total - gpu.used) * _MIB)
+
+
+def _with(settings: Settings, share: float, max_model_len: int | None) -> Settings:
+    changes = {"gpu_memory_utilization": share, "max_model_len": max_model_len or settings.vllm.max_model_len}
+    return settings.model_copy(update={"vllm": settings.vllm.model_copy(update=changes)})
+
+
+def _placement(
+    settings: Settings, process: LearnerProcessSettings, serving: list[Gpu], training: list[Gpu]
+) -> GpuPlacement:
+    own = settings.vllm
+    rank = own.max_lora_rank or vllm_command.servable_rank(settings)
+    return GpuPlacement(
+        gpu_bytes=round(min(gpu.total for gpu in (*serving, *training)) * _MIB),
+        tensor_parallel_size=own.tensor_parallel_size,
+        learner_gpus=len(training) * process.machines,
+        shared=any(gpu in training for gpu in serving),
+        gpu_memory_utilization=own.gpu_memory_utilization,
+        max_model_len=own.max_model_len,
+        max_loras=max_loras(settings),
+        max_num_seqs=own.max_num_seqs or _DEFAULT_MAX_NUM_SEQS,
+        max_lora_rank=rank,
+        lora_r=process.lora_r,
+        target_modules=process.target_modules,
+        token_budget=process.token_budget,
+        max_length=settings.learner.get("max_length"),
+        option=_option(process),
+    )
+
+
+def _option(process: LearnerProcessSettings) -> LearnerOption:
+    return LearnerOption(
+        sharding=process.sharding,
+        gradient_checkpointing=process.gradient_checkpointing is not False,
+        activation_offload=process.activation_offload,
+        quantization=process.quantization,
+    )
+
+
+def _learner_process(settings: Settings) -> LearnerProcessSettings:
+    return parse_learner(settings.learner, {})[1]
+
+
+def _notes(settings: Settings, split: MemorySplit, shared: bool) -> list[str]:
+    notes = []
+    if split.learner is not None and shared and settings.vllm.gpu_memory_utilization is None:
+        notes.append(
+            f"GPU memory: vLLM gets {split.gpu_memory_utilization:.0%}, the learner needs "
+            f"{split.learner.total / GIB:.1f} GiB"
+        )
+    if split.max_model_len and settings.vllm.max_model_len is None:
+        notes.append(f"vllm.max_model_len: {split.max_model_len}, which fits into the GPU's memory")
+    return notes

@@ -1,0 +1,1 @@
+"""Series of versions of known quality, and what different release policies make of them."""

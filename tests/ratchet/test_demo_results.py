@@ -1,0 +1,89 @@
+"""The demo's figures of behaviour: what the agent did, from the rows that it writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ratchet.demo import demo_report
+from ratchet.demo.behaviour import behaviour_of
+from ratchet.demo.demo_results import DemoResults, HeldOutEvaluation, VersionRow, read_evaluation
+from ratchet.demo.email_search.hard_tasks import NEW_NAMES, TWO_HOPS
+
+SEARCH, READ, ANSWER = "search_inbox", "read_email", "return_final_answer"
+
+
+def written(folder: Path, sampled: list[dict[str, Any]], greedy: list[dict[str, Any]]) -> HeldOutEvaluation:
+    """The evaluation of results as the agent writes them."""
+    for name, rows in {"sampled": sampled, "greedy": greedy}.items():
+        (folder / name).write_text("".join(json.dumps(one) + "\n" for one in rows))
+    return read_evaluation("m@0", folder / "sampled", folder / "greedy")
+
+
+def row(*tools: str, end: str = "answer", success: bool = False, task: str = "t") -> dict[str, Any]:
+    """A row of the agent's results."""
+    return {
+        "tools": list(tools), "mails_read": tools.count(READ), "end": end, "success": success, "task_id": task,
+        "turns": len(tools), "tool_failures": {}, "completion_tokens": 9,
+    }  # fmt: skip
+
+
+def test_an_answer_counts_as_read_only_if_a_mail_was_opened_before() -> None:
+    rows = [row(SEARCH, ANSWER), row(SEARCH, ANSWER), row(SEARCH, READ, ANSWER), row(SEARCH, READ, end="text")]
+    seen = behaviour_of(rows)
+    assert (seen.rollouts, seen.answered, seen.mails_read) == (4, 0.75, 0.5)
+    assert seen.read_before_answer == pytest.approx(1 / 3)
+    assert seen.tools == {READ: 0.5, ANSWER: 0.75, SEARCH: 1.0}
+
+
+def test_the_commonest_sequences_say_how_a_rollout_without_an_answer_ended() -> None:
+    rows = [row(SEARCH, ANSWER), row(SEARCH, end="text"), row(SEARCH, end="text"), row(end="api_error")]
+    assert behaviour_of(rows).sequences == {
+        "search_inbox > (text)": 0.5,
+        "search_inbox > return_final_answer": 0.25,
+        "(api_error)": 0.25,
+    }
+
+
+def test_no_rollouts_have_no_behaviour() -> None:
+    assert behaviour_of([]).read_before_answer == 0.0
+
+
+def test_an_evaluation_has_an_interval_for_greedy_and_the_hard_set_by_kind(tmp_path: Path) -> None:
+    right = row(SEARCH, READ, ANSWER, success=True, task=f"{NEW_NAMES}-city-Imran-audit")
+    wrong = row(SEARCH, ANSWER, task=f"{TWO_HOPS}-city-Alice-audit")
+    found = written(tmp_path, [right, wrong, wrong], [wrong, wrong])
+    assert found.success_by_kind == {NEW_NAMES: 1.0, TWO_HOPS: 0.0}
+    assert (found.greedy_success, found.greedy_low) == (0.0, 0.0)
+    assert 0.5 < found.greedy_high < 0.8
+    assert found.behaviour.mails_read == pytest.approx(1 / 3)
+    assert found.greedy_behaviour.mails_read == 0.0
+
+
+def test_the_report_shows_the_change_in_behaviour_and_the_hard_set(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hasty, careful = row(SEARCH, ANSWER), row(SEARCH, READ, ANSWER, success=True)
+    before, after = written(tmp_path, [hasty] * 9, [hasty]), written(tmp_path, [careful] * 9, [careful])
+    hard = written(tmp_path, [{**hasty, "task_id": f"{TWO_HOPS}-x"}], [hasty])
+    version = VersionRow("m@0", 9, 0.0, 0.0, 2.0, 9.0, 9.0, 0.0, behaviour_of([hasty] * 9))
+    figures = DemoResults(
+        seed=1, base_model="m", release_policy="immediate", before=before, after=after, hard_before=hard,
+        hard_after=hard, curve=(), versions=(version,), rounds=(),
+        swaps=1, calls=9, failed_calls=0, mixed_version_trajectories=0,
+        exact_context_share=1.0, tokens_trained=9, tokens_trained_from_engine=9, tokens_left_out={}, dropped={},
+        mismatch_mean=0.0, seconds={"total": 1.0},
+    )  # fmt: skip
+    demo_report.show(figures)
+    shown = capsys.readouterr().out
+    assert "likeliest behaviour: 0.0% -> 100.0% right; a mail is read before 0% -> 100% of the answers" in shown
+    assert "search_inbox > read_email > return_final_answer 100%" in shown
+    assert "release policy immediate: a proven version is live at once" in shown
+    assert f"hard set, never trained: {TWO_HOPS} 0% -> 0%" in shown
+    stored = json.loads(json.dumps(demo_report.result(figures)))
+    assert stored["versions"][0]["behaviour"]["read_before_answer"] == 0.0
+    assert stored["after"]["greedy_behaviour"]["mails_read"] == 1.0
+    assert (stored["held_out_greedy_before"], stored["hard_success_after"]) == (0.0, 0.0)

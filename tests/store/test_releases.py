@@ -1,0 +1,105 @@
+"""What releases are decided on: outcomes in the order of their start, none before an earlier unsettled one."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from ratchet.store.records import ReleaseOutcome, Verdict, VersionDraw
+from ratchet.store.states import CallState
+from ratchet.store.store import Store
+from tests.harness.records import answered_trajectory, call_start, ended, tool_call
+
+DRAW = VersionDraw(shares={0: 0.55, 1: 0.45})
+
+
+def judged(store: Store, names: list[str], scores: list[float], judge: str = "1") -> None:
+    """Seal, group and judge recorded trajectories."""
+    for name in names:
+        store.trajectories.seal(name, now=50.0)
+    group = store.groups.create("task:t", "agent", names, now=51.0)
+    given = [Verdict(trajectory_id=name, group_id=group.id, judge="rule", judge_version=judge, score=score)
+             for name, score in zip(names, scores, strict=True)]  # fmt: skip
+    store.groups.record_verdicts(group.id, given)
+
+
+def outcomes(store: Store, since: float = 0.0, after: str = "", **more: Any) -> list[ReleaseOutcome]:
+    return store.releases.outcomes(
+        "agent", "1", since, after=after, deadline_seconds=more.pop("deadline", 1e12), **more
+    )
+
+
+def named(found: list[ReleaseOutcome]) -> list[str]:
+    return [one.trajectory_id for one in found]
+
+
+def test_an_outcome_knows_the_draw_the_scores_of_its_group_and_its_failed_calls(store: Store) -> None:
+    drawn = VersionDraw(shares={0: 0.55, 1: 0.45}, unit="u1")
+    answered_trajectory(store, "a", at=1.0, version=1, task="t/1", draw=drawn)
+    failed = call_start("call_a2", "a", at=2.0, version=1, task="t/1")
+    store.calls.ship([ended(failed, tool_call(), state=CallState.FAILED, status=500)])
+    answered_trajectory(store, "b", at=3.0, task="t/1")  # its version was named: it counts for the group only
+    judged(store, ["a", "b"], [0.25, 1.0])
+    (found,) = outcomes(store)
+    assert found == ReleaseOutcome(
+        trajectory_id="a", started_at=1.0, version=1, shares={0: 0.55, 1: 0.45}, unit="u1",
+        group_id=found.group_id, task_key="task:t/1", family="task:t", score=0.25, group_scores=(1.0,),
+        finished=True, calls=2, failed_calls=1,
+    )  # fmt: skip
+    assert store.trajectories.get("a").draw == drawn
+    assert store.trajectories.get("b").draw is None
+
+
+def test_outcomes_wait_for_earlier_ones_until_these_are_settled_or_overdue(store: Store) -> None:
+    for at, name in enumerate("abcd"):
+        answered_trajectory(store, name, at=float(at), version=at % 2, draw=DRAW)
+    judged(store, ["a", "c"], [0.0, 1.0])
+    assert named(outcomes(store)) == ["a"], "b is open"
+    judged(store, ["b"], [1.0], judge="an older one")
+    assert named(outcomes(store)) == ["a"], "b has no score of this judge"
+    overdue = time.time() - 2.5
+    assert [(one.trajectory_id, one.score) for one in outcomes(store, deadline=overdue)] == [
+        ("a", 0.0), ("b", None), ("c", 1.0),
+    ]  # fmt: skip
+    assert named(outcomes(store, since=0.0, after="a", deadline=overdue)) == ["b", "c"]
+    assert named(outcomes(store, since=2.0, after="c", deadline=0.0)) == ["d"]
+    assert named(outcomes(store, deadline=0.0, until=3.0)) == ["a", "b", "c"]
+    assert named(outcomes(store, deadline=0.0, limit=2)) == ["a", "b"]
+    assert [one.finished for one in outcomes(store, deadline=0.0)] == [True, True, True, False]
+
+
+def test_dropped_trajectories_are_outcomes_unless_their_drop_has_nothing_to_do_with_versions(store: Store) -> None:
+    reasons = ["held_out", "cut_off", "ungrouped", "rolled_back"]
+    for at, reason in enumerate(reasons):
+        answered_trajectory(store, reason, at=float(at), draw=DRAW)
+        store.trajectories.seal(reason, now=50.0)
+        store.trajectories.drop([reason], reason)
+    uncounted = VersionDraw(shares={0: 1.0}, counted=False)
+    answered_trajectory(store, "rollout", at=9.0, draw=uncounted)
+    assert [(one.trajectory_id, one.score, one.finished) for one in outcomes(store)] == [
+        ("cut_off", None, False), ("ungrouped", None, True),
+    ]  # fmt: skip
+    assert store.trajectories.get("rollout").draw == uncounted
+
+
+def test_many_outcomes_come_in_order_and_go_on_from_the_last(store: Store) -> None:
+    names = [f"t{number:03}" for number in range(250)]
+    store.calls.ship(
+        [ended(call_start(f"call_{name}", name, at=float(number // 2), draw=DRAW), tool_call())
+         for number, name in enumerate(names)]
+    )  # fmt: skip
+    judged(store, names, [1.0] * 250)
+    found = outcomes(store, limit=120)
+    assert named(found) == names[:120]
+    rest = outcomes(store, since=found[-1].started_at, after=found[-1].trajectory_id)
+    assert named(rest) == names[120:]
+    assert outcomes(store, since=rest[-1].started_at, after=rest[-1].trajectory_id) == []
+
+
+def test_the_evidence_of_a_version_is_replaced_and_kept(store: Store) -> None:
+    store.policies.register_base("agent", "base")
+    store.releases.record_evidence("agent", 0, {"harm": 1.0})
+    store.releases.record_evidence("agent", 0, {"harm": 2.5})
+    (found,) = store.releases.evidence("agent")
+    assert (found.version, found.evidence) == (0, {"harm": 2.5})
+    assert store.releases.evidence("other") == []

@@ -1,0 +1,400 @@
+"""AgentController: turns the sealed trajectories of one agent into better versions of it, step by step.
+
+    component    consumes              produces                         waits for
+    ---------    --------------------  -------------------------------  --------------------------------------------
+    seal         open trajectories     sealed trajectories              idle time, or the end of a rollout
+    collect      sealed trajectories   ready groups, drops, resamples   peers or group_wait_seconds; feedback; vLLM
+    judge        ready groups          judged groups, drops, alarms     the judge (T); the newest groups first
+    re-judge     late feedback         further verdicts                 the judge (T)
+    sentinel     recent calls, rounds  alarms, blocking findings        sentinel.interval_seconds
+    warm start   demonstrations        a committed round, candidate     a tuning run that requests it; the learner (L)
+    train        judged groups         a committed round, candidate     a full round, or round_wait_seconds; no finding
+                                                                        that pauses training; the learner (L)
+    publish      the newest candidate  ramp, live, pending approval,    vLLM and the learner (L)
+                                       unproven, rejected
+    prune        old checkpoints       free disk space                  a release, the proxies (L)
+    evaluate     a proven candidate    scores                           vLLM or a workflow, the judges (T)
+    release      settled outcomes      live, anchor, rollback, shares   scores; a person, if the gain is too large
+    drain        old versions          free adapter slots               the proxies, vLLM (R)
+    base model   vLLM's fingerprint    an alarm that stops training     vLLM (R)
+
+A step does what is due and waits for nothing. What may take long runs in threads, and a later step records the result:
+(T) in threads of its own, (L) in the one thread that uses the learner, (R) in the one that talks to the replicas.
+
+Each component changes states in the store: after a crash the next start resumes there. An outage (store, vLLM, learner)
+delays what needs it. An error that waiting cannot fix is raised by `step`; `agent_runner.py` starts the agent again.
+
+The release phase decides what a step may do. Training does not wait for a ramp; it stops when the newest version is
+`max_staleness` ahead of what serves, and after repeated rollbacks:
+
+    phase        meaning                                              trains, warm-starts    publishes
+    ----------   --------------------------------------------------   -------------------    -------------------------
+    IDLE         every version is decided                             yes                    the next candidate
+    CANDIDATE    a candidate is evaluated, or waits for its base      no                     the candidate, when its
+                 model in vLLM                                                               evaluation has ended
+    BLOCKED      a version is in its ramp, pinned, or waits for a     yes                    no
+                 person
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Set
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from functools import partial
+from typing import Any
+
+from ratchet.store.coordination.activity import ALL_KINDS, ActivityKind
+from ratchet.store.errors import InvalidTransition, RecordNotFound, StoreUnavailable
+from ratchet.store.records import Group, Policy
+from ratchet.store.reports.relative_judges import record_judge_scale
+from ratchet.store.states import PolicyState
+from ratchet.store.store import Store
+from ratchet.trainer.adapters.adapter_store import make_adapter_store
+from ratchet.trainer.adapters.replica_fleet import ReplicaFleet
+from ratchet.trainer.adapters.served_base_model import ServedBaseModel
+from ratchet.trainer.background_work import BackgroundWork, ignore, no_change
+from ratchet.trainer.components import make_judging_components, make_release_components
+from ratchet.trainer.controller.collect.collector import TrajectoryCollector
+from ratchet.trainer.controller.collect.feedback_wait import feedback_wait_of
+from ratchet.trainer.controller.collect.role_resolution import RoleResolver
+from ratchet.trainer.controller.judging.judged_groups import TranscriptCache
+from ratchet.trainer.controller.rounds.backlog import Backlog, RoundSize
+from ratchet.trainer.controller.rounds.memory_limit import MemoryLimit
+from ratchet.trainer.controller.rounds.round_runner import RoundRunner
+from ratchet.trainer.controller.warm_start.warm_start_requests import WarmStartRequests
+from ratchet.trainer.errors import AdapterStoreUnreachable, EngineUnreachable, LearnerUnreachable, OutOfMemory
+from ratchet.trainer.learner_protocol import LearnerProtocol
+from ratchet.trainer.learner_work import LearnerFactory, LearnerWork, Publication
+from ratchet.trainer.observability.metrics import TrainerMetrics
+from ratchet.trainer.observability.progress import GATHERING, Progress, StoredProgress, Watcher, watch_for_service
+from ratchet.trainer.release.candidates import next_candidate
+from ratchet.trainer.release.evaluation_runner import MakeWorkflowEvaluator
+from ratchet.trainer.release.retention import best_first
+from ratchet.trainer.rows.roles import Roles
+from ratchet.trainer.settings.judge_specs import gives_only_ranks
+from ratchet.trainer.settings.trainer_settings import TrainerSettings
+
+log = logging.getLogger(__name__)
+start = logging.getLogger("ratchet.start")  # logged at any log_level: `ratchet up` waits for it
+
+OUTAGES = (StoreUnavailable, EngineUnreachable, LearnerUnreachable, AdapterStoreUnreachable)  # what waiting may fix
+OVERTAKEN = (InvalidTransition, RecordNotFound)  # changed by a person, a deletion, or another trainer
+OUTAGE_PAUSE_SECONDS = 2.0
+MAX_OVERTAKEN = 10  # in a row; more than that is not a coincidence
+_UPKEEP_SECONDS = 2.0
+_QUIET_UPKEEP_SECONDS = 30.0  # if nothing was released lately and nothing is left to prune
+_RELEASE_SETTLES_SECONDS = 120.0
+
+
+class ReleasePhase(Enum):
+    """What the newest undecided version is waiting for; the table at the top of this file."""
+
+    IDLE = auto()
+    CANDIDATE = auto()
+    BLOCKED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerState:
+    """What the controller remembers from one step to the next. Times are Unix seconds."""
+
+    candidate_waiting: bool  # a candidate is being evaluated, or could not be published yet
+    opened: bool = False  # the learner was asked for
+    unread: bool = False  # more groups wait than the judge's queue holds
+    judged_since: float | None = None  # when the first group for the next round was judged
+    upkeep_at: float = 0.0
+    released_at: float = 0.0  # when a version was last published or decided on
+    prune_pending: bool = True
+    learner_due_at: float = 0.0  # after an outage
+    overtaken: int = 0  # works in a row
+
+
+class AgentController:
+    """The controller of one agent. `on_change` is called, in any thread, when a further step would do something."""
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        store: Store,
+        learner_factory: LearnerFactory,
+        upstream_key: str | None = None,
+        make_workflow_evaluator: MakeWorkflowEvaluator | None = None,
+        *,
+        metrics: TrainerMetrics | None = None,
+        stored_progress: StoredProgress | None = None,
+        watcher: Watcher | None = None,
+        on_change: Callable[[], None] = ignore,
+        max_judge_threads: int | None = None,
+        make_background: Callable[[str, Callable[[], None]], BackgroundWork] = BackgroundWork,
+        judge_wait_seconds: float = 0.0,
+    ) -> None:
+        self.settings = settings
+        self._store = store
+        self._judge_wait_seconds = judge_wait_seconds
+        alias = settings.model
+        self._replicas = ReplicaFleet(settings.vllm, upstream_key)
+        self._base = ServedBaseModel(store, alias, self._replicas)
+        self.metrics = metrics or TrainerMetrics(alias, store)
+        stored = [stored_progress.watch(alias)] if stored_progress else []
+        self.progress = Progress(watcher or watch_for_service(alias), self.metrics.progress, *stored)
+        self._gathering = self.progress.begin(GATHERING, settings.groups_per_round)
+        self._judging = make_judging_components(
+            settings, store, self.progress, on_change, max_judge_threads, self._replicas, self.metrics
+        )
+        self._ranks_only = gives_only_ranks(settings.judge)
+        record_judge_scale(store, alias, self._judging.judge.version, relative=self._ranks_only)
+        cached = 4 * settings.groups_per_round * settings.num_generations
+        self._transcripts = TranscriptCache(store, cached, lambda read: self._release.sentinel.note(read))
+        role_resolver = RoleResolver(store, alias, Roles(settings.roles, settings.role_patterns))
+        self._memory = MemoryLimit(store, alias, settings.learner)
+        adapters = make_adapter_store(settings)
+        round_runner = RoundRunner(
+            store, alias, settings.versions, self._judging.judged, self._transcripts, role_resolver,
+            RoundSize(settings.groups_per_round, settings.num_generations), self._memory,
+            mask_truncated=settings.mask_truncated_completions, adapters=adapters,
+        )  # fmt: skip
+        history = self._judging.judged.estimator.history
+        self._collector = TrajectoryCollector(store, settings, role_resolver, history, upstream_key)
+        self._release = make_release_components(
+            settings, store, self._replicas, self._judging, self.metrics, make_workflow_evaluator
+        )
+        self._warm_starts = WarmStartRequests(store, settings)
+        self._backlog = Backlog(store, settings)
+        adapters.check(settings.versions)
+        adapters.remove_incomplete(settings.versions)
+        self._work = LearnerWork(
+            settings, store, learner_factory, round_runner, self._memory, self._release.publisher, self._base,
+            self._warm_starts, self._best_versions, self.progress, adapters,
+        )  # fmt: skip
+        self._learning = make_background(f"learning {alias}", on_change)  # (L)
+        self._upkeep = make_background(f"upkeep {alias}", ignore)  # (R); nothing waits for its end
+        candidates = any(policy.state is PolicyState.CANDIDATE for policy in store.policies.all(alias))
+        self._state = ControllerState(candidate_waiting=candidates)
+        judge = self._judging.judge.name
+        start.info("event=trainer_ready alias=%s version=%d judge=%s", alias, self._work.version, judge)
+
+    @property
+    def learner(self) -> LearnerProtocol:
+        return self._work.learner
+
+    @property
+    def phase(self) -> ReleasePhase:
+        """The release phase, by the last check of the release controller."""
+        if self._release.controller.is_publishing_blocked:
+            return ReleasePhase.BLOCKED
+        return ReleasePhase.CANDIDATE if self._state.candidate_waiting else ReleasePhase.IDLE
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether something runs or is compared whose end nobody reports, so that steps must be frequent."""
+        return self._is_evaluating or self._collector.is_resampling or self._release.sentinel.is_behind
+
+    @property
+    def is_learning(self) -> bool:
+        return self._learning.is_busy
+
+    @property
+    def _is_evaluating(self) -> bool:
+        return self._release.evaluations.is_running
+
+    def close(self, timeout: float = 0.0) -> None:
+        """Wait at most `timeout` seconds for the work that runs, then leave it and close all connections.
+
+        Work that is left behind cannot commit once another trainer has started a round.
+        """
+        if not self._learning.wait(timeout):
+            log.warning("event=work_abandoned alias=%s work=%r", self.settings.model, self._learning.what)
+        self._learning.close()
+        self._upkeep.close()
+        self._collector.close()
+        self._judging.runner.close()
+        self._release.controller.close()
+        self._release.evaluations.close()
+        self._work.close()
+        self._replicas.close()
+
+    def step(self, now: float, waiting: Set[str] = ALL_KINDS) -> bool:
+        """Do everything that is due once, without waiting; return whether anything was.
+
+        `waiting`: the kinds of activity that the store may hold for this agent. Raises OUTAGES and OVERTAKEN, and
+        errors that waiting cannot fix.
+        """
+        worked = self._collect_work(now)
+        if not self._state.opened:
+            self._update(opened=True)
+            self._learning.start("opening the learner", self._work.open, no_change)
+            self._collect_work(now)
+        shipped = self._collector.seal(now, waiting)
+        self._release.sentinel.check(now)
+        self._check_base_model(now)
+        if self._base.known_reason is not None:  # vLLM serves another base model
+            return worked
+        worked |= self._decide_release(now)
+        formed = shipped is not None and self._collector.step(now, shipped)
+        self._submit_to_judge(now, any_ready=formed or self._state.unread or ActivityKind.READY in waiting)
+        recorded = self._collect_verdicts(now)
+        worked |= formed | recorded
+        any_judged = recorded or ActivityKind.JUDGED in waiting or self._state.judged_since is not None
+        worked |= self._warm_start(now) or (any_judged and self._train(now))
+        worked |= self._publish(now)
+        self._drain(now)
+        return worked
+
+    def react(self, now: float) -> None:
+        """Do what the end of our own work makes due: record verdicts, rounds and publications, start what follows."""
+        self._collect_work(now)
+        if self._base.known_reason is None:
+            self._collect_verdicts(now)
+            if self._state.unread:
+                self._submit_to_judge(now)
+            self._train(now)
+            self._publish(now)
+
+    def _decide_release(self, now: float) -> bool:
+        if not self._release.controller.check(now):
+            return False
+        self._update(released_at=now)
+        return True
+
+    def _submit_to_judge(self, now: float, *, any_ready: bool = True) -> None:
+        if any_ready:
+            groups = self._backlog.groups_to_judge(now, drop_stale=not self._learning.is_busy)
+            self._update(unread=self._judging.runner.submit(groups, self._transcripts.read))
+        if feedback_wait_of(self.settings.judge) is not None:
+            self._judging.rejudger.submit_late_feedback(now)
+
+    def _collect_verdicts(self, now: float) -> bool:
+        recorded = self._judging.runner.collect_results(now, self._judge_wait_seconds)
+        if feedback_wait_of(self.settings.judge) is not None:
+            recorded += self._judging.rejudger.collect_results(now, self._judge_wait_seconds)
+        return bool(recorded)
+
+    def _train(self, now: float) -> bool:
+        if self.phase is ReleasePhase.CANDIDATE or not self._is_learner_free(now):
+            return False
+        groups = self._next_round(now)
+        if not groups or self._release.sentinel.pauses_training or self._release.controller.pauses_training:
+            return False
+        self._gathering.end()
+        self._gathering = self.progress.begin(GATHERING, self.settings.groups_per_round)
+        self._learning.start("a round", partial(self._work.train, groups), self._record_round)
+        return self._collect_work(now)
+
+    def _record_round(self, outcome: Policy | OutOfMemory | None) -> bool:
+        if isinstance(outcome, OutOfMemory):
+            log.error("event=round_out_of_memory alias=%s reason=%r", self.settings.model, str(outcome))
+            if not self._memory.record_failure():
+                raise outcome
+        else:  # the next step tries again with less memory, or with the next groups
+            self._update(judged_since=None, candidate_waiting=outcome is not None)
+        return True
+
+    def _next_round(self, now: float) -> list[Group]:
+        """Return the groups of the next round; none before it is due."""
+        judged = self._backlog.judged()
+        if not judged:
+            self._update(judged_since=None)
+            return []
+        since = self._state.judged_since or now
+        self._update(judged_since=since)
+        weight, wanted = self._backlog.weight(judged), self.settings.groups_per_round
+        self._gathering.at(min(weight, wanted), wanted)
+        return self._backlog.newest(judged) if self._backlog.is_round_due(weight, now - since) else []
+
+    def _warm_start(self, now: float) -> bool:
+        """Start the warm start that a tuning run requests; return whether one is over."""
+        if self.phase is ReleasePhase.CANDIDATE or not self._is_learner_free(now):
+            return False
+        request = self._warm_starts.next(now)
+        if request is None:
+            return False
+        self._learning.start("a warm start", partial(self._work.warm_start, request), self._record_warm_start)
+        return self._collect_work(now)
+
+    def _record_warm_start(self, _: None) -> bool:
+        self._update(candidate_waiting=True)  # until the next step has looked
+        return True
+
+    def _publish(self, now: float) -> bool:
+        """Publish the next candidate, unless a version is being evaluated, is in its ramp or waits for a person."""
+        if self.phase is ReleasePhase.BLOCKED or self._is_evaluating or not self._is_learner_free(now):
+            return False
+        if not self._state.candidate_waiting and not self._release.controller.has_candidate:
+            return False
+        try:
+            candidate = next_candidate(self._store, self.settings.model)
+        except InvalidTransition as overtaken:  # by a person's decision
+            log.info("event=publish_overtaken alias=%s reason=%r", self.settings.model, str(overtaken))
+            return False
+        self._update(candidate_waiting=candidate is not None)
+        if candidate is None:
+            return False
+        what = f"the publication of {self.settings.model}@{candidate.version}"
+        self._learning.start(what, partial(self._work.publish, candidate), partial(self._record_publication, now))
+        return self._collect_work(now)
+
+    def _record_publication(self, now: float, outcome: Publication) -> bool:
+        self._update(candidate_waiting=outcome.waiting, prune_pending=outcome.prune_pending, released_at=now)
+        self.metrics.evaluating(outcome.waiting)
+        return not outcome.waiting
+
+    def _best_versions(self) -> list[int]:
+        """Return the versions worth a rollback, the best first; none if scores do not compare versions."""
+        scores = self._store.groups.past_scores(self.settings.model, self._judging.judge.version)
+        return [] if self._ranks_only else best_first(scores)
+
+    def _check_base_model(self, now: float) -> None:
+        if self._base.is_due(now) and not self._upkeep.is_busy:
+            check = partial(self._base.blocking_reason, now)
+            self._upkeep.start("the check of vLLM's base model", check, no_change)
+            self._collect_work(now)
+
+    def _drain(self, now: float) -> None:
+        """Unload what nobody needs, and prune versions that were pinned, or left by an outage or a kill."""
+        lately = self._state.prune_pending or now - self._state.released_at < _RELEASE_SETTLES_SECONDS
+        every = _UPKEEP_SECONDS if lately else _QUIET_UPKEEP_SECONDS
+        if self._upkeep.is_busy or now - self._state.upkeep_at < every:
+            return
+        self._update(upkeep_at=now)
+        if self._is_learner_free(now):
+            catch_up = partial(self._work.catch_up, now, prune=self._state.prune_pending)
+            self._learning.start("proofs on replicas that came later", catch_up, self._record_pruning)
+            self._collect_work(now)
+        self._upkeep.start("unloading old versions", partial(self._drain_replicas, now), no_change)
+        self._collect_work(now)
+
+    def _drain_replicas(self, now: float) -> None:
+        self._replicas.refresh(now)
+        self._release.publisher.drain(now)
+
+    def _record_pruning(self, pending: bool) -> bool:
+        self._update(prune_pending=pending)
+        return False
+
+    def _is_learner_free(self, now: float) -> bool:
+        return not self._learning.is_busy and now >= self._state.learner_due_at
+
+    def _collect_work(self, now: float) -> bool:
+        """Record what the background work has finished; return whether anything was. An outage is tried again later."""
+        worked = False
+        for work in (self._learning, self._upkeep):
+            what = work.what
+            try:
+                worked |= work.collect()
+                if work is self._learning and what is not None and not work.is_busy:
+                    self._update(overtaken=0)
+            except OUTAGES as outage:
+                log.warning("event=outage alias=%s work=%r reason=%r", self.settings.model, what, str(outage))
+                if work is self._learning:
+                    self._update(learner_due_at=now + OUTAGE_PAUSE_SECONDS)
+            except OVERTAKEN as changed:
+                log.warning("event=work_overtaken alias=%s work=%r reason=%r", self.settings.model, what, str(changed))
+                self._update(overtaken=self._state.overtaken + 1)
+                if self._state.overtaken == MAX_OVERTAKEN:
+                    raise
+        return worked
+
+    def _update(self, **changes: Any) -> None:
+        self._state = replace(self._state, **changes)

@@ -1,0 +1,226 @@
+"""The teacher: scores the sampled tokens of single trajectories for on-policy distillation.
+
+Consumes recorded calls; produces the teacher's logprob of every sampled token that can be trained, in the context and
+with the token ids that vLLM recorded, never re-tokenized. A group is one trajectory. The score of a trajectory is
+exp(-KL): KL is the k3 estimate of the policy's reverse KL from the teacher, in nats per token (Schulman 2020,
+"Approximating KL divergence"), so that 1 is a policy that equals its teacher.
+
+A teacher that does not answer, or does not fit, judges nothing: its trajectories wait. A trajectory that it refuses is
+a failure. Answers that end after the teacher's context length are not scored.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import msgspec
+
+from ratchet.store.ids import new_id
+from ratchet.store.reasons import describe_untrained
+from ratchet.store.records import (
+    AnswerLogprobs,
+    Call,
+    JudgeRequest,
+    TeacherScore,
+    Transcript,
+    pack_logprobs,
+    unpack_logprobs,
+)
+from ratchet.trainer.adapters.vllm_api import VllmServer
+from ratchet.trainer.controller.judges import Judgement
+from ratchet.trainer.controller.judges.opinion import DraftVerdict, version_of
+from ratchet.trainer.controller.judges.teacher_check import check_teacher
+from ratchet.trainer.errors import AdapterRefused, EngineUnreachable, JudgeError, PromptLogprobsMissing, RowError
+from ratchet.trainer.rows.build_rows import UNSCORED, AnswerKey, build_rows
+from ratchet.trainer.settings.judge_specs import TeacherSpec
+
+_MAX_GAP = 5.0  # nats: log p_teacher - log p of one token in the score, or a single token would decide it
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequence:
+    """Token ids, cut to the teacher's context, and where the answers in them begin, with their sampling logprobs."""
+
+    ids: tuple[int, ...]
+    answers: Mapping[AnswerKey, tuple[int, tuple[float, ...]]]
+
+
+class TeacherJudge:
+    """One teacher behind one vLLM. Thread-safe. Raises JudgeError if it has no URL, or no key although it needs one.
+
+    `context_calls` returns a trajectory's calls with the earlier ones that they continue; `policy` the vLLM that serves
+    the policy, whose tokens must be the teacher's.
+    """
+
+    def __init__(
+        self,
+        spec: TeacherSpec,
+        environ: Mapping[str, str],
+        context_calls: Callable[[Transcript], Sequence[Call]] = lambda member: member.calls,
+        policy: Callable[[], VllmServer | None] = lambda: None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        if spec.base_url is None:
+            raise JudgeError(f"judge teacher: {spec.model} has no URL: give base_url, or name a model of model_list")
+        key = environ.get(spec.api_key_env) if spec.api_key_env else None
+        if spec.api_key_env and not key:
+            raise JudgeError(f"judge teacher: its key is in the variable {spec.api_key_env}, which is not set")
+        self._spec = spec
+        self._server = VllmServer(spec.base_url.removesuffix("/v1"), spec.timeout_seconds, key)
+        self._context_calls = context_calls
+        self._policy = policy
+        self._clock = clock
+        self._max_length: int | None = None  # of the teacher; None: not checked yet
+        self.concurrency = spec.concurrency
+        self.name = f"teacher:{spec.model}"
+        self.version = version_of("teacher", self._server.url, spec.model)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._server.close()
+
+    def check(self) -> int:
+        """Return the longest sequence that the teacher scores. Raises JudgeError, EngineUnreachable."""
+        if self._max_length is None:
+            context = check_teacher(self._server, self._spec.model, self._policy())
+            self._max_length = context - 1 if context else 0  # one token is sampled
+        return self._max_length
+
+    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
+        """Return one verdict per member, in order, with the logprobs of its tokens."""
+        scorings = [_Scoring(self.name, group_id, member) for member in members]
+        problem = None
+        for scoring in scorings:
+            try:
+                self._score(scoring, self.check())
+            except (EngineUnreachable, PromptLogprobsMissing, JudgeError) as error:
+                problem = str(error)
+                break
+        verdicts = tuple(
+            scoring.draft.verdict(
+                scoring.member, group_id, judge=self.name, version=self.version, cost=scoring.cost,
+                latency=scoring.seconds, judged_at=self._clock(),
+            )
+            for scoring in scorings
+        )  # fmt: skip
+        scores = tuple(scoring.score for scoring in scorings if scoring.score is not None)
+        requests = tuple(request for scoring in scorings for request in scoring.requests)
+        return Judgement(verdicts, requests, scores, problem)
+
+    def _score(self, scoring: _Scoring, max_length: int) -> None:
+        began = time.perf_counter()
+        run = scoring.member.trajectory
+        try:
+            sequences, untrained = sequences_of(run.id, self._context_calls(scoring.member), max_length)
+        except RowError as error:
+            scoring.draft = DraftVerdict.failed(str(error))
+            return
+        if not sequences:
+            scoring.draft = DraftVerdict.failed(f"it has no token to score; {describe_untrained(untrained)}")
+            return
+        found: dict[AnswerKey, list[tuple[float, float]]] = {}  # the teacher's logprob and vLLM's, by token
+        try:
+            for batch in batched([one.ids for one in sequences], self._spec.max_request_tokens):
+                started = time.perf_counter()
+                logprobs = self._server.prompt_logprobs(self._spec.model, [sequences[index].ids for index in batch])
+                tokens = sum(len(sequences[index].ids) for index in batch)
+                scoring.requests.append(self._request(scoring, len(batch), tokens, time.perf_counter() - started))
+                for index, scored in zip(batch, logprobs, strict=True):
+                    for key, (place, sampled) in sequences[index].answers.items():
+                        own = scored[place - 1 : place - 1 + len(sampled)]  # the first id has no logprob
+                        found[key] = list(zip(own, sampled, strict=True))
+        except AdapterRefused as refused:
+            scoring.draft = DraftVerdict.failed(str(refused))
+            return
+        scoring.finish(found, time.perf_counter() - began)
+
+    def _request(self, scoring: _Scoring, sequences: int, tokens: int, seconds: float) -> JudgeRequest:
+        price = self._spec.input_cost_per_million
+        about = {"model": self._spec.model, "trajectory": scoring.member.trajectory.id, "sequences": sequences}
+        return JudgeRequest(
+            id=new_id("exch"),
+            group_id=scoring.group_id,
+            judge=self.name,
+            url=f"{self._server.url}/v1/completions",
+            request=msgspec.json.encode(about),
+            response=b"",
+            status=200,
+            error=None,
+            prompt_tokens=tokens,
+            completion_tokens=sequences,
+            cost=None if price is None else tokens * price / 1e6,
+            latency=seconds,
+            requested_at=self._clock(),
+        )
+
+
+class _Scoring:
+    """The scoring of one trajectory."""
+
+    def __init__(self, teacher: str, group_id: str | None, member: Transcript) -> None:
+        self.teacher = teacher
+        self.group_id = group_id
+        self.member = member
+        self.draft = DraftVerdict.failed("the teacher did not answer")
+        self.score: TeacherScore | None = None
+        self.requests: list[JudgeRequest] = []
+        self.seconds = 0.0
+
+    @property
+    def cost(self) -> float | None:
+        """The price of the requests; None if it is unknown."""
+        costs = [one.cost for one in self.requests]
+        return None if None in costs else sum(cost or 0.0 for cost in costs)
+
+    def finish(self, found: Mapping[AnswerKey, Sequence[tuple[float, float]]], seconds: float) -> None:
+        """Record the logprobs of the answers' tokens, the teacher's and vLLM's."""
+        self.seconds = seconds
+        gaps = [ours - own for pairs in found.values() for ours, own in pairs]
+        kl, k3 = -fmean(gaps), fmean(math.exp(gap) - 1.0 - gap for gap in (min(one, _MAX_GAP) for one in gaps))
+        explanation = f"reverse KL {kl:.3f} nats per token over {len(gaps)} tokens"
+        self.draft = DraftVerdict.of(math.exp(-k3), explanation, {"reverse_kl": kl})
+        self.score = TeacherScore(
+            trajectory_id=self.member.trajectory.id,
+            teacher=self.teacher,
+            answers=tuple(
+                AnswerLogprobs(call_id=call, choice=choice, logprobs=pack_logprobs(ours for ours, _ in pairs))
+                for (call, choice), pairs in found.items()
+            ),
+        )
+
+
+def sequences_of(
+    trajectory_id: str, calls: Sequence[Call], max_length: int
+) -> tuple[list[_Sequence], Mapping[str, int]]:
+    """Return the sequences that hold a trajectory's trainable answers, each answer once, and the other tokens by
+    reason. Sequences are cut to `max_length` tokens (0: no limit). Raises RowError.
+    """
+    sampled = {(call.id, one.index): unpack_logprobs(one.logprobs) for call in calls for one in call.choices}
+    built = build_rows(trajectory_id, calls, 0.0)
+    sequences: list[_Sequence] = []
+    unscored = 0
+    for row, places in zip(built.rows, built.answers, strict=True):
+        limit = max_length or len(row.ids)
+        answers = {key: (place, sampled[key]) for key, place in places.items() if place + len(sampled[key]) <= limit}
+        unscored += sum(len(sampled[key]) for key in places if key not in answers)
+        if answers:
+            end = max(place + len(logprobs) for place, logprobs in answers.values())
+            sequences.append(_Sequence(row.ids[:end], answers))
+    return sequences, {**built.untrained, **({UNSCORED: unscored} if unscored else {})}
+
+
+def batched(sequences: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+    """Return the indices of sequences in requests of at most `max_tokens`; a longer one has a request of its own."""
+    batches: list[list[int]] = []
+    size = 0
+    for index, ids in enumerate(sequences):
+        if not batches or size + len(ids) > max_tokens:
+            batches.append([])
+            size = 0
+        batches[-1].append(index)
+        size += len(ids)
+    return batches

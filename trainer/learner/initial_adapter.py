@@ -1,0 +1,137 @@
+"""A new agent's weights from an existing PEFT adapter: its file is read, and refused if another function would result.
+
+The optimizer starts over. The adapter must have the learner's rank and layers, and the agent's lora_alpha: with others
+vLLM and the trainer would not compute what the adapter's owner trained.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+
+from ratchet.trainer.adapters import checkpoint
+from ratchet.trainer.errors import CheckpointDamaged, CheckpointMismatch
+from ratchet.trainer.learner import expert_adapters, process_group
+from ratchet.trainer.learner.agent_state import ADAPTER, AgentState, part
+from ratchet.trainer.learner.loss import RecordedGRPOTrainer
+
+log = logging.getLogger(__name__)
+
+# Variants of LoRA in adapter_config.json that compute something else from the same matrices.
+_VARIANTS = ("use_dora", "use_rslora", "use_qalora", "alpha_pattern", "rank_pattern", "modules_to_save", "lora_bias")
+
+
+def with_adapter(trainer: RecordedGRPOTrainer, state: AgentState, folder: Path, base_model: str) -> AgentState:
+    """Return a new agent's state with the weights of the adapter in `folder`. Rank zero reads it.
+
+    Raises CheckpointDamaged or CheckpointMismatch.
+    """
+    parameters = trainer.lora_parameters()
+    shapes = {name: parameter.shape for name, parameter in parameters.items()}
+    read_here: list[dict[str, torch.Tensor]] = []
+
+    def read_adapter() -> None:
+        config = _config(folder)
+        _check_config(config, state, folder, base_model)
+        read_here.append(_weights(folder, config, shapes, trainer.model.config.model_type))
+
+    process_group.from_leader(read_adapter)
+    weights = process_group.tensors_from_leader(read_here[0] if read_here else {})
+    return replace(state, lora={name: part(weights[name], parameter).clone() for name, parameter in parameters.items()})
+
+
+def is_adapter_only(folder: Path) -> bool:
+    """Return whether a version is a copy of an adapter without the state of its optimizer. Rank zero looks."""
+    return process_group.from_leader(lambda: (folder / checkpoint.ADAPTER_ONLY).is_file())
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / "adapter_config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointDamaged(
+            f"{folder} is not the folder of a PEFT adapter, its adapter_config.json cannot be read: {error}; "
+            "set learner.init_adapter to a folder with adapter_config.json and adapter_model.safetensors"
+        ) from error
+    if not isinstance(config, dict):
+        raise CheckpointDamaged(f"{folder / 'adapter_config.json'} is not a JSON object")
+    return config
+
+
+def _check_config(config: Mapping[str, Any], state: AgentState, folder: Path, base_model: str) -> None:
+    """Raise CheckpointMismatch if the matrices have another meaning; warn if they are of another base model."""
+    settings = state.settings
+    if (kind := config.get("peft_type", "LORA")) != "LORA":
+        raise CheckpointMismatch(f"{folder} is an adapter of type {kind}, and only LORA can be trained")
+    if used := [name for name in _VARIANTS if config.get(name)]:
+        raise CheckpointMismatch(
+            f"{folder} uses {', '.join(used)}, which the learner does not train: convert it to plain LoRA, or leave "
+            "learner.init_adapter out"
+        )
+    for field in ("r", "lora_alpha"):
+        key = "lora_r" if field == "r" else field
+        own, saved = getattr(settings, key), config.get(field)
+        if saved is not None and saved != own:
+            raise CheckpointMismatch(
+                f"{folder} has {field} {saved}, and learner.{key} is {own}: set learner.{key} to {saved}"
+            )
+    named = str(config.get("base_model_name_or_path") or "")
+    if named and Path(named).name != Path(base_model).name:
+        log.warning(
+            "event=init_adapter_of_another_base_model adapter=%s base_model=%s adapter_base_model=%s "
+            "remedy='check that it is the same model: the shapes fit, the weights may not'",
+            folder, base_model, named,
+        )  # fmt: skip
+
+
+def _weights(
+    folder: Path, config: Mapping[str, Any], shapes: Mapping[str, torch.Size], model_type: str
+) -> dict[str, torch.Tensor]:
+    """Return the weights in fp32 by the trainer's names, from which peft omits the adapter's name."""
+    try:
+        weights = safetensors.torch.load((folder / "adapter_model.safetensors").read_bytes())
+    except (OSError, safetensors.SafetensorError) as error:
+        raise CheckpointDamaged(
+            f"{folder} has no readable adapter_model.safetensors: {error}; save the adapter with PEFT's save_pretrained"
+        ) from error
+    if expert_adapters.serves_single_experts(model_type):
+        weights = expert_adapters.join_experts(weights, model_type)
+    named = {name: name.replace(f".{ADAPTER}.", ".") for name in shapes}
+    if extra := sorted(set(weights) - set(named.values())):
+        raise CheckpointMismatch(
+            f"{folder} adapts {_layer(extra[0])}{_more(extra)}, which the learner does not: set "
+            f"learner.target_modules to the adapter's, {_targets(config)}"
+        )
+    if missing := sorted(set(named.values()) - set(weights)):
+        raise CheckpointMismatch(
+            f"{folder} does not adapt {_layer(missing[0])}{_more(missing)}, which the learner does: set "
+            f"learner.target_modules to the adapter's, {_targets(config)}"
+        )
+    for name, short in named.items():
+        if weights[short].shape != shapes[name]:
+            raise CheckpointMismatch(
+                f"{folder} has {_layer(short)} of shape {tuple(weights[short].shape)}, and the learner "
+                f"{tuple(shapes[name])}: the adapter is of another base model, or its rank is not learner.lora_r"
+            )
+    return {name: weights[short].to(torch.float32) for name, short in named.items()}
+
+
+def _layer(name: str) -> str:
+    return name.removeprefix("base_model.model.").removesuffix(".weight")
+
+
+def _more(names: list[str]) -> str:
+    return f" and {len(names) - 1} other matrices" if len(names) > 1 else ""
+
+
+def _targets(config: Mapping[str, Any]) -> str:
+    targets = config.get("target_modules")
+    return json.dumps(sorted(targets) if isinstance(targets, list) else targets)

@@ -1,0 +1,1 @@
+"""The client of the learner service. Imports no torch."""

@@ -1,0 +1,122 @@
+"""Fork: copy a version of one agent, adapter and learner's state, into another agent as its candidate.
+
+The copy lies among the target's own versions, because vLLM finds `agent@version` there, and the source may be pruned.
+It is proven and released like any candidate, and training of the target goes on from it. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ratchet.store.errors import InvalidTransition, RecordNotFound
+from ratchet.store.records import Policy
+from ratchet.store.states import PolicyState
+from ratchet.store.store import Store
+from ratchet.trainer.adapters import checkpoint
+from ratchet.trainer.adapters.adapter_store import AdapterStore, number_of
+from ratchet.trainer.errors import CheckpointDamaged, CheckpointMismatch, SettingError
+from ratchet.trainer.settings.learner_settings import LearnerSettings
+
+_UNDECIDED = (PolicyState.CANDIDATE, PolicyState.RAMP)
+_LEARNER_STATE = f"{checkpoint.STATE}/state.json"
+
+
+@dataclass(frozen=True, slots=True)
+class ForkTarget:
+    """The agent that gets the version: its settings, and the folder or URL of its versions."""
+
+    alias: str
+    versions: str
+    learner: LearnerSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """The candidate, and whether the learner's state came with it; without, the optimizer starts over."""
+
+    candidate: Policy
+    with_state: bool
+
+
+def fork(store: Store, adapters: AdapterStore, source: Policy, target: ForkTarget, *, by: str) -> Fork:
+    """Copy a version that has an adapter, and record it as the target's candidate.
+
+    Raises SettingError, InvalidTransition or RecordNotFound if the fork is not possible, CheckpointError if the copy is
+    not: the target has no new version then.
+    """
+    name = f"{source.alias}@{source.version}"
+    _check(store, source, target, name)
+    folder = adapters.fetch(source.adapter or "")
+    with_state = (folder / _LEARNER_STATE).is_file()
+    _check_adapter(folder, target, name)
+    reference = adapters.next_reference(target.versions, store.rounds.next_version(target.alias))
+
+    def copy(aside: Path) -> None:
+        shutil.copytree(folder, aside, dirs_exist_ok=True, ignore=shutil.ignore_patterns(checkpoint.MANIFEST))
+        if not with_state:
+            (aside / checkpoint.STATE).mkdir(exist_ok=True)
+            (aside / checkpoint.ADAPTER_ONLY).write_text(f"{name}\n")
+
+    adapters.write(reference, lambda made: checkpoint.write_atomically(made, copy))
+    candidate = store.rounds.adopt(
+        target.alias,
+        version=number_of(reference),
+        checkpoint=reference,
+        origin={"forked_from": {"alias": source.alias, "version": source.version}, "by": by},
+        reason=f"forked from {name} by {by}",
+    )
+    return Fork(candidate, with_state)
+
+
+def _check(store: Store, source: Policy, target: ForkTarget, name: str) -> None:
+    if source.alias == target.alias:
+        raise SettingError(
+            f"{name} is a version of {target.alias} already: to go back to it, run `ratchet policies rollback {name}`"
+        )
+    if source.adapter is None:
+        raise SettingError(f"{name} has no adapter: it is the base model, which is version 0 of every agent")
+    if source.pruned_at is not None:
+        raise SettingError(f"{name} was pruned, its folder is deleted: choose a version that `policies list` shows")
+    known = store.policies.all(target.alias)
+    if not known:
+        raise RecordNotFound(
+            f"{target.alias} is no agent of this store: add it under `agents`, and run `ratchet up` or `ratchet reload`"
+        )
+    for policy in known:  # asked again with the commit; here, so that nothing is copied in vain
+        if policy.state in _UNDECIDED:
+            raise InvalidTransition(
+                f"{target.alias}@{policy.version} is a {policy.state} that is not decided: wait for it, or decide with "
+                "`ratchet policies promote` or `ratchet policies rollback`"
+            )
+
+
+def _check_adapter(folder: Path, target: ForkTarget, name: str) -> None:
+    """Raise CheckpointMismatch if the target's learner could not go on from the adapter."""
+    saved = _saved_settings(folder)
+    now = {
+        "lora_r": target.learner.lora_r,
+        "lora_alpha": target.learner.lora_alpha,
+        "target_modules": json.loads(json.dumps(target.learner.target_modules, default=list)),
+    }
+    for field, value in now.items():
+        if field in saved and saved[field] != value:
+            raise CheckpointMismatch(
+                f"{name} was trained with {field} {saved[field]!r}, and learner.{field} of {target.alias} is "
+                f"{value!r}: set it to {saved[field]!r}"
+            )
+
+
+def _saved_settings(folder: Path) -> dict[str, Any]:
+    """Return the settings that shape the adapter, as far as the folder says."""
+    try:
+        if (folder / _LEARNER_STATE).is_file():
+            settings: dict[str, Any] = json.loads((folder / _LEARNER_STATE).read_text())["settings"]
+            return settings
+        config = json.loads((folder / "adapter_config.json").read_text())
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointDamaged(f"{folder} is no readable checkpoint: {error}; fork another version") from error
+    return {"lora_r": config.get("r"), "lora_alpha": config.get("lora_alpha")}

@@ -1,0 +1,220 @@
+"""Which replicas serve a version as the trainer made it: at its publication, and again for those that come later.
+
+Promises: publication is all or nothing over the replicas that answer; a replica that does not answer, or does not find
+the files in time, delays nobody, as long as a quorum serves the version. The proven replicas are recorded with the
+version, and the proxy sends it to no other. A replica that comes back, is new or was restarted is loaded and proven;
+one that serves something else is taken out, with an alarm.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ratchet.store.records import BASE_VERSION, Policy
+from ratchet.store.states import SERVING
+from ratchet.store.store import Store
+from ratchet.trainer.adapters.replica_fleet import ask_all, quorum_of
+from ratchet.trainer.adapters.vllm_api import VllmServer
+from ratchet.trainer.errors import AdapterNotFound, AdapterRefused, EngineError, EngineUnreachable
+from ratchet.trainer.learner_protocol import LogprobScorer
+from ratchet.trainer.release.proof import Proof, ProofOutcome
+from ratchet.trainer.release.served_proof import (
+    Probes,
+    ProofFailed,
+    ServedLogprobs,
+    TrainerLogprobs,
+    compare_served,
+    measure_served,
+)
+
+log = logging.getLogger(__name__)
+
+MISSING = "replica_missing"  # alarm
+WRONG = "replica_wrong"  # alarm
+_PAUSES = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)  # seconds between attempts to load a version that is not found
+_CHECK_SECONDS = 5.0  # between two looks at the replicas of what is served
+
+
+@dataclass(frozen=True, slots=True)
+class ServedProofs:
+    """The replicas that serve a version as it was trained, with their proofs; and why others do not."""
+
+    proofs: Mapping[str, Proof]  # by URL; empty for a version whose adapter is served already
+    proven: tuple[str, ...]
+    missing: Mapping[str, str]  # URL -> reason
+
+
+class ReplicaProofs:
+    """Loads and proves the versions of one alias on the replicas. `quorum`: how many must serve one; None: all of one
+    or two, else all but one.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        replicas: Sequence[VllmServer],
+        *,
+        alias: str,
+        tolerance: float,
+        quorum: int | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._store = store
+        self._replicas = replicas
+        self._alias = alias
+        self._tolerance = tolerance
+        self._quorum = quorum
+        self._sleep = sleep
+        self._checked_at = 0.0
+
+    def prove(self, candidate: Policy, live: Policy, probes: Probes, scorer: LogprobScorer) -> ServedProofs:
+        """Load both versions on the replicas and prove the candidate, unless its adapter is served already.
+
+        Raises ProofFailed, and EngineUnreachable if fewer replicas than the quorum answer.
+        """
+        replicas = tuple(self._replicas)
+        enough = quorum_of(len(replicas), self._quorum)
+        same = candidate.served_name == live.served_name
+        old = {policy.served_name: policy.adapter for policy in (live, self._base())}
+
+        def load_and_measure(replica: VllmServer) -> ServedLogprobs | None:
+            for policy in {candidate.served_name: candidate, live.served_name: live}.values():
+                self._load(replica, policy)
+            return None if same else measure_served(replica, candidate.served_name, list(old), probes)
+
+        answers, errors = ask_all(replicas, load_and_measure, enough)
+        trainer = TrainerLogprobs(scorer)
+        proofs = {
+            url: compare_served(served, old, probes, trainer, tolerance=self._tolerance)
+            for url, served in answers.items()
+            if served is not None
+        }
+        refusals = [error for error in errors.values() if _is_refusal(error)]
+        if refusals:
+            raise ProofFailed(str(refusals[0]), ProofOutcome.WRONG, proofs)
+        for outcome in (ProofOutcome.WRONG, ProofOutcome.UNPROVEN):
+            for url, proof in proofs.items():
+                if proof.outcome is outcome:
+                    raise ProofFailed(f"{url}: {proof.reason}", outcome, proofs)
+        missing = {url: str(error) for url, error in errors.items()}
+        if len(answers) < enough:
+            raise EngineUnreachable(
+                f"{len(answers)} of {len(replicas)} replicas serve {candidate.served_name}, and {enough} must "
+                f"(adapters.quorum): {'; '.join(missing.values()) or 'no replica is known'}"
+            )
+        self._report_missing(missing)
+        return ServedProofs(
+            proofs, tuple(url for url in (replica.url for replica in replicas) if url in answers), missing
+        )
+
+    def record(self, policy: Policy, served: ServedProofs) -> None:
+        """Record which replicas serve a version; before it gets traffic."""
+        self._store.policies.record_replicas(policy.alias, policy.served_name, served.proven)
+
+    def catch_up(self, now: float, probes_of: Callable[[Policy], Probes], scorer: LogprobScorer) -> list[str]:
+        """Prove what is served on replicas that came, came back or were restarted; return their URLs.
+
+        Does nothing if it was called a moment ago. A replica that does not answer waits for a later call.
+        """
+        if now - self._checked_at < _CHECK_SECONDS:
+            return []
+        self._checked_at = now
+        changed: list[str] = []
+        replicas = tuple(self._replicas)
+        models, errors = ask_all(replicas, VllmServer.models, 1)
+        for policy in self._serving():
+            lacking = [
+                replica
+                for replica in replicas
+                if replica.url in models
+                and (replica.url not in policy.replicas or policy.served_name not in models[replica.url])
+            ]
+            if lacking:
+                changed += self._catch_up(policy, lacking, probes_of(policy), scorer)
+        if not errors and replicas:
+            self._store.alarms.clear(f"{MISSING}:{self._alias}")
+        return changed
+
+    def _catch_up(
+        self, policy: Policy, replicas: Sequence[VllmServer], probes: Probes, scorer: LogprobScorer
+    ) -> list[str]:
+        base = self._base()
+
+        def load_and_measure(replica: VllmServer) -> ServedLogprobs:
+            self._load(replica, policy)
+            return measure_served(replica, policy.served_name, [base.served_name], probes)
+
+        answers, errors = ask_all(replicas, load_and_measure, 1)
+        trainer = TrainerLogprobs(scorer, policy.adapter or False)
+        proven, wrong = set(policy.replicas), {url: str(error) for url, error in errors.items() if _is_refusal(error)}
+        caught_up = []
+        for url, served in answers.items():
+            proof = compare_served(served, {base.served_name: None}, probes, trainer, tolerance=self._tolerance)
+            if proof.outcome is ProofOutcome.WRONG:
+                wrong[url] = f"{url}: {proof.reason}"
+            elif proof.holds or url in proven:
+                proven.add(url)
+                caught_up.append(url)
+                log.info("event=replica_proven policy=%s replica=%s", policy.served_name, url)
+            else:
+                log.warning("event=replica_unproven replica=%s reason=%r", url, proof.reason)
+        if wrong:
+            self._store.alarms.raise_(
+                f"{WRONG}:{self._alias}",
+                f"{policy.served_name} gets no traffic on a replica: {'; '.join(wrong.values())}; restart that replica "
+                "with the base model of the others",
+            )
+        elif caught_up:
+            self._store.alarms.clear(f"{WRONG}:{self._alias}")
+        # A replica that is the only proven one stays: without it nobody would serve the version.
+        kept = tuple(sorted(proven - wrong.keys())) or policy.replicas
+        if kept != tuple(sorted(policy.replicas)):
+            self._store.policies.record_replicas(policy.alias, policy.served_name, kept)
+        return caught_up
+
+    def _load(self, replica: VllmServer, policy: Policy) -> None:
+        """Load a version; ask again for a while if the replica does not find its files: mounts and stores lag."""
+        if policy.adapter is None:
+            return
+        for pause in _PAUSES:
+            try:
+                replica.load(policy.served_name, policy.adapter)
+            except AdapterNotFound as error:
+                log.info(
+                    "event=adapter_not_found replica=%s retry_seconds=%.1f reason=%r", replica.url, pause, str(error)
+                )
+                self._sleep(pause)
+            else:
+                return
+        replica.load(policy.served_name, policy.adapter)
+
+    def _serving(self) -> list[Policy]:
+        """Return the versions with traffic whose replicas are recorded, one of each adapter."""
+        serving = [
+            policy
+            for policy in self._store.policies.all(self._alias)
+            if policy.state in SERVING and policy.adapter and policy.replicas
+        ]
+        return list({policy.served_name: policy for policy in serving}.values())
+
+    def _base(self) -> Policy:
+        return self._store.policies.get(self._alias, BASE_VERSION)
+
+    def _report_missing(self, missing: Mapping[str, str]) -> None:
+        alarm = f"{MISSING}:{self._alias}"
+        if missing:
+            reason = "; ".join(missing.values())
+            log.warning("event=replica_missing alias=%s reason=%r", self._alias, reason)
+            self._store.alarms.raise_(
+                alarm, f"new versions get no traffic on a replica until it answers and is proven: {reason}"
+            )
+        else:
+            self._store.alarms.clear(alarm)
+
+
+def _is_refusal(error: EngineError) -> bool:
+    """Return whether a replica refuses the adapter; one that does not find it is only late."""
+    return isinstance(error, AdapterRefused) and not isinstance(error, AdapterNotFound)
