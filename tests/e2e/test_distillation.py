@@ -29,7 +29,7 @@ WORDS = ("picnic", "invoice", "meeting", "flight", "subject", "friday", "budget"
 TRAINER = {
     "judge": {"kind": "teacher", "model": "teacher"}, "num_generations": 8, "groups_per_round": 8,
     "seal_after_idle_seconds": 0.3, "round_wait_seconds": 2, "poll_interval_seconds": 0.1,
-    "mask_truncated_completions": False,
+    "mask_truncated_completions": False, "release": {"policy": "immediate"},
 }  # fmt: skip
 LEARNER = {"loss_type": "distillation", "lora_r": 8, "lora_alpha": 16, "learning_rate": 5e-3, "threads": 1}
 SAMPLES = 64  # single samples in a round

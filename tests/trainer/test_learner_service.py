@@ -142,7 +142,7 @@ def test_an_operation_whose_client_left_before_its_turn_does_not_run(
         url = f"{connection.url}/v1/sessions/{gone._opened()}/train"
         with http.stream("POST", url, content=encode(TrainRequest(0, (row("never"),), 1.0))) as response:
             next(response.iter_bytes())
-            assert connection.status().agents[1].waiting == 1
+            eventually(lambda: connection.status().agents[1].waiting == 1)
     eventually(lambda: connection.status().agents[1].waiting == 0)
     host.gate.set()
     thread.join(20)

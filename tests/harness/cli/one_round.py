@@ -9,8 +9,8 @@ from typing import Any
 import openai
 
 from ratchet.demo.email_search.prompt import opening
-from ratchet.store.states import PolicyState, RoundState
-from ratchet.store.store import open_store
+from ratchet.store.states import SERVING, PolicyState, RoundState
+from ratchet.store.store import Store, open_store
 from tests.harness.cli.project import ROOT, Project, is_alive, wait_for
 
 POLICY = ROOT / "ratchet" / "demo" / "email_search" / "policy"
@@ -18,6 +18,7 @@ _TRAINER = {
     "num_generations": 4, "groups_per_round": 2, "seal_after_idle_seconds": 0.3,
     "group_wait_seconds": 60, "round_wait_seconds": 1, "poll_interval_seconds": 0.1,
 }  # fmt: skip
+_SERVED = (*SERVING, PolicyState.RETIRED)
 _LEARNER = {"lora_r": 8, "lora_alpha": 16, "learning_rate": 2e-3, "threads": 1}
 
 
@@ -37,8 +38,8 @@ def train_one_round(project: Project, judge: str) -> None:
             first = {_call(agent, f"task {number % 2}", next(attempts)) for number in range(8)}
             assert first == {"mail@0"}
             with closing(open_store(str(project.state / "store.db"))) as store:
-                wait_for("version 1 is live", lambda: store.policies.live()["mail"].version == 1, seconds=180)
-            # A trajectory stays on its version, so this one is new; the proxy reads versions from the store.
+                wait_for("version 1 serves", lambda: _states(store).get(1) in _SERVED, seconds=180)
+            # Version 1 gets a share of the new trajectories; the proxy reads the shares from the store.
             wait_for("version 1 answers", lambda: _call(agent, "later", next(attempts)) == "mail@1", pause=0.5)
         assert project.run("down").returncode == 0
         assert not [pid for pid in pids if is_alive(pid)]
@@ -53,8 +54,11 @@ def train_one_round(project: Project, judge: str) -> None:
         assert round_.state is RoundState.COMMITTED
         assert round_.metrics["tokens_trained"] > 50
         assert round_.metrics["logprob_abs_diff_mean"] < 0.2, "vLLM and the trainer compute different logprobs"
-        states = {policy.version: policy.state for policy in store.policies.all("mail")}
-        assert states[1] in (PolicyState.LIVE, PolicyState.RETIRED)
+        assert _states(store)[1] in _SERVED
+
+
+def _states(store: Store) -> dict[int, PolicyState]:
+    return {policy.version: policy.state for policy in store.policies.all("mail")}
 
 
 def _call(agent: openai.OpenAI, task: str, attempt: int) -> str:
