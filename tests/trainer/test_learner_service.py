@@ -119,8 +119,9 @@ def test_a_round_whose_answer_was_lost_is_never_saved(
             content=encode(TrainRequest(1, (row("lost"),), 1.0)),
             headers={"content-type": MSGPACK},
         )
-        http.send(request, stream=True).close()
-    assert host.in_round.wait(20)
+        answer = http.send(request, stream=True)
+        assert host.in_round.wait(20)
+        answer.close()
     host.gate.set()
     with pytest.raises(LearnerUnreachable, match="answer of an earlier operation of mail was lost"):
         learner.save(tmp_path / "0002")
@@ -141,7 +142,8 @@ def test_an_operation_whose_client_left_before_its_turn_does_not_run(
     with httpx.Client(headers={"authorization": f"Bearer {TOKEN}"}) as http:
         url = f"{connection.url}/v1/sessions/{gone._opened()}/train"
         with http.stream("POST", url, content=encode(TrainRequest(0, (row("never"),), 1.0))) as response:
-            next(response.iter_bytes())
+            chunks = response.iter_bytes()  # dropping the iterator would close the connection
+            next(chunks)
             eventually(lambda: connection.status().agents[1].waiting == 1)
     eventually(lambda: connection.status().agents[1].waiting == 0)
     host.gate.set()
