@@ -147,13 +147,14 @@ class ExactlyOnceCampaign:
         """Let the training loop finish its backlog, stop it and check the result."""
         self._agents.stop()
         trained, until = -1, time.monotonic() + _SETTLE_SECONDS
-        while not self._settled() and time.monotonic() < until:
+        while self._unsettled() and time.monotonic() < until:
             self._watch(0.2)
             now_trained = self._store.trajectories.counts()["trained"]
             if now_trained > trained:  # wait as long as there is progress: machines may be slow
                 trained, until = now_trained, time.monotonic() + _SETTLE_SECONDS
-        if not self._settled():
-            self.outcome.violations.append(f"not settled: {self._store.trajectories.counts()}")
+        unsettled = self._unsettled()
+        if unsettled:
+            self.outcome.violations.append(f"not settled: {unsettled}")
             for name in ("first", "second"):
                 os.kill(self._processes[name].process.pid, signal.SIGUSR1)
             time.sleep(0.5)
@@ -212,17 +213,22 @@ class ExactlyOnceCampaign:
                 self._live = live
             time.sleep(0.05)
 
-    def _settled(self) -> bool:
+    def _unsettled(self) -> str:
+        """Say what the training loop still has to do; empty if nothing."""
         try:
             counts = self._store.trajectories.counts()
-            states = {policy.state for policy in self._store.policies.all(ALIAS)}
-            pruned = self._stored() == self._kept()
-        except StoreUnavailable:
-            return False
-        if sum(counts.values()) < len(self._agents.answered):  # some are not shipped yet
-            return False
-        idle = not counts["open"] and not counts["grouped"] and counts["sealed"] <= AGENTS
-        return idle and pruned and PolicyState.CANDIDATE not in states
+            versions = self._store.policies.all(ALIAS)
+            left, shipped = self._stored() ^ self._kept(), sum(counts.values())
+        except StoreUnavailable as error:
+            return str(error)
+        if shipped < len(self._agents.answered):
+            return f"{shipped} of {len(self._agents.answered)} trajectories are shipped"
+        if counts["open"] or counts["grouped"] or counts["sealed"] > AGENTS:
+            return f"trajectories: {counts}"
+        candidates = [one.version for one in versions if one.state is PolicyState.CANDIDATE]
+        if candidates:
+            return f"candidates that are not released: {candidates}"
+        return f"either stored or named by the store, not both: {sorted(left)}" if left else ""
 
     def _kept(self) -> set[str]:
         """The references of the versions that the store names."""
