@@ -15,7 +15,7 @@ from ratchet.store.db import schema
 from ratchet.store.db.engine import read, write
 from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.policies.decisions import record_decision
-from ratchet.store.policies.serving import ServingDecisions, change_state
+from ratchet.store.policies.serving import ServingDecisions, change_state, record_serving
 from ratchet.store.policies.shares import HOLDBACK_SHARE
 from ratchet.store.records import BASE_VERSION, Policy
 from ratchet.store.states import POLICY_TRANSITIONS, PolicyAction, PolicyState, check_transition
@@ -65,7 +65,7 @@ class Policies(ServingDecisions):
         check_transition(POLICY_TRANSITIONS, policy.state, PolicyState.REJECTED, f"policy {alias}@{version}")
         with write(self._engine) as connection:
             change_state(connection, policy, PolicyState.REJECTED, evidence)
-            record_decision(connection, alias, version, PolicyAction.REJECT, by, reason, evidence)
+            record_serving(connection, policy, PolicyAction.REJECT, by, reason, evidence)
         return self.get(alias, version)
 
     def promote_manually(
@@ -90,7 +90,7 @@ class Policies(ServingDecisions):
         kept = HOLDBACK_SHARE if ramp is not None and ramp.version == version else 0.0
         if holdback is not None:
             kept = holdback.share or 0.0
-        return self.promote(alias, version, {}, by=by, reason=reason, holdback=kept)
+        return self.promote(alias, version, self._known(alias, version), by=by, reason=reason, holdback=kept)
 
     def roll_back_manually(
         self, alias: str, version: int | None, *, by: str, reason: str, now: bool = False
@@ -100,7 +100,12 @@ class Policies(ServingDecisions):
         `now`: see `roll_back`. Raises InvalidTransition, RecordNotFound.
         """
         target = self._before(alias) if version is None else version
-        return self.roll_back(alias, target, {"now": True} if now else {}, by=by, reason=reason, now=now)
+        _, live, ramp = self.serving_of(alias)
+        newest = ramp or live
+        evidence = self._known(alias, newest.version) if newest is not None and newest.version > target else {}
+        if now:
+            evidence["now"] = True
+        return self.roll_back(alias, target, evidence, by=by, reason=reason, now=now)
 
     def hold_manually(self, alias: str, version: int | None, *, by: str, reason: str) -> Policy:
         """Hold the named version, else the one in its ramp, else the newest candidate: only a person promotes it.
@@ -117,7 +122,7 @@ class Policies(ServingDecisions):
             raise InvalidTransition(
                 f"{alias}@{version} is {policy.state}, and only a candidate or a version in its ramp can be held"
             )
-        self.require_approval(alias, version, {}, by=by, reason=reason)
+        self.require_approval(alias, version, self._known(alias, version), by=by, reason=reason)
         return policy
 
     def pin_manually(self, alias: str, version: int | None, *, by: str, reason: str) -> Policy:
@@ -128,6 +133,14 @@ class Policies(ServingDecisions):
                 raise RecordNotFound(f"{alias} has no live version")
             version = live.version
         return self.pin(alias, version, by=by, reason=reason)
+
+    def _known(self, alias: str, version: int) -> dict[str, Any]:
+        """Return the newest evidence about a version, to be kept with a person's decision; empty without any."""
+        table = schema.releases
+        query = sa.select(table.c.evidence).where(table.c.alias == alias, table.c.version == version)
+        with read(self._engine) as connection:
+            found = connection.scalar(query)
+        return {"known": found} if found else {}
 
     def _before(self, alias: str) -> int:
         serving = self.serving_of(alias)

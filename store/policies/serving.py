@@ -57,7 +57,7 @@ class ServingDecisions(PolicyRegistration):
             )
         with self._decide(alias, serving) as connection:
             change_state(connection, policy, PolicyState.RAMP, evidence, share)
-            _record(connection, policy, PolicyAction.RAMP, by, reason, {**(evidence or {}), "share": share})
+            record_serving(connection, policy, PolicyAction.RAMP, by, reason, {**(evidence or {}), "share": share})
         return self.get(alias, version)
 
     def set_share(
@@ -70,7 +70,7 @@ class ServingDecisions(PolicyRegistration):
         _check_share(policy, share)
         with self._decide(alias, serving) as connection:
             change_state(connection, policy, policy.state, None, share)
-            _record(connection, policy, PolicyAction.SHARE, by, reason, {**(evidence or {}), "share": share})
+            record_serving(connection, policy, PolicyAction.SHARE, by, reason, {**(evidence or {}), "share": share})
         return self.get(alias, version)
 
     def promote(
@@ -96,7 +96,7 @@ class ServingDecisions(PolicyRegistration):
                 change_state(connection, old, PolicyState.HOLDBACK if keeps else PolicyState.RETIRED, None,
                              holdback if keeps else None)  # fmt: skip
             change_state(connection, policy, PolicyState.LIVE, evidence)
-            _record(connection, policy, PolicyAction.PROMOTE, by, reason, evidence)
+            record_serving(connection, policy, PolicyAction.PROMOTE, by, reason, evidence)
         return self.get(alias, version)
 
     def move_anchor(self, alias: str, evidence: Evidence, *, by: str, reason: str) -> Policy:
@@ -107,7 +107,7 @@ class ServingDecisions(PolicyRegistration):
         with self._decide(alias, serving) as connection:
             change_state(connection, serving.holdback, PolicyState.RETIRED, None)
             recorded = {**evidence, "before": serving.holdback.version}
-            _record(connection, serving.live, PolicyAction.ANCHOR, by, reason, recorded)
+            record_serving(connection, serving.live, PolicyAction.ANCHOR, by, reason, recorded)
         return self.get(alias, serving.live.version)
 
     def roll_back(
@@ -115,7 +115,8 @@ class ServingDecisions(PolicyRegistration):
     ) -> list[Policy]:
         """Make an earlier version live, if it is not, and reject all later ones; return the rejected ones.
 
-        With `now`, open trajectories of all later versions go on with the live one; else they finish on theirs. Raises
+        With `now`, open trajectories of all later versions go on with the live one; else they finish on theirs. Each
+        version taken back has a decision, as has each of those that are recalled if all were rejected before. Raises
         InvalidTransition if the live version is older or there is nothing to reject, RecordNotFound.
         """
         target, serving = self._usable(alias, version), self.serving_of(alias)
@@ -129,15 +130,17 @@ class ServingDecisions(PolicyRegistration):
             while later := _later(connection, alias, version):
                 for policy in later:
                     change_state(connection, policy, PolicyState.REJECTED, evidence)
-                    _record(connection, policy, PolicyAction.ROLLBACK, by, reason, evidence, shares=False)
                 rejected += later
-            recalled = now and _recall(connection, alias, version)
+            recalled = _recall(connection, alias, version) if now else []
             if not rejected and not recalled:
                 raise InvalidTransition(f"{alias}@{version} is the newest version: there is nothing to roll back")
             if target.state is not PolicyState.LIVE:
                 change_state(connection, target, PolicyState.LIVE, None)
+            for policy in rejected or recalled:
+                record_serving(connection, policy, PolicyAction.ROLLBACK, by, reason, evidence)
+            if target.state is not PolicyState.LIVE:
                 words = f"rolled back to, from {max(policy.version for policy in rejected)}: {reason}"
-                _record(connection, target, PolicyAction.PROMOTE, by, words, {})
+                record_serving(connection, target, PolicyAction.PROMOTE, by, words, {})
         return [self.get(alias, policy.version) for policy in rejected]
 
     def pin(self, alias: str, version: int, *, by: str, reason: str) -> Policy:
@@ -156,7 +159,7 @@ class ServingDecisions(PolicyRegistration):
                 if other is not None:
                     change_state(connection, other, PolicyState.RETIRED, None)
             _set_pinned(connection, policy, time.time())
-            _record(connection, policy, PolicyAction.PIN, by, reason, {})
+            record_serving(connection, policy, PolicyAction.PIN, by, reason, {})
         return self.get(alias, version)
 
     def unpin(self, alias: str, version: int | None = None, *, by: str, reason: str) -> Policy:
@@ -168,7 +171,7 @@ class ServingDecisions(PolicyRegistration):
             raise InvalidTransition(f"{alias}@{version} is not pinned, but {alias}@{serving.live.version} is")
         with self._decide(alias, serving, unpins=True) as connection:
             _set_pinned(connection, serving.live, None)
-            _record(connection, serving.live, PolicyAction.UNPIN, by, reason, {})
+            record_serving(connection, serving.live, PolicyAction.UNPIN, by, reason, {})
         return self.get(alias, serving.live.version)
 
     @contextmanager
@@ -207,13 +210,12 @@ def change_state(
         raise InvalidTransition(f"policy {_name(policy)} was changed by another process")
 
 
-def _record(
-    connection: sa.Connection, policy: Policy, action: PolicyAction, by: str, reason: str, evidence: Evidence,
-    *, shares: bool = True,
-) -> None:  # fmt: skip
+def record_serving(
+    connection: sa.Connection, policy: Policy, action: PolicyAction, by: str, reason: str, evidence: Evidence
+) -> None:
     """Record a decision, with the shares in force after it."""
-    now = {"shares": shares_in_force(filter(None, locked(connection, policy.alias)))} if shares else {}
-    record_decision(connection, policy.alias, policy.version, action, by, reason, {**evidence, **now})
+    shares = shares_in_force(filter(None, locked(connection, policy.alias)))
+    record_decision(connection, policy.alias, policy.version, action, by, reason, {**evidence, "shares": shares})
 
 
 def _place(policy: Policy | None) -> tuple[object, ...] | None:
@@ -227,11 +229,13 @@ def _later(connection: sa.Connection, alias: str, version: int) -> Sequence[Poli
     return [row_to(Policy, row) for row in connection.execute(query)]
 
 
-def _recall(connection: sa.Connection, alias: str, version: int) -> bool:
-    """Move the open trajectories of the later versions, all rejected, to the live one; return whether any is new."""
+def _recall(connection: sa.Connection, alias: str, version: int) -> Sequence[Policy]:
+    """Move the open trajectories of the later versions, all rejected, to the live one; return the versions."""
     table = schema.policies
     later = sa.and_(table.c.alias == alias, table.c.version > version, table.c.recalled_at.is_(None))
-    return bool(connection.execute(sa.update(table).where(later).values(recalled_at=time.time())).rowcount)
+    found = connection.execute(sa.select(table).where(later).order_by(table.c.version).with_for_update()).all()
+    connection.execute(sa.update(table).where(later).values(recalled_at=time.time()))
+    return [row_to(Policy, row) for row in found]
 
 
 def _set_pinned(connection: sa.Connection, policy: Policy, at: float | None) -> None:

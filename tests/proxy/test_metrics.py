@@ -155,6 +155,31 @@ def test_the_dashboard_uses_only_existing_metrics(proxy: Proxy) -> None:
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(places)
 
 
+def test_the_dashboard_uses_only_documented_labels() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    rows = re.findall(r"^\| `(ratchet_\w+)` \| ([^|]+) \|", page, re.MULTILINE)
+    labels = {name: set(re.findall(r"`(\w+)`", units.partition(";")[2])) for name, units in rows}
+    for panel in json.loads((ROOT / "deploy" / "grafana.json").read_text())["panels"]:
+        for target in panel.get("targets", []):
+            known = set.union(*(labels[name] for name in _named_in(target["expr"])))
+            used = set(re.findall(r"{{(\w+)}}", target["legendFormat"])) | _labels_in(target["expr"])
+            assert used <= known | {"le"}, f"{panel['title']}: {target}"
+
+
+def test_the_dashboard_shows_how_releases_go() -> None:
+    shown = (ROOT / "deploy" / "grafana.json").read_text()
+    for name in ("version_share_ratio", "version_trajectories_total", "release_harm", "release_difference",
+                 "release_counted", "invalid_tool_call_ratio", "question_ratio", "judge_tokens_total"):  # fmt: skip
+        assert f"ratchet_{name}" in shown
+
+
+def _labels_in(expression: str) -> set[str]:
+    """Return the labels that an expression groups by or selects."""
+    grouped = re.findall(r"\b(?:by|ignoring|on) \(([^)]*)\)", expression)
+    selected = re.findall(r"(\w+)(?:=~|!~|!=|=)\"", expression)
+    return {label.strip() for labels in grouped for label in labels.split(",")} | set(selected)
+
+
 def _named_in(text: str) -> set[str]:
     """Return the metric families that a text names."""
     return {re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"\bratchet_[a-z_]+", text)}

@@ -85,6 +85,7 @@ def test_a_rollback_in_the_ramp_goes_to_the_live_version_and_later_to_the_anchor
     assert (states(base), shares(base)) == (
         {0: "holdback", 1: "live", 2: "rejected", 3: "rejected"}, {0: 0.1, 1: 0.9},
     )  # fmt: skip
+    assert base.decisions.decisions_of("agent", 2)[0].evidence == {"harm": 1000.0, "shares": {"0": 0.1, "1": 0.9}}
     policies.roll_back("agent", 0, {"harm": 1000.0}, by="release", reason="worse")
     assert (states(base)[0], states(base)[1], shares(base)) == ("live", "rejected", {0: 1.0})
 
@@ -154,6 +155,31 @@ def test_going_back_by_hand_skips_versions_that_never_served(base: Store) -> Non
     )  # fmt: skip
     rejected = base.policies.roll_back_manually("agent", None, by="anna", reason="not fine")
     assert ([one.version for one in rejected], shares(base)) == ([2, 3], {0: 0.1, 1: 0.9})
+
+
+def test_a_persons_decision_keeps_what_was_known_of_the_version(base: Store) -> None:
+    policies, known = base.policies, {"harm": 31.5, "counted": 9}
+    policies.start_ramp("agent", 1, 0.45)
+    base.releases.record_evidence("agent", 1, known)
+    policies.hold_manually("agent", None, by="anna", reason="wait")
+    policies.promote_manually("agent", None, by="anna", reason="fine")
+    policies.roll_back_manually("agent", 0, by="anna", reason="not fine", now=True)
+    found = [(str(one.action), dict(one.evidence)) for one in base.decisions.decisions_of("agent", 1)]
+    assert found[:3] == [
+        ("rollback", {"known": known, "now": True, "shares": {"0": 1.0}}),
+        ("promote", {"known": known, "shares": {"0": 0.1, "1": 0.9}}),
+        ("hold", {"known": known}),
+    ]
+
+
+def test_moving_open_trajectories_after_a_rollback_is_a_decision_too(base: Store) -> None:
+    base.policies.promote("agent", 1, {})
+    base.policies.roll_back_manually("agent", 0, by="anna", reason="rude")
+    assert base.policies.roll_back_manually("agent", 0, by="anna", reason="it deletes mails", now=True) == []
+    newest = base.decisions.decisions_of("agent", 1)[0]
+    assert (newest.action, newest.reason) == (PolicyAction.ROLLBACK, "it deletes mails")
+    with pytest.raises(InvalidTransition, match="there is nothing to roll back"):
+        base.policies.roll_back_manually("agent", 0, by="anna", reason="again", now=True)
 
 
 @pytest.mark.parametrize("seed", range(6))
