@@ -1,4 +1,4 @@
-"""The `ratchet policies` commands: list, show, promote, roll back, hold, pin, export and fork versions of a model."""
+"""The `ratchet policies` commands: list, show, promote, roll back, hold, pin, export, import and fork versions."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import click
 from ratchet import options
 from ratchet.commands.policies_export import export
 from ratchet.commands.policies_fork import fork
+from ratchet.commands.policies_import import import_
 from ratchet.output.terminal import strip_control_characters
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ _BY_HAND = click.option("--reason", required=True, help="Reason, recorded with t
 
 @click.group()
 def policies() -> None:
-    """List, promote, roll back, hold, pin, export and fork the versions of a model.
+    """List, promote, roll back, hold, pin, export, import and fork the versions of a model.
 
     \b
     Example:
@@ -280,6 +281,7 @@ def unpin(
 
 policies.add_command(export)
 policies.add_command(fork)
+policies.add_command(import_)
 
 
 def _named(alias: str, version: int | None) -> tuple[str, int | None]:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 import click
 
 from ratchet import options
+
+if TYPE_CHECKING:
+    from ratchet.settings.project_settings import Settings
+    from ratchet.trainer.adapters.adapter_store import AdapterStore
+    from ratchet.trainer.release.fork import ForkTarget
 
 _NAMED = re.compile(r"(?P<alias>[^@/\s]+)@(?P<version>\d+)")
 
@@ -30,25 +36,32 @@ def fork(context: click.Context, source: str, target: str, store: str | None, pr
     named = _NAMED.fullmatch(source)
     if named is None:
         raise click.UsageError(f"{source!r} is not a version: give NAME@VERSION, such as mail@7")
-    from ratchet.settings.learner_section import parse_learner
-    from ratchet.trainer.adapters.adapter_store import AdapterStore
-    from ratchet.trainer.release.fork import ForkTarget
     from ratchet.trainer.release.fork import fork as copy_version
 
     settings = options.read_project_settings(context, {"store": store, "project": project})
-    agent = settings.for_agent(target)
-    adapters = AdapterStore(settings.state.adapter_cache, settings.adapters.max_cache_bytes)
-    place = settings.adapters.store
-    versions = f"{place}/{target}/checkpoints" if place else str(settings.state.checkpoints(target))
+    adapters, fork_target = target_of(settings, target)
     with options.open_store_for_command(settings.store_url, create=False) as opened:
         options.check_alias(opened, named["alias"])
         options.check_alias(opened, target)
         policy = opened.policies.get(named["alias"], int(named["version"]))
-        learner, _ = parse_learner(agent.learner, {})
-        made = copy_version(opened, adapters, policy, ForkTarget(target, versions, learner), by=options.current_user())
+        made = copy_version(opened, adapters, policy, fork_target, by=options.current_user())
     click.echo(f"{target}@{made.candidate.version} is a candidate: a copy of {source}")
     if not made.with_state:
         click.echo(
             f"{source} has no learner's state any more (trainer.keep_optimizer_states): the optimizer of {target} "
             "starts over"
         )
+
+
+def target_of(settings: Settings, agent: str) -> tuple[AdapterStore, ForkTarget]:
+    """Return the adapter store, and where the agent's versions are and how they are trained."""
+    from ratchet.settings.learner_section import parse_learner
+    from ratchet.trainer.adapters.adapter_store import AdapterStore
+    from ratchet.trainer.release.fork import ForkTarget
+
+    learner, _ = parse_learner(settings.for_agent(agent).learner, {})
+    place = settings.adapters.store
+    versions = f"{place}/{agent}/checkpoints" if place else str(settings.state.checkpoints(agent))
+    return AdapterStore(settings.state.adapter_cache, settings.adapters.max_cache_bytes), ForkTarget(
+        agent, versions, learner
+    )

@@ -150,7 +150,8 @@ class Rounds:
         """Register a checkpoint that was not trained here as the candidate `version`, in one transaction.
 
         Training goes on from it: it is recorded as a committed round without groups that continues from the base model,
-        with `origin` among its metrics: `{"forked_from": {"alias", "version"}}` or `{"init_adapter"}`.
+        with `origin` among its metrics: `{"forked_from": {"alias", "version"}}`, `{"init_adapter"}` or
+        `{"imported_from"}`.
         Raises InvalidTransition if the number is taken, a version is undecided or a round is open. `by_trainer`: the
         alias's own trainer calls, so that an open round is one that a dead trainer left, and prompts may wait.
         """

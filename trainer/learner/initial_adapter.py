@@ -22,11 +22,9 @@ from ratchet.trainer.errors import CheckpointDamaged, CheckpointMismatch
 from ratchet.trainer.learner import expert_adapters, process_group
 from ratchet.trainer.learner.agent_state import ADAPTER, AgentState, part
 from ratchet.trainer.learner.loss import RecordedGRPOTrainer
+from ratchet.trainer.settings.adapter_and_memory import LORA_VARIANTS
 
 log = logging.getLogger(__name__)
-
-# Variants of LoRA in adapter_config.json that compute something else from the same matrices.
-_VARIANTS = ("use_dora", "use_rslora", "use_qalora", "alpha_pattern", "rank_pattern", "modules_to_save", "lora_bias")
 
 
 def with_adapter(trainer: RecordedGRPOTrainer, state: AgentState, folder: Path, base_model: str) -> AgentState:
@@ -71,7 +69,7 @@ def _check_config(config: Mapping[str, Any], state: AgentState, folder: Path, ba
     settings = state.settings
     if (kind := config.get("peft_type", "LORA")) != "LORA":
         raise CheckpointMismatch(f"{folder} is an adapter of type {kind}, and only LORA can be trained")
-    if used := [name for name in _VARIANTS if config.get(name)]:
+    if used := [name for name in LORA_VARIANTS if config.get(name)]:
         raise CheckpointMismatch(
             f"{folder} uses {', '.join(used)}, which the learner does not train: convert it to plain LoRA, or leave "
             "learner.init_adapter out"

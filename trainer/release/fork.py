@@ -81,15 +81,20 @@ def _check(store: Store, source: Policy, target: ForkTarget, name: str) -> None:
         raise SettingError(f"{name} has no adapter: it is the base model, which is version 0 of every agent")
     if source.pruned_at is not None:
         raise SettingError(f"{name} was pruned, its folder is deleted: choose a version that `policies list` shows")
-    known = store.policies.all(target.alias)
+    check_target(store, target.alias)
+
+
+def check_target(store: Store, alias: str) -> None:
+    """Raise RecordNotFound or InvalidTransition if the agent cannot get another candidate now."""
+    known = store.policies.all(alias)
     if not known:
         raise RecordNotFound(
-            f"{target.alias} is no agent of this store: add it under `agents`, and run `ratchet up` or `ratchet reload`"
+            f"{alias} is no agent of this store: add it under `agents`, and run `ratchet up` or `ratchet reload`"
         )
     for policy in known:  # asked again with the commit; here, so that nothing is copied in vain
         if policy.state in _UNDECIDED:
             raise InvalidTransition(
-                f"{target.alias}@{policy.version} is a {policy.state} that is not decided: wait for it, or decide with "
+                f"{alias}@{policy.version} is a {policy.state} that is not decided: wait for it, or decide with "
                 "`ratchet policies promote` or `ratchet policies rollback`"
             )
 

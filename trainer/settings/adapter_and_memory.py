@@ -22,6 +22,17 @@ ATTENTIONS = (AUTO, "sdpa", "eager", "flash_attention_2", "flash_attention_3")
 # The largest rank that vLLM's LoRA kernels serve. --max-lora-rank pads other ranks up to one of its ranks.
 MAX_SERVABLE_RANK = 512
 
+# Variants of LoRA in adapter_config.json that compute something else from the same matrices.
+LORA_VARIANTS = (
+    "use_dora",
+    "use_rslora",
+    "use_qalora",
+    "alpha_pattern",
+    "rank_pattern",
+    "modules_to_save",
+    "lora_bias",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterAndMemorySettings:
