@@ -1,7 +1,7 @@
 """The stream's command line: `python -m examples.production --users 2400`.
 
 OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL name the server. `python -m ratchet.demo.email_search build-db` writes
-the mailbox.
+the mailbox. With `--harmful-version` the users meet a version that is worse on purpose (`harmful.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from examples.production import harmful
 from examples.production.figures import figures
 from examples.production.stream import Served, serve
 from examples.production.users import USUAL, Habits, visits
@@ -34,10 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not chosen.model or not base_url:
             raise ValueError("no server or no model: set OPENAI_BASE_URL and OPENAI_MODEL")
         box = Mailbox(chosen.home / DATABASE)
-    except (OSError, ValueError) as error:
+        version = harmful.hand_in(chosen.model, chosen.noise, chosen.config) if chosen.harmful_version else None
+    except (OSError, ValueError, harmful.NotReady) as error:
         print(f"production: {error}", file=sys.stderr)
         return 1
-    result = _run(chosen, base_url, box)
+    result = _run(chosen, base_url, box, version)
     if chosen.json:
         chosen.json.write_text(json.dumps(result) + "\n", encoding="utf-8")
     print(json.dumps(result, indent=2))
@@ -53,12 +55,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--silent", type=float, default=USUAL.silent, help="share of users without feedback")
     parser.add_argument("--mistaken", type=float, default=USUAL.mistaken, help="share of thumbs that are wrong")
     parser.add_argument("--delay", type=float, default=USUAL.delay, help="mean seconds to the thumb")
+    parser.add_argument("--harmful-version", action="store_true", help="hand in a copy of the live version with noise")
+    parser.add_argument("--noise", type=float, default=harmful.NOISE, help="standard deviation of the noise")
+    parser.add_argument("--config", type=Path, default=harmful.CONFIG, help="the project that takes the version")
     parser.add_argument("--home", type=Path, default=home(), help="folder of the mailbox (EMAIL_SEARCH_HOME)")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     return parser
 
 
-def _run(chosen: argparse.Namespace, base_url: str, box: Mailbox) -> dict[str, Any]:
+def _run(chosen: argparse.Namespace, base_url: str, box: Mailbox, version: int | None) -> dict[str, Any]:
     columns = (
         BarColumn(),
         MofNCompleteColumn(),
@@ -86,7 +91,10 @@ def _run(chosen: argparse.Namespace, base_url: str, box: Mailbox) -> dict[str, A
                 on_served=on_served,
             )
         )
-    return figures(served) | {"thumb_statuses": {str(code): n for code, n in sorted(counter.statuses.items())}}
+    result = figures(served) | {"thumb_statuses": {str(code): n for code, n in sorted(counter.statuses.items())}}
+    if version is not None:
+        result["harmful_version"] = harmful.outcome(chosen.model, version, served, chosen.config)
+    return result
 
 
 if __name__ == "__main__":

@@ -10,8 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
+from examples.production import harmful
 from examples.production.__main__ import main
 from examples.production.figures import figures, gain, wilson
 from examples.production.stream import Counter, Served, send_thumb, serve
@@ -19,8 +22,11 @@ from examples.production.users import DOWN, UP, USUAL, Habits, Thumb, thumbs, vi
 from ratchet.demo.email_search.mailbox import DATABASE, Mailbox
 from ratchet.demo.email_search.tasks import TEST_PAIRS
 from ratchet.store.states import TrajectoryState
+from ratchet.store.store import open_store
+from ratchet.trainer.adapters import checkpoint
 from ratchet.trainer.controller.judges.kinds.feedback import FeedbackJudge
 from ratchet.trainer.settings.judge_specs import FeedbackSpec
+from tests.harness.cli.project import Project
 from tests.harness.examples.player import Messages, Script, calls
 from tests.proxy.conftest import Proxy
 
@@ -153,6 +159,43 @@ def test_without_a_server_the_command_names_what_is_missing(
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
     assert main(["--model", "agent", "--home", str(home)]) == 1
     assert "OPENAI_BASE_URL" in capsys.readouterr().err
+
+
+def write_adapter(folder: Path) -> None:
+    """An adapter of two matrices, as PEFT saves it."""
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 16}))
+    matrices = {f"layer.lora_{one}.weight": np.ones((4, 4), np.float32) for one in "AB"}
+    save_file(matrices, folder / "adapter_model.safetensors")
+
+
+@pytest.mark.slow
+def test_a_harmful_version_takes_the_place_of_what_is_not_decided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = {"lora_r": 4, "lora_alpha": 16}
+    project = Project(tmp_path, model="agent", learner=learner, trainer={"judge": "m:judge"})
+    config = tmp_path / "ratchet.yaml"
+    monkeypatch.setenv("RATCHET_STATE_DIR", str(project.state.parent))
+    project.state.mkdir(parents=True)
+    store = open_store(str(project.state / "store.db"))
+    store.policies.register_base("agent", "base")
+    with pytest.raises(harmful.NotReady, match="no trained version of agent is live yet"):
+        harmful.hand_in("agent", 0.5, config)
+    for number in (1, 2):
+        folder = project.state / "models" / "agent" / "checkpoints" / f"{number:04d}"
+        checkpoint.write_atomically(folder, write_adapter)
+        held = store.rounds.start("agent", number - 1)
+        store.rounds.commit(held.id, version=number, checkpoint=str(folder), groups=[], metrics={})
+    store.policies.promote("agent", 1, {})
+    assert harmful.hand_in("agent", 0.5, config) == 3
+    assert [one.state for one in store.policies.all("agent")] == ["retired", "live", "rejected", "candidate"]
+    made = load_file(Path(store.policies.get("agent", 3).adapter or "") / "adapter_model.safetensors")
+    assert np.array_equal(made["layer.lora_A.weight"], np.ones((4, 4)))
+    assert 0.2 < np.std(made["layer.lora_B.weight"]) < 0.8
+    store.policies.reject("agent", 3, {}, by="invariants", reason="random text")
+    known = {"state": "rejected", "decided_by": "invariants", "reason": "random text"}
+    assert harmful.outcome("agent", 3, [], config) == {"version": 3, "users": 0, "content": None} | known
+    store.close()
 
 
 async def test_a_stream_without_a_success_reports_its_errors(play: Play, home: Path) -> None:
