@@ -35,7 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not chosen.model or not base_url:
             raise ValueError("no server or no model: set OPENAI_BASE_URL and OPENAI_MODEL")
         box = Mailbox(chosen.home / DATABASE)
-        version = harmful.hand_in(chosen.model, chosen.noise, chosen.config) if chosen.harmful_version else None
+        version = (
+            harmful.hand_in(chosen.model, chosen.harmful_version, chosen.config) if chosen.harmful_version else None
+        )
     except (OSError, ValueError, harmful.NotReady) as error:
         print(f"production: {error}", file=sys.stderr)
         return 1
@@ -55,8 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--silent", type=float, default=USUAL.silent, help="share of users without feedback")
     parser.add_argument("--mistaken", type=float, default=USUAL.mistaken, help="share of thumbs that are wrong")
     parser.add_argument("--delay", type=float, default=USUAL.delay, help="mean seconds to the thumb")
-    parser.add_argument("--harmful-version", action="store_true", help="hand in a copy of the live version with noise")
-    parser.add_argument("--noise", type=float, default=harmful.NOISE, help="standard deviation of the noise")
+    kinds = (harmful.OPPOSITE, harmful.RANDOM)
+    parser.add_argument("--harmful-version", choices=kinds, help="first hand in a copy of the live version, made worse")
     parser.add_argument("--config", type=Path, default=harmful.CONFIG, help="the project that takes the version")
     parser.add_argument("--home", type=Path, default=home(), help="folder of the mailbox (EMAIL_SEARCH_HOME)")
     parser.add_argument("--json", type=Path, help="write the figures to this file")

@@ -1,8 +1,12 @@
-"""A version that is worse on purpose: a copy of the live version with noise on its weights, handed in as a candidate.
+"""A version that is worse on purpose: an altered copy of the live version, handed in as a candidate.
 
 It shows what the release policy does with such a version. Everything goes through the `ratchet` command, as a person
 would do it: what is not decided yet is rejected, the live version's adapter is read from its folder, and
-`ratchet policies import` makes the noisy copy a candidate, which is proven, checked and released like any other.
+`ratchet policies import` makes the altered copy a candidate, which is proven, checked and released like any other.
+
+    opposite    the adapter with its sign changed: what was learned is unlearned. Its answers look as good as ever, so
+                only the users' thumbs show the loss
+    random      so much noise that it writes no valid tool call: the comparison on recent prompts shows it
 """
 
 from __future__ import annotations
@@ -23,9 +27,10 @@ from safetensors.numpy import load_file, save_file
 from examples.production.stream import Served
 
 CONFIG = Path(__file__).with_name("ratchet.yaml")
-NOISE = 0.05  # standard deviation of what is added to each weight of the LoRA matrices B
+OPPOSITE, RANDOM = "opposite", "random"
+_NOISE = 0.3  # standard deviation of what is added to each weight of the LoRA matrices B
 _WEIGHTS = "adapter_model.safetensors"
-_REASON = "a version with noise takes its place, to see a rollback"
+_REASON = "a version that is worse on purpose takes its place"
 _ATTEMPTS = 60  # a second apart: a round that is being trained ends before
 _UNDECIDED = ("candidate", "ramp")
 
@@ -34,21 +39,24 @@ class NotReady(RuntimeError):
     """There is no version to copy, or the project does not take another one; the message has the remedy."""
 
 
-def noisy_copy(source: Path, target: Path, noise: float, seed: int = 0) -> Path:
-    """Write a copy of a PEFT adapter with normal noise on its matrices B; return its folder."""
+def altered_copy(source: Path, target: Path, *, scale: float = 1.0, noise: float = 0.0, seed: int = 0) -> Path:
+    """Write a copy of a PEFT adapter whose matrices B are multiplied by `scale`, with normal noise; return its folder.
+
+    `noise` is the standard deviation of what is added to each weight.
+    """
     rng = np.random.default_rng(seed)
     target.mkdir(parents=True)
     shutil.copyfile(source / "adapter_config.json", target / "adapter_config.json")
     weights = load_file(source / _WEIGHTS)
     for name, matrix in sorted(weights.items()):
         if ".lora_B." in name:
-            weights[name] = (matrix + noise * rng.standard_normal(matrix.shape)).astype(matrix.dtype)
+            weights[name] = (scale * matrix + noise * rng.standard_normal(matrix.shape)).astype(matrix.dtype)
     save_file(weights, target / _WEIGHTS)
     return target
 
 
-def hand_in(agent: str, noise: float, config: Path = CONFIG, seed: int = 0) -> int:
-    """Make a noisy copy of the live version a candidate; return its number. Raises NotReady."""
+def hand_in(agent: str, kind: str, config: Path = CONFIG) -> int:
+    """Make an altered copy of the live version a candidate; return its number. Raises NotReady."""
     for attempt in range(_ATTEMPTS):
         time.sleep(float(attempt > 0))
         versions = _versions(agent, config)
@@ -58,11 +66,17 @@ def hand_in(agent: str, noise: float, config: Path = CONFIG, seed: int = 0) -> i
         if any(one["state"] in _UNDECIDED for one in versions):
             _ratchet(config, "policies", "rollback", f"{agent}@{live['version']}", "--reason", _REASON)
         with tempfile.TemporaryDirectory() as folder:
-            copy = noisy_copy(Path(live["adapter"]), Path(folder) / "noisy", noise, seed)
+            copy = _altered(Path(live["adapter"]), Path(folder) / kind, kind)
             done = _ratchet(config, "policies", "import", str(copy), agent, fine=(0, 1))
         if done.returncode == 0:
             return max(int(one["version"]) for one in _versions(agent, config))
     raise NotReady(f"{agent} took no candidate: {done.stdout.strip()}")
+
+
+def _altered(source: Path, target: Path, kind: str) -> Path:
+    if kind == OPPOSITE:
+        return altered_copy(source, target, scale=-1.0)
+    return altered_copy(source, target, noise=_NOISE)
 
 
 def outcome(agent: str, version: int, served: Sequence[Served], config: Path = CONFIG) -> dict[str, Any]:

@@ -180,22 +180,32 @@ def test_a_harmful_version_takes_the_place_of_what_is_not_decided(
     store = open_store(str(project.state / "store.db"))
     store.policies.register_base("agent", "base")
     with pytest.raises(harmful.NotReady, match="no trained version of agent is live yet"):
-        harmful.hand_in("agent", 0.5, config)
+        harmful.hand_in("agent", harmful.OPPOSITE, config)
     for number in (1, 2):
         folder = project.state / "models" / "agent" / "checkpoints" / f"{number:04d}"
         checkpoint.write_atomically(folder, write_adapter)
         held = store.rounds.start("agent", number - 1)
         store.rounds.commit(held.id, version=number, checkpoint=str(folder), groups=[], metrics={})
     store.policies.promote("agent", 1, {})
-    assert harmful.hand_in("agent", 0.5, config) == 3
+    assert harmful.hand_in("agent", harmful.OPPOSITE, config) == 3
     assert [one.state for one in store.policies.all("agent")] == ["retired", "live", "rejected", "candidate"]
     made = load_file(Path(store.policies.get("agent", 3).adapter or "") / "adapter_model.safetensors")
     assert np.array_equal(made["layer.lora_A.weight"], np.ones((4, 4)))
-    assert 0.2 < np.std(made["layer.lora_B.weight"]) < 0.8
+    assert np.array_equal(made["layer.lora_B.weight"], -np.ones((4, 4)))
     store.policies.reject("agent", 3, {}, by="invariants", reason="random text")
     known = {"state": "rejected", "decided_by": "invariants", "reason": "random text"}
     assert harmful.outcome("agent", 3, [], config) == {"version": 3, "users": 0, "content": None} | known
     store.close()
+
+
+def test_noise_changes_the_matrices_b_alone(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    write_adapter(tmp_path / "source")
+    copies = [harmful.altered_copy(tmp_path / "source", tmp_path / name, noise=0.5) for name in ("one", "two")]
+    one, two = (load_file(copy / "adapter_model.safetensors") for copy in copies)
+    assert np.array_equal(one["layer.lora_A.weight"], np.ones((4, 4)))
+    assert 0.2 < np.std(one["layer.lora_B.weight"]) < 0.8
+    assert np.array_equal(one["layer.lora_B.weight"], two["layer.lora_B.weight"])
 
 
 async def test_a_stream_without_a_success_reports_its_errors(play: Play, home: Path) -> None:
