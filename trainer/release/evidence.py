@@ -24,6 +24,7 @@ than the anchor, moves the anchor.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -35,10 +36,11 @@ _MAX_RESIDUAL = 3.0  # standard deviations
 _MAX_LOSS = 0.9  # of a bettor's wealth, in one bet
 _MAX_WEALTH = 1e12
 _MEAN_OVER, _SPREAD_OVER = 256, 512  # outcomes that the running mean and standard deviation look back on
+_MIN_VARIANCE = 1e-18
 _FIRST_OUTCOMES = 8  # are not bet on: the scale of the scores is not known yet
 
-Comparison = tuple[int, int]  # the older version, and the oldest of the newer ones that served beside it
-Factors = Sequence[float]  # by which one trajectory multiplies the wealth of each bet size
+# The older version, the oldest of the newer ones that served beside it, and the probability of the older one.
+Comparison = tuple[int, int, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +66,16 @@ class Outcome:
 class Bet:
     """The wealth of bettors with different stakes; the value is their mean, 1 at the start."""
 
-    __slots__ = ("wealth",)
+    __slots__ = ("value", "wealth")
 
     def __init__(self) -> None:
         self.wealth = [1.0] * len(BET_SIZES)
+        self.value = 1.0
 
-    @property
-    def value(self) -> float:
-        return sum(self.wealth) / len(self.wealth)
-
-    def multiply(self, factors: Factors) -> None:
+    def multiply(self, factors: Sequence[float]) -> None:
+        """Multiply the wealth of each bettor."""
         self.wealth = [min(one * factor, _MAX_WEALTH) for one, factor in zip(self.wealth, factors, strict=True)]
+        self.value = sum(self.wealth) / len(self.wealth)
 
 
 class RunningScale:
@@ -93,13 +94,15 @@ class RunningScale:
 
     def residual(self, value: float, centre: float) -> float:
         """Return value - centre in standard deviations, then learn from it; 0 while the scale is unknown."""
-        residual, spread = value - centre, math.sqrt(self.variance)
-        known = self.count >= _FIRST_OUTCOMES and spread > 1e-9
+        residual, earlier = value - centre, self.variance
+        known = self.count >= _FIRST_OUTCOMES and earlier > _MIN_VARIANCE
         self.count += 1
         self.mean += (value - self.mean) / min(self.count, _MEAN_OVER)
         if self.count > 1:
-            self.variance += (residual * residual - self.variance) / min(self.count - 1, _SPREAD_OVER)
-        return max(-_MAX_RESIDUAL, min(_MAX_RESIDUAL, residual / spread)) if known else 0.0
+            self.variance += (residual * residual - earlier) / min(self.count - 1, _SPREAD_OVER)
+        if not known or residual == 0.0:
+            return 0.0
+        return max(-_MAX_RESIDUAL, min(_MAX_RESIDUAL, residual / math.sqrt(earlier)))
 
 
 class DifferenceSums:
@@ -113,11 +116,11 @@ class DifferenceSums:
         self.squares = 0.0
         self.information = 0.0
 
-    def add(self, side: tuple[int, float] | None, residual: float) -> None:
-        """Count a trajectory: its side (see `_side`) and its residual in units of the score."""
-        if side is not None:
-            z, f = side
-            u = (z - f) * residual
+    def add(self, version: int, compared: Comparison, residual: float) -> None:
+        """Count a trajectory of a version, with its residual in units of the score."""
+        older, _, f = compared
+        if version >= older:
+            u = ((version == older) - f) * residual
             self.count += 1
             self.sum += u
             self.squares += u * u
@@ -139,7 +142,7 @@ class HarmEvidence:
         self._relative = relative  # scores compare members of one group only
         self._harm: dict[int, dict[str, Bet]] = {}
         self._gain = Bet()
-        self._pending: dict[tuple[str, Comparison], list[Factors]] = {}  # products, not yet in the wealths
+        self._pending: defaultdict[tuple[str, Comparison], list[float]] = defaultdict(list)  # u, not yet bet on
         self._scales = {stream: RunningScale() for stream, _ in STREAMS}
 
     @property
@@ -178,7 +181,8 @@ class HarmEvidence:
 
     def harm(self, release: int) -> float:
         """Return the evidence that the versions before this release do better; 1 for an unknown one."""
-        return sum(self.harm_by_stream(release).get(stream, 1.0) * weight for stream, weight in STREAMS)
+        bets = self._harm.get(release)
+        return sum(bets[stream].value * weight for stream, weight in STREAMS) if bets else 1.0
 
     def harm_by_stream(self, release: int) -> dict[str, float]:
         """Return the evidence by stream."""
@@ -187,70 +191,65 @@ class HarmEvidence:
     def count(self, outcomes: Iterable[Outcome]) -> None:
         """Count outcomes."""
         for outcome in outcomes:
-            versions = sorted(outcome.shares)
+            comparisons = _comparisons(tuple(sorted(outcome.shares.items())))
             if outcome.score is not None:
-                self._count_score(outcome, outcome.score, versions)
+                self._count_score(outcome, outcome.score, comparisons)
             for stream, value in (("finished", outcome.finished), ("errors", -outcome.error_rate)):
                 scale = self._scales[stream]
-                self._bet(stream, outcome, versions, scale.residual(value, scale.mean))
-        self._flush()
+                self._bet(stream, outcome.version, comparisons, scale.residual(value, scale.mean))
+        self._place_bets()
 
-    def _count_score(self, outcome: Outcome, score: float, versions: Sequence[int]) -> None:
+    def _count_score(self, outcome: Outcome, score: float, comparisons: Sequence[Comparison]) -> None:
         self.counted += 1
-        if versions[-1] in self.counted_in_ramp:
-            self.counted_in_ramp[versions[-1]] += 1
+        newest = max(outcome.shares)
+        if newest in self.counted_in_ramp:
+            self.counted_in_ramp[newest] += 1
         scale = self._scales["score"]
         if self._relative:  # by the ranks of its own group alone; given them, only the coins are random
             centre = (outcome.peer_sum + score) / (outcome.peer_count + 1)
         else:
             centre = scale.centre(outcome.peer_sum, outcome.peer_count)
-        self._bet("score", outcome, versions, scale.residual(score, centre))
-        if versions[0] == self.anchor and len(versions) > 1:
-            self.anchor_difference.add(_side(outcome, self.anchor), score - centre)
-        if versions[-1] in self.ramp_differences:
-            self.ramp_differences[versions[-1]].add(_side(outcome, versions[-2]), score - centre)
+        self._bet("score", outcome.version, comparisons, scale.residual(score, centre))
+        if comparisons and comparisons[0][0] == self.anchor:
+            self.anchor_difference.add(outcome.version, comparisons[0], score - centre)
+        if comparisons and newest in self.ramp_differences:
+            self.ramp_differences[newest].add(outcome.version, comparisons[-1], score - centre)
 
-    def _bet(self, stream: str, outcome: Outcome, versions: Sequence[int], residual: float) -> None:
+    def _bet(self, stream: str, version: int, comparisons: Sequence[Comparison], residual: float) -> None:
         if not residual:
             return
-        for older, newer in pairwise(versions):
-            if side := _side(outcome, older):
-                z, f = side
-                u, sizes = (z - f) * residual, _sizes(f)
-                harm, gain = [1.0 + size * u for size in sizes], [1.0 - size * u for size in sizes]
-                self._multiply(stream, (older, newer), (harm, gain))
-                if stream == "score" and older == versions[0]:
-                    self._multiply("gain", (older, newer), (harm, gain))
+        for compared in comparisons:
+            older, _, f = compared
+            if version >= older:
+                u = ((version == older) - f) * residual
+                self._pending[stream, compared].append(u)
+                if stream == "score" and compared is comparisons[0] and older == self.anchor:
+                    self._pending["gain", compared].append(-u)
 
-    def _multiply(self, stream: str, compared: Comparison, factors: tuple[Factors, Factors]) -> None:
-        """Multiply what is pending for one comparison: by harm, and by the opposite, gain."""
-        known = self._pending.get((stream, compared))
-        if known is None:
-            self._pending[stream, compared] = list(factors)
-        else:
-            for i in (0, 1):
-                known[i] = [one * factor for one, factor in zip(known[i], factors[i], strict=True)]
-
-    def _flush(self) -> None:
-        for (stream, (older, newer)), (harm, gain) in self._pending.items():
+    def _place_bets(self) -> None:
+        for (stream, (older, newer, f)), outcomes in self._pending.items():
+            factors = [math.prod([1.0 + size * u for u in outcomes]) for size in _sizes(f)]
+            if stream == "gain":
+                self._gain.multiply(factors)
+                continue
             for release, bets in self._harm.items():
-                if stream in bets and older < release <= newer:
-                    bets[stream].multiply(harm)
-            if stream == "gain" and older == self.anchor:
-                self._gain.multiply(gain)
+                if older < release <= newer:
+                    bets[stream].multiply(factors)
         self._pending.clear()
 
 
-def _side(outcome: Outcome, older: int) -> tuple[int, float] | None:
-    """Return whether it drew `older` (1) or a newer version (0), and the probability of the former; None: neither."""
-    if outcome.version < older:
-        return None
-    newer = sum(share for version, share in outcome.shares.items() if version > older)
-    return int(outcome.version == older), outcome.shares[older] / (outcome.shares[older] + newer)
+@lru_cache(maxsize=1024)
+def _comparisons(shares: tuple[tuple[int, float], ...]) -> tuple[Comparison, ...]:
+    """Return each version with all newer ones, for shares in the order of the versions."""
+    found = []
+    for i, ((older, share), (newer, _)) in enumerate(pairwise(shares)):
+        rest = sum(later for _, later in shares[i + 1 :])
+        found.append((older, newer, share / (share + rest)))
+    return tuple(found)
 
 
 @lru_cache(maxsize=1024)
-def _sizes(f: float) -> Factors:
+def _sizes(f: float) -> Sequence[float]:
     """Return the bet sizes with which no bet can lose more than `_MAX_LOSS`, for a probability of the older side."""
     most = _MAX_LOSS / (_MAX_RESIDUAL * max(f, 1.0 - f))
     return tuple(min(size, most) for size in BET_SIZES)

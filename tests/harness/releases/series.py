@@ -22,6 +22,7 @@ class Series:
     rollbacks: int = 0
     false_rollbacks: int = 0
     loss: float = 0.0  # a trajectory, against the best that could have been served
+    average: float = 0.0  # true mean of what serves, a trajectory
     final: float = 0.0
     below_first: float = 0.0  # share of the time that what serves is below version 0
     loss_to_first: float = 0.0  # a trajectory
@@ -71,6 +72,7 @@ def _tally(
 ) -> None:
     weight = TURN / world.trajectories
     result.loss += (oracle - served) * weight
+    result.average += served * weight
     result.loss_to_first += max(0.0, world.mean - served) * weight
     result.below_first += (served < world.mean - 1e-9) * weight
     result.not_newest += (1.0 - shares.get(contender.head, 0.0)) * weight
@@ -97,6 +99,8 @@ def summarize(world: World, played: Sequence[Series]) -> dict[str, float | None]
         "false_rollbacks": mean(one.false_rollbacks for one in played),
         "loss": mean(one.loss for one in played),
         "loss_error": statistics.pstdev(one.loss for one in played) / len(played) ** 0.5,
+        "average": mean(one.average for one in played),
+        "average_error": statistics.pstdev(one.average for one in played) / len(played) ** 0.5,
         "final": mean(one.final for one in played),
         "final_error": statistics.pstdev(one.final for one in played) / len(played) ** 0.5,
         "final_of_the_worst_5%": float(np.quantile([one.final for one in played], 0.05)),

@@ -34,6 +34,7 @@ class World:
     lag_minutes: float = 15.0  # until a trajectory is finished and judged
     versions: int = 50
     harmful: float = 0.15  # share of harmful steps
+    growth: float = 0.0  # a gain is (round_size / 256) ** growth times as large
     drift: float = 0.3  # common to all versions
     length: float = 1.0  # of the series, in versions * round_size trajectories
 
@@ -90,6 +91,7 @@ def _steps(world: World, random: np.random.Generator) -> np.ndarray:
         return steps
     kind = random.random(number)
     gain = random.uniform(0.01, 0.03, number) * (0.1 if world.kind == "plateau" else 1.0)
+    gain *= (world.round_size / 256) ** world.growth
     harm = -random.choice(HARMFUL_STEPS, number)
     return np.where(kind < world.harmful, harm, np.where(kind < world.harmful + 0.7, gain, 0.0))
 
