@@ -16,8 +16,6 @@ from ratchet.store.db.engine import read
 from ratchet.store.records.base import Record, row_to
 from ratchet.store.states import PolicyAction
 
-_ACTIONS = ", ".join(f"'{action}'" for action in PolicyAction)
-
 
 class Decision(Record, frozen=True):
     """A decision about a version: its author, reason and evidence."""

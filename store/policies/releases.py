@@ -16,7 +16,7 @@ from ratchet.store.db import schema
 from ratchet.store.db.bulk import in_values, insert_or_ignore
 from ratchet.store.db.engine import read, write
 from ratchet.store.reasons import DropReason
-from ratchet.store.records import ReleaseEvidence, ReleaseOutcome, cohort_of, family_of
+from ratchet.store.records import ReleaseEvidence, ReleaseOutcome
 from ratchet.store.records.base import row_to
 from ratchet.store.states import CallState, GroupState, TrajectoryState
 
@@ -45,22 +45,25 @@ class Releases:
         after: str = "",
         until: float | None = None,
         deadline_seconds: float = DEADLINE_SECONDS,
+        open_seconds: float | None = None,
         limit: int = 1000,
     ) -> list[ReleaseOutcome]:
         """Return the outcomes of the trajectories that began at `since` or later, up to the first unsettled one.
 
         To go on from an outcome, give its `started_at` as `since` and its id as `after`. A trajectory is settled when
         it is scored by this version of the judge and its group is closed, when it is dropped, or `deadline_seconds`
-        after its start. `until`: only those that began before, because all records up to then are stored.
+        after its start; one that is still open, `open_seconds` after its start if that is less. `until`: only those
+        that began before, because all records up to then are stored.
         """
-        now = time.time()
-        before = now if until is None else until
+        before = time.time() if until is None else until
+        overdue = before - deadline_seconds
+        overdue_open = overdue if open_seconds is None else before - min(open_seconds, deadline_seconds)
         found: list[ReleaseOutcome] = []
         with read(self._engine) as connection:
             while len(found) < limit:
                 page = _page(connection, alias, since, after, before)
                 scores = _scores(connection, [row.id for row in page], judge_version)
-                settled = _settled(page, scores, now - deadline_seconds)
+                settled = _settled(page, scores, overdue, overdue_open)
                 counted = [row for row in settled if row.id in scores or row.drop_reason not in _NO_OUTCOME]
                 found += _outcomes(connection, counted, scores, judge_version)
                 if len(settled) < _PAGE:
@@ -88,8 +91,8 @@ class Releases:
 def _page(connection: sa.Connection, alias: str, since: float, after: str, before: float) -> Sequence[Any]:
     """Return the counted trajectories from `since` on, in the order of their start."""
     runs = schema.trajectories
-    columns = [runs.c[name] for name in ("id", "version", "state", "task", "root_node", "tools_hash", "opened_at",
-                                         "group_id", "drop_reason", "draw")]  # fmt: skip
+    columns = [runs.c[name] for name in ("id", "version", "state", "opened_at", "last_active_at", "group_id",
+                                         "drop_reason", "draw")]  # fmt: skip
     later = sa.or_(runs.c.opened_at > since, runs.c.id > after)
     query = (
         sa.select(*columns, schema.groups.c.state.label("group_state"))
@@ -102,12 +105,13 @@ def _page(connection: sa.Connection, alias: str, since: float, after: str, befor
     return connection.execute(query).all()
 
 
-def _settled(page: Iterable[Any], scores: Mapping[str, float], overdue: float) -> list[Any]:
+def _settled(page: Iterable[Any], scores: Mapping[str, float], overdue: float, overdue_open: float) -> list[Any]:
     """Return the trajectories before the first one that is not settled; `overdue`: those that began by then are."""
     settled: list[Any] = []
     for row in page:
         is_scored = row.id in scores and row.group_state != GroupState.READY
-        if not is_scored and row.state != TrajectoryState.DROPPED and row.opened_at > overdue:
+        is_due = row.opened_at <= (overdue_open if row.state == TrajectoryState.OPEN else overdue)
+        if not is_scored and row.state != TrajectoryState.DROPPED and not is_due:
             break
         settled.append(row)
     return settled
@@ -137,12 +141,10 @@ def _outcomes(
             ReleaseOutcome(
                 trajectory_id=row.id,
                 started_at=row.opened_at,
+                seconds=None if row.state == TrajectoryState.OPEN else row.last_active_at - row.opened_at,
                 version=row.version,
                 shares={int(version): share for version, share in row.draw["shares"].items()},
                 unit=row.draw["unit"],
-                group_id=row.group_id,
-                task_key=cohort_of(row.task, row.root_node, row.tools_hash),
-                family=family_of(row.task, row.tools_hash),
                 score=scores.get(row.id),
                 group_scores=tuple(theirs[name] for name in others if name in theirs),
                 finished=row.state != TrajectoryState.OPEN and row.drop_reason != DropReason.CUT_OFF,

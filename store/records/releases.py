@@ -31,12 +31,10 @@ class ReleaseOutcome(Record, frozen=True):
 
     trajectory_id: str
     started_at: float
+    seconds: float | None  # from its start to its last activity; None: it is still open
     version: int
     shares: Mapping[int, float]
     unit: str | None
-    group_id: str | None
-    task_key: str  # of attempts at the same task
-    family: str  # of tasks whose scores are comparable
     score: float | None
     group_scores: tuple[float, ...]  # of the other members of its group, whatever their versions
     finished: bool

@@ -84,12 +84,18 @@ def _figures(release: Mapping[str, Any], figures: Mapping[str, Any]) -> list[str
             "(trainer.release.held_out_share, or workflow and tasks)"
         )
     deserved, size = figures.get("deserved_round_size"), figures.get("round_size")
-    if deserved and size and deserved > 2 * size:
-        lines.append(
-            f"round size    {size} trajectories; this traffic deserves {deserved}: a version can be judged by as many "
-            "as a round has (trainer.groups_per_round)"
-        )
+    if deserved and size:
+        lines.append(f"round size    {_round_size(size, deserved)}")
     return lines
+
+
+def _round_size(size: int, deserved: int) -> str:
+    if deserved / 2 <= size <= 2 * deserved:
+        return f"{size} trajectories (trainer.groups_per_round); this traffic deserves about {deserved}"
+    remedy = "trainer.groups_per_round"
+    if size < deserved:
+        remedy += ", and round_wait_seconds so that a round can fill"
+    return f"{size} trajectories; this traffic deserves about {deserved} ({remedy})"
 
 
 def _pin(store: Store, alias: str, version: int) -> dict[str, Any] | None:

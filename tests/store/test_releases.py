@@ -42,9 +42,8 @@ def test_an_outcome_knows_the_draw_the_scores_of_its_group_and_its_failed_calls(
     judged(store, ["a", "b"], [0.25, 1.0])
     (found,) = outcomes(store)
     assert found == ReleaseOutcome(
-        trajectory_id="a", started_at=1.0, version=1, shares={0: 0.55, 1: 0.45}, unit="u1",
-        group_id=found.group_id, task_key="task:t/1", family="task:t", score=0.25, group_scores=(1.0,),
-        finished=True, calls=2, failed_calls=1,
+        trajectory_id="a", started_at=1.0, seconds=1.5, version=1, shares={0: 0.55, 1: 0.45}, unit="u1",
+        score=0.25, group_scores=(1.0,), finished=True, calls=2, failed_calls=1,
     )  # fmt: skip
     assert store.trajectories.get("a").draw == drawn
     assert store.trajectories.get("b").draw is None
@@ -66,6 +65,17 @@ def test_outcomes_wait_for_earlier_ones_until_these_are_settled_or_overdue(store
     assert named(outcomes(store, deadline=0.0, until=3.0)) == ["a", "b", "c"]
     assert named(outcomes(store, deadline=0.0, limit=2)) == ["a", "b"]
     assert [one.finished for one in outcomes(store, deadline=0.0)] == [True, True, True, False]
+
+
+def test_an_open_trajectory_is_overdue_sooner_than_one_that_waits_for_its_judge(store: Store) -> None:
+    for at, name in enumerate("abc"):
+        answered_trajectory(store, name, at=float(at), draw=DRAW)
+    store.trajectories.seal("b", now=50.0)
+    found = outcomes(store, open_seconds=60.0, deadline=600.0, until=100.0)
+    assert [(one.trajectory_id, one.seconds, one.finished) for one in found] == [("a", None, False)], "b may be judged"
+    found = outcomes(store, open_seconds=60.0, deadline=600.0, until=601.0)
+    assert [(one.trajectory_id, one.seconds) for one in found] == [("a", None), ("b", 0.5), ("c", None)]
+    assert named(outcomes(store, open_seconds=600.0, deadline=60.0, until=61.0)) == ["a", "b"]
 
 
 def test_dropped_trajectories_are_outcomes_unless_their_drop_has_nothing_to_do_with_versions(store: Store) -> None:

@@ -10,7 +10,6 @@ import pytest
 from ratchet.trainer.adapters.vllm_api import SampledAnswer
 from ratchet.trainer.release.invariants import (
     ALPHA,
-    RELATIVE,
     AnswerPair,
     CheckedAnswer,
     Fault,
@@ -20,6 +19,7 @@ from ratchet.trainer.release.invariants import (
 )
 from ratchet.trainer.release.invariants_check import read_answer
 
+RELATIVE = (Fault.LONG, Fault.UNCERTAIN)  # by the other answers to the same prompt
 Draw = Callable[[random.Random, float], CheckedAnswer]  # with what the prompt makes likely, 0 to 1
 TOOLS = frozenset({"search"})
 

@@ -13,7 +13,7 @@ import pytest
 from ratchet.store.records import Verdict, VersionDraw
 from ratchet.store.states import PolicyAction, PolicyState
 from ratchet.store.store import Store
-from ratchet.trainer.release.outcome_counter import UNIT_SECONDS, OutcomeCounter
+from ratchet.trainer.release.outcome_counter import UNIT_SECONDS, OutcomeCounter, UsualDuration
 from ratchet.trainer.release.policy import shares_of
 from ratchet.trainer.release.release_controller import ReleaseController
 from ratchet.trainer.settings.release_settings import ReleaseSettings
@@ -246,3 +246,47 @@ def test_the_trajectories_of_one_user_are_one_bet(store: Store) -> None:
     releases.traffic({0: 1.0, 1: 0.0}, 4)
     counter.read(releases.at + 1.0)
     assert counter.evidence.counted == 8 + 1 + 4, "one bet for the user, and none for what came later"
+
+
+def test_a_trajectory_that_hangs_holds_up_the_others_for_minutes_and_its_late_success_is_none(store: Store) -> None:
+    releases = ReleaseTraffic(store)
+    releases.ramp()
+    began = releases.at
+
+    def recounted() -> OutcomeCounter:
+        counter = OutcomeCounter(store, "agent", "1", relative=False, deadline_seconds=6 * 3600.0)
+        counter.begin(0, {1: began}, frozenset(), began)
+        counter.read(releases.at + 1.0)
+        assert counter.is_current
+        return counter
+
+    releases.traffic({0: 0.5, 1: 0.5}, 40)
+    releases.at += 1.0
+    hangs = call_start("hangs", "hangs", at=releases.at, version=1, draw=VersionDraw(shares={0: 0.55, 1: 0.45}))
+    store.calls.ship([hangs])
+    releases.traffic({0: 0.5, 1: 0.5}, 40)
+    assert recounted().evidence.counted == 40
+    releases.at += 901.0
+    counter = recounted()
+    assert counter.evidence.counted == 81, "after 15 minutes it counts, as the worst score"
+    assert counter.evidence.harm_by_stream(1)["finished"] != 1.0
+    store.calls.ship([ended(hangs, tool_call(), ended_at=releases.at)])
+    store.trajectories.seal("hangs", now=releases.at)
+    store.trajectories.drop(["hangs"], "ungrouped")
+    assert recounted().evidence.harm(1) == pytest.approx(counter.evidence.harm(1))
+
+
+def test_the_deadline_is_ten_times_the_usual_duration_within_bounds() -> None:
+    def after(durations: list[float]) -> float:
+        usual = UsualDuration(21_600.0)
+        for seconds in durations:
+            usual.add(seconds)
+        return usual.deadline
+
+    assert after([1.0] * 19) == 21_600.0, "too few to tell"
+    assert after([1.0] * 20) == 900.0
+    assert after([300.0] * 100) == 3000.0
+    assert after([300.0] * 91 + [1e9] * 9) == 3000.0, "one in ten may hang"
+    assert after([7200.0] * 100) == 21_600.0
+    assert after([7200.0] * 100 + [60.0] * 512) == 900.0
+    assert UsualDuration(60.0).deadline == 60.0

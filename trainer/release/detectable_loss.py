@@ -17,6 +17,7 @@ PERIODS = (("day", 1.0), ("week", 7.0), ("month", 30.0))
 SMALL_TRAFFIC_LOSS = 0.1  # a larger one that a month cannot show: the traffic is too small to guard by itself
 _CERTAINTY = 18.0
 _MIN_COUNT = 20
+_MIN_ROUND, _MAX_ROUND = 128, 1024  # trajectories
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +50,15 @@ def detectable_loss(per_day: float, days: float, spread: float, older: float, ne
     return spread * math.sqrt(_CERTAINTY / (f * (1.0 - f) * trajectories))
 
 
-def trajectories_until_shown(loss: float, spread: float, older: float, newer: float) -> float:
-    """Return after how many trajectories of all traffic a loss is shown, in the median."""
-    f = older / (older + newer)
-    return _CERTAINTY * spread * spread / (f * (1.0 - f) * loss * loss) / (older + newer)
-
-
 def is_traffic_too_small(per_day: float, spread: float, holdback: float = 0.3) -> bool:
     """Return whether a month of this traffic cannot show a loss of `SMALL_TRAFFIC_LOSS` against the anchor."""
     return detectable_loss(per_day, 30.0, spread, holdback, 1.0 - holdback) > SMALL_TRAFFIC_LOSS
 
 
-def deserved_round_size(per_day: float, spread: float, loss: float = 0.05, most: int = 2048) -> int:
-    """Return the round size with which a ramp of twice its length shows a loss, as far as a week of traffic goes.
+def deserved_round_size(per_day: float) -> int:
+    """Return a day of traffic, between 128 and 1,024 trajectories.
 
-    A version can be judged by as many trajectories as a round has: larger rounds make releases that can be judged.
+    A release is judged by about as many trajectories as its round has, so a larger round makes one that can be judged,
+    but fewer of them. `benchmarks.release --only rounds` measures what that is worth.
     """
-    needed = trajectories_until_shown(loss, spread, 0.45, 0.45)
-    return int(max(64, min(most, needed, per_day * 7.0)))
+    return round(max(_MIN_ROUND, min(_MAX_ROUND, per_day)))

@@ -45,9 +45,6 @@ class Fault(StrEnum):
     UNCERTAIN = "unlikely text"
 
 
-RELATIVE = (Fault.LONG, Fault.UNCERTAIN)  # by the other answers to the same prompt
-
-
 @dataclass(frozen=True, slots=True)
 class CheckedAnswer:
     """One answer. `tokens` and `uncertainty` (mean -logprob of its tokens, nats) are None if they are not known."""

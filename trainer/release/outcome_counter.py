@@ -4,12 +4,19 @@ The evidence is a function of what the store holds: the outcomes since the first
 once, in the order of their start. After a restart, a rollback or a person's decision it is counted again, a bounded
 number of outcomes at a time; `is_current` tells when it may be decided on.
 
+An outcome waits for all trajectories that began before it. So that one that hangs does not hold up the others for
+hours, a trajectory may take ten times as long as nine in ten of those counted before it, at least 15 minutes and at
+most `deadline_seconds`. What takes longer counts as the worst score, also if it ends well after all. The deadline
+follows from earlier trajectories alone, so given the past a trajectory's coin is still the only thing that is random.
+
 A user or session draws its version once, so all its trajectories under the same shares are one bet: the mean of those
 that began within `UNIT_SECONDS`; later ones say nothing new about the coin and are left out.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -23,7 +30,10 @@ UNIT_SECONDS = 3600.0
 _PAGE = 500
 _MAX_OUTCOMES = 2000  # in one call
 _SCALE_SECONDS = 6 * 3600.0  # before the first release: for the scale of the scores
-_RECENT = 512  # outcomes that the traffic is measured by
+_RECENT = 512  # outcomes that the traffic and the usual duration are measured by
+_MIN_DEADLINE_SECONDS = 900.0
+_USUAL, _TIMES_USUAL = 0.9, 10.0  # quantile of the durations, and how many times that a trajectory may take
+_MIN_DURATIONS = 20
 
 UnitDraw = tuple[str, tuple[tuple[int, float], ...]]
 
@@ -34,6 +44,31 @@ class _OpenUnit:
 
     began_at: float
     members: list[Outcome] = field(default_factory=list)
+
+
+class UsualDuration:
+    """How long the last trajectories took, and how long one may take."""
+
+    def __init__(self, deadline_seconds: float) -> None:
+        self._deadline_seconds = deadline_seconds
+        self._recent: deque[float] = deque()
+        self._sorted: list[float] = []
+
+    @property
+    def deadline(self) -> float:
+        """Seconds after its start until which a trajectory may be under way."""
+        if len(self._sorted) < _MIN_DURATIONS:
+            return self._deadline_seconds
+        usual = self._sorted[int(_USUAL * (len(self._sorted) - 1))]
+        return min(self._deadline_seconds, max(_MIN_DEADLINE_SECONDS, _TIMES_USUAL * usual))
+
+    def add(self, seconds: float) -> None:
+        """Count a duration, a longer one than the deadline as the deadline."""
+        seconds = min(seconds, self.deadline)
+        self._recent.append(seconds)
+        insort(self._sorted, seconds)
+        if len(self._recent) > _RECENT:
+            del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
 
 
 class OutcomeCounter:
@@ -62,6 +97,7 @@ class OutcomeCounter:
         self._lowest = 0.0  # score so far
         self._units: dict[UnitDraw, _OpenUnit | None] = {}  # None: its bet is placed
         self._recent.clear()
+        self._usual = UsualDuration(self._deadline_seconds)
 
     def begin_release(self, release: int) -> None:
         """Count for one more release, which has not served yet."""
@@ -71,15 +107,22 @@ class OutcomeCounter:
         """Count the outcomes that were settled since, of trajectories that began before `until`; return how many."""
         read, self.is_current = 0, False
         while not self.is_current and read < _MAX_OUTCOMES:
+            deadline = self._usual.deadline
             page = self._store.releases.outcomes(
                 self._alias, self._judge_version, self._since, after=self._after, until=until,
-                deadline_seconds=self._deadline_seconds, limit=_PAGE,
+                deadline_seconds=self._deadline_seconds, open_seconds=deadline, limit=_PAGE,
             )  # fmt: skip
-            self.evidence.count(outcome for one in page for outcome in self._bets(one))
-            read += len(page)
-            self.is_current = len(page) < _PAGE
-            if page:
-                self._since, self._after = page[-1].started_at, page[-1].trajectory_id
+            bets: list[Outcome] = []
+            counted = 0
+            for one in page:
+                if one.seconds is None and until - one.started_at < self._usual.deadline:
+                    break
+                bets += self._bets(one)
+                counted += 1
+                self._since, self._after = one.started_at, one.trajectory_id
+            self.evidence.count(bets)
+            read += counted
+            self.is_current = counted < _PAGE and self._usual.deadline >= deadline  # else more of them may be overdue
         return read
 
     def per_day(self, now: float) -> float:
@@ -90,9 +133,11 @@ class OutcomeCounter:
 
     def _bets(self, one: ReleaseOutcome) -> Sequence[Outcome]:
         """Return the outcomes that are counted once this one is read: units that are complete, then itself."""
+        in_time = one.seconds is not None and one.seconds <= self._usual.deadline
+        self._usual.add(math.inf if one.seconds is None else one.seconds)
         complete = [key for key, unit in self._units.items() if unit and one.started_at > unit.began_at + UNIT_SECONDS]
         found = [self._close(key) for key in complete]
-        outcome = self._outcome(one)
+        outcome = self._outcome(one, is_finished=one.finished and in_time)
         if outcome is None:
             return found
         if one.score is not None:
@@ -121,14 +166,12 @@ class OutcomeCounter:
             fmean(one.error_rate for one in members),
         )
 
-    def _outcome(self, one: ReleaseOutcome) -> Outcome | None:
+    def _outcome(self, one: ReleaseOutcome, *, is_finished: bool) -> Outcome | None:
         """Return what a stored outcome counts for; None if its version was rejected, which no release is bet on."""
         shares = {version: share for version, share in one.shares.items() if version not in self._rejected}
         if one.version not in shares:
             return None
-        score = one.score
-        if score is None and not one.finished:
-            score = self._lowest
+        score = one.score if is_finished else self._lowest
         self._lowest = min(self._lowest, score or 0.0)
         return Outcome(
             one.version,
@@ -136,6 +179,6 @@ class OutcomeCounter:
             score,
             sum(one.group_scores),
             len(one.group_scores),
-            float(one.finished and one.score is not None),
+            float(is_finished and one.score is not None),
             one.failed_calls / one.calls if one.calls else 0.0,
         )

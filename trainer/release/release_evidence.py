@@ -63,6 +63,6 @@ def describe_release(
         "spread": spread,
         "detectable": losses if known else None,
         "traffic_too_small": is_traffic_too_small(per_day, spread) if known else None,
-        "deserved_round_size": deserved_round_size(per_day, spread) if known else None,
+        "deserved_round_size": deserved_round_size(per_day) if known else None,
         "round_size": round_size,
     }

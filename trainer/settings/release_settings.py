@@ -36,7 +36,8 @@ class ReleaseSettings(BaseModel):
     deadline_seconds: float = Field(
         21600.0,
         gt=0,
-        description="after its start, until which a trajectory counts as under way; unfinished, it counts as the worst",
+        description="longest wait, after its start, for a trajectory's end and its score; unfinished, it counts as the "
+        "worst. An open one is waited for ten times the usual duration, at least 15 minutes",
     )
     max_gain: float | None = Field(0.5, gt=0, description="a larger gain needs a person's approval; null: no limit")
     invariant_prompts: int = Field(
