@@ -46,7 +46,7 @@ from functools import partial
 from typing import Any
 
 from ratchet.store.coordination.activity import ALL_KINDS, ActivityKind
-from ratchet.store.errors import InvalidTransition, RecordNotFound, StoreUnavailable
+from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.records import Group, Policy
 from ratchet.store.reports.relative_judges import record_judge_scale
 from ratchet.store.states import PolicyState
@@ -64,11 +64,12 @@ from ratchet.trainer.controller.rounds.backlog import Backlog, RoundSize
 from ratchet.trainer.controller.rounds.memory_limit import MemoryLimit
 from ratchet.trainer.controller.rounds.round_runner import RoundRunner
 from ratchet.trainer.controller.warm_start.warm_start_requests import WarmStartRequests
-from ratchet.trainer.errors import AdapterStoreUnreachable, EngineUnreachable, LearnerUnreachable, OutOfMemory
+from ratchet.trainer.errors import OutOfMemory
 from ratchet.trainer.learner_protocol import LearnerProtocol
 from ratchet.trainer.learner_work import LearnerFactory, LearnerWork, Publication
 from ratchet.trainer.observability.metrics import TrainerMetrics
 from ratchet.trainer.observability.progress import GATHERING, Progress, StoredProgress, Watcher, watch_for_service
+from ratchet.trainer.outages import OUTAGE_PAUSE_SECONDS, OUTAGES, OutageAlarm
 from ratchet.trainer.release.candidates import next_candidate
 from ratchet.trainer.release.evaluation_runner import MakeWorkflowEvaluator
 from ratchet.trainer.release.retention import best_first
@@ -79,10 +80,8 @@ from ratchet.trainer.settings.trainer_settings import TrainerSettings
 log = logging.getLogger(__name__)
 start = logging.getLogger("ratchet.start")  # logged at any log_level: `ratchet up` waits for it
 
-OUTAGES = (StoreUnavailable, EngineUnreachable, LearnerUnreachable, AdapterStoreUnreachable)  # what waiting may fix
 OVERTAKEN = (InvalidTransition, RecordNotFound)  # changed by a person, a deletion, or another trainer
-OUTAGE_PAUSE_SECONDS = 2.0
-MAX_OVERTAKEN = 10  # in a row; more than that is not a coincidence
+MAX_OVERTAKEN = 10  # in a row; more is no coincidence
 _UPKEEP_SECONDS = 2.0
 _QUIET_UPKEEP_SECONDS = 30.0  # if nothing was released lately and nothing is left to prune
 _RELEASE_SETTLES_SECONDS = 120.0
@@ -131,9 +130,9 @@ class AgentController:
         judge_wait_seconds: float = 0.0,
     ) -> None:
         self.settings = settings
-        self._store = store
-        self._judge_wait_seconds = judge_wait_seconds
+        self._store, self._judge_wait_seconds = store, judge_wait_seconds
         alias = settings.model
+        self._outage = OutageAlarm(store, alias)
         self._replicas = ReplicaFleet(settings.vllm, upstream_key)
         self._base = ServedBaseModel(store, alias, self._replicas)
         self.metrics = metrics or TrainerMetrics(alias, store)
@@ -170,10 +169,10 @@ class AgentController:
         )  # fmt: skip
         self._learning = make_background(f"learning {alias}", on_change)  # (L)
         self._upkeep = make_background(f"upkeep {alias}", ignore)  # (R); nothing waits for its end
-        candidates = any(policy.state is PolicyState.CANDIDATE for policy in store.policies.all(alias))
-        self._state = ControllerState(candidate_waiting=candidates)
-        judge = self._judging.judge.name
-        start.info("event=trainer_ready alias=%s version=%d judge=%s", alias, self._work.version, judge)
+        states = [policy.state for policy in store.policies.all(alias)]
+        self._state = ControllerState(candidate_waiting=PolicyState.CANDIDATE in states)
+        judge, version = self._judging.judge.name, self._work.version
+        start.info("event=trainer_ready alias=%s version=%d judge=%s", alias, version, judge)
 
     @property
     def learner(self) -> LearnerProtocol:
@@ -385,8 +384,9 @@ class AgentController:
                 worked |= work.collect()
                 if work is self._learning and what is not None and not work.is_busy:
                     self._update(overtaken=0)
+                    self._outage.end()
             except OUTAGES as outage:
-                log.warning("event=outage alias=%s work=%r reason=%r", self.settings.model, what, str(outage))
+                self._outage.record(outage, now, what or "")
                 if work is self._learning:
                     self._update(learner_due_at=now + OUTAGE_PAUSE_SECONDS)
             except OVERTAKEN as changed:

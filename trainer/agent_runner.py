@@ -29,8 +29,6 @@ from ratchet.store.store import Store
 from ratchet.trainer.adapters.base_model_files import DIGESTS, check_files
 from ratchet.trainer.agent_controller import (
     MAX_OVERTAKEN,
-    OUTAGE_PAUSE_SECONDS,
-    OUTAGES,
     OVERTAKEN,
     AgentController,
 )
@@ -41,6 +39,7 @@ from ratchet.trainer.learner_work import LearnerFactory
 from ratchet.trainer.observability.metrics import MetricsRegistry, TrainerMetrics
 from ratchet.trainer.observability.monitors.monitor_thread import monitored
 from ratchet.trainer.observability.progress import StoredProgress
+from ratchet.trainer.outages import OUTAGE_PAUSE_SECONDS, OUTAGES, OutageAlarm
 from ratchet.trainer.release.evaluation_runner import MakeWorkflowEvaluator
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
@@ -99,6 +98,7 @@ class AgentRunner:
         self._remove = False
         self._give_up = False  # to another controller
         self._failures = 0  # in a row
+        self._outage = OutageAlarm(shared.store, self.alias)  # of the start and of steps
         self._overtaken = 0  # steps in a row
         self._start_at = 0.0  # after a failure or an outage; Unix seconds
         self._started_at = 0.0
@@ -186,8 +186,9 @@ class AgentRunner:
                 return
             controller.step(now, self._waiting)
             self._overtaken = 0
+            self._outage.end()
         except OUTAGES as outage:
-            log.warning("event=outage alias=%s reason=%r", self.alias, str(outage))
+            self._outage.record(outage, now, "a step")
             self.due_at = now + OUTAGE_PAUSE_SECONDS
         except OVERTAKEN as changed:  # by a person, a deletion, or another trainer
             log.warning("event=step_overtaken alias=%s reason=%r", self.alias, str(changed))
@@ -225,7 +226,7 @@ class AgentRunner:
         try:
             self._background.collect()
         except OUTAGES as outage:
-            log.warning("event=outage alias=%s reason=%r", self.alias, str(outage))
+            self._outage.record(outage, now, "the start")
             self.condition = AgentCondition.WAITING
             self.due_at = self._start_at = now + OUTAGE_PAUSE_SECONDS
         except Exception as error:  # noqa: BLE001  as above: a judge is loaded, which is the user's code

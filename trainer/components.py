@@ -123,7 +123,7 @@ def make_release_components(
     release, alias = settings.release, settings.model
     evaluations = PreReleaseChecks(
         make_invariants_runner(settings, store, replicas),
-        make_evaluation_runner(settings, store, replicas[0], make_workflow_evaluator),
+        make_evaluation_runner(settings, store, replicas, make_workflow_evaluator),
     )
     sentinel = Sentinel(settings.sentinel, store, alias, metrics, judging.second)
     controller = ReleaseController(

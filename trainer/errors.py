@@ -30,7 +30,8 @@
     │   ├── EngineUnreachable     vLLM does not respond; a retry may help
     │   ├── PromptLogprobsMissing the server does not score given token ids
     │   └── AdapterRefused        vLLM refused the adapter
-    │       └── AdapterNotFound   vLLM does not find the adapter's files; a retry may help
+    │       ├── AdapterNotFound   vLLM does not find the adapter's files; a retry may help
+    │       └── AdapterNotServable  a limit of the server excludes the adapter: its --max-lora-rank
     ├── ProofFailed               no replica serves the candidate as trained, or it is unproven
     ├── EvaluationStopped         the trainer stopped during an evaluation
     ├── WorkerProcessLost         a training process exited, or had an error that the others did not have
@@ -222,6 +223,10 @@ class AdapterRefused(EngineError):
 
 class AdapterNotFound(AdapterRefused):
     """vLLM does not find the adapter's files yet; a retry may help."""
+
+
+class AdapterNotServable(AdapterRefused):
+    """A limit of the server excludes the adapter, such as its --max-lora-rank; it helps to start it with another."""
 
 
 class WorkerProcessLost(TrainerError):

@@ -36,10 +36,13 @@ from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
 log = logging.getLogger(__name__)
 
+UNREACHABLE = "learner_unreachable"  # alarm
+
 _POLL_SECONDS = 0.2
 _MAX_DELAY = 30.0  # seconds before a restart
 _RESTART_WINDOW = 600.0  # seconds
 _STOP_SECONDS = 20.0  # for the guard and the learner to end
+_REPORT_SECONDS = 60.0  # of silence until it is reported, and between two reports
 _FAST_LOOKS = 50  # polls at the full rate until the learner is found
 
 
@@ -137,8 +140,10 @@ class LearnerAccess:
         store: Store,
         command: LearnerCommand | None = None,
         environ: Mapping[str, str] = os.environ,
+        report_seconds: float = _REPORT_SECONDS,
     ) -> None:
         self._store = store
+        self._report_seconds = report_seconds
         self._on_failure: Callable[[], None] = lambda: None
         self._lease_seconds = settings.lease_seconds
         url = settings.learner_process.url
@@ -211,7 +216,7 @@ class LearnerAccess:
         return f"learner:{hashlib.sha256(identity.encode()).hexdigest()[:32]}"
 
     def _watch(self) -> None:
-        looks, due = 0, 0.0
+        looks, due, quiet_since = 0, 0.0, time.monotonic()
         while True:
             now = time.monotonic()
             try:
@@ -223,6 +228,7 @@ class LearnerAccess:
                     due = now + (self._lease_seconds / 4 if self._granted or looks > _FAST_LOOKS else 0.0)
             except LearnerUnreachable as outage:
                 self._granted, self._pending = "", str(outage)
+                quiet_since = self._report(outage, quiet_since, now)
             except LearnerServiceError as failure:
                 self._failure = failure
                 self._on_failure()
@@ -230,6 +236,15 @@ class LearnerAccess:
                 return
             if self._stop.wait(_POLL_SECONDS):
                 return
+
+    def _report(self, outage: LearnerUnreachable, quiet_since: float, now: float) -> float:
+        """Log an outage that lasts, and raise its alarm; return the time of the last line."""
+        if now - quiet_since < self._report_seconds:
+            return quiet_since
+        log.warning("event=learner_unreachable url=%s reason=%r", self._connection.url, str(outage))
+        with suppress(StoreUnavailable):
+            self._store.alarms.raise_(UNREACHABLE, f"nothing is trained until the learner answers: {outage}")
+        return now
 
     def _look(self) -> None:
         """Take or renew the lease for the learner that answers. Raises LearnerServiceError."""
@@ -241,6 +256,8 @@ class LearnerAccess:
             log.warning("event=learner_lease_not_renewed reason=%r", str(outage))
             return  # a learner that was granted stays so: the store decides about commits in any case
         if self._granted != status.instance:
+            with suppress(StoreUnavailable):
+                self._store.alarms.clear(UNREACHABLE)
             log.info("event=learner_found instance=%s ready=%s", status.instance, status.ready)
         self._granted, self._other = status.instance, None
 

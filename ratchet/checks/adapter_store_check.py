@@ -1,4 +1,4 @@
-"""Whether versions can be written to object storage and read back, with this machine's credentials."""
+"""Whether versions can be written to the adapter store and read back, with this machine's credentials."""
 
 from __future__ import annotations
 

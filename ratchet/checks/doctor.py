@@ -2,7 +2,7 @@
 
     memory     with a GPU: vLLM and learner fit, by formula (`memory_check.py`)
     vllm       it is installed, answers, loads adapters at run time and serves several safely
-    adapters   object storage can be written and read, if `adapters.store` is there
+    adapters   the place of `adapters.store` can be written and read, if it is set
     capture    a call through the proxy is in the store with the engine's token ids and logprobs
     gradient   one round of the learner on tiny rows changes the adapter's weights (`learner_check.py`)
     swap       vLLM with that adapter returns the learner's logprobs, not the base model's
@@ -54,7 +54,7 @@ def run_checks(settings: Settings) -> Iterator[CheckResult]:
     if (memory := check_memory(settings)) is not None:
         yield memory
     yield _vllm(settings, running)
-    if settings.adapters.is_remote:
+    if settings.adapters.store is not None:
         yield check_adapter_store(settings)
     captured: tuple[int, ...] = ()
     for agent in agents:

@@ -54,7 +54,7 @@ def create(
       ratchet keys create --name crawler --requests-per-minute 600 --tokens-per-minute 200000
       ratchet keys create --name office --agent mail --agent support
     """
-    from ratchet.proxy.agent_names import check_agent_names
+    from ratchet.proxy.agent_names import check_agent_names, nearest_name
     from ratchet.proxy.api_keys import hash_key, new_key
     from ratchet.store.states import KeyScope
 
@@ -65,15 +65,21 @@ def create(
     except ValueError as error:
         raise click.UsageError(f"--agent: {error}") from error
     key = new_key()
-    with options.open_project_store(context, create=True, store=store, project=project) as opened:
+    settings = options.read_project_settings(context, {"store": store, "project": project})
+    with options.open_store_for_command(settings.store_url) as opened:
+        known = {policy.alias for policy in opened.policies.all()} | set(settings.agents_by_name)
+        nearest = {name: nearest_name(name, tuple(known)) for name in sorted(set(agents) - known)}
+        for name_given, other in nearest.items():
+            if other is not None and other.casefold() == name_given.casefold():
+                raise click.UsageError(f"--agent: there is no agent {name_given}; did you mean {other}?")
         limits = (requests_per_minute, tokens_per_minute, agents or None)
         made = opened.keys.create(name, hash_key(key.encode()), KeyScope(scope), *limits)
-        unknown = sorted(set(agents) - {policy.alias for policy in opened.policies.all()})
     click.echo(key)
     only = f" for {', '.join(made.agents)}" if made.agents else ""
     click.echo(f"{made.id}: scope {scope}{only}; the key is not shown again", err=True)
-    if unknown:
-        click.echo(f"note: no proxy has served {', '.join(unknown)} yet; names are case-sensitive", err=True)
+    for unknown, other in nearest.items():
+        hint = f"did you mean {other}?" if other else "the key is of use once there is one"
+        click.echo(f"note: there is no agent {unknown} in the settings or the store; {hint}", err=True)
 
 
 @keys.command("list")

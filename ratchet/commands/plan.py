@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ratchet import options
+from ratchet.trainer.settings.adapter_and_memory import MAX_SERVABLE_RANK
 
 if TYPE_CHECKING:
     from ratchet.trainer.planning.plan import OptionFit, Plan
@@ -17,6 +18,7 @@ else:
     _GpusType = click.ParamType  # generic only from click 8.4 on
 
 _GIB = 2**30
+_MOST_GPUS = 512
 
 
 class Gpus(_GpusType):
@@ -29,6 +31,8 @@ class Gpus(_GpusType):
         match = re.fullmatch(r"(?:(\d+)\s*[xX*]\s*)?(\d+(?:\.\d+)?)\s*(?:[gG](?:i?[bB])?)?", str(value).strip())
         if match is None or not int(match[1] or 1) or not float(match[2]):
             self.fail(f"{value!r} are no GPUs; write 8x80GB, or 24GB for one", param, ctx)
+        if int(match[1] or 1) > _MOST_GPUS:
+            self.fail(f"{value!r}: a plan is for at most {_MOST_GPUS} GPUs", param, ctx)
         return int(match[1] or 1), round(float(match[2]) * _GIB)
 
 
@@ -40,7 +44,13 @@ class Gpus(_GpusType):
     type=click.IntRange(min=1024),
     help="Tokens of the longest row, and of vLLM's context.  [default: 32768, or the model's own if it is less]",
 )
-@click.option("--lora-r", type=click.IntRange(min=1), default=16, show_default=True, help="Rank of the adapter.")
+@click.option(
+    "--lora-r",
+    type=click.IntRange(1, MAX_SERVABLE_RANK),
+    default=16,
+    show_default=True,
+    help="Rank of the adapter; vLLM serves no larger one.",
+)
 @options.as_json
 def plan(base_model: str, gpus: tuple[int, int], context: int | None, lora_r: int, as_json: bool) -> None:
     """Plan the memory of vLLM and learner from a model's config.json, and print settings that fit.
@@ -52,10 +62,17 @@ def plan(base_model: str, gpus: tuple[int, int], context: int | None, lora_r: in
       ratchet plan --base-model Qwen/Qwen2.5-7B-Instruct --gpus 8x80GB --context 32768
     """
     from ratchet.trainer.planning.model_config import read_config
-    from ratchet.trainer.planning.model_shape import read_shape
+    from ratchet.trainer.planning.model_shape import extends_context, read_shape
     from ratchet.trainer.planning.plan import PlanRequest, make_plan
 
-    shape = read_shape(read_config(base_model))
+    config = read_config(base_model)
+    shape = read_shape(config)
+    if context is not None and context > shape.max_positions and not extends_context(config):
+        raise click.BadParameter(
+            f"{context} tokens are more than the model's own {shape.max_positions} (max_position_embeddings), and vLLM "
+            f"refuses that: plan for {shape.max_positions}, or set rope_scaling in the model's config.json",
+            param_hint="'--context'",
+        )
     number, size = gpus
     request = PlanRequest(number, size, context or min(32768, shape.max_positions), rank=lora_r)
     found = make_plan(shape, request)
@@ -105,8 +122,8 @@ def _lines(found: Plan, base_model: str) -> list[str]:
     request, serving, memory = found.request, found.serving, found.learner.memory
     where = "the same GPU" if found.shared else f"{found.learner_gpus} GPU(s)"
     return [
-        f"{base_model}: {found.parameters / 1e9:.2f} billion parameters, adapter of rank {request.rank}: "
-        f"{found.lora_parameters / 1e6:.1f} million",
+        f"{base_model}: {_count(found.parameters)} parameters, adapter of rank {request.rank}: "
+        f"{_count(found.lora_parameters)}",
         f"vLLM on {found.vllm_gpus} GPU(s), {found.gpu_memory_utilization:.0%} of each: "
         + _parts(serving, ("weights", "adapters", "activations", "runtime"))
         + f", KV cache {found.kv_cache_bytes / _GIB:.1f} GiB: {found.concurrent_sequences} sequences of "
@@ -123,6 +140,10 @@ def _lines(found: Plan, base_model: str) -> list[str]:
         "",
         "ratchet up --judge my_agent.judge:judge",
     ]
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f} billion" if number >= 1e9 else f"{number / 1e6:.1f} million"
 
 
 def _parts(memory: Any, names: tuple[str, ...]) -> str:

@@ -316,6 +316,7 @@ def _parse(kind: Any, text: str, name: str) -> Any:
 def _check(settings: Settings, environ: Mapping[str, str]) -> None:
     """Raise SettingsError for whatever any component would reject later: nothing starts with a wrong setting."""
     _check_store(settings)
+    _check_rank(settings)
     settings.proxy_settings(environ)
     settings.tuner_settings()
     _check_trainer(settings, "trainer")
@@ -333,6 +334,16 @@ def _check_trainer(settings: Settings, section: str) -> None:
     settings.trainer_settings(
         base_model=settings.base_model or "unset", judge=settings.trainer.get("judge") or "unset:unset"
     )
+
+
+def _check_rank(settings: Settings) -> None:
+    """Raise SettingsError if vLLM could not serve the adapters that the learner makes."""
+    served, trained = settings.vllm.max_lora_rank, settings.learner_process_settings().lora_r
+    if served is not None and served < trained:
+        raise SettingsError(
+            f"vllm.max_lora_rank is {served}, less than learner.lora_r {trained}: vLLM would refuse every version; set "
+            f"it to {trained} or more, leave it out, or lower learner.lora_r"
+        )
 
 
 def _check_store(settings: Settings) -> None:

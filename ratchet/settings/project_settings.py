@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, TypeAdapter, fie
 from ratchet.proxy.model_list import ModelEntry
 from ratchet.settings.setting_errors import readable_errors
 from ratchet.settings.state_folder import StateFolder
+from ratchet.trainer.settings.adapter_and_memory import SERVABLE_RANKS
 from ratchet.trainer.settings.adapter_settings import AdapterSettings
 from ratchet.trainer.settings.value_types import Devices
 
@@ -103,6 +104,13 @@ class VllmSettings(BaseModel):
                 "use 127.0.0.1 or ::1, and proxy.host for agents on other machines"
             )
         return host
+
+    @field_validator("max_lora_rank")
+    @classmethod
+    def _rank_is_one_of_vllm(cls, rank: int | None) -> int | None:
+        if rank is not None and rank not in SERVABLE_RANKS:
+            raise ValueError(f"{rank} is not a rank of vLLM; use one of {', '.join(map(str, SERVABLE_RANKS))}")
+        return rank
 
     @field_validator("extra_args")
     @classmethod

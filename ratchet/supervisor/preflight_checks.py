@@ -1,4 +1,4 @@
-"""Checks before anything starts: free GPU memory, the hub model's name, and the judge.
+"""Checks before anything starts: free GPU memory, the hub model's name, the judge, and the adapter store.
 
 vLLM and the trainer would fail on the same problems, but minutes later and with longer messages. If a check cannot run
 (no nvidia-smi, no huggingface_hub), it passes.
@@ -86,6 +86,20 @@ def _nvidia_smi(query: str) -> list[list[str]]:
     except (OSError, subprocess.SubprocessError):
         return []
     return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+
+
+def check_adapter_store(settings: Settings) -> None:
+    """Raise SettingsError if no version can be written to the adapter store that the settings name."""
+    store = settings.adapters.store
+    if store is None or not settings.has_judge:
+        return
+    from ratchet.trainer.adapters.adapter_store import AdapterStore
+    from ratchet.trainer.errors import CheckpointError
+
+    try:
+        AdapterStore(settings.state.adapter_cache).check(store)
+    except CheckpointError as error:
+        raise SettingsError(str(error)) from error
 
 
 def check_hub_model(name: str) -> None:

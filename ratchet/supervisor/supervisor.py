@@ -91,6 +91,7 @@ class Supervisor:
             self._lock = ProjectLock(self.state)
         if not vllm_command.is_folder(model):
             preflight_checks.check_hub_model(model)
+        preflight_checks.check_adapter_store(self.settings)
         for name in stop_leftover_processes(self.state):
             self._note(f"{name} was left over from a run that was killed; it has been stopped")
         self._plan = services.plan_services(self.settings, config=self.state.resolved)

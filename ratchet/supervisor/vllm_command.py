@@ -28,6 +28,7 @@ from ratchet.settings.project_settings import STRICT_TOOL_CALLING, Settings, Vll
 from ratchet.store.install_hint import install_hint
 from ratchet.supervisor.adapter_slots import max_cpu_loras, max_loras
 from ratchet.trainer.adapters.vllm_resolver import ratchet_adapter_files
+from ratchet.trainer.settings.adapter_and_memory import MAX_SERVABLE_RANK, SERVABLE_RANKS
 from ratchet.trainer.settings.value_types import VARIABLE, pinned
 
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
@@ -38,8 +39,6 @@ _PLUGIN = "ratchet_vllm_cpu"
 LORA_RESOLVER = Path(ratchet_adapter_files.__file__).parent
 
 _CPUS_TO_SHARE = 4
-# The ranks that vLLM's LoRA kernels support.
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 # The chat template's markup of tool calls selects the parser; without such markup, the model's family does.
 _BY_TEMPLATE = (("<function=", "qwen3_coder"), ("<tool_call>", "hermes"), ("[TOOL_CALLS]", "mistral"))
@@ -265,7 +264,7 @@ def _arguments(settings: Settings, model: str, port: int, gpu: bool) -> tuple[st
 def servable_rank(settings: Settings) -> int:
     """Return the smallest rank that vLLM supports and that fits the learner's adapters, at least 16."""
     wanted = int(settings.learner.get("lora_r", 16))
-    return next((rank for rank in _RANKS if rank >= max(wanted, 16)), _RANKS[-1])
+    return next((rank for rank in SERVABLE_RANKS if rank >= max(wanted, 16)), MAX_SERVABLE_RANK)
 
 
 def _environment(settings: Settings, model: str, gpu: bool) -> dict[str, str]:

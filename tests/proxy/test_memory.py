@@ -18,13 +18,16 @@ BODY: Any = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
 
 
 def answers(url: str) -> bool:
-    return httpx.get(url + "/health/ready", timeout=5).status_code == 200
+    try:
+        return httpx.get(url + "/health/ready", timeout=5).status_code == 200
+    except httpx.TimeoutException:  # a busy machine
+        return False
 
 
 @pytest.mark.slow
 def test_memory_of_large_bodies_is_returned_to_the_system(vllm_url: str, tmp_path: Path) -> None:
     process = ProxyProcess(tmp_path, upstreams=[vllm_url])
-    eventually(partial(answers, process.url), 10)
+    eventually(partial(answers, process.url))
     large = b'{"model":"agent","messages":[{"role":"user","content":"' + b"x" * (7 * 2**20) + b'"}] no JSON'
     with httpx.Client(base_url=process.url, timeout=60) as client, ThreadPoolExecutor(3) as pool:
         url = "/v1/chat/completions"
@@ -34,9 +37,9 @@ def test_memory_of_large_bodies_is_returned_to_the_system(vllm_url: str, tmp_pat
             others = [pool.submit(client.post, url, content=large) for _ in range(3)]
             assert client.post(url, json=BODY).status_code == 200
             assert {other.result().status_code for other in others} == {400}
-        after = psutil.Process(process.pid).memory_info().rss
+        # Twice that if freed blocks are kept; the proxy may be late on a busy machine.
+        eventually(lambda: psutil.Process(process.pid).memory_info().rss - before < 16 * 2**20)
     assert process.stop() == 0
-    assert after - before < 16 * 2**20  # twice that if freed blocks are kept
 
 
 @pytest.mark.parametrize("half", [10, 1000])

@@ -228,7 +228,9 @@ def test_keys_are_made_listed_and_revoked(project: Project) -> None:
     assert (operator.returncode, "operator's key opens" in operator.stdout) == (2, True)
     limited = project.run("keys", "create", "--name", "office", "--agent", "support", "--agent", "mail", "--store", url)
     assert "for mail, support; the key is not shown again" in limited.stdout
-    assert "no proxy has served mail, support yet" in limited.stdout
+    assert "there is no agent mail in the settings or the store" in limited.stdout
+    other_case = project.run("keys", "create", "--name", "o", "--agent", "Policy", "--store", url)
+    assert (other_case.returncode, "did you mean policy?" in other_case.stdout) == (2, True)
     assert "only mail, support" in project.run("keys", "list", "--store", url).stdout
     listed_agents = json.loads(project.run("keys", "list", "--json", "--store", url).stdout)
     assert [row["agents"] for row in listed_agents] == [None, ["mail", "support"]]

@@ -341,6 +341,7 @@ def test_a_warm_start_imports_no_torch_into_the_controller(vllm: str, tmp_path: 
         settings = {
             "store": url, "model": "agent", "base_model": str(POLICY), "vllm": [vllm], "judge": BY_NUMBER,
             "checkpoints": str(tmp_path / "checkpoints"), "num_generations": 2, "groups_per_round": 1,
+            "release": {"policy": "immediate"},
         }  # fmt: skip
         command = [sys.executable, "-c", _WARM_START, json.dumps(settings)]
         assert json.loads(subprocess.check_output(command, text=True)) == []

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from ratchet.trainer.adapters import checkpoint
 from ratchet.trainer.errors import (
     CheckpointDamaged,
     LearnerRefused,
@@ -22,6 +23,7 @@ from ratchet.trainer.errors import (
 from ratchet.trainer.learner_client.connection import LearnerConnection
 from ratchet.trainer.learner_client.remote_learner import LearnerAgent, RemoteLearner
 from ratchet.trainer.learner_messages import MSGPACK, Answer, TrainRequest, encode
+from ratchet.trainer.learner_service.checkpoint_references import LocalReferences
 from ratchet.trainer.learner_service.compute_thread import Operation
 from ratchet.trainer.learner_service.metrics import LearnerMetrics
 from ratchet.trainer.learner_service.operations import AgentOperations, OnRows
@@ -267,6 +269,20 @@ def test_checkpoints_are_written_only_where_the_learner_may(host: ScriptedHost, 
         learner.save(tmp_path / "mine" / "0001")
         with pytest.raises(LearnerRefused, match="outside of"):
             learner.save(tmp_path / "theirs" / "0001")
+
+
+def test_a_local_checkpoint_with_a_wrong_checksum_is_not_read(tmp_path: Path) -> None:
+    folder = tmp_path / "0001"
+    writer = LocalReferences(tmp_path)
+
+    def write(inside: Path) -> None:
+        (inside / "adapter.bin").write_bytes(b"abc")
+
+    checkpoint.write_atomically(folder, write)
+    assert writer.fetch(str(folder)) == folder
+    (folder / "adapter.bin").write_bytes(b"abd")
+    with pytest.raises(CheckpointDamaged, match=r"adapter\.bin has changed .* roll back to another version"):
+        LocalReferences(tmp_path).fetch(str(folder))
 
 
 def test_another_version_of_ratchet_is_refused(connection: LearnerConnection, monkeypatch: pytest.MonkeyPatch) -> None:

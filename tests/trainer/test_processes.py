@@ -70,7 +70,7 @@ def trainer_settings(model: Path, engine: ScriptedEngine, folder: Path, learner:
             "store": str(folder / "together.db"), "model": "agent", "base_model": str(model), "vllm": [engine.url],
             "checkpoints": str(folder / "together" / "checkpoints"), "num_generations": 3, "groups_per_round": 2,
             "judge": "tests.harness.trainer.judges_by_number:scripted", "seal_after_idle_seconds": 1,
-            "lease_seconds": 3, "learner": learner,
+            "lease_seconds": 3, "learner": learner, "release": {"policy": "immediate"},
         }
     )  # fmt: skip
 

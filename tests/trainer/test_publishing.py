@@ -15,8 +15,9 @@ from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.vllm_api import VllmServer
 from ratchet.trainer.adapters.vllm_load import VllmLoad, load_of
-from ratchet.trainer.errors import AdapterRefused, EngineUnreachable
+from ratchet.trainer.errors import AdapterNotServable, AdapterRefused, EngineUnreachable
 from ratchet.trainer.release.publisher import Publisher, PublishResult
+from tests.harness.proxy.servers import eventually
 from tests.harness.records import judged_group
 from tests.harness.trainer.scripted_engine import ScriptedEngine
 
@@ -103,6 +104,29 @@ def test_a_proven_candidate_is_loaded_everywhere_before_it_is_live(
     assert set(live.evidence["proof"]) == {engine.url for engine in engines}
 
 
+def test_the_older_versions_answer_while_the_next_one_is_trained(
+    store: Store, publisher: Publisher, engines: list[ScriptedEngine]
+) -> None:
+    requested: list[str] = []
+
+    def counted(name: str, ids: Sequence[int]) -> float:
+        requested.append(name)
+        return honest(name, ids)
+
+    assert publish(publisher, candidate(store, 1))
+    for engine in engines:
+        engine.scorer = counted
+    publisher.ask_ahead(PROBES)
+    eventually(lambda: requested.count("base") == requested.count("agent@1") == 2 * 3 * len(PROBES), 30)
+    requested.clear()
+    assert publish(publisher, candidate(store, 2))
+    assert set(requested) == {"agent@2"}
+    requested.clear()
+    publisher.ask_ahead([(9, 9)])
+    assert publish(publisher, candidate(store, 3))
+    assert {"base", "agent@2", "agent@3"} == set(requested), "answers to other probes do not count"
+
+
 def test_an_adapter_that_one_replica_ignores_is_never_live(
     store: Store, publisher: Publisher, engines: list[ScriptedEngine]
 ) -> None:
@@ -123,6 +147,18 @@ def test_a_refused_adapter_keeps_the_engines_own_words(
     engines[0].refuse = "rank 99 is too large"
     assert not publish(publisher, candidate(store, 1))
     assert "rank 99 is too large" in store.policies.get("agent", 1).evidence["reason"]
+
+
+def test_a_rank_above_the_servers_limit_loses_no_version(
+    store: Store, publisher: Publisher, engines: list[ScriptedEngine]
+) -> None:
+    engines[0].refuse = "LoRA rank 16 is greater than max_lora_rank 8."
+    policy = candidate(store, 1)
+    with pytest.raises(AdapterNotServable, match=r"max_lora_rank 8\..*start it with --max-lora-rank"):
+        publish(publisher, policy)
+    assert store.policies.get("agent", 1).state is PolicyState.CANDIDATE
+    engines[0].refuse = None
+    assert publish(publisher, policy)
 
 
 def test_an_engine_that_is_away_leaves_the_candidate_for_later(store: Store) -> None:

@@ -116,7 +116,7 @@ def judgements(second: SecondJudge, count: int) -> bool:
     return len(second.paired_judgements()) == count
 
 
-def eventually(holds: Callable[[], bool], seconds: float = 20.0) -> bool:
+def eventually(holds: Callable[[], bool], seconds: float = 120.0) -> bool:
     """Whether it holds in time."""
     until = time.monotonic() + seconds
     while not holds():

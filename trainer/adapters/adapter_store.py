@@ -119,9 +119,11 @@ class AdapterStore:
         return tuple(map(str, checkpoint.remove_incomplete(Path(root))))
 
     def check(self, root: str) -> None:
-        """Raise CheckpointError if versions cannot be written to a remote `root` and read from it."""
+        """Raise CheckpointError if versions cannot be written to `root` and read from it."""
         if is_remote(root):
             object_store.check(root)
+        else:
+            checkpoint.check_writable(Path(root))
 
 
 def make_adapter_store(settings: TrainerFields) -> AdapterStore:

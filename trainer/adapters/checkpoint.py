@@ -7,16 +7,18 @@ a full disk, and that a number is never reused. Does not know the content of a c
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import re
 import shutil
+import uuid
 from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 
 from ratchet.trainer.adapters.vllm_resolver import ratchet_adapter_files as adapter_files
-from ratchet.trainer.errors import CheckpointExists, CheckpointUnwritable
+from ratchet.trainer.errors import CheckpointDamaged, CheckpointExists, CheckpointUnwritable
 
 MANIFEST = adapter_files.MANIFEST
 STATE = adapter_files.STATE  # the part of a checkpoint that only training needs
@@ -24,6 +26,7 @@ ADAPTER_ONLY = f"{STATE}/adapter_only"  # of a copied adapter: training goes on 
 
 _NUMBERED = re.compile(r"\d{4,}")
 _ASIDE = re.compile(r"\.(?P<name>.+)\.tmp-(?P<pid>\d+)")
+_RESTORE = "restore it from a backup, or roll back to another version"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -62,6 +65,22 @@ def write_atomically(folder: Path, writer: Callable[[Path], None]) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
+def check_writable(root: Path) -> None:
+    """Raise CheckpointUnwritable if checkpoints cannot be written under `root`, before there is one to lose."""
+    probe = root / f".probe-{os.getpid()}-{uuid.uuid4().hex}"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"probe")
+        probe.unlink()
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            probe.unlink()
+        raise CheckpointUnwritable(
+            f"no version can be written to {root}: {error.strerror or error}; let this user write there, free its "
+            "disk, or set adapters.store to another folder"
+        ) from error
+
+
 def complete(folder: Path) -> bool:
     """Return whether every file of the folder's manifest exists with its size."""
     try:
@@ -69,6 +88,19 @@ def complete(folder: Path) -> bool:
         return bool(sizes) and all((folder / name).stat().st_size == size for name, size in sizes.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
+
+
+def verify(folder: Path) -> None:
+    """Raise CheckpointDamaged if a file of the folder's manifest is missing, or its SHA-256 is another one."""
+    try:
+        files = adapter_files.parse_manifest((folder / MANIFEST).read_bytes(), str(folder))
+        changed = [name for name, (_, digest) in files.items() if adapter_files.digest_of(folder / name) != digest]
+    except (OSError, adapter_files.DamagedAdapter) as error:
+        raise CheckpointDamaged(f"{folder} is not a complete checkpoint ({error}); {_RESTORE}") from error
+    if changed:
+        raise CheckpointDamaged(
+            f"{folder / changed[0]} has changed since it was written: its checksum is wrong; {_RESTORE}"
+        )
 
 
 def newest_complete(root: Path) -> Path | None:

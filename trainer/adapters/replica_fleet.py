@@ -10,12 +10,12 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import TypeVar, overload
 
 from ratchet.store.access.replica_list import ReplicaList
 from ratchet.trainer.adapters.vllm_api import VllmServer
-from ratchet.trainer.errors import EngineError, EngineUnreachable
+from ratchet.trainer.errors import AdapterRefused, EngineError, EngineUnreachable
 
 log = logging.getLogger(__name__)
 
@@ -121,3 +121,17 @@ def ask_all(
             seconds = time.monotonic() - started
             errors[replica.url] = EngineUnreachable(f"vLLM at {replica.url} has not answered within {seconds:.0f} s")
     return answers, errors
+
+
+def replicas_that_serve(replicas: Sequence[VllmServer], names: Set[str]) -> list[VllmServer]:
+    """Return the replicas that answer and serve all these names. Raises EngineUnreachable or AdapterRefused if
+    there is none.
+    """
+    known = tuple(replicas)
+    models, errors = ask_all(known, VllmServer.models, 1)
+    serving = [one for one in known if names <= set(models.get(one.url, ()))]
+    if not serving and errors:
+        raise next(iter(errors.values()))
+    if not serving:
+        raise AdapterRefused(f"of {len(known)} replicas none serves {' and '.join(sorted(names))}")
+    return serving

@@ -17,10 +17,17 @@ import httpx
 from ratchet.store.access.url_credentials import credentials, without_credentials
 from ratchet.store.policies import fingerprints
 from ratchet.trainer.adapters.adapter_store import is_remote
-from ratchet.trainer.errors import AdapterNotFound, AdapterRefused, EngineUnreachable, PromptLogprobsMissing
+from ratchet.trainer.errors import (
+    AdapterNotFound,
+    AdapterNotServable,
+    AdapterRefused,
+    EngineUnreachable,
+    PromptLogprobsMissing,
+)
 
 _BAD_REQUEST = (400, 413, 422)
-_NO_FILES = "No adapter found"  # vLLM's words
+# vLLM's words
+_NO_FILES, _RANK, _NOT_LOADED = "No adapter found", "greater than max_lora_rank", "could not be loaded"
 
 
 def list_models(url: str, key: str | None = None, timeout: float = 30.0) -> list[dict[str, Any]]:
@@ -114,8 +121,8 @@ class VllmServer:
     def load(self, name: str, reference: str | Path) -> None:
         """Load a version under a new name: its folder, or by name from object storage. Does nothing if it is loaded.
 
-        Raises EngineUnreachable, AdapterNotFound if vLLM does not find the files yet, and AdapterRefused with vLLM's
-        message.
+        Raises EngineUnreachable, AdapterNotFound if vLLM does not find the files yet, AdapterNotServable if a limit of
+        the server excludes it, and AdapterRefused with vLLM's message.
         """
         if name in self.models():
             return
@@ -134,6 +141,11 @@ class VllmServer:
                 f"{self.url} cannot load adapters at run time: start vLLM with --enable-lora and "
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True (`ratchet up` does)"
             )
+        if response.is_error and _RANK in response.text:
+            raise AdapterNotServable(
+                f"{self.url} cannot serve {name}: {response.text[:300]}; start it with --max-lora-rank of at least "
+                "learner.lora_r (vllm.max_lora_rank)"
+            )
         if response.is_error and name not in self.models():  # a proxy may have loaded it in the meantime
             raise AdapterRefused(f"{self.url} refused adapter {name} from {reference}: {response.text[:500]}")
 
@@ -148,9 +160,10 @@ class VllmServer:
                 "its log has the reason"
             )
         if response.is_error:
-            raise AdapterRefused(
+            refused = AdapterNotServable if _NOT_LOADED in response.text else AdapterRefused
+            raise refused(
                 f"{self.url} cannot load {name} from {reference}: {response.text[:300]}; vLLM's log has the reason, "
-                "such as a rank above --max-lora-rank"
+                "such as a rank above --max-lora-rank: start it with at least learner.lora_r"
             )
 
     def unload(self, name: str) -> None:

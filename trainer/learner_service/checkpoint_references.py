@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from ratchet.trainer.adapters import checkpoint
 from ratchet.trainer.adapters.adapter_store import AdapterStore, is_remote
 from ratchet.trainer.errors import LearnerRefused
 
@@ -26,14 +27,22 @@ class CheckpointReferences(Protocol):
 
 
 class LocalReferences:
-    """References that are paths. Checkpoints are only written under `roots`; without any, everywhere."""
+    """References that are paths. Checkpoints are only written under `roots`; without any, everywhere.
+
+    Checksums are verified when a checkpoint is read for the first time, unless this process wrote it.
+    """
 
     def __init__(self, *roots: Path) -> None:
         self._roots = tuple(root.absolute() for root in roots)
+        self._verified: set[str] = set()
 
     def fetch(self, reference: str, *, state: bool = True) -> Path:
-        """Return the folder."""
-        return Path(reference)
+        """Return the folder. Raises CheckpointDamaged if a checksum is wrong."""
+        folder = Path(reference)
+        if reference not in self._verified and (folder / checkpoint.MANIFEST).is_file():
+            checkpoint.verify(folder)
+            self._verified.add(reference)
+        return folder
 
     def write(self, reference: str, save: Callable[[Path], None]) -> None:
         """Let `save` write the folder. Raises LearnerRefused for a folder outside of the roots."""
@@ -47,6 +56,7 @@ class LocalReferences:
                 "controller's state_dir and adapters.store"
             )
         save(folder)
+        self._verified.add(reference)
 
 
 class StoredReferences:

@@ -108,8 +108,9 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
     own: Mapping[str, Any] = text if isinstance(text, Mapping) else config
     family = str(own.get("model_type") or config.get("model_type"))
     if family not in _DEFAULTS:
+        named = "a config.json without a model_type" if family == "None" else f"model_type {family!r}"
         raise ModelShapeUnknown(
-            f"no memory formula for model_type {family!r}: there is one for {', '.join(FAMILIES)}. Start it with "
+            f"no memory formula for {named}: there is one for {', '.join(FAMILIES)}. Start it with "
             "settings of your own: vllm.gpu_memory_utilization, learner.token_budget, learner.max_length"
         )
     values = _DEFAULTS[family] | {_OTHER_NAMES.get(key, key): value for key, value in own.items() if value is not None}
@@ -148,6 +149,15 @@ def _shape(family: str, values: Mapping[str, Any], config: Mapping[str, Any]) ->
         window=int(values.get("sliding_window") or 0) if sliding else 0,
         weight_format=_weight_format(config),
     )
+
+
+def extends_context(config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json extends the context beyond its max_position_embeddings (YaRN and others)."""
+    text = config.get("text_config")
+    own: Mapping[str, Any] = text if isinstance(text, Mapping) else config
+    ropes = [own.get(key) or {} for key in ("rope_scaling", "rope_parameters")]
+    by_layer = [inner for rope in ropes for inner in rope.values() if isinstance(inner, Mapping)]
+    return any("factor" in rope for rope in (*ropes, *by_layer))
 
 
 def _experts(family: str, values: Mapping[str, Any]) -> Experts | None:

@@ -217,7 +217,7 @@ def _why_not(shape: ModelShape, request: PlanRequest) -> str:
     options = [option for option in request.options if option.sharding == "none" or gpus > 1]
     option = min(options, key=lambda one: _learner(shape, one, request, gpus, request.context).total)
     learner = _learner(shape, option, request, gpus, request.context)
-    here = f"{request.gpus} GPU(s) of {gib:.0f} GiB" + (", which they share" if request.gpus == 1 else "")
+    here = f"{request.gpus} GPU(s) of {gib:.3g} GiB" + (", which they share" if request.gpus == 1 else "")
     remedies = [*_shorter(shape, request), *_more_gpus(shape, request), "take a smaller model"]
     return (
         f"the model does not fit on {here}: {serving_figures(serving, request.context)} on {max(sizes)} GPU(s), and "

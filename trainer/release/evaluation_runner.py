@@ -70,7 +70,7 @@ MakeWorkflowEvaluator = Callable[[Store, str, ReleaseSettings, Judge, Judge | No
 def make_evaluation_runner(
     settings: TrainerSettings,
     store: Store,
-    replica: VllmServer,
+    replicas: Sequence[VllmServer],
     make_workflow_evaluator: MakeWorkflowEvaluator | None = None,
 ) -> EvaluationRunner[EvaluationResult] | None:
     """Return the runner that the settings name: a workflow, recorded prompts, or None if nothing is held out.
@@ -89,7 +89,7 @@ def make_evaluation_runner(
         return EvaluationRunner(store, settings.model, evaluator, EvaluationResult, KIND)
     prompts = PromptEvaluator(
         store,
-        replica,
+        replicas,
         judge,
         second,
         alias=settings.model,

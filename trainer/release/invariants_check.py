@@ -16,7 +16,7 @@ from statistics import fmean
 
 from ratchet.store.records import Policy
 from ratchet.store.store import Store
-from ratchet.trainer.adapters.replica_fleet import ask_all
+from ratchet.trainer.adapters.replica_fleet import replicas_that_serve
 from ratchet.trainer.adapters.vllm_api import SampledAnswer, VllmServer
 from ratchet.trainer.controller.sentinel.answers import (
     asks_in_place_of_acting,
@@ -66,7 +66,7 @@ class InvariantsCheck:
         prompts = newest_prompts(self._store, self._alias, self._prompts)
         if not is_decidable([_samples(prompt) for prompt in prompts]):
             return InvariantsResult(len(prompts), 0, decidable=False)
-        replicas = self._serving(candidate, live)
+        replicas = replicas_that_serve(self._replicas, {candidate.served_name, live.served_name})
         max_context = min(filter(None, map(_max_context, replicas)), default=None)
         bounded = [one for prompt in prompts if (one := _bounded(prompt, self._max_tokens, max_context)) is not None]
 
@@ -79,18 +79,6 @@ class InvariantsCheck:
             log.warning("event=invariants_unanswered alias=%s prompts=%d", self._alias, len(pairs))
             return judge_answers([])
         return judge_answers(pairs)
-
-    def _serving(self, candidate: Policy, live: Policy) -> list[VllmServer]:
-        """Return the replicas that answer and serve both versions. Raises EngineUnreachable, AdapterRefused."""
-        names = {candidate.served_name, live.served_name}
-        replicas = tuple(self._replicas)
-        models, errors = ask_all(replicas, VllmServer.models, 1)
-        serving = [one for one in replicas if names <= set(models.get(one.url, ()))]
-        if not serving and errors:
-            raise next(iter(errors.values()))
-        if not serving:
-            raise AdapterRefused(f"no replica serves both {candidate.served_name} and {live.served_name}")
-        return serving
 
     def _ask(
         self, replica: VllmServer, prompt: RecordedPrompt, candidate: Policy, live: Policy, check: Callable[[], None]

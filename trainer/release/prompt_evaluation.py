@@ -22,6 +22,7 @@ import msgspec
 from ratchet.store.reasons import DropReason
 from ratchet.store.records import Call, Policy, Transcript
 from ratchet.store.store import Store
+from ratchet.trainer.adapters.replica_fleet import replicas_that_serve
 from ratchet.trainer.adapters.vllm_api import VllmServer
 from ratchet.trainer.controller.judges import Judge
 from ratchet.trainer.release.evaluation import PROMPT_SET, EvaluationResult, Sides, compare_with_judge
@@ -39,7 +40,7 @@ class PromptEvaluator:
     def __init__(
         self,
         store: Store,
-        replica: VllmServer,
+        replicas: Sequence[VllmServer],
         judge: Judge,
         second: Judge | None = None,
         *,
@@ -48,7 +49,7 @@ class PromptEvaluator:
         samples: int,
     ) -> None:
         self._store = store
-        self._replica = replica
+        self._replicas = replicas
         self._judge = judge
         self._second = second
         self._alias = alias
@@ -69,8 +70,13 @@ class PromptEvaluator:
         names = self._store.trajectories.held_out_candidates(self._alias, DropReason.HELD_OUT, self._prompts)
         read = map(self._store.trajectories.read, names)
         prompts = [recorded for recorded in read if has_sampling_parameters(recorded.calls[0])]
+        replicas = replicas_that_serve(self._replicas, {candidate.served_name, live.served_name})
+
+        def ask(place: int) -> Sides:
+            return self._answer(replicas[place % len(replicas)], prompts[place], candidate, live, check)
+
         with ThreadPoolExecutor(_CONCURRENCY, thread_name_prefix="evaluation") as threads:
-            answers = list(threads.map(lambda one: self._answer(one, candidate, live, check), prompts))
+            answers = list(threads.map(ask, range(len(prompts))))
         first = compare_with_judge(self._judge, answers)
         prompt_set, changed = self._hash_prompts([one.trajectory.id for one in prompts])
         if first is None or self._second is None:
@@ -87,7 +93,14 @@ class PromptEvaluator:
             log.warning("event=evaluation_prompts_changed alias=%s prompts=%d", self._alias, len(names))
         return now, before != now
 
-    def _answer(self, recorded: Transcript, candidate: Policy, live: Policy, check: Callable[[], None]) -> Sides:
+    def _answer(
+        self,
+        replica: VllmServer,
+        recorded: Transcript,
+        candidate: Policy,
+        live: Policy,
+        check: Callable[[], None],
+    ) -> Sides:
         """Return the candidate's answers to a recorded prompt, and as many of the live version."""
         check()
         call = recorded.calls[0]
@@ -96,7 +109,7 @@ class PromptEvaluator:
         sides: list[list[Transcript]] = []
         for policy in (candidate, live):
             sent = prompt.messages_for(policy, self._store)
-            replies = self._replica.chat(policy.served_name, sent, prompt.tools, prompt.sampling, self._samples)
+            replies = replica.chat(policy.served_name, sent, prompt.tools, prompt.sampling, self._samples)
             name = f"evaluation:{recorded.trajectory.id}:{policy.version}"
             sides.append(
                 [

@@ -9,12 +9,14 @@ evaluation: the caller publishes the candidate again when the evaluation is over
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence, Set
 from enum import StrEnum
 
 from ratchet.store.coordination.proxies import PROXY_TIMEOUT_SECONDS
+from ratchet.store.errors import StoreUnavailable
 from ratchet.store.records import BASE_VERSION, Policy
 from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
@@ -94,7 +96,8 @@ class Publisher:
         """Load, prove, evaluate and release a candidate.
 
         `probes` are sequences of token ids; the scorer holds the candidate's weights. Raises AdapterRefused if the
-        alias has no base version, and EngineUnreachable if too few replicas answer: publishing again is safe.
+        alias has no base version, EngineUnreachable if too few replicas answer, and AdapterNotServable if a limit of
+        vLLM excludes the version, which says nothing about it. The candidate stays one: publishing again is safe.
         """
         live = self._store.policies.live().get(self._alias)
         if live is None:
@@ -114,6 +117,16 @@ class Publisher:
                 return outcome
             reason = f"{reason}; {clause}" if clause else reason
         return self._release(candidate, live, evidence, reason)
+
+    def ask_ahead(self, probes: Probes) -> None:
+        """Let the replicas answer what a proof compares the next version with, while that is still trained.
+
+        Does nothing if the next version has to wait for the end of a ramp.
+        """
+        with contextlib.suppress(StoreUnavailable):  # `publish` asks later, then
+            serving = self._store.policies.serving_of(self._alias)
+            if serving.live is not None and serving.ramp is None and probes:
+                self._proofs.ask_ahead(serving.live, probes)
 
     def _check_invariants(self, candidate: Policy, live: Policy, evidence: dict[str, object]) -> _CheckOutcome:
         """Return what the invariants decide, if they do, and their result as a clause; adds to the evidence."""

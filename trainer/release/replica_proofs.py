@@ -18,10 +18,11 @@ from ratchet.store.states import SERVING
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.replica_fleet import ask_all, quorum_of
 from ratchet.trainer.adapters.vllm_api import VllmServer
-from ratchet.trainer.errors import AdapterNotFound, AdapterRefused, EngineError, EngineUnreachable
+from ratchet.trainer.errors import AdapterNotFound, AdapterNotServable, AdapterRefused, EngineError, EngineUnreachable
 from ratchet.trainer.learner_protocol import LogprobScorer
 from ratchet.trainer.release.proof import Proof, ProofOutcome
 from ratchet.trainer.release.served_proof import (
+    OldLogprobs,
     Probes,
     ProofFailed,
     ServedLogprobs,
@@ -69,11 +70,16 @@ class ReplicaProofs:
         self._quorum = quorum
         self._sleep = sleep
         self._checked_at = 0.0
+        self._old = OldLogprobs()
+
+    def ask_ahead(self, live: Policy, probes: Probes) -> None:
+        """Ask the replicas for what `prove` will compare a version with that is still trained; does not wait."""
+        self._old.ask(tuple(self._replicas), list({live.served_name, self._base().served_name}), probes)
 
     def prove(self, candidate: Policy, live: Policy, probes: Probes, scorer: LogprobScorer) -> ServedProofs:
         """Load both versions on the replicas and prove the candidate, unless its adapter is served already.
 
-        Raises ProofFailed, and EngineUnreachable if fewer replicas than the quorum answer.
+        Raises ProofFailed, EngineUnreachable if fewer replicas than the quorum answer, and AdapterNotServable.
         """
         replicas = tuple(self._replicas)
         enough = quorum_of(len(replicas), self._quorum)
@@ -83,7 +89,7 @@ class ReplicaProofs:
         def load_and_measure(replica: VllmServer) -> ServedLogprobs | None:
             for policy in {candidate.served_name: candidate, live.served_name: live}.values():
                 self._load(replica, policy)
-            return None if same else measure_served(replica, candidate.served_name, list(old), probes)
+            return None if same else measure_served(replica, candidate.served_name, list(old), probes, self._old)
 
         answers, errors = ask_all(replicas, load_and_measure, enough)
         trainer = TrainerLogprobs(scorer)
@@ -92,6 +98,8 @@ class ReplicaProofs:
             for url, served in answers.items()
             if served is not None
         }
+        if unservable := [error for error in errors.values() if isinstance(error, AdapterNotServable)]:
+            raise unservable[0]
         refusals = [error for error in errors.values() if _is_refusal(error)]
         if refusals:
             raise ProofFailed(str(refusals[0]), ProofOutcome.WRONG, proofs)

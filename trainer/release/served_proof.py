@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from ratchet.trainer.adapters.vllm_api import VllmServer
-from ratchet.trainer.errors import TrainerError
+from ratchet.trainer.errors import EngineError, TrainerError
 from ratchet.trainer.learner_protocol import LogprobScorer
 from ratchet.trainer.release.proof import Proof, ProofOutcome, VersionLogprobs, prove
 
@@ -53,10 +55,52 @@ class TrainerLogprobs:
         return [known[sequence] for sequence in sequences]
 
 
-def measure_served(replica: VllmServer, name: str, old: Sequence[str], probes: Probes) -> ServedLogprobs:
+class OldLogprobs:
+    """What the replicas answer under the names of older versions; may be asked for while a round still trains."""
+
+    def __init__(self) -> None:
+        self._probes: list[Sequence[int]] = []
+        self._answers: dict[tuple[str, str], Future[Sequence[Mapping[int, float]]]] = {}  # by URL and name
+
+    def ask(self, replicas: Sequence[VllmServer], names: Sequence[str], probes: Probes) -> None:
+        """Ask each replica in a thread of its own; does not wait."""
+        self._probes, self._answers = list(probes), {}
+        for replica in replicas:
+            answers = {name: Future[Sequence[Mapping[int, float]]]() for name in names}
+            self._answers |= {(replica.url, name): answer for name, answer in answers.items()}
+            threading.Thread(
+                target=_ask_old, args=(replica, answers, probes), name=f"ask {replica.url}", daemon=True
+            ).start()
+
+    def answer_of(self, replica: VllmServer, name: str, probes: Probes) -> Sequence[Mapping[int, float]]:
+        """Return what a replica answers: to `ask`, if that was about these probes, else now.
+
+        Raises EngineUnreachable, AdapterRefused.
+        """
+        earlier = self._answers.get((replica.url, name)) if list(probes) == self._probes else None
+        if earlier is not None:
+            try:
+                return earlier.result()
+            except EngineError:  # the version may have been loaded since
+                pass
+        return replica.next_logprobs(name, probes, _REQUESTED_TOKENS)
+
+
+def _ask_old(replica: VllmServer, answers: Mapping[str, Future[Sequence[Mapping[int, float]]]], probes: Probes) -> None:
+    for name, answer in answers.items():
+        try:
+            answer.set_result(replica.next_logprobs(name, probes, _REQUESTED_TOKENS))
+        except Exception as error:  # noqa: BLE001 -- raised in the thread that wants the answer
+            answer.set_exception(error)
+
+
+def measure_served(
+    replica: VllmServer, name: str, old: Sequence[str], probes: Probes, known: OldLogprobs | None = None
+) -> ServedLogprobs:
     """Ask a replica for the next-token logprobs after each probe. Raises EngineUnreachable, AdapterRefused."""
+    older = known or OldLogprobs()
     new = replica.next_logprobs(name, probes, _REQUESTED_TOKENS)
-    return ServedLogprobs(new, {other: replica.next_logprobs(other, probes, _REQUESTED_TOKENS) for other in old})
+    return ServedLogprobs(new, {other: older.answer_of(replica, other, probes) for other in old})
 
 
 def compare_served(

@@ -19,8 +19,9 @@ QUANTIZATIONS = ("none", "nf4")
 # Implementations of attention, by their names in transformers.
 ATTENTIONS = (AUTO, "sdpa", "eager", "flash_attention_2", "flash_attention_3")
 
-# The largest rank that vLLM's LoRA kernels serve. --max-lora-rank pads other ranks up to one of its ranks.
-MAX_SERVABLE_RANK = 512
+# The values of vLLM's --max-lora-rank; its LoRA kernels pad other ranks up to one of them.
+SERVABLE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+MAX_SERVABLE_RANK = SERVABLE_RANKS[-1]
 
 # Variants of LoRA in adapter_config.json that compute something else from the same matrices.
 LORA_VARIANTS = (

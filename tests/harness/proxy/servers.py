@@ -70,12 +70,12 @@ def served(app: ASGIApp, port: int = 0) -> Iterator[str]:
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
-        eventually(lambda: server.started or not thread.is_alive(), 10)
+        eventually(lambda: server.started or not thread.is_alive())
         assert server.started, "the server did not start"
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.end()
-        thread.join(15)
+        thread.join(60)
         listener.close()
     assert not thread.is_alive(), "the server did not stop"
 
@@ -185,8 +185,8 @@ def _listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def eventually(claim: Callable[[], Any], seconds: float = 20.0) -> Any:
-    """Return the claim's first true value; fail if it does not become true in time."""
+def eventually(claim: Callable[[], Any], seconds: float = 60.0) -> Any:
+    """Return the claim's first true value; fail if it does not become true in time, long enough for busy machines."""
     until = time.monotonic() + seconds
     while True:
         value = claim()

@@ -2,16 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ratchet.trainer.learner import distributed, launch
 from ratchet.trainer.learner.host import LearnerHost
 from ratchet.trainer.learner.learner import Learner
-from ratchet.trainer.learner_protocol import LearnerProtocol
+from ratchet.trainer.learner_protocol import LearnerProtocol, RoundReport
 from ratchet.trainer.learner_work import LearnerFactory
+from ratchet.trainer.rows.token_row import TokenRow
+from ratchet.trainer.settings.learner_settings import LearnerSettings
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
+
+
+class LockedLearner(Learner):
+    """A learner that a scripted vLLM may ask for logprobs while it trains: that waits for the end of the round."""
+
+    def __init__(self, *values: Any, **named: Any) -> None:
+        self._lock = threading.RLock()
+        super().__init__(*values, **named)
+
+    def train_round(self, rows: Sequence[TokenRow], rate_scale: float = 1.0) -> RoundReport:
+        with self._lock:
+            return super().train_round(rows, rate_scale)
+
+    def score(
+        self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool | str | Path = True
+    ) -> list[tuple[float, ...]]:
+        with self._lock:
+            return super().score(rows, adapter=adapter)
+
+    def save(self, folder: str | Path) -> None:
+        with self._lock:
+            super().save(folder)
+
+    def load(self, folder: str | Path | None, settings: LearnerSettings) -> None:
+        with self._lock:
+            super().load(folder, settings)
 
 
 def make_learner(settings: TrainerSettings, resume_from: str | None) -> LearnerProtocol:
@@ -39,7 +69,7 @@ def _make_leading_learner(
 
 
 def _learner(settings: TrainerSettings, resume_from: str | None, make_host: Callable[..., LearnerHost]) -> Learner:
-    return Learner(
+    return LockedLearner(
         settings.base_model,
         settings.learner,
         workdir=settings.checkpoints.parent,

@@ -10,8 +10,10 @@ from ratchet.trainer.agent_controller import AgentController
 from ratchet.trainer.background_work import BackgroundWork, Result
 from ratchet.trainer.learner_work import LearnerFactory
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
+from tests.harness.trainer import judge_samples
 
-_JUDGE_SECONDS = 5.0  # it returns as soon as all is judged; half a second was too short on a busy machine
+_JUDGE_SECONDS = 120.0  # it returns as soon as all is judged; five seconds were too short on a busy machine
+_PAUSED_SECONDS = 0.5
 
 
 class AwaitedWork(BackgroundWork):
@@ -32,5 +34,8 @@ class SteppedController(AgentController):
             from tests.harness.trainer.in_process_learner import make_learner  # imports torch
 
             learner_factory = make_learner
-        values = dict[str, Any](values) | {"make_background": AwaitedWork, "judge_wait_seconds": _JUDGE_SECONDS}
-        super().__init__(settings, store, learner_factory, **values)
+        super().__init__(settings, store, learner_factory, **(values | {"make_background": AwaitedWork}))
+
+    def _collect_verdicts(self, now: float) -> bool:
+        self._judge_wait_seconds = _JUDGE_SECONDS if judge_samples.pause.is_set() else _PAUSED_SECONDS
+        return super()._collect_verdicts(now)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -157,13 +157,22 @@ class RoundRunner:
             untrained_answers={**rows.untrained_answers, **unseen},
         )
 
-    def run_round(self, learner: LearnerProtocol, groups: Sequence[Group], from_version: int) -> Policy | None:
+    def run_round(
+        self,
+        learner: LearnerProtocol,
+        groups: Sequence[Group],
+        from_version: int,
+        before_training: Callable[[Sequence[Sequence[int]]], None] = lambda probes: None,
+    ) -> Policy | None:
         """Train on the groups and commit. Returns None if no token could be trained; the groups are dropped then.
+
+        `before_training` gets the contexts in which the proof will compare versions.
 
         Raises TrainingDiverged if the gradient is not finite; the groups are dropped. Any other exception aborts the
         round with an alarm, and the groups wait for another one. The learner needs a reload unless a policy is
         returned.
         """
+        reference = self.next_reference()  # first: a store that is away costs no step and no abandoned round
         started = self._store.rounds.start(self._alias, from_version)
         untrained: Counter[str] = Counter()
         answers = AnswerRecords()
@@ -173,7 +182,8 @@ class RoundRunner:
             rows = self._build_rows(learner, members, judged, from_version, untrained, answers)
             rows, groups = self._drop_too_long(rows, groups, untrained, answers)
             scale = self._size.rate_scale(_groups_with_rows(groups, rows))
-            reference = self.next_reference()  # before the training: a store that is away costs no step
+            probes = contexts(rows[:ROWS])
+            before_training(probes)
             report = learner.train_round(rows, scale)
             reward = _reward(judged, groups)
             metrics = {"groups": len(groups), "rate_scale": scale, "untrained_tokens": dict(untrained), **reward}
@@ -190,7 +200,7 @@ class RoundRunner:
         self._store.answer_training.record(started.id, answers.of_round(rows, report.mismatch))
         self._memory.record_success()
         kept = list(self._contexts.items())[1 - _KEPT_CONTEXTS :]
-        self._contexts = dict(kept) | {started.id: contexts(rows[:ROWS])}  # spares the proof to read them again
+        self._contexts = dict(kept) | {started.id: probes}  # spares the proof to read them again
         self._report_commit(started, candidate, report, len(groups), reward["reward"])
         return candidate
 
