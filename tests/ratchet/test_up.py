@@ -308,3 +308,14 @@ def test_no_secret_reaches_a_file(project: Project) -> None:
     assert not [file for file in files if b"-secret" in file.read_bytes()]
     up.send_signal(signal.SIGINT)
     finish(up)
+
+
+@pytest.mark.slow
+def test_an_adapter_store_that_cannot_be_written_is_refused_before_anything_starts(project: Project) -> None:
+    (project.folder / "mine.py").write_text("def judge(response):\n    return len(response)\n")
+    project.write(trainer={"judge": "mine:judge"}, adapters={"store": "/dev/null/adapters"})
+    up = project.run("up")
+    assert up.returncode == 1
+    assert "no version can be written to /dev/null/adapters" in up.stdout
+    assert "set adapters.store to another folder" in up.stdout
+    assert not project.running()
