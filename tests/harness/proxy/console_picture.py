@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from playwright.sync_api import Page
+from playwright.sync_api import Browser, Page
 
 from ratchet.store.store import Store, open_store
 from tests.harness.proxy.browser import chromium, find_chromium
@@ -30,16 +30,12 @@ _STACKED = (
 )
 
 
-def take(store: Store, alias: str, file: Path) -> None:
+def take(browser: Browser, store: Store, alias: str, file: Path) -> None:
     """Take the picture from a store."""
-    path, missing = find_chromium()
-    if path is None:
-        raise SystemExit(missing)
     with (
         tempfile.TemporaryDirectory() as folder,
         served(ScriptedVllm()) as vllm,
         running(vllm, store, Path(folder), ready=False, model=alias) as proxy,
-        chromium(path) as browser,
     ):
         page = browser.new_page(viewport={"width": _WIDTH, "height": 900}, color_scheme="light")
         parts = [_overview(page, proxy.url), _versions(page, proxy.url)]
@@ -71,12 +67,15 @@ def main() -> None:
     parser.add_argument("--store", help="store of a run; without it, one is simulated")
     parser.add_argument("--alias", default=ALIAS, help="agent that is shown")
     chosen = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    path, missing = find_chromium()
+    if path is None:
+        raise SystemExit(missing)
+    with tempfile.TemporaryDirectory() as folder, chromium(path) as browser:
         url = chosen.store or str(Path(folder) / "store.db")
         store = open_store(url, create=not chosen.store)
         if not chosen.store:
             fill(store, url, until=time.time() - 60.0)
-        take(store, chosen.alias, chosen.file)
+        take(browser, store, chosen.alias, chosen.file)
         store.close()
 
 

@@ -76,7 +76,7 @@ def test_a_version_in_its_ramp_is_rejected_and_its_open_trajectories_move_at_onc
     moved = begin_on(guarded, 1)
     safe_page.goto(f"{guarded.url}/ui/#/versions/agent/1")
     click(safe_page, "Reject …")
-    sees(safe_page, "The live version stays. Rejected: @1, @2.")
+    sees(safe_page, "The live version stays. This rejects @1, @2.")
     click(safe_page, "Cancel")
     decide(safe_page, "Reject", "it deletes mails", now=True)
     sees(safe_page, "agent@1 is rejected.")

@@ -82,7 +82,7 @@ function verbs(one, live, all) {
 function rejects(target, all) {
   const later = all.filter((one) => one.version > target && one.state !== "rejected").map((one) => `@${one.version}`);
   if (!later.length) return "The later versions are rejected already: tick Now to move their open trajectories.";
-  return `Rejected: ${later.slice(-8).join(", ")}${later.length > 8 ? ` and ${later.length - 8} before them` : ""}.`;
+  return `This rejects ${later.slice(-8).join(", ")}${later.length > 8 ? ` and ${later.length - 8} before them` : ""}.`;
 }
 
 async function decide(one, verb, live, all, refresh) {
