@@ -12,7 +12,7 @@ from sqlalchemy.exc import IntegrityError
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import insert_or_ignore
 from ratchet.store.db.engine import write
-from ratchet.store.errors import InvalidTransition, RecordNotFound
+from ratchet.store.errors import InvalidRecord, InvalidTransition, RecordNotFound
 from ratchet.store.policies.base_models import base_model_id_of
 from ratchet.store.policies.decisions import record_decision
 from ratchet.store.policies.policy_reads import PolicyReads
@@ -27,11 +27,13 @@ class PolicyRegistration(PolicyReads):
     def register_base(self, alias: str, served_name: str) -> Policy:
         """Register version 0 of an alias: the base model that vLLM serves as `served_name`.
 
-        It is live until another version is. Registering again updates the served name only.
+        It is live until another version is. Registering again updates the served name only. Raises InvalidRecord if
+        the store has versions of an agent whose name differs by case only.
         """
         table = schema.policies
         base = sa.and_(table.c.alias == alias, table.c.adapter.is_(None))  # version 0 and its prompt versions
         with write(self._engine) as connection:
+            _check_case(connection, alias)
             insert_or_ignore(
                 connection,
                 table,
@@ -116,6 +118,18 @@ class PolicyRegistration(PolicyReads):
         mine = sa.and_(table.c.alias == alias, table.c.served_name == served_name)
         with write(self._engine) as connection:
             connection.execute(sa.update(table).where(mine).values(replicas=list(replicas)))
+
+
+def _check_case(connection: sa.Connection, alias: str) -> None:
+    """Raise InvalidRecord if another agent has versions under this name in another case."""
+    table = schema.policies
+    others = connection.scalars(sa.select(table.c.alias).where(table.c.version > BASE_VERSION).distinct())
+    for other in others:
+        if other != alias and other.casefold() == alias.casefold():
+            raise InvalidRecord(
+                f"agent {alias}: the store has versions of {other}, whose name differs by case only; name it {other} "
+                "to go on with them, or choose another name"
+            )
 
 
 def _lock_live(connection: sa.Connection, alias: str) -> Any:

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from ratchet.store.errors import InvalidRecord
 from ratchet.store.ids import first_id, moment, new_id
 from ratchet.store.records import Feedback
 from ratchet.store.states import KeyScope
@@ -24,6 +25,15 @@ def keys(store: Store) -> tuple[str, str]:
         store.calls.ship([ended(call_start(new_id("call"), run, alias=agent, key_id=key), REPLY, prompt=(1, 2, 3))])
     store.calls.ship([ended(call_start(first_id("call", time.time() - 9e4), "old", alias="mail"), REPLY)])
     return made[0], made[1]
+
+
+def test_an_agent_whose_name_differs_by_case_from_one_with_versions_is_refused(store: Store) -> None:
+    store.policies.register_base("mail", "base")
+    store.policies.register_base("Mail", "base")  # nothing is lost yet
+    store.rounds.adopt("mail", version=1, checkpoint="/c/1", origin={}, reason="copied")
+    with pytest.raises(InvalidRecord, match="MAIL: the store has versions of mail, whose name differs by case only"):
+        store.policies.register_base("MAIL", "base")
+    assert store.policies.register_base("mail", "other").served_name == "other"
 
 
 def test_usage_is_summed_by_agent_key_and_purpose(store: Store, keys: tuple[str, str]) -> None:

@@ -19,6 +19,7 @@ from ratchet.proxy.coordinator.versions.policy_cache import PolicyCache
 from ratchet.proxy.errors import UpstreamError
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.upstreams.vllm_client import Upstream
+from ratchet.store.errors import InvalidRecord
 from ratchet.store.records import BASE_VERSION
 from ratchet.store.store import Store
 
@@ -81,11 +82,18 @@ class BaseRegistration:
         if not wanted:
             return
         common = next((name for name in self._registered.values() if name in names), names[0])
+        refused: InvalidRecord | None = None
         for alias in wanted:
-            await self._in_thread(partial(self._store.policies.register_base, alias, common))
+            try:
+                await self._in_thread(partial(self._store.policies.register_base, alias, common))
+            except InvalidRecord as error:  # its name; the other agents go on
+                refused = error
+                continue
             self._registered[alias] = common
             log.info("event=base_model_registered alias=%s version=%d served=%s", alias, BASE_VERSION, common)
         await self._policies.refresh_now()
+        if refused is not None:
+            raise refused
 
     async def _served_names(self) -> list[str]:
         """Return the names of the base model at the replicas that answer. Raises UpstreamError if there is none."""
