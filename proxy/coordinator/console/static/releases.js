@@ -51,8 +51,14 @@ export function limits(known) {
     found ? h("p", {}, `Loss that is found at ${figure(Math.round(known.per_day))} scored trajectories a day: ${found}. This is the median; one in ten takes twice as long. Smaller losses are not found by traffic.`)
       : h("p", { class: "dim" }, "Which loss can be found is known after the first scores."),
     known.traffic_too_small ? h("p", { class: "bad" }, "Traffic is too small: a loss of 0.1 takes more than a month. Held-out tasks or a workflow must decide (trainer.release.held_out_share, or workflow and tasks).") : null,
-    known.deserved_round_size > 2 * known.round_size ? h("p", { class: "dim" }, `Rounds of about ${count(known.deserved_round_size)} trajectories make releases that can be judged; the last ones had ${count(known.round_size)}.`) : null,
+    known.deserved_round_size ? h("p", { class: "dim" }, roundSize(known.round_size, known.deserved_round_size)) : null,
     known.at ? h("p", { class: "dim small" }, "as of ", ago(known.at)) : null);
+}
+
+/** The size of a full round beside the one that the traffic deserves, and the remedy if they are far apart. */
+function roundSize(size, deserved) {
+  const remedy = size < deserved / 2 ? ": raise trainer.groups_per_round" : size > 2 * deserved ? ": lower trainer.groups_per_round" : "";
+  return `A full round has ${count(size)} trajectories; this traffic deserves about ${count(deserved)}${remedy}.`;
 }
 
 /** The shares of new trajectories over time, and a mark for each decision. */
