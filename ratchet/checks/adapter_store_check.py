@@ -13,7 +13,7 @@ def check_adapter_store(settings: Settings) -> CheckResult:
 
     store = settings.adapters.store or ""
     try:
-        AdapterStore(settings.state.adapter_cache).check(f"{store}/{settings.model}/checkpoints")
+        AdapterStore(settings.state.adapter_cache).check(store)
     except CheckpointError as error:
         return CheckResult("adapters", False, str(error), "correct that, then run `ratchet doctor` again")
     return CheckResult("adapters", True, f"{store} can be written, read and listed")
