@@ -9,8 +9,8 @@ former gate see scores without the 15 minutes of lag that the product is charged
     mixed    70% small gains, 15% none, 15% harmful (-0.02, -0.05, -0.10, -0.30)
     gain     mixed without harmful ones
     plateau  mixed with gains of a tenth
-    rounds   mixed over the same number of trajectories, guarded, with rounds of different sizes; the gain of a version
-             grows with the 0th, 0.5th or 1st power of its round's size
+    rounds   mixed and plateau over the same number of trajectories, guarded, with rounds of different sizes; the gain
+             of a version grows with the 0th, 0.5th or 1st power of its round's size
 
 The first five have one row for each traffic, with 0/1 scores of mean 0.5 in groups of 8, and one for each other shape
 of scores at 300 trajectories a day. `--quick` has the one row that both have in common.
@@ -86,8 +86,8 @@ def cases(kinds: tuple[str, ...], quick: bool) -> Iterator[SeriesCase]:
 
 
 def _of_round_sizes(traffic: Sequence[tuple[float, int]]) -> Iterator[SeriesCase]:
-    for (per_day, trajectories), growth, size in product(traffic, GROWTHS, ROUND_SIZES):
-        world = World("mixed", per_day=per_day, round_size=size, versions=trajectories // size, growth=growth)
+    for steps, (per_day, trajectories), growth, size in product(("mixed", "plateau"), traffic, GROWTHS, ROUND_SIZES):
+        world = World(steps, per_day=per_day, round_size=size, versions=trajectories // size, growth=growth)
         yield SeriesCase("rounds", PLAIN, "guarded", world)
 
 
@@ -130,7 +130,8 @@ def describe(row: dict[str, Any]) -> str:
         return f"{beginning}-{world['size']:.2f}: {found}"
     if row["kind"] == "rounds":
         trajectories = world["versions"] * world["round_size"]
-        beginning += f"{trajectories} trajectories, growth {world['growth']:.1f}: mean {figures['average']:.3f} "
+        beginning += f"{world['kind']}, {trajectories} trajectories, growth {world['growth']:.1f}: "
+        beginning += f"mean {figures['average']:.3f} "
     harm = ", ".join(f"{name[6:]}: {value:.0%}" for name, value in figures.items() if name.startswith("found_"))
     return (
         f"{beginning}{row['policy']:12} loss {figures['loss']:.3f}  final {figures['final']:.3f} "

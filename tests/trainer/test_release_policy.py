@@ -191,7 +191,7 @@ def test_the_detectable_loss_is_stated_as_in_the_documents() -> None:
 
 
 def test_the_deserved_round_is_a_day_of_traffic_within_bounds() -> None:
-    assert [deserved_round_size(per_day) for per_day in (50.0, 300.0, 30_000.0)] == [128, 300, 1024]
+    assert [deserved_round_size(per_day) for per_day in (50.0, 300.0, 30_000.0)] == [128, 300, 512]
 
 
 def test_a_version_that_loses_0_30_is_rolled_back_in_its_ramp_and_training_goes_on_without_it() -> None:

@@ -17,7 +17,7 @@ PERIODS = (("day", 1.0), ("week", 7.0), ("month", 30.0))
 SMALL_TRAFFIC_LOSS = 0.1  # a larger one that a month cannot show: the traffic is too small to guard by itself
 _CERTAINTY = 18.0
 _MIN_COUNT = 20
-_MIN_ROUND, _MAX_ROUND = 128, 1024  # trajectories
+_MIN_ROUND, _MAX_ROUND = 128, 512  # trajectories
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def is_traffic_too_small(per_day: float, spread: float, holdback: float = 0.3) -
 
 
 def deserved_round_size(per_day: float) -> int:
-    """Return a day of traffic, between 128 and 1,024 trajectories.
+    """Return a day of traffic, between 128 and 512 trajectories.
 
     A release is judged by about as many trajectories as its round has, so a larger round makes one that can be judged,
     but fewer of them. `benchmarks.release --only rounds` measures what that is worth.
