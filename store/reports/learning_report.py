@@ -1,11 +1,12 @@
 """The learning report: scores of live traffic before and after, with 95% intervals. Pure.
 
 `before` is the traffic of the first version, `after` that of the newest, each with as many adjacent versions as are
-needed for `MIN_SCORES_PER_SIDE` scores. The gain is the difference of the means, with Welch's interval (unequal
-variances) in the normal approximation. For tasks on both sides, the gain is also computed task by task, so that a
-change in the mix of tasks does not matter. All intervals include the two half observations of statistics.py, so that
-equal scores do not look certain, and are clipped to the range of scores: 0 to 1 if all lie there, else from the lowest
-to the highest seen. The verdict is "unknown" if the interval contains zero.
+needed for `MIN_SCORES_PER_SIDE` scores; versions that were rejected or are in a ramp are on neither side. The gain is
+the difference of the means, with Welch's interval (unequal variances) in the normal approximation. For tasks on both
+sides, the gain is also computed task by task, so that a change in the mix of tasks does not matter. All intervals
+include the two half observations of statistics.py, so that equal scores do not look certain, and are clipped to the
+range of scores: 0 to 1 if all lie there, else from the lowest to the highest seen. The verdict is "unknown" if the
+interval contains zero.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -60,17 +61,25 @@ def tallies(scores: Sequence[PastScore]) -> list[Tally]:
     ]
 
 
-def learning_report(rows: Sequence[Tally], newest_first: Sequence[Movement] = ()) -> LearningReport:
-    """Return the report; `newest_first`: how far the last rounds moved the policy."""
-    versions, reach = _by_version(rows), _range(rows)
-    curve = tuple(_version_score(version, versions[version], reach) for version in sorted(versions))
+def learning_report(
+    rows: Sequence[Tally], newest_first: Sequence[Movement] = (), left_out: Collection[int] = ()
+) -> LearningReport:
+    """Return the report.
+
+    `newest_first`: how far the last rounds moved the policy; `left_out`: versions that are in the curve alone.
+    """
+    scored, reach = _by_version(rows), _range(rows)
+    curve = tuple(_version_score(version, scored[version], reach) for version in sorted(scored))
+    versions = {version: found for version, found in scored.items() if version not in left_out}
     if len(versions) < 2:
         served = f"version {next(iter(versions))}" if versions else "none"
         return LearningReport((), curve, f"scores of two versions are needed; there are those of {served}")
     sides = _sides(versions)
     if sides is None:
-        text = f"each side needs {MIN_SCORES_PER_SIDE} scores; there are {_sums(rows).count} in all, "
-        text += f"{_lacking(versions)} are missing"
+        count = sum(_sums(one).count for one in versions.values())
+        text = (
+            f"each side needs {MIN_SCORES_PER_SIDE} scores; there are {count} in all, {_lacking(versions)} are missing"
+        )
         return LearningReport((), curve, text)
     before, after = sides
     names = sorted({one.family for one in before} & {one.family for one in after})
@@ -79,9 +88,11 @@ def learning_report(rows: Sequence[Tally], newest_first: Sequence[Movement] = ()
         reports += [
             _report(n, [x for x in before if x.family == n], [x for x in after if x.family == n], reach) for n in names
         ]
-    return LearningReport(
-        tuple(reports), curve, None, describe_gaps(reports[0], curve, MIN_SCORES_PER_SIDE, newest_first)
-    )
+    compared = [one for one in curve if one.version in versions]
+    notes = describe_gaps(reports[0], compared, MIN_SCORES_PER_SIDE, newest_first)
+    if unreleased := ", ".join(f"@{version}" for version in sorted(scored.keys() - versions.keys())):
+        notes += (f"left out: {unreleased}, rejected or in a ramp",)
+    return LearningReport(tuple(reports), curve, None, notes)
 
 
 def relative_report() -> LearningReport:

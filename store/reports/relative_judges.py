@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 
 from ratchet.store.reports.learning_report import LearningReport, learning_report, relative_report
 from ratchet.store.reports.policy_movement import recent_movements
+from ratchet.store.states import PolicyState
 
 if TYPE_CHECKING:
     from ratchet.store.store import Store
 
 _KIND = "judge"
+_UNRELEASED = (PolicyState.RAMP, PolicyState.REJECTED)
 
 
 def record_judge_scale(store: Store, alias: str, version: str, *, relative: bool) -> None:
@@ -35,4 +37,6 @@ def read_learning_report(store: Store, alias: str) -> LearningReport:
     judge = store.groups.newest_judge_version(alias)
     if is_relative(store, alias, judge):
         return relative_report()
-    return learning_report(store.groups.score_tallies(alias, judge) if judge else [], recent_movements(store, alias))
+    rows = store.groups.score_tallies(alias, judge) if judge else []
+    unreleased = [one.version for one in store.policies.all(alias) if one.state in _UNRELEASED]
+    return learning_report(rows, recent_movements(store, alias), unreleased)

@@ -41,6 +41,16 @@ def test_a_real_gain_is_reported_with_its_interval() -> None:
     assert [version.version for version in report.versions] == [0, 1, 2]
 
 
+def test_a_version_that_was_rejected_or_is_in_a_ramp_is_no_result_of_training() -> None:
+    scores = [*traffic(0, 0.3, 200), *traffic(1, 0.8, 200), *traffic(2, 0.0, 200), *traffic(3, 0.1, 40)]
+    report = report_on(tallies(scores), left_out=[2, 3])
+    assert (report.families[0].after.last_version, report.families[0].gain.verdict) == (1, "better")
+    assert [version.version for version in report.versions] == [0, 1, 2, 3]
+    assert report.notes[-1] == "left out: @2, @3, rejected or in a ramp"
+    alone = report_on(tallies(scores), left_out=[1, 2, 3])
+    assert alone.missing == "scores of two versions are needed; there are those of version 0"
+
+
 def test_without_a_difference_nothing_is_claimed_more_often_than_one_in_ten() -> None:
     claims = 0
     for seed in range(100):
