@@ -127,6 +127,26 @@ def test_the_older_versions_answer_while_the_next_one_is_trained(
     assert {"base", "agent@2", "agent@3"} == set(requested), "answers to other probes do not count"
 
 
+def test_more_contexts_are_compared_only_if_a_few_do_not_prove_the_version_clearly(
+    store: Store, publisher: Publisher, engines: list[ScriptedEngine]
+) -> None:
+    many = [(1, 2, last) for last in range(48)]
+    for version, rounding, compared in ((1, 0.0, 16), (2, 0.025, 16 + 48)):
+        policy, requested = candidate(store, version), list[str]()
+        exact = steps_of(0.1)
+
+        def served(
+            name: str, ids: Sequence[int], rounding: float = rounding, requested: list[str] = requested
+        ) -> float:
+            requested.append(name)
+            return steps_of(0.1, rounding)(name, ids)
+
+        for engine in engines:
+            engine.scorer = served
+        assert publisher.publish(policy, many, Trainer(policy.served_name, exact)) is PublishResult.RELEASED
+        assert requested.count(policy.served_name) == compared * 3 * len(engines)
+
+
 def test_an_adapter_that_one_replica_ignores_is_never_live(
     store: Store, publisher: Publisher, engines: list[ScriptedEngine]
 ) -> None:

@@ -37,6 +37,7 @@ from statistics import fmean
 
 _MAX_ERROR = 0.5  # relative to the change
 _MAX_CHANCE = 1e-4
+_CLEAR_ERROR, _CLEAR_CONTEXTS = 0.25, 9.0  # chance is below 1e-5 then: such a proof may be one of two attempts
 _ROUNDING = 3.0  # times the old version's distance between engine and trainer; a larger error is not rounding
 _FLOOR = 1e-5  # nats; the error of float32 for a logprob far from 0
 _MIN_CONTEXTS = 12  # with an error beyond rounding
@@ -84,6 +85,11 @@ class Proof:
     def holds(self) -> bool:
         """Whether the swap is proven."""
         return self.outcome is ProofOutcome.PROVEN
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the swap is proven with an error so small that more contexts would not change it."""
+        return self.holds and self.error <= _CLEAR_ERROR and self.contexts >= _CLEAR_CONTEXTS
 
 
 def prove(

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ratchet.store.records import BASE_VERSION, Policy
 from ratchet.store.states import SERVING
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 MISSING = "replica_missing"  # alarm
 WRONG = "replica_wrong"  # alarm
 _PAUSES = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)  # seconds between attempts to load a version that is not found
+_FIRST_PROBES = 16  # they suffice if they prove the version clearly
 _CHECK_SECONDS = 5.0  # between two looks at the replicas of what is served
 
 
@@ -86,18 +88,21 @@ class ReplicaProofs:
         same = candidate.served_name == live.served_name
         old = {policy.served_name: policy.adapter for policy in (live, self._base())}
 
-        def load_and_measure(replica: VllmServer) -> ServedLogprobs | None:
+        def load_and_measure(some: Probes, replica: VllmServer) -> ServedLogprobs | None:
             for policy in {candidate.served_name: candidate, live.served_name: live}.values():
                 self._load(replica, policy)
-            return None if same else measure_served(replica, candidate.served_name, list(old), probes, self._old)
+            return None if same else measure_served(replica, candidate.served_name, list(old), some, self._old)
 
-        answers, errors = ask_all(replicas, load_and_measure, enough)
         trainer = TrainerLogprobs(scorer)
-        proofs = {
-            url: compare_served(served, old, probes, trainer, tolerance=self._tolerance)
-            for url, served in answers.items()
-            if served is not None
-        }
+        for some in (probes[:_FIRST_PROBES], probes):
+            answers, errors = ask_all(replicas, partial(load_and_measure, some), enough)
+            proofs = {
+                url: compare_served(served, old, some, trainer, tolerance=self._tolerance)
+                for url, served in answers.items()
+                if served is not None
+            }
+            if len(some) == len(probes) or all(proof.is_clear for proof in proofs.values()):
+                break
         if unservable := [error for error in errors.values() if isinstance(error, AdapterNotServable)]:
             raise unservable[0]
         refusals = [error for error in errors.values() if _is_refusal(error)]

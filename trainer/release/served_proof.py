@@ -59,12 +59,12 @@ class OldLogprobs:
     """What the replicas answer under the names of older versions; may be asked for while a round still trains."""
 
     def __init__(self) -> None:
-        self._probes: list[Sequence[int]] = []
+        self._places: dict[tuple[int, ...], int] = {}  # of the probes
         self._answers: dict[tuple[str, str], Future[Sequence[Mapping[int, float]]]] = {}  # by URL and name
 
     def ask(self, replicas: Sequence[VllmServer], names: Sequence[str], probes: Probes) -> None:
         """Ask each replica in a thread of its own; does not wait."""
-        self._probes, self._answers = list(probes), {}
+        self._places, self._answers = {tuple(ids): place for place, ids in enumerate(probes)}, {}
         for replica in replicas:
             answers = {name: Future[Sequence[Mapping[int, float]]]() for name in names}
             self._answers |= {(replica.url, name): answer for name, answer in answers.items()}
@@ -73,14 +73,16 @@ class OldLogprobs:
             ).start()
 
     def answer_of(self, replica: VllmServer, name: str, probes: Probes) -> Sequence[Mapping[int, float]]:
-        """Return what a replica answers: to `ask`, if that was about these probes, else now.
+        """Return what a replica answers: to `ask`, if that was about these probes among others, else now.
 
         Raises EngineUnreachable, AdapterRefused.
         """
-        earlier = self._answers.get((replica.url, name)) if list(probes) == self._probes else None
-        if earlier is not None:
+        places = [self._places.get(tuple(ids)) for ids in probes]
+        earlier = self._answers.get((replica.url, name))
+        if earlier is not None and None not in places:
             try:
-                return earlier.result()
+                answers = earlier.result()
+                return [answers[place] for place in places if place is not None]
             except EngineError:  # the version may have been loaded since
                 pass
         return replica.next_logprobs(name, probes, _REQUESTED_TOKENS)
