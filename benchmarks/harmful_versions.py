@@ -1,6 +1,6 @@
 """A stream of versions, some harmful on purpose, through the guarded release on the real vLLM.
 
-    python -m benchmarks.harmful_versions [--folder DIR] [--runs 3] [--ramp 256] [--no-invariants] [--json]
+    python -m benchmarks.harmful_versions [--folder DIR] [--runs 3] [--ramp 256] [--invariant-prompts 64] [--json]
 
 The demo's tiny policy and e-mail agent, `ratchet up` and everything that it starts. First three agents are trained
 (`--train-only` stops there): one with the demo's judge, one with its scores inverted, one with a judge that takes
@@ -176,14 +176,13 @@ def _trained(project: MailProject, agent: str) -> int:
 class VersionStream:
     """A guarded agent that gets versions one after the other, while its users call it."""
 
-    def __init__(self, folder: Path, adapters: Path, ramp: int, invariants: bool) -> None:
+    def __init__(self, folder: Path, adapters: Path, ramp: int, invariant_prompts: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
-        release = {"ramp": ramp} | ({} if invariants else {"invariant_prompts": 0})
         self._folder, self._adapters = folder, adapters
         self._project = MailProject(
             folder,
             {GUARDED: {"judge": _JUDGE_OF["good"]}},
-            release=release,
+            release={"ramp": ramp, "invariant_prompts": invariant_prompts},
             groups_per_round=1000,  # no round: what serves are the versions of this stream
             round_wait_seconds=1e6,
             group_wait_seconds=5,
@@ -294,7 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=1, help="streams, each with its own order and seed")
     parser.add_argument("--kind", action="append", choices=KINDS, help="versions of a stream; default: all")
     parser.add_argument("--ramp", type=int, default=256, help="scored trajectories of a ramp")
-    parser.add_argument("--no-invariants", action="store_true", help="leave all harm to the ramp to find")
+    parser.add_argument("--invariant-prompts", type=int, default=64, help="0 leaves all harm to the ramp to find")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="print the outcomes as JSON")
     chosen = parser.parse_args(arguments)
@@ -308,7 +307,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs: list[list[VersionOutcome]] = []
     for seed in range(chosen.seed, chosen.seed + chosen.runs):
         kinds = random.Random(seed).sample(chosen.kind or KINDS, len(chosen.kind or KINDS))
-        stream = VersionStream(folder / f"stream-{seed}", folder / "adapters", chosen.ramp, not chosen.no_invariants)
+        stream = VersionStream(folder / f"stream-{seed}", folder / "adapters", chosen.ramp, chosen.invariant_prompts)
         runs.append(stream.run(kinds, seed, folder / f"run-{seed}.json"))
     if chosen.json:
         print(json.dumps([[asdict(one) | {"right": one.right} for one in run] for run in runs], indent=2))
