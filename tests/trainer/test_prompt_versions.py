@@ -69,7 +69,7 @@ def make(
     def make(**gate: Any) -> SteppedController:
         settings = TrainerSettings(
             store=store_url, model="agent", base_model=str(tmp_path), vllm=(vllm[1],), checkpoints=tmp_path / "c",
-            judge="tests.harness.trainer.prompted_vllm:judged", seal_after_idle_seconds=0.01, group_wait_seconds=0.01,
+            judge="tests.harness.trainer.prompted_vllm:judged", seal_after_idle_seconds=0.01, group_wait_seconds=120,
             round_wait_seconds=1e9, groups_per_round=1000, num_generations=2, release=gate,
         )  # fmt: skip
         made.append(SteppedController(settings, store, learner_factory=ScriptedLearner))
@@ -152,7 +152,12 @@ def test_lessons_are_measured_against_what_serves_and_stay_only_where_they_help(
 ) -> None:
     controller = make(**GUARDED)
     work(proxy, ["task/1", "task/2", "task/3"] * 2)
-    eventually(lambda: bool(controller.step(time.time())) or _scores(store) >= 6)
+
+    def all_scored() -> bool:
+        controller.step(time.time())
+        return _scores(store) >= 6
+
+    eventually(all_scored)
     with ScriptedJudgeModel().running() as scripted:
         scripted.answers = [says({"diagnosis": "d", "lessons": ["Try to be better."]})]
         model = LanguageModel(ModelSpec(base_url=scripted.url, model="m"), None)
