@@ -31,6 +31,7 @@ LONG = {
     "default_rates": "trains on the real vLLM",
     "durability": "tests/proxy/test_campaign.py runs the campaign",
     "exactly_once": "tests/trainer/test_exactly_once.py runs the campaign",
+    "harmful_versions": "trains on the real vLLM",
     "hostile": "tests/proxy/test_hostile.py runs the campaign",
     "real_clients": "needs the clients' environments and the real vLLM",
     "several_agents": "trains on the real vLLM",

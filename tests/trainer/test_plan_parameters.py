@@ -81,7 +81,7 @@ def test_the_cache_of_a_layer_with_a_window_ends_at_the_window() -> None:
     ("config", "says"),
     [
         ({"model_type": "mamba"}, r"no memory formula for model_type 'mamba': there is one for llama"),
-        ({}, r"no memory formula for model_type 'None'"),
+        ({}, r"no memory formula for a config.json without a model_type"),
         ({"model_type": "llama"}, r"has no 'hidden_size': it is not the complete configuration of a llama model"),
         (
             TINY["qwen2"].to_dict() | {"quantization_config": {"quant_method": "awq"}},
