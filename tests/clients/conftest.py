@@ -13,9 +13,9 @@ from ratchet.store.records import Call, Transcript
 from ratchet.store.store import open_store
 from tests.harness.clients.table import CLIENTS, Client
 from tests.harness.clients.witness import SeenRequest, Witness
+from tests.harness.proxy.running_proxy import Proxy, running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import served
-from tests.proxy.conftest import Proxy, running
 
 
 @dataclass

@@ -17,9 +17,9 @@ from ratchet.store.store import Store, open_store
 from ratchet.tuner.environments.bfcl.virtual_env import find
 from tests.harness.cli.project import Project
 from tests.harness.clients.program import HOME, SKIP
+from tests.harness.proxy.running_proxy import Proxy, running
 from tests.harness.proxy.scripted_vllm import Json, ScriptedVllm, tool_text
 from tests.harness.proxy.servers import served
-from tests.proxy.conftest import Proxy, running
 
 pytestmark = pytest.mark.clients
 

@@ -8,9 +8,9 @@ import pytest
 
 from ratchet.store.store import open_store
 from tests.harness.clients.program import compatcanary_report
+from tests.harness.proxy.running_proxy import running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import served
-from tests.proxy.conftest import running
 
 pytestmark = pytest.mark.clients
 

@@ -17,10 +17,10 @@ import pytest
 from ratchet.store.content.token_sequences import sampled_spans, sequences
 from ratchet.store.records import Call, unpack_ids
 from ratchet.store.store import open_store
+from tests.harness.proxy.running_proxy import Proxy, running
 from tests.harness.proxy.servers import eventually
 from tests.harness.vllm.engine import vllm
 from tests.harness.vllm.rewriting_model import TOOL, Model, make
-from tests.proxy.conftest import Proxy, running
 
 # What the agent says before each call, whether a tool must be called then, and what else it asks for.
 TURNS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (

@@ -13,8 +13,8 @@ from ratchet.demo.email_search.mailbox import DATABASE, Mailbox
 from ratchet.demo.email_search.tasks import MailTask, read_tasks
 from ratchet.store.store import open_store
 from tests.harness.examples.player import Messages, Player, Script
+from tests.harness.proxy.running_proxy import Proxy, running
 from tests.harness.proxy.servers import served
-from tests.proxy.conftest import Proxy, running
 
 
 @pytest.fixture(scope="session")

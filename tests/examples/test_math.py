@@ -26,11 +26,11 @@ from ratchet.tuner.rollouts.workflow import load_workflow
 from ratchet.tuner.settings.tuner_settings import TunerSettings
 from tests.harness.clients.program import Program
 from tests.harness.examples.player import Messages, Script, calls, says, text_of
+from tests.harness.proxy.running_proxy import Proxy
 from tests.harness.proxy.servers import eventually
 from tests.harness.trainer.scripted_engine import Faithful, ScriptedEngine
 from tests.harness.trainer.stepped_controller import SteppedController
 from tests.harness.trainer.tiny import build_tiny_model
-from tests.proxy.conftest import Proxy
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "math"

@@ -21,7 +21,7 @@ from ratchet.trainer.controller.collect.role_resolution import RoleResolver
 from ratchet.trainer.rows.build_rows import build_rows
 from ratchet.trainer.rows.roles import UNTRAINED_ROLE, Roles
 from tests.harness.examples.player import Messages, Script, calls, says, text_of
-from tests.proxy.conftest import Proxy
+from tests.harness.proxy.running_proxy import Proxy
 
 FOLDER = Path(__file__).parents[2] / "examples" / "planner"
 TASK = {"id": "test/0", "question": "What is 20 plus 30, minus 8?", "answer": "42"}

@@ -28,7 +28,7 @@ from ratchet.trainer.controller.judges.kinds.feedback import FeedbackJudge
 from ratchet.trainer.settings.judge_specs import FeedbackSpec
 from tests.harness.cli.project import Project
 from tests.harness.examples.player import Messages, Script, calls
-from tests.proxy.conftest import Proxy
+from tests.harness.proxy.running_proxy import Proxy
 
 Play = Callable[[Callable[[Messages], Script]], Proxy]
 FOLDER = Path(__file__).parents[2] / "examples" / "production"

@@ -21,9 +21,9 @@ from ratchet.trainer.errors import EvaluationStopped, TuningError
 from ratchet.trainer.settings.release_settings import ReleaseSettings
 from ratchet.tuner.selection.release_evaluation import WorkflowEvaluator
 from tests.harness.examples.player import Messages, Script, calls, says
+from tests.harness.proxy.running_proxy import running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import served
-from tests.proxy.conftest import running
 
 TASKS = 12
 

@@ -16,9 +16,9 @@ import pytest
 from ratchet.store.records import unpack_ids
 from ratchet.store.states import CallState
 from ratchet.store.store import Store
+from tests.harness.proxy.running_proxy import Proxy
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import ProxyProcess, eventually, leave
-from tests.proxy.conftest import Proxy
 
 TURNS = 20
 SOON = 0.1  # seconds

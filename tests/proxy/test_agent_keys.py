@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ratchet.store.store import Store
+from tests.harness.proxy.running_proxy import Start
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import served
-from tests.proxy.conftest import Start
 from tests.proxy.test_agents import BODIES, call, several
 from tests.proxy.test_keys import bearer, made
 from tests.proxy.test_other_models import KEY, PlainServer, entry

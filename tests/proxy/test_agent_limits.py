@@ -8,7 +8,7 @@ import pytest
 
 from ratchet.proxy.settings import ProxySettings
 from ratchet.store.store import Store
-from tests.proxy.conftest import Start
+from tests.harness.proxy.running_proxy import Start
 from tests.proxy.test_agents import BODIES, VALUES, call, several
 from tests.proxy.test_keys import made
 

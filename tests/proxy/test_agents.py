@@ -14,9 +14,9 @@ import pytest
 from ratchet.proxy.settings import ProxySettings
 from ratchet.store.store import Store
 from tests.harness.ports import free_port
+from tests.harness.proxy.running_proxy import Proxy, Start, running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import eventually, served
-from tests.proxy.conftest import Proxy, Start, running
 from tests.proxy.test_base_check import alarms, other, probe_results
 from tests.proxy.test_keys import bearer
 from tests.proxy.test_other_models import entry

@@ -8,8 +8,8 @@ import pytest
 
 from ratchet.store.states import KeyScope
 from ratchet.store.store import Store
+from tests.harness.proxy.running_proxy import Proxy, Start
 from tests.harness.proxy.servers import eventually
-from tests.proxy.conftest import Proxy, Start
 from tests.proxy.test_agents import AGENTS, BODIES, call, several
 from tests.proxy.test_keys import bearer, made
 from tests.proxy.test_metrics import value

@@ -19,8 +19,8 @@ from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.store.records import Alarm
 from ratchet.store.store import Store
 from tests.harness.json_server import IncomingRequest, JsonServer
+from tests.harness.proxy.running_proxy import running
 from tests.harness.proxy.servers import eventually
-from tests.proxy.conftest import running
 
 SECRET = "services/T000/B000/very-secret"
 

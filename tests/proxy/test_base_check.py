@@ -18,10 +18,10 @@ from ratchet.proxy.upstreams.replica_pool import Replica
 from ratchet.proxy.upstreams.vllm_client import Upstream
 from ratchet.store.store import Store
 from tests.harness.ports import free_port
+from tests.harness.proxy.running_proxy import Proxy, running
 from tests.harness.proxy.scripted_base import ScriptedBaseModel
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import eventually, served
-from tests.proxy.conftest import Proxy, running
 
 QUICK: dict[str, Any] = {"probe_interval_seconds": 0.05, "breaker_reset_seconds": 0.05}
 

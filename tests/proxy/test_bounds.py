@@ -10,8 +10,8 @@ from ratchet.proxy.errors import BodyTooLarge
 from ratchet.proxy.wire.body_bounds import BodyBounds
 from ratchet.store.content import json_depth
 from ratchet.store.content.messages import link_key
+from tests.harness.proxy.running_proxy import Start
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
-from tests.proxy.conftest import Start
 
 USER: Any = {"role": "user", "content": "hi"}
 BOUNDS = BodyBounds(body=10**6, max_messages=40, max_tools=20, max_json_depth=10, max_json_values=2000)

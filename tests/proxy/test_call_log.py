@@ -16,9 +16,9 @@ import pytest
 
 from ratchet.proxy.telemetry.call_telemetry import CallTiming, log_call, logfmt
 from ratchet.proxy.telemetry.logs import JsonFormatter
+from tests.harness.proxy.running_proxy import Proxy, Start
 from tests.harness.proxy.servers import ProxyProcess, eventually
 from tests.harness.records import call_start, ended
-from tests.proxy.conftest import Proxy, Start
 
 CALL = "/v1/chat/completions"
 SECRET = "tell-nobody"

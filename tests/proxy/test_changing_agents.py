@@ -16,9 +16,9 @@ from starlette.types import ASGIApp
 
 from ratchet.proxy.app import ProxyApplication
 from ratchet.store.store import Store
+from tests.harness.proxy.running_proxy import running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import eventually
-from tests.proxy.conftest import running
 from tests.proxy.test_agents import AGENTS, USER, call, several
 from tests.proxy.test_keys import bearer, made
 

@@ -13,9 +13,9 @@ import pytest
 from ratchet.store.records import Call, unpack_ids, unpack_logprobs
 from ratchet.store.states import CallState
 from ratchet.store.store import open_store
+from tests.harness.proxy.running_proxy import Proxy, Start, running
 from tests.harness.proxy.scripted_vllm import END, ScriptedVllm, logprob, render
 from tests.harness.proxy.servers import eventually, leave, served
-from tests.proxy.conftest import Proxy, Start, running
 
 TOOLS: Any = [{"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}]
 

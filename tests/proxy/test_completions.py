@@ -9,8 +9,8 @@ import pytest
 
 from ratchet.store.records import Call, unpack_ids, unpack_logprobs
 from ratchet.store.states import CallState
+from tests.harness.proxy.running_proxy import Proxy
 from tests.harness.proxy.scripted_vllm import END, ScriptedVllm, logprob
-from tests.proxy.conftest import Proxy
 
 
 def last_call(proxy: Proxy) -> Call:

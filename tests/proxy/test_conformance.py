@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from ratchet.store.store import Store
+from tests.harness.proxy.running_proxy import running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import served
-from tests.proxy.conftest import running
 
 # The suite skips its reasoning cases for models whose names it does not know.
 MODEL = "gpt-5-claude-3-5"

@@ -8,7 +8,7 @@ from ratchet.proxy.api_keys import hash_key, new_key
 from ratchet.proxy.coordinator.console.pages import _FOLDER
 from ratchet.store.store import Store
 from tests.harness.proxy import console_world
-from tests.proxy.conftest import Proxy, Start
+from tests.harness.proxy.running_proxy import Proxy, Start
 
 
 def test_every_page_forbids_foreign_content(start: Start) -> None:

@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from ratchet.proxy.wire.context_limit import parse_context_overflow
+from tests.harness.proxy.running_proxy import Proxy, Start
 from tests.harness.proxy.scripted_vllm import ScriptedVllm, render
-from tests.proxy.conftest import Proxy, Start
 
 LONG: Any = [{"role": "user", "content": "x" * 400}]
 PROMPT_TOKENS = len(render(LONG))

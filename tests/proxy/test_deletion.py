@@ -13,10 +13,10 @@ import pytest
 from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 from ratchet.store.store import Store, open_store
 from ratchet.store.verify import verify
+from tests.harness.proxy.running_proxy import Proxy
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import ProxyProcess, eventually
 from tests.harness.records import message_count
-from tests.proxy.conftest import Proxy
 
 TOOLS = [{"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}]
 TALK: list[dict[str, Any]] = [{"role": "system", "content": "Answer."}, {"role": "user", "content": "Where?"}]

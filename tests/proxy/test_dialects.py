@@ -13,9 +13,9 @@ import pytest
 
 from ratchet.store.records import Call, unpack_ids, unpack_logprobs
 from ratchet.store.states import CallState
+from tests.harness.proxy.running_proxy import Proxy, Start
 from tests.harness.proxy.scripted_vllm import END, ScriptedVllm, logprob, render, tool_text
 from tests.harness.proxy.servers import eventually
-from tests.proxy.conftest import Proxy, Start
 
 ARGUMENTS = {"q": "budget", "n": 2}
 WORDS = {

@@ -17,8 +17,8 @@ import pytest
 from ratchet.proxy.journal.segments import records_end
 from ratchet.store.states import CallState
 from ratchet.store.store import Store, open_store
+from tests.harness.proxy.running_proxy import Proxy, Start
 from tests.harness.proxy.servers import ProxyProcess, eventually, leave, spoil
-from tests.proxy.conftest import Proxy, Start
 
 BODY: Any = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
 

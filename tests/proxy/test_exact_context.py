@@ -21,9 +21,9 @@ from ratchet.proxy.settings import ProxySettings
 from ratchet.store.records import Call, CallEnded, CallStarted, Choice, pack_ids
 from ratchet.store.states import CallState
 from ratchet.store.store import Store
+from tests.harness.proxy.running_proxy import Proxy, Start, running
 from tests.harness.proxy.scripted_scale_out import DERENDER, DETOKENIZE, GENERATE, RENDER, ScriptedScaleOut
 from tests.harness.proxy.servers import eventually, leave, served
-from tests.proxy.conftest import Proxy, Start, running
 from tests.proxy.test_policy import promote
 
 FORMS = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from tests.harness.proxy.running_proxy import Start
 from tests.harness.proxy.scripted_scale_out import ScriptedScaleOut
 from tests.harness.proxy.servers import eventually
-from tests.proxy.conftest import Start
 from tests.proxy.test_exact_context import CALL, FORMS, KEY, answered, ask, calls_of, converse, counted, vllm, vllm_url
 
 __all__ = ["vllm", "vllm_url"]  # fixtures

@@ -14,8 +14,8 @@ import pytest
 from ratchet.store.records import ProxyInstance
 from ratchet.store.states import KeyScope
 from ratchet.store.store import Store, open_store
+from tests.harness.proxy.running_proxy import Proxy, Start
 from tests.harness.proxy.servers import ProxyProcess, eventually
-from tests.proxy.conftest import Proxy, Start
 from tests.proxy.test_keys import ask, bearer, made
 
 USER: Any = {"role": "user", "content": "hi"}

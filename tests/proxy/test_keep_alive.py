@@ -8,8 +8,8 @@ import anthropic
 import openai
 import pytest
 
+from tests.harness.proxy.running_proxy import Proxy, Start
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
-from tests.proxy.conftest import Proxy, Start
 
 SLOW = "#say=a.slow.answer #wait=0.5"
 

@@ -19,9 +19,9 @@ from ratchet.store.db.engine import connect
 from ratchet.store.records import Key
 from ratchet.store.states import KeyScope
 from ratchet.store.store import Store
+from tests.harness.proxy.running_proxy import Proxy, Start, running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import eventually
-from tests.proxy.conftest import Proxy, Start, running
 
 USER: Any = {"role": "user", "content": "hi"}
 BODY: Any = {"model": "agent", "messages": [USER]}

@@ -8,8 +8,8 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from ratchet.proxy.wire import lax_values
+from tests.harness.proxy.running_proxy import Proxy
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
-from tests.proxy.conftest import Proxy
 
 VALUES: list[Any] = [
     None, True, False, 0, 1, 2, -1, 1.0, 0.0, -0.0, 1.5, 2.0, -3.0, 1e18, 1e300, 2**63, 2**70, float("inf"),

@@ -11,9 +11,9 @@ import pytest
 from ratchet.proxy.api_keys import hash_key
 from ratchet.proxy.coordinator.limits.rate_limits import Bucket, KeyMeter, TokenReservation, estimate
 from ratchet.store.store import Store
+from tests.harness.proxy.running_proxy import Proxy, Start
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import eventually, leave
-from tests.proxy.conftest import Proxy, Start
 from tests.proxy.test_keys import bearer, made
 
 USER: Any = {"role": "user", "content": "hi"}

@@ -15,9 +15,9 @@ from ratchet.proxy.messages.text_fingerprints import fingerprints_of
 from ratchet.store.content import messages as canon
 from ratchet.store.records import OpenLeaf, pack_ids, unpack_ids
 from ratchet.store.states import CallState
+from tests.harness.proxy.running_proxy import Proxy, Start
 from tests.harness.proxy.scripted_vllm import ScriptedVllm, render
 from tests.harness.proxy.servers import eventually
-from tests.proxy.conftest import Proxy, Start
 
 Message = dict[str, Any]
 USER: Message = {"role": "user", "content": "hi"}

@@ -8,8 +8,8 @@ import pytest
 
 from ratchet.proxy.coordinator.operator_api.routes import MAX_TOKENS
 from ratchet.store.store import Store
+from tests.harness.proxy.running_proxy import Proxy
 from tests.harness.records import call_start, ended
-from tests.proxy.conftest import Proxy
 
 REPLY = {"role": "assistant", "content": "Oslo"}
 LONG = [7] * (MAX_TOKENS // 4)

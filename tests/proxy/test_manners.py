@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ratchet.proxy.worker.http.decompression import decompressed_body
+from tests.harness.proxy.running_proxy import Proxy, Start
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
-from tests.proxy.conftest import Proxy, Start
 
 BODY: dict[str, Any] = {"model": "agent", "messages": [{"role": "user", "content": "#say=hello"}]}
 

@@ -11,8 +11,8 @@ import pytest
 
 from ratchet.store.records import Call, unpack_ids
 from ratchet.store.states import CallState
+from tests.harness.proxy.running_proxy import Proxy
 from tests.harness.proxy.scripted_vllm import END, ScriptedVllm, render
-from tests.proxy.conftest import Proxy
 
 TOOLS: Any = [{"name": "search", "description": "finds", "input_schema": {"type": "object"}}]
 

@@ -14,8 +14,8 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from ratchet.trainer.observability.metrics import TrainerMetrics
+from tests.harness.proxy.running_proxy import Proxy, Start
 from tests.harness.proxy.servers import ROOT, eventually
-from tests.proxy.conftest import Proxy, Start
 
 CALL = "/v1/chat/completions"
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from ratchet.store.records import Verdict
+from tests.harness.proxy.running_proxy import Proxy
 from tests.harness.records import answered_trajectory, judged_group
-from tests.proxy.conftest import Proxy
 
 USER: Any = {"role": "user", "content": "hi"}
 

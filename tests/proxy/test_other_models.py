@@ -16,9 +16,9 @@ from ratchet.proxy.errors import StartError
 from ratchet.proxy.model_list import ModelEntry
 from ratchet.proxy.settings import ProxySettings
 from ratchet.store.records import Call
+from tests.harness.proxy.running_proxy import Proxy, Start
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import served
-from tests.proxy.conftest import Proxy, Start
 
 KEY = "sk-judge-0123456789"
 OPENAI_FIELDS = {

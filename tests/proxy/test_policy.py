@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.harness.proxy.running_proxy import Proxy, Start
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import eventually
-from tests.proxy.conftest import Proxy, Start
 
 BODY: Any = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
 

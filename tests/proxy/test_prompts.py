@@ -14,10 +14,10 @@ from ratchet.store.content.prompt_substitution import with_prompt
 from ratchet.store.records import Policy, unpack_ids
 from ratchet.store.records.tuning import Rollout
 from ratchet.store.store import Store
+from tests.harness.proxy.running_proxy import Proxy, running
 from tests.harness.proxy.scripted_scale_out import ScriptedScaleOut
 from tests.harness.proxy.scripted_vllm import ScriptedVllm, render
 from tests.harness.proxy.servers import eventually, served
-from tests.proxy.conftest import Proxy, running
 
 PROMPT = "Answer in rhymes."
 USER: dict[str, Any] = {"role": "user", "content": "hi #say=hello"}

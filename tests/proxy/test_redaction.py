@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from ratchet.proxy.redaction.patterns import BUILT_IN, RedactionPatterns
 from ratchet.proxy.settings import ProxySettings
 from ratchet.store.store import Store
+from tests.harness.proxy.running_proxy import Proxy, Start, running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
-from tests.proxy.conftest import Proxy, Start, running
 
 EVERY = RedactionPatterns(BUILT_IN, {"badge": r"EMP-\d{6}"})
 MAIL = "jane.roe@example.org"

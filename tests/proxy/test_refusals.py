@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ratchet.proxy.coordinator.operator_api.feedback import BODY_LIMIT
-from tests.proxy.conftest import Proxy, Start
+from tests.harness.proxy.running_proxy import Proxy, Start
 
 SECRET = "sesame-7f3a"
 AGENTS = ("chat/completions", "completions", "responses", "messages", "messages/count_tokens", "embeddings", "nowhere")

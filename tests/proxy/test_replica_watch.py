@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ratchet.proxy.errors import UpstreamUnreachable
+from tests.harness.proxy.running_proxy import Proxy, Start
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import eventually, served
-from tests.proxy.conftest import Proxy, Start
 from tests.proxy.test_policy import promote
 from tests.proxy.test_upstreams import URLS, pool
 

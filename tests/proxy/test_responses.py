@@ -11,9 +11,9 @@ import pytest
 from ratchet.store.records import Call, unpack_ids
 from ratchet.store.states import CallState
 from ratchet.store.store import Store
+from tests.harness.proxy.running_proxy import Proxy, running
 from tests.harness.proxy.scripted_vllm import END, ScriptedVllm
 from tests.harness.proxy.servers import eventually
-from tests.proxy.conftest import Proxy, running
 
 TOOLS: Any = [{"type": "function", "name": "search", "parameters": {"type": "object"}, "strict": False}]
 

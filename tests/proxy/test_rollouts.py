@@ -15,9 +15,9 @@ from ratchet.store.errors import RecordNotFound
 from ratchet.store.ids import new_id
 from ratchet.store.records.tuning import Rollout
 from ratchet.store.store import Store
+from tests.harness.proxy.running_proxy import Proxy, Start
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import eventually, served
-from tests.proxy.conftest import Proxy, Start
 from tests.proxy.test_keys import bearer, made
 from tests.proxy.test_other_models import PlainServer, entry
 from tests.proxy.test_policy import candidate, promote

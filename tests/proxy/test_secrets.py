@@ -19,9 +19,9 @@ from ratchet.proxy.api_keys import hash_key
 from ratchet.proxy.settings import ProxySettings
 from ratchet.store.states import KeyScope
 from ratchet.store.store import open_store
+from tests.harness.proxy.running_proxy import Proxy, Start
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import ProxyProcess, eventually, served
-from tests.proxy.conftest import Proxy, Start
 
 KEYS = {who: f"rk-{who}-{hashlib.sha256(who.encode()).hexdigest()}" for who in ("agent", "stored", "operator", "wrong")}
 UPSTREAM_KEY = "sk-upstream-" + hashlib.sha256(b"upstream").hexdigest()

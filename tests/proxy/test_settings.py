@@ -15,9 +15,9 @@ from ratchet.proxy.api_keys import hash_key
 from ratchet.proxy.errors import StartError
 from ratchet.proxy.server import serve
 from ratchet.proxy.settings import ProxySettings
+from tests.harness.proxy.running_proxy import Proxy, Start
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import ROOT
-from tests.proxy.conftest import Proxy, Start
 
 VALUES: Any = {"upstreams": ("http://127.0.0.1:1",), "model": "agent", "store": "s.db", "journal": Path("j")}
 

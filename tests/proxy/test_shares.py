@@ -27,9 +27,9 @@ from ratchet.proxy.settings import ProxySettings
 from ratchet.store import ids
 from ratchet.store.content import messages as canon
 from ratchet.store.store import Store
+from tests.harness.proxy.running_proxy import Start
 from tests.harness.proxy.servers import eventually
 from tests.harness.records import call_start
-from tests.proxy.conftest import Start
 from tests.proxy.test_linking import NEXT, USER, Message, evidence, tool_reply
 
 HOSTILE, OTHER = "0123456789abcdef", "fedcba9876543210"

@@ -16,10 +16,10 @@ from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.store.records.tool_calls import ToolCallCounts
 from ratchet.store.states import CallState, ToolOutcome
 from ratchet.store.store import Store
+from tests.harness.proxy.running_proxy import Proxy
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import served
 from tests.harness.records import call_start, ended
-from tests.proxy.conftest import Proxy
 from tests.proxy.test_metrics import value
 
 CALL = "/v1/chat/completions"

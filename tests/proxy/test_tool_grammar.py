@@ -10,7 +10,7 @@ import pytest
 from ratchet.proxy.settings import ProxySettings
 from ratchet.store.records import Call
 from ratchet.trainer.rows.build_rows import why_untrainable
-from tests.proxy.conftest import Proxy, Start
+from tests.harness.proxy.running_proxy import Proxy, Start
 
 USER: Any = [{"role": "user", "content": "hi"}]
 HELD = "constrained_tool_calls"

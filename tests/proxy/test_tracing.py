@@ -16,9 +16,9 @@ from starlette.types import Receive, Scope, Send
 from ratchet.proxy.errors import StartError
 from ratchet.proxy.worker.call.tracing import make_spans
 from ratchet.store.store import Store
+from tests.harness.proxy.running_proxy import Start, running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import eventually, served
-from tests.proxy.conftest import Start, running
 
 CALL = "/v1/chat/completions"
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"

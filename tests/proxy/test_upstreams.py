@@ -18,9 +18,9 @@ from ratchet.proxy.upstreams.replica_pool import Replica, ReplicaPool
 from ratchet.proxy.upstreams.replica_probes import ReplicaProbes
 from ratchet.store.store import Store
 from tests.harness.proxy.raw_upstream import http, raw_upstream
+from tests.harness.proxy.running_proxy import Proxy, Start
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import VllmProcess, eventually, served
-from tests.proxy.conftest import Proxy, Start
 from tests.proxy.test_policy import promote
 
 URLS = [f"http://replica-{number}" for number in range(4)]

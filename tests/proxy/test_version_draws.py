@@ -11,8 +11,8 @@ from ratchet.proxy.coordinator.versions.version_draws import VersionDraws
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.store.records import Policy, VersionDraw
 from ratchet.store.states import PolicyState
+from tests.harness.proxy.running_proxy import Proxy
 from tests.harness.proxy.servers import eventually
-from tests.proxy.conftest import Proxy
 
 BODY: Any = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
 NAMES = [f"traj_{number}" for number in range(20_000)]

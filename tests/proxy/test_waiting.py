@@ -26,8 +26,8 @@ from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.store.ids import new_id
 from ratchet.store.store import Store
 from tests.harness import records
+from tests.harness.proxy.running_proxy import Proxy
 from tests.harness.proxy.servers import ProxyProcess, eventually
-from tests.proxy.conftest import Proxy
 
 CHAT = "/v1/chat/completions"
 

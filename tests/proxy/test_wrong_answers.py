@@ -12,7 +12,7 @@ import pytest
 from ratchet.store.states import CallState
 from ratchet.store.store import open_store
 from tests.harness.proxy.raw_upstream import RawUpstream, http, raw_upstream, stream
-from tests.proxy.conftest import Proxy, running
+from tests.harness.proxy.running_proxy import Proxy, running
 
 MESSAGE = {"role": "assistant", "content": "ok"}
 CALLS: dict[str, dict[str, Any]] = {

@@ -15,9 +15,9 @@ from ratchet.bench.timed_calls import CallBlock, TimedCall
 from ratchet.cli import run
 from ratchet.output.terminal import ProgressLines
 from ratchet.store.store import Store, open_store
+from tests.harness.proxy.running_proxy import running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import eventually, served
-from tests.proxy.conftest import running
 
 
 class FailingOnce(ScriptedVllm):

@@ -10,10 +10,10 @@ from ratchet.checks.resampling_check import check_resampling, is_resampling_enab
 from ratchet.settings.project_settings import Settings
 from ratchet.store.store import open_store
 from ratchet.trainer.controller.collect.resampling.resample_call import KEY_VARIABLE
+from tests.harness.proxy.running_proxy import running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import eventually, served
 from tests.harness.trainer.scripted_engine import ScriptedEngine
-from tests.proxy.conftest import running
 from tests.proxy.test_keys import made
 
 SETTINGS = Settings.model_validate({"trainer": {"resample": {"samples": 2}}})

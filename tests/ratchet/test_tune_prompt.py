@@ -20,11 +20,11 @@ from ratchet.tuner.reports.tuning_result import read
 from tests.harness.cli.project import Project
 from tests.harness.clients.program import mipro_python
 from tests.harness.metadata import write_metadata
+from tests.harness.proxy.running_proxy import Proxy, running
 from tests.harness.proxy.servers import eventually, served
 from tests.harness.tuner import prompt_world
 from tests.harness.tuner.prompted_vllm import PromptedVllm
 from tests.harness.tuner.scripted_reflection_model import ScriptedReflectionModel
-from tests.proxy.conftest import Proxy, running
 
 ROOT = Path(__file__).parents[2]
 AGENT = "tests.harness.tuner.world_agent"

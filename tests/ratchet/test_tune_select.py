@@ -16,10 +16,10 @@ from ratchet.store.states import RolloutState
 from ratchet.store.store import Store, open_store
 from ratchet.tuner.reports.tuning_result import read
 from tests.harness.cli.project import Project
+from tests.harness.proxy.running_proxy import running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import eventually, served
 from tests.harness.tuner.scripted_models import ScriptedModels, entry
-from tests.proxy.conftest import running
 
 MODELS = ("right-95", "right-90", "right-20", "crash")
 PRICES = {

@@ -17,9 +17,9 @@ from ratchet.settings import load_settings
 from ratchet.store.states import TrajectoryState
 from ratchet.store.store import open_store
 from tests.harness.cli.project import Project
+from tests.harness.proxy.running_proxy import Proxy, running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import served
-from tests.proxy.conftest import Proxy, running
 
 HERE = "tests.harness.tuner.workflows"
 TASK = {"question": "What is 2 + 2? #say=4", "answer": "4"}

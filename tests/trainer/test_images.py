@@ -19,12 +19,12 @@ import pytest
 from ratchet.status.project_status import status_lines
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges.images import JudgeImages
+from tests.harness.proxy.running_proxy import Proxy, running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import served
 from tests.harness.trainer import judge_samples
 from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says
 from tests.harness.trainer.stepped_controller import SteppedController
-from tests.proxy.conftest import Proxy, running
 from tests.trainer.test_ruler import judge, member, shown
 
 

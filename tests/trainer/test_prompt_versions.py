@@ -23,6 +23,7 @@ from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.tasks.held_out import is_held_out
 from ratchet.tuner.prompts.lessons.reflexion import learn, start_ramp
 from ratchet.tuner.settings.tuner_settings import LessonSettings
+from tests.harness.proxy.running_proxy import Proxy, running
 from tests.harness.proxy.servers import eventually, served
 from tests.harness.records import judged_group
 from tests.harness.trainer.prompted_vllm import PromptSensitiveVllm
@@ -30,7 +31,6 @@ from tests.harness.trainer.scripted_engine import ScriptedEngine
 from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says
 from tests.harness.trainer.scripted_learner import ScriptedLearner
 from tests.harness.trainer.stepped_controller import SteppedController
-from tests.proxy.conftest import Proxy, running
 from tests.store.conftest import migrated_postgres as migrated_postgres
 from tests.store.conftest import postgres as postgres
 from tests.store.conftest import store_url as store_url

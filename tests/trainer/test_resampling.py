@@ -27,12 +27,12 @@ from ratchet.trainer.controller.collect.resampling.resample_call import KEY_VARI
 from ratchet.trainer.controller.collect.role_resolution import RoleResolver
 from ratchet.trainer.rows.roles import Roles
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
+from tests.harness.proxy.running_proxy import Proxy, running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import eventually, served
 from tests.harness.records import TOOLS, answered_trajectory, call_start, ended
 from tests.harness.trainer.scripted_engine import ScriptedEngine
 from tests.harness.trainer.whole_circle import all_shipped, proxy_before, trainer_of
-from tests.proxy.conftest import Proxy, running
 from tests.proxy.test_keys import bearer, made
 
 QUESTION: list[dict[str, Any]] = [

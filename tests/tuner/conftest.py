@@ -16,9 +16,10 @@ from ratchet.trainer.tasks.task_set import Task, TaskSet
 from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner
 from ratchet.tuner.rollouts.workflow import load_workflow
 from ratchet.tuner.settings.tuner_settings import TunerSettings
+from tests.harness.proxy.running_proxy import Proxy, running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.tuner.scripted_reflection_model import ScriptedReflectionModel
-from tests.proxy.conftest import Proxy, running, scripted, vllm
+from tests.proxy.conftest import scripted, vllm
 
 WORKFLOWS = "tests.harness.tuner.workflows"
 ALIAS = "agent"

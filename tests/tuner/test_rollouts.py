@@ -28,7 +28,7 @@ from ratchet.tuner.rollouts.runner import (
 )
 from ratchet.tuner.rollouts.workflow_output import RolloutOutcome
 from ratchet.tuner.settings.tuner_settings import TunerSettings
-from tests.proxy.conftest import Proxy
+from tests.harness.proxy.running_proxy import Proxy
 from tests.tuner.conftest import jobs_of
 
 Make = Callable[..., RolloutRunner]

@@ -21,7 +21,7 @@ from ratchet.trainer.settings.judge_specs import read_spec
 from ratchet.trainer.tasks.task_set import Task
 from ratchet.tuner.rollouts.runner import RolloutRunner
 from ratchet.tuner.rollouts.scoring import NO_CALL, NO_JUDGE, RolloutScorer
-from tests.proxy.conftest import Proxy
+from tests.harness.proxy.running_proxy import Proxy
 from tests.tuner.conftest import ALIAS, jobs_of
 
 Make = Callable[..., RolloutRunner]

@@ -31,9 +31,9 @@ from ratchet.tuner.selection.model_selection import (
     resolved,
 )
 from ratchet.tuner.settings.tuner_settings import TunerSettings
+from tests.harness.proxy.running_proxy import Proxy
 from tests.harness.proxy.servers import served
 from tests.harness.tuner.scripted_models import ScriptedModels, entry
-from tests.proxy.conftest import Proxy
 
 TASKS = 40
 PRICED = {"input_cost_per_token": 1e-6, "output_cost_per_token": 1e-6}

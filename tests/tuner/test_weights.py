@@ -29,8 +29,8 @@ from ratchet.tuner.tasks.task_mix import parse_families
 from ratchet.tuner.weights.weight_tuning import WeightsTuning
 from ratchet.tuner.weights.weights_plan import LIVE, WeightsPlan, config_of
 from ratchet.tuner.weights.weights_result import result_of
+from tests.harness.proxy.running_proxy import Proxy
 from tests.harness.tuner import scripted_versions
-from tests.proxy.conftest import Proxy
 from tests.tuner.conftest import ALIAS
 
 AGENT = "tests.harness.tuner.scripted_versions:agent"

@@ -59,6 +59,7 @@ class FollowerChannel:
         self._group: Any = torch.distributed.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
         self._error_timeout = error_timeout
         self._operations = 0  # completed by all processes
+        self._own_error = ""  # of the operation that runs
         self._out_of_sync = False  # a process may wait forever in a collective
         server, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # Works while other processes wait in a collective.
@@ -97,11 +98,12 @@ class FollowerChannel:
             raise
         self._publish_status(own)
         self._wait_for_all(own)
-        errors = list(self._read_statuses().values())
-        if any(errors) and not all(errors):
+        errors = self._read_statuses()  # all have published theirs; fewer if rank zero has gone meanwhile
+        if len(errors) < processes() or (any(errors.values()) and not all(errors.values())):
             self._out_of_sync = True
             raise WorkerProcessLost(self._describe_errors()) from own
         self._operations += 1
+        self._own_error = ""
         if own is not None:
             raise own
 
@@ -141,9 +143,9 @@ class FollowerChannel:
 
     def _publish_status(self, error: Exception | None) -> None:
         """Publish the error of this process, "" for none."""
-        text = "" if error is None else f"{type(error).__name__}: {error}"
+        self._own_error = "" if error is None else f"{type(error).__name__}: {error}"
         try:
-            self._statuses.set(f"{self._operations}/{rank()}", text)
+            self._statuses.set(f"{self._operations}/{rank()}", self._own_error)
             self._statuses.delete_key(f"{self._operations - 2}/{rank()}")  # the previous one may still be read
         except RuntimeError as lost:
             log.warning("event=status_not_published reason=%r", str(lost))
@@ -158,7 +160,8 @@ class FollowerChannel:
             return {}
 
     def _describe_errors(self) -> str:
-        errors = [f"process {rank} met {text}" for rank, text in self._read_statuses().items() if text]
+        statuses = {rank(): self._own_error} | self._read_statuses()
+        errors = [f"process {number} met {text}" for number, text in sorted(statuses.items()) if text]
         if not errors:
             return f"a training process has exited: its last log lines say why. {_REMEDY}"
         return f"not all processes completed the operation: {'; '.join(errors)}. {_REMEDY}"

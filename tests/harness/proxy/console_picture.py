@@ -18,10 +18,10 @@ from playwright.sync_api import Browser, Page
 from ratchet.store.store import Store, open_store
 from tests.harness.proxy.browser import chromium, find_chromium
 from tests.harness.proxy.page_steps import sees
+from tests.harness.proxy.running_proxy import running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import served
 from tests.harness.proxy.simulated_releases import ALIAS, fill
-from tests.proxy.conftest import running
 
 _WIDTH = 1180  # CSS pixels
 _STACKED = (

@@ -13,8 +13,8 @@ from playwright.sync_api import Browser, Page, expect
 from ratchet.store.store import open_store
 from tests.harness.proxy import console_world
 from tests.harness.proxy.browser import PageLog, chromium, find_chromium, watch
+from tests.harness.proxy.running_proxy import Proxy, running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
-from tests.proxy.conftest import Proxy, running
 
 _TIMEOUT = 20_000  # milliseconds
 

@@ -11,8 +11,8 @@ from playwright.sync_api import Locator, Page, expect
 from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
 from tests.harness.proxy.page_steps import click, decide, sees
+from tests.harness.proxy.running_proxy import Proxy, Start
 from tests.harness.proxy.servers import eventually
-from tests.proxy.conftest import Proxy, Start
 
 pytestmark = pytest.mark.browser
 KNOWN = {"harm": 31.5, "streams": {"score": 30.0, "finished": 1.5}, "enough": 1000.0, "counted": 7, "ramp_length": 256}

@@ -14,8 +14,8 @@ from ratchet.proxy.api_keys import hash_key, new_key
 from ratchet.store.store import Store, open_store
 from tests.harness.proxy.browser import PageLog, watch
 from tests.harness.proxy.page_steps import click, sees
+from tests.harness.proxy.running_proxy import Proxy, Start, running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
-from tests.proxy.conftest import Proxy, Start, running
 
 pytestmark = pytest.mark.browser
 HOSTILE_AGENT = "<svg>;window.ranHostile=true"

@@ -8,7 +8,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from tests.harness.proxy.page_steps import click, sees
-from tests.proxy.conftest import Proxy
+from tests.harness.proxy.running_proxy import Proxy
 
 pytestmark = pytest.mark.browser
 
