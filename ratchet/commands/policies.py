@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,7 +19,15 @@ if TYPE_CHECKING:
     from ratchet.store.records.tuning import Prompt
 
 _NAMED = click.argument("alias", metavar="NAME[@VERSION]")
+_VERSION = click.argument("version", type=int, required=False)
 _BY_HAND = click.option("--reason", required=True, help="Reason, recorded with the decision.")
+
+
+def _decision(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the arguments and options of a person's decision about a version."""
+    for add in (click.pass_context, options.project, options.store_url, _BY_HAND, _VERSION, _NAMED):
+        command = add(command)
+    return command
 
 
 @click.group()
@@ -72,7 +80,7 @@ def list_policies(
 
 @policies.command()
 @_NAMED
-@click.argument("version", type=int, required=False)
+@_VERSION
 @options.store_url
 @options.project
 @options.as_json
@@ -127,7 +135,7 @@ def show(
 
 @policies.command()
 @_NAMED
-@click.argument("version", type=int, required=False)
+@_VERSION
 @_BY_HAND
 @click.option("--rejected", is_flag=True, help="Allow a version that was rejected.")
 @options.store_url
@@ -162,7 +170,7 @@ def promote(
 
 @policies.command()
 @_NAMED
-@click.argument("version", type=int, required=False)
+@_VERSION
 @_BY_HAND
 @click.option("--to-anchor", is_flag=True, help="Go back to the anchor, the last version that was shown better.")
 @click.option("--now", is_flag=True, help="Open trajectories of the rejected versions go on with the live one.")
@@ -207,12 +215,7 @@ def rollback(
 
 
 @policies.command()
-@_NAMED
-@click.argument("version", type=int, required=False)
-@_BY_HAND
-@options.store_url
-@options.project
-@click.pass_context
+@_decision
 def hold(
     context: click.Context, alias: str, version: int | None, reason: str, store: str | None, project: str | None
 ) -> None:
@@ -232,12 +235,7 @@ def hold(
 
 
 @policies.command()
-@_NAMED
-@click.argument("version", type=int, required=False)
-@_BY_HAND
-@options.store_url
-@options.project
-@click.pass_context
+@_decision
 def pin(
     context: click.Context, alias: str, version: int | None, reason: str, store: str | None, project: str | None
 ) -> None:
@@ -257,12 +255,7 @@ def pin(
 
 
 @policies.command()
-@_NAMED
-@click.argument("version", type=int, required=False)
-@_BY_HAND
-@options.store_url
-@options.project
-@click.pass_context
+@_decision
 def unpin(
     context: click.Context, alias: str, version: int | None, reason: str, store: str | None, project: str | None
 ) -> None:

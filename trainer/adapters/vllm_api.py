@@ -254,13 +254,7 @@ class VllmServer:
 
         Raises EngineUnreachable, and AdapterRefused with vLLM's message.
         """
-        body = {"model": name, "messages": list(messages), **sampling, "n": count}
-        if tools:
-            body["tools"] = list(tools)
-        response = self._request("POST", "/v1/chat/completions", body)
-        if response.is_error:
-            raise AdapterRefused(f"{self.url} could not answer with {name}: {response.text[:500]}")
-        content = response.json()
+        content = self._completion(name, messages, tools, {**sampling, "n": count})
         tokens = round(int(content["usage"]["completion_tokens"]) / count)
         return [(choice["message"], tokens) for choice in content["choices"]]
 
@@ -277,19 +271,31 @@ class VllmServer:
         Raises EngineUnreachable, and AdapterRefused with vLLM's message: also for a 500 that vLLM itself explains, as
         for logprobs that are no numbers.
         """
-        body = {"model": name, "messages": list(messages), **sampling, "logprobs": True}
-        if tools:
-            body["tools"] = list(tools)
-        response = self._request("POST", "/v1/chat/completions", body, refusals=(500,), timeout=timeout)
-        if response.is_error:
-            raise AdapterRefused(f"{self.url} could not answer with {name}: {response.text[:500]}")
-        content = response.json()
+        sampling = {**sampling, "logprobs": True}
+        content = self._completion(name, messages, tools, sampling, refusals=(500,), timeout=timeout)
         choice = content["choices"][0]
         entries = (choice.get("logprobs") or {}).get("content") or []
         logprobs = [float(entry["logprob"]) for entry in entries if entry.get("logprob") is not None]
         usage = content.get("usage") or {}
         tokens = int(usage.get("completion_tokens") or len(logprobs))
         return SampledAnswer(choice["message"], choice.get("finish_reason"), tokens, tuple(logprobs))
+
+    def _completion(
+        self,
+        name: str,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        sampling: Mapping[str, Any],
+        **request: Any,
+    ) -> Any:
+        """Return the body of a chat completion of `name`; `request` goes to `_request`."""
+        body = {"model": name, "messages": list(messages), **sampling}
+        if tools:
+            body["tools"] = list(tools)
+        response = self._request("POST", "/v1/chat/completions", body, **request)
+        if response.is_error:
+            raise AdapterRefused(f"{self.url} could not answer with {name}: {response.text[:500]}")
+        return response.json()
 
     def _request(
         self,
