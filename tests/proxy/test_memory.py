@@ -24,22 +24,31 @@ def answers(url: str) -> bool:
         return False
 
 
+LARGE = b'{"model":"agent","messages":[{"role":"user","content":"' + b"x" * (7 * 2**20) + b'"}] no JSON'
+
+
 @pytest.mark.slow
 def test_memory_of_large_bodies_is_returned_to_the_system(vllm_url: str, tmp_path: Path) -> None:
     process = ProxyProcess(tmp_path, upstreams=[vllm_url])
-    eventually(partial(answers, process.url))
-    large = b'{"model":"agent","messages":[{"role":"user","content":"' + b"x" * (7 * 2**20) + b'"}] no JSON'
-    with httpx.Client(base_url=process.url, timeout=60) as client, ThreadPoolExecutor(3) as pool:
-        url = "/v1/chat/completions"
-        assert client.post(url, json=BODY).status_code == 200
-        before = psutil.Process(process.pid).memory_info().rss
-        for _ in range(8):
-            others = [pool.submit(client.post, url, content=large) for _ in range(3)]
-            assert client.post(url, json=BODY).status_code == 200
-            assert {other.result().status_code for other in others} == {400}
-        # Twice that if freed blocks are kept; the proxy may be late on a busy machine.
-        eventually(lambda: psutil.Process(process.pid).memory_info().rss - before < 16 * 2**20)
-    assert process.stop() == 0
+    try:
+        eventually(partial(answers, process.url))
+        with httpx.Client(base_url=process.url, timeout=60) as client, ThreadPoolExecutor(3) as pool:
+            send = partial(client.post, "/v1/chat/completions")
+            assert send(json=BODY).status_code == 200
+            before = psutil.Process(process.pid).memory_info().rss
+
+            def kept_after_large_bodies() -> int:
+                for _ in range(8):
+                    others = [pool.submit(send, content=LARGE) for _ in range(3)]
+                    assert send(json=BODY).status_code == 200
+                    assert {other.result().status_code for other in others} == {400}
+                return psutil.Process(process.pid).memory_info().rss - before
+
+            # Where freed blocks are kept it is never below 20 MiB. A single sample is not enough: on a busy machine
+            # the last bodies may not be freed yet, or lie below a small block on the heap until the next ones.
+            eventually(lambda: kept_after_large_bodies() < 16 * 2**20)
+    finally:
+        assert process.stop() == 0
 
 
 @pytest.mark.parametrize("half", [10, 1000])
