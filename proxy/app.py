@@ -60,6 +60,7 @@ from ratchet.proxy.worker.http.authentication import Authentication
 from ratchet.proxy.worker.http.body_memory import BodyLimit, BodyMemory
 from ratchet.proxy.worker.http.decompression import Decompression
 from ratchet.proxy.worker.http.error_middleware import ErrorMiddleware
+from ratchet.proxy.worker.http.parallel_requests import ParallelRequests, QueueLimits
 from ratchet.proxy.worker.http.routing import Lifespan, LifespanService, Router
 from ratchet.store.access.replica_list import ReplicaList
 from ratchet.store.store import Store
@@ -146,7 +147,16 @@ def create_app(
         settings.max_inflight_request_bytes,
         settings.max_inflight_request_bytes_per_key,
     )
-    app: ASGIApp = Authentication(bodies, keys, settings.allowed_origins)
+    parallel = ParallelRequests(
+        bodies,
+        QueueLimits(
+            settings.max_parallel_requests,
+            settings.max_waiting_requests,
+            settings.max_waiting_requests_per_key,
+            settings.max_waiting_seconds,
+        ),
+    )
+    app: ASGIApp = Authentication(parallel, keys, settings.allowed_origins)
     app = ErrorMiddleware(app, count=metrics.count_error)
     if settings.allowed_origins:
         from starlette.middleware.cors import CORSMiddleware
@@ -155,6 +165,7 @@ def create_app(
             app, settings.allowed_origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"], max_age=600
         )
     _watch_gauges(metrics, recording, serving, health, bodies)
+    metrics.requests_waiting.set_function(lambda: parallel.waiting)
     services: list[LifespanService] = [
         *([] if spans is None else [spans]),
         keys,

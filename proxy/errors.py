@@ -94,7 +94,7 @@ class RateLimited(ProxyError):
 
     Args:
         message: the limit and the remedy.
-        code: `rate_limit_exceeded`, `too_many_waiting` or `too_many_bytes`.
+        code: `rate_limit_exceeded`, `too_many_parallel_requests`, `too_many_waiting` or `too_many_bytes`.
         kind: `requests` or `tokens`.
         headers: of the response; without them the client may retry after a second.
     """

@@ -75,6 +75,22 @@ class ProxySettings(BaseModel):
         description="token limit (prompt and completion) of an agent's key without a limit of its own, per proxy; "
         "null: no limit",
     )
+    max_parallel_requests: int | None = Field(
+        None, ge=1, description="agents' requests that run at once; others wait in a queue; null: no limit"
+    )
+    max_parallel_requests_per_key: int | None = Field(
+        None, ge=1, description="the same for a key without a limit of its own; without keys, for everyone together"
+    )
+    max_waiting_requests: int = Field(
+        512,
+        ge=0,
+        description="requests that wait for a limit of parallel requests; beyond it a request gets 429 or 503 with "
+        "`retry-after`; 0: none waits",
+    )
+    max_waiting_requests_per_key: int = Field(64, ge=0, description="the same for one key")
+    max_waiting_seconds: float = Field(
+        10.0, gt=0, description="longest wait for a limit of parallel requests, seconds; then 429 or 503"
+    )
     agent_limits: dict[str, AgentLimits] = Field(
         default_factory=dict,
         description="limits of agents by name, over all keys and per proxy: "

@@ -54,6 +54,9 @@ class ProxyMetrics:
         self.errors = self._counter("ratchet_errors", "Failed requests by class of error", "class")
         in_flight = self._gauge("ratchet_calls_in_flight", "Captured calls that have not ended")
         in_flight.set_function(lambda: self.open_calls)
+        self.requests_waiting = self._gauge(
+            "ratchet_requests_waiting", "Requests that wait because a limit of parallel requests is reached"
+        )
         self.call_seconds = self._histogram(
             "ratchet_call_duration_seconds", "From request to last byte", _CALL_BUCKETS, "alias"
         )

@@ -32,6 +32,7 @@ def keys() -> None:
 )
 @click.option("--requests-per-minute", type=click.IntRange(min=1), help="Maximum requests per proxy.")
 @click.option("--tokens-per-minute", type=click.IntRange(min=1), help="Maximum prompt and completion tokens per proxy.")
+@click.option("--max-parallel-requests", type=click.IntRange(min=1), help="Maximum requests at once per proxy.")
 @options.store_url
 @options.project
 @click.pass_context
@@ -42,6 +43,7 @@ def create(
     agents: tuple[str, ...],
     requests_per_minute: int | None,
     tokens_per_minute: int | None,
+    max_parallel_requests: int | None,
     store: str | None,
     project: str | None,
 ) -> None:
@@ -72,7 +74,7 @@ def create(
         for name_given, other in nearest.items():
             if other is not None and other.casefold() == name_given.casefold():
                 raise click.UsageError(f"--agent: there is no agent {name_given}; did you mean {other}?")
-        limits = (requests_per_minute, tokens_per_minute, agents or None)
+        limits = (requests_per_minute, tokens_per_minute, agents or None, max_parallel_requests)
         made = opened.keys.create(name, hash_key(key.encode()), KeyScope(scope), *limits)
     click.echo(key)
     only = f" for {', '.join(made.agents)}" if made.agents else ""
@@ -108,6 +110,7 @@ def list_keys(context: click.Context, store: str | None, project: str | None, as
             for limit, unit in ((key.requests_per_minute, "requests"), (key.tokens_per_minute, "tokens"))
             if limit
         ]
+        limits += [f"{key.max_parallel_requests} at once"] if key.max_parallel_requests else []
         only = [f"only {', '.join(key.agents)}"] if key.agents else []
         made = f"made {_when(key.created_at)}"
         click.echo("  ".join([key.id, f"{key.scope:<8}", key.name, made, state, *only, *limits]))

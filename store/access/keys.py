@@ -35,6 +35,7 @@ class Keys:
         requests_per_minute: int | None = None,
         tokens_per_minute: int | None = None,
         agents: Collection[str] | None = None,
+        max_parallel_requests: int | None = None,
     ) -> Key:
         """Store a new key by its SHA-256 hex; return it.
 
@@ -55,6 +56,7 @@ class Keys:
             requests_per_minute=requests_per_minute,
             tokens_per_minute=tokens_per_minute,
             agents=None if agents is None else tuple(sorted(set(agents))),
+            max_parallel_requests=max_parallel_requests,
         )
         row = {field: getattr(key, field) for field in Key.__struct_fields__}
         with write(self._engine) as connection:

@@ -306,7 +306,7 @@ class Policy(Record, frozen=True):
 
 
 class Key(Record, frozen=True):
-    """An API key, by the SHA-256 hex of the key. Limits are per minute; None: no limit.
+    """An API key, by the SHA-256 hex of the key. None: no limit of its own.
 
     `agents`: those that it may call; None: all.
     """
@@ -321,6 +321,7 @@ class Key(Record, frozen=True):
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     agents: tuple[str, ...] | None = None
+    max_parallel_requests: int | None = None
 
 
 class AgentUsage(Record, frozen=True):

@@ -213,12 +213,13 @@ def test_a_full_disk_is_named_as_the_cause() -> None:
 def test_keys_are_made_listed_and_revoked(project: Project) -> None:
     url = str(project.folder / "keys.db")
     assert "no keys" in project.run("keys", "list", "--store", url).stdout
-    made = project.run("keys", "create", "--name", "crawler", "--tokens-per-minute", "900", "--store", url)
+    made = project.run("keys", "create", "--name", "crawler", "--tokens-per-minute", "900",
+                       "--max-parallel-requests", "4", "--store", url)  # fmt: skip
     key = made.stdout.splitlines()[0]
     assert key.startswith("rk-")
     listed = project.run("keys", "list", "--store", url).stdout
     assert "crawler" in listed
-    assert "900 tokens/min" in listed
+    assert "900 tokens/min  4 at once" in listed
     rows = json.loads(project.run("keys", "list", "--json", "--store", url).stdout)
     assert key not in json.dumps(rows)
     assert "hash" not in rows[0]

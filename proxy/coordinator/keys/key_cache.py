@@ -49,6 +49,7 @@ class Caller(msgspec.Struct, frozen=True):
     meter: KeyMeter | None = None  # the key's limits
     operator: bool = False  # may read everything, and give feedback on everything
     agents: frozenset[str] | None = None  # the agents that the key is limited to; None: no limit
+    max_parallel_requests: int | None = None
 
 
 ANONYMOUS = Caller(None)
@@ -74,9 +75,16 @@ class KeyCache:
             settings.tokens_per_minute,
         )  # of keys without their own limits
         self._meters: dict[str, KeyMeter] = {}  # by key id
-        self.anyone = Caller(None, meter=self._meter("", self._default_limits))
+        self._max_parallel = settings.max_parallel_requests_per_key
+        self.anyone = Caller(
+            None, meter=self._meter("", self._default_limits), max_parallel_requests=self._max_parallel
+        )
         self._environment = {
-            hashed: Caller(hashed[:16], meter=self._meter(hashed[:16], self._default_limits))
+            hashed: Caller(
+                hashed[:16],
+                meter=self._meter(hashed[:16], self._default_limits),
+                max_parallel_requests=self._max_parallel,
+            )
             for hashed in settings.key_hashes
         }
         self._operator_hashes = settings.operator_hashes
@@ -180,6 +188,7 @@ class KeyCache:
                 row.id,
                 meter=self._meter(row.id, (row.requests_per_minute, row.tokens_per_minute)),
                 agents=None if row.agents is None else frozenset(row.agents),
+                max_parallel_requests=row.max_parallel_requests or self._max_parallel,
             )
             for row in _valid(rows, KeyScope.AGENT)
         }

@@ -98,7 +98,9 @@ class Authentication:
         if not key:
             return self._key_cache.anyone
         bare, _, trajectory = key.partition(":") if key.startswith(PREFIX) else (key, "", "")
-        return Caller(UNCHECKED + _hash(bare)[:16], trajectory or None, self._key_cache.anyone.meter)
+        return msgspec.structs.replace(
+            self._key_cache.anyone, key_id=UNCHECKED + _hash(bare)[:16], trajectory=trajectory or None
+        )
 
     def _check_operator(self, key: str) -> None:
         hashed = _hash(key)

@@ -53,9 +53,12 @@ keys = sa.Table(
     sa.Column("requests_per_minute", sa.Integer),
     sa.Column("tokens_per_minute", sa.Integer),
     sa.Column("agents", JSON),  # names of the agents that it may call; NULL: all
+    sa.Column("max_parallel_requests", sa.Integer),
     enum_constraint("scope", KeyScope),
     # A limit of 0 would be a revoked key.
-    sa.CheckConstraint("requests_per_minute > 0 AND tokens_per_minute > 0", name="positive_limits"),
+    sa.CheckConstraint(
+        "requests_per_minute > 0 AND tokens_per_minute > 0 AND max_parallel_requests > 0", name="positive_limits"
+    ),
 )
 
 # Deletions, without the deleted content; proxies learn from them that messages may be gone.

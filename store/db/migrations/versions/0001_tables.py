@@ -139,8 +139,12 @@ def _keys() -> None:
         sa.Column("requests_per_minute", sa.Integer),
         sa.Column("tokens_per_minute", sa.Integer),
         sa.Column("agents", sa.JSON),
+        sa.Column("max_parallel_requests", sa.Integer),
         sa.CheckConstraint("scope IN ('agent', 'operator')", name="ck_keys_scope_known"),
-        sa.CheckConstraint("requests_per_minute > 0 AND tokens_per_minute > 0", name="ck_keys_positive_limits"),
+        sa.CheckConstraint(
+            "requests_per_minute > 0 AND tokens_per_minute > 0 AND max_parallel_requests > 0",
+            name="ck_keys_positive_limits",
+        ),
         sa.PrimaryKeyConstraint("id", name="pk_keys"),
         sa.UniqueConstraint("hash", name="uq_keys_hash"),
     )
