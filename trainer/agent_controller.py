@@ -82,7 +82,7 @@ start = logging.getLogger("ratchet.start")  # logged at any log_level: `ratchet 
 
 OVERTAKEN = (InvalidTransition, RecordNotFound)  # changed by a person, a deletion, or another trainer
 MAX_OVERTAKEN = 10  # in a row; more is no coincidence
-_UPKEEP_SECONDS = 2.0
+_UPKEEP_SECONDS = 5.0
 _QUIET_UPKEEP_SECONDS = 30.0  # if nothing was released lately and nothing is left to prune
 _RELEASE_SETTLES_SECONDS = 120.0
 
@@ -188,15 +188,11 @@ class AgentController:
     @property
     def is_watching(self) -> bool:
         """Whether something runs or is compared whose end nobody reports, so that steps must be frequent."""
-        return self._is_evaluating or self._collector.is_resampling or self._release.sentinel.is_behind
+        return self._release.evaluations.is_running or self._collector.is_resampling or self._release.sentinel.is_behind
 
     @property
     def is_learning(self) -> bool:
         return self._learning.is_busy
-
-    @property
-    def _is_evaluating(self) -> bool:
-        return self._release.evaluations.is_running
 
     def close(self, timeout: float = 0.0) -> None:
         """Wait at most `timeout` seconds for the work that runs, then leave it and close all connections.
@@ -243,12 +239,13 @@ class AgentController:
 
     def react(self, now: float) -> None:
         """Do what the end of our own work makes due: record verdicts, rounds and publications, start what follows."""
-        self._collect_work(now)
+        worked = self._collect_work(now)
         if self._base.known_reason is None:
-            self._collect_verdicts(now)
+            worked |= self._collect_verdicts(now)
             if self._state.unread:
                 self._submit_to_judge(now)
-            self._train(now)
+            if worked or self._state.judged_since is not None:
+                self._train(now)
             self._publish(now)
 
     def _decide_release(self, now: float) -> bool:
@@ -318,7 +315,7 @@ class AgentController:
 
     def _publish(self, now: float) -> bool:
         """Publish the next candidate, unless a version is being evaluated, is in its ramp or waits for a person."""
-        if self.phase is ReleasePhase.BLOCKED or self._is_evaluating or not self._is_learner_free(now):
+        if self.phase is ReleasePhase.BLOCKED or self._release.evaluations.is_running or not self._is_learner_free(now):
             return False
         if not self._state.candidate_waiting and not self._release.controller.has_candidate:
             return False

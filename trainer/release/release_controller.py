@@ -44,8 +44,9 @@ log = logging.getLogger(__name__)
 
 DECIDED_BY = "release"
 _CHECK_SECONDS = 1.0
-_IDLE_CHECK_SECONDS = 5.0  # while no version is in its ramp
+_IDLE_CHECK_SECONDS = 10.0  # while no version is in its ramp
 _RECORD_SECONDS = 10.0
+_IDLE_RECORD_SECONDS = 30.0
 _MAX_DECISIONS = 8  # in one check
 _HISTORY = 1000  # decisions
 
@@ -271,7 +272,8 @@ class ReleaseController:
         assert serving.live is not None
         counted = evidence.counted_in_ramp.get(newest.version, 0)
         self._metrics.release(evidence.harm(newest.version), counted, mean_difference(evidence.anchor_difference))
-        if decision.action is ReleaseAction.WAIT and 0.0 <= now - self._recorded_at < _RECORD_SECONDS:
+        every = _RECORD_SECONDS if serving.ramp is not None else _IDLE_RECORD_SECONDS
+        if decision.action is ReleaseAction.WAIT and 0.0 <= now - self._recorded_at < every:
             return
         self._recorded_at = now
         per_day = self._counter.per_day(now)

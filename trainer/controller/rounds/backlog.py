@@ -21,7 +21,7 @@ from itertools import accumulate
 from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 from ratchet.store.reasons import DropReason
 from ratchet.store.records import Group
-from ratchet.store.states import SERVING, PolicyState, RoundState, TrajectoryState
+from ratchet.store.states import SERVING, GroupState, PolicyState, RoundState, TrajectoryState
 from ratchet.store.store import Store
 from ratchet.trainer.controller.rounds.staleness import oldest_fresh, versions_ahead
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
@@ -58,6 +58,7 @@ class Backlog:
         self._page = max(_MIN_PAGE, 2 * settings.groups_per_round * settings.num_generations)
         self._may_be_alarmed = True  # the alarm may be active, as an earlier trainer left it
         self._alarm_after = _STALE_ALARM * settings.groups_per_round
+        self._looked_at: dict[GroupState, tuple[int, tuple[int, ...], frozenset[tuple[str, int]]]] = {}
         self._stale_in_a_row = len(store.groups.newly_dropped(self._alias, DropReason.STALE, self._alarm_after))
 
     def groups_to_judge(self, now: float, *, drop_stale: bool = True) -> list[Group]:
@@ -66,14 +67,14 @@ class Backlog:
         `drop_stale` must be False while a round runs: its groups may have become stale since.
         """
         found = self._store.groups.awaiting_verdict(self._alias, now, limit=_MIN_PAGE, newest_first=True)
-        if found and drop_stale and self._drop_stale():
+        if found and drop_stale and self._drop_stale(found):
             found = self._store.groups.awaiting_verdict(self._alias, now, limit=_MIN_PAGE, newest_first=True)
         return self._comparable(found)
 
     def judged(self) -> list[Group]:
         """Return the newest trainable groups, oldest first. Raises an alarm if all recent groups were stale."""
         waiting = self._store.groups.awaiting_round(self._alias, limit=self._page, newest_first=True)
-        if waiting and self._drop_stale():
+        if waiting and self._drop_stale(waiting):
             waiting = self._store.groups.awaiting_round(self._alias, limit=self._page, newest_first=True)
         found = self._comparable(waiting)[::-1]
         if found:
@@ -111,15 +112,20 @@ class Backlog:
         count = sum(weight <= self._settings.groups_per_round for weight in weights)
         return list(judged[-max(1, count) :])
 
-    def _drop_stale(self) -> int:
+    def _drop_stale(self, groups: Sequence[Group]) -> int:
         """Drop what was sampled too many versions before the newest one; return the number of groups.
 
         A version that serves is always judged, because its scores decide on releases, but it may be too old to train.
+        Does nothing while neither the versions nor `groups`, those that wait, have changed since the last time.
         """
         policies = self._store.policies.all(self._alias)
-        serving = [policy.version for policy in policies if policy.state in SERVING]
+        serving = tuple(policy.version for policy in policies if policy.state in SERVING)
         oldest = oldest_fresh(policies, self._settings.max_staleness)
+        looked_at = oldest, serving, frozenset((group.id, len(group.members)) for group in groups)
+        if self._looked_at.get(groups[0].state) == looked_at:
+            return 0
         dropped = self._store.groups.drop_stale(self._alias, oldest, DropReason.STALE, serving)
+        self._looked_at[groups[0].state] = looked_at
         self._stale_in_a_row += dropped
         return dropped
 
