@@ -1,8 +1,9 @@
-# Two images from one file:
+# Three images from one file:
 #   docker build --target proxy   -t ratchet-proxy .      the proxy, without torch
 #   docker build --target trainer -t ratchet-trainer .    the trainer, with torch for NVIDIA GPUs (several GB)
-# vLLM runs in its own image (vllm/vllm-openai, the release that pyproject.toml pins); deploy/compose.yaml starts all
-# three. The trainer's state folder must be a volume that vLLM mounts at the same path.
+#   docker build --target vllm    -t ratchet-vllm .       vLLM with the plug-in that loads adapters from object storage
+# deploy/compose.yaml starts proxy and trainer beside vLLM's own image (the release that pyproject.toml pins): there the
+# trainer's state folder is a volume that vLLM mounts at the same path. deploy/k8s uses all three.
 # For a trainer without a GPU give --build-arg PIP_EXTRA_INDEX_URL with PyTorch's CPU index.
 
 FROM python:3.12-slim-bookworm AS proxy
@@ -33,7 +34,13 @@ ENTRYPOINT ["ratchet", "proxy", "--host", "0.0.0.0", "--port", "8000"]
 FROM proxy AS trainer
 ARG PIP_EXTRA_INDEX_URL
 USER root
-RUN pip install --no-cache-dir -c /app/constraints.txt "/app[postgres,redact,otel,trainer]"
+RUN pip install --no-cache-dir -c /app/constraints.txt "/app[postgres,redact,otel,s3,trainer]"
 USER 10001
 HEALTHCHECK NONE
 ENTRYPOINT ["ratchet", "trainer"]
+
+FROM vllm/vllm-openai:v0.32.0 AS vllm
+USER root
+COPY trainer/adapters/vllm_resolver /tmp/vllm_resolver
+RUN uv pip install --system --no-cache "/tmp/vllm_resolver[s3]" && useradd --create-home --uid 10001 ratchet
+USER 10001

@@ -59,7 +59,9 @@ def test_the_production_page_tells_the_arguments_that_proxy_and_trainer_rest_on(
 
 def test_releases_are_pinned_and_vllm_is_the_one_that_is_tested(services: dict[str, Any]) -> None:
     extras = PYPROJECT["project"]["optional-dependencies"]
-    assert services["vllm"]["image"] == "vllm/vllm-openai:v" + extras["vllm"][0].partition("==")[2]
+    image = "vllm/vllm-openai:v" + extras["vllm"][0].partition("==")[2]
+    assert services["vllm"]["image"] == image
+    assert f"\nFROM {image} AS vllm\n" in DOCKERFILE
     for service in services.values():
         assert "build" in service or re.search(r":v?\d+\.\d+", service["image"])
     assert re.search(r"^FROM python:3\.\d+-slim-\w+ AS proxy$", DOCKERFILE, re.MULTILINE)
@@ -87,7 +89,7 @@ def test_vllm_sees_the_adapters_where_the_trainer_writes_them(services: dict[str
 
 def test_images_run_as_a_user_that_kubernetes_knows_for_no_root() -> None:
     stages = DOCKERFILE.split("\nFROM ")[1:]
-    assert len(stages) == 2
+    assert len(stages) == 3
     for stage in stages:
         users = re.findall(r"^USER (\S+)$", stage, re.MULTILINE)
         assert users[-1].isdigit()

@@ -142,7 +142,7 @@ def test_no_created_samples_are_exported(proxy: Proxy) -> None:
 
 
 def test_the_dashboard_uses_only_existing_metrics(proxy: Proxy) -> None:
-    dashboard = json.loads((ROOT / "deploy" / "grafana.json").read_text())
+    dashboard = json.loads((ROOT / "deploy" / "grafana" / "dashboard.json").read_text())
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
     assert len(expressions) > 20
     shown = [*families(proxy), *TrainerMetrics("agent", proxy.store).registry.collect()]
@@ -159,7 +159,7 @@ def test_the_dashboard_uses_only_documented_labels() -> None:
     page = (ROOT / "docs" / "metrics.md").read_text()
     rows = re.findall(r"^\| `(ratchet_\w+)` \| ([^|]+) \|", page, re.MULTILINE)
     labels = {name: set(re.findall(r"`(\w+)`", units.partition(";")[2])) for name, units in rows}
-    for panel in json.loads((ROOT / "deploy" / "grafana.json").read_text())["panels"]:
+    for panel in json.loads((ROOT / "deploy" / "grafana" / "dashboard.json").read_text())["panels"]:
         for target in panel.get("targets", []):
             known = set.union(*(labels[name] for name in _named_in(target["expr"])))
             used = set(re.findall(r"{{(\w+)}}", target["legendFormat"])) | _labels_in(target["expr"])
@@ -167,7 +167,7 @@ def test_the_dashboard_uses_only_documented_labels() -> None:
 
 
 def test_the_dashboard_shows_how_releases_go() -> None:
-    shown = (ROOT / "deploy" / "grafana.json").read_text()
+    shown = (ROOT / "deploy" / "grafana" / "dashboard.json").read_text()
     for name in ("version_share_ratio", "version_trajectories_total", "release_harm", "release_difference",
                  "release_counted", "invalid_tool_call_ratio", "question_ratio", "judge_tokens_total"):  # fmt: skip
         assert f"ratchet_{name}" in shown

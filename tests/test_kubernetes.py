@@ -1,0 +1,298 @@
+"""The manifests of deploy/k8s: valid, restricted, and true about commands, settings, ports and routes."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import click
+import httpx
+import kubernetes_validate
+import pytest
+import yaml
+
+from ratchet.cli import cli
+from ratchet.options import open_store_for_command
+from ratchet.settings.load_settings import load
+from ratchet.settings.project_settings import SECRETS, Settings
+from ratchet.supervisor import vllm_command
+from ratchet.trainer.learner_service.app import LearnerApp
+from ratchet.trainer.observability.metrics import MetricsRegistry
+from tests.harness.proxy.running_proxy import running
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.servers import served
+
+ROOT = Path(__file__).parents[1]
+K8S = ROOT / "deploy" / "k8s"
+PAGE = (ROOT / "docs" / "kubernetes.md").read_text()
+OLDEST = "1.30"  # as docs/kubernetes.md says
+CUSTOM = {"ServiceMonitor"}  # a custom resource of the Prometheus Operator, of which the validator has no schema
+_GIVEN = dict.fromkeys(SECRETS - {"RATCHET_ALARM_WEBHOOK_URL"}, "x") | {"RATCHET_STORE": "postgresql://ratchet:x@db/x"}
+
+Manifest = dict[str, Any]
+
+
+def _documents(kustomization: Path) -> list[Manifest]:
+    listed = yaml.safe_load((kustomization / "kustomization.yaml").read_text())["resources"]
+    files = [kustomization / name for name in listed if name.endswith(".yaml")]
+    return [document for file in files for document in yaml.safe_load_all(file.read_text())]
+
+
+OBJECTS = _documents(K8S)
+BY_NAME = {(one["kind"], one["metadata"]["name"]): one for one in OBJECTS}
+WORKLOADS = [one for one in OBJECTS if "template" in one.get("spec", {})]
+POLICIES = {one["metadata"]["name"]: one["spec"] for one in OBJECTS if one["kind"] == "NetworkPolicy"}
+
+
+def _pod(name: str) -> Manifest:
+    found = next(one for one in WORKLOADS if one["metadata"]["name"] == name)
+    return cast("Manifest", found["spec"]["template"]["spec"])
+
+
+def _container(name: str) -> Manifest:
+    (only,) = _pod(name)["containers"]
+    return cast("Manifest", only)
+
+
+def _environment(name: str) -> dict[str, str]:
+    """The variables of a container; those of secrets get a value that can be read."""
+    entries = _container(name)["env"]
+    return {entry["name"]: entry.get("value", _GIVEN.get(entry["name"], "x")) for entry in entries}
+
+
+@pytest.fixture(scope="module")
+def settings() -> Settings:
+    return load(K8S / "ratchet.yaml", environ=_GIVEN)
+
+
+def _ports(container: Mapping[str, Any]) -> dict[str, int]:
+    return {port["name"]: port["containerPort"] for port in container.get("ports", ())}
+
+
+def _bytes(quantity: str) -> int:
+    number, unit = re.fullmatch(r"(\d+)([MG])i", quantity).groups()  # type: ignore[union-attr]
+    return int(number) * 2 ** {"M": 20, "G": 30}[unit]
+
+
+@pytest.mark.parametrize("version", [OLDEST, kubernetes_validate.latest_version()])
+def test_every_object_is_valid(version: str) -> None:
+    for one in OBJECTS:
+        kubernetes_validate.validate(one, version, strict=True)
+    wrong = {**OBJECTS[0], "specification": {}}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(wrong, version, strict=True)
+    assert f"Kubernetes {OLDEST}" in PAGE
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+def test_kustomize_renders_every_object_in_the_namespace() -> None:
+    rendered = _rendered("deploy/k8s")
+    assert {(one["kind"], one["metadata"]["name"]) for one in rendered} == {*BY_NAME, ("ConfigMap", "settings")}
+    for one in rendered:
+        kubernetes_validate.validate(one, kubernetes_validate.latest_version(), strict=True)
+        assert one["metadata"].get("namespace", "ratchet") == "ratchet"
+        for container in one.get("spec", {}).get("template", {}).get("spec", {}).get("containers", ()):
+            assert re.fullmatch(r"registry\.example/ratchet-(proxy|trainer|vllm):1", container["image"])
+    monitoring = {one["kind"]: one for one in _rendered("deploy/k8s/monitoring")}
+    assert monitoring.keys() == {"ConfigMap", *CUSTOM}
+    dashboard = (ROOT / "deploy" / "grafana" / "dashboard.json").read_text()
+    assert monitoring["ConfigMap"]["data"] == {"ratchet.json": dashboard}
+    kubernetes_validate.validate(monitoring["ConfigMap"], OLDEST, strict=True)
+
+
+def _rendered(folder: str) -> list[Manifest]:
+    done = subprocess.run(
+        ["kubectl", "kustomize", folder], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    return list(yaml.safe_load_all(done.stdout))
+
+
+def test_every_file_is_part_of_a_kustomization() -> None:
+    for folder in (K8S, K8S / "monitoring"):
+        content = yaml.safe_load((folder / "kustomization.yaml").read_text())
+        listed = {
+            *content["resources"],
+            *(name for one in content.get("configMapGenerator", ()) for name in one["files"]),
+        }
+        assert {file.name for file in folder.glob("*.yaml")} - {"kustomization.yaml"} <= listed
+
+
+def test_the_settings_are_those_of_proxy_trainer_and_learner(settings: Settings) -> None:
+    proxy = settings.proxy_settings(_GIVEN, upstreams=("dns+http://vllm:8000",))
+    learner = settings.learner_process_settings()
+    assert settings.has_judge
+    assert _ports(_container("proxy")) == {"http": proxy.port}
+    assert _ports(_container("learner")) == {"http": learner.port}
+    for agent in settings.agents_by_name.values():
+        trainer = agent.trainer_settings(vllm=("dns+http://vllm:8000",))
+        assert _ports(_container("trainer")) == {"metrics": trainer.metrics_port}
+        assert trainer.metrics_host == "0.0.0.0"
+    assert proxy.host == learner.host == "0.0.0.0"
+    assert _is_service(learner.url or "", "learner")
+    assert _is_service(settings.trainer["resample"]["proxy_url"], "proxy")
+
+
+def _is_service(url: str, name: str) -> bool:
+    """Whether a URL is that of a Service, whose port is a port of the pods that it selects."""
+    parts, service = urlsplit(url.removeprefix("dns+")), BY_NAME["Service", name]["spec"]
+    (port,) = service["ports"]
+    assert service["selector"] == {"app.kubernetes.io/name": name}
+    assert _ports(_container(name))[port["targetPort"]] == port["port"]
+    return (parts.hostname, parts.port) == (name, port["port"])
+
+
+@pytest.mark.parametrize("name", ["proxy", "trainer", "learner", "migrate"])
+def test_every_command_can_be_typed_and_every_variable_is_a_setting(name: str) -> None:
+    program, *words = _container(name)["command"]
+    assert program == "ratchet"
+    command: click.Command = cli
+    context = cli.make_context(program, list(words))
+    while isinstance(command, click.Group):
+        word, *words = [*context._protected_args, *context.args]
+        found = command.get_command(context, word)
+        assert found is not None, word
+        command, context = found, found.make_context(word, list(words), parent=context)
+    for replicas in ("upstreams", "vllm"):
+        assert all(_is_service(url, "vllm") for url in context.params.get(replicas) or ())
+    if name != "migrate":
+        assert "/etc/ratchet/ratchet.yaml" in _container(name)["command"]
+        assert {"name": "settings", "mountPath": "/etc/ratchet", "readOnly": True} in _container(name)["volumeMounts"]
+    ours = {key: value for key, value in _environment(name).items() if key.startswith("RATCHET_")}
+    load(K8S / "ratchet.yaml", environ=ours)  # refuses a variable that is no setting
+
+
+def test_vllm_is_started_as_up_starts_it(settings: Settings) -> None:
+    container, environment = _container("vllm"), _environment("vllm")
+    planned = vllm_command.build_command(
+        load(K8S / "ratchet.yaml", {("vllm", "gpu_memory_utilization"): ("x", 0.9)}, {}), 8000, gpu=True
+    )
+    assert container["command"][1:] == list(planned.arguments[2:4])  # -m MODULE
+    words = " ".join(planned.arguments[4:]).replace("127.0.0.1", "0.0.0.0")
+    assert container["args"] == re.sub(r" (?!--)", "=", words).split()
+    theirs = {"RATCHET_ADAPTER_CACHE", "PYTHONPATH"}  # a folder of the pod; the image has the plug-in installed
+    assert {
+        key: value for key, value in planned.environment.items() if key not in theirs
+    }.items() <= environment.items()
+    known = set(re.findall(r"RATCHET_\w+", (vllm_command.LORA_RESOLVER / "ratchet_lora_resolver.py").read_text()))
+    assert {key for key in environment if key.startswith("RATCHET_")} <= known
+    assert environment["RATCHET_ADAPTER_STORE"] == settings.adapters.store
+    assert _ports(container) == {"http": 8000}
+    assert settings.proxy_settings(_GIVEN).tool_strict_level == "off"
+
+
+def test_every_probe_asks_a_route_that_the_service_has(tmp_path: Path, store_file: Path) -> None:
+    learner = LearnerApp(*cast("Any", (None, None, None, None, None, 1)))
+    answered = {"learner": {route.path for route in cast("Any", learner.asgi.routes)}}
+    with open_store_for_command(str(store_file)) as store:
+        registry = MetricsRegistry(store)
+        url = f"http://127.0.0.1:{registry.serve('127.0.0.1', 0)}"
+        answered["trainer"] = _answering(url, _probes("trainer"))
+        with served(ScriptedVllm()) as vllm, running(vllm, store, tmp_path) as proxy:
+            answered["vllm"] = _answering(vllm, _probes("vllm"))
+            answered["proxy"] = _answering(proxy.url, _probes("proxy"))
+    for name, paths in answered.items():
+        assert _probes(name) <= paths, name
+        ports = {probe["httpGet"]["port"] for key, probe in _container(name).items() if key.endswith("Probe")}
+        assert ports <= _ports(_container(name)).keys()
+
+
+def _probes(name: str) -> set[str]:
+    found = {probe["httpGet"]["path"] for key, probe in _container(name).items() if key.endswith("Probe")}
+    assert found, name
+    return found
+
+
+def _answering(url: str, paths: set[str]) -> set[str]:
+    return {path for path in paths if httpx.get(url + path).status_code == 200}
+
+
+def test_the_proxy_has_the_time_the_disk_and_the_memory_that_its_settings_take(settings: Settings) -> None:
+    proxy = settings.proxy_settings(_GIVEN, upstreams=("dns+http://vllm:8000",))
+    assert (
+        _pod("proxy")["terminationGracePeriodSeconds"] >= proxy.drain_delay_seconds + proxy.drain_timeout_seconds + 30
+    )
+    (claim,) = BY_NAME["StatefulSet", "proxy"]["spec"]["volumeClaimTemplates"]
+    assert _bytes(claim["spec"]["resources"]["requests"]["storage"]) > 2 * proxy.max_journal_bytes
+    assert {"name": claim["metadata"]["name"], "mountPath": "/state"} in _container("proxy")["volumeMounts"]
+    bounded = proxy.max_linking_bytes + proxy.max_conversation_bytes + proxy.max_inflight_request_bytes
+    assert _bytes(_container("proxy")["resources"]["limits"]["memory"]) > bounded + 2**30
+    for name in ("trainer", "vllm", "learner"):
+        sizes = [one["emptyDir"]["sizeLimit"] for one in _pod(name)["volumes"] if one["name"] in ("state", "cache")]
+        assert all(_bytes(size) > settings.adapters.max_cache_bytes for size in sizes)
+
+
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda one: one["metadata"]["name"])
+def test_every_pod_is_restricted(workload: Manifest) -> None:
+    pod, name = workload["spec"]["template"]["spec"], workload["metadata"]["name"]
+    (container,) = pod["containers"]
+    assert pod["serviceAccountName"] == name
+    assert (
+        pod["automountServiceAccountToken"] is BY_NAME["ServiceAccount", name]["automountServiceAccountToken"] is False
+    )
+    assert pod["enableServiceLinks"] is False
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert f"--uid {pod['securityContext']['runAsUser']} " in (ROOT / "Dockerfile").read_text()
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    own = container["securityContext"]
+    assert own == {
+        "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}
+    }  # fmt: skip
+    assert {"requests", "limits"} <= container["resources"].keys()
+    assert not pod.keys() & {"hostNetwork", "hostPID", "hostIPC"}
+    assert all(volume.keys() & {"emptyDir", "configMap"} for volume in pod["volumes"])
+    if "serviceName" in workload["spec"]:
+        assert BY_NAME["Service", workload["spec"]["serviceName"]]["spec"]["clusterIP"] == "None"
+    selector = workload["spec"].get("selector", {"matchLabels": {"app.kubernetes.io/name": name}})
+    assert selector["matchLabels"] == workload["spec"]["template"]["metadata"]["labels"]
+
+
+def test_secrets_come_by_reference_and_the_page_makes_each() -> None:
+    assert not [one for one in OBJECTS if one["kind"] == "Secret"]
+    for name in ("proxy", "trainer", "learner", "vllm", "migrate"):
+        for entry in _container(name)["env"]:
+            if entry["name"] in {*SECRETS, "RATCHET_STORE"}:
+                reference = entry["valueFrom"]["secretKeyRef"]
+                assert re.search(rf"secret generic {reference['name']} [^\n]*--from-literal={reference['key']}=", PAGE)
+        for source in _container(name).get("envFrom", ()):
+            assert f"`{source['secretRef']['name']}`" in PAGE or f"generic {source['secretRef']['name']} " in PAGE
+
+
+def test_only_proxy_and_trainer_reach_vllm_and_every_connection_has_a_policy(settings: Settings) -> None:
+    assert POLICIES["default"]["podSelector"] == {}
+    assert "ingress" not in POLICIES["default"]
+    assert POLICIES.keys() == {"default", *(one["metadata"]["name"] for one in WORKLOADS)}
+    assert _sources("vllm") == {"proxy", "trainer"}
+    assert _sources("learner") == {"trainer", "monitoring"}
+    for client, server in (("proxy", "vllm"), ("trainer", "vllm"), ("trainer", "learner"), ("trainer", "proxy")):
+        (port,) = _ports(_container(server)).values()
+        assert (server, port) in set(_targets(client))
+    for name in ("proxy", "trainer", "migrate"):
+        assert (None, 5432) in set(_targets(name))
+
+
+def _sources(name: str) -> set[str]:
+    peers = [peer for rule in POLICIES[name]["ingress"] for peer in rule["from"]]
+    return {next(iter(peer[kind]["matchLabels"].values())) for peer in peers for kind in peer}
+
+
+def _targets(name: str) -> Iterator[tuple[str | None, int]]:
+    for rule in POLICIES[name]["egress"]:
+        for peer in rule.get("to", [None]):
+            for port in rule["ports"]:
+                yield peer and peer["podSelector"]["matchLabels"]["app.kubernetes.io/name"], port["port"]
+
+
+def test_prometheus_finds_a_metrics_port_of_every_service_that_it_selects() -> None:
+    (monitor,) = _documents(K8S / "monitoring")
+    (selected,) = monitor["spec"]["selector"]["matchExpressions"]
+    ports = {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]}
+    for name in selected["values"]:
+        service = BY_NAME["Service", name]
+        assert service["metadata"]["labels"][selected["key"]] == name
+        assert ports & {port["name"] for port in service["spec"]["ports"]}
+    assert "vllm" not in selected["values"], "Prometheus would need a way to vLLM, over which adapters can be loaded"
