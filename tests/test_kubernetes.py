@@ -75,8 +75,8 @@ def _ports(container: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _bytes(quantity: str) -> int:
-    number, unit = re.fullmatch(r"(\d+)([MG])i", quantity).groups()  # type: ignore[union-attr]
-    return int(number) * 2 ** {"M": 20, "G": 30}[unit]
+    units = {"Mi": 20, "Gi": 30}
+    return int(quantity[:-2]) << units[quantity[-2:]]
 
 
 @pytest.mark.parametrize("version", [OLDEST, kubernetes_validate.latest_version()])
