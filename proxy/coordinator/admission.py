@@ -16,7 +16,7 @@ from ratchet.proxy.coordinator.conversations.token_contexts import TokenContexts
 from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
 from ratchet.proxy.coordinator.linking.open_trajectories import name_of_other_agent
 from ratchet.proxy.coordinator.rollouts.rollout_plans import PREFIX, RolloutPlan, RolloutPlans
-from ratchet.proxy.coordinator.versions.policy_cache import Agents, PolicyCache
+from ratchet.proxy.coordinator.versions.policy_cache import FULL_ACCESS, Access, PolicyCache
 from ratchet.proxy.coordinator.versions.version_draws import unit_of
 from ratchet.proxy.dialects.dialect import ParsedRequest
 from ratchet.proxy.messages.link_records import AttemptKey, CallIdentity, Leaf, Link, LinkEvidence, Placement
@@ -37,24 +37,24 @@ class Admission:
         self._contexts = contexts
 
     async def resolve(
-        self, parsed: ParsedRequest, identity: CallIdentity, key_id: str | None, agents: Agents = None
+        self, parsed: ParsedRequest, identity: CallIdentity, key_id: str | None, access: Access = FULL_ACCESS
     ) -> Placement:
         """Return the placement of a call, and open the call in linking. Raises NotFound, NotReady.
 
-        Each returned placement needs one `end_call`. `agents`: those that the key is limited to.
+        Each returned placement needs one `end_call`. `access`: what the key may call.
         """
         plan = await self._rollouts.find_plan(identity.trajectory, key_id) if identity.trajectory else None
         model, is_helper = planned_model(parsed.request.model, plan, self._policies)
         if "@" in model:
             await self._policies.refresh_if_unknown(model)
-        alias, requested = self._policies.resolve_model(model, agents, may_have_left=True)
+        alias, requested = self._policies.resolve_model(model, access, may_have_left=True)
         now = time.time()
         attempt = AttemptKey(alias, key_id, parsed.nodes[-1].hash if parsed.nodes else "", parsed.request.tools_hash)
         link = self._linker.find_link(
             self._evidence(parsed, identity, plan, alias, requested, attempt, now, is_helper=is_helper)
         )
         if link.version is None and self._policies.has_left(alias):
-            raise self._policies.unknown_model(model, agents)
+            raise self._policies.unknown_model(model, access)
         if link.version is not None and self._policies.is_recalled(alias, link.version):
             link = self._moved(link, alias)
         version, draw = requested if link.version is None else link.version, None

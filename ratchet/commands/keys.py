@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
+
 import click
 
 from ratchet import options
+
+if TYPE_CHECKING:
+    from ratchet.store.records import Key
 
 
 @click.group()
@@ -30,38 +36,61 @@ def keys() -> None:
 @click.option(
     "--agent", "agents", multiple=True, metavar="NAME", help="Only this agent; repeat for more.  [default: all]"
 )
+@click.option(
+    "--model", "models", multiple=True, metavar="NAME",
+    help="Only this model of `model_list`; repeat for more.  [default: all]",
+)  # fmt: skip
+@click.option("--no-agents", is_flag=True, help="No agent: only models of `model_list`, named by --model.")
+@click.option("--no-models", is_flag=True, help="No model of `model_list`.")
+@click.option("--expires-in", type=options.Duration(), metavar="AGE", help="Reject the key after this time: 30d, 12h.")
+@click.option("--expires-at", type=options.Timestamp(), metavar="TIME", help="Reject the key from then on: 2027-01-31.")
 @click.option("--requests-per-minute", type=click.IntRange(min=1), help="Maximum requests per proxy.")
 @click.option("--tokens-per-minute", type=click.IntRange(min=1), help="Maximum prompt and completion tokens per proxy.")
 @click.option("--max-parallel-requests", type=click.IntRange(min=1), help="Maximum requests at once per proxy.")
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    help="Maximum completion tokens of an answer; higher values are lowered.",
+)
 @options.store_url
 @options.project
 @click.pass_context
 def create(
     context: click.Context,
+    /,
     name: str,
     scope: str,
     agents: tuple[str, ...],
-    requests_per_minute: int | None,
-    tokens_per_minute: int | None,
-    max_parallel_requests: int | None,
+    models: tuple[str, ...],
+    no_agents: bool,
+    no_models: bool,
+    expires_in: float | None,
+    expires_at: float | None,
     store: str | None,
     project: str | None,
+    **limits: int | None,
 ) -> None:
     """Create a key and print it once: only its hash is stored.
 
-    With --agent it calls these agents only, and sees no other one. Models of `model_list` are open to every key.
+    With --agent it calls these agents only, and sees no other one; with --model the same for models of `model_list`.
 
     \b
     Example:
       ratchet keys create --name crawler --requests-per-minute 600 --tokens-per-minute 200000
-      ratchet keys create --name office --agent mail --agent support
+      ratchet keys create --name office --agent mail --agent support --no-models --expires-in 30d
     """
-    from ratchet.proxy.agent_names import check_agent_names, nearest_name
+    import time
+
+    from ratchet.proxy.agent_names import check_agent_names
     from ratchet.proxy.api_keys import hash_key, new_key
     from ratchet.store.states import KeyScope
 
-    if agents and scope == "operator":
-        raise click.UsageError("--agent is for agents' keys: an operator's key opens the operator API for all agents")
+    _check_choices(scope, agents, models, no_agents, no_models, limits)
+    if expires_in is not None and expires_at is not None:
+        raise click.UsageError("--expires-in and --expires-at exclude each other")
+    expires_at = time.time() + expires_in if expires_in is not None else expires_at
+    if expires_at is not None and expires_at <= time.time():
+        raise click.UsageError("--expires-at: this time has passed")
     try:
         check_agent_names(agents)
     except ValueError as error:
@@ -70,18 +99,54 @@ def create(
     settings = options.read_project_settings(context, {"store": store, "project": project})
     with options.open_store_for_command(settings.store_url) as opened:
         known = {policy.alias for policy in opened.policies.all()} | set(settings.agents_by_name)
-        nearest = {name: nearest_name(name, tuple(known)) for name in sorted(set(agents) - known)}
-        for name_given, other in nearest.items():
-            if other is not None and other.casefold() == name_given.casefold():
-                raise click.UsageError(f"--agent: there is no agent {name_given}; did you mean {other}?")
-        limits = (requests_per_minute, tokens_per_minute, agents or None, max_parallel_requests)
-        made = opened.keys.create(name, hash_key(key.encode()), KeyScope(scope), *limits)
+        unknown_agents = _unknown("--agent", "agent", agents, known)
+        unknown_models = _unknown("--model", "model", models, {entry.model_name for entry in settings.model_list})
+        made = opened.keys.create(
+            name, hash_key(key.encode()), KeyScope(scope), **limits,
+            agents=() if no_agents else agents or None, models=() if no_models else models or None,
+            expires_at=expires_at,
+        )  # fmt: skip
     click.echo(key)
-    only = f" for {', '.join(made.agents)}" if made.agents else ""
-    click.echo(f"{made.id}: scope {scope}{only}; the key is not shown again", err=True)
-    for unknown, other in nearest.items():
-        hint = f"did you mean {other}?" if other else "the key is of use once there is one"
-        click.echo(f"note: there is no agent {unknown} in the settings or the store; {hint}", err=True)
+    only = f" for {', '.join((*(made.agents or ()), *(made.models or ())))}" if made.agents or made.models else ""
+    expiry = f"; it expires at {_when(expires_at)} UTC" if expires_at is not None else ""
+    click.echo(f"{made.id}: scope {scope}{only}{expiry}; the key is not shown again", err=True)
+    for note in (*unknown_agents, *unknown_models):
+        click.echo(note, err=True)
+
+
+def _check_choices(
+    scope: str,
+    agents: tuple[str, ...],
+    models: tuple[str, ...],
+    no_agents: bool,
+    no_models: bool,
+    limits: Mapping[str, int | None],
+) -> None:
+    """Raise UsageError for options that contradict each other."""
+    if scope == "operator" and (agents or models or no_agents or no_models or limits["max_tokens"]):
+        raise click.UsageError(
+            "--agent, --model and --max-tokens are for agents' keys: an operator's key opens the operator API for all "
+            "agents"
+        )
+    if (agents and no_agents) or (models and no_models):
+        raise click.UsageError("--no-agents excludes --agent, and --no-models excludes --model")
+    if no_agents and not models:
+        raise click.UsageError("--no-agents needs a --model: the key could call nothing")
+
+
+def _unknown(option: str, kind: str, names: tuple[str, ...], known: Collection[str]) -> list[str]:
+    """Return a note for each name that is not known. Raises UsageError for one that differs by case only."""
+    from ratchet.proxy.agent_names import nearest_name
+
+    notes = []
+    for name in sorted(set(names) - set(known)):
+        nearest = nearest_name(name, tuple(known))
+        if nearest is not None and nearest.casefold() == name.casefold():
+            raise click.UsageError(f"{option}: there is no {kind} {name}; did you mean {nearest}?")
+        hint = f"did you mean {nearest}?" if nearest else "the key is of use once there is one"
+        place = "the settings or the store" if kind == "agent" else "model_list"
+        notes.append(f"note: there is no {kind} {name} in {place}; {hint}")
+    return notes
 
 
 @keys.command("list")
@@ -104,16 +169,8 @@ def list_keys(context: click.Context, store: str | None, project: str | None, as
         options.print_json([{k: v for k, v in msgspec.structs.asdict(key).items() if k != "hash"} for key in found])
         return
     for key in found:
-        state = f"revoked {_when(key.revoked_at)}" if key.revoked_at else f"used {_when(key.last_used_at)}"
-        limits = [
-            f"{limit} {unit}/min"
-            for limit, unit in ((key.requests_per_minute, "requests"), (key.tokens_per_minute, "tokens"))
-            if limit
-        ]
-        limits += [f"{key.max_parallel_requests} at once"] if key.max_parallel_requests else []
-        only = [f"only {', '.join(key.agents)}"] if key.agents else []
         made = f"made {_when(key.created_at)}"
-        click.echo("  ".join([key.id, f"{key.scope:<8}", key.name, made, state, *only, *limits]))
+        click.echo("  ".join([key.id, f"{key.scope:<8}", key.name, made, _state(key), *_limits(key)]))
     if not found:
         click.echo("no keys in this store: create one with `ratchet keys create --name NAME`")
 
@@ -139,3 +196,33 @@ def _when(moment: float | None) -> str:
     from datetime import UTC, datetime
 
     return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d %H:%M") if moment else "never"
+
+
+def _state(key: Key) -> str:
+    import time
+
+    if key.revoked_at:
+        return f"revoked {_when(key.revoked_at)}"
+    if key.expires_at is not None and key.expires_at <= time.time():
+        return f"expired {_when(key.expires_at)}"
+    return f"used {_when(key.last_used_at)}"
+
+
+def _limits(key: Key) -> list[str]:
+    """Return what a key may call, until when, and its limits, for the list."""
+    found = []
+    if key.expires_at is not None:
+        found.append(f"until {_when(key.expires_at)}")
+    if key.agents is not None:
+        found.append(f"only {', '.join(key.agents)}" if key.agents else "no agents")
+    if key.models is not None:
+        found.append(f"models {', '.join(key.models)}" if key.models else "no models")
+    for limit, unit in (
+        (key.requests_per_minute, "requests/min"),
+        (key.tokens_per_minute, "tokens/min"),
+        (key.max_parallel_requests, "at once"),
+        (key.max_tokens, "tokens/answer"),
+    ):
+        if limit:
+            found.append(f"{limit} {unit}")
+    return found

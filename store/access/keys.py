@@ -36,17 +36,20 @@ class Keys:
         tokens_per_minute: int | None = None,
         agents: Collection[str] | None = None,
         max_parallel_requests: int | None = None,
+        *,
+        expires_at: float | None = None,
+        models: Collection[str] | None = None,
+        max_tokens: int | None = None,
     ) -> Key:
         """Store a new key by its SHA-256 hex; return it.
 
-        `agents`: those that it may call; None: all. Raises InvalidTransition for none, or for an operator's key.
+        `agents`, and `models` of `model_list`: those that it may call; None: all. Raises InvalidTransition for neither
+        an agent nor a model, and for limits of an operator's key.
         """
-        if agents is not None and (not agents or scope is not KeyScope.AGENT):
-            raise InvalidTransition(
-                "a key is limited to at least one agent"
-                if not agents
-                else "an operator's key opens all agents: only an agent's key can be limited to agents"
-            )
+        if scope is not KeyScope.AGENT and (agents, models, max_tokens) != (None, None, None):
+            raise InvalidTransition("an operator's key opens all agents: only an agent's key can be limited")
+        if agents is not None and not agents and not models:
+            raise InvalidTransition("a key is limited to at least one agent or one model of model_list")
         key = Key(
             id=new_id("key"),
             name=name,
@@ -57,6 +60,9 @@ class Keys:
             tokens_per_minute=tokens_per_minute,
             agents=None if agents is None else tuple(sorted(set(agents))),
             max_parallel_requests=max_parallel_requests,
+            expires_at=expires_at,
+            models=None if models is None else tuple(sorted(set(models))),
+            max_tokens=max_tokens,
         )
         row = {field: getattr(key, field) for field in Key.__struct_fields__}
         with write(self._engine) as connection:
@@ -91,4 +97,5 @@ class Keys:
 
 
 def _key(row: Any) -> Key:
-    return row_to(Key, row, agents=None if row.agents is None else tuple(row.agents))
+    names = {name: None if getattr(row, name) is None else tuple(getattr(row, name)) for name in ("agents", "models")}
+    return row_to(Key, row, **names)

@@ -308,7 +308,7 @@ class Policy(Record, frozen=True):
 class Key(Record, frozen=True):
     """An API key, by the SHA-256 hex of the key. None: no limit of its own.
 
-    `agents`: those that it may call; None: all.
+    `agents`, and `models` of `model_list`: those that it may call; None: all.
     """
 
     id: str
@@ -322,6 +322,9 @@ class Key(Record, frozen=True):
     tokens_per_minute: int | None = None
     agents: tuple[str, ...] | None = None
     max_parallel_requests: int | None = None
+    expires_at: float | None = None
+    models: tuple[str, ...] | None = None
+    max_tokens: int | None = None  # of each answer
 
 
 class AgentUsage(Record, frozen=True):

@@ -235,6 +235,20 @@ def test_keys_are_made_listed_and_revoked(project: Project) -> None:
     assert "only mail, support" in project.run("keys", "list", "--store", url).stdout
     listed_agents = json.loads(project.run("keys", "list", "--json", "--store", url).stdout)
     assert [row["agents"] for row in listed_agents] == [None, ["mail", "support"]]
+    team = project.run("keys", "create", "--name", "team", "--no-agents", "--model", "judge", "--max-tokens", "900",
+                       "--expires-in", "30d", "--store", url)  # fmt: skip
+    assert "for judge; it expires at 20" in team.stdout
+    assert "there is no model judge in model_list" in team.stdout
+    listed = project.run("keys", "list", "--store", url).stdout.splitlines()[-1]
+    assert "no agents  models judge  900 tokens/answer" in listed
+    for wrong, remedy in (
+        (("--no-agents",), "--no-agents needs a --model"),
+        (("--expires-at", "2020-01-31"), "this time has passed"),
+        (("--expires-in", "1d", "--expires-at", "2099-01-31"), "exclude each other"),
+        (("--no-models", "--model", "judge"), "--no-models excludes --model"),
+    ):
+        refused = project.run("keys", "create", "--name", "x", *wrong, "--store", url)
+        assert (refused.returncode, remedy in refused.stdout) == (2, True)
     assert "is revoked" in project.run("keys", "revoke", rows[0]["id"], "--store", url).stdout
     assert "revoked" in project.run("keys", "list", "--store", url).stdout
     assert project.run("keys", "revoke", "key_x", "--store", url).returncode == 1

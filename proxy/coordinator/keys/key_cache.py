@@ -17,6 +17,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from functools import partial
 from typing import TypeVar
 
@@ -24,7 +25,8 @@ import msgspec
 
 from ratchet.proxy.api_keys import KEYS_VARIABLE, is_loopback
 from ratchet.proxy.coordinator.limits.rate_limits import KeyMeter
-from ratchet.proxy.errors import NotReady, StartError
+from ratchet.proxy.coordinator.versions.policy_cache import FULL_ACCESS, Access
+from ratchet.proxy.errors import InvalidApiKey, NotReady, StartError
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.settings import ProxySettings
 from ratchet.store.errors import StoreError
@@ -48,8 +50,10 @@ class Caller(msgspec.Struct, frozen=True):
     trajectory: str | None = None  # named by a suffix of the key
     meter: KeyMeter | None = None  # the key's limits
     operator: bool = False  # may read everything, and give feedback on everything
-    agents: frozenset[str] | None = None  # the agents that the key is limited to; None: no limit
+    access: Access = FULL_ACCESS
     max_parallel_requests: int | None = None
+    max_tokens: int | None = None  # of each answer
+    expires_at: float | None = None
 
 
 ANONYMOUS = Caller(None)
@@ -91,7 +95,7 @@ class KeyCache:
         self._refresh_seconds = refresh_seconds
         self._rows: tuple[Key, ...] | None = None  # the store's, last read; None: not read yet
         self._agents = dict(self._environment)
-        self._operators = set(self._operator_hashes)
+        self._operators: dict[str, float | None] = dict.fromkeys(self._operator_hashes)  # with their expiry
         self._agents_need_keys = bool(self._environment) or self._is_reachable
         self._used: set[str] = set()
         self._use_recorded_at = time.monotonic()
@@ -117,16 +121,18 @@ class KeyCache:
         return bool(self._operators) or self.key_needed or bool(self._rows)
 
     def caller_of(self, hashed: str) -> Caller | None:
-        """Return the caller with this key; None if it is not an agent's key."""
+        """Return the caller with this key; None if it is not an agent's key. Raises InvalidApiKey if it expired."""
         caller = self._agents.get(hashed)
         if caller is not None:
+            _check_expiry(caller.expires_at)
             self._used.add(hashed)
         return caller
 
     def is_operator_key(self, hashed: str) -> bool:
-        """Return whether a key is an operator's."""
+        """Return whether a key is an operator's. Raises InvalidApiKey if it expired."""
         if hashed not in self._operators:
             return False
+        _check_expiry(self._operators[hashed])
         self._used.add(hashed)
         return True
 
@@ -187,16 +193,19 @@ class KeyCache:
             row.hash: Caller(
                 row.id,
                 meter=self._meter(row.id, (row.requests_per_minute, row.tokens_per_minute)),
-                agents=None if row.agents is None else frozenset(row.agents),
+                access=Access(_names(row.agents), _names(row.models)),
                 max_parallel_requests=row.max_parallel_requests or self._max_parallel,
+                max_tokens=row.max_tokens,
+                expires_at=row.expires_at,
             )
-            for row in _valid(rows, KeyScope.AGENT)
+            for row in _not_revoked(rows, KeyScope.AGENT)
         }
         gone = {row.id for row in rows if row.revoked_at is not None}
         self._meters = {key_id: meter for key_id, meter in self._meters.items() if key_id not in gone}
         self._rows = rows
         self._agents = {**agents, **self._environment}
-        self._operators = {*self._operator_hashes, *(row.hash for row in _valid(rows, KeyScope.OPERATOR))}
+        stored = {row.hash: row.expires_at for row in _not_revoked(rows, KeyScope.OPERATOR)}
+        self._operators = stored | dict.fromkeys(self._operator_hashes)
         self._agents_need_keys = (
             bool(self._environment) or self._is_reachable or any(row.scope == KeyScope.AGENT for row in rows)
         )
@@ -231,8 +240,11 @@ class KeyCache:
 
 
 def check_host_has_keys(settings: ProxySettings, rows: Iterable[Key]) -> None:
-    """Raise StartError if other machines can reach the host and no agent has a key. `rows`: the store's keys."""
-    if is_loopback(settings.host) or settings.key_hashes or any(_valid(rows, KeyScope.AGENT)):
+    """Raise StartError if other machines can reach the host and no agent has a valid key. `rows`: the store's keys."""
+    if is_loopback(settings.host) or settings.key_hashes:
+        return
+    now = time.time()
+    if any(row.expires_at is None or row.expires_at > now for row in _not_revoked(rows, KeyScope.AGENT)):
         return
     raise StartError(
         f"host {settings.host} can be reached from other machines, but there is no API key: create one with "
@@ -241,5 +253,18 @@ def check_host_has_keys(settings: ProxySettings, rows: Iterable[Key]) -> None:
     )
 
 
-def _valid(rows: Iterable[Key], scope: KeyScope) -> Iterable[Key]:
+def _not_revoked(rows: Iterable[Key], scope: KeyScope) -> Iterable[Key]:
     return (row for row in rows if row.scope == scope and row.revoked_at is None)
+
+
+def _names(names: Iterable[str] | None) -> frozenset[str] | None:
+    return None if names is None else frozenset(names)
+
+
+def _check_expiry(expires_at: float | None) -> None:
+    if expires_at is not None and time.time() >= expires_at:
+        at = datetime.fromtimestamp(expires_at, UTC).strftime("%Y-%m-%d %H:%M UTC")
+        raise InvalidApiKey(
+            f"the API key expired at {at}: ask the operator for a new one (`ratchet keys create`)",
+            code="expired_api_key",
+        )

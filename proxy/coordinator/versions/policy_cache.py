@@ -18,7 +18,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from ratchet.proxy.agent_names import check_agent_names, nearest_name
 from ratchet.proxy.coordinator.versions.version_draws import VersionDraws
@@ -40,7 +40,23 @@ _MIN_REFRESH_SECONDS = 0.05  # between two refreshes because of an unknown versi
 _FULL_REFRESH_SECONDS = 2.0  # between two reads of all versions; serving ones are read more often
 _MAX_LISTED = 20  # names in an error message
 
-Agents = frozenset[str] | None  # the agents that a key is limited to; None: no limit
+
+class Access(NamedTuple):
+    """The agents that a key may call, and the models of `model_list`; None: all."""
+
+    agents: frozenset[str] | None = None
+    models: frozenset[str] | None = None
+
+    def has_agent(self, alias: str) -> bool:
+        """Return whether the key may call an agent."""
+        return self.agents is None or alias in self.agents
+
+    def has_model(self, name: str) -> bool:
+        """Return whether the key may call a model of `model_list`."""
+        return self.models is None or name in self.models
+
+
+FULL_ACCESS = Access()
 
 
 class PolicyCache:
@@ -101,26 +117,28 @@ class PolicyCache:
         self.agents_changed.set()
 
     def resolve_model(
-        self, model: str, allowed: Agents = None, *, may_have_left: bool = False
+        self, model: str, access: Access = FULL_ACCESS, *, may_have_left: bool = False
     ) -> tuple[str, int | None]:
         """Return (alias, version) of a model name; the version is None if it names none. Raises NotFound, NotReady.
 
         Args:
-            allowed: the agents of the caller's key.
+            access: what the caller's key may call.
             may_have_left: accept agents that left, for their open trajectories.
         """
         if model in self.other_models:
+            if not access.has_model(model):
+                raise self.unknown_model(model, access)
             return model, None
         alias, at, number = model.partition("@")
         left = may_have_left and alias in self._left
-        if (alias not in self.aliases and not left) or (allowed is not None and alias not in allowed):
-            raise self.unknown_model(model, allowed)
+        if (alias not in self.aliases and not left) or not access.has_agent(alias):
+            raise self.unknown_model(model, access)
         if alias not in self._live and not left:
             raise NotReady(f"model {alias} is not ready: no base model is known yet; is vLLM running and the store up?")
         if not at:
             return alias, None
         if not _VERSION.fullmatch(number) or (alias, int(number)) not in self._versions:
-            raise self.unknown_model(model, allowed)
+            raise self.unknown_model(model, access)
         return alias, int(number)
 
     async def refresh_if_unknown(self, model: str) -> None:
@@ -207,23 +225,27 @@ class PolicyCache:
             missing.append("the store does not answer")
         return missing
 
-    def unknown_model(self, model: str, allowed: Agents = None) -> NotFound:
+    def unknown_model(self, model: str, access: Access = FULL_ACCESS) -> NotFound:
         """Return the error for a model name that the caller cannot use. It does not tell whether others can."""
-        names = [*self.list_agents(allowed), *sorted(self.other_models)]
+        names = [*self.list_agents(access), *self.list_models(access)]
         nearest = nearest_name(model.partition("@")[0], names)
         versions = [f"{alias}@{version}" for alias, version in sorted(self._versions) if alias == nearest]
         listed = [*names[:_MAX_LISTED], *versions[-_MAX_LISTED:]]
         hint = f"did you mean {nearest!r}? " if nearest and model.partition("@")[0] != nearest else ""
-        access = "does not exist" if allowed is None else "does not exist, or this key has no access to it"
+        known = "does not exist" if access == FULL_ACCESS else "does not exist, or this key has no access to it"
         return NotFound(
-            f"the model {model[:120]!r} {access}; {hint}there are: {', '.join(listed) or 'none'}",
+            f"the model {model[:120]!r} {known}; {hint}there are: {', '.join(listed) or 'none'}",
             param="model",
             code="model_not_found",
         )
 
-    def list_agents(self, allowed: Agents = None) -> list[str]:
+    def list_agents(self, access: Access = FULL_ACCESS) -> list[str]:
         """Return the agents that a key may call."""
-        return [alias for alias in self.aliases if allowed is None or alias in allowed]
+        return [alias for alias in self.aliases if access.has_agent(alias)]
+
+    def list_models(self, access: Access = FULL_ACCESS) -> list[str]:
+        """Return the models of `model_list` that a key may call, by name."""
+        return sorted(filter(access.has_model, self.other_models))
 
     async def start(self) -> None:
         """Start the task, after a first refresh: a warm start serves at once."""

@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 from ratchet.proxy.coordinator.admission import Admission
 from ratchet.proxy.coordinator.keys.key_cache import Caller
 from ratchet.proxy.coordinator.limits.rate_limits import TOKEN_RESERVATION, KeyMeter, TokenReservation
-from ratchet.proxy.dialects import tool_grammar
+from ratchet.proxy.dialects import token_cap, tool_grammar
 from ratchet.proxy.dialects.dialect import LARGE, Dialect, ParsedRequest, ResponseEncoder
 from ratchet.proxy.errors import ClientDisconnected, UpstreamDisconnected, UpstreamError, upstream_refusal
 from ratchet.proxy.messages.link_records import CallIdentity, Placement
@@ -99,15 +99,18 @@ class CallEndpoint:
         headers = headers_of(scope)
         identity = request_identity.read_identity(scope, headers, parsed.request)
         caller: Caller = scope[CALLER]
+        if caller.max_tokens is not None:
+            context = self._limits.context_limit(parsed.request.model)
+            parsed = token_cap.cap_max_tokens(parsed, caller.max_tokens, context)
         reservation: TokenReservation | None = scope.get(TOKEN_RESERVATION)
         if reservation is not None:
             alias = parsed.request.model.partition("@")[0]
             meter = self._limits.agent_meters.get(alias)
-            if meter is not None and (caller.agents is None or alias in caller.agents):
+            if meter is not None and caller.access.has_agent(alias):
                 reservation.count_agent(meter)
             context = self._limits.context_limit(parsed.request.model)
             reservation.reserve(parsed.request.sampling, body, context)
-        placement = await self._admission.resolve(parsed, identity, caller.key_id, caller.agents)
+        placement = await self._admission.resolve(parsed, identity, caller.key_id, caller.access)
         call = self._begin(parsed, identity, placement, headers, arrived)
         trace = self._observer.call_started(call, headers)
         with DisconnectWatch(receive, scope.get(CLIENT_LEFT)) as watch:

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from ratchet.proxy.coordinator.admission import planned_model
 from ratchet.proxy.coordinator.rollouts.rollout_plans import RolloutPlan, RolloutPlans
-from ratchet.proxy.coordinator.versions.policy_cache import Agents, PolicyCache
+from ratchet.proxy.coordinator.versions.policy_cache import Access, PolicyCache
 from ratchet.proxy.dialects import anthropic_request, inner_request
 from ratchet.proxy.dialects.dialect import read_body_with
 from ratchet.proxy.errors import BadRequest, UpstreamDisconnected
@@ -51,8 +51,8 @@ class CountTokensEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         received = await read_json(receive, self._bounds)
         plan, family = await self._find_plan(scope)
-        agents = scope[CALLER].agents
-        body = await read_body_with(lambda body: self._translate(body, plan, family, agents), received)
+        access = scope[CALLER].access
+        body = await read_body_with(lambda body: self._translate(body, plan, family, access), received)
         with DisconnectWatch(receive) as watch:
             try:
                 status, response = await self._tokenize(body)
@@ -77,12 +77,12 @@ class CountTokensEndpoint:
         task = plan.task if plan else request_identity.read_labels(headers)[0]
         return plan, family_of(task, "") if task else None
 
-    def _translate(self, body: bytes, plan: RolloutPlan | None, family: str | None, agents: Agents) -> bytes:
+    def _translate(self, body: bytes, plan: RolloutPlan | None, family: str | None, access: Access) -> bytes:
         """Return the body for /tokenize. Raises BadRequest, NotFound, NotReady."""
         fields = inner_request.decode(body)
         inner_request.require(fields, "model")
         model, is_helper = planned_model(fields["model"], plan, self._policies)
-        alias, version = self._policies.resolve_model(model, agents)
+        alias, version = self._policies.resolve_model(model, access)
         if alias in self._policies.other_models:
             raise BadRequest(f"the tokens of {alias}, a model of another server, cannot be counted here", param="model")
         version = self._policies.live_version(alias) if version is None else version

@@ -1,6 +1,6 @@
 """GET /v1/models and /v1/models/{id}: the agents, every version that can be requested by name, other models.
 
-A key that is limited to agents sees these only.
+A key that is limited to agents or models sees these only.
 Anthropic's SDKs, recognised by their header, get Anthropic's format. Everything is on one page.
 """
 
@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 from starlette.types import Receive, Scope, Send
 
-from ratchet.proxy.coordinator.versions.policy_cache import Agents, PolicyCache
+from ratchet.proxy.coordinator.versions.policy_cache import Access, PolicyCache
 from ratchet.proxy.wire.asgi import CALLER, PATH, send_json
 from ratchet.proxy.wire.error_shapes import speaks_anthropic
 
@@ -27,8 +27,8 @@ class ModelsEndpoint:
         self._policies = policies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        agents: Agents = scope[CALLER].agents
-        cards = self._cards(agents)
+        access: Access = scope[CALLER].access
+        cards = self._cards(access)
         path: str = scope[PATH]
         anthropic = speaks_anthropic(scope)
         if path == "/models":
@@ -36,11 +36,11 @@ class ModelsEndpoint:
             return
         name = unquote(path.removeprefix("/models/"))
         if name not in cards:
-            raise self._policies.unknown_model(name, agents)
+            raise self._policies.unknown_model(name, access)
         await send_json(send, 200, _anthropic(cards[name]) if anthropic else cards[name])
 
-    def _cards(self, agents: Agents) -> dict[str, Card]:
-        own = self._policies.list_agents(agents)
+    def _cards(self, access: Access) -> dict[str, Card]:
+        own = self._policies.list_agents(access)
         versions = [policy for policy in self._policies.list_versions() if policy.alias in own]
         cards: dict[str, Card] = {}
         for alias in own:
@@ -50,7 +50,7 @@ class ModelsEndpoint:
             name = f"{policy.alias}@{policy.version}"
             cards[name] = _card(name, policy.created_at, policy.alias) | {"state": str(policy.state)}
         return cards | {
-            name: _card(name, 0.0, None) | {"owned_by": "upstream"} for name in sorted(self._policies.other_models)
+            name: _card(name, 0.0, None) | {"owned_by": "upstream"} for name in self._policies.list_models(access)
         }
 
 

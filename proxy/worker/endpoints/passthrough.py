@@ -22,7 +22,7 @@ from msgspec import Raw
 from starlette.types import Receive, Scope, Send
 
 from ratchet.proxy.coordinator.limits.rate_limits import TOKEN_RESERVATION
-from ratchet.proxy.coordinator.versions.policy_cache import Agents, PolicyCache
+from ratchet.proxy.coordinator.versions.policy_cache import Access, PolicyCache
 from ratchet.proxy.errors import BadRequest, Forbidden, NotFound
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.proxy.upstreams.http_connection import HttpResponse
@@ -82,13 +82,15 @@ class PassThroughEndpoint:
         fields, name = _fields(body) if body and is_json else ({}, None)
         if name is not None and "@" in name:
             await self._policies.refresh_if_unknown(name)
-        agents: Agents = scope[CALLER].agents
-        if agents is not None and name is None and body:
+        access: Access = scope[CALLER].access
+        if access.agents is not None and name is None and body:
             raise Forbidden(
                 "the API key is limited to some agents: send a JSON body with the `model`, one of those that GET "
                 "/v1/models lists"
             )
         is_other = name in self._policies.other_models
+        if is_other and name is not None and not access.has_model(name):
+            raise self._policies.unknown_model(name, access)
         if is_other and scope[PATH] not in _OTHER_MODEL_ROUTES:
             raise NotFound(f"no route {scope['path'][:200]} for the model {name}", code="unknown_route")
         with DisconnectWatch(receive) as watch:
@@ -98,7 +100,7 @@ class PassThroughEndpoint:
                 elif is_other:
                     response = await self._forward_to_other(scope, fields, name)
                 else:
-                    response = await self._forward(scope, *self._with_served_name(fields, name, agents))
+                    response = await self._forward(scope, *self._with_served_name(fields, name, access))
                 try:
                     if response.status in (404, 405):
                         await _send_refusal(scope, response, send, watch)
@@ -134,9 +136,9 @@ class PassThroughEndpoint:
 
         return await self._others.pool(name).send("", send)
 
-    def _with_served_name(self, fields: dict[str, Raw], name: str, agents: Agents) -> tuple[bytes, tuple[str, int]]:
+    def _with_served_name(self, fields: dict[str, Raw], name: str, access: Access) -> tuple[bytes, tuple[str, int]]:
         """Return the body with the served name for its alias, and (alias, version). Raises NotFound, NotReady."""
-        alias, version = self._policies.resolve_model(name, agents)
+        alias, version = self._policies.resolve_model(name, access)
         version = self._policies.live_version(alias) if version is None else version
         served = Raw(msgspec.json.encode(self._policies.served_name(alias, version)))
         return msgspec.json.encode({**fields, "model": served}), (alias, version)

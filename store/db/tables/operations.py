@@ -54,10 +54,14 @@ keys = sa.Table(
     sa.Column("tokens_per_minute", sa.Integer),
     sa.Column("agents", JSON),  # names of the agents that it may call; NULL: all
     sa.Column("max_parallel_requests", sa.Integer),
+    sa.Column("expires_at", TIME),
+    sa.Column("models", JSON),  # names in model_list that it may call; NULL: all
+    sa.Column("max_tokens", sa.Integer),
     enum_constraint("scope", KeyScope),
     # A limit of 0 would be a revoked key.
     sa.CheckConstraint(
-        "requests_per_minute > 0 AND tokens_per_minute > 0 AND max_parallel_requests > 0", name="positive_limits"
+        "requests_per_minute > 0 AND tokens_per_minute > 0 AND max_parallel_requests > 0 AND max_tokens > 0",
+        name="positive_limits",
     ),
 )
 
