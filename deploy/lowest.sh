@@ -14,7 +14,7 @@ trap 'rm -rf "$folder"' EXIT
 "$uv" venv --quiet --python "$python" "$folder/venv"
 "$uv" pip install --quiet --python "$folder/venv" --requirement "$folder/lowest.txt" \
     aiohttp anthropic gepa google-re2 hypothesis llm-comply matplotlib openai \
-    opentelemetry-exporter-otlp-proto-http opentelemetry-sdk "psycopg[binary]" pytest pytest-asyncio pytest-xdist
+    opentelemetry-exporter-otlp-proto-http opentelemetry-sdk "psycopg[binary]" pytest pytest-asyncio pytest-xdist trustme
 "$uv" pip install --quiet --python "$folder/venv" --no-deps --editable .
 
 # Left out: what needs Playwright, Schemathesis, TensorBoard, torch, the hub's client, the Agents SDK or vLLM.

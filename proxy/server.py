@@ -31,6 +31,7 @@ from ratchet.proxy.settings import ProxySettings
 from ratchet.proxy.upstreams.vllm_client import Upstream
 from ratchet.proxy.worker.http.connections import ClientConnections
 from ratchet.proxy.worker.http.routing import Lifespan
+from ratchet.proxy.worker.http.tls_certificate import TlsCertificate
 from ratchet.store.access.replica_list import ReplicaList
 from ratchet.store.store import open_store
 
@@ -56,12 +57,14 @@ def serve(
 
     The status is 1 if a background task died; the log names it.
 
-    Raises StartError (port, journal) and store.errors.StoreError (database) with the remedy in the message.
+    Raises StartError (port, journal, certificate) and store.errors.StoreError (database), with the remedy.
     """
     return_large_blocks()
+    certificate = TlsCertificate(settings.tls_certificate, settings.tls_key) if settings.tls_certificate else None
     listener = _listen(settings.host, settings.port)
     host, port = settings.host, listener.getsockname()[1]
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "http" if certificate is None else "https"
+    url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
     store = open_store(settings.store)
     key = settings.upstream_key.get_secret_value() if settings.upstream_key else None
     upstream = Upstream(
@@ -98,6 +101,7 @@ def serve(
         critical_tasks,
         lambda: _started(app, url, on_listening, follow_agents),
         settings.drain_delay_seconds,
+        certificate,
     )
     _raise_file_limit(2 * settings.max_connections + _RESERVED_FILES)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # it warns about every malformed request
@@ -129,8 +133,13 @@ class _Server(uvicorn.Server):
         critical_tasks: CriticalTasks,
         on_started: Callable[[], None],
         drain_delay_seconds: float,
+        certificate: TlsCertificate | None,
     ) -> None:
         super().__init__(config)
+        self._certificate = certificate
+        if certificate is not None:
+            config.load()
+            config.ssl = certificate.context
         self._lifespan = app
         self._connections = connections
         self._critical_tasks = critical_tasks
@@ -163,7 +172,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
-        await self._critical_tasks.stop_tasks(self._watch)
+        await self._critical_tasks.stop_tasks(*self._watches)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -173,7 +182,10 @@ class _Server(uvicorn.Server):
         except SystemExit:  # uvicorn's way to report a failed start
             raise StartError(f"the proxy could not start: {self._lifespan.failure or 'see its log'}") from None
         if self.started:
-            self._watch = self._critical_tasks.start_task(self._connections.close_slow(), "slow-connection check")
+            start = self._critical_tasks.start_task
+            self._watches = [start(self._connections.close_slow(), "slow-connection check")]
+            if self._certificate is not None:
+                self._watches.append(start(self._certificate.watch(), "certificate"))
             self._on_started()
 
 

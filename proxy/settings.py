@@ -45,6 +45,14 @@ class ProxySettings(BaseModel):
     journal: Path = Field(description="folder of the journal; one proxy per folder")
     host: str = Field("127.0.0.1", description="address to listen on; any address but loopback requires API keys")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes any free port")
+    tls_certificate: Path | None = Field(
+        None,
+        description="PEM file with the certificate, and those between it and the authority's, to serve HTTPS; read "
+        "again when it changes ([security](security.md#tls)); null: HTTP",
+    )
+    tls_key: Path | None = Field(
+        None, description="PEM file with the certificate's key, without a password; null: in `tls_certificate`"
+    )
     capture: Literal["strict", "relaxed"] = Field(
         "strict",
         description="`strict`: a call is on disk before the last byte of its response is sent; `relaxed`: soon after",
@@ -296,6 +304,12 @@ class ProxySettings(BaseModel):
             raise ValueError(
                 f"agent_limits names {unknown[0]!r}, which is not an agent: there are {', '.join(self.agents)}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _key_has_a_certificate(self) -> Self:
+        if self.tls_key is not None and self.tls_certificate is None:
+            raise ValueError("tls_key is set without tls_certificate: set both, or neither for HTTP")
         return self
 
     @model_validator(mode="after")

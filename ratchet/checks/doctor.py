@@ -111,6 +111,8 @@ def _vllm(settings: Settings, running: dict[str, Any]) -> CheckResult:
 
 def _capture(settings: Settings, running: dict[str, Any]) -> tuple[tuple[int, ...], CheckResult]:
     """Return the prompt and answer ids of a recorded call, and the result."""
+    import ssl
+
     import httpx
 
     from ratchet.store.store import open_store
@@ -125,7 +127,12 @@ def _capture(settings: Settings, running: dict[str, Any]) -> tuple[tuple[int, ..
     log = see_log(settings, "proxy")
     try:
         answer = httpx.post(
-            f"{running['base_url']}/chat/completions", json=body, headers=_key(), timeout=120, trust_env=False
+            f"{running['base_url']}/chat/completions",
+            json=body,
+            headers=_key(),
+            timeout=120,
+            trust_env=False,
+            verify=ssl.create_default_context(),
         )
     except httpx.HTTPError as error:
         return (), CheckResult("capture", False, f"{running['base_url']} does not answer: {error}", log)

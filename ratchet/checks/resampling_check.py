@@ -21,6 +21,8 @@ def is_resampling_enabled(settings: Settings) -> bool:
 
 def check_resampling(settings: Settings, running: dict[str, Any]) -> CheckResult:
     """Return the result for a running project."""
+    import ssl
+
     import httpx
 
     from ratchet.trainer.adapters.vllm_load import load_of
@@ -34,7 +36,11 @@ def check_resampling(settings: Settings, running: dict[str, Any]) -> CheckResult
     key = os.environ.get(KEY_VARIABLE, "none")
     try:
         answer = httpx.get(
-            f"{running['base_url']}/models", headers={"authorization": f"Bearer {key}"}, timeout=30, trust_env=False
+            f"{running['base_url']}/models",
+            headers={"authorization": f"Bearer {key}"},
+            timeout=30,
+            trust_env=False,
+            verify=ssl.create_default_context(),
         )
     except httpx.HTTPError as error:
         return CheckResult(_NAME, False, f"{running['base_url']} does not answer: {error}", "look at the proxy's log")

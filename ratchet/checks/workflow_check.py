@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import ssl
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,7 +99,9 @@ def _allow_all_failures(settings: Settings) -> Settings:
 
 def _proxy(url: str) -> CheckResult:
     try:
-        httpx.get(f"{url}/health/live", timeout=_PATIENCE, trust_env=False).raise_for_status()
+        httpx.get(
+            f"{url}/health/live", timeout=_PATIENCE, trust_env=False, verify=ssl.create_default_context()
+        ).raise_for_status()
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         return CheckResult("proxy", False, f"{url} does not answer like a proxy: {error}", _NO_PROXY)
     return CheckResult("proxy", True, f"{url} answers")

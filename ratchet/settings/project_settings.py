@@ -49,10 +49,11 @@ DERIVED_TRAINER = frozenset({"vllm", "model", "base_model", "store", "checkpoint
                              "learner_process"})  # fmt: skip
 
 
-def local_url(host: str, port: int) -> str:
+def local_url(host: str, port: int, *, tls: bool = False) -> str:
     """Return the URL at which this machine reaches a server that listens on `host:port`."""
+    scheme = "https" if tls else "http"
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 class VllmSettings(BaseModel):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import ssl
 import sys
 import urllib.error
 import urllib.request
@@ -84,7 +85,8 @@ def plan_services(settings: Settings, *, config: Path) -> LaunchPlan:
         notes.append(f"base model {model}: no such folder; using it as a hub name")
     if (warning := describe_thrashing(settings)) is not None:
         notes.append(warning)
-    proxy_url = local_url(settings.proxy_settings().host, settings.proxy["port"])
+    proxy = settings.proxy_settings()
+    proxy_url = local_url(proxy.host, proxy.port, tls=proxy.tls_certificate is not None)
     vllm_url = local_url(settings.vllm.host, settings.vllm.port)
     vllm = vllm_command.build_command(settings, settings.vllm.port)
     services = [_vllm_service(settings, vllm, vllm_url), _proxy_service(settings, proxy_url, config)]
@@ -245,8 +247,12 @@ def _without_settings(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _answers(url: str) -> bool:
-    """Return whether a GET returns 200. Ignores HTTP proxies from the environment."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    """Return whether a GET of a child returns 200. Ignores HTTP proxies, and whose name a certificate has."""
+    unchecked = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    unchecked.check_hostname, unchecked.verify_mode = False, ssl.CERT_NONE
+    opener = urllib.request.build_opener(
+        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=unchecked)
+    )
     try:
         with opener.open(url, timeout=_PROBE_TIMEOUT) as answer:
             return bool(answer.status == 200)

@@ -169,7 +169,7 @@ def proxy_of(settings: Settings) -> str:
         own = settings.proxy_settings()
         from ratchet.settings.project_settings import local_url
 
-        return local_url(own.host, own.port)
+        return local_url(own.host, own.port, tls=own.tls_certificate is not None)
 
 
 def first_api_key() -> str | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +61,12 @@ class VllmServer:
         self.url = without_credentials(url)
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._http = httpx.Client(
-            base_url=self.url, auth=credentials(url), timeout=timeout, headers=headers, trust_env=False
+            base_url=self.url,
+            auth=credentials(url),
+            timeout=timeout,
+            headers=headers,
+            trust_env=False,
+            verify=ssl.create_default_context(),
         )
 
     def close(self) -> None:

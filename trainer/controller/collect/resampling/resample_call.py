@@ -8,6 +8,7 @@ answer.
 
 from __future__ import annotations
 
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,7 +56,9 @@ class ResamplingClient:
         self._settings = settings
         self._read_load = read_load
         headers = {"authorization": f"Bearer {key or _NO_KEY}"}
-        self._http = httpx.Client(timeout=settings.timeout_seconds, headers=headers, trust_env=False)
+        self._http = httpx.Client(
+            timeout=settings.timeout_seconds, headers=headers, trust_env=False, verify=ssl.create_default_context()
+        )
         self._in_flight = 0
         self._lock = threading.Lock()
 
