@@ -13,7 +13,7 @@ from ratchet.store.store import open_store
 
 @pytest.fixture(scope="session", autouse=True)
 def no_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Reading a machine's certificates costs an HTTP client more than all else; tests that speak TLS bring their own."""
+    """Reading a machine's certificates costs an HTTP client more than all else: tests of TLS bring their own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("SSL_CERT_FILE", raising=False)
         patch.setenv("SSL_CERT_DIR", str(tmp_path_factory.mktemp("certificates")))
