@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from starlette.types import ASGIApp
 
@@ -164,6 +164,10 @@ def create_app(
         app = CORSMiddleware(
             app, settings.allowed_origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"], max_age=600
         )
+    if settings.trusted_proxies:
+        from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
+
+        app = cast("ASGIApp", ProxyHeadersMiddleware(cast("Any", app), settings.trusted_hosts))
     _watch_gauges(metrics, recording, serving, health, bodies)
     metrics.requests_waiting.set_function(lambda: parallel.waiting)
     services: list[LifespanService] = [

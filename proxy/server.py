@@ -90,7 +90,7 @@ def serve(
             lifespan="on",
             log_config=None,
             access_log=False,
-            proxy_headers=False,  # nothing uses the client's address
+            proxy_headers=False,  # `create_app` reads them, from `trusted_proxies`
             server_header=False,
             timeout_keep_alive=75,  # longer than clients keep idle connections
             timeout_graceful_shutdown=int(settings.drain_timeout_seconds) + 1,

@@ -6,6 +6,7 @@ API keys come from environment variables only and are stored as SHA-256: a dump 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
@@ -109,6 +110,11 @@ class ProxySettings(BaseModel):
         description="origins of web pages that may send requests from a browser (`https://app.example.com`, or "
         "`*`); they "
         "need an API key; without keys, listed pages of this machine may call models",
+    )
+    trusted_proxies: tuple[str, ...] = Field(
+        (),
+        description="addresses and networks (`10.0.0.0/8`) of the proxies in front, whose `x-forwarded-for` names the "
+        "client in logs and audit; nobody else's does",
     )
     console: bool = Field(True, description="serve the operator's console at `/ui` ([console.md](console.md))")
     redact: tuple[str, ...] = Field(
@@ -268,6 +274,16 @@ class ProxySettings(BaseModel):
             raise ValueError(f"{ALARM_WEBHOOK_VARIABLE} is not a URL: set one like https://host/path, or unset it")
         return url
 
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _addresses(cls, entries: tuple[str, ...]) -> tuple[str, ...]:
+        for entry in entries:
+            try:
+                ip_network(entry)
+            except ValueError as error:
+                raise ValueError(f"{error}; write an address or a network, like 10.0.0.7 or 10.0.0.0/8") from error
+        return entries
+
     @field_validator("allowed_origins")
     @classmethod
     def _bare_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
@@ -326,6 +342,13 @@ class ProxySettings(BaseModel):
         return BodyBounds(
             self.max_body_bytes, self.max_messages, self.max_tools, self.max_json_depth, self.max_json_values
         )
+
+    @property
+    def trusted_hosts(self) -> list[str]:
+        """`trusted_proxies`, and as a socket for both families shows those of IPv4: `::ffff:10.0.0.7`."""
+        networks = [ip_network(entry) for entry in self.trusted_proxies]
+        mapped = [f"::ffff:{one.network_address}/{96 + one.prefixlen}" for one in networks if one.version == 4]
+        return [*map(str, networks), *mapped]
 
     @property
     def redacts(self) -> bool:

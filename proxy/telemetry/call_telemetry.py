@@ -135,16 +135,16 @@ class LogLine:
         return " ".join(f"{name}={logfmt(value)}" for name, value in self._fields.items())
 
 
-def log_call(record: CallEnded, timing: CallTiming, failure: str | None) -> None:
+def log_call(record: CallEnded, timing: CallTiming, failure: str | None, client: str | None = None) -> None:
     """Log the end of a call. Does nothing if the logger's level is above INFO."""
     if log.isEnabledFor(logging.INFO):
-        fields = log_fields(record, timing, failure)
+        fields = log_fields(record, timing, failure, client)
         log.handle(
             log.makeRecord(log.name, logging.INFO, __file__, 0, LogLine(fields), (), None, "call", {FIELDS: fields})
         )
 
 
-def log_fields(record: CallEnded, timing: CallTiming, failure: str | None) -> dict[str, Any]:
+def log_fields(record: CallEnded, timing: CallTiming, failure: str | None, client: str | None) -> dict[str, Any]:
     """Return the fields of a call's log line, in order."""
     start = record.start
     return {
@@ -166,6 +166,7 @@ def log_fields(record: CallEnded, timing: CallTiming, failure: str | None) -> di
         "context": record.context,
         "untrainable": record.untrainable,
         "upstream": _address(record.upstream) if record.upstream else None,
+        "client": client,
         "error": failure,
     }
 

@@ -18,6 +18,8 @@ HEADERS_BY_NAME = "ratchet.headers"  # cache of `headers_of`; set to None by mid
 CLIENT_LEFT = "ratchet.gone"  # returns whether the client has disconnected, if the server can tell
 CALLER = "ratchet.caller"  # coordinator.keys.key_cache.Caller
 
+_MAX_ADDRESS = 64  # characters; an IPv6 address with a zone is shorter
+
 Headers = list[tuple[bytes, bytes]]
 
 
@@ -74,6 +76,12 @@ def headers_of(scope: Scope) -> dict[bytes, bytes]:
     if found is None:
         found = scope[HEADERS_BY_NAME] = dict(reversed(scope["headers"]))
     return found
+
+
+def client_address(scope: Scope) -> str | None:
+    """Return the address of the client, behind trusted proxies as they name it; None if the server does not know it."""
+    client = scope.get("client")
+    return str(client[0])[:_MAX_ADDRESS] if client else None
 
 
 async def send_bytes(send: Send, status: int, body: bytes, headers: Headers) -> None:

@@ -13,7 +13,9 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
+from ratchet.proxy.settings import ProxySettings
 from ratchet.proxy.telemetry.call_telemetry import CallTiming, log_call, logfmt
 from ratchet.proxy.telemetry.logs import JsonFormatter
 from tests.harness.proxy.running_proxy import Proxy, Start
@@ -71,6 +73,33 @@ def test_every_call_logs_one_line_with_its_result(proxy: Proxy, lines: Lines) ->
     assert 0 < float(fields["first_byte_ms"]) <= float(fields["total_ms"])
     assert 0 < float(fields["overhead_ms"]) <= float(fields["total_ms"])
     assert fields["upstream"].startswith("127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    ("trusted", "forwarded", "client"),
+    [
+        ([], ["203.0.113.9"], "127.0.0.1"),  # from a client that nobody trusts
+        (["10.0.0.0/8"], ["203.0.113.9"], "127.0.0.1"),
+        (["127.0.0.1"], ["203.0.113.9"], "203.0.113.9"),
+        (["127.0.0.0/8", "10.0.0.0/8"], ["203.0.113.9, 2001:db8::7", "10.1.2.3"], "2001:db8::7"),
+        (["127.0.0.1"], ["1.1.1.1, 203.0.113.9:4711"], "203.0.113.9"),  # what a client sends itself stands first
+        (["127.0.0.1"], [], "127.0.0.1"),
+    ],
+)
+def test_the_client_is_the_one_that_a_trusted_proxy_names(
+    start: Start, lines: Lines, trusted: list[str], forwarded: list[str], client: str
+) -> None:
+    proxy = start(trusted_proxies=trusted)
+    headers = [("x-forwarded-for", value) for value in forwarded]
+    assert proxy.http.post(CALL, json=chat_body("hi"), headers=headers).status_code == 200
+    assert read(eventually(lambda: lines.records)[0].getMessage())["client"] == client
+
+
+def test_a_trusted_proxy_on_a_socket_for_both_families_is_known_and_a_name_is_refused(tmp_path: Path) -> None:
+    values = {"upstreams": ("http://x",), "model": "agent", "store": "-", "journal": tmp_path}
+    assert "::ffff:10.0.0.0/104" in ProxySettings(**values, trusted_proxies=("10.0.0.0/8",)).trusted_hosts
+    with pytest.raises(ValidationError, match=r"write an address or a network, like 10\.0\.0\.7"):
+        ProxySettings(**values, trusted_proxies=("*",))
 
 
 def test_a_failed_call_names_the_class_of_its_error(proxy: Proxy, lines: Lines) -> None:

@@ -121,6 +121,7 @@ class ActiveCall(msgspec.Struct):
     encoder: ResponseEncoder
     request_id: bytes
     arrived: float
+    client: str | None = None  # its address
     phase: CallPhase = CallPhase.OPEN
     failure: str | None = None  # error label of its outcome
     upstream_seconds: float = 0.0

@@ -58,6 +58,6 @@ class CallObserver:
             timing = CallTiming.of(record, time.perf_counter() - call.arrived, call.overhead_at_send)
             self._counters.count(record, timing, call.failure)
             if self._logs_calls:
-                log_call(record, timing, call.failure)
+                log_call(record, timing, call.failure, call.client)
         if self._spans is not None:
             self._spans.end_span(call, record, timing)

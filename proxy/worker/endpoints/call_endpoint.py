@@ -29,7 +29,7 @@ from ratchet.proxy.dialects.dialect import LARGE, Dialect, ParsedRequest, Respon
 from ratchet.proxy.errors import ClientDisconnected, UpstreamDisconnected, UpstreamError, upstream_refusal
 from ratchet.proxy.messages.link_records import CallIdentity, Placement
 from ratchet.proxy.runtime.thread_pools import run_parsing
-from ratchet.proxy.wire.asgi import CALLER, CLIENT_LEFT, KEY_ID, headers_of, send_bytes
+from ratchet.proxy.wire.asgi import CALLER, CLIENT_LEFT, KEY_ID, client_address, headers_of, send_bytes
 from ratchet.proxy.wire.body_bounds import BodyBounds, read_json
 from ratchet.proxy.wire.context_limit import parse_context_overflow
 from ratchet.proxy.wire.request_body import ChatRequest
@@ -112,6 +112,7 @@ class CallEndpoint:
             reservation.reserve(parsed.request.sampling, body, context)
         placement = await self._admission.resolve(parsed, identity, caller.key_id, caller.access)
         call = self._begin(parsed, identity, placement, headers, arrived)
+        call.client = client_address(scope)
         trace = self._observer.call_started(call, headers)
         with DisconnectWatch(receive, scope.get(CLIENT_LEFT)) as watch:
             try:
