@@ -75,8 +75,9 @@ class ReplicaProofs:
         self._old = OldLogprobs()
 
     def ask_ahead(self, live: Policy, probes: Probes) -> None:
-        """Ask the replicas for what `prove` will compare a version with that is still trained; does not wait."""
-        self._old.ask(tuple(self._replicas), list({live.served_name, self._base().served_name}), probes)
+        """Ask the replicas for what `prove` will compare a version with first, while that is trained; does not wait."""
+        names = list({live.served_name, self._base().served_name})
+        self._old.ask(tuple(self._replicas), names, probes[:_FIRST_PROBES])
 
     def prove(self, candidate: Policy, live: Policy, probes: Probes, scorer: LogprobScorer) -> ServedProofs:
         """Load both versions on the replicas and prove the candidate, unless its adapter is served already.
