@@ -30,6 +30,7 @@ from ratchet.commands import (
     tasks,
     trajectories,
     tune,
+    usage,
 )
 from ratchet.commands.suggestions import SuggestingGroup
 from ratchet.errors import CliError
@@ -71,6 +72,7 @@ for command in (
     groups.groups,
     policies.policies,
     keys.keys,
+    usage.usage,
     judge.judge,
     feedback.feedback,
     tasks.tasks,

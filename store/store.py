@@ -11,6 +11,7 @@ from ratchet.store.calls.resamples import Resamples
 from ratchet.store.calls.resume_state import ResumeState
 from ratchet.store.calls.tool_call_outcomes import ToolCallVerbs
 from ratchet.store.calls.trajectories import Trajectories
+from ratchet.store.calls.usage import UsageVerbs
 from ratchet.store.coordination.activity import Activity
 from ratchet.store.coordination.alarms import Alarms
 from ratchet.store.coordination.job_progress import JobProgressVerbs
@@ -68,6 +69,7 @@ class Store:
         self.observations = Observations(engine)
         self.job_progress = JobProgressVerbs(engine)
         self.keys = Keys(engine)
+        self.usage = UsageVerbs(engine)
         self.deletions = Deletions(engine)
 
     def close(self) -> None:

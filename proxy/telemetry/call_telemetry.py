@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from ratchet.proxy.telemetry.logs import FIELDS
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
+from ratchet.store.access.ownership import owner
 from ratchet.store.records import CallEnded
 
 log = logging.getLogger("ratchet.calls")
@@ -35,6 +36,10 @@ _REASONS = (
     "failed",
 )
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._:~@+/-[]")
+
+_MAX_KEYS = 100  # labels; all later keys are `other`
+_NO_KEY = "none"
+_OTHER_KEYS = "other"
 
 _Count = Callable[[float], None]
 
@@ -75,6 +80,14 @@ class _Series(NamedTuple):
     inter_token: _Count
 
 
+class _KeySeries(NamedTuple):
+    """The children of one key, agent and state."""
+
+    calls: _Count
+    prompt: _Count
+    completion: _Count
+
+
 class CallCounters:
     """The counters of ended calls."""
 
@@ -82,6 +95,8 @@ class CallCounters:
         self._metrics = metrics
         self._overhead = metrics.overhead_seconds.observe
         self._series: dict[tuple[str, str, str, str, str, str], _Series] = {}
+        self._keys: set[str] = set()
+        self._key_series: dict[tuple[str, str, str], _KeySeries] = {}
 
     def count(self, record: CallEnded, timing: CallTiming, failure: str | None) -> None:
         """Count one call; `failure` is its error label."""
@@ -94,6 +109,11 @@ class CallCounters:
         series.prompt(record.prompt_tokens)
         series.completion(record.completion_tokens)
         series.context(record.completion_tokens)
+        place = (owner(start.key_id), start.alias, record.state)
+        of_key = self._key_series.get(place) or self._make_key_series(place)
+        of_key.calls(1)
+        of_key.prompt(record.prompt_tokens)
+        of_key.completion(record.completion_tokens)
         series.seconds(timing.total)
         if timing.overhead is not None:
             self._overhead(timing.overhead)
@@ -120,6 +140,24 @@ class CallCounters:
             first_token=metrics.first_token_seconds.labels(alias).observe,
             inter_token=metrics.inter_token_seconds.labels(alias).observe,
         )
+        return series
+
+    def _make_key_series(self, place: tuple[str, str, str]) -> _KeySeries:
+        key, alias, state = place
+        label = key or _NO_KEY
+        if key and key not in self._keys:
+            if len(self._keys) < _MAX_KEYS:
+                self._keys.add(key)
+            else:
+                label = _OTHER_KEYS
+        metrics = self._metrics
+        series = _KeySeries(
+            calls=metrics.key_calls.labels(label, alias, state).inc,
+            prompt=metrics.key_tokens.labels(label, alias, "prompt").inc,
+            completion=metrics.key_tokens.labels(label, alias, "completion").inc,
+        )
+        if label != _OTHER_KEYS:
+            self._key_series[place] = series
         return series
 
 

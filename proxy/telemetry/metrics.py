@@ -82,6 +82,8 @@ class ProxyMetrics:
 
     def _add_token_metrics(self) -> None:
         self.tokens = self._counter("ratchet_tokens", "Tokens of captured calls", "alias", "kind", "purpose")
+        self.key_calls = self._counter("ratchet_key_calls", "Captured calls by key", "key", "alias", "state")
+        self.key_tokens = self._counter("ratchet_key_tokens", "Tokens of captured calls by key", "key", "alias", "kind")
         self.context_tokens = self._counter(
             "ratchet_context_tokens", "Completion tokens by how their context is known", "alias", "context"
         )

@@ -13,12 +13,12 @@ import sqlalchemy as sa
 from ratchet.store.calls.feedback import add, attach_pending_feedback, lock_feedback_order
 from ratchet.store.calls.prompt_blocks import Blocks
 from ratchet.store.calls.shipping import ship
+from ratchet.store.calls.usage import add_usage
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import MAX_IN_VALUES
 from ratchet.store.db.engine import read, write
 from ratchet.store.errors import RecordNotFound
-from ratchet.store.ids import first_id
-from ratchet.store.records import AgentUsage, Call, Choice, Feedback, Shipment
+from ratchet.store.records import Call, Choice, Feedback, Shipment
 from ratchet.store.records.base import row_to
 from ratchet.store.states import CallState
 
@@ -41,10 +41,11 @@ class Calls:
         feedback = [record for record in records if isinstance(record, Feedback)]
         with write(self._engine) as connection:
             lock_feedback_order(connection, feedback=bool(feedback))
+            ended = ship(connection, calls) if calls else ()
             if calls:
-                ship(connection, calls)
                 attach_pending_feedback(connection, calls)
             add(connection, feedback)
+            add_usage(connection, ended)
 
     def mark_interrupted(self, call_ids: Iterable[str]) -> None:
         """Mark calls whose proxy died before their end; finished calls stay as they are."""
@@ -97,22 +98,6 @@ class Calls:
         """Return calls with their tokens, by id; unknown ids are left out."""
         with read(self._engine) as connection:
             return {call.id: call for call in load_calls(connection, schema.calls.c.id.in_(call_ids))}
-
-    def usage(self, since: float, alias: str | None = None) -> list[AgentUsage]:
-        """Return the calls and tokens since then (Unix seconds) by agent, key and purpose, most tokens first."""
-        calls, runs = schema.calls, schema.trajectories
-        names = (calls.c.alias, runs.c.key_id, runs.c.purpose)
-        sums = {name: sa.func.coalesce(sa.func.sum(calls.c[name]), 0).label(name)
-                for name in ("prompt_tokens", "completion_tokens")}  # fmt: skip
-        query = (
-            sa.select(*names, sa.func.count().label("calls"), *sums.values())
-            .join(runs, runs.c.id == calls.c.trajectory_id)
-            .where(calls.c.id >= first_id("call", since), *([calls.c.alias == alias] if alias else []))
-            .group_by(*names)
-            .order_by((sums["prompt_tokens"] + sums["completion_tokens"]).desc(), *names)
-        )
-        with read(self._engine) as connection:
-            return [row_to(AgentUsage, row) for row in connection.execute(query)]
 
 
 def load_calls(connection: sa.Connection, where: sa.ColumnElement[bool], *, tokens: bool = True) -> list[Call]:

@@ -67,8 +67,8 @@ class _TrajectoryRow(NamedTuple):
     last_active_at: float
 
 
-def ship(connection: sa.Connection, records: Sequence[CallRecord]) -> None:
-    """Write a batch of starts and ends in the caller's transaction."""
+def ship(connection: sa.Connection, records: Sequence[CallRecord]) -> Collection[CallEnded]:
+    """Write a batch of starts and ends in the caller's transaction; return the ends that were not stored before."""
     lock_messages_shared(connection)
     # The first start and the first end of a call count; later ones in the batch are repetitions.
     starts = {one.call_id: one for one in map(_start_of, reversed(records))}
@@ -85,6 +85,7 @@ def ship(connection: sa.Connection, records: Sequence[CallRecord]) -> None:
     _write_calls(connection, new, ending, hosts, replaced=[name for name in ending if name in known])
     _write_choices(connection, ending.values())
     _touch(connection, _active(new, ending.values(), hosts), trajectories)
+    return ending.values()
 
 
 def lock_messages_shared(connection: sa.Connection) -> None:

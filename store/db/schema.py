@@ -12,6 +12,7 @@ from ratchet.store.db.tables.operations import keys as keys
 from ratchet.store.db.tables.operations import leases as leases
 from ratchet.store.db.tables.operations import orphan_candidates as orphan_candidates
 from ratchet.store.db.tables.operations import proxy_instances as proxy_instances
+from ratchet.store.db.tables.operations import usage as usage
 from ratchet.store.db.tables.policies import base_models as base_models
 from ratchet.store.db.tables.policies import decisions as decisions
 from ratchet.store.db.tables.policies import policies as policies

@@ -327,13 +327,19 @@ class Key(Record, frozen=True):
     max_tokens: int | None = None  # of each answer
 
 
-class AgentUsage(Record, frozen=True):
-    """Calls and tokens of one agent, key and purpose."""
+class Usage(Record, frozen=True):
+    """Calls and tokens of a UTC day, a key, an agent or model, and a purpose; None: of all.
 
-    alias: str
+    A key id of "" stands for all calls without a checked key. `key_name` is None for keys of the environment.
+    """
+
+    day: str | None
     key_id: str | None
-    purpose: str
+    key_name: str | None
+    alias: str | None
+    purpose: str | None
     calls: int
+    failed: int
     prompt_tokens: int
     completion_tokens: int
 

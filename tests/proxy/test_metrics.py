@@ -13,9 +13,12 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from ratchet.proxy.telemetry.call_telemetry import CallCounters, CallTiming
+from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.trainer.observability.metrics import TrainerMetrics
 from tests.harness.proxy.running_proxy import Proxy, Start
 from tests.harness.proxy.servers import ROOT, eventually
+from tests.harness.records import call_start, ended
 
 CALL = "/v1/chat/completions"
 
@@ -183,3 +186,21 @@ def _labels_in(expression: str) -> set[str]:
 def _named_in(text: str) -> set[str]:
     """Return the metric families that a text names."""
     return {re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"\bratchet_[a-z_]+", text)}
+
+
+def test_keys_are_labels_up_to_a_bound() -> None:
+    metrics = ProxyMetrics()
+    counters = CallCounters(metrics)
+    for number in range(150):
+        start = call_start(f"call_{number}", "job", key_id=f"key_{number}")
+        counters.count(ended(start, {"role": "assistant", "content": "hi"}), CallTiming(1.0, None, None, None), None)
+    counters.count(
+        ended(call_start("c", "job", key_id="open:1"), {"role": "assistant"}), CallTiming(1.0, None, None, None), None
+    )
+    calls = {
+        sample.labels["key"]: sample.value
+        for family in metrics.key_calls.collect()
+        for sample in family.samples
+        if sample.name.endswith("_total")
+    }
+    assert (len(calls), calls["other"], calls["key_7"], calls["none"]) == (102, 50, 1, 1)

@@ -57,6 +57,7 @@ READS: dict[str, tuple[str, ...]] = {
     "tune promote": ("RUN",),
     "tune report": (),
     "tune runs": (),
+    "usage": (),
 }
 
 # What needs an engine: command -> the file of tests that runs it with --json, and words that stand in it.

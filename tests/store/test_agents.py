@@ -36,22 +36,6 @@ def test_an_agent_whose_name_differs_by_case_from_one_with_versions_is_refused(s
     assert store.policies.register_base("mail", "other").served_name == "other"
 
 
-def test_usage_is_summed_by_agent_key_and_purpose(store: Store, keys: tuple[str, str]) -> None:
-    found = store.calls.usage(time.time() - 3600)
-    assert {(one.alias, one.key_id): one.calls for one in found} == {
-        ("mail", keys[0]): 2, ("mail", keys[1]): 1, ("support", keys[1]): 1}  # fmt: skip
-    calls = {one.id: one for one in store.calls.page()}
-    assert sum(one.prompt_tokens for one in found) == sum(
-        call.prompt_tokens for call in calls.values() if call.trajectory_id != "old"
-    )
-    assert [one.prompt_tokens + one.completion_tokens for one in found] == sorted(
-        (one.prompt_tokens + one.completion_tokens for one in found), reverse=True
-    )
-    assert [one.alias for one in store.calls.usage(time.time() - 3600, "support")] == ["support"]
-    assert sum(one.calls for one in store.calls.usage(0.0)) == 5
-    assert store.calls.usage(time.time() + 3600) == []
-
-
 @pytest.mark.usefixtures("keys")
 def test_lists_and_counts_are_limited_to_an_agent(store: Store) -> None:
     assert {call.alias for call in store.calls.page(alias="support", tokens=False)} == {"support"}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import FastAPI, Query
 from fastapi.responses import Response
@@ -15,8 +14,10 @@ from ratchet.store.store import Store
 ReadAgents = Callable[[], Mapping[str, str]]  # state by agent: serving, waiting or left
 
 _NOT_SERVED = "not_served"  # of an agent with records that this proxy does not serve
-_DAY = 86400.0
-_MAX_USAGE_SECONDS = 31 * _DAY
+_MAX_USAGE_DAYS = 400
+
+Dimension = Literal["day", "key_id", "alias", "purpose"]
+_ALL_DIMENSIONS: list[Dimension] = ["day", "key_id", "alias", "purpose"]
 
 
 def add_agents(api: FastAPI, store: Store, read_agents: ReadAgents) -> None:
@@ -45,7 +46,10 @@ def add_agents(api: FastAPI, store: Store, read_agents: ReadAgents) -> None:
 
     @api.get("/usage")
     def usage(
-        alias: str | None = None, seconds: Annotated[float, Query(gt=0, le=_MAX_USAGE_SECONDS)] = _DAY
+        alias: str | None = None,
+        key_id: str | None = None,
+        days: Annotated[int, Query(ge=1, le=_MAX_USAGE_DAYS)] = 1,
+        by: Annotated[list[Dimension], Query()] = _ALL_DIMENSIONS,
     ) -> Response:
-        """Calls and tokens of the last `seconds`, by agent, key and purpose; most tokens first."""
-        return page_response([plain(one) for one in store.calls.usage(time.time() - seconds, alias)])
+        """Calls and tokens of the last `days` (UTC, today included) by `by`: all that ended and are in the store."""
+        return page_response([plain(one) for one in store.usage.read(days, by, alias, key_id)])

@@ -65,6 +65,21 @@ keys = sa.Table(
     ),
 )
 
+# What keys used, by UTC day (2026-11-23), key ("": none), agent or model, and purpose; without content.
+usage = sa.Table(
+    "usage",
+    metadata,
+    sa.Column("day", sa.String(10), primary_key=True),
+    sa.Column("key_id", sa.String(64), primary_key=True),
+    sa.Column("alias", sa.String(128), primary_key=True),
+    sa.Column("purpose", sa.String(16), primary_key=True),
+    sa.Column("calls", sa.BigInteger, nullable=False),
+    sa.Column("failed", sa.BigInteger, nullable=False),
+    sa.Column("prompt_tokens", sa.BigInteger, nullable=False),
+    sa.Column("completion_tokens", sa.BigInteger, nullable=False),
+    sa.Index(None, "key_id", "day"),
+)
+
 # Deletions, without the deleted content; proxies learn from them that messages may be gone.
 deletions = sa.Table(
     "deletions",

@@ -211,6 +211,18 @@ def test_rounds_and_alarms_have_pages(console: Proxy, safe_page: Page) -> None:
     sees(safe_page, "take harder tasks")
 
 
+def test_usage_has_a_page(console: Proxy, safe_page: Page) -> None:
+    body = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
+    assert console.http.post("/v1/chat/completions", json=body).status_code == 200
+    console.settled()
+    safe_page.goto(f"{console.url}/ui/#/usage?days=1")
+    sees(safe_page, "Completion tokens")
+    sees(safe_page, "no key")
+    click(safe_page, "a year")
+    sees(safe_page, "Completion tokens")
+    assert safe_page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
 def test_every_page_shows_the_chosen_agent_only(
     scripted: tuple[ScriptedVllm, str], store: Store, tmp_path: Path, safe_page: Page
 ) -> None:
@@ -229,7 +241,7 @@ def test_every_page_shows_the_chosen_agent_only(
         chooser = safe_page.locator("#agent")
         expect(chooser.locator("option")).to_have_count(4)
         pages = {"": "no variance of ", "trajectories": "job-of-", "groups": "task of ", "versions": "",
-                 "rounds": "a reason of ", "alarms": "no variance of "}  # fmt: skip
+                 "rounds": "a reason of ", "usage": "", "alarms": "no variance of "}  # fmt: skip
         for chosen, other in (("mail", "support"), ("support", "mail")):
             chooser.select_option(chosen)
             for name, text in pages.items():

@@ -9,6 +9,7 @@ import { overview } from "./overview.js";
 import { alarms, rounds } from "./training.js";
 import { trajectories } from "./trajectories.js";
 import { trajectory } from "./trajectory.js";
+import { usage } from "./usage.js";
 import { version, versions } from "./versions.js";
 
 // In the order of the bar: name, title, page. A page gets its element and the address, and returns its refresh function.
@@ -19,6 +20,7 @@ const PAGES = [
   ["versions", "Versions", (place, address) => (address.path.length > 1 ? version : versions)(place, address)],
   ["behavior", "Behavior", behavior],
   ["rounds", "Rounds", rounds],
+  ["usage", "Usage", usage],
   ["alarms", "Alarms", alarms],
 ];
 const EVERY = 5000; // milliseconds between refreshes of a live page

@@ -7,7 +7,7 @@ from typing import Any
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0001_tables"
+revision = "0001_key_usage"
 down_revision = None
 
 ROW_ID = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
@@ -34,6 +34,7 @@ def upgrade() -> None:
     _tasks()
     _toolsets()
     _tunings()
+    _usage()
     _judge_requests()
     _policies()
     _rollouts()
@@ -633,6 +634,22 @@ def _trajectory_tags() -> None:
         sa.PrimaryKeyConstraint("tag", "opened_at", "trajectory_id", name="pk_trajectory_tags"),
     )
     op.create_index("ix_trajectory_tags_trajectory_id", "trajectory_tags", ["trajectory_id"])
+
+
+def _usage() -> None:
+    op.create_table(
+        "usage",
+        sa.Column("day", sa.String(10), nullable=False),
+        sa.Column("key_id", sa.String(64), nullable=False),
+        sa.Column("alias", sa.String(128), nullable=False),
+        sa.Column("purpose", sa.String(16), nullable=False),
+        sa.Column("calls", sa.BigInteger, nullable=False),
+        sa.Column("failed", sa.BigInteger, nullable=False),
+        sa.Column("prompt_tokens", sa.BigInteger, nullable=False),
+        sa.Column("completion_tokens", sa.BigInteger, nullable=False),
+        sa.PrimaryKeyConstraint("day", "key_id", "alias", "purpose", name="pk_usage"),
+    )
+    op.create_index("ix_usage_key_id_day", "usage", ["key_id", "day"])
 
 
 def _verdicts() -> None:

@@ -1,0 +1,109 @@
+"""What keys use: calls and tokens by UTC day, key, agent or model, and purpose. No content.
+
+Guarantees: a call counts once, in the transaction that stores its end, so that the sums of several proxies are right
+and outlive restarts. Deleting or pruning trajectories changes no sum. All keys that were not checked count as one, and
+a day has one row for each combination that occurred.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+
+from ratchet.store.access.ownership import owner
+from ratchet.store.db import schema
+from ratchet.store.db.engine import read
+from ratchet.store.records import CallEnded, Usage
+from ratchet.store.records.base import row_to
+from ratchet.store.states import CallState
+
+DIMENSIONS = ("day", "key_id", "alias", "purpose")
+_SUMS = ("calls", "failed", "prompt_tokens", "completion_tokens")
+_MAX_ROWS = 10_000
+
+
+class UsageVerbs:
+    """Operations on the usage of keys."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+
+    def read(
+        self,
+        days: int,
+        by: Collection[str] = DIMENSIONS,
+        alias: str | None = None,
+        key_id: str | None = None,
+        now: float | None = None,
+    ) -> list[Usage]:
+        """Return the sums of the last `days`, today included, latest day first, then most tokens first.
+
+        `by`: some of `DIMENSIONS`; the others are summed up, and None in the result. At most 10,000 rows.
+        """
+        table, keys = schema.usage, schema.keys
+        names = [table.c[name] for name in DIMENSIONS if name in by]
+        sums = [sa.func.sum(table.c[name]).label(name) for name in _SUMS]
+        chosen = [table.c.day >= first_day(days, now)]
+        chosen += [table.c.alias == alias] if alias is not None else []
+        chosen += [table.c.key_id == key_id] if key_id is not None else []
+        order = [one.desc() if one.name == "day" else one for one in names]
+        tokens = sa.func.sum(table.c.prompt_tokens + table.c.completion_tokens).desc()
+        query = sa.select(*names, *sums).where(*chosen).group_by(*names)
+        query = query.order_by(*order[: "day" in by], tokens, *order).limit(_MAX_ROWS)
+        if not names:
+            query = query.having(sa.func.count() > 0)
+        with read(self._engine) as connection:
+            rows = connection.execute(query).all()
+            called = {row.id: row.name for row in connection.execute(sa.select(keys.c.id, keys.c.name))}
+        none = dict.fromkeys(name for name in DIMENSIONS if name not in by)
+        return [
+            row_to(Usage, row, key_name=called.get(row.key_id) if "key_id" in by else None, **none,
+                   **{name: int(getattr(row, name)) for name in _SUMS})
+            for row in rows
+        ]  # fmt: skip
+
+
+def add_usage(connection: sa.Connection, ended: Iterable[CallEnded]) -> None:
+    """Add the calls that were stored as ended, in the caller's transaction and as its last statement.
+
+    Rows are locked in one order, and nothing is locked after them: proxies that ship at once do not deadlock.
+    """
+    sums: dict[tuple[str, ...], list[int]] = defaultdict(lambda: [0] * len(_SUMS))
+    for end in ended:
+        row = sums[_place(end)]
+        row[0] += 1
+        row[1] += end.state == CallState.FAILED
+        row[2] += end.prompt_tokens
+        row[3] += end.completion_tokens
+    if sums:
+        rows = [dict(zip((*DIMENSIONS, *_SUMS), (*place, *sums[place]), strict=True)) for place in sorted(sums)]
+        connection.execute(_upsert(connection.dialect.name), rows)
+
+
+def first_day(days: int, now: float | None = None) -> str:
+    """Return the first of the last `days` UTC days, today included."""
+    return _day(datetime.fromtimestamp(time.time() if now is None else now, UTC) - timedelta(days=days - 1))
+
+
+def _place(end: CallEnded) -> tuple[str, ...]:
+    start = end.start
+    return (_day(datetime.fromtimestamp(end.ended_at, UTC)), owner(start.key_id)[:64], start.alias[:128], start.purpose)
+
+
+def _day(moment: datetime) -> str:
+    return moment.strftime("%Y-%m-%d")
+
+
+def _upsert(dialect: str) -> Any:
+    table = schema.usage
+    insert: Any = postgresql.insert(table) if dialect == "postgresql" else sqlite.insert(table)
+    return insert.on_conflict_do_update(
+        index_elements=[table.c[name] for name in DIMENSIONS],
+        set_={name: table.c[name] + insert.excluded[name] for name in _SUMS},
+    )
