@@ -175,8 +175,8 @@ class AgentsRun:
         (self._folder / f"{name}.json").write_text(done.stdout)
         if done.returncode not in (0, 3):
             raise SystemExit(f"tuning {name} ended with {done.returncode}")
-        curve = json.loads(done.stdout)["details"]["curve"]
-        return {"before": curve[0]["mean"], "after": curve[-1]["mean"], "gain": curve[-1]["against_baseline"]}
+        tested = json.loads(done.stdout)["details"]["test"]
+        return {"before": tested[0]["mean"], "after": tested[-1]["mean"], "gain": tested[-1]["against_baseline"]}
 
     def _ratchet(self, *words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "ratchet", "--config", str(self._config), *words]
