@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from ratchet import options
 
 if TYPE_CHECKING:
-    from ratchet.store.records import Key
+    from ratchet.store.records import Key, KeyTokens
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+_LIMITS = {
+    "requests_per_minute": "Maximum requests per minute and proxy.",
+    "tokens_per_minute": "Maximum prompt and completion tokens per minute and proxy.",
+    "max_parallel_requests": "Maximum requests at once per proxy.",
+    "max_tokens": "Maximum completion tokens of an answer; higher values are lowered.",
+    "tokens_per_day": "Budget of prompt and completion tokens per UTC day, over all proxies.",
+    "tokens_per_month": "The same per UTC month.",
+}
+
+
+def _limit_options(minimum: int) -> Callable[[_Command], _Command]:
+    def add(command: _Command) -> _Command:
+        for name, text in reversed(_LIMITS.items()):
+            option = f"--{name.replace('_', '-')}"
+            command = click.option(option, type=click.IntRange(min=minimum), help=text)(command)
+        for option, kind, metavar, text in (
+            ("--expires-at", options.Timestamp(), "TIME", "Reject the key from then on: 2027-01-31."),
+            ("--expires-in", options.Duration(), "AGE", "Reject the key after this time: 30d, 12h."),
+        ):
+            command = click.option(option, type=kind, metavar=metavar, help=text)(command)
+        return command
+
+    return add
 
 
 @click.group()
@@ -42,16 +69,7 @@ def keys() -> None:
 )  # fmt: skip
 @click.option("--no-agents", is_flag=True, help="No agent: only models of `model_list`, named by --model.")
 @click.option("--no-models", is_flag=True, help="No model of `model_list`.")
-@click.option("--expires-in", type=options.Duration(), metavar="AGE", help="Reject the key after this time: 30d, 12h.")
-@click.option("--expires-at", type=options.Timestamp(), metavar="TIME", help="Reject the key from then on: 2027-01-31.")
-@click.option("--requests-per-minute", type=click.IntRange(min=1), help="Maximum requests per proxy.")
-@click.option("--tokens-per-minute", type=click.IntRange(min=1), help="Maximum prompt and completion tokens per proxy.")
-@click.option("--max-parallel-requests", type=click.IntRange(min=1), help="Maximum requests at once per proxy.")
-@click.option(
-    "--max-tokens",
-    type=click.IntRange(min=1),
-    help="Maximum completion tokens of an answer; higher values are lowered.",
-)
+@_limit_options(1)
 @options.store_url
 @options.project
 @click.pass_context
@@ -79,18 +97,12 @@ def create(
       ratchet keys create --name crawler --requests-per-minute 600 --tokens-per-minute 200000
       ratchet keys create --name office --agent mail --agent support --no-models --expires-in 30d
     """
-    import time
-
     from ratchet.proxy.agent_names import check_agent_names
     from ratchet.proxy.api_keys import hash_key, new_key
     from ratchet.store.states import KeyScope
 
     _check_choices(scope, agents, models, no_agents, no_models, limits)
-    if expires_in is not None and expires_at is not None:
-        raise click.UsageError("--expires-in and --expires-at exclude each other")
-    expires_at = time.time() + expires_in if expires_in is not None else expires_at
-    if expires_at is not None and expires_at <= time.time():
-        raise click.UsageError("--expires-at: this time has passed")
+    expires_at = _expiry(expires_in, expires_at)
     try:
         check_agent_names(agents)
     except ValueError as error:
@@ -114,6 +126,18 @@ def create(
         click.echo(note, err=True)
 
 
+def _expiry(expires_in: float | None, expires_at: float | None) -> float | None:
+    """Return when a key expires (Unix seconds), or None. Raises UsageError."""
+    import time
+
+    if expires_in is not None and expires_at is not None:
+        raise click.UsageError("--expires-in and --expires-at exclude each other")
+    expires_at = time.time() + expires_in if expires_in is not None else expires_at
+    if expires_at is not None and expires_at <= time.time():
+        raise click.UsageError("--expires-at: this time has passed")
+    return expires_at
+
+
 def _check_choices(
     scope: str,
     agents: tuple[str, ...],
@@ -123,10 +147,9 @@ def _check_choices(
     limits: Mapping[str, int | None],
 ) -> None:
     """Raise UsageError for options that contradict each other."""
-    if scope == "operator" and (agents or models or no_agents or no_models or limits["max_tokens"]):
+    if scope == "operator" and (agents or models or no_agents or no_models or any(limits.values())):
         raise click.UsageError(
-            "--agent, --model and --max-tokens are for agents' keys: an operator's key opens the operator API for all "
-            "agents"
+            "--agent, --model and limits are for agents' keys: an operator's key opens the operator API for all agents"
         )
     if (agents and no_agents) or (models and no_models):
         raise click.UsageError("--no-agents excludes --agent, and --no-models excludes --model")
@@ -161,18 +184,58 @@ def list_keys(context: click.Context, store: str | None, project: str | None, as
     Example:
       ratchet keys list --json
     """
-    import msgspec
-
     with options.open_project_store(context, create=True, store=store, project=project) as opened:
         found = opened.keys.all()
+        used = opened.usage.of_keys([key.id for key in found])
     if as_json:
-        options.print_json([{k: v for k, v in msgspec.structs.asdict(key).items() if k != "hash"} for key in found])
+        options.print_json([_plain(key, used[key.id]) for key in found])
         return
     for key in found:
         made = f"made {_when(key.created_at)}"
-        click.echo("  ".join([key.id, f"{key.scope:<8}", key.name, made, _state(key), *_limits(key)]))
+        click.echo(
+            "  ".join(
+                [key.id, f"{key.scope:<8}", key.name, made, _state(key), *_limits(key), *_used(key, used[key.id])]
+            )
+        )
     if not found:
         click.echo("no keys in this store: create one with `ratchet keys create --name NAME`")
+
+
+@keys.command()
+@click.argument("key_id", metavar="ID")
+@click.option("--no-expiry", is_flag=True, help="The key does not expire any more.")
+@_limit_options(0)
+@options.store_url
+@options.project
+@click.pass_context
+def update(
+    context: click.Context,
+    /,
+    key_id: str,
+    no_expiry: bool,
+    expires_in: float | None,
+    expires_at: float | None,
+    store: str | None,
+    project: str | None,
+    **limits: int | None,
+) -> None:
+    """Change limits and expiry of a key by its id; 0 removes a limit. Running proxies follow within seconds.
+
+    \b
+    Example:
+      ratchet keys update key_06f3k9q2m8d4x7w1n5b0c3v6t2 --tokens-per-day 5000000 --requests-per-minute 0
+    """
+    changes: dict[str, float | None] = {name: limit or None for name, limit in limits.items() if limit is not None}
+    expires_at = _expiry(expires_in, expires_at)
+    if no_expiry and expires_at is not None:
+        raise click.UsageError("--no-expiry excludes --expires-in and --expires-at")
+    if no_expiry or expires_at is not None:
+        changes["expires_at"] = expires_at
+    if not changes:
+        raise click.UsageError("nothing to change: name a limit, or when the key expires")
+    with options.open_project_store(context, store=store, project=project) as opened:
+        changed = opened.keys.update(key_id, **changes)
+    click.echo(f"{changed.id} ({changed.name}): {', '.join(_limits(changed)) or 'no limits'}")
 
 
 @keys.command()
@@ -196,6 +259,19 @@ def _when(moment: float | None) -> str:
     from datetime import UTC, datetime
 
     return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d %H:%M") if moment else "never"
+
+
+def _plain(key: Key, used: KeyTokens) -> dict[str, Any]:
+    import msgspec
+
+    fields = {name: value for name, value in msgspec.structs.asdict(key).items() if name != "hash"}
+    return fields | {"tokens_today": used.today, "tokens_this_month": used.this_month}
+
+
+def _used(key: Key, used: KeyTokens) -> list[str]:
+    """Return what is used up of a key's budgets."""
+    budgets = ((key.tokens_per_day, used.today, "today"), (key.tokens_per_month, used.this_month, "this month"))
+    return [f"{spent:,} of {budget:,} tokens {period}" for budget, spent, period in budgets if budget]
 
 
 def _state(key: Key) -> str:
@@ -222,6 +298,8 @@ def _limits(key: Key) -> list[str]:
         (key.tokens_per_minute, "tokens/min"),
         (key.max_parallel_requests, "at once"),
         (key.max_tokens, "tokens/answer"),
+        (key.tokens_per_day, "tokens/day"),
+        (key.tokens_per_month, "tokens/month"),
     ):
         if limit:
             found.append(f"{limit} {unit}")

@@ -20,6 +20,11 @@ from ratchet.store.records import Key
 from ratchet.store.records.base import row_to
 from ratchet.store.states import KeyScope
 
+CHANGEABLE = (
+    "requests_per_minute", "tokens_per_minute", "max_parallel_requests", "max_tokens", "tokens_per_day",
+    "tokens_per_month", "expires_at",
+)  # fmt: skip
+
 
 class Keys:
     """Operations on keys."""
@@ -40,13 +45,16 @@ class Keys:
         expires_at: float | None = None,
         models: Collection[str] | None = None,
         max_tokens: int | None = None,
+        tokens_per_day: int | None = None,
+        tokens_per_month: int | None = None,
     ) -> Key:
         """Store a new key by its SHA-256 hex; return it.
 
         `agents`, and `models` of `model_list`: those that it may call; None: all. Raises InvalidTransition for neither
         an agent nor a model, and for limits of an operator's key.
         """
-        if scope is not KeyScope.AGENT and (agents, models, max_tokens) != (None, None, None):
+        limits = (agents, models, max_tokens, tokens_per_day, tokens_per_month)
+        if scope is not KeyScope.AGENT and any(limit is not None for limit in limits):
             raise InvalidTransition("an operator's key opens all agents: only an agent's key can be limited")
         if agents is not None and not agents and not models:
             raise InvalidTransition("a key is limited to at least one agent or one model of model_list")
@@ -63,6 +71,8 @@ class Keys:
             expires_at=expires_at,
             models=None if models is None else tuple(sorted(set(models))),
             max_tokens=max_tokens,
+            tokens_per_day=tokens_per_day,
+            tokens_per_month=tokens_per_month,
         )
         row = {field: getattr(key, field) for field in Key.__struct_fields__}
         with write(self._engine) as connection:
@@ -84,6 +94,25 @@ class Keys:
                 .where(table.c.id == key_id, table.c.revoked_at.is_(None))
                 .values(revoked_at=time.time())
             )
+            row = connection.execute(sa.select(table).where(table.c.id == key_id)).one_or_none()
+        if row is None:
+            raise RecordNotFound(f"no key {key_id}; `ratchet keys list` shows the ids")
+        return _key(row)
+
+    def update(self, key_id: str, **limits: Any) -> Key:
+        """Change limits of an agent's key, or when a key expires; None: no limit. Raises RecordNotFound.
+
+        `limits`: some of `CHANGEABLE`. Raises InvalidTransition for limits of an operator's key.
+        """
+        table = schema.keys
+        unknown = limits.keys() - set(CHANGEABLE)
+        if unknown or not limits:
+            raise InvalidTransition(f"of a key, these can change: {', '.join(CHANGEABLE)}")
+        with write(self._engine) as connection:
+            row = connection.execute(sa.select(table.c.scope).where(table.c.id == key_id)).one_or_none()
+            if row is not None and row.scope != KeyScope.AGENT and limits.keys() != {"expires_at"}:
+                raise InvalidTransition("an operator's key has no limits: only its expiry can change")
+            connection.execute(sa.update(table).where(table.c.id == key_id).values(**limits))
             row = connection.execute(sa.select(table).where(table.c.id == key_id)).one_or_none()
         if row is None:
             raise RecordNotFound(f"no key {key_id}; `ratchet keys list` shows the ids")

@@ -19,7 +19,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from ratchet.store.access.ownership import owner
 from ratchet.store.db import schema
 from ratchet.store.db.engine import read
-from ratchet.store.records import CallEnded, Usage
+from ratchet.store.records import CallEnded, KeyTokens, Usage
 from ratchet.store.records.base import row_to
 from ratchet.store.states import CallState
 
@@ -67,6 +67,21 @@ class UsageVerbs:
                    **{name: int(getattr(row, name)) for name in _SUMS})
             for row in rows
         ]  # fmt: skip
+
+    def of_keys(self, key_ids: Collection[str], now: float | None = None) -> dict[str, KeyTokens]:
+        """Return the tokens of these keys today and this month, by key id; zeros for a key without calls."""
+        table, day = schema.usage, first_day(1, now)
+        tokens = table.c.prompt_tokens + table.c.completion_tokens
+        today = sa.func.sum(sa.case((table.c.day == day, tokens), else_=0))
+        query = (
+            sa.select(table.c.key_id, today.label("today"), sa.func.sum(tokens).label("this_month"))
+            .where(table.c.key_id.in_(list(key_ids)), table.c.day >= f"{day[:7]}-01", table.c.day <= day)
+            .group_by(table.c.key_id)
+        )
+        with read(self._engine) as connection:
+            rows = connection.execute(query).all()
+        found = {row.key_id: KeyTokens(day=day, today=int(row.today), this_month=int(row.this_month)) for row in rows}
+        return dict.fromkeys(key_ids, KeyTokens(day=day)) | found
 
 
 def add_usage(connection: sa.Connection, ended: Iterable[CallEnded]) -> None:

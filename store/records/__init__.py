@@ -325,6 +325,16 @@ class Key(Record, frozen=True):
     expires_at: float | None = None
     models: tuple[str, ...] | None = None
     max_tokens: int | None = None  # of each answer
+    tokens_per_day: int | None = None
+    tokens_per_month: int | None = None
+
+
+class KeyTokens(Record, frozen=True):
+    """The prompt and completion tokens of a key on a UTC day (`2026-11-23`), and in its month up to then."""
+
+    day: str
+    today: int = 0
+    this_month: int = 0
 
 
 class Usage(Record, frozen=True):

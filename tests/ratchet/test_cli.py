@@ -241,6 +241,10 @@ def test_keys_are_made_listed_and_revoked(project: Project) -> None:
     assert "there is no model judge in model_list" in team.stdout
     listed = project.run("keys", "list", "--store", url).stdout.splitlines()[-1]
     assert "no agents  models judge  900 tokens/answer" in listed
+    changes = ("--tokens-per-day", "5000", "--max-tokens", "0", "--no-expiry")
+    raised = project.run("keys", "update", listed.split()[0], *changes, "--store", url)
+    assert "(team): no agents, models judge, 5000 tokens/day" in raised.stdout
+    assert "0 of 5,000 tokens today" in project.run("keys", "list", "--store", url).stdout
     for wrong, remedy in (
         (("--no-agents",), "--no-agents needs a --model"),
         (("--expires-at", "2020-01-31"), "this time has passed"),

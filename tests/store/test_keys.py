@@ -34,6 +34,21 @@ def test_a_limit_that_lets_nothing_in_is_refused(store: Store, requests: int | N
         store.keys.create("x", "a" * 64, KeyScope.AGENT, requests, tokens)
 
 
+def test_limits_of_a_key_change_and_end(store: Store) -> None:
+    made = store.keys.create("x", "a" * 64, KeyScope.AGENT, 60, tokens_per_day=5, expires_at=9.0)
+    changed = store.keys.update(made.id, tokens_per_day=10**12, requests_per_minute=None, expires_at=None)
+    assert (changed.tokens_per_day, changed.requests_per_minute, changed.expires_at) == (10**12, None, None)
+    assert store.keys.all() == [changed]
+    boss = store.keys.create("boss", "b" * 64, KeyScope.OPERATOR)
+    assert store.keys.update(boss.id, expires_at=9.0).expires_at == 9.0
+    with pytest.raises(InvalidTransition, match="an operator's key has no limits"):
+        store.keys.update(boss.id, max_tokens=5)
+    with pytest.raises(InvalidTransition, match="these can change: requests_per_minute"):
+        store.keys.update(made.id, hash="c" * 64)
+    with pytest.raises(RecordNotFound, match="ratchet keys list"):
+        store.keys.update("key_x", max_tokens=5)
+
+
 def test_a_key_is_limited_to_agents_and_no_other(store: Store) -> None:
     limited = store.keys.create("office", "a" * 64, KeyScope.AGENT, agents=["support", "mail", "support"])
     full = store.keys.create("full", "b" * 64, KeyScope.AGENT)

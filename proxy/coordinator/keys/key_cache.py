@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
@@ -25,18 +25,21 @@ import msgspec
 
 from ratchet.proxy.api_keys import KEYS_VARIABLE, is_loopback
 from ratchet.proxy.coordinator.limits.rate_limits import KeyMeter
+from ratchet.proxy.coordinator.limits.token_budgets import Budgets, TokenBudget
 from ratchet.proxy.coordinator.versions.policy_cache import FULL_ACCESS, Access
 from ratchet.proxy.errors import InvalidApiKey, NotReady, StartError
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.settings import ProxySettings
 from ratchet.store.errors import StoreError
-from ratchet.store.records import Key
+from ratchet.store.records import Key, KeyTokens
 from ratchet.store.states import KeyScope
 from ratchet.store.store import Store
 
 log = logging.getLogger("ratchet.proxy")
 
 _T = TypeVar("_T")
+
+_NO_BUDGET = Budgets()
 
 _RECORD_USE_SECONDS = 60.0  # between records of when keys were used last
 _MIN_REFRESH_SECONDS = 0.25  # between refreshes for unknown keys
@@ -181,18 +184,30 @@ class KeyCache:
 
     async def _refresh(self) -> None:
         try:
-            rows = tuple(await self._in_thread(self._store.keys.all))
+            rows, tokens = await self._in_thread(self._read)
         except StoreError as error:
             log.warning("event=keys_not_read reason=%r", str(error))
             return
         if rows != self._rows:
-            self._replace_copy(rows)
+            self._replace_copy(rows, tokens)
+        for key_id, used in tokens.items():
+            meter = self._meters.get(key_id)
+            if meter is not None and meter.budget is not None:
+                meter.budget.read(used)
 
-    def _replace_copy(self, rows: tuple[Key, ...]) -> None:
+    def _read(self) -> tuple[tuple[Key, ...], dict[str, KeyTokens]]:
+        """Return the store's keys, and what those with a budget have used. Called in the thread."""
+        rows = tuple(self._store.keys.all())
+        with_budget = [row.id for row in rows if row.revoked_at is None and _budgets(row) != _NO_BUDGET]
+        return rows, self._store.usage.of_keys(with_budget) if with_budget else {}
+
+    def _replace_copy(self, rows: tuple[Key, ...], tokens: Mapping[str, KeyTokens]) -> None:
         agents = {
             row.hash: Caller(
                 row.id,
-                meter=self._meter(row.id, (row.requests_per_minute, row.tokens_per_minute)),
+                meter=self._meter(
+                    row.id, (row.requests_per_minute, row.tokens_per_minute), _budgets(row), tokens.get(row.id)
+                ),
                 access=Access(_names(row.agents), _names(row.models)),
                 max_parallel_requests=row.max_parallel_requests or self._max_parallel,
                 max_tokens=row.max_tokens,
@@ -210,15 +225,25 @@ class KeyCache:
             bool(self._environment) or self._is_reachable or any(row.scope == KeyScope.AGENT for row in rows)
         )
 
-    def _meter(self, key_id: str, limits: tuple[int | None, int | None]) -> KeyMeter | None:
+    def _meter(
+        self,
+        key_id: str,
+        limits: tuple[int | None, int | None],
+        budgets: Budgets = _NO_BUDGET,
+        used: KeyTokens | None = None,
+    ) -> KeyMeter | None:
         """Return the meter of a key; the existing one if its limits are unchanged, None without limits."""
         limits = (limits[0] or self._default_limits[0], limits[1] or self._default_limits[1])
-        if limits == (None, None):
+        if limits == (None, None) and budgets == _NO_BUDGET:
             self._meters.pop(key_id, None)
             return None
         known = self._meters.get(key_id)
         if known is None or known.limits != limits:
-            known = self._meters[key_id] = KeyMeter(*limits)
+            known = self._meters[key_id] = KeyMeter(*limits, budget=known.budget if known is not None else None)
+        if budgets == _NO_BUDGET or used is None:
+            known.budget = None
+        elif known.budget is None or known.budget.budgets != budgets:
+            known.budget = TokenBudget(budgets, used)
         return known
 
     async def _record_use(self) -> None:
@@ -255,6 +280,10 @@ def check_host_has_keys(settings: ProxySettings, rows: Iterable[Key]) -> None:
 
 def _not_revoked(rows: Iterable[Key], scope: KeyScope) -> Iterable[Key]:
     return (row for row in rows if row.scope == scope and row.revoked_at is None)
+
+
+def _budgets(row: Key) -> Budgets:
+    return Budgets(row.tokens_per_day, row.tokens_per_month)
 
 
 def _names(names: Iterable[str] | None) -> frozenset[str] | None:

@@ -21,6 +21,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ratchet.proxy.coordinator.limits.token_budgets import TokenBudget
 from ratchet.proxy.errors import RateLimited
 from ratchet.proxy.wire import lax_values
 from ratchet.proxy.wire.asgi import Headers
@@ -67,10 +68,17 @@ class Bucket:
 
 
 class KeyMeter:
-    """The buckets of one key, or of one agent; `owner` names it in errors."""
+    """The buckets of one key, or of one agent, and a key's budget; `owner` names it in errors."""
 
-    def __init__(self, requests_per_minute: int | None, tokens_per_minute: int | None, owner: str = "the key") -> None:
+    def __init__(
+        self,
+        requests_per_minute: int | None,
+        tokens_per_minute: int | None,
+        owner: str = "the key",
+        budget: TokenBudget | None = None,
+    ) -> None:
         now = time.monotonic()
+        self.budget = budget
         self._owner = owner
         self.limits = (requests_per_minute, tokens_per_minute)
         self._requests = Bucket(requests_per_minute, now) if requests_per_minute else None
@@ -82,6 +90,8 @@ class KeyMeter:
 
     def reserve(self, tokens: int) -> int:
         """Reserve tokens, at most a full bucket; return how many. Raises RateLimited."""
+        if self.budget is not None:
+            self.budget.check(time.time())
         tokens = self.bounded(tokens)
         self._take("tokens", self._tokens, tokens)
         return tokens
@@ -94,6 +104,11 @@ class KeyMeter:
         """Replace the reserved tokens by the used ones."""
         if self._tokens is not None:
             self._tokens.give(reserved - used, time.monotonic())
+
+    def spend(self, tokens: int) -> None:
+        """Count the known tokens of an ended call in the budget."""
+        if self.budget is not None and tokens:
+            self.budget.add(tokens, time.time())
 
     def headers(self) -> Headers:
         """Return OpenAI's rate limit headers."""
@@ -126,12 +141,13 @@ class KeyMeter:
 class TokenReservation:
     """The tokens that one call has reserved of each meter; returned at the end unless the call reports its usage."""
 
-    __slots__ = ("_is_bounded", "_meters", "_reserved", "_used")
+    __slots__ = ("_is_bounded", "_known", "_meters", "_reserved", "_used")
 
     def __init__(self, *meters: KeyMeter) -> None:
         self._meters = list(meters)
         self._reserved: list[int] = []  # of the meters that have accepted the call
         self._used: int | None = 0  # None: what was reserved
+        self._known = 0  # tokens that were certainly used
         self._is_bounded = False  # by a full bucket of each meter
 
     def count_agent(self, meter: KeyMeter) -> None:
@@ -151,6 +167,7 @@ class TokenReservation:
     def use(self, tokens: int, *, left: bool) -> None:
         """Report the usage of the call. If the client left before it was known, the reservation counts."""
         self._used = (tokens or None) if left else tokens
+        self._known = tokens
         self._is_bounded = left
 
     def settle(self) -> None:
@@ -158,6 +175,7 @@ class TokenReservation:
         for meter, reserved in zip(self._meters, self._reserved, strict=False):
             used = reserved if self._used is None else self._used
             meter.settle(reserved, meter.bounded(used) if self._is_bounded else used)
+            meter.spend(self._known)
 
     def _reserve(self, tokens: int) -> None:
         for meter in self._meters:

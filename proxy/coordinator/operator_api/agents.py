@@ -40,8 +40,14 @@ def add_agents(api: FastAPI, store: Store, read_agents: ReadAgents) -> None:
 
     @api.get("/keys")
     def keys() -> Response:
-        """The keys in the store, without their hashes, oldest first. `agents` null: the key calls all agents."""
-        rows = [plain(key) for key in store.keys.all()]
+        """The keys in the store with their tokens today and this month (UTC), without their hashes, oldest first.
+
+        `agents`, `models` null: the key calls all.
+        """
+        found = store.keys.all()
+        used = store.usage.of_keys([key.id for key in found])
+        rows = [plain(key) | {"tokens_today": used[key.id].today, "tokens_this_month": used[key.id].this_month}
+                for key in found]  # fmt: skip
         return page_response([{name: value for name, value in row.items() if name != "hash"} for row in rows])
 
     @api.get("/usage")

@@ -57,10 +57,13 @@ keys = sa.Table(
     sa.Column("expires_at", TIME),
     sa.Column("models", JSON),  # names in model_list that it may call; NULL: all
     sa.Column("max_tokens", sa.Integer),
+    sa.Column("tokens_per_day", sa.BigInteger),
+    sa.Column("tokens_per_month", sa.BigInteger),
     enum_constraint("scope", KeyScope),
     # A limit of 0 would be a revoked key.
     sa.CheckConstraint(
-        "requests_per_minute > 0 AND tokens_per_minute > 0 AND max_parallel_requests > 0 AND max_tokens > 0",
+        "requests_per_minute > 0 AND tokens_per_minute > 0 AND max_parallel_requests > 0 "
+        "AND max_tokens > 0 AND tokens_per_day > 0 AND tokens_per_month > 0",
         name="positive_limits",
     ),
 )

@@ -144,9 +144,12 @@ def _keys() -> None:
         sa.Column("expires_at", sa.Double),
         sa.Column("models", sa.JSON),
         sa.Column("max_tokens", sa.Integer),
+        sa.Column("tokens_per_day", sa.BigInteger),
+        sa.Column("tokens_per_month", sa.BigInteger),
         sa.CheckConstraint("scope IN ('agent', 'operator')", name="ck_keys_scope_known"),
         sa.CheckConstraint(
-            "requests_per_minute > 0 AND tokens_per_minute > 0 AND max_parallel_requests > 0 AND max_tokens > 0",
+            "requests_per_minute > 0 AND tokens_per_minute > 0 AND max_parallel_requests > 0 "
+            "AND max_tokens > 0 AND tokens_per_day > 0 AND tokens_per_month > 0",
             name="ck_keys_positive_limits",
         ),
         sa.PrimaryKeyConstraint("id", name="pk_keys"),
