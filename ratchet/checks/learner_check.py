@@ -21,11 +21,11 @@ from ratchet.settings.project_settings import Settings
 from ratchet.store.install_hint import install_hint
 from ratchet.supervisor import vllm_command
 from ratchet.trainer.errors import LearnerServiceError, TrainerError
-from ratchet.trainer.learner_messages import TOKEN_VARIABLE
+from ratchet.trainer.learner_api.messages import TOKEN_VARIABLE
 from ratchet.trainer.settings.value_types import pinned
 
 if TYPE_CHECKING:
-    from ratchet.trainer.learner_protocol import LearnerProtocol
+    from ratchet.trainer.learner_api.protocol import LearnerProtocol
     from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
 _ANY_IDS = tuple(range(1, 25))  # used if no call was captured; in every vocabulary

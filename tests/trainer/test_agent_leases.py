@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ratchet.store.store import Store
-from ratchet.trainer.agent_leases import AgentLeases, LeaseState
+from ratchet.trainer.controller_service.agent_leases import AgentLeases, LeaseState
 from tests.harness.proxy.servers import eventually
 
 SECONDS = 60.0  # far more than needed: the machine may be busy

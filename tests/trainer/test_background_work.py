@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from ratchet.trainer.background_work import BackgroundWork
+from ratchet.trainer.controller.background_work import BackgroundWork
 
 SECONDS = 60.0
 

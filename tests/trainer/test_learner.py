@@ -29,7 +29,7 @@ from ratchet.trainer.errors import (
     TrainingDiverged,
 )
 from ratchet.trainer.learner.learner import Learner
-from ratchet.trainer.learner_protocol import RoundReport
+from ratchet.trainer.learner_api.protocol import RoundReport
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from ratchet.trainer.settings.objectives import OBJECTIVES

@@ -20,9 +20,9 @@ from ratchet.trainer.errors import (
     NoLearningSignal,
     SettingError,
 )
+from ratchet.trainer.learner_api.messages import MSGPACK, Answer, TrainRequest, encode
 from ratchet.trainer.learner_client.connection import LearnerConnection
 from ratchet.trainer.learner_client.remote_learner import LearnerAgent, RemoteLearner
-from ratchet.trainer.learner_messages import MSGPACK, Answer, TrainRequest, encode
 from ratchet.trainer.learner_service.checkpoint_references import LocalReferences
 from ratchet.trainer.learner_service.compute_thread import Operation
 from ratchet.trainer.learner_service.metrics import LearnerMetrics

@@ -11,8 +11,8 @@ from ratchet.store.states import GroupState, PolicyState
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.adapter_store import AdapterStore
 from ratchet.trainer.controller.rounds.round_runner import RoundRunner
+from ratchet.trainer.controller_service.outages import OutageAlarm
 from ratchet.trainer.errors import AdapterStoreUnreachable, LearnerUnreachable
-from ratchet.trainer.outages import OutageAlarm
 from tests.harness.ports import free_port
 from tests.harness.trainer.agents import agents_work
 from tests.harness.trainer.stepped_controller import SteppedController

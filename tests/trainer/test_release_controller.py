@@ -14,7 +14,7 @@ from ratchet.store.records import Verdict, VersionDraw
 from ratchet.store.states import PolicyAction, PolicyState
 from ratchet.store.store import Store
 from ratchet.trainer.release.outcome_counter import UNIT_SECONDS, OutcomeCounter, UsualDuration
-from ratchet.trainer.release.policy import shares_of
+from ratchet.trainer.release.policy import ReleaseRules, shares_of
 from ratchet.trainer.release.release_controller import ReleaseController
 from ratchet.trainer.settings.release_settings import ReleaseSettings
 from tests.harness.records import call_start, ended, tool_call
@@ -229,7 +229,7 @@ def test_what_is_known_about_a_release_is_stored_for_people(store: Store) -> Non
     assert known[1]["ramp_length"] == 32
     assert known[1]["detectable"]["day"] > known[1]["detectable"]["month"] > 0
     assert known[1]["status"] == "24 of 32 trajectories of the ramp of 1 are counted"
-    assert shares_of(0, 0, 1, 1.0, releases.settings.rules())[1] == pytest.approx(0.45)
+    assert shares_of(0, 0, 1, 1.0, ReleaseRules.of(releases.settings))[1] == pytest.approx(0.45)
 
 
 def test_the_trajectories_of_one_user_are_one_bet(store: Store) -> None:

@@ -1,1 +1,1 @@
-"""trainer/controller."""
+"""What the controller decides: groups, judgements, advantages, rounds. No processes, no torch."""

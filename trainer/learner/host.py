@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ratchet.trainer.adapters import checkpoint
 from ratchet.trainer.errors import LearnerRefused, OutOfMemory, SettingError
-from ratchet.trainer.learner_protocol import AgentHost, ModelLimits, RoundReport
+from ratchet.trainer.learner_api.protocol import AgentHost, ModelLimits, RoundReport
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_process_settings import LearnerProcessSettings, with_shared
 from ratchet.trainer.settings.learner_settings import LearnerSettings

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ratchet.trainer.learner.host import LearnerHost
-from ratchet.trainer.learner_protocol import RoundReport, unfit
+from ratchet.trainer.learner_api.protocol import RoundReport, unfit
 from ratchet.trainer.observability.progress import TRAINING, Progress
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_process_settings import LearnerProcessSettings, process_settings_of

@@ -22,7 +22,7 @@ from ratchet.trainer.learner.loss import RecordedGRPOTrainer, StepMetrics
 from ratchet.trainer.learner.micro_batches import Micro
 from ratchet.trainer.learner.policy_shift import PolicyShift
 from ratchet.trainer.learner.whitening import whiten
-from ratchet.trainer.learner_protocol import ModelLimits, RoundReport, unfit, unfit_ids
+from ratchet.trainer.learner_api.protocol import ModelLimits, RoundReport, unfit, unfit_ids
 from ratchet.trainer.rows.token_row import TokenRow
 
 Steps = tuple[list[list[Micro]], list[StepMetrics], list[float]]  # micro-batches, steps, losses of taken steps

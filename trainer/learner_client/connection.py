@@ -10,7 +10,7 @@ import msgspec
 
 from ratchet.trainer import errors
 from ratchet.trainer.errors import LearnerRefused, LearnerServiceError, LearnerUnreachable, TrainerError
-from ratchet.trainer.learner_messages import (
+from ratchet.trainer.learner_api.messages import (
     MSGPACK,
     SILENCE_SECONDS,
     Answer,

@@ -16,8 +16,7 @@ from typing import Any
 
 from ratchet import __version__
 from ratchet.trainer.errors import LearnerServiceError, LearnerUnreachable
-from ratchet.trainer.learner_client.connection import LearnerConnection, made_error
-from ratchet.trainer.learner_messages import (
+from ratchet.trainer.learner_api.messages import (
     Answer,
     Frame,
     LoadRequest,
@@ -31,7 +30,8 @@ from ratchet.trainer.learner_messages import (
     decode_report,
     decode_scores,
 )
-from ratchet.trainer.learner_protocol import ModelLimits, RoundReport, unfit
+from ratchet.trainer.learner_api.protocol import ModelLimits, RoundReport, unfit
+from ratchet.trainer.learner_client.connection import LearnerConnection, made_error
 from ratchet.trainer.observability.progress import TRAINING, Phase, Progress
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings

@@ -1,4 +1,4 @@
-"""The HTTP application of the learner service; trainer/learner_messages.py describes its paths and answers.
+"""The HTTP application of the learner service; trainer/learner_api/messages.py describes its paths and answers.
 
 `/health` and `/metrics` are open, everything else needs the bearer token, if there is one. The application waits for
 operations and never computes: one thread does that.
@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from ratchet import __version__
 from ratchet.trainer.errors import LearnerRefused, LearnerUnreachable, TrainerError
-from ratchet.trainer.learner_messages import (
+from ratchet.trainer.learner_api.messages import (
     ALIVE_SECONDS,
     MAX_AGENT_CHARS,
     MSGPACK,

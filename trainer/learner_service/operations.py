@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ratchet.trainer.errors import LearnerRefused, TrainerError
-from ratchet.trainer.learner_messages import (
+from ratchet.trainer.learner_api.messages import (
     Answer,
     LoadRequest,
     OpenRequest,
@@ -23,7 +23,7 @@ from ratchet.trainer.learner_messages import (
     Verb,
     encode,
 )
-from ratchet.trainer.learner_protocol import AgentHost
+from ratchet.trainer.learner_api.protocol import AgentHost
 from ratchet.trainer.learner_service.checkpoint_references import CheckpointReferences
 from ratchet.trainer.learner_service.sessions import AgentSession, AgentSessions, check_revision
 from ratchet.trainer.settings.learner_settings import LearnerSettings

@@ -17,7 +17,7 @@ from ratchet import __version__
 from ratchet.trainer.adapters.adapter_store import MAX_CACHE_BYTES, AdapterStore
 from ratchet.trainer.adapters.base_model_files import digests, model_folder
 from ratchet.trainer.errors import TrainerError
-from ratchet.trainer.learner_messages import TOKEN_VARIABLE
+from ratchet.trainer.learner_api.messages import TOKEN_VARIABLE
 from ratchet.trainer.learner_service import launch
 from ratchet.trainer.learner_service.checkpoint_references import LocalReferences, StoredReferences
 from ratchet.trainer.learner_service.group_check import LearnerProcessIdentity, compare_processes

@@ -21,8 +21,8 @@ import uvicorn
 
 from ratchet import __version__
 from ratchet.trainer.errors import SettingError, TrainerError
-from ratchet.trainer.learner_messages import TOKEN_VARIABLE, LearnerStatus
-from ratchet.trainer.learner_protocol import AgentHost
+from ratchet.trainer.learner_api.messages import TOKEN_VARIABLE, LearnerStatus
+from ratchet.trainer.learner_api.protocol import AgentHost
 from ratchet.trainer.learner_service.app import LearnerApp
 from ratchet.trainer.learner_service.checkpoint_references import CheckpointReferences
 from ratchet.trainer.learner_service.compute_thread import ComputeThread, Operation

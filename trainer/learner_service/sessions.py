@@ -1,4 +1,4 @@
-"""The open agents of a learner: session id, revision and step of each. docs in trainer/learner_messages.py.
+"""The open agents of a learner: session id, revision and step of each. docs in trainer/learner_api/messages.py.
 
 Read by the HTTP server's thread and changed by the compute thread only.
 """

@@ -8,26 +8,15 @@ versions. One loss in ten takes twice as long. `benchmarks/release.py` measures 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from ratchet.trainer.release.evidence import DifferenceSums
-from ratchet.trainer.statistics.confidence_sequence import boundary
+from ratchet.trainer.statistics.confidence_sequence import MeanDifference, boundary
 
 PERIODS = (("day", 1.0), ("week", 7.0), ("month", 30.0))
 SMALL_TRAFFIC_LOSS = 0.1  # a larger one that a month cannot show: the traffic is too small to guard by itself
 _CERTAINTY = 18.0
 _MIN_COUNT = 20
 _MIN_ROUND, _MAX_ROUND = 128, 512  # trajectories
-
-
-@dataclass(frozen=True, slots=True)
-class MeanDifference:
-    """Mean score of newer versions minus that of an older one, with an interval that holds at all times (95%)."""
-
-    value: float
-    low: float
-    high: float
-    count: int
 
 
 def mean_difference(seen: DifferenceSums, alpha: float = 0.05) -> MeanDifference | None:

@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ratchet.trainer.settings.release_settings import ReleaseSettings
+
 _MIN_RAMP = 256
 
 
@@ -42,6 +44,16 @@ class ReleaseRules:
     alpha: float = 0.001  # of one release: how often an equal one is rolled back
     anchor_alpha: float = 0.05
     max_doubt_for_anchor: float = 2.0  # evidence against the live version
+
+    @classmethod
+    def of(cls, settings: ReleaseSettings) -> ReleaseRules:
+        """Return the rules that the settings ask for."""
+        usual = cls()
+        return cls(
+            holdback=settings.holdback, doubtful_holdback=max(settings.holdback, usual.doubtful_holdback),
+            ramp=settings.ramp, alpha=settings.alpha,
+            max_ramp=usual.max_ramp if settings.ramp is None else 12 * settings.ramp,
+        )  # fmt: skip
 
     def ramp_length(self, round_size: int) -> int:
         """Return how long a ramp lasts for rounds of so many trajectories: 256, or half a round if that is more."""

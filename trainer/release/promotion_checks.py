@@ -18,11 +18,12 @@ from ratchet.trainer.release.approval import (
     findings_evidence,
     require_approval,
 )
-from ratchet.trainer.release.detectable_loss import MeanDifference, mean_difference
+from ratchet.trainer.release.detectable_loss import mean_difference
 from ratchet.trainer.release.evidence import HarmEvidence
 from ratchet.trainer.release.release_evidence import decision_evidence
 from ratchet.trainer.release.second_opinion import SecondOpinionRunner
 from ratchet.trainer.settings.release_settings import ReleaseSettings
+from ratchet.trainer.statistics.confidence_sequence import MeanDifference
 
 log = logging.getLogger(__name__)
 

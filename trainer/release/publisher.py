@@ -23,7 +23,7 @@ from ratchet.store.store import Store
 from ratchet.trainer.adapters.replica_fleet import ask_all
 from ratchet.trainer.adapters.vllm_api import VllmServer
 from ratchet.trainer.errors import AdapterRefused
-from ratchet.trainer.learner_protocol import LogprobScorer
+from ratchet.trainer.learner_api.protocol import LogprobScorer
 from ratchet.trainer.release.approval import (
     GetBlockingFindings,
     blocking_reason,

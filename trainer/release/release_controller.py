@@ -31,6 +31,7 @@ from ratchet.trainer.release.outcome_counter import OutcomeCounter
 from ratchet.trainer.release.policy import (
     ReleaseAction,
     ReleaseDecision,
+    ReleaseRules,
     ReleaseState,
     decide,
     is_cause_unresolved,
@@ -74,7 +75,7 @@ class ReleaseController:
         self._store = store
         self._alias = alias
         self._settings = settings
-        self._rules = settings.rules()
+        self._rules = ReleaseRules.of(settings)
         self._round_size = round_size
         self._judge_version = judge_version
         self._checks = PromotionChecks(store, alias, settings, judge_version, second, blocking_findings)

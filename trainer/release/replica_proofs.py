@@ -20,7 +20,7 @@ from ratchet.store.store import Store
 from ratchet.trainer.adapters.replica_fleet import ask_all, quorum_of
 from ratchet.trainer.adapters.vllm_api import VllmServer
 from ratchet.trainer.errors import AdapterNotFound, AdapterNotServable, AdapterRefused, EngineError, EngineUnreachable
-from ratchet.trainer.learner_protocol import LogprobScorer
+from ratchet.trainer.learner_api.protocol import LogprobScorer
 from ratchet.trainer.release.proof import Proof, ProofOutcome
 from ratchet.trainer.release.served_proof import (
     OldLogprobs,

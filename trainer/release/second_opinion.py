@@ -17,7 +17,7 @@ from typing import Any
 from ratchet.store.records import PastScore, Transcript
 from ratchet.trainer.controller.judges import Judge
 from ratchet.trainer.controller.judges.both_orders import judge_in_both_orders
-from ratchet.trainer.release.detectable_loss import MeanDifference
+from ratchet.trainer.statistics.confidence_sequence import MeanDifference
 
 _Z = statistics.NormalDist().inv_cdf(0.975)
 

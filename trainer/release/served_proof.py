@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ratchet.trainer.adapters.vllm_api import VllmServer
 from ratchet.trainer.errors import EngineError, TrainerError
-from ratchet.trainer.learner_protocol import LogprobScorer
+from ratchet.trainer.learner_api.protocol import LogprobScorer
 from ratchet.trainer.release.proof import Proof, ProofOutcome, VersionLogprobs, prove
 
 _TOKENS = 3  # most likely next tokens that are compared after each probe

@@ -6,7 +6,6 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ratchet.trainer.release.policy import ReleaseRules
 from ratchet.trainer.settings.judge_specs import JudgeSpec
 
 
@@ -72,11 +71,3 @@ class ReleaseSettings(BaseModel):
         if (self.workflow is None) != (self.tasks is None):
             raise ValueError("set workflow and tasks together: the workflow and its task set")
         return self
-
-    def rules(self) -> ReleaseRules:
-        """Return the parameters of the release policy."""
-        doubtful = max(self.holdback, ReleaseRules().doubtful_holdback)
-        return ReleaseRules(
-            holdback=self.holdback, doubtful_holdback=doubtful, ramp=self.ramp, alpha=self.alpha,
-            max_ramp=ReleaseRules().max_ramp if self.ramp is None else 12 * self.ramp,
-        )  # fmt: skip

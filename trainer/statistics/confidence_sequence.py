@@ -9,8 +9,19 @@ two streams of n and m scores, t = n m / (n + m) is the size of one stream with 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 _TIGHTEST_AT = 100.0  # scores at which the interval is narrowest for its guarantee
+
+
+@dataclass(frozen=True, slots=True)
+class MeanDifference:
+    """Mean score of newer versions minus that of an older one, with an interval that holds at all times (95%)."""
+
+    value: float
+    low: float
+    high: float
+    count: int
 
 
 def boundary(t: float, alpha: float) -> float:

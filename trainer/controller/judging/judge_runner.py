@@ -20,8 +20,8 @@ from ratchet.store.errors import InvalidTransition
 from ratchet.store.reasons import DropReason
 from ratchet.store.records import Group, JudgeRequest, Trajectory, Transcript, Verdict
 from ratchet.store.store import Store
-from ratchet.trainer.background_work import ignore
 from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator
+from ratchet.trainer.controller.background_work import ignore
 from ratchet.trainer.controller.judges import Judge, Judgement
 from ratchet.trainer.controller.judging.judged_groups import JudgedGroupCache
 from ratchet.trainer.controller.judging.second_judge import SecondJudge

@@ -40,7 +40,7 @@ from ratchet.trainer.controller.rounds.backlog import RoundSize
 from ratchet.trainer.controller.rounds.memory_limit import MemoryLimit
 from ratchet.trainer.controller.rounds.staleness import age
 from ratchet.trainer.errors import CheckpointDamaged, NoLearningSignal, RowError, TrainerError, TrainingDiverged
-from ratchet.trainer.learner_protocol import LearnerProtocol, RoundReport
+from ratchet.trainer.learner_api.protocol import LearnerProtocol, RoundReport
 from ratchet.trainer.rows.answer_records import AnswerRecords
 from ratchet.trainer.rows.build_rows import ALL_ROLES, AnswerKey, Rows, build_rows
 from ratchet.trainer.rows.probes import ROWS, contexts

@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from ratchet.trainer.errors import RowError, WarmStartRefused
-from ratchet.trainer.learner_protocol import LearnerProtocol
+from ratchet.trainer.learner_api.protocol import LearnerProtocol
 from ratchet.trainer.rows.chat_rows import ChatRenderer, Conversation
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.warm_start_settings import WarmStartSettings

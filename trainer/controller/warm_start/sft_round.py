@@ -22,7 +22,7 @@ from ratchet.trainer.controller.rounds.round_runner import RoundRunner
 from ratchet.trainer.controller.warm_start.general_data import GeneralDataRows, general_rows, mean_loss, mix_rows
 from ratchet.trainer.controller.warm_start.sft_data import SFTDataCollector, SFTRows
 from ratchet.trainer.errors import LearningError, WarmStartRefused
-from ratchet.trainer.learner_protocol import LearnerProtocol, RoundReport
+from ratchet.trainer.learner_api.protocol import LearnerProtocol, RoundReport
 from ratchet.trainer.rows.build_rows import ALL_ROLES
 from ratchet.trainer.rows.chat_rows import ChatRenderer
 from ratchet.trainer.rows.roles import Roles

@@ -27,19 +27,19 @@ from ratchet.store.coordination.activity import ALL_KINDS
 from ratchet.store.errors import StoreUnavailable
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.base_model_files import DIGESTS, check_files
-from ratchet.trainer.agent_controller import (
+from ratchet.trainer.controller.background_work import BackgroundWork
+from ratchet.trainer.controller_service.agent_controller import (
     MAX_OVERTAKEN,
     OVERTAKEN,
     AgentController,
 )
-from ratchet.trainer.agent_leases import AgentLeases, LeaseState
-from ratchet.trainer.background_work import BackgroundWork
+from ratchet.trainer.controller_service.agent_leases import AgentLeases, LeaseState
+from ratchet.trainer.controller_service.learner_work import LearnerFactory
+from ratchet.trainer.controller_service.outages import OUTAGE_PAUSE_SECONDS, OUTAGES, OutageAlarm
 from ratchet.trainer.errors import TrainerError, WorkerProcessLost
-from ratchet.trainer.learner_work import LearnerFactory
 from ratchet.trainer.observability.metrics import MetricsRegistry, TrainerMetrics
 from ratchet.trainer.observability.monitors.monitor_thread import monitored
 from ratchet.trainer.observability.progress import StoredProgress
-from ratchet.trainer.outages import OUTAGE_PAUSE_SECONDS, OUTAGES, OutageAlarm
 from ratchet.trainer.release.evaluation_runner import MakeWorkflowEvaluator
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 

@@ -29,7 +29,7 @@ from ratchet.trainer.controller.rounds.round_runner import RoundRunner
 from ratchet.trainer.controller.warm_start.sft_round import SFTRound, learner_settings
 from ratchet.trainer.controller.warm_start.warm_start_requests import REFUSALS, WarmStartRequests
 from ratchet.trainer.errors import OutOfMemory, TrainingDiverged
-from ratchet.trainer.learner_protocol import LearnerProtocol
+from ratchet.trainer.learner_api.protocol import LearnerProtocol
 from ratchet.trainer.observability.progress import Progress
 from ratchet.trainer.release.publisher import Publisher, PublishResult
 from ratchet.trainer.release.retention import retained, versions_in_use

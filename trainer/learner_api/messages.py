@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ratchet.trainer.learner_protocol import ModelLimits, RoundReport
+from ratchet.trainer.learner_api.protocol import ModelLimits, RoundReport
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 

@@ -29,9 +29,9 @@ from ratchet.store.errors import StoreUnavailable
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.base_model_files import DIGESTS, digests, model_folder
 from ratchet.trainer.errors import LearnerServiceError, LearnerTaken, LearnerUnreachable
+from ratchet.trainer.learner_api.messages import TOKEN_VARIABLE, LearnerStatus
 from ratchet.trainer.learner_client.connection import LearnerConnection
 from ratchet.trainer.learner_client.remote_learner import LearnerAgent, RemoteLearner
-from ratchet.trainer.learner_messages import TOKEN_VARIABLE, LearnerStatus
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
 log = logging.getLogger(__name__)

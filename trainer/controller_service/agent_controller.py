@@ -54,8 +54,7 @@ from ratchet.store.store import Store
 from ratchet.trainer.adapters.adapter_store import make_adapter_store
 from ratchet.trainer.adapters.replica_fleet import ReplicaFleet
 from ratchet.trainer.adapters.served_base_model import ServedBaseModel
-from ratchet.trainer.background_work import BackgroundWork, ignore, no_change
-from ratchet.trainer.components import make_judging_components, make_release_components
+from ratchet.trainer.controller.background_work import BackgroundWork, ignore, no_change
 from ratchet.trainer.controller.collect.collector import TrajectoryCollector
 from ratchet.trainer.controller.collect.feedback_wait import feedback_wait_of
 from ratchet.trainer.controller.collect.role_resolution import RoleResolver
@@ -64,12 +63,13 @@ from ratchet.trainer.controller.rounds.backlog import Backlog, RoundSize
 from ratchet.trainer.controller.rounds.memory_limit import MemoryLimit
 from ratchet.trainer.controller.rounds.round_runner import RoundRunner
 from ratchet.trainer.controller.warm_start.warm_start_requests import WarmStartRequests
+from ratchet.trainer.controller_service.components import make_judging_components, make_release_components
+from ratchet.trainer.controller_service.learner_work import LearnerFactory, LearnerWork, Publication
+from ratchet.trainer.controller_service.outages import OUTAGE_PAUSE_SECONDS, OUTAGES, OutageAlarm
 from ratchet.trainer.errors import OutOfMemory
-from ratchet.trainer.learner_protocol import LearnerProtocol
-from ratchet.trainer.learner_work import LearnerFactory, LearnerWork, Publication
+from ratchet.trainer.learner_api.protocol import LearnerProtocol
 from ratchet.trainer.observability.metrics import TrainerMetrics
 from ratchet.trainer.observability.progress import GATHERING, Progress, StoredProgress, Watcher, watch_for_service
-from ratchet.trainer.outages import OUTAGE_PAUSE_SECONDS, OUTAGES, OutageAlarm
 from ratchet.trainer.release.candidates import next_candidate
 from ratchet.trainer.release.evaluation_runner import MakeWorkflowEvaluator
 from ratchet.trainer.release.retention import best_first

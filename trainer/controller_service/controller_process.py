@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from ratchet.store.coordination.activity import ALL_KINDS, AgentActivity, has_grown
 from ratchet.store.errors import StoreUnavailable
 from ratchet.store.store import Store
-from ratchet.trainer.agent_leases import AgentLeases
-from ratchet.trainer.agent_runner import AgentCondition, AgentRunner, SharedByAgents
-from ratchet.trainer.learner_work import LearnerFactory
+from ratchet.trainer.controller_service.agent_leases import AgentLeases
+from ratchet.trainer.controller_service.agent_runner import AgentCondition, AgentRunner, SharedByAgents
+from ratchet.trainer.controller_service.learner_work import LearnerFactory
 from ratchet.trainer.observability.metrics import MetricsRegistry
 from ratchet.trainer.observability.progress import StoredProgress
 from ratchet.trainer.release.evaluation_runner import MakeWorkflowEvaluator
