@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from starlette.types import ASGIApp
 
@@ -64,6 +64,9 @@ from ratchet.proxy.worker.http.parallel_requests import ParallelRequests, QueueL
 from ratchet.proxy.worker.http.routing import Lifespan, LifespanService, Router
 from ratchet.store.access.replica_list import ReplicaList
 from ratchet.store.store import Store
+
+if TYPE_CHECKING:
+    from ratchet.proxy.coordinator.operator_api.audit_log import AuditLog
 
 log = logging.getLogger("ratchet.proxy")
 
@@ -141,7 +144,10 @@ def create_app(
     health = HealthEndpoints(
         serving.policies, serving.probes, recording.journal, recording.shipper, settings.max_lag_seconds, critical_tasks
     )
-    routes = build_routes(settings, store, upstream, recording, serving, health, spans, metrics)
+    from ratchet.proxy.coordinator.operator_api.audit_log import AuditLog  # with FastAPI, which takes long to import
+
+    audit = AuditLog(store, settings.audit_days * 86400, critical_tasks)
+    routes = build_routes(settings, store, upstream, recording, serving, health, spans, metrics, audit)
     bodies = BodyMemory(
         Decompression(routes, settings.max_body_bytes),
         settings.max_inflight_request_bytes,
@@ -186,6 +192,7 @@ def create_app(
         serving.watch,
         serving.probes,
         AlarmWebhook(settings.alarm_webhook_url, store, metrics),
+        audit,
     ]
     return ProxyApplication(app, services, health.stop, partial(_set_agents, serving))
 
@@ -301,6 +308,7 @@ def build_routes(
     health: HealthEndpoints,
     spans: CallSpans | None,
     metrics: ProxyMetrics,
+    audit: AuditLog,
 ) -> Router:
     """Return the routes: captured calls, models, health, metrics, console, operator API, pass-through."""
     # FastAPI and its pydantic models take long to import; the rest of the proxy does not.
@@ -326,7 +334,7 @@ def build_routes(
         return CallEndpoint(dialect, admission, recording.recorder, serving.forwarder, observer, limits)
 
     feedback = FeedbackIntake(store, recording.journal, recording.lookups, redactor, metrics)
-    operator_api = create_operator_api(store, recording.shipper, linker, feedback, policies.agent_states)
+    operator_api = create_operator_api(store, recording.shipper, linker, feedback, policies.agent_states, audit)
     count_tokens = CountTokensEndpoint(policies, upstream, serving.pool, serving.rollouts, settings.bounds)
     models = ModelsEndpoint(policies)
     console: dict[str, ASGIApp] = {MOUNT: Console()} if settings.console else {}

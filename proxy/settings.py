@@ -116,6 +116,9 @@ class ProxySettings(BaseModel):
         description="addresses and networks (`10.0.0.0/8`) of the proxies in front, whose `x-forwarded-for` names the "
         "client in logs and audit; nobody else's does",
     )
+    audit_days: float = Field(
+        90.0, gt=0, description="days that the audit log keeps operators' requests ([security](security.md#audit-log))"
+    )
     console: bool = Field(True, description="serve the operator's console at `/ui` ([console.md](console.md))")
     redact: tuple[str, ...] = Field(
         (),

@@ -15,6 +15,7 @@ import click
 
 from ratchet import __version__
 from ratchet.commands import (
+    audit,
     bench,
     demo,
     evaluate,
@@ -73,6 +74,7 @@ for command in (
     policies.policies,
     keys.keys,
     usage.usage,
+    audit.audit,
     judge.judge,
     feedback.feedback,
     tasks.tasks,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
+from ratchet.store.access.audit import AuditVerbs
 from ratchet.store.access.keys import Keys
 from ratchet.store.calls.calls import Calls
 from ratchet.store.calls.feedback import FeedbackVerbs
@@ -70,6 +71,7 @@ class Store:
         self.job_progress = JobProgressVerbs(engine)
         self.keys = Keys(engine)
         self.usage = UsageVerbs(engine)
+        self.audit = AuditVerbs(engine)
         self.deletions = Deletions(engine)
 
     def close(self) -> None:

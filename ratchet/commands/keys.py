@@ -118,6 +118,7 @@ def create(
             agents=() if no_agents else agents or None, models=() if no_models else models or None,
             expires_at=expires_at,
         )  # fmt: skip
+        opened.audit.record_command(options.current_user(), "keys create", {"key": made.id, "name": made.name})
     click.echo(key)
     only = f" for {', '.join((*(made.agents or ()), *(made.models or ())))}" if made.agents or made.models else ""
     expiry = f"; it expires at {_when(expires_at)} UTC" if expires_at is not None else ""
@@ -252,6 +253,7 @@ def revoke(context: click.Context, key_id: str, store: str | None, project: str 
     """
     with options.open_project_store(context, store=store, project=project) as opened:
         revoked = opened.keys.revoke(key_id)
+        opened.audit.record_command(options.current_user(), "keys revoke", {"key": revoked.id, "name": revoked.name})
     click.echo(f"{revoked.id} ({revoked.name}) is revoked")
 
 

@@ -206,6 +206,8 @@ def _delete(store: Store, chosen: list[TrajectoryFilter], why: str, *, dry_run: 
         _print_plan(count, list(dict.fromkeys(policies)), as_json)
         return 0
     done = [_with_bar(store, one, why) for one in chosen]
+    count = sum(one.trajectory_count for one in done)
+    store.audit.record_command(options.current_user(), "store delete", {"reason": why, "trajectories": str(count)})
     if as_json:
         import msgspec
 

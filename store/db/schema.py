@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from ratchet.store.db.table_types import metadata as metadata
 from ratchet.store.db.tables.operations import alarms as alarms
+from ratchet.store.db.tables.operations import audit_entries as audit_entries
 from ratchet.store.db.tables.operations import deletions as deletions
 from ratchet.store.db.tables.operations import keys as keys
 from ratchet.store.db.tables.operations import leases as leases

@@ -94,7 +94,7 @@ def _operator_routes() -> str:
     from ratchet.proxy.coordinator.operator_api.routes import create_operator_api
 
     nothing: Any = None  # only the routes are read; none is called
-    paths = create_operator_api(nothing, nothing, nothing, nothing, nothing).openapi()["paths"]
+    paths = create_operator_api(nothing, nothing, nothing, nothing, nothing, nothing).openapi()["paths"]
     rows = ["| route | parameters | answers |", "|---|---|---|"]
     for path, methods in paths.items():
         for method, route in methods.items():

@@ -30,6 +30,7 @@ HERE = Path(__file__).parent
 # What is run here: command -> its arguments; GROUP is a judged group of a and b, RUN a tuning that found a better
 # prompt, URL a language model.
 READS: dict[str, tuple[str, ...]] = {
+    "audit": (),
     "doctor": (),
     "down": (),
     "feedback add": ("--trajectory", "a", "--value", "1", "--end-user", "ann"),

@@ -23,7 +23,7 @@ from typing import TypeVar
 
 import msgspec
 
-from ratchet.proxy.api_keys import KEYS_VARIABLE, is_loopback
+from ratchet.proxy.api_keys import KEYS_VARIABLE, OPERATOR_KEYS_VARIABLE, is_loopback
 from ratchet.proxy.coordinator.limits.rate_limits import KeyMeter
 from ratchet.proxy.coordinator.limits.token_budgets import Budgets, TokenBudget
 from ratchet.proxy.coordinator.versions.policy_cache import FULL_ACCESS, Access
@@ -53,6 +53,7 @@ class Caller(msgspec.Struct, frozen=True):
     trajectory: str | None = None  # named by a suffix of the key
     meter: KeyMeter | None = None  # the key's limits
     operator: bool = False  # may read everything, and give feedback on everything
+    operator_key: tuple[str, str] | None = None  # id and name of the operator's key
     access: Access = FULL_ACCESS
     max_parallel_requests: int | None = None
     max_tokens: int | None = None  # of each answer
@@ -99,6 +100,7 @@ class KeyCache:
         self._rows: tuple[Key, ...] | None = None  # the store's, last read; None: not read yet
         self._agents = dict(self._environment)
         self._operators: dict[str, float | None] = dict.fromkeys(self._operator_hashes)  # with their expiry
+        self._operator_names = {one: (one[:16], OPERATOR_KEYS_VARIABLE) for one in self._operator_hashes}
         self._agents_need_keys = bool(self._environment) or self._is_reachable
         self._used: set[str] = set()
         self._use_recorded_at = time.monotonic()
@@ -138,6 +140,11 @@ class KeyCache:
         _check_expiry(self._operators[hashed])
         self._used.add(hashed)
         return True
+
+    def operator_of(self, hashed: str) -> Caller:
+        """Return the operator with this key, which was checked; one without a key if none is needed."""
+        key = self._operator_names.get(hashed)
+        return OPERATOR if key is None else msgspec.structs.replace(OPERATOR, operator_key=key)
 
     def is_known_key(self, hashed: str) -> bool:
         """Return whether a key is an agent's or an operator's."""
@@ -221,6 +228,8 @@ class KeyCache:
         self._agents = {**agents, **self._environment}
         stored = {row.hash: row.expires_at for row in _not_revoked(rows, KeyScope.OPERATOR)}
         self._operators = stored | dict.fromkeys(self._operator_hashes)
+        names = {row.hash: (row.id, row.name) for row in _not_revoked(rows, KeyScope.OPERATOR)}
+        self._operator_names = names | {one: (one[:16], OPERATOR_KEYS_VARIABLE) for one in self._operator_hashes}
         self._agents_need_keys = (
             bool(self._environment) or self._is_reachable or any(row.scope == KeyScope.AGENT for row in rows)
         )

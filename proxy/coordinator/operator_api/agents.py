@@ -1,4 +1,4 @@
-"""GET /api/agents, /api/keys and /api/usage: the agents, who may call them, and what they use."""
+"""GET /api/agents, /api/keys, /api/audit and /api/usage: the agents, who may call and read them, and what they use."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from fastapi import FastAPI, Query
 from fastapi.responses import Response
 
 from ratchet.proxy.coordinator.operator_api.json_responses import page_response, plain
+from ratchet.proxy.coordinator.operator_api.list_filters import Limit
 from ratchet.store.store import Store
 
 ReadAgents = Callable[[], Mapping[str, str]]  # state by agent: serving, waiting or left
@@ -49,6 +50,21 @@ def add_agents(api: FastAPI, store: Store, read_agents: ReadAgents) -> None:
         rows = [plain(key) | {"tokens_today": used[key.id].today, "tokens_this_month": used[key.id].this_month}
                 for key in found]  # fmt: skip
         return page_response([{name: value for name, value in row.items() if name != "hash"} for row in rows])
+
+    @api.get("/audit")
+    def audit(
+        limit: Limit = 100,
+        before: str | None = None,
+        key: str | None = None,
+        since: float | None = None,
+        changes: bool = False,
+    ) -> Response:
+        """What operators read and changed, newest first; `since`: Unix seconds; `changes`: without reads.
+
+        `status` null: the outcome is not known. Requests of the last two seconds may be missing.
+        """
+        found = store.audit.page(limit, before, key=key, since=since, changes=changes)
+        return page_response([plain(one) for one in found], limit)
 
     @api.get("/usage")
     def usage(

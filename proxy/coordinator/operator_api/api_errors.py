@@ -14,6 +14,9 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from ratchet.proxy.errors import BadRequest, NotFound, ProxyError, method_not_allowed, to_openai_error
+from ratchet.store.errors import InvalidTransition, RecordNotFound, StoreError, StoreUnavailable
+
+_STATUS: dict[type[StoreError], int] = {RecordNotFound: 404, InvalidTransition: 409, StoreUnavailable: 503}
 
 
 class ErrorDetail(BaseModel):
@@ -27,6 +30,17 @@ class ErrorResponse(BaseModel):
     """The body of every error response of the operator API."""
 
     error: ErrorDetail
+
+
+def status_of(error: Exception) -> int:
+    """Return the status of the response to an error."""
+    if isinstance(error, StoreError):
+        return next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 500)
+    if isinstance(error, RequestValidationError):
+        return 422
+    if isinstance(error, ProxyError):
+        return error.status
+    return error.status_code if isinstance(error, HTTPException) else 500
 
 
 def add_error_handlers(api: FastAPI) -> None:
@@ -43,7 +57,7 @@ def add_error_handlers(api: FastAPI) -> None:
 
     @api.exception_handler(RequestValidationError)
     async def on_invalid_request(request: Request, error: RequestValidationError) -> Response:
-        return Response(to_openai_error(_validation_error(error)), 422, media_type="application/json")
+        return Response(to_openai_error(_validation_error(error)), status_of(error), media_type="application/json")
 
 
 def _validation_error(error: RequestValidationError) -> BadRequest:

@@ -17,7 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
 from ratchet.proxy.coordinator.operator_api.agents import ReadAgents, add_agents
-from ratchet.proxy.coordinator.operator_api.api_errors import ErrorResponse, add_error_handlers
+from ratchet.proxy.coordinator.operator_api.api_errors import ErrorResponse, add_error_handlers, status_of
+from ratchet.proxy.coordinator.operator_api.audit_log import AuditLog, audited_routes
 from ratchet.proxy.coordinator.operator_api.feedback import (
     BODY_LIMIT,
     WAITING_DETAIL,
@@ -65,11 +66,13 @@ class _ManualRollback(_ManualDecision):
     now: bool = False
 
 
-_STATUS: dict[type[StoreError], int] = {RecordNotFound: 404, InvalidTransition: 409, StoreUnavailable: 503}
-
-
 def create_operator_api(
-    store: Store, shipper: Shipper, linker: TrajectoryLinker, intake: FeedbackIntake, read_agents: ReadAgents
+    store: Store,
+    shipper: Shipper,
+    linker: TrajectoryLinker,
+    intake: FeedbackIntake,
+    read_agents: ReadAgents,
+    audit: AuditLog,
 ) -> FastAPI:
     """Return the operator application. `read_agents` returns the agents that this proxy serves."""
     # No docs pages: they run scripts of other servers, next to an API that reads everything.
@@ -79,10 +82,12 @@ def create_operator_api(
         responses={"4XX": {"model": ErrorResponse}},
     )  # fmt: skip
 
+    api.router.route_class = audited_routes(audit)
+
     @api.exception_handler(StoreError)
     async def on_store_error(_: Request, error: StoreError) -> Response:
-        status = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 500)
-        return Response(openai_error(str(error), type(error).__name__), status, media_type="application/json")
+        body = openai_error(str(error), type(error).__name__)
+        return Response(body, status_of(error), media_type="application/json")
 
     @api.exception_handler(ProxyError)
     async def on_proxy_error(_: Request, error: ProxyError) -> Response:

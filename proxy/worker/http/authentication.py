@@ -19,7 +19,7 @@ import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ratchet.proxy.api_keys import KEYS_VARIABLE, OPERATOR_KEYS_VARIABLE, PREFIX, hash_key, is_loopback
-from ratchet.proxy.coordinator.keys.key_cache import ANONYMOUS, OPERATOR, Caller, KeyCache
+from ratchet.proxy.coordinator.keys.key_cache import ANONYMOUS, Caller, KeyCache
 from ratchet.proxy.coordinator.limits.rate_limits import with_rate_limits
 from ratchet.proxy.errors import Forbidden, InvalidApiKey
 from ratchet.proxy.wire.asgi import CALLER, KEY_ID, header, headers_of
@@ -54,7 +54,7 @@ class Authentication:
                 if not self._key_cache.operator_key_needed and not _is_own(scope):
                     raise _other_page(scope)
                 self._check_operator(key)
-                caller = OPERATOR
+                caller = self._key_cache.operator_of(_hash(key))
             else:
                 caller = self._agent_of(key) if needed else self._anonymous(key)
         scope[CALLER] = caller

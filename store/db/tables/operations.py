@@ -1,10 +1,10 @@
-"""Tables of operation: proxies, leases, alarms, API keys and deletions."""
+"""Tables of operation: proxies, leases, alarms, API keys, audit log and deletions."""
 
 from __future__ import annotations
 
 import sqlalchemy as sa
 
-from ratchet.store.db.table_types import HASH, ID, JSON, TIME, enum_constraint, metadata
+from ratchet.store.db.table_types import CALL_ID, HASH, ID, JSON, TIME, enum_constraint, metadata
 from ratchet.store.states import KeyScope
 
 proxy_instances = sa.Table(
@@ -81,6 +81,23 @@ usage = sa.Table(
     sa.Column("prompt_tokens", sa.BigInteger, nullable=False),
     sa.Column("completion_tokens", sa.BigInteger, nullable=False),
     sa.Index(None, "key_id", "day"),
+)
+
+# What operators read and changed. A change has its row before it happens; status is NULL until the outcome is known.
+audit_entries = sa.Table(
+    "audit_entries",
+    metadata,
+    sa.Column("id", CALL_ID, primary_key=True),
+    sa.Column("at", TIME, nullable=False),
+    sa.Column("last_at", TIME, nullable=False, index=True),
+    sa.Column("count", sa.Integer, nullable=False),
+    sa.Column("actor", sa.Text, nullable=False),
+    sa.Column("method", sa.String(8), nullable=False),
+    sa.Column("route", sa.Text, nullable=False),
+    sa.Column("target", JSON, nullable=False),
+    sa.Column("key_id", ID),
+    sa.Column("client", sa.String(64)),
+    sa.Column("status", sa.Integer),
 )
 
 # Deletions, without the deleted content; proxies learn from them that messages may be gone.

@@ -7,7 +7,7 @@ from typing import Any
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0001_key_usage"
+revision = "0001_audit_log"
 down_revision = None
 
 ROW_ID = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
@@ -19,6 +19,7 @@ TRAJECTORY_ID = sa.String(128).with_variant(sa.String(128, collation="C"), "post
 def upgrade() -> None:
     # In the order of the foreign keys.
     _alarms()
+    _audit_entries()
     _base_models()
     _deletions()
     _groups()
@@ -66,6 +67,25 @@ def _alarms() -> None:
         sa.Column("sent_at", sa.Double),
         sa.PrimaryKeyConstraint("name", name="pk_alarms"),
     )
+
+
+def _audit_entries() -> None:
+    op.create_table(
+        "audit_entries",
+        sa.Column("id", CALL_ID, nullable=False),
+        sa.Column("at", sa.Double, nullable=False),
+        sa.Column("last_at", sa.Double, nullable=False),
+        sa.Column("count", sa.Integer, nullable=False),
+        sa.Column("actor", sa.Text, nullable=False),
+        sa.Column("method", sa.String(8), nullable=False),
+        sa.Column("route", sa.Text, nullable=False),
+        sa.Column("target", sa.JSON, nullable=False),
+        sa.Column("key_id", sa.String(40)),
+        sa.Column("client", sa.String(64)),
+        sa.Column("status", sa.Integer),
+        sa.PrimaryKeyConstraint("id", name="pk_audit_entries"),
+    )
+    op.create_index("ix_audit_entries_last_at", "audit_entries", ["last_at"])
 
 
 def _base_models() -> None:
