@@ -42,7 +42,7 @@ def test_reads_and_changes_are_recorded_with_key_target_address_and_outcome(star
     agent, _ = made(store, KeyScope.AGENT, "crawler")
     ann, ann_id = made(store, KeyScope.OPERATOR, "ann")
     bob, bob_id = made(store, KeyScope.OPERATOR, "bob")
-    old = {"id": "audit_000", "at": OLD, "last_at": OLD, "count": 1, "actor": "eve", "status": 200}
+    old: Any = {"id": "audit_000", "at": OLD, "last_at": OLD, "count": 1, "actor": "eve", "status": 200}
     store.audit.record([AuditEntry(**old, method="GET", route="/keys", target={})])
     proxy = start(trusted_proxies=["127.0.0.1"], audit_days=1)
     answer = proxy.http.post("/v1/chat/completions", json=CALL, headers=agent)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,14 @@ def test_keys_and_deletions_by_command_and_requests_are_listed(
     monkeypatch.chdir(tmp_path)
     store = open_store(str(store_file))
     answered_trajectory(store, "job")
-    seen = {"at": 1e9, "last_at": 1e9 + 5, "count": 3, "actor": "ann\x1b[31m", "key_id": "key_1", "client": "10.0.0.7"}
+    seen: Any = {
+        "at": 1e9,
+        "last_at": 1e9 + 5,
+        "count": 3,
+        "actor": "ann\x1b[31m",
+        "key_id": "key_1",
+        "client": "10.0.0.7",
+    }
     store.audit.record([AuditEntry(**seen, id="audit_00", method="GET", route="/calls", target={"alias": "mail"})])
     at = ("--store", str(store_file))
     assert run(["keys", "create", "--name", "crawler", *at]) == 0

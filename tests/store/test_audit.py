@@ -12,7 +12,12 @@ from ratchet.store.store import Store
 
 
 def entry(at: float, **changed: Any) -> AuditEntry:
-    values = {"method": "GET", "route": "/calls/{call_id}", "target": {"call_id": "call_1"}, "actor": "ann"}
+    values: dict[str, Any] = {
+        "method": "GET",
+        "route": "/calls/{call_id}",
+        "target": {"call_id": "call_1"},
+        "actor": "ann",
+    }
     values |= {"id": new_id("audit"), "at": at, "last_at": at, "count": 1, "key_id": "key_1", "client": "10.0.0.7"}
     return AuditEntry(**values | changed)
 
