@@ -228,7 +228,8 @@ class ProxySettings(BaseModel):
     affinity_slack: int = Field(
         16,
         ge=1,
-        description="a trajectory's call leaves its replica if that has this many more calls than the least busy one",
+        description="a trajectory's call leaves its replica if that has this many more calls than the least busy one; "
+        "so does a new trajectory the replica that others with the same first messages and version prefer",
     )
     log_calls: bool = Field(True, description="log one line per call when it ends, never its content")
     log_format: Literal["text", "json"] = Field(

@@ -1,8 +1,10 @@
 """The replicas of one model: which one gets a call, and where a call goes if that one fails.
 
 Promises:
-- A trajectory always uses the same replica, whose prefix cache has it, while that one is healthy and not much busier
-  than the others. Calls without a trajectory go to the least busy replica.
+- A trajectory stays with the replica that answered its last call, whose prefix cache has it, while that one is healthy
+  and not much busier than the others. A new trajectory goes to the replica that trajectories with the same beginning
+  prefer, within the same slack, else to one of its own. Calls without a trajectory go to the least busy replica.
+- A replica that leaves the list gets no new calls. It stays in the metrics until its running calls have ended.
 - A call is retried on another replica only before the first byte of its response: if there is no connection or it
   breaks, on 502, 503 and 504 (a dead vLLM, or a load balancer in front of it), and on 429. Any other response is the
   model's own. A timeout of the whole call is not retried.
@@ -21,7 +23,9 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from functools import partial
 from hashlib import blake2b
 from typing import Generic, TypeVar
 
@@ -37,12 +41,13 @@ _MAY_HAVE_STARTED = (502, 504)  # a load balancer's statuses for a vLLM that had
 _FULL = 429
 _MAX_ATTEMPTS = 3  # replicas that one call is sent to
 _MAX_STARTED = 2  # of them, those that may have started it
+_MAX_PLACES = 20_000  # trajectories, least recently used ones are forgotten: 4 MB
 
 
 class Replica:
     """One server. `in_flight` counts the calls whose responses are open; `label` names it in the metrics."""
 
-    __slots__ = ("breaker", "in_flight", "label", "max_model_len", "serves_other_base_model", "url")
+    __slots__ = ("_on_idle", "breaker", "in_flight", "label", "max_model_len", "serves_other_base_model", "url")
 
     def __init__(self, url: str, breaker: CircuitBreaker, label: str = "") -> None:
         self.url = url
@@ -51,14 +56,23 @@ class Replica:
         self.in_flight = 0
         self.max_model_len: int | None = None  # tokens; None if unknown
         self.serves_other_base_model = False  # than the alias has
+        self._on_idle: Callable[[], None] | None = None
 
     def release(self) -> None:
         """Record the end of a call."""
         self.in_flight -= 1
+        if self._on_idle is not None and not self.in_flight:
+            self._on_idle()
+
+    def drain(self, on_idle: Callable[[], None] | None) -> None:
+        """Call `on_idle` when no call is in flight any more; None: the replica gets calls again."""
+        self._on_idle = on_idle
+        if on_idle is not None and not self.in_flight:
+            on_idle()
 
     def is_up(self) -> bool:
         """Return whether it receives calls."""
-        return self.breaker.closed
+        return self.breaker.closed and self._on_idle is None
 
     def load(self) -> int:
         """Return the calls in flight."""
@@ -73,28 +87,39 @@ class ReplicaPool(Generic[_R]):
 
     def __init__(self, replicas: Sequence[_R], metrics: ProxyMetrics, slack: int = 16) -> None:
         self.replicas = tuple(replicas)
+        self.draining: tuple[_R, ...] = ()  # that left the list, with running calls
         self._slack = slack
         self._metrics = metrics
+        self._places: OrderedDict[str, str] = OrderedDict()  # label of the replica that answered last, by trajectory
         for replica in self.replicas:
             metrics.watch_upstream(replica.label, replica.is_up, replica.load)
 
     def replace(self, replicas: Sequence[_R]) -> None:
         """Use other replicas; calls that run elsewhere finish."""
-        for replica in self.replicas:
-            if replica not in replicas:
-                self._metrics.forget_upstream(replica.label)
-        for replica in replicas:
-            self._metrics.watch_upstream(replica.label, replica.is_up, replica.load)
+        left = [replica for replica in self.replicas if replica not in replicas]
+        self.draining = (*(replica for replica in self.draining if replica not in replicas), *left)
         self.replicas = tuple(replicas)
+        for replica in replicas:
+            replica.drain(None)
+            self._metrics.watch_upstream(replica.label, replica.is_up, replica.load)
+        for replica in left:
+            replica.drain(partial(self._drained, replica))
+
+    def _drained(self, replica: _R) -> None:
+        replica.drain(None)
+        self.draining = tuple(other for other in self.draining if other is not replica)
+        self._metrics.forget_upstream(replica.label)
+        log.info("event=upstream_drained upstream=%s", replica.label)
 
     def max_context_length(self) -> int | None:
         """Return the longest context of a replica in tokens; None if unknown."""
         return max((replica.max_model_len or 0 for replica in self.replicas), default=0) or None
 
-    def order(self, trajectory_id: str, proven: Collection[str] = ()) -> Sequence[_R]:
+    def order(self, trajectory_id: str, proven: Collection[str] = (), prefix: str = "") -> Sequence[_R]:
         """Return the replicas to try for a call, in order. Raises UpstreamUnreachable if none is known.
 
         `proven` are the URLs that serve the call's version. If all of them have left the list, any replica serves.
+        `prefix` names the version and the beginning of the prompt, which other trajectories may share.
         """
         replicas = self.replicas
         if proven:
@@ -108,18 +133,28 @@ class ReplicaPool(Generic[_R]):
         if not trajectory_id:
             return sorted(healthy, key=lambda replica: replica.in_flight)[:_MAX_ATTEMPTS]
         preferred = sorted(healthy, key=lambda replica: _weight(replica.label, trajectory_id), reverse=True)
+        place = self._places.get(trajectory_id)
+        if place is None and prefix:
+            place = max(healthy, key=lambda replica: _weight(replica.label, prefix)).label
         min_in_flight = min(replica.in_flight for replica in healthy)
-        return sorted(preferred, key=lambda replica: replica.in_flight - min_in_flight >= self._slack)[:_MAX_ATTEMPTS]
+        return sorted(
+            preferred,
+            key=lambda replica: (replica.in_flight - min_in_flight >= self._slack, replica.label != place),
+        )[:_MAX_ATTEMPTS]
 
     async def send(
-        self, trajectory_id: str, send: Callable[[_R], Awaitable[HttpResponse]], proven: Collection[str] = ()
+        self,
+        trajectory_id: str,
+        send: Callable[[_R], Awaitable[HttpResponse]],
+        proven: Collection[str] = (),
+        prefix: str = "",
     ) -> HttpResponse:
         """Try the replicas in order until one accepts the call. Raises UpstreamError. Close the response.
 
-        `send` sends the call to a given replica; `proven` are the URLs of those that serve its version.
+        `send` sends the call to a given replica; for `proven` and `prefix` see `order`.
         """
         result: HttpResponse | UpstreamError | None = None  # the first failure
-        order = self.order(trajectory_id, proven)
+        order = self.order(trajectory_id, proven, prefix)
         started = 0  # replicas that may have started it
         for replica in order:
             try:
@@ -131,6 +166,8 @@ class ReplicaPool(Generic[_R]):
             if reason is None:
                 _close(result)
                 result = outcome
+                if trajectory_id and len(self.replicas) > 1:
+                    self._remember(trajectory_id, replica)
                 break
             started += _may_have_started(outcome)
             if result is None:
@@ -176,6 +213,12 @@ class ReplicaPool(Generic[_R]):
         if isinstance(outcome, (UpstreamUnreachable, UpstreamDisconnected, UpstreamTimeout)):
             self.mark_failed(replica, str(outcome))
         return None if isinstance(outcome, UpstreamTimeout) else outcome.code or "other"
+
+    def _remember(self, trajectory_id: str, replica: _R) -> None:
+        self._places[trajectory_id] = replica.label
+        self._places.move_to_end(trajectory_id)
+        if len(self._places) > _MAX_PLACES:
+            self._places.popitem(last=False)
 
     def mark_failed(self, replica: Replica, reason: str) -> None:
         """Record a failure of a replica."""

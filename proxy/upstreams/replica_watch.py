@@ -1,7 +1,8 @@
 """Follows a list of replicas that may change: a name's addresses, or a file.
 
-A replica that leaves gets no new calls; running ones finish. A new one is probed at once, and gets a version's calls
-once the trainer has proven that it serves it. A list that cannot be read leaves the replicas as they are.
+A replica that leaves gets no new calls; running ones finish, as metrics and log show. A new one is probed at once, and
+gets a version's calls once the trainer has proven that it serves it. A list that cannot be read leaves the replicas as
+they are.
 """
 
 from __future__ import annotations
@@ -66,14 +67,15 @@ class ReplicaWatch:
         if self._list.problem not in (None, self._problem):
             log.warning("event=upstreams_not_read reason=%r", self._list.problem)
         self._problem = self._list.problem
-        known = {replica.url: replica for replica in self._pool.replicas}
+        current = tuple(replica.url for replica in self._pool.replicas)
+        known = {replica.url: replica for replica in (*self._pool.draining, *self._pool.replicas)}
         found = tuple(map(without_credentials, urls))
-        if not found or found == tuple(known):
+        if not found or found == current:
             return
         self._upstream.replace(urls)
         self._pool.replace(
             [known.get(url) or Replica(url, CircuitBreaker(self._failures, self._cool_off)) for url in found]
         )
         await self._probes.follow_pool()
-        came, went = [url for url in found if url not in known], [url for url in known if url not in found]
+        came, went = [url for url in found if url not in current], [url for url in current if url not in found]
         log.info("event=upstreams_changed came=%s went=%s", came, went)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from ratchet.proxy.errors import UpstreamUnreachable
@@ -91,3 +92,42 @@ def test_replicas_come_and_go_while_the_proxy_runs(
     assert f'upstream="{vllm_url}"' not in proxy.http.get("/metrics").text
     file.write_text("not a url\n")  # leaves the list as it is
     say(proxy, "agent", 2)
+
+
+@pytest.mark.slow
+def test_a_replica_that_leaves_is_drained_as_metrics_show(
+    start: Start, vllm: ScriptedVllm, vllm_url: str, second: tuple[ScriptedVllm, str], tmp_path: Path
+) -> None:
+    file = tmp_path / "replicas.txt"
+    file.write_text(f"{vllm_url}\n")
+    proxy = start(upstreams=(f"file:{file}",))
+    long = {"model": "agent", "stream": True, "messages": [{"role": "user", "content": "#tokens=9000 #delay=0.05"}]}
+
+    def shown(name: str) -> str | None:
+        found = [
+            line for line in proxy.http.get("/metrics").text.splitlines() if line.startswith(name) and vllm_url in line
+        ]
+        return found[0].split()[-1] if found else None
+
+    with httpx.stream("POST", f"{proxy.url}/v1/chat/completions", json=long, timeout=60) as answer:
+        pieces = answer.iter_raw()
+        next(pieces)
+        file.write_text(f"{second[1]}\n")
+        eventually(lambda: shown("ratchet_upstream_up") == "0.0", 30)
+        assert shown("ratchet_upstream_in_flight") == "1.0"
+        say(proxy, "agent", 3)
+        assert len(vllm.calls) == 1, "a replica that drains gets no new calls"
+        next(pieces)
+    eventually(lambda: shown("ratchet_upstream_in_flight") is None)
+
+
+def test_a_replica_that_comes_back_while_it_drains_serves_again() -> None:
+    replicas = pool(URLS[:2])
+    one, two = replicas.replicas
+    one.in_flight = 1
+    replicas.replace([two])
+    assert (replicas.draining, one.is_up()) == ((one,), False)
+    replicas.replace([one, two])
+    assert (replicas.draining, one.is_up()) == ((), True)
+    one.release()
+    assert one in replicas.order("traj")

@@ -172,11 +172,11 @@ def test_when_all_replicas_fail_the_first_failure_is_returned_unchanged(
     start: Start, vllm: ScriptedVllm, vllm_url: str, second: tuple[ScriptedVllm, str]
 ) -> None:
     proxy = start(upstreams=(vllm_url, second[1]))
-    failing([vllm], 429, 1)
-    failing([second[0]], 503, 1)
-    replicas = pool((vllm_url, second[1]))
-    trajectory = next(name for name in map(str, range(99)) if replicas.order(name)[0].url == vllm_url)
-    answer = proxy.http.post(f"/t/{trajectory}/v1/chat/completions", json=body())
+    assert proxy.http.post("/t/job/v1/chat/completions", json=body()).status_code == 200
+    first, other = (vllm, second[0]) if vllm.calls else (second[0], vllm)  # the trajectory stays where it was answered
+    failing([first], 429, 1)
+    failing([other], 503, 1)
+    answer = proxy.http.post("/t/job/v1/chat/completions", json=body())
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
     assert answer.json()["error"]["message"] == "overloaded"
 

@@ -44,6 +44,7 @@ from ratchet.store.states import CallState
 
 SSE = (b"content-type", b"text/event-stream; charset=utf-8")
 
+_SYSTEM = ("system", "developer")
 _RETRIED = (408, 409, 429)  # and every 5xx: statuses that the SDKs retry
 
 
@@ -145,6 +146,15 @@ class ActiveCall(msgspec.Struct):
     def policy(self) -> str:
         """`alias@version`, or another model's name."""
         return self.open_call.start.policy
+
+    @property
+    def prefix(self) -> str:
+        """Names what a prefix cache shares between trajectories: version, tools, and the prompt's first messages.
+
+        These are the messages up to the first one that is not the system's. Other versions share no cache entries.
+        """
+        first = next((node.hash for node in self.open_call.nodes if node.role not in _SYSTEM), "")
+        return f"{self.policy} {self.start.tools_hash} {first}" if first else ""
 
     @property
     def head_sent(self) -> bool:

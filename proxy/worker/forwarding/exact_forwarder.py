@@ -123,7 +123,7 @@ class ExactForwarder:
             log.warning("event=exact_context_failed call=%s reason=%r", call.start.call_id, str(error))
 
     def _replica_of(self, call: ActiveCall) -> str:
-        return self._pool.order(call.start.trajectory_id, self._proven(call))[0].url
+        return self._pool.order(call.start.trajectory_id, self._proven(call), call.prefix)[0].url
 
     def _proven(self, call: ActiveCall) -> Sequence[str]:
         return self._policies.proven_replicas(call.start.alias, call.start.version)
@@ -182,7 +182,7 @@ class ExactForwarder:
             call.url = replica.url
             return await self._upstream.post_json(replica.url, GENERATE, body, headers)
 
-        response = await self._pool.send(call.start.trajectory_id, send, self._proven(call))
+        response = await self._pool.send(call.start.trajectory_id, send, self._proven(call), call.prefix)
         if response.status != 200:
             try:
                 text = await response.read()

@@ -118,5 +118,5 @@ class VllmForwarder:
             return response
 
         return await self._pool.send(
-            start.trajectory_id, send, self._policies.proven_replicas(start.alias, start.version)
+            start.trajectory_id, send, self._policies.proven_replicas(start.alias, start.version), call.prefix
         )
