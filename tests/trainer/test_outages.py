@@ -11,7 +11,7 @@ from ratchet.store.states import GroupState, PolicyState
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.adapter_store import AdapterStore
 from ratchet.trainer.controller.rounds.round_runner import RoundRunner
-from ratchet.trainer.controller_service.outages import OutageAlarm
+from ratchet.trainer.controller_service.outages import OutageAlarm, OutageLog
 from ratchet.trainer.errors import AdapterStoreUnreachable, LearnerUnreachable
 from tests.harness.ports import free_port
 from tests.harness.trainer.agents import agents_work
@@ -65,3 +65,18 @@ def test_a_learner_may_take_minutes_to_load_before_that_is_an_alarm(store: Store
         assert bool(store.alarms.active()) is raised
     outage.end()
     assert not store.alarms.active()
+
+
+def test_the_log_names_an_outage_at_its_begin_once_a_minute_and_at_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "ratchet.trainer")
+    outages = OutageLog("agent")
+    for now in range(1000, 1125, 2):
+        outages.record(LearnerUnreachable("it is loading"), float(now), "a round")
+    outages.record(LearnerUnreachable("it is loading"), 1125.0, "the start")
+    outages.end(1130.0)
+    outages.end(1131.0)
+    assert [record.getMessage().split(" reason")[0] for record in caplog.records] == [
+        *["event=outage alias=agent work='a round'"] * 3,
+        "event=outage alias=agent work='the start'",
+        "event=outage_ended alias=agent seconds=130",
+    ]

@@ -19,6 +19,7 @@ from ratchet.store.store import Store
 from ratchet.trainer.controller_service.agent_leases import AgentLeases
 from ratchet.trainer.controller_service.agent_runner import AgentCondition, AgentRunner, SharedByAgents
 from ratchet.trainer.controller_service.learner_work import LearnerFactory
+from ratchet.trainer.controller_service.outages import OutageLog
 from ratchet.trainer.observability.metrics import MetricsRegistry
 from ratchet.trainer.observability.progress import StoredProgress
 from ratchet.trainer.release.evaluation_runner import MakeWorkflowEvaluator
@@ -70,6 +71,7 @@ class ControllerProcess:
         self._runners: dict[str, AgentRunner] = {}
         self._activity: dict[str, AgentActivity] = {}
         self._look_at = 0.0  # monotonic
+        self._outages = OutageLog()
         self._has_run = False
 
     @property
@@ -141,8 +143,10 @@ class ControllerProcess:
         try:
             activity = self._store.activity.read(idle_seconds)
         except StoreUnavailable as outage:
-            log.warning("event=outage reason=%r", str(outage))
+            self._outages.record(outage, time.time(), "looking for work")
             activity = {runner.alias: dict.fromkeys(ALL_KINDS, 0) for runner in running}  # anything may wait
+        else:
+            self._outages.end(time.time())
         ended = time.monotonic()
         self._look_at = ended + max(self._poll_seconds, (ended - started) / _MAX_LOOK_SHARE)
         for runner in running:

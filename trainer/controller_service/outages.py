@@ -1,12 +1,14 @@
 """Outages: errors that waiting may fix, and the alarm of one that lasts.
 
-A step or a piece of work that meets one is tried again after a pause. A short outage is a line in the log; one that
-lasts is the alarm `outage`, which names what does not answer and clears when the agent's work goes on.
+A step or a piece of work that meets one is tried again after a pause. An outage is a line in the log at its begin, once
+a minute and at its end; one that lasts is the alarm `outage`, which names what does not answer and clears when the
+agent's work goes on.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from contextlib import suppress
 
 from ratchet.store.errors import StoreUnavailable
@@ -20,6 +22,29 @@ OUTAGE_PAUSE_SECONDS = 2.0
 ALARM = "outage"
 _ALARM_SECONDS = 15.0
 _LEARNER_SECONDS = 600.0  # a large base model takes minutes to load
+_LOG_SECONDS = 60.0
+
+
+class OutageLog:
+    """Logs the outages of one agent, or of the store for all agents. Times are Unix seconds."""
+
+    def __init__(self, alias: str = "") -> None:
+        self._alias = alias
+        self._began_at: float | None = None
+        self._logged_at: dict[str, float] = {}  # by work
+
+    def record(self, outage: Exception, now: float, work: str = "") -> None:
+        """Log an outage, unless that was done within the last minute."""
+        self._began_at = now if self._began_at is None else self._began_at
+        if now - self._logged_at.get(work, -_LOG_SECONDS) >= _LOG_SECONDS:
+            self._logged_at[work] = now
+            log.warning("event=outage alias=%s work=%r reason=%r", self._alias, work, str(outage))
+
+    def end(self, now: float) -> None:
+        """Log the end of an outage, if there was one."""
+        if self._began_at is not None:
+            log.info("event=outage_ended alias=%s seconds=%.0f", self._alias, now - self._began_at)
+            self._began_at, self._logged_at = None, {}
 
 
 class OutageAlarm:
@@ -28,12 +53,13 @@ class OutageAlarm:
     def __init__(self, store: Store, alias: str) -> None:
         self._store = store
         self._alias = alias
+        self._log = OutageLog(alias)
         self._since: float | None = None
         self._may_be_raised = True  # by an earlier trainer
 
     def record(self, outage: Exception, now: float, work: str = "") -> None:
         """Log an outage, and raise the alarm once it has lasted."""
-        log.warning("event=outage alias=%s work=%r reason=%r", self._alias, work, str(outage))
+        self._log.record(outage, now, work)
         first = self._since is None
         self._since = now if self._since is None else self._since
         limit = _LEARNER_SECONDS if isinstance(outage, LearnerUnreachable) else _ALARM_SECONDS
@@ -48,6 +74,7 @@ class OutageAlarm:
 
     def end(self) -> None:
         """Record that the work goes on."""
+        self._log.end(time.time())
         self._since = None
         if self._may_be_raised:
             self._store.alarms.clear(f"{ALARM}:{self._alias}")
