@@ -295,3 +295,22 @@ def test_prometheus_finds_a_metrics_port_of_every_service_that_it_selects() -> N
         assert service["metadata"]["labels"][selected["key"]] == name
         assert ports & {port["name"] for port in service["spec"]["ports"]}
     assert "vllm" not in selected["values"], "Prometheus would need a way to vLLM, over which adapters can be loaded"
+
+
+def test_the_recipe_of_a_learner_of_several_machines_is_a_job_and_names_settings() -> None:
+    page = (ROOT / "docs" / "training.md").read_text()
+    block = re.search(r"```yaml\n(apiVersion: jobset.*?)```", page, re.DOTALL)
+    assert block is not None
+    recipe = yaml.safe_load(block[1])
+    (group,) = recipe["spec"]["replicatedJobs"]
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "learner"}, **group["template"]}
+    kubernetes_validate.validate(job, OLDEST, strict=True)
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    given = {entry["name"]: entry["value"] for entry in container["env"]}
+    process = load(K8S / "ratchet.yaml", environ=given).learner_process_settings()
+    assert process.machines == job["spec"]["parallelism"] == job["spec"]["completions"]
+    assert process.num_processes == container["resources"]["limits"]["nvidia.com/gpu"]
+    assert process.leader == f"{recipe['metadata']['name']}-{group['name']}-0-0.{recipe['metadata']['name']}"
+    with click.Context(cli) as context:
+        assert container["command"][0] == "ratchet"
+        assert cli.get_command(context, container["command"][1]) is not None

@@ -236,6 +236,8 @@ def update(
         raise click.UsageError("nothing to change: name a limit, or when the key expires")
     with options.open_project_store(context, store=store, project=project) as opened:
         changed = opened.keys.update(key_id, **changes)
+        target = {"key": changed.id, "name": changed.name, "changed": ", ".join(sorted(changes))}
+        opened.audit.record_command(options.current_user(), "keys update", target)
     click.echo(f"{changed.id} ({changed.name}): {', '.join(_limits(changed)) or 'no limits'}")
 
 

@@ -38,7 +38,9 @@ def entries(store: Store, count: int) -> list[AuditEntry]:
 
 
 @pytest.mark.slow
-def test_reads_and_changes_are_recorded_with_key_target_address_and_outcome(start: Start, store: Store) -> None:
+def test_reads_and_changes_are_recorded_with_key_target_address_and_outcome(
+    start: Start, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
     agent, _ = made(store, KeyScope.AGENT, "crawler")
     ann, ann_id = made(store, KeyScope.OPERATOR, "ann")
     bob, bob_id = made(store, KeyScope.OPERATOR, "bob")
@@ -58,6 +60,7 @@ def test_reads_and_changes_are_recorded_with_key_target_address_and_outcome(star
     order = {"reason": "it is a secret"}
     assert proxy.http.post("/api/policies/9/pin", params={"alias": "agent"}, json=order, headers=bob).status_code == 404
     assert proxy.http.get("/api/calls", headers=agent).status_code == 403  # not an operator's
+    assert "event=operator_refused status=403 client=127.0.0.1 path='/api/calls'" in caplog.text
     found = entries(store, 5)
     fields = ("key_id", "actor", "client", "method", "route", "target", "status", "count")
     seen = [tuple(getattr(one, field) for field in fields) for one in found]

@@ -34,15 +34,17 @@ def test_keys_and_deletions_by_command_and_requests_are_listed(
     assert run(["keys", "create", "--name", "crawler", *at]) == 0
     key = capsys.readouterr().out.strip()
     (made,) = store.keys.all()
+    assert run(["keys", "update", made.id, "--requests-per-minute", "5", *at]) == 0
     assert run(["keys", "revoke", made.id, *at]) == 0
     assert run(["store", "delete", "job", "--yes", *at]) == 0
     store.close()
     capsys.readouterr()
     assert run(["audit", *at]) == 0
     shown = capsys.readouterr().out
-    last, revoked, created, read = shown.splitlines()
+    last, revoked, updated, created, read = shown.splitlines()
     assert last.endswith(f"{current_user()}  CLI  store delete  reason=delete: 1 by id trajectories=1  done")
     assert revoked.endswith(f"CLI  keys revoke  key={made.id} name=crawler  done")
+    assert updated.endswith(f"CLI  keys update  key={made.id} name=crawler changed=requests_per_minute  done")
     assert "CLI  keys create" in created
     assert read == (
         "2001-09-09 01:46:40  ann\N{REPLACEMENT CHARACTER}[31m (key_1)  10.0.0.7  GET  /calls  alias=mail  "
@@ -51,5 +53,5 @@ def test_keys_and_deletions_by_command_and_requests_are_listed(
     assert key not in shown
     assert run(["audit", "--changes", "--json", *at]) == 0
     assert [one["route"] for one in json.loads(capsys.readouterr().out)] == [
-        "store delete", "keys revoke", "keys create"
+        "store delete", "keys revoke", "keys update", "keys create"
     ]  # fmt: skip

@@ -8,12 +8,15 @@ from collections.abc import Callable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ratchet.proxy.errors import ClientDisconnected, ProxyError
-from ratchet.proxy.wire.asgi import JSON, Headers, headers_of, send_bytes
+from ratchet.proxy.wire.asgi import JSON, Headers, client_address, headers_of, send_bytes
 from ratchet.proxy.wire.error_shapes import error_shape_of
 from ratchet.proxy.worker.http import request_identity
 from ratchet.store.ids import new_id
 
 log = logging.getLogger("ratchet.proxy")
+
+_REFUSED = (401, 403)
+_OPERATORS = "/api"
 
 
 class ErrorMiddleware:
@@ -37,6 +40,9 @@ class ErrorMiddleware:
             log.info("event=client_disconnected path=%r", scope["path"])
         except ProxyError as error:
             self._count(error)
+            if error.status in _REFUSED and scope["path"].startswith(_OPERATORS):
+                client, path = client_address(scope), scope["path"][:200]
+                log.warning("event=operator_refused status=%d client=%s path=%r", error.status, client, path)
             if started:
                 raise
             await _send_error(scope, send, error)
