@@ -7,8 +7,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import pytest
@@ -107,7 +108,7 @@ def test_the_commands_of_all_pods_run_until_their_probes_answer_and_stop_cleanly
     for name in ("learner", "trainer", "proxy"):
         pods.start(name)
     for name in ("learner", "trainer", "proxy"):
-        eventually(lambda name=name: pods.is_ready(name), 180)
+        eventually(partial(pods.is_ready, name), 180)
     body: Any = {"model": "mail", "messages": [{"role": "user", "content": "hi"}]}
     url = f"http://127.0.0.1:{pods.ports['proxy']}"
     called = httpx.post(f"{url}/v1/chat/completions", json=body, headers={"x-api-key": "k-agents"}, timeout=60)
@@ -115,8 +116,7 @@ def test_the_commands_of_all_pods_run_until_their_probes_answer_and_stop_cleanly
     assert httpx.get(f"{url}/api/calls", timeout=60).status_code == 401
     eventually(lambda: "event=learner_found" in pods.log("trainer"), 180)
     codes = pods.stop()
-    assert cast("int", codes.pop("migrate")) == 0
-    assert codes == {"learner": 0, "trainer": 0, "proxy": 0}, {name: pods.log(name)[-2000:] for name in codes}
+    assert set(codes.values()) == {0}, codes
 
 
 def _of_this_machine(environ: Mapping[str, str]) -> dict[str, str]:
