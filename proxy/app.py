@@ -327,6 +327,7 @@ def build_routes(
             name: KeyMeter(limit.requests_per_minute, limit.tokens_per_minute, f"agent {name}")
             for name, limit in settings.agent_limits.items()
         },
+        settings.fallbacks,
     )
 
     def captured(dialect: Dialect) -> CallEndpoint:

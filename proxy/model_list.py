@@ -118,6 +118,33 @@ class ModelEntry(BaseModel):
     model_info: dict[str, Any] = Field(default_factory=dict)  # the user's notes, such as prices
 
 
+class FallbackRules(BaseModel):
+    """The models of `model_list` that answer in place of an agent or another model, in order, by its name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    outage: dict[str, tuple[str, ...]] = Field(
+        default_factory=dict,
+        description="models of `model_list` that answer, in order, if every replica of an agent is down: "
+        "`{mail: [big]}`; their answers are never trained (see [production](production.md#fallback-to-another-model))",
+    )
+    context_length: dict[str, tuple[str, ...]] = Field(
+        default_factory=dict, description="the same for prompts that are longer than the context of the agent's model"
+    )
+
+    def check(self, agents: Iterable[str], models: Iterable[str]) -> None:
+        """Raise ValueError for a name that is not known, and for a model that falls back to itself."""
+        models, known = set(models), {*agents, *models}
+        for reason, rules in (("outage", self.outage), ("context_length", self.context_length)):
+            for name, others in rules.items():
+                if name not in known:
+                    raise ValueError(f"fallbacks.{reason} names {name!r}, which is no agent and not in model_list")
+                if wrong := [other for other in others if other not in models or other == name]:
+                    raise ValueError(
+                        f"fallbacks.{reason}: {name} cannot fall back to {wrong[0]!r}: name another model of model_list"
+                    )
+
+
 def keys_in(environ: Mapping[str, str], entries: Iterable[ModelEntry]) -> dict[str, SecretStr]:
     """Return the keys that the entries refer to, by environment variable; unset variables are omitted."""
     variables = [entry.litellm_params.variable for entry in entries]

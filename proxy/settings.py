@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, m
 
 from ratchet.proxy.agent_names import check_agent_names
 from ratchet.proxy.api_keys import KEYS_VARIABLE, OPERATOR_KEYS_VARIABLE, hash_key
-from ratchet.proxy.model_list import ModelEntry, keys_in
+from ratchet.proxy.model_list import FallbackRules, ModelEntry, keys_in
 from ratchet.proxy.wire.body_bounds import BodyBounds
 from ratchet.store.access.replica_list import check_entry
 
@@ -60,9 +60,8 @@ class ProxySettings(BaseModel):
     )
     exact_context: Literal["off", "on", "auto"] = Field(
         "auto",
-        description="continue a conversation on its sampled token ids instead of its re-tokenized text: `off`, "
-        "`on`, or "
-        "`auto` if vLLM offers the endpoints (see [exact-context.md](exact-context.md))",
+        description="continue a conversation on its sampled token ids instead of its re-tokenized text: `off`, `on`, "
+        "or `auto` if vLLM offers the endpoints (see [exact-context.md](exact-context.md))",
     )
     max_exact_context_bytes: int = Field(
         16 * 2**20,
@@ -107,9 +106,8 @@ class ProxySettings(BaseModel):
     )
     allowed_origins: tuple[str, ...] = Field(
         (),
-        description="origins of web pages that may send requests from a browser (`https://app.example.com`, or "
-        "`*`); they "
-        "need an API key; without keys, listed pages of this machine may call models",
+        description="origins of web pages that may send requests from a browser (`https://app.example.com`, or `*`); "
+        "they need an API key; without keys, listed pages of this machine may call models",
     )
     trusted_proxies: tuple[str, ...] = Field(
         (),
@@ -123,8 +121,7 @@ class ProxySettings(BaseModel):
     redact: tuple[str, ...] = Field(
         (),
         description="built-in patterns to redact before anything is written: `secret`, `email`, `iban`, `card`, "
-        "`phone`; "
-        "see [security](security.md)",
+        "`phone`; see [security](security.md)",
     )
     redact_patterns: dict[str, str] = Field(
         default_factory=dict, description="further patterns to redact, by name, in RE2 syntax"
@@ -139,6 +136,7 @@ class ProxySettings(BaseModel):
     upstream_key: SecretStr | None = Field(None, description="bearer token for vLLM")
     alarm_webhook_url: SecretStr | None = Field(None, description="URL that gets a message for each alarm")
     model_list: tuple[ModelEntry, ...] = Field((), description="other models by name, in LiteLLM's form")
+    fallbacks: FallbackRules = Field(FallbackRules(), description="models that answer in place of others")
     model_keys: dict[str, SecretStr] = Field(
         default_factory=dict, description="API keys of `model_list`, by environment variable"
     )
@@ -151,9 +149,8 @@ class ProxySettings(BaseModel):
     max_linking_bytes: int = Field(
         256 * 2**20,
         ge=2**16,
-        description="memory for linking, bytes: about 2 KB for each answer of an open trajectory; if it is "
-        "full, the key "
-        "with the most bytes loses its least recently used trajectories",
+        description="memory for linking, bytes: about 2 KB for each answer of an open trajectory; if it is full, the "
+        "key with the most bytes loses its least recently used trajectories",
     )
     max_linking_bytes_per_key: int = Field(
         128 * 2**20,
@@ -163,9 +160,8 @@ class ProxySettings(BaseModel):
     max_conversation_bytes: int = Field(
         256 * 2**20,
         ge=2**16,
-        description="memory for the conversations that `previous_response_id` continues, bytes; others are read "
-        "from the "
-        "store",
+        description="memory for the conversations that `previous_response_id` continues, bytes; others are read from "
+        "the store",
     )
     max_conversation_bytes_per_key: int = Field(
         128 * 2**20, ge=2**16, description="the same for the conversations of one key"
@@ -194,9 +190,8 @@ class ProxySettings(BaseModel):
     max_journal_bytes: int = Field(
         4 * 2**30,
         ge=2**16,
-        description="all journal segments together, bytes; at least four segments. Up to two pre-allocated "
-        "segments come "
-        "on top; with less than eight segments nothing is pre-allocated",
+        description="all journal segments together, bytes; at least four segments. Up to two pre-allocated segments "
+        "come on top; with less than eight segments nothing is pre-allocated",
     )
     journal_segment_bytes: int = Field(
         8 * 2**20, ge=2**12, description="size at which a journal segment is closed, bytes"
@@ -207,9 +202,8 @@ class ProxySettings(BaseModel):
     stream_idle_timeout_seconds: float = Field(
         300.0,
         gt=0,
-        description="longest silence within a stream, seconds (`request_timeout_seconds` if that is less); the "
-        "length of "
-        "a stream is not limited",
+        description="longest silence within a stream, seconds (`request_timeout_seconds` if that is less); the length "
+        "of a stream is not limited",
     )
     max_upstream_response_bytes: int = Field(
         256 * 2**20, ge=1024, description="largest vLLM response that does not stream, bytes"
@@ -247,9 +241,8 @@ class ProxySettings(BaseModel):
     keep_alive_seconds: float = Field(
         15.0,
         ge=0,
-        description="silence in a stream after which a comment (`: keep-alive`) is sent, with the response's "
-        "headers if "
-        "they are not sent yet, seconds; 0: never",
+        description="silence in a stream after which a comment (`: keep-alive`) is sent, with the response's headers "
+        "if they are not sent yet, seconds; 0: never",
     )
     drain_delay_seconds: float = Field(
         0.0,
@@ -324,6 +317,7 @@ class ProxySettings(BaseModel):
             raise ValueError(
                 f"agent_limits names {unknown[0]!r}, which is not an agent: there are {', '.join(self.agents)}"
             )
+        self.fallbacks.check(self.agents, [entry.model_name for entry in self.model_list])
         return self
 
     @model_validator(mode="after")

@@ -103,6 +103,9 @@ class ProxyMetrics:
     def _add_upstream_metrics(self) -> None:
         self.upstream_errors = self._counter("ratchet_upstream_errors", "Upstream failures", "kind")
         self.upstream_retries = self._counter("ratchet_upstream_retries", "Calls sent to another replica", "reason")
+        self.fallbacks = self._counter(
+            "ratchet_fallbacks", "Calls that another model was asked to answer", "alias", "model", "reason"
+        )
         self.upstream_up = self._gauge("ratchet_upstream_up", "1 if the replica receives calls, else 0", "upstream")
         self.upstream_in_flight = self._gauge(
             "ratchet_upstream_in_flight", "Calls whose responses have not ended", "upstream"

@@ -247,8 +247,20 @@ class Settings(BaseModel):
         own = {} if "upstreams" in values else {"tool_strict_level": self.vllm.tool_strict_level}
         if self._entry and isinstance(limits := self.proxy.get("agent_limits"), dict):
             derived["agent_limits"] = {name: limit for name, limit in limits.items() if name == self.model}
+        if self._entry and isinstance(self.proxy.get("fallbacks"), dict):
+            derived["fallbacks"] = self._own_fallbacks(self.proxy["fallbacks"])
         with readable_errors(self._sources, "proxy"):
             return ProxySettings.read(environ, **(own | self.proxy | derived | values))
+
+    def _own_fallbacks(self, reasons: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the rules without those of other agents."""
+        known = {self.model, *(entry.model_name for entry in self.model_list)}
+        return {
+            reason: {name: others for name, others in rules.items() if name in known}
+            if isinstance(rules, dict)
+            else rules
+            for reason, rules in reasons.items()
+        }
 
     def trainer_settings(self, **values: Any) -> TrainerSettings:
         """Return the trainer's settings; `values` override the section. Raises SettingsError."""

@@ -39,6 +39,7 @@ from ratchet.proxy.telemetry.metrics import INTERNAL_ERROR, error_label
 from ratchet.proxy.wire.asgi import JSON, Headers
 from ratchet.proxy.wire.capture import Capture
 from ratchet.proxy.wire.request_body import ChatRequest
+from ratchet.proxy.worker.call.fallbacks import NO_FALLBACKS, Fallbacks
 from ratchet.store.records import CallEnded, CallStarted, MessageNode
 from ratchet.store.states import CallState
 
@@ -123,6 +124,8 @@ class ActiveCall(msgspec.Struct):
     request_id: bytes
     arrived: float
     client: str | None = None  # its address
+    fallbacks: Fallbacks = NO_FALLBACKS
+    failed_model: str | None = None  # that this call's model answers for
     phase: CallPhase = CallPhase.OPEN
     failure: str | None = None  # error label of its outcome
     upstream_seconds: float = 0.0
@@ -160,6 +163,10 @@ class ActiveCall(msgspec.Struct):
     def head_sent(self) -> bool:
         """Whether the client has the head of a stream that has not ended."""
         return self.phase is CallPhase.HEAD_SENT
+
+    def falls_back(self, error: UpstreamError) -> bool:
+        """Whether another model is asked after this error; the client must have nothing of this call."""
+        return self.phase is CallPhase.OPEN and self.fallbacks.model_after(error) is not None
 
     def enter(self, phase: CallPhase) -> None:
         """Move to the next phase. Raises RuntimeError for a transition that the table does not have."""
@@ -200,4 +207,5 @@ class ActiveCall(msgspec.Struct):
             (b"x-ratchet-trajectory", start.trajectory_id.encode()),
             (b"x-ratchet-policy", self.policy.encode()),
             (b"x-ratchet-overhead-ms", b"%.3f" % (self.overhead() * 1000)),
+            *(((b"x-ratchet-fallback-from", self.failed_model.encode()),) if self.failed_model else ()),
         ]

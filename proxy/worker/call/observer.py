@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Mapping
 
+from ratchet.proxy.errors import ContextOverflow, UpstreamError
 from ratchet.proxy.telemetry.call_telemetry import CallCounters, CallTiming, log_call
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.proxy.worker.call.active_call import ActiveCall, CallPhase
@@ -40,6 +41,12 @@ class CallObserver:
     def upstream_failed(self, label: str) -> None:
         """Count a failure of an upstream."""
         self._metrics.upstream_errors.labels(label).inc()
+
+    def fell_back(self, call: ActiveCall, model: str, error: UpstreamError) -> None:
+        """Report that another model is asked after the failure of a call."""
+        reason = "context_length" if isinstance(error, ContextOverflow) else "outage"
+        self._metrics.fallbacks.labels(call.start.alias, model, reason).inc()
+        log.warning("event=fallback call=%s model=%s reason=%r", call.start.call_id, model, str(error))
 
     def call_ended(self, call: ActiveCall) -> None:
         """Report the end of a recorded call; does nothing if it was reported."""

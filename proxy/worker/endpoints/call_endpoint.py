@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
+import msgspec
 from starlette.types import Receive, Scope, Send
 
 from ratchet.proxy.coordinator.admission import Admission
@@ -28,6 +29,7 @@ from ratchet.proxy.dialects import token_cap, tool_grammar
 from ratchet.proxy.dialects.dialect import LARGE, Dialect, ParsedRequest, ResponseEncoder
 from ratchet.proxy.errors import ClientDisconnected, UpstreamDisconnected, UpstreamError, upstream_refusal
 from ratchet.proxy.messages.link_records import CallIdentity, Placement
+from ratchet.proxy.model_list import FallbackRules
 from ratchet.proxy.runtime.thread_pools import run_parsing
 from ratchet.proxy.wire.asgi import CALLER, CLIENT_LEFT, KEY_ID, client_address, headers_of, send_bytes
 from ratchet.proxy.wire.body_bounds import BodyBounds, read_json
@@ -36,6 +38,7 @@ from ratchet.proxy.wire.request_body import ChatRequest
 from ratchet.proxy.wire.upstream_response import DONE, SseParser, UpstreamResponse
 from ratchet.proxy.worker.call import active_call
 from ratchet.proxy.worker.call.active_call import ActiveCall, CallOutcome, CallPhase, OpenCall
+from ratchet.proxy.worker.call.fallbacks import NO_FALLBACKS, fallbacks_of, may_fall_back
 from ratchet.proxy.worker.call.observer import CallObserver
 from ratchet.proxy.worker.call.recorder import Recorder
 from ratchet.proxy.worker.forwarding.forwarders import Forwarder
@@ -59,6 +62,7 @@ class CallLimits(NamedTuple):
     tool_strict_level: tool_grammar.Level
     context_limit: Callable[[str], int | None]
     agent_meters: Mapping[str, KeyMeter] = MappingProxyType({})  # of the agents with limits
+    fallbacks: FallbackRules = FallbackRules()
 
 
 class CallEndpoint:
@@ -110,15 +114,35 @@ class CallEndpoint:
                 reservation.count_agent(meter)
             context = self._limits.context_limit(parsed.request.model)
             reservation.reserve(parsed.request.sampling, body, context)
-        placement = await self._admission.resolve(parsed, identity, caller.key_id, caller.access)
-        call = self._begin(parsed, identity, placement, headers, arrived)
-        call.client = client_address(scope)
-        trace = self._observer.call_started(call, headers)
+        fallbacks, failed_model = fallbacks_of(self._limits.fallbacks, parsed.request.model, caller.access), None
+        while True:
+            placement = await self._admission.resolve(parsed, identity, caller.key_id, caller.access)
+            call = self._begin(parsed, identity, placement, headers, arrived)
+            call.client, call.failed_model = client_address(scope), failed_model
+            call.fallbacks = fallbacks if may_fall_back(call.start) else NO_FALLBACKS
+            error = await self._answer(call, scope, receive, send)
+            following = None if error is None else call.fallbacks.model_after(error)
+            if error is None or following is None:
+                return
+            fallbacks, failed_model = call.fallbacks.rest_after(error), parsed.request.model
+            self._observer.fell_back(call, following, error)
+            request = msgspec.structs.replace(parsed.request, model=following)
+            parsed = msgspec.structs.replace(parsed, request=request)
+
+    async def _answer(self, call: ActiveCall, scope: Scope, receive: Receive, send: Send) -> UpstreamError | None:
+        """Serve a call to its end. Return an error that another model may make up for; then nothing was sent."""
+        reservation: TokenReservation | None = scope.get(TOKEN_RESERVATION)
+        trace = self._observer.call_started(call, headers_of(scope))
         with DisconnectWatch(receive, scope.get(CLIENT_LEFT)) as watch:
             try:
                 await self._serve(call, trace, send, watch)
             except UpstreamError as error:
-                await self._fail(call, error, send, watch)
+                if not call.falls_back(error):
+                    await self._fail(call, error, send, watch)
+                else:
+                    self._observer.upstream_failed(error.code or "other")
+                    self._record_end(call, active_call.upstream_failed(error, head_sent=False))
+                    return error
             except ClientDisconnected:
                 watch.client_left = True
                 self._abandon(call, active_call.CLIENT_DISCONNECTED)
@@ -133,6 +157,7 @@ class CallEndpoint:
                 self._observer.call_ended(call)
                 if reservation is not None:
                     reservation.use(call.capture.tokens(), left=watch.client_left)
+        return None
 
     def _begin(
         self,
@@ -276,6 +301,9 @@ class CallEndpoint:
         if response.status < 400:
             raise UpstreamDisconnected(f"upstream {response.url} answered a call with status {response.status}")
         body, message = self._dialect.shape.encode_upstream_error(response.status, await response.read())
+        error = parse_context_overflow(response.status, message) or upstream_refusal(message, response.status)
+        if call.falls_back(error):
+            raise error
         if keep_alive is not None:
             keep_alive.stop()
         head_sent = call.head_sent
@@ -284,7 +312,6 @@ class CallEndpoint:
         await _wait(self._record_end(call, outcome))
         if head_sent:
             watch.stop()
-            error = parse_context_overflow(response.status, message) or upstream_refusal(message, response.status)
             await send({"type": "http.response.body", "body": call.encoder.failed(error)})
             return
         headers = call.headers()
