@@ -319,7 +319,7 @@ def build_routes(
     admission = Admission(policies, linker, serving.rollouts, serving.contexts)
     observer = CallObserver(metrics, spans, logs_calls=settings.log_calls)
     limits = CallLimits(
-        settings.bounds,
+        settings.max_body_bytes,
         settings.keep_alive_seconds,
         settings.tool_strict_level,
         lambda model: None if model in policies.other_models else serving.pool.max_context_length(),
@@ -342,10 +342,10 @@ def build_routes(
     pages: dict[tuple[str, str], ASGIApp] = {("GET", "/"): front} if settings.console else {}
     return Router(
         {
-            ("POST", "/chat/completions"): captured(Chat()),
-            ("POST", "/completions"): captured(Completions()),
+            ("POST", "/chat/completions"): captured(Chat(settings.bounds)),
+            ("POST", "/completions"): captured(Completions(settings.bounds)),
             ("POST", "/responses"): captured(Responses(recording.conversations, settings.bounds)),
-            ("POST", "/messages"): captured(Messages()),
+            ("POST", "/messages"): captured(Messages(settings.bounds)),
             ("POST", "/messages/count_tokens"): count_tokens,
             ("GET", "/models"): models,
             ("GET", "/metrics"): metrics,

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 # The quickest form of a benchmark. STORE is replaced by an empty database.
 QUICK: dict[str, tuple[str, ...]] = {
+    "agent_calls": ("--quick",),
     "agent_swap": ("--shape", "tiny", "--repetitions", "1"),
     "coverage": ("--quick",),
     "gpu": ("--shape", "tiny", "--device", "cpu"),

@@ -49,7 +49,7 @@ class Admission:
             await self._policies.refresh_if_unknown(model)
         alias, requested = self._policies.resolve_model(model, access, may_have_left=True)
         now = time.time()
-        attempt = AttemptKey(alias, key_id, parsed.nodes[-1].hash if parsed.nodes else "", parsed.request.tools_hash)
+        attempt = AttemptKey(alias, key_id, parsed.prompt_node, parsed.request.tools_hash)
         link = self._linker.find_link(
             self._evidence(parsed, identity, plan, alias, requested, attempt, now, is_helper=is_helper)
         )

@@ -10,6 +10,7 @@ from ratchet.proxy.dialects import anthropic_request, chat, inner_request
 from ratchet.proxy.dialects.content_blocks import Block, BlockEncoder, BlockRenderer, Event, Kind
 from ratchet.proxy.dialects.dialect import ParsedRequest, parsed_request, policy_name, read_body_with
 from ratchet.proxy.errors import ProxyError
+from ratchet.proxy.wire.body_bounds import BodyBounds
 from ratchet.proxy.wire.capture import Capture
 from ratchet.proxy.wire.error_shapes import ANTHROPIC
 from ratchet.store.records import CallStarted
@@ -28,9 +29,12 @@ class Messages:
     path = chat.PATH
     shape = ANTHROPIC
 
+    def __init__(self, bounds: BodyBounds) -> None:
+        self._bounds = bounds
+
     async def read(self, body: bytes, key_id: str | None) -> ParsedRequest:
-        """Parse a request. Raises BadRequest."""
-        return await read_body_with(_read, body)
+        """Parse a request. Raises BadRequest, BodyTooLarge."""
+        return await read_body_with(_read, body, self._bounds)
 
 
 def _read(body: bytes) -> ParsedRequest:

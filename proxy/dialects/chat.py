@@ -6,6 +6,7 @@ from ratchet.proxy.dialects.dialect import ParsedRequest, parsed_request, policy
 from ratchet.proxy.dialects.vllm_fields import with_vllm_fields
 from ratchet.proxy.errors import ProxyError, to_openai_error
 from ratchet.proxy.wire import request_body
+from ratchet.proxy.wire.body_bounds import BodyBounds
 from ratchet.proxy.wire.capture import Capture
 from ratchet.proxy.wire.error_shapes import OPENAI
 from ratchet.proxy.wire.request_body import ChatRequest
@@ -21,13 +22,16 @@ class Chat:
     path = PATH
     shape = OPENAI
 
+    def __init__(self, bounds: BodyBounds) -> None:
+        self._bounds = bounds
+
     async def read(self, body: bytes, key_id: str | None) -> ParsedRequest:
-        """Parse a request. Raises BadRequest."""
-        return await read_body_with(_read, body)
+        """Parse a request. Raises BadRequest, BodyTooLarge."""
+        return await read_body_with(lambda body: _read(self._bounds, body, key_id or ""), body)
 
 
-def _read(body: bytes) -> ParsedRequest:
-    request = with_vllm_fields(request_body.read(body))
+def _read(bounds: BodyBounds, body: bytes, key_id: str) -> ParsedRequest:
+    request = with_vllm_fields(request_body.read_within(bounds, body, key_id))
     return parsed_request(request, lambda start: PassthroughEncoder(make_capture(request, start)))
 
 

@@ -15,6 +15,7 @@ from ratchet.proxy.dialects.chat import PassthroughEncoder
 from ratchet.proxy.dialects.dialect import ParsedRequest, policy_name, read_body_with
 from ratchet.proxy.errors import BadRequest
 from ratchet.proxy.wire import lax_values, request_body
+from ratchet.proxy.wire.body_bounds import BodyBounds
 from ratchet.proxy.wire.capture import Capture, SampledChoice
 from ratchet.proxy.wire.error_shapes import OPENAI
 from ratchet.proxy.wire.request_body import ChatRequest
@@ -30,9 +31,12 @@ class Completions:
     path = PATH
     shape = OPENAI
 
+    def __init__(self, bounds: BodyBounds) -> None:
+        self._bounds = bounds
+
     async def read(self, body: bytes, key_id: str | None) -> ParsedRequest:
-        """Parse a request. Raises BadRequest."""
-        return await read_body_with(_read, body)
+        """Parse a request. Raises BadRequest, BodyTooLarge."""
+        return await read_body_with(_read, body, self._bounds)
 
 
 class CompletionsRequest(ChatRequest):
@@ -106,12 +110,14 @@ def _read(body: bytes) -> ParsedRequest:
         sampling=request_body.sampling_in(fields),
         trajectory=request_body.trajectory_in(fields),
         user=request_body.user_in(fields),
-        untrainable="several_prompts" if several else request_body.untrainable_by(fields, ()),
+        untrainable="several_prompts" if several else request_body.untrainable_by(fields),
         echoes=request_body.is_true(fields, "echo"),
     )
+    node = canon.node(canon.ROOT, message)
     return ParsedRequest(
         request=request,
-        nodes=(canon.node(canon.ROOT, message),),
+        nodes=(node,),
+        hashes=(node.hash,),
         keys=canon.link_keys([message]),
         make_encoder=lambda start: PassthroughEncoder(
             CompletionsCapture(

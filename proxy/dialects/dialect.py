@@ -6,13 +6,14 @@ Every dialect makes one inner call to vLLM, with token ids and logprobs. `read` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from ratchet.proxy.errors import BadRequest, ProxyError
 from ratchet.proxy.runtime.thread_pools import run_parsing
+from ratchet.proxy.wire.body_bounds import BodyBounds
 from ratchet.proxy.wire.capture import Capture
 from ratchet.proxy.wire.error_shapes import ErrorShape
 from ratchet.proxy.wire.request_body import ChatRequest
@@ -60,10 +61,16 @@ class ParsedRequest(msgspec.Struct):
     """
 
     request: ChatRequest
-    nodes: tuple[MessageNode, ...]
+    nodes: Sequence[MessageNode]
+    hashes: tuple[str, ...]  # of the nodes
     keys: tuple[str, ...]
     make_encoder: Callable[[CallStarted], ResponseEncoder]
     storable: StorableRequest | None = None
+
+    @property
+    def prompt_node(self) -> str:
+        """The hash of the whole prompt."""
+        return self.hashes[-1] if self.hashes else ""
 
 
 class Dialect(Protocol):
@@ -82,12 +89,12 @@ class Dialect(Protocol):
         """The format of errors."""
 
     async def read(self, body: bytes, key_id: str | None) -> ParsedRequest:
-        """Parse a request. Raises ProxyError."""
+        """Parse a request within the bounds. Raises ProxyError."""
 
 
 def parsed_request(request: ChatRequest, make_encoder: Callable[[CallStarted], ResponseEncoder]) -> ParsedRequest:
     """Return a chat request with the nodes and link keys of its messages."""
-    return ParsedRequest(request, request.nodes, request.keys, make_encoder)
+    return ParsedRequest(request, request.nodes, request.hashes, request.keys, make_encoder)
 
 
 def policy_name(start: CallStarted) -> str:
@@ -95,10 +102,19 @@ def policy_name(start: CallStarted) -> str:
     return start.policy
 
 
-async def read_body_with(read: Callable[[bytes], _Read], body: bytes) -> _Read:
-    """Return `read(body)`, computed in a thread if the body is large. Raises BadRequest for an invalid body."""
+async def read_body_with(read: Callable[[bytes], _Read], body: bytes, bounds: BodyBounds | None = None) -> _Read:
+    """Return `read(body)` of a body within the bounds, computed in a thread if the body is large.
+
+    Raises BodyTooLarge; BadRequest for an invalid body.
+    """
+
+    def read_checked(body: bytes) -> _Read:
+        if bounds is not None:
+            bounds.check(body)
+        return read(body)
+
     try:
-        return await run_parsing(read, body) if len(body) > LARGE else read(body)
+        return await run_parsing(read_checked, body) if len(body) > LARGE else read_checked(body)
     except (TypeError, AttributeError, KeyError, ValueError, RecursionError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise BadRequest(f"the request has a field of the wrong type: {reason}") from error

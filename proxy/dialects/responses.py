@@ -32,7 +32,7 @@ class Responses:
 
     async def read(self, body: bytes, key_id: str | None) -> ParsedRequest:
         """Parse a request. Raises BadRequest; NotFound for an unknown previous response."""
-        fields = await read_body_with(inner_request.decode, body)
+        fields = await read_body_with(inner_request.decode, body, self._bounds)
         if isinstance(fields.get("input"), list) and b"item_reference" in body:
             fields["input"] = await self._with_items(fields["input"], key_id)
         name = fields.get("previous_response_id")

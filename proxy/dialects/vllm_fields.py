@@ -27,10 +27,8 @@ _ALLOWED = "allowed_tools"
 
 def with_vllm_fields(request: ChatRequest) -> ChatRequest:
     """Return the request in vLLM's form, or the same object if nothing changes. Raises BadRequest."""
-    for message in request.messages:
-        if message.get("role") == "developer":
-            request = _without_developers(request)
-            break
+    if request.has_developer:
+        request = _without_developers(request)
     if "functions" in request.fields and request_body.value(request.fields, "functions"):
         raise BadRequest("`functions` are not supported: send them as `tools`", param="functions")
     choice = request.fields.get("tool_choice")

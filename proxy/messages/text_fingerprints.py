@@ -7,8 +7,9 @@ occurs in its own prompt is not a fingerprint: every caller with the same task w
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -64,15 +65,27 @@ NO_FINGERPRINTS = TextFingerprints()
 
 
 def fingerprints_of(
-    answer: Mapping[str, Any], skip_last_key: str, answer_key: str, prompt: Sequence[Mapping[str, Any]]
+    answer: Mapping[str, Any],
+    skip_last_key: str,
+    answer_key: str,
+    prompt: Sequence[Mapping[str, Any]],
+    may_contain: Callable[[str], bool] = lambda _: True,
 ) -> TextFingerprints:
-    """Return the fingerprints of an answer to a prompt."""
-    texts = [text for text in map(canon.visible_content, prompt) if isinstance(text, str)]
+    """Return the fingerprints of an answer to a prompt. `may_contain`: False if no message contains the text."""
+    texts: list[str] = []
+
+    def is_new(text: str) -> bool:
+        if len(text) < MIN_QUOTE_LENGTH or not may_contain(text):
+            return len(text) >= MIN_QUOTE_LENGTH
+        if not texts:
+            texts.extend(one for one in map(canon.visible_content, prompt) if isinstance(one, str))
+        return not any(text in one for one in texts)
+
     content, calls = canon.visible_content(answer), canon.called(answer)
-    spoken = isinstance(content, str) and _is_new(content, texts)
+    spoken = isinstance(content, str) and is_new(content)
     quotes = [quote_of(content)] if spoken else []
     arguments = (text.strip() for text in _strings(calls))
-    quotes += [quote_of(text, pending=True) for text in arguments if _is_new(text, texts)][:_MAX_ARGUMENTS]
+    quotes += [quote_of(text, pending=True) for text in islice(filter(is_new, arguments), _MAX_ARGUMENTS)]
     return TextFingerprints(skip_last_key, answer_key, bool(calls) or spoken, tuple(quotes), _whole(answer, prompt))
 
 
@@ -94,10 +107,6 @@ def digest(text: str) -> bytes:
 def is_distinctive_id(tool_call_id: str) -> bool:
     """Return whether a tool call's id ends in random letters and digits; `call_0` does not."""
     return bool(_DISTINCTIVE_ID.search(tool_call_id))
-
-
-def _is_new(text: str, before: Iterable[str]) -> bool:
-    return len(text) >= MIN_QUOTE_LENGTH and not any(text in one for one in before)
 
 
 def _whole(answer: Mapping[str, Any], prompt: Sequence[Mapping[str, Any]]) -> QuotedText | None:

@@ -37,10 +37,11 @@ class Redactor:
     def redact_request(self, parsed: ParsedRequest) -> StorableRequest:
         """Return the part of a request that may be stored."""
         request = parsed.request
-        bodies = [self._patterns.json(node.body) for node in parsed.nodes]
+        original = tuple(parsed.nodes)
+        bodies = [self._patterns.json(node.body) for node in original]
         tools = self._patterns.json(request.tools) if request.tools else b""
         sampling = _encode(request.sampling)
-        nodes, tools_hash = parsed.nodes, request.tools_hash
+        nodes, tools_hash = original, request.tools_hash
         if any(body != node.body for body, node in zip(bodies, nodes, strict=True)):
             nodes = canon.path(map(_object, bodies))
         if tools != request.tools:
@@ -50,7 +51,7 @@ class Redactor:
             tools_hash=tools_hash,
             tools=tools,
             sampling=_object(self._patterns.json(sampling)),
-            redacted=nodes is not parsed.nodes or tools_hash != request.tools_hash,
+            redacted=nodes is not original or tools_hash != request.tools_hash,
         )
 
     def redact_start(self, start: CallStarted, storable: StorableRequest) -> CallStarted:

@@ -9,6 +9,7 @@ A refusal names the setting and the number found. Invalid JSON is left to the pa
 from __future__ import annotations
 
 from codecs import BOM_UTF8
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -25,6 +26,10 @@ _LISTS = {"messages": "max_messages", "input": "max_messages", "tools": "max_too
 
 _fields = msgspec.json.Decoder(dict[str, Raw])
 _elements = msgspec.json.Decoder(list[Raw])
+
+
+class MayExceedBounds(Exception):
+    """A body was not shown to be within the bounds."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -54,6 +59,26 @@ class BodyBounds:
     def check_messages(self, count: int) -> None:
         """Raise BadRequest if an assembled conversation has too many messages."""
         self._check_limit("max_messages", count, "messages")
+
+    def check_fields(self, fields: Mapping[str, Raw], size: int) -> None:
+        """Raise MayExceedBounds unless the fields besides messages and tools are within the bounds.
+
+        `size`: bytes of the body, at most `max_json_values`, so that it cannot have more values. Bytes that the fields
+        do not account for may belong to a field that occurs twice; they must be too few to be too deep.
+        """
+        for name, raw in fields.items():
+            size -= len(name) + 3 + memoryview(raw).nbytes
+            if name == "input":  # limited, too
+                raise MayExceedBounds
+            if name not in _LISTS and json_depth.depth_bound(bytes(raw), self.max_json_depth) >= self.max_json_depth:
+                raise MayExceedBounds
+        if size >= self.max_json_depth:
+            raise MayExceedBounds
+
+    def check_counts(self, messages: int, tools: int, tools_depth: int) -> None:
+        """Raise MayExceedBounds unless the numbers of messages and tools, and the tools' levels, are within bounds."""
+        if messages > self.max_messages or tools > self.max_tools or tools_depth >= self.max_json_depth:
+            raise MayExceedBounds
 
     def _check_lists(self, body: bytes) -> None:
         """Check the lengths of the limited lists; invalid ones are left to their parser."""

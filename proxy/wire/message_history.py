@@ -1,54 +1,132 @@
-"""Parses messages into nodes and link keys, with a cache: agents send their whole history with every call.
+"""Parses messages into nodes and link keys, and only those that are new: agents send their whole history every time.
 
-A message with the same bytes after the same messages is not parsed or hashed again. The results are shared between
-calls and must not be changed. The cache holds about `_MAX_BYTES` of messages as sent, and two to three times that for
-the parsed objects; unused entries are dropped. Any thread may call.
+A long list whose beginning is known (`known_histories.py`) is parsed from there on; its earlier messages when one of
+them is asked for. Of other lists, a message with the same bytes after the same messages is not parsed or hashed again:
+the cache holds about `_MAX_BYTES` of messages as sent, and two to three times that for the parsed objects; unused
+entries are dropped. The results are shared between calls and must not be changed. Any thread may call.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Raw
 
+from ratchet.proxy.wire.known_histories import KnownHistories, KnownHistory, MessageTraits
+from ratchet.proxy.wire.lazy_sequence import LazySequence
+from ratchet.store.content import json_depth
 from ratchet.store.content import messages as canon
 from ratchet.store.records import MessageNode
 
 _MAX_BYTES = 2 * 2**20
 _MAX_CACHED_MESSAGE = 2**18  # bytes; a larger message is not cached
+_LONG = 12 * 1024  # bytes; for a shorter list it is not worth looking for a known beginning
+
+_ANY_DEPTH = 2**31  # of messages whose depth was not asked for
+
+_SYSTEM = ("system", "developer")
+_NON_TEXT_PARTS = ("image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "file")
+
+# All JSON encoders write these characters the same way, unless they write `\u00..`.
+_PLAIN_TEXT = re.compile(r"[ -.0-~\n\r\t]{12,}")
+_ESCAPED_TEXT = re.compile(rb"\\u00(?:[2-7]|0[9aAdD])")
 
 _raws = msgspec.json.Decoder(list[Raw])
 _message = msgspec.json.Decoder(dict[str, Any])
+_messages = msgspec.json.Decoder(list[dict[str, Any]])
+_encode = msgspec.json.Encoder().encode
+
+Message = dict[str, Any]
+
+
+class TooDeep(Exception):
+    """A part of the list that is not known exceeds the allowed depth."""
 
 
 class HashedMessage(NamedTuple):
     """A message with the hash and link key of its path."""
 
-    message: dict[str, Any]
+    message: Message
     node: MessageNode
     key: str
+
+
+class History(NamedTuple):
+    """The messages of a request with their nodes, the nodes' hashes and the link keys.
+
+    `data`: the JSON of a long list, else empty.
+    """
+
+    messages: Sequence[Message]
+    nodes: Sequence[MessageNode]
+    hashes: tuple[str, ...]
+    keys: tuple[str, ...]
+    traits: MessageTraits
+    data: bytes = b""
+
+    def summary(self) -> KnownHistory:
+        """Return what is cached of it."""
+        return KnownHistory(self.hashes, self.keys, self.traits)
+
+    def may_contain(self, text: str) -> bool:
+        """Return False if no message contains a text, as far as is known without parsing them."""
+        if not self.data or not self.traits.only_text or self.traits.has_escapes:
+            return True
+        plain = max(_PLAIN_TEXT.findall(text), key=len, default="")
+        return _encode(plain)[1:-1] in self.data
 
 
 class MessageReader:
     """The cache has two generations: when the current one is full, it replaces the previous one."""
 
-    def __init__(self, max_bytes: int = _MAX_BYTES) -> None:
+    def __init__(self, max_bytes: int = _MAX_BYTES, known: KnownHistories | None = None) -> None:
         self._generation_bytes = max_bytes // 2
         self._current: dict[tuple[str, bytes], HashedMessage] = {}
         self._previous: dict[tuple[str, bytes], HashedMessage] = {}
         self._bytes = 0  # of the current generation
+        self._known = known or KnownHistories()
 
-    def read(self, raw: Raw) -> Sequence[HashedMessage]:
-        """Return the messages of a JSON list, in order. Raises msgspec.DecodeError."""
-        messages: list[HashedMessage] = []
+    def read(self, raw: Raw, key_id: str = "", max_depth: int | None = None) -> History:
+        """Return the messages of a valid JSON list. `max_depth`: the levels of JSON that it may have.
+
+        Raises TooDeep; msgspec.DecodeError for a list of anything but objects.
+        """
+        data = bytes(raw)
+        if len(data) >= _LONG:
+            return self._read_long(data, key_id, max_depth)
+        depth = _checked_depth(data, max_depth)
+        return _history(self._read_all(_raws.decode(data)), depth)
+
+    def _read_long(self, data: bytes, key_id: str, max_depth: int | None) -> History:
+        beginning = self._known.find(data, key_id)
+        known = beginning.known
+        if known is not None and (max_depth is None or known.traits.depth <= max_depth):
+            new = b"[" + data[beginning.end :].lstrip().removeprefix(b",")
+            history = _continued(known, new, _checked_depth(new, max_depth), data)
+        else:
+            depth = _checked_depth(data, max_depth)
+            raws = _raws.decode(data)
+            hashed, has_escapes = self._read_all(raws), _has_escapes(data)
+            history = _history(hashed, depth, has_escapes=has_escapes)._replace(data=data)
+            shorter = beginning.without_last(data, bytes(raws[-1])) if len(raws) > 1 else None
+            if shorter is not None:  # agents add a reminder to the last message, and remove it again
+                self._known.add(shorter, _history(hashed[:-1], depth, has_escapes=has_escapes).summary())
+        if history.hashes:
+            self._known.add(beginning, history.summary())
+        return history
+
+    def _read_all(self, raws: Sequence[Raw]) -> list[HashedMessage]:
+        """Return the messages of a list of which nothing is known."""
+        hashed: list[HashedMessage] = []
         parent, key = canon.ROOT, canon.ROOT
-        for one in _raws.decode(raw):
-            message = self._message(parent, key, bytes(one))
-            messages.append(message)
-            parent, key = message.node.hash, message.key
-        return messages
+        for raw in raws:
+            one = self._message(parent, key, bytes(raw))
+            hashed.append(one)
+            parent, key = one.node.hash, one.key
+        return hashed
 
     def _message(self, parent: str, parent_key: str, data: bytes) -> HashedMessage:
         # The parent's hash covers all earlier messages, and so its link key.
@@ -57,8 +135,7 @@ class MessageReader:
         if hashed is None:
             hashed = self._previous.get(name)
             if hashed is None:
-                message = _message.decode(data)
-                hashed = HashedMessage(message, canon.node(parent, message), canon.link_key(parent_key, message))
+                hashed = _hashed(parent, parent_key, _message.decode(data))
             if len(data) <= _MAX_CACHED_MESSAGE:
                 self._keep(name, hashed, len(data))
         return hashed
@@ -68,3 +145,74 @@ class MessageReader:
             self._previous, self._current, self._bytes = self._current, {}, 0
         self._current[name] = hashed
         self._bytes += size + 200  # overhead of a small message
+
+
+def _hashed(parent: str, parent_key: str, message: Message) -> HashedMessage:
+    return HashedMessage(message, canon.node(parent, message), canon.link_key(parent_key, message))
+
+
+def _checked_depth(data: bytes, max_depth: int | None) -> int:
+    """Return the levels of JSON, or more. Raises TooDeep."""
+    if max_depth is None:
+        return _ANY_DEPTH
+    if (depth := json_depth.depth_bound(data, max_depth)) > max_depth:
+        raise TooDeep
+    return depth
+
+
+def _history(hashed: Sequence[HashedMessage], depth: int, *, has_escapes: bool = False) -> History:
+    messages: list[Message] = []
+    nodes: list[MessageNode] = []
+    keys: list[str] = []
+    for message, node, key in hashed:
+        messages.append(message)
+        nodes.append(node)
+        keys.append(key)
+    traits = _traits(messages, depth, has_escapes=has_escapes)
+    return History(messages, nodes, tuple([node.hash for node in nodes]), tuple(keys), traits)
+
+
+def _continued(known: KnownHistory, new: bytes, depth: int, data: bytes) -> History:
+    """Return the history of `data`: known messages, and the list `new` after them."""
+    hashed: list[HashedMessage] = []
+    parent, key = known.hashes[-1], known.keys[-1]
+    for raw in _raws.decode(new):
+        one = _hashed(parent, key, _message.decode(raw))
+        hashed.append(one)
+        parent, key = one.node.hash, one.key
+    later, count = _history(hashed, depth, has_escapes=_has_escapes(new)), len(known.hashes)
+    return History(
+        LazySequence(count, later.messages, lambda: _messages.decode(data)),
+        LazySequence(count, later.nodes, lambda: canon.path(_messages.decode(data))),
+        known.hashes + later.hashes,
+        known.keys + later.keys,
+        known.traits.joined(count, later.traits),
+        data,
+    )
+
+
+def _has_escapes(data: bytes) -> bool:
+    return b"\\u00" in data and _ESCAPED_TEXT.search(data) is not None
+
+
+def _traits(messages: Sequence[Message], depth: int, *, has_escapes: bool) -> MessageTraits:
+    """Return the traits of messages."""
+    untrainable, has_developer, only_text, leading_system = None, False, True, 0
+    for place, message in enumerate(messages):
+        role = message.get("role")
+        if role in _SYSTEM:
+            has_developer |= role == "developer"
+            leading_system += place == leading_system
+        content = message.get("content")
+        if isinstance(content, list):
+            only_text = False
+            untrainable = untrainable or _non_text_part(content)
+    return MessageTraits(untrainable, has_developer, only_text, has_escapes, depth, leading_system)
+
+
+def _non_text_part(content: Sequence[Any]) -> str | None:
+    """Return the kind of the first part that is not text, as the reason why the call is not trained."""
+    for part in content:
+        if isinstance(part, dict) and part.get("type") in _NON_TEXT_PARTS:
+            return "image" if "image" in str(part["type"]) else str(part["type"])
+    return None

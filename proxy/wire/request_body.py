@@ -6,8 +6,9 @@ first level is decoded; everything else stays raw JSON until it is needed.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,7 +17,9 @@ from msgspec import Raw
 
 from ratchet.proxy.errors import BadRequest
 from ratchet.proxy.wire import lax_values
+from ratchet.proxy.wire.body_bounds import BodyBounds
 from ratchet.proxy.wire.message_history import MessageReader
+from ratchet.store.content import json_depth
 from ratchet.store.content import messages as canon
 from ratchet.store.content.prompt_substitution import beginning, has_system_prompt
 from ratchet.store.records import MessageNode
@@ -30,20 +33,25 @@ SAMPLING = frozenset((
     "guided_regex", "thinking_token_budget", "reasoning_effort", "vllm_xargs", "repetition_detection", "watermarking",
 ))  # fmt: skip
 
-_NON_TEXT_PARTS = ("image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "file")
-
 _fields = msgspec.json.Decoder(dict[str, Raw])
 _raws = msgspec.json.Decoder(list[Raw])
-_history = MessageReader()
+_reader = MessageReader()
 _encode = msgspec.json.Encoder().encode
 
 _MAX_SAMPLING_BYTES = 4096  # of a larger sampling parameter only the presence is recorded
 
 _LONG_NUMBER = re.compile(rb"[0-9]{19}")  # may exceed 64 bits
 _MAX_CACHED_TOOLS = 256 * 1024  # bytes
+_LONG = 16 * 1024  # bytes; the bounds of a shorter body cost little
+
+_DEEPEST = 200  # the largest value of the setting max_json_depth
 
 _TRUE = Raw(b"true")
 _ZERO = Raw(b"0")
+
+
+def _always(text: str) -> bool:
+    return True
 
 
 class FollowedCall(NamedTuple):
@@ -64,7 +72,7 @@ class ChatRequest(msgspec.Struct):
 
     fields: dict[str, Raw]
     model: str
-    messages: list[dict[str, Any]]
+    messages: Sequence[dict[str, Any]]
     streamed: bool
     asks_ids: bool
     asks_logprobs: bool
@@ -78,8 +86,12 @@ class ChatRequest(msgspec.Struct):
     user: str | None = None  # the end user
     follows: FollowedCall | None = None  # that the client names
     untrainable: str | None = None
-    nodes: tuple[MessageNode, ...] = ()
+    nodes: Sequence[MessageNode] = ()
+    hashes: tuple[str, ...] = ()  # of the nodes
     keys: tuple[str, ...] = ()  # link keys of the messages
+    has_developer: bool = False  # a message has this role
+    leading_system: int = 0  # number of system messages at the beginning
+    may_contain: Callable[[str], bool] = _always  # False: no message contains the text
 
     def outgoing(self, served_name: str) -> bytes:
         """Return the body for vLLM: with the served name, and requesting ids, logprobs and usage."""
@@ -112,42 +124,66 @@ class ChatRequest(msgspec.Struct):
         return msgspec.structs.replace(self, fields=fields, messages=[system, *self.messages[replaced:]])
 
 
-def read(body: bytes) -> ChatRequest:
-    """Return the request in a JSON body. Raises BadRequest that names the invalid field."""
+def read_within(bounds: BodyBounds, body: bytes, key_id: str, reader: MessageReader = _reader) -> ChatRequest:
+    """Return the request in a JSON body that is within the bounds. Raises BodyTooLarge, BadRequest.
+
+    Of a long body only what is new is checked, and `BodyBounds.check` decides where that is not enough.
+    """
+    if _LONG <= len(body) <= bounds.max_json_values:
+        with contextlib.suppress(Exception):  # of whatever kind: it occurs again below, after the bounds
+            return read(body, key_id, reader, bounds)
+    bounds.check(body)
+    return read(body, key_id, reader)
+
+
+def read(
+    body: bytes, key_id: str = "", reader: MessageReader = _reader, bounds: BodyBounds | None = None
+) -> ChatRequest:
+    """Return the request in a JSON body. Raises BadRequest that names the invalid field.
+
+    With `bounds`, a body that may exceed them raises any exception.
+    """
     fields = fields_of(body)
+    if bounds is not None:
+        bounds.check_fields(fields, len(body))
     model = model_in(fields)
     try:
-        history = _history.read(fields["messages"])
+        history = reader.read(fields["messages"], key_id, bounds.max_json_depth - 1 if bounds else None)
     except KeyError:
         raise BadRequest("`messages` is missing", param="messages") from None
     except msgspec.DecodeError as error:
         raise BadRequest(f"`messages` must be a list of objects: {error}", param="messages") from error
-    if not history:
+    if not history.hashes:
         raise BadRequest("`messages` is empty", param="messages")
-    messages = [one.message for one in history]
     asks_logprobs = is_true(fields, "logprobs")
     if "top_logprobs" in fields and not asks_logprobs:
         _check_top_logprobs(fields)
     streamed, options = stream_in(fields)
-    tools_hash, tools, strict = _tools_in(fields)
+    tools = _tools_in(fields)
+    if bounds is not None:
+        bounds.check_counts(len(history.hashes), tools.length, tools.depth)
     return ChatRequest(
         fields=fields,
         model=model,
-        messages=messages,
+        messages=history.messages,
         streamed=streamed,
         asks_ids=is_true(fields, "return_token_ids"),
         asks_logprobs=asks_logprobs,
         asks_usage="include_usage" in options and lax_values.lax_bool(options["include_usage"]) is True,
         stream_options=options,
         sampling=sampling_in(fields),
-        tools_hash=tools_hash,
-        tools=tools,
-        strict_tools=strict,
+        tools_hash=tools.hash,
+        tools=tools.body,
+        strict_tools=tools.is_strict,
         trajectory=trajectory_in(fields),
         user=user_in(fields),
-        untrainable=untrainable_by(fields, messages),
-        nodes=tuple([one.node for one in history]),
-        keys=tuple([one.key for one in history]),
+        untrainable=untrainable_by(fields) or history.traits.untrainable,
+        nodes=history.nodes,
+        hashes=history.hashes,
+        keys=history.keys,
+        has_developer=history.traits.has_developer,
+        leading_system=history.traits.leading_system,
+        may_contain=history.may_contain,
     )
 
 
@@ -205,20 +241,35 @@ def is_true(fields: Mapping[str, Raw], name: str) -> bool:
     return name in fields and lax_values.lax_bool(msgspec.json.decode(fields[name])) is True
 
 
-def _tools_in(fields: Mapping[str, Raw]) -> tuple[str, bytes, bool]:
-    """Return (hash, canonical JSON, strict) of the tool list; lists of ordinary size are cached."""
+class ToolList(NamedTuple):
+    """A request's tools: their hash and canonical JSON, how many there are, whether one is strict, levels of JSON."""
+
+    hash: str = ""
+    body: bytes = b""
+    is_strict: bool = False
+    length: int = 0
+    depth: int = 0
+
+
+_NO_TOOLS = ToolList()
+
+
+def _tools_in(fields: Mapping[str, Raw]) -> ToolList:
+    """Return the tool list; lists of ordinary size are cached."""
     raw = bytes(fields.get("tools", b""))
     if not raw:
-        return "", b"", False
+        return _NO_TOOLS
     return _tools(raw) if len(raw) <= _MAX_CACHED_TOOLS else _tools.__wrapped__(raw)
 
 
 @lru_cache(maxsize=64)
-def _tools(raw: bytes) -> tuple[str, bytes, bool]:
-    """Return (hash, canonical JSON, whether a tool is strict) of a tool list; agents send the same one with "
-    "every call."""
+def _tools(raw: bytes) -> ToolList:
+    """Return a tool list; agents send the same one with every call."""
+    if (depth := json_depth.depth(json_depth.strip_strings(raw))) > _DEEPEST:
+        raise RecursionError(f"the tools have {depth} levels of JSON")
     tools = msgspec.json.decode(raw)
-    return *canon.tools_hash(tools), isinstance(tools, list) and any(map(_is_strict, tools))
+    count, is_strict = (len(tools), any(map(_is_strict, tools))) if isinstance(tools, list) else (0, False)
+    return ToolList(*canon.tools_hash(tools), is_strict, count, depth)
 
 
 def _is_strict(tool: Any) -> bool:
@@ -243,16 +294,10 @@ def _metadata_in(fields: Mapping[str, Raw], name: str) -> str | None:
     return found if isinstance(found, str) and found else None
 
 
-def untrainable_by(fields: Mapping[str, Raw], messages: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return why the completion's tokens cannot be trained, as far as the request shows; else None."""
+def untrainable_by(fields: Mapping[str, Raw]) -> str | None:
+    """Return why the completion's tokens cannot be trained, as far as the fields besides the messages show."""
     if is_true(fields, "echo"):
         return "echo"
     if is_true(fields, "use_beam_search"):
         return "beam_search"
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, list):
-            for part in content:
-                if isinstance(part, dict) and part.get("type") in _NON_TEXT_PARTS:
-                    return "image" if "image" in str(part["type"]) else str(part["type"])
     return None

@@ -16,6 +16,7 @@ import pytest
 from ratchet.demo.email_search.tools import TOOLS
 from ratchet.proxy.dialects.chat import Chat
 from ratchet.proxy.dialects.tool_grammar import mark_tool_grammar
+from ratchet.proxy.wire.body_bounds import BodyBounds
 from ratchet.store.records import TOOL_GRAMMAR
 from ratchet.store.store import open_store
 from ratchet.trainer.rows.build_rows import why_untrainable
@@ -63,7 +64,7 @@ def test_the_proxy_marks_what_vllms_own_parser_holds_to_a_grammar_and_nothing_el
 
 def _is_marked(fields: dict[str, Any]) -> bool:
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "Find it"}], **fields}).encode()
-    request = asyncio.run(Chat().read(body, None))
+    request = asyncio.run(Chat(BodyBounds(10**6, 100, 100, 100, 10**6)).read(body, None))
     return TOOL_GRAMMAR in mark_tool_grammar(request, "auto").request.sampling
 
 

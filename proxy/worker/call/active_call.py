@@ -25,7 +25,7 @@ After an aborted or a retryable outcome, and if a recorded answer could not be s
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -40,12 +40,11 @@ from ratchet.proxy.wire.asgi import JSON, Headers
 from ratchet.proxy.wire.capture import Capture
 from ratchet.proxy.wire.request_body import ChatRequest
 from ratchet.proxy.worker.call.fallbacks import NO_FALLBACKS, Fallbacks
-from ratchet.store.records import CallEnded, CallStarted, MessageNode
+from ratchet.store.records import CallEnded, CallStarted
 from ratchet.store.states import CallState
 
 SSE = (b"content-type", b"text/event-stream; charset=utf-8")
 
-_SYSTEM = ("system", "developer")
 _RETRIED = (408, 409, 429)  # and every 5xx: statuses that the SDKs retry
 
 
@@ -108,8 +107,9 @@ class OpenCall(msgspec.Struct):
     placement: Placement
     keys: tuple[str, ...]  # link keys of the prompt's messages; empty if nothing can continue the call
     messages: Sequence[dict[str, Any]]  # the prompt
+    may_contain: Callable[[str], bool]  # False: no message of the prompt contains the text
     untrainable: str | None
-    nodes: tuple[MessageNode, ...]  # the whole prompt, as recorded
+    first_turn: str  # hash of the prompt up to its first message that is not the system's, as recorded
     redacted: bool = False  # some of the request's content was redacted
     ended: CallEnded | None = None  # the end record
     epoch: int = 0  # of the recorder's durable messages when the call began
@@ -156,7 +156,7 @@ class ActiveCall(msgspec.Struct):
 
         These are the messages up to the first one that is not the system's. Other versions share no cache entries.
         """
-        first = next((node.hash for node in self.open_call.nodes if node.role not in _SYSTEM), "")
+        first = self.open_call.first_turn
         return f"{self.policy} {self.start.tools_hash} {first}" if first else ""
 
     @property

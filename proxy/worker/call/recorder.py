@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -81,12 +81,14 @@ class Recorder:
     def record_begin(self, parsed: ParsedRequest, placement: Placement, start: CallStarted) -> OpenCall:
         """Write the begin record without waiting for it."""
         request, storable, epoch = parsed.request, parsed.storable, self._epoch
-        nodes, tools = (parsed.nodes, request.tools) if storable is None else (storable.nodes, storable.tools)
+        nodes, hashes, tools = parsed.nodes, parsed.hashes, request.tools
+        if storable is not None:
+            nodes, hashes, tools = storable.nodes, tuple([node.hash for node in storable.nodes]), storable.tools
         if self._redactor is not None and storable is not None:
             start = self._redactor.redact_start(start, storable)
         start = msgspec.structs.replace(
             start,
-            nodes=tuple(node for node in nodes if node.hash not in self._durable),
+            nodes=tuple(nodes[self._count_durable(hashes) :]),
             tools=b"" if start.tools_hash in self._durable else tools,
         )
         try:
@@ -95,8 +97,16 @@ class Recorder:
             log.exception("event=record_failed call=%s reason=%r", start.call_id, str(error))
         redacted = storable is not None and storable.redacted
         return OpenCall(
-            start, placement, parsed.keys, request.messages, request.untrainable, nodes, redacted, epoch=epoch
-        )
+            start, placement, parsed.keys, request.messages, request.may_contain, request.untrainable,
+            "".join(hashes[request.leading_system : request.leading_system + 1]), redacted, epoch=epoch,
+        )  # fmt: skip
+
+    def _count_durable(self, hashes: Sequence[str]) -> int:
+        """Return how many messages of a path are durable: each record holds those of its path that were not."""
+        for place in range(len(hashes), 0, -1):
+            if hashes[place - 1] in self._durable:
+                return place
+        return 0
 
     def record_end(self, call: ActiveCall, outcome: CallOutcome) -> tuple[list[Leaf], asyncio.Future[bool] | None]:
         """Commit the end record; return the call's answers, and the future that the last byte waits for."""
@@ -156,7 +166,9 @@ def assemble(call: ActiveCall, capture: Capture, outcome: CallOutcome, now: floa
         choices.append(choice)
         nodes.append(node)
         if choice.link_key and sampled.has_content():
-            fingerprints = fingerprints_of(message, keys[2] if keys[2:] else "", keys[1], open_call.messages)
+            fingerprints = fingerprints_of(
+                message, keys[2] if keys[2:] else "", keys[1], open_call.messages, open_call.may_contain
+            )
             leaves.append(_leaf(start, choice, capture.prompt_ids, now, fingerprints))
     record = CallEnded(
         start=start,

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from codecs import BOM_UTF8
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
@@ -31,8 +32,7 @@ from ratchet.proxy.errors import ClientDisconnected, UpstreamDisconnected, Upstr
 from ratchet.proxy.messages.link_records import CallIdentity, Placement
 from ratchet.proxy.model_list import FallbackRules
 from ratchet.proxy.runtime.thread_pools import run_parsing
-from ratchet.proxy.wire.asgi import CALLER, CLIENT_LEFT, KEY_ID, client_address, headers_of, send_bytes
-from ratchet.proxy.wire.body_bounds import BodyBounds, read_json
+from ratchet.proxy.wire.asgi import CALLER, CLIENT_LEFT, KEY_ID, client_address, headers_of, read_body, send_bytes
 from ratchet.proxy.wire.context_limit import parse_context_overflow
 from ratchet.proxy.wire.request_body import ChatRequest
 from ratchet.proxy.wire.upstream_response import DONE, SseParser, UpstreamResponse
@@ -57,7 +57,7 @@ _DRAIN_SECONDS = 1.0
 class CallLimits(NamedTuple):
     """The settings of the endpoint; `context_limit` returns a model's context in tokens, None if unknown."""
 
-    bounds: BodyBounds
+    body_bytes: int
     keep_alive_seconds: float
     tool_strict_level: tool_grammar.Level
     context_limit: Callable[[str], int | None]
@@ -96,7 +96,7 @@ class CallEndpoint:
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = time.perf_counter()
-        body = await read_json(receive, self._limits.bounds)
+        body = (await read_body(receive, self._limits.body_bytes)).removeprefix(BOM_UTF8)
         parsed = await self._dialect.read(body, scope[KEY_ID])
         if parsed.request.tools:
             parsed = tool_grammar.mark_tool_grammar(parsed, self._limits.tool_strict_level)
