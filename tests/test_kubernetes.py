@@ -165,7 +165,8 @@ def test_every_command_can_be_typed_and_every_variable_is_a_setting(name: str) -
     load(K8S / "ratchet.yaml", environ=ours)  # refuses a variable that is no setting
 
 
-def test_vllm_is_started_as_up_starts_it(settings: Settings) -> None:
+def test_vllm_is_started_as_up_starts_it(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)  # `up` hands it on; other tests set it
     container, environment = _container("vllm"), _environment("vllm")
     planned = vllm_command.build_command(
         load(K8S / "ratchet.yaml", {("vllm", "gpu_memory_utilization"): ("x", 0.9)}, {}), 8000, gpu=True

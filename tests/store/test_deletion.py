@@ -25,7 +25,7 @@ from tests.harness.records import (
 )
 
 SECRET = "the patient's name is Ada Lovelace"
-_ANSWERS = ("deletions", "alembic_version")  # tables that may say something of what was deleted
+_ANSWERS = ("deletions", "usage", "alembic_version")  # tables that may say that something was there, and how much
 
 
 def _secretive(store: Store, name: str, secret: str = SECRET, at: float = 1.0) -> None:
