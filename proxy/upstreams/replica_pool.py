@@ -15,7 +15,7 @@ Promises:
 A call of a version goes only to replicas that are proven to serve it, as the trainer recorded them with the version.
 
 A replica with an open breaker, or with another base model, gets no calls while another replica is healthy. If none is
-healthy, all are tried.
+healthy, all are tried, unless another model can answer.
 """
 
 from __future__ import annotations
@@ -148,11 +148,16 @@ class ReplicaPool(Generic[_R]):
         send: Callable[[_R], Awaitable[HttpResponse]],
         proven: Collection[str] = (),
         prefix: str = "",
+        *,
+        has_fallback: bool = False,
     ) -> HttpResponse:
         """Try the replicas in order until one accepts the call. Raises UpstreamError. Close the response.
 
-        `send` sends the call to a given replica; for `proven` and `prefix` see `order`.
+        `send` sends the call to a given replica; for `proven` and `prefix` see `order`. `has_fallback`: if all replicas
+        are known to be down, none is tried: another model answers sooner than they time out.
         """
+        if has_fallback and self.replicas and not any(replica.breaker.closed for replica in self.replicas):
+            raise UpstreamUnreachable("every replica is down; they are probed, and get calls again when they answer")
         result: HttpResponse | UpstreamError | None = None  # the first failure
         order = self.order(trajectory_id, proven, prefix)
         started = 0  # replicas that may have started it

@@ -14,7 +14,7 @@ from ratchet.store.store import Store
 from tests.harness.ports import free_port
 from tests.harness.proxy.running_proxy import Proxy, Start
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
-from tests.harness.proxy.servers import served
+from tests.harness.proxy.servers import eventually, served
 from tests.proxy.test_agents import BODIES, VALUES, call
 from tests.proxy.test_keys import made
 from tests.proxy.test_other_models import entry
@@ -56,10 +56,15 @@ def test_another_model_answers_while_the_agents_vllm_is_down(
     assert records(proxy) == [("agent", "failed"), ("big", "answered")]
     runs = {run.alias: run.purpose for run in proxy.store.trajectories.page()}
     assert runs == {"agent": "live", "big": OTHER}
+    again = call(proxy, "agent", path, stream=stream)
+    assert again.headers["x-ratchet-trajectory"] != answer.headers["x-ratchet-trajectory"], "nobody retries it"
+    proxy.settled()
+    assert "resend" not in {one.linked_by for one in proxy.store.calls.page()}
     vllm.failures_left = 0
+    eventually(lambda: proxy.http.get("/health/ready").status_code == 200)
     back = call(proxy, "agent", path, stream=stream)
     assert (back.headers["x-ratchet-policy"], "x-ratchet-fallback-from" in back.headers) == ("agent@0", False)
-    assert 'ratchet_fallbacks_total{alias="agent",model="big",reason="outage"} 1.0' in proxy.http.get("/metrics").text
+    assert 'ratchet_fallbacks_total{alias="agent",model="big",reason="outage"} 2.0' in proxy.http.get("/metrics").text
 
 
 def test_a_vllm_that_cannot_be_reached_is_an_outage(start: Start, store: Store, big: tuple[ScriptedVllm, str]) -> None:
@@ -67,6 +72,17 @@ def test_a_vllm_that_cannot_be_reached_is_an_outage(start: Start, store: Store, 
     dead = f"http://127.0.0.1:{free_port()}"
     proxy = start(upstreams=(dead,), ready=False, **settings(big[1], outage={"agent": ["big"]}))
     assert call(proxy, "agent").headers["x-ratchet-policy"] == "big"
+
+
+def test_while_all_replicas_are_known_to_be_down_none_is_tried(
+    start: Start, vllm: ScriptedVllm, big: tuple[ScriptedVllm, str]
+) -> None:
+    proxy = start(**settings(big[1], outage={"agent": ["big"]}), breaker_failure_threshold=1, breaker_reset_seconds=600)
+    vllm.failures_left = 99
+    assert call(proxy, "agent").headers["x-ratchet-policy"] == "big"
+    tried = len(vllm.calls)
+    assert call(proxy, "agent").headers["x-ratchet-policy"] == "big"
+    assert len(vllm.calls) == tried
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
@@ -104,7 +120,7 @@ def test_no_other_model_answers_where_the_rule_does_not_say_so(
     own, _ = made(store, models=())
     full, _ = made(store)
     rollout = plan(store)
-    proxy = start(**settings(big[1], outage={"agent": ["big"]}))
+    proxy = start(**settings(big[1], outage={"agent": ["big"]}), breaker_failure_threshold=100)
     vllm.failures_left = 99
     refused = call(proxy, "agent", key=own)
     assert (refused.status_code, "big" in refused.text) == (503, False), "the key may not call the other model"

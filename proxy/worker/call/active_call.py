@@ -15,6 +15,7 @@ A call is recorded exactly once, with one of these outcomes. If the client alrea
     stream_failed        failed    200          stream_error         vLLM sent an error event in its stream
     refused              failed    vLLM's       status_4xx, _5xx     vLLM answered with an error
     upstream_failed      failed    the error's  the error's class    no complete response from vLLM
+    fell_back            failed    the error's  the error's class    the same, and another model answers
     CLIENT_DISCONNECTED  aborted   499          client_disconnected  the client closed its connection
     SHUTTING_DOWN        aborted   503          shutting_down        the proxy stopped
     INTERNAL_FAILURE     failed    500          internal_error       a bug in the proxy
@@ -72,10 +73,13 @@ class CallOutcome(NamedTuple):
     status: int
     failure: str | None = None
     error: str | None = None
+    falls_back: bool = False  # another model answers
 
     @property
     def is_retryable(self) -> bool:
         """Whether its client may send the same request again."""
+        if self.falls_back:
+            return False
         return self.state == CallState.ABORTED or self.status in _RETRIED or self.status >= 500
 
 
@@ -98,6 +102,11 @@ def refused(status: int, message: str, *, head_sent: bool) -> CallOutcome:
 def upstream_failed(error: UpstreamError, *, head_sent: bool) -> CallOutcome:
     """Return the outcome of a call without a complete response."""
     return CallOutcome(CallState.FAILED, 200 if head_sent else error.status, error_label(error), str(error))
+
+
+def fell_back(error: UpstreamError) -> CallOutcome:
+    """Return the outcome of a call that another model answers: the client has no reason to repeat it."""
+    return upstream_failed(error, head_sent=False)._replace(falls_back=True)
 
 
 class OpenCall(msgspec.Struct):

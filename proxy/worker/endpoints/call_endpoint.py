@@ -141,7 +141,7 @@ class CallEndpoint:
                     await self._fail(call, error, send, watch)
                 else:
                     self._observer.upstream_failed(error.code or "other")
-                    self._record_end(call, active_call.upstream_failed(error, head_sent=False))
+                    self._record_end(call, active_call.fell_back(error))
                     return error
             except ClientDisconnected:
                 watch.client_left = True

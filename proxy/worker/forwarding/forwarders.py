@@ -118,5 +118,9 @@ class VllmForwarder:
             return response
 
         return await self._pool.send(
-            start.trajectory_id, send, self._policies.proven_replicas(start.alias, start.version), call.prefix
+            start.trajectory_id,
+            send,
+            self._policies.proven_replicas(start.alias, start.version),
+            call.prefix,
+            has_fallback=bool(call.fallbacks.outage),
         )

@@ -136,7 +136,9 @@ class OtherModels:
                 await response.wait_for_body()
             return response
 
-        return await self._pools[start.alias].send(start.trajectory_id, send, prefix=call.prefix)
+        return await self._pools[start.alias].send(
+            start.trajectory_id, send, prefix=call.prefix, has_fallback=bool(call.fallbacks.outage)
+        )
 
 
 def openai_body(request: ChatRequest, served_name: str, dialect: str) -> bytes:
