@@ -95,10 +95,10 @@ def upstream(core: int) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def ratchet(core: int, folder: Path, port: int) -> Iterator[Contender]:
+def ratchet(core: int, folder: Path, port: int, workers: int = 1) -> Iterator[Contender]:
     """Run Ratchet's proxy with its own defaults: capture strict, one line per call, exact context where offered."""
     with on_core(core):
-        proxy = ProxyProcess(folder, upstreams=[f"http://127.0.0.1:{port}"])
+        proxy = ProxyProcess(folder, upstreams=[f"http://127.0.0.1:{port}"], workers=workers)
     try:
         wait_for(f"{proxy.url}/health/ready", 20)
         yield Contender(proxy.pid, Target(int(proxy.url.rsplit(":", 1)[1]), "agent"))

@@ -3,7 +3,7 @@
 Traffic: `tests/harness/linking/kinds.py` and `dialects.py`. Metrics: `tests/harness/linking/score.py`. Exits with 1 if
 precision is below 99.9%, or if recall or parents are below 99.9% for traffic that contains enough evidence to link.
 
-    python -m benchmarks.linking [--quick] [--seed 1] [--only WORD] [--json]
+    python -m benchmarks.linking [--quick] [--seed 1] [--only WORD] [--workers 1] [--json]
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="an eighth of the agents")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", metavar="WORD", help="only kinds whose name contains WORD")
+    parser.add_argument("--workers", type=int, default=1, help="of the proxy; with several, each call may meet any")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     started = time.perf_counter()
-    results = measure(quick=options.quick, seed=options.seed, only=options.only)
+    results = measure(quick=options.quick, seed=options.seed, only=options.only, workers=options.workers)
     if options.json:
         print(json.dumps([asdict(one.score) | {"evidence": one.evidence, "good": one.good} for one in results]))
     else:

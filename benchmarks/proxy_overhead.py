@@ -5,7 +5,7 @@ captured and durable before its last byte (`capture: strict`), with shipper and 
 that of all its processes until everything is in the store. Requests have 4 KB, responses 5 KB with token ids and
 logprobs; every prompt is new, so no cache helps. Added latency is the difference to direct calls in the same run.
 
-    python -m benchmarks.proxy_overhead [--calls 20000] [--seconds 4] [--only ratchet floor litellm] [--json]
+    python -m benchmarks.proxy_overhead [--calls 20000] [--seconds 4] [--only ratchet two_workers] [--json]
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +30,13 @@ from benchmarks.wire_load import Target
 from benchmarks.wire_upstream import CHUNKS, MODEL
 from ratchet.output.terminal import progress_bars
 
-_SERVERS = {"ratchet": contenders.ratchet, "floor": contenders.floor, "litellm": contenders.litellm}
+_SERVERS: dict[str, Callable[[int, Path, int], AbstractContextManager[Contender]]] = {
+    "ratchet": contenders.ratchet,
+    "floor": contenders.floor,
+    "litellm": contenders.litellm,
+    "two_workers": partial(contenders.ratchet, workers=2),  # on the same core: what a call costs in all processes
+}
+_USUAL = ("ratchet", "floor", "litellm")
 _STEPS = 6
 _SLOW = 40  # LiteLLM makes so many times fewer calls for the memory's row
 _STALL = 0.005  # seconds
@@ -173,7 +181,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=20_000, help="before the memory is read again")
     parser.add_argument("--seconds", type=float, default=4.0, help="of load for each row")
-    parser.add_argument("--only", nargs="+", choices=list(_SERVERS), default=list(_SERVERS))
+    parser.add_argument("--only", nargs="+", choices=list(_SERVERS), default=list(_USUAL))
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     litellm_version = ""

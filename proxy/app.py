@@ -11,9 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from starlette.types import ASGIApp
 
 from ratchet.proxy.coordinator.admission import Admission
-from ratchet.proxy.coordinator.alarms.alarm_webhook import AlarmWebhook
-from ratchet.proxy.coordinator.console.pages import MOUNT, Console, front
-from ratchet.proxy.coordinator.conversations.conversation_cache import ConversationCache
 from ratchet.proxy.coordinator.conversations.stored_responses import StoredResponses
 from ratchet.proxy.coordinator.conversations.token_contexts import TokenContexts
 from ratchet.proxy.coordinator.health.health_endpoints import HealthEndpoints
@@ -22,32 +19,31 @@ from ratchet.proxy.coordinator.limits.rate_limits import KeyMeter
 from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
 from ratchet.proxy.coordinator.linking.restore import LinkingRestore
 from ratchet.proxy.coordinator.rollouts.rollout_plans import RolloutPlans
-from ratchet.proxy.coordinator.shipping.record_lookups import RecordLookups
-from ratchet.proxy.coordinator.shipping.shipper import Shipper
-from ratchet.proxy.coordinator.shipping.store_writer import InProcessWriter, StoreWriter
+from ratchet.proxy.coordinator.shipping.store_writer import StoreWriter
 from ratchet.proxy.coordinator.versions.base_model_check import BaseModelCheck
 from ratchet.proxy.coordinator.versions.base_registration import BaseRegistration
 from ratchet.proxy.coordinator.versions.heartbeat import Heartbeat
 from ratchet.proxy.coordinator.versions.policy_cache import PolicyCache
+from ratchet.proxy.coordinator.worker_sessions import WorkerSessions
 from ratchet.proxy.dialects.anthropic_messages import Messages
 from ratchet.proxy.dialects.chat import Chat
 from ratchet.proxy.dialects.completions import Completions
 from ratchet.proxy.dialects.dialect import Dialect
 from ratchet.proxy.dialects.responses import Responses
-from ratchet.proxy.journal.journal import Journal
-from ratchet.proxy.redaction.patterns import RedactionPatterns
-from ratchet.proxy.redaction.redactor import RedactingDialect, Redactor
+from ratchet.proxy.operator_routes import OperatorRoutes, build_operator_routes
+from ratchet.proxy.recording import Recording, build_recording, left_journals
+from ratchet.proxy.redaction.redactor import RedactingDialect
+from ratchet.proxy.roles import Role, WorkerRole
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.settings import ProxySettings
-from ratchet.proxy.telemetry.alarm_queue import AlarmQueue
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.proxy.upstreams.circuit_breaker import CircuitBreaker
 from ratchet.proxy.upstreams.replica_pool import Replica, ReplicaPool
 from ratchet.proxy.upstreams.replica_probes import ReplicaProbes
 from ratchet.proxy.upstreams.replica_watch import ReplicaWatch
 from ratchet.proxy.upstreams.vllm_client import Upstream
+from ratchet.proxy.worker.call.call_admission import CallAdmission
 from ratchet.proxy.worker.call.observer import CallObserver
-from ratchet.proxy.worker.call.recorder import Recorder
 from ratchet.proxy.worker.call.tracing import CallSpans, make_spans
 from ratchet.proxy.worker.endpoints.call_endpoint import CallEndpoint, CallLimits
 from ratchet.proxy.worker.endpoints.count_tokens import CountTokensEndpoint
@@ -57,7 +53,7 @@ from ratchet.proxy.worker.forwarding.exact_forwarder import ExactForwarder
 from ratchet.proxy.worker.forwarding.forwarders import Forwarder, ModelRouter, VllmForwarder
 from ratchet.proxy.worker.forwarding.other_models import OtherModels
 from ratchet.proxy.worker.http.authentication import Authentication
-from ratchet.proxy.worker.http.body_memory import BodyLimit, BodyMemory
+from ratchet.proxy.worker.http.body_memory import BodyMemory
 from ratchet.proxy.worker.http.decompression import Decompression
 from ratchet.proxy.worker.http.error_middleware import ErrorMiddleware
 from ratchet.proxy.worker.http.parallel_requests import ParallelRequests, QueueLimits
@@ -66,7 +62,7 @@ from ratchet.store.access.replica_list import ReplicaList
 from ratchet.store.store import Store
 
 if TYPE_CHECKING:
-    from ratchet.proxy.coordinator.operator_api.audit_log import AuditLog
+    pass
 
 log = logging.getLogger("ratchet.proxy")
 
@@ -80,9 +76,11 @@ class ProxyApplication(Lifespan):
         services: Sequence[LifespanService],
         on_stop: Callable[[], None],
         set_agents: Callable[[Sequence[str]], None],
+        on_worker_died: Callable[[str], None] = lambda name: None,
     ) -> None:
         super().__init__(app, services, on_stop)
         self._set_agents = set_agents
+        self.on_worker_died = on_worker_died  # called with its name in the event loop's thread, in the coordinator
 
     def set_agents(self, names: Sequence[str]) -> None:
         """Serve these agents from now on, in the event loop's thread.
@@ -91,17 +89,6 @@ class ProxyApplication(Lifespan):
         and its open trajectories; a new trajectory gets 404. Raises ValueError for names that cannot be served.
         """
         self._set_agents(names)
-
-
-class Recording(NamedTuple):
-    """From a call to the store: journal, recorder, shipper, and the caches that follow them."""
-
-    journal: Journal
-    redactor: Redactor | None
-    recorder: Recorder
-    shipper: Shipper
-    lookups: RecordLookups
-    conversations: ConversationCache
 
 
 class Serving(NamedTuple):
@@ -128,6 +115,7 @@ def create_app(
     url: str = "",
     store_writer: StoreWriter | None = None,
     critical_tasks: CriticalTasks | None = None,
+    role: Role | None = None,
 ) -> ProxyApplication:
     """Return the proxy as an ASGI application; its services run from the start of the lifespan to its end.
 
@@ -135,6 +123,7 @@ def create_app(
         url: where this proxy is reached; the trainer reads it in the store.
         store_writer: writes the journal's records into the store; by default a thread of this process does.
         critical_tasks: receives the failures of background tasks.
+        role: of this process among several; None: it is the whole proxy.
     """
     metrics, critical_tasks = ProxyMetrics(), critical_tasks or CriticalTasks()
     recording = build_recording(settings, store, store_writer, metrics, critical_tasks)
@@ -144,10 +133,24 @@ def create_app(
     health = HealthEndpoints(
         serving.policies, serving.probes, recording.journal, recording.shipper, settings.max_lag_seconds, critical_tasks
     )
-    from ratchet.proxy.coordinator.operator_api.audit_log import AuditLog  # with FastAPI, which takes long to import
-
-    audit = AuditLog(store, settings.audit_days * 86400, critical_tasks)
-    routes = build_routes(settings, store, upstream, recording, serving, health, spans, metrics, audit)
+    policies, linker, rollouts, contexts = serving.policies, serving.linker, serving.rollouts, serving.contexts
+    restore = LinkingRestore(linker.restore_from_store, store, settings.trajectory_idle_seconds)
+    placing: list[LifespanService]  # what this process needs to place calls, apart from linking itself
+    admission: CallAdmission
+    sessions: WorkerSessions | None = None
+    if isinstance(role, WorkerRole):
+        admission = remote = role.make_admission(settings, policies, rollouts, contexts, metrics, critical_tasks)
+        placing = [remote]
+    else:
+        admission = local = Admission(policies, linker, rollouts, contexts)
+        placing = []
+        if role is not None:
+            sessions = role.make_sessions(local, linker, restore, critical_tasks)
+            placing = [sessions]
+    operators = build_operator_routes(
+        settings, store, recording, linker, policies.agent_states, health, metrics, role, critical_tasks
+    )
+    routes = build_routes(settings, store, upstream, recording, serving, operators, health, spans, metrics, admission)
     bodies = BodyMemory(
         Decompression(routes, settings.max_body_bytes),
         settings.max_inflight_request_bytes,
@@ -163,7 +166,7 @@ def create_app(
         ),
     )
     app: ASGIApp = Authentication(parallel, keys, settings.allowed_origins)
-    app = ErrorMiddleware(app, count=metrics.count_error)
+    app = ErrorMiddleware(app if sessions is None else sessions.wrap(app), count=metrics.count_error)
     if settings.allowed_origins:
         from starlette.middleware.cors import CORSMiddleware
 
@@ -176,6 +179,11 @@ def create_app(
         app = cast("ASGIApp", ProxyHeadersMiddleware(cast("Any", app), settings.trusted_hosts))
     _watch_gauges(metrics, recording, serving, health, bodies)
     metrics.requests_waiting.set_function(lambda: parallel.waiting)
+    earlier: list[LifespanService] = []  # what earlier processes left
+    if not isinstance(role, WorkerRole):
+        earlier.append(left_journals(settings, store, role.worker_urls if role else (), critical_tasks))
+    if role is None:
+        earlier.append(restore)
     services: list[LifespanService] = [
         *([] if spans is None else [spans]),
         keys,
@@ -183,59 +191,26 @@ def create_app(
         serving.others,
         recording.journal,
         recording.shipper,
-        LinkingRestore(serving.linker.restore_from_store, store, settings.trajectory_idle_seconds),
+        *earlier,
         serving.policies,
-        serving.registration,
+        *([] if isinstance(role, WorkerRole) else [serving.registration]),
         serving.heartbeat,
         serving.rollouts,
         serving.base_check,
         serving.watch,
         serving.probes,
-        AlarmWebhook(settings.alarm_webhook_url, store, metrics),
-        audit,
+        *placing,
+        *operators.services,
     ]
-    return ProxyApplication(app, services, health.stop, partial(_set_agents, serving))
+    set_agents = partial(_set_agents, serving)
+    if sessions is None:
+        return ProxyApplication(app, services, health.stop, set_agents)
+    return ProxyApplication(app, services, health.stop, set_agents, sessions.end_session)
 
 
 def _set_agents(serving: Serving, names: Sequence[str]) -> None:
     serving.policies.set_agents(names)
     serving.base_check.check_again()
-
-
-def build_recording(
-    settings: ProxySettings,
-    store: Store,
-    store_writer: StoreWriter | None,
-    metrics: ProxyMetrics,
-    critical_tasks: CriticalTasks,
-) -> Recording:
-    """Build what records calls and ships the records to the store."""
-    alarm_queue = AlarmQueue()
-    journal = Journal(
-        settings.journal,
-        settings.max_journal_bytes,
-        settings.journal_segment_bytes,
-        metrics,
-        alarm_queue,
-        critical_tasks,
-    )
-    redactor = Redactor(RedactionPatterns(settings.redact, settings.redact_patterns)) if settings.redacts else None
-    recorder = Recorder(journal, metrics, strict=settings.capture == "strict", redactor=redactor)
-    shipper = Shipper(
-        journal,
-        store,
-        store_writer or InProcessWriter(store),
-        metrics,
-        alarm_queue,
-        recorder.forget_durable_messages,
-        lambda: conversations.invalidate_all(),
-        critical_tasks,
-    )
-    lookups = RecordLookups(store, shipper)
-    conversations = ConversationCache(
-        store, lookups, settings.max_conversation_bytes, settings.max_conversation_bytes_per_key
-    )
-    return Recording(journal, redactor, recorder, shipper, lookups, conversations)
 
 
 def build_serving(
@@ -305,18 +280,14 @@ def build_routes(
     upstream: Upstream,
     recording: Recording,
     serving: Serving,
+    operators: OperatorRoutes,
     health: HealthEndpoints,
     spans: CallSpans | None,
     metrics: ProxyMetrics,
-    audit: AuditLog,
+    admission: CallAdmission,
 ) -> Router:
-    """Return the routes: captured calls, models, health, metrics, console, operator API, pass-through."""
-    # FastAPI and its pydantic models take long to import; the rest of the proxy does not.
-    from ratchet.proxy.coordinator.operator_api.feedback import BODY_LIMIT, FeedbackIntake
-    from ratchet.proxy.coordinator.operator_api.routes import create_operator_api
-
-    policies, linker, redactor = serving.policies, serving.linker, recording.redactor
-    admission = Admission(policies, linker, serving.rollouts, serving.contexts)
+    """Return the routes: captured calls, models, health, those of operators, pass-through."""
+    policies, redactor = serving.policies, recording.redactor
     observer = CallObserver(metrics, spans, logs_calls=settings.log_calls)
     limits = CallLimits(
         settings.max_body_bytes,
@@ -334,12 +305,8 @@ def build_routes(
         dialect = dialect if redactor is None else RedactingDialect(dialect, redactor)
         return CallEndpoint(dialect, admission, recording.recorder, serving.forwarder, observer, limits)
 
-    feedback = FeedbackIntake(store, recording.journal, recording.lookups, redactor, metrics)
-    operator_api = create_operator_api(store, recording.shipper, linker, feedback, policies.agent_states, audit)
     count_tokens = CountTokensEndpoint(policies, upstream, serving.pool, serving.rollouts, settings.bounds)
     models = ModelsEndpoint(policies)
-    console: dict[str, ASGIApp] = {MOUNT: Console()} if settings.console else {}
-    pages: dict[tuple[str, str], ASGIApp] = {("GET", "/"): front} if settings.console else {}
     return Router(
         {
             ("POST", "/chat/completions"): captured(Chat(settings.bounds)),
@@ -348,15 +315,13 @@ def build_routes(
             ("POST", "/messages"): captured(Messages(settings.bounds)),
             ("POST", "/messages/count_tokens"): count_tokens,
             ("GET", "/models"): models,
-            ("GET", "/metrics"): metrics,
             ("GET", "/health/live"): health.live,
             ("GET", "/health/ready"): health.ready,
-            ("GET", "/health/backlog"): health.backlog,
-            **pages,
+            **operators.routes,
         },
         models=models,
         responses=StoredResponses(store, recording.lookups),
-        mounts={"/api": BodyLimit(operator_api, BODY_LIMIT, "/api"), **console},
+        mounts=operators.mounts,
         rest=PassThroughEndpoint(policies, upstream, serving.pool, serving.others, metrics, settings.bounds),
     )
 

@@ -19,12 +19,14 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
 from ratchet.proxy.app import ProxyApplication, create_app
 from ratchet.proxy.coordinator.shipping.writer_process import WriterProcess
 from ratchet.proxy.errors import StartError
+from ratchet.proxy.roles import Role
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.runtime.malloc import return_large_blocks
 from ratchet.proxy.settings import ProxySettings
@@ -59,12 +61,28 @@ def serve(
 
     Raises StartError (port, journal, certificate) and store.errors.StoreError (database), with the remedy.
     """
+    with listen(settings.host, settings.port) as listener:
+        url = url_of(settings.host, listener, tls=settings.tls_certificate is not None)
+        return run_process(settings, [listener], url, lambda app: _started(app, url, on_listening, follow_agents))
+
+
+def run_process(
+    settings: ProxySettings,
+    listeners: Sequence[socket.socket],
+    url: str,
+    on_started: Callable[[ProxyApplication], None],
+    role: Role | None = None,
+) -> int:
+    """Serve until a signal; return the exit status.
+
+    Args:
+        listeners: the port, with TLS if it is set, and further ones without.
+        url: where agents reach the proxy.
+
+    Raises StartError and store.errors.StoreError with the remedy in the message.
+    """
     return_large_blocks()
     certificate = TlsCertificate(settings.tls_certificate, settings.tls_key) if settings.tls_certificate else None
-    listener = _listen(settings.host, settings.port)
-    host, port = settings.host, listener.getsockname()[1]
-    scheme = "http" if certificate is None else "https"
-    url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
     store = open_store(settings.store)
     key = settings.upstream_key.get_secret_value() if settings.upstream_key else None
     upstream = Upstream(
@@ -77,7 +95,7 @@ def serve(
     )
     store_writer = WriterProcess(settings.store, settings.log_format, settings.log_level)
     critical_tasks = CriticalTasks()
-    app = create_app(settings, store, upstream, url, store_writer, critical_tasks)
+    app = create_app(settings, store, upstream, url, store_writer, critical_tasks, role)
     connections = ClientConnections(
         settings.max_connections, settings.read_timeout_seconds, settings.write_timeout_seconds
     )
@@ -99,7 +117,7 @@ def serve(
         app,
         connections,
         critical_tasks,
-        lambda: _started(app, url, on_listening, follow_agents),
+        lambda: on_started(app),
         settings.drain_delay_seconds,
         certificate,
     )
@@ -109,11 +127,10 @@ def serve(
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
         handlers[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda _, at: server.handle_exit(signal.SIGTERM, at))
     try:
-        server.run(sockets=[listener])
+        server.run(sockets=list(listeners))
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        listener.close()
         store.close()
     if critical_tasks.failure is not None:
         log.critical("event=failed url=%s reason=%r", url, critical_tasks.failure)
@@ -174,11 +191,18 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
         await self._critical_tasks.stop_tasks(*self._watches)
 
+    def _make_protocol(self) -> asyncio.Protocol:
+        make: Any = self.config.http_protocol_class
+        protocol: asyncio.Protocol = make(self.config, self.server_state, self.lifespan.state)
+        return protocol
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         self._critical_tasks.on_failure = self._fail
         try:
-            await super().startup(sockets)
+            await super().startup(sockets[:1] if sockets else None)
+            for own in sockets[1:] if sockets else ():
+                self.servers.append(await self._loop.create_server(self._make_protocol, sock=own))
         except SystemExit:  # uvicorn's way to report a failed start
             raise StartError(f"the proxy could not start: {self._lifespan.failure or 'see its log'}") from None
         if self.started:
@@ -195,16 +219,21 @@ def _started(
     on_listening: Callable[[str], None] | None,
     follow_agents: Callable[[SetAgents], None] | None,
 ) -> None:
-    gc.collect()
-    sys.setswitchinterval(0.0005)  # the loop gets the interpreter back quickly while the shipper works
-    gc.set_threshold(*_GC_THRESHOLDS)
-    gc.freeze()  # imported objects stay: collections need not visit them
+    tune_interpreter()
     log.info("event=listening url=%s", url)
     if on_listening is not None:
         on_listening(url)
     if follow_agents is not None:
         loop = asyncio.get_running_loop()
         follow_agents(lambda names: loop.call_soon_threadsafe(app.set_agents, names))
+
+
+def tune_interpreter() -> None:
+    """Collect garbage rarely, and let the event loop run soon while other threads work; call it once all is loaded."""
+    gc.collect()
+    sys.setswitchinterval(0.0005)  # the loop gets the interpreter back quickly while the shipper works
+    gc.set_threshold(*_GC_THRESHOLDS)
+    gc.freeze()  # imported objects stay: collections need not visit them
 
 
 def _raise_file_limit(wanted: int) -> None:
@@ -219,7 +248,7 @@ def _raise_file_limit(wanted: int) -> None:
         )
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """Bind the port. Raises StartError if it is busy or the host is not this machine's."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -233,6 +262,12 @@ def _listen(host: str, port: int) -> socket.socket:
         ) from error
     listener.set_inheritable(True)
     return listener
+
+
+def url_of(host: str, listener: socket.socket, *, tls: bool = False) -> str:
+    """Return the URL of a listener."""
+    scheme, port = "https" if tls else "http", listener.getsockname()[1]
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

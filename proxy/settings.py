@@ -46,6 +46,13 @@ class ProxySettings(BaseModel):
     journal: Path = Field(description="folder of the journal; one proxy per folder")
     host: str = Field("127.0.0.1", description="address to listen on; any address but loopback requires API keys")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes any free port")
+    workers: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="processes that serve the port; with more than one, another process, the coordinator, places the "
+        "calls of all (see [production.md](production.md)); limits count per worker",
+    )
     tls_certificate: Path | None = Field(
         None,
         description="PEM file with the certificate, and those between it and the authority's, to serve HTTPS; read "

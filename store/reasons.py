@@ -66,6 +66,10 @@ class DropReason(StrEnum):
         "moved",
         "it went on with another version when its own was rolled back at once (`rollback --now`): two versions in one",
     )
+    UNLINKED = (
+        "unlinked",
+        "it began while a proxy worker had no coordinator, so it may be the rest of another trajectory",
+    )
     ROLLED_BACK = "rolled_back", "sampled by a version that was rejected: see `ratchet policies show`"
     ABANDONED = (
         "abandoned",

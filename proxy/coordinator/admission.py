@@ -8,7 +8,7 @@ concurrent calls of one trajectory see each other.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import msgspec
 
@@ -16,11 +16,11 @@ from ratchet.proxy.coordinator.conversations.token_contexts import TokenContexts
 from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
 from ratchet.proxy.coordinator.linking.open_trajectories import name_of_other_agent
 from ratchet.proxy.coordinator.rollouts.rollout_plans import PREFIX, RolloutPlan, RolloutPlans
-from ratchet.proxy.coordinator.versions.policy_cache import FULL_ACCESS, Access, PolicyCache
+from ratchet.proxy.coordinator.versions.policy_cache import Access, PolicyCache
 from ratchet.proxy.coordinator.versions.version_draws import unit_of
-from ratchet.proxy.dialects.dialect import ParsedRequest
+from ratchet.proxy.messages.admission_records import AdmissionRequest
 from ratchet.proxy.messages.link_records import AttemptKey, CallIdentity, Leaf, Link, LinkEvidence, Placement
-from ratchet.store.records import MOVED, CallEnded, CallStarted, VersionDraw
+from ratchet.store.records import MOVED, UNLINKED, CallEnded, CallStarted, VersionDraw
 
 _NOT_TRAINED = "eval"  # the purpose of other agents' calls in a rollout
 
@@ -36,22 +36,21 @@ class Admission:
         self._rollouts = rollouts
         self._contexts = contexts
 
-    async def resolve(
-        self, parsed: ParsedRequest, identity: CallIdentity, key_id: str | None, access: Access = FULL_ACCESS
-    ) -> Placement:
-        """Return the placement of a call, and open the call in linking. Raises NotFound, NotReady.
+    async def resolve(self, request: AdmissionRequest) -> Placement:
+        """Return the placement of a call, and open the call in linking. Raises NotFound, NotReady, MessagesNeeded.
 
-        Each returned placement needs one `end_call`. `access`: what the key may call.
+        Each returned placement needs one `end_call`.
         """
+        identity, key_id, access = request.identity, request.key_id, Access(request.agents, request.models)
         plan = await self._rollouts.find_plan(identity.trajectory, key_id) if identity.trajectory else None
-        model, is_helper = planned_model(parsed.request.model, plan, self._policies)
+        model, is_helper = planned_model(request.model, plan, self._policies)
         if "@" in model:
             await self._policies.refresh_if_unknown(model)
         alias, requested = self._policies.resolve_model(model, access, may_have_left=True)
         now = time.time()
-        attempt = AttemptKey(alias, key_id, parsed.prompt_node, parsed.request.tools_hash)
+        attempt = AttemptKey(alias, key_id, request.prompt_node, request.tools_hash)
         link = self._linker.find_link(
-            self._evidence(parsed, identity, plan, alias, requested, attempt, now, is_helper=is_helper)
+            self._evidence(request, plan, alias, requested, attempt, now, is_helper=is_helper)
         )
         if link.version is None and self._policies.has_left(alias):
             raise self._policies.unknown_model(model, access)
@@ -70,7 +69,7 @@ class Admission:
         return Placement(alias, version, link, attempt, now, task, prompt, draw)
 
     def end_call(
-        self, placement: Placement, record: CallEnded | None, leaves: Iterable[Leaf], now: float, *, retryable: bool
+        self, placement: Placement, record: CallEnded | None, leaves: Sequence[Leaf], now: float, *, retryable: bool
     ) -> None:
         """Close a call: its answers can be continued; a retryable attempt can be repeated."""
         self._linker.end_call(placement.link, leaves, now)
@@ -83,14 +82,13 @@ class Admission:
         """Record that the answer of an ended call did not reach its client, which may retry."""
         self._linker.add_unanswered(placement.link, placement.attempt, time.time())
 
-    def task_family(self, start: CallStarted) -> str:
+    def task_family(self, placement: Placement, start: CallStarted) -> str:
         """Return the task family of a call's trajectory."""
-        return self._linker.task_family(start)
+        return self._linker.task_family(placement.link.trajectory_id, start.task, start.tools_hash)
 
     def _evidence(
         self,
-        parsed: ParsedRequest,
-        identity: CallIdentity,
+        request: AdmissionRequest,
         plan: RolloutPlan | None,
         alias: str,
         requested: int | None,
@@ -99,7 +97,8 @@ class Admission:
         *,
         is_helper: bool,
     ) -> LinkEvidence:
-        request, explicit, follows = parsed.request, identity.trajectory, parsed.request.follows
+        identity, follows = request.identity, request.follows
+        explicit = identity.trajectory
         is_other = alias in self._policies.other_models
         if follows is not None and follows.alias != alias and not is_other:
             # Another agent's conversation is continued in content only: its trajectory goes on with its own agent.
@@ -111,7 +110,7 @@ class Admission:
             alias=alias,
             version=requested,
             messages=request.messages,
-            keys=parsed.keys,
+            keys=request.keys,
             key_id=attempt.key_id,
             explicit=explicit,
             explicit_by=identity.named_by,
@@ -121,6 +120,7 @@ class Admission:
             arrived_at=now,
             is_other_model=is_other,
             planned_purpose=None if plan is None else _NOT_TRAINED if is_helper else plan.purpose,
+            is_partial=request.is_partial,
         )
 
     def _moved(self, link: Link, alias: str) -> Link:
@@ -128,7 +128,7 @@ class Admission:
 
         Measurements of a version stay on it.
         """
-        if link.purpose not in ("live", MOVED):
+        if link.purpose not in ("live", MOVED, UNLINKED):
             return link
         current = self._linker.version_of(link.trajectory_id)
         if current is None or self._policies.is_recalled(alias, current):

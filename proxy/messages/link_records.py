@@ -82,6 +82,7 @@ class LinkEvidence(msgspec.Struct, frozen=True):
     arrived_at: float = 0.0  # Unix seconds
     is_other_model: bool = False  # the model is not trained by this proxy
     planned_purpose: str | None = None  # the purpose in the rollout's plan
+    is_partial: bool = False  # `messages` and `keys` hold the last assistant message only
 
     @property
     def purpose(self) -> str:
@@ -131,3 +132,5 @@ class Placement(msgspec.Struct, frozen=True):
     task: str | None
     prompt: Prompt | None  # the system prompt to substitute
     draw: VersionDraw | None = None  # of the version, if this call drew it
+    number: int = 0  # of the call in its worker's session with the coordinator
+    family: str | None = None  # task family, if a coordinator determined it

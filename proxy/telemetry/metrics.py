@@ -71,6 +71,13 @@ class ProxyMetrics:
         )
         self.links = self._counter("ratchet_links", "Calls by how their trajectory was found", "alias", "linked_by")
         self.trajectories = self._gauge("ratchet_trajectories_open", "Trajectories in the memory of linking")
+        self.coordinator_up = self._gauge(
+            "ratchet_coordinator_up", "1 while the coordinator places this worker's calls, else 0; 1 with one worker"
+        )
+        self.coordinator_up.set(1)
+        self.late_ends = self._counter(
+            "ratchet_late_ends", "Answers that were sent before the coordinator had the end of their call"
+        )
         self.feedback = self._counter("ratchet_feedback", "Feedback that was accepted", "state")
         self.alarm_messages = self._counter("ratchet_alarm_messages", "Messages to the alarm webhook", "result")
         self.tool_calls = self._counter(

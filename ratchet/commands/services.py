@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 @click.option("--config", type=click.Path(path_type=Path), help="Settings file; the same as before the command.")
 @click.option("--host", help="Address to listen on.  [default: 127.0.0.1]")
 @click.option("--port", type=int, help="Port to listen on.  [default: 8000]")
+@click.option("--workers", type=int, help="Processes that serve the port.  [default: 1]")
 @click.option("--capture", type=click.Choice(["strict", "relaxed"]), help="Durability of calls.  [default: strict]")
 @click.option("--journal", type=click.Path(path_type=Path), help="Folder of the journal, one per proxy.")
 @options.project
@@ -38,6 +39,7 @@ def proxy(
     config: Path | None,
     host: str | None,
     port: int | None,
+    workers: int | None,
     capture: str | None,
     journal: Path | None,
     project: str | None,
@@ -51,12 +53,14 @@ def proxy(
       ratchet proxy --upstream http://127.0.0.1:8001 --model mail --store mail.db --port 8000
     """
     values: dict[str, Any] = {"project": project, "model": model, "store": store}
-    values |= {"proxy.host": host, "proxy.port": port, "proxy.capture": capture}
+    values |= {"proxy.host": host, "proxy.port": port, "proxy.workers": workers}
+    values["proxy.capture"] = capture
     context.obj = config or context.obj
     settings = options.read_settings(context, values)
     derived: dict[str, Any] = {"upstreams": upstreams, "journal": journal}
     own = settings.proxy_settings(**{key: value for key, value in derived.items() if value})
-    from ratchet.proxy.server import SetAgents, serve
+    from ratchet.proxy.server import SetAgents
+    from ratchet.proxy.supervisor.supervisor import serve
     from ratchet.proxy.telemetry import logs
 
     logs.configure_logging(own.log_format, own.log_level)

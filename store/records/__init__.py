@@ -36,6 +36,7 @@ REDACTED = "redacted"  # why a call with redacted content is untrainable
 OTHER = "other_model"  # purpose of calls to a model that is not trained here
 TOOL_GRAMMAR = "tool_grammar"  # sampling parameter: vLLM constrained the tool calls with a grammar
 MOVED = "moved"  # purpose of the rest of a trajectory whose version was rolled back at once: never trained
+UNLINKED = "unlinked"  # purpose of a trajectory that began while its worker had no coordinator: never trained
 RESAMPLE = "resample"  # purpose of a further answer to a recorded prompt: trained with it, not counted as traffic
 
 
@@ -69,7 +70,7 @@ class CallStarted(Record, frozen=True, tag="started"):
     task: str | None = None
     role: str | None = None
     tags: tuple[str, ...] = ()
-    purpose: str = "live"  # live, resample: may be trained; eval (a version by name), other_model, moved: never
+    purpose: str = "live"  # live, resample: may be trained; eval (a version by name) and all others: never
     sampling: Mapping[str, Any] = {}  # sampling parameters of the request, e.g. temperature, top_p, seed
     nodes: tuple[MessageNode, ...] = ()  # messages of the prompt that this proxy has not shipped before
     tools: bytes = b""  # canonical JSON of the tool list, if not shipped before

@@ -9,6 +9,7 @@ served and nothing is lost. Do not restart anything because of `backlog`.
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
@@ -64,16 +65,19 @@ class HealthEndpoints:
 
     async def backlog(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Report the records that are not in the store yet; 503 if the oldest is too old."""
+        body = self.read_backlog()
+        await send_json(send, 503 if body["status"] == "behind" else 200, body)
+
+    def read_backlog(self) -> dict[str, Any]:
+        """Return the report of `backlog`."""
         lag = self.lag()
-        behind = lag > self._max_lag_seconds
-        body = {
-            "status": "behind" if behind else "ok",
+        return {
+            "status": "behind" if lag > self._max_lag_seconds else "ok",
             "journal_bytes": self._journal.bytes,
             "unshipped_records": self._shipper.backlog,
             "lag_seconds": round(lag, 3),
             "max_lag_seconds": self._max_lag_seconds,
         }
-        await send_json(send, 503 if behind else 200, body)
 
     def lag(self) -> float:
         """Return the age in seconds of the oldest record that is not in the store; up to about 1 s too high.

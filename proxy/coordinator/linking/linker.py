@@ -41,18 +41,22 @@ from ratchet.proxy.coordinator.linking.open_trajectories import (
 from ratchet.proxy.coordinator.linking.restore import attempt_from_store, leaf_from_store
 from ratchet.proxy.coordinator.linking.unanswered_attempts import RESEND_WINDOW, RETRY_WINDOW, UnansweredAttempts
 from ratchet.proxy.errors import BadRequest
-from ratchet.proxy.messages.link_records import AttemptKey, Leaf, Link, LinkEvidence, TokenFingerprint
+from ratchet.proxy.messages.link_records import AttemptKey, Leaf, Link, LinkEvidence, Placement, TokenFingerprint
 from ratchet.proxy.runtime.byte_quotas import ByteQuotas
 from ratchet.store.access.ownership import may_share_trajectory, owner
 from ratchet.store.content import messages as canon
 from ratchet.store.ids import new_id
-from ratchet.store.records import MOVED, CallStarted, OpenLeaf, UnansweredCall, family_of
+from ratchet.store.records import MOVED, UNLINKED, OpenLeaf, UnansweredCall, family_of
 
 _MAX_LEAVES = 2_000  # of one trajectory
 _MAX_SKIPPED = 64  # trajectories with an open call that one eviction passes over
 _ATTEMPTS_SHARE = 16  # unanswered attempts may use one 16th of the bytes
 _EMPTY = LeafIndex()
 _EXPLICIT = ("path", "header", "body", "key", "previous_response")
+
+
+class MessagesNeeded(Exception):
+    """Partial evidence does not decide the place of a call: all of its messages are needed."""
 
 
 class TrajectoryLinker:
@@ -75,7 +79,11 @@ class TrajectoryLinker:
         return self._quotas.bytes + self._attempts.bytes
 
     def find_link(self, evidence: LinkEvidence) -> Link:
-        """Return a request's place. Raises BadRequest if its trajectory id and its version contradict each other."""
+        """Return a request's place.
+
+        Raises BadRequest if its trajectory id and its version contradict each other, and MessagesNeeded if partial
+        evidence is not enough. Then nothing has changed.
+        """
         if evidence.explicit is not None:
             return self._link_named_trajectory(evidence, evidence.explicit)
         if evidence.attempt and (earlier := self._find_unanswered_attempt(evidence, evidence.attempt)):
@@ -163,6 +171,8 @@ class TrajectoryLinker:
             if found:
                 later = self._find_later_answer(evidence, found, place) if place != deepest else (None, "")
                 return later if later[0] else _best(evidence, place, found)
+        if evidence.is_partial:
+            raise MessagesNeeded
         if deepest is None:
             return None, ""
         return fuzzy_match.find_continued_leaf(
@@ -193,6 +203,23 @@ class TrajectoryLinker:
         if not _may_join(leaf.purpose, evidence.purpose) or leaf.key_id != evidence.key_id:
             return False  # an evaluation and live traffic may have the same messages
         return evidence.version is None or evidence.version == leaf.version
+
+    def adopt_call(self, placement: Placement) -> Link:
+        """Record that a call has started which another process placed; return its link with the leaf of this one."""
+        link, parent = placement.link, placement.link.parent
+        trajectory = self._trajectories.get(link.trajectory_id)
+        if parent is not None and trajectory is not None:
+            own = (leaf for leaf in trajectory.leaves if (leaf.call_id, leaf.choice) == (parent.call_id, parent.choice))
+            link = msgspec.structs.replace(link, parent=next(own, parent))
+        self.begin_call(link, placement.alias, placement.version, placement.started_at)
+        return link
+
+    def has_answer(self, leaf: Leaf) -> bool:
+        """Return whether an answer is known."""
+        trajectory = self._trajectories.get(leaf.trajectory_id)
+        return trajectory is not None and any(
+            (known.call_id, known.choice) == (leaf.call_id, leaf.choice) for known in trajectory.leaves
+        )
 
     def version_of(self, trajectory_id: str) -> int | None:
         """Return the version of an open trajectory; None for one that is not known."""
@@ -233,12 +260,12 @@ class TrajectoryLinker:
             elif other.created_at < leaf.created_at:
                 return
 
-    def task_family(self, start: CallStarted) -> str:
-        """Return the task family of a call's trajectory: that of its first call."""
-        trajectory = self._trajectories.get(start.trajectory_id)
+    def task_family(self, trajectory_id: str, task: str | None, tools_hash: str) -> str:
+        """Return the task family of a trajectory: that of its first call. `task` and `tools_hash` are a call's."""
+        trajectory = self._trajectories.get(trajectory_id)
         family = trajectory.family if trajectory else None
         if family is None:
-            family = family_of(start.task, start.tools_hash)
+            family = family_of(task, tools_hash)
             if trajectory is not None:
                 trajectory.family = family
         return family
@@ -357,7 +384,7 @@ class TrajectoryLinker:
 
 def _may_join(purpose: str, new: str) -> bool:
     """Return whether a call of the purpose `new` may join a trajectory: live traffic also one that was moved."""
-    return purpose == new or (purpose == MOVED and new == "live")
+    return purpose == new or (purpose in (MOVED, UNLINKED) and new == "live")
 
 
 def _best(evidence: LinkEvidence, place: int, found: Sequence[Leaf]) -> tuple[Leaf, str]:

@@ -7,7 +7,7 @@ request, at most `MAX_TOKENS` in one response, or those of one call. The store i
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Request
@@ -30,7 +30,6 @@ from ratchet.proxy.coordinator.operator_api.json_responses import json_response,
 from ratchet.proxy.coordinator.operator_api.list_filters import Limit, chosen_trajectories
 from ratchet.proxy.coordinator.operator_api.releases import add_releases
 from ratchet.proxy.coordinator.operator_api.reports import add_reports
-from ratchet.proxy.coordinator.shipping.shipper import Shipper
 from ratchet.proxy.errors import BadRequest, ProxyError, openai_error, to_openai_error
 from ratchet.proxy.wire.asgi import CALLER, read_body
 from ratchet.store.calls.trajectory_filter import TrajectoryFilter
@@ -38,6 +37,8 @@ from ratchet.store.content.messages import path
 from ratchet.store.errors import InvalidTransition, RecordNotFound, StoreError, StoreUnavailable
 from ratchet.store.records import AnswerTraining, Call, Choice, JudgeRequest, unpack_halves, unpack_ids, unpack_logprobs
 from ratchet.store.store import Store
+
+Settle = Callable[[float], Awaitable[bool]]
 
 _SHIP_TIMEOUT = 5.0  # seconds
 MAX_TOKENS = 250_000  # of one response
@@ -68,13 +69,18 @@ class _ManualRollback(_ManualDecision):
 
 def create_operator_api(
     store: Store,
-    shipper: Shipper,
+    settle: Settle,
     linker: TrajectoryLinker,
     intake: FeedbackIntake,
     read_agents: ReadAgents,
     audit: AuditLog,
 ) -> FastAPI:
-    """Return the operator application. `read_agents` returns the agents that this proxy serves."""
+    """Return the operator application.
+
+    Args:
+        settle: waits some seconds until the store has everything recorded so far; returns whether it has.
+        read_agents: returns the agents that this proxy serves.
+    """
     # No docs pages: they run scripts of other servers, next to an API that reads everything.
     known = [Depends(_known_parameters)]
     api = FastAPI(
@@ -96,7 +102,7 @@ def create_operator_api(
 
     add_error_handlers(api)
     _add_calls(api, store)
-    _add_endings(api, store, shipper, linker)
+    _add_endings(api, store, settle, linker)
     _add_feedback(api, store, intake)
     _add_policies(api, store)
     add_reports(api, store)
@@ -182,13 +188,13 @@ def _add_calls(api: FastAPI, store: Store) -> None:
         )
 
 
-def _add_endings(api: FastAPI, store: Store, shipper: Shipper, linker: TrajectoryLinker) -> None:
+def _add_endings(api: FastAPI, store: Store, settle: Settle, linker: TrajectoryLinker) -> None:
     """Finishing and deleting trajectories."""
 
     @api.post("/trajectories/{trajectory_id}/finish")
     async def finish(trajectory_id: str) -> Response:
         """Seal a trajectory. Waits until all its ended calls are in the store."""
-        if not await shipper.settle(_SHIP_TIMEOUT):
+        if not await settle(_SHIP_TIMEOUT):
             raise StoreUnavailable("not all calls are in the store yet; finish the trajectory again in a moment")
         sealed = await run_in_threadpool(store.trajectories.seal, trajectory_id, time.time())
         linker.forget_trajectory(trajectory_id)
@@ -198,7 +204,7 @@ def _add_endings(api: FastAPI, store: Store, shipper: Shipper, linker: Trajector
     async def delete(trajectory_id: str) -> Response:
         """Delete a trajectory and its successors permanently. Takes seconds: all proxies must notice it first."""
         chosen = TrajectoryFilter(id=trajectory_id)
-        if not await shipper.settle(_SHIP_TIMEOUT):
+        if not await settle(_SHIP_TIMEOUT):
             raise StoreUnavailable("not all calls are in the store yet; delete the trajectory again in a moment")
         if await run_in_threadpool(store.deletions.calls_in_flight, chosen, time.time() - _LOST_AFTER):
             raise InvalidTransition(

@@ -37,6 +37,11 @@ _THREADS = 4
 _MAX_PROMPTS = 256  # cached
 
 
+def is_planned(trajectory_id: str | None) -> bool:
+    """Return whether a trajectory may have a plan, by its id."""
+    return trajectory_id is not None and trajectory_id.startswith(_PLANNED)
+
+
 @dataclass(slots=True, frozen=True)
 class RolloutPlan:
     """How the calls of a rollout are served."""
@@ -104,7 +109,7 @@ class RolloutPlans:
 
     async def find_plan(self, trajectory_id: str, key_id: str | None) -> RolloutPlan | None:
         """Return the plan of a rollout for a key; None for any other trajectory. Raises NotReady."""
-        if not trajectory_id.startswith(_PLANNED):
+        if not is_planned(trajectory_id):
             return None
         known = self._cache.get(trajectory_id)
         if known is None or not known.is_fresh():

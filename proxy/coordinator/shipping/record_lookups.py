@@ -26,6 +26,7 @@ MAX_WAITING = 64  # requests of one key
 _MAX_WAITING_TOTAL = 1024
 _HEARTBEAT_TIMEOUT = 60.0  # seconds
 _INSTANCES_CACHE_SECONDS = 0.1  # seconds
+_OTHERS_SECONDS = 3.0  # heartbeats come once a second
 _FIRST_PAUSE = 0.1  # seconds; each pause is twice the one before
 
 _Found = TypeVar("_Found")
@@ -82,6 +83,17 @@ class RecordLookups:
                 settled = shipped and await self._others_have_shipped(requested_at)
                 found = await run(look)
         return found, settled
+
+    async def settle(self, timeout_seconds: float) -> bool:
+        """Wait until the store has everything recorded so far; return whether it has what this process recorded.
+
+        The other proxies' records are awaited for `_OTHERS_SECONDS`: one of them may have died.
+        """
+        requested_at, until = time.time(), time.monotonic() + _OTHERS_SECONDS
+        settled = self._shipper is None or await self._shipper.settle(timeout_seconds)
+        while settled and time.monotonic() < until and not await self._others_have_shipped(requested_at):
+            await asyncio.sleep(_FIRST_PAUSE)
+        return settled
 
     async def _others_have_shipped(self, before: float) -> bool:
         """Return whether every other proxy has shipped its records from before that moment."""

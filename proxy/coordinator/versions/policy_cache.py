@@ -185,6 +185,10 @@ class PolicyCache:
         known = self._all_versions.get((alias, version))
         return known.served_name if known else f"{alias}@{version}"
 
+    def has_version(self, alias: str, version: int) -> bool:
+        """Return whether a version is known, or the model has none."""
+        return (alias, version) in self._all_versions or alias in self.other_models
+
     def prompt_of(self, alias: str, version: int) -> Prompt | None:
         """Return a version's prompt, or None."""
         return self._prompts.get((alias, version)) if self._prompts else None

@@ -23,12 +23,12 @@ from typing import NamedTuple
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from ratchet.proxy.coordinator.admission import Admission
 from ratchet.proxy.coordinator.keys.key_cache import Caller
 from ratchet.proxy.coordinator.limits.rate_limits import TOKEN_RESERVATION, KeyMeter, TokenReservation
 from ratchet.proxy.dialects import token_cap, tool_grammar
 from ratchet.proxy.dialects.dialect import LARGE, Dialect, ParsedRequest, ResponseEncoder
 from ratchet.proxy.errors import ClientDisconnected, UpstreamDisconnected, UpstreamError, upstream_refusal
+from ratchet.proxy.messages.admission_records import AdmissionRequest
 from ratchet.proxy.messages.link_records import CallIdentity, Placement
 from ratchet.proxy.model_list import FallbackRules
 from ratchet.proxy.runtime.thread_pools import run_parsing
@@ -38,6 +38,7 @@ from ratchet.proxy.wire.request_body import ChatRequest
 from ratchet.proxy.wire.upstream_response import DONE, SseParser, UpstreamResponse
 from ratchet.proxy.worker.call import active_call
 from ratchet.proxy.worker.call.active_call import ActiveCall, CallOutcome, CallPhase, OpenCall
+from ratchet.proxy.worker.call.call_admission import CallAdmission
 from ratchet.proxy.worker.call.fallbacks import NO_FALLBACKS, fallbacks_of, may_fall_back
 from ratchet.proxy.worker.call.observer import CallObserver
 from ratchet.proxy.worker.call.recorder import Recorder
@@ -71,7 +72,7 @@ class CallEndpoint:
     def __init__(
         self,
         dialect: Dialect,
-        admission: Admission,
+        admission: CallAdmission,
         recorder: Recorder,
         forwarder: Forwarder,
         observer: CallObserver,
@@ -116,7 +117,7 @@ class CallEndpoint:
             reservation.reserve(parsed.request.sampling, body, context)
         fallbacks, failed_model = fallbacks_of(self._limits.fallbacks, parsed.request.model, caller.access), None
         while True:
-            placement = await self._admission.resolve(parsed, identity, caller.key_id, caller.access)
+            placement = await self._admission.resolve(_admission_request(parsed, identity, caller))
             call = self._begin(parsed, identity, placement, headers, arrived)
             call.client, call.failed_model = client_address(scope), failed_model
             call.fallbacks = fallbacks if may_fall_back(call.start) else NO_FALLBACKS
@@ -204,7 +205,7 @@ class CallEndpoint:
         prompt = open_call.placement.prompt
         if prompt is None or not request.is_chat:
             return request
-        return request.with_prompt(prompt, self._admission.task_family(open_call.start))
+        return request.with_prompt(prompt, self._admission.task_family(open_call.placement, open_call.start))
 
     async def _serve(self, call: ActiveCall, trace: dict[str, str], send: Send, watch: DisconnectWatch) -> None:
         keep_alive = None
@@ -340,16 +341,16 @@ class CallEndpoint:
         else:  # recorded, but the response was not sent
             self._admission.mark_unanswered(call.open_call.placement)
 
-    def _record_end(self, call: ActiveCall, outcome: CallOutcome) -> asyncio.Future[bool] | None:
-        """Record the end of a call; return the future that the last byte waits for."""
+    def _record_end(self, call: ActiveCall, outcome: CallOutcome) -> list[asyncio.Future[bool] | None]:
+        """Record the end of a call; return what the last byte waits for: the journal's commit, the coordinator."""
         call.enter(CallPhase.RECORDED)
         call.failure = outcome.failure
         leaves, durable = self._recorder.record_end(call, outcome)
         open_call = call.open_call
-        self._admission.end_call(
+        linked = self._admission.end_call(
             open_call.placement, open_call.ended, leaves, time.time(), retryable=outcome.is_retryable
         )
-        return durable
+        return [durable, linked]
 
 
 async def _send_last(
@@ -379,6 +380,24 @@ def _encode_events(encoder: ResponseEncoder, parser: SseParser, piece: bytes) ->
     return out, False
 
 
-async def _wait(durable: asyncio.Future[bool] | None) -> None:
-    if durable is not None:
-        await durable
+async def _wait(pending: Sequence[asyncio.Future[bool] | None]) -> None:
+    for future in pending:  # all of them are under way
+        if future is not None:
+            await future
+
+
+def _admission_request(parsed: ParsedRequest, identity: CallIdentity, caller: Caller) -> AdmissionRequest:
+    request = parsed.request
+    return AdmissionRequest(
+        model=request.model,
+        identity=identity,
+        key_id=caller.key_id,
+        agents=caller.access.agents,
+        models=caller.access.models,
+        prompt_node=parsed.nodes[-1].hash if parsed.nodes else "",
+        tools_hash=request.tools_hash,
+        messages=request.messages,
+        keys=parsed.keys,
+        follows=request.follows,
+        stored_tools_hash=parsed.storable.tools_hash if parsed.storable else None,
+    )

@@ -47,20 +47,22 @@ class LinkingResult:
 class LinkingCampaign:
     """The proxy, which may be killed and restarted, and the traffic through it."""
 
-    def __init__(self, folder: Path, vllm: ScriptedVllm, vllm_url: str) -> None:
+    def __init__(self, folder: Path, vllm: ScriptedVllm, vllm_url: str, workers: int) -> None:
         self._folder = folder
+        self._workers = workers
         self._vllm = vllm
         self._vllm_url = vllm_url
         self._proxy = self._start()
 
     def _start(self) -> ProxyProcess:
-        proxy = ProxyProcess(self._folder, upstreams=[self._vllm_url])
+        proxy = ProxyProcess(self._folder, upstreams=[self._vllm_url], workers=self._workers)
         eventually(lambda: httpx.get(f"{proxy.url}/health/ready").status_code == 200, 20)
         return proxy
 
     async def run(self, kinds: Sequence[TrafficKind], agents: int, seed: int) -> list[LinkingScore]:
         """Send the traffic of all kinds through one proxy; return their scores. Kinds with a restart run last."""
-        connector = aiohttp.TCPConnector(limit=0)
+        # With several workers, every call takes a connection of its own, and so any worker.
+        connector = aiohttp.TCPConnector(limit=0, force_close=self._workers > 1)
         async with aiohttp.ClientSession(connector=connector) as session:
             traffic = LinkingTraffic(self._proxy.url, session, random.Random(seed))
             traffic.open.set()
@@ -120,12 +122,12 @@ class LinkingCampaign:
         self._proxy.stop()
 
 
-def measure(*, quick: bool = False, seed: int = 1, only: str = "") -> list[LinkingResult]:
-    """Return the result of each kind whose name contains `only`."""
+def measure(*, quick: bool = False, seed: int = 1, only: str = "", workers: int = 1) -> list[LinkingResult]:
+    """Return the result of each kind whose name contains `only`, through a proxy with this many workers."""
     kinds = [kind for kind in (*KINDS, *DIALECT_KINDS) if only in kind.name]
     vllm = ScriptedVllm()
     with tempfile.TemporaryDirectory() as folder, served(vllm) as url:
-        campaign = LinkingCampaign(Path(folder), vllm, url)
+        campaign = LinkingCampaign(Path(folder), vllm, url, workers)
         try:
             linking_scores = asyncio.run(campaign.run(kinds, _QUICK_DIVISOR if quick else 1, seed))
         finally:

@@ -88,7 +88,7 @@ class ProxyProcess:
     def __init__(self, folder: Path, errors: Any = None, **settings: Any) -> None:
         """`errors` is the file to log to instead of `proxy.log` in its folder."""
         program = (
-            "import json, sys; from ratchet.proxy.server import serve; "
+            "import json, sys; from ratchet.proxy.supervisor.supervisor import serve; "
             "from ratchet.proxy.settings import ProxySettings; "
             "from ratchet.proxy.telemetry import logs; "
             "settings = ProxySettings.read({}, **json.loads(sys.argv[1])); "

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from ratchet.store.reasons import DropReason
-from ratchet.store.records import MOVED, Trajectory
+from ratchet.store.records import MOVED, UNLINKED, Trajectory
 
 _MAX_DURATION_FACTOR = 4.0  # times the longest sealed attempt, plus wait_seconds: no longer is an attempt waited for
 
@@ -68,6 +68,7 @@ def plan_groups(
     """
     dropped = _drop_reasons(
         (frozenset(one.id for one in sealed if one.purpose == MOVED), DropReason.MOVED),
+        (frozenset(one.id for one in sealed if one.purpose == UNLINKED), DropReason.UNLINKED),
         (frozenset(one.id for one in sealed if one.purpose != "live"), DropReason.EVAL),
         (abandoned, DropReason.ABANDONED),
         (cut_off, DropReason.CUT_OFF),

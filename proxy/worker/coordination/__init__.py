@@ -1,0 +1,1 @@
+"""A worker of several: asks the coordinator for the place of every call."""

@@ -1,0 +1,155 @@
+"""Sends messages to the coordinator over HTTP: those of one turn of the event loop in one POST.
+
+An answer is None if the coordinator did not answer in time, or does not know the session. Belongs to the event loop's
+thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from ratchet.proxy.errors import UpstreamError
+from ratchet.proxy.messages import coordinator_messages as messages
+from ratchet.proxy.messages.admission_records import EndedCall
+from ratchet.proxy.messages.coordinator_messages import Answer, Answers, End, Find, Hello, MarkUnanswered, Welcome
+from ratchet.proxy.messages.link_records import Placement
+from ratchet.proxy.upstreams.http_client import HttpClient
+from ratchet.proxy.upstreams.http_connection import ResponseLimits
+from ratchet.store.ids import new_id
+
+log = logging.getLogger("ratchet.proxy")
+
+_TIMEOUT = 5.0  # seconds for the answers to a batch, which the coordinator has at once
+_SLOW_TIMEOUT = 30.0  # for a greeting, and for a call that the coordinator looks up in the store
+_CONNECT_TIMEOUT = 1.0
+_MAX_RESPONSE_BYTES = 2**26
+_MAX_POSTS = 4  # under way at once; more messages wait, and share the next one
+
+_Waiting = tuple[bytes, "asyncio.Future[Answer | None]"]
+
+
+class MessageBatches:
+    """The connection to the coordinator at `url`. `on_failure` is called when a POST has failed."""
+
+    def __init__(self, url: str, token: str, worker: str, on_failure: Callable[[str], None]) -> None:
+        self._session = new_id("session")
+        self._boot = ""  # of the coordinator that knows the session
+        self._epoch = 0
+        self._url = url
+        self._worker = worker
+        self._headers = {"authorization": f"Bearer {token}", "content-type": "application/msgpack"}
+        self._on_failure = on_failure
+        self._client = _client(_TIMEOUT)
+        self._slow_client = _client(_SLOW_TIMEOUT)
+        self._waiting: list[_Waiting] = []
+        self._posts = 0
+        self._is_scheduled = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def ask(self, message: Find | End | MarkUnanswered, *, alone: bool = False) -> asyncio.Future[Answer | None]:
+        """Send a message; return the future of its answer. `alone`: its answer may take long.
+
+        Raises OverflowError for a message with an integer that MessagePack does not have.
+        """
+        loop = asyncio.get_running_loop()
+        entry: _Waiting = (messages.encode(message), loop.create_future())
+        if alone:
+            self._start_post([entry], self._slow_client)
+            return entry[1]
+        self._waiting.append(entry)
+        if not self._is_scheduled and self._posts < _MAX_POSTS:
+            self._is_scheduled = True
+            loop.call_soon(self._flush)
+        return entry[1]
+
+    async def greet(self, open_calls: Iterable[Placement], ended: Iterable[EndedCall]) -> bool:
+        """Begin or continue the session; return whether the coordinator answered."""
+        self._epoch += 1
+        hello = Hello(self._worker, self._session, self._epoch, tuple(open_calls), tuple(ended))
+        try:
+            response = await self._send(self._slow_client, messages.encode(hello))
+        except UpstreamError as error:
+            log.debug("event=coordinator_unreachable reason=%r", str(error))
+            return False
+        if isinstance(response, Welcome):
+            self._boot = response.boot
+        return isinstance(response, Welcome)
+
+    async def check(self) -> None:
+        """Send a batch without messages: `on_failure` is called if the coordinator does not answer."""
+        await self._post([], self._client)
+
+    async def close(self) -> None:
+        """Wait for the posts under way, and close the connections."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+        self._client.close()
+        self._slow_client.close()
+
+    def _flush(self) -> None:
+        self._is_scheduled = False
+        if self._waiting:
+            batch, self._waiting = self._waiting, []
+            self._posts += 1
+            task = self._start_post(batch, self._client)
+            task.add_done_callback(self._on_posted)
+
+    def _on_posted(self, _: asyncio.Task[None]) -> None:
+        self._posts -= 1
+        if not self._is_scheduled:
+            self._flush()
+
+    def _start_post(self, batch: list[_Waiting], client: HttpClient) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(self._post(batch, client))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _post(self, batch: list[_Waiting], client: HttpClient) -> None:
+        answers: tuple[Answer | None, ...] = (None,) * len(batch)
+        body = _EncodedBatch(
+            self._worker, self._session, self._boot, self._epoch, [msgspec.Raw(data) for data, _ in batch]
+        )
+        try:
+            response = await self._send(client, messages.encode(body))
+            if isinstance(response, Answers) and len(response.answers) == len(batch):
+                answers = response.answers
+            else:
+                self._on_failure("it does not know this worker's session")
+        except UpstreamError as error:
+            self._on_failure(str(error))
+        for (_, future), answer in zip(batch, answers, strict=True):
+            if not future.done():
+                future.set_result(answer)
+
+    async def _send(self, client: HttpClient, body: bytes) -> object:
+        """Return the decoded response. Raises UpstreamError."""
+        response = await client.send(self._url, "POST", messages.PATH, body, self._headers)
+        try:
+            data = await response.read()
+        finally:
+            response.close()
+        if response.status != 200:
+            raise UpstreamError(f"the coordinator answered {response.status}: {data[:200]!r}")
+        try:
+            return messages.decode_response(data)
+        except msgspec.DecodeError as error:
+            raise UpstreamError(f"the coordinator's answer is unreadable: {error}") from error
+
+
+class _EncodedBatch(msgspec.Struct, tag="batch"):
+    """`coordinator_messages.Batch` with encoded messages."""
+
+    worker: str
+    session: str
+    boot: str
+    epoch: int
+    messages: list[msgspec.Raw]
+
+
+def _client(timeout: float) -> HttpClient:
+    return HttpClient(ResponseLimits(timeout, timeout, _MAX_RESPONSE_BYTES), _CONNECT_TIMEOUT)

@@ -1,0 +1,290 @@
+"""Admission in a worker of several: the coordinator places every call, and learns of every end.
+
+Promises:
+- A call is placed by one message and its answer; a second one carries the messages if the path of the last answer does
+  not decide.
+- The last byte of an answer waits until the coordinator has the call's end, side by side with the journal, at most
+  `_END_SECONDS`: a call that follows never overtakes it. An end that is late is delivered later, and counted.
+- While the coordinator is away, calls are served (`outage_linker.py`), from `_PATIENCE_SECONDS` after the loss on. When
+  it is back, it learns what this worker placed, and what ended before: the last `_MAX_RECENT` calls.
+- A call that was abandoned while it waited for its place is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import count
+
+import msgspec
+
+from ratchet.proxy.coordinator.admission import Admission
+from ratchet.proxy.coordinator.conversations.token_contexts import TokenContexts
+from ratchet.proxy.coordinator.rollouts.rollout_plans import is_planned
+from ratchet.proxy.coordinator.versions.policy_cache import PolicyCache
+from ratchet.proxy.errors import BadRequest, StartError
+from ratchet.proxy.messages.admission_records import AdmissionRequest, EndedCall
+from ratchet.proxy.messages.coordinator_messages import (
+    Answer,
+    End,
+    Find,
+    MarkUnanswered,
+    MessagesWanted,
+    Placed,
+    PlacementRefused,
+    to_error,
+)
+from ratchet.proxy.messages.link_records import Leaf, Placement
+from ratchet.proxy.runtime.critical_tasks import CriticalTasks
+from ratchet.proxy.telemetry.metrics import ProxyMetrics
+from ratchet.proxy.worker.coordination.message_batches import MessageBatches
+from ratchet.proxy.worker.coordination.outage_linker import OutageLinker
+from ratchet.store.content import messages as canon
+from ratchet.store.records import CallEnded, CallStarted, family_of
+
+log = logging.getLogger("ratchet.proxy")
+
+_END_SECONDS = 0.25  # that the last byte waits for the coordinator
+_MAX_RECENT = 2_000  # ended calls that the coordinator may have lost
+_PATIENCE_SECONDS = 0.25  # that a call waits for a coordinator which was just lost
+_CHECK_SECONDS = 1.0  # between two looks whether it is there
+_RETRY_SECONDS = 0.1  # between greetings while the coordinator is away
+_START_SECONDS = 60.0
+
+LocalAdmission = Callable[[OutageLinker], Admission]
+
+
+class RemoteAdmission:
+    """The service. `make_linker` and `make_admission` build what places calls while the coordinator is away."""
+
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        worker: str,
+        policies: PolicyCache,
+        contexts: TokenContexts | None,
+        metrics: ProxyMetrics,
+        make_linker: Callable[[], OutageLinker],
+        make_admission: LocalAdmission,
+        critical_tasks: CriticalTasks,
+    ) -> None:
+        self._batches = MessageBatches(url, token, worker, self._on_lost)
+        self._worker = worker
+        self._policies = policies
+        self._contexts = contexts
+        self._metrics = metrics
+        self._make_linker = make_linker
+        self._make_admission = make_admission
+        self._critical_tasks = critical_tasks
+        self._numbers = count(1)
+        self._open: dict[int, Placement] = {}
+        self._recent: deque[EndedCall] = deque(maxlen=_MAX_RECENT)
+        self._is_connected = False
+        self._alone_at = 0.0  # when calls no longer wait for the coordinator; seconds of the event loop's clock
+        self._connected = asyncio.Event()
+        self._linker: OutageLinker | None = None  # while the coordinator is away
+        self._syncing: asyncio.Event | None = None  # set when the coordinator knows this worker's calls
+        self._lost = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        metrics.coordinator_up.set_function(lambda: self._is_connected)
+
+    async def start(self) -> None:
+        """Begin the session. Raises StartError if the coordinator does not answer."""
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                await self._connect()
+        except TimeoutError:
+            raise StartError(f"the coordinator did not answer within {_START_SECONDS:g} s: see its log") from None
+        self._task = self._critical_tasks.start_task(self._reconnect(), "coordinator")
+
+    async def stop(self) -> None:
+        """Deliver what is under way, and end the session."""
+        if self._task is not None:
+            await self._critical_tasks.stop_tasks(self._task)
+        await self._batches.close()
+
+    # --- CallAdmission ----------------------------------------------------------------------------------------
+
+    async def resolve(self, request: AdmissionRequest) -> Placement:
+        """Return the placement of a call; each needs one `end_call`. Raises ProxyError."""
+        placement: Placement | None = None
+        while placement is None:
+            if not self._is_connected:
+                await self._wait_for_connection()
+            place = self._find if self._is_connected else self._find_alone
+            placement = await place(next(self._numbers), request)
+        self._open[placement.number] = placement
+        return placement
+
+    def end_call(
+        self, placement: Placement, record: CallEnded | None, leaves: Sequence[Leaf], now: float, *, retryable: bool
+    ) -> asyncio.Future[bool] | None:
+        """Close a call; return the future of the coordinator's confirmation, which is not late."""
+        linker = None if self._is_connected else self._outage_linker()
+        if self._contexts is not None and record is not None:
+            self._contexts.add_answers(record)
+        self._open.pop(placement.number, None)
+        self._recent.append(EndedCall(placement, tuple(leaves), now, retryable))
+        if linker is not None:
+            linker.end_call(placement.link, leaves, now)
+            if retryable:
+                linker.add_unanswered(placement.link, placement.attempt, now)
+            return None
+        return self._confirmed(self._batches.ask(End(placement.number, tuple(leaves), now, retryable)))
+
+    def mark_unanswered(self, placement: Placement) -> None:
+        """Record that the answer of an ended call did not reach its client, which may retry."""
+        now = time.time()
+        if self._is_connected:
+            self._batches.ask(MarkUnanswered(placement.link, placement.attempt, now))
+        else:
+            self._outage_linker().add_unanswered(placement.link, placement.attempt, now)
+
+    def task_family(self, placement: Placement, start: CallStarted) -> str:
+        """Return the task family of a call's trajectory."""
+        return placement.family or family_of(start.task, start.tools_hash)
+
+    # --- the coordinator answers ------------------------------------------------------------------------------
+
+    async def _find(self, number: int, request: AdmissionRequest) -> Placement | None:
+        """Return the coordinator's placement; None if it went away. Raises ProxyError."""
+        alone = "@" in request.model or is_planned(request.identity.trajectory)
+        answer = await self._ask(number, _partial(request), alone)
+        if isinstance(answer, MessagesWanted):
+            answer = await self._ask(number, request, alone)
+        if isinstance(answer, PlacementRefused):
+            raise to_error(answer)
+        if not isinstance(answer, Placed):
+            return None
+        placement = answer.placement
+        if not self._policies.has_version(placement.alias, placement.version):
+            try:
+                await self._policies.refresh_if_unknown(f"{placement.alias}@{placement.version}")
+            except asyncio.CancelledError:
+                self._close(number)
+                raise
+        return placement
+
+    async def _ask(self, number: int, request: AdmissionRequest, alone: bool) -> Answer | None:
+        try:
+            future = self._batches.ask(Find(number, request), alone=alone)
+        except OverflowError as error:
+            raise BadRequest(f"the messages have an integer of more than 64 bits: {error}") from error
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:  # the client left
+            future.add_done_callback(lambda done: self._close(number) if isinstance(done.result(), Placed) else None)
+            raise
+
+    def _close(self, number: int) -> None:
+        """Close a call that was placed but never began."""
+        if self._is_connected:
+            self._batches.ask(End(number, (), time.time(), retryable=True))
+
+    def _confirmed(self, answer: asyncio.Future[Answer | None]) -> asyncio.Future[bool]:
+        """Return a future that is done when the answer is there, or late."""
+        loop = asyncio.get_running_loop()
+        confirmed: asyncio.Future[bool] = loop.create_future()
+        timer = loop.call_later(_END_SECONDS, self._on_late, confirmed)
+
+        def on_answer(done: asyncio.Future[Answer | None]) -> None:
+            timer.cancel()
+            if not confirmed.done():
+                confirmed.set_result(done.result() is not None)
+
+        answer.add_done_callback(on_answer)
+        return confirmed
+
+    def _on_late(self, confirmed: asyncio.Future[bool]) -> None:
+        if not confirmed.done():
+            self._metrics.late_ends.inc()
+            confirmed.set_result(False)
+
+    # --- the coordinator is away ------------------------------------------------------------------------------
+
+    def _on_lost(self, reason: str) -> None:
+        if self._is_connected:
+            log.warning("event=coordinator_lost reason=%r", reason)
+            self._is_connected = False
+            self._alone_at = asyncio.get_running_loop().time() + _PATIENCE_SECONDS
+            self._connected.clear()
+            self._lost.set()
+
+    async def _wait_for_connection(self) -> None:
+        """Wait while the connection is established, or was lost a moment ago."""
+        left = self._alone_at - asyncio.get_running_loop().time()
+        if left > 0:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._connected.wait(), left)
+        if self._syncing is not None:
+            await self._syncing.wait()
+
+    async def _find_alone(self, number: int, request: AdmissionRequest) -> Placement | None:
+        """Return this worker's own placement; None if the coordinator came back meanwhile. Raises ProxyError."""
+        linker = self._outage_linker()
+        placement = await self._make_admission(linker).resolve(request)
+        return msgspec.structs.replace(placement, number=number) if linker is self._linker else None
+
+    def _outage_linker(self) -> OutageLinker:
+        """Return the linker of this outage; at its first call, it learns what this worker knows."""
+        if self._linker is None:
+            self._linker = self._make_linker()
+            for ended in self._recent:
+                self._linker.end_call(self._linker.adopt_call(ended.placement), ended.leaves, ended.ended_at)
+            for placement in self._open.values():
+                self._linker.adopt_call(placement)
+        return self._linker
+
+    async def _reconnect(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._lost.wait(), _CHECK_SECONDS)
+            if self._is_connected:
+                await self._batches.check()
+            else:
+                await self._connect()
+
+    async def _connect(self) -> None:
+        """Begin or continue the session, and tell the coordinator of the calls that it does not know."""
+        self._lost.clear()
+        while not await self._batches.greet(self._open.values(), self._recent):
+            await asyncio.sleep(_RETRY_SECONDS)
+        self._syncing = asyncio.Event()  # no call begins until the coordinator also knows those of the meantime
+        try:
+            known = self._recent[-1] if self._recent else None
+            self._is_connected = await self._batches.greet(self._open.values(), self._recent)
+            if self._is_connected:
+                self._connected.set()
+                self._send_ends(known)
+                self._linker = None
+                log.info("event=coordinator_connected open_calls=%d", len(self._open))
+            else:
+                self._lost.set()
+        finally:
+            self._syncing.set()
+            self._syncing = None
+
+    def _send_ends(self, last: EndedCall | None) -> None:
+        """Send the ends since the call `last`, the latest one that the coordinator knows."""
+        later = []
+        for ended in reversed(self._recent):
+            if ended is last:
+                break
+            later.append(ended)
+        for ended in reversed(later):
+            self._batches.ask(End(ended.placement.number, ended.leaves, ended.ended_at, ended.retryable))
+
+
+def _partial(request: AdmissionRequest) -> AdmissionRequest:
+    """Return a request with its last assistant message only, and of that its tool-call ids; as it is without one."""
+    for place in range(len(request.messages) - 1, -1, -1):
+        message = request.messages[place]
+        if message.get("role") == "assistant" and place < len(request.keys):
+            answer = {"role": "assistant", "tool_calls": [{"id": name} for name in canon.tool_call_ids(message)]}
+            return msgspec.structs.replace(request, messages=(answer,), keys=(request.keys[place],), is_partial=True)
+    return request
