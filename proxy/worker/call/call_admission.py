@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
+from ratchet.proxy.coordinator.keys.key_cache import Caller
+from ratchet.proxy.dialects.dialect import ParsedRequest
 from ratchet.proxy.messages.admission_records import AdmissionRequest
-from ratchet.proxy.messages.link_records import Leaf, Placement
+from ratchet.proxy.messages.link_records import CallIdentity, Leaf, Placement
 from ratchet.store.records import CallEnded, CallStarted
 
 
@@ -27,3 +29,21 @@ class CallAdmission(Protocol):
 
     def task_family(self, placement: Placement, start: CallStarted) -> str:
         """Return the task family of a call's trajectory."""
+
+
+def admission_request(parsed: ParsedRequest, identity: CallIdentity, caller: Caller) -> AdmissionRequest:
+    """Return what a call says about its place."""
+    request = parsed.request
+    return AdmissionRequest(
+        model=request.model,
+        identity=identity,
+        key_id=caller.key_id,
+        agents=caller.access.agents,
+        models=caller.access.models,
+        prompt_node=parsed.nodes[-1].hash if parsed.nodes else "",
+        tools_hash=request.tools_hash,
+        messages=request.messages,
+        keys=parsed.keys,
+        follows=request.follows,
+        stored_tools_hash=parsed.storable.tools_hash if parsed.storable else None,
+    )

@@ -28,7 +28,6 @@ from ratchet.proxy.coordinator.limits.rate_limits import TOKEN_RESERVATION, KeyM
 from ratchet.proxy.dialects import token_cap, tool_grammar
 from ratchet.proxy.dialects.dialect import LARGE, Dialect, ParsedRequest, ResponseEncoder
 from ratchet.proxy.errors import ClientDisconnected, UpstreamDisconnected, UpstreamError, upstream_refusal
-from ratchet.proxy.messages.admission_records import AdmissionRequest
 from ratchet.proxy.messages.link_records import CallIdentity, Placement
 from ratchet.proxy.model_list import FallbackRules
 from ratchet.proxy.runtime.thread_pools import run_parsing
@@ -38,7 +37,7 @@ from ratchet.proxy.wire.request_body import ChatRequest
 from ratchet.proxy.wire.upstream_response import DONE, SseParser, UpstreamResponse
 from ratchet.proxy.worker.call import active_call
 from ratchet.proxy.worker.call.active_call import ActiveCall, CallOutcome, CallPhase, OpenCall
-from ratchet.proxy.worker.call.call_admission import CallAdmission
+from ratchet.proxy.worker.call.call_admission import CallAdmission, admission_request
 from ratchet.proxy.worker.call.fallbacks import NO_FALLBACKS, fallbacks_of, may_fall_back
 from ratchet.proxy.worker.call.observer import CallObserver
 from ratchet.proxy.worker.call.recorder import Recorder
@@ -117,7 +116,7 @@ class CallEndpoint:
             reservation.reserve(parsed.request.sampling, body, context)
         fallbacks, failed_model = fallbacks_of(self._limits.fallbacks, parsed.request.model, caller.access), None
         while True:
-            placement = await self._admission.resolve(_admission_request(parsed, identity, caller))
+            placement = await self._admission.resolve(admission_request(parsed, identity, caller))
             call = self._begin(parsed, identity, placement, headers, arrived)
             call.client, call.failed_model = client_address(scope), failed_model
             call.fallbacks = fallbacks if may_fall_back(call.start) else NO_FALLBACKS
@@ -384,20 +383,3 @@ async def _wait(pending: Sequence[asyncio.Future[bool] | None]) -> None:
     for future in pending:  # all of them are under way
         if future is not None:
             await future
-
-
-def _admission_request(parsed: ParsedRequest, identity: CallIdentity, caller: Caller) -> AdmissionRequest:
-    request = parsed.request
-    return AdmissionRequest(
-        model=request.model,
-        identity=identity,
-        key_id=caller.key_id,
-        agents=caller.access.agents,
-        models=caller.access.models,
-        prompt_node=parsed.nodes[-1].hash if parsed.nodes else "",
-        tools_hash=request.tools_hash,
-        messages=request.messages,
-        keys=parsed.keys,
-        follows=request.follows,
-        stored_tools_hash=parsed.storable.tools_hash if parsed.storable else None,
-    )
