@@ -40,7 +40,7 @@ def admission_request(parsed: ParsedRequest, identity: CallIdentity, caller: Cal
         key_id=caller.key_id,
         agents=caller.access.agents,
         models=caller.access.models,
-        prompt_node=parsed.nodes[-1].hash if parsed.nodes else "",
+        prompt_node=parsed.prompt_node,
         tools_hash=request.tools_hash,
         messages=request.messages,
         keys=parsed.keys,

@@ -156,7 +156,7 @@ class RemoteAdmission:
         alone = "@" in request.model or is_planned(request.identity.trajectory)
         answer = await self._ask(number, _partial(request), alone)
         if isinstance(answer, MessagesWanted):
-            answer = await self._ask(number, request, alone)
+            answer = await self._ask(number, _whole(request), alone)
         if isinstance(answer, PlacementRefused):
             raise to_error(answer)
         if not isinstance(answer, Placed):
@@ -287,4 +287,9 @@ def _partial(request: AdmissionRequest) -> AdmissionRequest:
         if message.get("role") == "assistant" and place < len(request.keys):
             answer = {"role": "assistant", "tool_calls": [{"id": name} for name in canon.tool_call_ids(message)]}
             return msgspec.structs.replace(request, messages=(answer,), keys=(request.keys[place],), is_partial=True)
-    return request
+    return _whole(request)
+
+
+def _whole(request: AdmissionRequest) -> AdmissionRequest:
+    """Return a request with all of its messages, as a list that can be encoded."""
+    return msgspec.structs.replace(request, messages=[*request.messages])
