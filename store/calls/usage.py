@@ -10,7 +10,8 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable
-from datetime import UTC, datetime, timedelta
+from datetime import date, timedelta
+from functools import cache, lru_cache
 from typing import Any
 
 import sqlalchemy as sa
@@ -26,6 +27,7 @@ from ratchet.store.states import CallState
 DIMENSIONS = ("day", "key_id", "alias", "purpose")
 _SUMS = ("calls", "failed", "prompt_tokens", "completion_tokens")
 _MAX_ROWS = 10_000
+_DAY_SECONDS = 86_400
 
 
 class UsageVerbs:
@@ -103,18 +105,21 @@ def add_usage(connection: sa.Connection, ended: Iterable[CallEnded]) -> None:
 
 def first_day(days: int, now: float | None = None) -> str:
     """Return the first of the last `days` UTC days, today included."""
-    return _day(datetime.fromtimestamp(time.time() if now is None else now, UTC) - timedelta(days=days - 1))
+    return _day(int((time.time() if now is None else now) // _DAY_SECONDS) - days + 1)
 
 
 def _place(end: CallEnded) -> tuple[str, ...]:
     start = end.start
-    return (_day(datetime.fromtimestamp(end.ended_at, UTC)), owner(start.key_id)[:64], start.alias[:128], start.purpose)
+    return (_day(int(end.ended_at // _DAY_SECONDS)), owner(start.key_id)[:64], start.alias[:128], start.purpose)
 
 
-def _day(moment: datetime) -> str:
-    return moment.strftime("%Y-%m-%d")
+@lru_cache(maxsize=64)
+def _day(number: int) -> str:
+    """Return a day by its number since 1970-01-01."""
+    return (date(1970, 1, 1) + timedelta(days=number)).isoformat()
 
 
+@cache
 def _upsert(dialect: str) -> Any:
     table = schema.usage
     insert: Any = postgresql.insert(table) if dialect == "postgresql" else sqlite.insert(table)

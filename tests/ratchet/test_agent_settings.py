@@ -118,6 +118,10 @@ def test_limits_of_other_agents_do_not_concern_a_chosen_one(tmp_path: Path) -> N
     text = TWO + "proxy: {agent_limits: {Support-Bot: {requests_per_minute: 3}}}"
     assert read(tmp_path, text).proxy_settings({}).agent_limits.keys() == {"Support-Bot"}
     assert read(tmp_path, text, model="mail").proxy_settings({}).agent_limits == {}
+    big = "\nmodel_list: [{model_name: big, litellm_params: {model: hosted_vllm/b, api_base: 'http://b/v1'}}]\n"
+    text = TWO + big + "proxy: {fallbacks: {outage: {Support-Bot: [big], mail: [big]}}}"
+    assert read(tmp_path, text).proxy_settings({}).fallbacks.outage.keys() == {"Support-Bot", "mail"}
+    assert read(tmp_path, text, model="mail").proxy_settings({}).fallbacks.outage == {"mail": ("big",)}
 
 
 def test_variables_set_keys_of_agents_that_are_there(tmp_path: Path) -> None:
