@@ -138,7 +138,7 @@ class WorkerSupervisor:
             changed: dict[str, Any] = {"journal": settings.journal / name}
             if name == COORDINATOR:
                 role, listeners = CoordinatorRole(workers, token), [listener.fileno()]
-                changed = {"tls_certificate": None, "tls_key": None}
+                changed = {"tls_certificate": None, "tls_key": None, "trusted_proxies": (_LOOPBACK,)}
             start = Start(settings.model_copy(update=changed), role, listeners, self.url)
             self._children[name] = _Child(name, start)
         self._agents: Sequence[str] | None = None

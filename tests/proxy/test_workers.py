@@ -244,3 +244,21 @@ def test_a_proxy_that_cannot_start_says_why(tmp_path: Path, vllm: tuple[Scripted
         assert "is in use by another proxy" in second.stderr
     finally:
         first.proxy.stop()
+
+
+@pytest.mark.parametrize(("trusted", "client"), [([], "127.0.0.1"), (["127.0.0.1"], "203.0.113.9")])
+def test_the_audit_log_has_the_address_of_a_workers_client(
+    tmp_path: Path, vllm: tuple[ScriptedVllm, str], trusted: list[str], client: str
+) -> None:
+    workers = Workers(tmp_path, vllm[1], trusted_proxies=trusted)
+    try:
+        named = {"x-forwarded-for": "203.0.113.9", "x-forwarded-proto": "https"}
+        assert httpx.get(f"{workers.url}/api/agents", headers=named, timeout=60).status_code == 200
+        store = open_store(str(tmp_path / "store.db"))
+        try:
+            (entry,) = eventually(store.audit.page)
+        finally:
+            store.close()
+        assert (entry.client, entry.route, entry.status) == (client, "/agents", 200)
+    finally:
+        workers.proxy.stop()

@@ -10,12 +10,12 @@ from starlette.types import Receive, Scope, Send
 from ratchet.proxy.errors import NotReady, UpstreamError
 from ratchet.proxy.upstreams.http_client import HttpClient
 from ratchet.proxy.upstreams.http_connection import ResponseLimits
-from ratchet.proxy.wire.asgi import read_body, send_bytes
+from ratchet.proxy.wire.asgi import client_address, read_body, send_bytes
 
 _LIMITS = ResponseLimits(60.0, 60.0, 2**28)
 _NOT_PASSED_ON = frozenset(
     (b"host", b"connection", b"content-length", b"transfer-encoding", b"accept-encoding", b"origin", b"referer",
-     b"sec-fetch-site", b"expect", b"upgrade")
+     b"sec-fetch-site", b"expect", b"upgrade", b"x-forwarded-for", b"x-forwarded-proto")
 )  # fmt: skip
 _OWN_HEADERS = frozenset(("connection", "keep-alive", "transfer-encoding", "content-length", "server", "date"))
 
@@ -41,6 +41,8 @@ class CoordinatorRoutes:
         if scope["query_string"]:
             path = f"{path}?{scope['query_string'].decode('latin-1')}"
         headers = {n.decode("latin-1"): v.decode("latin-1") for n, v in scope["headers"] if n not in _NOT_PASSED_ON}
+        if (client := client_address(scope)) is not None:
+            headers["x-forwarded-for"] = client  # the coordinator trusts its workers
         try:
             response = await self._client.send(self._url, scope["method"], path, body or None, headers)
             try:
