@@ -95,9 +95,15 @@ class ConversationCache:
         patience = ANSWER_SECONDS if is_recent(name) else 0.0
         ours = name in self._invalidated  # this proxy may still have to ship it
         try:
-            turn, _ = await self._lookups.wait_for(lambda: self._read(name), key_id, patience, ours=ours, for_call=True)
+            turn, settled = await self._lookups.wait_for(
+                lambda: self._read(name), key_id, patience, ours=ours, for_call=True
+            )
         except StoreUnavailable as error:
             raise NotReady(f"previous response {name!r} cannot be looked up: {error}") from error
+        if turn is None and patience and not settled:
+            raise NotReady(
+                f"previous response {name!r} is not in the store yet, if another proxy or worker made it: retry"
+            )
         return turn
 
     def _use(self, turn: ConversationTurn) -> None:
