@@ -7,7 +7,7 @@
     foreign, new   the same, never read before
     judge          a prompt of 100 KB JSON, beside 4,000 answers of the same key
     rollouts       4 KB, beside 4,000 answers that begin alike
-    long context   an answer with 100,000 prompt ids; `hold` is the longest time that the event loop was held
+    long context   4 KB, an answer with 100,000 prompt ids
 
 Microseconds of CPU time of one thread, median: reading the body within its bounds, linking and begin record, the body
 for vLLM, capturing the answer, end record and linking. To compare two versions of the code, run them in turns.
@@ -66,12 +66,11 @@ class _EncodingJournal:
 
 @dataclass
 class CallTimes:
-    """The microseconds of each call by step, and the longest time that the loop was held."""
+    """The microseconds of each call by step."""
 
     name: str
     calls: list[list[float]] = field(default_factory=list)
     body: int = 0  # bytes of the last one
-    hold: float = 0.0
 
     def median(self) -> dict[str, float]:
         """Return the median by step, and of their sum."""
@@ -192,7 +191,7 @@ async def _long_context(path: CallPath, row: CallTimes, calls: int, chance: rand
     answer = vllm_answer(_text(), prompt_tokens=100_000)
     for _ in range(min(calls, 20)):
         row.calls.append(await path.call(agent_shapes.body(agent_shapes.short_prompt(chance)), answer))
-    row.body, row.hold = len(answer), statistics.median(max(one) for one in row.calls)
+    row.body = len(answer)
 
 
 def _open_answers(calls: int) -> int:

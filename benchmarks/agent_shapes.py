@@ -11,7 +11,9 @@ import argparse
 import json
 import random
 import string
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 TURNS, TOOLS = 40, 20
@@ -85,9 +87,14 @@ def short_prompt(chance: random.Random) -> list[Json]:
             {"role": "user", "content": text}]  # fmt: skip
 
 
-def body(messages: list[Json], offered: list[Json] | None = None) -> bytes:
+def body(
+    messages: list[Json],
+    offered: list[Json] | None = None,
+    model: str = "agent",
+    extra: Mapping[str, Any] = MappingProxyType({}),
+) -> bytes:
     """Return the request body as the OpenAI SDK writes it: the messages first, the tools last."""
-    fields: Json = {"messages": messages, "model": "agent", "max_tokens": 512, "temperature": 1.0}
+    fields: Json = {"messages": messages, "model": model, "max_tokens": 512, "temperature": 1.0, **extra}
     if offered:
         fields["tools"] = offered
     return json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()

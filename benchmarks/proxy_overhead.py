@@ -3,7 +3,8 @@
 Each server runs alone on one core; upstream and load share another one. Ratchet runs with its defaults: every call is
 captured and durable before its last byte (`capture: strict`), with shipper and store on the same core. Its CPU time is
 that of all its processes until everything is in the store. Requests have 4 KB, responses 5 KB with token ids and
-logprobs; every prompt is new, so no cache helps. Added latency is the difference to direct calls in the same run.
+logprobs; every prompt is new, so no cache helps. Agents' calls have 92 KB: 40 turns, 20 tools, code in the results.
+Added latency is the difference to direct calls in the same run.
 
     python -m benchmarks.proxy_overhead [--calls 20000] [--seconds 4] [--only ratchet two_workers] [--json]
 """
@@ -24,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import contenders, wire_load
+from benchmarks import agent_shapes, contenders, wire_load
 from benchmarks.contenders import Contender, NotRun, on_core
 from benchmarks.wire_load import Target
 from benchmarks.wire_upstream import CHUNKS, MODEL
@@ -37,7 +38,9 @@ _SERVERS: dict[str, Callable[[int, Path, int], AbstractContextManager[Contender]
     "two_workers": partial(contenders.ratchet, workers=2),  # on the same core: what a call costs in all processes
 }
 _USUAL = ("ratchet", "floor", "litellm")
-_STEPS = 6
+_STEPS = 7
+_AGENTS = 4  # for each second
+_OWN_TURNS = 12  # of each agent that are measured, after 40
 _SLOW = 40  # LiteLLM makes so many times fewer calls for the memory's row
 _STALL = 0.005  # seconds
 
@@ -58,6 +61,10 @@ class ServerFigures:
     memory: list[float] = field(default_factory=list)
     memory_after: list[float] = field(default_factory=list)
     calls: int = 0  # before memory_after
+    own_cpu: float = 0.0  # an agent's call of 92 KB whose history is the server's own
+    own_p50: float = 0.0  # added
+    foreign_cpu: float = 0.0  # the same, with a history that is new to the server
+    foreign_p50: float = 0.0
     beside_max: float = 0.0  # of small calls while large ones pass
     beside_stalls: float = 0.0  # percent of them that took 5 ms more than the median
     alone_stalls: float = 0.0  # the same without large calls
@@ -100,10 +107,39 @@ def measure(
     found.beside_max, found.beside_stalls = 1000 * max(beside), _stalls(beside)
     server.rest()
 
+    step("agents")
+    _measure_agents(found, server, straight, seconds)
+
     step("memory")
     wire_load.many(target, make, found.calls, 8)
     server.rest()
     found.memory_after = server.memory()
+
+
+def _measure_agents(found: ServerFigures, server: Contender, straight: Target, seconds: float) -> None:
+    """Measure agents' calls: the last turns of agents' own, then conversations that are new. CPU in company."""
+    makes = [wire_load.agent_request(server.target, seed) for seed in range(8)]
+    direct = wire_load.during(straight, wire_load.agent_request(straight, 0), seconds / 2, 1)
+
+    def foreign(number: int) -> bytes:
+        return makes[number % 8](number)
+
+    found.foreign_p50 = _added(wire_load.during(server.target, foreign, seconds, 1), direct)
+    found.foreign_cpu = _load(server, foreign, seconds, 8).cpu
+    agents = wire_load.Agents(server.target, max(2, round(_AGENTS * seconds)))
+    agents.turns(agent_shapes.TURNS)
+    server.rest()
+    before = server.cpu()
+    own = agents.turns(_OWN_TURNS)
+    server.rest()
+    found.own_cpu = 1e6 * (server.cpu() - before) / len(own)
+    alone = wire_load.Agents(server.target, 1)
+    alone.turns(agent_shapes.TURNS)
+    found.own_p50 = _added(alone.turns(2 * _OWN_TURNS), direct)
+
+
+def _added(seconds: Sequence[float], direct: Sequence[float]) -> float:
+    return 1000 * (statistics.median(seconds) - statistics.median(direct))
 
 
 def _load(server: Contender, make: wire_load.Make, seconds: float, concurrency: int) -> _Load:
@@ -154,6 +190,10 @@ _ROWS: list[tuple[str, str, Callable[[ServerFigures], str]]] = [
     ("calls per second on one core", ">= 4,000", lambda f: f"{f.rate:,.0f}"),
     ("  with everything written behind them", "", lambda f: f"{f.rate_done:,.0f}"),
     ("CPU per streamed chunk, us", "<= 40", lambda f: f"{f.cpu_chunk:,.1f}"),
+    ("agent's call, 92 KB, own history, CPU, us", "<= 900", lambda f: f"{f.own_cpu:,.0f}"),
+    ("  added p50, ms", "1.5", lambda f: f"{f.own_p50:.2f}"),
+    ("  history never seen, CPU, us", "<= 3,000", lambda f: f"{f.foreign_cpu:,.0f}"),
+    ("  added p50, ms", "5", lambda f: f"{f.foreign_p50:.2f}"),
     ("resident memory at first, MB", "<= 150", lambda f: _sum(f.memory)),
     ("  after so many calls", "flat", lambda f: f"{_sum(f.memory_after)} ({f.calls:,})"),
     ("longest call beside 100 KB in, 160 KB out, ms", "", lambda f: f"{f.beside_max:.1f}"),

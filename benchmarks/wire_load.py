@@ -8,12 +8,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import uvloop
+
+from benchmarks import agent_shapes
 
 SYSTEM = "You find messages in a mailbox and answer from them alone. " * 25  # 1.5 KB, the same in every call
 USER = "Find the message about the budget of the spring meeting. " * 40  # 2.3 KB
@@ -40,14 +43,32 @@ def request(target: Target, *, stream: bool = False, user: str = USER) -> Make:
     body = {"model": target.model, "messages": messages, "temperature": 1.0, "max_tokens": 256, **target.extra}
     if stream:
         body |= {"stream": True}
-    data = json.dumps(body, separators=(",", ":")).encode()
+    before, after = raw_request(target, json.dumps(body, separators=(",", ":")).encode()).split(b"##########")
+    return lambda number: b"%b%010d%b" % (before, number, after)
+
+
+def agent_request(target: Target, seed: int) -> Make:
+    """Return what makes the request of an agent of 40 turns whose answers another server gave."""
+    messages = agent_shapes.conversation(random.Random(seed))
+    messages[1]["content"] = "##########" + messages[1]["content"]
+    return request_of(target, messages)
+
+
+def request_of(target: Target, messages: list[dict[str, Any]]) -> Make:
+    """Return what makes the request with these messages; a text of theirs that begins with ten `#` gets a number."""
+    body = agent_shapes.body(messages, agent_shapes.tools(), target.model, target.extra)
+    before, _, after = raw_request(target, body).partition(b"##########")
+    return lambda number: b"%b%010d%b" % (before, number, after) if after else before
+
+
+def raw_request(target: Target, data: bytes) -> bytes:
+    """Return a request with this body."""
     head = (
         f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1:{target.port}\r\naccept: application/json\r\n"
         f"content-type: application/json\r\nauthorization: Bearer {target.key}\r\nuser-agent: OpenAI/Python 3.52.0\r\n"
         f"x-stainless-retry-count: 0\r\ncontent-length: {len(data)}\r\n\r\n"
     ).encode()
-    before, after = (head + data).split(b"##########")
-    return lambda number: b"%b%010d%b" % (before, number, after)
+    return head + data
 
 
 class _LoadConnection(asyncio.Protocol):
@@ -58,6 +79,7 @@ class _LoadConnection(asyncio.Protocol):
         self._done: asyncio.Future[None] | None = None
         self._parts: list[bytes] = []
         self._missing = -1  # bytes; -1 while the head is not whole, -2 in a chunked body
+        self.body: list[bytes] = []  # of the latest answer that is not chunked
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
@@ -84,8 +106,9 @@ class _LoadConnection(asyncio.Protocol):
                 return
             at = head.find(b"content-length:")
             self._missing = int(head[at + 15 :].split(b"\r", 1)[0]) if at >= 0 else -2
-            self._parts, data = [], data[end + 4 :]
+            self._parts, data, self.body = [], data[end + 4 :], []
         if self._missing >= 0:
+            self.body.append(data)
             self._missing -= len(data)
             over = self._missing <= 0
         else:
@@ -113,6 +136,39 @@ async def _worker(target: Target, make: Make, seconds: list[float], turns: Calla
             seconds.append(time.perf_counter() - started)
     finally:
         connection.close()
+
+
+class Agents:
+    """Agents whose answers all come from one server."""
+
+    def __init__(self, target: Target, count: int) -> None:
+        self._target = target
+        self._chance = random.Random(next(_numbers))
+        self._conversations = [agent_shapes.opening(self._chance) for _ in range(count)]
+
+    def turns(self, count: int) -> list[float]:
+        """Make so many calls of each agent, all at once; return the seconds of each call. Raises RuntimeError."""
+        return uvloop.run(self._turns(count))
+
+    async def _turns(self, count: int) -> list[float]:
+        seconds: list[float] = []
+        await asyncio.gather(*(self._turns_of(messages, count, seconds) for messages in self._conversations))
+        return seconds
+
+    async def _turns_of(self, messages: list[dict[str, Any]], count: int, seconds: list[float]) -> None:
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(_LoadConnection, "127.0.0.1", self._target.port)
+        try:
+            for _ in range(count):
+                data = request_of(self._target, messages)(0)
+                started = time.perf_counter()
+                await connection.call(data)
+                seconds.append(time.perf_counter() - started)
+                answer = json.loads(b"".join(connection.body))["choices"][0]["message"]
+                answer = {name: value for name, value in answer.items() if value}
+                messages += [answer, *agent_shapes.tool_result(self._chance, answer)]
+        finally:
+            connection.close()
 
 
 async def _many(target: Target, make: Make, calls: int, concurrency: int) -> list[float]:

@@ -1,7 +1,7 @@
 """An upstream that costs next to nothing: it answers like vLLM from bytes made beforehand, on a bare asyncio protocol.
 
 An answer's content is new in every call and its token ids and logprobs have the sizes of the real ones. A request whose
-body holds `"stream":true` is answered in chunks, `gap` seconds apart; one whose model ends in `large` with 160 KB.
+body holds `"stream":true` is answered in chunks, `gap` seconds apart; one over 50 KB without tools with 160 KB.
 
     python -m benchmarks.wire_upstream PORT
 """
@@ -119,7 +119,7 @@ class _UpstreamConnection(asyncio.Protocol):
             self._transport.write(_STREAM)
             self._next(0, b"%08d" % next(_numbers))
         else:
-            before, after = _LARGE if len(body) > 50_000 else _PLAIN
+            before, after = _LARGE if len(body) > 50_000 and b'"tools":' not in body else _PLAIN
             self._transport.write(b"".join((before, b"%08d" % next(_numbers), after)))
 
     def _next(self, place: int, number: bytes) -> None:

@@ -15,6 +15,8 @@ from msgspec import Raw
 from ratchet.proxy.errors import UpstreamDisconnected
 from ratchet.store.records import pack_ids, pack_logprobs
 
+_PIECE = 64 * 1024  # bytes of ids that are decoded at once
+
 _REASONING = ("reasoning", "reasoning_content")  # vLLM's name, and that of other servers
 
 
@@ -62,6 +64,22 @@ def _read_usage(raw: Raw) -> _Usage | None:
         return usage
     except (msgspec.DecodeError, ValueError):
         return None
+
+
+def _packed_ids(raw: bytes) -> bytes:
+    """Return a JSON list of ids as packed bytes, decoded in pieces: each decoding holds the interpreter's lock.
+
+    Raises msgspec.DecodeError.
+    """
+    if len(raw) <= _PIECE or not raw.startswith(b"["):
+        return pack_ids(_ids.decode(raw) or ())
+    packed, at, end = [], 1, len(raw) - 1
+    while at < end:
+        comma = raw.find(b",", at + _PIECE, end)
+        until = end if comma < 0 else comma
+        packed.append(pack_ids(_ids.decode(b"[" + raw[at:until] + b"]") or ()))
+        at = until + 1
+    return b"".join(packed)
 
 
 class SampledChoice:
@@ -246,9 +264,9 @@ class Capture:
 
     def _capture_prompt(self, fields: dict[str, Raw]) -> None:
         raw = fields["prompt_token_ids"] if self._asks_ids else fields.pop("prompt_token_ids")
-        if not self.prompt_ids and (ids := _ids.decode(raw)):
-            self.prompt_ids = pack_ids(ids)
-            self.prompt_tokens = len(ids)
+        if not self.prompt_ids and (ids := _packed_ids(bytes(raw))):
+            self.prompt_ids = ids
+            self.prompt_tokens = len(ids) // 4
 
     def _capture_choice(self, fields: dict[str, Raw]) -> SampledChoice:
         """Capture the tokens of one choice; remove the fields that the client did not request."""
