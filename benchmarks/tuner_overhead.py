@@ -29,7 +29,7 @@ import openai
 from ratchet.store.store import open_store
 from ratchet.trainer.tasks.task_set import Task, content_id
 from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner
-from ratchet.tuner.rollouts.workflow_output import RolloutOutcome
+from ratchet.tuner.rollouts.workflow_output import WorkflowOutput
 from ratchet.tuner.settings.tuner_settings import TunerSettings
 from tests.harness.proxy.servers import ProxyProcess, VllmProcess
 
@@ -54,7 +54,7 @@ class OneCallWorkflow:
     def __init__(self, web: openai.DefaultAsyncHttpxClient) -> None:
         self._web = web
 
-    async def run(self, task: Any, *, base_url: str, api_key: str, model: str, **given: Any) -> RolloutOutcome:
+    async def run(self, task: Any, *, base_url: str, api_key: str, model: str, **given: Any) -> WorkflowOutput:
         """Ask, and ask on."""
         client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=self._web, max_retries=0)
         messages: list[Any] = [{"role": "user", "content": task["question"]}]
@@ -62,7 +62,7 @@ class OneCallWorkflow:
             answer = await client.chat.completions.create(model=model, messages=messages)
             messages += [answer.choices[0].message.model_dump(exclude_none=True)]
             messages += [{"role": "user", "content": task["question"]}]
-        return RolloutOutcome(answer.choices[0].message.content)
+        return WorkflowOutput(answer.choices[0].message.content)
 
 
 def tasks_of(count: int, seconds: float) -> list[Task]:

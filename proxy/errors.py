@@ -26,8 +26,10 @@ from typing import Any
 
 import msgspec
 
+from ratchet.errors import RatchetError
 
-class ProxyError(Exception):
+
+class ProxyError(RatchetError):
     """Base class of all errors that the proxy raises on purpose."""
 
     status = 500

@@ -1,3 +1,37 @@
-"""Ratchet: reinforcement learning from an agent's production traffic. Importing this package costs next to nothing."""
+"""Ratchet: reinforcement learning from an agent's production traffic. Importing this package costs next to nothing.
+
+The Python API (docs/python.md) is loaded on first use; `__init__.pyi` has its types.
+"""
+
+from importlib import import_module
+from typing import Any
 
 __version__ = "0.1.0"
+
+# Public name -> module that defines it. A table and not imports, so that importing a component loads no other one.
+_MODULES = {
+    "JudgeError": "ratchet.trainer.errors",
+    "Judgement": "ratchet.trainer.user_code.judgement",
+    "RatchetError": "ratchet.errors",
+    "TaskSetError": "ratchet.trainer.errors",
+    "Tasks": "ratchet.api.tasks",
+    "TryOut": "ratchet.api.try_out",
+    "WorkflowError": "ratchet.trainer.errors",
+    "WorkflowOutput": "ratchet.tuner.rollouts.workflow_output",
+    "try_judge": "ratchet.api.try_out",
+    "try_judge_async": "ratchet.api.try_out",
+    "try_out": "ratchet.api.try_out",
+    "try_out_async": "ratchet.api.try_out",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'ratchet' has no attribute {name!r}; it has {', '.join(_MODULES)}")
+    value = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

@@ -34,10 +34,8 @@ from ratchet.commands import (
     usage,
 )
 from ratchet.commands.suggestions import SuggestingGroup
-from ratchet.errors import CliError
+from ratchet.errors import RatchetError
 
-# Root errors of the components: raised on purpose, with a message for the user.
-_COMPONENT_ERRORS = {"StoreError", "ProxyError", "TrainerError"}
 # Errors of a path that the user gave.
 _PATH_ERRORS = (errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.EISDIR, errno.EROFS, errno.ENAMETOOLONG)
 
@@ -108,7 +106,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _sentence(error: Exception) -> str:
-    if isinstance(error, CliError) or any(kind.__name__ in _COMPONENT_ERRORS for kind in type(error).__mro__):
+    if isinstance(error, RatchetError):
         return str(error)
     if isinstance(error, OSError) and error.errno in _PATH_ERRORS and error.filename:
         return f"{error.filename}: {error.strerror}"

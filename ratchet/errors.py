@@ -1,9 +1,22 @@
-"""Every error that the command line raises on purpose. Each message names the problem and the remedy."""
+"""The root of every error that Ratchet raises on purpose, and the errors of the command line.
+
+    RatchetError
+    ├── StoreError      store/errors.py
+    ├── ProxyError      proxy/errors.py
+    ├── TrainerError    trainer/errors.py: trainer and tuner
+    └── CliError        below
+
+Each message names the problem and the remedy.
+"""
 
 from __future__ import annotations
 
 
-class CliError(Exception):
+class RatchetError(Exception):
+    """Root of the errors that Ratchet raises on purpose, in Python and on the command line."""
+
+
+class CliError(RatchetError):
     """Root of the errors that the command line raises on purpose."""
 
 

@@ -11,8 +11,10 @@ StoreError
 
 from __future__ import annotations
 
+from ratchet.errors import RatchetError
 
-class StoreError(Exception):
+
+class StoreError(RatchetError):
     """Base of the store's errors."""
 
 

@@ -25,7 +25,8 @@
     │   ├── LearnerRefused        its token, version or base model is another one, or the request is too large
     │   └── LearnerTaken          another learner trains the base model; the message has its address
     ├── JudgeError                the judge cannot be loaded
-    │   └── JudgeUnavailable      the judge model gave no valid answer
+    │   ├── JudgeUnavailable      the judge model gave no valid answer
+    │   └── JudgeFailed           one judgement failed: an exception, no return, no finite score
     ├── EngineError
     │   ├── EngineUnreachable     vLLM does not respond; a retry may help
     │   ├── PromptLogprobsMissing the server does not score given token ids
@@ -72,8 +73,10 @@ and kept as the cause.
 
 from __future__ import annotations
 
+from ratchet.errors import RatchetError
 
-class TrainerError(Exception):
+
+class TrainerError(RatchetError):
     """The base of all errors of trainer and tuner."""
 
 
@@ -198,11 +201,15 @@ class AdapterStoreRefused(CheckpointError):
 
 
 class JudgeError(TrainerError):
-    """The judge cannot be loaded."""
+    """The judge cannot be loaded, or fails."""
 
 
 class JudgeUnavailable(JudgeError):
     """The judge model gave no valid answer in any attempt."""
+
+
+class JudgeFailed(JudgeError):
+    """One judgement failed: the judge raised an exception, or returned no finite score."""
 
 
 class EngineError(TrainerError):
@@ -270,7 +277,7 @@ class TaskSetTooSmall(TaskSetError):
 
 
 class WorkflowError(TuningError):
-    """The workflow cannot be loaded or called."""
+    """The workflow cannot be loaded or called, or fails."""
 
 
 class WorkflowFailed(WorkflowError):

@@ -1,13 +1,14 @@
-"""The reference pages generated from code: settings, commands and the operator's HTTP API.
+"""The reference pages generated from code: settings, commands, the operator's HTTP API and the Python API.
 
-`python -m tests.harness.reference_docs` (`make docs`) rewrites docs/commands.md, and in docs/configuration.md and
-docs/http-api.md the text between `<!-- generated: NAME -->` and `<!-- end -->`. A test compares the
+`python -m tests.harness.reference_docs` (`make docs`) rewrites docs/commands.md, and in docs/configuration.md,
+docs/http-api.md and docs/python.md the text between `<!-- generated: NAME -->` and `<!-- end -->`. A test compares the
 pages with the code.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 from tests import house
 
 DOCS = house.ROOT / "docs"
-PAGES = ("commands.md", "configuration.md", "http-api.md")
+PAGES = ("commands.md", "configuration.md", "http-api.md", "python.md")
 _BLOCK = re.compile(r"(<!-- generated: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -24,8 +25,9 @@ def page(name: str) -> str:
     """Return a page of the reference, generated from the code."""
     if name == "commands.md":
         return house.commands_page()
-    blocks = dict(_settings_blocks()) if name == "configuration.md" else {"operator": _operator_routes()}
-    return _BLOCK.sub(lambda block: f"{block[1]}\n{blocks[block[2]]}\n\n{block[3]}", (DOCS / name).read_text())
+    blocks = {"configuration.md": _settings_blocks, "http-api.md": _operator_routes, "python.md": _python_blocks}
+    made = dict(blocks[name]())
+    return _BLOCK.sub(lambda block: f"{block[1]}\n{made[block[2]]}\n\n{block[3]}", (DOCS / name).read_text())
 
 
 def _settings_blocks() -> Iterator[tuple[str, str]]:
@@ -89,8 +91,22 @@ def _described_fields(settings: Any) -> Iterator[tuple[str, str]]:
     yield from ((name, text.replace("|", "\\|")) for name, text in texts.items())
 
 
-def _operator_routes() -> str:
-    """Return the table of the operator API's routes, from its OpenAPI description."""
+def _python_blocks() -> Iterator[tuple[str, str]]:
+    """Yield the example, and the public names of `import ratchet` with signatures and docstrings."""
+    import ratchet
+
+    yield "example", f"```python\n{(house.ROOT / 'examples' / 'try_out.py').read_text()}```"
+    entries = []
+    for name in ratchet._MODULES:
+        found = getattr(ratchet, name)
+        kind = "exception" if inspect.isclass(found) and issubclass(found, Exception) else "name"
+        signature = "" if kind == "exception" else re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(inspect.signature(found)))
+        entries.append(f"## `{name}`\n\n```text\n{name}{signature}\n\n{inspect.getdoc(found)}\n```")
+    yield "api", "\n\n".join(entries)
+
+
+def _operator_routes() -> Iterator[tuple[str, str]]:
+    """Yield the table of the operator API's routes, from its OpenAPI description."""
     from ratchet.proxy.coordinator.operator_api.routes import create_operator_api
 
     nothing: Any = None  # only the routes are read; none is called
@@ -101,7 +117,7 @@ def _operator_routes() -> str:
             named = [one["name"] for one in route.get("parameters", []) if one["in"] == "query"]
             text = " ".join(route.get("description", "").split("\n\n")[0].split()).replace("|", "\\|")
             rows.append(f"| `{method.upper()} /api{path}` | {', '.join(f'`{name}`' for name in named)} | {text} |")
-    return "\n".join(rows)
+    yield "operator", "\n".join(rows)
 
 
 def write(folder: Path = DOCS) -> None:

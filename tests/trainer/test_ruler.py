@@ -13,7 +13,7 @@ import pytest
 
 from ratchet.store.records import Trajectory, Transcript
 from ratchet.store.states import TrajectoryState
-from ratchet.trainer.controller.judges import Judgement
+from ratchet.trainer.controller.judges import GroupJudgement
 from ratchet.trainer.controller.judges.kinds.ruler import (
     RulerJudge,
     common_prefix,
@@ -99,7 +99,7 @@ def ranks(entries: Sequence[tuple[str, float]]) -> Any:
     return says({"scores": [{"trajectory_id": i, "explanation": "e", "score": s} for i, s in entries]})
 
 
-def scores(judgement: Judgement) -> list[float | None]:
+def scores(judgement: GroupJudgement) -> list[float | None]:
     return [verdict.score for verdict in judgement.verdicts]
 
 

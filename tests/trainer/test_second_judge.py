@@ -12,7 +12,7 @@ import pytest
 
 from ratchet.store.records import Transcript
 from ratchet.store.store import Store
-from ratchet.trainer.controller.judges import Judgement
+from ratchet.trainer.controller.judges import GroupJudgement
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.controller.judges.opinion import DraftVerdict
 from ratchet.trainer.controller.judging.judge_runner import JudgeRunner
@@ -33,11 +33,11 @@ class Contrary:
     def __init__(self, gate: threading.Event | None = None) -> None:
         self._gate = gate
 
-    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
+    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> GroupJudgement:
         if self._gate is not None:
             self._gate.wait(10)
         opinions = [DraftVerdict.of(float(place)) for place in range(len(members))]
-        return Judgement(
+        return GroupJudgement(
             tuple(
                 opinion.verdict(member, group_id, judge=self.name, version="1", judged_at=1.0)
                 for opinion, member in zip(opinions, members, strict=True)

@@ -26,7 +26,7 @@ from ratchet.tuner.rollouts.runner import (
     pending_jobs,
     plan_rollout,
 )
-from ratchet.tuner.rollouts.workflow_output import RolloutOutcome
+from ratchet.tuner.rollouts.workflow_output import WorkflowOutput
 from ratchet.tuner.settings.tuner_settings import TunerSettings
 from tests.harness.proxy.running_proxy import Proxy
 from tests.tuner.conftest import jobs_of
@@ -134,7 +134,7 @@ class Flaky:
         self.running = 0
         self.most = 0
 
-    async def run(self, task: Any, **given: Any) -> RolloutOutcome:
+    async def run(self, task: Any, **given: Any) -> WorkflowOutput:
         self.running += 1
         self.most = max(self.most, self.running)
         await asyncio.sleep(self._seconds)
@@ -142,7 +142,7 @@ class Flaky:
         if self._left:
             self._left -= 1
             raise ConnectionError("the tool server is away")
-        return RolloutOutcome("done", 1.0)
+        return WorkflowOutput("done", 1.0)
 
 
 def test_a_retry_is_a_rollout_of_its_own_and_the_last_one_counts(
@@ -247,7 +247,7 @@ def test_an_agent_that_cancels_itself_has_failed_and_stops_nobody(
     class CancelsItself:
         name = "cancels"
 
-        async def run(self, task: Any, **given: Any) -> RolloutOutcome:
+        async def run(self, task: Any, **given: Any) -> WorkflowOutput:
             raise asyncio.CancelledError
 
     rollouts = run(RolloutRunner(store, "http://x", None, CancelsItself(), TunerSettings()), jobs_of(tasks), tuning)

@@ -14,7 +14,7 @@ from ratchet.store.records import ProxyInstance, Transcript
 from ratchet.store.records.tuning import Rollout, Tuning
 from ratchet.store.states import RolloutState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.judges import Judge, Judgement
+from ratchet.trainer.controller.judges import GroupJudgement, Judge
 from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.controller.judges.opinion import DraftVerdict
 from ratchet.trainer.settings.judge_specs import read_spec
@@ -143,10 +143,10 @@ class Slow:
     def __init__(self) -> None:
         self.most = 0
 
-    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
+    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> GroupJudgement:
         time.sleep(0.05)
         self.most = max(self.most, sum(type(one) is Transcript for one in gc.get_objects()))
-        return Judgement(tuple(DraftVerdict.of(1.0, "").verdict(
+        return GroupJudgement(tuple(DraftVerdict.of(1.0, "").verdict(
             one, group_id, judge=self.name, version=self.version, cost=None, latency=0.0, judged_at=1.0
         ) for one in members))  # fmt: skip
 

@@ -18,14 +18,14 @@ import pytest
 
 from ratchet.trainer.errors import WorkflowError, WorkflowFailed
 from ratchet.tuner.rollouts.workflow import load_workflow
-from ratchet.tuner.rollouts.workflow_output import RolloutOutcome, outcome_of
+from ratchet.tuner.rollouts.workflow_output import WorkflowOutput, outcome_of
 from tests.harness.proxy.servers import eventually
 
 HERE = "tests.harness.tuner.workflows"
 TASK = {"question": "2 + 2?", "answer": "4"}
 
 
-def run(spec: str, task: dict[str, Any] = TASK, **given: Any) -> RolloutOutcome:
+def run(spec: str, task: dict[str, Any] = TASK, **given: Any) -> WorkflowOutput:
     values = {"base_url": "http://x/t/roll_1/v1", "api_key": "key", "model": "agent", "system_prompt": None}
     return asyncio.run(load_workflow(spec).run(task, **(values | given)))
 
@@ -87,7 +87,7 @@ def test_a_function_in_a_file_is_found_with_its_neighbours_and_takes_no_modules_
 def test_functions_that_are_not_async_run_beside_each_other() -> None:
     workflow = load_workflow(f"{HERE}:waits_for_four_others")
 
-    async def five() -> list[RolloutOutcome]:
+    async def five() -> list[WorkflowOutput]:
         given: dict[str, Any] = {"base_url": "", "api_key": "", "model": ""}
         return await asyncio.gather(*(workflow.run(TASK, **given) for _ in range(5)))
 
@@ -124,7 +124,7 @@ class Message:
 
 
 @dataclass
-class WorkflowOutput:
+class ForeignOutput:
     """The result object of another framework."""
 
     response: Any
@@ -133,18 +133,18 @@ class WorkflowOutput:
 
 
 def test_anything_may_be_returned() -> None:
-    assert outcome_of("4") == RolloutOutcome("4")
-    assert outcome_of(None) == RolloutOutcome()
-    assert outcome_of({"answer": "4"}) == RolloutOutcome({"answer": "4"})
-    assert outcome_of({"response": "4", "sources": []}) == RolloutOutcome({"response": "4", "sources": []})
-    assert outcome_of({"response": "4", "reward": True, "metrics": {"turns": 2}}) == RolloutOutcome(
+    assert outcome_of("4") == WorkflowOutput("4")
+    assert outcome_of(None) == WorkflowOutput()
+    assert outcome_of({"answer": "4"}) == WorkflowOutput({"answer": "4"})
+    assert outcome_of({"response": "4", "sources": []}) == WorkflowOutput({"response": "4", "sources": []})
+    assert outcome_of({"response": "4", "reward": True, "metrics": {"turns": 2}}) == WorkflowOutput(
         "4", 1.0, {"turns": 2.0}
     )
-    assert outcome_of(WorkflowOutput(Message("four"), 0.5)) == RolloutOutcome("four", 0.5)
-    assert outcome_of(object()) == RolloutOutcome()
-    assert outcome_of((1, float("nan"))) == RolloutOutcome([1, "nan"])
+    assert outcome_of(ForeignOutput(Message("four"), 0.5)) == WorkflowOutput("four", 0.5)
+    assert outcome_of(object()) == WorkflowOutput()
+    assert outcome_of((1, float("nan"))) == WorkflowOutput([1, "nan"])
     assert outcome_of("4").text == '"4"'
-    assert RolloutOutcome().text is None
+    assert WorkflowOutput().text is None
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_a_program_gets_the_task_and_its_address(tmp_path: Path, monkeypatch: py
 
 def test_a_programs_json_object_is_taken_apart(tmp_path: Path) -> None:
     spec = program(tmp_path, """print('{"response": {"answer": 4}, "reward": 1, "metrics": {"turns": 2}}')""")
-    assert run(spec) == RolloutOutcome({"answer": 4}, 1.0, {"turns": 2.0})
+    assert run(spec) == WorkflowOutput({"answer": 4}, 1.0, {"turns": 2.0})
     assert run(program(tmp_path, "print('just text')")).response == "just text"
     assert run(program(tmp_path, """print('{"answer": 4}')""")).response == '{"answer": 4}'
 

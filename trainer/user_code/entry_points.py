@@ -42,6 +42,8 @@ class AcceptedParameters:
 
 def to_callable(target: Callable[..., Any]) -> Callable[..., Any]:
     """Return the callable; for a class, one instance of it. Raises NotCallable."""
+    if not callable(target):
+        raise NotCallable(" is no function: give a function, or name one as module:function")
     if isinstance(target, type):
         if not any("__call__" in vars(base) for base in target.__mro__):
             raise NotCallable(": its instances are not callable; define __call__, or name a function")
@@ -97,6 +99,12 @@ def accepted_parameters(function: Callable[..., Any], available: Sequence[str]) 
 def _is_required(parameter: inspect.Parameter) -> bool:
     various = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return parameter.default is inspect.Parameter.empty and parameter.kind not in various
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return the name of a function that was given as an object: `module:function`."""
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}:{named.__qualname__}" if callable(function) else f"{function!r:.100}"
 
 
 def load(entry_point: str) -> tuple[Callable[..., Any], ModuleType]:

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
 from ratchet.trainer.errors import WorkflowError, WorkflowFailed
-from ratchet.tuner.rollouts.workflow_output import RolloutOutcome, outcome_of
+from ratchet.tuner.rollouts.workflow_output import WorkflowOutput, outcome_of
 
 _MAX_STDOUT_BYTES = 16 * 2**20
 _MAX_STDERR_CHARS = 2000  # in an error
@@ -47,7 +47,7 @@ class ProgramWorkflow:
         model: str,
         system_prompt: str | None = None,
         seed: int | None = None,
-    ) -> RolloutOutcome:
+    ) -> WorkflowOutput:
         """Run the program once. Raises WorkflowFailed."""
         given = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": model}
         if system_prompt is not None:
@@ -138,11 +138,11 @@ def _kill_group(process: asyncio.subprocess.Process) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _read(output: bytes) -> RolloutOutcome:
+def _read(output: bytes) -> WorkflowOutput:
     text = output.decode(errors="replace").strip()
     if text.startswith("{"):
         with contextlib.suppress(ValueError, RecursionError):
             found: Any = json.loads(text)
             if isinstance(found, dict) and set(found) <= _PARTS:
                 return outcome_of(found)
-    return RolloutOutcome(text)
+    return WorkflowOutput(text)

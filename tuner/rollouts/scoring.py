@@ -21,7 +21,7 @@ from ratchet.store.records import Transcript, Verdict
 from ratchet.store.records.tuning import Rollout
 from ratchet.store.states import CallState, RolloutState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.judges import Judge, Judgement
+from ratchet.trainer.controller.judges import GroupJudgement, Judge
 from ratchet.trainer.controller.judges.both_orders import judge_in_both_orders
 from ratchet.trainer.observability.progress import Phase, Progress
 from ratchet.tuner.rollouts.prices import RolloutCost, judging_cost
@@ -118,7 +118,7 @@ class RolloutScorer:
         self, judge: Judge, ended: Sequence[Rollout], work: Phase, on_verdict: Callable[[Verdict], object]
     ) -> None:
         with ThreadPoolExecutor(judge.concurrency, "judge") as threads:
-            pending: deque[Future[Judgement]] = deque()  # bounded, because transcripts are long
+            pending: deque[Future[GroupJudgement]] = deque()  # bounded, because transcripts are long
             for group in _by_task(ended):
                 if members := self._transcripts(judge, group, work):
                     compared = (
@@ -131,7 +131,9 @@ class RolloutScorer:
             while pending:
                 self._record_judgement(pending.popleft().result(), work, on_verdict)
 
-    def _record_judgement(self, judgement: Judgement, work: Phase, on_verdict: Callable[[Verdict], object]) -> None:
+    def _record_judgement(
+        self, judgement: GroupJudgement, work: Phase, on_verdict: Callable[[Verdict], object]
+    ) -> None:
         self.spent += judging_cost(judgement.judge_requests)
         for verdict in judgement.verdicts:
             self._record_verdict(verdict, work)

@@ -26,12 +26,19 @@ from shutil import which
 from typing import Any, Protocol
 
 from ratchet.trainer.errors import NotCallable, NotImportable, WorkflowError, WorkflowFailed
-from ratchet.trainer.user_code.entry_points import ENTRY_POINT, accepted_parameters, is_async, load, to_callable
+from ratchet.trainer.user_code.entry_points import (
+    ENTRY_POINT,
+    accepted_parameters,
+    is_async,
+    load,
+    name_of,
+    to_callable,
+)
 from ratchet.trainer.user_code.exit_guard import exit_failure
 from ratchet.tuner.rollouts.program_workflow import ProgramWorkflow
-from ratchet.tuner.rollouts.workflow_output import RolloutOutcome, outcome_of
+from ratchet.tuner.rollouts.workflow_output import WorkflowOutput, outcome_of
 
-__all__ = ["PARAMETERS", "FunctionWorkflow", "RolloutOutcome", "Workflow", "load_workflow"]
+__all__ = ["PARAMETERS", "FunctionWorkflow", "Workflow", "WorkflowOutput", "load_workflow"]
 
 PARAMETERS = ("task", "base_url", "api_key", "model", "system_prompt", "seed")
 
@@ -52,12 +59,14 @@ class Workflow(Protocol):
         model: str,
         system_prompt: str | None = None,
         seed: int | None = None,
-    ) -> RolloutOutcome:
+    ) -> WorkflowOutput:
         """Run one task. Raises the agent's exceptions and WorkflowFailed."""
 
 
-def load_workflow(spec: str) -> Workflow:
-    """Return the workflow of `module:function` or of a command line. Raises WorkflowError."""
+def load_workflow(spec: str | Callable[..., Any]) -> Workflow:
+    """Return the workflow of a function, of `module:function` or of a command line. Raises WorkflowError."""
+    if not isinstance(spec, str):
+        return FunctionWorkflow(spec)
     if ENTRY_POINT.fullmatch(spec.strip()):
         return FunctionWorkflow(spec.strip())
     try:
@@ -74,16 +83,20 @@ def load_workflow(spec: str) -> Workflow:
 class FunctionWorkflow:
     """A workflow that is a Python function."""
 
-    def __init__(self, entry_point: str) -> None:
-        self.name = entry_point
+    def __init__(self, function: str | Callable[..., Any]) -> None:
+        self.name = function if isinstance(function, str) else name_of(function)
         try:
-            self._function = to_callable(load(entry_point)[0])
+            self._function = to_callable(load(function)[0] if isinstance(function, str) else function)
             self._wanted = accepted_parameters(self._function, PARAMETERS)
         except NotImportable as error:
-            raise WorkflowError(f"workflow {entry_point}: {error}") from error
+            raise WorkflowError(f"workflow {self.name}: {error}") from error
         except NotCallable as error:
-            raise WorkflowError(f"workflow {entry_point}{error}") from error
+            raise WorkflowError(f"workflow {self.name}{error}") from error
         self._is_async = is_async(self._function)
+
+    def takes(self, parameter: str) -> bool:
+        """Return whether the function takes a parameter."""
+        return parameter in (*self._wanted.positional, *self._wanted.by_name)
 
     async def run(
         self,
@@ -94,7 +107,7 @@ class FunctionWorkflow:
         model: str,
         system_prompt: str | None = None,
         seed: int | None = None,
-    ) -> RolloutOutcome:
+    ) -> WorkflowOutput:
         """Call the function. Raises its exceptions."""
         offered: dict[str, Any] = {"task": dict(task), "base_url": base_url, "api_key": api_key, "model": model}
         offered |= {"system_prompt": system_prompt, "seed": seed}

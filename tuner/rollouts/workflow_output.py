@@ -1,4 +1,4 @@
-"""Outcomes: response, reward and metrics of a workflow's return value, the response as JSON."""
+"""What a workflow returns: response, reward and metrics, and how any other return value is read as such."""
 
 from __future__ import annotations
 
@@ -17,8 +17,13 @@ _MAX_DEPTH = 50
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class RolloutOutcome:
-    """Result of a rollout. `response` is JSON; `reward` None: a judge decides; `metrics`: name -> number."""
+class WorkflowOutput:
+    """What a workflow returns.
+
+    response  the answer that the judge gets; when it is read, messages become text and records mappings
+    reward    the workflow's own score, a finite number; None leaves it to the judge
+    metrics   name -> number, shown and stored beside the score
+    """
 
     response: Any = None
     reward: float | None = None
@@ -30,14 +35,12 @@ class RolloutOutcome:
         return None if self.response is None else json.dumps(self.response)
 
 
-def outcome_of(answer: Any) -> RolloutOutcome:
+def outcome_of(answer: Any) -> WorkflowOutput:
     """Read a workflow's return value. Raises WorkflowFailed.
 
     A mapping with no keys besides response, reward and metrics, or an object with `response` and one of the others, is
     split into these parts; any other value is the response.
     """
-    if isinstance(answer, RolloutOutcome):
-        return answer
     if isinstance(answer, Mapping) and answer and set(answer) <= _PARTS:
         parts = answer
     elif hasattr(answer, "response") and (hasattr(answer, "reward") or hasattr(answer, "metrics")):
@@ -49,7 +52,7 @@ def outcome_of(answer: Any) -> RolloutOutcome:
         raise WorkflowFailed(
             f"the response is longer than {_MAX_RESPONSE_CHARS:,} characters; return only what the judge needs"
         )
-    return RolloutOutcome(response, _reward(parts.get("reward")), _metrics(parts.get("metrics")))
+    return WorkflowOutput(response, _reward(parts.get("reward")), _metrics(parts.get("metrics")))
 
 
 def _reward(value: Any) -> float | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.store.records import Transcript, Verdict
-from ratchet.trainer.controller.judges import Judgement
+from ratchet.trainer.controller.judges import GroupJudgement
 from ratchet.trainer.observability.monitors import Point
 from ratchet.trainer.settings.estimators import AdvantageFunctions
 from ratchet.trainer.settings.objectives import Objective, StepTokens
@@ -26,9 +26,9 @@ class BrevityJudge:
         self._max_chars = int(settings.get("max_chars", 200))
         self.version = f"1/{self._max_chars}"
 
-    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
+    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> GroupJudgement:
         """Return one verdict per member, in order."""
-        return Judgement(tuple(self._verdict(group_id, member) for member in members))
+        return GroupJudgement(tuple(self._verdict(group_id, member) for member in members))
 
     def close(self) -> None:
         """Release nothing: this judge holds no connection."""

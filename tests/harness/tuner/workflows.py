@@ -11,7 +11,7 @@ from typing import Any
 
 import openai
 
-from ratchet.tuner.rollouts.workflow_output import RolloutOutcome
+from ratchet.tuner.rollouts.workflow_output import WorkflowOutput
 
 
 async def ask(task: dict[str, Any], *, base_url: str, api_key: str, model: str) -> str:
@@ -30,10 +30,10 @@ def ask_in_a_thread(task: dict[str, Any], base_url: str, api_key: str, model: st
     return {"response": answer.choices[0].message.content, "metrics": {"turns": 1}}
 
 
-async def rewards_itself(task: dict[str, Any], base_url: str, api_key: str, model: str) -> RolloutOutcome:
+async def rewards_itself(task: dict[str, Any], base_url: str, api_key: str, model: str) -> WorkflowOutput:
     """Returns its own reward."""
     text = await ask(task, base_url=base_url, api_key=api_key, model=model)
-    return RolloutOutcome(text, reward=float(task["answer"] in text))
+    return WorkflowOutput(text, reward=float(task["answer"] in text))
 
 
 def everything(**given: Any) -> dict[str, Any]:

@@ -8,11 +8,11 @@ from typing import Protocol
 
 from ratchet.store.records import JudgeRequest, TeacherScore, Transcript, Verdict
 
-__all__ = ["Judge", "Judgement"]
+__all__ = ["GroupJudgement", "Judge"]
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class GroupJudgement:
     """The verdicts on a group, one per member in order, and the judge's requests to models.
 
     teacher_scores  of members that a teacher scored
@@ -40,7 +40,7 @@ class Judge(Protocol):
     def concurrency(self) -> int:
         """Return the number of groups that it can judge at the same time, each in its own thread."""
 
-    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
+    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> GroupJudgement:
         """Return one verdict per member, in order. Errors are verdicts with a failure; does not raise."""
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 import msgspec
 
 from ratchet.store.records import Transcript, Verdict
-from ratchet.trainer.controller.judges import Judge, Judgement
+from ratchet.trainer.controller.judges import GroupJudgement, Judge
 
 
 @runtime_checkable
@@ -30,7 +30,7 @@ def compares(judge: Judge) -> bool:
     return isinstance(judge, ComparingJudge) and judge.compares
 
 
-def judge_in_both_orders(judge: Judge, members: Sequence[Transcript]) -> Judgement:
+def judge_in_both_orders(judge: Judge, members: Sequence[Transcript]) -> GroupJudgement:
     """Return one verdict per member, in order; for a compared pair the mean over both orders.
 
     A verdict that failed in one order has failed: the score of one order alone would depend on the order.
@@ -40,7 +40,7 @@ def judge_in_both_orders(judge: Judge, members: Sequence[Transcript]) -> Judgeme
         return first
     second = judge.judge(None, members[::-1])
     verdicts = map(_mean, first.verdicts, second.verdicts[::-1])
-    return Judgement(tuple(verdicts), (*first.judge_requests, *second.judge_requests))
+    return GroupJudgement(tuple(verdicts), (*first.judge_requests, *second.judge_requests))
 
 
 def _mean(one: Verdict, other: Verdict) -> Verdict:

@@ -22,7 +22,7 @@ from ratchet.store.records import Group, JudgeRequest, Trajectory, Transcript, V
 from ratchet.store.store import Store
 from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator
 from ratchet.trainer.controller.background_work import ignore
-from ratchet.trainer.controller.judges import Judge, Judgement
+from ratchet.trainer.controller.judges import GroupJudgement, Judge
 from ratchet.trainer.controller.judging.judged_groups import JudgedGroupCache
 from ratchet.trainer.controller.judging.second_judge import SecondJudge
 from ratchet.trainer.observability.progress import GATHERING, JUDGING, Progress
@@ -45,7 +45,7 @@ class _PendingGroup:
     members: tuple[Trajectory, ...]
     sizes: tuple[dict[str, float], ...]
     feedback_ids: tuple[str, ...]  # the feedback that the judge sees
-    judgement: Future[Judgement]
+    judgement: Future[GroupJudgement]
 
 
 class JudgeRunner:
@@ -110,7 +110,7 @@ class JudgeRunner:
                 self._second.offer(group.id, members)
         return False
 
-    def submit_judge(self, group_id: str | None, members: Sequence[Transcript]) -> Future[Judgement]:
+    def submit_judge(self, group_id: str | None, members: Sequence[Transcript]) -> Future[GroupJudgement]:
         """Queue a judgement that the caller records."""
         judgement = self._threads.submit(self._judge.judge, group_id, members)
         judgement.add_done_callback(lambda _: self._on_done())
@@ -140,7 +140,7 @@ class JudgeRunner:
         if self._second is not None:
             self._second.close()
 
-    def _note_progress(self, sizes: Sequence[dict[str, float]], judgement: Judgement) -> None:
+    def _note_progress(self, sizes: Sequence[dict[str, float]], judgement: GroupJudgement) -> None:
         """Add a group's members to the running means. A failed verdict has no reward."""
         for size, verdict in zip(sizes, judgement.verdicts, strict=True):
             reward = {} if verdict.score is None else {"reward": verdict.score}
@@ -153,7 +153,7 @@ class JudgeRunner:
         group: Group,
         members: Sequence[Trajectory],
         feedback_ids: Sequence[str],
-        judgement: Judgement,
+        judgement: GroupJudgement,
         now: float,
     ) -> None:
         self._on_requests(judgement.judge_requests)
@@ -181,7 +181,7 @@ class JudgeRunner:
         if failed:
             self._alarm_judge_failed(group, judgement, list(failed.values()), left=len(scored) if last else None)
 
-    def _record_outage(self, group: Group, judgement: Judgement, reason: str, now: float) -> None:
+    def _record_outage(self, group: Group, judgement: GroupJudgement, reason: str, now: float) -> None:
         """Let a group wait for a judge that is away, however long, with an alarm."""
         delay = min(self._retry_delay(group), _MAX_OUTAGE_PAUSE)
         self._store.groups.record_judge_failure(group.id, (), now + delay, judgement.judge_requests)
@@ -194,7 +194,7 @@ class JudgeRunner:
     def _record_scores(
         self,
         group: Group,
-        judgement: Judgement,
+        judgement: GroupJudgement,
         scored: Sequence[tuple[Trajectory, Verdict]],
         failed: Sequence[str],
     ) -> None:
@@ -228,7 +228,7 @@ class JudgeRunner:
         return self._retry_seconds * _RETRY_BACKOFF ** min(group.failures, _MAX_BACKOFFS)
 
     def _alarm_judge_failed(
-        self, group: Group, judgement: Judgement, failed: Sequence[Verdict], left: int | None
+        self, group: Group, judgement: GroupJudgement, failed: Sequence[Verdict], left: int | None
     ) -> None:
         """Report a judge failure; `left` is the number of scored members, None before the last attempt."""
         reason = failed[0].failure

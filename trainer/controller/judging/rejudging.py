@@ -17,14 +17,14 @@ import msgspec
 from ratchet.store.records import Trajectory, Transcript, Verdict
 from ratchet.store.store import Store
 from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator
-from ratchet.trainer.controller.judges import Judgement
+from ratchet.trainer.controller.judges import GroupJudgement
 
 log = logging.getLogger(__name__)
 
 _KEPT = ("baseline_mean", "baseline_std")  # fields of the earlier verdict that the new one keeps
 _MAX_PENDING = 64  # groups
 
-SubmitJudge = Callable[[str | None, Sequence[Transcript]], "Future[Judgement]"]
+SubmitJudge = Callable[[str | None, Sequence[Transcript]], "Future[GroupJudgement]"]
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class _PendingRejudging:
     """A group, or a trajectory without one, that is judged again."""
 
     members: tuple[Transcript, ...]
-    judgement: Future[Judgement] | None = None  # None: to be submitted again at `due_at`
+    judgement: Future[GroupJudgement] | None = None  # None: to be submitted again at `due_at`
     failures: int = 0
     due_at: float = 0.0
 
@@ -86,7 +86,7 @@ class Rejudger:
                 changed += self._record(key, pending, pending.judgement.result(), now)
         return changed
 
-    def _record(self, key: str, pending: _PendingRejudging, judgement: Judgement, now: float) -> int:
+    def _record(self, key: str, pending: _PendingRejudging, judgement: GroupJudgement, now: float) -> int:
         valued = {member.trajectory.id for member in pending.members if _has_value(member)}
         failed = [one for one in judgement.verdicts if one.trajectory_id in valued and one.score is None]
         if failed and pending.failures + 1 < self._attempts:

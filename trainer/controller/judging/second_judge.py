@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from ratchet.store.records import Transcript, Verdict
 from ratchet.store.store import Store
 from ratchet.store.training.observations import Observation
-from ratchet.trainer.controller.judges import Judge, Judgement
+from ratchet.trainer.controller.judges import GroupJudgement, Judge
 from ratchet.trainer.observability.finding import Finding
 from ratchet.trainer.settings.sentinel_settings import SentinelSettings
 from ratchet.trainer.statistics.rank_correlation import kendall_tau_b, score_differences
@@ -50,7 +50,7 @@ class SecondJudge:
         self._alias = alias
         self._versions = {"judge": judge.version, "first_judge": first_version}
         self._threads = ThreadPoolExecutor(judge.concurrency, thread_name_prefix="second-judge")
-        self._pending: dict[str, Future[Judgement]] = {}
+        self._pending: dict[str, Future[GroupJudgement]] = {}
         self._first: dict[str, Mapping[str, float]] = {}
         self._compared: deque[PairedJudgements] = deque(self._load(), maxlen=_MAX_COMPARED)
         self.name = judge.name

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from ratchet.store.records import Transcript, Verdict
-from ratchet.trainer.controller.judges import Judgement, opinion
+from ratchet.trainer.controller.judges import GroupJudgement, opinion
 from ratchet.trainer.controller.judges.kinds.answer_statement import LIMITS, is_stated
 from ratchet.trainer.controller.judges.opinion import DraftVerdict, response_of
 from ratchet.trainer.errors import JudgeError
@@ -54,9 +54,9 @@ class AnswerJudge:
     def close(self) -> None:
         """Do nothing."""
 
-    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
+    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> GroupJudgement:
         """Return one verdict per member, in order."""
-        return Judgement(tuple(self._verdict(group_id, member) for member in members))
+        return GroupJudgement(tuple(self._verdict(group_id, member) for member in members))
 
     def _verdict(self, group_id: str | None, member: Transcript) -> Verdict:
         return self._opinion(member).verdict(

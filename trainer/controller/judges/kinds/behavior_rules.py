@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from ratchet.store.records import Transcript
-from ratchet.trainer.controller.judges import Judgement
+from ratchet.trainer.controller.judges import GroupJudgement
 from ratchet.trainer.controller.judges.opinion import DraftVerdict, last_answer, version_of
 from ratchet.trainer.controller.judges.tool_outcomes import success_share
 from ratchet.trainer.settings.judge_specs import BehaviorSpec
@@ -31,10 +31,10 @@ class BehaviorJudge:
     def close(self) -> None:
         """Do nothing."""
 
-    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
+    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> GroupJudgement:
         """Return one verdict per member, in order."""
         now = self._clock()
-        return Judgement(
+        return GroupJudgement(
             tuple(
                 DraftVerdict.of(self._rule(self._spec, member)).verdict(
                     member, group_id, judge=self.name, version=self.version, judged_at=now

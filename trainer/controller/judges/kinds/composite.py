@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ratchet.store.records import Transcript, Verdict
-from ratchet.trainer.controller.judges import Judge, Judgement
+from ratchet.trainer.controller.judges import GroupJudgement, Judge
 from ratchet.trainer.controller.judges.both_orders import compares
 from ratchet.trainer.controller.judges.opinion import DraftVerdict, version_of
 
@@ -46,7 +46,7 @@ class CompositeJudge:
         """Return whether any part sees the members together."""
         return any(compares(part.judge) for part in self._parts)
 
-    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
+    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> GroupJudgement:
         """Return one verdict per member, in order."""
         began = time.perf_counter()
         judgements = [part.judge.judge(group_id, members) for part in self._parts]
@@ -55,7 +55,7 @@ class CompositeJudge:
             self._verdict(group_id, member, [judgement.verdicts[place] for judgement in judgements], latency)
             for place, member in enumerate(members)
         ]
-        return Judgement(
+        return GroupJudgement(
             tuple(verdicts), tuple(request for judgement in judgements for request in judgement.judge_requests)
         )
 

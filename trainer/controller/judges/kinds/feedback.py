@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from ratchet.store.records import Feedback, Transcript
-from ratchet.trainer.controller.judges import Judgement
+from ratchet.trainer.controller.judges import GroupJudgement
 from ratchet.trainer.controller.judges.opinion import DraftVerdict, version_of
 from ratchet.trainer.settings.judge_specs import DROP, FeedbackSpec
 
@@ -34,10 +34,10 @@ class FeedbackJudge:
     def close(self) -> None:
         """Do nothing."""
 
-    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
+    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> GroupJudgement:
         """Return one verdict per member, in order."""
         now = self._clock()
-        return Judgement(
+        return GroupJudgement(
             tuple(
                 self._opinion(member).verdict(member, group_id, judge=self.name, version=self.version, judged_at=now)
                 for member in members

@@ -1,4 +1,4 @@
-"""The function judge: a Python function, sync or async, named as `module:function` or `path/file.py:function`.
+"""The function judge: a Python function, sync or async, as an object, `module:function` or `path/file.py:function`.
 
 The function receives those of these parameters that it declares (with **kwargs all of them):
 
@@ -8,8 +8,8 @@ The function receives those of these parameters that it declares (with **kwargs 
     task           the task's row (dict) if its task set is known; else the task key that the agent sent, or None
     tool_outcomes  the outcome of each tool call, in order: {"tool", "tool_call_id", "outcome", "detail", "result"}
 
-It returns a number or bool, or {"score", "components", "explanation"}. An exception, `sys.exit`, and a missing or
-non-finite score are judge failures. The function runs with the trainer's rights.
+It returns a number or bool, a `ratchet.Judgement`, or {"score", "components", "explanation"}. An exception, `sys.exit`,
+and a missing or non-finite score are judge failures. The function runs with the trainer's rights.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import dis
 import inspect
+import marshal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,11 +26,18 @@ from typing import Any
 import msgspec
 
 from ratchet.store.records import Transcript, Verdict
-from ratchet.trainer.controller.judges import Judgement
+from ratchet.trainer.controller.judges import GroupJudgement
 from ratchet.trainer.controller.judges.opinion import DraftVerdict, read, response_of, version_of
 from ratchet.trainer.controller.judges.tool_outcomes import tool_outcomes
 from ratchet.trainer.errors import JudgeError, NotCallable, NotImportable
-from ratchet.trainer.user_code.entry_points import AcceptedParameters, accepted_parameters, is_async, load, to_callable
+from ratchet.trainer.user_code.entry_points import (
+    AcceptedParameters,
+    accepted_parameters,
+    is_async,
+    load,
+    name_of,
+    to_callable,
+)
 from ratchet.trainer.user_code.exit_guard import exit_failure, guarded_task
 
 PARAMETERS = ("trajectory", "response", "task", "tool_outcomes")
@@ -38,20 +46,27 @@ PARAMETERS = ("trajectory", "response", "task", "tool_outcomes")
 class FunctionJudge:
     """Judges with one Python function, called by at most `concurrency` threads at the same time."""
 
-    def __init__(self, entry_point: str, clock: Callable[[], float] = time.time, concurrency: int = 1) -> None:
+    def __init__(
+        self, function: str | Callable[..., Any], clock: Callable[[], float] = time.time, concurrency: int = 1
+    ) -> None:
         self.concurrency = concurrency
-        self._function, self._accepted, source = _load(entry_point)
+        self.name = function if isinstance(function, str) else name_of(function)
+        self._function, self._accepted, source = _load(function, self.name)
         self._clock = clock
         # One event loop per thread, so that an async function can keep a client.
         self._runners: dict[int, asyncio.Runner] = {}
-        self.name = entry_point
-        self.version = version_of(entry_point, source)
+        self.version = version_of(self.name, source)
 
-    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
+    @property
+    def names_calls(self) -> bool:
+        """Whether the function names a parameter that only recorded calls fill."""
+        return bool({"trajectory", "tool_outcomes"} & inspect.signature(self._function).parameters.keys())
+
+    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> GroupJudgement:
         """Return one verdict per member, in order; an async function judges all members concurrently."""
         if not is_async(self._function):
-            return Judgement(tuple(self._verdict(group_id, member) for member in members))
-        return Judgement(tuple(self._loop().run(self._all(group_id, members))))
+            return GroupJudgement(tuple(self._verdict(group_id, member) for member in members))
+        return GroupJudgement(tuple(self._loop().run(self._all(group_id, members))))
 
     def close(self) -> None:
         """Close the event loops of an async function."""
@@ -124,30 +139,41 @@ def _failed(error: BaseException) -> DraftVerdict:
     return DraftVerdict.failed(f"{type(error).__name__}: {reason}")
 
 
-def _load(entry_point: str) -> tuple[Callable[..., Any], AcceptedParameters, str]:
-    """Import the function; return it, its accepted parameters and the source of its module."""
+def _load(given: str | Callable[..., Any], name: str) -> tuple[Callable[..., Any], AcceptedParameters, str]:
+    """Import the function if need be; return it, its accepted parameters and the source that its version hashes."""
     try:
-        found, module = load(entry_point)
+        found, module = load(given) if isinstance(given, str) else (given, None)
         function = to_callable(found)
         accepted = accepted_parameters(function, PARAMETERS)
     except NotImportable as error:
-        raise JudgeError(f"judge {entry_point}: {error}") from error
+        raise JudgeError(f"judge {name}: {error}") from error
     except NotCallable as error:
-        raise JudgeError(f"judge {entry_point}{error}") from error
+        raise JudgeError(f"judge {name}{error}") from error
     if not accepted.positional and not accepted.by_name:
-        raise JudgeError(f"judge {entry_point} takes no parameter of a trajectory; it can take {', '.join(PARAMETERS)}")
+        raise JudgeError(f"judge {name} takes no parameter of a trajectory; it can take {', '.join(PARAMETERS)}")
     if _is_constant(function):
         raise JudgeError(
-            f"judge {entry_point} uses none of its parameters and calls nothing: every trajectory gets the same score, "
+            f"judge {name} uses none of its parameters and calls nothing: every trajectory gets the same score, "
             "which gives no learning signal; make it read the response or the trajectory"
         )
+    if module is None:
+        return function, accepted, _source_of(function)
     try:
         return function, accepted, inspect.getsource(module)
     except (OSError, TypeError) as error:
         raise JudgeError(
-            f"judge {entry_point}: cannot read the source of {module.__name__} ({error}), whose hash is the judge's "
+            f"judge {name}: cannot read the source of {module.__name__} ({error}), whose hash is the judge's "
             "version; put the judge into a file of its own"
         ) from error
+
+
+def _source_of(function: Callable[..., Any]) -> str:
+    """Return the source of a function object, else its byte code: one that was typed into a shell has no file."""
+    try:
+        return inspect.getsource(function if inspect.isroutine(function) else type(function))
+    except (OSError, TypeError):
+        code = getattr(function, "__code__", None)
+        return repr(function) if code is None else repr(marshal.dumps(code))
 
 
 def _is_constant(function: Callable[..., Any]) -> bool:

@@ -19,7 +19,7 @@ import httpx
 import msgspec
 
 from ratchet.store.records import Transcript, Verdict
-from ratchet.trainer.controller.judges import Judgement
+from ratchet.trainer.controller.judges import GroupJudgement
 from ratchet.trainer.controller.judges.opinion import DraftVerdict, read, response_of, version_of
 from ratchet.trainer.controller.judges.tool_outcomes import tool_outcomes
 from ratchet.trainer.settings.judge_specs import GraderSpec
@@ -51,9 +51,9 @@ class GraderJudge:
         """Close the connections."""
         self._http.close()
 
-    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
+    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> GroupJudgement:
         """Return one verdict per member, in order."""
-        return Judgement(tuple(self._verdict(group_id, member) for member in members))
+        return GroupJudgement(tuple(self._verdict(group_id, member) for member in members))
 
     def _verdict(self, group_id: str | None, member: Transcript) -> Verdict:
         started_at = time.perf_counter()

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from ratchet.store.records import Transcript, Verdict
-from ratchet.trainer.controller.judges import Judgement
+from ratchet.trainer.controller.judges import GroupJudgement
 from ratchet.trainer.controller.judges.images import JudgeImages
 from ratchet.trainer.controller.judges.language_model import JudgeModelSession, LanguageModel
 from ratchet.trainer.controller.judges.opinion import DraftVerdict, version_of
@@ -51,10 +51,10 @@ class NextStateJudge:
         """Close the connections to the model."""
         self._model.close()
 
-    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
+    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> GroupJudgement:
         """Return one verdict per member, in order."""
         results = [self._verdict(group_id, member) for member in members]
-        return Judgement(
+        return GroupJudgement(
             tuple(verdict for verdict, _ in results),
             tuple(request for _, session in results for request in session.judge_requests),
         )

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from ratchet.store.install_hint import install_hint
 from ratchet.store.records import Transcript, Verdict
-from ratchet.trainer.controller.judges import Judgement
+from ratchet.trainer.controller.judges import GroupJudgement
 from ratchet.trainer.controller.judges.opinion import DraftVerdict, response_of, version_of
 from ratchet.trainer.errors import JudgeError
 
@@ -88,12 +88,14 @@ class OpenJudgeJudge:
             process.kill()
             process.wait()
 
-    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
+    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> GroupJudgement:
         """Return one verdict per member, in order."""
         started_at = time.perf_counter()
         opinions = self._opinions(members)
         latency = (time.perf_counter() - started_at) / max(1, len(members))
-        return Judgement(tuple(self._verdict(group_id, *pair, latency) for pair in zip(members, opinions, strict=True)))
+        return GroupJudgement(
+            tuple(self._verdict(group_id, *pair, latency) for pair in zip(members, opinions, strict=True))
+        )
 
     def _verdict(self, group_id: str | None, member: Transcript, opinion: DraftVerdict, latency: float) -> Verdict:
         return opinion.verdict(

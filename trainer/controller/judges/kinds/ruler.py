@@ -19,7 +19,7 @@ import msgspec
 
 from ratchet.store.content import messages as canon
 from ratchet.store.records import Transcript
-from ratchet.trainer.controller.judges import Judgement
+from ratchet.trainer.controller.judges import GroupJudgement
 from ratchet.trainer.controller.judges.images import JudgeImages
 from ratchet.trainer.controller.judges.language_model import JudgeModelSession, LanguageModel, Message
 from ratchet.trainer.controller.judges.opinion import DraftVerdict, version_of
@@ -70,7 +70,7 @@ class RulerJudge:
         """Close the connections to the model."""
         self._model.close()
 
-    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
+    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> GroupJudgement:
         """Return one verdict per member, in order."""
         started_at = time.perf_counter()
         session = JudgeModelSession(self.name, group_id)
@@ -102,7 +102,7 @@ class RulerJudge:
             )
             for place, member in enumerate(members)
         ]
-        return Judgement(tuple(verdicts), tuple(session.judge_requests))
+        return GroupJudgement(tuple(verdicts), tuple(session.judge_requests))
 
 
 def _seed(members: Sequence[Transcript]) -> str:

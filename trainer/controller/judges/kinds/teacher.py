@@ -31,7 +31,7 @@ from ratchet.store.records import (
     unpack_logprobs,
 )
 from ratchet.trainer.adapters.vllm_api import VllmServer
-from ratchet.trainer.controller.judges import Judgement
+from ratchet.trainer.controller.judges import GroupJudgement
 from ratchet.trainer.controller.judges.opinion import DraftVerdict, version_of
 from ratchet.trainer.controller.judges.teacher_check import check_teacher
 from ratchet.trainer.errors import AdapterRefused, EngineUnreachable, JudgeError, PromptLogprobsMissing, RowError
@@ -90,7 +90,7 @@ class TeacherJudge:
             self._max_length = context - 1 if context else 0  # one token is sampled
         return self._max_length
 
-    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
+    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> GroupJudgement:
         """Return one verdict per member, in order, with the logprobs of its tokens."""
         scorings = [_Scoring(self.name, group_id, member) for member in members]
         problem = None
@@ -109,7 +109,7 @@ class TeacherJudge:
         )  # fmt: skip
         scores = tuple(scoring.score for scoring in scorings if scoring.score is not None)
         requests = tuple(request for scoring in scorings for request in scoring.requests)
-        return Judgement(verdicts, requests, scores, problem)
+        return GroupJudgement(verdicts, requests, scores, problem)
 
     def _score(self, scoring: _Scoring, max_length: int) -> None:
         began = time.perf_counter()

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from ratchet.store.records import Transcript, Verdict
-from ratchet.trainer.controller.judges import Judgement
+from ratchet.trainer.controller.judges import GroupJudgement
 from ratchet.trainer.controller.judges.opinion import DraftVerdict, version_of
 from ratchet.trainer.settings.judge_specs import RewardSpec
 
@@ -26,9 +26,9 @@ class RewardJudge:
         self._clock = clock
         self.version = version_of(spec.model_dump_json())
 
-    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> Judgement:
+    def judge(self, group_id: str | None, members: Sequence[Transcript]) -> GroupJudgement:
         """Return one verdict per member, in order."""
-        return Judgement(tuple(self._verdict(group_id, member) for member in members))
+        return GroupJudgement(tuple(self._verdict(group_id, member) for member in members))
 
     def close(self) -> None:
         """Do nothing."""

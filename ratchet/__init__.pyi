@@ -1,0 +1,15 @@
+from ratchet.api.tasks import Tasks as Tasks
+from ratchet.api.try_out import TryOut as TryOut
+from ratchet.api.try_out import try_judge as try_judge
+from ratchet.api.try_out import try_judge_async as try_judge_async
+from ratchet.api.try_out import try_out as try_out
+from ratchet.api.try_out import try_out_async as try_out_async
+from ratchet.errors import RatchetError as RatchetError
+from ratchet.trainer.errors import JudgeError as JudgeError
+from ratchet.trainer.errors import TaskSetError as TaskSetError
+from ratchet.trainer.errors import WorkflowError as WorkflowError
+from ratchet.trainer.user_code.judgement import Judgement as Judgement
+from ratchet.tuner.rollouts.workflow_output import WorkflowOutput as WorkflowOutput
+
+__version__: str
+_MODULES: dict[str, str]

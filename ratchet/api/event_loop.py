@@ -1,0 +1,39 @@
+"""Runs a coroutine to its end for synchronous callers, also where an event loop runs already, as in a notebook."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+
+
+def run_to_end(coroutine: Coroutine[Any, Any, _T]) -> _T:
+    """Return the coroutine's result. Ctrl-C cancels it, and waits until it has ended."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    return _in_a_thread(coroutine)
+
+
+def _in_a_thread(coroutine: Coroutine[Any, Any, _T]) -> _T:
+    cancel: list[Callable[[], object]] = []
+
+    async def cancellable() -> _T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        cancel.append(lambda: loop.call_soon_threadsafe(task.cancel))
+        return await coroutine
+
+    with ThreadPoolExecutor(1, "ratchet") as thread:
+        result = thread.submit(contextvars.copy_context().run, asyncio.run, cancellable())
+        try:
+            return result.result()
+        except KeyboardInterrupt:
+            for end in cancel:
+                end()
+            raise

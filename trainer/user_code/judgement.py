@@ -1,0 +1,20 @@
+"""What a judge returns for one trajectory, as a typed record; numbers and mappings do as well (docs/judges.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What a judge returns.
+
+    score        a finite number; higher is better
+    components   name -> number, stored beside the score
+    explanation  why, for people
+    """
+
+    score: float
+    components: Mapping[str, float] = field(default_factory=dict)
+    explanation: str = ""
