@@ -10,6 +10,7 @@ import click
 
 from ratchet import options
 from ratchet.commands.feedback import line as feedback_line
+from ratchet.commands.judge_response import print_judgement
 from ratchet.output.terminal import strip_control_characters
 from ratchet.tuning.context import judge_of
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from ratchet.trainer.controller.judges.audit.lint_transcripts import LintTranscript
 
 EXIT_NOT_CHECKED = 3  # the judge reads nothing that the lint can vary
+_NO_JUDGE = "no judge is set: give --judge module:function or a YAML file, or set trainer.judge"
 _SHOWN = 10  # trajectories with the largest change
 _MARKS = {"ok": "ok", "fooled": "FOOLED", "crashed": "CRASH", "no_return": "NONE"}
 
@@ -37,21 +39,39 @@ def judge() -> None:
 
 
 @judge.command("try")
-@click.argument("names", nargs=-1, required=True, metavar="TRAJECTORY...")
+@click.argument("names", nargs=-1, metavar="[TRAJECTORY...]")
 @options.judge
+@click.option("--task", help="Task of --response: its row as JSON, or its key.")
+@click.option("--response", help="Judge this response in place of stored trajectories.")
 @options.alias
 @options.store_url
 @options.project
 @options.as_json
 @click.pass_context
-def try_(context: click.Context, /, names: tuple[str, ...], as_json: bool, **given: Any) -> int:
-    """Judge stored trajectories as one group. Records nothing.
+def try_(
+    context: click.Context,
+    /,
+    names: tuple[str, ...],
+    task: str | None,
+    response: str | None,
+    as_json: bool,
+    **given: Any,
+) -> int:
+    """Judge stored trajectories as one group, or one response to a task. Records nothing.
 
     \b
     Example:
       ratchet judge try traj_01J8 traj_01J9 --judge my_agent.judge:judge
+      ratchet judge try --task '{"answer": "Oslo"}' --response "It is Oslo." --judge my_agent.judge:judge
     """
+    if bool(names) == (response is not None) or (task is not None and response is None):
+        raise click.UsageError("give trajectories, or --response with the --task that it answers")
     settings = _settings(context, given)
+    if response is not None:
+        if not settings.has_judge:
+            raise click.UsageError(_NO_JUDGE)
+        print_judgement(settings.trainer["judge"], task, response, as_json=as_json)
+        return 0
     with options.open_store_for_command(settings.store_url) as store, _judge(settings) as made:
         judgement = made.judge(None, [store.trajectories.read(name) for name in names])
     if as_json:
@@ -327,7 +347,7 @@ def _settings(context: click.Context, given: dict[str, Any]) -> Settings:
 def _judge(settings: Settings) -> Iterator[Judge]:
     with judge_of(settings) as made:
         if made is None:
-            raise click.UsageError("no judge is set: give --judge module:function or a YAML file, or set trainer.judge")
+            raise click.UsageError(_NO_JUDGE)
         yield made
 
 

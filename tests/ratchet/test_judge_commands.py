@@ -47,6 +47,28 @@ def test_try_judges_stored_trajectories_and_records_nothing(project: Project, st
 
 
 @pytest.mark.slow
+def test_try_judges_one_response_without_a_store(project: Project) -> None:
+    (project.folder / "rule.py").write_text(
+        "def judge(task, response):\n"
+        "    right = float(task['answer'] in response)\n"
+        "    return {'score': right, 'components': {'right': right}, 'explanation': 'wants ' + task['answer']}\n"
+    )
+    words = ("judge", "try", "--judge", "rule:judge", "--task", '{"answer": "Oslo"}')
+    done = project.run(*words, "--response", "It is Oslo.", "--json")
+    assert (done.returncode, json.loads(done.stdout)) == (
+        0,
+        {"score": 1.0, "components": {"right": 1.0}, "explanation": "wants Oslo"},
+    ), done.stdout
+    assert project.run(*words, "--response", "Rome").stdout == "0  right=0  wants Oslo\n"
+    keyed = project.run("judge", "try", "--judge", "rule:judge", "--task", "capital", "--response", "Oslo")
+    assert keyed.returncode == 1
+    assert "judge rule:judge: TypeError" in keyed.stdout
+    for refused in (words, (*words, "--response", "Oslo", "t1"), ("judge", "try", "--judge", "rule:judge")):
+        assert project.run(*refused).returncode == 2
+    assert not list(project.folder.rglob("*.db"))
+
+
+@pytest.mark.slow
 def test_lint_finds_a_judge_that_looks_for_the_answer_anywhere(project: Project, store: Store) -> None:
     words = ("--answer", "Oslo", "--wrong", "Rome")
     assert project.run("judge", "lint", "--judge", "careful:judge", *words).returncode == 0
