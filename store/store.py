@@ -34,7 +34,7 @@ from ratchet.store.training.rounds import Rounds
 from ratchet.store.training.version_behavior import VersionBehaviors
 from ratchet.store.training.waiting_times import WaitingTimes
 from ratchet.store.tuning.rollouts import Rollouts
-from ratchet.store.tuning.tasks import Tasks
+from ratchet.store.tuning.tasks import TaskRows
 from ratchet.store.tuning.tunings import Tunings
 
 
@@ -58,7 +58,7 @@ class Store:
         self.lineage = Lineage(engine)
         self.behavior = VersionBehaviors(engine)
         self.waiting_times = WaitingTimes(engine)
-        self.tasks = Tasks(engine)
+        self.tasks = TaskRows(engine)
         self.tunings = Tunings(engine)
         self.rollouts = Rollouts(engine)
         self.resamples = Resamples(engine)

@@ -19,7 +19,7 @@ from ratchet.store.records.base import row_to
 from ratchet.store.records.tuning import TaskRow
 
 
-class Tasks:
+class TaskRows:
     """Operations on tasks."""
 
     def __init__(self, engine: sa.Engine) -> None:

@@ -97,7 +97,7 @@ def test_a_workflow_and_a_judge_are_tried_on_one_task() -> None:
     assert ratchet.try_out(answers, None, TASK, base_url=NOWHERE).judgement.score == 0.5
 
 
-async def test_it_works_where_an_event_loop_runs_already() -> None:
+async def test_it_runs_where_an_event_loop_runs_already() -> None:
     here = asyncio.get_running_loop()
 
     async def asks(task: dict[str, Any]) -> dict[str, Any]:
