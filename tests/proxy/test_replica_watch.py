@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,10 +53,13 @@ def test_a_trajectory_keeps_its_replica_when_another_joins_or_leaves() -> None:
     assert {after[name] for name in names if after[name] != before[name]} == {URLS[3]}
 
 
+_numbers = itertools.count()  # each trajectory begins in its own way, so that they spread
+
+
 def say(proxy: Proxy, model: str, times: int = 12) -> None:
     agent = proxy.agent()
-    for number in range(times):
-        agent.chat.completions.create(model=model, messages=[{"role": "user", "content": f"{model} {number}"}])
+    for _ in range(times):
+        agent.chat.completions.create(model=model, messages=[{"role": "user", "content": f"{next(_numbers)} {model}"}])
 
 
 @pytest.mark.slow
