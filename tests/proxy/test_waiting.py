@@ -24,6 +24,7 @@ from ratchet.proxy.journal.journal import Journal
 from ratchet.proxy.telemetry.alarm_queue import AlarmQueue
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.store.ids import new_id
+from ratchet.store.records import ProxyInstance
 from ratchet.store.store import Store
 from tests.harness import records
 from tests.harness.proxy.running_proxy import Proxy
@@ -100,6 +101,18 @@ def test_an_unknown_id_costs_one_query(proxy: Proxy, store: Store, way: str) -> 
     sa.event.remove(store._engine, "before_cursor_execute", count)
     assert answer.status_code == 404
     assert len(looks) == 1
+
+
+@pytest.mark.slow
+def test_a_response_that_another_proxy_may_still_ship_is_not_called_unknown(proxy: Proxy, store: Store) -> None:
+    behind = ProxyInstance(id=new_id("proxy"), url="http://other", live_versions={}, pinned_trajectories={},
+                           shipped_until=0.0, heartbeat_at=time.time())  # fmt: skip
+    store.proxy_instances.heartbeat(behind)
+    request = {"model": "agent", "input": "go on", "previous_response_id": new_id("resp")}
+    answer = proxy.http.post("/v1/responses", json=request)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    store.proxy_instances.remove(behind.id)
+    assert proxy.http.post("/v1/responses", json=request).status_code == 404
 
 
 class _RangeCounter(InProcessWriter):
