@@ -104,7 +104,7 @@ def test_an_unknown_id_costs_one_query(proxy: Proxy, store: Store, way: str) -> 
 
 
 @pytest.mark.slow
-def test_a_response_that_another_proxy_may_still_ship_is_not_called_unknown(proxy: Proxy, store: Store) -> None:
+def test_a_response_that_another_proxy_may_yet_ship_is_not_called_unknown(proxy: Proxy, store: Store) -> None:
     behind = ProxyInstance(id=new_id("proxy"), url="http://other", live_versions={}, pinned_trajectories={},
                            shipped_until=0.0, heartbeat_at=time.time())  # fmt: skip
     store.proxy_instances.heartbeat(behind)
@@ -128,7 +128,7 @@ class _RangeCounter(InProcessWriter):
 @pytest.fixture
 async def counted(tmp_path: Path, store: Store) -> AsyncIterator[tuple[Journal, Shipper, _RangeCounter]]:
     """A journal, its shipper and a counting writer."""
-    journal = Journal(tmp_path / "journal", 2**20, 2**16, ProxyMetrics(), AlarmQueue())
+    journal = Journal(tmp_path / "journal", 2**24, 2**22, ProxyMetrics(), AlarmQueue())  # one segment
     await journal.start()
     store_writer = _RangeCounter(store)
     shipper = Shipper(journal, store, store_writer, ProxyMetrics(), AlarmQueue(), forget_durable_messages=lambda: None)
