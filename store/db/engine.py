@@ -7,6 +7,7 @@ in the middle of it.
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -51,6 +52,18 @@ def connect(store_url: str, create: bool = True, *, writes_much: bool = False) -
     `create`, the first connection creates the folder and file of an SQLite store; later ones never do, so that a store
     that was moved away temporarily is not replaced by an empty one.
     """
+    engine = _create_engine(store_url, create, writes_much)
+    kind = type(engine.pool)
+    logging.getLogger(f"{kind.__module__}.{kind.__name__}").addFilter(_is_no_interrupt)
+    return engine
+
+
+def _is_no_interrupt(record: logging.LogRecord) -> bool:
+    """Whether a log record is about anything but Ctrl-C, which SQLAlchemy logs if a connection is being closed."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], KeyboardInterrupt)
+
+
+def _create_engine(store_url: str, create: bool, writes_much: bool) -> sa.Engine:
     url = _url(store_url)
     if url.get_backend_name() == "sqlite":
         engine = sa.create_engine(

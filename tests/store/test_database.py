@@ -7,10 +7,11 @@ import sqlite3
 import subprocess
 import sys
 import threading
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import sqlalchemy as sa
@@ -187,3 +188,22 @@ def test_a_file_that_is_damaged_while_it_is_open_is_reported(tmp_path: Path) -> 
             raw.write(b"\xff" * (file.stat().st_size - 100))
         with pytest.raises(StoreUnavailable, match="damaged"):
             store.policies.all()
+
+
+@pytest.mark.parametrize(("error", "is_logged"), [(KeyboardInterrupt, False), (RuntimeError, True)])
+def test_ctrl_c_while_a_connection_is_closed_is_no_error_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: type[BaseException], is_logged: bool
+) -> None:
+    engine = database.connect(str(tmp_path / "store.db"))
+    with engine.connect() as connection:
+        raw = connection.connection.dbapi_connection
+        assert raw is not None
+        close = raw.close
+
+    def interrupted(_: Any) -> None:
+        close()
+        raise error
+
+    with mock.patch.object(engine.dialect, "do_close", interrupted), suppress(error):
+        engine.dispose()
+    assert bool(caplog.records) is is_logged

@@ -85,6 +85,7 @@ class ReleaseController:
         )
         self._counted_for: tuple[int, tuple[int, ...]] | None = None  # anchor and releases of the evidence
         self._checked_at = self._recorded_at = 0.0
+        self._checked_versions: tuple[int | None, ...] = ()
         self._awaits_approval = True  # or this is not known yet
         self.has_candidate = True  # at the last check, or this is not known yet
         self.is_publishing_blocked = True  # a version is in its ramp, held or pinned, or this is not known yet
@@ -109,9 +110,11 @@ class ReleaseController:
             awaiting is not None or pinned or (serving.ramp is not None and not self._ends_at_once(serving.ramp))
         )
         every = _CHECK_SECONDS if serving.ramp is not None else _IDLE_CHECK_SECONDS
-        if serving.live is None or 0.0 <= now - self._checked_at < every:
+        versions = tuple(policy.version if policy else None for policy in serving)
+        unchanged = versions == self._checked_versions  # a person may have decided
+        if serving.live is None or (unchanged and 0.0 <= now - self._checked_at < every):
             return False
-        self._checked_at = now
+        self._checked_at, self._checked_versions = now, versions
         self.is_immediate = self._settings.policy == "immediate" or self._is_tuning()
         decided = False
         if not pinned:
