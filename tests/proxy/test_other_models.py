@@ -190,8 +190,9 @@ def test_a_refused_key_is_an_upstream_error_that_shows_no_part_of_it(
 def test_entries_of_one_name_are_a_pool(start: Start, plain: tuple[PlainServer, str]) -> None:
     dead = "http://127.0.0.1:9"
     proxy = start(model_list=[entry(dead), entry(plain[1])], model_keys={"K": KEY})
-    for _ in range(40):
-        given = proxy.http.post("/v1/chat/completions", json={"model": "judge", "messages": HI})
+    for number in range(40):  # equal beginnings would go to one server
+        messages = [{"role": "user", "content": f"hi {number}"}]
+        given = proxy.http.post("/v1/chat/completions", json={"model": "judge", "messages": messages})
         assert given.status_code == 200
     assert f'ratchet_upstream_up{{upstream="judge {dead}/v1"}} 0.0' in proxy.http.get("/metrics").text
     assert proxy.http.get("/health/ready").status_code == 200, "another model's server is not ours to wait for"

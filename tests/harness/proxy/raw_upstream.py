@@ -45,7 +45,7 @@ class RawUpstream:
                 length = head.partition(b"content-length:")[2].split(b"\r\n")[0]
                 await reader.readexactly(int(length or b"0"))
                 if head.startswith(b"post"):
-                    self.posts += 1
+                    self.posts += head.startswith(b"post /v1/chat/completions http")  # not the proxy's own questions
                     writer.write(self.answer)
                     await writer.drain()
                     if self.keeps:
