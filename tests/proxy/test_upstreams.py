@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import threading
 from collections.abc import Iterator, Sequence
@@ -151,8 +152,13 @@ def test_a_request_that_disconnects_its_replica_is_retried_once_at_most(start: S
         if kept:  # each has answered over a kept-alive connection
             for replica in replicas:
                 replica.answer, replica.keeps = http(b"{}", status=400), True
-            eventually(lambda: [proxy.http.post("/v1/chat/completions", json=body()) for _ in range(16)])
-            assert all(replica.posts for replica in replicas)
+            texts = map(str, itertools.count())  # equal beginnings would go to one replica
+
+            def all_have_answered() -> bool:
+                proxy.http.post("/v1/chat/completions", json=body(next(texts)))
+                return all(replica.posts for replica in replicas)
+
+            eventually(all_have_answered)
         for replica in replicas:
             replica.answer, replica.keeps, replica.posts = b"", False, 0
         answer = proxy.http.post("/v1/chat/completions", json=body("poison"))
