@@ -33,12 +33,13 @@ class OutageLog:
         self._began_at: float | None = None
         self._logged_at: dict[str, float] = {}  # by work
 
-    def record(self, outage: Exception, now: float, work: str = "") -> None:
-        """Log an outage, unless that was done within the last minute."""
+    def record(self, outage: Exception, now: float, work: str = "") -> float:
+        """Log an outage, unless that was done within the last minute; return the seconds that it has lasted."""
         self._began_at = now if self._began_at is None else self._began_at
         if now - self._logged_at.get(work, -_LOG_SECONDS) >= _LOG_SECONDS:
             self._logged_at[work] = now
             log.warning("event=outage alias=%s work=%r reason=%r", self._alias, work, str(outage))
+        return now - self._began_at
 
     def end(self, now: float) -> None:
         """Log the end of an outage, if there was one."""
@@ -54,16 +55,13 @@ class OutageAlarm:
         self._store = store
         self._alias = alias
         self._log = OutageLog(alias)
-        self._since: float | None = None
         self._may_be_raised = True  # by an earlier trainer
 
     def record(self, outage: Exception, now: float, work: str = "") -> None:
         """Log an outage, and raise the alarm once it has lasted."""
-        self._log.record(outage, now, work)
-        first = self._since is None
-        self._since = now if self._since is None else self._since
+        lasted = self._log.record(outage, now, work)
         limit = _LEARNER_SECONDS if isinstance(outage, LearnerUnreachable) else _ALARM_SECONDS
-        if first or now - self._since < limit or isinstance(outage, StoreUnavailable):
+        if lasted < limit or isinstance(outage, StoreUnavailable):
             return
         with suppress(StoreUnavailable):
             self._store.alarms.raise_(
@@ -75,7 +73,6 @@ class OutageAlarm:
     def end(self) -> None:
         """Record that the work goes on."""
         self._log.end(time.time())
-        self._since = None
         if self._may_be_raised:
             self._store.alarms.clear(f"{ALARM}:{self._alias}")
             self._may_be_raised = False
