@@ -83,14 +83,15 @@ class JudgeRunner:
         threads = min(judge.concurrency, max_threads or judge.concurrency)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="judge")
         self._pending: dict[str, _PendingGroup] = {}
+        self.max_read_seconds = _MAX_READ_SECONDS  # of one `submit`
 
     def submit(self, groups: Sequence[Group], read: Callable[[str], Transcript]) -> bool:
         """Queue groups for the judge, unless they are queued already or the queue is full.
 
-        Returns whether groups are left for the next call. Reads transcripts for a short time only, because other
-        agents wait; `on_done` is called if groups are left for that reason.
+        Returns whether groups are left for the next call. Reads transcripts for `max_read_seconds` only, because
+        other agents wait; `on_done` is called if groups are left for that reason.
         """
-        until = time.monotonic() + _MAX_READ_SECONDS
+        until = time.monotonic() + self.max_read_seconds
         for group in groups:
             if group.id in self._pending:
                 continue
