@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness.cli.project import ROOT, Project
-from tests.harness.clients.program import mipro_python
+from tests.harness.clients.program import client_python
 from tests.harness.tuner.scripted_reflection_model import ScriptedReflectionModel
 
 EXAMPLE = "ratchet.demo.email_search"
@@ -65,7 +65,7 @@ def tuned(method: str, rollouts: int, held_out: int, seed: int, folder: Path) ->
                 "--held-out-tasks", str(held_out), "--seed", str(seed), "--concurrency", "32",
                 "--reflection-url", reflection.url, "--reflection-model", "scripted-reflection",
             ]  # fmt: skip
-            python = mipro_python() if method == "mipro" else sys.executable
+            python = client_python("mipro") if method == "mipro" else sys.executable
             started = time.monotonic()
             done = subprocess.run(
                 [str(python), "-m", "ratchet", *words], cwd=folder, env=environ, stdout=subprocess.PIPE, text=True,

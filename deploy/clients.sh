@@ -2,7 +2,7 @@
 # Set up the agent SDKs and frameworks for the tests of real clients: deploy/clients.sh VENV. Skips what is up to date.
 #
 # Their requirements conflict with each other and with Ratchet's, so each has an environment of its own:
-# VENV/clients/NAME for each tests/clients/requirements/NAME.txt, VENV/clients/mipro for the extra tune-mipro, and
+# VENV/clients/NAME for each tests/clients/requirements/NAME.txt, mipro and verifiers for the extras tune-mipro and verifiers, and
 # VENV/clients/node from tests/clients/node if npm is installed.
 # pip's PIP_INDEX_URL and PIP_EXTRA_INDEX_URL apply to the Python ones, npm's own settings to node.
 set -eu
@@ -71,6 +71,7 @@ for file in "$tests"/requirements/*.txt; do
     begin environment "$(basename "$file" .txt)" "$file"
 done
 begin environment mipro pyproject.toml --extra tune-mipro
+begin environment verifiers pyproject.toml --extra verifiers
 status=0
 for process in $running; do
     wait "$process" || status=1

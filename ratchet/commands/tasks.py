@@ -80,13 +80,14 @@ def import_(
     Example:
       ratchet tasks import my_dataset --name sums
       ratchet tasks import questions.csv --test-size 0.2
+      ratchet tasks import verifiers:gsm8k --test-size 0.2
     """
     import dataclasses
 
     from ratchet.output.terminal import progress_bars
-    from ratchet.trainer.tasks.task_set import TaskSet
+    from ratchet.tuner.tasks.imported import open_source
 
-    opened = TaskSet.open(source)
+    opened = open_source(source)
     if test_size is not None:
         opened = opened.split(1 - test_size, seed or 0)
     with progress_bars() as report_progress:

@@ -18,7 +18,7 @@ from ratchet.store.states import PolicyState
 from ratchet.store.store import Store, open_store
 from ratchet.tuner.reports.tuning_result import read
 from tests.harness.cli.project import Project
-from tests.harness.clients.program import mipro_python
+from tests.harness.clients.program import client_python
 from tests.harness.metadata import write_metadata
 from tests.harness.proxy.running_proxy import Proxy, running
 from tests.harness.proxy.servers import eventually, served
@@ -174,7 +174,15 @@ def test_mipro_finds_it_too_through_the_same_command(
     circle: PromptProject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     metadata = write_metadata(tmp_path_factory.mktemp("metadata"))
-    command = [str(mipro_python()), "-m", "ratchet", "tune", "prompt", *circle.arguments(method="mipro"), "--json"]
+    command = [
+        str(client_python("mipro")),
+        "-m",
+        "ratchet",
+        "tune",
+        "prompt",
+        *circle.arguments(method="mipro"),
+        "--json",
+    ]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(circle.project.folder), str(metadata)])}
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=240, cwd=circle.project.folder, env=environ, check=False

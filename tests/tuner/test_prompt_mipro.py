@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.clients.program import mipro_python
+from tests.harness.clients.program import client_python
 from tests.harness.metadata import write_metadata
 from tests.harness.tuner import prompt_world
 from tests.harness.tuner.scripted_reflection_model import ScriptedReflectionModel
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What came of MIPRO's searches in the small world."""
-    program = [str(mipro_python()), "-m", "tests.harness.tuner.mipro_in_the_small_world"]
+    program = [str(client_python("mipro")), "-m", "tests.harness.tuner.mipro_in_the_small_world"]
     home = tmp_path_factory.mktemp("home")
     metadata = write_metadata(tmp_path_factory.mktemp("metadata"))
     environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{metadata}", "HOME": str(home)}

@@ -72,6 +72,11 @@ class TaskSet:
         """Return the set of these files, split -> file."""
         return cls(name, name, {split: _chain([file]) for split, file in files.items()})
 
+    @classmethod
+    def of_rows(cls, name: str, source: str, rows_of: Mapping[str, Callable[[], Iterator[Numbered]]]) -> TaskSet:
+        """Return the set of these rows, split -> function that yields numbered rows, called at every reading."""
+        return cls(name, source, rows_of)
+
     def splits(self) -> tuple[str, ...]:
         """Return the names of the splits, train first."""
         return tuple(sorted(self._rows_of, key=lambda split: (split != TRAIN, split)))

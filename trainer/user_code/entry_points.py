@@ -21,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ratchet.errors import RatchetError
 from ratchet.trainer.errors import NotCallable, NotImportable
 from ratchet.trainer.user_code.exit_guard import exit_failure
 
@@ -117,6 +118,8 @@ def load(entry_point: str) -> tuple[Callable[..., Any], ModuleType]:
         function = operator.attrgetter(function_name)(module)
     except SystemExit as error:  # a script without `if __name__ == "__main__"`
         raise NotImportable(f"while it is imported {exit_failure(error)}") from error
+    except RatchetError as error:  # its message names the remedy
+        raise NotImportable(str(error)) from error
     except Exception as error:  # the import of user code may raise any exception
         problem = f"{type(error).__name__}: {error}"
         how = "module:function or path/file.py:function"

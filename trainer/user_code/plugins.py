@@ -1,8 +1,8 @@
 """Plug-ins: features that an installed distribution registers as Python entry points.
 
 Groups: `ratchet.judges`, `ratchet.objectives`, `ratchet.advantage_estimators`, `ratchet.prompt_optimizers`,
-`ratchet.evaluations`, `ratchet.monitors`. Ratchet's own optional features are registered in its pyproject.toml and are
-loaded the same way. What each group expects: docs/plugins.md.
+`ratchet.evaluations`, `ratchet.monitors`, `ratchet.task_sources`. Ratchet's own optional features are registered in its
+pyproject.toml and are loaded the same way. What each group expects: docs/plugins.md.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ JUDGES: Final = "ratchet.judges"
 PROMPT_OPTIMIZERS: Final = "ratchet.prompt_optimizers"
 EVALUATIONS: Final = "ratchet.evaluations"
 MONITORS: Final = "ratchet.monitors"
+TASK_SOURCES: Final = "ratchet.task_sources"
 OBJECTIVE_PLUGINS: Final = "ratchet.objectives"
 ADVANTAGE_ESTIMATORS: Final = "ratchet.advantage_estimators"
 

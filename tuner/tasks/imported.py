@@ -17,9 +17,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from ratchet.trainer.errors import TaskSetError, TaskSetNotFound
+from ratchet.trainer.errors import PluginError, TaskSetError, TaskSetNotFound
 from ratchet.trainer.tasks.file_reader import ending
 from ratchet.trainer.tasks.task_set import TaskSet
+from ratchet.trainer.user_code.plugins import TASK_SOURCES, load_plugin, plugin_names
 
 _ABOUT = "set.json"
 _REPLACED = ".replaced-"  # prefix of a set's folder while it is being replaced
@@ -91,7 +92,7 @@ class ImportedTasks:
             about = _read(place / _ABOUT)
             return TaskSet.of_files(source, {split: place / f"{split}.jsonl" for split in about.splits})
         try:
-            return TaskSet.open(source)
+            return open_source(source)
         except TaskSetNotFound as error:
             raise _with_names(error, [one.name for one in self.all()]) from error
 
@@ -108,6 +109,18 @@ class ImportedTasks:
                 f"--name {name!r}: letters, digits, dots, dashes and underscores, at most 100, no suffix"
             )
         return self._folder / name
+
+
+def open_source(source: str) -> TaskSet:
+    """Open a folder, a file, a hub name, or NAME:REST with the name of a task source plug-in. Raises TaskSetError."""
+    plugin, colon, name = source.partition(":")
+    if not colon or plugin not in plugin_names(TASK_SOURCES):
+        return TaskSet.open(source)
+    try:
+        opened: TaskSet = load_plugin(TASK_SOURCES, plugin)(name)
+    except PluginError as error:
+        raise TaskSetError(f"task set {source}: {error}") from error
+    return opened
 
 
 def _copy(tasks: TaskSet, name: str, staging: Path, on_row: Callable[[], object]) -> Imported:

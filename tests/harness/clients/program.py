@@ -66,11 +66,11 @@ class Program:
         return results
 
 
-def mipro_python() -> Path:
-    """Return the interpreter that has DSPy. Fails, with the remedy, if it is not set up."""
+def client_python(environment: str) -> Path:
+    """Return the interpreter of a client environment. Fails, with the remedy, if it is not set up."""
     if os.environ.get(SKIP):
         pytest.skip(f"{SKIP} is set")
-    return _existing(HOME / "mipro" / "bin" / "python")
+    return _existing(HOME / environment / "bin" / "python")
 
 
 def compatcanary_report(url: str, model: str, profile: str) -> dict[str, Any]:

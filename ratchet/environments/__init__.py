@@ -1,0 +1,1 @@
+"""Public environments as workflows: `--workflow ratchet.environments.NAME:workflow` (docs/tuner.md)."""
