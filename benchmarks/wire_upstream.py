@@ -86,6 +86,7 @@ def _answer(body: bytes) -> bytes:
 
 _STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 _CARD = {"id": MODEL, "object": "model", "created": 1, "owned_by": "vllm", "root": "x", "parent": None}
+_NOT_FOUND = _answer(b'{"detail":"Not Found"}').replace(b"200 OK", b"404 Not Found", 1)
 _MODELS = _answer(json.dumps({"object": "list", "data": [_CARD]}).encode())
 _PLAIN = _answer(whole(PROMPT_TOKENS, TOKENS)).split(_NUMBER)
 _LARGE = _answer(whole(LARGE_PROMPT_TOKENS, LARGE_TOKENS)).split(_NUMBER)
@@ -115,6 +116,8 @@ class _UpstreamConnection(asyncio.Protocol):
         body, self._data = self._data[end + 4 :], b""
         if head.startswith(b"get"):
             self._transport.write(_MODELS)
+        elif not head.startswith(b"post /v1/chat/completions http"):
+            self._transport.write(_NOT_FOUND)
         elif b'"stream":true' in body or b'"stream": true' in body:
             self._transport.write(_STREAM)
             self._next(0, b"%08d" % next(_numbers))

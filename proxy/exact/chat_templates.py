@@ -121,16 +121,6 @@ class Templates:
         return Template(turn_end, turn_end_text, max((n for n in lengths if isinstance(n, int)), default=None))
 
 
-def has_plain_tool_calls(message: Json) -> bool:
-    """Return whether an assistant message's tool calls have the standard form."""
-    calls = message.get("tool_calls")
-    if calls is None:
-        return True
-    return isinstance(calls, list) and all(
-        isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
-    )
-
-
 def renders_text(message: Json, text: str) -> bool:
     """Return whether an assistant message's own text contains `text`."""
     functions = [call["function"] for call in message.get("tool_calls") or ()]

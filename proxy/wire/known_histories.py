@@ -34,6 +34,7 @@ class MessageTraits(NamedTuple):
     has_escapes: bool = False  # a printable ASCII character may be written as `\u00..`
     depth: int = 0  # the levels of their JSON, at most
     leading_system: int = 0  # number of system and developer messages at the beginning
+    plain_tool_calls: bool = True  # those of assistant messages have the standard form
 
     def joined(self, length: int, later: MessageTraits) -> MessageTraits:
         """Return the traits of these messages, so many, and later ones."""
@@ -44,6 +45,7 @@ class MessageTraits(NamedTuple):
             self.has_escapes or later.has_escapes,
             max(self.depth, later.depth),
             self.leading_system + (later.leading_system if self.leading_system == length else 0),
+            self.plain_tool_calls and later.plain_tool_calls,
         )
 
 

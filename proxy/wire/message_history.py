@@ -31,7 +31,7 @@ _SYSTEM = ("system", "developer")
 _NON_TEXT_PARTS = ("image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "file")
 
 # All JSON encoders write these characters the same way, unless they write `\u00..`.
-_PLAIN_TEXT = re.compile(r"[ -.0-~\n\r\t]{12,}")
+_PLAIN_TEXT = re.compile(r"[ -.0-~\n\r\t]{2,}")
 _ESCAPED_TEXT = re.compile(rb"\\u00(?:[2-7]|0[9aAdD])")
 
 _raws = msgspec.json.Decoder(list[Raw])
@@ -42,8 +42,15 @@ _encode = msgspec.json.Encoder().encode
 Message = dict[str, Any]
 
 
-class TooDeep(Exception):
-    """A part of the list that is not known exceeds the allowed depth."""
+class MayExceedLimits(Exception):
+    """The list is longer than allowed, or a part of it that is not known is deeper."""
+
+
+class ListLimits(NamedTuple):
+    """What a list may have: messages, and levels of JSON, its own included."""
+
+    messages: int
+    depth: int
 
 
 class HashedMessage(NamedTuple):
@@ -89,26 +96,27 @@ class MessageReader:
         self._bytes = 0  # of the current generation
         self._known = known or KnownHistories()
 
-    def read(self, raw: Raw, key_id: str = "", max_depth: int | None = None) -> History:
-        """Return the messages of a valid JSON list. `max_depth`: the levels of JSON that it may have.
+    def read(self, raw: Raw, key_id: str = "", limits: ListLimits | None = None) -> History:
+        """Return the messages of a valid JSON list.
 
-        Raises TooDeep; msgspec.DecodeError for a list of anything but objects.
+        Raises MayExceedLimits; msgspec.DecodeError for a list of anything but objects.
         """
         data = bytes(raw)
         if len(data) >= _LONG:
-            return self._read_long(data, key_id, max_depth)
-        depth = _checked_depth(data, max_depth)
-        return _history(self._read_all(_raws.decode(data)), depth)
+            return self._read_long(data, key_id, limits)
+        raws = _raws.decode(data)
+        depth = _checked_depth(raws, limits)
+        return _history(self._read_all(raws), depth)
 
-    def _read_long(self, data: bytes, key_id: str, max_depth: int | None) -> History:
+    def _read_long(self, data: bytes, key_id: str, limits: ListLimits | None) -> History:
         beginning = self._known.find(data, key_id)
         known = beginning.known
-        if known is not None and (max_depth is None or known.traits.depth <= max_depth):
+        if known is not None and (limits is None or known.traits.depth <= limits.depth):
             new = b"[" + data[beginning.end :].lstrip().removeprefix(b",")
-            history = _continued(known, new, _checked_depth(new, max_depth), data)
+            history = _continued(known, new, limits, data)
         else:
-            depth = _checked_depth(data, max_depth)
             raws = _raws.decode(data)
+            depth = _checked_depth(raws, limits)
             hashed, has_escapes = self._read_all(raws), _has_escapes(data)
             history = _history(hashed, depth, has_escapes=has_escapes)._replace(data=data)
             shorter = beginning.without_last(data, bytes(raws[-1])) if len(raws) > 1 else None
@@ -151,12 +159,15 @@ def _hashed(parent: str, parent_key: str, message: Message) -> HashedMessage:
     return HashedMessage(message, canon.node(parent, message), canon.link_key(parent_key, message))
 
 
-def _checked_depth(data: bytes, max_depth: int | None) -> int:
-    """Return the levels of JSON, or more. Raises TooDeep."""
-    if max_depth is None:
+def _checked_depth(raws: Sequence[Raw], limits: ListLimits | None) -> int:
+    """Return the levels of JSON of a list with these items, or more. Raises MayExceedLimits."""
+    if limits is None:
         return _ANY_DEPTH
-    if (depth := json_depth.depth_bound(data, max_depth)) > max_depth:
-        raise TooDeep
+    if len(raws) > limits.messages:
+        raise MayExceedLimits
+    depth = 1 + max([json_depth.depth_bound(bytes(raw), limits.depth - 1) for raw in raws], default=0)
+    if depth > limits.depth:
+        raise MayExceedLimits
     return depth
 
 
@@ -172,11 +183,13 @@ def _history(hashed: Sequence[HashedMessage], depth: int, *, has_escapes: bool =
     return History(messages, nodes, tuple([node.hash for node in nodes]), tuple(keys), traits)
 
 
-def _continued(known: KnownHistory, new: bytes, depth: int, data: bytes) -> History:
-    """Return the history of `data`: known messages, and the list `new` after them."""
+def _continued(known: KnownHistory, new: bytes, limits: ListLimits | None, data: bytes) -> History:
+    """Return the history of `data`: known messages, and the list `new` after them. Raises MayExceedLimits."""
     hashed: list[HashedMessage] = []
     parent, key = known.hashes[-1], known.keys[-1]
-    for raw in _raws.decode(new):
+    raws = _raws.decode(new)
+    depth = _checked_depth(raws, limits)
+    for raw in raws:
         one = _hashed(parent, key, _message.decode(raw))
         hashed.append(one)
         parent, key = one.node.hash, one.key
@@ -197,17 +210,29 @@ def _has_escapes(data: bytes) -> bool:
 
 def _traits(messages: Sequence[Message], depth: int, *, has_escapes: bool) -> MessageTraits:
     """Return the traits of messages."""
-    untrainable, has_developer, only_text, leading_system = None, False, True, 0
+    untrainable, has_developer, only_text, leading_system, plain_tool_calls = None, False, True, 0, True
     for place, message in enumerate(messages):
         role = message.get("role")
         if role in _SYSTEM:
             has_developer |= role == "developer"
             leading_system += place == leading_system
+        elif role == "assistant":
+            plain_tool_calls = plain_tool_calls and _has_plain_tool_calls(message)
         content = message.get("content")
         if isinstance(content, list):
             only_text = False
             untrainable = untrainable or _non_text_part(content)
-    return MessageTraits(untrainable, has_developer, only_text, has_escapes, depth, leading_system)
+    return MessageTraits(untrainable, has_developer, only_text, has_escapes, depth, leading_system, plain_tool_calls)
+
+
+def _has_plain_tool_calls(message: Message) -> bool:
+    """Return whether an assistant message's tool calls have the standard form."""
+    calls = message.get("tool_calls")
+    if calls is None:
+        return True
+    return isinstance(calls, list) and all(
+        isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
+    )
 
 
 def _non_text_part(content: Sequence[Any]) -> str | None:

@@ -18,7 +18,7 @@ from msgspec import Raw
 from ratchet.proxy.errors import BadRequest
 from ratchet.proxy.wire import lax_values
 from ratchet.proxy.wire.body_bounds import BodyBounds
-from ratchet.proxy.wire.message_history import MessageReader
+from ratchet.proxy.wire.message_history import ListLimits, MessageReader
 from ratchet.store.content import json_depth
 from ratchet.store.content import messages as canon
 from ratchet.store.content.prompt_substitution import beginning, has_system_prompt
@@ -91,6 +91,7 @@ class ChatRequest(msgspec.Struct):
     keys: tuple[str, ...] = ()  # link keys of the messages
     has_developer: bool = False  # a message has this role
     leading_system: int = 0  # number of system messages at the beginning
+    plain_tool_calls: bool = True  # those of assistant messages have the standard form
     may_contain: Callable[[str], bool] = _always  # False: no message contains the text
 
     def outgoing(self, served_name: str) -> bytes:
@@ -148,7 +149,8 @@ def read(
         bounds.check_fields(fields, len(body))
     model = model_in(fields)
     try:
-        history = reader.read(fields["messages"], key_id, bounds.max_json_depth - 1 if bounds else None)
+        limits = ListLimits(bounds.max_messages, bounds.max_json_depth - 1) if bounds else None
+        history = reader.read(fields["messages"], key_id, limits)
     except KeyError:
         raise BadRequest("`messages` is missing", param="messages") from None
     except msgspec.DecodeError as error:
@@ -183,6 +185,7 @@ def read(
         keys=history.keys,
         has_developer=history.traits.has_developer,
         leading_system=history.traits.leading_system,
+        plain_tool_calls=history.traits.plain_tool_calls,
         may_contain=history.may_contain,
     )
 

@@ -19,7 +19,7 @@ from ratchet.proxy.errors import ProxyError
 from ratchet.proxy.wire import request_body
 from ratchet.proxy.wire.body_bounds import BodyBounds
 from ratchet.proxy.wire.known_histories import KnownBeginning, KnownHistories, KnownHistory, MessageTraits
-from ratchet.proxy.wire.message_history import MessageReader
+from ratchet.proxy.wire.message_history import ListLimits, MayExceedLimits, MessageReader
 from ratchet.proxy.wire.request_body import ChatRequest
 from ratchet.store.content import messages as canon
 
@@ -28,7 +28,17 @@ Json = dict[str, Any]
 BOUNDS = BodyBounds(body=10**6, max_messages=14, max_tools=3, max_json_depth=20, max_json_values=10**6)
 SYSTEM: Json = {"role": "system", "content": "SYSTEM"}
 LONG = json.dumps('A "system" prompt.\n' * 1000).encode()  # in its place: long enough to be looked up
-FIELDS = ("model", "sampling", "tools_hash", "tools", "strict_tools", "untrainable", "has_developer", "leading_system")
+FIELDS = (
+    "model",
+    "sampling",
+    "tools_hash",
+    "tools",
+    "strict_tools",
+    "untrainable",
+    "has_developer",
+    "leading_system",
+    "plain_tool_calls",
+)
 
 
 class Untouched:
@@ -219,6 +229,24 @@ def test_new_messages_are_within_the_bounds() -> None:
         history = [*turns(10), new] if expected == "max_json_depth" else turns(14)
         with pytest.raises(ProxyError, match=expected):
             request_body.read_within(BOUNDS, written(history), "key", reader)
+
+
+def test_a_list_that_is_too_long_is_not_parsed() -> None:
+    reader, limits = MessageReader(), ListLimits(messages=10, depth=5)
+    for length, error in ((10, msgspec.DecodeError), (11, MayExceedLimits)):  # its items are no messages
+        for item in (b"1", LONG):
+            with pytest.raises(error):
+                reader.read(Raw(b"[%b]" % b",".join([item] * length)), "", limits)
+
+
+def test_unusual_tool_calls_of_a_known_history_are_not_forgotten() -> None:
+    reader = MessageReader()
+    for unusual in (False, True):
+        history = turns(4)
+        history[2] |= {"tool_calls": "none"} if unusual else {}
+        for more in ([], turns(2)[1:]):
+            read = request_body.read_within(BOUNDS, written([*history, *more]), "key", reader)
+            assert read.plain_tool_calls is not unusual
 
 
 def test_a_history_known_from_a_proxy_with_wider_bounds_is_checked_again() -> None:

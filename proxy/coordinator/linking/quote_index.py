@@ -22,7 +22,8 @@ Quotes = dict[bytes, int]  # digest -> length of the texts that start at one pos
 
 _BOUNDARIES = ("\n", ": ", '"', ">", "`", "(", "[")
 _BLANK = re.compile(r"\s*")
-_SHORT = 6_000  # characters; in a shorter text a search per boundary is faster
+_SHORT = 200  # characters; in a shorter text a search per boundary is faster
+_SEARCHED = 60_000  # characters; to compile a new pattern costs about as much as searching them without one
 _PATTERN_LENGTH = 8  # characters of an anchor in the pattern
 _CLASSES = {"a-z": "az", "A-Z": "AZ", "0-9": "09", "\x80-\U0010ffff": "\x80\U0010ffff"}
 _json = JSONDecoder(strict=False)
@@ -116,6 +117,7 @@ class QuoteIndex:
         self._lengths: dict[int | str, dict[int, int]] = {}  # by the last prefix hash or the anchor: texts by length
         self._classes: tuple[set[str], ...] = tuple(set() for _ in range(_PATTERN_LENGTH))  # of the anchors' characters
         self._pattern: re.Pattern[str] | None = None
+        self._searched = 0  # characters since there is no pattern
 
     def __len__(self) -> int:
         return len(self._leaves)
@@ -187,7 +189,7 @@ class QuoteIndex:
     def _positions(self, text: str) -> list[int]:
         """Return the positions where a known anchor starts, in order."""
         anchors = self._anchors
-        if len(text) < _SHORT:
+        if len(text) < _SHORT or (self._pattern is None and not self._is_pattern_due(text)):
             return sorted({at for at in _starts(text) if text[at : at + ANCHOR_LENGTH] in anchors})
         found = [0] if text[:ANCHOR_LENGTH] in anchors else []
         pattern = self._compiled()
@@ -200,7 +202,12 @@ class QuoteIndex:
         for classes, letter in zip(self._classes, anchor, strict=False):
             if (name := _class(letter)) not in classes:
                 classes.add(name)
-                self._pattern = None
+                self._pattern, self._searched = None, 0
+
+    def _is_pattern_due(self, text: str) -> bool:
+        """Return whether so much was searched without a pattern that one is worth its compilation."""
+        self._searched += len(text)
+        return self._searched > _SEARCHED
 
     def _compiled(self) -> re.Pattern[str]:
         """Return the pattern of a boundary followed by what may be an anchor."""

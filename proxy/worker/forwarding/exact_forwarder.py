@@ -134,9 +134,9 @@ class ExactForwarder:
         Raises ContextFork, UpstreamError.
         """
         request, start, url = call.request, call.start, self._replica_of(call)
-        _check_suited(request)
         if self._not_offered_until.get(url, 0.0) > time.monotonic():
             raise ContextFork("not_offered")
+        _check_suited(request)
         context = await self._contexts.find_context(leaf)
         if context is None:
             raise ContextFork("context_unknown")
@@ -161,7 +161,7 @@ class ExactForwarder:
     ) -> tuple[Rendered, Spliced | None]:
         """Return the render, and the prompt to use instead of its own. Raises ContextFork, UpstreamError."""
         template = await self._templates.find_template(url, alias, body)
-        if any(
+        if request.may_contain(template.turn_end_text) and any(
             chat_templates.renders_text(message, template.turn_end_text)
             for message in request.messages
             if message.get("role") == "assistant"
@@ -214,8 +214,7 @@ def _check_suited(request: ChatRequest) -> None:
     """Raise ContextFork if a request uses what only plain chat supports, or has a message of an unusual form."""
     if request.untrainable:
         raise ContextFork("untrainable")
-    assistant = (message for message in request.messages if message.get("role") == "assistant")
-    if not all(map(chat_templates.has_plain_tool_calls, assistant)):
+    if not request.plain_tool_calls:
         raise ContextFork("unsuited_field")
     for name, neutral in _UNSUITED.items():
         if name in request.fields and request_body.value(request.fields, name) not in (None, neutral):
