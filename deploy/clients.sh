@@ -2,7 +2,8 @@
 # Set up the agent SDKs and frameworks for the tests of real clients: deploy/clients.sh VENV. Skips what is up to date.
 #
 # Their requirements conflict with each other and with Ratchet's, so each has an environment of its own:
-# VENV/clients/NAME for each tests/clients/requirements/NAME.txt, mipro and verifiers for the extras tune-mipro and verifiers, and
+# VENV/clients/NAME for each tests/clients/requirements/NAME.txt, and with Ratchet's own dependencies beside them for each
+# tests/clients/beside_ratchet/NAME.txt, mipro and verifiers for the extras tune-mipro and verifiers, and
 # VENV/clients/node from tests/clients/node if npm is installed.
 # pip's PIP_INDEX_URL and PIP_EXTRA_INDEX_URL apply to the Python ones, npm's own settings to node.
 set -eu
@@ -16,7 +17,8 @@ python=$venv/bin/python
 
 key() {
     "$python" -c 'import hashlib, pathlib, sys
-print(hashlib.sha256(b"".join(pathlib.Path(name).read_bytes() for name in sys.argv[1:])).hexdigest()[:16])' "$0" "$@"
+files = [path for path in map(pathlib.Path, sys.argv[1:]) if path.is_file()]
+print(hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16])' "$0" "$@"
 }
 failed() {
     echo "make: setting up $home/$1 failed; see the message above. Run the same make target again to continue," >&2
@@ -26,17 +28,16 @@ failed() {
 
 if [ -n "${RATCHET_SKIP_CLIENTS:-}" ]; then exit 0; fi
 
-environment() { # NAME FILE [OPTIONS...]
+environment() { # NAME OPTIONS...: what uv installs
     name=$1
-    file=$2
-    shift 2
-    stamp=$home/$name/.ratchet-$(key "$file")
+    shift
+    stamp=$home/$name/.ratchet-$(key "$@")
     if [ -f "$stamp" ]; then return 0; fi
     echo "Setting up $home/$name for the tests of real clients ..."
     rm -rf "$home/$name"
     mkdir -p "$home"
     "$venv/bin/uv" venv --quiet --python "$python" "$home/$name" || failed "$name"
-    "$venv/bin/uv" pip install --quiet --python "$home/$name/bin/python" --requirement "$file" "$@" || failed "$name"
+    "$venv/bin/uv" pip install --quiet --python "$home/$name/bin/python" "$@" || failed "$name"
     touch "$stamp"
 }
 
@@ -68,10 +69,13 @@ begin() {
 begin bfcl
 if command -v npm >/dev/null 2>&1; then begin node; fi
 for file in "$tests"/requirements/*.txt; do
-    begin environment "$(basename "$file" .txt)" "$file"
+    begin environment "$(basename "$file" .txt)" --requirement "$file"
 done
-begin environment mipro pyproject.toml --extra tune-mipro
-begin environment verifiers pyproject.toml --extra verifiers
+for file in "$tests"/beside_ratchet/*.txt; do
+    begin environment "$(basename "$file" .txt)" --requirement pyproject.toml --requirement "$file"
+done
+begin environment mipro --requirement pyproject.toml --extra tune-mipro
+begin environment verifiers --requirement pyproject.toml --extra verifiers
 status=0
 for process in $running; do
     wait "$process" || status=1

@@ -24,8 +24,9 @@ from ratchet.trainer.controller.judges import Judge
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.errors import JudgeError, JudgeFailed, MalformedTaskRow, WorkflowError, WorkflowFailed
-from ratchet.trainer.settings.judge_specs import read_spec
+from ratchet.trainer.settings.judge_specs import FunctionSpec, read_spec
 from ratchet.trainer.tasks.task_set import content_id
+from ratchet.trainer.user_code.agentscope_models import ModelServer
 from ratchet.trainer.user_code.judgement import Judgement
 from ratchet.tuner.rollouts.runner import NO_KEY, describe_error
 from ratchet.tuner.rollouts.workflow import FunctionWorkflow, Workflow, load_workflow
@@ -94,9 +95,9 @@ async def try_out_async(
     """Do what `try_out` does, in the running event loop."""
     row = _row(task)
     agent = load_workflow(workflow)
-    made = None if judge is None else _open_judge(judge, has_messages=False)
+    key = api_key or NO_KEY
+    made = None if judge is None else _open_judge(judge, ModelServer(base_url, key), has_messages=False)
     try:
-        key = api_key or NO_KEY
         name = model or await _served_model(agent, base_url, key)
         started_at = time.perf_counter()
         output = await _run(
@@ -116,6 +117,8 @@ def try_judge(
     response: Any,
     *,
     messages: Sequence[Mapping[str, Any]] = (),
+    base_url: str | None = None,
+    api_key: str | None = None,
 ) -> Judgement:
     """Judge one response. Also works in a notebook.
 
@@ -123,10 +126,11 @@ def try_judge(
     task      the task's row, or its key
     response  what a workflow returned
     messages  the conversation, as chat messages, for a judge that reads the calls
+    base_url  an OpenAI-compatible server, for a judge of AgentScope's tuner that takes `auxiliary_models`
 
     Raises JudgeError: the judge cannot be loaded, or fails.
     """
-    return run_to_end(try_judge_async(judge, task, response, messages=messages))
+    return run_to_end(try_judge_async(judge, task, response, messages=messages, base_url=base_url, api_key=api_key))
 
 
 async def try_judge_async(
@@ -135,9 +139,12 @@ async def try_judge_async(
     response: Any,
     *,
     messages: Sequence[Mapping[str, Any]] = (),
+    base_url: str | None = None,
+    api_key: str | None = None,
 ) -> Judgement:
     """Do what `try_judge` does, beside the running event loop."""
-    made = _open_judge(judge, has_messages=bool(messages))
+    models = None if base_url is None else ModelServer(base_url, api_key)
+    made = _open_judge(judge, models, has_messages=bool(messages))
     try:
         return await asyncio.to_thread(_judge, made, task, WorkflowOutput(plain(response)), messages)
     finally:
@@ -153,15 +160,19 @@ def _row(task: Any) -> dict[str, Any]:
     return dict(task)
 
 
-def _open_judge(judge: Any, *, has_messages: bool) -> Judge:
+def _open_judge(judge: Any, models: ModelServer | None, *, has_messages: bool) -> Judge:
     if isinstance(judge, (str, Mapping)):
         try:
-            made = make_judge(read_spec(judge), os.environ)
+            spec = read_spec(judge)
+            if isinstance(spec, FunctionSpec) and spec.base_url is None:
+                made: Judge = FunctionJudge(spec.function, models=models)
+            else:
+                made = make_judge(spec, os.environ)
         except ValidationError as error:
             message = "; ".join(str(item["msg"]).removeprefix("Value error, ") for item in error.errors())
             raise JudgeError(f"judge {judge!r:.200}: {message}; see docs/judges.md") from error
     else:
-        made = FunctionJudge(judge)
+        made = FunctionJudge(judge, models=models)
     if isinstance(made, FunctionJudge) and made.names_calls and not has_messages:
         raise JudgeError(
             f"judge {made.name} reads `trajectory` or `tool_outcomes`, and no call is recorded here: use "

@@ -45,6 +45,23 @@ def _function(given: str) -> str:
     return given
 
 
+def _checked_url(url: str) -> str:
+    """Return an http(s) URL without a slash at its end. Raises ValueError."""
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and (parts.hostname or "").encode("idna") and parts.port != 0
+    except ValueError:  # a host or port that no client accepts
+        valid = False
+    if not valid:
+        raise ValueError(f"{url!r} is not an http(s) URL, such as http://127.0.0.1:8000/v1")
+    return url.rstrip("/")
+
+
+def _models_url(url: str) -> str:
+    """Return the URL as AgentScope's clients take it, with /v1. Raises ValueError."""
+    return f"{_checked_url(url).removesuffix('/v1')}/v1"
+
+
 class _Spec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
@@ -57,6 +74,12 @@ class FunctionSpec(_Spec):
         description="the function, as module:function or path/file.py:function"
     )
     concurrency: int = Field(1, ge=1, le=64, description="groups judged at the same time, each in its own thread")
+    base_url: Annotated[str, AfterValidator(_models_url)] | None = Field(
+        None, description="server of the models that a judge of AgentScope's tuner gets as `auxiliary_models`"
+    )
+    api_key_env: str = Field(
+        "RATCHET_JUDGE_API_KEY", pattern=r"^[A-Z][A-Z0-9_]*$", description="environment variable with its API key"
+    )
 
 
 class AnswerSpec(_Spec):
@@ -106,18 +129,6 @@ class BehaviorSpec(_Spec):
         except re.error as error:
             raise ValueError(f"pattern is not a regular expression: {error}") from error
         return self
-
-
-def _checked_url(url: str) -> str:
-    """Return an http(s) URL without a slash at its end. Raises ValueError."""
-    try:
-        parts = urlsplit(url)
-        valid = parts.scheme in ("http", "https") and (parts.hostname or "").encode("idna") and parts.port != 0
-    except ValueError:  # a host or port that no client accepts
-        valid = False
-    if not valid:
-        raise ValueError(f"{url!r} is not an http(s) URL, such as http://127.0.0.1:8000/v1")
-    return url.rstrip("/")
 
 
 class ModelSpec(_Spec):

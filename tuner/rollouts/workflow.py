@@ -10,6 +10,8 @@ rollouts. A function, async or not, receives those of these parameters that it d
     system_prompt  the prompt under trial, or None; the proxy applies it even if the function does not
     seed           a number for this attempt at this task, equal for all candidates of a comparison; else None
 
+A function of AgentScope's tuner gets its chat model as `model` and `auxiliary_models` (agentscope_functions.py).
+
 It returns any value, or `response`, `reward` and `metrics` as keys of a mapping or attributes of an object. A program
 gets the same (program_workflow.py). Guarantees: a parameter that is not in this list is an error when the workflow is
 loaded; functions that are not async run in threads of their own and do not block each other.
@@ -26,6 +28,7 @@ from shutil import which
 from typing import Any, Protocol
 
 from ratchet.trainer.errors import NotCallable, NotImportable, WorkflowError, WorkflowFailed
+from ratchet.trainer.user_code.agentscope_functions import adapted_workflow
 from ratchet.trainer.user_code.entry_points import (
     ENTRY_POINT,
     accepted_parameters,
@@ -86,7 +89,8 @@ class FunctionWorkflow:
     def __init__(self, function: str | Callable[..., Any]) -> None:
         self.name = function if isinstance(function, str) else name_of(function)
         try:
-            self._function = to_callable(load(function)[0] if isinstance(function, str) else function)
+            found = to_callable(load(function)[0] if isinstance(function, str) else function)
+            self._function = adapted_workflow(found, PARAMETERS)
             self._wanted = accepted_parameters(self._function, PARAMETERS)
         except NotImportable as error:
             raise WorkflowError(f"workflow {self.name}: {error}") from error

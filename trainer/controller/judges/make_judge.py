@@ -33,13 +33,16 @@ from ratchet.trainer.settings.judge_specs import (
     RewardSpec,
     TeacherSpec,
 )
+from ratchet.trainer.user_code.agentscope_models import ModelServer
 from ratchet.trainer.user_code.plugins import JUDGES, load_plugin
 
 
 def make_judge(spec: JudgeSpec, environ: Mapping[str, str]) -> Judge:
     """Return the judge. Raises JudgeError if it cannot be made."""
     if isinstance(spec, FunctionSpec):
-        return FunctionJudge(spec.function, concurrency=spec.concurrency)
+        key = environ.get(spec.api_key_env)
+        models = None if spec.base_url is None else ModelServer(spec.base_url, key)
+        return FunctionJudge(spec.function, concurrency=spec.concurrency, models=models)
     if isinstance(spec, AnswerSpec):
         return AnswerJudge(spec)
     if isinstance(spec, BehaviorSpec):

@@ -63,13 +63,15 @@ class DraftVerdict:
         )
 
 
+_PARTS = ("score", "reward", "components", "metrics", "explanation")
 NO_RETURN = "the judge returned nothing (None)"  # start of the failure of a missing return
 
 
 def read(answer: Any) -> DraftVerdict:
     """Convert a number, a bool, or a mapping or object with `score`, `components` and `explanation`.
 
-    `reward` is accepted for `score`. Other values and numbers that are not finite are failures.
+    `reward` is accepted for `score`, and then `metrics` for `components`. Other values and numbers that are not finite
+    are failures.
     """
     if answer is None:
         return DraftVerdict.failed(f"{NO_RETURN}: a return is missing, or `return 0.0` for a wrong answer")
@@ -85,12 +87,16 @@ def read(answer: Any) -> DraftVerdict:
 
 def _parts(answer: Any) -> Mapping[str, Any]:
     if isinstance(answer, Mapping):
-        return answer if "score" in answer else {**answer, "score": answer.get("reward")}
-    named = next((name for name in ("score", "reward") if hasattr(answer, name)), None)
-    if named is None:
+        found = dict(answer)
+    elif hasattr(answer, "score") or hasattr(answer, "reward"):
+        found = {name: getattr(answer, name) for name in _PARTS if hasattr(answer, name)}
+    else:
         return {"score": answer}
-    attributes = {name: getattr(answer, name, None) for name in ("components", "explanation")}
-    return {**attributes, "score": getattr(answer, named)}
+    return found if "score" in found else {**found, "score": found.get("reward"), "components": _components(found)}
+
+
+def _components(found: Mapping[str, Any]) -> Any:
+    return found.get("metrics") if found.get("components") is None else found["components"]
 
 
 def _finite(value: Any) -> TypeGuard[float]:

@@ -4,9 +4,12 @@ The function receives those of these parameters that it declares (with **kwargs 
 
     trajectory     {"id", "task", "messages", "tools", "tool_outcomes", "calls", "version", "feedback"}; messages are
                    OpenAI chat messages, `calls` is the number of calls
-    response       the response of a rollout's workflow; else the text of the last assistant message, "" if none
+    response       the response of a rollout's workflow; else the text of the last assistant message, "" if none;
+                   text also has `get_text_content()`, as messages of AgentScope have
     task           the task's row (dict) if its task set is known; else the task key that the agent sent, or None
     tool_outcomes  the outcome of each tool call, in order: {"tool", "tool_call_id", "outcome", "detail", "result"}
+
+A judge of AgentScope's tuner may also take `auxiliary_models`, the chat models of `models` (agentscope_functions.py).
 
 It returns a number or bool, a `ratchet.Judgement`, or {"score", "components", "explanation"}. An exception, `sys.exit`,
 and a missing or non-finite score are judge failures. The function runs with the trainer's rights.
@@ -30,6 +33,8 @@ from ratchet.trainer.controller.judges import GroupJudgement
 from ratchet.trainer.controller.judges.opinion import DraftVerdict, read, response_of, version_of
 from ratchet.trainer.controller.judges.tool_outcomes import tool_outcomes
 from ratchet.trainer.errors import JudgeError, NotCallable, NotImportable
+from ratchet.trainer.user_code.agentscope_functions import adapted_judge
+from ratchet.trainer.user_code.agentscope_models import ModelServer
 from ratchet.trainer.user_code.entry_points import (
     AcceptedParameters,
     accepted_parameters,
@@ -39,6 +44,7 @@ from ratchet.trainer.user_code.entry_points import (
     to_callable,
 )
 from ratchet.trainer.user_code.exit_guard import exit_failure, guarded_task
+from ratchet.trainer.user_code.response_text import ResponseText
 
 PARAMETERS = ("trajectory", "response", "task", "tool_outcomes")
 
@@ -47,11 +53,15 @@ class FunctionJudge:
     """Judges with one Python function, called by at most `concurrency` threads at the same time."""
 
     def __init__(
-        self, function: str | Callable[..., Any], clock: Callable[[], float] = time.time, concurrency: int = 1
+        self,
+        function: str | Callable[..., Any],
+        clock: Callable[[], float] = time.time,
+        concurrency: int = 1,
+        models: ModelServer | None = None,
     ) -> None:
         self.concurrency = concurrency
         self.name = function if isinstance(function, str) else name_of(function)
-        self._function, self._accepted, source = _load(function, self.name)
+        self._function, self._accepted, source = _load(function, self.name, models)
         self._clock = clock
         # One event loop per thread, so that an async function can keep a client.
         self._runners: dict[int, asyncio.Runner] = {}
@@ -117,6 +127,7 @@ def arguments(member: Transcript) -> dict[str, Any]:
     """Return the values of all parameters of judge functions, by name."""
     run = member.trajectory
     outcomes = tool_outcomes(member)
+    response = response_of(member)
     return {
         "trajectory": {
             "id": run.id,
@@ -128,7 +139,7 @@ def arguments(member: Transcript) -> dict[str, Any]:
             "tool_outcomes": outcomes,
             "feedback": [msgspec.structs.asdict(entry) for entry in member.feedback],
         },
-        "response": response_of(member),
+        "response": ResponseText(response) if isinstance(response, str) else response,
         "task": run.task if member.row is None else dict(member.row),
         "tool_outcomes": [dict(outcome) for outcome in outcomes],
     }
@@ -139,12 +150,15 @@ def _failed(error: BaseException) -> DraftVerdict:
     return DraftVerdict.failed(f"{type(error).__name__}: {reason}")
 
 
-def _load(given: str | Callable[..., Any], name: str) -> tuple[Callable[..., Any], AcceptedParameters, str]:
+def _load(
+    given: str | Callable[..., Any], name: str, models: ModelServer | None
+) -> tuple[Callable[..., Any], AcceptedParameters, str]:
     """Import the function if need be; return it, its accepted parameters and the source that its version hashes."""
     try:
         found, module = load(given) if isinstance(given, str) else (given, None)
         function = to_callable(found)
-        accepted = accepted_parameters(function, PARAMETERS)
+        adapted = adapted_judge(function, PARAMETERS, models)
+        accepted = accepted_parameters(adapted, PARAMETERS)
     except NotImportable as error:
         raise JudgeError(f"judge {name}: {error}") from error
     except NotCallable as error:
@@ -157,9 +171,9 @@ def _load(given: str | Callable[..., Any], name: str) -> tuple[Callable[..., Any
             "which gives no learning signal; make it read the response or the trajectory"
         )
     if module is None:
-        return function, accepted, _source_of(function)
+        return adapted, accepted, _source_of(function)
     try:
-        return function, accepted, inspect.getsource(module)
+        return adapted, accepted, inspect.getsource(module)
     except (OSError, TypeError) as error:
         raise JudgeError(
             f"judge {name}: cannot read the source of {module.__name__} ({error}), whose hash is the judge's "
