@@ -3,7 +3,7 @@
 Traffic: `tests/harness/linking/kinds.py` and `dialects.py`. Metrics: `tests/harness/linking/score.py`. Exits with 1 if
 precision is below 99.9%, or if recall or parents are below 99.9% for traffic that contains enough evidence to link.
 
-    python -m benchmarks.linking [--quick] [--seed 1] [--only WORD] [--workers 1] [--json]
+    python -m benchmarks.linking [--quick] [--seed 1] [--only WORD] [--workers 1] [--machines 1] [--json]
 """
 
 from __future__ import annotations
@@ -25,10 +25,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", metavar="WORD", help="only kinds whose name contains WORD")
     parser.add_argument("--workers", type=int, default=1, help="of the proxy; with several, each call may meet any")
+    parser.add_argument("--machines", type=int, default=1, help="proxies with a coordinator in common, called in turn")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     started = time.perf_counter()
-    results = measure(quick=options.quick, seed=options.seed, only=options.only, workers=options.workers)
+    results = measure(
+        quick=options.quick,
+        seed=options.seed,
+        only=options.only,
+        workers=options.workers,
+        machines=options.machines,
+    )
     if options.json:
         print(json.dumps([asdict(one.score) | {"evidence": one.evidence, "good": one.good} for one in results]))
     else:

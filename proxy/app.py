@@ -138,18 +138,20 @@ def create_app(
     placing: list[LifespanService]  # what this process needs to place calls, apart from linking itself
     admission: CallAdmission
     sessions: WorkerSessions | None = None
+    coordinator_url: Callable[[], str] = str
     if isinstance(role, WorkerRole):
         admission = remote = role.make_admission(settings, policies, rollouts, contexts, metrics, critical_tasks)
-        placing = [remote]
+        placing, coordinator_url = [remote], lambda: remote.coordinator_url
     else:
         admission = local = Admission(policies, linker, rollouts, contexts)
         placing = []
         if role is not None:
-            sessions = role.make_sessions(local, linker, restore, critical_tasks)
-            placing = [sessions]
+            sessions, known = role.make_sessions(settings, store, local, linker, restore, critical_tasks)
+            placing = [sessions, *([] if known is None else [known])]
     operators = build_operator_routes(
-        settings, store, recording, linker, policies.agent_states, health, metrics, role, critical_tasks
-    )
+        settings, store, recording, linker, policies.agent_states, health, metrics, role, coordinator_url,
+        critical_tasks,
+    )  # fmt: skip
     routes = build_routes(settings, store, upstream, recording, serving, operators, health, spans, metrics, admission)
     bodies = BodyMemory(
         Decompression(routes, settings.max_body_bytes),
@@ -180,8 +182,13 @@ def create_app(
     _watch_gauges(metrics, recording, serving, health, bodies)
     metrics.requests_waiting.set_function(lambda: parallel.waiting)
     earlier: list[LifespanService] = []  # what earlier processes left
-    if not isinstance(role, WorkerRole):
-        earlier.append(left_journals(settings, store, role.worker_urls if role else (), critical_tasks))
+    if isinstance(role, WorkerRole):
+        if role.ships_left_journals:
+            folder, workers = settings.journal.parent, {role.name, *role.other_workers}
+            earlier.append(left_journals(settings, folder, store, workers, critical_tasks))
+    else:
+        workers = set(role.worker_urls if role else ())
+        earlier.append(left_journals(settings, settings.journal, store, workers, critical_tasks))
     if role is None:
         earlier.append(restore)
     services: list[LifespanService] = [

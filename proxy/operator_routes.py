@@ -44,11 +44,12 @@ def build_operator_routes(
     health: HealthEndpoints,
     metrics: ProxyMetrics,
     role: Role | None,
+    coordinator_url: Callable[[], str],
     critical_tasks: CriticalTasks,
 ) -> OperatorRoutes:
     """Return the operators' routes: API, console, metrics, backlog. A worker forwards them to the coordinator."""
     if isinstance(role, WorkerRole):
-        return _forwarded_routes(role, health, metrics)
+        return _forwarded_routes(role, coordinator_url, health, metrics)
     # FastAPI and its pydantic models take long to import; the rest of the proxy does not.
     from ratchet.proxy.coordinator.operator_api.audit_log import AuditLog
     from ratchet.proxy.coordinator.operator_api.feedback import BODY_LIMIT, FeedbackIntake
@@ -70,14 +71,27 @@ def build_operator_routes(
     return OperatorRoutes(routes, mounts, services)
 
 
-def _forwarded_routes(role: WorkerRole, health: HealthEndpoints, metrics: ProxyMetrics) -> OperatorRoutes:
-    """Return a worker's routes for operators: the coordinator answers, and asks for the worker's own part."""
-    forward = CoordinatorRoutes(role.coordinator_url, _MAX_BODY_BYTES)
+def _forwarded_routes(
+    role: WorkerRole, coordinator_url: Callable[[], str], health: HealthEndpoints, metrics: ProxyMetrics
+) -> OperatorRoutes:
+    """Return a worker's routes for operators: the coordinator answers.
+
+    Metrics and backlog are the machine's: its own coordinator asks for the worker's part, or a worker asks the others.
+    """
+    forward = CoordinatorRoutes(coordinator_url, role.token, _MAX_BODY_BYTES)
     routes: dict[tuple[str, str], ASGIApp] = {
         ("GET", "/"): forward,
-        ("GET", "/metrics"): forward,
-        ("GET", "/health/backlog"): forward,
         ("GET", METRICS_PATH): metrics,
         ("GET", BACKLOG_PATH): health.backlog,
     }
-    return OperatorRoutes(routes, {"/api": forward, MOUNT: forward}, [forward])
+    services: list[LifespanService] = [forward]
+    own = role.own_coordinator_url
+    if own is not None:
+        machine = CoordinatorRoutes(lambda: own, role.token, _MAX_BODY_BYTES)
+        routes["GET", "/metrics"] = routes["GET", "/health/backlog"] = machine
+        services.append(machine)
+    else:
+        reports = WorkerReports(role.other_workers, metrics.registry, health, role.name)
+        routes["GET", "/metrics"], routes["GET", "/health/backlog"] = reports.metrics, reports.backlog
+        services.append(reports)
+    return OperatorRoutes(routes, {"/api": forward, MOUNT: forward}, services)

@@ -70,13 +70,13 @@ def build_recording(
 
 
 def left_journals(
-    settings: ProxySettings, store: Store, workers: Collection[str], critical_tasks: CriticalTasks
+    settings: ProxySettings, folder: Path, store: Store, workers: Collection[str], critical_tasks: CriticalTasks
 ) -> LeftJournals:
-    """Return what ships the journals of workers that do not exist any more; `workers` are those that do."""
+    """Return what ships the journals in a folder of workers that do not exist any more; `workers` are those that do."""
 
     def make(folder: Path) -> tuple[Journal, Shipper]:
         own = settings.model_copy(update={"journal": folder})
         recording = build_recording(own, store, None, ProxyMetrics(), critical_tasks)
         return recording.journal, recording.shipper
 
-    return LeftJournals(settings.journal, workers, make)
+    return LeftJournals(folder, workers, make)

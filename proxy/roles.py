@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ratchet.proxy.coordinator.admission import Admission
 from ratchet.proxy.coordinator.conversations.token_contexts import TokenContexts
+from ratchet.proxy.coordinator.known_workers import KnownWorkers
 from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
 from ratchet.proxy.coordinator.linking.restore import LinkingRestore
 from ratchet.proxy.coordinator.rollouts.rollout_plans import RolloutPlans
@@ -17,16 +18,34 @@ from ratchet.proxy.settings import ProxySettings
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.proxy.worker.coordination.outage_linker import OutageLinker
 from ratchet.proxy.worker.coordination.remote_admission import RemoteAdmission
+from ratchet.store.store import Store
 
-_MAX_BODY_BYTES = 2**24  # of a request that is forwarded to the coordinator
+FIRST_WORKER = "worker-1"
+
+
+def session_name(machine: str, worker: str) -> str:
+    """Return the name of a worker among those of all machines."""
+    return f"{machine}/{worker}"
 
 
 class WorkerRole(NamedTuple):
-    """One of several workers. `token` is the secret that it shares with the coordinator."""
+    """One of several workers. `token` is the secret that it shares with the coordinators.
+
+    `machine`: this proxy's name among those of other machines. `other_workers`: the addresses of the own listeners of
+    this proxy's other workers, by name. `own_coordinator_url`: None if this proxy runs no coordinator.
+    """
 
     name: str
-    coordinator_url: str
+    machine: str
+    coordinators: tuple[str, ...]
     token: str
+    other_workers: Mapping[str, str]
+    own_coordinator_url: str | None
+
+    @property
+    def ships_left_journals(self) -> bool:
+        """Whether this worker ships the journals of earlier ones, because no coordinator of this proxy does."""
+        return self.own_coordinator_url is None and self.name == FIRST_WORKER
 
     def make_admission(
         self,
@@ -40,9 +59,9 @@ class WorkerRole(NamedTuple):
         """Return the admission of a worker."""
         limits = (settings.trajectory_idle_seconds, settings.max_linking_bytes, settings.max_linking_bytes_per_key)
         return RemoteAdmission(
-            self.coordinator_url,
+            self.coordinators,
             self.token,
-            self.name,
+            session_name(self.machine, self.name),
             policies,
             contexts,
             metrics,
@@ -53,16 +72,36 @@ class WorkerRole(NamedTuple):
 
 
 class CoordinatorRole(NamedTuple):
-    """The coordinator of several workers. `worker_urls`: the address of each worker's own listener, by its name."""
+    """The coordinator of several workers.
 
+    `worker_urls`: the address of each worker's own listener, by its name. `group`: names the proxies of several
+    machines that share coordinators; None if this proxy is alone.
+    """
+
+    machine: str
     worker_urls: Mapping[str, str]
     token: str
+    group: str | None
 
     def make_sessions(
-        self, admission: Admission, linker: TrajectoryLinker, restore: LinkingRestore, critical_tasks: CriticalTasks
-    ) -> WorkerSessions:
-        """Return the sessions with the workers; they restore linking."""
-        return WorkerSessions(admission, linker, restore.start, self.token, len(self.worker_urls), critical_tasks)
+        self,
+        settings: ProxySettings,
+        store: Store,
+        admission: Admission,
+        linker: TrajectoryLinker,
+        restore: LinkingRestore,
+        critical_tasks: CriticalTasks,
+    ) -> tuple[WorkerSessions, KnownWorkers | None]:
+        """Return the sessions with the workers, which restore linking, and what knows those of other machines."""
+        names = [session_name(self.machine, worker) for worker in self.worker_urls]
+        known = None
+        if self.group is not None:
+            seconds = settings.trajectory_idle_seconds
+            known = KnownWorkers(
+                store, self.group, self.machine, seconds, lambda: sessions.active_workers(), critical_tasks
+            )
+        sessions = WorkerSessions(admission, linker, restore.start, self.token, names, known, critical_tasks)
+        return sessions, known
 
 
 Role = WorkerRole | CoordinatorRole

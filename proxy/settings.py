@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, m
 
 from ratchet.proxy.agent_names import check_agent_names
 from ratchet.proxy.api_keys import KEYS_VARIABLE, OPERATOR_KEYS_VARIABLE, hash_key
+from ratchet.proxy.coordination_settings import TOKEN_VARIABLE, CoordinationSettings
 from ratchet.proxy.model_list import FallbackRules, ModelEntry, keys_in
 from ratchet.proxy.wire.body_bounds import BodyBounds
 from ratchet.store.access.replica_list import check_entry
@@ -32,10 +33,8 @@ class AgentLimits(BaseModel):
     tokens_per_minute: int | None = Field(None, ge=1, description="token limit per proxy; null: no limit")
 
 
-class ProxySettings(BaseModel):
+class ProxySettings(CoordinationSettings):
     """The settings of one proxy process. Sizes are in bytes, times in seconds."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     upstreams: tuple[str, ...] = Field(
         min_length=1, repr=False, description="the vLLM replicas: URLs without `/v1`, or lists of them"
@@ -46,13 +45,6 @@ class ProxySettings(BaseModel):
     journal: Path = Field(description="folder of the journal; one proxy per folder")
     host: str = Field("127.0.0.1", description="address to listen on; any address but loopback requires API keys")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes any free port")
-    workers: int = Field(
-        1,
-        ge=1,
-        le=64,
-        description="processes that serve the port; with more than one, another process, the coordinator, places the "
-        "calls of all (see [production.md](production.md)); limits count per worker",
-    )
     tls_certificate: Path | None = Field(
         None,
         description="PEM file with the certificate, and those between it and the authority's, to serve HTTPS; read "
@@ -390,6 +382,8 @@ class ProxySettings(BaseModel):
                 values[field] = frozenset(hash_key(key.encode()) for key in keys)
         if environ.get(UPSTREAM_KEY_VARIABLE):
             values["upstream_key"] = environ[UPSTREAM_KEY_VARIABLE]
+        if environ.get(TOKEN_VARIABLE):
+            values["coordinator_token"] = environ[TOKEN_VARIABLE]
         if environ.get(ALARM_WEBHOOK_VARIABLE):
             values["alarm_webhook_url"] = environ[ALARM_WEBHOOK_VARIABLE]
         settings = cls(**values)

@@ -1,6 +1,7 @@
-"""Metrics and backlog of a proxy with several workers: the coordinator asks each worker, and answers for all.
+"""Metrics and backlog of a proxy's workers on one machine: one process asks the others, and answers for all.
 
-Each sample of a worker has the label `worker`; the coordinator's own samples have none. A worker that does not answer
+That is the coordinator, or, where there is none, any worker. Each sample of a worker has the label `worker`; the
+coordinator's own samples have none. A worker that does not answer
 is left out of the metrics, and makes the backlog unknown (503).
 """
 
@@ -14,6 +15,7 @@ import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 from starlette.types import Receive, Scope, Send
 
 from ratchet.proxy.coordinator.health.health_endpoints import HealthEndpoints
@@ -31,9 +33,12 @@ _TEXT = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
 
 
 class WorkerReports:
-    """The endpoints. `urls`: each worker's own address, by its name."""
+    """The endpoints. `urls`: the own address of each of the other workers, by its name. `name`: this worker's."""
 
-    def __init__(self, urls: Mapping[str, str], registry: CollectorRegistry, health: HealthEndpoints) -> None:
+    def __init__(
+        self, urls: Mapping[str, str], registry: CollectorRegistry, health: HealthEndpoints, name: str | None = None
+    ) -> None:
+        self._name = name
         self._urls = urls
         self._registry = registry
         self._health = health
@@ -49,6 +54,9 @@ class WorkerReports:
     async def metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The metrics of all processes."""
         families: dict[str, Metric] = {family.name: family for family in self._registry.collect()}
+        if (name := self._name) is not None:
+            for family in families.values():
+                family.samples = [_of_worker(one, name) for one in family.samples]
         for worker, text in (await self._read(METRICS_PATH)).items():
             for family in text_string_to_metric_families((text or b"").decode()):
                 known = families.setdefault(family.name, family)
@@ -56,7 +64,7 @@ class WorkerReports:
                     samples, family.samples = family.samples, []
                 else:
                     samples = family.samples
-                known.samples += [one._replace(labels={**one.labels, "worker": worker}) for one in samples]
+                known.samples += [_of_worker(one, worker) for one in samples]
         await send_bytes(send, 200, generate_latest(_Families(families)), list(_TEXT))
 
     async def backlog(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -90,6 +98,10 @@ class WorkerReports:
         except UpstreamError as error:
             log.info("event=worker_unreachable reason=%r", str(error))
             return None
+
+
+def _of_worker(sample: Sample, worker: str) -> Sample:
+    return sample._replace(labels={**sample.labels, "worker": worker})
 
 
 class _Families:

@@ -1,9 +1,10 @@
-"""Admission for the workers of one proxy: their calls are placed here, one decision at a time.
+"""Admission for workers, of this machine and others: their calls are placed here, one decision at a time.
 
 A session begins with `Hello`. Until every expected worker has sent it, or `_START_SECONDS` have passed, nothing is
 decided: only then is linking restored, from the store, which by then has the journals of earlier processes, and from
-what the workers still know. A worker that ends without a word leaves open calls: they become unanswered attempts,
-which a retry continues. Belongs to the event loop's thread.
+what the workers still know. A worker that dies leaves open calls: they become unanswered attempts, which a retry
+continues. The open calls of one that is not heard of are closed only, since it may still answer them. Belongs to the
+event loop's thread.
 """
 
 from __future__ import annotations
@@ -13,28 +14,34 @@ import hmac
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ratchet.proxy.coordination_settings import TOKEN_VARIABLE
 from ratchet.proxy.coordinator.admission import Admission
+from ratchet.proxy.coordinator.known_workers import KnownWorkers
 from ratchet.proxy.coordinator.linking.linker import MessagesNeeded, TrajectoryLinker
-from ratchet.proxy.errors import Forbidden, ProxyError
+from ratchet.proxy.errors import BadRequest, Forbidden, ProxyError
 from ratchet.proxy.messages import coordinator_messages as messages
 from ratchet.proxy.messages.admission_records import EndedCall
 from ratchet.proxy.messages.link_records import Placement
-from ratchet.proxy.messages.text_fingerprints import NO_FINGERPRINTS
+from ratchet.proxy.messages.text_fingerprints import NO_FINGERPRINTS, text_hash
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
-from ratchet.proxy.wire.asgi import header, read_body, send_bytes
+from ratchet.proxy.wire.asgi import HEADERS_BY_NAME, header, headers_of, read_body, send_bytes
 from ratchet.store.ids import new_id
 
 log = logging.getLogger("ratchet.proxy")
 
 _START_SECONDS = 15.0  # for every worker to begin its session: longer than the replay of a journal may delay its start
 _MAX_BODY_BYTES = 2**28
+_TICK_SECONDS = 5.0
+_MAX_SILENT_TICKS = 6  # a worker sends something every second
 _MAX_ENDED = 50_000  # numbers of ended calls that a session remembers
+_PROBES = ("/health/live", "/health/ready")
+_AUTHORIZATION, _TOKEN = b"authorization", messages.TOKEN_HEADER.encode()
 _BINARY = [(b"content-type", b"application/msgpack")]
 
 
@@ -44,6 +51,7 @@ class _Session:
     def __init__(self, name: str) -> None:
         self.name = name
         self.epoch = 0
+        self.silent_ticks = 0
         self.open: dict[int, Placement] = {}
         self.ended: OrderedDict[int, None] = OrderedDict()
 
@@ -56,7 +64,11 @@ class _Session:
 
 
 class WorkerSessions:
-    """The service, and the ASGI middleware that answers the workers' requests. `token`: what they send as bearer."""
+    """The service, and the ASGI middleware that answers the workers' requests.
+
+    `token`: what they prove to be workers by. `workers`: the names of this machine's, which begin their session first.
+    `known_workers`: those of other machines; None if there are none.
+    """
 
     def __init__(
         self,
@@ -64,44 +76,56 @@ class WorkerSessions:
         linker: TrajectoryLinker,
         restore: Callable[[], Awaitable[None]],
         token: str,
-        workers: int,
+        workers: Collection[str],
+        known_workers: KnownWorkers | None,
         critical_tasks: CriticalTasks,
     ) -> None:
         self._admission = admission
         self._linker = linker
         self._restore = restore
-        self._authorization = f"Bearer {token}"
-        self._workers = workers
+        self._token = token
+        self._workers = frozenset(workers)
+        self._known = known_workers
         self._critical_tasks = critical_tasks
         self._boot = new_id("boot")
         self._sessions: dict[str, _Session] = {}  # by worker
         self._hellos: dict[str, messages.Hello] = {}  # by worker, until linking is restored
         self._greeted = asyncio.Event()  # a worker sent `Hello`
         self._restored = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Begin to wait for the workers."""
-        self._task = self._critical_tasks.start_task(self._begin(), "sessions")
+        start = self._critical_tasks.start_task
+        self._tasks = [start(self._begin(), "sessions"), start(self._watch(), "silent workers")]
 
     async def stop(self) -> None:
         """Stop waiting for the workers."""
-        if self._task is not None:
-            await self._critical_tasks.stop_tasks(self._task)
+        await self._critical_tasks.stop_tasks(*self._tasks)
 
     def wrap(self, app: ASGIApp) -> ASGIApp:
-        """Return an application that answers the workers' messages, and leaves all other requests to `app`."""
+        """Return an application that answers the workers, and leaves what they forward, and probes, to `app`."""
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            if scope["type"] != "http" or scope["path"] != messages.PATH:
+            if scope["type"] != "http" or scope["path"] in _PROBES:
                 await app(scope, receive, send)
                 return
-            if not hmac.compare_digest(header(scope, b"authorization") or "", self._authorization):
-                raise Forbidden("only the workers of this proxy may send messages to its coordinator")
-            response = await self._answer(await read_body(receive, _MAX_BODY_BYTES))
-            await send_bytes(send, 200, messages.encode(response), list(_BINARY))
+            own = scope["path"] == messages.PATH
+            given = header(scope, _AUTHORIZATION if own else _TOKEN) or ""
+            expected = f"Bearer {self._token}" if own else self._token
+            if not hmac.compare_digest(given.encode(), expected.encode()):
+                raise Forbidden(f"only workers with the coordinator's token ({TOKEN_VARIABLE}) may send it requests")
+            if own:
+                response = await self._answer(await read_body(receive, _MAX_BODY_BYTES))
+                await send_bytes(send, 200, messages.encode(response), list(_BINARY))
+            else:
+                await app(_forwarded(scope), receive, send)
 
         return answer
+
+    def active_workers(self) -> Collection[str]:
+        """Return the names of the workers that have a session."""
+        return tuple(self._sessions)
 
     def end_session(self, worker: str) -> None:
         """End the session of a worker that died: its open calls are unanswered attempts."""
@@ -113,13 +137,17 @@ class WorkerSessions:
             log.info("event=session_ended worker=%s open_calls=%d", worker, len(session.open))
 
     async def _begin(self) -> None:
+        expected = self._workers
+        if self._known is not None:
+            expected |= await self._known.read()
         try:
             async with asyncio.timeout(_START_SECONDS):
-                while len(self._hellos) < self._workers:
+                while not expected <= self._hellos.keys():
                     self._greeted.clear()
                     await self._greeted.wait()
         except TimeoutError:
-            log.warning("event=workers_missing known=%d expected=%d", len(self._hellos), self._workers)
+            missing = sorted(expected - self._hellos.keys())
+            log.warning("event=workers_missing known=%d missing=%s", len(self._hellos), ",".join(missing))
         await self._restore()
         for hello in self._hellos.values():
             self._adopt(hello)
@@ -127,17 +155,54 @@ class WorkerSessions:
         self._restored.set()
         log.info("event=linking_restored trajectories=%d workers=%d", len(self._linker), len(self._sessions))
 
+    async def _watch(self) -> None:
+        """Close the calls of workers that are not heard of. A process that hangs does not count its own silence."""
+        while True:
+            await asyncio.sleep(_TICK_SECONDS)
+            for worker, session in list(self._sessions.items()):
+                session.silent_ticks += 1
+                if session.silent_ticks > _MAX_SILENT_TICKS:
+                    log.warning("event=worker_silent worker=%s open_calls=%d", worker, len(session.open))
+                    self._drop(worker, session)
+
+    def _drop(self, worker: str, session: _Session) -> None:
+        """End a session; its open calls are closed, but not repeated by a retry."""
+        for number in list(session.open):
+            self._close(session, number)
+        del self._sessions[worker]
+
     async def _answer(self, body: bytes) -> Any:
-        request = messages.decode_request(body)
+        try:
+            request = messages.decode_request(body)
+        except msgspec.DecodeError as error:
+            raise BadRequest(f"the message cannot be read; does the worker run the same version? {error}") from error
         if isinstance(request, messages.Hello):
+            if request.text_hash != text_hash():
+                raise BadRequest(
+                    f"worker {request.worker} hashes texts differently: give all machines the same {TOKEN_VARIABLE} "
+                    "and the same release of Python"
+                )
             return await self._welcome(request)
+        if isinstance(request, messages.Goodbye):
+            return await self._take_leave(request)
         session = self._sessions.get(request.worker)
         sender = (self._boot, session.name, session.epoch) if session else None
         if session is None or (request.boot, request.session, request.epoch) != sender:
             return messages.Stranger()
+        session.silent_ticks = 0
         return messages.Answers(tuple([await self._reply(session, message) for message in request.messages]))
 
+    async def _take_leave(self, message: messages.Goodbye) -> messages.Stranger:
+        session = self._sessions.get(message.worker)
+        if session is not None and session.name == message.session:
+            self._drop(message.worker, session)
+            if self._known is not None:
+                await self._known.remove(message.worker)
+        return messages.Stranger()
+
     async def _welcome(self, hello: messages.Hello) -> messages.Welcome:
+        if self._known is not None and hello.worker not in self._sessions:
+            await self._known.add(hello.worker)
         if self._restored.is_set():
             self._adopt(hello)
         else:
@@ -154,7 +219,7 @@ class WorkerSessions:
             session = self._sessions[hello.worker] = _Session(hello.session)
         if hello.epoch <= session.epoch:
             return  # it arrived late
-        session.epoch = hello.epoch
+        session.epoch, session.silent_ticks = hello.epoch, 0
         for ended in hello.ended:
             self._adopt_ended(session, ended)
         for placement in hello.open:
@@ -224,3 +289,16 @@ class WorkerSessions:
         self._linker.end_call(placement.link, message.leaves, message.ended_at)
         if message.retryable:
             self._linker.add_unanswered(placement.link, placement.attempt, message.ended_at)
+
+
+def _forwarded(scope: Scope) -> Scope:
+    """Return an operator's request as the worker got it: it has checked the host, and names the client."""
+    headers = {**headers_of(scope), b"host": b"localhost"}
+    del headers[_TOKEN]
+    client = headers.pop(b"x-forwarded-for", b"").decode("latin-1")
+    return {
+        **scope,
+        "headers": list(headers.items()),
+        HEADERS_BY_NAME: headers,
+        "client": (client, 0) if client else None,
+    }

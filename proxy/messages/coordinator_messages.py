@@ -1,8 +1,9 @@
 """The messages between workers and the coordinator: MessagePack in the bodies of HTTP POST requests.
 
-A worker has a session, which begins with `Hello` and is valid for one start of the coordinator (`boot`). Then each POST
-carries the messages of one turn of the worker's event loop, and its response an answer to each. After a failure the
-worker sends `Hello` again, with a higher `epoch`: messages of earlier ones, which may arrive late, are not read.
+A worker has a session, which begins with `Hello` and is valid for one start of the coordinator (`boot`). Both may run
+on different machines: `text_hash` shows that they hash texts alike. Then each POST carries the messages of one turn of
+the worker's event loop, and its response an answer to each. After a failure the worker sends `Hello` again, with a
+higher `epoch`: messages of earlier ones, which may arrive late, are not read.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from ratchet.proxy.messages.admission_records import AdmissionRequest, EndedCall
 from ratchet.proxy.messages.link_records import AttemptKey, Leaf, Link, Placement
 
 PATH = "/coordinator"
+TOKEN_HEADER = "x-ratchet-worker"  # of an operator's request that a worker forwards
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -22,8 +24,16 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     worker: str
     session: str
     epoch: int
+    text_hash: int
     open: tuple[Placement, ...] = ()
     ended: tuple[EndedCall, ...] = ()  # oldest first
+
+
+class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
+    """The end of a session: the worker has stopped. Answered by `Stranger`."""
+
+    worker: str
+    session: str
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
@@ -104,7 +114,7 @@ class Stranger(msgspec.Struct, frozen=True, tag="stranger"):
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode_request = msgspec.msgpack.Decoder(Hello | Batch).decode
+decode_request = msgspec.msgpack.Decoder(Hello | Batch | Goodbye).decode
 decode_response = msgspec.msgpack.Decoder(Welcome | Answers | Stranger).decode
 
 

@@ -36,8 +36,8 @@ class QuotedText(msgspec.Struct, frozen=True):
     """A text of an answer.
 
     `pending`: an argument of a tool call, which only a sub-agent quotes, and only until the call has its result.
-    `prefix_hashes`: distinguish texts with the same beginning; hashes (of this process) of prefixes of the lengths
-    `PREFIX_LENGTHS`.
+    `prefix_hashes`: distinguish texts with the same beginning; Python's hashes of prefixes of the lengths
+    `PREFIX_LENGTHS`, which the workers and coordinators of one proxy share by `PYTHONHASHSEED` (`supervisor.py`).
     """
 
     anchor: str
@@ -97,6 +97,11 @@ def quote_of(text: str, *, pending: bool = False) -> QuotedText:
             break
         prefix_hashes.append(hash(text[:step]))
     return QuotedText(text[:ANCHOR_LENGTH], len(text), digest(text), pending, tuple(prefix_hashes))
+
+
+def text_hash() -> int:
+    """Return a hash that is equal in processes that hash texts alike."""
+    return hash("ratchet")
 
 
 def digest(text: str) -> bytes:

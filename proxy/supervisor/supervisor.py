@@ -1,5 +1,6 @@
 """Runs a proxy with several workers: N processes that serve one port, and the coordinator that places their calls.
 
+Workers of several machines may share a coordinator: then this proxy runs one for all of them, or none.
 The supervisor serves nothing. It binds the port, so no connection is refused while a process restarts, and starts the
 processes again when they die. SIGTERM, SIGINT and SIGHUP stop the workers as `server.py` describes, then the
 coordinator; a second signal skips the delay, a third SIGINT skips everything. SIGUSR2 restarts the workers one after
@@ -19,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from hashlib import blake2b
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -27,8 +29,9 @@ from typing import Any
 
 import ratchet
 from ratchet.proxy import server
+from ratchet.proxy.coordination_settings import listen_address
 from ratchet.proxy.errors import StartError
-from ratchet.proxy.roles import CoordinatorRole, Role, WorkerRole
+from ratchet.proxy.roles import CoordinatorRole, Role, WorkerRole, session_name
 from ratchet.proxy.settings import ProxySettings
 from ratchet.proxy.supervisor.child_messages import Listening, SetAgents, Start, StartFailed, WorkerDied
 from ratchet.store.store import open_store
@@ -53,13 +56,16 @@ def serve(
 
     The arguments and errors are those of `server.serve`.
     """
-    if settings.workers == 1:
+    if settings.is_one_process:
         return server.serve(settings, on_listening, follow_agents)
     open_store(settings.store).close()  # creates or migrates it once
     with ExitStack() as stack:
-        public = stack.enter_context(server.listen(settings.host, settings.port))
         names = [f"worker-{number}" for number in range(1, settings.workers + 1)]
-        own = {name: stack.enter_context(server.listen(_LOOPBACK, 0)) for name in (COORDINATOR, *names)}
+        public = stack.enter_context(server.listen(settings.host, settings.port)) if names else None
+        own = {name: stack.enter_context(server.listen(_LOOPBACK, 0)) for name in names}
+        if settings.has_own_coordinator:
+            address = listen_address(settings.coordinator_listen) if settings.coordinator_listen else (_LOOPBACK, 0)
+            own[COORDINATOR] = stack.enter_context(server.listen(*address))
         supervisor = WorkerSupervisor(settings, public, own)
         return supervisor.run(on_listening, follow_agents)
 
@@ -122,25 +128,35 @@ class _Child:
 
 
 class WorkerSupervisor:
-    """The processes of one proxy. `own`: each process's own listener on the loopback, by its name."""
+    """The processes of one proxy. `own`: each process's own listener, by its name. `public`: None without workers."""
 
-    def __init__(self, settings: ProxySettings, public: socket.socket, own: Mapping[str, socket.socket]) -> None:
-        self.url = server.url_of(settings.host, public, tls=settings.tls_certificate is not None)
+    def __init__(self, settings: ProxySettings, public: socket.socket | None, own: Mapping[str, socket.socket]) -> None:
+        urls = {name: server.url_of(_reachable(listener), listener) for name, listener in own.items()}
+        if public is None:
+            self.url = urls[COORDINATOR]
+        else:
+            self.url = server.url_of(settings.host, public, tls=settings.tls_certificate is not None)
         self._settings = settings
-        token = secrets.token_urlsafe(32)
-        urls = {name: server.url_of(_LOOPBACK, listener) for name, listener in own.items()}
-        self._hash_seed = str(secrets.randbelow(2**32))  # the processes compare hashes of texts
+        given = settings.coordinator_token
+        token = given.get_secret_value() if given is not None else secrets.token_urlsafe(32)
+        self._hash_seed = str(_hash_seed(token))
+        group = None if given is None else _digest(token, "group")
+        machine = f"{socket.gethostname()[:60]}-{_digest(str(settings.journal.absolute()), 'machine')}"
+        workers = {name: url for name, url in urls.items() if name != COORDINATOR}
+        own_url = urls.get(COORDINATOR)
+        coordinators = settings.coordinator or (urls[COORDINATOR],)
         self._children: dict[str, _Child] = {}
         for name, listener in own.items():
-            workers = {worker: url for worker, url in urls.items() if worker != COORDINATOR}
-            role: Role = WorkerRole(name, urls[COORDINATOR], token)
-            listeners = [public.fileno(), listener.fileno()]
+            others = {other: url for other, url in workers.items() if other != name}
+            role: Role = WorkerRole(name, machine, coordinators, token, others, own_url)
+            listeners = [one.fileno() for one in (public, listener) if one is not None]
             changed: dict[str, Any] = {"journal": settings.journal / name}
             if name == COORDINATOR:
-                role, listeners = CoordinatorRole(workers, token), [listener.fileno()]
-                changed = {"tls_certificate": None, "tls_key": None, "trusted_proxies": (_LOOPBACK,)}
-            start = Start(settings.model_copy(update=changed), role, listeners, self.url)
+                role, listeners = CoordinatorRole(machine, workers, token, group), [listener.fileno()]
+                changed = {"tls_certificate": None, "tls_key": None, "trusted_proxies": (), "allowed_origins": ()}
+            start = Start(settings.model_copy(update=changed), role, listeners, "" if public is None else self.url)
             self._children[name] = _Child(name, start)
+        self._machine = machine
         self._agents: Sequence[str] | None = None
         self._lock = threading.Lock()  # guards pipes, which the agents' thread writes to
         self._signals = 0  # that ask to stop
@@ -218,8 +234,8 @@ class WorkerSupervisor:
             status = child.clean_up()
         lived = time.monotonic() - child.started_at
         child.is_listening = False
-        if child.name != COORDINATOR:
-            self._children[COORDINATOR].send(WorkerDied(child.name))
+        if child.name != COORDINATOR and COORDINATOR in self._children:
+            self._children[COORDINATOR].send(WorkerDied(session_name(self._machine, child.name)))
         if self._signals:
             return
         if child.is_restarting:
@@ -251,7 +267,7 @@ class WorkerSupervisor:
         self._signals = max(1, self._signals)
         grace = self._settings.drain_delay_seconds + self._settings.drain_timeout_seconds + _SHUTDOWN_SECONDS
         workers = [child for child in self._children.values() if child.name != COORDINATOR]
-        for group in (workers, [self._children[COORDINATOR]]):
+        for group in (workers, [child for child in self._children.values() if child.name == COORDINATOR]):
             sent, until = 0, time.monotonic() + grace
             while alive := [child for child in group if child.process is not None]:
                 if sent < self._signals:
@@ -269,6 +285,21 @@ class WorkerSupervisor:
             return
         self._signals += 1
         self._force = self._force or (number == signal.SIGINT and self._signals > 2)
+
+
+def _reachable(listener: socket.socket) -> str:
+    """Return an address of a listener that this machine reaches."""
+    host: str = listener.getsockname()[0]
+    return {"0.0.0.0": _LOOPBACK, "::": "::1"}.get(host, host)
+
+
+def _digest(text: str, purpose: str) -> str:
+    return blake2b(text.encode(), digest_size=6, person=purpose.encode()).hexdigest()
+
+
+def _hash_seed(token: str) -> int:
+    """Return the seed of Python's hashes of texts, which the processes compare: those with one token have the same."""
+    return 1 + int.from_bytes(blake2b(token.encode(), digest_size=8, person=b"hash seed").digest()) % (2**32 - 1)
 
 
 class _Wakeups:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 @click.option("--host", help="Address to listen on.  [default: 127.0.0.1]")
 @click.option("--port", type=int, help="Port to listen on.  [default: 8000]")
 @click.option("--workers", type=int, help="Processes that serve the port.  [default: 1]")
+@click.option("--coordinator", metavar="URL", help="Coordinators of other machines, separated by commas.")
+@click.option("--coordinator-listen", metavar="ADDRESS:PORT", help="Answer the workers of other machines there.")
 @click.option("--capture", type=click.Choice(["strict", "relaxed"]), help="Durability of calls.  [default: strict]")
 @click.option("--journal", type=click.Path(path_type=Path), help="Folder of the journal, one per proxy.")
 @options.project
@@ -40,6 +42,8 @@ def proxy(
     host: str | None,
     port: int | None,
     workers: int | None,
+    coordinator: str | None,
+    coordinator_listen: str | None,
     capture: str | None,
     journal: Path | None,
     project: str | None,
@@ -54,6 +58,7 @@ def proxy(
     """
     values: dict[str, Any] = {"project": project, "model": model, "store": store}
     values |= {"proxy.host": host, "proxy.port": port, "proxy.workers": workers}
+    values |= {"proxy.coordinator": coordinator, "proxy.coordinator_listen": coordinator_listen}
     values["proxy.capture"] = capture
     context.obj = config or context.obj
     settings = options.read_settings(context, values)

@@ -32,6 +32,7 @@ SECRETS = frozenset(
     {
         "RATCHET_ALARM_WEBHOOK_URL",
         "RATCHET_API_KEYS",
+        "RATCHET_COORDINATOR_TOKEN",
         "RATCHET_GRADER_SECRET",
         "RATCHET_JUDGE_API_KEY",
         "RATCHET_LEARNER_TOKEN",
@@ -44,7 +45,8 @@ OTHER_VARIABLES = SECRETS | {"RATCHET_DEBUG"}
 STRICT_TOOL_CALLING = "VLLM_ENFORCE_STRICT_TOOL_CALLING"
 # Keys that Ratchet derives from the project's settings; a user cannot set them.
 DERIVED_PROXY = frozenset({"upstreams", "model", "agents", "store", "journal", "key_hashes", "operator_hashes",
-                           "upstream_key", "model_list", "model_keys", "alarm_webhook_url"})  # fmt: skip
+                           "upstream_key", "model_list", "model_keys", "alarm_webhook_url",
+                           "coordinator_token"})  # fmt: skip
 DERIVED_TRAINER = frozenset({"vllm", "model", "base_model", "store", "checkpoints", "adapters", "learner",
                              "learner_process"})  # fmt: skip
 

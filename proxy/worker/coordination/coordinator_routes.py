@@ -5,9 +5,12 @@ The worker has checked the request's origin; the coordinator checks its key.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from starlette.types import Receive, Scope, Send
 
 from ratchet.proxy.errors import NotReady, UpstreamError
+from ratchet.proxy.messages.coordinator_messages import TOKEN_HEADER
 from ratchet.proxy.upstreams.http_client import HttpClient
 from ratchet.proxy.upstreams.http_connection import ResponseLimits
 from ratchet.proxy.wire.asgi import client_address, read_body, send_bytes
@@ -21,10 +24,11 @@ _OWN_HEADERS = frozenset(("connection", "keep-alive", "transfer-encoding", "cont
 
 
 class CoordinatorRoutes:
-    """The endpoint of these routes. `max_bytes`: of a request's body."""
+    """The endpoint of these routes. `url` returns the coordinator's; `max_bytes`: of a request's body."""
 
-    def __init__(self, url: str, max_bytes: int) -> None:
+    def __init__(self, url: Callable[[], str], token: str, max_bytes: int) -> None:
         self._url = url
+        self._token = token
         self._max_bytes = max_bytes
         self._client = HttpClient(_LIMITS, 1.0)
 
@@ -43,8 +47,9 @@ class CoordinatorRoutes:
         headers = {n.decode("latin-1"): v.decode("latin-1") for n, v in scope["headers"] if n not in _NOT_PASSED_ON}
         if (client := client_address(scope)) is not None:
             headers["x-forwarded-for"] = client  # the coordinator trusts its workers
+        headers[TOKEN_HEADER] = self._token
         try:
-            response = await self._client.send(self._url, scope["method"], path, body or None, headers)
+            response = await self._client.send(self._url(), scope["method"], path, body or None, headers)
             try:
                 answer = await response.read()
             finally:

@@ -1,5 +1,7 @@
 """Sends messages to the coordinator over HTTP: those of one turn of the event loop in one POST.
 
+Of several coordinators one decides: a greeting goes to all, and the session is with the one that answers it.
+
 An answer is None if the coordinator did not answer in time, or does not know the session. Belongs to the event loop's
 thread.
 """
@@ -7,18 +9,30 @@ thread.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
 from ratchet.proxy.errors import UpstreamError
 from ratchet.proxy.messages import coordinator_messages as messages
 from ratchet.proxy.messages.admission_records import EndedCall
-from ratchet.proxy.messages.coordinator_messages import Answer, Answers, End, Find, Hello, MarkUnanswered, Welcome
+from ratchet.proxy.messages.coordinator_messages import (
+    Answer,
+    Answers,
+    End,
+    Find,
+    Goodbye,
+    Hello,
+    MarkUnanswered,
+    Welcome,
+)
 from ratchet.proxy.messages.link_records import Placement
+from ratchet.proxy.messages.text_fingerprints import text_hash
 from ratchet.proxy.upstreams.http_client import HttpClient
 from ratchet.proxy.upstreams.http_connection import ResponseLimits
+from ratchet.store.access.replica_list import ReplicaList
 from ratchet.store.ids import new_id
 
 log = logging.getLogger("ratchet.proxy")
@@ -33,13 +47,15 @@ _Waiting = tuple[bytes, "asyncio.Future[Answer | None]"]
 
 
 class MessageBatches:
-    """The connection to the coordinator at `url`. `on_failure` is called when a POST has failed."""
+    """The connection to the coordinator. `on_failure` is called when a POST has failed."""
 
-    def __init__(self, url: str, token: str, worker: str, on_failure: Callable[[str], None]) -> None:
+    def __init__(self, coordinators: Sequence[str], token: str, worker: str, on_failure: Callable[[str], None]) -> None:
+        self._coordinators = ReplicaList(coordinators)
+        self.url = ""  # of the coordinator that knows the session
+        self.refusal = "no coordinator can be reached"  # why the last greeting failed
         self._session = new_id("session")
         self._boot = ""  # of the coordinator that knows the session
         self._epoch = 0
-        self._url = url
         self._worker = worker
         self._headers = {"authorization": f"Bearer {token}", "content-type": "application/msgpack"}
         self._on_failure = on_failure
@@ -67,26 +83,43 @@ class MessageBatches:
         return entry[1]
 
     async def greet(self, open_calls: Iterable[Placement], ended: Iterable[EndedCall]) -> bool:
-        """Begin or continue the session; return whether the coordinator answered."""
+        """Begin or continue the session; return whether a coordinator answered."""
         self._epoch += 1
-        hello = Hello(self._worker, self._session, self._epoch, tuple(open_calls), tuple(ended))
+        hello = Hello(self._worker, self._session, self._epoch, text_hash(), tuple(open_calls), tuple(ended))
+        urls = await asyncio.to_thread(self._coordinators.resolve)
+        greetings = [asyncio.ensure_future(self._greet(url, messages.encode(hello))) for url in urls]
         try:
-            response = await self._send(self._slow_client, messages.encode(hello))
-        except UpstreamError as error:
-            log.debug("event=coordinator_unreachable reason=%r", str(error))
+            for greeting in asyncio.as_completed(greetings):
+                if (found := await greeting) is not None:
+                    self.url, self._boot = found
+                    return True
             return False
-        if isinstance(response, Welcome):
-            self._boot = response.boot
-        return isinstance(response, Welcome)
+        finally:
+            for one in greetings:
+                one.cancel()
+            await asyncio.gather(*greetings, return_exceptions=True)
+
+    async def _greet(self, url: str, hello: bytes) -> tuple[str, str] | None:
+        """Return the URL and the start of a coordinator that answers; None if it does not."""
+        try:
+            response = await self._send(url, self._slow_client, hello)
+        except UpstreamError as error:
+            self.refusal = str(error)
+            log.debug("event=coordinator_unreachable reason=%r", self.refusal)
+            return None
+        return (url, response.boot) if isinstance(response, Welcome) else None
 
     async def check(self) -> None:
         """Send a batch without messages: `on_failure` is called if the coordinator does not answer."""
         await self._post([], self._client)
 
     async def close(self) -> None:
-        """Wait for the posts under way, and close the connections."""
+        """Wait for the posts under way, end the session, and close the connections."""
         while self._tasks:
             await asyncio.wait(self._tasks)
+        if self._boot:
+            with contextlib.suppress(UpstreamError):
+                await self._send(self.url, self._client, messages.encode(Goodbye(self._worker, self._session)))
         self._client.close()
         self._slow_client.close()
 
@@ -115,7 +148,7 @@ class MessageBatches:
             self._worker, self._session, self._boot, self._epoch, [msgspec.Raw(data) for data, _ in batch]
         )
         try:
-            response = await self._send(client, messages.encode(body))
+            response = await self._send(self.url, client, messages.encode(body))
             if isinstance(response, Answers) and len(response.answers) == len(batch):
                 answers = response.answers
             else:
@@ -126,9 +159,9 @@ class MessageBatches:
             if not future.done():
                 future.set_result(answer)
 
-    async def _send(self, client: HttpClient, body: bytes) -> object:
+    async def _send(self, url: str, client: HttpClient, body: bytes) -> object:
         """Return the decoded response. Raises UpstreamError."""
-        response = await client.send(self._url, "POST", messages.PATH, body, self._headers)
+        response = await client.send(url, "POST", messages.PATH, body, self._headers)
         try:
             data = await response.read()
         finally:

@@ -63,7 +63,7 @@ class RemoteAdmission:
 
     def __init__(
         self,
-        url: str,
+        coordinators: Sequence[str],
         token: str,
         worker: str,
         policies: PolicyCache,
@@ -73,8 +73,7 @@ class RemoteAdmission:
         make_admission: LocalAdmission,
         critical_tasks: CriticalTasks,
     ) -> None:
-        self._batches = MessageBatches(url, token, worker, self._on_lost)
-        self._worker = worker
+        self._batches = MessageBatches(coordinators, token, worker, self._on_lost)
         self._policies = policies
         self._contexts = contexts
         self._metrics = metrics
@@ -99,8 +98,15 @@ class RemoteAdmission:
             async with asyncio.timeout(_START_SECONDS):
                 await self._connect()
         except TimeoutError:
-            raise StartError(f"the coordinator did not answer within {_START_SECONDS:g} s: see its log") from None
+            raise StartError(
+                f"the coordinator did not answer within {_START_SECONDS:g} s: {self._batches.refusal}"
+            ) from None
         self._task = self._critical_tasks.start_task(self._reconnect(), "coordinator")
+
+    @property
+    def coordinator_url(self) -> str:
+        """The coordinator that this worker asks, or asked last."""
+        return self._batches.url
 
     async def stop(self) -> None:
         """Deliver what is under way, and end the session."""

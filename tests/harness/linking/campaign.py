@@ -11,8 +11,11 @@ import asyncio
 import random
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import httpx
@@ -23,6 +26,7 @@ from tests.harness.linking.dialects import DIALECT_KINDS
 from tests.harness.linking.kinds import KINDS, TrafficKind
 from tests.harness.linking.score import LinkingScore, StoredCall, score_kinds
 from tests.harness.linking.traffic import AgentRun, LinkingTraffic
+from tests.harness.ports import free_port
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import ProxyProcess, eventually, served
 
@@ -45,26 +49,31 @@ class LinkingResult:
 
 
 class LinkingCampaign:
-    """The proxy, which may be killed and restarted, and the traffic through it."""
+    """The proxies, which may be killed and restarted, and the traffic through them."""
 
-    def __init__(self, folder: Path, vllm: ScriptedVllm, vllm_url: str, workers: int) -> None:
+    def __init__(self, folder: Path, vllm: ScriptedVllm, vllm_url: str, workers: int, machines: int) -> None:
         self._folder = folder
         self._workers = workers
+        self._machines = machines
         self._vllm = vllm
         self._vllm_url = vllm_url
-        self._proxy = self._start()
+        self._proxies = self._start()
 
-    def _start(self) -> ProxyProcess:
-        proxy = ProxyProcess(self._folder, upstreams=[self._vllm_url], workers=self._workers)
-        eventually(lambda: httpx.get(f"{proxy.url}/health/ready").status_code == 200, 20)
-        return proxy
+    def _start(self) -> list[ProxyProcess]:
+        if self._machines == 1:
+            proxies = [ProxyProcess(self._folder, upstreams=[self._vllm_url], workers=self._workers)]
+        else:
+            proxies = start_machines(self._folder, self._vllm_url, self._workers, self._machines)
+        for proxy in proxies:
+            eventually(partial(_is_ready, proxy.url), 60)
+        return proxies
 
     async def run(self, kinds: Sequence[TrafficKind], agents: int, seed: int) -> list[LinkingScore]:
         """Send the traffic of all kinds through one proxy; return their scores. Kinds with a restart run last."""
         # With several workers, every call takes a connection of its own, and so any worker.
-        connector = aiohttp.TCPConnector(limit=0, force_close=self._workers > 1)
+        connector = aiohttp.TCPConnector(limit=0, force_close=self._workers * self._machines > 1)
         async with aiohttp.ClientSession(connector=connector) as session:
-            traffic = LinkingTraffic(self._proxy.url, session, random.Random(seed))
+            traffic = LinkingTraffic([proxy.url for proxy in self._proxies], session, random.Random(seed))
             traffic.open.set()
             for kind in kinds:
                 if not kind.restart:
@@ -74,7 +83,8 @@ class LinkingCampaign:
                 await asyncio.sleep(0.1)
                 await self._restart(traffic)
                 await running
-        eventually(lambda: httpx.get(f"{traffic.url}/health/backlog").json()["unshipped_records"] == 0, 30)
+        for proxy in self._proxies:
+            eventually(partial(_has_shipped, proxy.url), 30)
         return score_kinds(traffic.truths, self._stored(), [kind.name for kind in kinds if kind.alike])
 
     async def _all(self, traffic: LinkingTraffic, kinds: Sequence[TrafficKind], divisor: int) -> None:
@@ -90,13 +100,14 @@ class LinkingCampaign:
         return traffic.run(kind.name, f"{number}{kind.name[0]}{len(kind.name)}", f"key-{number % kind.keys}")
 
     async def _restart(self, traffic: LinkingTraffic) -> None:
-        """Kill and restart the proxy while no call is in flight."""
+        """Kill and restart the proxies while no call is in flight."""
         traffic.open.clear()
         while traffic.in_flight:
             await asyncio.sleep(0.01)
-        await asyncio.to_thread(self._proxy.kill)
-        self._proxy = await asyncio.to_thread(self._start)
-        traffic.url = self._proxy.url
+        for proxy in self._proxies:
+            await asyncio.to_thread(proxy.kill)
+        self._proxies = await asyncio.to_thread(self._start)
+        traffic.urls = [proxy.url for proxy in self._proxies]
         traffic.open.set()
 
     def _stored(self) -> dict[str, StoredCall]:
@@ -118,16 +129,43 @@ class LinkingCampaign:
         }
 
     def stop(self) -> None:
-        """Stop the proxy."""
-        self._proxy.stop()
+        """Stop the proxies."""
+        for proxy in reversed(self._proxies):
+            proxy.stop()
 
 
-def measure(*, quick: bool = False, seed: int = 1, only: str = "", workers: int = 1) -> list[LinkingResult]:
-    """Return the result of each kind whose name contains `only`, through a proxy with this many workers."""
+def start_machines(folder: Path, vllm_url: str, workers: int, machines: int, **settings: Any) -> list[ProxyProcess]:
+    """Start proxies with separate journals and one store; the first one's coordinator is that of all."""
+    address = f"127.0.0.1:{free_port()}"
+    common = {"upstreams": [vllm_url], "workers": workers, "store": str(folder / "store.db")}
+    common |= {"coordinator_token": "the secret of these machines"} | settings
+
+    def start(number: int) -> ProxyProcess:
+        own = {"coordinator": [f"http://{address}"]} if number else {"coordinator_listen": address}
+        place = folder / f"machine-{number + 1}"
+        place.mkdir(exist_ok=True)
+        return ProxyProcess(place, **(common | own))
+
+    with ThreadPoolExecutor(machines) as threads:  # they wait for each other
+        return list(threads.map(start, range(machines)))
+
+
+def _is_ready(url: str) -> bool:
+    return httpx.get(f"{url}/health/ready").status_code == 200
+
+
+def _has_shipped(url: str) -> bool:
+    return bool(httpx.get(f"{url}/health/backlog").json().get("unshipped_records") == 0)
+
+
+def measure(
+    *, quick: bool = False, seed: int = 1, only: str = "", workers: int = 1, machines: int = 1
+) -> list[LinkingResult]:
+    """Return the result of each kind whose name contains `only`, through proxies with this many workers each."""
     kinds = [kind for kind in (*KINDS, *DIALECT_KINDS) if only in kind.name]
     vllm = ScriptedVllm()
     with tempfile.TemporaryDirectory() as folder, served(vllm) as url:
-        campaign = LinkingCampaign(Path(folder), vllm, url, workers)
+        campaign = LinkingCampaign(Path(folder), vllm, url, workers, machines)
         try:
             linking_scores = asyncio.run(campaign.run(kinds, _QUICK_DIVISOR if quick else 1, seed))
         finally:

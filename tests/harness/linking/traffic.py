@@ -30,12 +30,13 @@ TOOLS = [
 
 @dataclass
 class LinkingTraffic:
-    """The proxy's URL, which a restart changes, and the calls made so far."""
+    """The URLs of the proxies, which take turns and which a restart changes, and the calls made so far."""
 
-    url: str
+    urls: Sequence[str]
     session: aiohttp.ClientSession
     rng: random.Random
     truths: list[TrueCall] = field(default_factory=list)
+    sent: int = 0
     in_flight: int = 0
     open: asyncio.Event = field(default_factory=asyncio.Event)  # cleared while the proxy restarts
 
@@ -116,7 +117,9 @@ class AgentRun:
             self.traffic.in_flight -= 1
 
     async def _sent(self, path: str, body: Json, headers: dict[str, str]) -> Json | None:
-        async with self.traffic.session.post(self.traffic.url + path, json=body, headers=headers) as answer:
+        self.traffic.sent += 1
+        url = self.traffic.urls[self.traffic.sent % len(self.traffic.urls)]
+        async with self.traffic.session.post(url + path, json=body, headers=headers) as answer:
             if answer.status == 503:
                 return None
             assert answer.status == 200, await answer.text()

@@ -1,0 +1,158 @@
+"""Proxies on several machines with a coordinator in common: as processes with journals of their own and one store."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.harness.linking.campaign import start_machines
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.servers import ProxyProcess, eventually, served
+
+pytestmark = pytest.mark.slow
+
+TOKEN = "a secret of all the machines"
+
+
+class Machines:
+    """Two proxies, the first with the coordinator of both, called in turn."""
+
+    def __init__(self, folder: Path, vllm_url: str, **settings: Any) -> None:
+        self._folder = folder
+        self.proxies: list[ProxyProcess] = start_machines(folder, vllm_url, 2, 2, **settings)
+        self._numbers = count()
+        for proxy in self.proxies:
+            eventually(partial(_is_ready, proxy.url))
+
+    def turn(self, messages: list[dict[str, Any]], text: str) -> str:
+        """Send the next question of a conversation to the next machine; return the trajectory."""
+        messages.append({"role": "user", "content": text})
+        url = self.proxies[next(self._numbers) % 2].url
+        body = {"model": "agent", "messages": messages}
+        response = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+        assert response.status_code == 200, response.text
+        messages.append({"role": "assistant", "content": response.json()["choices"][0]["message"]["content"]})
+        return str(response.headers["x-ratchet-trajectory"])
+
+    def log(self, machine: int) -> str:
+        """The log of a machine's processes."""
+        return (self._folder / f"machine-{machine}" / "proxy.log").read_text()
+
+    def kill_coordinator(self) -> None:
+        """Kill -9 the coordinator of the first machine."""
+        os.kill(int(re.findall(r"event=process_started name=coordinator pid=(\d+)", self.log(1))[-1]), signal.SIGKILL)
+
+    def connections(self) -> int:
+        """How often workers have connected to a coordinator."""
+        return sum(self.log(machine).count("event=coordinator_connected") for machine in (1, 2))
+
+    def purposes(self) -> dict[str, str]:
+        """The purpose of every trajectory, once all calls are stored."""
+        for proxy in self.proxies:
+            eventually(partial(_has_shipped, proxy.url))
+        listed = httpx.get(f"{self.proxies[1].url}/api/trajectories", timeout=60).json()["data"]
+        return {one["id"]: one["purpose"] for one in listed}
+
+    def stop(self) -> None:
+        """Stop the proxies."""
+        for proxy in reversed(self.proxies):
+            proxy.stop()
+
+
+def _is_ready(url: str) -> bool:
+    return httpx.get(f"{url}/health/ready").status_code == 200
+
+
+def _has_shipped(url: str) -> bool:
+    return bool(httpx.get(f"{url}/health/backlog").json().get("unshipped_records") == 0)
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[Machines]:
+    with served(ScriptedVllm()) as vllm:
+        running = Machines(tmp_path, vllm)
+        try:
+            yield running
+        finally:
+            running.stop()
+
+
+def test_calls_without_ids_are_linked_across_machines(machines: Machines) -> None:
+    conversations: list[list[dict[str, Any]]] = [[] for _ in range(3)]
+    found = [{machines.turn(one, f"question {turn} of {number}") for turn in range(5)}
+             for number, one in enumerate(conversations)]  # fmt: skip
+    assert [len(one) for one in found] == [1, 1, 1]
+    assert len(set.union(*found)) == 3
+    assert set(machines.purposes().values()) == {"live"}
+    for proxy in machines.proxies:  # each machine reports its own workers
+        metrics = httpx.get(f"{proxy.url}/metrics", timeout=60).text
+        assert set(re.findall(r'ratchet_coordinator_up\{worker="([^"]+)"\} 1', metrics)) == {"worker-1", "worker-2"}
+    (finished, *_), url = found[0], machines.proxies[1].url
+    assert httpx.post(f"{url}/api/trajectories/{finished}/finish", timeout=60).json()["state"] == "sealed"
+    assert machines.turn(conversations[0], "another question") != finished
+
+
+def test_across_a_kill_of_the_coordinator_calls_are_linked_right_or_marked(machines: Machines) -> None:
+    conversations: list[list[dict[str, Any]]] = [[] for _ in range(4)]
+    owners: dict[str, set[int]] = {}
+
+    def talk(text: str) -> None:
+        for number, one in enumerate(conversations):
+            owners.setdefault(machines.turn(one, f"{text} of {number}"), set()).add(number)
+
+    talk("question 0")
+    connections = machines.connections()
+    machines.kill_coordinator()
+    talk("question 1")  # the coordinator may be away
+    eventually(lambda: machines.connections() >= connections + 4)
+    talk("question 2")
+    talk("question 3")
+    assert all(len(numbers) == 1 for numbers in owners.values())  # nothing was merged
+    purposes = machines.purposes()
+    whole = [trajectory for trajectory in owners if purposes[trajectory] == "live"]
+    assert len(whole) == 4  # the trajectories that began before; all others are marked
+    assert {purposes[one] for one in owners} <= {"live", "unlinked"}
+
+
+def test_a_coordinator_refuses_workers_and_operators_without_its_token(machines: Machines) -> None:
+    url = re.findall(r"http://127\.0\.0\.1:\d+", " ".join(_command(machines.proxies[1].pid)))[-1]
+    assert httpx.get(f"{url}/health/live").status_code == 200
+    for headers in ({}, {"authorization": "Bearer wrong", "x-ratchet-worker": "wrong"}):
+        assert httpx.post(f"{url}/coordinator", content=b"", headers=headers).status_code == 403
+        assert httpx.get(f"{url}/api/trajectories", headers=headers).status_code == 403
+
+
+def _command(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "token", "reason"),
+    [
+        (["--coordinator", "http://127.0.0.1:9"], "", "coordinator needs RATCHET_COORDINATOR_TOKEN"),
+        (["--coordinator-listen", "0.0.0.0:0"], "short", "coordinator_listen needs RATCHET_COORDINATOR_TOKEN"),
+        (["--coordinator-listen", "8009"], TOKEN, "is not an address and a port"),
+        (["--workers", "0"], TOKEN, "set coordinator_listen"),
+    ],
+)
+def test_settings_of_coordinators_that_cannot_work_are_refused(
+    tmp_path: Path, arguments: list[str], token: str, reason: str
+) -> None:
+    command = [sys.executable, "-m", "ratchet", "proxy", "--upstream", "http://127.0.0.1:9", "--model", "agent"]
+    environment = {**os.environ, "RATCHET_COORDINATOR_TOKEN": token}
+    done = subprocess.run(
+        [*command, "--store", "store.db", *arguments], capture_output=True, text=True, cwd=tmp_path, env=environment
+    )
+    assert done.returncode != 0
+    assert reason in done.stderr
