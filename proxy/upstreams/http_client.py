@@ -62,6 +62,8 @@ class HttpClient:
                 raise
 
     def _origin(self, url: str) -> _Origin:
+        # Replicas come and go: those that are not used any more are forgotten when another one comes.
+        self._origins = {known: one for known, one in self._origins.items() if one.is_in_use()}
         origin = self._origins[url] = _Origin(self._credentials_urls.get(url, url), self._connect_timeout)
         return origin
 
@@ -112,6 +114,7 @@ class _Origin:
         self._connect_timeout = connect_timeout_seconds
         self._idle: deque[UpstreamConnection] = deque()
         self._open: set[UpstreamConnection] = set()
+        self._connecting = 0
 
     def head(self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]) -> bytes:
         """Return the head of a request. Raises UpstreamDisconnected if a value contains a line break."""
@@ -140,6 +143,7 @@ class _Origin:
     async def connect(self) -> UpstreamConnection:
         """Open a connection. Raises UpstreamUnreachable."""
         target = self._target
+        self._connecting += 1
         try:
             async with asyncio.timeout(self._connect_timeout):
                 _, connection = await asyncio.get_running_loop().create_connection(
@@ -149,8 +153,15 @@ class _Origin:
             raise self._unreachable(f"no connection within {self._connect_timeout:g} s") from None
         except (OSError, ValueError) as error:  # an invalid host name is a ValueError
             raise self._unreachable(str(error) or type(error).__name__) from error
+        finally:
+            self._connecting -= 1
         self._open.add(connection)
         return connection
+
+    def is_in_use(self) -> bool:
+        """Return whether a connection is open or being opened; closes those that have been idle for too long."""
+        self._close_idle_before(time.monotonic() - _MAX_IDLE_SECONDS)
+        return bool(self._open or self._connecting)
 
     def close(self) -> None:
         """Close every connection."""
@@ -160,7 +171,10 @@ class _Origin:
     def _on_idle(self, connection: UpstreamConnection) -> None:
         connection.idle_since = time.monotonic()
         self._idle.append(connection)
-        while connection.idle_since - self._idle[0].idle_since > _MAX_IDLE_SECONDS:
+        self._close_idle_before(connection.idle_since - _MAX_IDLE_SECONDS)
+
+    def _close_idle_before(self, time_limit: float) -> None:
+        while self._idle and self._idle[0].idle_since < time_limit:
             self._idle.popleft().abort()
 
     def _on_closed(self, connection: UpstreamConnection) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ratchet.proxy.errors import UpstreamDisconnected, UpstreamTimeout, UpstreamUnreachable
+from ratchet.proxy.upstreams import http_client
 from ratchet.proxy.upstreams.http_client import HttpClient
 from ratchet.proxy.upstreams.http_connection import ResponseLimits
 
@@ -89,6 +90,25 @@ async def test_a_connection_is_reused_for_the_next_call(client: HttpClient) -> N
     assert first.startswith(b"POST /prefix/x HTTP/1.1\r\nhost: 127.0.0.1:")
     assert first.endswith(b"x-a: b\r\ncontent-length: 3\r\n\r\none")
     assert last.endswith(b"content-length: 0\r\n\r\n")
+
+
+async def test_idle_connections_to_a_server_that_is_not_used_any_more_are_closed(
+    client: HttpClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_client, "_MAX_IDLE_SECONDS", 0.0)
+    closed = asyncio.Event()
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(WHOLE)
+        assert await reader.read() == b""
+        closed.set()
+
+    async with server(talk) as gone, server(always(WHOLE)) as new:
+        assert await fetch(client, gone) == (200, b"ok")
+        assert not closed.is_set()
+        assert await fetch(client, new) == (200, b"ok")
+        await asyncio.wait_for(closed.wait(), 30)
 
 
 async def test_a_stale_keep_alive_connection_fails_no_call(client: HttpClient) -> None:
