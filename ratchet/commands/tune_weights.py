@@ -12,7 +12,7 @@ from ratchet.tuning import context as tuning
 
 _OWN = (
     "families", "rounds", "tasks_per_round", "eval_every", "eval_tasks", "validation_tasks", "eval_attempts",
-    "eval_workflow", "patience", "collect", "warm_start", "warm_start_setting", "resume",
+    "eval_workflow", "family_workflow", "patience", "collect", "warm_start", "warm_start_setting", "resume",
 )  # fmt: skip
 
 
@@ -31,6 +31,12 @@ _OWN = (
 @click.option("--validation-tasks", type=click.IntRange(min=1), help="Validation tasks of each set.  [default: 32]")
 @click.option(
     "--eval-attempts", type=click.IntRange(min=1), help="Rollouts per validation and test task.  [default: 1]"
+)
+@click.option(
+    "--family-workflow",
+    multiple=True,
+    metavar="NAME=SPEC",
+    help="Agent of the task set with this name, in place of --workflow. May be repeated.",
 )
 @click.option("--eval-workflow", metavar="SPEC", help="Agent of the evaluations, such as a greedy one.")
 @click.option(
@@ -77,6 +83,7 @@ def weights(context: click.Context, /, png: Path | None, as_json: bool, fail_unl
     Example:
       ratchet tune weights --tasks ./tasks --workflow my_agent:run --rounds 20
       ratchet tune weights --tasks mail=./mail:3 --tasks math=./math --warm-start policy --collect 4
+      ratchet tune weights --tasks mail=./mail --tasks math=./math --workflow mail:run --family-workflow math=sums:run
     """
     from ratchet.tuner.reports.tuning_result import plain
     from ratchet.tuning import reports, tune_weights

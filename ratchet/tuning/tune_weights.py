@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -43,8 +44,10 @@ def settings_of(context: click.Context, given: dict[str, Any]) -> Settings:
 
 def run_weight_tuning(settings: Settings, own: dict[str, Any], *, quiet: bool = False) -> TuningResult:
     """Run to completion. `own`: the options that are not settings. Raises TuningError, UsageError, CliError."""
-    if own["resume"] is not None and (own["families"] or own["warm_start"]):
-        raise click.UsageError("--resume uses the tasks and the warm start of that run: leave these options out")
+    if own["resume"] is not None and (own["families"] or own["warm_start"] or own["family_workflow"]):
+        raise click.UsageError(
+            "--resume uses the tasks, the warm start and the families' workflows of that run: leave these options out"
+        )
     settings = tuning.with_run_settings(settings, own["resume"])
     _check(settings, own)
     _check_group_size(settings)
@@ -75,13 +78,16 @@ def _run(tuner_context: TuningContext, run: Tuning, check: Any) -> TuningResult:
             tuner_context.tuner, alias=settings.model, progress=tuner_context.progress, check=tuner_context.lease.check,
         )  # fmt: skip
     families = parse_families(plan.families, tuner_context.task_set)
+    by_family = {name: load_workflow(spec) for name, spec in plan.family_workflows.items()}
+    runner = tuner_context.runner.with_families(by_family)
 
     def watch() -> None:
         check()
         tuner_context.lease.check()
 
     made = WeightsTuning(
-        tuner_context.store, run, families, trainer, tuner_context.runner, tuner_context.scorer, evaluator=evaluator,
+        tuner_context.store, run, families, trainer, runner, tuner_context.scorer,
+        evaluator=(evaluator or tuner_context.runner).with_families(by_family),
         progress=tuner_context.progress, failure_score=tuner_context.tuner.failure_score, watch=watch,
         report=print_line,
     )  # fmt: skip
@@ -115,6 +121,7 @@ def _plan(settings: Settings, own: dict[str, Any]) -> WeightsPlan:
     tuner, trainer = settings.tuner_settings(), settings.trainer_settings(base_model=settings.base_model)
     families = own["families"] or ((tuner.tasks,) if tuner.tasks else ())
     given = {name: own[name] for name in _PLANNED if own[name] is not None}
+    given["family_workflows"] = _pairs("--family-workflow", own["family_workflow"], "math=my_agent:run")
     values = given | {"families": families, "workflow": tuner.workflow, "attempts": trainer.num_generations}
     try:
         return WeightsPlan(**values, seed=tuner.seed, warm_start=_warm_start(own))
@@ -130,9 +137,16 @@ def _warm_start(own: dict[str, Any]) -> dict[str, Any] | None:
 
     if not own["warm_start"]:
         return None
-    pairs = [text.partition("=") for text in own["warm_start_setting"]]
-    settings = {key.strip().replace("-", "_"): yaml.safe_load(value) for key, _, value in pairs}
+    pairs = _pairs("--warm-start-setting", own["warm_start_setting"], "num_train_epochs=3")
+    settings = {key.replace("-", "_"): yaml.safe_load(value) for key, value in pairs.items()}
     return settings | {"sources": own["warm_start"]}
+
+
+def _pairs(option: str, given: Sequence[str], example: str) -> dict[str, str]:
+    """Return the values of a repeated option by key. Raises UsageError."""
+    if broken := [text for text in given if not all(text.partition("="))]:
+        raise click.UsageError(f"{option} {broken[0]}: write KEY=VALUE, such as {example}")
+    return {key.strip(): value for key, _, value in (text.partition("=") for text in given)}
 
 
 def _check(settings: Settings, own: dict[str, Any]) -> None:
@@ -141,8 +155,6 @@ def _check(settings: Settings, own: dict[str, Any]) -> None:
         return
     if own["warm_start_setting"] and not own["warm_start"]:
         raise click.UsageError("--warm-start-setting needs --warm-start policy, demonstrations or a model's name")
-    if broken := [text for text in own["warm_start_setting"] if "=" not in text]:
-        raise click.UsageError(f"--warm-start-setting {broken[0]}: write KEY=VALUE, such as num_train_epochs=3")
     if not own["families"] and settings.tuner_settings().tasks is None:
         raise click.UsageError("no task set is set: give --tasks SOURCE, or set tuner.tasks")
     _check_readable(settings, _plan(settings, own))
@@ -153,8 +165,12 @@ def _check_readable(settings: Settings, plan: WeightsPlan) -> None:
     from ratchet.tuner.rollouts.workflow import load_workflow
     from ratchet.tuner.tasks.task_mix import parse_families
 
-    parse_families(plan.families, partial(tuning.task_set_of, settings))
-    for workflow in filter(None, (plan.workflow, plan.eval_workflow)):
+    names = [family.name for family in parse_families(plan.families, partial(tuning.task_set_of, settings))]
+    if unknown := sorted(plan.family_workflows.keys() - set(names)):
+        raise click.UsageError(
+            f"--family-workflow {unknown[0]}: the task sets are {', '.join(names)} (--tasks NAME=SOURCE)"
+        )
+    for workflow in filter(None, (plan.workflow, plan.eval_workflow, *plan.family_workflows.values())):
         load_workflow(workflow)
 
 

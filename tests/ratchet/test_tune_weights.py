@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -63,6 +64,11 @@ def test_it_starts_the_services_where_nothing_runs_and_leaves_a_result_and_no_pr
         (("--warm-start", "policy", "--warm-start-setting", "num_epochs=2"), "warm_start.num_epochs"),
         (("--warm-start", "policy", "--warm-start", "policy"), "is listed twice"),
         (("--resume", "tun_1", "--tasks", "x"), "leave these options out"),
+        (("--resume", "tun_1", "--family-workflow", f"tasks={AGENT}"), "leave these options out"),
+        (
+            ("--family-workflow", AGENT),
+            "--family-workflow tests.harness.tuner.scripted_versions:agent: write KEY=VALUE",
+        ),
         (("--attempts", "1"), "num_generations"),
         (("--tasks", "./nowhere"), "./nowhere"),
     ],
@@ -92,6 +98,41 @@ def test_without_a_judge_or_tasks_it_says_what_to_give(
     monkeypatch.chdir(project.folder)
     assert run(["tune", "weights", "--workflow", AGENT, *given]) != 0
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [(f"math={AGENT}", "--family-workflow math: the task sets are tasks"), ("tasks=nowhere:run", "nowhere")],
+)
+def test_a_workflow_of_an_unknown_family_or_module_is_refused_before_anything_is_started(
+    tuned: Project, given: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tuned.folder)
+    assert run(["tune", "weights", "--family-workflow", given]) != 0
+    assert words in capsys.readouterr().err
+    assert not tuned.state.exists()
+
+
+@pytest.mark.slow
+def test_each_family_has_its_own_agent_and_its_own_judge(tuned: Project) -> None:
+    shutil.copytree(tuned.folder / "tasks", tuned.folder / "others")
+    judges = {"tasks": JUDGE, "others": {"kind": "workflow"}}
+    (tuned.folder / "judge.yaml").write_text(json.dumps({"kind": "by_family", "judges": judges}))
+    families = ("--tasks", "tasks=./tasks", "--tasks", "others=./others", "--judge", "judge.yaml")
+    own = ("--family-workflow", "others=tests.harness.tuner.scripted_versions:rewards_itself")
+    done = tuned.run("tune", "weights", *SMALL, *families, *own, "--json", seconds=300)
+    assert done.returncode == 0, done.stdout
+    store = open_store(str(tuned.state / "store.db"))
+    (tuning,) = store.tunings.page("weights")
+    made = store.rollouts.of_tuning(tuning.id)
+    assert {one.task_id.partition("/")[0]: one.score for one in made if one.split == "test"} == {
+        "tasks": 0,
+        "others": 0.75,
+    }
+    assert {one.reward for one in made if one.task_id.startswith("tasks/")} == {None}
+    assert tuning.result is not None
+    assert tuning.result["workflow"] == f"{AGENT}; others=tests.harness.tuner.scripted_versions:rewards_itself"
+    store.close()
 
 
 def test_the_judge_that_a_project_was_started_with_judges_where_no_other_is_named(project: Project) -> None:

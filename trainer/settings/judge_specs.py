@@ -303,6 +303,28 @@ class CompositeSpec(_Spec):
         return self.min_gap * (1.0 - swing), swing
 
 
+class ByFamilySpec(_Spec):
+    """A judge for each task family."""
+
+    kind: Literal["by_family"]
+    judges: dict[str, JudgeSpec] = Field(
+        min_length=1,
+        description="judge by task family: NAME of `--tasks NAME=SOURCE`, or a task key up to its last slash",
+    )
+    other: JudgeSpec | None = Field(None, description="judge of all other trajectories; null: they cannot be judged")
+
+    @property
+    def all(self) -> tuple[JudgeSpec, ...]:
+        """Every judge."""
+        return (*self.judges.values(), *(() if self.other is None else (self.other,)))
+
+    @model_validator(mode="after")
+    def _has_no_teacher(self) -> ByFamilySpec:
+        if any(isinstance(judge, TeacherSpec) for judge in self.all):
+            raise ValueError("a teacher scores every family or none: set `kind: teacher` as the judge itself")
+        return self
+
+
 def _is_behavior(part: PartSpec) -> bool:
     return isinstance(part.judge, BehaviorSpec)
 
@@ -333,6 +355,7 @@ _BuiltIn = (
     | RewardSpec
     | TeacherSpec
     | CompositeSpec
+    | ByFamilySpec
     | PluginSpec
 )
 JudgeSpec = Annotated[Annotated[_BuiltIn, Field(discriminator="kind")], BeforeValidator(_full_form)]
@@ -343,11 +366,14 @@ def gives_only_ranks(judge: JudgeSpec) -> bool:
     """Return whether a judge's scores compare only members of the same group."""
     if isinstance(judge, CompositeSpec):
         return all(gives_only_ranks(part.judge) for part in judge.parts if part.weight)
+    if isinstance(judge, ByFamilySpec):
+        return any(map(gives_only_ranks, judge.all))
     return isinstance(judge, RulerSpec)
 
 
 PartSpec.model_rebuild()
 CompositeSpec.model_rebuild()
+ByFamilySpec.model_rebuild()
 
 _specs: TypeAdapter[Any] = TypeAdapter(JudgeSpec, config=ConfigDict(hide_input_in_errors=True))
 

@@ -15,6 +15,7 @@ from pydantic import model_validator
 from ratchet.trainer.settings.adapter_and_memory import AUTO
 from ratchet.trainer.settings.judge_specs import (
     BehaviorSpec,
+    ByFamilySpec,
     CompositeSpec,
     FeedbackSpec,
     JudgeSpec,
@@ -60,6 +61,8 @@ def constant_by_construction(judge: JudgeSpec) -> str | None:
     if isinstance(judge, CompositeSpec):
         reasons = [constant_by_construction(part.judge) for part in judge.parts if part.weight]
         return f"all parts with a weight are constant: {reasons[0]}" if reasons and all(reasons) else None
+    if isinstance(judge, ByFamilySpec):
+        return next((reason for one in judge.all if (reason := constant_by_construction(one)) is not None), None)
     if not isinstance(judge, BehaviorSpec):
         return None
     if judge.rule == "short" and judge.limit == 1:
@@ -138,6 +141,8 @@ def _feedback_without_reader(judge: JudgeSpec) -> str | None:
         return next(
             (missing for part in judge.parts if part.weight and (missing := _feedback_without_reader(part.judge))), None
         )
+    if isinstance(judge, ByFamilySpec):
+        return next((missing for one in judge.all if (missing := _feedback_without_reader(one))), None)
     if isinstance(judge, FeedbackSpec):
         return "judge feedback waits for feedback"
     return "judge next_state waits for the next message" if isinstance(judge, NextStateSpec) else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import sys
 import sysconfig
 import time
@@ -89,9 +90,16 @@ class RolloutRunner:
         self._proxy_url = proxy_url.rstrip("/").removesuffix("/v1")
         self._api_key = api_key or NO_KEY
         self._workflow = workflow
+        self._workflows: Mapping[str, Workflow] = {}
         self._settings = settings
         self._alias = alias
         self._progress = progress or Progress()
+
+    def with_families(self, workflows: Mapping[str, Workflow]) -> RolloutRunner:
+        """Return a runner that runs tasks with the ids `FAMILY/...` with these workflows, all others as this one."""
+        made = copy.copy(self)
+        made._workflows = dict(workflows)
+        return made
 
     async def run(
         self, jobs: Sequence[RolloutJob], tuning_id: str, on_end: Callable[[Rollout], object] | None = None
@@ -142,9 +150,10 @@ class RolloutRunner:
         """Run the workflow once and store the result; return whether it failed."""
         job, began = state.jobs[number], time.time()
         limit = asyncio.timeout(self._settings.timeout_seconds)
+        workflow = self._workflows.get(job.task.id.rpartition("/")[0], self._workflow)
         try:
             async with limit:
-                outcome = await self._workflow.run(
+                outcome = await workflow.run(
                     job.task.row,
                     base_url=f"{self._proxy_url}/t/{rollout.id}/v1",
                     api_key=self._api_key,

@@ -26,6 +26,9 @@ class WeightsPlan(BaseModel):
 
     families: tuple[str, ...] = Field(min_length=1, description="task sets: SOURCE or NAME=SOURCE:WEIGHT")
     workflow: str = Field(description="the agent")
+    family_workflows: Mapping[str, str] = Field(
+        default_factory=dict, description="the agents of families that have their own, also in evaluations"
+    )
     eval_workflow: str | None = Field(None, description="the agent of the evaluations, such as a greedy one")
     rounds: int = Field(20, ge=0, description="rounds of training tasks")
     tasks_per_round: int = Field(16, ge=1, description="training tasks per round")
@@ -39,6 +42,11 @@ class WeightsPlan(BaseModel):
     warm_start: WarmStartSettings | None = Field(None, description="SFT before the rounds")
     max_trainer_wait_seconds: float = Field(60.0, gt=0, description="maximum wait for the trainer before an evaluation")
     seed: int = Field(0, ge=0, description="random seed of the task order")
+
+    @property
+    def workflows(self) -> str:
+        """All workflows as one text."""
+        return "; ".join([self.workflow, *(f"{name}={spec}" for name, spec in sorted(self.family_workflows.items()))])
 
 
 class Evaluated(msgspec.Struct, frozen=True, kw_only=True):

@@ -42,7 +42,7 @@ def result_of(
         alias=tuning.alias,
         task_set=task_set(", ".join(plan.families), "test", [task.id for task in run.tests]),
         judge=judge,
-        workflow=plan.workflow,
+        workflow=plan.workflows,
         attempts=plan.eval_attempts,
         baseline=f"{tuning.alias}@{state.baseline}",
         best=f"{tuning.alias}@{final}" if gain is not None and gain.verdict is ComparisonVerdict.BETTER else None,

@@ -128,7 +128,7 @@ class Project:
             running = self.running()
             return process.poll() is not None or (running.get("pid") == process.pid and running["ready"])
 
-        wait_for("the project is ready", is_ready, seconds=40)
+        wait_for("the project is ready", is_ready, seconds=120)
         assert process.poll() is None, process.stdout.read() if process.stdout else ""
         return process
 

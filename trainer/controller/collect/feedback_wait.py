@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ratchet.trainer.settings.judge_specs import DROP, CompositeSpec, FeedbackSpec, JudgeSpec
+from ratchet.trainer.settings.judge_specs import DROP, ByFamilySpec, CompositeSpec, FeedbackSpec, JudgeSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,4 +30,6 @@ def _feedback_specs(spec: JudgeSpec) -> list[FeedbackSpec]:
         return [spec]
     if isinstance(spec, CompositeSpec):
         return [found for part in spec.parts for found in _feedback_specs(part.judge)]
+    if isinstance(spec, ByFamilySpec):
+        return [found for judge in spec.all for found in _feedback_specs(judge)]
     return []

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from ratchet.trainer.controller.judges import Judge
 from ratchet.trainer.controller.judges.kinds.answer import AnswerJudge
 from ratchet.trainer.controller.judges.kinds.behavior_rules import BehaviorJudge
+from ratchet.trainer.controller.judges.kinds.by_family import ByFamilyJudge
 from ratchet.trainer.controller.judges.kinds.composite import CompositeJudge, Part
 from ratchet.trainer.controller.judges.kinds.feedback import FeedbackJudge
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
@@ -23,6 +24,7 @@ from ratchet.trainer.errors import JudgeError, PluginError
 from ratchet.trainer.settings.judge_specs import (
     AnswerSpec,
     BehaviorSpec,
+    ByFamilySpec,
     CompositeSpec,
     FeedbackSpec,
     FunctionSpec,
@@ -64,6 +66,9 @@ def make_judge(spec: JudgeSpec, environ: Mapping[str, str]) -> Judge:
                 for part in spec.parts
             ]
         )
+    if isinstance(spec, ByFamilySpec):
+        other = None if spec.other is None else make_judge(spec.other, environ)
+        return ByFamilyJudge({name: make_judge(judge, environ) for name, judge in spec.judges.items()}, other)
     model = LanguageModel(spec, environ.get(spec.api_key_env))
     return NextStateJudge(spec, model) if isinstance(spec, NextStateSpec) else RulerJudge(spec, model)
 
