@@ -16,6 +16,7 @@ from ratchet.proxy.coordinator.conversations.token_contexts import TokenContexts
 from ratchet.proxy.coordinator.health.health_endpoints import HealthEndpoints
 from ratchet.proxy.coordinator.keys.key_cache import KeyCache
 from ratchet.proxy.coordinator.limits.rate_limits import KeyMeter
+from ratchet.proxy.coordinator.limits.sharing import Sharing
 from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
 from ratchet.proxy.coordinator.linking.restore import LinkingRestore
 from ratchet.proxy.coordinator.rollouts.rollout_plans import RolloutPlans
@@ -33,7 +34,7 @@ from ratchet.proxy.dialects.responses import Responses
 from ratchet.proxy.operator_routes import OperatorRoutes, build_operator_routes
 from ratchet.proxy.recording import Recording, build_recording, left_journals
 from ratchet.proxy.redaction.redactor import RedactingDialect
-from ratchet.proxy.roles import Role, WorkerRole
+from ratchet.proxy.roles import CoordinatorRole, Role, WorkerRole
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.settings import ProxySettings
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
@@ -45,6 +46,7 @@ from ratchet.proxy.upstreams.vllm_client import Upstream
 from ratchet.proxy.worker.call.call_admission import CallAdmission
 from ratchet.proxy.worker.call.observer import CallObserver
 from ratchet.proxy.worker.call.tracing import CallSpans, make_spans
+from ratchet.proxy.worker.coordination.limit_reports import LimitReports
 from ratchet.proxy.worker.endpoints.call_endpoint import CallEndpoint, CallLimits
 from ratchet.proxy.worker.endpoints.count_tokens import CountTokensEndpoint
 from ratchet.proxy.worker.endpoints.models import ModelsEndpoint
@@ -129,7 +131,8 @@ def create_app(
     recording = build_recording(settings, store, store_writer, metrics, critical_tasks)
     serving = build_serving(settings, store, upstream, url, recording, metrics, critical_tasks)
     spans = make_spans(settings.otlp_endpoint, os.environ)
-    keys = KeyCache(settings, store, critical_tasks)
+    limit_reports = LimitReports(max(1, settings.workers)) if isinstance(role, WorkerRole) else None
+    keys = KeyCache(settings, store, critical_tasks, sharing=limit_reports)
     health = HealthEndpoints(
         serving.policies, serving.probes, recording.journal, recording.shipper, settings.max_lag_seconds, critical_tasks
     )
@@ -139,20 +142,24 @@ def create_app(
     admission: CallAdmission
     sessions: WorkerSessions | None = None
     coordinator_url: Callable[[], str] = str
-    if isinstance(role, WorkerRole):
-        admission = remote = role.make_admission(settings, policies, rollouts, contexts, metrics, critical_tasks)
+    if isinstance(role, WorkerRole) and limit_reports is not None:
+        admission = remote = role.make_admission(
+            settings, policies, rollouts, contexts, metrics, limit_reports, critical_tasks
+        )
         placing, coordinator_url = [remote], lambda: remote.coordinator_url
     else:
         admission = local = Admission(policies, linker, rollouts, contexts)
         placing = []
-        if role is not None:
+        if isinstance(role, CoordinatorRole):
             sessions, known = role.make_sessions(settings, store, local, linker, restore, critical_tasks)
             placing = [sessions, *([] if known is None else [known])]
     operators = build_operator_routes(
         settings, store, recording, linker, policies.agent_states, health, metrics, role, coordinator_url,
         critical_tasks,
     )  # fmt: skip
-    routes = build_routes(settings, store, upstream, recording, serving, operators, health, spans, metrics, admission)
+    routes = build_routes(
+        settings, store, upstream, recording, serving, operators, health, spans, metrics, admission, limit_reports
+    )
     bodies = BodyMemory(
         Decompression(routes, settings.max_body_bytes),
         settings.max_inflight_request_bytes,
@@ -166,6 +173,7 @@ def create_app(
             settings.max_waiting_requests_per_key,
             settings.max_waiting_seconds,
         ),
+        limit_reports,
     )
     app: ASGIApp = Authentication(parallel, keys, settings.allowed_origins)
     app = ErrorMiddleware(app if sessions is None else sessions.wrap(app), count=metrics.count_error)
@@ -292,6 +300,7 @@ def build_routes(
     spans: CallSpans | None,
     metrics: ProxyMetrics,
     admission: CallAdmission,
+    sharing: Sharing | None,
 ) -> Router:
     """Return the routes: captured calls, models, health, those of operators, pass-through."""
     policies, redactor = serving.policies, recording.redactor
@@ -302,7 +311,13 @@ def build_routes(
         settings.tool_strict_level,
         lambda model: None if model in policies.other_models else serving.pool.max_context_length(),
         {
-            name: KeyMeter(limit.requests_per_minute, limit.tokens_per_minute, f"agent {name}")
+            name: KeyMeter(
+                limit.requests_per_minute,
+                limit.tokens_per_minute,
+                f"agent {name}",
+                shared_as=f"agent {name}",
+                sharing=sharing,
+            )
             for name, limit in settings.agent_limits.items()
         },
         settings.fallbacks,

@@ -23,7 +23,7 @@ class CoordinationSettings(BaseModel):
         ge=0,
         le=64,
         description="processes that serve the port; with more than one, another process, the coordinator, places the "
-        "calls of all (see [production.md](production.md)); limits count per worker; 0: a coordinator only",
+        "calls of all (see [production.md](production.md)); 0: a coordinator only",
     )
     coordinator: tuple[str, ...] = Field(
         (),

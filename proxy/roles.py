@@ -16,6 +16,7 @@ from ratchet.proxy.coordinator.worker_sessions import WorkerSessions
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.settings import ProxySettings
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
+from ratchet.proxy.worker.coordination.limit_reports import LimitReports
 from ratchet.proxy.worker.coordination.outage_linker import OutageLinker
 from ratchet.proxy.worker.coordination.remote_admission import RemoteAdmission
 from ratchet.store.store import Store
@@ -54,6 +55,7 @@ class WorkerRole(NamedTuple):
         rollouts: RolloutPlans,
         contexts: TokenContexts | None,
         metrics: ProxyMetrics,
+        limit_reports: LimitReports,
         critical_tasks: CriticalTasks,
     ) -> RemoteAdmission:
         """Return the admission of a worker."""
@@ -67,6 +69,7 @@ class WorkerRole(NamedTuple):
             metrics,
             lambda: OutageLinker(*limits),
             lambda linker: Admission(policies, linker, rollouts, None),
+            limit_reports,
             critical_tasks,
         )
 

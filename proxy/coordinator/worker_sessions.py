@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ratchet.proxy.coordination_settings import TOKEN_VARIABLE
 from ratchet.proxy.coordinator.admission import Admission
 from ratchet.proxy.coordinator.known_workers import KnownWorkers
+from ratchet.proxy.coordinator.limits.sharing import SharedLimits
 from ratchet.proxy.coordinator.linking.linker import MessagesNeeded, TrajectoryLinker
 from ratchet.proxy.errors import BadRequest, Forbidden, ProxyError
 from ratchet.proxy.messages import coordinator_messages as messages
@@ -89,6 +90,7 @@ class WorkerSessions:
         self._critical_tasks = critical_tasks
         self._boot = new_id("boot")
         self._sessions: dict[str, _Session] = {}  # by worker
+        self._limits = SharedLimits()
         self._hellos: dict[str, messages.Hello] = {}  # by worker, until linking is restored
         self._greeted = asyncio.Event()  # a worker sent `Hello`
         self._restored = asyncio.Event()
@@ -130,6 +132,7 @@ class WorkerSessions:
     def end_session(self, worker: str) -> None:
         """End the session of a worker that died: its open calls are unanswered attempts."""
         session, now = self._sessions.pop(worker, None), time.time()
+        self._limits.forget(worker)
         for placement in session.open.values() if session else ():
             self._linker.end_call(placement.link, (), now)
             self._linker.add_unanswered(placement.link, placement.attempt, now)
@@ -170,6 +173,7 @@ class WorkerSessions:
         for number in list(session.open):
             self._close(session, number)
         del self._sessions[worker]
+        self._limits.forget(worker)
 
     async def _answer(self, body: bytes) -> Any:
         try:
@@ -190,7 +194,8 @@ class WorkerSessions:
         if session is None or (request.boot, request.session, request.epoch) != sender:
             return messages.Stranger()
         session.silent_ticks = 0
-        return messages.Answers(tuple([await self._reply(session, message) for message in request.messages]))
+        answers = [await self._reply(session, request.worker, message) for message in request.messages]
+        return messages.Answers(tuple(answers))
 
     async def _take_leave(self, message: messages.Goodbye) -> messages.Stranger:
         session = self._sessions.get(message.worker)
@@ -251,9 +256,12 @@ class WorkerSessions:
         if placement is not None:
             self._linker.end_call(placement.link, (), time.time())
 
-    async def _reply(self, session: _Session, message: messages.Find | messages.End | messages.MarkUnanswered) -> Any:
+    async def _reply(self, session: _Session, worker: str, message: messages.Message) -> Any:
         if isinstance(message, messages.Find):
             return await self._place(session, message)
+        if isinstance(message, messages.Amounts):
+            levels = self._limits.count(worker, message.amounts, time.monotonic())
+            return messages.Levels(levels, max(len(self._workers), len(self._sessions)))
         if isinstance(message, messages.End):
             self._end(session, message)
         else:

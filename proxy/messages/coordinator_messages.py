@@ -12,6 +12,7 @@ import msgspec
 
 from ratchet.proxy.errors import BadRequest, NotFound, NotReady, ProxyError
 from ratchet.proxy.messages.admission_records import AdmissionRequest, EndedCall
+from ratchet.proxy.messages.limit_records import Amount
 from ratchet.proxy.messages.link_records import AttemptKey, Leaf, Link, Placement
 
 PATH = "/coordinator"
@@ -66,6 +67,15 @@ class MarkUnanswered(msgspec.Struct, frozen=True, tag="unanswered"):
     at: float
 
 
+class Amounts(msgspec.Struct, frozen=True, tag="amounts"):
+    """What the worker has taken of limits that the workers share."""
+
+    amounts: tuple[Amount, ...]
+
+
+Message = Find | End | MarkUnanswered | Amounts
+
+
 class Batch(msgspec.Struct, frozen=True, tag="batch"):
     """The messages of one turn."""
 
@@ -73,7 +83,7 @@ class Batch(msgspec.Struct, frozen=True, tag="batch"):
     session: str
     boot: str
     epoch: int
-    messages: tuple[Find | End | MarkUnanswered, ...]
+    messages: tuple[Message, ...]
 
 
 class Placed(msgspec.Struct, frozen=True, tag="placed"):
@@ -96,11 +106,18 @@ class PlacementRefused(msgspec.Struct, frozen=True, tag="refused"):
     code: str | None = None
 
 
+class Levels(msgspec.Struct, frozen=True, tag="levels"):
+    """The answer to `Amounts`: the level of all workers for each amount, or what the others have running."""
+
+    levels: tuple[float, ...]
+    workers: int
+
+
 class Noted(msgspec.Struct, frozen=True, tag="noted"):
     """The answer to all other messages."""
 
 
-Answer = Placed | MessagesWanted | PlacementRefused | Noted
+Answer = Placed | MessagesWanted | PlacementRefused | Levels | Noted
 
 
 class Answers(msgspec.Struct, frozen=True, tag="answers"):

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from ratchet.proxy.api_keys import hash_key
-from ratchet.proxy.coordinator.limits.rate_limits import Bucket, KeyMeter, TokenReservation, estimate
+from ratchet.proxy.coordinator.limits.buckets import Bucket
+from ratchet.proxy.coordinator.limits.rate_limits import KeyMeter, TokenReservation, estimate
 from ratchet.store.store import Store
 from tests.harness.proxy.running_proxy import Proxy, Start
 from tests.harness.proxy.scripted_vllm import ScriptedVllm

@@ -25,6 +25,7 @@ import msgspec
 
 from ratchet.proxy.api_keys import KEYS_VARIABLE, OPERATOR_KEYS_VARIABLE, is_loopback
 from ratchet.proxy.coordinator.limits.rate_limits import KeyMeter
+from ratchet.proxy.coordinator.limits.sharing import Sharing
 from ratchet.proxy.coordinator.limits.token_budgets import Budgets, TokenBudget
 from ratchet.proxy.coordinator.versions.policy_cache import FULL_ACCESS, Access
 from ratchet.proxy.errors import InvalidApiKey, NotReady, StartError
@@ -65,7 +66,7 @@ OPERATOR = Caller(None, operator=True)
 
 
 class KeyCache:
-    """The known keys by their SHA-256."""
+    """The known keys by their SHA-256. `sharing`: of their limits with other workers."""
 
     def __init__(
         self,
@@ -73,7 +74,9 @@ class KeyCache:
         store: Store,
         critical_tasks: CriticalTasks | None = None,
         refresh_seconds: float = 2.0,
+        sharing: Sharing | None = None,
     ) -> None:
+        self._sharing = sharing
         self._store = store
         self._critical_tasks = critical_tasks or CriticalTasks()
         self._settings = settings
@@ -248,11 +251,13 @@ class KeyCache:
             return None
         known = self._meters.get(key_id)
         if known is None or known.limits != limits:
-            known = self._meters[key_id] = KeyMeter(*limits, budget=known.budget if known is not None else None)
+            budget = known.budget if known is not None else None
+            name = f"key {key_id}"
+            known = self._meters[key_id] = KeyMeter(*limits, budget=budget, shared_as=name, sharing=self._sharing)
         if budgets == _NO_BUDGET or used is None:
             known.budget = None
         elif known.budget is None or known.budget.budgets != budgets:
-            known.budget = TokenBudget(budgets, used)
+            known.budget = TokenBudget(budgets, used, f"key {key_id}", self._sharing)
         return known
 
     async def _record_use(self) -> None:

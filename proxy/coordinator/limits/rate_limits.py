@@ -8,8 +8,8 @@ to wait; it is neither recorded nor forwarded.
 An agent's limit counts the captured calls to it with any key. It is checked after the key's.
 
 Promises: a key without limits costs nothing here; a key with limits costs two numbers. An estimate, or a call that its
-client abandoned, never costs a key more than one full bucket. Each proxy process counts its own calls only. Time is a
-parameter of the buckets; all state belongs to the event loop's thread.
+client abandoned, never costs a key more than one full bucket. Several workers count together (`sharing.py`), several
+proxies each for themselves. All state belongs to the event loop's thread.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ratchet.proxy.coordinator.limits.buckets import Bucket
+from ratchet.proxy.coordinator.limits.sharing import SharedBucket, Sharing
 from ratchet.proxy.coordinator.limits.token_budgets import TokenBudget
 from ratchet.proxy.errors import RateLimited
 from ratchet.proxy.wire import lax_values
@@ -33,42 +35,11 @@ _DEFAULT_MAX_TOKENS = 512  # of an answer, if the client sets no limit
 _MINUTE = 60.0
 
 
-class Bucket:
-    """A token bucket: `limit` per minute, with a capacity of one minute."""
-
-    __slots__ = ("_at", "level", "limit")
-
-    def __init__(self, limit: int, now: float) -> None:
-        self.limit = limit
-        self.level = float(limit)  # negative while in debt
-        self._at = now
-
-    def take(self, amount: int, now: float) -> float:
-        """Take an amount, at most a full bucket, and return 0.0; or return the seconds to wait for it."""
-        self._fill(now)
-        amount = min(amount, self.limit)
-        if self.level < amount:
-            return (amount - self.level) * _MINUTE / self.limit
-        self.level -= amount
-        return 0.0
-
-    def give(self, amount: int, now: float) -> None:
-        """Return an unused amount; a negative amount takes more, into debt if necessary."""
-        self._fill(now)
-        self.level = min(float(self.limit), self.level + amount)
-
-    def full_in(self, now: float) -> float:
-        """Return the seconds until the bucket is full again."""
-        self._fill(now)
-        return (self.limit - self.level) * _MINUTE / self.limit
-
-    def _fill(self, now: float) -> None:
-        self.level = min(float(self.limit), self.level + max(0.0, now - self._at) * self.limit / _MINUTE)
-        self._at = now
-
-
 class KeyMeter:
-    """The buckets of one key, or of one agent, and a key's budget; `owner` names it in errors."""
+    """The buckets of one key, or of one agent, and a key's budget; `owner` names it in errors.
+
+    `sharing`: with other workers, which know it as `shared_as`.
+    """
 
     def __init__(
         self,
@@ -76,13 +47,21 @@ class KeyMeter:
         tokens_per_minute: int | None,
         owner: str = "the key",
         budget: TokenBudget | None = None,
+        shared_as: str = "",
+        sharing: Sharing | None = None,
     ) -> None:
         now = time.monotonic()
+
+        def bucket(kind: str, limit: int | None) -> Bucket | None:
+            if not limit:
+                return None
+            return Bucket(limit, now) if sharing is None else SharedBucket(shared_as, kind, limit, now, sharing)
+
         self.budget = budget
         self._owner = owner
         self.limits = (requests_per_minute, tokens_per_minute)
-        self._requests = Bucket(requests_per_minute, now) if requests_per_minute else None
-        self._tokens = Bucket(tokens_per_minute, now) if tokens_per_minute else None
+        self._requests = bucket("requests", requests_per_minute)
+        self._tokens = bucket("tokens", tokens_per_minute)
 
     def request(self) -> None:
         """Count a request. Raises RateLimited."""
@@ -98,7 +77,7 @@ class KeyMeter:
 
     def bounded(self, tokens: int) -> int:
         """Return `tokens`, at most a full bucket."""
-        return tokens if self._tokens is None else min(tokens, self._tokens.limit)
+        return tokens if self._tokens is None else int(min(tokens, self._tokens.most(time.monotonic())))
 
     def settle(self, reserved: int, used: int) -> None:
         """Replace the reserved tokens by the used ones."""

@@ -18,16 +18,7 @@ import msgspec
 from ratchet.proxy.errors import UpstreamError
 from ratchet.proxy.messages import coordinator_messages as messages
 from ratchet.proxy.messages.admission_records import EndedCall
-from ratchet.proxy.messages.coordinator_messages import (
-    Answer,
-    Answers,
-    End,
-    Find,
-    Goodbye,
-    Hello,
-    MarkUnanswered,
-    Welcome,
-)
+from ratchet.proxy.messages.coordinator_messages import Answer, Answers, Goodbye, Hello, Message, Welcome
 from ratchet.proxy.messages.link_records import Placement
 from ratchet.proxy.messages.text_fingerprints import text_hash
 from ratchet.proxy.upstreams.http_client import HttpClient
@@ -66,7 +57,7 @@ class MessageBatches:
         self._is_scheduled = False
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def ask(self, message: Find | End | MarkUnanswered, *, alone: bool = False) -> asyncio.Future[Answer | None]:
+    def ask(self, message: Message, *, alone: bool = False) -> asyncio.Future[Answer | None]:
         """Send a message; return the future of its answer. `alone`: its answer may take long.
 
         Raises OverflowError for a message with an integer that MessagePack does not have.

@@ -41,6 +41,7 @@ from ratchet.proxy.messages.coordinator_messages import (
 from ratchet.proxy.messages.link_records import Leaf, Placement
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
+from ratchet.proxy.worker.coordination.limit_reports import LimitReports
 from ratchet.proxy.worker.coordination.message_batches import MessageBatches
 from ratchet.proxy.worker.coordination.outage_linker import OutageLinker
 from ratchet.store.content import messages as canon
@@ -71,6 +72,7 @@ class RemoteAdmission:
         metrics: ProxyMetrics,
         make_linker: Callable[[], OutageLinker],
         make_admission: LocalAdmission,
+        limits: LimitReports,
         critical_tasks: CriticalTasks,
     ) -> None:
         self._batches = MessageBatches(coordinators, token, worker, self._on_lost)
@@ -79,6 +81,7 @@ class RemoteAdmission:
         self._metrics = metrics
         self._make_linker = make_linker
         self._make_admission = make_admission
+        self._limits = limits
         self._critical_tasks = critical_tasks
         self._numbers = count(1)
         self._open: dict[int, Placement] = {}
@@ -112,6 +115,7 @@ class RemoteAdmission:
         """Deliver what is under way, and end the session."""
         if self._task is not None:
             await self._critical_tasks.stop_tasks(self._task)
+        self._limits.disconnect()
         await self._batches.close()
 
     # --- CallAdmission ----------------------------------------------------------------------------------------
@@ -217,6 +221,7 @@ class RemoteAdmission:
         if self._is_connected:
             log.warning("event=coordinator_lost reason=%r", reason)
             self._is_connected = False
+            self._limits.disconnect()
             self._alone_at = asyncio.get_running_loop().time() + _PATIENCE_SECONDS
             self._connected.clear()
             self._lost.set()
@@ -266,6 +271,7 @@ class RemoteAdmission:
             self._is_connected = await self._batches.greet(self._open.values(), self._recent)
             if self._is_connected:
                 self._connected.set()
+                self._limits.connect(self._batches.ask)
                 self._send_ends(known)
                 self._linker = None
                 log.info("event=coordinator_connected open_calls=%d", len(self._open))

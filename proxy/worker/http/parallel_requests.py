@@ -7,8 +7,11 @@ Promises:
   so that one key with many requests does not keep the others waiting.
 - A waiting request holds no part of its body but what the connection has buffered.
 
-It counts requests that may reach a model: every POST of an agent. Without limits a request costs one comparison. Each
-proxy process counts its own requests. All state belongs to the event loop's thread.
+It counts requests that may reach a model: every POST of an agent. Without limits a request costs one comparison.
+Several workers count together: each reports its running requests, and between two answers begins at most an Nth of a
+limit, at least one. So N workers run at most N - 1 Nths of it more than the limit, or N - 1 requests if that is more.
+Above its Nth, a request waits for the next answer, which takes about a millisecond. Several proxies count each for
+itself. All state belongs to the event loop's thread.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ from typing import NamedTuple
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ratchet.proxy.coordinator.keys.key_cache import Caller
+from ratchet.proxy.coordinator.limits.sharing import Sharing
 from ratchet.proxy.errors import ClientDisconnected, NotReady, ProxyError, RateLimited
+from ratchet.proxy.messages.limit_records import RUNNING, Amount
 from ratchet.proxy.wire.asgi import CALLER, CLIENT_LEFT
 from ratchet.store.access.ownership import owner
 
@@ -43,33 +48,96 @@ class _Waiting(NamedTuple):
     has_left: Callable[[], bool] | None
 
 
-class _Key:
-    """The requests of one key; it exists while there are some."""
+class _Running:
+    """The running requests under one limit, of this worker and the others. `on_answer`: called when those are known."""
 
-    __slots__ = ("limit", "name", "queue", "running")
+    __slots__ = ("_on_answer", "_others", "_owner", "_sharing", "_started", "_started_before", "limit", "number")
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, owner: str, sharing: Sharing | None, on_answer: Callable[[], None]) -> None:
+        self._owner = owner
+        self._sharing = sharing
+        self._on_answer = on_answer
         self.limit: int | None = None
-        self.running = 0
-        self.queue: deque[_Waiting] = deque()
+        self.number = 0
+        self._others = 0
+        self._started = 0  # since the last answer
+        self._started_before = 0  # of those, before the report that is under way
 
     @property
     def is_full(self) -> bool:
-        """Whether the key's own limit is reached."""
-        return self.limit is not None and self.running >= self.limit
+        """Whether the limit is reached."""
+        if self.limit is None:
+            return False
+        if self._sharing is None or self._sharing.parts == 1:
+            return self.number + self._others >= self.limit
+        return self.number >= max(1, self.limit // self._sharing.parts)
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether another request may begin now."""
+        if self.limit is None or self._sharing is None:
+            return not self.is_full
+        return not self.is_full and self._started < max(1, self.limit // self._sharing.workers)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to remember."""
+        return not (self.number or self._started or self._others)
+
+    def change(self, number: int) -> None:
+        """Count requests that begin or end."""
+        self.number += number
+        self._started += max(0, number) if self._sharing is not None and self.limit is not None else 0
+        self.ask()
+
+    def ask(self, *, urgent: bool = False) -> None:
+        """Learn how many requests the other workers run."""
+        if self._sharing is not None and self.limit is not None:
+            self._sharing.on_use(self, urgent=urgent)
+
+    # --- Counted ----------------------------------------------------------------------------------------------
+
+    def report(self, now: float) -> Amount:
+        self._started_before = self._started
+        return Amount(self._owner, RUNNING, 0, 0.0, self.number)
+
+    def adopt(self, level: float, now: float) -> None:
+        self._others = int(level)
+        self._started -= self._started_before
+        self._on_answer()
+
+    def restore(self, amount: Amount) -> None:
+        self._on_answer()
+
+
+class _Key:
+    """The requests of one key; it exists while there are some."""
+
+    __slots__ = ("name", "queue", "running")
+
+    def __init__(self, name: str, running: _Running) -> None:
+        self.name = name
+        self.running = running
+        self.queue: deque[_Waiting] = deque()
 
 
 class ParallelRequests:
-    """The middleware."""
+    """The middleware. `sharing`: of the limits with other workers."""
 
-    def __init__(self, app: ASGIApp, limits: QueueLimits) -> None:
+    def __init__(self, app: ASGIApp, limits: QueueLimits, sharing: Sharing | None = None) -> None:
         self._app = app
         self._limits = limits
+        self._sharing = sharing
         self._keys: dict[str, _Key] = {}
         self._arrived = 0
-        self.running = 0
+        self._all = _Running("", sharing, self._on_answer)
+        self._all.limit = limits.max_parallel
         self.waiting = 0
+
+    @property
+    def running(self) -> int:
+        """The running requests of this process."""
+        return self._all.number
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         caller: Caller = scope[CALLER]
@@ -92,33 +160,29 @@ class ParallelRequests:
         name = owner(caller.key_id)
         key = self._keys.get(name)
         if key is None:
-            key = self._keys[name] = _Key(name)
-        key.limit = caller.max_parallel_requests
+            key = self._keys[name] = _Key(name, _Running(f"key {name}", self._sharing, self._on_answer))
+        key.running.limit = caller.max_parallel_requests
         return key
 
-    @property
-    def _is_full(self) -> bool:
-        return self._limits.max_parallel is not None and self.running >= self._limits.max_parallel
-
     def _may_run(self, key: _Key) -> bool:
-        return not self._is_full and not key.is_full
+        return self._all.may_begin and key.running.may_begin
 
     def _begin(self, key: _Key) -> None:
-        key.running += 1
-        self.running += 1
+        key.running.change(1)
+        self._all.change(1)
 
     def _end(self, key: _Key) -> None:
-        key.running -= 1
-        self.running -= 1
+        key.running.change(-1)
+        self._all.change(-1)
         self._run_next()
         self._forget(key)
 
     async def _wait(self, key: _Key, has_left: Callable[[], bool] | None) -> None:
         """Return once the request counts as running. Raises RateLimited, NotReady, ClientDisconnected."""
         limits, loop = self._limits, asyncio.get_running_loop()
-        if self.waiting >= limits.max_waiting or len(key.queue) >= limits.max_waiting_per_key:
+        if self._is_queue_full(key):
             self._drop_abandoned()
-        if self.waiting >= limits.max_waiting or len(key.queue) >= limits.max_waiting_per_key:
+        if self._is_queue_full(key):
             self._forget(key)
             raise self._refusal(key, "the queue is full")
         self._keys[key.name] = key
@@ -126,6 +190,7 @@ class ParallelRequests:
         waiting = _Waiting(self._arrived, loop.create_future(), has_left)
         key.queue.append(waiting)
         self.waiting += 1
+        self._ask(key, urgent=True)
         timer = loop.call_later(limits.max_seconds, self._expire, key, waiting)
         try:
             await waiting.may_run
@@ -141,13 +206,41 @@ class ParallelRequests:
             self._end(key)
             raise ClientDisconnected
 
+    def _is_queue_full(self, key: _Key) -> bool:
+        if self._sharing is not None and self._sharing.parts == 1:
+            return False  # it waits for an answer, which may say that others have ended
+        return self.waiting >= self._limits.max_waiting or len(key.queue) >= self._limits.max_waiting_per_key
+
+    def _ask(self, key: _Key, *, urgent: bool) -> None:
+        key.running.ask(urgent=urgent)
+        self._all.ask(urgent=urgent)
+
+    def _on_answer(self) -> None:
+        """The other workers' requests are known."""
+        self._run_next()
+        for key in list(self._keys.values()):
+            if key.queue:
+                self._ask(key, urgent=not (self._all.is_full or key.running.is_full))
+                self._drop_excess(key)
+            self._forget(key)
+
+    def _drop_excess(self, key: _Key) -> None:
+        """Refuse the newest requests, if they waited for an answer and there is no place for them in the queue."""
+        while key.queue and (self._all.is_full or key.running.is_full) and (
+            self.waiting > self._limits.max_waiting or len(key.queue) > self._limits.max_waiting_per_key
+        ):  # fmt: skip
+            waiting = key.queue[-1]
+            if not waiting.may_run.done():
+                waiting.may_run.set_exception(self._refusal(key, "the queue is full"))
+            self._remove(key, waiting)
+
     def _run_next(self) -> None:
         """Let requests run that wait, as far as the limits allow."""
-        while self.waiting and not self._is_full:
-            ready = [key for key in self._keys.values() if key.queue and not key.is_full]
+        while self.waiting and self._all.may_begin:
+            ready = [key for key in self._keys.values() if key.queue and key.running.may_begin]
             if not ready:
                 return
-            key = min(ready, key=lambda one: (one.running, one.queue[0].number))
+            key = min(ready, key=lambda one: (one.running.number, one.queue[0].number))
             waiting = key.queue.popleft()
             self.waiting -= 1
             if not waiting.may_run.done():
@@ -174,15 +267,15 @@ class ParallelRequests:
         self._forget(key)
 
     def _forget(self, key: _Key) -> None:
-        if not key.running and not key.queue:
+        if key.running.is_idle and not key.queue:
             self._keys.pop(key.name, None)
 
     def _refusal(self, key: _Key, reason: str) -> ProxyError:
         """Return the error of a request that may not run; `reason` says why it does not wait any longer."""
-        if key.is_full:
+        if key.running.is_full:
             return RateLimited(
-                f"the key's limit of {key.limit} parallel requests is reached and {reason}: retry when others have "
-                "ended, or raise the limit (the key's max_parallel_requests, or the proxy's setting "
+                f"the key's limit of {key.running.limit} parallel requests is reached and {reason}: retry when others "
+                "have ended, or raise the limit (the key's max_parallel_requests, or the proxy's setting "
                 "max_parallel_requests_per_key)",
                 code="too_many_parallel_requests",
             )
