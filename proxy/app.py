@@ -129,7 +129,7 @@ def create_app(
     """
     metrics, critical_tasks = ProxyMetrics(), critical_tasks or CriticalTasks()
     recording = build_recording(settings, store, store_writer, metrics, critical_tasks)
-    serving = build_serving(settings, store, upstream, url, recording, metrics, critical_tasks)
+    serving = build_serving(settings, store, upstream, url, recording, metrics, role, critical_tasks)
     spans = make_spans(settings.otlp_endpoint, os.environ)
     limit_reports = LimitReports(max(1, settings.workers)) if isinstance(role, WorkerRole) else None
     keys = KeyCache(settings, store, critical_tasks, sharing=limit_reports)
@@ -235,6 +235,7 @@ def build_serving(
     url: str,
     recording: Recording,
     metrics: ProxyMetrics,
+    role: Role | None,
     critical_tasks: CriticalTasks,
 ) -> Serving:
     """Build what places calls and forwards them to models."""
@@ -256,7 +257,15 @@ def build_serving(
         cool_off=cool_off,
         critical_tasks=critical_tasks,
     )
-    policies = PolicyCache(settings.agents, store, metrics, other_models=others.names, critical_tasks=critical_tasks)
+    policies = PolicyCache(
+        settings.agents,
+        store,
+        metrics,
+        other_models=others.names,
+        critical_tasks=critical_tasks,
+        # the coordinator chooses the versions of a worker's calls; the worker reads those that it does not know
+        refresh_seconds=1.0 if isinstance(role, WorkerRole) else 0.2,
+    )
     heartbeat = Heartbeat(
         store,
         metrics,

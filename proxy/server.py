@@ -9,6 +9,7 @@ The port is bound first, so a busy port is an error with a remedy.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
@@ -152,6 +153,7 @@ class _Server(uvicorn.Server):
         drain_delay_seconds: float,
         certificate: TlsCertificate | None,
     ) -> None:
+        self._exits = asyncio.Event()
         super().__init__(config)
         self._certificate = certificate
         if certificate is not None:
@@ -163,6 +165,25 @@ class _Server(uvicorn.Server):
         self._on_started = on_started
         self._drain_delay = drain_delay_seconds
         self._stopping = False
+
+    @property
+    def should_exit(self) -> bool:
+        """Whether the server stops."""
+        return self._should_exit
+
+    @should_exit.setter
+    def should_exit(self, value: bool) -> None:
+        self._should_exit = value
+        if value and self.started:
+            self._loop.call_soon_threadsafe(self._exits.set)
+
+    async def main_loop(self) -> None:
+        """Serve until `should_exit`; uvicorn's own loop wakes ten times a second."""
+        counter = 0
+        while not await self.on_tick(counter):
+            counter += 10  # of these ticks, once a second
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._exits.wait(), 1.0)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Become unready at once and stop after `drain_delay_seconds`; a second signal skips the delay."""

@@ -3,7 +3,7 @@
 Promises: logging never blocks. A separate thread writes the lines (the standard library's QueueHandler and
 QueueListener), so a blocked stderr, such as a full pipe that nobody reads, delays neither other threads nor the exit
 of the process. At most `MAX_WAITING_LINES` lines wait. Further lines are dropped and counted, and the log reports how
-many once it can be written again. A line is written at once; the many lines of calls within `_POLL_SECONDS`.
+many once it can be written again. A line is written at once; the many lines of calls within `_LINGER_SECONDS`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Level = Literal["debug", "info", "warning", "error"]
 START_LOGGER = "ratchet.start"  # logs that a service is ready, at any level: `ratchet up` waits for these lines
 FIELDS = "ratchet_fields"  # record attribute with the keys and values of a call's line, for formats other than text
 MAX_WAITING_LINES = 10_000  # lines
-_POLL_SECONDS = 0.2  # waking the thread for each call would cost more than the line
+_LINGER_SECONDS = 0.2  # after a call's line: waking the thread for each call would cost more than the line
 _STOP_TIMEOUT = 1.0  # seconds that the exit of the process waits for the remaining lines
 
 log = logging.getLogger("ratchet.log")
@@ -65,7 +65,7 @@ class _WaitingLines(QueueHandler):
     """The queue of lines. Adding a line never blocks and is safe in a signal handler."""
 
     def __init__(self) -> None:
-        self.waiting: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+        self.waiting: queue.SimpleQueue[logging.LogRecord | None] = queue.SimpleQueue()
         super().__init__(self.waiting)
         self.dropped = 0
         self.wake = threading.Event()
@@ -105,21 +105,33 @@ class _LineWriter(QueueListener):
         self._write = write
         self._reported = 0  # dropped lines
         self._stopping = False
+        self._lingers = False  # the last line was a call's
 
     def dequeue(self, block: bool) -> Any:
         """Wait for the next record; return None after `stop`."""
         while True:
             try:
-                return self._lines.waiting.get_nowait()
+                record = self._lines.waiting.get_nowait()
             except queue.Empty:
                 self._report_dropped()
-            if self._stopping:
-                return None
-            self._lines.wake.wait(_POLL_SECONDS)
-            self._lines.wake.clear()
+                if self._stopping:
+                    return None
+                record = self._wait()
+            if record is not None:
+                return record
+
+    def _wait(self) -> logging.LogRecord | None:
+        """Wait for the next record; return None after a pause in which more of them may have come."""
+        if not self._lingers:
+            return self._lines.waiting.get()
+        self._lingers = False
+        self._lines.wake.wait(_LINGER_SECONDS)
+        self._lines.wake.clear()
+        return None
 
     def handle(self, record: logging.LogRecord) -> None:
         """Write one line."""
+        self._lingers = FIELDS in record.__dict__
         try:
             self._write(self._formatter.format(record) + "\n")
         except Exception:  # noqa: BLE001 -- the log itself failed; the line is counted
@@ -128,6 +140,7 @@ class _LineWriter(QueueListener):
     def stop(self) -> None:
         """Write the remaining lines; give up after a timeout if writing blocks."""
         self._stopping = True
+        self._lines.waiting.put(None)
         self._lines.wake.set()
         if self._thread is not None:
             self._thread.join(_STOP_TIMEOUT)

@@ -22,18 +22,19 @@ class ProxyInstances:
         self._engine = engine
 
     def heartbeat(self, instance: ProxyInstance) -> None:
-        """Store the current state of a proxy, and delete the rows of proxies that stopped long ago."""
+        """Store the current state of a proxy; its first one deletes the rows of proxies that stopped long ago."""
         table = schema.proxy_instances
         row = msgspec.structs.asdict(instance) | {
             "live_versions": dict(instance.live_versions),
             "pinned_trajectories": dict(instance.pinned_trajectories),
         }
         with write(self._engine) as connection:
+            if connection.execute(sa.update(table).where(table.c.id == instance.id).values(**row)).rowcount:
+                return
             insert_or_ignore(connection, table, [row])
             connection.execute(
                 sa.delete(table).where(table.c.heartbeat_at < instance.heartbeat_at - _DELETE_AFTER_SECONDS)
             )
-            connection.execute(sa.update(table).where(table.c.id == instance.id).values(**row))
 
     def running(self, alias: str | None, since: float) -> list[ProxyInstance]:
         """Return the proxies with a heartbeat since then (Unix seconds) that serve an alias, or any."""

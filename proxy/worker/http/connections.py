@@ -46,6 +46,7 @@ MIN_BYTES_PER_SECOND = 10_000
 _MAX_CHUNK_OVERHEAD = 8  # bytes of framing per byte of a chunked body
 _LINGER_SECONDS = 5.0  # for the rest of a body that was answered before its end
 _CHECK_INTERVAL = 1.0  # seconds
+_FIRST_REQUEST_SECONDS = 2.0  # for the first request of a connection that was accepted just before the server stops
 _NO_LINGER = struct.pack("ii", 1, 0)
 
 _REASONS = {
@@ -151,6 +152,19 @@ class ClientConnection(HttpToolsProtocol):
         self._undecided = b""  # bytes of the head that were not parsed yet
         self._received = 0  # bytes of this request
         self._body_bytes = 0  # of its body
+        self._is_stopping = False
+
+    def shutdown(self) -> None:
+        """Close after the response in progress, or at once; a new connection still gets its first response."""
+        self._is_stopping = True
+        if self.cycle is None:
+            self.loop.call_later(_FIRST_REQUEST_SECONDS, self._close_unused)
+        else:
+            super().shutdown()
+
+    def _close_unused(self) -> None:
+        if self.cycle is None:
+            self.transport.close()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -189,6 +203,8 @@ class ClientConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head = False
         super().on_headers_complete()
+        if self._is_stopping:
+            self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
