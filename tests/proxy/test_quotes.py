@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -187,6 +188,16 @@ def test_a_large_prompt_costs_few_steps_with_thousands_of_answers_that_start_ali
     assert linker.find_link(quoting).linked_by == "quote"
     assert few < 200, few
     assert some < 30_000, some  # it was millions: for each answer at each place
+
+
+@pytest.mark.parametrize("piece", ["\n", "\n \t", '"', ": ", '\n(\n[" ', " "])
+def test_a_prompt_of_boundaries_and_white_space_costs_little(piece: str) -> None:
+    linker = TrajectoryLinker(idle_seconds=900)
+    answered(linker, [USER], {"role": "assistant", "content": alike(1)})
+    prompt = evidence([{"role": "user", "content": "Begin" + piece * (140_000 // len(piece)) + "end"}])
+    before = time.process_time()
+    assert linker.find_link(prompt).linked_by == "root"
+    assert time.process_time() - before < 10  # it was 49 s for line breaks
 
 
 def test_answers_of_another_key_are_not_searched() -> None:

@@ -210,12 +210,15 @@ class QuoteIndex:
         return self._searched > _SEARCHED
 
     def _compiled(self) -> re.Pattern[str]:
-        """Return the pattern of a boundary followed by what may be an anchor."""
+        """Return the pattern of a boundary followed by what may be an anchor.
+
+        It also matches white space that no anchor follows, so that none is searched twice.
+        """
         if self._pattern is None:
             starts = "".join(f"[{''.join(sorted(classes))}]" for classes in self._classes)
             boundaries = "|".join(map(re.escape, _BOUNDARIES))
             self._pattern = re.compile(
-                rf"(?:{boundaries})\s*+(?=({starts}.{{{ANCHOR_LENGTH - _PATTERN_LENGTH}}}))", re.DOTALL
+                rf"(?:{boundaries})\s*+(?:(?=({starts}.{{{ANCHOR_LENGTH - _PATTERN_LENGTH}}}))|(?<=\s))", re.DOTALL
             )
         return self._pattern
 
