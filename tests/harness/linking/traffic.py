@@ -83,7 +83,7 @@ class AgentRun:
         for again in range(retry, retry + 8):
             label = self.record(body, before, choice)
             headers = self.headers(label) | {"x-stainless-retry-count": str(again)}
-            answer = await asyncio.wait_for(self._once(path, body, headers), timeout)
+            answer = await self._once(path, body, headers, timeout)
             if answer is not None:
                 return Reply(label, _messages(answer), answer)
             await asyncio.sleep(0.02)
@@ -93,7 +93,7 @@ class AgentRun:
         """Make a call and disconnect before the answer; return its label."""
         label = self.record(body, before, 0, abandoned=True)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._once(path, body, self.headers(label)), after)
+            await self._once(path, body, self.headers(label), after)
         return label
 
     def record(self, body: Json, before: str | None, choice: int, *, abandoned: bool = False) -> str:
@@ -108,11 +108,11 @@ class AgentRun:
         """Return the headers of a call."""
         return {"x-ratchet-role": label, "authorization": f"Bearer {self.key}"}
 
-    async def _once(self, path: str, body: Json, headers: dict[str, str]) -> Json | None:
-        await self.traffic.open.wait()
+    async def _once(self, path: str, body: Json, headers: dict[str, str], timeout: float) -> Json | None:
+        await self.traffic.open.wait()  # a restart may take longer than the timeout
         self.traffic.in_flight += 1
         try:
-            return await self._sent(path, body, headers)
+            return await asyncio.wait_for(self._sent(path, body, headers), timeout)
         finally:
             self.traffic.in_flight -= 1
 
