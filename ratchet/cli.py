@@ -34,7 +34,7 @@ from ratchet.commands import (
     usage,
 )
 from ratchet.commands.suggestions import SuggestingGroup
-from ratchet.errors import RatchetError
+from ratchet.errors import InvalidArgument, RatchetError
 
 # Errors of a path that the user gave.
 _PATH_ERRORS = (errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.EISDIR, errno.EROFS, errno.ENAMETOOLONG)
@@ -95,6 +95,9 @@ def run(arguments: list[str]) -> int:
     except click.ClickException as error:
         error.show()
         return error.exit_code
+    except InvalidArgument as error:
+        click.UsageError(str(error)).show()
+        return 2
     except (KeyboardInterrupt, click.Abort):
         return 130
     except Exception as error:  # the last place where an error can become one line

@@ -1,10 +1,12 @@
-"""The root of every error that Ratchet raises on purpose, and the errors of the command line.
+"""The root of every error that Ratchet raises on purpose, and the errors of the command line and of the Python API.
 
     RatchetError
     ├── StoreError      store/errors.py
     ├── ProxyError      proxy/errors.py
     ├── TrainerError    trainer/errors.py: trainer and tuner
-    └── CliError        below
+    ├── CliError        below: also raised in Python where a project is read, started or stopped
+    ├── InvalidArgument below
+    └── RunCancelled    below
 
 Each message names the problem and the remedy.
 """
@@ -18,6 +20,14 @@ class RatchetError(Exception):
 
 class CliError(RatchetError):
     """Root of the errors that the command line raises on purpose."""
+
+
+class InvalidArgument(RatchetError):
+    """An argument of a Python function, or an option of a command, is missing or contradicts another one."""
+
+
+class RunCancelled(RatchetError):
+    """A run of the tuner was cancelled. The message says how to resume it."""
 
 
 class SettingsError(CliError):

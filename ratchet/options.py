@@ -169,15 +169,9 @@ def read_agent_settings(context: click.Context, values: dict[str, Any]) -> Setti
 
 def one_agent(settings: Settings) -> Settings:
     """Return the settings of the project's only agent. Raises SettingsError that lists several."""
-    from ratchet.errors import SettingsError
-    from ratchet.settings.setting_errors import listed
+    from ratchet.settings import load_settings
 
-    names = list(settings.agents_by_name)
-    if len(names) > 1:
-        raise SettingsError(
-            f"project {settings.project} has {len(names)} agents: choose one with --model NAME: {listed(names)}"
-        )
-    return settings.for_agent(names[0])
+    return load_settings.one_agent(settings)
 
 
 def check_alias(store: Store, name: str | None) -> None:
@@ -226,16 +220,6 @@ def open_project_store(
 ) -> AbstractContextManager[Store]:
     """Open the store of the project's current or last run; options win. Raises SettingsError."""
     return open_store_for_command(read_project_settings(context, options).store_url, create=create)
-
-
-def current_user() -> str:
-    """Return the name of the user who runs the command, for records of decisions."""
-    import getpass
-
-    try:
-        return getpass.getuser()
-    except OSError:  # a container may run under a number without a name
-        return "a person"
 
 
 def print_json(content: Any) -> None:

@@ -25,6 +25,7 @@ class Tasks:
         self, source: str | Path, *, split: str = TRAIN, test_size: float | None = None, seed: int = 0
     ) -> None:
         found = _open(source)
+        self.source, self.test_size, self.seed = str(source), test_size, seed
         self._set = found if test_size is None else found.split(1 - test_size, seed)
         self._set.check(split)
         self.split = split

@@ -10,13 +10,14 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 from pydantic import ValidationError
 
+from ratchet.api.arguments import AnyJudge, AnyWorkflow
 from ratchet.api.event_loop import run_to_end
 from ratchet.store.records import Trajectory, Transcript, Verdict, WorkflowResult
 from ratchet.store.states import TrajectoryState
@@ -32,8 +33,6 @@ from ratchet.tuner.rollouts.runner import NO_KEY, describe_error
 from ratchet.tuner.rollouts.workflow import FunctionWorkflow, Workflow, load_workflow
 from ratchet.tuner.rollouts.workflow_output import WorkflowOutput, plain
 
-AnyWorkflow = str | Callable[..., Any]
-AnyJudge = str | Mapping[str, Any] | Callable[..., Any]
 _MODELS_TIMEOUT = 10.0  # seconds
 
 
@@ -98,7 +97,7 @@ async def try_out_async(
     key = api_key or NO_KEY
     made = None if judge is None else _open_judge(judge, ModelServer(base_url, key), has_messages=False)
     try:
-        name = model or await _served_model(agent, base_url, key)
+        name = model or await served_model(agent, base_url, key)
         started_at = time.perf_counter()
         output = await _run(
             agent, row, base_url=base_url, api_key=key, model=name, system_prompt=system_prompt, seed=seed
@@ -173,15 +172,21 @@ def _open_judge(judge: Any, models: ModelServer | None, *, has_messages: bool) -
             raise JudgeError(f"judge {judge!r:.200}: {message}; see docs/judges.md") from error
     else:
         made = FunctionJudge(judge, models=models)
-    if isinstance(made, FunctionJudge) and made.names_calls and not has_messages:
-        raise JudgeError(
-            f"judge {made.name} reads `trajectory` or `tool_outcomes`, and no call is recorded here: use "
-            "`ratchet.try_judge(..., messages=...)`, or `ratchet judge try TRAJECTORY` on a recorded one"
-        )
+    if not has_messages:
+        refuse_judge_of_calls(made)
     return made
 
 
-async def _served_model(workflow: Workflow, base_url: str, api_key: str) -> str:
+def refuse_judge_of_calls(judge: Judge) -> None:
+    """Raise JudgeError if a judge reads recorded calls: there are none."""
+    if isinstance(judge, FunctionJudge) and judge.names_calls:
+        raise JudgeError(
+            f"judge {judge.name} reads `trajectory` or `tool_outcomes`, and no call is recorded here: use "
+            "`ratchet.try_judge(..., messages=...)`, or `ratchet judge try TRAJECTORY` on a recorded one"
+        )
+
+
+async def served_model(workflow: Workflow, base_url: str, api_key: str) -> str:
     """Return the only model that a server lists; "" if the workflow does not take the model's name."""
     if isinstance(workflow, FunctionWorkflow) and not workflow.takes("model"):
         return ""
@@ -217,7 +222,7 @@ def _reward(output: WorkflowOutput) -> Judgement:
 def _judge(
     judge: Judge, task: Mapping[str, Any] | str | None, output: WorkflowOutput, messages: Sequence[Mapping[str, Any]]
 ) -> Judgement:
-    (verdict,) = judge.judge(None, [_transcript(task, output, messages)]).verdicts
+    (verdict,) = judge.judge(None, [transcript_of(task, output, messages)]).verdicts
     return _judgement(judge, verdict)
 
 
@@ -227,13 +232,17 @@ def _judgement(judge: Judge, verdict: Verdict) -> Judgement:
     return Judgement(verdict.score, dict(verdict.components), verdict.explanation)
 
 
-def _transcript(
-    task: Mapping[str, Any] | str | None, output: WorkflowOutput, messages: Sequence[Mapping[str, Any]]
+def transcript_of(
+    task: Mapping[str, Any] | str | None,
+    output: WorkflowOutput,
+    messages: Sequence[Mapping[str, Any]],
+    name: str = "try_out",
 ) -> Transcript:
+    """Return what a judge gets for an output without recorded calls, under this trajectory id."""
     row = dict(task) if isinstance(task, Mapping) else None
     answer = output.response if isinstance(output.response, str) else json.dumps(output.response)
     run = Trajectory(
-        id="try_out", alias="try_out", version=0, state=TrajectoryState.GROUPED, root_node="", tools_hash="",
+        id=name, alias="try_out", version=0, state=TrajectoryState.GROUPED, root_node="", tools_hash="",
         task=content_id(row) if row is not None else None if task is None else str(task), key_id=None, opened_at=0.0,
         last_active_at=0.0,
     )  # fmt: skip

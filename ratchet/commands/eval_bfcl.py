@@ -125,7 +125,7 @@ def _evaluate(
     folder = settings.state.root / "evaluations" / tuning.id
     key = first_api_key() or "x"
     answers = {}
-    with RunLease(store).acquire(tuning.id):
+    with RunLease(store).acquire(tuning.id, resumable=False):
         with progress_bars() as report_progress:
             for version in versions:
                 name = folder / version.replace("/", "_")

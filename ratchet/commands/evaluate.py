@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from ratchet import options
+from ratchet.commands.rollout_options import add_rollout_options, settings_of
 from ratchet.errors import CliError
-from ratchet.tuning.context import add_rollout_options
 
 _EXIT_CODES = {"better": 0, "tied": 3, "inconclusive": 3, "worse": 4}
 
@@ -88,10 +88,9 @@ def _compare(
 ) -> int:
     """Compare two models, print the result and return the exit code. Raises UsageError."""
     from ratchet.tuning import compare_models, reports
-    from ratchet.tuning import context as tuning
 
     own = {name: given.pop(name) for name in ("split", "limit", "score_range", "resume")}
-    settings = tuning.settings_of(context, given)
+    settings = settings_of(context, given)
     candidates = (against or settings.model, model or "")  # a resumed run has its own
     request, found = compare_models.compare(settings, compare_models.ComparisonOptions("eval", candidates, **own))
     pair = found.ranking.pair(request.candidates[1], request.candidates[0])

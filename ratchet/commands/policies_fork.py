@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ratchet import options
+from ratchet.settings.current_user import current_user
 
 if TYPE_CHECKING:
     from ratchet.settings.project_settings import Settings
@@ -44,7 +45,7 @@ def fork(context: click.Context, source: str, target: str, store: str | None, pr
         options.check_alias(opened, named["alias"])
         options.check_alias(opened, target)
         policy = opened.policies.get(named["alias"], int(named["version"]))
-        made = copy_version(opened, adapters, policy, fork_target, by=options.current_user())
+        made = copy_version(opened, adapters, policy, fork_target, by=current_user())
     click.echo(f"{target}@{made.candidate.version} is a candidate: a copy of {source}")
     if not made.with_state:
         click.echo(

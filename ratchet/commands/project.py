@@ -229,9 +229,9 @@ def _check_results(
         yield from doctor_checks.run_checks(settings)
         return
     from ratchet.checks import workflow_check
-    from ratchet.tuning import context as tuning
+    from ratchet.commands.rollout_options import settings_of
 
-    settings = tuning.settings_of(context, given | {"tasks": None, "test_size": None, "seed": None})
+    settings = settings_of(context, given | {"tasks": None, "test_size": None, "seed": None})
     source = task or settings.tuner_settings().tasks
     if source is None:
         raise click.UsageError("the workflow needs a task: give --task JSON or a file, or set tuner.tasks")

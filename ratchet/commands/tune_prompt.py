@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ratchet import options
+from ratchet.commands.rollout_options import EXIT_NOT_BETTER, add_rollout_options, fail_unless_better
 from ratchet.output.terminal import strip_control_characters
-from ratchet.tuning.context import EXIT_NOT_BETTER, add_rollout_options, fail_unless_better
+
+if TYPE_CHECKING:
+    from ratchet.tuning.tune_prompt import PromptOutcome
 
 
 @click.command()
@@ -56,11 +59,9 @@ def prompt(
         --reflection-url http://127.0.0.1:8001 --reflection-model big --max-rollouts 300
       ratchet tune prompt --resume tun_01J8
     """
-    from ratchet.tuning import tune_prompt
-
     fails: bool = given.pop("fail_unless_better")
-    found = tune_prompt.resume_run(context, resume, given) if resume else tune_prompt.start_run(context, given)
-    version = tune_prompt.promote_result(context, found, given) if promote and found.better else None
+    found = _resume(context, resume, given) if resume else _start(context, given)
+    version = _promote(context, found.run, given) if promote and found.better else None
     if out is not None:
         out.write_text(found.prompt)
     if as_json:
@@ -71,6 +72,31 @@ def prompt(
     if promote:
         click.echo(f"candidate {version}: see `ratchet policies`" if version else "not promoted: it is not better")
     return EXIT_NOT_BETTER if fails and not found.better else 0
+
+
+def _start(context: click.Context, given: dict[str, Any]) -> PromptOutcome:
+    from ratchet.tuning import tune_prompt
+
+    file: Path | None = given["seed_prompt"]
+    named = tune_prompt.setting_names({key: value for key, value in given.items() if key != "seed_prompt"})
+    settings = options.read_agent_settings(context, named)
+    return tune_prompt.start_run(settings, None if file is None else file.read_text())
+
+
+def _resume(context: click.Context, name: str, given: dict[str, Any]) -> PromptOutcome:
+    from ratchet.tuning import tune_prompt
+
+    tune_prompt.check_resumption(name, given)
+    values = {"tuner.proxy_url": given["proxy"], "tuner.concurrency": given["concurrency"]}
+    settings = options.read_project_settings(context, values | {"store": given["store"], "project": given["project"]})
+    return tune_prompt.resume_run(settings, name)
+
+
+def _promote(context: click.Context, run: str, given: dict[str, Any]) -> str:
+    from ratchet.tuning.tune_prompt import create_candidate
+
+    with options.open_project_store(context, store=given["store"], project=given["project"]) as store:
+        return create_candidate(store, run)
 
 
 @click.command("promote")

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from ratchet import options
-from ratchet.tuning.context import EXIT_NOT_BETTER, add_rollout_options, fail_unless_better
-
-if TYPE_CHECKING:
-    from ratchet.tuning.compare_models import ComparisonOptions
+from ratchet.commands.rollout_options import EXIT_NOT_BETTER, add_rollout_options, fail_unless_better, settings_of
 
 
 @click.command("select-model")
@@ -50,13 +47,12 @@ def select_model(context: click.Context, /, png: Path | None, as_json: bool, **g
       ratchet tune select-model --candidate policy@0 --candidate policy@3 --tasks ./tasks --workflow agent:run
     """
     from ratchet.tuning import compare_models, reports
-    from ratchet.tuning import context as tuning
 
     fails: bool = given.pop("fail_unless_better")
     names = ("candidates", "split", "limit", "policy", "within", "score_range", "resume")
     chosen_options = compare_models.ComparisonOptions("select-model", **{name: given.pop(name) for name in names})
-    _check(chosen_options)
-    _, found = compare_models.compare(tuning.settings_of(context, given), chosen_options)
+    chosen_options.check()
+    _, found = compare_models.compare(settings_of(context, given), chosen_options)
     if as_json:
         options.print_json(compare_models.plain(found))
     else:
@@ -70,15 +66,3 @@ def select_model(context: click.Context, /, png: Path | None, as_json: bool, **g
     if not found.measured:
         return 1
     return EXIT_NOT_BETTER if fails and not found.chosen else 0
-
-
-def _check(chosen_options: ComparisonOptions) -> None:
-    """Raise UsageError if the options contradict each other."""
-    if chosen_options.resume is None and len(chosen_options.candidates) < 2:
-        raise click.UsageError("name at least two candidates: --candidate NAME --candidate NAME")
-    if chosen_options.resume is not None and chosen_options.candidates:
-        raise click.UsageError("--resume uses the candidates of that run: leave --candidate out")
-    if (chosen_options.policy == "cheapest") != (chosen_options.within is not None):
-        raise click.UsageError("--policy cheapest needs --within X, and the other way round")
-    if chosen_options.score_range and chosen_options.score_range[0] >= chosen_options.score_range[1]:
-        raise click.UsageError("--score-range LOW HIGH: LOW must be below HIGH")

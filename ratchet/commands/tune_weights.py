@@ -8,7 +8,8 @@ from typing import Any
 import click
 
 from ratchet import options
-from ratchet.tuning import context as tuning
+from ratchet.commands.rollout_options import EXIT_NOT_BETTER
+from ratchet.commands.rollout_options import fail_unless_better as fail_unless_better_
 
 _OWN = (
     "families", "rounds", "tasks_per_round", "eval_every", "eval_tasks", "validation_tasks", "eval_attempts",
@@ -69,7 +70,7 @@ _OWN = (
 @options.base_model
 @options.store_url
 @options.project
-@tuning.fail_unless_better
+@fail_unless_better_
 @options.as_json
 @click.pass_context
 def weights(context: click.Context, /, png: Path | None, as_json: bool, fail_unless_better: bool, **given: Any) -> int:
@@ -85,11 +86,15 @@ def weights(context: click.Context, /, png: Path | None, as_json: bool, fail_unl
       ratchet tune weights --tasks mail=./mail:3 --tasks math=./math --warm-start policy --collect 4
       ratchet tune weights --tasks mail=./mail --tasks math=./math --workflow mail:run --family-workflow math=sums:run
     """
+    from ratchet.output.terminal import print_note
+    from ratchet.supervisor.up import attach_or_start
     from ratchet.tuner.reports.tuning_result import plain
     from ratchet.tuning import reports, tune_weights
 
     own = {name: given.pop(name) for name in _OWN}
-    result = tune_weights.run_weight_tuning(tune_weights.settings_of(context, given), own, quiet=as_json)
+    settings = tune_weights.prepare(options.read_agent_settings(context, tune_weights.setting_names(given)), own)
+    with attach_or_start(settings, print_note if as_json else click.echo) as services:
+        result = tune_weights.tune(settings, own, services)
     if as_json:
         options.print_json(plain(result))
     else:
@@ -97,4 +102,4 @@ def weights(context: click.Context, /, png: Path | None, as_json: bool, fail_unl
     if png is not None:
         reports.draw_weights(result, png)
         click.echo(f"drawn: {png}", err=True)
-    return tuning.EXIT_NOT_BETTER if fail_unless_better and result.best is None else 0
+    return EXIT_NOT_BETTER if fail_unless_better and result.best is None else 0

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -16,13 +16,13 @@ _WIDTH = 160  # columns of a table that is not printed to a terminal
 _LINE_SECONDS = 10.0  # between lines of progress
 
 
-def print_table(table: Any, lines: Iterable[str] = (), *, width: int = _WIDTH) -> None:
-    """Print a rich table, and lines below it. `width` applies if stdout is not a terminal."""
+def print_table(table: Any, lines: Iterable[str] = (), *, width: int = _WIDTH, file: TextIO | None = None) -> None:
+    """Print a rich table, and lines below it, to stdout or a file. `width` applies if that is not a terminal."""
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, file=file)
     if not console.is_terminal:
-        console = Console(highlight=False, width=width)
+        console = Console(highlight=False, width=width, file=file)
     console.print(table)
     for line in lines:
         console.print(strip_control_characters(line), soft_wrap=True, markup=False)
@@ -44,6 +44,11 @@ def print_records(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None
 def strip_control_characters(text: Any) -> str:
     """Replace control characters: recorded text of agents and their users must not control the terminal."""
     return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in str(text))
+
+
+def print_note(text: str) -> None:
+    """Print a line on stderr, without control characters."""
+    print(strip_control_characters(text), file=sys.stderr, flush=True)
 
 
 def format_time(seconds: float) -> str:

@@ -30,7 +30,9 @@ from ratchet.settings.masking import MASK, mask_store_url
 from ratchet.settings.project_settings import DERIVED_PROXY, DERIVED_TRAINER, OTHER_VARIABLES, PREFIX, Settings
 from ratchet.settings.setting_errors import (
     ANY_NAME,
+    is_option,
     key_tree,
+    listed,
     nearest_variable,
     readable_errors,
     renamed,
@@ -84,6 +86,26 @@ def load(
     settings._sources.update(layers.sources)
     _check(settings, environ)
     return settings if chosen is None else settings.for_agent(chosen)
+
+
+def load_agent(config: Path | None = None, options: Options | None = None) -> Settings:
+    """Load the settings of one agent, with what its project's current or last run has: the only one, or `model`.
+
+    Raises SettingsError.
+    """
+    given = {".".join(path) for path, (_, value) in (options or {}).items() if value is not None}
+    return one_agent(with_last_run(load(config, options), given))
+
+
+def one_agent(settings: Settings) -> Settings:
+    """Return the settings of the project's only agent. Raises SettingsError that lists several."""
+    names = list(settings.agents_by_name)
+    if len(names) > 1:
+        raise SettingsError(
+            f"project {settings.project} has {len(names)} agents: choose one with --model NAME (in Python "
+            f"agent=NAME): {listed(names)}"
+        )
+    return settings.for_agent(names[0])
 
 
 def with_last_run(settings: Settings, given: Collection[str] = ()) -> Settings:
@@ -162,7 +184,7 @@ class _Layers:
         if not values.get("agents") or "model" not in values:
             return None
         source = self.sources.pop(("model",))
-        if source.startswith("-"):
+        if is_option(source):
             return str(values.pop("model"))
         raise SettingsError(
             f"{source}: model and agents exclude each other: `model` is the one agent of a project without `agents`; "

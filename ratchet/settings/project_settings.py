@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, TypeAdapter, field_validator
 
 from ratchet.proxy.model_list import ModelEntry
-from ratchet.settings.setting_errors import readable_errors
+from ratchet.settings.setting_errors import is_option, readable_errors
 from ratchet.settings.state_folder import StateFolder
 from ratchet.trainer.settings.adapter_and_memory import SERVABLE_RANKS
 from ratchet.trainer.settings.adapter_settings import AdapterSettings
@@ -197,7 +197,7 @@ class Settings(BaseModel):
         entry = agent_entries.entry_of(self.agents or {self.model: {}}, name)
         # A command-line option such as --judge sets a key of `trainer`, and is stronger than the entry.
         by_option = {path[1] for path, source in self._sources.items()
-                     if path[0] == "trainer" and source.startswith("-")}  # fmt: skip
+                     if path[0] == "trainer" and is_option(source)}  # fmt: skip
         own = {key: value for key, value in entry.items() if key != "learner" and key not in by_option}
         known = agent_entries.agent_keys(DERIVED_TRAINER)
         merged = {

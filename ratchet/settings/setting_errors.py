@@ -121,6 +121,11 @@ def nearest_variable(name: str, prefix: str, known: Mapping[str, Any]) -> str:
     return f"the nearest variable is {nearest}, with two underscores between section and key"
 
 
+def is_option(source: str) -> bool:
+    """Return whether a value came from a command-line option (`--judge`) or a Python argument (`judge=`)."""
+    return source.startswith("-") or source.endswith("=")
+
+
 def listed(names: Iterable[str]) -> str:
     """Return names for a message, not too many."""
     known = list(names)

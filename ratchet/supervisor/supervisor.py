@@ -39,13 +39,20 @@ _STOP_TIMEOUT = 18.0  # seconds for all services together; `down` waits 20
 class Supervisor:
     """The services of one project. `on_event` is called in the thread of `start` and `stop`.
 
+    `check_start` is called while `start` waits, and raises to end that.
+
     `lock` is the project's lock if the caller has acquired it already; `stop` releases it.
     """
 
     def __init__(
-        self, settings: Settings, on_event: Callable[[Event], None] = discard_event, lock: ProjectLock | None = None
+        self,
+        settings: Settings,
+        on_event: Callable[[Event], None] = discard_event,
+        lock: ProjectLock | None = None,
+        check_start: Callable[[], None] | None = None,
     ) -> None:
         self.settings = settings
+        self._check_start = check_start
         self.state = settings.state
         self._on_event = on_event
         self._children: list[ServiceProcess] = []
@@ -199,6 +206,8 @@ class Supervisor:
         waiting = list(self._children)
         while waiting:
             self.check()
+            if self._check_start is not None:
+                self._check_start()
             for child in tuple(waiting):
                 seconds = time.monotonic() - child.started_at
                 if child.service.ready():

@@ -52,12 +52,19 @@ def names_of_agents(settings: Settings) -> str:
 
 @contextmanager
 def start_services(
-    settings: Settings, lock: ProjectLock | None = None, announce: Callable[[str], None] = print
+    settings: Settings,
+    lock: ProjectLock | None = None,
+    announce: Callable[[str], None] = print,
+    check: Callable[[], None] | None = None,
 ) -> Iterator[Supervisor]:
-    """Start the services; they stop at the end of the block, however it ends. Raises what `Supervisor.start` does."""
-    signals.install_handlers()
+    """Start the services; they stop at the end of the block, however it ends. Raises what `Supervisor.start` does.
+
+    `check` is called while they start, and raises to stop that; None: a signal does, because this process is a command.
+    """
+    if check is None:
+        signals.install_handlers()
     with StartupDisplay() as show:
-        supervisor = Supervisor(settings, show, lock)
+        supervisor = Supervisor(settings, show, lock, check)
         try:
             supervisor.prepare()
             announce(f"vLLM: starting {settings.base_model}; its command is in {settings.state.log('vllm')}")
@@ -68,21 +75,23 @@ def start_services(
 
 
 @contextmanager
-def attach_or_start(settings: Settings, announce: Callable[[str], None] = print) -> Iterator[ProjectServices]:
-    """Use the project's running services, or start them for the block."""
+def attach_or_start(
+    settings: Settings, announce: Callable[[str], None] = print, check: Callable[[], None] | None = None
+) -> Iterator[ProjectServices]:
+    """Use the project's running services, or start them for the block (`start_services`)."""
     running = read_run_state(settings.state)
     if not running:
-        with start_services(settings, announce=announce) as supervisor:
+        with start_services(settings, announce=announce, check=check) as supervisor:
             yield ProjectServices(supervisor.plan.base_url, supervisor.check)
         return
     if not running.get("ready"):
         raise CliError(f"project {settings.project} is still starting (pid {running['pid']}): wait until it is ready")
 
-    def check() -> None:
+    def check_project() -> None:
         if read_run_state(settings.state).get("pid") != running["pid"]:
             raise CliError(f"project {settings.project} was stopped (pid {running['pid']} is gone)")
 
-    yield ProjectServices(str(running["base_url"]), check)
+    yield ProjectServices(str(running["base_url"]), check_project)
 
 
 def run_detached(settings: Settings, arguments: Sequence[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Start or resume a comparison of models, for `ratchet tune select-model` and `ratchet eval`."""
+"""Start or resume a comparison of models: `ratchet tune select-model`, `ratchet eval`, and the same in Python."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-import click
-
+from ratchet.errors import InvalidArgument
+from ratchet.output.terminal import print_note
 from ratchet.tuning import context
+from ratchet.tuning.caller import COMMAND, Caller
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ComparisonOptions:
-    """Options of the two commands, besides those of all commands that run rollouts."""
+    """What is compared, besides the settings of all runs with rollouts."""
 
     kind: Literal["select-model", "eval"]
-    candidates: Sequence[str]
+    candidates: Sequence[str]  # eval: none, or the model and the one that it is compared with first
     split: str
     limit: int | None
     score_range: tuple[float, float] | None
@@ -33,30 +34,38 @@ class ComparisonOptions:
     policy: Literal["best", "cheapest"] = "best"
     within: float | None = None
 
-    @property
-    def command(self) -> str:
-        """The command that resumes a run of this kind."""
-        return "ratchet eval" if self.kind == "eval" else f"ratchet tune {self.kind}"
+    def check(self) -> None:
+        """Raise InvalidArgument if the options contradict each other."""
+        if self.kind == "select-model":
+            self._check_candidates()
+        if (self.policy == "cheapest") != (self.within is not None):
+            raise InvalidArgument("--policy cheapest needs --within X, and the other way round")
+        if self.score_range and self.score_range[0] >= self.score_range[1]:
+            raise InvalidArgument("--score-range LOW HIGH: LOW must be below HIGH")
+
+    def _check_candidates(self) -> None:
+        if self.resume is None and len(self.candidates) < 2:
+            raise InvalidArgument("name at least two candidates: --candidate NAME --candidate NAME (in Python models=)")
+        if self.resume is not None and self.candidates:
+            raise InvalidArgument("--resume uses the candidates of that run: leave --candidate (in Python models=) out")
 
 
-def compare(settings: Settings, given: ComparisonOptions) -> tuple[Request, Selection]:
+def compare(settings: Settings, given: ComparisonOptions, caller: Caller = COMMAND) -> tuple[Request, Selection]:
     """Run or resume a comparison; return its request and its result.
 
-    Raises TuningError, UsageError, and the errors of `context.opened`.
+    Raises TuningError, InvalidArgument, and the errors of `context.opened`.
     """
-    with context.opened(context.with_run_settings(settings, given.resume)) as tuner_context:
+    given.check()
+    with context.opened(context.with_run_settings(settings, given.resume), caller) as tuner_context:
         from ratchet.tuner.selection.model_selection import ModelSelector
 
         request, run = (
             _resume(tuner_context, given.resume, given.kind) if given.resume else _start(tuner_context, given)
         )
-        with tuner_context.lease.acquire(run.id, given.command, resume=given.resume is not None) as run:
+        with tuner_context.lease.acquire(run.id, resume=given.resume is not None) as run:
             tasks = tuner_context.tasks(request.tasks, request.split, request.limit)
             rollouts = len(tasks) * request.attempts * len(request.candidates)
-            click.echo(
-                f"{run.id}: {rollouts} rollouts, {len(tasks)} tasks for each of {', '.join(request.candidates)}",
-                err=True,
-            )
+            print_note(f"{run.id}: {rollouts} rollouts, {len(tasks)} tasks for each of {', '.join(request.candidates)}")
             selector = ModelSelector(
                 tuner_context.store, tuner_context.runner, tuner_context.scorer, tuner_context.prices
             )
@@ -64,7 +73,7 @@ def compare(settings: Settings, given: ComparisonOptions) -> tuple[Request, Sele
 
 
 def _start(tuner_context: TuningContext, given: ComparisonOptions) -> tuple[Request, Tuning]:
-    """Check the options and start a run. Raises UsageError, TuningError."""
+    """Check the options and start a run. Raises InvalidArgument, TuningError."""
     import msgspec
 
     from ratchet.trainer.statistics.paired_comparison import ScoreRange
@@ -78,7 +87,7 @@ def _start(tuner_context: TuningContext, given: ComparisonOptions) -> tuple[Requ
     tuner_context.tasks(source, given.split, 1)  # fail before the run starts if the task set cannot be read
     request = Request(
         kind=given.kind, alias=tuner_context.settings.model, candidates=candidates, tasks=source, split=given.split,
-        limit=given.limit, workflow=str(tuner_context.tuner.workflow), judge=tuner_context.scorer.name,
+        limit=given.limit, workflow=tuner_context.workflow, judge=tuner_context.scorer.name,
         judge_given=tuner_context.settings.trainer.get("judge"), attempts=tuner_context.tuner.attempts,
         seed=tuner_context.tuner.seed, policy=given.policy, within=given.within,
         failure_score=tuner_context.tuner.failure_score, score_range=ScoreRange(*given.score_range) if
@@ -89,7 +98,7 @@ def _start(tuner_context: TuningContext, given: ComparisonOptions) -> tuple[Requ
 def _resume(tuner_context: TuningContext, name: str, kind: str) -> tuple[Request, Tuning]:
     """Return the request of a stopped run, and the run.
 
-    Raises UsageError if it cannot be resumed with these options.
+    Raises InvalidArgument if it cannot be resumed with these options.
     """
     import msgspec
 
@@ -97,11 +106,11 @@ def _resume(tuner_context: TuningContext, name: str, kind: str) -> tuple[Request
 
     run = tuner_context.store.tunings.get(name)
     if run.kind != kind:
-        raise click.UsageError(f"--resume {name}: that run is a {run.kind} run")
+        raise InvalidArgument(f"--resume {name}: that run is a {run.kind} run")
     request = msgspec.convert(run.config, Request)
-    for what, now in {"workflow": str(tuner_context.tuner.workflow), "judge": tuner_context.scorer.name}.items():
+    for what, now in {"workflow": tuner_context.workflow, "judge": tuner_context.scorer.name}.items():
         if getattr(request, what) != now:
-            raise click.UsageError(
+            raise InvalidArgument(
                 f"--resume {name}: the run used the {what} {getattr(request, what)}, now it is {now}; use the same "
                 f"{what} for the whole comparison"
             )

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import click
-
-from ratchet import options
+from ratchet.errors import InvalidArgument
+from ratchet.tuning.caller import COMMAND, Caller, Function
 from ratchet.tuning.run_lease import RunLease
 
 if TYPE_CHECKING:
@@ -20,54 +19,33 @@ if TYPE_CHECKING:
     from ratchet.trainer.controller.judges import Judge
     from ratchet.trainer.observability.progress import Progress
     from ratchet.trainer.tasks.task_set import Task, TaskSet
+    from ratchet.trainer.user_code.agentscope_models import ModelServer
     from ratchet.tuner.rollouts.prices import Prices
     from ratchet.tuner.rollouts.runner import RolloutRunner
     from ratchet.tuner.rollouts.scoring import RolloutScorer
     from ratchet.tuner.settings.tuner_settings import TunerSettings
 
-EXIT_NOT_BETTER = 3  # exit code without a better result, with --fail-unless-better
-_Command = TypeVar("_Command", bound=Callable[..., Any])
-
-_OPTIONS = (
-    options.tasks,
-    options.test_size,
-    options.workflow,
-    options.judge,
-    options.attempts,
-    options.concurrency,
-    options.seed,
-    options.proxy_url,
-    options.store_url,
-    options.project,
-)
+_TUNER = ("tasks", "test_size", "workflow", "attempts", "concurrency", "seed")
+_SETTINGS = {"judge": "trainer.judge", "proxy": "tuner.proxy_url"} | {name: f"tuner.{name}" for name in _TUNER}
 
 
-fail_unless_better = click.option(
-    "--fail-unless-better",
-    is_flag=True,
-    help=f"Exit with {EXIT_NOT_BETTER} unless something is shown to be better.",
-)
+def setting_names(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options or arguments by the names of their settings."""
+    return {_SETTINGS.get(key, key): value for key, value in given.items()}
 
 
-def add_rollout_options(command: _Command) -> _Command:
-    """Add the options of commands that run rollouts."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+def open_store(url: str, *, create: bool = True) -> closing[Store]:
+    """Open a store for a block."""
+    from ratchet.store.store import open_store as open_
 
-
-def settings_of(context: click.Context, given: dict[str, Any]) -> Settings:
-    """Return the settings of the project's agent, overridden by the options of `add_rollout_options`."""
-    tuner = ("tasks", "test_size", "workflow", "attempts", "concurrency", "seed")
-    names = {"judge": "trainer.judge", "proxy": "tuner.proxy_url"} | {name: f"tuner.{name}" for name in tuner}
-    return options.read_agent_settings(context, {names.get(key, key): value for key, value in given.items()})
+    return closing(open_(url, create=create))
 
 
 def with_run_settings(settings: Settings, run: str | None) -> Settings:
     """Return the settings with the resumed run's workflow and judge as defaults. Raises StoreError."""
     if run is None:
         return settings
-    with options.open_store_for_command(settings.store_url, create=False) as store:
+    with open_store(settings.store_url, create=False) as store:
         config = store.tunings.get(run).config
     tuner, trainer = dict(settings.tuner), dict(settings.trainer)
     if tuner.get("workflow") is None and (workflow := config.get("workflow")):
@@ -91,11 +69,12 @@ class TuningContext:
     prices: Prices
     progress: Progress
     lease: RunLease
+    workflow: str  # its name
 
     def source(self) -> str:
-        """Return the source of the task set. Raises UsageError if none is set."""
+        """Return the source of the task set. Raises InvalidArgument if none is set."""
         if self.tuner.tasks is None:
-            raise click.UsageError("no task set is set: give --tasks SOURCE, or set tuner.tasks")
+            raise InvalidArgument("no task set is set: give --tasks SOURCE (in Python tasks=), or set tuner.tasks")
         return str(self.tuner.tasks)
 
     def task_set(self, source: str) -> TaskSet:
@@ -117,43 +96,65 @@ def task_set_of(settings: Settings, source: str) -> TaskSet:
 
 
 @contextmanager
-def opened(settings: Settings) -> Iterator[TuningContext]:
-    """Open the components. Raises UsageError, SettingsError, WorkflowError, JudgeError, StoreError, TuningError."""
+def opened(settings: Settings, caller: Caller = COMMAND) -> Iterator[TuningContext]:
+    """Open the components.
+
+    Raises InvalidArgument, SettingsError, WorkflowError, JudgeError, StoreError, TuningError.
+    """
     from ratchet.trainer.observability.progress import Progress, watch_for_command
     from ratchet.trainer.statistics.sign_flip_test import check_scipy
+    from ratchet.trainer.user_code.agentscope_models import ModelServer
     from ratchet.tuner.rollouts.prices import prices_of
     from ratchet.tuner.rollouts.runner import RolloutRunner
     from ratchet.tuner.rollouts.scoring import RolloutScorer
     from ratchet.tuner.rollouts.workflow import load_workflow
 
     tuner = settings.tuner_settings()
-    if tuner.workflow is None:
-        raise click.UsageError("no workflow is set: give --workflow module:function, or set tuner.workflow")
+    given = caller.workflow or tuner.workflow
+    if given is None:
+        raise InvalidArgument(
+            "no workflow is set: give --workflow module:function (in Python workflow=), or set tuner.workflow"
+        )
     check_scipy()
-    workflow = load_workflow(tuner.workflow)
+    workflow = load_workflow(given)
     progress = Progress(watch_for_command())
     proxy_url, key = tuner.proxy_url or proxy_of(settings), first_api_key()
-    with options.open_store_for_command(settings.store_url) as store, judge_of(settings) as judge:
-        lease = RunLease(store)
+    models = ModelServer(f"{proxy_url.rstrip('/').removesuffix('/v1')}/v1", key)
+    with open_store(settings.store_url) as store, judge_of(settings, caller.judge, models) as judge:
+        lease = RunLease(store, caller)
+        runner = RolloutRunner(
+            store, proxy_url, key, workflow, tuner, alias=settings.model, progress=progress, check=lease.check
+        )
+        scorer = RolloutScorer(
+            store, judge, alias=settings.model, max_wait_seconds=tuner.judge_wait_seconds, progress=progress,
+            check=lease.check,
+        )  # fmt: skip
         yield TuningContext(
             settings=settings, tuner=tuner, store=store, proxy_url=proxy_url, api_key=key, progress=progress,
-            lease=lease, runner=RolloutRunner(
-                store, proxy_url, key, workflow, tuner, alias=settings.model, progress=progress, check=lease.check
-            ),
-            scorer=RolloutScorer(store, judge, alias=settings.model, max_wait_seconds=tuner.judge_wait_seconds,
-            progress=progress), prices=prices_of((entry.model_dump() for entry in settings.model_list), tuner.prices),
+            lease=lease, runner=runner, scorer=scorer, workflow=workflow.name,
+            prices=prices_of((entry.model_dump() for entry in settings.model_list), tuner.prices),
         )  # fmt: skip
 
 
 @contextmanager
-def judge_of(settings: Settings) -> Iterator[Judge | None]:
-    """Make the project's judge; None if none is set."""
+def judge_of(
+    settings: Settings, function: Function | None = None, models: ModelServer | None = None
+) -> Iterator[Judge | None]:
+    """Make the judge: of the function if one is given, else the project's; None if none is set.
+
+    `models`: the server of the models that such a function may ask for.
+    """
+    from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
     from ratchet.trainer.controller.judges.make_judge import make_judge
 
-    if not settings.has_judge:
+    if function is None and not settings.has_judge:
         yield None
         return
-    made = make_judge(settings.trainer_settings(base_model=settings.base_model or "unused").judge, os.environ)
+    made: Judge
+    if function is not None:
+        made = FunctionJudge(function, models=models)
+    else:
+        made = make_judge(settings.trainer_settings(base_model=settings.base_model or "unused").judge, os.environ)
     try:
         yield made
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ratchet.output.files import pyplot
 from ratchet.output.terminal import print_table, strip_control_characters
@@ -152,7 +152,7 @@ def show_report(report: TuningReport) -> None:
     print_table(_report_table(report), footnotes(report))
 
 
-def show_selection(selection: Selection, with_choice: bool = True) -> None:
+def show_selection(selection: Selection, with_choice: bool = True, file: TextIO | None = None) -> None:
     """Print the candidates side by side, their commonest failures, and the choice."""
     from rich.table import Table
     from rich.text import Text
@@ -162,7 +162,7 @@ def show_selection(selection: Selection, with_choice: bool = True) -> None:
         drawn.add_column(column, justify="left" if column == "candidate" else "right", overflow="fold")
     for scored, figures in zip(selection.ranking.scores, selection.figures, strict=True):
         drawn.add_row(*(Text(strip_control_characters(cell)) for cell in _selection_cells(selection, scored, figures)))
-    print_table(drawn, [*_selection_failures(selection), *([_choice(selection)] if with_choice else [])])
+    print_table(drawn, [*_selection_failures(selection), *([_choice(selection)] if with_choice else [])], file=file)
 
 
 def _selection_failures(selection: Selection) -> list[str]:
@@ -234,7 +234,7 @@ def _seconds(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
 
-def show_weights(result: TuningResult) -> None:
+def show_weights(result: TuningResult, file: TextIO | None = None) -> None:
     """Print the learning curve, the gain by task family and the verdict."""
     from rich.table import Table
 
@@ -248,7 +248,7 @@ def show_weights(result: TuningResult) -> None:
     for one in curve if curve == tested else [*curve, *tested]:
         means = [number(one["families"].get(name)) for name in several]
         drawn.add_row(*_curve_cells(result.alias, one), *means)
-    print_table(drawn, _weights_lines(result))
+    print_table(drawn, _weights_lines(result), file=file)
 
 
 def _weights_lines(result: TuningResult) -> list[str]:

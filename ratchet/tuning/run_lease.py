@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import click
-
-from ratchet.output.terminal import strip_control_characters
+from ratchet.errors import RunCancelled
+from ratchet.output.terminal import print_note
+from ratchet.tuning.caller import COMMAND, Caller
 
 if TYPE_CHECKING:
     from ratchet.store.records.tuning import Tuning
@@ -27,39 +27,48 @@ _LEASE_SECONDS = 10.0  # a run can be resumed this long after its process died
 class RunLease:
     """The lease on at most one run."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, caller: Caller = COMMAND) -> None:
         self._store = store
+        self._caller = caller
         self._lease: Lease | None = None
 
     def check(self) -> None:
-        """Raise LeaseLost if another process has the run."""
+        """Raise LeaseLost if another process has the run, RunCancelled if the caller cancelled it."""
         if self._lease is not None:
             self._lease.check()
+        self._caller.check()
+
+    def resumption(self, run: Tuning) -> str | None:
+        """Return the command or call that resumes a run; None if there is none."""
+        return self._caller.resumption(run.kind, run.id)
 
     @contextmanager
-    def acquire(self, run: str, command: str | None = None, *, resume: bool = False) -> Iterator[Tuning]:
+    def acquire(self, run: str, *, resume: bool = False, resumable: bool = True) -> Iterator[Tuning]:
         """Acquire the lease of a run, and resume it if asked. Raises LeaseTaken, InvalidTransition, RecordNotFound.
 
-        `command`: the command that resumes runs of this kind; None: they cannot be resumed.
+        `resumable`: say how to resume it if it ends early.
         """
         from ratchet.trainer.lease import Lease
 
-        self._store.tunings.get(run)
+        found = self._store.tunings.get(run)
+        resumption = self.resumption(found) if resumable else None
         with Lease(self._store, f"{LEASE_PREFIX}{run}", _LEASE_SECONDS) as lease:
-            lease.claim(lambda waits: click.echo(waits, err=True))
+            lease.claim(print_note)
             self._lease = lease
-            with _ending(self._store, run, lease, command):
-                yield self._store.tunings.resume(run) if resume else self._store.tunings.get(run)
+            with _ending(self._store, run, lease, resumption):
+                tuning = self._store.tunings.resume(run) if resume else self._store.tunings.get(run)
+                self._caller.started(run)
+                yield tuning
 
 
 @contextmanager
-def _ending(store: Store, run: str, lease: Lease, command: str | None) -> Iterator[None]:
+def _ending(store: Store, run: str, lease: Lease, resumption: str | None) -> Iterator[None]:
     """Store how an unfinished run ended; raise the error unchanged."""
     try:
         yield
     except BaseException as error:
-        if _store_end(store, run, lease, error) and command is not None:
-            click.echo(f"`{command} --resume {run}` resumes it", err=True)
+        if _store_end(store, run, lease, error) and resumption is not None:
+            print_note(f"`{resumption}` resumes it")
         raise
 
 
@@ -70,12 +79,12 @@ def _store_end(store: Store, run: str, lease: Lease, error: BaseException) -> bo
 
     try:
         if not lease.confirmed():
-            click.echo(f"another process resumed {run}", err=True)
+            print_note(f"another process resumed {run}")
             return False
         if store.tunings.get(run).state is TuningState.RUNNING:
-            stopped = not isinstance(error, Exception)  # Ctrl-C or a closed pipe
+            stopped = isinstance(error, RunCancelled) or not isinstance(error, Exception)  # Ctrl-C or a closed pipe
             message = None if stopped else f"{type(error).__name__}: {error}"
             store.tunings.end(run, TuningState.STOPPED if stopped else TuningState.FAILED, error=message)
     except StoreError as outage:
-        click.echo(strip_control_characters(f"the end of {run} could not be stored: {outage}"), err=True)
+        print_note(f"the end of {run} could not be stored: {outage}")
     return True

@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from ratchet import options
-from ratchet.output.terminal import strip_control_characters
+from ratchet.errors import InvalidArgument
+from ratchet.output.terminal import print_note
 from ratchet.settings.project_settings import Settings
 from ratchet.tuning import context as tuning
+from ratchet.tuning.caller import COMMAND, Caller
 
 if TYPE_CHECKING:
     from ratchet.store.records.tuning import Tuning
@@ -21,10 +19,7 @@ if TYPE_CHECKING:
     from ratchet.tuner.reports.tuning_result import TuningResult
     from ratchet.tuner.settings.tuner_settings import TunerSettings
 
-_COMMAND = "ratchet tune prompt"
-_PROMPT_OPTIONS = (
-    "method", "max_rollouts", "max_total_tokens", "mode", "train_tasks", "validation_tasks", "held_out_tasks",
-)  # fmt: skip
+_PROMPT = ("method", "max_rollouts", "max_total_tokens", "mode", "train_tasks", "validation_tasks", "held_out_tasks")
 
 
 @dataclass(frozen=True)
@@ -67,12 +62,25 @@ class PromptOutcome:
         return [*lines, *(f"  {line}" for line in self.prompt.splitlines())]
 
 
-def start_run(context: click.Context, given: dict[str, Any]) -> PromptOutcome:
-    """Start a run and complete it. Raises TuningError, SettingsError, UsageError."""
-    file: Path | None = given.pop("seed_prompt")
-    settings = _without_retries(tuning.settings_of(context, _named(given)))
+def setting_names(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options or arguments by the names of their settings. Raises InvalidArgument."""
+    url, model = given["reflection_url"], given["reflection_model"]
+    if (url is None) != (model is None):
+        raise InvalidArgument(
+            "--reflection-url and --reflection-model belong together (in Python reflection_url=, reflection_model=)"
+        )
+    own = {key: value for key, value in given.items() if not key.startswith("reflection_")}
+    named = {f"tuner.prompt.{key}" if key in _PROMPT else key: value for key, value in own.items()}
+    return tuning.setting_names(named) | (
+        {"tuner.reflection": {"base_url": url, "model": model}} if url is not None else {}
+    )
+
+
+def start_run(settings: Settings, seed_prompt: str | None, caller: Caller = COMMAND) -> PromptOutcome:
+    """Start a run and complete it. Raises TuningError, SettingsError, InvalidArgument."""
+    settings = _without_retries(settings)
     tuner_settings = settings.tuner_settings()
-    with tuning.opened(settings) as tuner_context:
+    with tuning.opened(settings, caller) as tuner_context:
         from ratchet.tuner.prompts.prompt_run import check, config_of
         from ratchet.tuner.selection.model_selection import known_models
 
@@ -81,59 +89,48 @@ def start_run(context: click.Context, given: dict[str, Any]) -> PromptOutcome:
         known_models(
             tuner_context.proxy_url, tuner_context.api_key
         )  # fail before the run starts if the proxy does not answer
-        config = config_of(tuner_settings, settings.trainer.get("judge"), None if file is None else file.read_text())
+        config = config_of(tuner_settings, settings.trainer.get("judge"), seed_prompt)
         return _complete(tuner_context, tuner_context.store.tunings.begin("prompt", settings.model, config).id)
 
 
-def resume_run(context: click.Context, name: str, given: dict[str, Any]) -> PromptOutcome:
-    """Resume a run with its request; only proxy, store and concurrency may change."""
-    free = ("proxy", "concurrency", "store", "project")
-    fixed = [key for key, value in given.items() if value is not None and key not in free]
-    if fixed:
-        names = ", ".join(f"--{key.replace('_', '-')}" for key in fixed)
-        raise click.UsageError(f"--resume uses the options of run {name}: leave out {names}")
-    values = {"tuner.proxy_url": given["proxy"], "tuner.concurrency": given["concurrency"]}
-    settings = options.read_project_settings(context, values | {"store": given["store"], "project": given["project"]})
-    with options.open_store_for_command(settings.store_url) as store:
+def resume_run(settings: Settings, name: str, caller: Caller = COMMAND) -> PromptOutcome:
+    """Resume a run of any agent of the project with its request; only proxy, store and concurrency may change."""
+    with tuning.open_store(settings.store_url) as store:
         run = store.tunings.get(name)
         if run.kind != "prompt":
-            raise click.UsageError(f"--resume {name}: that run is a {run.kind} run")
+            raise InvalidArgument(f"--resume {name}: that run is a {run.kind} run")
     settings = settings.for_agent(run.alias) if settings.agents else settings
-    with tuning.opened(_with_request(settings, run)) as tuner_context:
+    with tuning.opened(_with_request(settings, run), caller) as tuner_context:
         from ratchet.tuner.selection.model_selection import known_models
 
         known_models(tuner_context.proxy_url, tuner_context.api_key)
         return _complete(tuner_context, name, resume=True)
 
 
+def check_resumption(name: str, given: Mapping[str, Any]) -> None:
+    """Raise InvalidArgument if options are given that the resumed run has already."""
+    free = ("proxy", "concurrency", "store", "project")
+    fixed = [key for key, value in given.items() if value is not None and key not in free]
+    if fixed:
+        names = ", ".join(f"--{key.replace('_', '-')}" for key in fixed)
+        raise InvalidArgument(f"--resume uses the options of run {name}: leave out {names}")
+
+
 def create_candidate(store: Store, name: str, *, force: bool = False) -> str:
-    """Create a candidate version with a run's prompt; return `alias@version`. Raises UsageError, StoreError."""
+    """Create a candidate version with a run's prompt; return `alias@version`. Raises InvalidArgument, StoreError."""
     run = store.tunings.get(name)
     details = (run.result or {}).get("details", {})
     if run.kind != "prompt" or run.state != "done":
-        raise click.UsageError(f"run {name} ({run.kind}, {run.state}) has no prompt to promote")
+        raise InvalidArgument(f"run {name} ({run.kind}, {run.state}) has no prompt to promote")
     if details["prompt_id"] is None:
-        raise click.UsageError(f"run {name} found no better prompt than its seed prompt")
+        raise InvalidArgument(f"run {name} found no better prompt than its seed prompt")
     if details["verdict"] != "better" and not force:
-        raise click.UsageError(f"run {name}: {details['verdict']}, {details['why']}; promote it anyway with --force")
+        raise InvalidArgument(
+            f"run {name}: {details['verdict']}, {details['why']}; promote it anyway with --force (in Python force=True)"
+        )
     evidence = {"tuning": name, "verdict": details["verdict"], "gain": (run.result or {}).get("gain")}
     policy = store.policies.register_prompt_version(run.alias, details["prompt_id"], evidence)
     return f"{policy.alias}@{policy.version}"
-
-
-def promote_result(context: click.Context, found: PromptOutcome, given: Mapping[str, Any]) -> str:
-    """Create a candidate version with the result of this command."""
-    with options.open_project_store(context, store=given["store"], project=given["project"]) as store:
-        return create_candidate(store, found.run)
-
-
-def _named(given: dict[str, Any]) -> dict[str, Any]:
-    """Map options to the names of their settings."""
-    url, model = given.pop("reflection_url"), given.pop("reflection_model")
-    if (url is None) != (model is None):
-        raise click.UsageError("--reflection-url and --reflection-model belong together")
-    named = {f"tuner.prompt.{key}" if key in _PROMPT_OPTIONS else key: value for key, value in given.items()}
-    return named | ({"tuner.reflection": {"base_url": url, "model": model}} if url is not None else {})
 
 
 def _without_retries(settings: Settings) -> Settings:
@@ -157,8 +154,8 @@ def _complete(tuner_context: tuning.TuningContext, name: str, *, resume: bool = 
     from ratchet.tuner.prompts.prompt_run import PromptRunContext
     from ratchet.tuner.prompts.prompt_run import run as run_
 
-    with tuner_context.lease.acquire(name, _COMMAND, resume=resume) as run:
-        click.echo(f"{run.id}: `{_COMMAND} --resume {run.id}` resumes it after an interruption", err=True)
+    with tuner_context.lease.acquire(name, resume=resume) as run:
+        print_note(f"{run.id}: `{tuner_context.lease.resumption(run)}` resumes it after an interruption")
         tuner_settings: TunerSettings = tuner_context.tuner
         reflection = tuner_settings.reflection
         run_context = PromptRunContext(
@@ -169,7 +166,7 @@ def _complete(tuner_context: tuning.TuningContext, name: str, *, resume: bool = 
             reflection_key=os.environ.get(reflection.api_key_env) if reflection is not None else None,
             prices=tuner_context.prices,
             progress=tuner_context.progress,
-            report=lambda line: click.echo(strip_control_characters(line), err=True),
+            report=print_note,
         )
         result: TuningResult = run_(run, run_context)
     return PromptOutcome(run.id, {"id": run.id, **msgspec.to_builtins(result)})

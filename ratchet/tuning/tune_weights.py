@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from ratchet import options
+from ratchet.errors import InvalidArgument
+from ratchet.output.terminal import print_note
 from ratchet.settings import load_settings
-from ratchet.supervisor.up import attach_or_start, read_run_state
+from ratchet.supervisor.up import read_run_state
 from ratchet.tuning import context as tuning
+from ratchet.tuning.caller import COMMAND, Caller
 
 if TYPE_CHECKING:
     from ratchet.settings.project_settings import Settings
     from ratchet.store.records.tuning import Tuning
     from ratchet.store.store import Store
+    from ratchet.supervisor.up import ProjectServices
     from ratchet.tuner.reports.tuning_result import TuningResult
     from ratchet.tuner.weights.weights_plan import WeightsPlan
     from ratchet.tuning.context import TuningContext
@@ -30,32 +30,42 @@ _PLANNED = (
 )  # fmt: skip
 
 
-def settings_of(context: click.Context, given: dict[str, Any]) -> Settings:
-    """Return the project's settings, overridden by the command's options. Raises SettingsError, UsageError."""
+def setting_names(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options or arguments by the names of their settings."""
     names = {name: f"tuner.{name}" for name in _TUNER}
     names |= {"judge": "trainer.judge", "attempts": "trainer.num_generations"}
-    settings = options.read_agent_settings(context, {names.get(name, name): value for name, value in given.items()})
+    return {names.get(name, name): value for name, value in given.items()}
+
+
+def prepare(settings: Settings, own: Mapping[str, Any], caller: Caller = COMMAND) -> Settings:
+    """Check everything before services are started; return the settings, completed by those of a resumed run.
+
+    `own`: the options that are not settings. Raises TuningError, InvalidArgument, CliError.
+    """
+    if own["resume"] is not None and (own["families"] or own["warm_start"] or own["family_workflow"]):
+        raise InvalidArgument(
+            "--resume uses the tasks, the warm start and the families' workflows of that run: leave these options out"
+        )
     if not settings.has_judge:
-        raise click.UsageError("no judge is set: give --judge, or set trainer.judge in ratchet.yaml")
+        raise InvalidArgument("no judge is set: give --judge (in Python judge=), or set trainer.judge in ratchet.yaml")
     if settings.base_model is None:
-        raise click.UsageError("no base model is set: give --base-model, or set base_model in ratchet.yaml")
+        raise InvalidArgument(
+            "no base model is set: give --base-model (in Python base_model=), or set base_model in ratchet.yaml"
+        )
+    settings = tuning.with_run_settings(settings, own["resume"])
+    _check(settings, own, caller)
+    _check_group_size(settings)
     return settings
 
 
-def run_weight_tuning(settings: Settings, own: dict[str, Any], *, quiet: bool = False) -> TuningResult:
-    """Run to completion. `own`: the options that are not settings. Raises TuningError, UsageError, CliError."""
-    if own["resume"] is not None and (own["families"] or own["warm_start"] or own["family_workflow"]):
-        raise click.UsageError(
-            "--resume uses the tasks, the warm start and the families' workflows of that run: leave these options out"
-        )
-    settings = tuning.with_run_settings(settings, own["resume"])
-    _check(settings, own)
-    _check_group_size(settings)
-    print_line = partial(click.echo, file=sys.stderr) if quiet else click.echo
-    with attach_or_start(settings, announce=print_line) as services, tuning.opened(settings) as tuner_context:
+def tune(
+    settings: Settings, own: Mapping[str, Any], services: ProjectServices, caller: Caller = COMMAND
+) -> TuningResult:
+    """Run to completion, with what `prepare` returned. Raises TuningError, CliError."""
+    with tuning.opened(settings, caller) as tuner_context:
         name = _check_kind(tuner_context.store, own["resume"]) if own["resume"] else _start(tuner_context, own).id
-        with tuner_context.lease.acquire(name, "ratchet tune weights", resume=own["resume"] is not None) as run:
-            click.echo(f"{run.id} on {services.base_url}", err=True)
+        with tuner_context.lease.acquire(name, resume=own["resume"] is not None) as run:
+            print_note(f"{run.id} on {services.base_url}")
             return _run(tuner_context, run, services.check)
 
 
@@ -97,10 +107,10 @@ def _run(tuner_context: TuningContext, run: Tuning, check: Any) -> TuningResult:
     return result
 
 
-def _start(tuner_context: TuningContext, own: dict[str, Any]) -> Tuning:
+def _start(tuner_context: TuningContext, own: Mapping[str, Any]) -> Tuning:
     from ratchet.tuner.weights.weights_plan import config_of
 
-    plan = _plan(tuner_context.settings, own)
+    plan = _plan(tuner_context.settings, own, tuner_context.workflow)
     return tuner_context.store.tunings.begin("weights", tuner_context.settings.model, config_of(plan))
 
 
@@ -112,8 +122,8 @@ def _check_kind(store: Store, name: str) -> str:
     return name
 
 
-def _plan(settings: Settings, own: dict[str, Any]) -> WeightsPlan:
-    """Return the plan. Raises UsageError, which names the wrong option."""
+def _plan(settings: Settings, own: Mapping[str, Any], workflow: str | None) -> WeightsPlan:
+    """Return the plan. Raises InvalidArgument, which names the wrong option."""
     from pydantic import ValidationError
 
     from ratchet.tuner.weights.weights_plan import WeightsPlan
@@ -122,16 +132,16 @@ def _plan(settings: Settings, own: dict[str, Any]) -> WeightsPlan:
     families = own["families"] or ((tuner.tasks,) if tuner.tasks else ())
     given = {name: own[name] for name in _PLANNED if own[name] is not None}
     given["family_workflows"] = _pairs("--family-workflow", own["family_workflow"], "math=my_agent:run")
-    values = given | {"families": families, "workflow": tuner.workflow, "attempts": trainer.num_generations}
+    values = given | {"families": families, "workflow": workflow, "attempts": trainer.num_generations}
     try:
         return WeightsPlan(**values, seed=tuner.seed, warm_start=_warm_start(own))
     except ValidationError as wrong:
         first = wrong.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise click.UsageError(f"{where}: {first['msg'].removeprefix('Value error, ')}") from wrong
+        raise InvalidArgument(f"{where}: {first['msg'].removeprefix('Value error, ')}") from wrong
 
 
-def _warm_start(own: dict[str, Any]) -> dict[str, Any] | None:
+def _warm_start(own: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the settings of the warm start; None without --warm-start."""
     import yaml
 
@@ -143,39 +153,41 @@ def _warm_start(own: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _pairs(option: str, given: Sequence[str], example: str) -> dict[str, str]:
-    """Return the values of a repeated option by key. Raises UsageError."""
+    """Return the values of a repeated option by key. Raises InvalidArgument."""
     if broken := [text for text in given if not all(text.partition("="))]:
-        raise click.UsageError(f"{option} {broken[0]}: write KEY=VALUE, such as {example}")
+        raise InvalidArgument(f"{option} {broken[0]}: write KEY=VALUE, such as {example}")
     return {key.strip(): value for key, _, value in (text.partition("=") for text in given)}
 
 
-def _check(settings: Settings, own: dict[str, Any]) -> None:
-    """Check the options before services are started. Raises UsageError, TuningError."""
+def _check(settings: Settings, own: Mapping[str, Any], caller: Caller) -> None:
+    """Check the options before services are started. Raises InvalidArgument, TuningError."""
     if own["resume"] is not None:
         return
     if own["warm_start_setting"] and not own["warm_start"]:
-        raise click.UsageError("--warm-start-setting needs --warm-start policy, demonstrations or a model's name")
+        raise InvalidArgument("--warm-start-setting needs --warm-start policy, demonstrations or a model's name")
     if not own["families"] and settings.tuner_settings().tasks is None:
-        raise click.UsageError("no task set is set: give --tasks SOURCE, or set tuner.tasks")
-    _check_readable(settings, _plan(settings, own))
+        raise InvalidArgument("no task set is set: give --tasks SOURCE (in Python tasks=), or set tuner.tasks")
+    _check_readable(settings, own, caller)
 
 
-def _check_readable(settings: Settings, plan: WeightsPlan) -> None:
+def _check_readable(settings: Settings, own: Mapping[str, Any], caller: Caller) -> None:
     """Read the task sets and load the workflows. Raises TaskSetError, WorkflowError."""
     from ratchet.tuner.rollouts.workflow import load_workflow
     from ratchet.tuner.tasks.task_mix import parse_families
 
+    given = caller.workflow or settings.tuner_settings().workflow
+    plan = _plan(settings, own, None if given is None else load_workflow(given).name)
     names = [family.name for family in parse_families(plan.families, partial(tuning.task_set_of, settings))]
     if unknown := sorted(plan.family_workflows.keys() - set(names)):
-        raise click.UsageError(
+        raise InvalidArgument(
             f"--family-workflow {unknown[0]}: the task sets are {', '.join(names)} (--tasks NAME=SOURCE)"
         )
-    for workflow in filter(None, (plan.workflow, plan.eval_workflow, *plan.family_workflows.values())):
+    for workflow in filter(None, (plan.eval_workflow, *plan.family_workflows.values())):
         load_workflow(workflow)
 
 
 def _check_group_size(settings: Settings) -> None:
-    """Raise UsageError if the running trainer expects another group size."""
+    """Raise InvalidArgument if the running trainer expects another group size."""
     from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
     if not read_run_state(settings.state):
@@ -184,7 +196,7 @@ def _check_group_size(settings: Settings) -> None:
     running = (load_settings.read_last_run(settings).get("trainer") or {}).get("num_generations", default)
     wanted = settings.trainer_settings(base_model=settings.base_model).num_generations
     if wanted != running:
-        raise click.UsageError(
+        raise InvalidArgument(
             f"--attempts {wanted}: the running trainer uses {running} rollouts per task (trainer.num_generations): "
             f"give --attempts {running}, or stop the project so that services are started for this run"
         )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import click
 import pytest
 
+from ratchet.errors import InvalidArgument
 from ratchet.store.states import PolicyState
 from ratchet.store.store import Store, open_store
 from ratchet.tuning.tune_prompt import create_candidate
@@ -42,7 +42,7 @@ def test_a_better_prompt_becomes_a_candidate_with_its_evidence(store: Store) -> 
 @pytest.mark.parametrize("verdict", ["worse", "no better", "inconclusive"])
 def test_a_prompt_that_is_not_shown_to_be_better_is_promoted_by_force_alone(store: Store, verdict: str) -> None:
     run = ended(store, verdict)
-    with pytest.raises(click.UsageError, match=f"{verdict}, so it was measured; promote it anyway with --force"):
+    with pytest.raises(InvalidArgument, match=f"{verdict}, so it was measured; promote it anyway with --force"):
         create_candidate(store, run)
     assert [one.version for one in store.policies.all("agent")] == [0]
     assert create_candidate(store, run, force=True) == "agent@1"
@@ -54,5 +54,5 @@ def test_a_prompt_that_is_not_shown_to_be_better_is_promoted_by_force_alone(stor
 )
 def test_a_run_without_a_prompt_is_refused(store: Store, prompt: str | None, state: str, message: str) -> None:
     run = ended(store, "better", prompt, state)
-    with pytest.raises(click.UsageError, match=message):
+    with pytest.raises(InvalidArgument, match=message):
         create_candidate(store, run, force=True)

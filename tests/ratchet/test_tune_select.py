@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
 import sys
@@ -13,25 +12,17 @@ from typing import Any
 import pytest
 
 from ratchet.store.states import RolloutState
-from ratchet.store.store import Store, open_store
+from ratchet.store.store import Store
 from ratchet.tuner.reports.tuning_result import read
 from tests.harness.cli.project import Project
-from tests.harness.proxy.running_proxy import running
-from tests.harness.proxy.scripted_vllm import ScriptedVllm
-from tests.harness.proxy.servers import eventually, served
-from tests.harness.tuner.scripted_models import ScriptedModels, entry
-
-MODELS = ("right-95", "right-90", "right-20", "crash")
-PRICES = {
-    "right-95": {"input_cost_per_token": 1e-5, "output_cost_per_token": 1e-5},
-    "right-90": {"input_cost_per_token": 1e-6, "output_cost_per_token": 1e-6},
-}
-TASKS = 20
+from tests.harness.proxy.servers import eventually
+from tests.harness.tuner.model_project import TASKS, model_project
+from tests.harness.tuner.scripted_models import ScriptedModels
 
 
 @dataclass
 class SelectionProject:
-    """A project with a proxy, other models, and a task set of sums."""
+    """The commands in a project with other models."""
 
     project: Project
     store: Store
@@ -53,20 +44,8 @@ class SelectionProject:
 
 @pytest.fixture
 def circle(project: Project) -> Iterator[SelectionProject]:
-    models = ScriptedModels()
-    folder = project.folder / "sums"
-    folder.mkdir()
-    rows = [{"question": f"What is {number} + 3?", "answer": str(number + 3)} for number in range(TASKS)]
-    (folder / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with contextlib.ExitStack() as stack:
-        url = stack.enter_context(served(models.app))
-        vllm = stack.enter_context(served(ScriptedVllm()))
-        store = open_store(str(project.folder / "s.db"))
-        stack.callback(store.close)
-        listed = [entry(url, name, PRICES.get(name)) for name in MODELS]
-        proxy = stack.enter_context(running(vllm, store, project.folder, model="policy", model_list=listed))
-        project.write(store="sqlite:///s.db", model_list=listed, tuner={"proxy_url": proxy.url})
-        yield SelectionProject(project, store, models)
+    with model_project(project) as made:
+        yield SelectionProject(project, made.store, made.models)
 
 
 @pytest.mark.slow

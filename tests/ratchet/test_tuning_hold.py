@@ -44,18 +44,18 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def run(store: Store) -> str:
-    return store.tunings.begin("lessons", "policy", {}).id
+    return store.tunings.begin("weights", "policy", {}).id
 
 
 def test_what_ended_a_run_is_written_down_and_raised_and_the_run_is_free(
     store: Store, run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(ValueError, match="first"), RunLease(store).acquire(run, "ratchet tune x"):
+    with pytest.raises(ValueError, match="first"), RunLease(store).acquire(run):
         raise ValueError("first")
     ended = store.tunings.get(run)
     assert (ended.state, ended.error) == (TuningState.FAILED, "ValueError: first")
-    assert f"`ratchet tune x --resume {run}` resumes it" in capsys.readouterr().err
-    with pytest.raises(KeyboardInterrupt), RunLease(store).acquire(run, resume=True):
+    assert f"`ratchet tune weights --resume {run}` resumes it" in capsys.readouterr().err
+    with pytest.raises(KeyboardInterrupt), RunLease(store).acquire(run, resume=True, resumable=False):
         raise KeyboardInterrupt
     assert (store.tunings.get(run).state, store.tunings.get(run).error) == (TuningState.STOPPED, None)
     assert "--resume" not in capsys.readouterr().err

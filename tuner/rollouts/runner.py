@@ -39,6 +39,7 @@ _Written = TypeVar("_Written")
 
 ROLLOUTS = "rollouts"  # name of the progress bar
 NO_KEY = "none"  # sent if the proxy needs no key, because clients require one
+_CHECK_SECONDS = 1.0  # between two calls of `check` while rollouts run
 _PLANNED_AHEAD = 256  # rollouts planned by one write
 _MAX_UNWRITTEN = 256  # finished rollouts not yet stored
 _MAX_FAILURE_CHARS = 2000  # characters
@@ -69,7 +70,7 @@ class RolloutJob:
 class RolloutRunner:
     """Runs one workflow through one proxy, which must use the same store.
 
-    `check` is called before each rollout and raises if no further one may start.
+    `check` is called before each rollout and once a second, and raises if the run must stop.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class RolloutRunner:
         workers = [asyncio.create_task(self._work(state)) for _ in range(min(self._settings.concurrency, len(jobs)))]
         try:
             with contextlib.redirect_stdout(sys.stderr):  # keep stdout for the command's data
-                await asyncio.gather(*workers)
+                await self._watched(workers)
         finally:
             for worker in workers:
                 worker.cancel()
@@ -125,6 +126,15 @@ class RolloutRunner:
             finally:
                 state.end()
         return [state.ended[number] for number in range(len(jobs))]
+
+    async def _watched(self, workers: Iterable[asyncio.Task[None]]) -> None:
+        """Wait for the workers' end. Raises the first error of one, and that of `check`."""
+        running = set(workers)
+        while running:
+            ended, running = await asyncio.wait(running, timeout=_CHECK_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
+            for worker in ended:
+                worker.result()
+            self._check()
 
     def _remember(self, jobs: Sequence[RolloutJob]) -> None:
         tasks = {job.task.id: job.task for job in jobs}.values()

@@ -35,7 +35,10 @@ NO_JUDGE = "no judge is set and the workflow returned no reward: give --judge, o
 
 
 class RolloutScorer:
-    """Scores rollouts with a judge, or with their own rewards if there is none."""
+    """Scores rollouts with a judge, or with their own rewards if there is none.
+
+    `check` is called before each group and raises if no further one may be judged.
+    """
 
     def __init__(
         self,
@@ -46,8 +49,10 @@ class RolloutScorer:
         max_wait_seconds: float = 60.0,
         progress: Progress | None = None,
         clock: Callable[[], float] = time.time,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store
+        self._check = check
         self._judge = judge
         self._alias = alias
         self._max_wait_seconds = max_wait_seconds
@@ -120,6 +125,7 @@ class RolloutScorer:
         with ThreadPoolExecutor(judge.concurrency, "judge") as threads:
             pending: deque[Future[GroupJudgement]] = deque()  # bounded, because transcripts are long
             for group in _by_task(ended):
+                self._check()
                 if members := self._transcripts(judge, group, work):
                     compared = (
                         len({one.candidate for one in group}) > 1

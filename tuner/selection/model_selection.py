@@ -92,14 +92,22 @@ def check_prices(candidates: Sequence[str], prices: Prices, policy: Policy) -> N
 
 def jobs_of(request: Request, tasks: Sequence[Task]) -> list[RolloutJob]:
     """Return all jobs in order of their start: candidates alternate, and each is first equally often."""
-    jobs = []
-    for attempt in range(request.attempts):
-        for place, task in enumerate(tasks):
-            seed = random.Random(f"{request.seed}:{task.id}:{attempt}").getrandbits(31)
-            turn = (place + attempt) % len(request.candidates)
-            order = request.candidates[turn:] + request.candidates[:turn]
-            jobs += [RolloutJob(task, attempt, name, name, scenario={"seed": seed}) for name in order]
-    return jobs
+    return [
+        job
+        for attempt in range(request.attempts)
+        for place, task in enumerate(tasks)
+        for job in jobs_of_task(task, place, attempt, request.candidates, request.seed)
+    ]
+
+
+def jobs_of_task(
+    task: Task, place: int, attempt: int, candidates: tuple[str, ...], random_seed: int
+) -> list[RolloutJob]:
+    """Return the jobs of one attempt at a task, the `place`-th: one for each candidate, all with the same seed."""
+    seed = random.Random(f"{random_seed}:{task.id}:{attempt}").getrandbits(31)
+    turn = (place + attempt) % len(candidates)
+    order = candidates[turn:] + candidates[:turn]
+    return [RolloutJob(task, attempt, name, name, scenario={"seed": seed}) for name in order]
 
 
 class ModelSelector:
@@ -134,7 +142,7 @@ class ModelSelector:
     ) -> TuningResult:
         baseline = request.candidates[0]
         best = found.chosen or found.ranking.scores[0].candidate
-        if request.kind == "eval":
+        if request.kind == "eval" and len(request.candidates) == 2:
             best = request.candidates[1]
         over = (one for one in made if not one.planned)
         spent = sum((rollout_cost(one, self._prices) for one in over), self._scorer.spent)

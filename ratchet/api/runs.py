@@ -1,0 +1,268 @@
+"""A run of the tuner that works in a thread of the caller's process, and the handle on it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import io
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from ratchet.api.arguments import Arguments
+from ratchet.errors import InvalidArgument
+from ratchet.settings.current_user import current_user
+from ratchet.store.records.tuning import Tuning
+from ratchet.store.states import RolloutState, TuningState
+from ratchet.tuner.reports.tuning_result import TuningResult, read
+from ratchet.tuning.caller import Caller
+from ratchet.tuning.context import open_store
+
+Work = Callable[[Caller], object]
+_POLL = 0.05  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """How far a run is.
+
+    state     running, stopped, failed or done
+    rollouts  finished ones, failed ones included
+    failed    rollouts that ended in an error
+    error     why the run failed
+    """
+
+    state: str
+    rollouts: int
+    failed: int
+    error: str | None
+
+
+class TuningRun:
+    """A run of `select_model`, `tune_prompt` or `tune`.
+
+    It works in a thread of this process. The end of a `with` block cancels it unless it has ended, and so does Ctrl-C
+    in `wait`. `await run` waits in an event loop. A run that ended early is resumed by its `id`: `resume=run.id`.
+    """
+
+    def __init__(self, given: Arguments, name: str | None = None) -> None:
+        self._settings = given.settings
+        self._functions = given.workflow, given.judge
+        self._cancelled, self._begun = threading.Event(), threading.Event()
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._id = name or ""
+        self._is_begun = False
+
+    @property
+    def id(self) -> str:
+        """The run's id, for `resume=` and `ratchet tune runs`."""
+        return self._id
+
+    def wait(self, timeout: float | None = None) -> Self:
+        """Wait until the run has ended, or for `timeout` seconds. Ctrl-C cancels it.
+
+        Raises what ended the run early: RunCancelled if it was cancelled, TimeoutError if it goes on.
+        """
+        try:
+            self._join(timeout)
+        except KeyboardInterrupt:
+            self.cancel()
+            self._join(None)
+            raise
+        return self._ended(timeout)
+
+    async def wait_async(self) -> Self:
+        """Do what `wait` does, in the running event loop. A cancelled task cancels the run."""
+        try:
+            while self._is_running:
+                await asyncio.sleep(_POLL)
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        return self._ended(None)
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        return self.wait_async().__await__()
+
+    def cancel(self) -> None:
+        """Stop the run within seconds; finished rollouts are kept. Returns at once; `wait` waits for the end."""
+        self._cancelled.set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+        self._join(None)
+
+    @property
+    def status(self) -> RunStatus:
+        """How far the run is. Also while it runs."""
+        with open_store(self._settings.store_url, create=False) as store:
+            run, made = store.tunings.get(self._id), store.rollouts.of_tuning(self._id)
+        counts = [one for one in made if one.counts]
+        failed = sum(one.state is RolloutState.FAILED for one in counts)
+        return RunStatus(str(run.state), len(counts), failed, run.error)
+
+    @property
+    def result(self) -> TuningResult:
+        """What the run found and what it cost. Raises InvalidArgument unless it is done."""
+        run = self._stored()
+        if run.state is not TuningState.DONE:
+            raise InvalidArgument(f"{self._id} is {run.state}: its result is there once it is done (`wait()`)")
+        return read(run.result or {})
+
+    @property
+    def best(self) -> str | None:
+        """The model that was chosen, the prompt's text, or the version; None: nothing is shown to be better."""
+        result = self.result
+        return str(result.details["prompt"]) if result.method == "prompt" and result.best else result.best
+
+    def curve(self) -> list[Mapping[str, Any]]:
+        """Return the evaluations on validation tasks so far, oldest first, of `tune`; else nothing. Also while it runs.
+
+        Each has round, version, mean, low and high (95% interval), failed, unjudged and others.
+        """
+        run = self._stored()
+        content = run.result or {}
+        found = content["details"].get("curve", ()) if run.state is TuningState.DONE else content.get("evaluations", ())
+        return [one for one in found if run.kind == "weights"]
+
+    def report(self) -> str:
+        """Return the result as text, as the command prints it. Raises InvalidArgument unless it is done."""
+        from ratchet.tuner.selection.choice import Selection
+        from ratchet.tuning import reports
+        from ratchet.tuning.tune_prompt import PromptOutcome
+
+        result, text = self.result, io.StringIO()
+        if result.method == "prompt":
+            return "\n".join(PromptOutcome(self._id, msgspec.to_builtins(result)).lines())
+        if result.method == "weights":
+            reports.show_weights(result, text)
+        else:
+            reports.show_selection(msgspec.convert(result.details, Selection), file=text)
+        return text.getvalue()
+
+    def promote(self, *, reason: str = "", force: bool = False, now: bool = False) -> str:
+        """Release what the run found, and return it as `agent@version`.
+
+        A prompt becomes a candidate, which the running trainer releases under its guard; with `now` it is live at once.
+        A version that was chosen or trained is live at once. `force`: also a prompt that is not shown to be better.
+
+        Raises InvalidArgument if there is nothing to release.
+        """
+        from ratchet.tuning.tune_prompt import create_candidate
+
+        result = self.result
+        with open_store(self._settings.store_url, create=False) as store:
+            if result.method == "prompt":
+                name = create_candidate(store, self._id, force=force)
+                if not now:
+                    return name
+            else:
+                name = result.best or ""
+            agent, _, version = name.partition("@")
+            if not version:
+                found = f"{name} is no version" if name else "nothing is shown to be better"
+                raise InvalidArgument(f"{self._id} has no version to promote: {found}")
+            live = store.policies.live().get(agent)
+            if live is None or live.version != int(version):
+                store.policies.promote_manually(
+                    agent, int(version), by=current_user(), reason=reason or f"run {self._id}"
+                )
+        return name
+
+    def rollback(self, version: int | None = None, *, reason: str = "", now: bool = False) -> str:
+        """Roll the agent back as `ratchet policies rollback` does; return the live version as `agent@version`.
+
+        version  go back to this one and reject every later one; None: reject the version in its ramp, else go back one
+        now      open trajectories of the rejected versions go on with the live one
+
+        Raises StoreError: there is nothing to roll back.
+        """
+        with open_store(self._settings.store_url, create=False) as store:
+            agent = store.tunings.get(self._id).alias
+            store.policies.roll_back_manually(
+                agent, version, by=current_user(), reason=reason or f"run {self._id}", now=now
+            )
+            return f"{agent}@{store.policies.live()[agent].version}"
+
+    def __repr__(self) -> str:
+        return f"<ratchet.TuningRun {self._id}>"
+
+    def _start(self, work: Work) -> Self:
+        """Start the thread."""
+        workflow, judge = self._functions
+        caller = Caller(workflow, judge, cancelled=self._cancelled, started=self._has_begun, in_python=True)
+
+        def run() -> None:
+            try:
+                work(caller)
+            except BaseException as error:  # noqa: BLE001  raised again in the thread that waits
+                self._error = error
+            finally:
+                self._begun.set()
+
+        self._thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name="ratchet run")
+        self._thread.start()
+        return self
+
+    def _has_begun(self, run: str) -> None:
+        self._id, self._is_begun = run, True
+        self._begun.set()
+
+    async def _wait_for_begin(self) -> Self:
+        """Wait until the run has its id. Raises what prevents it from beginning."""
+        try:
+            while not self._begun.is_set():
+                await asyncio.sleep(_POLL)
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        return self if self._is_begun else self._ended(None)
+
+    @property
+    def _is_running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _join(self, timeout: float | None) -> None:
+        """Wait in short steps: a lock that is held for long defers Ctrl-C on some systems."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while self._thread is not None and self._is_running and (until is None or time.monotonic() < until):
+            self._thread.join(_POLL)
+
+    def _ended(self, timeout: float | None) -> Self:
+        if timeout is None:
+            self._join(None)
+        if self._is_running:
+            raise TimeoutError(f"{self._id} has not ended after {timeout:g} s; it goes on")
+        if self._error is not None:
+            raise self._error
+        return self
+
+    def _stored(self) -> Tuning:
+        with open_store(self._settings.store_url, create=False) as store:
+            return store.tunings.get(self._id)
+
+
+async def start(given: Arguments, kind: str, resume: str | None, work: Work) -> TuningRun:
+    """Start or resume a run; return when it has an id. A finished run is only looked at.
+
+    Raises what prevents it from beginning.
+    """
+    if resume is None:
+        return await TuningRun(given)._start(work)._wait_for_begin()
+    with open_store(given.settings.store_url, create=False) as store:
+        run = store.tunings.get(resume)
+    if run.kind != kind:
+        raise InvalidArgument(f"resume={resume!r}: that run is a {run.kind} run")
+    found = TuningRun(given, resume)
+    return found if run.state is TuningState.DONE else await found._start(work)._wait_for_begin()
