@@ -14,7 +14,7 @@ from ratchet.api.event_loop import run_to_end
 from ratchet.api.runs import start
 from ratchet.tuner.rollouts.runner import final_rollouts
 from ratchet.tuner.selection.choice import Selection
-from ratchet.tuning.caller import Caller
+from ratchet.tuning.caller import RunCaller
 from ratchet.tuning.compare_models import ComparisonOptions, compare
 from ratchet.tuning.context import open_store, proxy_of
 from ratchet.tuning.proxy_services import proxy_services
@@ -103,7 +103,7 @@ async def evaluate_async(
 
 
 async def _evaluate_in_project(given: Arguments, wanted: ComparisonOptions) -> Evaluation:
-    def work(caller: Caller) -> None:
+    def work(caller: RunCaller) -> None:
         with proxy_services(given.settings, caller):
             compare(given.settings, wanted, caller)
 

@@ -20,10 +20,10 @@ from ratchet.settings.current_user import current_user
 from ratchet.store.records.tuning import Tuning
 from ratchet.store.states import RolloutState, TuningState
 from ratchet.tuner.reports.tuning_result import TuningResult, read
-from ratchet.tuning.caller import Caller
+from ratchet.tuning.caller import RunCaller
 from ratchet.tuning.context import open_store
 
-Work = Callable[[Caller], object]
+Work = Callable[[RunCaller], object]
 _POLL = 0.05  # seconds
 
 
@@ -53,11 +53,11 @@ class TuningRun:
     def __init__(self, given: Arguments, name: str | None = None) -> None:
         self._settings = given.settings
         self._functions = given.workflow, given.judge
-        self._cancelled, self._begun = threading.Event(), threading.Event()
+        self._cancelled, self._id_known = threading.Event(), threading.Event()
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._id = name or ""
-        self._is_begun = False
+        self._has_id = False
 
     @property
     def id(self) -> str:
@@ -201,7 +201,7 @@ class TuningRun:
     def _start(self, work: Work) -> Self:
         """Start the thread."""
         workflow, judge = self._functions
-        caller = Caller(workflow, judge, cancelled=self._cancelled, started=self._has_begun, in_python=True)
+        caller = RunCaller(workflow, judge, cancelled=self._cancelled, started=self._set_id, in_python=True)
 
         def run() -> None:
             try:
@@ -209,25 +209,25 @@ class TuningRun:
             except BaseException as error:  # noqa: BLE001  raised again in the thread that waits
                 self._error = error
             finally:
-                self._begun.set()
+                self._id_known.set()
 
         self._thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name="ratchet run")
         self._thread.start()
         return self
 
-    def _has_begun(self, run: str) -> None:
-        self._id, self._is_begun = run, True
-        self._begun.set()
+    def _set_id(self, run: str) -> None:
+        self._id, self._has_id = run, True
+        self._id_known.set()
 
-    async def _wait_for_begin(self) -> Self:
+    async def _wait_for_id(self) -> Self:
         """Wait until the run has its id. Raises what prevents it from beginning."""
         try:
-            while not self._begun.is_set():
+            while not self._id_known.is_set():
                 await asyncio.sleep(_POLL)
         except asyncio.CancelledError:
             self.cancel()
             raise
-        return self if self._is_begun else self._ended(None)
+        return self if self._has_id else self._ended(None)
 
     @property
     def _is_running(self) -> bool:
@@ -259,10 +259,10 @@ async def start(given: Arguments, kind: str, resume: str | None, work: Work) -> 
     Raises what prevents it from beginning.
     """
     if resume is None:
-        return await TuningRun(given)._start(work)._wait_for_begin()
+        return await TuningRun(given)._start(work)._wait_for_id()
     with open_store(given.settings.store_url, create=False) as store:
         run = store.tunings.get(resume)
     if run.kind != kind:
         raise InvalidArgument(f"resume={resume!r}: that run is a {run.kind} run")
     found = TuningRun(given, resume)
-    return found if run.state is TuningState.DONE else await found._start(work)._wait_for_begin()
+    return found if run.state is TuningState.DONE else await found._start(work)._wait_for_id()

@@ -9,7 +9,7 @@ from typing import Literal
 from ratchet.api.arguments import AnyJudge, AnyTasks, AnyWorkflow, read_arguments, split_of
 from ratchet.api.event_loop import run_to_end
 from ratchet.api.runs import TuningRun, start
-from ratchet.tuning.caller import Caller
+from ratchet.tuning.caller import RunCaller
 from ratchet.tuning.compare_models import ComparisonOptions, compare
 from ratchet.tuning.proxy_services import proxy_services
 
@@ -74,7 +74,7 @@ async def select_model_async(
     )
     wanted.check()
 
-    def work(caller: Caller) -> None:
+    def work(caller: RunCaller) -> None:
         with proxy_services(given.settings, caller):
             compare(given.settings, wanted, caller)
 

@@ -21,7 +21,7 @@ _FUNCTIONS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
+class RunCaller:
     """The caller of a run; the default is a command.
 
     workflow   a function in place of the settings' workflow
@@ -48,4 +48,4 @@ class Caller:
         return f"{_FUNCTIONS[kind]}(resume={run!r}, ...)" if self.in_python else f"{_COMMANDS[kind]} --resume {run}"
 
 
-COMMAND = Caller()
+COMMAND = RunCaller()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ratchet.errors import InvalidArgument
 from ratchet.output.terminal import print_note
 from ratchet.tuning import context
-from ratchet.tuning.caller import COMMAND, Caller
+from ratchet.tuning.caller import COMMAND, RunCaller
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,7 +50,7 @@ class ComparisonOptions:
             raise InvalidArgument("--resume uses the candidates of that run: leave --candidate (in Python models=) out")
 
 
-def compare(settings: Settings, given: ComparisonOptions, caller: Caller = COMMAND) -> tuple[Request, Selection]:
+def compare(settings: Settings, given: ComparisonOptions, caller: RunCaller = COMMAND) -> tuple[Request, Selection]:
     """Run or resume a comparison; return its request and its result.
 
     Raises TuningError, InvalidArgument, and the errors of `context.opened`.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ratchet.errors import InvalidArgument
-from ratchet.tuning.caller import COMMAND, Caller, Function
+from ratchet.tuning.caller import COMMAND, Function, RunCaller
 from ratchet.tuning.run_lease import RunLease
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def task_set_of(settings: Settings, source: str) -> TaskSet:
 
 
 @contextmanager
-def opened(settings: Settings, caller: Caller = COMMAND) -> Iterator[TuningContext]:
+def opened(settings: Settings, caller: RunCaller = COMMAND) -> Iterator[TuningContext]:
     """Open the components.
 
     Raises InvalidArgument, SettingsError, WorkflowError, JudgeError, StoreError, TuningError.

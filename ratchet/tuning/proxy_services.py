@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ratchet.errors import InvalidArgument
 from ratchet.output.terminal import print_note
 from ratchet.supervisor.up import attach_or_start, read_run_state
-from ratchet.tuning.caller import Caller
+from ratchet.tuning.caller import RunCaller
 from ratchet.tuning.context import proxy_of
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ _HEALTH_TIMEOUT = 5.0  # seconds
 
 
 @contextmanager
-def proxy_services(settings: Settings, caller: Caller) -> Iterator[None]:
+def proxy_services(settings: Settings, caller: RunCaller) -> Iterator[None]:
     """Use the proxy that the settings name or that runs; else start vLLM and proxy, and nothing that trains.
 
     Raises InvalidArgument if nothing runs and no base model is set.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ratchet.errors import RunCancelled
 from ratchet.output.terminal import print_note
-from ratchet.tuning.caller import COMMAND, Caller
+from ratchet.tuning.caller import COMMAND, RunCaller
 
 if TYPE_CHECKING:
     from ratchet.store.records.tuning import Tuning
@@ -27,7 +27,7 @@ _LEASE_SECONDS = 10.0  # a run can be resumed this long after its process died
 class RunLease:
     """The lease on at most one run."""
 
-    def __init__(self, store: Store, caller: Caller = COMMAND) -> None:
+    def __init__(self, store: Store, caller: RunCaller = COMMAND) -> None:
         self._store = store
         self._caller = caller
         self._lease: Lease | None = None

@@ -11,7 +11,7 @@ from ratchet.errors import InvalidArgument
 from ratchet.output.terminal import print_note
 from ratchet.settings.project_settings import Settings
 from ratchet.tuning import context as tuning
-from ratchet.tuning.caller import COMMAND, Caller
+from ratchet.tuning.caller import COMMAND, RunCaller
 
 if TYPE_CHECKING:
     from ratchet.store.records.tuning import Tuning
@@ -76,7 +76,7 @@ def setting_names(given: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
-def start_run(settings: Settings, seed_prompt: str | None, caller: Caller = COMMAND) -> PromptOutcome:
+def start_run(settings: Settings, seed_prompt: str | None, caller: RunCaller = COMMAND) -> PromptOutcome:
     """Start a run and complete it. Raises TuningError, SettingsError, InvalidArgument."""
     settings = _without_retries(settings)
     tuner_settings = settings.tuner_settings()
@@ -89,11 +89,13 @@ def start_run(settings: Settings, seed_prompt: str | None, caller: Caller = COMM
         known_models(
             tuner_context.proxy_url, tuner_context.api_key
         )  # fail before the run starts if the proxy does not answer
-        config = config_of(tuner_settings, settings.trainer.get("judge"), seed_prompt)
+        used = tuner_settings.model_copy(update={"workflow": tuner_context.workflow})
+        config = config_of(used, settings.trainer.get("judge"), seed_prompt)
+        config["judge_name"] = tuner_context.scorer.name
         return _complete(tuner_context, tuner_context.store.tunings.begin("prompt", settings.model, config).id)
 
 
-def resume_run(settings: Settings, name: str, caller: Caller = COMMAND) -> PromptOutcome:
+def resume_run(settings: Settings, name: str, caller: RunCaller = COMMAND) -> PromptOutcome:
     """Resume a run of any agent of the project with its request; only proxy, store and concurrency may change."""
     with tuning.open_store(settings.store_url) as store:
         run = store.tunings.get(name)
@@ -104,7 +106,21 @@ def resume_run(settings: Settings, name: str, caller: Caller = COMMAND) -> Promp
         from ratchet.tuner.selection.model_selection import known_models
 
         known_models(tuner_context.proxy_url, tuner_context.api_key)
+        _check_same(run, tuner_context)
         return _complete(tuner_context, name, resume=True)
+
+
+def _check_same(run: Tuning, tuner_context: tuning.TuningContext) -> None:
+    """Raise InvalidArgument if the run used another workflow or judge."""
+    for what, then, now in (
+        ("workflow", run.config["tuner"]["workflow"], tuner_context.workflow),
+        ("judge", run.config.get("judge_name"), tuner_context.scorer.name),
+    ):
+        if then not in (None, now):
+            raise InvalidArgument(
+                f"--resume {run.id}: the run used the {what} {then}, now it is {now}; use the same {what} for the "
+                "whole run"
+            )
 
 
 def check_resumption(name: str, given: Mapping[str, Any]) -> None:

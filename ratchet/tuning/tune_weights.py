@@ -12,7 +12,7 @@ from ratchet.output.terminal import print_note
 from ratchet.settings import load_settings
 from ratchet.supervisor.up import read_run_state
 from ratchet.tuning import context as tuning
-from ratchet.tuning.caller import COMMAND, Caller
+from ratchet.tuning.caller import COMMAND, RunCaller
 
 if TYPE_CHECKING:
     from ratchet.settings.project_settings import Settings
@@ -37,7 +37,7 @@ def setting_names(given: Mapping[str, Any]) -> dict[str, Any]:
     return {names.get(name, name): value for name, value in given.items()}
 
 
-def prepare(settings: Settings, own: Mapping[str, Any], caller: Caller = COMMAND) -> Settings:
+def prepare(settings: Settings, own: Mapping[str, Any], caller: RunCaller = COMMAND) -> Settings:
     """Check everything before services are started; return the settings, completed by those of a resumed run.
 
     `own`: the options that are not settings. Raises TuningError, InvalidArgument, CliError.
@@ -59,7 +59,7 @@ def prepare(settings: Settings, own: Mapping[str, Any], caller: Caller = COMMAND
 
 
 def tune(
-    settings: Settings, own: Mapping[str, Any], services: ProjectServices, caller: Caller = COMMAND
+    settings: Settings, own: Mapping[str, Any], services: ProjectServices, caller: RunCaller = COMMAND
 ) -> TuningResult:
     """Run to completion, with what `prepare` returned. Raises TuningError, CliError."""
     with tuning.opened(settings, caller) as tuner_context:
@@ -159,7 +159,7 @@ def _pairs(option: str, given: Sequence[str], example: str) -> dict[str, str]:
     return {key.strip(): value for key, _, value in (text.partition("=") for text in given)}
 
 
-def _check(settings: Settings, own: Mapping[str, Any], caller: Caller) -> None:
+def _check(settings: Settings, own: Mapping[str, Any], caller: RunCaller) -> None:
     """Check the options before services are started. Raises InvalidArgument, TuningError."""
     if own["resume"] is not None:
         return
@@ -170,7 +170,7 @@ def _check(settings: Settings, own: Mapping[str, Any], caller: Caller) -> None:
     _check_readable(settings, own, caller)
 
 
-def _check_readable(settings: Settings, own: Mapping[str, Any], caller: Caller) -> None:
+def _check_readable(settings: Settings, own: Mapping[str, Any], caller: RunCaller) -> None:
     """Read the task sets and load the workflows. Raises TaskSetError, WorkflowError."""
     from ratchet.tuner.rollouts.workflow import load_workflow
     from ratchet.tuner.tasks.task_mix import parse_families

@@ -134,8 +134,9 @@ def test_a_cancelled_run_is_resumed_by_its_id_and_keeps_what_is_finished(circle:
 def test_a_mistake_is_an_error_that_names_the_remedy_and_leaves_no_run(
     circle: ModelProject, given: dict[str, Any], error: type[Exception], message: str
 ) -> None:
+    arguments: dict[str, Any] = {"workflow": ask, "judge": exact, "tasks": "sums"} | given
     with pytest.raises(error, match=message):
-        ratchet.select_model(**({"workflow": ask, "judge": exact, "tasks": "sums"} | given))
+        ratchet.select_model(**arguments)
     assert circle.store.tunings.page() == []
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -15,14 +14,15 @@ from typing import Any
 import pytest
 
 from ratchet.store.states import PolicyState
-from ratchet.store.store import Store, open_store
+from ratchet.store.store import Store
 from ratchet.tuner.reports.tuning_result import read
 from tests.harness.cli.project import Project
 from tests.harness.clients.program import client_python
 from tests.harness.metadata import write_metadata
-from tests.harness.proxy.running_proxy import Proxy, running
-from tests.harness.proxy.servers import eventually, served
+from tests.harness.proxy.running_proxy import Proxy
+from tests.harness.proxy.servers import eventually
 from tests.harness.tuner import prompt_world
+from tests.harness.tuner.prompt_project import prompt_project
 from tests.harness.tuner.prompted_vllm import PromptedVllm
 from tests.harness.tuner.scripted_reflection_model import ScriptedReflectionModel
 
@@ -59,18 +59,7 @@ class PromptProject:
 
 @pytest.fixture
 def circle(project: Project) -> Iterator[PromptProject]:
-    vllm = PromptedVllm()
-    folder = project.folder / "world"
-    folder.mkdir()
-    for split, rows in (("train", prompt_world.rows(18)), ("test", prompt_world.rows(12, start=100))):
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with contextlib.ExitStack() as stack:
-        url = stack.enter_context(served(vllm))
-        store = open_store(str(project.folder / "s.db"))
-        stack.callback(store.close)
-        proxy = stack.enter_context(running(url, store, project.folder, model="policy"))
-        reflection = stack.enter_context(ScriptedReflectionModel().running())
-        project.write(store="sqlite:///s.db", tuner={"proxy_url": proxy.url})
+    with prompt_project(project) as (store, vllm, proxy, reflection):
         yield PromptProject(project, store, vllm, proxy, reflection)
 
 

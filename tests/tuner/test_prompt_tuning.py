@@ -31,7 +31,7 @@ SETS = divide(TASKS[:30], TASKS[30:], Sizes(), seed=1)
 PLAN = PromptPlan(SETS, attempts=1, seed=1, seed_prompt=given(prompt_world.SEED))
 
 
-class TuningRun:
+class PromptTuningRun:
     """A run in the small world that another process can continue."""
 
     def __init__(self, store: Store, server: ScriptedReflectionModel, rollouts: int = 400, **changes: Any) -> None:
@@ -88,7 +88,7 @@ class TuningRun:
 def test_what_is_found_is_better_on_tasks_that_the_search_never_saw(
     store: Store, reflection_server: ScriptedReflectionModel
 ) -> None:
-    world = TuningRun(store, reflection_server)
+    world = PromptTuningRun(store, reflection_server)
     found = world.run()
     assert found.verdict == "better"
     assert found.gain is not None
@@ -112,7 +112,7 @@ def test_held_out_tasks_decide_against_a_prompt_that_fits_the_searchs_tasks_only
         return prompt_world.answer(prompt, question)
 
     reflection_server.propose = lambda prompt, rows: f"only {numbers}: all rules"
-    found = TuningRun(store, reflection_server, answer=answer).run()
+    found = PromptTuningRun(store, reflection_server, answer=answer).run()
     assert max(one.mean or 0.0 for one in found.tried) == 1.0
     assert found.verdict == "worse"
     assert found.gain is not None
@@ -123,7 +123,7 @@ def test_a_reflection_model_without_an_idea_leaves_the_seed_and_no_held_out_task
     store: Store, reflection_server: ScriptedReflectionModel
 ) -> None:
     reflection_server.propose = lambda prompt, rows: f"{prompt} Please."
-    world = TuningRun(store, reflection_server, rollouts=200)
+    world = PromptTuningRun(store, reflection_server, rollouts=200)
     found = world.run()
     assert (found.verdict, found.prompt, found.gain) == ("no better", prompt_world.SEED, None)
     assert world.prompts_on(SETS.held_out) == set()
@@ -133,7 +133,7 @@ def test_a_reflection_model_without_an_idea_leaves_the_seed_and_no_held_out_task
 def test_the_budget_of_rollouts_is_hard_and_what_was_found_is_kept_and_compared(
     store: Store, reflection_server: ScriptedReflectionModel
 ) -> None:
-    world = TuningRun(store, reflection_server, rollouts=120)
+    world = PromptTuningRun(store, reflection_server, rollouts=120)
     found = world.run()
     assert len(world.rollouts.made) <= 120
     assert "--max-rollouts" in found.ended_by
@@ -147,7 +147,7 @@ def test_the_budget_of_tokens_is_hard_with_the_reflections_in_it(
     store: Store, reflection_server: ScriptedReflectionModel
 ) -> None:
     tokens = 100 * TOKENS + 3 * 550
-    world = TuningRun(store, reflection_server, tokens=tokens)
+    world = PromptTuningRun(store, reflection_server, tokens=tokens)
     found = world.run()
     assert "--max-total-tokens" in found.ended_by
     assert world.budget.tokens_spent <= tokens
@@ -160,7 +160,7 @@ def test_the_budget_of_tokens_is_hard_with_the_reflections_in_it(
 def test_a_comparison_that_the_tokens_end_is_inconclusive(
     store: Store, reflection_server: ScriptedReflectionModel
 ) -> None:
-    world = TuningRun(store, reflection_server, tokens=100 * TOKENS + 3 * 550)
+    world = PromptTuningRun(store, reflection_server, tokens=100 * TOKENS + 3 * 550)
     world.rollouts.tokens = lambda job: TOKENS * (20 if job.task.id in SETS.held_out[10:] else 1)
     found = world.run()
     assert found.verdict == "inconclusive"
@@ -172,7 +172,7 @@ def test_a_budget_that_cannot_come_to_a_result_is_refused_with_the_number_that_c
     store: Store, reflection_server: ScriptedReflectionModel
 ) -> None:
     with pytest.raises(BudgetTooSmall, match=r"at least 98, including 60"):
-        TuningRun(store, reflection_server, rollouts=97).run()
+        PromptTuningRun(store, reflection_server, rollouts=97).run()
 
 
 @pytest.mark.slow
@@ -180,10 +180,10 @@ def test_a_budget_that_cannot_come_to_a_result_is_refused_with_the_number_that_c
 def test_a_killed_run_goes_on_where_it_was_and_pays_for_nothing_twice(
     store: Store, reflection_server: ScriptedReflectionModel, lives: int
 ) -> None:
-    whole = TuningRun(store, reflection_server)
+    whole = PromptTuningRun(store, reflection_server)
     expected = whole.run()
     requests = len(reflection_server.requests)
-    world = TuningRun(store, reflection_server, lives=lives)
+    world = PromptTuningRun(store, reflection_server, lives=lives)
     with pytest.raises(Killed):
         world.run()
     before = list(world.rollouts.made)
@@ -195,7 +195,7 @@ def test_a_killed_run_goes_on_where_it_was_and_pays_for_nothing_twice(
     assert len(reflection_server.requests) == 2 * requests
 
 
-def _abandoned(store: Store, world: TuningRun, more: int = 0) -> int:
+def _abandoned(store: Store, world: PromptTuningRun, more: int = 0) -> int:
     """Let a killed run go on, with so many more rollouts that were under way; return how many were cut off."""
     first = TASKS[0]
     store.rollouts.plan([plan_rollout(RolloutJob(first, number, "x"), world.tuning_id) for number in range(more)])
@@ -215,7 +215,7 @@ def _abandoned(store: Store, world: TuningRun, more: int = 0) -> int:
 def test_what_a_kill_cut_off_counts_against_the_budget_and_the_cost(
     store: Store, reflection_server: ScriptedReflectionModel
 ) -> None:
-    world = TuningRun(store, reflection_server, lives=20)
+    world = PromptTuningRun(store, reflection_server, lives=20)
     with pytest.raises(Killed):
         world.run()
     gone = _abandoned(store, world, more=2)
@@ -230,9 +230,9 @@ def test_what_a_kill_cut_off_counts_against_the_budget_and_the_cost(
 def test_where_a_kill_cut_off_too_much_fewer_held_out_tasks_decide(
     store: Store, reflection_server: ScriptedReflectionModel
 ) -> None:
-    whole = TuningRun(store, reflection_server, rollouts=160)
+    whole = PromptTuningRun(store, reflection_server, rollouts=160)
     whole.run()
-    world = TuningRun(store, reflection_server, rollouts=160, lives=len(whole.rollouts.made) - 40)
+    world = PromptTuningRun(store, reflection_server, rollouts=160, lives=len(whole.rollouts.made) - 40)
     with pytest.raises(Killed):
         world.run()
     _abandoned(store, world, more=160 - len(world.rollouts.made) - 21)
@@ -251,7 +251,7 @@ def test_a_failed_rollout_counts_as_a_failure_and_is_not_tried_again(
     def crashes(job: Any) -> bool:
         return "quib" in (job.system_prompt or "")
 
-    world = TuningRun(store, reflection_server, fails=crashes)
+    world = PromptTuningRun(store, reflection_server, fails=crashes)
     found = world.run()
     assert "quib" not in found.prompt
     assert len(world.rollouts.made) == len(set(world.rollouts.made))
@@ -261,7 +261,7 @@ def test_a_failed_rollout_counts_as_a_failure_and_is_not_tried_again(
 def test_a_crashing_prompt_never_wins_under_a_judge_with_negative_scores(
     store: Store, reflection_server: ScriptedReflectionModel
 ) -> None:
-    world = TuningRun(store, reflection_server, fails=lambda job: "quib" in (job.system_prompt or ""))
+    world = PromptTuningRun(store, reflection_server, fails=lambda job: "quib" in (job.system_prompt or ""))
     world.rollouts.reward = lambda right: 5.0 * right - 5.0
     found = world.run()
     assert "quib" not in found.prompt
@@ -272,7 +272,7 @@ def test_a_crashing_prompt_never_wins_under_a_judge_with_negative_scores(
 def test_the_reflection_model_reads_why_a_rollout_failed(
     store: Store, reflection_server: ScriptedReflectionModel
 ) -> None:
-    TuningRun(store, reflection_server, fails=lambda job: job.task.id in SETS.train[:5]).run()
+    PromptTuningRun(store, reflection_server, fails=lambda job: job.task.id in SETS.train[:5]).run()
     assert "The agent failed: RuntimeError: scripted" in str(reflection_server.requests)
 
 
@@ -280,7 +280,7 @@ def test_a_seed_prompt_whose_rollouts_all_fail_ends_the_run_with_their_reason(
     store: Store, reflection_server: ScriptedReflectionModel
 ) -> None:
     with pytest.raises(TooManyFailures, match="RuntimeError: scripted"):
-        TuningRun(store, reflection_server, fails=lambda job: True).run()
+        PromptTuningRun(store, reflection_server, fails=lambda job: True).run()
 
 
 def test_an_agent_that_fails_before_it_calls_a_model_ends_the_run_with_its_reason(
@@ -288,14 +288,14 @@ def test_an_agent_that_fails_before_it_calls_a_model_ends_the_run_with_its_reaso
 ) -> None:
     plan = PromptPlan(SETS, attempts=1, seed=1)  # the seed is to be read from what the agent sends
     with pytest.raises(TooManyFailures, match="failed before calling a model: RuntimeError: scripted"):
-        TuningRun(store, reflection_server, fails=lambda job: True).run(plan)
+        PromptTuningRun(store, reflection_server, fails=lambda job: True).run(plan)
 
 
 def test_a_judge_that_fails_on_the_seed_ends_the_run_and_says_so(
     store: Store, reflection_server: ScriptedReflectionModel
 ) -> None:
     with pytest.raises(Unjudged, match="the judge failed on 15 of 15"):
-        TuningRun(store, reflection_server, unjudged=lambda prompt, task: True).run()
+        PromptTuningRun(store, reflection_server, unjudged=lambda prompt, task: True).run()
 
 
 @pytest.mark.slow
@@ -303,7 +303,7 @@ def test_a_prompt_that_the_judge_fails_on_never_wins(store: Store, reflection_se
     def out(prompt: str, task: str) -> bool:
         return "quib" in prompt and task == SETS.validation[0]
 
-    found = TuningRun(store, reflection_server, unjudged=out).run()
+    found = PromptTuningRun(store, reflection_server, unjudged=out).run()
     assert "quib" not in found.prompt
 
 
@@ -314,7 +314,7 @@ def test_unjudged_rollouts_on_held_out_tasks_leave_it_inconclusive_if_they_could
     def out(prompt: str, task: str) -> bool:
         return task in SETS.held_out[:25] and prompt != prompt_world.SEED
 
-    found = TuningRun(store, reflection_server, unjudged=out).run()
+    found = PromptTuningRun(store, reflection_server, unjudged=out).run()
     assert found.verdict == "inconclusive"
     assert found.gain is not None
     assert found.gain.unjudged == 25
@@ -330,7 +330,7 @@ def test_a_judge_failure_is_judged_once_more(store: Store, reflection_server: Sc
         failed.add((prompt, task))
         return not again and prompt == prompt_world.SEED and task in SETS.validation
 
-    world = TuningRun(store, reflection_server, unjudged=out_at_first)
+    world = PromptTuningRun(store, reflection_server, unjudged=out_at_first)
     with pytest.raises(Unjudged):
         world.run()
     world.begin()
