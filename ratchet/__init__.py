@@ -33,6 +33,8 @@ _MODULES = {
     "try_judge_async": "ratchet.api.try_out",
     "try_out": "ratchet.api.try_out",
     "try_out_async": "ratchet.api.try_out",
+    "tune": "ratchet.api.tune",
+    "tune_async": "ratchet.api.tune",
     "tune_prompt": "ratchet.api.tune_prompt",
     "tune_prompt_async": "ratchet.api.tune_prompt",
 }

@@ -12,6 +12,8 @@ from ratchet.api.try_out import try_judge as try_judge
 from ratchet.api.try_out import try_judge_async as try_judge_async
 from ratchet.api.try_out import try_out as try_out
 from ratchet.api.try_out import try_out_async as try_out_async
+from ratchet.api.tune import tune as tune
+from ratchet.api.tune import tune_async as tune_async
 from ratchet.api.tune_prompt import tune_prompt as tune_prompt
 from ratchet.api.tune_prompt import tune_prompt_async as tune_prompt_async
 from ratchet.errors import InvalidArgument as InvalidArgument

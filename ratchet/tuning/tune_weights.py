@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ratchet.tuner.weights.weights_plan import WeightsPlan
     from ratchet.tuning.context import TuningContext
 
-_TUNER = ("workflow", "concurrency", "seed", "test_size")
+_TUNER = ("tasks", "workflow", "concurrency", "seed", "test_size")
 _PLANNED = (
     "rounds", "tasks_per_round", "eval_every", "eval_tasks", "validation_tasks", "eval_attempts", "eval_workflow",
     "patience", "collect",
@@ -54,7 +54,8 @@ def prepare(settings: Settings, own: Mapping[str, Any], caller: RunCaller = COMM
         )
     settings = tuning.with_run_settings(settings, own["resume"])
     _check(settings, own, caller)
-    _check_group_size(settings)
+    if read_run_state(settings.state):
+        _check_running_trainer(settings)
     return settings
 
 
@@ -186,14 +187,21 @@ def _check_readable(settings: Settings, own: Mapping[str, Any], caller: RunCalle
         load_workflow(workflow)
 
 
-def _check_group_size(settings: Settings) -> None:
-    """Raise InvalidArgument if the running trainer expects another group size."""
+def _check_running_trainer(settings: Settings) -> None:
+    """Raise InvalidArgument if the running trainer expects another group size or uses another judge."""
+    from ratchet.trainer.settings.judge_specs import read_spec
     from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
-    if not read_run_state(settings.state):
-        return
     default = TrainerSettings.model_fields["num_generations"].default
-    running = (load_settings.read_last_run(settings).get("trainer") or {}).get("num_generations", default)
+    run = load_settings.read_last_run(settings)
+    shared, own = run.get("trainer") or {}, (run.get("agents") or {}).get(settings.model) or {}
+    judge = own.get("judge") or shared.get("judge")
+    if judge is not None and read_spec(judge) != read_spec(settings.trainer["judge"]):
+        raise InvalidArgument(
+            f"--judge {settings.trainer['judge']}: the running trainer uses {judge}: leave the judge out, or stop the "
+            "project so that services are started for this run"
+        )
+    running = shared.get("num_generations", default)
     wanted = settings.trainer_settings(base_model=settings.base_model).num_generations
     if wanted != running:
         raise InvalidArgument(

@@ -23,7 +23,7 @@ import inspect
 import marshal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -77,6 +77,14 @@ class FunctionJudge:
         if not is_async(self._function):
             return GroupJudgement(tuple(self._verdict(group_id, member) for member in members))
         return GroupJudgement(tuple(self._loop().run(self._all(group_id, members))))
+
+    def opinion(self, values: Mapping[str, Any]) -> DraftVerdict:
+        """Judge one trajectory, given as the values of `arguments`."""
+        try:
+            answer = self._accepted.call(self._function, values)
+            return read(self._loop().run(answer) if is_async(self._function) else answer)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  a user's judge may raise any exception
+            return _failed(error)
 
     def close(self) -> None:
         """Close the event loops of an async function."""

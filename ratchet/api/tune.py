@@ -1,0 +1,131 @@
+"""`ratchet.tune`: reinforcement learning on a task set, and the version that is best on tasks held out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from ratchet.api.arguments import AnyJudge, AnyTasks, AnyWorkflow, read_arguments
+from ratchet.api.event_loop import run_to_end
+from ratchet.api.runs import TuningRun, start
+from ratchet.errors import InvalidArgument
+from ratchet.output.terminal import print_note
+from ratchet.supervisor.up import attach_or_start, read_run_state
+from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
+from ratchet.tuning import tune_weights
+from ratchet.tuning.caller import RunCaller
+from ratchet.tuning.judge_server import JudgeServer
+
+_PLANNED = (
+    "rounds", "tasks_per_round", "eval_every", "eval_tasks", "validation_tasks", "eval_attempts", "eval_workflow",
+    "patience", "collect", "resume",
+)  # fmt: skip
+
+
+def tune(
+    workflow: AnyWorkflow | None = None,
+    judge: AnyJudge | None = None,
+    tasks: AnyTasks | None = None,
+    *,
+    base_model: str | None = None,
+    rounds: int | None = None,
+    tasks_per_round: int | None = None,
+    eval_every: int | None = None,
+    eval_tasks: int | None = None,
+    validation_tasks: int | None = None,
+    eval_attempts: int | None = None,
+    eval_workflow: str | None = None,
+    patience: int | None = None,
+    collect: int | None = None,
+    warm_start: Sequence[str] = (),
+    warm_start_settings: Mapping[str, Any] | None = None,
+    attempts: int | None = None,
+    concurrency: int | None = None,
+    seed: int | None = None,
+    test_size: float | None = None,
+    agent: str | None = None,
+    project: str | None = None,
+    config: str | Path | None = None,
+    resume: str | None = None,
+) -> TuningRun:
+    """Start the training of the weights on a task set; the run's `best` is the version. Also in a notebook.
+
+    It uses the running project. If none runs, vLLM, proxy and trainer are started for the run and stopped at its end.
+
+    judge                a function that the trainer can import is used by its name; any other one, such as one of a
+                         notebook, is called in this process, for services that are started for this run
+    base_model           a folder or a hub name; None: that of the settings
+    rounds               of training tasks; None: 20
+    tasks_per_round      None: 16
+    eval_every           rounds between two evaluations on validation tasks; None: 5
+    eval_tasks           maximum number of test tasks; None: all
+    validation_tasks     their maximum number; None: 32
+    eval_attempts        at each validation and test task; None: 1
+    eval_workflow        the agent of the evaluations, `module:function`, such as a greedy one
+    patience             stop after this many evaluations without a gain; None: 3
+    collect              rounds of rollouts for a warm start, not trained
+    warm_start           run SFT first on: policy, demonstrations, or a name of `model_list`
+    warm_start_settings  such as {"general": "chat.jsonl"}
+    attempts             at each task: the group size
+    resume               the id of a run that ended early; with the same workflow and judge
+
+    The other arguments are those of `evaluate`; the task set has a split `test`, or `test_size` is set. Returns once
+    the run has its id. Raises what `evaluate` does, and CliError if the services cannot be started.
+    """
+    return run_to_end(tune_async(**locals()))
+
+
+async def tune_async(
+    workflow: AnyWorkflow | None = None,
+    judge: AnyJudge | None = None,
+    tasks: AnyTasks | None = None,
+    *,
+    base_model: str | None = None,
+    rounds: int | None = None,
+    tasks_per_round: int | None = None,
+    eval_every: int | None = None,
+    eval_tasks: int | None = None,
+    validation_tasks: int | None = None,
+    eval_attempts: int | None = None,
+    eval_workflow: str | None = None,
+    patience: int | None = None,
+    collect: int | None = None,
+    warm_start: Sequence[str] = (),
+    warm_start_settings: Mapping[str, Any] | None = None,
+    attempts: int | None = None,
+    concurrency: int | None = None,
+    seed: int | None = None,
+    test_size: float | None = None,
+    agent: str | None = None,
+    project: str | None = None,
+    config: str | Path | None = None,
+    resume: str | None = None,
+) -> TuningRun:
+    """Do what `tune` does, beside the running event loop: `await (await tune_async(...))`."""
+    arguments = locals()
+    given = read_arguments(arguments, (), tune_weights.setting_names)
+    own = {name: arguments[name] for name in _PLANNED} | {
+        "families": (),
+        "warm_start": tuple(warm_start),
+        "warm_start_setting": [f"{key}={json.dumps(value)}" for key, value in (warm_start_settings or {}).items()],
+    }
+    if given.judge is not None and read_run_state(given.settings.state):
+        raise InvalidArgument(
+            f"project {given.settings.project} runs, and its trainer cannot import this judge: put the function into a "
+            "module and set trainer.judge, or stop the project so that services are started for this run"
+        )
+
+    def work(caller: RunCaller) -> None:
+        with ExitStack() as stack:
+            settings = given.settings
+            if given.judge is not None:
+                server = stack.enter_context(JudgeServer(FunctionJudge(given.judge)))
+                settings = settings.model_copy(update={"trainer": {**settings.trainer, "judge": server.spec}})
+            settings = tune_weights.prepare(settings, own, caller)
+            services = stack.enter_context(attach_or_start(settings, print_note, caller.check))
+            tune_weights.tune(settings, own, services, caller)
+
+    return await start(given, "weights", resume, work)
