@@ -55,7 +55,7 @@ class JudgeServer:
     def _handler(self, judge: FunctionJudge) -> type[BaseHTTPRequestHandler]:
         path, threads = self._path, self._threads
 
-        class JudgeRequest(BaseHTTPRequestHandler):
+        class ServedJudgeRequest(BaseHTTPRequestHandler):
             """Answers one request with a score, or with status 422 and the judge's failure."""
 
             timeout = _SOCKET_TIMEOUT
@@ -79,7 +79,7 @@ class JudgeServer:
             def log_message(self, format: str, *args: object) -> None:
                 """Stay quiet."""
 
-        return JudgeRequest
+        return ServedJudgeRequest
 
 
 def _parameters(body: Mapping[str, Any]) -> dict[str, Any]:
