@@ -109,6 +109,7 @@ async def tune_async(
     given = read_arguments(arguments, (), tune_weights.setting_names)
     own = {name: arguments[name] for name in _PLANNED} | {
         "families": (),
+        "family_workflow": (),
         "warm_start": tuple(warm_start),
         "warm_start_setting": [f"{key}={json.dumps(value)}" for key, value in (warm_start_settings or {}).items()],
     }
