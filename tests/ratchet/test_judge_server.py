@@ -1,4 +1,4 @@
-"""A judge function of this process, asked by the HTTP judge of another one."""
+"""A judge function of this process, called by the HTTP judge of another one."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_function_gets_what_it_gets_in_the_trainer() -> None:
     assert values == here
 
 
-def test_a_failure_of_the_function_is_a_failure_and_is_asked_once() -> None:
+def test_a_failure_of_the_function_is_a_failure_and_is_not_retried() -> None:
     calls: list[str] = []
 
     def judge(response: str) -> float:
