@@ -15,7 +15,7 @@ from typing import Any, Self
 import msgspec
 
 from ratchet.api.arguments import Arguments
-from ratchet.errors import InvalidArgument
+from ratchet.errors import InvalidArgument, RunCancelled
 from ratchet.settings.current_user import current_user
 from ratchet.store.records.tuning import Tuning
 from ratchet.store.states import RolloutState, TuningState
@@ -244,6 +244,8 @@ class TuningRun:
             self._join(None)
         if self._is_running:
             raise TimeoutError(f"{self._id} has not ended after {timeout:g} s; it goes on")
+        if isinstance(self._error, RunCancelled) and self._has_id:
+            raise RunCancelled(f"{self._id} was cancelled: resume={self._id!r} continues it") from self._error
         if self._error is not None:
             raise self._error
         return self

@@ -107,7 +107,7 @@ def test_a_cancelled_run_is_resumed_by_its_id_and_keeps_what_is_finished(circle:
             _ = run.best
     finally:
         run.cancel()
-    with pytest.raises(ratchet.RunCancelled):
+    with pytest.raises(ratchet.RunCancelled, match=f"resume='{run.id}' continues it"):
         run.wait()
     assert run.status.state == "stopped"
     finished = {one.id for one in circle.store.rollouts.of_tuning(run.id) if one.state is RolloutState.ENDED}
