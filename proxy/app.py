@@ -151,8 +151,8 @@ def create_app(
         admission = local = Admission(policies, linker, rollouts, contexts)
         placing = []
         if isinstance(role, CoordinatorRole):
-            sessions, known = role.make_sessions(settings, store, local, linker, restore, critical_tasks)
-            placing = [sessions, *([] if known is None else [known])]
+            sessions, needed = role.make_sessions(settings, store, local, linker, restore, critical_tasks)
+            placing = [*needed, sessions]
     operators = build_operator_routes(
         settings, store, recording, linker, policies.agent_states, health, metrics, role, coordinator_url,
         critical_tasks,

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
+from ratchet.proxy.errors import StartError
 from ratchet.store.access.replica_list import check_entry
 
 TOKEN_VARIABLE = "RATCHET_COORDINATOR_TOKEN"
@@ -58,17 +59,20 @@ class CoordinationSettings(BaseModel):
         return value
 
     @model_validator(mode="after")
-    def _coordinators_are_protected(self) -> Self:
-        setting = "coordinator_listen" if self.coordinator_listen else "coordinator" if self.coordinator else None
-        token = self.coordinator_token.get_secret_value() if self.coordinator_token else ""
-        if setting and len(token) < _MIN_TOKEN_LENGTH:
-            raise ValueError(
-                f"{setting} needs {TOKEN_VARIABLE}, a secret of at least {_MIN_TOKEN_LENGTH} characters, the same on "
-                "every machine: set it, for example to the output of `openssl rand -hex 24`"
-            )
+    def _something_runs(self) -> Self:
         if self.workers == 0 and self.coordinator_listen is None:
             raise ValueError("workers is 0, so that nothing is served: set coordinator_listen to run a coordinator")
         return self
+
+    def check_token(self) -> None:
+        """Raise StartError without a token that protects the coordinators. Services that run none need none."""
+        setting = "coordinator_listen" if self.coordinator_listen else "coordinator" if self.coordinator else None
+        token = self.coordinator_token.get_secret_value() if self.coordinator_token else ""
+        if setting and len(token) < _MIN_TOKEN_LENGTH:
+            raise StartError(
+                f"{setting} needs {TOKEN_VARIABLE}, a secret of at least {_MIN_TOKEN_LENGTH} characters, the same on "
+                "every machine: set it, for example to the output of `openssl rand -hex 24`"
+            )
 
     @property
     def has_own_coordinator(self) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ratchet.proxy.coordinator.admission import Admission
 from ratchet.proxy.coordinator.conversations.token_contexts import TokenContexts
+from ratchet.proxy.coordinator.coordinator_lease import CoordinatorLease
 from ratchet.proxy.coordinator.known_workers import KnownWorkers
 from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
 from ratchet.proxy.coordinator.linking.restore import LinkingRestore
@@ -19,6 +20,7 @@ from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.proxy.worker.coordination.limit_reports import LimitReports
 from ratchet.proxy.worker.coordination.outage_linker import OutageLinker
 from ratchet.proxy.worker.coordination.remote_admission import RemoteAdmission
+from ratchet.proxy.worker.http.routing import LifespanService
 from ratchet.store.store import Store
 
 FIRST_WORKER = "worker-1"
@@ -78,13 +80,15 @@ class CoordinatorRole(NamedTuple):
     """The coordinator of several workers.
 
     `worker_urls`: the address of each worker's own listener, by its name. `group`: names the proxies of several
-    machines that share coordinators; None if this proxy is alone.
+    machines that share coordinators; None if this proxy is alone. `lease_owner`: what holds the lease of the one that
+    decides; None if there is no other.
     """
 
     machine: str
     worker_urls: Mapping[str, str]
     token: str
     group: str | None
+    lease_owner: str | None
 
     def make_sessions(
         self,
@@ -94,17 +98,19 @@ class CoordinatorRole(NamedTuple):
         linker: TrajectoryLinker,
         restore: LinkingRestore,
         critical_tasks: CriticalTasks,
-    ) -> tuple[WorkerSessions, KnownWorkers | None]:
-        """Return the sessions with the workers, which restore linking, and what knows those of other machines."""
+    ) -> tuple[WorkerSessions, Sequence[LifespanService]]:
+        """Return the sessions with the workers, which restore linking, and the services that they need."""
         names = [session_name(self.machine, worker) for worker in self.worker_urls]
-        known = None
+        known = lease = None
+        if self.group is not None and self.lease_owner is not None:
+            lease = CoordinatorLease(store, self.group, self.lease_owner, critical_tasks)
         if self.group is not None:
             seconds = settings.trajectory_idle_seconds
             known = KnownWorkers(
                 store, self.group, self.machine, seconds, lambda: sessions.active_workers(), critical_tasks
             )
-        sessions = WorkerSessions(admission, linker, restore.start, self.token, names, known, critical_tasks)
-        return sessions, known
+        sessions = WorkerSessions(admission, linker, restore.start, self.token, names, known, lease, critical_tasks)
+        return sessions, [one for one in (lease, known) if one is not None]
 
 
 Role = WorkerRole | CoordinatorRole

@@ -32,7 +32,9 @@ K8S = ROOT / "deploy" / "k8s"
 PAGE = (ROOT / "docs" / "kubernetes.md").read_text()
 OLDEST = "1.30"  # as docs/kubernetes.md says
 CUSTOM = {"ServiceMonitor"}  # a custom resource of the Prometheus Operator, of which the validator has no schema
-_GIVEN = dict.fromkeys(SECRETS - {"RATCHET_ALARM_WEBHOOK_URL"}, "x") | {"RATCHET_STORE": "postgresql://ratchet:x@db/x"}
+_GIVEN = dict.fromkeys(SECRETS - {"RATCHET_ALARM_WEBHOOK_URL"}, "x" * 16) | {
+    "RATCHET_STORE": "postgresql://ratchet:x@db/x"
+}
 
 Manifest = dict[str, Any]
 
@@ -126,6 +128,9 @@ def test_the_settings_are_those_of_proxy_trainer_and_learner(settings: Settings)
     learner = settings.learner_process_settings()
     assert settings.has_judge
     assert _ports(_container("proxy")) == {"http": proxy.port}
+    (coordinators,) = proxy.coordinator
+    assert _is_service(coordinators, "coordinator")
+    assert _coordinator_options()["coordinator_listen"] == f"0.0.0.0:{_ports(_container('coordinator'))['http']}"
     assert _ports(_container("learner")) == {"http": learner.port}
     for agent in settings.agents_by_name.values():
         trainer = agent.trainer_settings(vllm=("dns+http://vllm:8000",))
@@ -145,7 +150,15 @@ def _is_service(url: str, name: str) -> bool:
     return (parts.hostname, parts.port) == (name, port["port"])
 
 
-@pytest.mark.parametrize("name", ["proxy", "trainer", "learner", "migrate"])
+def _coordinator_options() -> Mapping[str, Any]:
+    """The options of the coordinator's command."""
+    words = _container("coordinator")["command"]
+    command = cast("click.Group", cli).get_command(click.Context(cli), "proxy")
+    assert command is not None
+    return command.make_context("proxy", words[words.index("proxy") + 1 :]).params
+
+
+@pytest.mark.parametrize("name", ["coordinator", "proxy", "trainer", "learner", "migrate"])
 def test_every_command_can_be_typed_and_every_variable_is_a_setting(name: str) -> None:
     program, *words = _container(name)["command"]
     assert program == "ratchet"
@@ -195,6 +208,7 @@ def test_every_probe_asks_a_route_that_the_service_has(tmp_path: Path, store_fil
         with served(ScriptedVllm()) as vllm, running(vllm, store, tmp_path) as proxy:
             answered["vllm"] = _answering(vllm, _probes("vllm"))
             answered["proxy"] = _answering(proxy.url, _probes("proxy"))
+            answered["coordinator"] = _answering(proxy.url, _probes("coordinator"))
     for name, paths in answered.items():
         assert _probes(name) <= paths, name
         ports = {probe["httpGet"]["port"] for key, probe in _container(name).items() if key.endswith("Probe")}
@@ -253,7 +267,7 @@ def test_every_pod_is_restricted(workload: Manifest) -> None:
 
 def test_secrets_come_by_reference_and_the_page_makes_each() -> None:
     assert not [one for one in OBJECTS if one["kind"] == "Secret"]
-    for name in ("proxy", "trainer", "learner", "vllm", "migrate"):
+    for name in ("coordinator", "proxy", "trainer", "learner", "vllm", "migrate"):
         for entry in _container(name)["env"]:
             if entry["name"] in {*SECRETS, "RATCHET_STORE"}:
                 reference = entry["valueFrom"]["secretKeyRef"]
@@ -262,16 +276,20 @@ def test_secrets_come_by_reference_and_the_page_makes_each() -> None:
             assert f"`{source['secretRef']['name']}`" in PAGE or f"generic {source['secretRef']['name']} " in PAGE
 
 
-def test_only_proxy_and_trainer_reach_vllm_and_every_connection_has_a_policy(settings: Settings) -> None:
+def test_only_proxy_coordinator_and_trainer_reach_vllm_and_every_connection_has_a_policy(settings: Settings) -> None:
     assert POLICIES["default"]["podSelector"] == {}
     assert "ingress" not in POLICIES["default"]
     assert POLICIES.keys() == {"default", *(one["metadata"]["name"] for one in WORKLOADS)}
-    assert _sources("vllm") == {"proxy", "trainer"}
+    assert _sources("vllm") == {"coordinator", "proxy", "trainer"}
+    assert _sources("coordinator") == {"proxy", "monitoring"}
     assert _sources("learner") == {"trainer", "monitoring"}
-    for client, server in (("proxy", "vllm"), ("trainer", "vllm"), ("trainer", "learner"), ("trainer", "proxy")):
+    for client, server in (
+        ("proxy", "vllm"), ("proxy", "coordinator"), ("coordinator", "vllm"), ("trainer", "vllm"),
+        ("trainer", "learner"), ("trainer", "proxy"),
+    ):  # fmt: skip
         (port,) = _ports(_container(server)).values()
         assert (server, port) in set(_targets(client))
-    for name in ("proxy", "trainer", "migrate"):
+    for name in ("coordinator", "proxy", "trainer", "migrate"):
         assert (None, 5432) in set(_targets(name))
 
 

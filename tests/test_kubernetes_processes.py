@@ -25,7 +25,8 @@ from tests.test_kubernetes import K8S, _container, _environment, _probes
 
 pytestmark = pytest.mark.slow
 
-_KEYS = {"RATCHET_API_KEYS": "k-agents", "RATCHET_OPERATOR_KEYS": "k-operators", "RATCHET_LEARNER_TOKEN": "token"}
+_KEYS = {"RATCHET_API_KEYS": "k-agents", "RATCHET_OPERATOR_KEYS": "k-operators", "RATCHET_LEARNER_TOKEN": "token",
+         "RATCHET_COORDINATOR_TOKEN": "token of coordinator and proxies"}  # fmt: skip
 
 
 class Pods:
@@ -34,7 +35,7 @@ class Pods:
     def __init__(self, folder: Path, vllm: str, s3: S3Server) -> None:
         self.folder = folder
         self.store = f"sqlite:///{folder / 'store.db'}"
-        self.ports = {"proxy": free_port(), "trainer": free_port(), "learner": free_port()}
+        self.ports = {name: free_port() for name in ("proxy", "coordinator", "trainer", "learner")}
         self._vllm = vllm
         self._given = {**s3.environment, **_KEYS, "RATCHET_STORE": self.store}
         self._running: dict[str, subprocess.Popen[bytes]] = {}
@@ -42,6 +43,7 @@ class Pods:
         settings["base_model"] = str(build_tiny_model(folder / "model"))
         settings["adapters"]["store"] = f"s3://{BUCKET}/ratchet"
         settings["proxy"] |= {"port": self.ports["proxy"], "drain_delay_seconds": 0}
+        settings["proxy"]["coordinator"] = f"http://127.0.0.1:{self.ports['coordinator']}"
         settings["trainer"]["metrics_port"] = self.ports["trainer"]
         settings["learner"] |= {"port": self.ports["learner"], "url": f"http://127.0.0.1:{self.ports['learner']}"}
         (folder / "ratchet.yaml").write_text(yaml.safe_dump(settings))
@@ -49,6 +51,7 @@ class Pods:
     def start(self, name: str) -> subprocess.Popen[bytes]:
         """Start the container of a pod."""
         changed = {"/etc/ratchet/ratchet.yaml": str(self.folder / "ratchet.yaml"), "dns+http://vllm:8000": self._vllm}
+        changed["0.0.0.0:8009"] = f"127.0.0.1:{self.ports['coordinator']}"
         _, *words = _container(name)["command"]
         state = self.folder / name
         state.mkdir()
@@ -105,9 +108,10 @@ def test_the_commands_of_all_pods_run_until_their_probes_answer_and_stop_cleanly
     engine = connect(pods.store)
     assert schema_version(engine) == HEAD
     engine.dispose()
-    for name in ("learner", "trainer", "proxy"):
+    names = ("learner", "trainer", "coordinator", "proxy")
+    for name in names:
         pods.start(name)
-    for name in ("learner", "trainer", "proxy"):
+    for name in names:
         eventually(partial(pods.is_ready, name), 180)
     body: Any = {"model": "mail", "messages": [{"role": "user", "content": "hi"}]}
     url = f"http://127.0.0.1:{pods.ports['proxy']}"

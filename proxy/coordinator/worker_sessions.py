@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ratchet.proxy.coordination_settings import TOKEN_VARIABLE
 from ratchet.proxy.coordinator.admission import Admission
+from ratchet.proxy.coordinator.coordinator_lease import CoordinatorLease
 from ratchet.proxy.coordinator.known_workers import KnownWorkers
 from ratchet.proxy.coordinator.limits.sharing import SharedLimits
 from ratchet.proxy.coordinator.linking.linker import MessagesNeeded, TrajectoryLinker
@@ -41,7 +42,7 @@ _MAX_BODY_BYTES = 2**28
 _TICK_SECONDS = 5.0
 _MAX_SILENT_TICKS = 6  # a worker sends something every second
 _MAX_ENDED = 50_000  # numbers of ended calls that a session remembers
-_PROBES = ("/health/live", "/health/ready")
+_OPEN_PATHS = ("/health/live", "/health/ready", "/metrics")  # probes and Prometheus have no token
 _AUTHORIZATION, _TOKEN = b"authorization", messages.TOKEN_HEADER.encode()
 _BINARY = [(b"content-type", b"application/msgpack")]
 
@@ -68,7 +69,7 @@ class WorkerSessions:
     """The service, and the ASGI middleware that answers the workers' requests.
 
     `token`: what they prove to be workers by. `workers`: the names of this machine's, which begin their session first.
-    `known_workers`: those of other machines; None if there are none.
+    `known_workers`: those of other machines; None if there are none. `lease`: None if there is no other coordinator.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class WorkerSessions:
         token: str,
         workers: Collection[str],
         known_workers: KnownWorkers | None,
+        lease: CoordinatorLease | None,
         critical_tasks: CriticalTasks,
     ) -> None:
         self._admission = admission
@@ -87,6 +89,7 @@ class WorkerSessions:
         self._token = token
         self._workers = frozenset(workers)
         self._known = known_workers
+        self._lease = lease
         self._critical_tasks = critical_tasks
         self._boot = new_id("boot")
         self._sessions: dict[str, _Session] = {}  # by worker
@@ -109,7 +112,7 @@ class WorkerSessions:
         """Return an application that answers the workers, and leaves what they forward, and probes, to `app`."""
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            if scope["type"] != "http" or scope["path"] in _PROBES:
+            if scope["type"] != "http" or scope["path"] in _OPEN_PATHS:
                 await app(scope, receive, send)
                 return
             own = scope["path"] == messages.PATH
@@ -140,6 +143,8 @@ class WorkerSessions:
             log.info("event=session_ended worker=%s open_calls=%d", worker, len(session.open))
 
     async def _begin(self) -> None:
+        if self._lease is not None:
+            await self._lease.acquired.wait()
         expected = self._workers
         if self._known is not None:
             expected |= await self._known.read()
@@ -180,6 +185,8 @@ class WorkerSessions:
             request = messages.decode_request(body)
         except msgspec.DecodeError as error:
             raise BadRequest(f"the message cannot be read; does the worker run the same version? {error}") from error
+        if self._lease is not None and not self._lease.is_held:
+            return messages.Stranger()
         if isinstance(request, messages.Hello):
             if request.text_hash != text_hash():
                 raise BadRequest(

@@ -58,6 +58,7 @@ def serve(
     """
     if settings.is_one_process:
         return server.serve(settings, on_listening, follow_agents)
+    settings.check_token()
     open_store(settings.store).close()  # creates or migrates it once
     with ExitStack() as stack:
         names = [f"worker-{number}" for number in range(1, settings.workers + 1)]
@@ -142,6 +143,7 @@ class WorkerSupervisor:
         self._hash_seed = str(_hash_seed(token))
         group = None if given is None else _digest(token, "group")
         machine = f"{socket.gethostname()[:60]}-{_digest(str(settings.journal.absolute()), 'machine')}"
+        owner = f"{machine}-{secrets.token_hex(4)}" if settings.coordinator else None  # others may stand by
         workers = {name: url for name, url in urls.items() if name != COORDINATOR}
         own_url = urls.get(COORDINATOR)
         coordinators = settings.coordinator or (urls[COORDINATOR],)
@@ -152,7 +154,7 @@ class WorkerSupervisor:
             listeners = [one.fileno() for one in (public, listener) if one is not None]
             changed: dict[str, Any] = {"journal": settings.journal / name}
             if name == COORDINATOR:
-                role, listeners = CoordinatorRole(machine, workers, token, group), [listener.fileno()]
+                role, listeners = CoordinatorRole(machine, workers, token, group, owner), [listener.fileno()]
                 changed = {"tls_certificate": None, "tls_key": None, "trusted_proxies": (), "allowed_origins": ()}
             start = Start(settings.model_copy(update=changed), role, listeners, "" if public is None else self.url)
             self._children[name] = _Child(name, start)

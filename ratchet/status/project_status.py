@@ -158,7 +158,9 @@ def _is_unprotected(settings: Settings) -> bool:
 def _other_proxies(settings: Settings, store: Store) -> list[str]:
     """Return the URLs of proxies with a recent heartbeat that this project did not start."""
     since = time.time() - _HEARTBEAT_TIMEOUT
-    found = {one.url for name in settings.agents_by_name for one in store.proxy_instances.running(name, since)}
+    found = {
+        one.url for name in settings.agents_by_name for one in store.proxy_instances.running(name, since) if one.url
+    }
     return sorted(found - {last_proxy_url(settings.state)})
 
 

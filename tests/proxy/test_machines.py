@@ -49,9 +49,13 @@ class Machines:
         """The log of a machine's processes."""
         return (self._folder / f"machine-{machine}" / "proxy.log").read_text()
 
-    def kill_coordinator(self) -> None:
-        """Kill -9 the coordinator of the first machine."""
-        os.kill(int(re.findall(r"event=process_started name=coordinator pid=(\d+)", self.log(1))[-1]), signal.SIGKILL)
+    def signal_coordinator(self, number: int, machine: int = 1) -> None:
+        """Send a signal to the coordinator of a machine."""
+        os.kill(int(re.findall(r"event=process_started name=coordinator pid=(\d+)", self.log(machine))[-1]), number)
+
+    def deciding(self) -> int:
+        """The machine whose coordinator decides."""
+        return next(machine for machine in (1, 2) if "event=linking_restored" in self.log(machine))
 
     def connections(self) -> int:
         """How often workers have connected to a coordinator."""
@@ -66,7 +70,7 @@ class Machines:
 
     def stop(self) -> None:
         """Stop the proxies."""
-        for proxy in reversed(self.proxies):
+        for proxy in dict.fromkeys(reversed(self.proxies)):
             proxy.stop()
 
 
@@ -113,7 +117,7 @@ def test_across_a_kill_of_the_coordinator_calls_are_linked_right_or_marked(machi
 
     talk("question 0")
     connections = machines.connections()
-    machines.kill_coordinator()
+    machines.signal_coordinator(signal.SIGKILL)
     talk("question 1")  # the coordinator may be away
     eventually(lambda: machines.connections() >= connections + 4)
     talk("question 2")
@@ -123,6 +127,48 @@ def test_across_a_kill_of_the_coordinator_calls_are_linked_right_or_marked(machi
     whole = [trajectory for trajectory in owners if purposes[trajectory] == "live"]
     assert len(whole) == 4  # the trajectories that began before; all others are marked
     assert {purposes[one] for one in owners} <= {"live", "unlinked"}
+
+
+@pytest.fixture
+def standby(tmp_path: Path) -> Iterator[Machines]:
+    with served(ScriptedVllm()) as vllm:
+        running = Machines(tmp_path, vllm, standby=True)
+        try:
+            yield running
+        finally:
+            running.stop()
+
+
+def test_a_standby_takes_over_from_a_coordinator_that_hangs(standby: Machines) -> None:
+    conversations: list[list[dict[str, Any]]] = [[] for _ in range(4)]
+    before = [standby.turn(one, f"question 0 of {number}") for number, one in enumerate(conversations)]
+    first = standby.deciding()
+    other, restarts = 3 - first, standby.log(first).count("name=coordinator pid=")
+    standby.signal_coordinator(signal.SIGSTOP, first)
+    try:
+        eventually(lambda: standby.log(other).count("event=linking_restored") == 1, 60)
+        eventually(lambda: all(standby.log(one).count("event=coordinator_connected") >= 4 for one in (1, 2)), 60)
+        assert [standby.turn(one, f"question 1 of {number}") for number, one in enumerate(conversations)] == before
+    finally:
+        standby.signal_coordinator(signal.SIGCONT, first)
+    # The first one does not decide again: it starts again, and stands by.
+    eventually(lambda: standby.log(first).count("name=coordinator pid=") == restarts + 1, 60)
+    eventually(lambda: "event=standing_by" in standby.log(first), 60)
+    assert [standby.turn(one, f"question 2 of {number}") for number, one in enumerate(conversations)] == before
+    assert standby.log(first).count("event=linking_restored") == 1
+
+
+def test_another_machine_takes_over_from_one_that_dies(standby: Machines) -> None:
+    conversations: list[list[dict[str, Any]]] = [[] for _ in range(4)]
+    before = [standby.turn(one, f"question 0 of {number}") for number, one in enumerate(conversations)]
+    for proxy in standby.proxies:
+        eventually(partial(_has_shipped, proxy.url))
+    first = standby.deciding()
+    other = 3 - first
+    standby.proxies[first - 1].kill()
+    standby.proxies[first - 1] = standby.proxies[other - 1]
+    eventually(lambda: standby.log(other).count("event=coordinator_connected") >= 4, 90)
+    assert [standby.turn(one, f"question 1 of {number}") for number, one in enumerate(conversations)] == before
 
 
 def test_a_coordinator_refuses_workers_and_operators_without_its_token(machines: Machines) -> None:

@@ -134,14 +134,22 @@ class LinkingCampaign:
             proxy.stop()
 
 
-def start_machines(folder: Path, vllm_url: str, workers: int, machines: int, **settings: Any) -> list[ProxyProcess]:
-    """Start proxies with separate journals and one store; the first one's coordinator is that of all."""
-    address = f"127.0.0.1:{free_port()}"
+def start_machines(
+    folder: Path, vllm_url: str, workers: int, machines: int, *, standby: bool = False, **settings: Any
+) -> list[ProxyProcess]:
+    """Start proxies with separate journals and one store; the first one's coordinator is that of all.
+
+    `standby`: each one has a coordinator, of which one decides.
+    """
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(machines)]
+    urls = [f"http://{address}" for address in addresses]
     common = {"upstreams": [vllm_url], "workers": workers, "store": str(folder / "store.db")}
     common |= {"coordinator_token": "the secret of these machines"} | settings
 
     def start(number: int) -> ProxyProcess:
-        own = {"coordinator": [f"http://{address}"]} if number else {"coordinator_listen": address}
+        own: dict[str, Any] = {"coordinator": urls[:1]} if number else {"coordinator_listen": addresses[0]}
+        if standby:
+            own = {"coordinator": urls, "coordinator_listen": addresses[number]}
         place = folder / f"machine-{number + 1}"
         place.mkdir(exist_ok=True)
         return ProxyProcess(place, **(common | own))
