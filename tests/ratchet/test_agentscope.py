@@ -7,12 +7,21 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 import ratchet
-from ratchet.agentscope import AlgorithmConfig, DatasetConfig, JudgeOutput, TunerModelConfig, WorkflowOutput
+from ratchet.agentscope import (
+    AlgorithmConfig,
+    DatasetConfig,
+    JudgeOutput,
+    PromptTuneConfig,
+    TunerModelConfig,
+    WorkflowOutput,
+    select_model,
+    tune_prompt,
+)
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.settings.judge_specs import read_spec
@@ -101,6 +110,8 @@ def test_the_models_settings_are_those_of_the_project() -> None:
         (AlgorithmConfig, {"algorithm_type": "sft"}, "algorithm_type is 'sft': give one of multi_step_grpo, grpo"),
         (AlgorithmConfig, {"save_interval_steps": 100}, "save_interval_steps is set: every round is saved here"),
         (AlgorithmConfig, {"group_size": 0}, "group_size is 0"),
+        (PromptTuneConfig, {"lm_model_name": "dashscope/qwen-plus"}, "lm_model_name and base_url belong together"),
+        (PromptTuneConfig, {"optimization_level": "total"}, "optimization_level is 'total': give one of light, medium"),
     ],
 )
 def test_what_means_nothing_here_is_refused_with_the_remedy(
@@ -133,3 +144,14 @@ def test_a_judges_settings_name_the_server_of_its_models() -> None:
     assert not made.names_calls
     with pytest.raises(ratchet.JudgeError, match=r"http://127.0.0.1:9/v1/models names no model"):
         ratchet.try_judge({**spec, "base_url": "http://127.0.0.1:9"}, TASK, "Oslo")
+
+
+async def test_the_methods_refuse_what_has_no_counterpart_before_anything_runs() -> None:
+    sums, other = DatasetConfig(path="sums"), DatasetConfig(path="other", split="test")
+    functions: Any = {"judge_func": judge, "train_dataset": sums}
+    with pytest.raises(ratchet.RatchetError, match=r"candidate_models holds 3: give AgentScope's models, or names"):
+        await select_model(workflow_func=workflow, candidate_models=["a", 3], **functions)
+    with pytest.raises(ratchet.RatchetError, match="eval_dataset is the split test of other: put the tasks"):
+        tune_prompt(workflow=workflow, init_system_prompt="Be brief.", eval_dataset=other, **functions)
+    with pytest.raises(ratchet.WorkflowError, match="declare it with `async def`"):
+        tune_prompt(workflow=cast("Any", waits_for_nothing), init_system_prompt="Be brief.", **functions)

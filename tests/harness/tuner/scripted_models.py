@@ -15,6 +15,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from tests.harness.tuner.message_text import text_of
+
 _SUM = re.compile(r"(\d+) \+ (\d+)")
 
 
@@ -27,7 +29,7 @@ class ScriptedModels:
 
     async def _answer(self, request: Request) -> JSONResponse:
         body = msgspec.json.decode(await request.body())
-        model, question = body["model"], body["messages"][-1]["content"]
+        model, question = body["model"], text_of(body["messages"])
         self.requests.append(model)
         if model == "crash":
             return JSONResponse({"error": {"message": "the GPU fell out", "type": "server_error"}}, 500)

@@ -1,8 +1,4 @@
-"""The types of AgentScope's tuner, for code that is written for it (docs/python.md).
-
-`from ratchet.agentscope import DatasetConfig, JudgeOutput` stands for the same import from `agentscope.tuner`. The
-types are forms of Ratchet's own; `settings` says what they set. AgentScope itself is not imported here.
-"""
+"""The types of AgentScope's tuner, as forms of Ratchet's own; `settings` says what they set. Pure but for `preview`."""
 
 from __future__ import annotations
 
@@ -16,15 +12,12 @@ from ratchet.api.tasks import Tasks
 from ratchet.trainer.errors import SettingError
 from ratchet.trainer.user_code.judgement import Judgement
 from ratchet.tuner.rollouts.workflow_output import WorkflowOutput
-
-__all__ = [
-    "AlgorithmConfig", "DatasetConfig", "JudgeOutput", "JudgeType", "TunerModelConfig", "WorkflowOutput",
-    "WorkflowType",
-]  # fmt: skip
+from ratchet.tuner.settings.prompt_settings import SEARCH_ROLLOUTS
 
 WorkflowType = Callable[..., Awaitable[WorkflowOutput]]
 JudgeType = Callable[..., Awaitable["JudgeOutput"]]
 
+_EFFORT = {"light": None, "medium": 2 * SEARCH_ROLLOUTS, "heavy": 4 * SEARCH_ROLLOUTS}
 _ADVANTAGES = {"multi_step_grpo": "grpo", "grpo": "grpo", "rloo": "rloo", "reinforceplusplus": "reinforce++"}
 
 
@@ -196,6 +189,39 @@ class AlgorithmConfig:
         }
         rate = {} if self.learning_rate is None else {"learner": {"learning_rate": self.learning_rate}}
         return {"trainer": trainer, **rate}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptTuneConfig:
+    """How a prompt is searched for. Raises SettingError.
+
+    lm_model_name       the model that proposes prompts; None: `tuner.reflection` of ratchet.yaml
+    base_url            its OpenAI-compatible server
+    optimization_level  light: the tuner's default of rollouts; medium: twice as many; heavy: four times
+    eval_num_threads    concurrent rollouts
+    """
+
+    lm_model_name: str | None = None
+    base_url: str | None = None
+    optimization_level: str = "light"
+    eval_num_threads: int = 16
+
+    def __post_init__(self) -> None:
+        if (self.lm_model_name is None) != (self.base_url is None):
+            raise SettingError(
+                "PromptTuneConfig.lm_model_name and base_url belong together: give both, or set tuner.reflection in "
+                "ratchet.yaml and leave both out"
+            )
+        if self.optimization_level not in _EFFORT:
+            raise SettingError(
+                f"PromptTuneConfig.optimization_level is {self.optimization_level!r}: give one of {', '.join(_EFFORT)}"
+            )
+        _positive("PromptTuneConfig", eval_num_threads=self.eval_num_threads)
+
+    @property
+    def max_rollouts(self) -> int | None:
+        """The limit of all rollouts; None: the tuner's default."""
+        return _EFFORT[self.optimization_level]
 
 
 def _positive(kind: str, **values: int | None) -> None:
