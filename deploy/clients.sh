@@ -3,7 +3,7 @@
 #
 # Their requirements conflict with each other and with Ratchet's, so each has an environment of its own:
 # VENV/clients/NAME for each tests/clients/requirements/NAME.txt, and with Ratchet's own dependencies beside them for each
-# tests/clients/beside_ratchet/NAME.txt, mipro and verifiers for the extras tune-mipro and verifiers, and
+# tests/clients/beside_ratchet/NAME.txt, mipro and verifiers for extras, and
 # VENV/clients/node from tests/clients/node if npm is installed.
 # pip's PIP_INDEX_URL and PIP_EXTRA_INDEX_URL apply to the Python ones, npm's own settings to node.
 set -eu
@@ -75,7 +75,7 @@ for file in "$tests"/beside_ratchet/*.txt; do
     begin environment "$(basename "$file" .txt)" --requirement pyproject.toml --requirement "$file"
 done
 begin environment mipro --requirement pyproject.toml --extra tune-mipro
-begin environment verifiers --requirement pyproject.toml --extra verifiers
+begin environment verifiers --requirement pyproject.toml --extra openenv --extra verifiers
 status=0
 for process in $running; do
     wait "$process" || status=1

@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ def program(metadata: Path, tmp_path: Path) -> Callable[..., subprocess.Complete
     def run(*words: str, python: Path | None = None, folder: Path = TASKSETS) -> subprocess.CompletedProcess[str]:
         environ = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{metadata}", "HOME": str(tmp_path)}
         command = [str(python or client_python("verifiers")), "-P", "-m", *words]
-        return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=240, cwd=folder)
+        return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=480, cwd=folder)
 
     return run
 
@@ -91,6 +91,34 @@ def test_an_error_of_model_harness_or_scoring_fails_the_rollout(
     assert all(found[name]["reward"] is None for name in failures)
 
 
+@pytest.fixture
+def openenv_url(metadata: Path) -> Iterator[str]:
+    """The URL of a running OpenEnv server."""
+    command = [str(client_python("verifiers")), "-m", "tests.harness.tuner.openenv_server"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as server:
+        assert server.stdout is not None
+        try:
+            yield server.stdout.readline().strip()
+        finally:
+            server.kill()
+
+
+@clients
+@pytest.mark.slow
+def test_an_openenv_server_is_played_turn_by_turn(
+    rollouts: Callable[..., dict[str, dict[str, Any]]], openenv_url: str, store: Store, tmp_path: Path
+) -> None:
+    (tmp_path / "two_sums.toml").write_text(
+        f'[env]\ntaskset.id = "openenv"\ntaskset.base_url = "{openenv_url}"\n'
+        'taskset.resets = [{number = 2}, {number = 3}]\nplayer.harness.id = "toy_sums"\n'
+    )
+    right, wrong = rollouts(f"verifiers:{tmp_path / 'two_sums.toml'}").values()
+    assert [(one["reward"], one["failure"]) for one in (right, wrong)] == [(2.0, None), (0.0, None)]
+    transcript = store.trajectories.read(right["id"])
+    assert [message["role"] for message in transcript.messages] == ["user", "assistant"] * 2
+    assert len(transcript.calls) == 2
+
+
 @clients
 @pytest.mark.slow
 def test_the_example_is_evaluated(rollouts: Callable[..., dict[str, dict[str, Any]]], store: Store) -> None:
@@ -121,7 +149,7 @@ def test_an_imported_task_runs_as_a_program_in_the_environment_that_has_verifier
     (file,) = (tmp_path / ".ratchet").rglob("train.jsonl")
     right, wrong, *_ = TaskSet.open(file).rows("train")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path}")
-    run = runner(f"{client_python('verifiers')} -m ratchet.environments.verifiers", timeout_seconds=200)
+    run = runner(f"{client_python('verifiers')} -m ratchet.environments.verifiers", timeout_seconds=400)
     changed = Task("changed", {"verifiers": right.row["verifiers"] | {"key": "0" * 16}}, "train", 1)
     found = asyncio.run(run.run(jobs_of([right, wrong, changed]), tuning.id))
     assert [one.reward for one in found] == [1.0, 0.5, None]

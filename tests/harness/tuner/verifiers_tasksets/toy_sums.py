@@ -67,8 +67,9 @@ class SumTaskset(vf.Taskset[SumTask, SumTasksetConfig]):
 
 
 class OneQuestion(vf.Harness[vf.HarnessConfig]):
-    """One call, in this process."""
+    """One call for each message of the user, in this process."""
 
+    SUPPORTS_RESUME = True
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 
@@ -78,9 +79,9 @@ class OneQuestion(vf.Harness[vf.HarnessConfig]):
         if data.name == ENDED:
             return ProgramResult(3, "", "the program of the harness ended")
         async with openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
-            await client.chat.completions.create(
-                model=ctx.model, messages=[{"role": "user", "content": data.prompt}], max_tokens=8
-            )
+            given = [vf.UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else data.prompt
+            messages = [message.model_dump(include={"role", "content"}) for message in given]
+            await client.chat.completions.create(model=ctx.model, messages=messages, max_tokens=8)
         return ProgramResult(0, "", "")
 
 
