@@ -14,19 +14,19 @@ from openenv.core.env_server.interfaces import Environment
 from openenv.core.env_server.types import Action, Observation, State
 
 
-class Answer(Action):
+class SumAction(Action):
     """What the agent answers."""
 
     answer: int  # verifiers reads a reply of digits as a number
 
 
-class Question(Observation):
+class SumObservation(Observation):
     """What the agent is asked."""
 
     text: str
 
 
-class TwoSums(Environment[Answer, Question, State]):
+class TwoSums(Environment[SumAction, SumObservation, State]):
     """Each right answer gives a reward of 1."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
@@ -36,11 +36,11 @@ class TwoSums(Environment[Answer, Question, State]):
         self._number = 0
         self._asked = 0
 
-    def reset(self, seed: int | None = None, episode_id: str | None = None, **given: Any) -> Question:
+    def reset(self, seed: int | None = None, episode_id: str | None = None, **given: Any) -> SumObservation:
         self._number, self._asked = int(given.get("number", 2)), 0
         return self._question(0.0)
 
-    def step(self, action: Answer, timeout_s: float | None = None, **given: Any) -> Question:
+    def step(self, action: SumAction, timeout_s: float | None = None, **given: Any) -> SumObservation:
         right = action.answer == 2 * self._number
         self._asked += 1
         return self._question(float(right))
@@ -49,15 +49,15 @@ class TwoSums(Environment[Answer, Question, State]):
     def state(self) -> State:
         return State(step_count=self._asked)
 
-    def _question(self, reward: float) -> Question:
+    def _question(self, reward: float) -> SumObservation:
         text = f"What is {self._number} + {self._number}? #say=4 now"
-        return Question(text=text, reward=reward, done=self._asked == 2)
+        return SumObservation(text=text, reward=reward, done=self._asked == 2)
 
 
 def main() -> None:
     """Serve on any free port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        app = create_fastapi_app(TwoSums, Answer, Question, max_concurrent_envs=8)
+        app = create_fastapi_app(TwoSums, SumAction, SumObservation, max_concurrent_envs=8)
         print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
         uvicorn.Server(uvicorn.Config(app, log_level="warning")).run([listener])
 
