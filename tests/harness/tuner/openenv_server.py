@@ -1,4 +1,4 @@
-"""An OpenEnv server with one environment: two sums in a row, told to the scripted vLLM in the observations.
+"""An OpenEnv server with one environment: two sums in a row, whose observations script the vLLM.
 
 Run alone, in an environment with openenv: `python -m tests.harness.tuner.openenv_server` prints its URL.
 """
@@ -21,7 +21,7 @@ class SumAction(Action):
 
 
 class SumObservation(Observation):
-    """What the agent is asked."""
+    """The next sum."""
 
     text: str
 
@@ -34,24 +34,24 @@ class TwoSums(Environment[SumAction, SumObservation, State]):
     def __init__(self) -> None:
         super().__init__()
         self._number = 0
-        self._asked = 0
+        self._steps = 0
 
     def reset(self, seed: int | None = None, episode_id: str | None = None, **given: Any) -> SumObservation:
-        self._number, self._asked = int(given.get("number", 2)), 0
+        self._number, self._steps = int(given.get("number", 2)), 0
         return self._question(0.0)
 
     def step(self, action: SumAction, timeout_s: float | None = None, **given: Any) -> SumObservation:
         right = action.answer == 2 * self._number
-        self._asked += 1
+        self._steps += 1
         return self._question(float(right))
 
     @property
     def state(self) -> State:
-        return State(step_count=self._asked)
+        return State(step_count=self._steps)
 
     def _question(self, reward: float) -> SumObservation:
         text = f"What is {self._number} + {self._number}? #say=4 now"
-        return SumObservation(text=text, reward=reward, done=self._asked == 2)
+        return SumObservation(text=text, reward=reward, done=self._steps == 2)
 
 
 def main() -> None:
