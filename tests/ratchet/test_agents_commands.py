@@ -51,7 +51,10 @@ def test_status_shows_all_agents_in_one_table_and_one_of_them_in_full(agents: Pr
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (("status", "--report"), "has 2 agents: choose one with --model NAME: mail, Support-Bot"),
+        (
+            ("status", "--report"),
+            "has 2 agents: choose one with --model NAME (in Python agent=NAME): mail, Support-Bot",
+        ),
         (("status", "--model", "Mail"), "there is no agent 'Mail'; did you mean mail?"),
         (("status", "--model", "suport-bot"), "did you mean Support-Bot?"),
         (("eval", "bfcl"), "choose one with --model NAME"),
