@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from tests import house
 
 DOCS = house.ROOT / "docs"
 PAGES = ("commands.md", "configuration.md", "http-api.md", "python.md")
+_LONG_SIGNATURE = 90  # characters
+_HANDLES = ("TuningRun",)  # classes that users get and never call
 _BLOCK = re.compile(r"(<!-- generated: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -96,13 +99,37 @@ def _python_blocks() -> Iterator[tuple[str, str]]:
     import ratchet
 
     yield "example", f"```python\n{(house.ROOT / 'examples' / 'try_out.py').read_text()}```"
-    entries = []
-    for name in ratchet._MODULES:
-        found = getattr(ratchet, name)
-        kind = "exception" if inspect.isclass(found) and issubclass(found, Exception) else "name"
-        signature = "" if kind == "exception" else re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(inspect.signature(found)))
-        entries.append(f"## `{name}`\n\n```text\n{name}{signature}\n\n{inspect.getdoc(found)}\n```")
+    entries = [_python_entry(name, getattr(ratchet, name)) for name in ratchet._MODULES]
     yield "api", "\n\n".join(entries)
+
+
+def _python_entry(name: str, found: Any) -> str:
+    """Return the section of a public name: its signature and docstring, and those of its methods."""
+    is_class = inspect.isclass(found)
+    is_called = name not in _HANDLES and not (is_class and issubclass(found, Exception))
+    parts = [f"{name}{_signature(found) if is_called else ''}\n\n{inspect.getdoc(found)}"]
+    for member, value in vars(found).items() if is_class and not issubclass(found, Exception) else ():
+        if not member.startswith("_") and (inspect.isfunction(value) or isinstance(value, property)):
+            signature = (
+                "" if isinstance(value, property) else _signature(value).replace("(self, ", "(").replace("(self)", "()")
+            )
+            parts.append(f".{member}{signature}\n{textwrap.indent(inspect.getdoc(value) or '', '    ')}")
+    text = "\n\n".join(parts)
+    return f"## `{name}`\n\n```text\n{text}\n```"
+
+
+def _signature(found: Any) -> str:
+    """Return a signature, with a line for each parameter if it is long."""
+    signature = inspect.signature(found)
+    text = re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(signature))
+    if len(text) <= _LONG_SIGNATURE:
+        return text
+    lines = [re.sub(r": '([^']*)'", r": \1", str(one)) for one in signature.parameters.values()]
+    keyword_only = [one.kind is one.KEYWORD_ONLY for one in signature.parameters.values()]
+    if True in keyword_only:
+        lines.insert(keyword_only.index(True), "*")
+    returned = "" if signature.return_annotation in (None, signature.empty) else text[text.rindex(") -> ") + 1 :]
+    return "(\n" + "".join(f"    {line},\n" for line in lines) + ")" + returned
 
 
 def _operator_routes() -> Iterator[tuple[str, str]]:
