@@ -159,11 +159,11 @@ def start_machines(
 
 
 def _is_ready(url: str) -> bool:
-    return httpx.get(f"{url}/health/ready").status_code == 200
+    return httpx.get(f"{url}/health/ready", timeout=60).status_code == 200
 
 
 def _has_shipped(url: str) -> bool:
-    return bool(httpx.get(f"{url}/health/backlog").json().get("unshipped_records") == 0)
+    return bool(httpx.get(f"{url}/health/backlog", timeout=60).json().get("unshipped_records") == 0)
 
 
 def measure(
