@@ -41,7 +41,7 @@ def chromium(path: Path) -> Iterator[Browser]:
 
 @dataclass
 class PageLog:
-    """What a page did: `problems` are dialogs, exceptions, console errors and violated policies."""
+    """What a page did: `problems` are dialogs, exceptions, console errors, violated policies and missing files."""
 
     problems: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
@@ -61,10 +61,16 @@ def watch(page: Page) -> PageLog:
         ):  # the tests cause 401 and 404
             log.problems.append(f"console: {text}")
 
+    def note_file(url: str, outcome: str) -> None:
+        if url.endswith((".js", ".css")) and outcome not in ("200", "304", "net::ERR_ABORTED"):  # left for another page
+            log.problems.append(f"file: {url}: {outcome}")
+
     page.on("dialog", accept)
     page.on("pageerror", lambda error: log.problems.append(f"exception: {error}"))
     page.on("console", lambda message: note_console(message.type, message.text))
     page.on("request", lambda request: log.requests.append(request.url))
+    page.on("requestfailed", lambda request: note_file(request.url, str(request.failure)))
+    page.on("response", lambda response: note_file(response.url, str(response.status)))
     return log
 
 
