@@ -1,4 +1,4 @@
-"""Builds the proxy from its settings. `create_app` shows its services, routes and middleware in order."""
+"""Builds the proxy from its settings. `create_app` shows its services in the order in which they start."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import NamedTuple
 
 from starlette.types import ASGIApp
 
@@ -31,6 +31,7 @@ from ratchet.proxy.dialects.chat import Chat
 from ratchet.proxy.dialects.completions import Completions
 from ratchet.proxy.dialects.dialect import Dialect
 from ratchet.proxy.dialects.responses import Responses
+from ratchet.proxy.middleware import WrappedRoutes, wrap_routes
 from ratchet.proxy.operator_routes import OperatorRoutes, build_operator_routes
 from ratchet.proxy.recording import Recording, build_recording, left_journals
 from ratchet.proxy.redaction.redactor import RedactingDialect
@@ -54,17 +55,9 @@ from ratchet.proxy.worker.endpoints.passthrough import PassThroughEndpoint
 from ratchet.proxy.worker.forwarding.exact_forwarder import ExactForwarder
 from ratchet.proxy.worker.forwarding.forwarders import Forwarder, ModelRouter, VllmForwarder
 from ratchet.proxy.worker.forwarding.other_models import OtherModels
-from ratchet.proxy.worker.http.authentication import Authentication
-from ratchet.proxy.worker.http.body_memory import BodyMemory
-from ratchet.proxy.worker.http.decompression import Decompression
-from ratchet.proxy.worker.http.error_middleware import ErrorMiddleware
-from ratchet.proxy.worker.http.parallel_requests import ParallelRequests, QueueLimits
 from ratchet.proxy.worker.http.routing import Lifespan, LifespanService, Router
 from ratchet.store.access.replica_list import ReplicaList
 from ratchet.store.store import Store
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger("ratchet.proxy")
 
@@ -91,6 +84,18 @@ class ProxyApplication(Lifespan):
         and its open trajectories; a new trajectory gets 404. Raises ValueError for names that cannot be served.
         """
         self._set_agents(names)
+
+
+class AdmissionServices(NamedTuple):
+    """Who decides on the placement of calls, and the services that this needs apart from linking itself.
+
+    `sessions`: with the workers, in a coordinator. `coordinator_url` returns the address of a worker's coordinator.
+    """
+
+    admission: CallAdmission
+    sessions: WorkerSessions | None
+    services: Sequence[LifespanService]
+    coordinator_url: Callable[[], str]
 
 
 class Serving(NamedTuple):
@@ -136,69 +141,18 @@ def create_app(
     health = HealthEndpoints(
         serving.policies, serving.probes, recording.journal, recording.shipper, settings.max_lag_seconds, critical_tasks
     )
-    policies, linker, rollouts, contexts = serving.policies, serving.linker, serving.rollouts, serving.contexts
-    restore = LinkingRestore(linker.restore_from_store, store, settings.trajectory_idle_seconds)
-    placing: list[LifespanService]  # what this process needs to place calls, apart from linking itself
-    admission: CallAdmission
-    sessions: WorkerSessions | None = None
-    coordinator_url: Callable[[], str] = str
-    if isinstance(role, WorkerRole) and limit_reports is not None:
-        admission = remote = role.make_admission(
-            settings, policies, rollouts, contexts, metrics, limit_reports, critical_tasks
-        )
-        placing, coordinator_url = [remote], lambda: remote.coordinator_url
-    else:
-        admission = local = Admission(policies, linker, rollouts, contexts)
-        placing = []
-        if isinstance(role, CoordinatorRole):
-            sessions, needed = role.make_sessions(settings, store, local, linker, restore, critical_tasks)
-            placing = [*needed, sessions]
+    restore = LinkingRestore(serving.linker.restore_from_store, store, settings.trajectory_idle_seconds)
+    placing = _build_admission(settings, store, serving, restore, metrics, role, limit_reports, critical_tasks)
     operators = build_operator_routes(
-        settings, store, recording, linker, policies.agent_states, health, metrics, role, coordinator_url,
-        critical_tasks,
+        settings, store, recording, serving.linker, serving.policies.agent_states, health, metrics, role,
+        placing.coordinator_url, critical_tasks,
     )  # fmt: skip
     routes = build_routes(
-        settings, store, upstream, recording, serving, operators, health, spans, metrics, admission, limit_reports
-    )
-    bodies = BodyMemory(
-        Decompression(routes, settings.max_body_bytes),
-        settings.max_inflight_request_bytes,
-        settings.max_inflight_request_bytes_per_key,
-    )
-    parallel = ParallelRequests(
-        bodies,
-        QueueLimits(
-            settings.max_parallel_requests,
-            settings.max_waiting_requests,
-            settings.max_waiting_requests_per_key,
-            settings.max_waiting_seconds,
-        ),
+        settings, store, upstream, recording, serving, operators, health, spans, metrics, placing.admission,
         limit_reports,
-    )
-    app: ASGIApp = Authentication(parallel, keys, settings.allowed_origins)
-    app = ErrorMiddleware(app if sessions is None else sessions.wrap(app), count=metrics.count_error)
-    if settings.allowed_origins:
-        from starlette.middleware.cors import CORSMiddleware
-
-        app = CORSMiddleware(
-            app, settings.allowed_origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"], max_age=600
-        )
-    if settings.trusted_proxies:
-        from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
-
-        app = cast("ASGIApp", ProxyHeadersMiddleware(cast("Any", app), settings.trusted_hosts))
-    _watch_gauges(metrics, recording, serving, health, bodies)
-    metrics.requests_waiting.set_function(lambda: parallel.waiting)
-    earlier: list[LifespanService] = []  # what earlier processes left
-    if isinstance(role, WorkerRole):
-        if role.ships_left_journals:
-            folder, workers = settings.journal.parent, {role.name, *role.other_workers}
-            earlier.append(left_journals(settings, folder, store, workers, critical_tasks))
-    else:
-        workers = set(role.worker_urls if role else ())
-        earlier.append(left_journals(settings, settings.journal, store, workers, critical_tasks))
-    if role is None:
-        earlier.append(restore)
+    )  # fmt: skip
+    wrapped = wrap_routes(routes, settings, keys, placing.sessions, metrics, limit_reports)
+    _watch_gauges(metrics, recording, serving, health, wrapped)
     services: list[LifespanService] = [
         *([] if spans is None else [spans]),
         keys,
@@ -206,7 +160,7 @@ def create_app(
         serving.others,
         recording.journal,
         recording.shipper,
-        *earlier,
+        *_earlier_work(settings, store, role, restore, critical_tasks),
         serving.policies,
         *([] if isinstance(role, WorkerRole) else [serving.registration]),
         serving.heartbeat,
@@ -214,13 +168,48 @@ def create_app(
         serving.base_check,
         serving.watch,
         serving.probes,
-        *placing,
+        *placing.services,
         *operators.services,
     ]
-    set_agents = partial(_set_agents, serving)
+    set_agents, sessions = partial(_set_agents, serving), placing.sessions
     if sessions is None:
-        return ProxyApplication(app, services, health.stop, set_agents)
-    return ProxyApplication(app, services, health.stop, set_agents, sessions.end_session)
+        return ProxyApplication(wrapped.app, services, health.stop, set_agents)
+    return ProxyApplication(wrapped.app, services, health.stop, set_agents, sessions.end_session)
+
+
+def _build_admission(
+    settings: ProxySettings,
+    store: Store,
+    serving: Serving,
+    restore: LinkingRestore,
+    metrics: ProxyMetrics,
+    role: Role | None,
+    limit_reports: LimitReports | None,
+    critical_tasks: CriticalTasks,
+) -> AdmissionServices:
+    """Build what decides on the placement of a call: in this process, or in the coordinator that a worker asks."""
+    policies, rollouts, contexts = serving.policies, serving.rollouts, serving.contexts
+    if isinstance(role, WorkerRole) and limit_reports is not None:
+        remote = role.make_admission(settings, policies, rollouts, contexts, metrics, limit_reports, critical_tasks)
+        return AdmissionServices(remote, None, [remote], lambda: remote.coordinator_url)
+    local = Admission(policies, serving.linker, rollouts, contexts)
+    if not isinstance(role, CoordinatorRole):
+        return AdmissionServices(local, None, [], str)
+    sessions, needed = role.make_sessions(settings, store, local, serving.linker, restore, critical_tasks)
+    return AdmissionServices(local, sessions, [*needed, sessions], str)
+
+
+def _earlier_work(
+    settings: ProxySettings, store: Store, role: Role | None, restore: LinkingRestore, critical_tasks: CriticalTasks
+) -> list[LifespanService]:
+    """Return the services that take over what earlier processes left: journals, and the trajectories to link."""
+    if isinstance(role, WorkerRole):
+        if not role.ships_left_journals:
+            return []
+        folder, workers = settings.journal.parent, {role.name, *role.other_workers}
+        return [left_journals(settings, folder, store, workers, critical_tasks)]
+    left = left_journals(settings, settings.journal, store, set(role.worker_urls if role else ()), critical_tasks)
+    return [left] if role is not None else [left, restore]
 
 
 def _set_agents(serving: Serving, names: Sequence[str]) -> None:
@@ -358,7 +347,7 @@ def build_routes(
 
 
 def _watch_gauges(
-    metrics: ProxyMetrics, recording: Recording, serving: Serving, health: HealthEndpoints, bodies: BodyMemory
+    metrics: ProxyMetrics, recording: Recording, serving: Serving, health: HealthEndpoints, wrapped: WrappedRoutes
 ) -> None:
     """Connect the gauges that are read when Prometheus scrapes."""
     linker, conversations = serving.linker, recording.conversations
@@ -369,4 +358,5 @@ def _watch_gauges(
     metrics.watch_policies(serving.policies.list_versions)
     metrics.watch_memory("linking", lambda: linker.bytes)
     metrics.watch_memory("responses", lambda: conversations.size)
-    metrics.watch_memory("requests", lambda: bodies.bytes)
+    metrics.watch_memory("requests", lambda: wrapped.bodies.bytes)
+    metrics.requests_waiting.set_function(lambda: wrapped.parallel.waiting)
