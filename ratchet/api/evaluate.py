@@ -8,16 +8,14 @@ from pathlib import Path
 import msgspec
 
 from ratchet.api.arguments import AnyJudge, AnyTasks, AnyWorkflow, Arguments, read_arguments, split_of
+from ratchet.api.comparison import start_comparison
 from ratchet.api.direct_evaluation import evaluate_directly
 from ratchet.api.evaluation import Evaluation, evaluation_of
 from ratchet.api.event_loop import run_to_end
-from ratchet.api.runs import start
 from ratchet.tuner.rollouts.runner import final_rollouts
 from ratchet.tuner.selection.choice import Selection
-from ratchet.tuning.caller import RunCaller
-from ratchet.tuning.compare_models import ComparisonOptions, compare
+from ratchet.tuning.compare_models import ComparisonOptions
 from ratchet.tuning.context import open_store, proxy_of
-from ratchet.tuning.proxy_services import proxy_services
 
 
 def evaluate(
@@ -103,11 +101,7 @@ async def evaluate_async(
 
 
 async def _evaluate_in_project(given: Arguments, wanted: ComparisonOptions) -> Evaluation:
-    def work(caller: RunCaller) -> None:
-        with proxy_services(given.settings, caller):
-            compare(given.settings, wanted, caller)
-
-    run = await (await start(given, "eval", wanted.resume, work))
+    run = await (await start_comparison(given, wanted))
     selection = msgspec.convert(run.result.details, Selection)
     with open_store(given.settings.store_url, create=False) as store:
         made = final_rollouts(store.rollouts.of_tuning(run.id, responses=True))

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Literal
 
 from ratchet.api.arguments import AnyJudge, AnyTasks, AnyWorkflow, read_arguments, split_of
+from ratchet.api.comparison import start_comparison
 from ratchet.api.event_loop import run_to_end
-from ratchet.api.runs import TuningRun, start
-from ratchet.tuning.caller import RunCaller
-from ratchet.tuning.compare_models import ComparisonOptions, compare
-from ratchet.tuning.proxy_services import proxy_services
+from ratchet.api.runs import TuningRun
+from ratchet.tuning.compare_models import ComparisonOptions
 
 
 def select_model(
@@ -74,8 +73,4 @@ async def select_model_async(
     )
     wanted.check()
 
-    def work(caller: RunCaller) -> None:
-        with proxy_services(given.settings, caller):
-            compare(given.settings, wanted, caller)
-
-    return await start(given, "select-model", resume, work)
+    return await start_comparison(given, wanted)
