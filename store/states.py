@@ -121,6 +121,8 @@ class TuningKind(StrEnum):
     PROMPT = "prompt"  # find a better system prompt
     WEIGHTS = "weights"  # train better weights by reinforcement learning
     EVAL = "eval"  # measure only
+    GATHER = "gather"  # gather groups of rollouts for `ratchet.train`
+    TRAIN = "train"  # train groups that a caller scored
     LESSONS = "lessons"  # write lessons from failed rollouts
     DOCTOR = "doctor"  # check of a workflow; not a tuning method
 

@@ -16,7 +16,7 @@ _COMMANDS = {
 }  # fmt: skip
 _FUNCTIONS = {
     "eval": "ratchet.evaluate", "select-model": "ratchet.select_model", "prompt": "ratchet.tune_prompt",
-    "weights": "ratchet.tune",
+    "weights": "ratchet.tune", "gather": "ratchet.gather",
 }  # fmt: skip
 
 
@@ -43,7 +43,7 @@ class RunCaller:
 
     def resumption(self, kind: str, run: str) -> str | None:
         """Return the command or call that resumes a run; None if runs of this kind cannot be resumed."""
-        if kind not in _COMMANDS:
+        if kind not in (_FUNCTIONS if self.in_python else _COMMANDS):
             return None
         return f"{_FUNCTIONS[kind]}(resume={run!r}, ...)" if self.in_python else f"{_COMMANDS[kind]} --resume {run}"
 

@@ -22,7 +22,7 @@ from ratchet.store.db.bulk import MAX_IN_VALUES
 from ratchet.store.db.count_cache import CachedCount
 from ratchet.store.db.engine import read, write
 from ratchet.store.errors import InvalidTransition, RecordNotFound
-from ratchet.store.records import Call, Trajectory, Transcript
+from ratchet.store.records import GATHERED, Call, Trajectory, Transcript
 from ratchet.store.records.base import row_to
 from ratchet.store.states import (
     FINISH,
@@ -116,12 +116,16 @@ class Trajectories:
         return _one(self._select(schema.trajectories.c.id == trajectory_id, 1), trajectory_id)
 
     def sealed(self, alias: str, limit: int = 1000, silent_before: float | None = None) -> list[Trajectory]:
-        """Return an alias's sealed trajectories, the one that has waited longest first.
+        """Return an alias's sealed trajectories, the one that has waited longest first; no gathered ones.
 
         With `silent_before`, only those with unapplied feedback values, or without a call since that time.
         """
         trajectories = schema.trajectories
-        where = sa.and_(trajectories.c.state == TrajectoryState.SEALED, trajectories.c.alias == alias)
+        where = sa.and_(
+            trajectories.c.state == TrajectoryState.SEALED,
+            trajectories.c.alias == alias,
+            trajectories.c.purpose != GATHERED,
+        )
         if silent_before is None:
             return self._select(where, limit, oldest_first=True)
         # Two queries, each along its index: very many may wait for feedback.
@@ -129,8 +133,9 @@ class Trajectories:
         silent = silent.order_by(trajectories.c.last_active_at).limit(limit)
         unapplied = sa.select(schema.feedback.c.trajectory_id).where(*UNAPPLIED)
         sealed = sa.and_(
-            unindexed(trajectories.c.state) == TrajectoryState.SEALED, unindexed(trajectories.c.alias) == alias
-        )
+            unindexed(trajectories.c.state) == TrajectoryState.SEALED, unindexed(trajectories.c.alias) == alias,
+            trajectories.c.purpose != GATHERED,
+        )  # fmt: skip
         with_feedback = sa.select(trajectories.c.id).where(trajectories.c.id.in_(unapplied), sealed).limit(limit)
         with read(self._engine) as connection:
             names = sorted({*connection.scalars(silent), *connection.scalars(with_feedback)})

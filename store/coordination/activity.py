@@ -17,6 +17,7 @@ import sqlalchemy as sa
 from ratchet.store.coordination.proxies import PROXY_TIMEOUT_SECONDS
 from ratchet.store.db import schema
 from ratchet.store.db.engine import read
+from ratchet.store.records import REQUESTED
 from ratchet.store.states import FINISH, GroupState, RolloutState, TrajectoryState
 
 _RECENT_SECONDS = 60.0  # of feedback that is looked at
@@ -35,6 +36,7 @@ class ActivityKind(StrEnum):
     SEALED = "sealed"  # trajectories that wait for a group
     READY = "ready"  # groups that wait for the judge
     JUDGED = "judged"  # groups that wait for a round
+    REQUESTED = "requested"  # the newest of them whose training a caller asked for
 
 
 ALL_KINDS: Set[str] = frozenset(ActivityKind)
@@ -95,6 +97,9 @@ def _query() -> sa.CompoundSelect[Any]:
         _count(kinds.RETRY, groups).where(is_ready, groups.c.retry_at <= now).group_by(groups.c.alias),
         _count(kinds.READY, groups).where(is_ready).group_by(groups.c.alias),
         _count(kinds.JUDGED, groups).where(is_judged).group_by(groups.c.alias),
+        sa.select(sa.literal(str(kinds.REQUESTED)), groups.c.alias, sa.null(), sa.func.max(groups.c.id))
+        .where(is_judged, groups.c.key.like(f"{REQUESTED}%"))
+        .group_by(groups.c.alias),
         _newest(kinds.VERSION, policies, policies.c.version).group_by(policies.c.alias),
         _newest(kinds.DECISION, decisions, decisions.c.id).group_by(decisions.c.alias),
         sa.select(sa.literal(str(kinds.FEEDBACK)), trajectories.c.alias, sa.null(), newest_feedback)

@@ -17,6 +17,7 @@ from ratchet.store.records.encoding import unpack_logprobs as unpack_logprobs
 from ratchet.store.records.releases import ReleaseEvidence as ReleaseEvidence
 from ratchet.store.records.releases import ReleaseOutcome as ReleaseOutcome
 from ratchet.store.records.releases import VersionDraw as VersionDraw
+from ratchet.store.records.training import REQUESTED as REQUESTED
 from ratchet.store.records.training import AnswerLogprobs as AnswerLogprobs
 from ratchet.store.records.training import AnswerTraining as AnswerTraining
 from ratchet.store.records.training import Group as Group
@@ -37,6 +38,7 @@ OTHER = "other_model"  # purpose of calls to a model that is not trained here
 TOOL_GRAMMAR = "tool_grammar"  # sampling parameter: vLLM constrained the tool calls with a grammar
 MOVED = "moved"  # purpose of the rest of a trajectory whose version was rolled back at once: never trained
 UNLINKED = "unlinked"  # purpose of a trajectory that began while its worker had no coordinator: never trained
+GATHERED = "gathered"  # purpose of a trajectory that is grouped, scored and trained on request only
 RESAMPLE = "resample"  # purpose of a further answer to a recorded prompt: trained with it, not counted as traffic
 
 
@@ -70,7 +72,7 @@ class CallStarted(Record, frozen=True, tag="started"):
     task: str | None = None
     role: str | None = None
     tags: tuple[str, ...] = ()
-    purpose: str = "live"  # live, resample: may be trained; eval (a version by name) and all others: never
+    purpose: str = "live"  # live, resample, gathered: may be trained; eval (a version by name) and all others: never
     sampling: Mapping[str, Any] = {}  # sampling parameters of the request, e.g. temperature, top_p, seed
     nodes: tuple[MessageNode, ...] = ()  # messages of the prompt that this proxy has not shipped before
     tools: bytes = b""  # canonical JSON of the tool list, if not shipped before

@@ -9,6 +9,8 @@ from ratchet.store.records.base import Record
 from ratchet.store.states import GroupState, RoundState
 from ratchet.store.statistics import Sums
 
+REQUESTED = "gathered:"  # start of the key of a group that a caller scored
+
 
 class Verdict(Record, frozen=True):
     """A judge's verdict on a trajectory: either a score or the failure, never both."""
@@ -101,6 +103,11 @@ class Group(Record, frozen=True):
     failures: int = 0  # judge failures so far
     drop_reason: str | None = None
     initial_size: int = 0  # members when it was formed, including those dropped since
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether a caller asked for its training (`ratchet.train`), so that its round does not wait for others."""
+        return self.key.startswith(REQUESTED)
 
 
 class Round(Record, frozen=True):

@@ -58,7 +58,7 @@ class Rollout(Record, frozen=True):
     candidate: str
     planned_at: float
     model: str | None = None  # served instead of the requested one
-    purpose: str = "live"  # live: may be trained; eval: never
+    purpose: str = "live"  # live: may be trained; gathered: on request; eval: never
     prompt_id: str | None = None  # applied by the proxy
     key_id: str | None = None  # only calls with this key are served as this rollout; None: any key
     scenario: Mapping[str, Any] = {}

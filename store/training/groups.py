@@ -9,16 +9,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 import sqlalchemy as sa
 
 from ratchet.store.calls.trajectories import drop as drop_trajectories
 from ratchet.store.db import schema
-from ratchet.store.db.bulk import truncate_row
 from ratchet.store.db.engine import read, write
 from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.ids import new_id
 from ratchet.store.records import (
+    GATHERED,
     RESAMPLE,
     Group,
     JudgeRequest,
@@ -33,10 +32,11 @@ from ratchet.store.records.base import row_to
 from ratchet.store.states import GROUP_TRANSITIONS, GroupState, TrajectoryState, check_transition
 from ratchet.store.statistics import Sums
 from ratchet.store.training.group_drops import GroupDrops
+from ratchet.store.training.scored_groups import ScoredGroups, add_verdicts
 from ratchet.store.training.teacher_scores import read_teacher_scores, replace_teacher_scores
 
 
-class Groups(GroupDrops):
+class Groups(GroupDrops, ScoredGroups):
     """Operations on groups and verdicts."""
 
     def create(self, key: str, alias: str, members: Sequence[str], now: float) -> Group:
@@ -106,7 +106,7 @@ class Groups(GroupDrops):
                 )
             for name, reason in dropped_members.items():
                 drop_trajectories(connection, [name], reason)
-            _add_verdicts(connection, verdicts, judge_requests)
+            add_verdicts(connection, verdicts, judge_requests)
             replace_teacher_scores(connection, teacher_scores)
 
     def record_judge_failure(
@@ -125,18 +125,18 @@ class Groups(GroupDrops):
             )
             if not waits.rowcount:
                 raise InvalidTransition(f"group {group_id} does not wait for a judge")
-            _add_verdicts(connection, verdicts, judge_requests)
+            add_verdicts(connection, verdicts, judge_requests)
 
     def replace_verdicts(self, verdicts: Sequence[Verdict], judge_requests: Sequence[JudgeRequest] = ()) -> None:
         """Add verdicts on trajectories that were judged or dropped before; their states stay."""
         with write(self._engine) as connection:
-            _add_verdicts(connection, verdicts, judge_requests)
+            add_verdicts(connection, verdicts, judge_requests)
 
     def record_judge_requests(self, judge_requests: Sequence[JudgeRequest]) -> None:
         """Store requests of a judge whose verdicts do not count."""
         if judge_requests:
             with write(self._engine) as connection:
-                _add_verdicts(connection, [], judge_requests)
+                add_verdicts(connection, [], judge_requests)
 
     def drop(self, group_id: str, reason: str) -> None:
         """Drop a group and its members."""
@@ -217,12 +217,12 @@ class Groups(GroupDrops):
             return [row_to(Verdict, row) for row in connection.execute(query)]
 
     def newest_judge_version(self, alias: str) -> str | None:
-        """Return the version of the judge of an alias's latest score; None without scores."""
+        """Return the version of the judge of an alias's latest score on its traffic; None without scores."""
         trajectories, table = schema.trajectories, schema.verdicts
         query = (
             sa.select(table.c.judge_version)
             .join(trajectories, trajectories.c.id == table.c.trajectory_id)
-            .where(trajectories.c.alias == alias, table.c.score.is_not(None))
+            .where(trajectories.c.alias == alias, table.c.score.is_not(None), trajectories.c.purpose != GATHERED)
             .order_by(table.c.id.desc())
             .limit(1)
         )
@@ -363,17 +363,3 @@ def _move(connection: sa.Connection, group: Group, state: GroupState, **values: 
     )
     if not moved.rowcount:
         raise InvalidTransition(f"group {group.id} was moved by another process")
-
-
-def _add_verdicts(
-    connection: sa.Connection, verdicts: Sequence[Verdict], judge_requests: Sequence[JudgeRequest]
-) -> None:
-    if judge_requests:
-        requests = [truncate_row(schema.judge_requests, msgspec.structs.asdict(one)) for one in judge_requests]
-        connection.execute(sa.insert(schema.judge_requests), requests)
-    rows: list[dict[str, Any]] = [
-        truncate_row(schema.verdicts, msgspec.structs.asdict(verdict)) | {"components": dict(verdict.components)}
-        for verdict in verdicts
-    ]
-    if rows:
-        connection.execute(sa.insert(schema.verdicts), rows)

@@ -20,6 +20,7 @@ from tests import house
 DOCS = house.ROOT / "docs"
 PAGES = ("commands.md", "configuration.md", "http-api.md", "python.md")
 _LONG_SIGNATURE = 90  # characters
+_EXAMPLES = {"example": "try_out.py", "tune": "tune.py", "loop": "gather_and_train.py"}
 _HANDLES = ("TuningRun",)  # classes that users get and never call
 _BLOCK = re.compile(r"(<!-- generated: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -95,10 +96,11 @@ def _described_fields(settings: Any) -> Iterator[tuple[str, str]]:
 
 
 def _python_blocks() -> Iterator[tuple[str, str]]:
-    """Yield the example, and the public names of `import ratchet` with signatures and docstrings."""
+    """Yield the examples, and the public names of `import ratchet` with signatures and docstrings."""
     import ratchet
 
-    yield "example", f"```python\n{(house.ROOT / 'examples' / 'try_out.py').read_text()}```"
+    for name, example in _EXAMPLES.items():
+        yield name, f"```python\n{(house.ROOT / 'examples' / example).read_text()}```"
     entries = [_python_entry(name, getattr(ratchet, name)) for name in ratchet._MODULES]
     yield "api", "\n\n".join(entries)
 

@@ -297,7 +297,9 @@ class AgentController:
         self._update(judged_since=since)
         weight, wanted = self._backlog.weight(judged), self.settings.groups_per_round
         self._gathering.at(min(weight, wanted), wanted)
-        return self._backlog.newest(judged) if self._backlog.is_round_due(weight, now - since) else []
+        requested = any(group.is_requested for group in judged)
+        due = self._backlog.is_round_due(weight, now - since, requested=requested)
+        return self._backlog.newest(judged) if due else []
 
     def _warm_start(self, now: float) -> bool:
         """Start the warm start that a tuning run requests; return whether one is over."""

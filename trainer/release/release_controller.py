@@ -286,11 +286,14 @@ class ReleaseController:
             self._store.releases.record_evidence(self._alias, policy.version, known | {"status": decision.reason})
 
     def _is_tuning(self) -> bool:
-        """Whether a run of `tune weights` trains this alias: its rollouts need no protection, unless asked for."""
+        """Whether a run of the tuner trains this alias: its rollouts need no protection, unless asked for."""
         if "policy" in self._settings.model_fields_set:
             return False
-        running = self._store.tunings.page(TuningKind.WEIGHTS, limit=20, state=TuningState.RUNNING)
-        return any(run.alias == self._alias for run in running)
+        pages = (
+            self._store.tunings.page(kind, limit=20, state=TuningState.RUNNING)
+            for kind in (TuningKind.WEIGHTS, TuningKind.TRAIN)
+        )
+        return any(run.alias == self._alias for page in pages for run in page)
 
     def _drop_rejected(self) -> None:
         dropped = self._store.groups.drop_rejected(self._alias, DropReason.ROLLED_BACK)

@@ -14,12 +14,22 @@ from typing import Any
 
 import msgspec
 
-from ratchet.store.records import RESAMPLE, Call, Choice, Trajectory, Transcript, Verdict, unpack_ids, unpack_logprobs
+from ratchet.store.records import (
+    GATHERED,
+    RESAMPLE,
+    Call,
+    Choice,
+    Trajectory,
+    Transcript,
+    Verdict,
+    unpack_ids,
+    unpack_logprobs,
+)
 from ratchet.trainer.errors import RowError
 from ratchet.trainer.rows.build_rows import Rows, build_rows
 from ratchet.trainer.tasks.held_out import is_set_aside
 
-TRAINABLE = frozenset({"live", RESAMPLE})  # purposes
+TRAINABLE = frozenset({"live", RESAMPLE, GATHERED})  # purposes
 
 
 @dataclass(frozen=True, slots=True)

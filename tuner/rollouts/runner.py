@@ -55,7 +55,7 @@ class RolloutJob:
     attempt: int = 0
     candidate: str = ""  # the compared model, prompt or version
     model: str | None = None  # served whatever model the agent requests; None: the requested one
-    purpose: str = "eval"  # live: may be trained; eval: never trained
+    purpose: str = "eval"  # live: may be trained; gathered: trained on request; eval: never trained
     prompt_id: str | None = None  # of the prompt that replaces the agent's
     system_prompt: str | None = None  # its text, for workflows with this parameter
     scenario: Mapping[str, Any] = field(default_factory=dict)

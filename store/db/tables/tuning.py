@@ -66,8 +66,8 @@ rollouts = sa.Table(
     sa.Column("judge", sa.Text),
     sa.Column("judge_failure", sa.Text),
     enum_constraint("state", RolloutState),
-    # Live trajectories may be trained; those of an evaluation never.
-    sa.CheckConstraint("purpose IN ('live', 'eval')", name="purpose_known"),
+    # Live trajectories may be trained, gathered ones on request; those of an evaluation never.
+    sa.CheckConstraint("purpose IN ('live', 'eval', 'gathered')", name="purpose_known"),
     # Only a planned rollout has no end.
     sa.CheckConstraint("(state = 'planned') = (ended_at IS NULL)", name="end_is_known"),
     # Only a failed rollout has a reason.

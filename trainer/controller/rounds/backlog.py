@@ -95,14 +95,15 @@ class Backlog:
         """Return how many full groups these count as."""
         return self._size.weight(groups)
 
-    def is_round_due(self, weight: float, waited: float) -> bool:
+    def is_round_due(self, weight: float, waited: float, *, requested: bool = False) -> bool:
         """Whether groups of this weight, the first of them judged `waited` seconds ago, start a round.
 
-        None starts while training is `max_staleness` versions ahead of the live one: what serves would be too old.
+        `requested`: a caller asked for the training of some of them, and waits. None starts while training is
+        `max_staleness` versions ahead of the live one: what serves would be too old.
         """
         settings = self._settings
         late = waited >= settings.round_wait_seconds
-        if weight < (settings.min_groups_per_round if late else settings.groups_per_round):
+        if not requested and weight < (settings.min_groups_per_round if late else settings.groups_per_round):
             return False
         return versions_ahead(self._store.policies.all(self._alias)) < max(1, settings.max_staleness)
 
@@ -144,10 +145,9 @@ def is_drained(store: Store, alias: str, *, num_generations: int, groups_per_rou
     True if no trajectory is open and what waits is not enough for a group, a verdict, a round or a release. Further
     traffic may keep it false: callers need a time limit.
     """
-    sealed = TrajectoryFilter(state=TrajectoryState.SEALED, alias=alias)
     return (
         not store.trajectories.page(1, chosen=TrajectoryFilter(state=TrajectoryState.OPEN, alias=alias))
-        and len(store.trajectories.page(num_generations, chosen=sealed)) < num_generations
+        and len(store.trajectories.sealed(alias, num_generations)) < num_generations
         and not store.groups.awaiting_verdict(alias, time.time())
         and len(store.groups.awaiting_round(alias)) < groups_per_round
         and not any(policy.state is PolicyState.CANDIDATE for policy in store.policies.all(alias))

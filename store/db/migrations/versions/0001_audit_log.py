@@ -307,7 +307,8 @@ def _tunings() -> None:
         sa.Column("ended_at", sa.Double),
         sa.CheckConstraint("(state = 'running') = (ended_at IS NULL)", name="ck_tunings_end_is_known"),
         sa.CheckConstraint(
-            "kind IN ('select-model', 'prompt', 'weights', 'eval', 'lessons', 'doctor')", name="ck_tunings_kind_known"
+            "kind IN ('select-model', 'prompt', 'weights', 'eval', 'gather', 'train', 'lessons', 'doctor')",
+            name="ck_tunings_kind_known",
         ),
         sa.CheckConstraint("state <> 'failed' OR error IS NOT NULL", name="ck_tunings_failure_has_reason"),
         sa.CheckConstraint("state IN ('running', 'done', 'failed', 'stopped')", name="ck_tunings_state_known"),
@@ -406,7 +407,7 @@ def _rollouts() -> None:
         sa.Column("judge_failure", sa.Text),
         sa.CheckConstraint("(state = 'failed') = (failure IS NOT NULL)", name="ck_rollouts_failure_has_reason"),
         sa.CheckConstraint("(state = 'planned') = (ended_at IS NULL)", name="ck_rollouts_end_is_known"),
-        sa.CheckConstraint("purpose IN ('live', 'eval')", name="ck_rollouts_purpose_known"),
+        sa.CheckConstraint("purpose IN ('live', 'eval', 'gathered')", name="ck_rollouts_purpose_known"),
         sa.CheckConstraint("state IN ('planned', 'ended', 'failed', 'abandoned')", name="ck_rollouts_state_known"),
         sa.CheckConstraint(
             "(judge IS NULL) = (score IS NULL AND judge_failure IS NULL)", name="ck_rollouts_score_has_judge"

@@ -1,0 +1,137 @@
+"""Gather groups of rollouts through the project's proxy: run, recorded, scored, and trained only on request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ratchet.errors import InvalidArgument
+from ratchet.tuning import context as tuning
+from ratchet.tuning.caller import RunCaller
+
+if TYPE_CHECKING:
+    from ratchet.settings.project_settings import Settings
+    from ratchet.store.records.tuning import Rollout
+    from ratchet.store.store import Store
+    from ratchet.trainer.tasks.task_set import Task
+    from ratchet.tuner.rollouts.runner import RolloutJob
+    from ratchet.tuner.rollouts.trajectory_groups import Trajectory, TrajectoryGroup
+
+KIND = "gather"
+_CANDIDATE = "gathered"
+
+
+@dataclass(frozen=True, slots=True)
+class GatherOptions:
+    """What is gathered. `resume`: the id of a run that ended early."""
+
+    scenarios: Sequence[Mapping[str, Any]]
+    attempts: int
+    split: str
+    model: str | None
+    step: int
+    resume: str | None
+
+    def check(self) -> None:
+        """Raise InvalidArgument, which names the argument."""
+        if not self.scenarios and self.resume is None:
+            raise InvalidArgument("scenarios is empty: give one or more rows, such as [{'question': ...}]")
+        if wrong := [row for row in self.scenarios if not isinstance(row, Mapping)]:
+            raise InvalidArgument(f"scenarios holds {wrong[0]!r:.100}: give rows, such as {{'question': ...}}")
+        if self.attempts < 2:
+            raise InvalidArgument(
+                f"attempts is {self.attempts}: the rewards of a group are compared, so give 2 or more"
+            )
+
+
+def gather(settings: Settings, wanted: GatherOptions, caller: RunCaller) -> None:
+    """Run and score the rollouts that are missing.
+
+    Raises TuningError, TooManyFailures, and what `opened` does.
+    """
+    from ratchet.tuner.rollouts.runner import final_rollouts, pending_jobs
+
+    with tuning.opened(settings, caller) as context:
+        store = context.store
+        name = wanted.resume or store.tunings.begin(KIND, settings.model, _config(context.workflow, wanted)).id
+        with context.lease.acquire(name, resume=wanted.resume is not None) as run:
+            jobs = _jobs(wanted)
+            if missing := pending_jobs(jobs, store.rollouts.of_tuning(run.id)):
+                asyncio.run(context.runner.run(missing, run.id))
+            keys = {job.key for job in jobs}
+            made = [one for one in final_rollouts(store.rollouts.of_tuning(run.id)) if _key(one) in keys]
+            explanations: dict[str, str] = {}
+            context.scorer.score(
+                made, lambda verdict: explanations.update({verdict.trajectory_id: verdict.explanation})
+            )
+            result = {"rollouts": [one.id for one in made], "explanations": explanations}
+            store.tunings.end(run.id, "done", result)
+
+
+def gathered(store: Store, run: str) -> list[TrajectoryGroup]:
+    """Return the groups of a finished run, in the order of its scenarios."""
+    from ratchet.tuner.rollouts.trajectory_groups import TrajectoryGroup
+
+    result = store.tunings.get(run).result or {}
+    wanted = {name: place for place, name in enumerate(result["rollouts"])}
+    by_task: dict[str, list[Rollout]] = {}
+    found = [one for one in store.rollouts.of_tuning(run, responses=True) if one.id in wanted]
+    for one in sorted(found, key=lambda one: wanted[one.id]):
+        by_task.setdefault(one.task_id, []).append(one)
+    groups = []
+    for task, rollouts in by_task.items():
+        row = store.tasks.get(task)
+        members = [_trajectory(store, one, result["explanations"].get(one.id, "")) for one in rollouts]
+        groups.append(TrajectoryGroup(tuple(members), {} if row is None else row.content, run))
+    return groups
+
+
+def _trajectory(store: Store, one: Rollout, explanation: str) -> Trajectory:
+    from ratchet.store.errors import RecordNotFound
+    from ratchet.tuner.rollouts.trajectory_groups import Trajectory
+
+    try:
+        messages = store.trajectories.read(one.id, tokens=False).messages
+    except RecordNotFound:  # no call reached the proxy
+        messages = ()
+    return Trajectory(
+        reward=one.score, id=one.id, messages=messages, metrics=one.metrics, explanation=explanation,
+        response=None if one.response is None else json.loads(one.response),
+        failure=one.failure or one.judge_failure,
+    )  # fmt: skip
+
+
+def _config(workflow: str, wanted: GatherOptions) -> dict[str, Any]:
+    return {
+        "workflow": workflow, "attempts": wanted.attempts, "model": wanted.model, "scenarios": len(wanted.scenarios),
+        "step": wanted.step,
+    }  # fmt: skip
+
+
+def _jobs(wanted: GatherOptions) -> list[RolloutJob]:
+    from ratchet.store.records import GATHERED
+    from ratchet.tuner.rollouts.runner import RolloutJob
+
+    return [
+        RolloutJob(task, attempt, _CANDIDATE, wanted.model, GATHERED, step=wanted.step)
+        for task in _tasks(wanted)
+        for attempt in range(wanted.attempts)
+    ]
+
+
+def _tasks(wanted: GatherOptions) -> list[Task]:
+    """Return each different scenario once, as a task."""
+    from ratchet.trainer.tasks.task_set import Task, content_id
+
+    tasks: dict[str, Task] = {}
+    for number, row in enumerate(wanted.scenarios, 1):
+        name = content_id(row)
+        tasks.setdefault(name, Task(name, dict(row), wanted.split, number, _CANDIDATE))
+    return list(tasks.values())
+
+
+def _key(one: Rollout) -> tuple[str, str, int, int]:
+    return one.candidate, one.task_id, one.attempt, one.step

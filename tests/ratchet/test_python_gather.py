@@ -1,0 +1,230 @@
+"""`ratchet.gather` and `ratchet.train`: groups of a caller's rollouts, scored, trained on request and only then."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ratchet
+from examples import gather_and_train
+from ratchet.store.states import GroupState, TrajectoryState
+from ratchet.store.store import Store
+from tests.harness.cli.project import Project
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.servers import eventually
+from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says
+from tests.harness.trainer.tiny import build_tiny_model
+from tests.harness.trainer.whole_circle import proxy_before, trainer_of
+from tests.harness.tuner.scripted_versions import agent
+
+pytestmark = pytest.mark.slow
+
+SCENARIOS = [{"question": "one? #say=so"}, {"question": "two? #say=so"}]
+CALL = ratchet.SampledCall([1, 2, 3], [4, 5], [-6.2, -6.3], {"temperature": 1.0})
+
+
+class FickleVllm(ScriptedVllm):
+    """Says something else every time, unless it is told what to say."""
+
+    def _words(self, script: Mapping[str, str]) -> str:
+        return super()._words(script) if "say" in script else "so " * len(self.calls)
+
+
+@pytest.fixture
+def served(project: Project, monkeypatch: pytest.MonkeyPatch) -> Iterator[Project]:
+    """A project whose proxy runs elsewhere, in the current folder."""
+    monkeypatch.chdir(project.folder)
+    with proxy_before(FickleVllm(), project.folder) as url:
+        project.write(model="agent", store=f"sqlite:///{project.folder / 'store.db'}", tuner={"proxy_url": url})
+        yield project
+
+
+@contextmanager
+def training(folder: Path) -> Iterator[tuple[Store, Callable[[], None]]]:
+    """A trainer whose own judge finds no reward; the second value makes it work from then on."""
+    tiny = build_tiny_model(folder / "tiny", hidden=32, layers=1)
+    settings: dict[str, Any] = {
+        "judge": {"kind": "workflow"}, "seal_after_idle_seconds": 0.1,
+        "groups_per_round": 8,
+    }  # fmt: skip
+    stopped, failures = threading.Event(), list[BaseException]()
+    with trainer_of(folder, tiny, **settings) as (controller, store, _):
+
+        def step() -> None:
+            try:
+                while not stopped.is_set():
+                    controller.step(time.time())
+                    stopped.wait(0.05)
+            except BaseException as error:  # noqa: BLE001  raised again below
+                failures.append(error)
+
+        thread = threading.Thread(target=step)
+        try:
+            yield store, thread.start
+        finally:
+            stopped.set()
+            if thread.ident is not None:
+                thread.join()
+    assert failures == []
+
+
+def rank(body: dict[str, Any]) -> tuple[int, Any]:
+    """The answer of a RULER model."""
+    content = body["messages"][-1]["content"]
+    labels = [one["trajectory_id"] for one in json.loads(content[content.index("{") :])["attempts"]]
+    return says({"scores": [{"trajectory_id": one, "explanation": "e", "score": int(one) / 10} for one in labels]})
+
+
+def odd(number: itertools.count[int]) -> Callable[..., ratchet.Judgement]:
+    """A judge that gives every second attempt a point."""
+    return lambda response: ratchet.Judgement(float(next(number) % 2), explanation=f"said {response}")
+
+
+def test_gathered_groups_are_trained_with_the_rewards_of_the_caller_and_not_before(served: Project) -> None:
+    async def workflow(task: Mapping[str, Any], base_url: str, model: str) -> ratchet.WorkflowOutput:
+        return ratchet.WorkflowOutput(await agent(task, base_url, model), metrics={"turns": 1})
+
+    groups = ratchet.gather(workflow, SCENARIOS, odd(itertools.count()), attempts=2, step=3)
+    assert [group.scenario for group in groups] == SCENARIOS
+    assert [sorted(group.rewards, key=float) for group in groups] == [[0.0, 1.0]] * 2  # type: ignore[arg-type]
+    members = [one for group in groups for one in group.trajectories]
+    assert {one.explanation for one in members} == {"said so"}
+    assert {one.messages[-1]["content"] for one in members} == {"so"}
+    assert {json.dumps(one.metrics) for one in members} == {'{"turns": 1.0}'}
+    assert ratchet.gather(resume=groups[0].run) == groups, "as after a restart of the notebook"
+
+    with training(served.folder) as (store, start):
+        start()
+        sealed = {one.id: TrajectoryState.SEALED for one in members}
+        eventually(lambda: {one.id: store.trajectories.get(one.id).state for one in members} == sealed)
+        assert store.groups.page() == [], "the trainer leaves gathered trajectories alone"
+        trained = ratchet.train([groups[0], groups[1].with_rewards([0.5, 0.5])], timeout=300)
+        assert (trained.name, trained.state, trained.groups, trained.trajectories) == ("agent@1", "live", 1, 2)
+        assert trained.left_out == {"equal rewards in the group": 2}
+        assert trained.metrics["reward"] == 0.5
+        states = {one.id: store.trajectories.get(one.id).state for one in members}
+        assert [states[one.id] for one in groups[0].trajectories] == [TrajectoryState.TRAINED] * 2
+        assert TrajectoryState.TRAINED not in {states[one.id] for one in groups[1].trajectories}
+        verdicts = store.groups.verdicts([one.id for one in groups[0].trajectories])
+        assert {name: one.score for name, one in verdicts.items()} == {
+            one.id: one.reward for one in groups[0].trajectories
+        }
+        with pytest.raises(ratchet.TuningError, match="is trained: a trajectory is trained once"):
+            ratchet.train([groups[0]])
+
+        again = ratchet.train([groups[1]], timeout=300)  # what was left out is trained later
+        assert (again.name, again.state, again.trajectories) == ("agent@2", "live", 2)
+
+
+def test_token_ids_and_logprobs_of_another_program_are_trained(served: Project) -> None:
+    longer = ratchet.SampledCall([1, 2, 3, 4, 5, 9], [6, 7, 8], [-6.2, -6.1, -6.3])
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    talk += [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
+    good = ratchet.Trajectory(1.0, calls=[CALL, longer], messages=talk)
+    failed = ratchet.Trajectory(None, failure="TimeoutError")
+    group = ratchet.TrajectoryGroup([good, ratchet.Trajectory(0.0, calls=[CALL]), failed])
+    with training(served.folder) as (store, start):
+        start()
+        trained = ratchet.train([group], timeout=300)
+        assert (trained.name, trained.trajectories) == ("agent@1", 2)
+        assert trained.left_out == {"no reward": 1}
+        assert (trained.metrics["rows"], trained.metrics["tokens_trained"]) == (2, 7), "two calls are one sequence"
+        stored = {len(one.calls): one for one in map(store.trajectories.read, _ids(store))}
+        assert stored[2].messages == tuple(talk)
+        assert [call.context for call in stored[2].calls] == ["root", "exact"]
+        assert {one.trajectory.version for one in stored.values()} == {0}
+
+
+def test_the_documents_loop_trains_a_version_in_each_step(served: Project) -> None:
+    model = ScriptedJudgeModel()
+    model.answers = [rank] * 4
+    rows = [{"question": f"number {place}"} for place in range(2)]
+    (served.folder / "scenarios.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with model.running(), training(served.folder) as (store, start):
+        start()
+        gather_and_train.main("scenarios.jsonl", f"{model.url}/v1", steps="2")
+        assert [one.version for one in store.policies.all("agent")] == [0, 1, 2]
+        assert {one.trajectory.version for one in map(store.trajectories.read, _ids(store))} == {0, 1}
+
+
+async def test_ruler_scores_the_groups_in_a_running_event_loop(served: Project) -> None:
+    model = ScriptedJudgeModel()
+
+    model.answers = [rank] * 2
+    said = itertools.count()
+
+    async def workflow(task: Mapping[str, Any], base_url: str, model: str) -> str:
+        return await agent({"question": f"{task['question'].split()[0]} #say=word{next(said)}"}, base_url, model)
+
+    with model.running():
+        judge = {"kind": "ruler", "base_url": f"{model.url}/v1", "model": "big"}
+        groups = await ratchet.gather_async(workflow, SCENARIOS, judge, attempts=3, concurrency=2)
+    assert [len(group.trajectories) for group in groups] == [3, 3]
+    assert all(sorted(group.rewards, key=float) == [0.1, 0.2, 0.3] for group in groups)  # type: ignore[arg-type]
+
+
+def test_a_failed_rollout_stays_in_its_group_without_a_reward(served: Project) -> None:
+    calls = itertools.count()
+
+    async def workflow(task: Mapping[str, Any], base_url: str, model: str) -> ratchet.WorkflowOutput:
+        if next(calls) == 1:
+            raise ValueError("no such tool")
+        return ratchet.WorkflowOutput(await agent(task, base_url, model), reward=1.0)
+
+    (group,) = ratchet.gather(workflow, SCENARIOS[:1], attempts=3, concurrency=1)
+    assert sorted(map(str, group.rewards)) == ["1.0", "1.0", "None"]
+    (failed,) = (one for one in group.trajectories if one.reward is None)
+    assert str(failed.failure).startswith("ValueError: no such tool")
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ([ratchet.Trajectory(1.0, messages=[{"role": "user"}])], r"neither an id nor calls.*warm-start"),
+        ([ratchet.Trajectory(float("nan"), calls=[CALL])], "give a finite number"),
+        ([ratchet.Trajectory(1.0, calls=[dataclasses.replace(CALL, logprobs=[-1.0])])], "2 token_ids and 1 logprobs"),
+        ([ratchet.Trajectory(1.0, calls=[dataclasses.replace(CALL, logprobs=[-1.0, 2.0])])], "at most 0"),
+        ([ratchet.Trajectory(1.0, calls=[dataclasses.replace(CALL, token_ids=[])])], "calls.0..token_ids"),
+        ([ratchet.Trajectory(1.0, "a"), ratchet.Trajectory(0.0, "a")], "a is given 2 times"),
+        ([ratchet.Trajectory(1.0, calls=[CALL])] * 2, "2 of equal rewards in the group"),
+        ([ratchet.Trajectory(1.0, calls=[CALL]), ratchet.Trajectory(calls=[CALL])], "1 of fewer than two rewards"),
+        ([ratchet.Trajectory(1.0, "unknown"), ratchet.Trajectory(0.0, calls=[CALL])], "unknown is not in this project"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_with_the_remedy(
+    project: Project, monkeypatch: pytest.MonkeyPatch, group: list[ratchet.Trajectory], message: str
+) -> None:
+    monkeypatch.chdir(project.folder)
+    project.write(store="sqlite:///s.db", tuner={"proxy_url": "http://127.0.0.1:9"})  # nothing is called there
+    with pytest.raises(ratchet.TuningError, match=message):
+        ratchet.train([ratchet.TrajectoryGroup(group)])
+
+
+def test_nothing_is_started_for_arguments_that_are_wrong(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project.folder)
+    (project.folder / "ratchet.yaml").write_text(json.dumps({"proxy": project.content["proxy"]}))
+    group = ratchet.TrajectoryGroup([ratchet.Trajectory(float(n), calls=[CALL]) for n in range(2)])
+    cases: list[tuple[Callable[[], object], str]] = [
+        (lambda: ratchet.gather(agent, "tasks"), r"ratchet.Tasks\('tasks'\)"),  # type: ignore[arg-type]
+        (lambda: ratchet.gather(agent, []), "scenarios is empty"),
+        (lambda: ratchet.gather(agent, SCENARIOS, attempts=1), "give 2 or more"),
+        (lambda: ratchet.gather(agent, SCENARIOS), "base_model="),
+        (lambda: ratchet.train([group]), "base_model="),
+    ]
+    for call, message in cases:
+        with pytest.raises(ratchet.InvalidArgument, match=message):
+            call()
+    assert not project.state.exists()
+
+
+def _ids(store: Store) -> list[str]:
+    return [name for group in store.groups.page(state=GroupState.TRAINED) for name in group.members]
