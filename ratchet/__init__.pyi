@@ -31,7 +31,7 @@ from ratchet.trainer.errors import TuningError as TuningError
 from ratchet.trainer.errors import WorkflowError as WorkflowError
 from ratchet.trainer.user_code.judgement import Judgement as Judgement
 from ratchet.tuner.rollouts.trajectory_groups import SampledCall as SampledCall
-from ratchet.tuner.rollouts.trajectory_groups import Trajectory as Trajectory
+from ratchet.tuner.rollouts.trajectory_groups import ScoredTrajectory as ScoredTrajectory
 from ratchet.tuner.rollouts.trajectory_groups import TrajectoryGroup as TrajectoryGroup
 from ratchet.tuner.rollouts.workflow_output import WorkflowOutput as WorkflowOutput
 

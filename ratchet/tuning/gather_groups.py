@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ratchet.store.store import Store
     from ratchet.trainer.tasks.task_set import Task
     from ratchet.tuner.rollouts.runner import RolloutJob
-    from ratchet.tuner.rollouts.trajectory_groups import Trajectory, TrajectoryGroup
+    from ratchet.tuner.rollouts.trajectory_groups import ScoredTrajectory, TrajectoryGroup
 
 KIND = "gather"
 _CANDIDATE = "gathered"
@@ -89,15 +89,15 @@ def gathered(store: Store, run: str) -> list[TrajectoryGroup]:
     return groups
 
 
-def _trajectory(store: Store, one: Rollout, explanation: str) -> Trajectory:
+def _trajectory(store: Store, one: Rollout, explanation: str) -> ScoredTrajectory:
     from ratchet.store.errors import RecordNotFound
-    from ratchet.tuner.rollouts.trajectory_groups import Trajectory
+    from ratchet.tuner.rollouts.trajectory_groups import ScoredTrajectory
 
     try:
         messages = store.trajectories.read(one.id, tokens=False).messages
     except RecordNotFound:  # no call reached the proxy
         messages = ()
-    return Trajectory(
+    return ScoredTrajectory(
         reward=one.score, id=one.id, messages=messages, metrics=one.metrics, explanation=explanation,
         response=None if one.response is None else json.loads(one.response),
         failure=one.failure or one.judge_failure,

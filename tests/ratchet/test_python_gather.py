@@ -29,11 +29,12 @@ from tests.harness.tuner.scripted_versions import agent
 pytestmark = pytest.mark.slow
 
 SCENARIOS = [{"question": "one? #say=so"}, {"question": "two? #say=so"}]
+Scored = ratchet.ScoredTrajectory
 CALL = ratchet.SampledCall([1, 2, 3], [4, 5], [-6.2, -6.3], {"temperature": 1.0})
 
 
-class FickleVllm(ScriptedVllm):
-    """Says something else every time, unless it is told what to say."""
+class VaryingVllm(ScriptedVllm):
+    """Says something else every time, unless the question scripts the answer."""
 
     def _words(self, script: Mapping[str, str]) -> str:
         return super()._words(script) if "say" in script else "so " * len(self.calls)
@@ -43,7 +44,7 @@ class FickleVllm(ScriptedVllm):
 def served(project: Project, monkeypatch: pytest.MonkeyPatch) -> Iterator[Project]:
     """A project whose proxy runs elsewhere, in the current folder."""
     monkeypatch.chdir(project.folder)
-    with proxy_before(FickleVllm(), project.folder) as url:
+    with proxy_before(VaryingVllm(), project.folder) as url:
         project.write(model="agent", store=f"sqlite:///{project.folder / 'store.db'}", tuner={"proxy_url": url})
         yield project
 
@@ -129,9 +130,9 @@ def test_token_ids_and_logprobs_of_another_program_are_trained(served: Project) 
     longer = ratchet.SampledCall([1, 2, 3, 4, 5, 9], [6, 7, 8], [-6.2, -6.1, -6.3])
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     talk += [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
-    good = ratchet.Trajectory(1.0, calls=[CALL, longer], messages=talk)
-    failed = ratchet.Trajectory(None, failure="TimeoutError")
-    group = ratchet.TrajectoryGroup([good, ratchet.Trajectory(0.0, calls=[CALL]), failed])
+    good = Scored(1.0, calls=[CALL, longer], messages=talk)
+    failed = Scored(None, failure="TimeoutError")
+    group = ratchet.TrajectoryGroup([good, Scored(0.0, calls=[CALL]), failed])
     with training(served.folder) as (store, start):
         start()
         trained = ratchet.train([group], timeout=300)
@@ -160,10 +161,10 @@ async def test_ruler_scores_the_groups_in_a_running_event_loop(served: Project) 
     model = ScriptedJudgeModel()
 
     model.answers = [rank] * 2
-    said = itertools.count()
+    answers = itertools.count()
 
     async def workflow(task: Mapping[str, Any], base_url: str, model: str) -> str:
-        return await agent({"question": f"{task['question'].split()[0]} #say=word{next(said)}"}, base_url, model)
+        return await agent({"question": f"{task['question'].split()[0]} #say=word{next(answers)}"}, base_url, model)
 
     with model.running():
         judge = {"kind": "ruler", "base_url": f"{model.url}/v1", "model": "big"}
@@ -189,19 +190,28 @@ def test_a_failed_rollout_stays_in_its_group_without_a_reward(served: Project) -
 @pytest.mark.parametrize(
     ("group", "message"),
     [
-        ([ratchet.Trajectory(1.0, messages=[{"role": "user"}])], r"neither an id nor calls.*warm-start"),
-        ([ratchet.Trajectory(float("nan"), calls=[CALL])], "give a finite number"),
-        ([ratchet.Trajectory(1.0, calls=[dataclasses.replace(CALL, logprobs=[-1.0])])], "2 token_ids and 1 logprobs"),
-        ([ratchet.Trajectory(1.0, calls=[dataclasses.replace(CALL, logprobs=[-1.0, 2.0])])], "at most 0"),
-        ([ratchet.Trajectory(1.0, calls=[dataclasses.replace(CALL, token_ids=[])])], "calls.0..token_ids"),
-        ([ratchet.Trajectory(1.0, "a"), ratchet.Trajectory(0.0, "a")], "a is given 2 times"),
-        ([ratchet.Trajectory(1.0, calls=[CALL])] * 2, "2 of equal rewards in the group"),
-        ([ratchet.Trajectory(1.0, calls=[CALL]), ratchet.Trajectory(calls=[CALL])], "1 of fewer than two rewards"),
-        ([ratchet.Trajectory(1.0, "unknown"), ratchet.Trajectory(0.0, calls=[CALL])], "unknown is not in this project"),
+        ([Scored(1.0, messages=[{"role": "user"}])], r"neither an id nor calls.*warm-start"),
+        ([Scored(float("nan"), calls=[CALL])], "give a finite number"),
+        (
+            [Scored(1.0, calls=[dataclasses.replace(CALL, logprobs=[-1.0])])],
+            "2 token_ids and 1 logprobs",
+        ),
+        ([Scored(1.0, calls=[dataclasses.replace(CALL, logprobs=[-1.0, 2.0])])], "at most 0"),
+        ([Scored(1.0, calls=[dataclasses.replace(CALL, token_ids=[])])], "calls.0..token_ids"),
+        ([Scored(1.0, "a"), Scored(0.0, "a")], "a is given 2 times"),
+        ([Scored(1.0, calls=[CALL])] * 2, "2 of equal rewards in the group"),
+        (
+            [Scored(1.0, calls=[CALL]), Scored(calls=[CALL])],
+            "1 of fewer than two rewards",
+        ),
+        (
+            [Scored(1.0, "unknown"), Scored(0.0, calls=[CALL])],
+            "unknown is not in this project",
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_refused_with_the_remedy(
-    project: Project, monkeypatch: pytest.MonkeyPatch, group: list[ratchet.Trajectory], message: str
+    project: Project, monkeypatch: pytest.MonkeyPatch, group: list[Scored], message: str
 ) -> None:
     monkeypatch.chdir(project.folder)
     project.write(store="sqlite:///s.db", tuner={"proxy_url": "http://127.0.0.1:9"})  # nothing is called there
@@ -212,7 +222,7 @@ def test_what_cannot_be_trained_is_refused_with_the_remedy(
 def test_nothing_is_started_for_arguments_that_are_wrong(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(project.folder)
     (project.folder / "ratchet.yaml").write_text(json.dumps({"proxy": project.content["proxy"]}))
-    group = ratchet.TrajectoryGroup([ratchet.Trajectory(float(n), calls=[CALL]) for n in range(2)])
+    group = ratchet.TrajectoryGroup([Scored(float(n), calls=[CALL]) for n in range(2)])
     cases: list[tuple[Callable[[], object], str]] = [
         (lambda: ratchet.gather(agent, "tasks"), r"ratchet.Tasks\('tasks'\)"),  # type: ignore[arg-type]
         (lambda: ratchet.gather(agent, []), "scenarios is empty"),

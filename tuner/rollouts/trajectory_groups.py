@@ -28,7 +28,7 @@ class SampledCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Trajectory:
+class ScoredTrajectory:
     """One attempt at a scenario. Its tokens are recorded under its `id`, or given as `calls`.
 
     reward       higher is better; None: not trained
@@ -62,7 +62,7 @@ class TrajectoryGroup:
     run           the id of the run that gathered them
     """
 
-    trajectories: Sequence[Trajectory]
+    trajectories: Sequence[ScoredTrajectory]
     scenario: Mapping[str, Any] = field(default_factory=dict)
     run: str | None = None
 

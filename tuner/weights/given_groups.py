@@ -18,7 +18,7 @@ from ratchet.store.store import Store
 from ratchet.trainer.errors import TuningError
 from ratchet.trainer.statistics.score_spread import has_signal
 from ratchet.trainer.tasks.task_set import content_id
-from ratchet.tuner.rollouts.trajectory_groups import Trajectory, TrajectoryGroup, is_finite
+from ratchet.tuner.rollouts.trajectory_groups import ScoredTrajectory, TrajectoryGroup, is_finite
 from ratchet.tuner.weights.imported_calls import check_calls, records_of
 
 CALLER = "caller"  # the judge of rewards that a caller gave
@@ -36,7 +36,7 @@ class Given:
     left_out  trajectories that are not trained, by reason
     """
 
-    groups: list[tuple[TrajectoryGroup, list[Trajectory]]] = field(default_factory=list)
+    groups: list[tuple[TrajectoryGroup, list[ScoredTrajectory]]] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
 
 
@@ -72,8 +72,8 @@ def read_given(groups: Sequence[TrajectoryGroup]) -> Given:
 
 
 def _check(one: object, where: str) -> None:
-    if not isinstance(one, Trajectory):
-        raise TuningError(f"{where} is {one!r:.100}: give a ratchet.Trajectory")
+    if not isinstance(one, ScoredTrajectory):
+        raise TuningError(f"{where} is {one!r:.100}: give a ratchet.ScoredTrajectory")
     if one.reward is not None and not is_finite(one.reward):
         raise TuningError(f"{where}.reward is {one.reward!r:.50}: give a finite number, or None to leave it out")
     if not one.id and not one.calls and one.reward is not None:
@@ -133,7 +133,7 @@ def _check_recorded(store: Store, alias: str, names: Sequence[str]) -> None:
             raise TuningError(f"trajectory {name} is {found.state}: a trajectory is trained once; gather new ones")
 
 
-def _verdict(name: str, one: Trajectory) -> Verdict:
+def _verdict(name: str, one: ScoredTrajectory) -> Verdict:
     return Verdict(
         trajectory_id=name, group_id=None, judge=CALLER, judge_version=CALLER, score=float(one.reward or 0.0),
         explanation=one.explanation, components=dict(one.metrics), judged_at=time.time(),

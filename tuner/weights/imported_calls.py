@@ -20,7 +20,7 @@ from ratchet.store.records import (
 )
 from ratchet.store.states import CallState
 from ratchet.trainer.errors import TuningError
-from ratchet.tuner.rollouts.trajectory_groups import SampledCall, Trajectory
+from ratchet.tuner.rollouts.trajectory_groups import SampledCall, ScoredTrajectory
 
 LINKED_BY = "import"
 _MAX_ID = 2**31
@@ -50,7 +50,7 @@ def check_calls(calls: Sequence[SampledCall], where: str) -> None:
 
 
 def records_of(
-    given: Trajectory, *, trajectory_id: str, alias: str, version: int, task: str
+    given: ScoredTrajectory, *, trajectory_id: str, alias: str, version: int, task: str
 ) -> list[CallStarted | CallEnded]:
     """Return the starts and ends of an imported trajectory's calls.
 
@@ -85,7 +85,7 @@ def records_of(
     return records
 
 
-def _turns(given: Trajectory) -> list[tuple[tuple[MessageNode, ...], MessageNode]]:
+def _turns(given: ScoredTrajectory) -> list[tuple[tuple[MessageNode, ...], MessageNode]]:
     """Return the nodes of each call's prompt, and the node of its answer."""
     answers = [place for place, one in enumerate(given.messages) if one.get("role") == "assistant" and place]
     if len(answers) != len(given.calls):
