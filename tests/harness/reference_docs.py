@@ -1,8 +1,7 @@
 """The reference pages generated from code: settings, commands, the operator's HTTP API and the Python API.
 
-`python -m tests.harness.reference_docs` (`make docs`) rewrites docs/commands.md, and in docs/configuration.md,
-docs/http-api.md and docs/python.md the text between `<!-- generated: NAME -->` and `<!-- end -->`. A test compares the
-pages with the code.
+`python -m tests.harness.reference_docs` (`make docs`) rewrites docs/commands.md, and in the other pages of `PAGES` the
+text between `<!-- generated: NAME -->` and `<!-- end -->`. A test compares the pages with the code.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 from tests import house
 
 DOCS = house.ROOT / "docs"
-PAGES = ("commands.md", "configuration.md", "http-api.md", "python.md")
+PAGES = ("commands.md", "configuration.md", "http-api.md", "python.md", "tutorial.md")
 _LONG_SIGNATURE = 90  # characters
 _EXAMPLES = {"example": "try_out.py", "tune": "tune.py", "loop": "gather_and_train.py"}
 _HANDLES = ("TuningRun",)  # classes that users get and never call
@@ -29,7 +28,12 @@ def page(name: str) -> str:
     """Return a page of the reference, generated from the code."""
     if name == "commands.md":
         return house.commands_page()
-    blocks = {"configuration.md": _settings_blocks, "http-api.md": _operator_routes, "python.md": _python_blocks}
+    blocks = {
+        "configuration.md": _settings_blocks,
+        "http-api.md": _operator_routes,
+        "python.md": _python_blocks,
+        "tutorial.md": _tutorial_blocks,
+    }
     made = dict(blocks[name]())
     return _BLOCK.sub(lambda block: f"{block[1]}\n{made[block[2]]}\n\n{block[3]}", (DOCS / name).read_text())
 
@@ -103,6 +107,13 @@ def _python_blocks() -> Iterator[tuple[str, str]]:
         yield name, f"```python\n{(house.ROOT / 'examples' / example).read_text()}```"
     entries = [_python_entry(name, getattr(ratchet, name)) for name in ratchet._MODULES]
     yield "api", "\n\n".join(entries)
+
+
+def _tutorial_blocks() -> Iterator[tuple[str, str]]:
+    """Yield the code of the tutorial's agent."""
+    for name, file in (("agent", "agent.py"), ("program", "__main__.py")):
+        code = (house.ROOT / "examples" / "langgraph_math" / file).read_text()
+        yield name, f"```python\n{code.replace('  # type: ignore[import-not-found]', '')}```"
 
 
 def _python_entry(name: str, found: Any) -> str:

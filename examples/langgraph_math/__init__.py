@@ -1,0 +1,1 @@
+"""The agent of docs/tutorial.md: LangGraph with a calculator."""

@@ -1,0 +1,27 @@
+"""An ordinary LangGraph agent with one tool. Nothing of it knows Ratchet: OPENAI_BASE_URL decides whom it calls."""
+
+from langchain.agents import create_agent  # type: ignore[import-not-found]
+from langchain_core.tools import tool  # type: ignore[import-not-found]
+from langchain_openai import ChatOpenAI  # type: ignore[import-not-found]
+
+from examples.math import calculator
+
+SYSTEM = "You are a helpful math assistant."
+MAX_STEPS = 10  # of the graph: a call of the model, a call of the tool, ...
+
+
+@tool
+async def calculate(expression: str) -> str:
+    """Work out an expression of two whole numbers with +, - or * between them."""
+    try:
+        return await calculator.calculate(expression)
+    except ValueError as error:
+        return f"Error: {error}"
+
+
+async def solve(question: str, model: str) -> str:
+    """Return the agent's answer to one question."""
+    agent = create_agent(ChatOpenAI(model=model, max_tokens=128), [calculate], system_prompt=SYSTEM)
+    request = {"messages": [{"role": "user", "content": question}]}
+    state = await agent.ainvoke(request, {"recursion_limit": MAX_STEPS})
+    return str(state["messages"][-1].content)
