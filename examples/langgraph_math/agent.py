@@ -1,5 +1,7 @@
 """An ordinary LangGraph agent with one tool. Nothing of it knows Ratchet: OPENAI_BASE_URL decides whom it calls."""
 
+from datetime import datetime
+
 from langchain.agents import create_agent  # type: ignore[import-not-found]
 from langchain_core.tools import tool  # type: ignore[import-not-found]
 from langchain_openai import ChatOpenAI  # type: ignore[import-not-found]
@@ -7,6 +9,12 @@ from langchain_openai import ChatOpenAI  # type: ignore[import-not-found]
 from examples.math import calculator
 
 SYSTEM = "You are a helpful math assistant."
+# The tiny policy was trained with this reminder, which AgentScope's agents send. Another model needs none.
+REMINDER = (
+    "<system-reminder>Treat the following as the ground truth at this point of the conversation. Anything stated "
+    "earlier is outdated, and a later reminder, if any, supersedes this one:\n"
+    "<current-time>{time:%Y-%m-%dT%H:%M:%S}</current-time>\n<timezone>UTC</timezone>\n</system-reminder>"
+)
 MAX_STEPS = 10  # of the graph: a call of the model, a call of the tool, ...
 
 
@@ -22,6 +30,7 @@ async def calculate(expression: str) -> str:
 async def solve(question: str, model: str) -> str:
     """Return the agent's answer to one question."""
     agent = create_agent(ChatOpenAI(model=model, max_tokens=128), [calculate], system_prompt=SYSTEM)
-    request = {"messages": [{"role": "user", "content": question}]}
-    state = await agent.ainvoke(request, {"recursion_limit": MAX_STEPS})
+    texts = (question, REMINDER.format(time=datetime.now()))
+    messages = [{"role": "user", "content": text} for text in texts]
+    state = await agent.ainvoke({"messages": messages}, {"recursion_limit": MAX_STEPS})
     return str(state["messages"][-1].content)
