@@ -2,7 +2,9 @@
 
     opening     the first call of a trajectory: 2.4 KB of prompt, 380 + 32 tokens
     continuing  calls of agents of 20 turns with tools, 32 agents in turns: a tool's result in, a tool call out
-    apart       the same, each end shipped in a later batch than its beginning, as with a model that takes seconds
+    apart       the same, each end in a later batch than its beginning, as with a model that takes seconds: a
+                beginning waits for its end
+    twice       the same, but no beginning waits, as if each took longer than that
 
 A journal is made, then carried in pieces as the store_writer carries them, in this process. CPU time, without the
 reading of the journal's bounds and the first two pieces. To compare two versions of the code, run them in turns.
@@ -23,6 +25,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.storage import Writer, trajectory
+from ratchet.proxy.coordinator.shipping.held_beginnings import HeldBeginnings
 from ratchet.proxy.coordinator.shipping.store_writer import InProcessWriter, SegmentRange
 from ratchet.proxy.coordinator.shipping.writer_process import GC_THRESHOLDS
 from ratchet.proxy.journal.segments import MAGIC, frame
@@ -91,15 +94,17 @@ def journal(file: Path, pairs: Iterator[list[Shipment]], batch: int, later: int)
         return [*bounds, size]
 
 
-def carry(url: str, file: Path, bounds: list[int]) -> dict[str, float]:
+def carry(url: str, file: Path, bounds: list[int], *, holds: bool = True) -> dict[str, float]:
     """Carry a segment into a store; return microseconds of CPU per call: in all, and of them in the kernel."""
+    held = HeldBeginnings()
     writer_ = InProcessWriter(Store(connect(url, create=False, writes_much=True)))
     at, calls, before = len(MAGIC), 0, resource.getrusage(resource.RUSAGE_SELF)
     for number, bound in enumerate(bounds):
         if number == 2:
             calls, before = 0, resource.getrusage(resource.RUSAGE_SELF)
         while at < bound:
-            carried = writer_.write(SegmentRange(str(file), at, bound))
+            carried = writer_.write(SegmentRange(str(file), at, bound, holds))
+            held.note(carried, (), 0.0)
             at, calls = carried.offset, calls + len(carried.ended)
     after = resource.getrusage(resource.RUSAGE_SELF)
     kernel = after.ru_stime - before.ru_stime
@@ -114,7 +119,12 @@ def main() -> None:
     parser.add_argument("--stored", type=int, default=0, help="trajectories that are in the store before")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    kinds = {"opening": (opening, 0), "continuing": (continuing, 0), "apart": (continuing, _LATER)}
+    kinds = {
+        "opening": (opening, 0),
+        "continuing": (continuing, 0),
+        "apart": (continuing, _LATER),
+        "twice": (continuing, _LATER),
+    }
     found = {}
     for kind, (make, later) in kinds.items():
         with tempfile.TemporaryDirectory() as folder:
@@ -126,7 +136,7 @@ def main() -> None:
             gc.collect()
             gc.freeze()
             gc.set_threshold(*GC_THRESHOLDS)
-            found[kind] = carry(url, file, bounds)
+            found[kind] = carry(url, file, bounds, holds=kind != "twice")
     if options.json:
         print(msgspec.json.encode(found).decode())
     for kind, one in found.items() if not options.json else ():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import time
 
+ROLLOUT, RESAMPLE = "roll", "shad"  # prefixes: these are also the ids of the trajectories that were planned
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 _PAIRS = [first + second for first in _ALPHABET for second in _ALPHABET]  # ten bits each
 _SHIFTS = tuple(range(120, -1, -10))
@@ -21,6 +22,11 @@ def moment(made_id: str) -> float:
     for character in random_part:
         number = number << 5 | _ALPHABET.index(character)
     return (number >> 80) / 1000
+
+
+def is_planned(trajectory_id: str | None) -> bool:
+    """Return whether a trajectory may be that of a rollout or resample, by its id."""
+    return trajectory_id is not None and trajectory_id.startswith((f"{ROLLOUT}_", f"{RESAMPLE}_"))
 
 
 def first_id(prefix: str, at: float) -> str:

@@ -12,6 +12,7 @@ import os
 import re
 import struct
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -114,6 +115,7 @@ class SegmentRead:
     records: list[Shipment]
     offset: int
     end: str
+    offsets: list[int]  # of the records' frames
 
 
 def read_segment(path: Path, offset: int, max_bytes: int, until: int | None = None) -> SegmentRead:
@@ -125,22 +127,33 @@ def read_segment(path: Path, offset: int, max_bytes: int, until: int | None = No
         if offset == 0:
             magic = file.read(len(MAGIC))
             if magic != MAGIC:
-                return SegmentRead([], 0, "torn" if MAGIC.startswith(magic) else "damaged")
+                return SegmentRead([], 0, "torn" if MAGIC.startswith(magic) else "damaged", [])
             offset = len(MAGIC)
         file.seek(offset)
         remaining = None if until is None else max(0, until - offset)
         data = file.read(max_bytes if remaining is None else min(max_bytes, remaining))
-        records, used, end = _frames(data)
+        records, offsets, used, end = _frames(data)
         if end == "torn" and not records:  # one record larger than `max_bytes`
             length = _length(data)
             data += file.read(length if remaining is None else min(length, remaining - len(data)))
-            records, used, end = _frames(data)
+            records, offsets, used, end = _frames(data)
         if end in ("zeros", "damaged"):
             end = _classify_rest(data[used:], file) if until is None else "damaged"
         at_end = not file.read(1) if remaining is None else len(data) >= remaining
     if not at_end and end in ("end", "torn"):
         end = "more"
-    return SegmentRead(records, offset + used, end)
+    return SegmentRead(records, offset + used, end, [offset + at for at in offsets])
+
+
+def read_frames(path: Path, offsets: Iterable[int]) -> list[Shipment]:
+    """Return the records whose frames begin at these offsets, except damaged ones. Raises OSError."""
+    records: list[Shipment] = []
+    with path.open("rb") as file:
+        for offset in offsets:
+            file.seek(offset)
+            head = file.read(_HEAD.size)
+            records += _frames(head + file.read(_length(head) - _HEAD.size))[0]
+    return records
 
 
 def next_frame(path: Path, offset: int) -> int | None:
@@ -183,27 +196,29 @@ def _length(data: bytes) -> int:
     return min(length, _MAX_FRAME_BYTES) + _HEAD.size
 
 
-def _frames(data: bytes) -> tuple[list[Shipment], int, str]:
-    """Return the complete records at the start of `data`, their bytes, and what follows."""
+def _frames(data: bytes) -> tuple[list[Shipment], list[int], int, str]:
+    """Return the complete records at the start of `data`, where they begin, their bytes, and what follows."""
     records: list[Shipment] = []
+    offsets: list[int] = []
     at = 0
     while at < len(data):
         if len(data) - at < _HEAD.size:
-            return records, at, "torn"
+            return records, offsets, at, "torn"
         length, checksum = _HEAD.unpack_from(data, at)
         if not length and not checksum:
-            return records, at, "zeros"
+            return records, offsets, at, "zeros"
         if length > _MAX_FRAME_BYTES:
-            return records, at, "damaged"
+            return records, offsets, at, "damaged"
         start = at + _HEAD.size
         if len(data) - start < length:
-            return records, at, "torn"
+            return records, offsets, at, "torn"
         payload = data[start : start + length]
         if zlib.crc32(payload) != checksum:
-            return records, at, "damaged"
+            return records, offsets, at, "damaged"
         try:
             records.append(_decode(payload))
         except msgspec.DecodeError:
-            return records, at, "damaged"
+            return records, offsets, at, "damaged"
+        offsets.append(at)
         at = start + length
-    return records, at, "end"
+    return records, offsets, at, "end"

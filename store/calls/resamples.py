@@ -12,17 +12,15 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from ratchet.store import ids
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import insert_or_ignore, truncate_row
 from ratchet.store.db.count_cache import CachedCount
 from ratchet.store.db.engine import read, write
 from ratchet.store.errors import InvalidTransition, RecordNotFound
-from ratchet.store.ids import new_id
 from ratchet.store.records import RESAMPLE, Trajectory
 from ratchet.store.records.base import Record, row_to
 from ratchet.store.states import FINISH, RESAMPLE_TRANSITIONS, ResampleState, TrajectoryState, states_before
-
-RESAMPLE_ID_PREFIX = "shad"  # the proxy recognizes resamples by it
 
 
 class Resample(Record, frozen=True):
@@ -64,7 +62,7 @@ class Resamples:
         values = {"original_id": original.id, "alias": original.alias, "version": original.version, "tokens": tokens}
         planned = {"planned_at": now, "requested_at": None, "ended_at": None, "failure": None}
         rows = [
-            {"id": new_id(RESAMPLE_ID_PREFIX), "number": number, "state": ResampleState.PLANNED, **values, **planned}
+            {"id": ids.new_id(ids.RESAMPLE), "number": number, "state": ResampleState.PLANNED, **values, **planned}
             for number in range(count)
         ]
         with write(self._engine) as connection:

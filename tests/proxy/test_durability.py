@@ -27,6 +27,11 @@ def ready(url: str) -> bool:
     return httpx.get(url + "/health/ready", timeout=5).status_code == 200
 
 
+def running_calls(url: str) -> float:
+    lines = httpx.get(url + "/metrics", timeout=60).text.splitlines()
+    return next(float(line.split()[-1]) for line in lines if line.startswith("ratchet_calls_in_flight "))
+
+
 def test_a_locked_database_fails_no_call_and_gets_everything_later(proxy: Proxy, tmp_path: Path) -> None:
     blocker = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
     blocker.execute("BEGIN EXCLUSIVE")
@@ -101,7 +106,7 @@ def test_a_stop_lets_running_calls_end_and_ships_them(
     slow = BODY | {"messages": [{"role": "user", "content": "#tokens=60 #delay=0.05"}], "stream": True}
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(httpx.post, process.url + "/v1/chat/completions", json=slow, timeout=20)
-        eventually(lambda: len(store.calls.page(9)) == 1)
+        eventually(lambda: running_calls(process.url) == 1)
         assert process.stop(number) == 0
         assert call.result().text.endswith("data: [DONE]\n\n")
     assert [c.state for c in store.calls.page(9)] == [CallState.ANSWERED]
@@ -115,7 +120,7 @@ def test_a_drain_is_unready_then_refuses_while_running_streams_end(vllm_url: str
     body = BODY | {"messages": [{"role": "user", "content": "#tokens=120 #delay=0.05"}], "stream": True}
     with ThreadPoolExecutor(2) as pool:
         call = pool.submit(httpx.post, process.url + "/v1/chat/completions", json=body, timeout=20)
-        eventually(lambda: len(store.calls.page(9)) == 1)
+        eventually(lambda: running_calls(process.url) == 1)
         stopped = pool.submit(process.stop)
         readiness = eventually(lambda: [a for a in [httpx.get(process.url + "/health/ready")] if a.status_code == 503])[
             0
@@ -140,10 +145,11 @@ def test_a_call_interrupted_by_a_stop_is_distinguished_from_one_whose_client_lef
     eventually(lambda: ready(process.url))
     url = process.url + "/v1/chat/completions"
     slow = BODY | {"messages": [{"role": "user", "content": "#tokens=2000 #delay=0.03"}]}
-    leave(url, slow, lambda: store.calls.page(9))
+    leave(url, slow, lambda: running_calls(process.url))
+    eventually(lambda: not running_calls(process.url))
     with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(httpx.post, url, json=slow, timeout=10)
-        eventually(lambda: len(store.calls.page(9)) == 2)
+        call = pool.submit(httpx.post, url, json=slow, timeout=60)
+        eventually(lambda: running_calls(process.url))
         assert process.stop() == 0
         assert call.result().status_code == 500
     calls = store.calls.page(9)[::-1]

@@ -21,25 +21,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ratchet.proxy.errors import NotReady
+from ratchet.store import ids
 from ratchet.store.access.ownership import may_share_trajectory
-from ratchet.store.calls.resamples import RESAMPLE_ID_PREFIX
 from ratchet.store.errors import RecordNotFound, StoreError
 from ratchet.store.records import RESAMPLE
 from ratchet.store.records.tuning import Prompt
 from ratchet.store.store import Store
 
-PREFIX = "roll_"
-_PLANNED = (PREFIX, f"{RESAMPLE_ID_PREFIX}_")
+PREFIX = f"{ids.ROLLOUT}_"
 _MAX_IDS = 20_000
 _UNKNOWN_SECONDS = 5.0  # until an unknown id, which may be planned later, is looked up again
 _TIMEOUT = 5.0  # seconds for the store
 _THREADS = 4
 _MAX_PROMPTS = 256  # cached
-
-
-def is_planned(trajectory_id: str | None) -> bool:
-    """Return whether a trajectory may have a plan, by its id."""
-    return trajectory_id is not None and trajectory_id.startswith(_PLANNED)
 
 
 @dataclass(slots=True, frozen=True)
@@ -109,7 +103,7 @@ class RolloutPlans:
 
     async def find_plan(self, trajectory_id: str, key_id: str | None) -> RolloutPlan | None:
         """Return the plan of a rollout for a key; None for any other trajectory. Raises NotReady."""
-        if not is_planned(trajectory_id):
+        if not ids.is_planned(trajectory_id):
             return None
         known = self._cache.get(trajectory_id)
         if known is None or not known.is_fresh():

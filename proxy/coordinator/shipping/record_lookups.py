@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+from ratchet.proxy.coordinator.shipping.held_beginnings import HOLD_SECONDS
 from ratchet.proxy.coordinator.shipping.shipper import Shipper
 from ratchet.proxy.errors import NotReady, RateLimited
 from ratchet.proxy.runtime import thread_pools
@@ -26,7 +27,7 @@ MAX_WAITING = 64  # requests of one key
 _MAX_WAITING_TOTAL = 1024
 _HEARTBEAT_TIMEOUT = 60.0  # seconds
 _INSTANCES_CACHE_SECONDS = 0.1  # seconds
-_OTHERS_SECONDS = 3.0  # heartbeats come once a second
+_OTHERS_SECONDS = HOLD_SECONDS + 3.0  # beginnings are held so long, and heartbeats come once a second
 _FIRST_PAUSE = 0.1  # seconds; each pause is twice the one before
 
 _Found = TypeVar("_Found")

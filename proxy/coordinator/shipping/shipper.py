@@ -1,5 +1,7 @@
 """Ships the journal to the store, in order and with retries, and keeps the position.
 
+The beginning of a call waits for its end (`held_beginnings.py`), unless a request waits for the store.
+
 Promises: a record is removed from the journal only after the store has it. While the store is down nothing is lost, and
 no call waits for it. A rejected record (a dead letter of `store_writer.py`) increments a counter and raises an alarm.
 After a deletion in the store the recorder is notified within about a second, before the next batch. Records whose
@@ -15,11 +17,12 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 
+from ratchet.proxy.coordinator.shipping.held_beginnings import HOLD_SECONDS, HeldBeginnings
 from ratchet.proxy.coordinator.shipping.store_writer import DEAD_LETTERS, SegmentRange, StoreWriter, WriteResult
 from ratchet.proxy.coordinator.tool_checks.checker import ToolCallCounters
 from ratchet.proxy.journal.journal import Journal, SegmentContent
@@ -42,9 +45,8 @@ log = logging.getLogger("ratchet.proxy")
 DEAD_LETTER_ALARM = "proxy_dead_letters"
 DAMAGE_ALARM = "proxy_journal_damaged"
 LOSS_ALARM = "proxy_journal_lost"
-_LINGER = 0.1  # seconds to let a batch grow: most calls then start and end in the same batch
-_BUSY_LINGER = 0.3  # the same if at least `_MANY` records arrive meanwhile: a batch costs as much as 25 calls
-_MANY = 100
+_LINGER = 0.1  # seconds to let a batch grow after a pause
+_SPACING = 0.3  # seconds between two batches: each costs as much as 25 calls
 _MAX_RETRY_SECONDS = 5.0  # between attempts while the store is down
 _FLUSH_INTERVAL = 1.0  # seconds between batches that are written early because a request waits for one
 _DELETION_CHECK_INTERVAL = 1.0  # seconds; `store.deletion` relies on it
@@ -63,6 +65,7 @@ class Shipper:
         forget_durable_messages: Callable[[], None],
         on_deletion: Callable[[], None] = lambda: None,
         critical_tasks: CriticalTasks | None = None,
+        hold_seconds: float = HOLD_SECONDS,
     ) -> None:
         self.replayed = threading.Event()  # set when the segments of earlier processes are in the store
         self.shipped = 0  # records since the start, those of earlier processes included
@@ -79,7 +82,10 @@ class Shipper:
         self._next_deletion_check = 0.0
         self._records_given_up = 0  # records of this process that can never be shipped
         self._done: Counter[int] = Counter()  # by segment of this process: records shipped or given up
-        self._position = Position()
+        self._position = Position()  # of the next range to read
+        self._stored_position = Position()
+        self._held = HeldBeginnings(hold_seconds)  # of the current segment
+        self._stored_in_order = 0  # records of this process before the first one that the store does not have
         self._marks: deque[tuple[int, float]] = deque(maxlen=100_000)  # (records taken, when)
         self._until = 0.0
         self._stop = threading.Event()
@@ -104,14 +110,18 @@ class Shipper:
         if not self.replayed.is_set():
             return 0.0  # records of earlier processes are missing
         self._marks.append((self._journal.records_taken, now))
-        done = self._journal.records_taken - self.backlog
-        while self._marks and self._marks[0][0] <= done:
+        while self._marks and self._marks[0][0] <= self._done_in_order:
             self._until = self._marks.popleft()[1]
         return self._until
 
+    @property
+    def _done_in_order(self) -> int:
+        """The records of this process, lost ones included, before the first one that is to be stored yet."""
+        return self._journal.records_lost + self._records_given_up + self._stored_in_order
+
     async def start(self) -> None:
         """Continue where an earlier process stopped. Waits a little for its segments to be shipped."""
-        self._position = read_position(self._journal.folder)
+        self._position = self._stored_position = read_position(self._journal.folder)
         self._store_writer.start()
         self._loop = asyncio.get_running_loop()
         self._thread.start()
@@ -132,7 +142,7 @@ class Shipper:
 
     def has(self, mark: int) -> bool:
         """Return whether the store has everything up to a mark."""
-        return self.replayed.is_set() and self._journal.records_taken - self.backlog >= mark
+        return self.replayed.is_set() and self._done_in_order >= mark
 
     async def settle(self, timeout_seconds: float, mark: int | None = None) -> bool:
         """Wait until the store has everything up to a mark, or recorded so far; return whether it has."""
@@ -141,6 +151,8 @@ class Shipper:
             self._flushed_at = time.monotonic()
             self._flush_now.set()
         self._waiting += 1
+        if not self.has(mark):
+            self._journal.new_records.set()  # beginnings that wait are written, although there may be nothing new
         try:
             async with asyncio.timeout(timeout_seconds):
                 while not self.has(mark) and self._thread.is_alive():
@@ -156,10 +168,12 @@ class Shipper:
         done.set()
 
     def _run(self) -> None:
-        wait, shipped = 0.1, 0
+        wait, batch_at = 0.1, 0.0
         while not self._stop.is_set():
             try:
+                shipped = self.shipped
                 busy, failed = self._ship_batch(), False
+                batch_at = time.monotonic() if self.shipped > shipped else batch_at
                 wait = 0.1
             except Exception as error:  # noqa: BLE001 -- the position is unchanged; retry
                 busy, failed = False, True
@@ -174,9 +188,8 @@ class Shipper:
             elif not busy:
                 self._journal.new_records.wait(1.0)
                 self._journal.new_records.clear()
-                self._flush_now.wait(_LINGER if self.shipped - shipped < _MANY else _BUSY_LINGER)
+                self._flush_now.wait(max(_LINGER, batch_at + _SPACING - time.monotonic()))
                 self._flush_now.clear()
-                shipped = self.shipped
 
     def _ship_batch(self) -> bool:
         """Ship one batch; return whether there may be more. Raises StoreError, OSError, without effect."""
@@ -196,9 +209,11 @@ class Shipper:
         known = number == at.segment and at.offset <= written[number].bytes  # else it is another journal's
         offset = at.offset if known else 0
         path = segment_path(self._journal.folder, number)
-        result = self._write(SegmentRange(str(path), offset, written[number].bytes if ours else None))
-        self._advance(number, result)
-        self._count(number, result, ours)
+        holds = ours and self._journal.is_current_segment(number) and not self._waiting
+        due = self._held.due(time.monotonic()) if holds else self._held.all()
+        until = written[number].bytes if ours else None
+        result = self._write(SegmentRange(str(path), offset, until, holds, tuple(due.values())))
+        self._note(number, result, due, ours=ours)
         # Our own segments contain complete records up to the written length: fewer are damage too.
         short = ours and (result.end == "torn" or (result.end == "more" and not result.records))
         torn = result.end == "torn" and next_frame(path, result.offset + 1) is not None
@@ -209,6 +224,8 @@ class Shipper:
             return True
         if ours and self._journal.is_current_segment(number):
             return False  # later records have set `new_records`; let them grow into a batch
+        if len(self._held):
+            return True  # this was the current segment a moment ago
         if not ours or self._journal.segments()[number].bytes == result.offset:
             self._journal.remove_segment(number)
         return True
@@ -223,12 +240,18 @@ class Shipper:
             self._on_deletion()
         self._deleted_at, self._next_deletion_check = deleted_at, time.monotonic() + _DELETION_CHECK_INTERVAL
 
-    def _count(self, number: int, result: WriteResult, ours: bool) -> None:
+    def _note(self, number: int, result: WriteResult, written: Iterable[str] = (), *, ours: bool) -> None:
+        """Count what was written, and store the position. `written`: calls whose beginnings had waited."""
+        stored = result.records
         if ours:
-            self._done[number] += result.records
+            stored = self._held.note(result, written, time.monotonic())
+            self._done[number] += stored
         else:
-            self.replays += result.records
-        self.shipped += result.records
+            self.replays += stored
+        self.shipped += stored
+        self._metrics.shipped.inc(stored)
+        self._advance(number, result)
+        self._stored_in_order = self._held.stored_in_order
 
     def _set_aside_damage(self, number: int, offset: int, ours: bool) -> None:
         """Rename a damaged segment for a person to inspect, and ship the readable records after the damage."""
@@ -237,20 +260,20 @@ class Shipper:
         if ours:  # first: the journal then writes to a new segment
             path.rename(damaged)
         self._forget_durable_messages()
-        rest = self._ship_after_damage(damaged if ours else path, offset)
+        held = self._held.all()
+        rest = self._ship_after_damage(damaged if ours else path, offset, tuple(held.values()))
         if not ours:
             path.rename(damaged)
         for result in rest:
-            self._advance(number, result)
-            self._count(number, result, ours)
+            self._note(number, result, held, ours=ours)
         read = sum(result.records for result in rest)
         self._alarm_queue.raise_alarm(
             DAMAGE_ALARM, f"{damaged} cannot be read at byte {offset}; {read} records after it were shipped"
         )
 
-    def _ship_after_damage(self, path: Path, offset: int) -> list[WriteResult]:
-        """Ship the readable records after damage at `offset`. Raises StoreError, OSError."""
-        rest: list[WriteResult] = []
+    def _ship_after_damage(self, path: Path, offset: int, held: tuple[int, ...]) -> list[WriteResult]:
+        """Ship the beginnings that wait, and what is readable after damage at `offset`. Raises StoreError, OSError."""
+        rest = [self._write(SegmentRange(str(path), offset, offset, held=held))] if held else []
         while (at := next_frame(path, offset + 1)) is not None:
             rest.append(self._write(SegmentRange(str(path), at, None)))
             while rest[-1].end == "more" and rest[-1].records:
@@ -266,6 +289,9 @@ class Shipper:
             if segment_path(self._journal.folder, number).exists():
                 continue
             missing = written.records - self._done[number]
+            if number == self._position.segment:
+                self._held.forget()  # they are among the missing
+                self._stored_in_order = self._held.stored_in_order
             if missing > 0:
                 self._done[number] = written.records
                 self._records_given_up += missing
@@ -298,7 +324,6 @@ class Shipper:
             raise
         if result.records:
             self._metrics.store.report("shipping", ok=True)
-            self._metrics.shipped.inc(result.records)
         self._tools.count(result.tools)
         for letter in result.dead:
             log.warning("event=record_rejected call=%s reason=%r", letter.call_id, letter.reason)
@@ -311,8 +336,6 @@ class Shipper:
         return result
 
     def _advance(self, segment: int, result: WriteResult) -> None:
-        if (segment, result.offset) == (self._position.segment, self._position.offset):
-            return
         open_calls = dict.fromkeys((*self._position.open, *result.started))
         for name in result.ended:
             open_calls.pop(name, None)
@@ -320,8 +343,12 @@ class Shipper:
 
     def _write_position(self, position: Position) -> None:
         """Store the position; if the disk fails only in memory, because shipping a record again changes nothing."""
-        self._position = position
+        self._position, first = position, self._held.offset
+        stored = position if first is None else msgspec.structs.replace(position, offset=first)
+        if stored == self._stored_position:
+            return
         try:
-            write_position(self._journal.folder, position)
+            write_position(self._journal.folder, stored)
+            self._stored_position = stored
         except OSError as error:
             log.warning("event=position_not_written reason=%r", str(error))

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
 from ratchet.proxy.coordinator.tool_checks.checker import ToolCallChecker, ToolCallCount
-from ratchet.proxy.journal.segments import read_segment
+from ratchet.proxy.journal.segments import SegmentRead, read_frames, read_segment
 from ratchet.store.errors import SchemaMismatch, StoreUnavailable
+from ratchet.store.ids import is_planned
 from ratchet.store.records import CallEnded, CallStarted, Feedback, Shipment
 from ratchet.store.store import Store
 
@@ -26,11 +27,24 @@ _BATCH_BYTES = 4 * 2**20
 
 
 class SegmentRange(msgspec.Struct, frozen=True):
-    """A segment from `offset`, up to `until`. The writer decides how much of it to write at once."""
+    """A segment from `offset`, up to `until`. The writer decides how much of it to write at once.
+
+    `holds`: beginnings whose end is not in the range are left out. `held`: offsets of such ones to write now.
+    """
 
     path: str
     offset: int
     until: int | None
+    holds: bool = False
+    held: tuple[int, ...] = ()
+
+
+class HeldBeginning(msgspec.Struct, frozen=True):
+    """The beginning of a call that was left out. `place`: how many records of its range are before it."""
+
+    call_id: str
+    offset: int
+    place: int
 
 
 class DeadLetter(msgspec.Struct, frozen=True):
@@ -50,6 +64,7 @@ class WriteResult(msgspec.Struct, frozen=True):
     ended: tuple[str, ...] = ()  # calls with an end record in the range
     dead: tuple[DeadLetter, ...] = ()
     tools: tuple[ToolCallCount, ...] = ()  # new outcomes and results of tool calls
+    held: tuple[HeldBeginning, ...] = ()
 
 
 class StoreWriter(Protocol):
@@ -82,16 +97,24 @@ class InProcessWriter:
         """Write about one batch of records. Raises StoreError, OSError."""
         path = Path(segment.path)
         reading = read_segment(path, segment.offset, _BATCH_BYTES, segment.until)
-        records = _without_redundant_starts(reading.records)
+        ended = {record.start.call_id for record in reading.records if isinstance(record, CallEnded)}
+        held = _without_end(reading, ended) if segment.holds else ()
+        left_out = ended.union(one.call_id for one in held)
+        records = [
+            record
+            for record in (*read_frames(path, segment.held), *reading.records)
+            if not isinstance(record, CallStarted) or record.call_id not in left_out  # an end repeats its beginning
+        ]
         dead = self._ship(records, path.parent / DEAD_LETTERS) if records else []
         return WriteResult(
             records=len(reading.records),
             offset=reading.offset,
             end=reading.end,
             started=tuple(record.call_id for record in reading.records if isinstance(record, CallStarted)),
-            ended=tuple(record.start.call_id for record in reading.records if isinstance(record, CallEnded)),
+            ended=tuple(ended),
             dead=tuple(dead),
             tools=tuple(self._checks.check([one for one in records if not isinstance(one, Feedback)])),
+            held=held,
         )
 
     def _ship(self, records: Sequence[Shipment], dead_letters: Path) -> list[DeadLetter]:
@@ -129,10 +152,13 @@ def _add_dead_letter(record: Shipment, error: Exception, dead_letters: Path) -> 
     return letter
 
 
-def _without_redundant_starts(records: Sequence[Shipment]) -> list[Shipment]:
-    """Leave out start records whose end record follows: the end record repeats them."""
-    ended = {record.start.call_id for record in records if isinstance(record, CallEnded)}
-    return [record for record in records if not isinstance(record, CallStarted) or record.call_id not in ended]
+def _without_end(reading: SegmentRead, ended: Collection[str]) -> tuple[HeldBeginning, ...]:
+    """Return the beginnings of calls that have not ended, except those of rollouts, whose trajectories are awaited."""
+    return tuple(
+        HeldBeginning(record.call_id, offset, place)
+        for place, (record, offset) in enumerate(zip(reading.records, reading.offsets, strict=True))
+        if isinstance(record, CallStarted) and record.call_id not in ended and not is_planned(record.trajectory_id)
+    )
 
 
 def _id_of(record: Shipment) -> str:

@@ -24,7 +24,6 @@ import msgspec
 
 from ratchet.proxy.coordinator.admission import Admission
 from ratchet.proxy.coordinator.conversations.token_contexts import TokenContexts
-from ratchet.proxy.coordinator.rollouts.rollout_plans import is_planned
 from ratchet.proxy.coordinator.versions.policy_cache import PolicyCache
 from ratchet.proxy.errors import BadRequest, StartError
 from ratchet.proxy.messages.admission_records import AdmissionRequest, EndedCall
@@ -45,6 +44,7 @@ from ratchet.proxy.worker.coordination.limit_reports import LimitReports
 from ratchet.proxy.worker.coordination.message_batches import MessageBatches
 from ratchet.proxy.worker.coordination.outage_linker import OutageLinker
 from ratchet.store.content import messages as canon
+from ratchet.store.ids import is_planned
 from ratchet.store.records import CallEnded, CallStarted, family_of
 
 log = logging.getLogger("ratchet.proxy")
