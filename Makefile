@@ -51,9 +51,10 @@ check: venv ## lint, format, types, import contracts, words, documentation
 e2e: clients ## only the end-to-end tests on the real vLLM
 	@$(BIN)/python -m pytest -m e2e
 
-bench: venv ## compare the proxy with a bare proxy and LiteLLM, and measure linking
+bench: venv ## compare the proxy with a bare proxy and LiteLLM, measure linking, and let two machines fail
 	@$(BIN)/python -m benchmarks.proxy_overhead
 	@$(BIN)/python -m benchmarks.linking
+	@$(BIN)/python -m benchmarks.partitions --quick
 
 constraints: venv ## write deploy/constraints.txt: the versions in .venv, with hashes
 	@sh deploy/constraints.sh "$(VENV)"

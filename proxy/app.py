@@ -17,9 +17,11 @@ from ratchet.proxy.coordinator.health.health_endpoints import HealthEndpoints
 from ratchet.proxy.coordinator.keys.key_cache import KeyCache
 from ratchet.proxy.coordinator.limits.rate_limits import KeyMeter
 from ratchet.proxy.coordinator.limits.sharing import Sharing
+from ratchet.proxy.coordinator.linking.cautious_linker import CautiousLinker
 from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
 from ratchet.proxy.coordinator.linking.restore import LinkingRestore
 from ratchet.proxy.coordinator.rollouts.rollout_plans import RolloutPlans
+from ratchet.proxy.coordinator.shipping.shipper import Shipper
 from ratchet.proxy.coordinator.shipping.store_writer import StoreWriter
 from ratchet.proxy.coordinator.versions.base_model_check import BaseModelCheck
 from ratchet.proxy.coordinator.versions.base_registration import BaseRegistration
@@ -142,7 +144,9 @@ def create_app(
         serving.policies, serving.probes, recording.journal, recording.shipper, settings.max_lag_seconds, critical_tasks
     )
     restore = LinkingRestore(serving.linker.restore_from_store, store, settings.trajectory_idle_seconds)
-    placing = _build_admission(settings, store, serving, restore, metrics, role, limit_reports, critical_tasks)
+    placing = _build_admission(
+        settings, store, serving, restore, recording.shipper, metrics, role, limit_reports, critical_tasks
+    )
     operators = build_operator_routes(
         settings, store, recording, serving.linker, serving.policies.agent_states, health, metrics, role,
         placing.coordinator_url, critical_tasks,
@@ -182,6 +186,7 @@ def _build_admission(
     store: Store,
     serving: Serving,
     restore: LinkingRestore,
+    shipper: Shipper,
     metrics: ProxyMetrics,
     role: Role | None,
     limit_reports: LimitReports | None,
@@ -190,10 +195,13 @@ def _build_admission(
     """Build what decides on the placement of a call: in this process, or in the coordinator that a worker asks."""
     policies, rollouts, contexts = serving.policies, serving.rollouts, serving.contexts
     if isinstance(role, WorkerRole) and limit_reports is not None:
-        remote = role.make_admission(settings, policies, rollouts, contexts, metrics, limit_reports, critical_tasks)
+        remote = role.make_admission(
+            settings, policies, rollouts, contexts, metrics, limit_reports, lambda: shipper.is_behind,
+            critical_tasks,
+        )  # fmt: skip
         return AdmissionServices(remote, None, [remote], lambda: remote.coordinator_url)
     local = Admission(policies, serving.linker, rollouts, contexts)
-    if not isinstance(role, CoordinatorRole):
+    if not isinstance(role, CoordinatorRole) or not isinstance(serving.linker, CautiousLinker):
         return AdmissionServices(local, None, [], str)
     sessions, needed = role.make_sessions(settings, store, local, serving.linker, restore, critical_tasks)
     return AdmissionServices(local, sessions, [*needed, sessions], str)
@@ -228,7 +236,8 @@ def build_serving(
     critical_tasks: CriticalTasks,
 ) -> Serving:
     """Build what places calls and forwards them to models."""
-    linker = TrajectoryLinker(
+    make_linker = CautiousLinker if isinstance(role, CoordinatorRole) else TrajectoryLinker
+    linker = make_linker(
         settings.trajectory_idle_seconds, settings.max_linking_bytes, settings.max_linking_bytes_per_key
     )
     failures, cool_off = settings.breaker_failure_threshold, settings.breaker_reset_seconds

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from ratchet.proxy.coordinator.admission import Admission
 from ratchet.proxy.coordinator.conversations.token_contexts import TokenContexts
 from ratchet.proxy.coordinator.coordinator_lease import CoordinatorLease
 from ratchet.proxy.coordinator.known_workers import KnownWorkers
-from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
+from ratchet.proxy.coordinator.linking.cautious_linker import CautiousLinker
 from ratchet.proxy.coordinator.linking.restore import LinkingRestore
 from ratchet.proxy.coordinator.rollouts.rollout_plans import RolloutPlans
+from ratchet.proxy.coordinator.unheard_workers import UnheardWorkers
 from ratchet.proxy.coordinator.versions.policy_cache import PolicyCache
 from ratchet.proxy.coordinator.worker_sessions import WorkerSessions
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.settings import ProxySettings
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.proxy.worker.coordination.limit_reports import LimitReports
-from ratchet.proxy.worker.coordination.outage_linker import OutageLinker
 from ratchet.proxy.worker.coordination.remote_admission import RemoteAdmission
 from ratchet.proxy.worker.http.routing import LifespanService
 from ratchet.store.store import Store
@@ -58,9 +58,10 @@ class WorkerRole(NamedTuple):
         contexts: TokenContexts | None,
         metrics: ProxyMetrics,
         limit_reports: LimitReports,
+        is_behind: Callable[[], bool],
         critical_tasks: CriticalTasks,
     ) -> RemoteAdmission:
-        """Return the admission of a worker."""
+        """Return the admission of a worker. `is_behind`: whether the store lacks calls of its earlier processes."""
         limits = (settings.trajectory_idle_seconds, settings.max_linking_bytes, settings.max_linking_bytes_per_key)
         return RemoteAdmission(
             self.coordinators,
@@ -69,9 +70,10 @@ class WorkerRole(NamedTuple):
             policies,
             contexts,
             metrics,
-            lambda: OutageLinker(*limits),
+            lambda: CautiousLinker(*limits),
             lambda linker: Admission(policies, linker, rollouts, None),
             limit_reports,
+            is_behind,
             critical_tasks,
         )
 
@@ -95,21 +97,24 @@ class CoordinatorRole(NamedTuple):
         settings: ProxySettings,
         store: Store,
         admission: Admission,
-        linker: TrajectoryLinker,
+        linker: CautiousLinker,
         restore: LinkingRestore,
         critical_tasks: CriticalTasks,
     ) -> tuple[WorkerSessions, Sequence[LifespanService]]:
         """Return the sessions with the workers, which restore linking, and the services that they need."""
         names = [session_name(self.machine, worker) for worker in self.worker_urls]
         known = lease = None
+        seconds = settings.trajectory_idle_seconds
         if self.group is not None and self.lease_owner is not None:
             lease = CoordinatorLease(store, self.group, self.lease_owner, critical_tasks)
         if self.group is not None:
-            seconds = settings.trajectory_idle_seconds
             known = KnownWorkers(
                 store, self.group, self.machine, seconds, lambda: sessions.active_workers(), critical_tasks
             )
-        sessions = WorkerSessions(admission, linker, restore.start, self.token, names, known, lease, critical_tasks)
+        unheard = UnheardWorkers(names, seconds)
+        sessions = WorkerSessions(
+            admission, linker, restore.restore, self.token, names, unheard, known, lease, critical_tasks
+        )
         return sessions, [one for one in (lease, known) if one is not None]
 
 

@@ -68,7 +68,7 @@ class DropReason(StrEnum):
     )
     UNLINKED = (
         "unlinked",
-        "it began while a proxy worker had no coordinator, so it may be the rest of another trajectory",
+        "it began while the proxy did not know every worker's calls, so it may be the rest of another trajectory",
     )
     ROLLED_BACK = "rolled_back", "sampled by a version that was rejected: see `ratchet policies show`"
     ABANDONED = (

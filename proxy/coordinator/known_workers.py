@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ log = logging.getLogger("ratchet.proxy")
 
 _PREFIX = "proxy-worker"
 _RENEWALS = 4  # within the time that a worker is known
+_RETRY_SECONDS = 1.0  # while the store does not answer
 
 
 class KnownWorkers:
@@ -42,6 +44,7 @@ class KnownWorkers:
         self._seconds = seconds
         self._active = active
         self._critical_tasks = critical_tasks
+        self._unwritten: set[str] = set()
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -54,32 +57,42 @@ class KnownWorkers:
             await self._critical_tasks.stop_tasks(self._task)
 
     async def read(self) -> frozenset[str]:
-        """Return the known workers of other machines; empty if the store does not answer."""
+        """Return the known workers of other machines, once the store answers."""
         prefix = f"{_PREFIX}:{self._group}:"
-        holders = await self._call(partial(self._store.leases.holders, prefix), ())
+        while (holders := await self._call(partial(self._store.leases.holders, prefix))) is None:
+            await asyncio.sleep(_RETRY_SECONDS)
         names = (holder.name.removeprefix(prefix) for holder in holders)
         return frozenset(name for name in names if not name.startswith(f"{self._machine}/"))
 
     async def add(self, worker: str) -> None:
-        """Write down a worker."""
-        await self._call(partial(self._store.leases.acquire, self._name(worker), self._group, self._seconds), None)
+        """Write down a worker: now, or when the store answers again."""
+        self._unwritten.add(worker)
+        if await self._call(partial(self._store.leases.acquire, self._name(worker), self._group, self._seconds)):
+            self._unwritten.discard(worker)
 
     async def remove(self, worker: str) -> None:
         """Forget a worker that has stopped."""
-        await self._call(partial(self._store.leases.release, self._name(worker), self._group), None)
+        self._unwritten.discard(worker)
+        await self._call(partial(self._store.leases.release, self._name(worker), self._group))
 
     def _name(self, worker: str) -> str:
         return f"{_PREFIX}:{self._group}:{worker}"
 
     async def _renew(self) -> None:
+        renewed_at = time.monotonic()
         while True:
-            await asyncio.sleep(self._seconds / _RENEWALS)
-            names = [self._name(worker) for worker in self._active()]
-            await self._call(partial(self._store.leases.renew, names, self._group, self._seconds), None)
+            await asyncio.sleep(min(_RETRY_SECONDS, self._seconds / _RENEWALS))
+            for worker in list(self._unwritten):
+                await self.add(worker)
+            if time.monotonic() - renewed_at >= self._seconds / _RENEWALS:
+                renewed_at = time.monotonic()
+                names = [self._name(worker) for worker in self._active()]
+                await self._call(partial(self._store.leases.renew, names, self._group, self._seconds))
 
-    async def _call(self, verb: Callable[[], Any], otherwise: Any) -> Any:
+    async def _call(self, verb: Callable[[], Any]) -> Any:
+        """Return what a verb returns; None if the store does not answer."""
         try:
             return await asyncio.to_thread(verb)
         except StoreError as error:
             log.warning("event=known_workers_unavailable reason=%r", str(error))
-            return otherwise
+            return None

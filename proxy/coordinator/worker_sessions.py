@@ -2,9 +2,10 @@
 
 A session begins with `Hello`. Until every expected worker has sent it, or `_START_SECONDS` have passed, nothing is
 decided: only then is linking restored, from the store, which by then has the journals of earlier processes, and from
-what the workers still know. A worker that dies leaves open calls: they become unanswered attempts, which a retry
-continues. The open calls of one that is not heard of are closed only, since it may still answer them. Belongs to the
-event loop's thread.
+what the workers still know. While calls of a worker may be missing, nothing is linked on a guess
+(`unheard_workers.py`). A worker that dies leaves open calls: they become unanswered attempts, which a retry continues.
+The open calls of one that is not heard of are closed only, since it may still answer them. Belongs to the event loop's
+thread.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from ratchet.proxy.coordinator.admission import Admission
 from ratchet.proxy.coordinator.coordinator_lease import CoordinatorLease
 from ratchet.proxy.coordinator.known_workers import KnownWorkers
 from ratchet.proxy.coordinator.limits.sharing import SharedLimits
-from ratchet.proxy.coordinator.linking.linker import MessagesNeeded, TrajectoryLinker
+from ratchet.proxy.coordinator.linking.cautious_linker import CautiousLinker
+from ratchet.proxy.coordinator.linking.linker import MessagesNeeded
+from ratchet.proxy.coordinator.unheard_workers import TICK_SECONDS, UnheardWorkers
 from ratchet.proxy.errors import BadRequest, Forbidden, ProxyError
 from ratchet.proxy.messages import coordinator_messages as messages
 from ratchet.proxy.messages.admission_records import EndedCall
@@ -39,8 +42,8 @@ log = logging.getLogger("ratchet.proxy")
 
 _START_SECONDS = 15.0  # for every worker to begin its session: longer than the replay of a journal may delay its start
 _MAX_BODY_BYTES = 2**28
-_TICK_SECONDS = 5.0
-_MAX_SILENT_TICKS = 6  # a worker sends something every second
+_MAX_SILENT_SECONDS = 30.0
+_RETRY_SECONDS = 1.0  # while the store does not answer
 _MAX_ENDED = 50_000  # numbers of ended calls that a session remembers
 _OPEN_PATHS = ("/health/live", "/health/ready", "/metrics")  # probes and Prometheus have no token
 _AUTHORIZATION, _TOKEN = b"authorization", messages.TOKEN_HEADER.encode()
@@ -53,7 +56,6 @@ class _Session:
     def __init__(self, name: str) -> None:
         self.name = name
         self.epoch = 0
-        self.silent_ticks = 0
         self.open: dict[int, Placement] = {}
         self.ended: OrderedDict[int, None] = OrderedDict()
 
@@ -68,23 +70,27 @@ class _Session:
 class WorkerSessions:
     """The service, and the ASGI middleware that answers the workers' requests.
 
-    `token`: what they prove to be workers by. `workers`: the names of this machine's, which begin their session first.
-    `known_workers`: those of other machines; None if there are none. `lease`: None if there is no other coordinator.
+    `restore` reads linking from the store, and returns whether that has answered. `token`: what workers prove to be
+    workers by. `workers`: the names of this machine's, which begin their session first. `known_workers`: those of other
+    machines; None if there are none. `lease`: None if there is no other coordinator.
     """
 
     def __init__(
         self,
         admission: Admission,
-        linker: TrajectoryLinker,
-        restore: Callable[[], Awaitable[None]],
+        linker: CautiousLinker,
+        restore: Callable[[], Awaitable[bool]],
         token: str,
         workers: Collection[str],
+        unheard: UnheardWorkers,
         known_workers: KnownWorkers | None,
         lease: CoordinatorLease | None,
         critical_tasks: CriticalTasks,
     ) -> None:
         self._admission = admission
         self._linker = linker
+        linker.doubt = unheard.doubt
+        self._unheard = unheard
         self._restore = restore
         self._token = token
         self._workers = frozenset(workers)
@@ -97,12 +103,18 @@ class WorkerSessions:
         self._hellos: dict[str, messages.Hello] = {}  # by worker, until linking is restored
         self._greeted = asyncio.Event()  # a worker sent `Hello`
         self._restored = asyncio.Event()
+        self._returned: set[str] = set()  # workers that were missing: what they served is in the store
+        self._catch_up_now = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Begin to wait for the workers."""
         start = self._critical_tasks.start_task
-        self._tasks = [start(self._begin(), "sessions"), start(self._watch(), "silent workers")]
+        self._tasks = [
+            start(self._begin(), "sessions"),
+            start(self._watch(), "silent workers"),
+            start(self._catch_up(), "missing workers"),
+        ]
 
     async def stop(self) -> None:
         """Stop waiting for the workers."""
@@ -136,6 +148,7 @@ class WorkerSessions:
         """End the session of a worker that died: its open calls are unanswered attempts."""
         session, now = self._sessions.pop(worker, None), time.time()
         self._limits.forget(worker)
+        self._unheard.end(worker)
         for placement in session.open.values() if session else ():
             self._linker.end_call(placement.link, (), now)
             self._linker.add_unanswered(placement.link, placement.attempt, now)
@@ -156,9 +169,14 @@ class WorkerSessions:
         except TimeoutError:
             missing = sorted(expected - self._hellos.keys())
             log.warning("event=workers_missing known=%d missing=%s", len(self._hellos), ",".join(missing))
-        await self._restore()
+            for worker in missing:
+                self._unheard.miss(worker)
+        while not await self._restore():
+            await asyncio.sleep(_RETRY_SECONDS)
         for hello in self._hellos.values():
             self._adopt(hello)
+            if hello.is_behind:
+                self._unheard.miss(hello.worker)
         self._hellos.clear()
         self._restored.set()
         log.info("event=linking_restored trajectories=%d workers=%d", len(self._linker), len(self._sessions))
@@ -166,12 +184,26 @@ class WorkerSessions:
     async def _watch(self) -> None:
         """Close the calls of workers that are not heard of. A process that hangs does not count its own silence."""
         while True:
-            await asyncio.sleep(_TICK_SECONDS)
+            before = time.monotonic()
+            await asyncio.sleep(TICK_SECONDS)
+            self._unheard.tick(time.monotonic() - before)
             for worker, session in list(self._sessions.items()):
-                session.silent_ticks += 1
-                if session.silent_ticks > _MAX_SILENT_TICKS:
+                if self._unheard.silent_seconds(worker) > _MAX_SILENT_SECONDS:
                     log.warning("event=worker_silent worker=%s open_calls=%d", worker, len(session.open))
                     self._drop(worker, session)
+                    self._unheard.end(worker)
+
+    async def _catch_up(self) -> None:
+        """Read in the store what workers served unheard, once they are back."""
+        while True:
+            await self._catch_up_now.wait()
+            self._catch_up_now.clear()
+            returned, self._returned = self._returned, set()
+            while not await self._restore():
+                await asyncio.sleep(_RETRY_SECONDS)
+            for worker in returned:
+                self._unheard.find(worker)
+            log.info("event=missing_calls_read workers=%s", ",".join(sorted(returned)))
 
     def _drop(self, worker: str, session: _Session) -> None:
         """End a session; its open calls are closed, but not repeated by a retry."""
@@ -200,7 +232,7 @@ class WorkerSessions:
         sender = (self._boot, session.name, session.epoch) if session else None
         if session is None or (request.boot, request.session, request.epoch) != sender:
             return messages.Stranger()
-        session.silent_ticks = 0
+        self._unheard.hear(request.worker)
         answers = [await self._reply(session, request.worker, message) for message in request.messages]
         return messages.Answers(tuple(answers))
 
@@ -208,6 +240,7 @@ class WorkerSessions:
         session = self._sessions.get(message.worker)
         if session is not None and session.name == message.session:
             self._drop(message.worker, session)
+            self._unheard.leave(message.worker)
             if self._known is not None:
                 await self._known.remove(message.worker)
         return messages.Stranger()
@@ -231,7 +264,11 @@ class WorkerSessions:
             session = self._sessions[hello.worker] = _Session(hello.session)
         if hello.epoch <= session.epoch:
             return  # it arrived late
-        session.epoch, session.silent_ticks = hello.epoch, 0
+        session.epoch = hello.epoch
+        self._unheard.hear(hello.worker)
+        if self._unheard.is_missing(hello.worker) and not hello.is_behind:
+            self._returned.add(hello.worker)
+            self._catch_up_now.set()
         for ended in hello.ended:
             self._adopt_ended(session, ended)
         for placement in hello.open:
@@ -255,7 +292,7 @@ class WorkerSessions:
         if number in session.ended:
             return
         self._adopt_open(session, ended.placement)
-        leaves = [leaf for leaf in ended.leaves if not self._linker.has_answer(leaf)]
+        leaves = [leaf for leaf in ended.leaves if self._linker.known_answer(leaf) is None]
         self._end(session, messages.End(number, tuple(leaves), ended.ended_at, ended.retryable))
 
     def _close(self, session: _Session, number: int) -> None:

@@ -20,7 +20,10 @@ TOKEN_HEADER = "x-ratchet-worker"  # of an operator's request that a worker forw
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """The beginning of a session: the worker's open calls, and those ended calls that the store may not have yet."""
+    """The beginning of a session: the worker's open calls, and those ended calls that the store may not have yet.
+
+    `is_behind`: nor does it have all of the worker's earlier processes.
+    """
 
     worker: str
     session: str
@@ -28,6 +31,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     text_hash: int
     open: tuple[Placement, ...] = ()
     ended: tuple[EndedCall, ...] = ()  # oldest first
+    is_behind: bool = False
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import queue
 import signal
 import socket
 import sys
@@ -26,10 +27,13 @@ def main(pipe: Connection) -> int:
     start: Start = pipe.recv()
     logs.configure_logging(start.settings.log_format, start.settings.log_level)
 
+    received: queue.SimpleQueue[object] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(pipe, received), name="supervisor", daemon=True).start()
+
     def on_started(app: ProxyApplication) -> None:
         tune_interpreter()
         loop = asyncio.get_running_loop()
-        threading.Thread(target=_follow, args=(pipe, loop, app), name="supervisor", daemon=True).start()
+        threading.Thread(target=_follow, args=(received, loop, app), name="messages", daemon=True).start()
         pipe.send(Listening())
 
     try:
@@ -40,14 +44,20 @@ def main(pipe: Connection) -> int:
         return 1
 
 
-def _follow(pipe: Connection, loop: asyncio.AbstractEventLoop, app: ProxyApplication) -> None:
-    """Follow the supervisor's messages; end this process at once when the supervisor is gone."""
+def _receive(pipe: Connection, received: queue.SimpleQueue[object]) -> None:
+    """Receive the supervisor's messages; end this process at once when the supervisor is gone, also while it starts."""
     while True:
         try:
-            message = pipe.recv()
+            received.put(pipe.recv())
         except (EOFError, OSError):
             os.kill(os.getpid(), signal.SIGKILL)
             return
+
+
+def _follow(received: queue.SimpleQueue[object], loop: asyncio.AbstractEventLoop, app: ProxyApplication) -> None:
+    """Follow the supervisor's messages."""
+    while True:
+        message = received.get()
         if isinstance(message, SetAgents):
             loop.call_soon_threadsafe(app.set_agents, message.names)
         elif isinstance(message, WorkerDied):

@@ -37,7 +37,7 @@ REDACTED = "redacted"  # why a call with redacted content is untrainable
 OTHER = "other_model"  # purpose of calls to a model that is not trained here
 TOOL_GRAMMAR = "tool_grammar"  # sampling parameter: vLLM constrained the tool calls with a grammar
 MOVED = "moved"  # purpose of the rest of a trajectory whose version was rolled back at once: never trained
-UNLINKED = "unlinked"  # purpose of a trajectory that began while its worker had no coordinator: never trained
+UNLINKED = "unlinked"  # purpose of a trajectory that began while calls of other workers were unknown: never trained
 GATHERED = "gathered"  # purpose of a trajectory that is grouped, scored and trained on request only
 RESAMPLE = "resample"  # purpose of a further answer to a recorded prompt: trained with it, not counted as traffic
 

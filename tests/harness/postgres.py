@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,33 @@ class Postgres:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(processes, 10)
+
+    def listen(self, command: Sequence[str]) -> None:
+        """Restart the server so that it also listens on port 5432 of all addresses, without passwords.
+
+        `command` runs it, as `env` would: in a network namespace, for instance.
+        """
+        server, folder = self._server, Path(self._server.pgdata)
+        self.kill()
+        with (folder / "pg_hba.conf").open("a") as rules:
+            rules.write("host all all all trust\n")
+        user = ["setpriv", f"--reuid={server.system_user}", "--clear-groups"] if server.system_user else []
+        options = f"-h 0.0.0.0 -p 5432 -k {folder.parent}"
+        start = [
+            str(server.bin_path / "pg_ctl"),
+            "-w",
+            "-D",
+            str(folder),
+            "-l",
+            str(server.log),
+            "-o",
+            options,
+            "start",
+        ]
+        os.chmod(folder.parent, 0o777)
+        subprocess.run([*command, *user, *start], check=True, stdout=subprocess.DEVNULL)
+        server.ensure_postgres_running()  # it finds the one that runs
+        self.url = f"postgresql://postgres@/postgres?host={folder.parent}"
 
     def start(self) -> None:
         """Restart the server; it recovers from its log."""

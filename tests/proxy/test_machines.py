@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -56,6 +57,11 @@ class Machines:
     def deciding(self) -> int:
         """The machine whose coordinator decides."""
         return next(machine for machine in (1, 2) if "event=linking_restored" in self.log(machine))
+
+    def start_again(self, command: Sequence[str]) -> ProxyProcess:
+        """Start a proxy that was killed, with the settings in its command."""
+        settings = json.loads(command[-2])  # a zero byte ends the last argument
+        return ProxyProcess(Path(settings["journal"]).parent, **settings)
 
     def connections(self) -> int:
         """How often workers have connected to a coordinator."""
@@ -205,3 +211,25 @@ def test_settings_of_coordinators_that_cannot_work_are_refused(
     )
     assert done.returncode != 0
     assert reason in done.stderr
+
+
+def test_while_workers_of_a_dead_machine_are_missing_alike_agents_are_marked_and_not_merged(machines: Machines) -> None:
+    text = "hello #say=hello"  # to all, with equal answers
+    alike: list[list[dict[str, Any]]] = [[] for _ in range(4)]
+    before = [machines.turn(one, text) for one in alike]
+    first, second = machines.proxies
+    command = _command(second.pid)
+    second.kill()
+    machines.proxies[1] = first
+    machines.signal_coordinator(signal.SIGKILL)
+    eventually(lambda: "event=workers_missing" in machines.log(1), 120)
+    eventually(lambda: machines.connections() >= 6, 120)
+    after = [machines.turn(one, text) for one in alike]
+    assert len({*before, *after}) == 8
+    machines.proxies[1] = machines.start_again(command)
+    eventually(lambda: "event=missing_calls_read" in machines.log(1), 120)
+    fresh: list[dict[str, Any]] = []
+    linked = {machines.turn(fresh, f"question {number}") for number in range(3)}
+    purposes = machines.purposes()
+    assert {purposes[one] for one in after} == {"unlinked"}
+    assert [purposes[one] for one in (*before, *linked)] == ["live"] * 5

@@ -207,19 +207,18 @@ class TrajectoryLinker:
     def adopt_call(self, placement: Placement) -> Link:
         """Record that a call has started which another process placed; return its link with the leaf of this one."""
         link, parent = placement.link, placement.link.parent
-        trajectory = self._trajectories.get(link.trajectory_id)
-        if parent is not None and trajectory is not None:
-            own = (leaf for leaf in trajectory.leaves if (leaf.call_id, leaf.choice) == (parent.call_id, parent.choice))
-            link = msgspec.structs.replace(link, parent=next(own, parent))
+        if parent is not None and (own := self.known_answer(parent)) is not None:
+            link = msgspec.structs.replace(link, parent=own)
         self.begin_call(link, placement.alias, placement.version, placement.started_at)
         return link
 
-    def has_answer(self, leaf: Leaf) -> bool:
-        """Return whether an answer is known."""
+    def known_answer(self, leaf: Leaf) -> Leaf | None:
+        """Return this linker's leaf of an answer; None if it is not known."""
         trajectory = self._trajectories.get(leaf.trajectory_id)
-        return trajectory is not None and any(
-            (known.call_id, known.choice) == (leaf.call_id, leaf.choice) for known in trajectory.leaves
-        )
+        for known in reversed(trajectory.leaves if trajectory else ()):
+            if (known.call_id, known.choice) == (leaf.call_id, leaf.choice):
+                return known
+        return None
 
     def version_of(self, trajectory_id: str) -> int | None:
         """Return the version of an open trajectory; None for one that is not known."""
@@ -288,15 +287,19 @@ class TrajectoryLinker:
     def restore_from_store(
         self, leaves: Iterable[OpenLeaf], now: float, attempts: Iterable[UnansweredCall] = ()
     ) -> None:
-        """Add the store's open answers and unanswered attempts, oldest first."""
-        known: dict[tuple[str | None, int], Leaf] = {}
-        for one in leaves:
-            leaf = known[one.call_id, one.choice] = leaf_from_store(one)
-            trajectory = self._restored_trajectory(one, leaf.key_id)
-            self._quotas.add_use(trajectory.key_id, one.trajectory_id, self._add_leaf(trajectory, leaf))
-        for leaf in known.values():
-            if leaf.is_extended:
-                self._extend(leaf)
+        """Add the store's open answers and unanswered attempts, oldest first, as far as they are not known."""
+        known: dict[tuple[str | None, int], Leaf] = {
+            (leaf.call_id, leaf.choice): leaf for one in self._trajectories.values() for leaf in one.leaves
+        }
+        stored = list(leaves)
+        for one in stored:
+            if (one.call_id, one.choice) not in known:
+                leaf = known[one.call_id, one.choice] = leaf_from_store(one)
+                trajectory = self._restored_trajectory(one, leaf.key_id)
+                self._quotas.add_use(trajectory.key_id, one.trajectory_id, self._add_leaf(trajectory, leaf))
+        for one in stored:
+            if one.extended:
+                self._extend(known[one.call_id, one.choice])
         for attempt in attempts:
             self._restored_trajectory(attempt, attempt.key_id)
             parent = known.get((attempt.parent_call, attempt.parent_choice))

@@ -28,7 +28,10 @@ _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 class LinkingRestore:
-    """A service that restores the linker once, at start. If the store does not answer, linking starts empty."""
+    """A service that restores the linker at start. If the store does not answer, linking starts empty.
+
+    With several workers, their sessions restore it, again if calls were missing: what is known stays as it is.
+    """
 
     def __init__(
         self,
@@ -39,9 +42,14 @@ class LinkingRestore:
         self._restore = restore
         self._store = store
         self._idle_seconds = idle_seconds
+        self._is_restored = False
 
     async def start(self) -> None:
         """Read the open answers; the journal has been replayed into the store before."""
+        await self.restore()
+
+    async def restore(self) -> bool:
+        """Read the open answers; return whether the store has answered."""
         now = time.time()
         since = now - self._idle_seconds
         try:
@@ -49,8 +57,10 @@ class LinkingRestore:
             calls = await asyncio.to_thread(self._store.resume_state.unanswered_calls, max(since, now - RETRY_WINDOW))
         except StoreError as error:
             log.warning("event=linking_not_restored reason=%r", str(error))
-            return
-        self._restore(answers, now, calls)
+            return False
+        self._restore(answers, now, () if self._is_restored else calls)  # an attempt is repeated once
+        self._is_restored = True
+        return True
 
     async def stop(self) -> None:
         """Nothing to stop."""

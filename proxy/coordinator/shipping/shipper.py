@@ -102,6 +102,12 @@ class Shipper:
         lost = self._journal.records_lost + self._records_given_up
         return max(0, self._journal.records_taken - lost - (self.shipped - self.replays))
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether the store lacks records of earlier processes."""
+        first = self._journal.first_segment
+        return not self.replayed.is_set() and any(one < first for one in segment_numbers(self._journal.folder))
+
     def shipped_until(self, now: float) -> float:
         """Return the latest known moment before which everything recorded is in the store (Unix seconds).
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from ratchet.proxy.errors import UpstreamError
+from ratchet.proxy.errors import UpstreamDisconnected, UpstreamError
 from ratchet.proxy.messages import coordinator_messages as messages
 from ratchet.proxy.messages.admission_records import EndedCall
 from ratchet.proxy.messages.coordinator_messages import Answer, Answers, Goodbye, Hello, Message, Welcome
@@ -38,12 +38,19 @@ _Waiting = tuple[bytes, "asyncio.Future[Answer | None]"]
 
 
 class MessageBatches:
-    """The connection to the coordinator. `on_failure` is called when a POST has failed."""
+    """The connection to the coordinator.
 
-    def __init__(self, coordinators: Sequence[str], token: str, worker: str, on_failure: Callable[[str], None]) -> None:
+    `on_failure` is called when a POST has failed, with the reason, and whether no coordinator decides at that address:
+    its process is gone, or knows no session. Without an answer it may still decide.
+    """
+
+    def __init__(
+        self, coordinators: Sequence[str], token: str, worker: str, on_failure: Callable[[str, bool], None]
+    ) -> None:
         self._coordinators = ReplicaList(coordinators)
         self.url = ""  # of the coordinator that knows the session
         self.refusal = "no coordinator can be reached"  # why the last greeting failed
+        self.heard_at = float("-inf")  # seconds of the event loop's clock: the last answer of a coordinator
         self._session = new_id("session")
         self._boot = ""  # of the coordinator that knows the session
         self._epoch = 0
@@ -73,10 +80,10 @@ class MessageBatches:
             loop.call_soon(self._flush)
         return entry[1]
 
-    async def greet(self, open_calls: Iterable[Placement], ended: Iterable[EndedCall]) -> bool:
+    async def greet(self, open_calls: Iterable[Placement], ended: Iterable[EndedCall], *, is_behind: bool) -> bool:
         """Begin or continue the session; return whether a coordinator answered."""
         self._epoch += 1
-        hello = Hello(self._worker, self._session, self._epoch, text_hash(), tuple(open_calls), tuple(ended))
+        hello = Hello(self._worker, self._session, self._epoch, text_hash(), tuple(open_calls), tuple(ended), is_behind)
         urls = await asyncio.to_thread(self._coordinators.resolve)
         greetings = [asyncio.ensure_future(self._greet(url, messages.encode(hello))) for url in urls]
         try:
@@ -143,9 +150,9 @@ class MessageBatches:
             if isinstance(response, Answers) and len(response.answers) == len(batch):
                 answers = response.answers
             else:
-                self._on_failure("it does not know this worker's session")
+                self._on_failure("it does not know this worker's session", True)
         except UpstreamError as error:
-            self._on_failure(str(error))
+            self._on_failure(str(error), _is_gone(error))
         for (_, future), answer in zip(batch, answers, strict=True):
             if not future.done():
                 future.set_result(answer)
@@ -159,6 +166,7 @@ class MessageBatches:
             response.close()
         if response.status != 200:
             raise UpstreamError(f"the coordinator answered {response.status}: {data[:200]!r}")
+        self.heard_at = asyncio.get_running_loop().time()
         try:
             return messages.decode_response(data)
         except msgspec.DecodeError as error:
@@ -173,6 +181,11 @@ class _EncodedBatch(msgspec.Struct, tag="batch"):
     boot: str
     epoch: int
     messages: list[msgspec.Raw]
+
+
+def _is_gone(error: UpstreamError) -> bool:
+    """Return whether a connection broke off or was refused: the process has ended."""
+    return isinstance(error, UpstreamDisconnected) or isinstance(error.__cause__, ConnectionRefusedError)
 
 
 def _client(timeout: float) -> HttpClient:

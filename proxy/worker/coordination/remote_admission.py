@@ -5,8 +5,9 @@ Promises:
   not decide.
 - The last byte of an answer waits until the coordinator has the call's end, side by side with the journal, at most
   `_END_SECONDS`: a call that follows never overtakes it. An end that is late is delivered later, and counted.
-- While the coordinator is away, calls are served (`outage_linker.py`), from `_PATIENCE_SECONDS` after the loss on. When
-  it is back, it learns what this worker placed, and what ended before: the last `_MAX_RECENT` calls.
+- While the coordinator is away, calls are served (`cautious_linker.py`): from `_PATIENCE_SECONDS` after the loss on if
+  its process is gone, else from when it has noticed the loss too (`unheard_workers.py`). When it is back, it learns
+  what this worker placed, and what ended before: the last `_MAX_RECENT` calls.
 - A call that was abandoned while it waited for its place is closed.
 """
 
@@ -24,6 +25,8 @@ import msgspec
 
 from ratchet.proxy.coordinator.admission import Admission
 from ratchet.proxy.coordinator.conversations.token_contexts import TokenContexts
+from ratchet.proxy.coordinator.linking.cautious_linker import CautiousLinker
+from ratchet.proxy.coordinator.unheard_workers import ALONE_SECONDS
 from ratchet.proxy.coordinator.versions.policy_cache import PolicyCache
 from ratchet.proxy.errors import BadRequest, StartError
 from ratchet.proxy.messages.admission_records import AdmissionRequest, EndedCall
@@ -42,7 +45,6 @@ from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.proxy.worker.coordination.limit_reports import LimitReports
 from ratchet.proxy.worker.coordination.message_batches import MessageBatches
-from ratchet.proxy.worker.coordination.outage_linker import OutageLinker
 from ratchet.store.content import messages as canon
 from ratchet.store.ids import is_planned
 from ratchet.store.records import CallEnded, CallStarted, family_of
@@ -56,7 +58,7 @@ _CHECK_SECONDS = 1.0  # between two looks whether it is there
 _RETRY_SECONDS = 0.1  # between greetings while the coordinator is away
 _START_SECONDS = 60.0
 
-LocalAdmission = Callable[[OutageLinker], Admission]
+LocalAdmission = Callable[[CautiousLinker], Admission]
 
 
 class RemoteAdmission:
@@ -70,9 +72,10 @@ class RemoteAdmission:
         policies: PolicyCache,
         contexts: TokenContexts | None,
         metrics: ProxyMetrics,
-        make_linker: Callable[[], OutageLinker],
+        make_linker: Callable[[], CautiousLinker],
         make_admission: LocalAdmission,
         limits: LimitReports,
+        is_behind: Callable[[], bool],
         critical_tasks: CriticalTasks,
     ) -> None:
         self._batches = MessageBatches(coordinators, token, worker, self._on_lost)
@@ -82,6 +85,8 @@ class RemoteAdmission:
         self._make_linker = make_linker
         self._make_admission = make_admission
         self._limits = limits
+        self._is_behind = is_behind
+        self._was_behind = False  # when the session began
         self._critical_tasks = critical_tasks
         self._numbers = count(1)
         self._open: dict[int, Placement] = {}
@@ -89,7 +94,7 @@ class RemoteAdmission:
         self._is_connected = False
         self._alone_at = 0.0  # when calls no longer wait for the coordinator; seconds of the event loop's clock
         self._connected = asyncio.Event()
-        self._linker: OutageLinker | None = None  # while the coordinator is away
+        self._linker: CautiousLinker | None = None  # while the coordinator is away
         self._syncing: asyncio.Event | None = None  # set when the coordinator knows this worker's calls
         self._lost = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -217,12 +222,14 @@ class RemoteAdmission:
 
     # --- the coordinator is away ------------------------------------------------------------------------------
 
-    def _on_lost(self, reason: str) -> None:
+    def _on_lost(self, reason: str, is_gone: bool) -> None:
         if self._is_connected:
             log.warning("event=coordinator_lost reason=%r", reason)
             self._is_connected = False
             self._limits.disconnect()
             self._alone_at = asyncio.get_running_loop().time() + _PATIENCE_SECONDS
+            if not is_gone:  # it may decide on other workers' calls until it notices
+                self._alone_at = max(self._alone_at, self._batches.heard_at + ALONE_SECONDS)
             self._connected.clear()
             self._lost.set()
 
@@ -241,7 +248,7 @@ class RemoteAdmission:
         placement = await self._make_admission(linker).resolve(request)
         return msgspec.structs.replace(placement, number=number) if linker is self._linker else None
 
-    def _outage_linker(self) -> OutageLinker:
+    def _outage_linker(self) -> CautiousLinker:
         """Return the linker of this outage; at its first call, it learns what this worker knows."""
         if self._linker is None:
             self._linker = self._make_linker()
@@ -257,18 +264,19 @@ class RemoteAdmission:
                 await asyncio.wait_for(self._lost.wait(), _CHECK_SECONDS)
             if self._is_connected:
                 await self._batches.check()
-            else:
+            if not self._is_connected or (self._was_behind and not self._is_behind()):
                 await self._connect()
 
     async def _connect(self) -> None:
         """Begin or continue the session, and tell the coordinator of the calls that it does not know."""
         self._lost.clear()
-        while not await self._batches.greet(self._open.values(), self._recent):
+        self._was_behind = self._is_behind()
+        while not await self._greet():
             await asyncio.sleep(_RETRY_SECONDS)
         self._syncing = asyncio.Event()  # no call begins until the coordinator also knows those of the meantime
         try:
             known = self._recent[-1] if self._recent else None
-            self._is_connected = await self._batches.greet(self._open.values(), self._recent)
+            self._is_connected = await self._greet()
             if self._is_connected:
                 self._connected.set()
                 self._limits.connect(self._batches.ask)
@@ -280,6 +288,9 @@ class RemoteAdmission:
         finally:
             self._syncing.set()
             self._syncing = None
+
+    async def _greet(self) -> bool:
+        return await self._batches.greet(self._open.values(), self._recent, is_behind=self._was_behind)
 
     def _send_ends(self, last: EndedCall | None) -> None:
         """Send the ends since the call `last`, the latest one that the coordinator knows."""

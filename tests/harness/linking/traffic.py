@@ -85,7 +85,7 @@ class AgentRun:
             headers = self.headers(label) | {"x-stainless-retry-count": str(again)}
             answer = await self._once(path, body, headers, timeout)
             if answer is not None:
-                return Reply(label, _messages(answer), answer)
+                return Reply(label, messages_of(answer), answer)
             await asyncio.sleep(0.02)
         raise RuntimeError(f"{self.kind}: no answer after 8 attempts")
 
@@ -124,17 +124,17 @@ class AgentRun:
                 return None
             assert answer.status == 200, await answer.text()
             if body.get("stream"):
-                return _merged((await answer.read()).decode())
+                return merged((await answer.read()).decode())
             body_json: Json = await answer.json()
             return body_json
 
 
-def _messages(answer: Json) -> list[Message]:
+def messages_of(answer: Json) -> list[Message]:
     """Return the messages of a chat answer; empty for other dialects."""
     return [choice["message"] for choice in answer.get("choices", ()) if "message" in choice]
 
 
-def _merged(stream: str) -> Json:
+def merged(stream: str) -> Json:
     """Merge a stream of chunks as the SDKs do."""
     message: Message = {"role": "assistant", "content": None}
     calls: dict[int, Json] = {}

@@ -85,8 +85,8 @@ def served(app: ASGIApp, port: int = 0) -> Iterator[str]:
 class ProxyProcess:
     """A proxy in its own process, as `ratchet proxy` runs it."""
 
-    def __init__(self, folder: Path, errors: Any = None, **settings: Any) -> None:
-        """`errors` is the file to log to instead of `proxy.log` in its folder."""
+    def __init__(self, folder: Path, errors: Any = None, command: Any = (), **settings: Any) -> None:
+        """`errors` is the file to log to instead of `proxy.log` in its folder. `command` runs it, as `env` would."""
         program = (
             "import json, sys; from ratchet.proxy.supervisor.supervisor import serve; "
             "from ratchet.proxy.settings import ProxySettings; "
@@ -99,7 +99,7 @@ class ProxyProcess:
         log = folder / "proxy.log"
         with log.open("a") as usual:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", program, json.dumps(values | settings)],
+                [*command, sys.executable, "-c", program, json.dumps(values | settings)],
                 cwd=ROOT,
                 stdout=subprocess.PIPE,
                 stderr=usual if errors is None else errors,

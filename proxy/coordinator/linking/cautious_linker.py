@@ -1,0 +1,71 @@
+"""Linking while calls are missing: what other workers served is not known here, or not all of it.
+
+A worker whose coordinator is away knows its own calls only; a coordinator may miss those of a worker that is cut off,
+or died with its last calls. A call then continues only a trajectory that it names, or an answer that it repeats at the
+same path, if that answer was not continued and is distinctive: its tool-call ids are random, or, where no other
+trajectory is alike, its text is long. Everything else starts a trajectory of the purpose `unlinked`, which is never
+trained: it may be the rest of another one. Nothing is merged on a guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import IntEnum
+
+import msgspec
+
+from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
+from ratchet.proxy.messages.link_records import Leaf, Link, LinkEvidence
+from ratchet.proxy.messages.text_fingerprints import is_distinctive_id
+from ratchet.store.ids import new_id
+from ratchet.store.records import UNLINKED
+
+LINKED_BY = "unlinked"  # how the trajectory of such a call was found
+
+
+class Doubt(IntEnum):
+    """Which calls of other workers are missing."""
+
+    NONE = 0
+    EARLIER = 1  # those of some time ago: a call without history begins a trajectory
+    RECENT = 2  # also those of a moment ago
+    ALL = 3  # every one: that no known trajectory is alike says nothing
+
+
+class CautiousLinker(TrajectoryLinker):
+    """Links calls where that is certain; like `TrajectoryLinker` while `doubt` returns NONE."""
+
+    def __init__(self, idle_seconds: float, max_bytes: int, max_bytes_per_key: int) -> None:
+        super().__init__(idle_seconds, max_bytes, max_bytes_per_key)
+        self.doubt: Callable[[], Doubt] = lambda: Doubt.ALL
+
+    def find_link(self, evidence: LinkEvidence) -> Link:
+        """Return a request's place. Raises BadRequest and MessagesNeeded as in `TrajectoryLinker`."""
+        doubt, link = self.doubt(), super().find_link(evidence)
+        if doubt == Doubt.NONE:
+            return link
+        if link.version is not None:
+            if evidence.explicit is not None or self._is_certain(link, evidence, doubt):
+                return link
+            link = Link(new_id("traj"), None, LINKED_BY, purpose=evidence.purpose, key_id=evidence.key_id)
+        elif doubt == Doubt.EARLIER and not _has_history(evidence):
+            return link
+        purpose = UNLINKED if link.purpose == "live" else link.purpose
+        return msgspec.structs.replace(link, purpose=purpose, linked_by=evidence.explicit_by or LINKED_BY)
+
+    def _is_certain(self, link: Link, evidence: LinkEvidence, doubt: Doubt) -> bool:
+        leaf = link.parent
+        if leaf is None or leaf.is_taken or link.quoted is not None:
+            return False
+        if leaf.tool_call_ids:
+            return link.linked_by == "graph+tool_ids" and any(map(is_distinctive_id, leaf.tool_call_ids))
+        is_exact = link.linked_by == "graph" and leaf.fingerprints.is_distinctive
+        return is_exact and doubt != Doubt.ALL and self._is_unlike_others(leaf, evidence)
+
+    def _is_unlike_others(self, leaf: Leaf, evidence: LinkEvidence) -> bool:
+        equal = self._leaves_of(evidence).leaves_at(leaf.link_key)
+        return all(other.trajectory_id == leaf.trajectory_id for other in equal)
+
+
+def _has_history(evidence: LinkEvidence) -> bool:
+    return evidence.is_partial or any(message.get("role") == "assistant" for message in evidence.messages)

@@ -1,0 +1,164 @@
+"""What is linked while calls of other workers may be missing, and when that is so."""
+
+from __future__ import annotations
+
+import pytest
+
+from ratchet.proxy.coordinator.linking.cautious_linker import CautiousLinker, Doubt
+from ratchet.proxy.coordinator.unheard_workers import TICK_SECONDS, UnheardWorkers
+from ratchet.store.content import messages as canon
+from ratchet.store.records import UNLINKED, OpenLeaf
+from tests.proxy.test_linking import NEXT, REPLY, USER, Message, answered, evidence
+
+LONG: Message = {"role": "assistant", "content": "The budget of the spring meeting is 4,300, as the treasurer says."}
+FUNCTION = {"name": "search", "arguments": "{}"}
+RANDOM_ID, PLAIN_ID = (
+    {"role": "assistant", "content": None, "tool_calls": [{"id": name, "type": "function", "function": FUNCTION}]}
+    for name in ("chatcmpl-tool-0123456789abcdef0123456789abcdef", "call_0")
+)
+
+
+@pytest.fixture
+def linker() -> CautiousLinker:
+    return CautiousLinker(900, 2**20, 2**20)
+
+
+@pytest.mark.parametrize(
+    ("reply", "doubt", "continues"),
+    [
+        (REPLY, Doubt.NONE, True),
+        (REPLY, Doubt.EARLIER, False),
+        (LONG, Doubt.RECENT, True),
+        (LONG, Doubt.ALL, False),  # another worker may have an equal one, or continued this one
+        (RANDOM_ID, Doubt.ALL, True),
+        (PLAIN_ID, Doubt.EARLIER, False),
+    ],
+)
+def test_in_doubt_a_call_continues_only_what_its_answer_proves(
+    linker: CautiousLinker, reply: Message, doubt: Doubt, continues: bool
+) -> None:
+    linker.doubt = lambda: Doubt.NONE
+    first = answered(linker, [USER], reply)
+    linker.doubt = lambda: doubt
+    found = linker.find_link(evidence([USER, reply, NEXT]))
+    assert (found.trajectory_id == first.trajectory_id) is continues
+    assert found.purpose == ("live" if continues else UNLINKED)
+
+
+def test_in_doubt_a_long_answer_that_two_trajectories_have_proves_nothing(linker: CautiousLinker) -> None:
+    linker.doubt = lambda: Doubt.NONE
+    both = {answered(linker, [USER], LONG).trajectory_id for _ in range(2)}
+    linker.doubt = lambda: Doubt.RECENT
+    found = linker.find_link(evidence([USER, LONG, NEXT]))
+    assert len(both) == 2
+    assert (found.trajectory_id in both, found.purpose) == (False, UNLINKED)
+
+
+@pytest.mark.parametrize(("doubt", "purpose"), [(Doubt.EARLIER, "live"), (Doubt.RECENT, UNLINKED)])
+def test_a_call_without_history_is_marked_while_recent_calls_are_missing(
+    linker: CautiousLinker, doubt: Doubt, purpose: str
+) -> None:
+    linker.doubt = lambda: doubt
+    assert linker.find_link(evidence([USER])).purpose == purpose
+
+
+def test_what_is_read_in_the_store_again_is_known_once_and_continued_where_it_was(linker: CautiousLinker) -> None:
+    linker.doubt = lambda: Doubt.NONE
+    stored = OpenLeaf(
+        trajectory_id="traj_old",
+        call_id="call_old",
+        choice=0,
+        alias="agent",
+        version=2,
+        link_key=canon.link_keys([USER, REPLY])[-1],
+        tool_call_ids=(),
+        key_id="k",
+        purpose="live",
+        sequence=b"",
+        last_active_at=5.0,
+    )
+    linker.restore_from_store([stored], 6.0)
+    size = linker.bytes
+    linker.restore_from_store([stored], 6.0)
+    assert (len(linker), linker.bytes) == (1, size)
+    found = linker.find_link(evidence([USER, REPLY, NEXT]))
+    assert found.trajectory_id == "traj_old"
+    assert found.parent is not None
+    assert not found.parent.is_extended
+
+
+class Clock:
+    """A clock that the test sets."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def unheard(clock: Clock) -> UnheardWorkers:
+    workers = UnheardWorkers(["here/1"], 900.0, clock)
+    for worker in ("here/1", "there/1"):
+        workers.hear(worker)
+    return workers
+
+
+def _ticks(unheard: UnheardWorkers, number: int, *heard: str) -> None:
+    for _ in range(number):
+        unheard.tick(TICK_SECONDS)
+        for worker in heard:
+            unheard.hear(worker)
+
+
+def test_a_silent_worker_of_another_machine_is_doubted_before_it_serves_alone(unheard: UnheardWorkers) -> None:
+    _ticks(unheard, 7, "here/1")
+    assert unheard.doubt() == Doubt.NONE
+    _ticks(unheard, 1, "here/1")
+    assert unheard.doubt() == Doubt.RECENT
+    unheard.hear("there/1")
+    assert unheard.doubt() == Doubt.NONE
+
+
+def test_a_silent_worker_of_this_machine_is_not_cut_off(unheard: UnheardWorkers) -> None:
+    _ticks(unheard, 30, "there/1")
+    assert unheard.doubt() == Doubt.NONE
+
+
+def test_after_a_pause_of_the_coordinator_itself_every_worker_must_be_heard(unheard: UnheardWorkers) -> None:
+    unheard.tick(8.0)
+    assert unheard.doubt() == Doubt.RECENT
+    unheard.hear("here/1")
+    assert unheard.doubt() == Doubt.RECENT
+    unheard.hear("there/1")
+    assert unheard.doubt() == Doubt.NONE
+
+
+def test_a_worker_that_died_unheard_is_missing_until_its_calls_are_found(unheard: UnheardWorkers, clock: Clock) -> None:
+    _ticks(unheard, 8, "here/1")
+    unheard.end("there/1")
+    assert (unheard.doubt(), unheard.is_missing("there/1")) == (Doubt.RECENT, True)
+    clock.now = 300.0
+    assert unheard.doubt() == Doubt.EARLIER
+    unheard.find("there/1")
+    assert unheard.doubt() == Doubt.NONE
+
+
+def test_a_worker_that_never_comes_back_is_forgotten_with_its_trajectories(
+    unheard: UnheardWorkers, clock: Clock
+) -> None:
+    unheard.miss("gone/1")
+    clock.now = 901.0
+    assert (unheard.doubt(), unheard.is_missing("gone/1")) == (Doubt.NONE, False)
+
+
+@pytest.mark.parametrize("ticks", [0, 8])
+def test_a_worker_that_stopped_reported_everything(unheard: UnheardWorkers, ticks: int) -> None:
+    _ticks(unheard, ticks, "here/1")
+    unheard.leave("there/1")
+    assert unheard.doubt() == Doubt.NONE
