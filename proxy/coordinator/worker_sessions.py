@@ -198,11 +198,12 @@ class WorkerSessions:
         while True:
             await self._catch_up_now.wait()
             self._catch_up_now.clear()
-            returned, self._returned = self._returned, set()
+            returned = set(self._returned)
             while not await self._restore():
                 await asyncio.sleep(_RETRY_SECONDS)
             for worker in returned:
                 self._unheard.find(worker)
+            self._returned -= returned
             log.info("event=missing_calls_read workers=%s", ",".join(sorted(returned)))
 
     def _drop(self, worker: str, session: _Session) -> None:
@@ -266,7 +267,7 @@ class WorkerSessions:
             return  # it arrived late
         session.epoch = hello.epoch
         self._unheard.hear(hello.worker)
-        if self._unheard.is_missing(hello.worker) and not hello.is_behind:
+        if self._unheard.is_missing(hello.worker) and not hello.is_behind and hello.worker not in self._returned:
             self._returned.add(hello.worker)
             self._catch_up_now.set()
         for ended in hello.ended:

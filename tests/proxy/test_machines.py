@@ -169,7 +169,8 @@ def test_a_standby_takes_over_from_a_coordinator_that_hangs(standby: Machines) -
 @pytest.mark.alone
 def test_another_machine_takes_over_from_one_that_dies(standby: Machines) -> None:
     conversations: list[list[dict[str, Any]]] = [[] for _ in range(4)]
-    before = [standby.turn(one, f"question 0 of {number}") for number, one in enumerate(conversations)]
+    text = "question {} of {} #say=this.is.a.long.answer.to.the.question.{}.of.number.{}"
+    before = [standby.turn(one, text.format(0, n, 0, n)) for n, one in enumerate(conversations)]
     for proxy in standby.proxies:
         eventually(partial(_has_shipped, proxy.url))
     first = standby.deciding()
@@ -177,7 +178,8 @@ def test_another_machine_takes_over_from_one_that_dies(standby: Machines) -> Non
     standby.proxies[first - 1].kill()
     standby.proxies[first - 1] = standby.proxies[other - 1]
     eventually(lambda: standby.log(other).count("event=coordinator_connected") >= 4, 90)
-    assert [standby.turn(one, f"question 1 of {number}") for number, one in enumerate(conversations)] == before
+    # Other calls of the dead machine may be missing: long answers are continued, short ones might be another's.
+    assert [standby.turn(one, text.format(1, n, 1, n)) for n, one in enumerate(conversations)] == before
 
 
 def test_a_coordinator_refuses_workers_and_operators_without_its_token(machines: Machines) -> None:
@@ -213,6 +215,7 @@ def test_settings_of_coordinators_that_cannot_work_are_refused(
     assert reason in done.stderr
 
 
+@pytest.mark.alone
 def test_while_workers_of_a_dead_machine_are_missing_alike_agents_are_marked_and_not_merged(machines: Machines) -> None:
     text = "hello #say=hello"  # to all, with equal answers
     alike: list[list[dict[str, Any]]] = [[] for _ in range(4)]
@@ -227,7 +230,8 @@ def test_while_workers_of_a_dead_machine_are_missing_alike_agents_are_marked_and
     after = [machines.turn(one, text) for one in alike]
     assert len({*before, *after}) == 8
     machines.proxies[1] = machines.start_again(command)
-    eventually(lambda: "event=missing_calls_read" in machines.log(1), 120)
+    found = re.compile(r"event=missing_calls_read .*/(worker-\d)")
+    eventually(lambda: len(set(found.findall(machines.log(1)))) == 2, 120)
     fresh: list[dict[str, Any]] = []
     linked = {machines.turn(fresh, f"question {number}") for number in range(3)}
     purposes = machines.purposes()

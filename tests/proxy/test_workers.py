@@ -223,6 +223,24 @@ def test_the_journals_of_killed_workers_are_shipped_by_a_proxy_with_one(
         second.proxy.stop()
 
 
+def test_processes_that_still_start_end_with_their_supervisor(tmp_path: Path) -> None:
+    arguments = ["--upstream", "http://127.0.0.1:9", "--model", "agent", "--workers", "2", "--store", "store.db"]
+    arguments += ["--port", "0", "--coordinator", "http://127.0.0.1:9"]  # where nothing answers them
+    environment = {**os.environ, "RATCHET_COORDINATOR_TOKEN": "a secret of all the machines"}
+    log = tmp_path / "proxy.log"
+    with log.open("w") as file:
+        command = [sys.executable, "-m", "ratchet", "proxy", *arguments]
+        supervisor = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=file, stderr=file)
+    try:
+        started = re.compile(r"event=process_started name=worker-\d pid=(\d+)")
+        eventually(lambda: len(started.findall(log.read_text())) == 2)
+    finally:
+        supervisor.kill()
+        supervisor.wait(60)
+    for pid in started.findall(log.read_text()):
+        eventually(partial(_ended, int(pid)), 40)  # less than they wait for the coordinator
+
+
 def _ended(pid: int) -> bool:
     return not _runs(pid)
 
