@@ -1,8 +1,8 @@
 """The workers whose calls the coordinator may not know: it does not hear of them, or they died unheard.
 
-A worker that is cut off serves alone, from `ALONE_SECONDS` after it heard of the coordinator last. The coordinator
-doubts from `_SILENT_TICKS` on, which is less, until the worker has reported what it served: itself, or, if it died, by
-the store, which has its journal once it begins again. One that does not come back is forgotten when the trajectories
+A worker that is cut off serves alone, from `ALONE_SECONDS` after the coordinator's last answer. The coordinator assumes
+so from `_SILENT_TICKS` on, which is less, until the worker has reported what it served: itself, or, if it died, by the
+store, which has its journal once it begins again. One that does not come back is forgotten when the trajectories
 that it served are closed for linking. Belongs to the event loop's thread.
 """
 

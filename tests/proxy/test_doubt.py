@@ -87,7 +87,7 @@ def test_what_is_read_in_the_store_again_is_known_once_and_continued_where_it_wa
     assert not found.parent.is_extended
 
 
-class Clock:
+class SetClock:
     """A clock that the test sets."""
 
     now = 0.0
@@ -97,22 +97,22 @@ class Clock:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> SetClock:
+    return SetClock()
 
 
 @pytest.fixture
-def unheard(clock: Clock) -> UnheardWorkers:
+def unheard(clock: SetClock) -> UnheardWorkers:
     workers = UnheardWorkers(["here/1"], 900.0, clock)
     for worker in ("here/1", "there/1"):
         workers.hear(worker)
     return workers
 
 
-def _ticks(unheard: UnheardWorkers, number: int, *heard: str) -> None:
+def _ticks(unheard: UnheardWorkers, number: int, *received: str) -> None:
     for _ in range(number):
         unheard.tick(TICK_SECONDS)
-        for worker in heard:
+        for worker in received:
             unheard.hear(worker)
 
 
@@ -139,7 +139,9 @@ def test_after_a_pause_of_the_coordinator_itself_every_worker_must_be_heard(unhe
     assert unheard.doubt() == Doubt.NONE
 
 
-def test_a_worker_that_died_unheard_is_missing_until_its_calls_are_found(unheard: UnheardWorkers, clock: Clock) -> None:
+def test_a_worker_that_died_unheard_is_missing_until_its_calls_are_found(
+    unheard: UnheardWorkers, clock: SetClock
+) -> None:
     _ticks(unheard, 8, "here/1")
     unheard.end("there/1")
     assert (unheard.doubt(), unheard.is_missing("there/1")) == (Doubt.RECENT, True)
@@ -150,7 +152,7 @@ def test_a_worker_that_died_unheard_is_missing_until_its_calls_are_found(unheard
 
 
 def test_a_worker_that_never_comes_back_is_forgotten_with_its_trajectories(
-    unheard: UnheardWorkers, clock: Clock
+    unheard: UnheardWorkers, clock: SetClock
 ) -> None:
     unheard.miss("gone/1")
     clock.now = 901.0

@@ -223,7 +223,7 @@ def test_the_journals_of_killed_workers_are_shipped_by_a_proxy_with_one(
         second.proxy.stop()
 
 
-def test_processes_that_still_start_end_with_their_supervisor(tmp_path: Path) -> None:
+def test_processes_that_are_starting_end_with_their_supervisor(tmp_path: Path) -> None:
     arguments = ["--upstream", "http://127.0.0.1:9", "--model", "agent", "--workers", "2", "--store", "store.db"]
     arguments += ["--port", "0", "--coordinator", "http://127.0.0.1:9"]  # where nothing answers them
     environment = {**os.environ, "RATCHET_COORDINATOR_TOKEN": "a secret of all the machines"}

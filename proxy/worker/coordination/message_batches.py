@@ -50,7 +50,7 @@ class MessageBatches:
         self._coordinators = ReplicaList(coordinators)
         self.url = ""  # of the coordinator that knows the session
         self.refusal = "no coordinator can be reached"  # why the last greeting failed
-        self.heard_at = float("-inf")  # seconds of the event loop's clock: the last answer of a coordinator
+        self.answered_at = float("-inf")  # seconds of the event loop's clock: the last answer of a coordinator
         self._session = new_id("session")
         self._boot = ""  # of the coordinator that knows the session
         self._epoch = 0
@@ -166,7 +166,7 @@ class MessageBatches:
             response.close()
         if response.status != 200:
             raise UpstreamError(f"the coordinator answered {response.status}: {data[:200]!r}")
-        self.heard_at = asyncio.get_running_loop().time()
+        self.answered_at = asyncio.get_running_loop().time()
         try:
             return messages.decode_response(data)
         except msgspec.DecodeError as error:

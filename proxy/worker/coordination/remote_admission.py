@@ -229,7 +229,7 @@ class RemoteAdmission:
             self._limits.disconnect()
             self._alone_at = asyncio.get_running_loop().time() + _PATIENCE_SECONDS
             if not is_gone:  # it may decide on other workers' calls until it notices
-                self._alone_at = max(self._alone_at, self._batches.heard_at + ALONE_SECONDS)
+                self._alone_at = max(self._alone_at, self._batches.answered_at + ALONE_SECONDS)
             self._connected.clear()
             self._lost.set()
 

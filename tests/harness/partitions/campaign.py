@@ -27,7 +27,7 @@ from ratchet.store.records import UNLINKED
 from tests.harness.linking.dialects import DIALECT_KINDS
 from tests.harness.linking.kinds import KINDS, TrafficKind
 from tests.harness.partitions.faults import Faults
-from tests.harness.partitions.machines import Machine, make_machines, store_urls
+from tests.harness.partitions.machines import FailingMachine, make_machines, store_urls
 from tests.harness.partitions.network import DATABASE, network
 from tests.harness.partitions.traffic import CallRefused, FailureTraffic
 from tests.harness.partitions.verdict import KeptCall, judge
@@ -63,7 +63,7 @@ class PartitionOutcome:
     violations: list[str] = field(default_factory=list)
 
 
-class _Load:
+class _AgentLoad:
     """Agents of random kinds, on an event loop in a thread, until `stop`; then each ends its run."""
 
     def __init__(self, urls: list[str], agents: int, seed: int, only: str) -> None:
@@ -127,12 +127,12 @@ def run(
         for machine in machines:
             stack.callback(machine.remove)
         with ThreadPoolExecutor(2) as threads:  # they wait for each other
-            list(threads.map(Machine.start, machines))
+            list(threads.map(FailingMachine.start, machines))
         for machine in machines:
             eventually(machine.is_whole, _SETTLE_SECONDS)
         outcome = PartitionOutcome(seed, "network namespaces" if links.has_links else "processes: no cuts", standby)
         load, faults = (
-            _Load([machine.url for machine in machines], agents, seed, only),
+            _AgentLoad([machine.url for machine in machines], agents, seed, only),
             Faults(links, machines, seed, scale),
         )
         load.start()

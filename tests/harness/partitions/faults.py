@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from tests.harness.partitions.machines import Machine
+from tests.harness.partitions.machines import FailingMachine
 from tests.harness.partitions.network import DATABASE, Network
 
 _PAUSE = (0.3, 3.0)  # seconds between two faults
@@ -24,7 +24,7 @@ _RECOVERY_SECONDS = 300.0  # of a busy machine
 class Faults:
     """Applies faults to the machines and the links between them, and undoes them."""
 
-    def __init__(self, network: Network, machines: list[Machine], seed: int, scale: float) -> None:
+    def __init__(self, network: Network, machines: list[FailingMachine], seed: int, scale: float) -> None:
         """`scale` shortens every duration."""
         self._network = network
         self._machines = machines
@@ -97,7 +97,7 @@ class Faults:
             self.kills["coordinator"] += 1
         self._kill(other)
 
-    def _kill(self, machine: Machine) -> None:
+    def _kill(self, machine: FailingMachine) -> None:
         if machine.is_running and machine.name not in self._pending and self._is_started(machine):
             machine.kill()
             self.kills["machine"] += 1
@@ -129,15 +129,15 @@ class Faults:
                     bring_back()
             time.sleep(0.02)
 
-    def _is_started(self, machine: Machine) -> bool:
+    def _is_started(self, machine: FailingMachine) -> bool:
         future = self._starting.get(machine.name)
         return future is None or future.done()
 
-    def _start(self, machine: Machine) -> None:
+    def _start(self, machine: FailingMachine) -> None:
         self._starting[machine.name] = self._threads.submit(_start, machine)
 
 
-def _start(machine: Machine) -> None:
+def _start(machine: FailingMachine) -> None:
     """Start a machine; again while the database or the coordinator cannot be reached."""
     for attempt in range(_START_ATTEMPTS):
         try:

@@ -21,7 +21,7 @@ OPERATOR_KEY = "operator"
 _COORDINATOR_PORT = 8009
 
 
-class Machine:
+class FailingMachine:
     """A machine whose processes can be killed. Its addresses, and its journal, outlive them."""
 
     def __init__(self, network: Network, name: str, folder: Path, store: str, workers: int, settings: Any) -> None:
@@ -121,7 +121,7 @@ class Machine:
 
 def make_machines(
     network: Network, folder: Path, stores: dict[str, str], workers: int, *, standby: bool, key_hashes: list[str]
-) -> list[Machine]:
+) -> list[FailingMachine]:
     """Return the two machines, not yet started. `standby`: both have a coordinator; else the first one only.
 
     `stores`: the store's URL from each machine.
@@ -138,7 +138,7 @@ def make_machines(
             own = {"coordinator": urls, "coordinator_listen": addresses[number]}
         own |= {"coordinator_token": "the secret of these machines", "key_hashes": key_hashes}
         own["operator_hashes"] = [hash_key(OPERATOR_KEY.encode())]
-        machines.append(Machine(network, name, folder, stores[name], workers, own))
+        machines.append(FailingMachine(network, name, folder, stores[name], workers, own))
     return machines
 
 

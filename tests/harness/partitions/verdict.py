@@ -37,7 +37,7 @@ class KeptCall:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class FailureVerdict:
     """Precision over all calls and recall over unmarked ones, pairwise, of the kinds that are not alike."""
 
     precision: float
@@ -52,7 +52,7 @@ def judge(
     stored: Sequence[KeptCall],
     alike: Collection[str],
     evidence: Collection[str],
-) -> Verdict:
+) -> FailureVerdict:
     """Return the verdict. `answered`: the ids of the answered calls by label; `alike`, `evidence`: names of kinds."""
     by_label = {call.label: call for call in stored}
     known = {truth.label: truth for truth in truths}
@@ -71,7 +71,7 @@ def judge(
     precision = _pairs(places) / max(1, _pairs([place for place, _ in places]))
     unmarked = [(by_label[truth.label].trajectory, _run(truth)) for truth in linked]
     recall = _pairs(unmarked) / max(1, _pairs([run for _, run in unmarked]))
-    return Verdict(precision, recall, marked, violations)
+    return FailureVerdict(precision, recall, marked, violations)
 
 
 def _pairs(groups: Sequence[object]) -> int:
