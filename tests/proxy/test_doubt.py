@@ -130,7 +130,7 @@ def test_a_silent_worker_of_this_machine_is_not_cut_off(unheard: UnheardWorkers)
     assert unheard.doubt() == Doubt.NONE
 
 
-def test_after_a_pause_of_the_coordinator_itself_every_worker_must_be_heard(unheard: UnheardWorkers) -> None:
+def test_after_a_pause_of_the_coordinator_itself_every_worker_must_report(unheard: UnheardWorkers) -> None:
     unheard.tick(8.0)
     assert unheard.doubt() == Doubt.RECENT
     unheard.hear("here/1")
