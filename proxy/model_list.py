@@ -151,6 +151,14 @@ def keys_in(environ: Mapping[str, str], entries: Iterable[ModelEntry]) -> dict[s
     return {name: SecretStr(environ[name]) for name in variables if name and environ.get(name)}
 
 
+def check_keys(entries: Iterable[ModelEntry], environ: Mapping[str, str]) -> None:
+    """Raise StartError if a key that an entry refers to is not in its variable."""
+    entries = tuple(entries)
+    keys = keys_in(environ, entries)
+    for entry in entries:
+        key_of(entry, keys)
+
+
 def key_of(entry: ModelEntry, keys: ModelKeys) -> str | None:
     """Return an entry's key, or None if it needs none. Raises StartError if its variable is not set."""
     variable = entry.litellm_params.variable

@@ -37,7 +37,7 @@ class ProxySettings(CoordinationSettings):
     """The settings of one proxy process. Sizes are in bytes, times in seconds."""
 
     upstreams: tuple[str, ...] = Field(
-        min_length=1, repr=False, description="the vLLM replicas: URLs without `/v1`, or lists of them"
+        repr=False, description="the vLLM replicas: URLs without `/v1`, or lists of them"
     )
     model: str = Field("", max_length=100, description="the one agent, by the name that it sends as `model`")
     agents: tuple[str, ...] = Field((), description="several agents, by the names that they send as `model`")
@@ -309,8 +309,10 @@ class ProxySettings(CoordinationSettings):
 
     @model_validator(mode="after")
     def _agents_have_names(self) -> Self:
-        if not self.agents:
+        if not self.agents and not self.model_list:
             raise ValueError("no agent is named: set model, or agents")
+        if self.agents and not self.upstreams:
+            raise ValueError("an agent needs a vLLM replica: set upstreams")
         check_agent_names(self.agents, [entry.model_name for entry in self.model_list])
         if unknown := sorted(self.agent_limits.keys() - set(self.agents)):
             raise ValueError(

@@ -196,7 +196,7 @@ class PromptTuneConfig:
     """How a prompt is searched for. Raises SettingError.
 
     lm_model_name       the model that proposes prompts; None: `tuner.reflection` of ratchet.yaml
-    base_url            its OpenAI-compatible server
+    base_url            its OpenAI-compatible server; None: that of its entry in `model_list`
     optimization_level  light: the tuner's default of rollouts; medium: twice as many; heavy: four times
     eval_num_threads    concurrent rollouts
     """
@@ -207,10 +207,10 @@ class PromptTuneConfig:
     eval_num_threads: int = 16
 
     def __post_init__(self) -> None:
-        if (self.lm_model_name is None) != (self.base_url is None):
+        if self.lm_model_name is None and self.base_url is not None:
             raise SettingError(
-                "PromptTuneConfig.lm_model_name and base_url belong together: give both, or set tuner.reflection in "
-                "ratchet.yaml and leave both out"
+                "PromptTuneConfig.base_url is set without lm_model_name: name the model, or leave both out and set "
+                "tuner.reflection in ratchet.yaml"
             )
         if self.optimization_level not in _EFFORT:
             raise SettingError(

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from ratchet.api.arguments import AnyJudge, AnyTasks, AnyWorkflow, Arguments, read_arguments, split_of
-from ratchet.api.comparison import start_comparison
 from ratchet.api.direct_evaluation import evaluate_directly
 from ratchet.api.evaluation import Evaluation, evaluation_of
 from ratchet.api.event_loop import run_to_end
+from ratchet.api.runs import start
 from ratchet.tuner.rollouts.runner import final_rollouts
 from ratchet.tuner.selection.choice import Selection
-from ratchet.tuning.compare_models import ComparisonOptions
+from ratchet.tuning.compare_models import ComparisonOptions, compare
 from ratchet.tuning.context import open_store, proxy_of
 
 
@@ -101,7 +102,7 @@ async def evaluate_async(
 
 
 async def _evaluate_in_project(given: Arguments, wanted: ComparisonOptions) -> Evaluation:
-    run = await (await start_comparison(given, wanted))
+    run = await (await start(given, "eval", wanted.resume, partial(compare, given.settings, wanted)))
     selection = msgspec.convert(run.result.details, Selection)
     with open_store(given.settings.store_url, create=False) as store:
         made = final_rollouts(store.rollouts.of_tuning(run.id, responses=True))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from ratchet.api.arguments import AnyJudge, AnyTasks, AnyWorkflow, read_arguments, split_of
-from ratchet.api.comparison import start_comparison
 from ratchet.api.event_loop import run_to_end
-from ratchet.api.runs import TuningRun
-from ratchet.tuning.compare_models import ComparisonOptions
+from ratchet.api.runs import TuningRun, start
+from ratchet.tuning.compare_models import ComparisonOptions, compare
 
 
 def select_model(
@@ -72,5 +72,4 @@ async def select_model_async(
         "select-model", tuple(models), split_of(tasks, split), limit, score_range, resume, policy, within
     )
     wanted.check()
-
-    return await start_comparison(given, wanted)
+    return await start(given, "select-model", resume, partial(compare, given.settings, wanted))

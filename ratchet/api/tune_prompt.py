@@ -9,9 +9,9 @@ from ratchet.api.arguments import AnyJudge, AnyTasks, AnyWorkflow, read_argument
 from ratchet.api.event_loop import run_to_end
 from ratchet.api.runs import TuningRun, start
 from ratchet.errors import InvalidArgument
+from ratchet.settings.setting_errors import listed
 from ratchet.tuning import tune_prompt as prompts
 from ratchet.tuning.caller import RunCaller
-from ratchet.tuning.proxy_services import proxy_services
 
 _OWN = (
     "method", "max_rollouts", "max_total_tokens", "mode", "train_tasks", "validation_tasks", "held_out_tasks",
@@ -24,6 +24,7 @@ def tune_prompt(
     judge: AnyJudge | None = None,
     tasks: AnyTasks | None = None,
     *,
+    model: str | None = None,
     reflection_url: str | None = None,
     reflection_model: str | None = None,
     seed_prompt: str | None = None,
@@ -46,8 +47,10 @@ def tune_prompt(
 ) -> TuningRun:
     """Start the search for a better system prompt; the run's `best` is its text. Also in a notebook.
 
+    model             a name in the project's `model_list`, whose prompt is searched in place of the agent's; it needs
+                      no vLLM and no base model
     reflection_url    base URL of the language model that proposes prompts; None: `tuner.reflection` of the settings
-    reflection_model  its name
+    reflection_model  its name; without a URL, one of `model_list`
     seed_prompt       the text to start from; None: the agent's own prompt
     method            the optimizer: gepa, mipro or a plug-in
     max_rollouts      limit of all rollouts
@@ -57,7 +60,7 @@ def tune_prompt(
     resume            the id of a run that ended early; with the same workflow and judge, and without other options
 
     The other arguments are those of `evaluate`; the task set has a split `test`, or `test_size` is set. `promote`
-    creates a version with the prompt. Returns once the run has its id. Raises what `evaluate` does.
+    creates a version of the agent with the prompt. Returns once the run has its id. Raises what `evaluate` does.
     """
     return run_to_end(tune_prompt_async(**locals()))
 
@@ -67,6 +70,7 @@ async def tune_prompt_async(
     judge: AnyJudge | None = None,
     tasks: AnyTasks | None = None,
     *,
+    model: str | None = None,
     reflection_url: str | None = None,
     reflection_model: str | None = None,
     seed_prompt: str | None = None,
@@ -89,15 +93,24 @@ async def tune_prompt_async(
 ) -> TuningRun:
     """Do what `tune_prompt` does, beside the running event loop: `await (await tune_prompt_async(...))`."""
     given = read_arguments(locals(), _OWN, prompts.setting_names)
-    fixed = {"tasks": tasks, "seed_prompt": seed_prompt, "method": method, "attempts": attempts, "seed": seed}
+    if model is not None and model not in given.settings.listed_models:
+        names = listed(given.settings.listed_models) or "no model"
+        raise InvalidArgument(f"model={model!r} is not in model_list, which has {names}; agent= names an agent")
+    fixed = {
+        "model": model,
+        "tasks": tasks,
+        "seed_prompt": seed_prompt,
+        "method": method,
+        "attempts": attempts,
+        "seed": seed,
+    }
     if resume is not None and (wrong := [name for name, value in fixed.items() if value is not None]):
         raise InvalidArgument(f"resume={resume!r} uses the options of that run: leave out {', '.join(wrong)}")
 
     def work(caller: RunCaller) -> None:
-        with proxy_services(given.settings, caller):
-            if resume is not None:
-                prompts.resume_run(given.settings, resume, caller)
-            else:
-                prompts.start_run(given.settings, seed_prompt, caller)
+        if resume is not None:
+            prompts.resume_run(given.settings, resume, caller)
+        else:
+            prompts.start_run(given.settings, seed_prompt, caller, model=model)
 
     return await start(given, "prompt", resume, work)

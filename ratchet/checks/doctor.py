@@ -45,7 +45,7 @@ _WITH_A_KEY = (
 def run_checks(settings: Settings) -> Iterator[CheckResult]:
     """Yield the results in order: of what all agents share once, of capture, judge and resampling for each agent."""
     running = read_run_state(settings.state)
-    if not running.get("ready"):
+    if not running.get("ready") or not running.get("vllm_url"):
         running = {}
     agents = list(settings.agents_by_name.values())
     from ratchet.checks.learner_check import check_learner

@@ -65,11 +65,14 @@ def evaluate(
     """Compare a model or version with another one on a task set, task by task.
 
     Nothing is trained. Exits with 0 if the model is better, 3 if no difference is shown, 4 if it is worse, and 1 on
-    errors or if no rollout could be scored. The commands below run public benchmarks.
+    errors or if no rollout could be scored. If nothing runs, what the models need is started and stopped again: for
+    models of `model_list` alone the proxy, without vLLM. A project without a base model has no live version: without
+    --against the model is measured alone. The commands below run public benchmarks.
 
     \b
     Example:
       ratchet eval --model policy@4 --against policy@0 --tasks ./tasks --workflow agent:run
+      ratchet eval --model gpt-small --against gpt-big --tasks ./tasks --workflow agent:run
     """
     if context.invoked_subcommand is not None:
         return 0
@@ -86,23 +89,29 @@ def _compare(
     as_json: bool,
     given: dict[str, Any],
 ) -> int:
-    """Compare two models, print the result and return the exit code. Raises UsageError."""
+    """Compare two models, or measure one; print the result and return the exit code. Raises UsageError."""
     from ratchet.tuning import compare_models, reports
+    from ratchet.tuning.run_services import serves_agent
 
     own = {name: given.pop(name) for name in ("split", "limit", "score_range", "resume")}
     settings = settings_of(context, given)
-    candidates = (against or settings.model, model or "")  # a resumed run has its own
+    against = against or (settings.model if serves_agent(settings) else None)
+    candidates = (against, model or "") if against else (model or "",)  # a resumed run has its own
     request, found = compare_models.compare(settings, compare_models.ComparisonOptions("eval", candidates, **own))
-    pair = found.ranking.pair(request.candidates[1], request.candidates[0])
+    baseline, measured = request.candidates[0], request.candidates[-1]
+    pair = found.ranking.pair(measured, baseline) if measured != baseline else None
     if as_json:
         import msgspec
 
-        both = {"pair": msgspec.to_builtins(pair), "verdict": str(pair.verdict)}
+        both = {} if pair is None else {"pair": msgspec.to_builtins(pair), "verdict": str(pair.verdict)}
         options.print_json(compare_models.plain(found) | both)
     else:
         reports.show_selection(found, with_choice=False)
-        click.echo(f"{pair.candidate} against {pair.against}: {pair.verdict}: {pair.describe()}")
+        if pair is not None:
+            click.echo(f"{pair.candidate} against {pair.against}: {pair.verdict}: {pair.describe()}")
     if png is not None:
         reports.draw_selection(found, png)
         click.echo(f"drawn: {png}", err=True)
-    return _EXIT_CODES[str(pair.verdict)] if found.measured else 1
+    if not found.measured:
+        return 1
+    return 0 if pair is None else _EXIT_CODES[str(pair.verdict)]

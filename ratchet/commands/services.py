@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.option("--upstream", "upstreams", multiple=True, metavar="URL", help="A vLLM replica; repeat for more.")
+@click.option("--models-only", is_flag=True, help="Serve the models of `model_list` alone: no agent, no vLLM.")
 @options.alias
 @options.store_url
 @click.option("--config", type=click.Path(path_type=Path), help="Settings file; the same as before the command.")
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 def proxy(
     context: click.Context,
     upstreams: tuple[str, ...],
+    models_only: bool,
     model: str | None,
     store: str | None,
     config: Path | None,
@@ -63,7 +65,10 @@ def proxy(
     context.obj = config or context.obj
     settings = options.read_settings(context, values)
     derived: dict[str, Any] = {"upstreams": upstreams, "journal": journal}
-    own = settings.proxy_settings(**{key: value for key, value in derived.items() if value})
+    given = {key: value for key, value in derived.items() if value}
+    if models_only and (upstreams or model):
+        raise click.UsageError("--models-only serves no agent: leave --upstream and --model out")
+    own = settings.proxy_settings(**given, **(settings.models_only if models_only else {}))
     from ratchet.proxy.server import SetAgents
     from ratchet.proxy.supervisor.supervisor import serve
     from ratchet.proxy.telemetry import logs
@@ -73,8 +78,11 @@ def proxy(
     def follow_agents(set_agents: SetAgents) -> None:
         _follow(context, values, settings, lambda changed: set_agents(tuple(changed.agents_by_name)))
 
+    names = ", ".join(own.agents or dict.fromkeys(entry.model_name for entry in own.model_list))
     return serve(
-        own, lambda url: click.echo(f"base_url: {url}/v1   model: {', '.join(own.agents)}", err=True), follow_agents
+        own,
+        lambda url: click.echo(f"base_url: {url}/v1   model: {names}", err=True),
+        None if models_only else follow_agents,
     )
 
 

@@ -37,7 +37,7 @@ def lessons(context: click.Context, /, dry_run: bool, as_json: bool, **given: An
       ratchet tune lessons --reflection-url http://127.0.0.1:8001 --reflection-model big --dry-run
       ratchet tune lessons --reflection-url http://127.0.0.1:8001 --reflection-model big
     """
-    from ratchet.trainer.controller.judges.language_model import LanguageModel
+    from ratchet.trainer.controller.judges.language_model import LanguageModel, key_of_model
     from ratchet.tuner.prompts.lessons.reflexion import check, learn, start_ramp
     from ratchet.tuning.run_lease import RunLease
 
@@ -46,7 +46,7 @@ def lessons(context: click.Context, /, dry_run: bool, as_json: bool, **given: An
     if tuner.reflection is None:
         raise click.UsageError("no language model is named: give --reflection-url and --reflection-model, or set "
                                "tuner.reflection")  # fmt: skip
-    model = LanguageModel(tuner.reflection, os.environ.get(tuner.reflection.api_key_env))
+    model = LanguageModel(tuner.reflection, key_of_model(tuner.reflection, os.environ))
     version = run = None
     try:
         with options.open_store_for_command(settings.store_url) as store:
@@ -75,12 +75,12 @@ def lessons(context: click.Context, /, dry_run: bool, as_json: bool, **given: An
 
 def _named(given: dict[str, Any]) -> dict[str, Any]:
     """Return the options by the names of their settings."""
-    url, model = given.pop("reflection_url"), given.pop("reflection_model")
-    if (url is None) != (model is None):
-        raise click.UsageError("--reflection-url and --reflection-model belong together")
+    from ratchet.tuning.tune_prompt import reflection_setting
+
+    reflection = reflection_setting(given.pop("reflection_url"), given.pop("reflection_model"))
     own = ("failure_threshold", "min_failures", "share")
     named = {f"tuner.lessons.{key}" if key in own else key: value for key, value in given.items()}
-    return named | ({"tuner.reflection": {"base_url": url, "model": model}} if url is not None else {})
+    return named | reflection
 
 
 def _show(learned: LearnedLessons) -> None:

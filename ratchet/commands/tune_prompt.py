@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 )
 @click.option("--max-total-tokens", type=click.IntRange(1), help="Token limit, agent and reflection model together.")
 @click.option("--reflection-url", metavar="URL", help="Base URL of the language model that proposes prompts.")
-@click.option("--reflection-model", metavar="NAME", help="Name of that model.")
+@click.option("--reflection-model", metavar="NAME", help="Name of that model; without a URL, one of `model_list`.")
 @click.option(
     "--seed-prompt", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="Start from this text file."
 )
@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 @click.option("--resume", metavar="ID", help="Resume a run that was stopped or killed; nothing is paid for twice.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the best prompt to this file.")
 @click.option("--promote", is_flag=True, help="If the prompt is better, create a candidate version with it.")
-@options.alias
+@click.option(
+    "--model", metavar="NAME", help="Agent, or a model of `model_list` in its place.  [default: the only agent]"
+)
 @add_rollout_options
 @fail_unless_better
 @options.as_json
@@ -51,16 +53,20 @@ def prompt(
 
     The agent is not changed: the proxy replaces the prompt, for these rollouts only. Training, validation and held-out
     tasks are disjoint. The verdict is `better`, `no better`, `worse` or `inconclusive`; only the first is promoted.
-    Exits with 0 on completion and 1 on errors; with --fail-unless-better, with 3 for every verdict but `better`.
+    If nothing runs, what the agent needs is started and stopped again: for a model of `model_list` the proxy, without
+    vLLM; its prompt is written by --out. Exits with 0 on completion and 1 on errors; with --fail-unless-better, with 3
+    for every verdict but `better`.
 
     \b
     Example:
       ratchet tune prompt --tasks ./tasks --workflow my_agent:run --judge my_agent:judge \\
         --reflection-url http://127.0.0.1:8001 --reflection-model big --max-rollouts 300
+      ratchet tune prompt --model gpt-small --tasks ./tasks --workflow my_agent:run --judge my_agent:judge \\
+        --reflection-model gpt-big --out best.txt
       ratchet tune prompt --resume tun_01J8
     """
     fails: bool = given.pop("fail_unless_better")
-    found = _resume(context, resume, given) if resume else _start(context, given)
+    found = _resume(context, resume, given) if resume else _start(context, given, promotes=promote)
     version = _promote(context, found.run, given) if promote and found.better else None
     if out is not None:
         out.write_text(found.prompt)
@@ -74,13 +80,18 @@ def prompt(
     return EXIT_NOT_BETTER if fails and not found.better else 0
 
 
-def _start(context: click.Context, given: dict[str, Any]) -> PromptOutcome:
+def _start(context: click.Context, given: dict[str, Any], *, promotes: bool) -> PromptOutcome:
     from ratchet.tuning import tune_prompt
 
     file: Path | None = given["seed_prompt"]
     named = tune_prompt.setting_names({key: value for key, value in given.items() if key != "seed_prompt"})
-    settings = options.read_agent_settings(context, named)
-    return tune_prompt.start_run(settings, None if file is None else file.read_text())
+    model = named.pop("model")
+    settings = options.read_project_settings(context, named)
+    if model not in settings.listed_models:
+        settings, model = options.read_agent_settings(context, named | {"model": model}), None
+    elif promotes:
+        raise click.UsageError(f"--promote: {model} is a model of model_list and has no versions; use --out FILE")
+    return tune_prompt.start_run(settings, None if file is None else file.read_text(), model=model)
 
 
 def _resume(context: click.Context, name: str, given: dict[str, Any]) -> PromptOutcome:

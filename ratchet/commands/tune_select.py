@@ -39,12 +39,15 @@ def select_model(context: click.Context, /, png: Path | None, as_json: bool, **g
     """Compare models or versions on the same tasks and choose one: the best, or the cheapest within a margin of it.
 
     Every candidate gets every task, in alternating order. A failed rollout counts as a failure. The gain is measured
-    against the first candidate. Exits with 0 on completion, and with 1 on errors or if no rollout could be scored; with
-    --fail-unless-better, with 3 if nothing is chosen (a tie, too few tasks, rollouts that could not be judged).
+    against the first candidate. If nothing runs, what the candidates need is started and stopped again: for models of
+    `model_list` alone the proxy, without vLLM. Exits with 0 on completion, and with 1 on errors or if no rollout could
+    be scored; with --fail-unless-better, with 3 if nothing is chosen (a tie, too few tasks, rollouts that could not be
+    judged).
 
     \b
     Example:
       ratchet tune select-model --candidate policy@0 --candidate policy@3 --tasks ./tasks --workflow agent:run
+      ratchet tune select-model --candidate gpt-small --candidate gpt-big --tasks ./tasks --workflow agent:run
     """
     from ratchet.tuning import compare_models, reports
 

@@ -7,7 +7,7 @@ checks its section when it is asked for, together with what `up` derives for it.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -250,13 +250,25 @@ class Settings(BaseModel):
         if self._entry and isinstance(limits := self.proxy.get("agent_limits"), dict):
             derived["agent_limits"] = {name: limit for name, limit in limits.items() if name == self.model}
         if self._entry and isinstance(self.proxy.get("fallbacks"), dict):
-            derived["fallbacks"] = self._own_fallbacks(self.proxy["fallbacks"])
+            derived["fallbacks"] = self._own_fallbacks(self.proxy["fallbacks"], (self.model,))
         with readable_errors(self._sources, "proxy"):
             return ProxySettings.read(environ, **(own | self.proxy | derived | values))
 
-    def _own_fallbacks(self, reasons: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the rules without those of other agents."""
-        known = {self.model, *(entry.model_name for entry in self.model_list)}
+    @property
+    def listed_models(self) -> tuple[str, ...]:
+        """The names in `model_list`, each once."""
+        return tuple(dict.fromkeys(entry.model_name for entry in self.model_list))
+
+    @property
+    def models_only(self) -> dict[str, Any]:
+        """The values of `proxy_settings` for a proxy that serves `model_list` alone."""
+        reasons = self.proxy.get("fallbacks")
+        fallbacks = self._own_fallbacks(reasons, ()) if isinstance(reasons, dict) else {}
+        return {"upstreams": (), "model": "", "agents": (), "agent_limits": {}, "fallbacks": fallbacks}
+
+    def _own_fallbacks(self, reasons: Mapping[str, Any], agents: Collection[str]) -> dict[str, Any]:
+        """Return the rules of these agents and of the models of `model_list`."""
+        known = {*agents, *self.listed_models}
         return {
             reason: {name: others for name, others in rules.items() if name in known}
             if isinstance(rules, dict)
@@ -267,7 +279,7 @@ class Settings(BaseModel):
     def trainer_settings(self, **values: Any) -> TrainerSettings:
         """Return the trainer's settings; `values` override the section. Raises SettingsError."""
         from ratchet.settings.learner_section import parse_learner
-        from ratchet.settings.teacher_address import with_address
+        from ratchet.settings.model_address import judge_with_address
         from ratchet.trainer.errors import SettingError
         from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
@@ -286,7 +298,7 @@ class Settings(BaseModel):
         }
         given = self.trainer | self._release() | derived | values
         if "judge" in given:
-            given["judge"] = with_address(given["judge"], self.model_list, ".".join((*section, "judge")))
+            given["judge"] = judge_with_address(given["judge"], self.model_list, ".".join((*section, "judge")))
         with readable_errors(self._sources, *section, also=SettingError):
             return TrainerSettings(**given)
 
@@ -308,7 +320,11 @@ class Settings(BaseModel):
 
     def tuner_settings(self) -> TunerSettings:
         """Return the tuner's settings. Raises SettingsError."""
+        from ratchet.settings.model_address import with_address
         from ratchet.tuner.settings.tuner_settings import TunerSettings
 
+        given = dict(self.tuner)
+        if "reflection" in given:
+            given["reflection"] = with_address(given["reflection"], self.model_list, "tuner.reflection")
         with readable_errors(self._sources, "tuner"):
-            return TunerSettings(**self.tuner)
+            return TunerSettings(**given)

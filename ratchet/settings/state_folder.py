@@ -78,6 +78,11 @@ class StateFolder:
         return self.root / "run" / "settings.yaml"
 
     @property
+    def resolved_models_only(self) -> Path:
+        """The same of a proxy that was started for one run on models of `model_list`."""
+        return self.root / "run" / "models_only.yaml"
+
+    @property
     def learner_token(self) -> Path:
         """The bearer token that `ratchet up` made for its learner, readable by the owner only, while it runs."""
         return self.root / "run" / "learner.token"

@@ -1,5 +1,7 @@
 """The services of a project as processes: command, environment and readiness check of each. Starts nothing.
 
+A run on models of `model_list` alone needs the proxy only (`plan_models_only`).
+
 The services read the settings that `up` resolved from one file without secrets. Secrets, including the store's
 password, reach them by environment variable only. `python -P` keeps the working folder off their module path: a user's
 own logging.py or proxy/ replaces no module of theirs.
@@ -20,6 +22,7 @@ from typing import Any
 
 import yaml
 
+from ratchet.proxy.model_list import check_keys
 from ratchet.settings.masking import has_password, mask_arguments, mask_store_url, mask_variables
 from ratchet.settings.project_settings import OTHER_VARIABLES, PREFIX, Settings, local_url
 from ratchet.settings.setting_errors import listed
@@ -51,8 +54,8 @@ class LaunchPlan:
     """What `up` starts: the services, their URLs, and notes for the user, such as ports that changed."""
 
     services: tuple[Service, ...]
-    vllm: vllm_command.VllmCommand
-    vllm_url: str
+    vllm: vllm_command.VllmCommand | None  # None: the proxy serves `model_list` alone
+    vllm_url: str | None
     proxy_url: str
     notes: tuple[str, ...]
     settings: Settings  # with the chosen ports
@@ -73,10 +76,11 @@ class LaunchPlan:
 def plan_services(settings: Settings, *, config: Path) -> LaunchPlan:
     """Return the services of a project; the resolved settings will be in the file `config`.
 
-    Raises VllmNotFound, GpuMemoryTooLow, BaseModelNotFound, PortInUse or SettingsError.
+    Raises VllmNotFound, GpuMemoryTooLow, BaseModelNotFound, PortInUse, StartError or SettingsError.
     """
     vllm_command.check_installed(settings)
     model = vllm_command.check_model(settings.base_model)
+    check_keys(settings.model_list, os.environ)
     memory = _planned_memory(settings)
     starts_learner = settings.has_judge and settings.learner_process_settings().url is None
     settings, notes = _with_ports(memory.settings, starts_learner=starts_learner)
@@ -85,8 +89,7 @@ def plan_services(settings: Settings, *, config: Path) -> LaunchPlan:
         notes.append(f"base model {model}: no such folder; using it as a hub name")
     if (warning := describe_thrashing(settings)) is not None:
         notes.append(warning)
-    proxy = settings.proxy_settings()
-    proxy_url = local_url(proxy.host, proxy.port, tls=proxy.tls_certificate is not None)
+    proxy_url = _proxy_url(settings)
     vllm_url = local_url(settings.vllm.host, settings.vllm.port)
     vllm = vllm_command.build_command(settings, settings.vllm.port)
     services = [_vllm_service(settings, vllm, vllm_url), _proxy_service(settings, proxy_url, config)]
@@ -100,6 +103,20 @@ def plan_services(settings: Settings, *, config: Path) -> LaunchPlan:
         notes.append("no judge is set (trainer.judge): calls are recorded, nothing is trained")
     learner_url = settings.learner_process_settings().url if settings.has_judge else None
     return LaunchPlan(tuple(services), vllm, vllm_url, proxy_url, tuple(notes), settings, learner_url, token)
+
+
+def plan_models_only(settings: Settings, *, config: Path) -> LaunchPlan:
+    """Return the plan of a proxy that serves `model_list` alone. Raises PortInUse, StartError or SettingsError."""
+    check_keys(settings.model_list, os.environ)
+    settings, notes = _with_ports(settings, starts_learner=False, starts_vllm=False)
+    url = _proxy_url(settings)
+    service = _proxy_service(settings, url, config, "--models-only")
+    return LaunchPlan((service,), None, None, url, tuple(notes), settings)
+
+
+def _proxy_url(settings: Settings) -> str:
+    own = settings.proxy_settings()
+    return local_url(own.host, own.port, tls=own.tls_certificate is not None)
 
 
 def _planned_memory(settings: Settings) -> memory_checks.PlannedMemory:
@@ -136,7 +153,7 @@ def _training_services(settings: Settings, config: Path, token: str | None, *, s
     return [_learner_service(settings, url, config, own), _trainer_service(settings, config, own)]
 
 
-def _with_ports(settings: Settings, *, starts_learner: bool) -> tuple[Settings, list[str]]:
+def _with_ports(settings: Settings, *, starts_learner: bool, starts_vllm: bool = True) -> tuple[Settings, list[str]]:
     """Return the settings with free ports, and a note for each port that changed.
 
     `learner.url` becomes that of the learner that `up` starts.
@@ -146,9 +163,10 @@ def _with_ports(settings: Settings, *, starts_learner: bool) -> tuple[Settings, 
     proxy_port = ports.choose_port(
         "proxy", "proxy.port", proxy.host, proxy.port, fixed=settings.is_set("proxy", "port"), taken=set()
     )
-    vllm = settings.vllm
-    fixed = settings.is_set("vllm", "port")
-    vllm_port = ports.choose_port("vllm", "vllm.port", vllm.host, vllm.port, fixed=fixed, taken={proxy_port})
+    vllm, vllm_port = settings.vllm, settings.vllm.port
+    if starts_vllm:
+        fixed = settings.is_set("vllm", "port")
+        vllm_port = ports.choose_port("vllm", "vllm.port", vllm.host, vllm.port, fixed=fixed, taken={proxy_port})
     changes: dict[str, Any] = {
         "vllm": vllm.model_copy(update={"port": vllm_port}),
         # vLLM stops after the proxy, so this limits how long stopping takes.
@@ -189,10 +207,10 @@ def _vllm_service(settings: Settings, vllm: vllm_command.VllmCommand, url: str) 
     )
 
 
-def _proxy_service(settings: Settings, url: str, config: Path) -> Service:
+def _proxy_service(settings: Settings, url: str, config: Path, *options: str) -> Service:
     return Service(
         name="proxy",
-        command=(sys.executable, "-P", "-m", "ratchet", "--config", str(config), "proxy"),
+        command=(sys.executable, "-P", "-m", "ratchet", "--config", str(config), "proxy", *options),
         environment=service_environment(settings),
         ready=lambda: _answers(f"{url}/health/ready"),
         start_timeout_seconds=settings.vllm.start_timeout_seconds,

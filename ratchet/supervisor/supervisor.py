@@ -16,8 +16,9 @@ import json
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ratchet import __version__
 from ratchet.errors import ServiceExited, ServiceStartTimeout
@@ -32,6 +33,9 @@ from ratchet.supervisor.service_process import ServiceProcess
 from ratchet.supervisor.services import LaunchPlan
 from ratchet.supervisor.startup_display import Event, discard_event
 
+if TYPE_CHECKING:
+    from ratchet.store.store import Store
+
 _POLL = 0.1  # seconds
 _STOP_TIMEOUT = 18.0  # seconds for all services together; `down` waits 20
 
@@ -42,6 +46,8 @@ class Supervisor:
     `check_start` is called while `start` waits, and raises to end that.
 
     `lock` is the project's lock if the caller has acquired it already; `stop` releases it.
+
+    `models_only`: start the proxy alone, for the models of `model_list`; nothing that needs a base model.
     """
 
     def __init__(
@@ -50,15 +56,18 @@ class Supervisor:
         on_event: Callable[[Event], None] = discard_event,
         lock: ProjectLock | None = None,
         check_start: Callable[[], None] | None = None,
+        *,
+        models_only: bool = False,
     ) -> None:
         self.settings = settings
+        self._models_only = models_only
         self._check_start = check_start
         self.state = settings.state
         self._on_event = on_event
         self._children: list[ServiceProcess] = []
         self._lock = lock
         self._plan: LaunchPlan | None = None
-        self._base_model_checked = False
+        self._base_model_checked = models_only
 
     @property
     def plan(self) -> LaunchPlan:
@@ -88,24 +97,36 @@ class Supervisor:
     def prepare(self) -> LaunchPlan:
         """Run every check, acquire the project's lock and choose ports; start nothing yet.
 
-        Raises DiskFull, AlreadyRunning, VllmNotFound, BaseModelNotFound, BaseModelConflict, PortInUse, SettingsError
-        and StoreError.
+        Raises DiskFull, AlreadyRunning, VllmNotFound, BaseModelNotFound, BaseModelConflict, PortInUse, StartError,
+        SettingsError and StoreError.
         """
-        vllm_command.check_installed(self.settings)
-        model = vllm_command.check_model(self.settings.base_model)
+        if not self._models_only:
+            vllm_command.check_installed(self.settings)
+            vllm_command.check_model(self.settings.base_model)
         self.state.make(min_free_disk_mb=self.settings.min_free_disk_mb)
         if self._lock is None:
             self._lock = ProjectLock(self.state)
-        if not vllm_command.is_folder(model):
-            preflight_checks.check_hub_model(model)
-        preflight_checks.check_adapter_store(self.settings)
+        if not self._models_only:
+            self._check_base_model()
         for name in stop_leftover_processes(self.state):
             self._note(f"{name} was left over from a run that was killed; it has been stopped")
-        self._plan = services.plan_services(self.settings, config=self.state.resolved)
+        plan = services.plan_models_only if self._models_only else services.plan_services
+        self._plan = plan(self.settings, config=self._resolved)
         self._prepare_store()
         for note in self._plan.notes:
             self._note(note)
         return self._plan
+
+    @property
+    def _resolved(self) -> Path:
+        """Where the services read their settings. A run that needs the proxy only keeps those of the last `up`."""
+        return self.state.resolved_models_only if self._models_only else self.state.resolved
+
+    def _check_base_model(self) -> None:
+        model = vllm_command.check_model(self.settings.base_model)
+        if not vllm_command.is_folder(model):
+            preflight_checks.check_hub_model(model)
+        preflight_checks.check_adapter_store(self.settings)
 
     def start(self) -> None:
         """Start every service and return when all are ready.
@@ -115,7 +136,7 @@ class Supervisor:
         if self._plan is None:
             self.prepare()
         began = time.monotonic()
-        services.write_resolved_settings(self.plan.settings, self.state.resolved)
+        services.write_resolved_settings(self.plan.settings, self._resolved)
         self._write_learner_token()
         for service in self.plan.services:
             self._on_event(Event("starting", service.name))
@@ -183,12 +204,16 @@ class Supervisor:
         store = open_store(self.settings.store_url)
         try:
             key_cache.check_host_has_keys(self.settings.proxy_settings(), store.keys.all())
-            for alias in self.settings.agents_by_name:
-                store.policies.register_base(alias, vllm_command.served_name(self.settings))
-            self._base_model_checked = base_model_check.check_base_model(self.settings, store, self._note)
+            if not self._models_only:
+                self._register_base(store)
             clear_service_alarms(store)
         finally:
             store.close()
+
+    def _register_base(self, store: Store) -> None:
+        for alias in self.settings.agents_by_name:
+            store.policies.register_base(alias, vllm_command.served_name(self.settings))
+        self._base_model_checked = base_model_check.check_base_model(self.settings, store, self._note)
 
     def _check_downloaded_base(self) -> None:
         from ratchet.store.store import open_store
@@ -243,7 +268,7 @@ class Supervisor:
             "console": self.plan.console,
             "vllm_url": self.plan.vllm_url,
             "learner_url": self.plan.learner_url,
-            "vllm_command": str(self.plan.vllm),
+            "vllm_command": self.plan.vllm and str(self.plan.vllm),
             "store": mask_store_url(self.settings.store_url),
             "started_at": time.time(),
             "services": self.pids,

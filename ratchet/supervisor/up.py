@@ -56,18 +56,24 @@ def start_services(
     lock: ProjectLock | None = None,
     announce: Callable[[str], None] = print,
     check: Callable[[], None] | None = None,
+    *,
+    models_only: bool = False,
 ) -> Iterator[Supervisor]:
     """Start the services; they stop at the end of the block, however it ends. Raises what `Supervisor.start` does.
 
     `check` is called while they start, and raises to stop that; None: a signal does, because this process is a command.
+    `models_only`: start the proxy alone, for the models of `model_list`.
     """
     if check is None:
         signals.install_handlers()
     with StartupDisplay() as show:
-        supervisor = Supervisor(settings, show, lock, check)
+        supervisor = Supervisor(settings, show, lock, check, models_only=models_only)
         try:
             supervisor.prepare()
-            announce(f"vLLM: starting {settings.base_model}; its command is in {settings.state.log('vllm')}")
+            if models_only:
+                announce(f"no vLLM is needed: the proxy serves {listed(settings.listed_models)} for this run")
+            else:
+                announce(f"vLLM: starting {settings.base_model}; its command is in {settings.state.log('vllm')}")
             supervisor.start()
             yield supervisor
         finally:
@@ -76,16 +82,25 @@ def start_services(
 
 @contextmanager
 def attach_or_start(
-    settings: Settings, announce: Callable[[str], None] = print, check: Callable[[], None] | None = None
+    settings: Settings,
+    announce: Callable[[str], None] = print,
+    check: Callable[[], None] | None = None,
+    *,
+    models_only: bool = False,
 ) -> Iterator[ProjectServices]:
     """Use the project's running services, or start them for the block (`start_services`)."""
     running = read_run_state(settings.state)
     if not running:
-        with start_services(settings, announce=announce, check=check) as supervisor:
+        with start_services(settings, announce=announce, check=check, models_only=models_only) as supervisor:
             yield ProjectServices(supervisor.plan.base_url, supervisor.check)
         return
     if not running.get("ready"):
         raise CliError(f"project {settings.project} is still starting (pid {running['pid']}): wait until it is ready")
+    if running.get("vllm_url") is None and not models_only:
+        raise CliError(
+            f"project {settings.project} runs without vLLM, for a run on models of model_list (pid {running['pid']}): "
+            "wait until that has ended"
+        )
 
     def check_project() -> None:
         if read_run_state(settings.state).get("pid") != running["pid"]:

@@ -10,6 +10,7 @@ from ratchet.errors import InvalidArgument
 from ratchet.output.terminal import print_note
 from ratchet.tuning import context
 from ratchet.tuning.caller import COMMAND, RunCaller
+from ratchet.tuning.run_services import run_services
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,17 +52,22 @@ class ComparisonOptions:
 
 
 def compare(settings: Settings, given: ComparisonOptions, caller: RunCaller = COMMAND) -> tuple[Request, Selection]:
-    """Run or resume a comparison; return its request and its result.
+    """Run or resume a comparison, with services for it if none run; return its request and its result.
 
-    Raises TuningError, InvalidArgument, and the errors of `context.opened`.
+    Raises TuningError, InvalidArgument, and the errors of `context.opened` and `run_services`.
     """
     given.check()
-    with context.opened(context.with_run_settings(settings, given.resume), caller) as tuner_context:
+    models = given.candidates
+    if given.resume is not None:
+        models = context.stored_run(settings, given.resume, given.kind).config["candidates"]
+        settings = context.with_run_settings(settings, given.resume)
+    with (
+        run_services(settings, caller, models, lambda: _check_usable(settings, given, caller)),
+        context.opened(settings, caller) as tuner_context,
+    ):
         from ratchet.tuner.selection.model_selection import ModelSelector
 
-        request, run = (
-            _resume(tuner_context, given.resume, given.kind) if given.resume else _start(tuner_context, given)
-        )
+        request, run = _resume(tuner_context, given.resume) if given.resume else _start(tuner_context, given)
         with tuner_context.lease.acquire(run.id, resume=given.resume is not None) as run:
             tasks = tuner_context.tasks(request.tasks, request.split, request.limit)
             rollouts = len(tasks) * request.attempts * len(request.candidates)
@@ -70,6 +76,11 @@ def compare(settings: Settings, given: ComparisonOptions, caller: RunCaller = CO
                 tuner_context.store, tuner_context.runner, tuner_context.scorer, tuner_context.prices
             )
             return request, asyncio.run(selector.run(request, tasks, run))
+
+
+def _check_usable(settings: Settings, given: ComparisonOptions, caller: RunCaller) -> None:
+    if given.resume is None:
+        context.check_usable(settings, caller, given.split)
 
 
 def _start(tuner_context: TuningContext, given: ComparisonOptions) -> tuple[Request, Tuning]:
@@ -95,7 +106,7 @@ def _start(tuner_context: TuningContext, given: ComparisonOptions) -> tuple[Requ
     return request, tuner_context.store.tunings.begin(request.kind, request.alias, msgspec.to_builtins(request))
 
 
-def _resume(tuner_context: TuningContext, name: str, kind: str) -> tuple[Request, Tuning]:
+def _resume(tuner_context: TuningContext, name: str) -> tuple[Request, Tuning]:
     """Return the request of a stopped run, and the run.
 
     Raises InvalidArgument if it cannot be resumed with these options.
@@ -105,8 +116,6 @@ def _resume(tuner_context: TuningContext, name: str, kind: str) -> tuple[Request
     from ratchet.tuner.selection.model_selection import Request
 
     run = tuner_context.store.tunings.get(name)
-    if run.kind != kind:
-        raise InvalidArgument(f"--resume {name}: that run is a {run.kind} run")
     request = msgspec.convert(run.config, Request)
     for what, now in {"workflow": tuner_context.workflow, "judge": tuner_context.scorer.name}.items():
         if getattr(request, what) != now:

@@ -15,6 +15,7 @@ from ratchet.tuning.run_lease import RunLease
 
 if TYPE_CHECKING:
     from ratchet.settings.project_settings import Settings
+    from ratchet.store.records.tuning import Tuning
     from ratchet.store.store import Store
     from ratchet.trainer.controller.judges import Judge
     from ratchet.trainer.observability.progress import Progress
@@ -41,12 +42,20 @@ def open_store(url: str, *, create: bool = True) -> closing[Store]:
     return closing(open_(url, create=create))
 
 
+def stored_run(settings: Settings, name: str, kind: str | None = None) -> Tuning:
+    """Return a run to resume, of this kind if one is given. Raises StoreError, InvalidArgument."""
+    with open_store(settings.store_url, create=False) as store:
+        run = store.tunings.get(name)
+    if kind not in (None, run.kind):
+        raise InvalidArgument(f"--resume {name}: that run is a {run.kind} run")
+    return run
+
+
 def with_run_settings(settings: Settings, run: str | None) -> Settings:
     """Return the settings with the resumed run's workflow and judge as defaults. Raises StoreError."""
     if run is None:
         return settings
-    with open_store(settings.store_url, create=False) as store:
-        config = store.tunings.get(run).config
+    config = stored_run(settings, run).config
     tuner, trainer = dict(settings.tuner), dict(settings.trainer)
     if tuner.get("workflow") is None and (workflow := config.get("workflow")):
         tuner["workflow"] = workflow
@@ -73,9 +82,7 @@ class TuningContext:
 
     def source(self) -> str:
         """Return the source of the task set. Raises InvalidArgument if none is set."""
-        if self.tuner.tasks is None:
-            raise InvalidArgument("no task set is set: give --tasks SOURCE (in Python tasks=), or set tuner.tasks")
-        return str(self.tuner.tasks)
+        return source_of(self.settings)
 
     def task_set(self, source: str) -> TaskSet:
         """Return the task set. Raises TaskSetError."""
@@ -95,6 +102,39 @@ def task_set_of(settings: Settings, source: str) -> TaskSet:
     return found if tuner.test_size is None else found.split(1 - tuner.test_size, tuner.seed)
 
 
+def check_usable(settings: Settings, caller: RunCaller, split: str | None = None) -> None:
+    """Load workflow and judge, and read the task set (of a `split` one row), before anything is started.
+
+    Raises InvalidArgument, SettingsError, WorkflowError, JudgeError, TaskSetError.
+    """
+    from ratchet.trainer.statistics.sign_flip_test import check_scipy
+    from ratchet.tuner.rollouts.workflow import load_workflow
+
+    check_scipy()
+    load_workflow(_workflow_of(settings, caller))
+    with judge_of(settings, caller.judge):
+        tasks = task_set_of(settings, source_of(settings))
+        if split is not None:
+            next(iter(tasks.rows(split, 1)), None)
+
+
+def _workflow_of(settings: Settings, caller: RunCaller) -> str | Function:
+    given = caller.workflow or settings.tuner_settings().workflow
+    if given is None:
+        raise InvalidArgument(
+            "no workflow is set: give --workflow module:function (in Python workflow=), or set tuner.workflow"
+        )
+    return given
+
+
+def source_of(settings: Settings) -> str:
+    """Return the source of the task set. Raises InvalidArgument if none is set."""
+    source = settings.tuner_settings().tasks
+    if source is None:
+        raise InvalidArgument("no task set is set: give --tasks SOURCE (in Python tasks=), or set tuner.tasks")
+    return source
+
+
 @contextmanager
 def opened(settings: Settings, caller: RunCaller = COMMAND) -> Iterator[TuningContext]:
     """Open the components.
@@ -110,11 +150,7 @@ def opened(settings: Settings, caller: RunCaller = COMMAND) -> Iterator[TuningCo
     from ratchet.tuner.rollouts.workflow import load_workflow
 
     tuner = settings.tuner_settings()
-    given = caller.workflow or tuner.workflow
-    if given is None:
-        raise InvalidArgument(
-            "no workflow is set: give --workflow module:function (in Python workflow=), or set tuner.workflow"
-        )
+    given = _workflow_of(settings, caller)
     check_scipy()
     workflow = load_workflow(given)
     progress = Progress(watch_for_command())
@@ -126,9 +162,8 @@ def opened(settings: Settings, caller: RunCaller = COMMAND) -> Iterator[TuningCo
             store, proxy_url, key, workflow, tuner, alias=settings.model, progress=progress, check=lease.check
         )
         scorer = RolloutScorer(
-            store, judge, alias=settings.model, max_wait_seconds=tuner.judge_wait_seconds, progress=progress,
-            check=lease.check,
-        )  # fmt: skip
+            store, judge, max_wait_seconds=tuner.judge_wait_seconds, progress=progress, check=lease.check
+        )
         yield TuningContext(
             settings=settings, tuner=tuner, store=store, proxy_url=proxy_url, api_key=key, progress=progress,
             lease=lease, runner=runner, scorer=scorer, workflow=workflow.name,

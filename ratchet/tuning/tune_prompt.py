@@ -12,6 +12,7 @@ from ratchet.output.terminal import print_note
 from ratchet.settings.project_settings import Settings
 from ratchet.tuning import context as tuning
 from ratchet.tuning.caller import COMMAND, RunCaller
+from ratchet.tuning.run_services import run_services
 
 if TYPE_CHECKING:
     from ratchet.store.records.tuning import Tuning
@@ -64,47 +65,71 @@ class PromptOutcome:
 
 def setting_names(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return options or arguments by the names of their settings. Raises InvalidArgument."""
-    url, model = given["reflection_url"], given["reflection_model"]
-    if (url is None) != (model is None):
-        raise InvalidArgument(
-            "--reflection-url and --reflection-model belong together (in Python reflection_url=, reflection_model=)"
-        )
     own = {key: value for key, value in given.items() if not key.startswith("reflection_")}
     named = {f"tuner.prompt.{key}" if key in _PROMPT else key: value for key, value in own.items()}
-    return tuning.setting_names(named) | (
-        {"tuner.reflection": {"base_url": url, "model": model}} if url is not None else {}
-    )
+    return tuning.setting_names(named) | reflection_setting(given["reflection_url"], given["reflection_model"])
 
 
-def start_run(settings: Settings, seed_prompt: str | None, caller: RunCaller = COMMAND) -> PromptOutcome:
-    """Start a run and complete it. Raises TuningError, SettingsError, InvalidArgument."""
+def reflection_setting(url: str | None, model: str | None) -> dict[str, Any]:
+    """Return the setting of the reflection model; a model without a URL is one of `model_list`.
+
+    Raises InvalidArgument for a URL alone.
+    """
+    if url is not None and model is None:
+        raise InvalidArgument(
+            "--reflection-url needs --reflection-model (in Python reflection_url=, reflection_model=); the latter "
+            "alone names a model of model_list"
+        )
+    address = {} if url is None else {"base_url": url}
+    return {} if model is None else {"tuner.reflection": {**address, "model": model}}
+
+
+def start_run(
+    settings: Settings, seed_prompt: str | None, caller: RunCaller = COMMAND, *, model: str | None = None
+) -> PromptOutcome:
+    """Start a run and complete it, with services for it if none run.
+
+    `model`: a name in `model_list`, whose prompt is searched in place of the agent's.
+
+    Raises TuningError, SettingsError, InvalidArgument, and what `run_services` does.
+    """
+    from ratchet.tuner.prompts.prompt_run import check, config_of
+    from ratchet.tuner.selection.model_selection import known_models
+
     settings = _without_retries(settings)
     tuner_settings = settings.tuner_settings()
-    with tuning.opened(settings, caller) as tuner_context:
-        from ratchet.tuner.prompts.prompt_run import check, config_of
-        from ratchet.tuner.selection.model_selection import known_models
+    name = model or settings.model
+    _reflection_key(tuner_settings)  # a missing one is an error before the run begins
 
+    def check_usable() -> None:
+        tuning.check_usable(settings, caller)
+        check(tuner_settings)
+
+    with run_services(settings, caller, (name,), check_usable), tuning.opened(settings, caller) as tuner_context:
         tuner_context.source()
         check(tuner_settings)
-        known_models(
-            tuner_context.proxy_url, tuner_context.api_key
-        )  # fail before the run starts if the proxy does not answer
+        served = known_models(tuner_context.proxy_url, tuner_context.api_key)
+        if model is not None and model not in served:
+            raise InvalidArgument(f"{model} is in model_list, but the running proxy does not serve it: restart it")
         used = tuner_settings.model_copy(update={"workflow": tuner_context.workflow})
         config = config_of(used, settings.trainer.get("judge"), seed_prompt)
-        config["judge_name"] = tuner_context.scorer.name
-        return _complete(tuner_context, tuner_context.store.tunings.begin("prompt", settings.model, config).id)
+        config["judge_name"], config["listed_model"] = tuner_context.scorer.name, model
+        return _complete(tuner_context, tuner_context.store.tunings.begin("prompt", name, config).id)
 
 
 def resume_run(settings: Settings, name: str, caller: RunCaller = COMMAND) -> PromptOutcome:
     """Resume a run of any agent of the project with its request; only proxy, store and concurrency may change."""
-    with tuning.open_store(settings.store_url) as store:
-        run = store.tunings.get(name)
-        if run.kind != "prompt":
-            raise InvalidArgument(f"--resume {name}: that run is a {run.kind} run")
-    settings = settings.for_agent(run.alias) if settings.agents else settings
-    with tuning.opened(_with_request(settings, run), caller) as tuner_context:
-        from ratchet.tuner.selection.model_selection import known_models
+    from ratchet.tuner.selection.model_selection import known_models
 
+    run = tuning.stored_run(settings, name, "prompt")
+    if settings.agents and not run.config.get("listed_model"):
+        settings = settings.for_agent(run.alias)
+    settings = _with_request(settings, run)
+    _reflection_key(settings.tuner_settings())
+    with (
+        run_services(settings, caller, (run.alias,), lambda: tuning.check_usable(settings, caller)),
+        tuning.opened(settings, caller) as tuner_context,
+    ):
         known_models(tuner_context.proxy_url, tuner_context.api_key)
         _check_same(run, tuner_context)
         return _complete(tuner_context, name, resume=True)
@@ -140,6 +165,11 @@ def create_candidate(store: Store, name: str, *, force: bool = False) -> str:
         raise InvalidArgument(f"run {name} ({run.kind}, {run.state}) has no prompt to promote")
     if details["prompt_id"] is None:
         raise InvalidArgument(f"run {name} found no better prompt than its seed prompt")
+    if (model := run.config.get("listed_model")) is not None:
+        raise InvalidArgument(
+            f"run {name} tuned the prompt of {model}, a model of model_list, which has no versions: give the prompt to "
+            "your agent as its system prompt (--out FILE writes it; in Python run.best)"
+        )
     if details["verdict"] != "better" and not force:
         raise InvalidArgument(
             f"run {name}: {details['verdict']}, {details['why']}; promote it anyway with --force (in Python force=True)"
@@ -147,6 +177,13 @@ def create_candidate(store: Store, name: str, *, force: bool = False) -> str:
     evidence = {"tuning": name, "verdict": details["verdict"], "gain": (run.result or {}).get("gain")}
     policy = store.policies.register_prompt_version(run.alias, details["prompt_id"], evidence)
     return f"{policy.alias}@{policy.version}"
+
+
+def _reflection_key(settings: TunerSettings) -> str | None:
+    """Return the API key of the reflection model. Raises JudgeError if its variable is not set."""
+    from ratchet.trainer.controller.judges.language_model import key_of_model
+
+    return None if settings.reflection is None else key_of_model(settings.reflection, os.environ)
 
 
 def _without_retries(settings: Settings) -> Settings:
@@ -160,7 +197,8 @@ def _with_request(settings: Settings, run: Tuning) -> Settings:
     tuner = dict(run.config["tuner"]) | {"proxy_url": now.proxy_url, "concurrency": now.concurrency}
     judge = {} if run.config["judge"] is None else {"judge": run.config["judge"]}
     trainer = {key: value for key, value in settings.trainer.items() if key != "judge"} | judge
-    return settings.model_copy(update={"tuner": tuner, "trainer": trainer, "model": run.alias})
+    alias = settings.model if run.config.get("listed_model") else run.alias
+    return settings.model_copy(update={"tuner": tuner, "trainer": trainer, "model": alias})
 
 
 def _complete(tuner_context: tuning.TuningContext, name: str, *, resume: bool = False) -> PromptOutcome:
@@ -172,14 +210,12 @@ def _complete(tuner_context: tuning.TuningContext, name: str, *, resume: bool = 
 
     with tuner_context.lease.acquire(name, resume=resume) as run:
         print_note(f"{run.id}: `{tuner_context.lease.resumption(run)}` resumes it after an interruption")
-        tuner_settings: TunerSettings = tuner_context.tuner
-        reflection = tuner_settings.reflection
         run_context = PromptRunContext(
             store=tuner_context.store,
             tasks=tuner_context.task_set(tuner_context.source()),
             runner=tuner_context.runner,
             scorer=tuner_context.scorer,
-            reflection_key=os.environ.get(reflection.api_key_env) if reflection is not None else None,
+            reflection_key=_reflection_key(tuner_context.tuner),
             prices=tuner_context.prices,
             progress=tuner_context.progress,
             report=print_note,

@@ -44,8 +44,11 @@ class ProxyInstances:
         instances = [row_to(ProxyInstance, row) for row in rows]
         return [instance for instance in instances if alias is None or alias in instance.live_versions]
 
-    def shipped_until(self, alias: str, now: float, since: float) -> float:
-        """Return the time up to which every running proxy has shipped its records; `now` if none is running."""
+    def shipped_until(self, alias: str | None, now: float, since: float) -> float:
+        """Return the time up to which every running proxy of an alias, or of any, has shipped its records.
+
+        It is `now` if none is running.
+        """
         return min([now, *(instance.shipped_until for instance in self.running(alias, since))])
 
     def remove(self, instance_id: str) -> None:

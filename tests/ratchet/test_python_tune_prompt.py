@@ -35,7 +35,7 @@ async def test_a_better_prompt_is_found_for_an_agent_of_the_caller_and_promoted(
 
     with prompt_project(project) as (store, _, _, reflection):
         named: dict[str, Any] = {"reflection_url": reflection.url, "reflection_model": "scripted-reflection"}
-        with pytest.raises(ratchet.InvalidArgument, match="belong together"):
+        with pytest.raises(ratchet.InvalidArgument, match="needs --reflection-model"):
             await ratchet.tune_prompt_async(agent, judge, "world", reflection_url=reflection.url)
         with pytest.raises(ratchet.RatchetError, match="no reflection model is set"):
             await ratchet.tune_prompt_async(agent, judge, "world")

@@ -141,7 +141,7 @@ def test_a_run_that_was_killed_goes_on_by_its_id_alone_and_pays_for_nothing_twic
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"reflection-url": "http://127.0.0.1:1"}, "--reflection-url and --reflection-model belong together"),
+        ({"reflection-url": "http://127.0.0.1:1"}, "--reflection-url needs --reflection-model"),
         ({}, "tuner.reflection"),
         (
             {"reflection-url": "http://127.0.0.1:1", "reflection-model": "x", "proxy": "http://127.0.0.1:9"},

@@ -59,7 +59,7 @@ def rollouts_of(runner: RolloutRunner, tasks: list[Task], tuning: Tuning, attemp
 def test_a_judge_gets_the_row_and_the_response(
     runner: Make, tasks: list[Task], tuning: Tuning, store: Store, spec: Any
 ) -> None:
-    scored = RolloutScorer(store, judge_of(spec), alias=ALIAS).score(rollouts_of(runner(), tasks, tuning, attempts=2))
+    scored = RolloutScorer(store, judge_of(spec)).score(rollouts_of(runner(), tasks, tuning, attempts=2))
     assert [one.score for one in scored] == [0, 0, 1, 1] * 4
     assert store.rollouts.of_tuning(tuning.id, responses=True) == scored
     assert all(one.prompt_tokens > 0 and one.completion_tokens > 0 for one in scored)
@@ -69,12 +69,12 @@ def test_a_judge_gets_the_row_and_the_response(
 def test_without_a_judge_the_workflows_own_reward_counts(
     runner: Make, tasks: list[Task], tuning: Tuning, store: Store
 ) -> None:
-    scored = RolloutScorer(store, None, alias=ALIAS).score(rollouts_of(runner("rewards_itself"), tasks, tuning))
+    scored = RolloutScorer(store, None).score(rollouts_of(runner("rewards_itself"), tasks, tuning))
     assert [one.score for one in scored] == [0, 1] * 4
     assert {one.judge for one in scored} == {"workflow"}
-    judged = RolloutScorer(store, judge_of({"kind": "workflow"}), alias=ALIAS).score(scored)
+    judged = RolloutScorer(store, judge_of({"kind": "workflow"})).score(scored)
     assert [one.score for one in judged] == [0, 1] * 4
-    unjudged = RolloutScorer(store, None, alias=ALIAS).score(rollouts_of(runner("ask"), tasks[:1], tuning))
+    unjudged = RolloutScorer(store, None).score(rollouts_of(runner("ask"), tasks[:1], tuning))
     assert [(one.score, one.judge_failure) for one in unjudged] == [(None, NO_JUDGE)]
 
 
@@ -82,7 +82,7 @@ def test_without_a_judge_the_workflows_own_reward_counts(
 def test_a_judge_failure_is_kept_and_is_no_number(
     runner: Make, tasks: list[Task], tuning: Tuning, store: Store
 ) -> None:
-    scored = RolloutScorer(store, judge_of(f"{__name__}:sees"), alias=ALIAS).score(
+    scored = RolloutScorer(store, judge_of(f"{__name__}:sees")).score(
         rollouts_of(runner(), tasks[:2], tuning)
     )
     assert [one.score for one in scored] == [None, None]
@@ -93,7 +93,7 @@ def test_a_judge_failure_is_kept_and_is_no_number(
 def test_a_failed_rollout_is_not_judged_and_keeps_its_failure(
     runner: Make, tasks: list[Task], tuning: Tuning, store: Store
 ) -> None:
-    (one,) = RolloutScorer(store, judge_of(f"{__name__}:by_row"), alias=ALIAS).score(
+    (one,) = RolloutScorer(store, judge_of(f"{__name__}:by_row")).score(
         rollouts_of(runner("crashes"), tasks[:1], tuning)
     )
     assert (one.state, one.score, one.judge) == (RolloutState.FAILED, None, None)
@@ -101,7 +101,7 @@ def test_a_failed_rollout_is_not_judged_and_keeps_its_failure(
 
 @pytest.mark.slow
 def test_a_workflow_without_calls_is_reported(runner: Make, tasks: list[Task], tuning: Tuning, store: Store) -> None:
-    (one,) = RolloutScorer(store, judge_of(f"{__name__}:by_row"), alias=ALIAS).score(
+    (one,) = RolloutScorer(store, judge_of(f"{__name__}:by_row")).score(
         rollouts_of(runner("only_the_task"), tasks[:1], tuning)
     )
     assert one.judge_failure == NO_CALL
@@ -111,7 +111,7 @@ def test_a_workflow_without_calls_is_reported(runner: Make, tasks: list[Task], t
 def test_tokens_of_failed_rollouts_count_too(
     runner: Make, tasks: list[Task], tuning: Tuning, store: Store, proxy: Proxy
 ) -> None:
-    (one,) = RolloutScorer(store, None, alias=ALIAS).score(rollouts_of(runner("asks_then_crashes"), tasks[:1], tuning))
+    (one,) = RolloutScorer(store, None).score(rollouts_of(runner("asks_then_crashes"), tasks[:1], tuning))
     assert one.state is RolloutState.FAILED
     assert one.prompt_tokens > 0
 
@@ -127,11 +127,11 @@ def test_what_a_proxy_has_not_shipped_is_unjudged_and_never_judged_on_a_part(
     )
     store.proxy_instances.heartbeat(behind)
     judge = judge_of(f"{__name__}:by_row")
-    scored = RolloutScorer(store, judge, alias=ALIAS, max_wait_seconds=0.3).score(made)
+    scored = RolloutScorer(store, judge, max_wait_seconds=0.3).score(made)
     assert [one.score for one in scored] == [None, None]
     assert all("not all in the store after 0.3 s" in str(one.judge_failure) for one in scored)
     store.proxy_instances.remove("d")
-    assert [one.score for one in RolloutScorer(store, judge, alias=ALIAS).score(scored)] == [0, 1]
+    assert [one.score for one in RolloutScorer(store, judge).score(scored)] == [0, 1]
 
 
 class Slow:
@@ -159,6 +159,6 @@ def test_few_transcripts_are_in_memory_at_a_time(runner: Make, tasks: list[Task]
     made = rollouts_of(runner(), tasks, tuning)
     gc.collect()
     before, slow = sum(type(one) is Transcript for one in gc.get_objects()), Slow()
-    scored = RolloutScorer(store, slow, alias=ALIAS).score(made)
+    scored = RolloutScorer(store, slow).score(made)
     assert [one.score for one in scored] == [1.0] * 8
     assert slow.most - before < 6

@@ -58,7 +58,7 @@ class SelectionSetup:
         selector = ModelSelector(
             self.store,
             RolloutRunner(self.store, self.proxy.url, None, workflow, settings, alias="agent"),
-            RolloutScorer(self.store, made, alias="agent"),
+            RolloutScorer(self.store, made),
             prices_of(self.listed),
         )
         request = Request(
@@ -149,7 +149,7 @@ async def test_what_ended_is_not_run_again(bench: SelectionSetup) -> None:
     )
     workflow = load_workflow("tests.harness.tuner.workflows:ask")
     runner = RolloutRunner(bench.store, bench.proxy.url, None, workflow, TunerSettings(), alias="agent")
-    scorer = RolloutScorer(bench.store, FunctionJudge("tests.harness.tuner.judges:exact"), alias="agent")
+    scorer = RolloutScorer(bench.store, FunctionJudge("tests.harness.tuner.judges:exact"))
     tuning = bench.store.tunings.begin("select-model", "agent", {})
     some = jobs_of(request, bench.tasks[:6])[:7]
     await runner.run(some, tuning.id)

@@ -111,7 +111,7 @@ class Stand:
             self.store, self._proxy.url, None, load_workflow(AGENT), TunerSettings(concurrency=8),
             alias=ALIAS,
         )  # fmt: skip
-        scorer = RolloutScorer(self.store, judge, alias=ALIAS)
+        scorer = RolloutScorer(self.store, judge)
         settings = TrainerSettings(
             store="unused", model=ALIAS, base_model="unused", vllm=("http://127.0.0.1:1",), checkpoints=self.folder,
             judge="tests.harness.tuner.scripted_versions:judge",

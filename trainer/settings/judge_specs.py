@@ -134,10 +134,14 @@ class BehaviorSpec(_Spec):
 class ModelSpec(_Spec):
     """A language model at any OpenAI-compatible URL."""
 
-    base_url: str = Field(description="base URL, with or without /v1; may be this project's own proxy")
-    model: str = Field(min_length=1, description="name of the model at that URL")
-    api_key_env: str = Field(
-        "RATCHET_JUDGE_API_KEY", pattern=r"^[A-Z][A-Z0-9_]*$", description="environment variable with the API key"
+    base_url: str = Field(
+        description="base URL, with or without /v1; may be this project's own proxy; a model of `model_list` needs none"
+    )
+    model: str = Field(min_length=1, description="name of the model at that URL, or in `model_list`")
+    api_key_env: str | None = Field(
+        "RATCHET_JUDGE_API_KEY",
+        pattern=r"^[A-Z][A-Z0-9_]*$",
+        description="environment variable with the API key; null: none; for a model of `model_list`, that of its entry",
     )
     timeout_seconds: float = Field(120.0, gt=0, description="timeout of one request")
     max_attempts: int = Field(

@@ -157,9 +157,12 @@ class _PromptRun:
         )
 
     def _model(self) -> str | None:
-        """Return the live version by name, so that no version in its ramp serves a part of the rollouts."""
+        """Return the live version by name, so that no version in its ramp serves a part of the rollouts.
+
+        A model of `model_list` has no versions: it serves under its own name.
+        """
         live = self._context.store.policies.live().get(self._tuning.alias)
-        return None if live is None else f"{live.alias}@{live.version}"
+        return self._tuning.config.get("listed_model") if live is None else f"{live.alias}@{live.version}"
 
     def _sets(self) -> Sets:
         prompt, splits = self._settings.prompt, self._context.tasks.splits()

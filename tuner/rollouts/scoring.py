@@ -45,7 +45,6 @@ class RolloutScorer:
         store: Store,
         judge: Judge | None,
         *,
-        alias: str = "policy",
         max_wait_seconds: float = 60.0,
         progress: Progress | None = None,
         clock: Callable[[], float] = time.time,
@@ -54,7 +53,6 @@ class RolloutScorer:
         self._store = store
         self._check = check
         self._judge = judge
-        self._alias = alias
         self._max_wait_seconds = max_wait_seconds
         self._progress = progress or Progress()
         self._clock = clock
@@ -101,7 +99,7 @@ class RolloutScorer:
         until = self._clock() + self._max_wait_seconds
         while True:
             now = self._clock()
-            shipped = self._store.proxy_instances.shipped_until(self._alias, now, since=now - PROXY_TIMEOUT_SECONDS)
+            shipped = self._store.proxy_instances.shipped_until(None, now, since=now - PROXY_TIMEOUT_SECONDS)
             if shipped > moment or now >= until:
                 return shipped
             time.sleep(_POLL_SECONDS)

@@ -52,7 +52,7 @@ class WorkflowEvaluator:
         self._second = second
         self._workflow = load_workflow(settings.workflow or "")
         self._tasks = _tasks(settings)
-        self._scorer = RolloutScorer(store, judge, alias=alias)
+        self._scorer = RolloutScorer(store, judge)
 
     def close(self) -> None:
         """Close the judges."""

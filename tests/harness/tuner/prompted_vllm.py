@@ -16,8 +16,8 @@ from tests.harness.tuner.message_text import text_of
 class PromptedVllm(ScriptedVllm):
     """Answers questions of the small world by the rules in the system prompt, after `seconds`."""
 
-    def __init__(self, seconds: float = 0.0) -> None:
-        super().__init__()
+    def __init__(self, seconds: float = 0.0, **given: Any) -> None:
+        super().__init__(**given)
         self.seconds = seconds
         self.prompts: list[str] = []  # the system prompt of each call, "" where there was none
 

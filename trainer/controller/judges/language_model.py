@@ -52,6 +52,19 @@ class JudgeModelSession:
         return self.judge_requests[-1].id if self.judge_requests else None
 
 
+def key_of_model(spec: ModelSpec, environ: Mapping[str, str]) -> str | None:
+    """Return the model's API key, None without one. Raises JudgeError if the variable of the settings is not set.
+
+    The default variable may be unset: a server of one's own needs no key.
+    """
+    if spec.api_key_env is None:
+        return None
+    key = environ.get(spec.api_key_env) or None
+    if key is None and spec.api_key_env != ModelSpec.model_fields["api_key_env"].default:
+        raise JudgeError(f"the API key of {spec.model} is in the variable {spec.api_key_env}, which is not set")
+    return key
+
+
 class LanguageModel:
     """One model at one endpoint. Thread-safe. Raises JudgeError if the package `openai` is missing."""
 

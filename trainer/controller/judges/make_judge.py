@@ -19,7 +19,7 @@ from ratchet.trainer.controller.judges.kinds.next_state import NextStateJudge
 from ratchet.trainer.controller.judges.kinds.ruler import RulerJudge
 from ratchet.trainer.controller.judges.kinds.teacher import TeacherJudge
 from ratchet.trainer.controller.judges.kinds.workflow_reward import RewardJudge
-from ratchet.trainer.controller.judges.language_model import LanguageModel
+from ratchet.trainer.controller.judges.language_model import LanguageModel, key_of_model
 from ratchet.trainer.errors import JudgeError, PluginError
 from ratchet.trainer.settings.judge_specs import (
     AnswerSpec,
@@ -69,7 +69,7 @@ def make_judge(spec: JudgeSpec, environ: Mapping[str, str]) -> Judge:
     if isinstance(spec, ByFamilySpec):
         other = None if spec.other is None else make_judge(spec.other, environ)
         return ByFamilyJudge({name: make_judge(judge, environ) for name, judge in spec.judges.items()}, other)
-    model = LanguageModel(spec, environ.get(spec.api_key_env))
+    model = LanguageModel(spec, key_of_model(spec, environ))
     return NextStateJudge(spec, model) if isinstance(spec, NextStateSpec) else RulerJudge(spec, model)
 
 
