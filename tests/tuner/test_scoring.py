@@ -82,9 +82,7 @@ def test_without_a_judge_the_workflows_own_reward_counts(
 def test_a_judge_failure_is_kept_and_is_no_number(
     runner: Make, tasks: list[Task], tuning: Tuning, store: Store
 ) -> None:
-    scored = RolloutScorer(store, judge_of(f"{__name__}:sees")).score(
-        rollouts_of(runner(), tasks[:2], tuning)
-    )
+    scored = RolloutScorer(store, judge_of(f"{__name__}:sees")).score(rollouts_of(runner(), tasks[:2], tuning))
     assert [one.score for one in scored] == [None, None]
     assert all(str(one.judge_failure).startswith("AssertionError") for one in scored)
 

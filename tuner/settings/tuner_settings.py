@@ -64,7 +64,8 @@ class TunerSettings(BaseModel):
         description="input_cost_per_token and output_cost_per_token by alias, for the models served by vLLM",
     )
     reflection: ModelSpec | None = Field(
-        None, description="language model that reads rollouts and proposes prompts: a name of model_list, or model and base_url"
+        None,
+        description="language model that reads rollouts and proposes prompts: one of model_list, or at base_url",
     )
     prompt: PromptSettings = Field(default_factory=PromptSettings, description="how a system prompt is searched for")
     lessons: LessonSettings = Field(
