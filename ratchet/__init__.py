@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "Attempt": "ratchet.api.evaluation",
     "Evaluation": "ratchet.api.evaluation",
+    "Family": "ratchet.api.families",
     "InvalidArgument": "ratchet.errors",
     "JudgeError": "ratchet.trainer.errors",
     "Judgement": "ratchet.trainer.user_code.judgement",

@@ -2,6 +2,7 @@ from ratchet.api.evaluate import evaluate as evaluate
 from ratchet.api.evaluate import evaluate_async as evaluate_async
 from ratchet.api.evaluation import Attempt as Attempt
 from ratchet.api.evaluation import Evaluation as Evaluation
+from ratchet.api.families import Family as Family
 from ratchet.api.gather import gather as gather
 from ratchet.api.gather import gather_async as gather_async
 from ratchet.api.runs import RunStatus as RunStatus

@@ -18,13 +18,13 @@ from ratchet.agentscope.types import (
 from ratchet.tuner.rollouts.workflow_output import WorkflowOutput
 
 if TYPE_CHECKING:
-    from ratchet.agentscope.methods import select_model, tune_prompt
+    from ratchet.agentscope.methods import select_model, tune, tune_prompt
 
 __all__ = [
     "AlgorithmConfig", "DatasetConfig", "JudgeOutput", "JudgeType", "PromptTuneConfig", "TunerModelConfig",
-    "WorkflowOutput", "WorkflowType", "select_model", "tune_prompt",
+    "WorkflowOutput", "WorkflowType", "select_model", "tune", "tune_prompt",
 ]  # fmt: skip
-_METHODS = ("select_model", "tune_prompt")
+_METHODS = ("select_model", "tune", "tune_prompt")
 
 
 def __getattr__(name: str) -> Any:

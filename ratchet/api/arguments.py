@@ -47,14 +47,17 @@ def read_arguments(
     """
     values = {name: given[name] for name in (*_ARGUMENTS, *own)}
     config, values["model"] = values.pop("config"), values.pop("agent")
-    workflow, judge = _importable(values.pop("workflow")), _importable(values.pop("judge"))
+    workflow, judge = importable(values.pop("workflow")), importable(values.pop("judge"))
     if workflow is not None and not isinstance(workflow, str):
         FunctionWorkflow(workflow)  # raises WorkflowError
     values |= _source(values.pop("tasks"), values.pop("seed"), values.pop("test_size"))
     values |= {"workflow": workflow if isinstance(workflow, str) else None}
     values |= {"judge": None if callable(judge) else judge}
+    content = given.get("settings") or {}
+    if not isinstance(content, Mapping):
+        raise InvalidArgument(f"settings is {content!r:.100}: give a mapping, such as {{'trainer': {{...}}}}")
     options = {tuple(path.split(".")): (f"{path.rpartition('.')[2]}=", value) for path, value in named(values).items()}
-    settings = load_agent(None if config is None else Path(config), options)
+    settings = load_agent(None if config is None else Path(config), options, content)
     return Arguments(settings, workflow if callable(workflow) else None, judge if callable(judge) else None)
 
 
@@ -82,7 +85,7 @@ def _source(tasks: AnyTasks | None, seed: int | None, test_size: float | None) -
     return {"tasks": tasks.source, "seed": tasks.seed, "test_size": tasks.test_size}
 
 
-def _importable(given: Any) -> Any:
+def importable(given: Any) -> Any:
     """Return a function as `module:function` if another process can import it; everything else unchanged."""
     module, name = getattr(given, "__module__", None), getattr(given, "__qualname__", "")
     if not callable(given) or module in (None, "__main__") or "<" in name or not name:

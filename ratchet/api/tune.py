@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ratchet.api.arguments import AnyJudge, AnyTasks, AnyWorkflow, read_arguments
 from ratchet.api.event_loop import run_to_end
+from ratchet.api.families import Families, Family, read_families
 from ratchet.api.runs import TuningRun, start
 from ratchet.errors import InvalidArgument
 from ratchet.output.terminal import print_note
+from ratchet.settings.project_settings import Settings
 from ratchet.supervisor.up import attach_or_start, read_run_state
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.tuning import tune_weights
@@ -30,6 +33,7 @@ def tune(
     judge: AnyJudge | None = None,
     tasks: AnyTasks | None = None,
     *,
+    families: Mapping[str, Family] | None = None,
     base_model: str | None = None,
     rounds: int | None = None,
     tasks_per_round: int | None = None,
@@ -46,6 +50,7 @@ def tune(
     concurrency: int | None = None,
     seed: int | None = None,
     test_size: float | None = None,
+    settings: Mapping[str, Any] | None = None,
     agent: str | None = None,
     project: str | None = None,
     config: str | Path | None = None,
@@ -57,6 +62,8 @@ def tune(
 
     judge                a function that the trainer can import is used by its name; any other one, such as one of a
                          notebook, is called in this process, for services that are started for this run
+    families             several task sets by name, each with its workflow and judge, in place of workflow, judge and
+                         tasks: {"mail": ratchet.Family(tasks, workflow, judge, weight=3), "math": ...}
     base_model           a folder or a hub name; None: that of the settings
     rounds               of training tasks; None: 20
     tasks_per_round      None: 16
@@ -70,6 +77,8 @@ def tune(
     warm_start           run SFT first on: policy, demonstrations, or a name of `model_list`
     warm_start_settings  such as {"general": "chat.jsonl"}
     attempts             at each task: the group size
+    settings             of this run, in the form of ratchet.yaml, such as {"vllm": {"max_model_len": 4096}}; they win
+                         over the file, for services that are started for this run
     resume               the id of a run that ended early; with the same workflow and judge
 
     The other arguments are those of `evaluate`; the task set has a split `test`, or `test_size` is set. Returns once
@@ -83,6 +92,7 @@ async def tune_async(
     judge: AnyJudge | None = None,
     tasks: AnyTasks | None = None,
     *,
+    families: Mapping[str, Family] | None = None,
     base_model: str | None = None,
     rounds: int | None = None,
     tasks_per_round: int | None = None,
@@ -99,6 +109,7 @@ async def tune_async(
     concurrency: int | None = None,
     seed: int | None = None,
     test_size: float | None = None,
+    settings: Mapping[str, Any] | None = None,
     agent: str | None = None,
     project: str | None = None,
     config: str | Path | None = None,
@@ -106,14 +117,23 @@ async def tune_async(
 ) -> TuningRun:
     """Do what `tune` does, beside the running event loop: `await (await tune_async(...))`."""
     arguments = locals()
-    given = read_arguments(arguments, (), tune_weights.setting_names)
+    parts = None if families is None else _families(families, workflow, judge, tasks)
+    default = workflow if not families else next(iter(families.values())).workflow  # every family has its own
+    given = read_arguments(arguments | {"workflow": default}, (), tune_weights.setting_names)
     own = {name: arguments[name] for name in _PLANNED} | {
-        "families": (),
-        "family_workflow": (),
+        "families": parts.sources if parts is not None and resume is None else (),
+        "family_workflow": parts.workflow_names if parts is not None and resume is None else (),
         "warm_start": tuple(warm_start),
         "warm_start_setting": [f"{key}={json.dumps(value)}" for key, value in (warm_start_settings or {}).items()],
     }
-    if given.judge is not None and read_run_state(given.settings.state):
+    fixed = _of_services(settings or {})
+    if fixed and read_run_state(given.settings.state):
+        raise InvalidArgument(
+            f"project {given.settings.project} runs with its own settings: leave {fixed[0]} out of settings=, or stop "
+            "the project so that services are started for this run"
+        )
+    is_served = given.judge is not None or (parts is not None and parts.has_functions)
+    if is_served and read_run_state(given.settings.state):
         raise InvalidArgument(
             f"project {given.settings.project} runs, and its trainer cannot import this judge: put the function into a "
             "module and set trainer.judge, or stop the project so that services are started for this run"
@@ -121,12 +141,33 @@ async def tune_async(
 
     def work(caller: RunCaller) -> None:
         with ExitStack() as stack:
-            settings = given.settings
-            if given.judge is not None:
-                server = stack.enter_context(JudgeServer(FunctionJudge(given.judge)))
-                settings = settings.model_copy(update={"trainer": {**settings.trainer, "judge": server.spec}})
-            settings = tune_weights.prepare(settings, own, caller)
-            services = stack.enter_context(attach_or_start(settings, print_note, caller.check))
-            tune_weights.tune(settings, own, services, caller)
+            used = given.settings
+            if parts is not None:
+                used = _with_judge(used, parts.judge(stack))
+                caller = replace(caller, families=parts.workflows)
+            elif given.judge is not None:
+                used = _with_judge(used, stack.enter_context(JudgeServer(FunctionJudge(given.judge))).spec)
+            used = tune_weights.prepare(used, own, caller)
+            services = stack.enter_context(attach_or_start(used, print_note, caller.check))
+            tune_weights.tune(used, own, services, caller)
 
     return await start(given, "weights", resume, work)
+
+
+def _of_services(settings: Mapping[str, Any]) -> list[str]:
+    """Return the keys that are settings of vLLM, proxy, trainer or learner."""
+    return [name for name in settings if name not in ("tuner", "project", "state_dir")]
+
+
+def _families(
+    families: Mapping[str, Family], workflow: AnyWorkflow | None, judge: AnyJudge | None, tasks: AnyTasks | None
+) -> Families:
+    """Read the families. Raises InvalidArgument if something is given twice."""
+    given = {"workflow": workflow, "judge": judge, "tasks": tasks}
+    if twice := [name for name, value in given.items() if value is not None]:
+        raise InvalidArgument(f"families= has workflow, judge and tasks of each family: leave {twice[0]}= out")
+    return read_families(families)
+
+
+def _with_judge(settings: Settings, judge: Mapping[str, Any]) -> Settings:
+    return settings.model_copy(update={"trainer": {**settings.trainer, "judge": judge}})

@@ -65,12 +65,16 @@ def known_keys() -> dict[str, Any]:
 
 
 def load(
-    config: Path | None = None, options: Options | None = None, environ: Mapping[str, str] = os.environ
+    config: Path | None = None,
+    options: Options | None = None,
+    environ: Mapping[str, str] = os.environ,
+    content: Mapping[str, Any] = MappingProxyType({}),
 ) -> Settings:
     """Load and check the settings of the project in the current folder.
 
     config   a settings file; None reads `ratchet.yaml` if it exists
     options  command-line options by key path; a value of None is not set
+    content  settings of a Python call, in the form of the file; stronger than file and variables
 
     With `agents`, the option --model chooses one of them: the settings are those of this agent alone.
 
@@ -78,7 +82,7 @@ def load(
     """
     if config is None and Path(CONFIG_FILE).is_file():
         config = Path(CONFIG_FILE)
-    layers = _Layers(config, options or {}, environ)
+    layers = _Layers(config, options or {}, environ, content)
     values = _LayeredSettings(layers=layers).values()
     chosen = layers.choose_agent(values)
     with readable_errors(layers.sources):
@@ -88,13 +92,15 @@ def load(
     return settings if chosen is None else settings.for_agent(chosen)
 
 
-def load_agent(config: Path | None = None, options: Options | None = None) -> Settings:
+def load_agent(
+    config: Path | None = None, options: Options | None = None, content: Mapping[str, Any] = MappingProxyType({})
+) -> Settings:
     """Load the settings of one agent, with what its project's current or last run has: the only one, or `model`.
 
     Raises SettingsError.
     """
     given = {".".join(path) for path, (_, value) in (options or {}).items() if value is not None}
-    return one_agent(with_last_run(load(config, options), given))
+    return one_agent(with_last_run(load(config, options, content=content), given | set(content)))
 
 
 def one_agent(settings: Settings) -> Settings:
@@ -147,9 +153,12 @@ def read_last_run(settings: Settings) -> dict[str, Any]:
 class _Layers:
     """What the sources share: the known keys, and where each value came from."""
 
-    def __init__(self, config: Path | None, options: Options, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, config: Path | None, options: Options, environ: Mapping[str, str], content: Mapping[str, Any]
+    ) -> None:
         self.config = config
         self.options = options
+        self.content = content
         self.environ = environ
         self.known = known_keys()
         self.sources: dict[tuple[str, ...], str] = {}
@@ -305,10 +314,11 @@ class _VariableLayer(EnvSettingsSource):
 
 
 class _OptionLayer(InitSettingsSource):
-    """Command-line options."""
+    """Command-line options, and the settings of a Python call, which are weaker."""
 
     def __init__(self, settings_cls: type[BaseSettings], layers: _Layers) -> None:
         values: dict[str, Any] = {}
+        layers.add(values, layers.content, (), "settings=")
         for path, (name, value) in layers.options.items():
             if value is not None:
                 layers.put(values, path, value, name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ class RunCaller:
 
     workflow   a function in place of the settings' workflow
     judge      a function in place of the settings' judge
+    families   functions that are the workflows of task families
     cancelled  set to stop the run before its next rollout, and those in progress
     started    called with the run's id once it has begun
     """
@@ -35,6 +36,7 @@ class RunCaller:
     cancelled: threading.Event = field(default_factory=threading.Event)
     started: Callable[[str], object] = lambda run: None
     in_python: bool = False
+    families: Mapping[str, Function] = field(default_factory=dict)
 
     def check(self) -> None:
         """Raise RunCancelled if the run was cancelled."""

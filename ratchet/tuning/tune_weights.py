@@ -64,13 +64,13 @@ def tune(
 ) -> TuningResult:
     """Run to completion, with what `prepare` returned. Raises TuningError, CliError."""
     with tuning.opened(settings, caller) as tuner_context:
-        name = _check_kind(tuner_context.store, own["resume"]) if own["resume"] else _start(tuner_context, own).id
+        name = _check_kind(tuner_context.store, own["resume"]) if own["resume"] else _start(tuner_context, own, caller)
         with tuner_context.lease.acquire(name, resume=own["resume"] is not None) as run:
             print_note(f"{run.id} on {services.base_url}")
-            return _run(tuner_context, run, services.check)
+            return _run(tuner_context, run, services.check, caller)
 
 
-def _run(tuner_context: TuningContext, run: Tuning, check: Any) -> TuningResult:
+def _run(tuner_context: TuningContext, run: Tuning, check: Any, caller: RunCaller) -> TuningResult:
     from ratchet.trainer.observability.progress import print_line
     from ratchet.tuner.reports.tuning_result import plain
     from ratchet.tuner.rollouts.runner import RolloutRunner
@@ -89,7 +89,7 @@ def _run(tuner_context: TuningContext, run: Tuning, check: Any) -> TuningResult:
             tuner_context.tuner, alias=settings.model, progress=tuner_context.progress, check=tuner_context.lease.check,
         )  # fmt: skip
     families = parse_families(plan.families, tuner_context.task_set)
-    by_family = {name: load_workflow(spec) for name, spec in plan.family_workflows.items()}
+    by_family = {name: load_workflow(caller.families.get(name, one)) for name, one in plan.family_workflows.items()}
     runner = tuner_context.runner.with_families(by_family)
 
     def watch() -> None:
@@ -108,11 +108,11 @@ def _run(tuner_context: TuningContext, run: Tuning, check: Any) -> TuningResult:
     return result
 
 
-def _start(tuner_context: TuningContext, own: Mapping[str, Any]) -> Tuning:
+def _start(tuner_context: TuningContext, own: Mapping[str, Any], caller: RunCaller) -> str:
     from ratchet.tuner.weights.weights_plan import config_of
 
-    plan = _plan(tuner_context.settings, own, tuner_context.workflow)
-    return tuner_context.store.tunings.begin("weights", tuner_context.settings.model, config_of(plan))
+    plan = _plan(tuner_context.settings, own, tuner_context.workflow, caller)
+    return tuner_context.store.tunings.begin("weights", tuner_context.settings.model, config_of(plan)).id
 
 
 def _check_kind(store: Store, name: str) -> str:
@@ -123,16 +123,18 @@ def _check_kind(store: Store, name: str) -> str:
     return name
 
 
-def _plan(settings: Settings, own: Mapping[str, Any], workflow: str | None) -> WeightsPlan:
+def _plan(settings: Settings, own: Mapping[str, Any], workflow: str | None, caller: RunCaller) -> WeightsPlan:
     """Return the plan. Raises InvalidArgument, which names the wrong option."""
     from pydantic import ValidationError
 
+    from ratchet.tuner.rollouts.workflow import load_workflow
     from ratchet.tuner.weights.weights_plan import WeightsPlan
 
     tuner, trainer = settings.tuner_settings(), settings.trainer_settings(base_model=settings.base_model)
     families = own["families"] or ((tuner.tasks,) if tuner.tasks else ())
     given = {name: own[name] for name in _PLANNED if own[name] is not None}
-    given["family_workflows"] = _pairs("--family-workflow", own["family_workflow"], "math=my_agent:run")
+    named = _pairs("--family-workflow", own["family_workflow"], "math=my_agent:run")
+    given["family_workflows"] = named | {name: load_workflow(one).name for name, one in caller.families.items()}
     values = given | {"families": families, "workflow": workflow, "attempts": trainer.num_generations}
     try:
         return WeightsPlan(**values, seed=tuner.seed, warm_start=_warm_start(own))
@@ -177,13 +179,14 @@ def _check_readable(settings: Settings, own: Mapping[str, Any], caller: RunCalle
     from ratchet.tuner.tasks.task_mix import parse_families
 
     given = caller.workflow or settings.tuner_settings().workflow
-    plan = _plan(settings, own, None if given is None else load_workflow(given).name)
+    plan = _plan(settings, own, None if given is None else load_workflow(given).name, caller)
     names = [family.name for family in parse_families(plan.families, partial(tuning.task_set_of, settings))]
     if unknown := sorted(plan.family_workflows.keys() - set(names)):
         raise InvalidArgument(
             f"--family-workflow {unknown[0]}: the task sets are {', '.join(names)} (--tasks NAME=SOURCE)"
         )
-    for workflow in filter(None, (plan.eval_workflow, *plan.family_workflows.values())):
+    named = (one for name, one in plan.family_workflows.items() if name not in caller.families)
+    for workflow in filter(None, (plan.eval_workflow, *named)):
         load_workflow(workflow)
 
 

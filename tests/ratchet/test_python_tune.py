@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import yaml
 
 import ratchet
+from ratchet.agentscope import AlgorithmConfig, DatasetConfig, JudgeOutput, TunerModelConfig, WorkflowOutput, tune
 from ratchet.store.store import open_store
 from tests.harness.cli.project import ROOT, Project
 from tests.harness.trainer.tiny import build_tiny_model
@@ -60,6 +63,98 @@ def test_services_are_started_for_a_run_whose_judge_is_a_closure_and_are_stopped
     assert {one.judge.partition(":")[0] for one in verdicts.values()} <= {"http"}  # what the trainer used
     assert {one.failure for one in verdicts.values()} <= {None}
     assert {one["id"] for one in seen} >= set(verdicts)
+
+
+def test_code_for_agentscopes_tuner_trains_with_its_own_configurations(tuned: Project) -> None:
+    model, engine = tuned.content.pop("base_model"), tuned.content["vllm"]
+    tuned.write()  # the model is that of the call
+
+    async def workflow(task: Mapping[str, Any], base_url: str, model: str) -> WorkflowOutput:
+        return WorkflowOutput(response=await agent(task, base_url, model))
+
+    async def judge(task: Mapping[str, Any], response: Any) -> JudgeOutput:
+        return JudgeOutput(reward=float(len(response.get_text_content()) % 2), metrics={"tasks": float(len(task))})
+
+    run = tune(
+        workflow_func=workflow,
+        judge_func=judge,
+        train_dataset=DatasetConfig(path="tasks", total_steps=1),
+        eval_dataset=DatasetConfig(path="tasks", split="test"),
+        model=TunerModelConfig(model_path=model, max_model_len=256),
+        algorithm=AlgorithmConfig(algorithm_type="rloo", group_size=2, batch_size=2, eval_interval_steps=1),
+    )
+    assert list((tuned.state / "run").glob("*.pid")) == []
+    assert [one["round"] for one in run.curve()] == [0, 1]
+    used = yaml.safe_load((tuned.state / "run" / "settings.yaml").read_text())
+    assert used["base_model"] == model
+    assert used["vllm"]["max_model_len"] == 256
+    assert used["vllm"]["command"] == engine["command"]  # of ratchet.yaml: the call says nothing about it
+    assert {key: used["trainer"][key] for key in ("advantage_estimator", "num_generations", "groups_per_round")} == {
+        "advantage_estimator": "rloo", "num_generations": 2, "groups_per_round": 2,
+    }  # fmt: skip
+
+
+def test_families_with_an_agent_and_a_judge_each_train_in_one_run(tuned: Project) -> None:
+    seen: dict[str, set[str]] = {"numbers": set(), "words": set()}
+    shutil.copytree(tuned.folder / "tasks", tuned.folder / "words")
+    for file in (tuned.folder / "words").iterdir():
+        file.write_text(file.read_text().replace("number", "word"))
+
+    async def count(task: Mapping[str, Any], base_url: str, model: str) -> str:
+        return await agent(task, base_url, model)
+
+    async def spell(task: Mapping[str, Any], base_url: str, model: str) -> ratchet.WorkflowOutput:
+        return ratchet.WorkflowOutput(await agent(task, base_url, model), metrics={"letters": 3.0})
+
+    def judge_of(name: str) -> Any:
+        def judge(task: dict[str, Any], response: str) -> float:
+            seen[name].add(task["question"].split()[0])
+            return float(len(response) % 2)
+
+        return judge
+
+    families = {
+        "numbers": ratchet.Family("tasks", count, judge_of("numbers")),
+        "words": ratchet.Family(ratchet.Tasks("words"), spell, judge_of("words"), weight=2.0),
+    }
+    with pytest.raises(ratchet.InvalidArgument, match="leave judge= out"):
+        ratchet.tune(families=families, judge=judge_of("words"))
+    with pytest.raises(ratchet.InvalidArgument, match=r"give a mapping of names to `ratchet\.Family"):
+        ratchet.tune(families={"words": "words"})  # type: ignore[dict-item]
+    sizes: dict[str, Any] = {"rounds": 1, "tasks_per_round": 6, "attempts": 2, "eval_tasks": 2, "validation_tasks": 1}
+    run = ratchet.tune(families=families, seed=3, **sizes).wait(300)
+    assert seen == {"numbers": {"number"}, "words": {"word"}}
+    assert set(run.curve()[-1]["families"]) == {"numbers", "words"}
+    store = open_store(str(tuned.state / "store.db"))
+    try:
+        made = store.rollouts.of_tuning(run.id)
+    finally:
+        store.close()
+    by_family = {name: [one for one in made if one.task_id.startswith(f"{name}/")] for name in families}
+    assert all(any(one.purpose == "live" for one in some) for some in by_family.values())
+    assert {bool(one.metrics) for one in by_family["words"]} == {True}
+    assert {bool(one.metrics) for one in by_family["numbers"]} == {False}
+
+
+def test_settings_of_a_call_are_checked_like_those_of_the_file(tuned: Project) -> None:
+    judge = "tests.harness.tuner.scripted_versions:judge"
+    with pytest.raises(
+        ratchet.RatchetError, match=r"settings=: unknown key vllm\.max_model_length; the nearest known key"
+    ):
+        ratchet.tune(agent, judge, "tasks", settings={"vllm": {"max_model_length": 4096}})
+    with pytest.raises(ratchet.RatchetError, match=r"trainer\.num_generations"):
+        ratchet.tune(agent, judge, "tasks", settings={"trainer": {"num_generations": "many"}})
+    with pytest.raises(ratchet.InvalidArgument, match="settings is 3: give a mapping"):
+        ratchet.tune(agent, judge, "tasks", settings=3)  # type: ignore[arg-type]
+    with pytest.raises(ratchet.RatchetError, match="auxiliary_models names 'big', which is not in model_list"):
+        tune(
+            workflow_func=agent,
+            train_dataset=DatasetConfig(path="tasks"),
+            auxiliary_models={"big": TunerModelConfig(model_path="big", max_model_len=256)},
+        )
+    with pytest.raises(ratchet.RatchetError, match="config_path names settings of Trinity"):
+        tune(workflow_func=agent, train_dataset=DatasetConfig(path="tasks"), config_path="trinity.yaml")
+    assert not tuned.state.exists()
 
 
 async def test_a_start_that_is_cancelled_leaves_no_process(tuned: Project) -> None:
