@@ -54,8 +54,8 @@ class LaunchPlan:
     """What `up` starts: the services, their URLs, and notes for the user, such as ports that changed."""
 
     services: tuple[Service, ...]
-    vllm: vllm_command.VllmCommand | None  # None: the proxy serves `model_list` alone
-    vllm_url: str | None
+    vllm: vllm_command.VllmCommand  # without arguments if the proxy serves `model_list` alone
+    vllm_url: str | None  # None: the same
     proxy_url: str
     notes: tuple[str, ...]
     settings: Settings  # with the chosen ports
@@ -111,7 +111,7 @@ def plan_models_only(settings: Settings, *, config: Path) -> LaunchPlan:
     settings, notes = _with_ports(settings, starts_learner=False, starts_vllm=False)
     url = _proxy_url(settings)
     service = _proxy_service(settings, url, config, "--models-only")
-    return LaunchPlan((service,), None, None, url, tuple(notes), settings)
+    return LaunchPlan((service,), vllm_command.VllmCommand((), {}), None, url, tuple(notes), settings)
 
 
 def _proxy_url(settings: Settings) -> str:

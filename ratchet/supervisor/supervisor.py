@@ -268,7 +268,7 @@ class Supervisor:
             "console": self.plan.console,
             "vllm_url": self.plan.vllm_url,
             "learner_url": self.plan.learner_url,
-            "vllm_command": self.plan.vllm and str(self.plan.vllm),
+            "vllm_command": str(self.plan.vllm),
             "store": mask_store_url(self.settings.store_url),
             "started_at": time.time(),
             "services": self.pids,

@@ -37,6 +37,10 @@ def tuned(project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
     return project
 
 
+async def answer(task: Mapping[str, Any], base_url: str, model: str) -> WorkflowOutput:
+    return WorkflowOutput(response=await agent(task, base_url, model))
+
+
 def test_services_are_started_for_a_run_whose_judge_is_a_closure_and_are_stopped_at_its_end(tuned: Project) -> None:
     seen: list[dict[str, Any]] = []
 
@@ -69,14 +73,11 @@ def test_code_for_agentscopes_tuner_trains_with_its_own_configurations(tuned: Pr
     model, engine = tuned.content.pop("base_model"), tuned.content["vllm"]
     tuned.write()  # the model is that of the call
 
-    async def workflow(task: Mapping[str, Any], base_url: str, model: str) -> WorkflowOutput:
-        return WorkflowOutput(response=await agent(task, base_url, model))
-
     async def judge(task: Mapping[str, Any], response: Any) -> JudgeOutput:
         return JudgeOutput(reward=float(len(response.get_text_content()) % 2), metrics={"tasks": float(len(task))})
 
     run = tune(
-        workflow_func=workflow,
+        workflow_func=answer,
         judge_func=judge,
         train_dataset=DatasetConfig(path="tasks", total_steps=1),
         eval_dataset=DatasetConfig(path="tasks", split="test"),
@@ -148,12 +149,12 @@ def test_settings_of_a_call_are_checked_like_those_of_the_file(tuned: Project) -
         ratchet.tune(agent, judge, "tasks", settings=3)  # type: ignore[arg-type]
     with pytest.raises(ratchet.RatchetError, match="auxiliary_models names 'big', which is not in model_list"):
         tune(
-            workflow_func=agent,
+            workflow_func=answer,
             train_dataset=DatasetConfig(path="tasks"),
             auxiliary_models={"big": TunerModelConfig(model_path="big", max_model_len=256)},
         )
     with pytest.raises(ratchet.RatchetError, match="config_path names settings of Trinity"):
-        tune(workflow_func=agent, train_dataset=DatasetConfig(path="tasks"), config_path="trinity.yaml")
+        tune(workflow_func=answer, train_dataset=DatasetConfig(path="tasks"), config_path="trinity.yaml")
     assert not tuned.state.exists()
 
 

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ def _sum(number: int) -> dict[str, Any]:
     return {"question": f"What is {number} + 3?", "answer": str(number + 3)}
 
 
-def _write(folder: Path, **splits: list[Mapping[str, Any]]) -> None:
+def _write(folder: Path, **splits: Sequence[Mapping[str, Any]]) -> None:
     folder.mkdir()
     for split, rows in splits.items():
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
