@@ -17,7 +17,7 @@ from ratchet.tuning import gather_groups
 from ratchet.tuning.caller import RunCaller
 from ratchet.tuning.context import open_store
 from ratchet.tuning.gather_groups import GatherOptions
-from ratchet.tuning.proxy_services import proxy_services
+from ratchet.tuning.run_services import run_services
 
 Scenarios = Iterable[Mapping[str, Any]] | Tasks
 
@@ -93,7 +93,7 @@ async def gather_async(
     )  # fmt: skip
 
     def work(caller: RunCaller) -> None:
-        with proxy_services(given.settings, caller):
+        with run_services(given.settings, caller, (model or given.settings.model,), lambda: None):
             gather_groups.gather(given.settings, wanted, caller)
 
     run = await (await start(given, gather_groups.KIND, resume, work))
