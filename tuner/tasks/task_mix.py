@@ -21,7 +21,7 @@ VALIDATION = ("validation", "valid", "val", "dev")  # names of a validation spli
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class TaskFamily:
     """A task set with a name and a relative weight."""
 
     name: str
@@ -54,7 +54,7 @@ def _id(task: Task) -> str:
     return task.id
 
 
-def parse_families(given: Sequence[str], opened: Callable[[str], TaskSet] = TaskSet.open) -> list[Family]:
+def parse_families(given: Sequence[str], opened: Callable[[str], TaskSet] = TaskSet.open) -> list[TaskFamily]:
     """Parse `SOURCE`, `NAME=SOURCE` or `NAME=SOURCE:WEIGHT`. Raises TaskSetError, and the errors of `opened`."""
     families = [_family(one, opened) for one in given]
     twice = [name for name, count in Counter(family.name for family in families).items() if count > 1]
@@ -63,11 +63,11 @@ def parse_families(given: Sequence[str], opened: Callable[[str], TaskSet] = Task
     return families
 
 
-def _family(given: str, opened: Callable[[str], TaskSet]) -> Family:
+def _family(given: str, opened: Callable[[str], TaskSet]) -> TaskFamily:
     name, named, rest = given.partition("=")
     if not named:
         found = opened(given)
-        return Family(found.name, found)
+        return TaskFamily(found.name, found)
     source, weighed, weight = rest.rpartition(":")
     try:
         value = float(weight) if weighed else 1.0
@@ -75,13 +75,13 @@ def _family(given: str, opened: Callable[[str], TaskSet]) -> Family:
         source, value = rest, 1.0
     if not 0 < value < math.inf:
         raise TaskSetError(f"--tasks {given}: the weight is {weight}; it must be above 0")
-    return Family(name, opened(source if weighed else rest), value)
+    return TaskFamily(name, opened(source if weighed else rest), value)
 
 
 class TaskMix:
     """The training tasks of all families, without the excluded ones."""
 
-    def __init__(self, families: Iterable[Family], seed: int, excluded: Container[str] = frozenset()) -> None:
+    def __init__(self, families: Iterable[TaskFamily], seed: int, excluded: Container[str] = frozenset()) -> None:
         self._families = list(families)
         self._tasks = {
             family.name: [task for task in family.of(TRAIN) if task.id not in excluded] for family in self._families

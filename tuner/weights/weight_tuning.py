@@ -40,7 +40,7 @@ from ratchet.trainer.tasks.task_set import TEST, Task
 from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner, final_rollouts, pending_jobs
 from ratchet.tuner.rollouts.scoring import RolloutScorer
 from ratchet.tuner.selection.choice import marks_of
-from ratchet.tuner.tasks.task_mix import Family, TaskMix
+from ratchet.tuner.tasks.task_mix import TaskFamily, TaskMix
 from ratchet.tuner.weights.weights_plan import (
     BASELINE,
     LIVE,
@@ -68,7 +68,7 @@ class WeightsTuning:
         self,
         store: Store,
         tuning: Tuning,
-        families: Sequence[Family],
+        families: Sequence[TaskFamily],
         trainer: TrainerSettings,
         runner: RolloutRunner,
         scorer: RolloutScorer,
