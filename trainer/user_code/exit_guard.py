@@ -37,6 +37,9 @@ class _Guarded(Coroutine[Any, Any, _T]):
         self._inner = inner
         self.__qualname__ = getattr(inner, "__qualname__", type(inner).__qualname__)
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)  # anyio looks at `cr_running` and others before it cancels a task
+
     def __await__(self) -> Generator[Any, Any, _T]:
         raise TypeError("only a task can run this coroutine")
 
