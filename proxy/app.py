@@ -143,7 +143,7 @@ def create_app(
     health = HealthEndpoints(
         serving.policies, serving.probes, recording.journal, recording.shipper, settings.max_lag_seconds, critical_tasks
     )
-    restore = LinkingRestore(serving.linker.restore_from_store, store, settings.trajectory_idle_seconds)
+    restore = LinkingRestore(serving.linker, store, settings.trajectory_idle_seconds)
     placing = _build_admission(
         settings, store, serving, restore, recording.shipper, metrics, role, limit_reports, critical_tasks
     )

@@ -5,7 +5,7 @@ Reads the newest calls, up to a limit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -21,6 +21,7 @@ from ratchet.store.states import CallState, TrajectoryState
 
 _LOST = (CallState.ABORTED, CallState.INTERRUPTED)
 _FAMILY = (schema.trajectories.c.task, schema.trajectories.c.tools_hash.label("first_tools"))
+_BATCH = 256  # answers
 _RETRIED = (408, 409, 429)  # besides every 5xx
 
 
@@ -30,19 +31,18 @@ class ResumeState:
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
 
-    def open_leaves(self, since: float, limit: int = 10_000) -> list[OpenLeaf]:
-        """Return the answers of open trajectories active after `since` (Unix seconds), oldest first."""
+    def open_leaves(self, since: float, limit: int = 10_000) -> Iterator[list[OpenLeaf]]:
+        """Yield the answers of open trajectories active after `since` (Unix seconds), the latest `limit`, in batches.
+
+        A batch has whole trajectories, about `_BATCH` answers: the least recently active trajectory first, and of each
+        the oldest answer first. Each batch is read when it is wanted.
+        """
         calls, answers, trajectories = schema.calls, schema.choices, schema.trajectories
-        columns = (answers.c.choice, answers.c.link_key, answers.c.tool_call_ids, answers.c.reply_node)
+        columns = (calls.c.id, calls.c.trajectory_id, calls.c.alias, calls.c.version, calls.c.key_id)
+        nodes = (calls.c.prompt_node, answers.c.reply_node, trajectories.c.root_node)
+        links = (answers.c.choice, answers.c.link_key, answers.c.tool_call_ids)
         query = (
-            sa.select(
-                calls,
-                trajectories.c.purpose,
-                trajectories.c.root_node,
-                trajectories.c.last_active_at,
-                *_FAMILY,
-                *columns,
-            )
+            sa.select(*columns, *nodes, *links, trajectories.c.purpose, trajectories.c.last_active_at, *_FAMILY)
             .join(answers, answers.c.call_id == calls.c.id)
             .join(trajectories, trajectories.c.id == calls.c.trajectory_id)
             .where(_open(since), answers.c.link_key != "")
@@ -51,12 +51,27 @@ class ResumeState:
         )
         with read(self._engine) as connection:
             rows = connection.execute(query).all()
-            inside = load_calls(connection, calls.c.trajectory_id.in_({row.trajectory_id for row in rows}))
-            names = {name for row in rows for name in (row.reply_node, row.root_node, row.prompt_node)}
+        own: dict[str, list[Any]] = {}
+        for row in reversed(rows):
+            own.setdefault(row.trajectory_id, []).append(row)
+        batch: list[Any] = []
+        for group in sorted(own.values(), key=lambda group: group[-1].last_active_at):
+            batch += group
+            if len(batch) >= _BATCH:
+                yield self._leaves(batch)
+                batch = []
+        if batch:
+            yield self._leaves(batch)
+
+    def _leaves(self, rows: Sequence[Any]) -> list[OpenLeaf]:
+        """Return the answers of whole trajectories."""
+        names = {name for row in rows for name in (row.reply_node, row.root_node, row.prompt_node)}
+        with read(self._engine) as connection:
+            inside = load_calls(connection, schema.calls.c.trajectory_id.in_({row.trajectory_id for row in rows}))
             bodies = _bodies(connection, sorted(names))
         known = sequences(inside)
         continued = {(call.parent_call, call.parent_choice) for call in inside}
-        return [_leaf(row, known, continued, bodies) for row in reversed(rows)]
+        return [_leaf(row, known, continued, bodies) for row in rows]
 
     def unanswered_calls(self, since: float, limit: int = 10_000) -> list[UnansweredCall]:
         """Return the calls of open trajectories since then that were not answered, oldest first."""

@@ -8,7 +8,7 @@ from ratchet.proxy.coordinator.linking.cautious_linker import CautiousLinker, Do
 from ratchet.proxy.coordinator.unheard_workers import TICK_SECONDS, UnheardWorkers
 from ratchet.store.content import messages as canon
 from ratchet.store.records import UNLINKED, OpenLeaf
-from tests.proxy.test_linking import NEXT, REPLY, USER, Message, answered, evidence
+from tests.proxy.test_linking import NEXT, REPLY, USER, Message, answered, evidence, restore
 
 LONG: Message = {"role": "assistant", "content": "The budget of the spring meeting is 4,300, as the treasurer says."}
 FUNCTION = {"name": "search", "arguments": "{}"}
@@ -77,9 +77,9 @@ def test_what_is_read_in_the_store_again_is_known_once_and_continued_where_it_wa
         sequence=b"",
         last_active_at=5.0,
     )
-    linker.restore_from_store([stored], 6.0)
+    restore(linker, stored)
     size = linker.bytes
-    linker.restore_from_store([stored], 6.0)
+    restore(linker, stored)
     assert (len(linker), linker.bytes) == (1, size)
     found = linker.find_link(evidence([USER, REPLY, NEXT]))
     assert found.trajectory_id == "traj_old"

@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
+from ratchet.proxy.coordinator.linking.restore import leaf_from_store
 from ratchet.proxy.errors import BadRequest
 from ratchet.proxy.messages.link_records import AttemptKey, Leaf, Link, LinkEvidence, TokenFingerprint
 from ratchet.proxy.messages.text_fingerprints import fingerprints_of
@@ -51,6 +52,12 @@ def answered(linker: TrajectoryLinker, prompt: list[Message], reply: Message, no
     )
     linker.end_call(link, [leaf], now)
     return link
+
+
+def restore(linker: TrajectoryLinker, stored: OpenLeaf) -> None:
+    """Restore an answer of the store."""
+    linker.restore_answers([(stored, leaf_from_store(stored))])
+    linker.finish_restore(6.0)
 
 
 def tool_reply(arguments: str, call_id: str = "call_1", **more: Any) -> Message:
@@ -216,7 +223,7 @@ def test_a_restored_answer_is_continued(linker: TrajectoryLinker) -> None:
         sequence=pack_ids([7, 8]),
         last_active_at=5.0,
     )
-    linker.restore_from_store([leaf], 6.0)
+    restore(linker, leaf)
     found = linker.find_link(evidence([USER, REPLY, NEXT]))
     assert (found.trajectory_id, found.version) == ("traj_old", 2)
     assert found.parent is not None
@@ -244,7 +251,7 @@ def test_after_a_restart_evaluations_and_live_runs_stay_apart(
         sequence=b"",
         last_active_at=5.0,
     )
-    linker.restore_from_store([leaf], 6.0)
+    restore(linker, leaf)
     found = linker.find_link(evidence([USER, REPLY, NEXT], version=version))
     assert (found.trajectory_id == "traj_old") is joins
     assert found.purpose == ("live" if version is None else "eval")

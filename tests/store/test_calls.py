@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
 import msgspec
 import pytest
+import sqlalchemy as sa
 
 from ratchet.store.errors import RecordNotFound
 from ratchet.store.records import unpack_ids, unpack_logprobs
@@ -125,7 +127,7 @@ def test_open_leaves_hold_the_whole_token_context(store: Store) -> None:
     store.calls.ship([ended(second, tool_call(), prompt=(4,), ids=(5,), context="exact")])
     answered_trajectory(store, "gone")
     store.trajectories.seal("gone", now=9.0)
-    leaves = store.resume_state.open_leaves(since=0.0)
+    (leaves,) = store.resume_state.open_leaves(since=0.0)
     assert [(leaf.call_id, unpack_ids(leaf.sequence)) for leaf in leaves] == [
         ("call_1", (1, 2, 3)),
         ("call_2", (1, 2, 3, 4, 5)),
@@ -133,6 +135,22 @@ def test_open_leaves_hold_the_whole_token_context(store: Store) -> None:
     assert [leaf.extended for leaf in leaves] == [True, False]
     assert json.loads(leaves[0].reply)["tool_calls"][0]["id"] == "c1"
     assert [json.loads(body)["content"] for body in leaves[0].prompt_messages] == ["Where?", "Where?"]
+
+
+def test_open_leaves_come_in_batches_of_whole_trajectories_with_few_queries(store: Store) -> None:
+    shipped = []
+    for number in range(400):
+        first = call_start(f"call_{number:03}_1", f"t{number:03}", at=float(number))
+        second = call_start(f"call_{number:03}_2", f"t{number:03}", parent_call=first.call_id, at=1000.0 - number)
+        shipped += [ended(first, tool_call()), ended(second, tool_call(), context="exact")]
+    store.calls.ship(shipped)
+    statements: list[str] = []
+    sa.event.listen(store._engine, "before_cursor_execute", lambda *found: statements.append(found[2]))
+    batches = [[leaf.trajectory_id for leaf in batch] for batch in store.resume_state.open_leaves(since=0.0)]
+    assert [len(batch) for batch in batches] == [256, 256, 256, 32]
+    oldest_first = [f"t{number:03}" for number in reversed(range(400)) for _ in range(2)]
+    assert list(itertools.chain(*batches)) == oldest_first
+    assert len([one for one in statements if one.startswith("SELECT")]) <= 1 + 5 * len(batches)
 
 
 def test_open_attempts_are_those_that_nobody_repeated(store: Store) -> None:

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 import msgspec
 
@@ -38,7 +39,7 @@ from ratchet.proxy.coordinator.linking.open_trajectories import (
     candidate_names,
     name_of_other_agent,
 )
-from ratchet.proxy.coordinator.linking.restore import attempt_from_store, leaf_from_store
+from ratchet.proxy.coordinator.linking.restore import attempt_from_store
 from ratchet.proxy.coordinator.linking.unanswered_attempts import RESEND_WINDOW, RETRY_WINDOW, UnansweredAttempts
 from ratchet.proxy.errors import BadRequest
 from ratchet.proxy.messages.link_records import AttemptKey, Leaf, Link, LinkEvidence, Placement, TokenFingerprint
@@ -214,11 +215,11 @@ class TrajectoryLinker:
 
     def known_answer(self, leaf: Leaf) -> Leaf | None:
         """Return this linker's leaf of an answer; None if it is not known."""
-        trajectory = self._trajectories.get(leaf.trajectory_id)
-        for known in reversed(trajectory.leaves if trajectory else ()):
-            if (known.call_id, known.choice) == (leaf.call_id, leaf.choice):
-                return known
-        return None
+        return self._answers_of(leaf.trajectory_id).get((leaf.call_id, leaf.choice))
+
+    def _answers_of(self, trajectory_id: str) -> dict[tuple[str, int], Leaf]:
+        trajectory = self._trajectories.get(trajectory_id)
+        return {(leaf.call_id, leaf.choice): leaf for leaf in trajectory.leaves} if trajectory else {}
 
     def version_of(self, trajectory_id: str) -> int | None:
         """Return the version of an open trajectory; None for one that is not known."""
@@ -284,26 +285,25 @@ class TrajectoryLinker:
         if link.linked_by not in _EXPLICIT:
             self._attempts.add(attempt, link, now)
 
-    def restore_from_store(
-        self, leaves: Iterable[OpenLeaf], now: float, attempts: Iterable[UnansweredCall] = ()
-    ) -> None:
-        """Add the store's open answers and unanswered attempts, oldest first, as far as they are not known."""
-        known: dict[tuple[str | None, int], Leaf] = {
-            (leaf.call_id, leaf.choice): leaf for one in self._trajectories.values() for leaf in one.leaves
-        }
-        stored = list(leaves)
-        for one in stored:
-            if (one.call_id, one.choice) not in known:
-                leaf = known[one.call_id, one.choice] = leaf_from_store(one)
-                trajectory = self._restored_trajectory(one, leaf.key_id)
-                self._quotas.add_use(trajectory.key_id, one.trajectory_id, self._add_leaf(trajectory, leaf))
-        for one in stored:
-            if one.extended:
-                self._extend(known[one.call_id, one.choice])
+    def restore_answers(self, answers: Iterable[tuple[OpenLeaf, Leaf]]) -> None:
+        """Add answers of the store, as far as they are not known: whole trajectories, and of each the oldest first."""
+        for trajectory_id, group in groupby(answers, lambda answer: answer[1].trajectory_id):
+            found, own = [*group], self._answers_of(trajectory_id)
+            extended = {leaf.call_id for stored, leaf in found if stored.extended}
+            for stored, restored in found:
+                leaf = own.get((restored.call_id, restored.choice), restored)
+                leaf.is_extended = leaf.is_extended or stored.extended
+                leaf.is_taken = leaf.is_taken or leaf.call_id in extended
+                if leaf is restored:
+                    trajectory = self._restored_trajectory(stored, leaf.key_id)
+                    self._quotas.add_use(trajectory.key_id, trajectory_id, self._add_leaf(trajectory, leaf))
+
+    def finish_restore(self, now: float, attempts: Iterable[UnansweredCall] = ()) -> None:
+        """Add the store's unanswered attempts, oldest first, and bring all trajectories in the order of their use."""
         for attempt in attempts:
             self._restored_trajectory(attempt, attempt.key_id)
-            parent = known.get((attempt.parent_call, attempt.parent_choice))
-            self._attempts.add(*attempt_from_store(attempt, parent))
+            own, parent = self._answers_of(attempt.trajectory_id), (attempt.parent_call or "", attempt.parent_choice)
+            self._attempts.add(*attempt_from_store(attempt, own.get(parent)))
         self._trajectories = OrderedDict(sorted(self._trajectories.items(), key=lambda item: item[1].last_active_at))
         for trajectory_id, trajectory in self._trajectories.items():
             self._pins.touch(trajectory_id, trajectory)

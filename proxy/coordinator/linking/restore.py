@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
@@ -27,19 +27,25 @@ log = logging.getLogger("ratchet.proxy")
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
+class RestoredLinker(Protocol):
+    """What is restored."""
+
+    def restore_answers(self, answers: Iterable[tuple[OpenLeaf, Leaf]]) -> None:
+        """Add answers of whole trajectories."""
+
+    def finish_restore(self, now: float, attempts: Iterable[UnansweredCall] = ()) -> None:
+        """Add unanswered attempts; all answers are there."""
+
+
 class LinkingRestore:
     """A service that restores the linker at start. If the store does not answer, linking starts empty.
 
     With several workers, their sessions restore it, again if calls were missing: what is known stays as it is.
+    Each batch is read and decoded in another thread; between two of them the event loop does its other work.
     """
 
-    def __init__(
-        self,
-        restore: Callable[[Sequence[OpenLeaf], float, Sequence[UnansweredCall]], None],
-        store: Store,
-        idle_seconds: float,
-    ) -> None:
-        self._restore = restore
+    def __init__(self, linker: RestoredLinker, store: Store, idle_seconds: float) -> None:
+        self._linker = linker
         self._store = store
         self._idle_seconds = idle_seconds
         self._is_restored = False
@@ -52,18 +58,29 @@ class LinkingRestore:
         """Read the open answers; return whether the store has answered."""
         now = time.time()
         since = now - self._idle_seconds
+        calls: Sequence[UnansweredCall] = ()
         try:
-            answers = await asyncio.to_thread(self._store.resume_state.open_leaves, since)
-            calls = await asyncio.to_thread(self._store.resume_state.unanswered_calls, max(since, now - RETRY_WINDOW))
+            batches = self._store.resume_state.open_leaves(since)
+            while answers := await asyncio.to_thread(_next_answers, batches):
+                self._linker.restore_answers(answers)
+            if not self._is_restored:  # an attempt is repeated once
+                read = self._store.resume_state.unanswered_calls
+                calls = await asyncio.to_thread(read, max(since, now - RETRY_WINDOW))
+                self._is_restored = True
         except StoreError as error:
             log.warning("event=linking_not_restored reason=%r", str(error))
             return False
-        self._restore(answers, now, () if self._is_restored else calls)  # an attempt is repeated once
-        self._is_restored = True
+        finally:
+            self._linker.finish_restore(now, calls)
         return True
 
     async def stop(self) -> None:
         """Nothing to stop."""
+
+
+def _next_answers(batches: Iterator[Sequence[OpenLeaf]]) -> list[tuple[OpenLeaf, Leaf]]:
+    """Return the next batch; an empty one at the end. Raises StoreError."""
+    return [(stored, leaf_from_store(stored)) for stored in next(batches, ())]
 
 
 def leaf_from_store(stored: OpenLeaf) -> Leaf:

@@ -1,0 +1,44 @@
+"""Linking restored from the store: of many trajectories too, without holding the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+
+import pytest
+
+from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
+from ratchet.proxy.coordinator.linking.restore import LinkingRestore
+from ratchet.store.store import Store
+from tests.harness import records
+from tests.proxy.test_linking import evidence
+
+REPLY = {"role": "assistant", "content": "Oslo"}
+_TRAJECTORIES = 1_000
+
+
+@pytest.fixture
+def filled(store: Store) -> Store:
+    """A store with open trajectories."""
+    starts = [records.call_start(f"call_{n:04}", f"traj_{n:04}", at=time.time()) for n in range(_TRAJECTORIES)]
+    store.calls.ship([records.ended(start, REPLY) for start in starts])
+    return store
+
+
+async def test_the_event_loop_does_its_other_work_while_many_trajectories_are_restored(filled: Store) -> None:
+    linker = TrajectoryLinker(idle_seconds=900)
+    sizes: list[int] = []
+
+    async def look() -> None:
+        while len(linker) < _TRAJECTORIES:
+            sizes.append(len(linker))
+            await asyncio.sleep(0)
+
+    looking = asyncio.create_task(look())
+    assert await LinkingRestore(linker, filled, 900).restore()
+    await looking
+    found = [*sorted(set(sizes)), _TRAJECTORIES]
+    assert max(after - before for before, after in itertools.pairwise(found)) <= _TRAJECTORIES // 3
+    prompt = [*records.QUESTION, REPLY, {"role": "user", "content": "And then?"}]
+    assert linker.find_link(evidence(prompt, key_id=None)).linked_by == "graph"
