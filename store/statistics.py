@@ -97,3 +97,8 @@ def squared_error(sums: Sums, spread: float) -> float:
     squares = sums.around(shrunk).squares
     squares += ((spread - shrunk) ** 2 + (spread + shrunk) ** 2) / 2
     return squares / sums.count / sums.count
+
+
+def nearest_rank(ordered: Sequence[float], share: float) -> float:
+    """Return a percentile of ascending values: the smallest that at least this share of them does not exceed."""
+    return ordered[max(1, math.ceil(share * len(ordered))) - 1]

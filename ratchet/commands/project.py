@@ -170,11 +170,11 @@ def _report(settings: Settings, png: Path | None, as_json: bool) -> None:
     from ratchet.status import training_reports
     from ratchet.store.reports.learning_report import to_dict
 
-    found = training_reports.read_report(settings)
+    found, tools = training_reports.read_report(settings), training_reports.read_tools(settings)
     if as_json:
-        options.print_json(to_dict(found))
+        options.print_json(to_dict(found) | {"tools": tools})
     else:
-        click.echo("\n".join(training_reports.report_lines(found)))
+        click.echo("\n".join([*training_reports.report_lines(found), *training_reports.tool_lines(tools)]))
     if png is not None:
         training_reports.save_report_plot(found, png)
         click.echo(f"plot: {png}", err=True)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from ratchet import options
 from ratchet.errors import CliError
 from ratchet.output.files import pyplot
+from ratchet.output.terminal import strip_control_characters
 
 if TYPE_CHECKING:
     from ratchet.settings.project_settings import Settings
     from ratchet.store.reports.learning_comparison import Gain, Side
     from ratchet.store.reports.learning_report import LearningReport
     from ratchet.store.store import Store
+
+_TOOL_VERSIONS = 5  # newest ones with tool calls
 
 
 @contextmanager
@@ -32,6 +37,25 @@ def read_report(settings: Settings) -> LearningReport:
 
     with _existing_store(settings) as store:
         return read_learning_report(store, settings.model)
+
+
+def read_tools(settings: Settings) -> list[dict[str, Any]]:
+    """Return how each of the newest versions of the project's alias uses each tool, newest version first."""
+    with _existing_store(settings) as store:
+        used = [one for one in store.behavior.by_version(settings.model) if one.tools][-_TOOL_VERSIONS:]
+    return [{"version": one.version, **msgspec.to_builtins(tool)} for one in reversed(used) for tool in one.tools]
+
+
+def tool_lines(tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what `read_tools` returned as lines of text."""
+    if not tools:
+        return []
+    text = ["tools: calls per trajectory, and the time until the result (median, 95th percentile)"]
+    for one in tools:
+        name, time = strip_control_characters(one["tool"]), one["seconds"]
+        waited = f"{time['p50']:.2f} s, {time['p95']:.2f} s (n {time['count']})" if time else "no results"
+        text.append(f"  @{one['version']:<5} {name:<24} {one['per_trajectory']:6.2f}   {waited}")
+    return text
 
 
 def report_lines(report: LearningReport) -> list[str]:

@@ -18,6 +18,7 @@ from ratchet.store.db import schema
 from ratchet.store.db.engine import read
 from ratchet.store.records.base import Record
 from ratchet.store.states import CallState, ToolOutcome, ToolResult, TrajectoryState
+from ratchet.store.training.tool_times import ToolTime, times_by_tool
 
 SAMPLE = 200  # trajectories of a version
 MAX_VERSIONS = 50  # the newest ones, besides the oldest
@@ -40,6 +41,7 @@ class ToolUse(Record, frozen=True):
     tool: str
     per_trajectory: float
     trajectory_share: float
+    seconds: ToolTime | None  # until the result; null without results
 
 
 class VersionBehavior(Record, frozen=True):
@@ -87,6 +89,7 @@ def _of_version(connection: sa.Connection, alias: str, version: int) -> VersionB
     names = list(seconds)
     called, answers, truncated = _calls(connection, names)
     tools, per_tool, invalid, known, failed = _tool_calls(connection, names)
+    times = times_by_tool(connection, names) if known else {}
     means = {
         "calls": [float(called[name][0]) for name in names],
         "tool_calls": [float(tools[name]) for name in names],
@@ -101,7 +104,12 @@ def _of_version(connection: sa.Connection, alias: str, version: int) -> VersionB
         failed_tool_calls=_share(failed, known),
         truncated_answers=_share(truncated, answers),
         tools=tuple(
-            ToolUse(tool=tool, per_trajectory=sum(by.values()) / len(names), trajectory_share=len(by) / len(names))
+            ToolUse(
+                tool=tool,
+                per_trajectory=sum(by.values()) / len(names),
+                trajectory_share=len(by) / len(names),
+                seconds=times.get(tool),
+            )
             for tool, by in sorted(per_tool.items(), key=lambda one: (-one[1].total(), one[0]))[:_MAX_TOOLS]
         ),
     )

@@ -8,7 +8,6 @@ round, is trained, and the new version is proven on the replicas until it serves
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 
 import sqlalchemy as sa
@@ -17,6 +16,7 @@ from ratchet.store.db import schema
 from ratchet.store.db.engine import read
 from ratchet.store.records.base import Record
 from ratchet.store.states import PolicyAction, RoundState, TrajectoryState
+from ratchet.store.statistics import nearest_rank
 
 SAMPLE = 1000  # trajectories
 SAMPLE_ROUNDS = 200
@@ -95,5 +95,5 @@ def _of_rounds(connection: sa.Connection, alias: str) -> dict[str, list[float]]:
 
 def _percentiles(stage: str, values: Sequence[float]) -> WaitingTime:
     ordered = sorted(values)
-    p50, p90, p99 = (ordered[min(len(ordered), math.ceil(share * len(ordered))) - 1] for share in (0.5, 0.9, 0.99))
+    p50, p90, p99 = (nearest_rank(ordered, share) for share in (0.5, 0.9, 0.99))
     return WaitingTime(stage=stage, count=len(ordered), p50=p50, p90=p90, p99=p99)

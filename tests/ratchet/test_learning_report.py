@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ratchet.store.records import Verdict
+from ratchet.store.records.tool_calls import ToolCall
+from ratchet.store.states import ToolOutcome, ToolResult
 from ratchet.store.store import open_store
 from tests.harness.cli.project import Project
-from tests.harness.records import answered_trajectory, judged_group
+from tests.harness.records import answered_trajectory, call_start, ended, judged_group
 
 
 def scored(project: Project, version: int, score: float, count: int) -> None:
@@ -78,3 +81,26 @@ def test_past_training_is_drawn_for_tensorboard_from_the_store(project: Project)
     read = EventAccumulator(str(project.folder / "drawn")).Reload()
     assert [(point.step, point.value) for point in read.Scalars("round/reward")] == [(1, 0.5)]
     assert "is not empty" in project.run("status", "--tensorboard", "drawn").stdout
+
+
+def test_the_report_shows_how_long_each_tool_takes_by_version(project: Project) -> None:
+    project.write(store="sqlite:///s.db")
+    scored(project, 0, 0.5, 2)
+    assert "tools:" not in project.call("status", "--report").stdout
+    store = open_store(str(project.folder / "s.db"))
+    store.policies.register_base("policy", "policy")
+    answered_trajectory(store, "t", alias="policy")
+    later = call_start("call_later", "t", at=1.75, parent_call="call_t", alias="policy")
+    store.calls.ship([ended(later, {"role": "assistant", "content": "x"})])  # 0.25 s after the answer
+    called = ToolCall(
+        call_id="call_t", choice=0, place=0, alias="policy", version=0, tool="sea\x1b[2Jrch", tool_call_id="c",
+        outcome=ToolOutcome.VALID, result=ToolResult.OK,
+    )  # fmt: skip
+    store.tools.record_tool_calls([called], [])
+    store.trajectories.seal("t", now=9.0)
+    store.close()
+    text = project.call("status", "--report").stdout
+    assert "\x1b" not in text
+    assert re.search(r"@0 +sea.*rch +0\.33   0\.25 s, 0\.25 s \(n 1\)", text), text
+    (tool,) = json.loads(project.call("status", "--report", "--json").stdout)["tools"]
+    assert (tool["version"], tool["seconds"]) == (0, {"count": 1, "p50": 0.25, "p95": 0.25})

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ratchet.store.records import Verdict
 from ratchet.store.records.tool_calls import ToolCall
 from ratchet.store.states import ToolOutcome, ToolResult
 from ratchet.store.store import Store
+from ratchet.store.training.tool_times import ToolTime
 from tests.harness.records import answered_trajectory, call_start, ended
 
 OK, WRONG = (ToolOutcome.VALID, ToolResult.OK), (ToolOutcome.UNKNOWN_TOOL, ToolResult.ERROR)
 
 
-def _called(store: Store, version: int, name: str, *calls: tuple[str, tuple[ToolOutcome, ToolResult]]) -> None:
+def _called(store: Store, version: int, name: str, *calls: tuple[str, tuple[ToolOutcome, ToolResult | None]]) -> None:
     found = [
         ToolCall(call_id=f"call_{name}", choice=0, place=place, alias="agent", version=version, tool=tool,
                  tool_call_id=f"c{place}", outcome=outcome, result=result)
@@ -40,6 +43,25 @@ def test_behavior_is_measured_per_trajectory_of_a_version(store: Store) -> None:
     used = {one.tool: (one.per_trajectory, one.trajectory_share) for one in behavior.tools}
     assert used == {"search": (1.5, 1.0), "read": (0.5, 0.5)}
     assert store.behavior.by_version("nobody") == []
+
+
+def test_the_time_of_a_tool_runs_from_the_answer_that_asks_for_it_to_the_call_with_its_result(store: Store) -> None:
+    store.policies.register_base("agent", "agent")
+    waits = {"a": 0.25, "b": 2.0, "c": 0.5}
+    for name, wait in waits.items():
+        answered_trajectory(store, name)  # from 1.0 to 1.5
+        continued: dict[str, Any] = {"parent_call": f"call_{name}", "parent_choice": 0}
+        for number, at in enumerate((1.5 + wait, 60.0)):  # the second one continues the same answer again
+            later = call_start(f"call_{name}{number}", name, at=at, **continued)
+            store.calls.ship([ended(later, {"role": "assistant", "content": "x"})])
+        _called(store, 0, name, ("search", OK))
+    answered_trajectory(store, "cut")  # its tool never returned
+    _called(store, 0, "cut", ("search", (ToolOutcome.VALID, None)), ("read", (ToolOutcome.VALID, None)))
+    for name in (*waits, "cut"):
+        store.trajectories.seal(name, now=90.0)
+    (behavior,) = store.behavior.by_version("agent")
+    times = {one.tool: one.seconds for one in behavior.tools}
+    assert times == {"search": ToolTime(count=3, p50=0.5, p95=2.0), "read": None}
 
 
 def test_waiting_times_follow_a_trajectory_from_its_first_call_to_the_version_that_serves(store: Store) -> None:

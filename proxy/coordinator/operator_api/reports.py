@@ -79,7 +79,7 @@ def _add_by_version(api: FastAPI, store: Store) -> None:
 
     @api.get("/behavior")
     def behaviors(alias: str | None = None) -> Response:
-        """By alias and version: calls, tool calls, tokens and seconds per trajectory, and the tools used."""
+        """By alias and version: calls, tool calls, tokens and seconds per trajectory; use and time of each tool."""
         return of_agents(alias, behavior)
 
     @api.get("/waits")

@@ -48,6 +48,8 @@ def fill(store: Store) -> None:
             for place, name in enumerate(names)
         ]
         store.calls.ship([ended(start, {"role": "assistant", "content": "Oslo"}) for start in starts])
+        later = call_start(f"call_{names[1]}b", names[1], at=1.75, version=version, parent_call=f"call_{names[1]}")
+        store.calls.ship([ended(later, {"role": "assistant", "content": "Bergen"})])  # 250 ms after the first
         store.tools.record_tool_calls([_tool_call(version, place) for place in range(40 - 5 * version)], [])
         store.trajectories.seal_idle_trajectories(ALIAS, now=100.0, idle_seconds=1.0)
         group = store.groups.create(f"task:mail/{version}", ALIAS, names, now=101.0)

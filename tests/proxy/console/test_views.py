@@ -47,7 +47,7 @@ def test_an_address_shows_the_same_elsewhere(console: Proxy, safe_page: Page) ->
 
 def test_behavior_shows_what_changed_between_versions(console: Proxy, safe_page: Page) -> None:
     safe_page.goto(f"{console.url}/ui/#/behavior")
-    for text in ("tool calls per trajectory", "invalid tool calls", "search"):
+    for text in ("tool calls per trajectory", "invalid tool calls", "search", "250 ms, p95 250 ms"):
         sees(safe_page, text)
     click(safe_page, "The figures as a table")
     sees(safe_page, "25.0%")  # of the tool calls of version 0

@@ -3,7 +3,7 @@ import { get } from "./api.js";
 import { chosenAgent } from "./agent.js";
 import { curve } from "./charts.js";
 import { h, Slot } from "./dom.js";
-import { count, figure, NONE, percent } from "./format.js";
+import { count, figure, NONE, percent, seconds } from "./format.js";
 import { change, MEASURES, pointOf } from "./measures.js";
 import { listed } from "./trajectories.js";
 
@@ -38,7 +38,7 @@ function toolUse(alias, rows) {
   const of = (row, tool) => row.tools.find((one) => one.tool === tool) ?? { per_trajectory: 0, trajectory_share: 0 };
   const names = [...new Set([...last.tools, ...first.tools].map((one) => one.tool))].slice(0, MAX_TOOLS);
   if (!names.length) return null;
-  const heads = ["Tool", `Calls per trajectory @${first.version}`, `@${last.version}`, "Change", `Trajectories that use it @${first.version}`, `@${last.version}`];
+  const heads = ["Tool", `Calls per trajectory @${first.version}`, `@${last.version}`, "Change", `Trajectories that use it @${first.version}`, `@${last.version}`, `Time until the result @${first.version}`, `@${last.version}`];
   return h("div", { class: "scroll" }, h("table", {},
     h("thead", {}, h("tr", {}, heads.map((name) => h("th", { scope: "col" }, name)))),
     h("tbody", {}, names.map((name) => {
@@ -47,9 +47,13 @@ function toolUse(alias, rows) {
       return h("tr", {}, h("td", {}, h("a", { href: listed({ policy: alias, tool: name }) }, h("code", {}, name))),
         h("td", { class: "num" }, number(before.per_trajectory)), h("td", { class: "num" }, number(after.per_trajectory)),
         h("td", { class: "num" }, change(before.per_trajectory, after.per_trajectory, number)),
-        h("td", { class: "num" }, percent(before.trajectory_share)), h("td", { class: "num" }, percent(after.trajectory_share)));
+        h("td", { class: "num" }, percent(before.trajectory_share)), h("td", { class: "num" }, percent(after.trajectory_share)),
+        h("td", { class: "num" }, untilResult(before)), h("td", { class: "num" }, untilResult(after)));
     }))));
 }
+
+/** Median and 95th percentile, from the answer that asks for a tool to the request with its result. */
+const untilResult = ({ seconds: time }) => (time ? `${seconds(time.p50)}, p95 ${seconds(time.p95)}` : NONE);
 
 function figures(rows, link) {
   return h("div", { class: "scroll" }, h("table", {},
