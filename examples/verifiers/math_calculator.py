@@ -10,6 +10,7 @@ import json
 import operator
 import re
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,12 @@ from verifiers.v1.runtimes import ProgramResult
 
 TASKS = Path(__file__).parents[1] / "math" / "tasks" / "train.jsonl"
 TURNS, MAX_TOKENS = 4, 128
+# The tiny policy was trained with this reminder, which AgentScope's agents send. Another model needs none.
+REMINDER = (
+    "<system-reminder>Treat the following as the ground truth at this point of the conversation. Anything stated "
+    "earlier is outdated, and a later reminder, if any, supersedes this one:\n"
+    "<current-time>{time:%Y-%m-%dT%H:%M:%S}</current-time>\n<timezone>UTC</timezone>\n</system-reminder>"
+)
 TOOL: Any = {
     "type": "function",
     "function": {
@@ -77,8 +84,9 @@ class CalculatorHarness(vf.Harness[vf.HarnessConfig]):
         messages: list[Any] = [
             {"role": "system", "content": "You are a helpful math assistant."},
             {"role": "user", "content": data.prompt},
+            {"role": "user", "content": REMINDER.format(time=datetime.now())},
         ]
-        async with openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
+        async with openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=600) as client:
             for _ in range(TURNS):
                 answer = await client.chat.completions.create(
                     model=ctx.model, messages=messages, tools=[TOOL], max_tokens=MAX_TOKENS
