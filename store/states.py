@@ -130,10 +130,13 @@ class TuningKind(StrEnum):
 class TuningState(StrEnum):
     """States of a run of the tuner."""
 
-    RUNNING = "running"  # in progress; also after its process was killed
+    RUNNING = "running"  # in progress, or interrupted: no process holds its lease (`Tunings.led`)
     DONE = "done"  # `result` is final
     FAILED = "failed"  # `error` says why
     STOPPED = "stopped"  # stopped by the user; may be resumed
+
+
+RELEASE_EVALUATION = "release"  # key of the request of an `eval` run that the trainer runs, and resumes itself
 
 
 class RolloutState(StrEnum):

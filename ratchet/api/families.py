@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,7 @@ from typing import Any
 from ratchet.api.arguments import AnyJudge, AnyTasks, AnyWorkflow, Function, importable
 from ratchet.api.tasks import Tasks
 from ratchet.errors import InvalidArgument
-from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.tuner.rollouts.workflow import FunctionWorkflow
-from ratchet.tuning.judge_server import JudgeServer
 
 _NAME = re.compile(r"[\w.-]+")
 
@@ -44,17 +41,21 @@ class Families:
     workflows: Mapping[str, Function]
     judges: Mapping[str, Any]  # specifications and functions
 
-    def judge(self, stack: ExitStack) -> dict[str, Any]:
-        """Return the judge of all families; functions that the trainer cannot import are served until `stack` ends."""
-        judges = {}
-        for name, judge in self.judges.items():
-            judges[name] = stack.enter_context(JudgeServer(FunctionJudge(judge))).spec if callable(judge) else judge
-        return {"kind": "by_family", "judges": judges}
+    def functions(self, *, importable: bool) -> dict[str, Function | str]:
+        """Return the judges that the trainer cannot import, and on request those that it can, by family."""
+        served: dict[str, Function | str] = {name: one for name, one in self.judges.items() if callable(one)}
+        if importable:
+            served |= {name: one["function"] for name, one in self.judges.items() if is_function(one)}
+        return served
 
-    @property
-    def has_functions(self) -> bool:
-        """Whether a judge is a function that the trainer cannot import."""
-        return any(map(callable, self.judges.values()))
+    def judge(self, served: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the judge of all families. `served`: specifications in place of functions."""
+        return {"kind": "by_family", "judges": {**self.judges, **served}}
+
+
+def is_function(judge: Any) -> bool:
+    """Return whether a specification names an importable function and nothing else."""
+    return isinstance(judge, Mapping) and judge.keys() == {"kind", "function"} and judge["kind"] == "function"
 
 
 def read_families(families: Mapping[str, Family]) -> Families:

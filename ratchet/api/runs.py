@@ -22,6 +22,7 @@ from ratchet.store.states import RolloutState, TuningState
 from ratchet.tuner.reports.tuning_result import TuningResult, read
 from ratchet.tuning.caller import RunCaller
 from ratchet.tuning.context import open_store
+from ratchet.tuning.run_lease import interruption
 
 Work = Callable[[RunCaller], object]
 _POLL = 0.05  # seconds
@@ -31,10 +32,10 @@ _POLL = 0.05  # seconds
 class RunStatus:
     """How far a run is.
 
-    state     running, stopped, failed or done
+    state     running, interrupted (its process is gone), stopped, failed or done
     rollouts  finished ones, failed ones included
     failed    rollouts that ended in an error
-    error     why the run failed
+    error     why the run failed, or how to resume an interrupted one
     """
 
     state: str
@@ -108,9 +109,11 @@ class TuningRun:
         """How far the run is. Also while it runs."""
         with open_store(self._settings.store_url, create=False) as store:
             run, made = store.tunings.get(self._id), store.rollouts.of_tuning(self._id)
+            interrupted = interruption(run, store.tunings.led())
         counts = [one for one in made if one.counts]
         failed = sum(one.state is RolloutState.FAILED for one in counts)
-        return RunStatus(str(run.state), len(counts), failed, run.error)
+        state = str(run.state) if interrupted is None else "interrupted"
+        return RunStatus(state, len(counts), failed, interrupted or run.error)
 
     @property
     def result(self) -> TuningResult:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ratchet.api.arguments import AnyJudge, AnyTasks, AnyWorkflow, read_arguments
+from ratchet.api.arguments import AnyJudge, AnyTasks, AnyWorkflow, Function, read_arguments
 from ratchet.api.event_loop import run_to_end
 from ratchet.api.families import Families, Family, read_families
 from ratchet.api.runs import TuningRun, start
@@ -26,6 +27,7 @@ _PLANNED = (
     "rounds", "tasks_per_round", "eval_every", "eval_tasks", "validation_tasks", "eval_attempts", "eval_workflow",
     "patience", "collect", "resume",
 )  # fmt: skip
+_JUDGE = "judge"  # place of the only function
 
 
 def tune(
@@ -61,7 +63,8 @@ def tune(
     It uses the running project. If none runs, vLLM, proxy and trainer are started for the run and stopped at its end.
 
     judge                a function that the trainer can import is used by its name; any other one, such as one of a
-                         notebook, is called in this process, for services that are started for this run
+                         notebook, is called in this process, for this run's rollouts only; while the process is away,
+                         trajectories wait for `resume=` (at most `tuner.judge_away_seconds`)
     families             several task sets by name, each with its workflow and judge, in place of workflow, judge and
                          tasks: {"mail": ratchet.Family(tasks, workflow, judge, weight=3), "math": ...}
     base_model           a folder or a hub name; None: that of the settings
@@ -132,26 +135,40 @@ async def tune_async(
             f"project {given.settings.project} runs with its own settings: leave {fixed[0]} out of settings=, or stop "
             "the project so that services are started for this run"
         )
-    is_served = given.judge is not None or (parts is not None and parts.has_functions)
-    if is_served and read_run_state(given.settings.state):
-        raise InvalidArgument(
-            f"project {given.settings.project} runs, and its trainer cannot import this judge: put the function into a "
-            "module and set trainer.judge, or stop the project so that services are started for this run"
-        )
+    running = bool(read_run_state(given.settings.state))
+    if parts is not None:
+        functions = parts.functions(importable=running)
+    else:
+        functions = {} if given.judge is None else {_JUDGE: given.judge}
 
     def work(caller: RunCaller) -> None:
+        used, planned = given.settings, dict(own)
         with ExitStack() as stack:
-            used = given.settings
+            served = _serve(stack, used, functions, resume)
             if parts is not None:
-                used = _with_judge(used, parts.judge(stack))
                 caller = replace(caller, families=parts.workflows)
-            elif given.judge is not None:
-                used = _with_judge(used, stack.enter_context(JudgeServer(FunctionJudge(given.judge))).spec)
-            used = tune_weights.prepare(used, own, caller)
+            judge = served.get(_JUDGE) if parts is None else parts.judge(served)
+            if judge is not None:
+                used = _with_judge(used, judge)
+                planned["run_judge"] = judge if served or running else None
+            used = tune_weights.prepare(used, planned, caller)
             services = stack.enter_context(attach_or_start(used, print_note, caller.check))
-            tune_weights.tune(used, own, services, caller)
+            tune_weights.tune(used, planned, services, caller)
 
     return await start(given, "weights", resume, work)
+
+
+def _serve(
+    stack: ExitStack, settings: Settings, functions: Mapping[str, Function | str], resume: str | None
+) -> dict[str, Any]:
+    """Serve functions until `stack` ends, of a resumed run at its old place; return their specifications by name."""
+    if not functions:
+        return {}
+    address = resume and tune_weights.judge_address(settings, resume)
+    file = settings.state.judges.resolve() / (address or f"{secrets.token_hex(8)}.json")
+    judges = {name: FunctionJudge(function) for name, function in functions.items()}
+    server = stack.enter_context(JudgeServer(judges, file, settings.tuner_settings().judge_away_seconds))
+    return {name: server.spec(name) for name in functions}
 
 
 def _of_services(settings: Mapping[str, Any]) -> list[str]:

@@ -98,26 +98,26 @@ def runs(
     """
     import msgspec
 
-    from ratchet.tuning.run_lease import LEASE_PREFIX
+    from ratchet.tuning.run_lease import interruption
 
     with options.open_project_store(context, store=store, project=project) as opened:
         found = opened.tunings.page(kind=method, limit=limit)
-        held = {one.name.removeprefix(LEASE_PREFIX) for one in opened.leases.holders(LEASE_PREFIX)}
+        led = opened.tunings.led()
+    interrupted = {one.id: interruption(one, led) for one in found}
     if as_json:
-        options.print_json([msgspec.to_builtins(one) for one in found])
+        options.print_json([msgspec.to_builtins(one) | {"interrupted": interrupted[one.id]} for one in found])
         return
     for one in found:
-        click.echo(strip_control_characters(_run_line(one, is_active=one.id in held)))
+        click.echo(strip_control_characters(_run_line(one, interrupted[one.id])))
     if not found:
         click.echo("no runs yet: `ratchet tune --help` lists the methods")
 
 
-def _run_line(tuning: Tuning, *, is_active: bool) -> str:
-    """Return a line of the list of runs; `is_active`: a process holds its lease."""
+def _run_line(tuning: Tuning, interrupted: str | None) -> str:
+    """Return a line of the list of runs."""
     from ratchet.tuning.reports import duration
 
-    running = "running" if is_active else "interrupted: no process runs it"
-    elapsed = duration(tuning.ended_at - tuning.started_at) if tuning.ended_at else running
+    elapsed = duration(tuning.ended_at - tuning.started_at) if tuning.ended_at else interrupted or "running"
     line = (
         f"{tuning.id}  {tuning.kind:<12} {tuning.state:<7} {tuning.alias}  {format_time(tuning.started_at)}  {elapsed}"
     )

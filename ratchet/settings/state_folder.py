@@ -88,6 +88,11 @@ class StateFolder:
         return self.root / "run" / "learner.token"
 
     @property
+    def judges(self) -> Path:
+        """The addresses of judge functions that processes of tuning runs serve, one file each."""
+        return self.root / "run" / "judges"
+
+    @property
     def lock(self) -> Path:
         """The lock file of `ratchet up`."""
         return self.root / "run" / "up.lock"

@@ -17,10 +17,11 @@ from ratchet.store.reasons import UNTRAINED, drop_meaning
 from ratchet.store.reports.policy_movement import recent_movements
 from ratchet.store.reports.release_status import describe_release, read_release
 from ratchet.store.reports.undecided_versions import read_awaiting_approval, read_ramp_scores
-from ratchet.store.states import PolicyState
+from ratchet.store.states import PolicyState, TuningState
 from ratchet.supervisor import pidfile
 from ratchet.supervisor.project_lock import orphaned_pid
 from ratchet.supervisor.up import last_proxy_url, read_run_state
+from ratchet.tuning.run_lease import interruption
 
 if TYPE_CHECKING:
     from ratchet.store.records import Round
@@ -109,6 +110,7 @@ def _store(settings: Settings) -> dict[str, Any] | None:
             "trajectories": {str(state): count for state, count in store.trajectories.counts().items()},
             "dropped": store.trajectories.drop_counts(),
             "proxies": _other_proxies(settings, store),
+            "interrupted_runs": _interrupted_runs(store),
             "alarms": [{"name": a.name, "reason": a.reason, "count": a.count} for a in store.alarms.active()],
         }
         if settings.agents:
@@ -116,6 +118,13 @@ def _store(settings: Settings) -> dict[str, Any] | None:
         return content | _agent(store, settings)
     finally:
         store.close()
+
+
+def _interrupted_runs(store: Store) -> list[dict[str, str]]:
+    """Return the runs of the tuner whose process is gone, each with the remedy."""
+    led, running = store.tunings.led(), store.tunings.page(state=TuningState.RUNNING)
+    found = [(run, interruption(run, led)) for run in running]
+    return [{"id": run.id, "kind": str(run.kind), "agent": run.alias, "reason": why} for run, why in found if why]
 
 
 def _agent(store: Store, settings: Settings) -> dict[str, Any]:
@@ -223,6 +232,7 @@ def status_lines(status: dict[str, Any]) -> list[str]:
     for reason, count in sorted(store["dropped"].items(), key=lambda item: -item[1]):
         text.append(f"  dropped       {count} {reason}" + (f": {meaning}" if (meaning := drop_meaning(reason)) else ""))
     text += agents_table(store["agents"]) if "agents" in store else _agent_lines(store)
+    text += [f"  run {one['id']} ({one['kind']}, {one['agent']}) {one['reason']}" for one in store["interrupted_runs"]]
     text += [f"  ALARM {alarm['name']} ({alarm['count']} times): {alarm['reason']}" for alarm in store["alarms"]]
     return text
 

@@ -7,12 +7,13 @@ store is unreachable; a process that lost the lease writes nothing more about th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ratchet.errors import RunCancelled
 from ratchet.output.terminal import print_note
+from ratchet.store.states import RELEASE_EVALUATION, TuningState
 from ratchet.tuning.caller import COMMAND, RunCaller
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from ratchet.store.store import Store
     from ratchet.trainer.lease import Lease
 
-LEASE_PREFIX = "tuning:"  # prefix of lease names
 _LEASE_SECONDS = 10.0  # a run can be resumed this long after its process died
 
 
@@ -48,17 +48,34 @@ class RunLease:
 
         `resumable`: say how to resume it if it ends early.
         """
+        from ratchet.store.tuning.tunings import RUN_LEASE
         from ratchet.trainer.lease import Lease
 
         found = self._store.tunings.get(run)
         resumption = self.resumption(found) if resumable else None
-        with Lease(self._store, f"{LEASE_PREFIX}{run}", _LEASE_SECONDS) as lease:
+        with Lease(self._store, f"{RUN_LEASE}{run}", _LEASE_SECONDS) as lease:
             lease.claim(print_note)
             self._lease = lease
             with _ending(self._store, run, lease, resumption):
                 tuning = self._store.tunings.resume(run) if resume else self._store.tunings.get(run)
                 self._caller.started(run)
                 yield tuning
+
+
+def interruption(run: Tuning, led: Container[str]) -> str | None:
+    """Return that a run was interrupted, because its process is gone, and how to go on; else None.
+
+    `led`: the runs that a process runs, `store.tunings.led()`.
+    """
+    if run.state is not TuningState.RUNNING or run.id in led or run.config.get(RELEASE_EVALUATION):
+        return None
+    if run.config.get("run_judge"):
+        return (
+            "interrupted: its process is gone, and its rollouts wait for its judge; run the cell again with "
+            f"resume={run.id!r}"
+        )
+    called = COMMAND.resumption(run.kind, run.id) or RunCaller(in_python=True).resumption(run.kind, run.id)
+    return "interrupted: its process is gone" + (f"; `{called}` resumes it" if called else "")
 
 
 @contextmanager
@@ -75,7 +92,6 @@ def _ending(store: Store, run: str, lease: Lease, resumption: str | None) -> Ite
 def _store_end(store: Store, run: str, lease: Lease, error: BaseException) -> bool:
     """Store the error of a run unless it has ended; return whether this process still owns the run."""
     from ratchet.store.errors import StoreError
-    from ratchet.store.states import TuningState
 
     try:
         if not lease.confirmed():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ratchet.errors import InvalidArgument
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from ratchet.tuner.weights.weights_plan import WeightsPlan
     from ratchet.tuning.context import TuningContext
 
+RUN_JUDGE = "run_judge"  # the judge that a run brings, in its options and its request
 _TUNER = ("tasks", "workflow", "concurrency", "seed", "test_size")
 _PLANNED = (
     "rounds", "tasks_per_round", "eval_every", "eval_tasks", "validation_tasks", "eval_attempts", "eval_workflow",
@@ -46,6 +48,8 @@ def prepare(settings: Settings, own: Mapping[str, Any], caller: RunCaller = COMM
         raise InvalidArgument(
             "--resume uses the tasks, the warm start and the families' workflows of that run: leave these options out"
         )
+    if own["resume"] is not None:
+        _check_run_judge(settings, own["resume"], own.get(RUN_JUDGE))
     if not settings.has_judge:
         raise InvalidArgument("no judge is set: give --judge (in Python judge=), or set trainer.judge in ratchet.yaml")
     if settings.base_model is None:
@@ -55,8 +59,33 @@ def prepare(settings: Settings, own: Mapping[str, Any], caller: RunCaller = COMM
     settings = tuning.with_run_settings(settings, own["resume"])
     _check(settings, own, caller)
     if read_run_state(settings.state):
-        _check_running_trainer(settings)
+        _check_running_trainer(settings, has_judge=own.get(RUN_JUDGE) is not None)
     return settings
+
+
+def judge_address(settings: Settings, run: str) -> str | None:
+    """Return the name of the file with the address of a run's judge functions; None if it has none."""
+    files = [Path(one["address"]).name for one in _served(tuning.stored_run(settings, run).config.get(RUN_JUDGE))]
+    return files[0] if files else None
+
+
+def _served(judge: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    """Return the functions of a calling process in a run's judge."""
+    parts = [] if judge is None else judge["judges"].values() if judge["kind"] == "by_family" else [judge]
+    return [one for one in parts if one["kind"] == "caller"]
+
+
+def _check_run_judge(settings: Settings, run: str, given: Mapping[str, Any] | None) -> None:
+    """Raise InvalidArgument unless the run is resumed with the judge functions that it began with."""
+    stored = tuning.stored_run(settings, run).config.get(RUN_JUDGE)
+    wanted, now = ([one["function"] for one in _served(judge)] for judge in (stored, given))
+    if wanted and wanted != now:
+        raise InvalidArgument(
+            f"run {run} is judged by {', '.join(wanted)} of the process that began it: resume it in Python with the "
+            f"same judge, ratchet.tune(workflow, judge, ..., resume={run!r})"
+        )
+    if stored is None and given is not None and read_run_state(settings.state):
+        raise InvalidArgument(f"run {run} is judged by the running trainer: leave the judge out to resume it")
 
 
 def tune(
@@ -136,6 +165,7 @@ def _plan(settings: Settings, own: Mapping[str, Any], workflow: str | None, call
     named = _pairs("--family-workflow", own["family_workflow"], "math=my_agent:run")
     given["family_workflows"] = named | {name: load_workflow(one).name for name, one in caller.families.items()}
     values = given | {"families": families, "workflow": workflow, "attempts": trainer.num_generations}
+    values[RUN_JUDGE] = own.get(RUN_JUDGE)
     try:
         return WeightsPlan(**values, seed=tuner.seed, warm_start=_warm_start(own))
     except ValidationError as wrong:
@@ -190,8 +220,11 @@ def _check_readable(settings: Settings, own: Mapping[str, Any], caller: RunCalle
         load_workflow(workflow)
 
 
-def _check_running_trainer(settings: Settings) -> None:
-    """Raise InvalidArgument if the running trainer expects another group size or uses another judge."""
+def _check_running_trainer(settings: Settings, *, has_judge: bool) -> None:
+    """Raise InvalidArgument if no trainer runs, if it expects another group size, or uses another judge.
+
+    `has_judge`: the run brings its own judge.
+    """
     from ratchet.trainer.settings.judge_specs import read_spec
     from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
@@ -199,7 +232,12 @@ def _check_running_trainer(settings: Settings) -> None:
     run = load_settings.read_last_run(settings)
     shared, own = run.get("trainer") or {}, (run.get("agents") or {}).get(settings.model) or {}
     judge = own.get("judge") or shared.get("judge")
-    if judge is not None and read_spec(judge) != read_spec(settings.trainer["judge"]):
+    if "trainer" not in read_run_state(settings.state).get("services", {}):
+        raise InvalidArgument(
+            f"project {settings.project} runs without a trainer: set trainer.judge in ratchet.yaml and restart it, or "
+            "stop it so that services are started for this run"
+        )
+    if not has_judge and judge is not None and read_spec(judge) != read_spec(settings.trainer["judge"]):
         raise InvalidArgument(
             f"--judge {settings.trainer['judge']}: the running trainer uses {judge}: leave the judge out, or stop the "
             "project so that services are started for this run"

@@ -274,6 +274,7 @@ class WorkflowResult(Record, frozen=True):
     response: str | None = None  # JSON text
     reward: float | None = None  # the workflow's own
     failure: str | None = None  # the exception of a failed workflow
+    tuning_id: str | None = None  # the run of the tuner that it belongs to
 
 
 class Transcript(Record, frozen=True):

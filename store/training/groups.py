@@ -110,18 +110,24 @@ class Groups(GroupDrops, ScoredGroups):
             replace_teacher_scores(connection, teacher_scores)
 
     def record_judge_failure(
-        self, group_id: str, verdicts: Sequence[Verdict], retry_at: float, judge_requests: Sequence[JudgeRequest] = ()
+        self,
+        group_id: str,
+        verdicts: Sequence[Verdict],
+        retry_at: float,
+        judge_requests: Sequence[JudgeRequest] = (),
+        *,
+        counts: bool = True,
     ) -> None:
         """Add the verdicts so far, including failures; the group stays ready and is judged again at `retry_at`.
 
-        Raises InvalidTransition if it is not ready any more.
+        `counts`: it was an attempt of the judge. Raises InvalidTransition if the group is not ready any more.
         """
         groups = schema.groups
         with write(self._engine) as connection:
             waits = connection.execute(
                 sa.update(groups)
                 .where(groups.c.id == group_id, groups.c.state == GroupState.READY)
-                .values(failures=groups.c.failures + 1, retry_at=retry_at)
+                .values(failures=groups.c.failures + int(counts), retry_at=retry_at)
             )
             if not waits.rowcount:
                 raise InvalidTransition(f"group {group_id} does not wait for a judge")

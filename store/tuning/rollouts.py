@@ -177,11 +177,13 @@ def workflow_result_of(connection: sa.Connection, trajectory_id: str) -> tuple[s
         schema.rollouts.c.response,
         schema.rollouts.c.reward,
         schema.rollouts.c.failure,
+        schema.rollouts.c.tuning_id,
     )
     row = connection.execute(sa.select(*columns).where(schema.rollouts.c.id == trajectory_id)).one_or_none()
     if row is None:
         return None, None
-    return row.task_id, WorkflowResult(response=row.response, reward=row.reward, failure=row.failure)
+    returned = WorkflowResult(response=row.response, reward=row.reward, failure=row.failure, tuning_id=row.tuning_id)
+    return row.task_id, returned
 
 
 def _truncate(values: dict[str, Any]) -> dict[str, Any]:

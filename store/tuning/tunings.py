@@ -8,6 +8,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from ratchet.store.coordination.leases import Leases
 from ratchet.store.db import schema
 from ratchet.store.db.engine import read, write
 from ratchet.store.errors import InvalidTransition, RecordNotFound
@@ -17,6 +18,7 @@ from ratchet.store.records.tuning import Tuning
 from ratchet.store.states import TUNING_TRANSITIONS, RolloutState, TuningKind, TuningState, check_transition
 from ratchet.store.tuning.rollouts import abandon
 
+RUN_LEASE = "tuning:"  # and the run's id: the lease of the process that runs it
 _NO_TUNING = "no tuning {}; `ratchet tune runs` shows the ids"
 
 
@@ -93,6 +95,10 @@ class Tunings:
         where += [schema.tunings.c.state == state] if state else []
         where += [schema.tunings.c.id < before] if before else []
         return self._select(sa.and_(sa.true(), *where), min(limit, 1000))
+
+    def led(self) -> set[str]:
+        """Return the ids of the runs that a process runs now; any other run in progress was interrupted."""
+        return {one.name.removeprefix(RUN_LEASE) for one in Leases(self._engine).holders(RUN_LEASE)}
 
     def _change(self, connection: sa.Connection, tuning_id: str, old: TuningState, **values: Any) -> None:
         mine = sa.and_(schema.tunings.c.id == tuning_id, schema.tunings.c.state == old)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import sys
 from collections.abc import Mapping
@@ -16,7 +15,6 @@ import ratchet
 from ratchet.agentscope import AlgorithmConfig, DatasetConfig, JudgeOutput, TunerModelConfig, WorkflowOutput, tune
 from ratchet.store.store import open_store
 from tests.harness.cli.project import ROOT, Project
-from tests.harness.trainer.tiny import build_tiny_model
 from tests.harness.tuner.scripted_versions import agent
 
 pytestmark = pytest.mark.slow
@@ -25,13 +23,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def tuned(project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
     """A project that can be tuned, in the current folder."""
-    model = build_tiny_model(project.folder / "tiny", hidden=32, layers=1)
-    engine = {"command": [sys.executable, "-m", "tests.harness.cli.scripted_engine"]}
-    project.write(base_model=str(model), vllm=project.content["vllm"] | engine, learner={"threads": 1})
-    (project.folder / "tasks").mkdir()
-    for split, start in (("train", 0), ("test", 10)):
-        rows = [json.dumps({"question": f"number {start + number}? #say=so"}) for number in range(6)]
-        (project.folder / "tasks" / f"{split}.jsonl").write_text("\n".join(rows))
+    project.make_trainable()
     monkeypatch.chdir(project.folder)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     return project
@@ -64,7 +56,7 @@ def test_services_are_started_for_a_run_whose_judge_is_a_closure_and_are_stopped
         verdicts = store.groups.verdicts([one.id for one in trained])
     finally:
         store.close()
-    assert {one.judge.partition(":")[0] for one in verdicts.values()} <= {"http"}  # what the trainer used
+    assert {one.judge.partition(":")[0] for one in verdicts.values()} <= {"caller"}  # what the trainer used
     assert {one.failure for one in verdicts.values()} <= {None}
     assert {one["id"] for one in seen} >= set(verdicts)
 

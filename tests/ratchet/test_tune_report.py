@@ -90,9 +90,11 @@ def test_runs_are_listed_newest_first(tuned: Project) -> None:
         ["weights", "done"],
         ["prompt", "done"],
     ]
-    assert lines[0].endswith("interrupted: no process runs it")
+    run = lines[0].split()[0]
+    assert lines[0].endswith(f"interrupted: its process is gone; `ratchet tune select-model --resume {run}` resumes it")
+    assert f"run {run} (select-model, policy) interrupted: its process is gone;" in tuned.run("status").stdout
     store = open_store(str(tuned.folder / "s.db"))
-    store.leases.acquire(f"tuning:{lines[0].split()[0]}", "host:1_06f3", 60.0)
+    store.leases.acquire(f"tuning:{run}", "host:1_06f3", 60.0)
     store.close()
     assert tuned.run("tune", "runs", "--limit", "1").stdout.strip().endswith("running")
     runs = json.loads(tuned.run("tune", "runs", "--method", "weights", "--json").stdout)

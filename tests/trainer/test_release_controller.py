@@ -219,6 +219,18 @@ def test_a_ramp_that_began_before_the_policy_was_immediate_ends_at_once(store: S
     assert releases.states()[1] == "live"
 
 
+def test_releases_are_immediate_while_a_process_trains_on_tasks_and_guarded_once_it_is_gone(store: Store) -> None:
+    releases = ReleaseTraffic(store)
+    releases.controller = ReleaseController(store, "agent", ReleaseSettings(), "1", round_size=8)
+    lease = f"tuning:{store.tunings.begin('weights', 'agent', {}).id}"
+    assert store.leases.acquire(lease, "host:1_06f3", 600.0)
+    releases.check()
+    assert releases.controller.is_immediate
+    store.leases.release(lease, "host:1_06f3")  # as if it had expired: the run is `running` as before
+    releases.check()
+    assert not releases.controller.is_immediate
+
+
 def test_what_is_known_about_a_release_is_stored_for_people(store: Store) -> None:
     releases = ReleaseTraffic(store)
     releases.ramp()

@@ -17,6 +17,7 @@ from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator
 from ratchet.trainer.controller.judges import Judge
 from ratchet.trainer.controller.judges.kinds.teacher import TeacherJudge
 from ratchet.trainer.controller.judges.make_judge import make_judge
+from ratchet.trainer.controller.judges.run_judges import RunJudges
 from ratchet.trainer.controller.judging.judge_runner import JudgeRunner, zero_variance_groups
 from ratchet.trainer.controller.judging.judged_groups import JudgedGroupCache
 from ratchet.trainer.controller.judging.rejudging import Rejudger
@@ -87,7 +88,7 @@ def make_judging_components(
     judged = JudgedGroupCache(store, estimator)
     runner = JudgeRunner(
         store,
-        judge,
+        RunJudges(judge, store.tunings.get),
         attempts=settings.judge_attempts,
         retry_seconds=settings.judge_retry_seconds,
         alarm_after=settings.no_signal_alarm,

@@ -293,7 +293,8 @@ class ReleaseController:
             self._store.tunings.page(kind, limit=20, state=TuningState.RUNNING)
             for kind in (TuningKind.WEIGHTS, TuningKind.TRAIN)
         )
-        return any(run.alias == self._alias for page in pages for run in page)
+        found = [run.id for page in pages for run in page if run.alias == self._alias]
+        return bool(found) and not self._store.tunings.led().isdisjoint(found)  # others were interrupted
 
     def _drop_rejected(self) -> None:
         dropped = self._store.groups.drop_rejected(self._alias, DropReason.ROLLED_BACK)

@@ -18,7 +18,7 @@ import msgspec
 from ratchet.store.coordination.proxies import PROXY_TIMEOUT_SECONDS
 from ratchet.store.records import Policy, Transcript
 from ratchet.store.records.tuning import Rollout, Tuning
-from ratchet.store.states import RolloutState, TuningState
+from ratchet.store.states import RELEASE_EVALUATION, RolloutState, TuningState
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges import Judge
 from ratchet.trainer.errors import TuningError
@@ -34,7 +34,6 @@ from ratchet.tuner.rollouts.workflow import load_workflow
 from ratchet.tuner.selection.model_selection import ModelSelector, Request
 from ratchet.tuner.settings.tuner_settings import TunerSettings
 
-GATE = "release"  # key that marks the config of a release evaluation
 _NEWEST = 50  # newest runs searched for one to resume
 
 
@@ -92,7 +91,7 @@ class WorkflowEvaluator:
 
     def _run_of(self, request: Request) -> Tuning:
         """Resume the interrupted run of this evaluation, or start one."""
-        config = json.loads(msgspec.json.encode(request)) | {GATE: True}  # in the form that the store returns
+        config = json.loads(msgspec.json.encode(request)) | {RELEASE_EVALUATION: True}  # as the store returns it
         for one in self._store.tunings.page("eval", limit=_NEWEST, state=TuningState.RUNNING):
             if one.alias == self._alias and dict(one.config) == config:
                 return self._store.tunings.resume(one.id)

@@ -59,6 +59,12 @@ class TunerSettings(BaseModel):
     judge_wait_seconds: float = Field(
         60.0, gt=0, description="maximum wait until the calls of a rollout are in the store and can be judged"
     )
+    judge_away_seconds: float = Field(
+        86_400.0,
+        gt=0,
+        description="time that trajectories wait for a judge function whose process is away, such as a closed "
+        "notebook's; later ones are dropped as judge_failed",
+    )
     prices: dict[str, dict[str, float]] = Field(
         default_factory=dict,
         description="input_cost_per_token and output_cost_per_token by alias, for the models served by vLLM",

@@ -42,6 +42,9 @@ class WeightsPlan(BaseModel):
     warm_start: WarmStartSettings | None = Field(None, description="SFT before the rounds")
     max_trainer_wait_seconds: float = Field(60.0, gt=0, description="maximum wait for the trainer before an evaluation")
     seed: int = Field(0, ge=0, description="random seed of the task order")
+    run_judge: Mapping[str, Any] | None = Field(
+        None, description="judge of the training rollouts in place of the trainer's: functions of the calling process"
+    )
 
     @property
     def workflows(self) -> str:

@@ -19,6 +19,7 @@ import psutil
 from ratchet import cli
 from ratchet.supervisor.leftover_processes import kill_tree
 from tests.harness.ports import free_port
+from tests.harness.trainer.tiny import build_tiny_model
 
 ROOT = Path(__file__).parents[3]
 SCRIPTED_VLLM = Path(__file__).with_name("scripted_vllm.py")
@@ -65,6 +66,16 @@ class Project:
         """Change settings and write ratchet.yaml (JSON is YAML)."""
         self.content |= settings
         (self.folder / "ratchet.yaml").write_text(json.dumps(self.content))
+
+    def make_trainable(self, **settings: Any) -> None:
+        """Serve a tiny model's name from a scripted vLLM that answers calls; write the task set `tasks`."""
+        model = build_tiny_model(self.folder / "tiny", hidden=32, layers=1)
+        engine = {"command": [sys.executable, "-m", "tests.harness.cli.scripted_engine"]}
+        self.write(base_model=str(model), vllm=self.content["vllm"] | engine, learner={"threads": 1}, **settings)
+        (self.folder / "tasks").mkdir()
+        for split, start in (("train", 0), ("test", 10)):
+            rows = [json.dumps({"question": f"number {start + number}? #say=so"}) for number in range(6)]
+            (self.folder / "tasks" / f"{split}.jsonl").write_text("\n".join(rows))
 
     @property
     def state(self) -> Path:

@@ -11,6 +11,7 @@ from ratchet.trainer.controller.judges import Judge
 from ratchet.trainer.controller.judges.kinds.answer import AnswerJudge
 from ratchet.trainer.controller.judges.kinds.behavior_rules import BehaviorJudge
 from ratchet.trainer.controller.judges.kinds.by_family import ByFamilyJudge
+from ratchet.trainer.controller.judges.kinds.caller import CallerJudge
 from ratchet.trainer.controller.judges.kinds.composite import CompositeJudge, Part
 from ratchet.trainer.controller.judges.kinds.feedback import FeedbackJudge
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
@@ -25,6 +26,7 @@ from ratchet.trainer.settings.judge_specs import (
     AnswerSpec,
     BehaviorSpec,
     ByFamilySpec,
+    CallerSpec,
     CompositeSpec,
     FeedbackSpec,
     FunctionSpec,
@@ -53,6 +55,8 @@ def make_judge(spec: JudgeSpec, environ: Mapping[str, str]) -> Judge:
         return FeedbackJudge(spec)
     if isinstance(spec, GraderSpec):
         return GraderJudge(spec, environ.get(spec.secret_env))
+    if isinstance(spec, CallerSpec):
+        return CallerJudge(spec)
     if isinstance(spec, PluginSpec):
         return _plugin(spec, environ)
     if isinstance(spec, RewardSpec):

@@ -183,13 +183,13 @@ class JudgeRunner:
             self._alarm_judge_failed(group, judgement, list(failed.values()), left=len(scored) if last else None)
 
     def _record_outage(self, group: Group, judgement: GroupJudgement, reason: str, now: float) -> None:
-        """Let a group wait for a judge that is away, however long, with an alarm."""
-        delay = min(self._retry_delay(group), _MAX_OUTAGE_PAUSE)
-        self._store.groups.record_judge_failure(group.id, (), now + delay, judgement.judge_requests)
+        """Let a group wait for a judge that is away, however long, with an alarm. That is no attempt of the judge."""
+        delay = min(self._retry_seconds, _MAX_OUTAGE_PAUSE)
+        self._store.groups.record_judge_failure(group.id, (), now + delay, judgement.judge_requests, counts=False)
+        judge = judgement.verdicts[0].judge if judgement.verdicts else self._judge.name
         self._store.alarms.raise_(
             f"{DropReason.JUDGE_FAILED}:{group.alias}",
-            f"{self._judge.name} judges nothing: {reason}; trajectories wait, and group {group.id} is judged again in "
-            f"{delay:g} s",
+            f"{judge} judges nothing: {reason}; trajectories wait, and group {group.id} is judged again in {delay:g} s",
         )
 
     def _record_scores(

@@ -13,7 +13,6 @@ SDEs and Scaling Rules for Adaptive Gradient Algorithms", arXiv:2205.10287).
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -148,7 +147,7 @@ def is_drained(store: Store, alias: str, *, num_generations: int, groups_per_rou
     return (
         not store.trajectories.page(1, chosen=TrajectoryFilter(state=TrajectoryState.OPEN, alias=alias))
         and len(store.trajectories.sealed(alias, num_generations)) < num_generations
-        and not store.groups.awaiting_verdict(alias, time.time())
+        and not store.groups.awaiting_verdict(alias, math.inf, limit=1)
         and len(store.groups.awaiting_round(alias)) < groups_per_round
         and not any(policy.state is PolicyState.CANDIDATE for policy in store.policies.all(alias))
         and not any(one.state is RoundState.STARTED for one in store.rounds.page(alias, limit=1))

@@ -37,12 +37,17 @@ class GraderJudge:
         secret: str | None,
         clock: Callable[[], float] = time.time,
         sleep: Callable[[float], None] = time.sleep,
+        *,
+        trust_env: bool = True,
     ) -> None:
+        """`trust_env`: use the proxies that the environment names."""
         self._spec = spec
         self._secret = secret.encode() if secret else None
         self._clock = clock
         self._sleep = sleep
-        self._http = httpx.Client(timeout=httpx.Timeout(spec.timeout_seconds, connect=10.0), follow_redirects=False)
+        self._http = httpx.Client(
+            timeout=httpx.Timeout(spec.timeout_seconds, connect=10.0), follow_redirects=False, trust_env=trust_env
+        )
         self.concurrency = spec.concurrency
         self.name = f"http:{spec.url}"
         self.version = version_of("http", spec.url)
