@@ -22,7 +22,7 @@ from ratchet.trainer.controller.judges import GroupJudgement, Judge
 from ratchet.trainer.controller.judges.kinds.caller import CallerJudge, read_address
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.controller.judges.make_judge import make_judge
-from ratchet.trainer.settings.judge_specs import read_spec
+from ratchet.trainer.settings.judge_specs import CallerSpec, read_spec
 from ratchet.tuning.judge_server import JudgeServer
 
 TRANSCRIPT = transcript_of({"question": "How many?"}, ratchet.WorkflowOutput("three"), ())
@@ -109,7 +109,7 @@ def test_a_process_that_is_away_is_waited_for_and_the_next_one_is_found(file: Pa
 
 def test_after_the_limit_the_judge_has_failed(file: Path) -> None:
     with JudgeServer({"judge": FunctionJudge(length)}, file, 60.0) as server:
-        spec = read_spec(server.spec("judge"))
+        spec = CallerSpec(**server.spec("judge"))
     late = msgspec.structs.replace(
         TRANSCRIPT, trajectory=msgspec.structs.replace(TRANSCRIPT.trajectory, last_active_at=OPENED_LONG_AGO)
     )

@@ -230,11 +230,9 @@ class CallerSpec(_Spec):
     version: str = Field(description="hash of its source when the run began")
     address: Path = Field(description="file in which that process keeps its address, readable by its owner only")
     place: str = Field("judge", pattern=r"^[\w.-]+$", description="path of the function at that address")
-    timeout_seconds: float = Field(600.0, gt=0, description="timeout of one request")
     max_wait_seconds: float = Field(
         86_400.0, gt=0, description="time after its last call that a trajectory waits for a process that is away"
     )
-    concurrency: int = Field(4, ge=1, le=64, description="groups judged at the same time")
 
 
 class PluginSpec(_Spec):
@@ -380,15 +378,6 @@ _BuiltIn = (
 )
 JudgeSpec = Annotated[Annotated[_BuiltIn, Field(discriminator="kind")], BeforeValidator(_full_form)]
 KINDS: Final = tuple(get_args(spec.model_fields["kind"].annotation)[0] for spec in get_args(_BuiltIn))
-
-
-def loads_code(judge: JudgeSpec) -> bool:
-    """Return whether a judge imports code that its specification names."""
-    if isinstance(judge, CompositeSpec):
-        return any(loads_code(part.judge) for part in judge.parts)
-    if isinstance(judge, ByFamilySpec):
-        return any(map(loads_code, judge.all))
-    return isinstance(judge, (FunctionSpec, PluginSpec))
 
 
 def gives_only_ranks(judge: JudgeSpec) -> bool:

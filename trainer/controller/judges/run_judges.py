@@ -22,7 +22,14 @@ from ratchet.trainer.controller.judges import GroupJudgement, Judge
 from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.controller.judges.opinion import DraftVerdict
 from ratchet.trainer.errors import JudgeError
-from ratchet.trainer.settings.judge_specs import loads_code, read_spec
+from ratchet.trainer.settings.judge_specs import (
+    ByFamilySpec,
+    CompositeSpec,
+    FunctionSpec,
+    JudgeSpec,
+    PluginSpec,
+    read_spec,
+)
 
 RUN_JUDGE = "run_judge"  # key of a run's request
 _OTHER_RUN = "another run sampled it, which has a judge of its own: scores of different judges are not compared"
@@ -75,7 +82,7 @@ class RunJudges:
         with self._lock:
             if run.id not in self._own:
                 spec = read_spec(run.config[RUN_JUDGE])
-                if loads_code(spec):
+                if _loads_code(spec):
                     raise JudgeError("it names code to import; set it as trainer.judge instead")
                 self._own[run.id] = make_judge(spec, os.environ)
             return self._own[run.id]
@@ -90,3 +97,12 @@ class RunJudges:
 
 def _run_id(member: Transcript) -> str | None:
     return None if member.returned is None else member.returned.tuning_id
+
+
+def _loads_code(judge: JudgeSpec) -> bool:
+    """Return whether a judge imports code that its specification names."""
+    if isinstance(judge, CompositeSpec):
+        return any(_loads_code(part.judge) for part in judge.parts)
+    if isinstance(judge, ByFamilySpec):
+        return any(map(_loads_code, judge.all))
+    return isinstance(judge, (FunctionSpec, PluginSpec))

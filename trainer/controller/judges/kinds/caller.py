@@ -28,6 +28,8 @@ from ratchet.trainer.controller.judges.opinion import DraftVerdict
 from ratchet.trainer.settings.judge_specs import CallerSpec, GraderSpec
 
 _PROOF_TIMEOUT = 5.0  # seconds
+_TIMEOUT = 600.0  # seconds, of one judgement
+_CONCURRENCY = 4  # groups; the process judges one trajectory after another
 _OTHERS = 0o077  # permissions of group and others
 
 
@@ -70,7 +72,7 @@ class CallerJudge:
         self._lock = threading.Lock()
         self._graders: dict[str, GraderJudge] = {}  # by secret: every process has its own
         self._kept: dict[str, dict[str, Verdict]] = {}  # by group: what a process scored before it was away
-        self.concurrency = spec.concurrency
+        self.concurrency = _CONCURRENCY
         self.name = f"caller:{spec.function}"
         self.version = spec.version
 
@@ -102,7 +104,7 @@ class CallerJudge:
             if address.secret not in self._graders:
                 spec = GraderSpec(
                     kind="http", url=f"{address.url}/{self._spec.place}", max_attempts=1,
-                    timeout_seconds=self._spec.timeout_seconds,
+                    timeout_seconds=_TIMEOUT,
                 )  # fmt: skip
                 self._graders[address.secret] = GraderJudge(spec, address.secret, self._clock, trust_env=False)
             return self._graders[address.secret]
