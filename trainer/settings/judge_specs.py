@@ -230,9 +230,7 @@ class CallerSpec(_Spec):
     version: str = Field(description="hash of its source when the run began")
     address: Path = Field(description="file in which that process keeps its address, readable by its owner only")
     place: str = Field("judge", pattern=r"^[\w.-]+$", description="path of the function at that address")
-    max_wait_seconds: float = Field(
-        86_400.0, gt=0, description="time after its last call that a trajectory waits for a process that is away"
-    )
+    max_wait_seconds: float = Field(86_400.0, gt=0, description="wait for it after a trajectory's last call")
 
 
 class PluginSpec(_Spec):
