@@ -121,7 +121,10 @@ def test_verdicts_wait_for_a_killed_notebook_and_the_resumed_run_scores_everythi
     with closing(sqlite3.connect(running.state / "store.db")) as database:
         rows = Counter(name for (name,) in database.execute("SELECT trajectory_id FROM verdicts"))
     assert {rows[name] for name in trained} == {1}
-    asked = Counter((running.folder / "judged.txt").read_text().split())
-    assert sorted(asked[one.id] for one in made)[-2:] == [1, 2]  # only the one that the killed process did not answer
-    assert asked.keys() == {one.id for one in made}
+    requested = Counter((running.folder / "judged.txt").read_text().split())
+    assert sorted(requested[one.id] for one in made)[-2:] == [
+        1,
+        2,
+    ]  # only the one that the killed process did not answer
+    assert requested.keys() == {one.id for one in made}
     assert list((running.state / "run" / "judges").iterdir()) == []

@@ -90,8 +90,8 @@ class CallerJudge:
             return self._away(group_id, members)
         missing = [member for member in members if member.trajectory.id not in kept]
         version = address.versions.get(self._spec.place, self.version)
-        asked = self._grader(address).judge(group_id, missing).verdicts
-        named = [msgspec.structs.replace(one, judge=self.name, judge_version=version) for one in asked]
+        requested = self._grader(address).judge(group_id, missing).verdicts
+        named = [msgspec.structs.replace(one, judge=self.name, judge_version=version) for one in requested]
         verdicts = kept | {one.trajectory_id: one for one in named}
         if any(one.failure is not None for one in named) and not _proves(address):  # it ended meanwhile
             self._kept[group_id or ""] = {name: one for name, one in verdicts.items() if one.failure is None}
