@@ -1,8 +1,8 @@
 """RunJudges: an agent's judge, and in its place a run's own judge for the rollouts of that run.
 
 A run of the tuner may bring a judge (`run_judge` of its request), such as a function of a notebook. One that names code
-to import is refused: with it, write access to the store would be enough to run code in the trainer. While the process that called the tuner is
-away, the run's rollouts wait, and the reason says how to go on. Once the run is done, nobody comes back: they fail.
+to import is refused: with it, write access to the store would be enough to run code in the trainer. While the calling
+process is away, the run's rollouts wait, and the reason says how to go on; once the run is done, they fail.
 """
 
 from __future__ import annotations
