@@ -23,7 +23,8 @@ from ratchet.proxy.messages.text_fingerprints import MIN_QUOTE_LENGTH, PROMPT
 from ratchet.store.content import messages as canon
 
 _MAX_TEXT = 150_000  # characters that are searched, of the latest messages
-_ID = re.compile(r"(?:chatcmpl-tool-|call_|toolu_)[A-Za-z0-9]{9,}")
+_ID_PREFIXES = ("chatcmpl-tool-", "call_", "toolu_")
+_ID_END = re.compile(r"[A-Za-z0-9]{9,}")
 
 BY_PATH, BY_IDS, BY_QUOTE = "graph", "tool_ids", "quote"
 _CONTINUING_ROLES = ("assistant", PROMPT)  # a quote in one of these continues the answer
@@ -76,21 +77,21 @@ def _quoted_groups(
     groups: dict[bytes, dict[Leaf, None]] = {}
     last_role, work = "", WorkLimit()
     candidates: dict[bytes, list[Leaf]] = {}  # by digest: a quote may occur many times
-    for position, role, text in texts:
-        for at, quotes in leaves.quotes.find_quotes(text, work):
-            for digest in quotes.keys() - candidates.keys():
-                candidates[digest] = [
-                    leaf for leaf in leaves.quotes.leaves_with(digest) if fits(leaf) and _may_be_quoted(leaf, digest)
-                ]
-            found = {digest: candidates[digest] for digest in quotes}
-            if role == "assistant" and not at:
-                before = keys[position - 1] if position else canon.ROOT
-                found = {digest: _answers_after(found[digest], before, text[: quotes[digest]]) for digest in quotes}
-            for digest in sorted((one for one in found if found[one]), key=lambda one: _order(found[one], one)):
-                group = groups.setdefault(digest, {})
-                if len(group) < len(candidates[digest]):
-                    group.update(dict.fromkeys(found[digest]))
-                last_role = role
+    for number, at, quotes in leaves.quotes.find_quotes([text for _, _, text in texts], work):
+        position, role, text = texts[number]
+        for digest in quotes.keys() - candidates.keys():
+            candidates[digest] = [
+                leaf for leaf in leaves.quotes.leaves_with(digest) if fits(leaf) and _may_be_quoted(leaf, digest)
+            ]
+        found = {digest: candidates[digest] for digest in quotes}
+        if role == "assistant" and not at:
+            before = keys[position - 1] if position else canon.ROOT
+            found = {digest: _answers_after(found[digest], before, text[: quotes[digest]]) for digest in quotes}
+        for digest in sorted((one for one in found if found[one]), key=lambda one: _order(found[one], one)):
+            group = groups.setdefault(digest, {})
+            if len(group) < len(candidates[digest]):
+                group.update(dict.fromkeys(found[digest]))
+            last_role = role
     return groups, last_role
 
 
@@ -134,6 +135,14 @@ def _texts(messages: Sequence[dict[str, Any]]) -> list[Text]:
 
 
 def _leaves_by_ids(leaves: LeafIndex, text: str) -> Iterator[Leaf]:
-    if "-tool-" in text or ("_" in text and ("call_" in text or "toolu_" in text)):  # a cheap test before the pattern
-        for found in _ID.finditer(text):
-            yield from leaves.leaves_with_tool_call(found[0])
+    """Yield the leaves whose tool calls' ids stand in a text, in their order there."""
+    found: list[tuple[int, str]] = []
+    for prefix in _ID_PREFIXES:
+        at = text.find(prefix)
+        while at >= 0:
+            end = _ID_END.match(text, at + len(prefix))
+            if end:
+                found.append((at, prefix + end[0]))
+            at = text.find(prefix, end.end() if end else at + len(prefix))
+    for _, tool_call_id in sorted(found):
+        yield from leaves.leaves_with_tool_call(tool_call_id)

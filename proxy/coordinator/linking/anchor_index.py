@@ -1,0 +1,146 @@
+"""Finds the positions of a prompt at which the beginning of a known text stands.
+
+A quote starts at the beginning of a text, or after a boundary character and the white space that follows it. Long
+prompts are searched by array operations over all their characters: a position is looked at only if a boundary or white
+space precedes it, and if a table has a bit for the hash of its first characters. What remains is compared exactly.
+No I/O.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ratchet.proxy.messages.text_fingerprints import ANCHOR_LENGTH
+
+_BOUNDARIES = ("\n", ": ", '"', ">", "`", "(", "[")
+_BLANK = re.compile(r"\s*")
+_SHORT = 6_000  # characters; below, a search for each boundary is faster than arrays
+_HASHED = 8  # characters of an anchor in one hash; it has two, as in a Bloom filter
+_FACTORS = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F))  # of multiplicative hashing (Knuth, 6.4)
+_BLOCK = 32_768  # characters in one array operation; larger arrays cost page faults
+_SPARSITY = 32  # entries of the table for each anchor
+_SMALLEST = 1_024  # entries of the table
+_BLANKS = {ord(one) for one in map(chr, range(0x3001)) if one.isspace()}
+_BEFORE = {ord(one[-1]) for one in _BOUNDARIES} | _BLANKS
+
+Bytes = NDArray[np.uint8]
+
+
+def _bytes_table(codes: set[int]) -> NDArray[np.bool_]:
+    table = np.zeros(256, np.bool_)
+    table[sorted(codes)] = True
+    return table
+
+
+_BEFORE_ASCII = _bytes_table({code for code in _BEFORE if code < 0x80})
+_BEFORE_ANY = _bytes_table({code & 0xFF for code in _BEFORE})  # by the low bytes of characters
+
+
+class AnchorIndex:
+    """The first `ANCHOR_LENGTH` characters of known texts, with the number of texts that begin so."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+        self._table = np.zeros(_SMALLEST, np.bool_)  # by hash: whether an anchor may begin with these characters
+        self._unhashed: list[str] = []  # anchors that are not in the table yet
+        self._hashed = 0  # anchors in the table, with those removed since it was made
+
+    def __contains__(self, anchor: str) -> bool:
+        return anchor in self._counts
+
+    def add(self, anchor: str) -> None:
+        """Count one more text with this beginning."""
+        count = self._counts.get(anchor, 0)
+        self._counts[anchor] = count + 1
+        if not count:
+            self._unhashed.append(anchor)
+            if len(self._unhashed) == _SMALLEST:  # nobody searches
+                self._update_table()
+
+    def remove(self, anchor: str) -> None:
+        """Count one text less with this beginning."""
+        self._counts[anchor] -= 1
+        if not self._counts[anchor]:
+            del self._counts[anchor]
+
+    def find(self, texts: Sequence[str]) -> Iterator[tuple[int, int]]:
+        """Yield where anchors stand: the index of the text and the position in it, in order."""
+        if sum(map(len, texts)) < _SHORT:
+            for number, text in enumerate(texts):
+                for at in sorted({at for at in _starts(text) if text[at : at + ANCHOR_LENGTH] in self._counts}):
+                    yield number, at
+            return
+        joined = "\n" + "\n".join(texts)
+        number, begin, end = -1, 0, 0
+        ends = accumulate(len(text) + 1 for text in texts)  # of each text in `joined`
+        for place in self._candidates(joined):
+            while place >= end:
+                begin, end, number = end + 1, next(ends), number + 1
+            if joined[place : min(end, place + ANCHOR_LENGTH)] in self._counts and _is_start(joined, place, begin):
+                yield number, place - begin
+
+    def _candidates(self, text: str) -> list[int]:
+        """Return the positions of a text that may start an anchor, in order."""
+        self._update_table()
+        characters = _low_bytes(text)
+        table = _BEFORE_ASCII if text.isascii() else _BEFORE_ANY
+        windows: NDArray[np.uint64] = np.ndarray((len(characters) - _HASHED + 1,), "<u8", characters, strides=(1,))
+        last = len(text) - ANCHOR_LENGTH
+        found: list[int] = []
+        for begin in range(0, last, _BLOCK):
+            places = np.flatnonzero(table.take(characters[begin : min(begin + _BLOCK, last)])) + (begin + 1)
+            for skipped, factor in enumerate(_FACTORS):
+                places = places[self._table[self._hashes(windows[places + skipped * _HASHED], factor)]]
+            found += places.tolist()
+        return found
+
+    def _update_table(self) -> None:
+        """Enter new anchors; make a table of another size if there are many, or if many in it were removed."""
+        if not self._unhashed:
+            return
+        if (self._hashed + len(self._unhashed)) * _SPARSITY > len(self._table):
+            size = max(_SMALLEST, 1 << (2 * _SPARSITY * len(self._counts) - 1).bit_length())
+            self._table, self._unhashed, self._hashed = np.zeros(size, np.bool_), list(self._counts), 0
+        for skipped, factor in enumerate(_FACTORS):
+            part = slice(skipped * _HASHED, (skipped + 1) * _HASHED)
+            beginnings = _low_bytes("".join(anchor[part] for anchor in self._unhashed))
+            self._table[self._hashes(beginnings.view("<u8"), factor)] = True
+        self._hashed += len(self._unhashed)
+        self._unhashed.clear()
+
+    def _hashes(self, parts: NDArray[np.uint64], factor: np.uint64) -> NDArray[np.uint64]:
+        bits = len(self._table).bit_length() - 1
+        return (parts * factor) >> np.uint64(64 - bits)
+
+
+def _low_bytes(text: str) -> Bytes:
+    """Return the low byte of each character."""
+    if text.isascii():
+        return np.frombuffer(text.encode(), np.uint8)
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4").astype(np.uint8)
+
+
+def _starts(text: str) -> Iterator[int]:
+    """Yield where a quote may start: at the beginning, and after a boundary and its white space."""
+    yield 0  # texts have no leading white space
+    last = len(text) - ANCHOR_LENGTH
+    for boundary in _BOUNDARIES:
+        start, at = 0, text.find(boundary)
+        while at >= 0 and (start := _BLANK.match(text, at + len(boundary)).end()) <= last:  # type: ignore[union-attr]
+            yield start
+            at = text.find(boundary, start)
+
+
+def _is_start(text: str, at: int, begin: int) -> bool:
+    """Return whether a quote may start at a position of the text that begins at `begin`. It is no white space."""
+    blank = at
+    while blank > begin and text[blank - 1].isspace():
+        blank -= 1
+    if at == begin or "\n" in text[blank:at]:
+        return True
+    return text[blank - 1] in '">`([' or (text[blank - 1] == ":" and text[blank : blank + 1] == " ")
