@@ -1,7 +1,8 @@
 """Finds known texts within a prompt: each position is tested once, and each length there is hashed once.
 
 `anchor_index.py` says where the beginning of a known text stands. Texts with the same beginning are distinguished by
-the hashes of their first 64, 256, 1,024 ... characters. Holds hashes, apart from the first characters of each text. No I/O.
+the hashes of their first 64, 256, 1,024 ... characters. Holds hashes, apart from the first characters of each text.
+No I/O.
 """
 
 from __future__ import annotations
