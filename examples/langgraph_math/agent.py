@@ -27,9 +27,10 @@ async def calculate(expression: str) -> str:
         return f"Error: {error}"
 
 
-async def solve(question: str, model: str) -> str:
-    """Return the agent's answer to one question."""
-    agent = create_agent(ChatOpenAI(model=model, max_tokens=128), [calculate], system_prompt=SYSTEM)
+async def solve(question: str, model: str, **server: str) -> str:
+    """Return the agent's answer to one question. `server`: base_url and api_key, in place of the variables."""
+    chat = ChatOpenAI(model=model, max_tokens=128, **server)
+    agent = create_agent(chat, [calculate], system_prompt=SYSTEM)
     texts = (question, REMINDER.format(time=datetime.now()))
     messages = [{"role": "user", "content": text} for text in texts]
     state = await agent.ainvoke({"messages": messages}, {"recursion_limit": MAX_STEPS})

@@ -38,7 +38,7 @@ def test_the_langgraph_agent_is_one_exact_trajectory_and_its_answer_is_judged(pl
     given = {"OPENAI_BASE_URL": f"{proxy.url}/t/roll_1/v1", "OPENAI_API_KEY": "x", "OPENAI_MODEL": "agent"}
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [python, "-m", "examples.langgraph_math"], cwd=ROOT, env=environ | given, input=json.dumps(TASK),
+        [python, "-m", "examples.langgraph_math.workflow"], cwd=ROOT, env=environ | given, input=json.dumps(TASK),
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert (done.returncode, done.stdout.strip()) == (0, "The answer is 44"), done.stderr

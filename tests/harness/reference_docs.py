@@ -111,7 +111,7 @@ def _python_blocks() -> Iterator[tuple[str, str]]:
 
 def _tutorial_blocks() -> Iterator[tuple[str, str]]:
     """Yield the code of the tutorial's agent."""
-    for name, file in (("agent", "agent.py"), ("program", "__main__.py")):
+    for name, file in (("agent", "agent.py"), ("workflow", "workflow.py")):
         code = (house.ROOT / "examples" / "langgraph_math" / file).read_text()
         yield name, f"```python\n{code.replace('  # type: ignore[import-not-found]', '')}```"
 
