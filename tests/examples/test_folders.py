@@ -28,8 +28,13 @@ def settings_file(name: str) -> Path:
     return (demo if name == demo.name else EXAMPLES / name) / "ratchet.yaml"
 
 
+def started_in(name: str) -> Path:
+    """Return the folder where the commands of an example are given: verifiers finds a taskset in the current one."""
+    return EXAMPLES / name if name == "verifiers" else EXAMPLES.parent
+
+
 def test_the_examples_are_all_here() -> None:
-    assert FOLDERS == ["email_search", "math", "planner", "production", "reward_hacking"]
+    assert FOLDERS == ["email_search", "math", "planner", "production", "reward_hacking", "verifiers"]
     assert all(settings_file(name).is_file() for name in FOLDERS)
 
 
@@ -39,7 +44,7 @@ def test_an_example_has_settings_that_load_a_judge_that_imports_and_a_readme_tha
     trainer = settings.trainer_settings()
     assert make_judge(trainer.judge, {}).version
     assert settings.base_model is not None
-    assert (EXAMPLES.parent / settings.base_model / "model.safetensors").is_file()
+    assert (started_in(name) / settings.base_model / "model.safetensors").is_file()
     readme = (EXAMPLES / name / "README.md").read_text("utf-8")
     assert "## " in readme
     assert f"examples/{name}" in readme or f"examples.{name}" in readme
