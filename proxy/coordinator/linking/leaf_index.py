@@ -15,8 +15,8 @@ from ratchet.proxy.messages.text_fingerprints import is_distinctive_id
 TRAJECTORY_BYTES = 650  # of a trajectory without its answers
 _LEAF_BYTES = 850  # of an answer with the names that every answer has
 _ID_BYTES = 300  # of a tool call's id
-_QUOTE_BYTES = 500
-_PREFIX_BYTES = 120
+_QUOTE_BYTES = 380
+_PREFIX_BYTES = 110
 
 
 class LeafIndex:

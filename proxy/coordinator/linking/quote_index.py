@@ -106,7 +106,8 @@ class QuoteIndex:
         self._leaves: LeavesByName[bytes] = LeavesByName()  # by digest
         self._anchors = AnchorIndex()
         self._prefixes: dict[int, int] = {}  # number of texts by the hash of a prefix
-        self._lengths: dict[int | str, dict[int, int]] = {}  # by the last prefix hash or the anchor: texts by length
+        # By the last prefix hash or the anchor: number of texts by length, or the length of the only text.
+        self._lengths: dict[int | str, dict[int, int] | int] = {}
 
     def __len__(self) -> int:
         return len(self._leaves)
@@ -122,7 +123,14 @@ class QuoteIndex:
         self._anchors.add(quote.anchor)
         for prefix in quote.prefix_hashes:
             _increment(self._prefixes, prefix)
-        _increment(self._lengths.setdefault(_node(quote), {}), quote.length)
+        node = _node(quote)
+        lengths = self._lengths.get(node)
+        if lengths is None:
+            self._lengths[node] = quote.length
+            return
+        if isinstance(lengths, int):
+            lengths = self._lengths[node] = {lengths: 1}
+        _increment(lengths, quote.length)
 
     def remove(self, quote: QuotedText, leaf: Leaf) -> None:
         """Remove a text of a leaf."""
@@ -132,8 +140,10 @@ class QuoteIndex:
         for prefix in quote.prefix_hashes:
             _decrement(self._prefixes, prefix)
         node = _node(quote)
-        _decrement(self._lengths[node], quote.length)
-        if not self._lengths[node]:
+        lengths = self._lengths[node]
+        if isinstance(lengths, dict):
+            _decrement(lengths, quote.length)
+        if isinstance(lengths, int) or not lengths:
             del self._lengths[node]
 
     def find_quotes(self, texts: Sequence[str], work: WorkLimit) -> Iterator[tuple[int, int, Quotes]]:
@@ -154,7 +164,10 @@ class QuoteIndex:
         found: Quotes = {}
         hashed, upto, known = blake2b(digest_size=DIGEST_BYTES), at, self._leaves.names
         for node in self._nodes(text, at):
-            lengths = sorted([length for length in self._lengths.get(node, ()) if at + length <= len(text)])
+            known_lengths = self._lengths.get(node, ())
+            if isinstance(known_lengths, int):
+                known_lengths = (known_lengths,)
+            lengths = sorted([length for length in known_lengths if at + length <= len(text)])
             if not lengths:
                 work.spend(1)
                 continue
