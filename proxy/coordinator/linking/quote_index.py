@@ -164,10 +164,7 @@ class QuoteIndex:
         found: Quotes = {}
         hashed, upto, known = blake2b(digest_size=DIGEST_BYTES), at, self._leaves.names
         for node in self._nodes(text, at):
-            known_lengths = self._lengths.get(node, ())
-            if isinstance(known_lengths, int):
-                known_lengths = (known_lengths,)
-            lengths = sorted([length for length in known_lengths if at + length <= len(text)])
+            lengths = sorted([length for length in self._lengths_of(node) if at + length <= len(text)])
             if not lengths:
                 work.spend(1)
                 continue
@@ -178,6 +175,10 @@ class QuoteIndex:
                 if (digest := hashed.digest()) in known:
                     found[digest] = length
         return found
+
+    def _lengths_of(self, node: int | str) -> Iterable[int]:
+        lengths = self._lengths.get(node, ())
+        return (lengths,) if isinstance(lengths, int) else lengths
 
     def _nodes(self, text: str, at: int) -> Iterator[int | str]:
         """Yield the nodes whose texts may start at a position, as long as known prefixes match the text."""
