@@ -66,8 +66,8 @@ def evaluate(
 
     Nothing is trained. Exits with 0 if the model is better, 3 if no difference is shown, 4 if it is worse, and 1 on
     errors or if no rollout could be scored. If nothing runs, what the models need is started and stopped again: for
-    models of `model_list` alone the proxy, without vLLM. A project without a base model has no live version: without
-    --against the model is measured alone. The commands below run public benchmarks.
+    models of `model_list` alone the proxy, without vLLM. Without --against, the live version itself is measured alone,
+    and so is every model of a project without a base model. The commands below run public benchmarks.
 
     \b
     Example:
@@ -95,9 +95,10 @@ def _compare(
 
     own = {name: given.pop(name) for name in ("split", "limit", "score_range", "resume")}
     settings = settings_of(context, given)
-    against = against or (settings.model if serves_agent(settings) else None)
-    candidates = (against, model or "") if against else (model or "",)  # a resumed run has its own
-    request, found = compare_models.compare(settings, compare_models.ComparisonOptions("eval", candidates, **own))
+    baseline_name = against or (settings.model if serves_agent(settings) else None)
+    candidates = (baseline_name, model or "") if baseline_name else (model or "",)  # a resumed run has its own
+    wanted = compare_models.ComparisonOptions("eval", candidates, **own, may_be_one=against is None)
+    request, found = compare_models.compare(settings, wanted)
     baseline, measured = request.candidates[0], request.candidates[-1]
     pair = found.ranking.pair(measured, baseline) if measured != baseline else None
     if as_json:

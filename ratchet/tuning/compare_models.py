@@ -34,6 +34,7 @@ class ComparisonOptions:
     resume: str | None  # id of the run to resume
     policy: Literal["best", "cheapest"] = "best"
     within: float | None = None
+    may_be_one: bool = False  # the first candidate is a default: left out if the second one is the same version
 
     def check(self) -> None:
         """Raise InvalidArgument if the options contradict each other."""
@@ -90,10 +91,11 @@ def _start(tuner_context: TuningContext, given: ComparisonOptions) -> tuple[Requ
     from ratchet.trainer.statistics.paired_comparison import ScoreRange
     from ratchet.tuner.selection.model_selection import Request, check_prices, known_models, resolved
 
-    source = tuner_context.source()
-    candidates = resolved(
-        tuner_context.store, given.candidates, known_models(tuner_context.proxy_url, tuner_context.api_key)
-    )
+    source, store = tuner_context.source(), tuner_context.store
+    known, named = known_models(tuner_context.proxy_url, tuner_context.api_key), given.candidates
+    if given.may_be_one and len({resolved(store, [name], known) for name in named}) == 1:
+        named = named[-1:]
+    candidates = resolved(store, named, known)
     check_prices(candidates, tuner_context.prices, given.policy)
     tuner_context.tasks(source, given.split, 1)  # fail before the run starts if the task set cannot be read
     request = Request(
@@ -103,7 +105,7 @@ def _start(tuner_context: TuningContext, given: ComparisonOptions) -> tuple[Requ
         seed=tuner_context.tuner.seed, policy=given.policy, within=given.within,
         failure_score=tuner_context.tuner.failure_score, score_range=ScoreRange(*given.score_range) if
         given.score_range else None, )  # fmt: skip
-    return request, tuner_context.store.tunings.begin(request.kind, request.alias, msgspec.to_builtins(request))
+    return request, store.tunings.begin(request.kind, request.alias, msgspec.to_builtins(request))
 
 
 def _resume(tuner_context: TuningContext, name: str) -> tuple[Request, Tuning]:

@@ -74,7 +74,7 @@ def run(environment: str, project: Project) -> dict[str, Any]:
     done = subprocess.run(
         [str(client_python(environment)), str(HERE / "programs" / "agentscope_tune.py"), str(project.folder / "tiny")],
         env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{write_metadata(metadata)}"}, cwd=project.folder,
-        capture_output=True, text=True, timeout=400, check=False,
+        capture_output=True, text=True, timeout=800, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-6000:]
     found: dict[str, Any] = json.loads(done.stdout.partition("RESULT ")[2])

@@ -79,6 +79,16 @@ def test_a_candidate_that_the_proxy_does_not_know_is_refused_before_anything_run
 
 
 @pytest.mark.slow
+def test_the_live_version_is_measured_alone_unless_another_one_is_named(circle: SelectionProject) -> None:
+    arguments = circle.arguments(limit=4)
+    found = circle.project.json("eval", "--model", "policy@0", *arguments, seconds=120)
+    assert [one["candidate"] for one in found["ranking"]["scores"]] == ["policy@0"]
+    assert "verdict" not in found
+    refused = circle.project.run("eval", "--model", "policy@0", "--against", "policy", *arguments, seconds=120)
+    assert (refused.returncode, "policy@0 is given twice" in refused.stdout) == (1, True)
+
+
+@pytest.mark.slow
 def test_an_evaluation_of_two_ends_with_what_it_shows(circle: SelectionProject) -> None:
     arguments = [*circle.arguments(limit=12), "--json"]
     better = circle.project.run("eval", "--model", "right-95", "--against", "right-20", *arguments)
