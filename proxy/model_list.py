@@ -138,7 +138,10 @@ class FallbackRules(BaseModel):
         for reason, rules in (("outage", self.outage), ("context_length", self.context_length)):
             for name, others in rules.items():
                 if name not in known:
-                    raise ValueError(f"fallbacks.{reason} names {name!r}, which is no agent and not in model_list")
+                    raise ValueError(
+                        f"fallbacks.{reason} names {name!r}, which is no agent and not in model_list: list it under "
+                        "agents, or set model (a name that only an option gives is not known to other commands)"
+                    )
                 if wrong := [other for other in others if other not in models or other == name]:
                     raise ValueError(
                         f"fallbacks.{reason}: {name} cannot fall back to {wrong[0]!r}: name another model of model_list"
