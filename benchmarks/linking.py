@@ -3,7 +3,8 @@
 Traffic: `tests/harness/linking/kinds.py` and `dialects.py`. Metrics: `tests/harness/linking/score.py`. Exits with 1 if
 precision is below 99.9%, or if recall or parents are below 99.9% for traffic that contains enough evidence to link.
 
-    python -m benchmarks.linking [--quick] [--seed 1] [--only WORD] [--workers 1] [--machines 1] [--json]
+    python -m benchmarks.linking [--quick] [--seed 1] [--only WORD] [--workers 1] [--machines 1]
+        [--store sqlite] [--json]
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="WORD", help="only kinds whose name contains WORD")
     parser.add_argument("--workers", type=int, default=1, help="of the proxy; with several, each call may meet any")
     parser.add_argument("--machines", type=int, default=1, help="proxies with a coordinator in common, called in turn")
+    parser.add_argument("--store", choices=("sqlite", "postgresql"), default="sqlite", help="one of its own")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     started = time.perf_counter()
@@ -35,6 +37,7 @@ def main() -> None:
         only=options.only,
         workers=options.workers,
         machines=options.machines,
+        database=options.store,
     )
     if options.json:
         print(json.dumps([asdict(one.score) | {"evidence": one.evidence, "good": one.good} for one in results]))

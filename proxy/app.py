@@ -196,7 +196,7 @@ def _build_admission(
     policies, rollouts, contexts = serving.policies, serving.rollouts, serving.contexts
     if isinstance(role, WorkerRole) and limit_reports is not None:
         remote = role.make_admission(
-            settings, policies, rollouts, contexts, metrics, limit_reports, lambda: shipper.is_behind,
+            settings, store, policies, rollouts, contexts, metrics, limit_reports, lambda: shipper.is_behind,
             critical_tasks,
         )  # fmt: skip
         return AdmissionServices(remote, None, [remote], lambda: remote.coordinator_url)

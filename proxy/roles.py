@@ -36,6 +36,7 @@ class WorkerRole(NamedTuple):
 
     `machine`: this proxy's name among those of other machines. `other_workers`: the addresses of the own listeners of
     this proxy's other workers, by name. `own_coordinator_url`: None if this proxy runs no coordinator.
+    `is_restarted`: it has served before under its supervisor.
     """
 
     name: str
@@ -44,6 +45,7 @@ class WorkerRole(NamedTuple):
     token: str
     other_workers: Mapping[str, str]
     own_coordinator_url: str | None
+    is_restarted: bool = False
 
     @property
     def ships_left_journals(self) -> bool:
@@ -53,6 +55,7 @@ class WorkerRole(NamedTuple):
     def make_admission(
         self,
         settings: ProxySettings,
+        store: Store,
         policies: PolicyCache,
         rollouts: RolloutPlans,
         contexts: TokenContexts | None,
@@ -74,6 +77,7 @@ class WorkerRole(NamedTuple):
             lambda linker: Admission(policies, linker, rollouts, None),
             limit_reports,
             is_behind,
+            (lambda linker: LinkingRestore(linker, store, limits[0]).restore()) if self.is_restarted else None,
             critical_tasks,
         )
 

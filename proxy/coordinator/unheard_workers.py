@@ -1,9 +1,10 @@
 """The workers whose calls the coordinator may not know: it does not hear of them, or they died unheard.
 
-A worker that is cut off serves alone, from `ALONE_SECONDS` after the coordinator's last answer. The coordinator assumes
-so from `_SILENT_TICKS` on, which is less, until the worker has reported what it served: itself, or, if it died, by the
-store, which has its journal once it begins again. One that does not come back is forgotten when the trajectories
-that it served are closed for linking. Belongs to the event loop's thread.
+A worker that is cut off serves alone, from `ALONE_SECONDS` after the coordinator's last answer that it received. The
+coordinator assumes so earlier, `_SILENT_TICKS` after the last one that it knows to have been received, until the worker
+has reported what it served: itself, or, if it died, by the store, which has its journal once it begins again. A message
+that the network has delayed for that long ends no doubt: its worker may serve alone since. One that does not come back
+is forgotten when the trajectories that it served are closed for linking. Belongs to the event loop's thread.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from collections.abc import Callable, Collection
 from ratchet.proxy.coordinator.linking.cautious_linker import Doubt
 
 TICK_SECONDS = 0.5
-ALONE_SECONDS = 5.0  # after the coordinator's last answer; the margin is for calls that it is placing
-_SILENT_TICKS = 8  # a worker sends something every second
+ALONE_SECONDS = 6.0  # the margin is for calls that the coordinator is placing
+_SILENT_TICKS = 9  # a worker sends something every second, and with it what it received a second ago
 _RECENT_SECONDS = 120.0  # in which a call without history may be a retry, a sub-agent's, or follow a compaction
 
 
@@ -44,10 +45,19 @@ class UnheardWorkers:
             return Doubt.EARLIER if self._missing else Doubt.NONE
         return Doubt.RECENT
 
-    def hear(self, worker: str) -> None:
-        """A worker with a session has sent something."""
-        self._ticks[worker] = 0
+    def hear(self, worker: str, age: float) -> bool:
+        """A worker with a session has sent something; return whether it is not old.
+
+        `age`: how long ago the coordinator sent the latest answer that the worker had received by then.
+        """
+        ticks = int(max(0.0, age) / TICK_SECONDS) if age < _SILENT_TICKS * TICK_SECONDS else None
+        if ticks is None:
+            self._ticks.setdefault(worker, 0)
+            self._unheard.add(worker)
+            return False
+        self._ticks[worker] = ticks
         self._unheard.discard(worker)
+        return True
 
     def tick(self, seconds: float) -> None:
         """Count a tick that took some seconds: after one that was too long, every worker must be heard again."""

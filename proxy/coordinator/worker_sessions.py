@@ -1,16 +1,16 @@
 """Admission for workers, of this machine and others: their calls are placed here, one decision at a time.
 
-A session begins with `Hello`. Until every expected worker has sent it, or `_START_SECONDS` have passed, nothing is
-decided: only then is linking restored, from the store, which by then has the journals of earlier processes, and from
-what the workers still know. While calls of a worker may be missing, nothing is linked on a guess
-(`unheard_workers.py`). A worker that dies leaves open calls: they become unanswered attempts, which a retry continues.
-The open calls of one that is not heard of are closed only, since it may still answer them. Belongs to the event loop's
-thread.
+A session begins with `Hello`. Until every expected worker has sent it, or its time is over, nothing is decided: only
+then is linking restored, from the store, which by then has the journals of earlier processes, and from what the workers
+still know. While calls of a worker may be missing, nothing is linked on a guess (`unheard_workers.py`). A worker that
+dies leaves open calls: they become unanswered attempts, which a retry continues. The open calls of one that is not
+heard of are closed only, since it may still answer them. Belongs to the event loop's thread.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import time
@@ -40,7 +40,8 @@ from ratchet.store.ids import new_id
 
 log = logging.getLogger("ratchet.proxy")
 
-_START_SECONDS = 15.0  # for every worker to begin its session: longer than the replay of a journal may delay its start
+_START_SECONDS = 15.0  # for this machine's workers to begin their sessions: a journal's replay may delay their start
+_OTHERS_SECONDS = 5.0  # for those of other machines, which may be away
 _MAX_BODY_BYTES = 2**28
 _MAX_SILENT_SECONDS = 30.0
 _RETRY_SECONDS = 1.0  # while the store does not answer
@@ -158,16 +159,11 @@ class WorkerSessions:
     async def _begin(self) -> None:
         if self._lease is not None:
             await self._lease.acquired.wait()
-        expected = self._workers
-        if self._known is not None:
-            expected |= await self._known.read()
-        try:
-            async with asyncio.timeout(_START_SECONDS):
-                while not expected <= self._hellos.keys():
-                    self._greeted.clear()
-                    await self._greeted.wait()
-        except TimeoutError:
-            missing = sorted(expected - self._hellos.keys())
+        others = await self._known.read() if self._known is not None else frozenset[str]()
+        deadline = asyncio.get_running_loop().time() + _OTHERS_SECONDS
+        await self._wait_for(self._workers, deadline + _START_SECONDS - _OTHERS_SECONDS)
+        await self._wait_for(others, deadline)
+        if missing := sorted((self._workers | others) - self._hellos.keys()):
             log.warning("event=workers_missing known=%d missing=%s", len(self._hellos), ",".join(missing))
             for worker in missing:
                 self._unheard.miss(worker)
@@ -180,6 +176,14 @@ class WorkerSessions:
         self._hellos.clear()
         self._restored.set()
         log.info("event=linking_restored trajectories=%d workers=%d", len(self._linker), len(self._sessions))
+
+    async def _wait_for(self, workers: Collection[str], until: float) -> None:
+        """Wait until these workers have sent `Hello`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                while not self._hellos.keys() >= set(workers):
+                    self._greeted.clear()
+                    await self._greeted.wait()
 
     async def _watch(self) -> None:
         """Close the calls of workers that are not heard of. A process that hangs does not count its own silence."""
@@ -233,9 +237,10 @@ class WorkerSessions:
         sender = (self._boot, session.name, session.epoch) if session else None
         if session is None or (request.boot, request.session, request.epoch) != sender:
             return messages.Stranger()
-        self._unheard.hear(request.worker)
+        if not self._unheard.hear(request.worker, time.monotonic() - request.seen):
+            return messages.Stranger()
         answers = [await self._reply(session, request.worker, message) for message in request.messages]
-        return messages.Answers(tuple(answers))
+        return messages.Answers(tuple(answers), time.monotonic())
 
     async def _take_leave(self, message: messages.Goodbye) -> messages.Stranger:
         session = self._sessions.get(message.worker)
@@ -255,7 +260,7 @@ class WorkerSessions:
             self._hellos[hello.worker] = hello
             self._greeted.set()
             await self._restored.wait()
-        return messages.Welcome(self._boot)
+        return messages.Welcome(self._boot, time.monotonic())
 
     def _adopt(self, hello: messages.Hello) -> None:
         """Begin a session, or continue it, with the calls that this process does not know."""
@@ -266,8 +271,14 @@ class WorkerSessions:
         if hello.epoch <= session.epoch:
             return  # it arrived late
         session.epoch = hello.epoch
-        self._unheard.hear(hello.worker)
-        if self._unheard.is_missing(hello.worker) and not hello.is_behind and hello.worker not in self._returned:
+        age = time.monotonic() - hello.seen if hello.boot == self._boot else float("inf")  # of one sent before
+        is_recent = self._unheard.hear(hello.worker, age)
+        if (
+            is_recent
+            and self._unheard.is_missing(hello.worker)
+            and not hello.is_behind
+            and hello.worker not in self._returned
+        ):
             self._returned.add(hello.worker)
             self._catch_up_now.set()
         for ended in hello.ended:

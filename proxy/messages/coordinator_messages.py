@@ -3,7 +3,8 @@
 A worker has a session, which begins with `Hello` and is valid for one start of the coordinator (`boot`). Both may run
 on different machines: `text_hash` shows that they hash texts alike. Then each POST carries the messages of one turn of
 the worker's event loop, and its response an answer to each. After a failure the worker sends `Hello` again, with a
-higher `epoch`: messages of earlier ones, which may arrive late, are not read.
+higher `epoch`: messages of earlier ones, which may arrive late, are not read. `seen` is the latest `at` that the worker
+has received, in seconds of the coordinator's clock: it shows how old a message is that the network has delayed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ TOKEN_HEADER = "x-ratchet-worker"  # of an operator's request that a worker forw
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """The beginning of a session: the worker's open calls, and those ended calls that the store may not have yet.
 
-    `is_behind`: nor does it have all of the worker's earlier processes.
+    `is_behind`: nor does it have all of the worker's earlier processes. `seen` is of the coordinator's start `boot`.
     """
 
     worker: str
@@ -32,6 +33,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     open: tuple[Placement, ...] = ()
     ended: tuple[EndedCall, ...] = ()  # oldest first
     is_behind: bool = False
+    boot: str = ""
+    seen: float = 0.0
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
@@ -45,6 +48,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     """The answer to `Hello`, sent when the coordinator can decide."""
 
     boot: str
+    at: float
 
 
 class Find(msgspec.Struct, frozen=True, tag="find"):
@@ -87,6 +91,7 @@ class Batch(msgspec.Struct, frozen=True, tag="batch"):
     session: str
     boot: str
     epoch: int
+    seen: float
     messages: tuple[Message, ...]
 
 
@@ -128,6 +133,7 @@ class Answers(msgspec.Struct, frozen=True, tag="answers"):
     """The answers to a batch, in its order."""
 
     answers: tuple[Answer, ...]
+    at: float
 
 
 class Stranger(msgspec.Struct, frozen=True, tag="stranger"):

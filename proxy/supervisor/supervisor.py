@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from hashlib import blake2b
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -224,6 +225,8 @@ class WorkerSupervisor:
     def _on_message(self, child: _Child, message: Any) -> None:
         if isinstance(message, Listening):
             child.is_listening = True
+            if isinstance(child.start.role, WorkerRole):
+                child.start = replace(child.start, role=child.start.role._replace(is_restarted=True))
             if self._agents is not None:
                 child.send(SetAgents(self._agents))
         elif isinstance(message, StartFailed):

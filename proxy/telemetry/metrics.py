@@ -76,7 +76,7 @@ class ProxyMetrics:
         )
         self.coordinator_up.set(1)
         self.late_ends = self._counter(
-            "ratchet_late_ends", "Answers that were sent before the coordinator had the end of their call"
+            "ratchet_late_ends", "Answers whose last byte waited for the coordinator for more than 250 ms"
         )
         self.feedback = self._counter("ratchet_feedback", "Feedback that was accepted", "state")
         self.alarm_messages = self._counter("ratchet_alarm_messages", "Messages to the alarm webhook", "result")

@@ -45,6 +45,38 @@ def test_in_doubt_a_call_continues_only_what_its_answer_proves(
     assert found.purpose == ("live" if continues else UNLINKED)
 
 
+@pytest.mark.parametrize("doubt", [Doubt.EARLIER, Doubt.RECENT, Doubt.ALL])
+def test_in_doubt_a_call_whose_last_answer_is_not_known_continues_no_earlier_one(
+    linker: CautiousLinker, doubt: Doubt
+) -> None:
+    linker.doubt = lambda: Doubt.NONE
+    first = answered(linker, [USER], RANDOM_ID)
+    linker.doubt = lambda: doubt
+    found = linker.find_link(evidence([USER, RANDOM_ID, NEXT, LONG, NEXT]))  # another worker served LONG
+    assert (found.trajectory_id == first.trajectory_id, found.purpose) == (False, UNLINKED)
+
+
+def _as_text(*answers: Message) -> list[Message]:
+    """A conversation whose tool calls are sent back as text."""
+    return [USER, *({"role": "user", "content": f"Tools were called: {answer['tool_calls']}"} for answer in answers)]
+
+
+def test_a_call_that_repeats_answers_of_an_unlinked_trajectory_and_another_is_marked(linker: CautiousLinker) -> None:
+    linker.doubt = lambda: Doubt.NONE
+    function = {"type": "function", "function": FUNCTION}
+    first, second = (
+        {"role": "assistant", "content": None, "tool_calls": [{"id": f"chatcmpl-tool-{sign * 32}", **function}]}
+        for sign in ("a1", "b2")
+    )
+    answered(linker, [USER], first)
+    linker.doubt = lambda: Doubt.ALL
+    answered(linker, _as_text(first), second)  # unlinked: the text proves nothing now
+    linker.doubt = lambda: Doubt.NONE
+    rest = linker.find_link(evidence(_as_text(first, second)))
+    assert (rest.version, rest.purpose) == (None, UNLINKED)
+    assert linker.find_link(evidence([USER, REPLY, NEXT])).purpose == "live"
+
+
 def test_in_doubt_a_long_answer_that_two_trajectories_have_proves_nothing(linker: CautiousLinker) -> None:
     linker.doubt = lambda: Doubt.NONE
     both = {answered(linker, [USER], LONG).trajectory_id for _ in range(2)}
@@ -105,7 +137,7 @@ def clock() -> SetClock:
 def unheard(clock: SetClock) -> UnheardWorkers:
     workers = UnheardWorkers(["here/1"], 900.0, clock)
     for worker in ("here/1", "there/1"):
-        workers.hear(worker)
+        workers.hear(worker, 0.0)
     return workers
 
 
@@ -113,15 +145,15 @@ def _ticks(unheard: UnheardWorkers, number: int, *received: str) -> None:
     for _ in range(number):
         unheard.tick(TICK_SECONDS)
         for worker in received:
-            unheard.hear(worker)
+            unheard.hear(worker, 0.0)
 
 
 def test_a_silent_worker_of_another_machine_is_doubted_before_it_serves_alone(unheard: UnheardWorkers) -> None:
-    _ticks(unheard, 7, "here/1")
+    _ticks(unheard, 8, "here/1")
     assert unheard.doubt() == Doubt.NONE
     _ticks(unheard, 1, "here/1")
     assert unheard.doubt() == Doubt.RECENT
-    unheard.hear("there/1")
+    unheard.hear("there/1", 0.0)
     assert unheard.doubt() == Doubt.NONE
 
 
@@ -133,16 +165,34 @@ def test_a_silent_worker_of_this_machine_is_not_cut_off(unheard: UnheardWorkers)
 def test_after_a_pause_of_the_coordinator_itself_every_worker_must_report(unheard: UnheardWorkers) -> None:
     unheard.tick(8.0)
     assert unheard.doubt() == Doubt.RECENT
-    unheard.hear("here/1")
+    unheard.hear("here/1", 0.0)
     assert unheard.doubt() == Doubt.RECENT
-    unheard.hear("there/1")
+    unheard.hear("there/1", 0.0)
     assert unheard.doubt() == Doubt.NONE
+
+
+@pytest.mark.parametrize(
+    ("age", "doubt"), [(1.0, Doubt.NONE), (4.0, Doubt.NONE), (4.5, Doubt.RECENT), (float("inf"), Doubt.RECENT)]
+)
+def test_a_message_that_was_delayed_ends_no_doubt(unheard: UnheardWorkers, age: float, doubt: Doubt) -> None:
+    _ticks(unheard, 9, "here/1")
+    assert unheard.doubt() == Doubt.RECENT
+    unheard.hear("there/1", age)
+    assert unheard.doubt() == doubt
+
+
+def test_silence_counts_from_the_last_answer_that_a_worker_received(unheard: UnheardWorkers) -> None:
+    unheard.hear("there/1", 2.0)
+    _ticks(unheard, 4, "here/1")
+    assert unheard.doubt() == Doubt.NONE
+    _ticks(unheard, 1, "here/1")
+    assert unheard.doubt() == Doubt.RECENT
 
 
 def test_a_worker_that_died_unheard_is_missing_until_its_calls_are_found(
     unheard: UnheardWorkers, clock: SetClock
 ) -> None:
-    _ticks(unheard, 8, "here/1")
+    _ticks(unheard, 9, "here/1")
     unheard.end("there/1")
     assert (unheard.doubt(), unheard.is_missing("there/1")) == (Doubt.RECENT, True)
     clock.now = 300.0
@@ -159,7 +209,7 @@ def test_a_worker_that_never_comes_back_is_forgotten_with_its_trajectories(
     assert (unheard.doubt(), unheard.is_missing("gone/1")) == (Doubt.NONE, False)
 
 
-@pytest.mark.parametrize("ticks", [0, 8])
+@pytest.mark.parametrize("ticks", [0, 9])
 def test_a_worker_that_stopped_reported_everything(unheard: UnheardWorkers, ticks: int) -> None:
     _ticks(unheard, ticks, "here/1")
     unheard.leave("there/1")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,44 @@ def test_while_the_coordinator_hangs_calls_are_served_and_nothing_is_merged_on_a
     assert after <= fragments | {before}
     purposes = {call.trajectory_id: purpose for call, purpose in _purposes(workers)}
     assert all(purposes[one] == ("live" if one == before else UNLINKED) for one in fragments)
+
+
+def test_a_last_byte_waits_until_a_coordinator_that_hangs_may_decide_no_more(
+    workers: Workers, vllm: tuple[ScriptedVllm, str]
+) -> None:
+    lost = workers.log().count("event=coordinator_lost")
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(workers.ask, [user("a question #wait=4")])
+        eventually(lambda: any("#wait" in str(call) for call in vllm[0].calls))
+        workers.signal("coordinator", signal.SIGSTOP)
+        try:
+            assert answer.result(60).status_code == 200
+            assert workers.log().count("event=coordinator_lost") > lost
+        finally:
+            workers.signal("coordinator", signal.SIGCONT)
+
+
+def test_workers_that_start_again_without_a_coordinator_serve_what_is_stored_and_mark_the_rest(
+    workers: Workers,
+) -> None:
+    conversation = [user("a question #tool=search")]
+    first = workers.ask(conversation)
+    before, message = first.headers["x-ratchet-trajectory"], first.json()["choices"][0]["message"]
+    workers.calls()
+    workers.signal("coordinator", signal.SIGSTOP)
+    try:
+        for name in ("worker-1", "worker-2"):
+            killed = workers.pid(name)
+            workers.signal(name, signal.SIGKILL)
+            eventually(partial(_ended, killed))
+        result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "found"}
+        assert workers.trajectory([*conversation, message, result]) == before
+        other = workers.trajectory([user("another question")])
+    finally:
+        workers.signal("coordinator", signal.SIGCONT)
+    eventually(lambda: workers.metric(r"ratchet_coordinator_up\{worker=.*\}") == [1, 1])
+    purposes = {call.trajectory_id: purpose for call, purpose in _purposes(workers)}
+    assert (purposes[before], purposes[other]) == ("live", UNLINKED)
 
 
 def _purposes(workers: Workers) -> list[tuple[Call, str]]:

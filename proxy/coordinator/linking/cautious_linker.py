@@ -1,24 +1,27 @@
 """Linking while calls are missing: what other workers served is not known here, or not all of it.
 
 A worker whose coordinator is away knows its own calls only; a coordinator may miss those of a worker that is cut off,
-or died with its last calls. A call then continues only a trajectory that it names, or an answer that it repeats at the
-same path, if that answer was not continued and is distinctive: its tool-call ids are random, or, where no other
+or died with its last calls. A call then continues only a trajectory that it names, or the last answer that it repeats,
+at the same path, if that was not continued and is distinctive: its tool-call ids are random, or, where no other
 trajectory is alike, its text is long. Everything else starts a trajectory of the purpose `unlinked`, which is never
-trained: it may be the rest of another one. Nothing is merged on a guess.
+trained: it may be the rest of another one. So is, later, a call that repeats answers of such a trajectory and of
+others, and belongs to none. Nothing is merged on a guess.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
 
 import msgspec
 
+from ratchet.proxy.coordinator.linking.fuzzy_match import repeats_any
 from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
+from ratchet.proxy.coordinator.linking.quote_match import quotes_any
 from ratchet.proxy.messages.link_records import Leaf, Link, LinkEvidence
 from ratchet.proxy.messages.text_fingerprints import is_distinctive_id
 from ratchet.store.ids import new_id
-from ratchet.store.records import UNLINKED
+from ratchet.store.records import UNLINKED, OpenLeaf
 
 LINKED_BY = "unlinked"  # how the trajectory of such a call was found
 
@@ -38,24 +41,51 @@ class CautiousLinker(TrajectoryLinker):
     def __init__(self, idle_seconds: float, max_bytes: int, max_bytes_per_key: int) -> None:
         super().__init__(idle_seconds, max_bytes, max_bytes_per_key)
         self.doubt: Callable[[], Doubt] = lambda: Doubt.ALL
+        self._unlinked_at = float("-inf")  # when a call of an unlinked trajectory began last
 
     def find_link(self, evidence: LinkEvidence) -> Link:
         """Return a request's place. Raises BadRequest and MessagesNeeded as in `TrajectoryLinker`."""
         doubt, link = self.doubt(), super().find_link(evidence)
-        if doubt == Doubt.NONE:
+        if doubt == Doubt.NONE and (link.version is not None or not self._may_be_rest(evidence)):
             return link
         if link.version is not None:
             if evidence.explicit is not None or self._is_certain(link, evidence, doubt):
                 return link
             link = Link(new_id("traj"), None, LINKED_BY, purpose=evidence.purpose, key_id=evidence.key_id)
-        elif doubt == Doubt.EARLIER and not _has_history(evidence):
+        elif doubt == Doubt.EARLIER and not _has_history(evidence) and not self._may_be_rest(evidence):
             return link
         purpose = UNLINKED if link.purpose == "live" else link.purpose
         return msgspec.structs.replace(link, purpose=purpose, linked_by=evidence.explicit_by or LINKED_BY)
 
+    def begin_call(self, link: Link, alias: str, version: int, now: float) -> None:
+        """Record that a call of this trajectory has started on this version."""
+        if link.purpose == UNLINKED:
+            self._unlinked_at = now
+        super().begin_call(link, alias, version, now)
+
+    def restore_answers(self, answers: Iterable[tuple[OpenLeaf, Leaf]]) -> None:
+        """Add answers of the store, as far as they are not known."""
+        found = [*answers]
+        unlinked = [stored.last_active_at for stored, _ in found if stored.purpose == UNLINKED]
+        self._unlinked_at = max([*unlinked, self._unlinked_at])
+        super().restore_answers(found)
+
+    def _may_be_rest(self, evidence: LinkEvidence) -> bool:
+        """Return whether a call without a trajectory repeats an answer of an unlinked one."""
+        if evidence.explicit is not None or evidence.arrived_at - self._unlinked_at > self._idle:
+            return False
+
+        def is_unlinked(leaf: Leaf) -> bool:
+            trajectory = self._trajectories.get(leaf.trajectory_id)
+            unlinked = trajectory is not None and trajectory.purpose == UNLINKED
+            return unlinked and self._may_continue(leaf, evidence, None)
+
+        leaves, messages = self._leaves_of(evidence), evidence.messages
+        return repeats_any(leaves, messages, is_unlinked) or quotes_any(leaves, messages, is_unlinked)
+
     def _is_certain(self, link: Link, evidence: LinkEvidence, doubt: Doubt) -> bool:
         leaf = link.parent
-        if leaf is None or leaf.is_taken or link.quoted is not None:
+        if leaf is None or leaf.is_taken or link.quoted is not None or leaf.link_key != _last_key(evidence):
             return False
         if leaf.tool_call_ids:
             return link.linked_by == "graph+tool_ids" and any(map(is_distinctive_id, leaf.tool_call_ids))
@@ -65,6 +95,12 @@ class CautiousLinker(TrajectoryLinker):
     def _is_unlike_others(self, leaf: Leaf, evidence: LinkEvidence) -> bool:
         equal = self._leaves_of(evidence).leaves_at(leaf.link_key)
         return all(other.trajectory_id == leaf.trajectory_id for other in equal)
+
+
+def _last_key(evidence: LinkEvidence) -> str:
+    """Return the link key of the last answer in a request: if that is not known, an earlier one proves nothing."""
+    places = [place for place, message in enumerate(evidence.messages) if message.get("role") == "assistant"]
+    return evidence.keys[places[-1]] if places else ""
 
 
 def _has_history(evidence: LinkEvidence) -> bool:

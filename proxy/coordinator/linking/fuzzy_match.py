@@ -38,6 +38,11 @@ def find_continued_leaf(
     return (_match_answers(answers, trajectory_known), BY_ANSWER) if answers else (None, "")
 
 
+def repeats_any(leaves: LeafIndex, messages: Sequence[dict[str, Any]], fits: LeafFilter) -> bool:
+    """Return whether the messages have any known answer or tool-call id."""
+    return any(any(match) for match in islice(_matches(leaves, messages, fits), _MAX_MESSAGES))
+
+
 def choose_leaf(equal: Iterable[Leaf]) -> Leaf | None:
     """Return the most likely of equal answers: the latest of one trajectory, or any free one if all pasts are equal."""
     found = list(equal)

@@ -55,6 +55,18 @@ def find_quoted_leaf(
     return _leaf_of_one_trajectory(groups), last_role in _CONTINUING_ROLES, BY_QUOTE
 
 
+def quotes_any(leaves: LeafIndex, messages: Sequence[dict[str, Any]], fits: LeafFilter) -> bool:
+    """Return whether the messages quote any known answer or tool-call id, or may do so: the search has a limit."""
+    texts = [text for _, _, text in _texts(messages)]
+    if any(fits(leaf) for text in texts for leaf in _leaves_by_ids(leaves, text)):
+        return True
+    try:
+        found = leaves.quotes.find_quotes(texts, WorkLimit())
+        return any(fits(leaf) for _, _, quotes in found for name in quotes for leaf in leaves.quotes.leaves_with(name))
+    except WorkLimitExceeded:
+        return True
+
+
 def _plain_prompt_leaf(leaves: LeafIndex, text: str, fits: LeafFilter) -> Leaf | None:
     """Return the leaf with the longest plain prompt and answer that the text starts with."""
     try:

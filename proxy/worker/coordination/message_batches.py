@@ -53,6 +53,7 @@ class MessageBatches:
         self.answered_at = float("-inf")  # seconds of the event loop's clock: the last answer of a coordinator
         self._session = new_id("session")
         self._boot = ""  # of the coordinator that knows the session
+        self._seen = 0.0  # its time, as it sent it last
         self._epoch = 0
         self._worker = worker
         self._headers = {"authorization": f"Bearer {token}", "content-type": "application/msgpack"}
@@ -83,13 +84,17 @@ class MessageBatches:
     async def greet(self, open_calls: Iterable[Placement], ended: Iterable[EndedCall], *, is_behind: bool) -> bool:
         """Begin or continue the session; return whether a coordinator answered."""
         self._epoch += 1
-        hello = Hello(self._worker, self._session, self._epoch, text_hash(), tuple(open_calls), tuple(ended), is_behind)
+        hello = Hello(
+            self._worker, self._session, self._epoch, text_hash(), tuple(open_calls), tuple(ended), is_behind,
+            self._boot, self._seen,
+        )  # fmt: skip
         urls = await asyncio.to_thread(self._coordinators.resolve)
         greetings = [asyncio.ensure_future(self._greet(url, messages.encode(hello))) for url in urls]
         try:
             for greeting in asyncio.as_completed(greetings):
                 if (found := await greeting) is not None:
-                    self.url, self._boot = found
+                    self.url, welcome = found
+                    self._boot, self._seen = welcome.boot, welcome.at
                     return True
             return False
         finally:
@@ -97,15 +102,15 @@ class MessageBatches:
                 one.cancel()
             await asyncio.gather(*greetings, return_exceptions=True)
 
-    async def _greet(self, url: str, hello: bytes) -> tuple[str, str] | None:
-        """Return the URL and the start of a coordinator that answers; None if it does not."""
+    async def _greet(self, url: str, hello: bytes) -> tuple[str, Welcome] | None:
+        """Return the URL of a coordinator that answers, and its answer; None if it does not."""
         try:
             response = await self._send(url, self._slow_client, hello)
         except UpstreamError as error:
             self.refusal = str(error)
             log.debug("event=coordinator_unreachable reason=%r", self.refusal)
             return None
-        return (url, response.boot) if isinstance(response, Welcome) else None
+        return (url, response) if isinstance(response, Welcome) else None
 
     async def check(self) -> None:
         """Send a batch without messages: `on_failure` is called if the coordinator does not answer."""
@@ -142,13 +147,16 @@ class MessageBatches:
 
     async def _post(self, batch: list[_Waiting], client: HttpClient) -> None:
         answers: tuple[Answer | None, ...] = (None,) * len(batch)
+        boot = self._boot
         body = _EncodedBatch(
-            self._worker, self._session, self._boot, self._epoch, [msgspec.Raw(data) for data, _ in batch]
+            self._worker, self._session, boot, self._epoch, self._seen, [msgspec.Raw(data) for data, _ in batch]
         )
         try:
             response = await self._send(self.url, client, messages.encode(body))
             if isinstance(response, Answers) and len(response.answers) == len(batch):
                 answers = response.answers
+                if boot == self._boot:
+                    self._seen = max(self._seen, response.at)
             else:
                 self._on_failure("it does not know this worker's session", True)
         except UpstreamError as error:
@@ -180,6 +188,7 @@ class _EncodedBatch(msgspec.Struct, tag="batch"):
     session: str
     boot: str
     epoch: int
+    seen: float
     messages: list[msgspec.Raw]
 
 

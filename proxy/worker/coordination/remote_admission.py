@@ -3,11 +3,13 @@
 Promises:
 - A call is placed by one message and its answer; a second one carries the messages if the path of the last answer does
   not decide.
-- The last byte of an answer waits until the coordinator has the call's end, side by side with the journal, at most
-  `_END_SECONDS`: a call that follows never overtakes it. An end that is late is delivered later, and counted.
+- The last byte of an answer waits until the coordinator has the call's end, side by side with the journal: a call that
+  follows never overtakes it. If the connection is lost, it waits until the coordinator has noticed that too, unless its
+  process is gone. An end that it does not have is delivered later.
 - While the coordinator is away, calls are served (`cautious_linker.py`): from `_PATIENCE_SECONDS` after the loss on if
-  its process is gone, else from when it has noticed the loss too (`unheard_workers.py`). When it is back, it learns
-  what this worker placed, and what ended before: the last `_MAX_RECENT` calls.
+  its process is gone, because another one starts, else from when it has noticed the loss too (`unheard_workers.py`).
+  When it is back, it learns what this worker placed, and what ended before: the last `_MAX_RECENT` calls.
+- A worker that is started again while the coordinator is away knows what the store has, its own journal included.
 - A call that was abandoned while it waited for its place is closed.
 """
 
@@ -18,7 +20,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import count
 
 import msgspec
@@ -51,9 +53,9 @@ from ratchet.store.records import CallEnded, CallStarted, family_of
 
 log = logging.getLogger("ratchet.proxy")
 
-_END_SECONDS = 0.25  # that the last byte waits for the coordinator
+_LATE_SECONDS = 0.25  # an end that the coordinator has later counts as late
 _MAX_RECENT = 2_000  # ended calls that the coordinator may have lost
-_PATIENCE_SECONDS = 0.25  # that a call waits for a coordinator which was just lost
+_PATIENCE_SECONDS = 5.0  # that a call waits for a coordinator whose process is gone: longer than it takes to start
 _CHECK_SECONDS = 1.0  # between two looks whether it is there
 _RETRY_SECONDS = 0.1  # between greetings while the coordinator is away
 _START_SECONDS = 60.0
@@ -62,7 +64,11 @@ LocalAdmission = Callable[[CautiousLinker], Admission]
 
 
 class RemoteAdmission:
-    """The service. `make_linker` and `make_admission` build what places calls while the coordinator is away."""
+    """The service. `make_linker` and `make_admission` build what places calls while the coordinator is away.
+
+    `restore` reads in the store what a worker that is started again serves with until a coordinator answers; None for
+    one that is started for the first time, which waits for the coordinator.
+    """
 
     def __init__(
         self,
@@ -76,8 +82,10 @@ class RemoteAdmission:
         make_admission: LocalAdmission,
         limits: LimitReports,
         is_behind: Callable[[], bool],
+        restore: Callable[[CautiousLinker], Awaitable[bool]] | None,
         critical_tasks: CriticalTasks,
     ) -> None:
+        self._restore = restore
         self._batches = MessageBatches(coordinators, token, worker, self._on_lost)
         self._policies = policies
         self._contexts = contexts
@@ -93,22 +101,30 @@ class RemoteAdmission:
         self._recent: deque[EndedCall] = deque(maxlen=_MAX_RECENT)
         self._is_connected = False
         self._alone_at = 0.0  # when calls no longer wait for the coordinator; seconds of the event loop's clock
+        self._is_gone = False  # the process of the coordinator that was lost
         self._connected = asyncio.Event()
         self._linker: CautiousLinker | None = None  # while the coordinator is away
         self._syncing: asyncio.Event | None = None  # set when the coordinator knows this worker's calls
         self._lost = asyncio.Event()
+        self._waits: set[asyncio.Task[None]] = set()  # of last bytes
         self._task: asyncio.Task[None] | None = None
         metrics.coordinator_up.set_function(lambda: self._is_connected)
 
     async def start(self) -> None:
-        """Begin the session. Raises StartError if the coordinator does not answer."""
+        """Begin the session. Raises StartError if the coordinator does not answer to a worker that has not served."""
+        patience = _START_SECONDS if self._restore is None else ALONE_SECONDS
         try:
-            async with asyncio.timeout(_START_SECONDS):
+            async with asyncio.timeout(patience):
                 await self._connect()
         except TimeoutError:
-            raise StartError(
-                f"the coordinator did not answer within {_START_SECONDS:g} s: {self._batches.refusal}"
-            ) from None
+            if self._restore is None:
+                raise StartError(
+                    f"the coordinator did not answer within {_START_SECONDS:g} s: {self._batches.refusal}"
+                ) from None
+            self._linker = self._make_linker()
+            await self._restore(self._linker)
+            self._lost.set()
+            log.warning("event=serving_alone trajectories=%d reason=%r", len(self._linker), self._batches.refusal)
         self._task = self._critical_tasks.start_task(self._reconnect(), "coordinator")
 
     @property
@@ -149,7 +165,7 @@ class RemoteAdmission:
             linker.end_call(placement.link, leaves, now)
             if retryable:
                 linker.add_unanswered(placement.link, placement.attempt, now)
-            return None
+            return self._noticed(asyncio.get_running_loop().create_future())
         return self._confirmed(self._batches.ask(End(placement.number, tuple(leaves), now, retryable)))
 
     def mark_unanswered(self, placement: Placement) -> None:
@@ -205,20 +221,29 @@ class RemoteAdmission:
         """Return a future that is done when the answer is there, or late."""
         loop = asyncio.get_running_loop()
         confirmed: asyncio.Future[bool] = loop.create_future()
-        timer = loop.call_later(_END_SECONDS, self._on_late, confirmed)
+        late = loop.call_later(_LATE_SECONDS, self._metrics.late_ends.inc)
 
         def on_answer(done: asyncio.Future[Answer | None]) -> None:
-            timer.cancel()
-            if not confirmed.done():
-                confirmed.set_result(done.result() is not None)
+            late.cancel()
+            if done.result() is None:
+                self._noticed(confirmed)
+            else:
+                _finish(confirmed, True)
 
         answer.add_done_callback(on_answer)
         return confirmed
 
-    def _on_late(self, confirmed: asyncio.Future[bool]) -> None:
-        if not confirmed.done():
-            self._metrics.late_ends.inc()
-            confirmed.set_result(False)
+    def _noticed(self, confirmed: asyncio.Future[bool]) -> asyncio.Future[bool]:
+        """Return the future, done once the coordinator is connected again, has noticed the loss too, or is gone."""
+        loop = asyncio.get_running_loop()
+        if self._is_connected or self._is_gone or self._alone_at <= loop.time():
+            _finish(confirmed, False)
+        else:
+            task = loop.create_task(self._wait_for_connection())
+            self._waits.add(task)
+            task.add_done_callback(self._waits.discard)
+            task.add_done_callback(lambda _: _finish(confirmed, False))
+        return confirmed
 
     # --- the coordinator is away ------------------------------------------------------------------------------
 
@@ -227,9 +252,10 @@ class RemoteAdmission:
             log.warning("event=coordinator_lost reason=%r", reason)
             self._is_connected = False
             self._limits.disconnect()
+            self._is_gone = is_gone
             self._alone_at = asyncio.get_running_loop().time() + _PATIENCE_SECONDS
             if not is_gone:  # it may decide on other workers' calls until it notices
-                self._alone_at = max(self._alone_at, self._batches.answered_at + ALONE_SECONDS)
+                self._alone_at = self._batches.answered_at + ALONE_SECONDS
             self._connected.clear()
             self._lost.set()
 
@@ -301,6 +327,11 @@ class RemoteAdmission:
             later.append(ended)
         for ended in reversed(later):
             self._batches.ask(End(ended.placement.number, ended.leaves, ended.ended_at, ended.retryable))
+
+
+def _finish(confirmed: asyncio.Future[bool], is_known: bool) -> None:
+    if not confirmed.done():
+        confirmed.set_result(is_known)
 
 
 def _partial(request: AdmissionRequest) -> AdmissionRequest:

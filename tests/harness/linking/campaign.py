@@ -12,6 +12,7 @@ import random
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from tests.harness.linking.kinds import KINDS, TrafficKind
 from tests.harness.linking.score import LinkingScore, StoredCall, score_kinds
 from tests.harness.linking.traffic import AgentRun, LinkingTraffic
 from tests.harness.ports import free_port
+from tests.harness.postgres import postgres_server
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import ProxyProcess, eventually, served
 
@@ -51,8 +53,11 @@ class LinkingResult:
 class LinkingCampaign:
     """The proxies, which may be killed and restarted, and the traffic through them."""
 
-    def __init__(self, folder: Path, vllm: ScriptedVllm, vllm_url: str, workers: int, machines: int) -> None:
+    def __init__(
+        self, folder: Path, vllm: ScriptedVllm, vllm_url: str, workers: int, machines: int, store: str
+    ) -> None:
         self._folder = folder
+        self._store = store
         self._workers = workers
         self._machines = machines
         self._vllm = vllm
@@ -61,9 +66,10 @@ class LinkingCampaign:
 
     def _start(self) -> list[ProxyProcess]:
         if self._machines == 1:
-            proxies = [ProxyProcess(self._folder, upstreams=[self._vllm_url], workers=self._workers)]
+            settings = {"upstreams": [self._vllm_url], "workers": self._workers, "store": self._store}
+            proxies = [ProxyProcess(self._folder, **settings)]
         else:
-            proxies = start_machines(self._folder, self._vllm_url, self._workers, self._machines)
+            proxies = start_machines(self._folder, self._vllm_url, self._workers, self._machines, store=self._store)
         for proxy in proxies:
             eventually(partial(_is_ready, proxy.url), 60)
         return proxies
@@ -112,7 +118,7 @@ class LinkingCampaign:
 
     def _stored(self) -> dict[str, StoredCall]:
         """Return the stored links by call label."""
-        store = open_store(str(self._folder / "store.db"))
+        store = open_store(self._store)
         calls: list[Call] = []
         while page := store.calls.page(1000, calls[-1].id if calls else None):
             calls += page
@@ -167,13 +173,18 @@ def _has_shipped(url: str) -> bool:
 
 
 def measure(
-    *, quick: bool = False, seed: int = 1, only: str = "", workers: int = 1, machines: int = 1
+    *, quick: bool = False, seed: int = 1, only: str = "", workers: int = 1, machines: int = 1, database: str = "sqlite"
 ) -> list[LinkingResult]:
-    """Return the result of each kind whose name contains `only`, through proxies with this many workers each."""
+    """Return the result of each kind whose name contains `only`, through proxies with this many workers each.
+
+    `database`: `sqlite`, or `postgresql`, a server of its own.
+    """
     kinds = [kind for kind in (*KINDS, *DIALECT_KINDS) if only in kind.name]
     vllm = ScriptedVllm()
-    with tempfile.TemporaryDirectory() as folder, served(vllm) as url:
-        campaign = LinkingCampaign(Path(folder), vllm, url, workers, machines)
+    with ExitStack() as stack:
+        folder, url = Path(stack.enter_context(tempfile.TemporaryDirectory())), stack.enter_context(served(vllm))
+        store = str(folder / "store.db") if database == "sqlite" else stack.enter_context(postgres_server()).url
+        campaign = LinkingCampaign(folder, vllm, url, workers, machines, store)
         try:
             linking_scores = asyncio.run(campaign.run(kinds, _QUICK_DIVISOR if quick else 1, seed))
         finally:

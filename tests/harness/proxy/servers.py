@@ -124,7 +124,7 @@ class ProxyProcess:
 
     def _end(self, number: int) -> int:
         os.kill(self.pid, number)
-        status = self._process.wait(20)
+        status = self._process.wait(60)
         assert self._process.stdout is not None
         self._process.stdout.close()
         return status
