@@ -47,7 +47,7 @@ def read_arguments(
     """
     values = {name: given[name] for name in (*_ARGUMENTS, *own)}
     config, values["model"] = values.pop("config"), values.pop("agent")
-    workflow, judge = importable(values.pop("workflow")), importable(values.pop("judge"))
+    workflow, judge = importable(values.pop("workflow")), judge_of(values.pop("judge"))
     if workflow is not None and not isinstance(workflow, str):
         FunctionWorkflow(workflow)  # raises WorkflowError
     values |= _source(values.pop("tasks"), values.pop("seed"), values.pop("test_size"))
@@ -83,6 +83,16 @@ def _source(tasks: AnyTasks | None, seed: int | None, test_size: float | None) -
             f"{tasks!r} holds out {tasks.test_size:g} of its tasks: give seed and test_size there only"
         )
     return {"tasks": tasks.source, "seed": tasks.seed, "test_size": tasks.test_size}
+
+
+def judge_of(given: Any) -> Any:
+    """Return a judge as `importable` does. Raises InvalidArgument."""
+    if not (given is None or callable(given) or isinstance(given, (str, Mapping))):
+        raise InvalidArgument(
+            f"judge is {given!r:.100}: give a function, `module:function`, or a mapping with the `kind` of a judge "
+            "(docs/judges.md)"
+        )
+    return importable(given)
 
 
 def importable(given: Any) -> Any:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
+_POLL = 0.05  # seconds
 
 
 def run_to_end(coroutine: Coroutine[Any, Any, _T]) -> _T:
@@ -32,8 +33,24 @@ def _in_a_thread(coroutine: Coroutine[Any, Any, _T]) -> _T:
     with ThreadPoolExecutor(1, "ratchet") as thread:
         result = thread.submit(contextvars.copy_context().run, asyncio.run, cancellable())
         try:
+            while not result.done():
+                check_interrupted()
+                wait([result], _POLL)
             return result.result()
         except KeyboardInterrupt:
             for end in cancel:
                 end()
             raise
+
+
+def check_interrupted() -> None:
+    """Raise KeyboardInterrupt if Ctrl-C cancelled the task that calls this and blocks its event loop.
+
+    `asyncio.run` handles Ctrl-C so: it cancels the main task, and raises nothing in code that does not await.
+    """
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop runs in this thread
+        return
+    if task is not None and task.cancelling():
+        raise KeyboardInterrupt

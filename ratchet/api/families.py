@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ratchet.api.arguments import AnyJudge, AnyTasks, AnyWorkflow, Function, importable
+from ratchet.api.arguments import AnyJudge, AnyTasks, AnyWorkflow, Function, importable, judge_of
 from ratchet.api.tasks import Tasks
 from ratchet.errors import InvalidArgument
 from ratchet.tuner.rollouts.workflow import FunctionWorkflow
@@ -90,5 +90,5 @@ def _judge(judge: AnyJudge | None) -> Any:
     """Return a specification, or a function that the trainer cannot import."""
     if judge is None:
         return {"kind": "workflow"}
-    named = importable(judge)
+    named = judge_of(judge)
     return {"kind": "function", "function": named} if isinstance(named, str) else named

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,8 @@ async def gather_async(
     )  # fmt: skip
 
     def work(caller: RunCaller) -> None:
-        with run_services(given.settings, caller, (model or given.settings.model,), lambda: None):
+        check = partial(gather_groups.check_usable, given.settings, caller)
+        with run_services(given.settings, caller, (model or given.settings.model,), check):
             gather_groups.gather(given.settings, wanted, caller)
 
     run = await (await start(given, gather_groups.KIND, resume, work))

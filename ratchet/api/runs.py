@@ -15,6 +15,7 @@ from typing import Any, Self
 import msgspec
 
 from ratchet.api.arguments import Arguments
+from ratchet.api.event_loop import check_interrupted
 from ratchet.errors import InvalidArgument, RunCancelled
 from ratchet.settings.current_user import current_user
 from ratchet.store.records.tuning import Tuning
@@ -54,7 +55,7 @@ class TuningRun:
     def __init__(self, given: Arguments, name: str | None = None) -> None:
         self._settings = given.settings
         self._functions = given.workflow, given.judge
-        self._cancelled, self._id_known = threading.Event(), threading.Event()
+        self._cancelled, self._id_known, self._has_ended = threading.Event(), threading.Event(), threading.Event()
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._id = name or ""
@@ -74,7 +75,7 @@ class TuningRun:
             self._join(timeout)
         except KeyboardInterrupt:
             self.cancel()
-            self._join(None)
+            self._has_ended.wait()
             raise
         return self._ended(timeout)
 
@@ -212,6 +213,7 @@ class TuningRun:
             except BaseException as error:  # noqa: BLE001  raised again in the thread that waits
                 self._error = error
             finally:
+                self._has_ended.set()
                 self._id_known.set()
 
         self._thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name="ratchet run")
@@ -234,13 +236,17 @@ class TuningRun:
 
     @property
     def _is_running(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return self._thread is not None and not self._has_ended.is_set()
 
     def _join(self, timeout: float | None) -> None:
-        """Wait in short steps: a lock that is held for long defers Ctrl-C on some systems."""
+        """Wait in short steps: a lock that is held for long defers Ctrl-C on some systems.
+
+        Never with `Thread.join`: Ctrl-C during one makes Python 3.11 take the thread for ended (bpo-45274).
+        """
         until = None if timeout is None else time.monotonic() + timeout
-        while self._thread is not None and self._is_running and (until is None or time.monotonic() < until):
-            self._thread.join(_POLL)
+        while self._is_running and (until is None or time.monotonic() < until):
+            check_interrupted()
+            self._has_ended.wait(_POLL)
 
     def _ended(self, timeout: float | None) -> Self:
         if timeout is None:

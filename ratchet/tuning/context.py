@@ -111,14 +111,15 @@ def check_usable(settings: Settings, caller: RunCaller, split: str | None = None
     from ratchet.tuner.rollouts.workflow import load_workflow
 
     check_scipy()
-    load_workflow(_workflow_of(settings, caller))
+    load_workflow(workflow_of(settings, caller))
     with judge_of(settings, caller.judge):
         tasks = task_set_of(settings, source_of(settings))
         if split is not None:
             next(iter(tasks.rows(split, 1)), None)
 
 
-def _workflow_of(settings: Settings, caller: RunCaller) -> str | Function:
+def workflow_of(settings: Settings, caller: RunCaller) -> str | Function:
+    """Return the workflow of the caller or the settings. Raises InvalidArgument if there is none."""
     given = caller.workflow or settings.tuner_settings().workflow
     if given is None:
         raise InvalidArgument(
@@ -150,7 +151,7 @@ def opened(settings: Settings, caller: RunCaller = COMMAND) -> Iterator[TuningCo
     from ratchet.tuner.rollouts.workflow import load_workflow
 
     tuner = settings.tuner_settings()
-    given = _workflow_of(settings, caller)
+    given = workflow_of(settings, caller)
     check_scipy()
     workflow = load_workflow(given)
     progress = Progress(watch_for_command())

@@ -47,6 +47,15 @@ class GatherOptions:
             )
 
 
+def check_usable(settings: Settings, caller: RunCaller) -> None:
+    """Load workflow and judge, before anything is started. Raises what `gather` does."""
+    from ratchet.tuner.rollouts.workflow import load_workflow
+
+    load_workflow(tuning.workflow_of(settings, caller))
+    with tuning.judge_of(settings, caller.judge):
+        pass
+
+
 def gather(settings: Settings, wanted: GatherOptions, caller: RunCaller) -> None:
     """Run and score the rollouts that are missing.
 
@@ -64,11 +73,25 @@ def gather(settings: Settings, wanted: GatherOptions, caller: RunCaller) -> None
             keys = {job.key for job in jobs}
             made = [one for one in final_rollouts(store.rollouts.of_tuning(run.id)) if _key(one) in keys]
             explanations: dict[str, str] = {}
-            context.scorer.score(
+            scored = context.scorer.score(
                 made, lambda verdict: explanations.update({verdict.trajectory_id: verdict.explanation})
             )
+            _check_scored(scored)
             result = {"rollouts": [one.id for one in made], "explanations": explanations}
             store.tunings.end(run.id, "done", result)
+
+
+def _check_scored(scored: Sequence[Rollout]) -> None:
+    """Raise TuningError if every judgement failed. A workflow without a reward leaves the scores to the caller."""
+    from ratchet.store.states import RolloutState
+    from ratchet.trainer.controller.judges.kinds.workflow_reward import NO_REWARD
+    from ratchet.trainer.errors import TuningError
+    from ratchet.tuner.rollouts.scoring import NO_JUDGE
+    from ratchet.tuner.selection.choice import commonest
+
+    failures = [one.judge_failure for one in scored if one.state is RolloutState.ENDED]
+    if failures and None not in failures and not {NO_JUDGE, NO_REWARD} & set(failures):
+        raise TuningError(f"no rollout could be scored: {commonest(failures)}")
 
 
 def gathered(store: Store, run: str) -> list[TrajectoryGroup]:

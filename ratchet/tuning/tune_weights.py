@@ -205,12 +205,17 @@ def _check(settings: Settings, own: Mapping[str, Any], caller: RunCaller) -> Non
 
 def _check_readable(settings: Settings, own: Mapping[str, Any], caller: RunCaller) -> None:
     """Read the task sets and load the workflows. Raises TaskSetError, WorkflowError."""
+    from ratchet.trainer.tasks.task_set import TEST, TRAIN
     from ratchet.tuner.rollouts.workflow import load_workflow
     from ratchet.tuner.tasks.task_mix import parse_families
 
     given = caller.workflow or settings.tuner_settings().workflow
     plan = _plan(settings, own, None if given is None else load_workflow(given).name, caller)
-    names = [family.name for family in parse_families(plan.families, partial(tuning.task_set_of, settings))]
+    families = parse_families(plan.families, partial(tuning.task_set_of, settings))
+    for family in families:
+        family.tasks.check(TRAIN)
+        family.tasks.check(TEST)
+    names = [family.name for family in families]
     if unknown := sorted(plan.family_workflows.keys() - set(names)):
         raise InvalidArgument(
             f"--family-workflow {unknown[0]}: the task sets are {', '.join(names)} (--tasks NAME=SOURCE)"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import signal
+import subprocess
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +16,7 @@ import yaml
 import ratchet
 from ratchet.agentscope import AlgorithmConfig, DatasetConfig, JudgeOutput, TunerModelConfig, WorkflowOutput, tune
 from ratchet.store.store import open_store
-from tests.harness.cli.project import ROOT, Project
+from tests.harness.cli.project import ROOT, Project, wait_for
 from tests.harness.tuner.scripted_versions import agent
 
 pytestmark = pytest.mark.slow
@@ -167,14 +169,67 @@ async def test_a_start_that_is_cancelled_leaves_no_process(tuned: Project) -> No
             await asyncio.sleep(0.05)
 
 
+def returns_nothing(response: str) -> None:
+    len(response)
+
+
+CELL = """
+import asyncio, pathlib
+import ratchet
+
+async def workflow(task, base_url, model):
+    pathlib.Path("began").touch()
+    await asyncio.sleep(600)
+
+run = ratchet.tune(workflow, lambda response: float(len(response)), "tasks", attempts=2)
+print(run.id, flush=True)
+run.wait()
+"""
+
+
+def test_ctrl_c_in_a_cell_that_waits_stops_the_services_and_the_run_can_be_resumed(tuned: Project) -> None:
+    (tuned.folder / "cell.py").write_text(CELL)
+    with subprocess.Popen(
+        [sys.executable, "cell.py"], cwd=tuned.folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as cell:
+        try:
+            wait_for("a rollout runs", lambda: (tuned.folder / "began").exists() or cell.poll() is not None, 120)
+            assert cell.stdout is not None
+            run = cell.stdout.readline().strip()
+            cell.send_signal(signal.SIGINT)
+            _, errors = cell.communicate(timeout=120)
+        finally:
+            cell.kill()
+    assert "KeyboardInterrupt" in errors
+    assert "Task was destroyed" not in errors
+    assert f"`ratchet.tune(resume='{run}', ...)` resumes it" in errors
+    assert list((tuned.state / "run").glob("*.pid")) == []
+    store = open_store(str(tuned.state / "store.db"))
+    try:
+        assert store.tunings.get(run).state == "stopped"
+    finally:
+        store.close()
+
+
 def test_what_is_missing_is_named_before_anything_is_started(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(project.folder)
+    judge = "tests.harness.tuner.scripted_versions:judge"
     with pytest.raises(ratchet.InvalidArgument, match="no judge is set"):
         ratchet.tune(agent, None, "tasks")
     with pytest.raises(ratchet.TaskSetError, match="tasks"):
         ratchet.tune(agent, "tests.harness.tuner.scripted_versions:judge", "./tasks")
     with pytest.raises(ratchet.InvalidArgument, match="warm_start"):
         ratchet.tune(agent, "tests.harness.tuner.scripted_versions:judge", "./tasks", warm_start=["policy", "policy"])
+    rows = [{"question": "one?"}]
+    with pytest.raises(ratchet.WorkflowError, match="is no function"):
+        ratchet.gather(3, rows, judge)  # type: ignore[arg-type]
+    with pytest.raises(ratchet.JudgeError, match="returns nothing: end it with a score"):
+        ratchet.gather(agent, rows, returns_nothing)
+    with pytest.raises(ratchet.InvalidArgument, match="judge is 3: give a function"):
+        ratchet.gather(agent, rows, 3)  # type: ignore[arg-type]
+    (project.folder / "only.jsonl").write_text('{"question": "one?"}\n{"question": "two?"}')
+    with pytest.raises(ratchet.TaskSetError, match=r"no split 'test'; it has train; .*in Python test_size=0\.2"):
+        ratchet.tune(agent, judge, "./only.jsonl")
     (project.folder / "ratchet.yaml").write_text("project: other")
     with pytest.raises(ratchet.InvalidArgument, match="base_model="):
         ratchet.tune(agent, "tests.harness.tuner.scripted_versions:judge", "./tasks")

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 TRAIN, TEST = "train", "test"
 _USUAL = frozenset({TRAIN, TEST, "validation", "valid", "val", "dev", "eval", "held_out"})
 _SHARD = re.compile(r"-\d+-of-\d+$")
+_SPLIT_REMEDY = "--test-size 0.2 (in Python test_size=0.2) makes a test split of one"
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 
 
@@ -124,7 +125,7 @@ class TaskSet:
         if split not in self._rows_of:
             raise SplitNotFound(
                 f"task set {self.name} has no split {split!r}; it has {', '.join(self.splits())}"
-                + ("; --test-size 0.2 makes a test split of one" if len(self._rows_of) == 1 else "")
+                + (f"; {_SPLIT_REMEDY}" if len(self._rows_of) == 1 else "")
             )
 
     def _tasks(self, split: str, on_duplicate: Callable[[int, int], None] | None) -> Iterator[Task]:

@@ -12,7 +12,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 
 from ratchet.store.coordination.proxies import PROXY_TIMEOUT_SECONDS
@@ -120,8 +120,9 @@ class RolloutScorer:
     def _judge_groups(
         self, judge: Judge, ended: Sequence[Rollout], work: Phase, on_verdict: Callable[[Verdict], object]
     ) -> None:
-        with ThreadPoolExecutor(judge.concurrency, "judge") as threads:
-            pending: deque[Future[GroupJudgement]] = deque()  # bounded, because transcripts are long
+        threads = ThreadPoolExecutor(judge.concurrency, "judge")
+        pending: deque[Future[GroupJudgement]] = deque()  # bounded, because transcripts are long
+        try:
             for group in _by_task(ended):
                 self._check()
                 if members := self._transcripts(judge, group, work):
@@ -131,9 +132,18 @@ class RolloutScorer:
                     ask = partial(judge_in_both_orders, judge) if compared else partial(judge.judge, None)
                     pending.append(threads.submit(ask, members))
                 while len(pending) > 2 * judge.concurrency:
-                    self._record_judgement(pending.popleft().result(), work, on_verdict)
+                    self._record_judgement(self._result(pending.popleft()), work, on_verdict)
             while pending:
-                self._record_judgement(pending.popleft().result(), work, on_verdict)
+                self._record_judgement(self._result(pending.popleft()), work, on_verdict)
+        finally:  # groups that wait are not judged; the judgement in progress cannot be ended, and does not count
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def _result(self, judgement: Future[GroupJudgement]) -> GroupJudgement:
+        """Return the judgement once it is there; raise if the run was cancelled meanwhile."""
+        while not judgement.done():
+            self._check()
+            wait([judgement], _POLL_SECONDS)
+        return judgement.result()
 
     def _record_judgement(
         self, judgement: GroupJudgement, work: Phase, on_verdict: Callable[[Verdict], object]

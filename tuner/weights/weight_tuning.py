@@ -39,7 +39,7 @@ from ratchet.trainer.statistics.paired_comparison import Compared, ComparisonVer
 from ratchet.trainer.tasks.task_set import TEST, Task
 from ratchet.tuner.rollouts.runner import RolloutJob, RolloutRunner, final_rollouts, pending_jobs
 from ratchet.tuner.rollouts.scoring import RolloutScorer
-from ratchet.tuner.selection.choice import marks_of
+from ratchet.tuner.selection.choice import commonest, marks_of
 from ratchet.tuner.tasks.task_mix import TaskFamily, TaskMix
 from ratchet.tuner.weights.weights_plan import (
     BASELINE,
@@ -215,6 +215,9 @@ class WeightsTuning:
         marks = self.marks(version, split)
         scored = rank({"it": marks}, failure_score=self._failure_score).scores[0]
         baseline = self._state.baseline
+        if scored.mean is None and version == baseline:
+            failures = (one.failure or one.judge_failure for one in final_rollouts(self._of(self._name(version))))
+            raise TuningError(f"no rollout on the {split} tasks could be scored: {commonest(failures)}")
         found = Evaluated(
             version=version,
             split=split,
@@ -290,7 +293,7 @@ class WeightsTuning:
         return [one for one in made if (one.candidate, one.task_id, one.attempt, one.step) in places]
 
     async def _scored(self, rollouts: Sequence[Rollout]) -> None:
-        if unscored := [one for one in rollouts if one.judge is None]:
+        if unscored := [one for one in rollouts if one.score is None]:  # again, if the judge has failed
             await self._run_watched(asyncio.to_thread(self._scorer.score, unscored))
 
     async def _wait_for_trainer(self) -> None:

@@ -61,7 +61,10 @@ def key_of_model(spec: ModelSpec, environ: Mapping[str, str]) -> str | None:
         return None
     key = environ.get(spec.api_key_env) or None
     if key is None and spec.api_key_env != ModelSpec.model_fields["api_key_env"].default:
-        raise JudgeError(f"the API key of {spec.model} is in the variable {spec.api_key_env}, which is not set")
+        raise JudgeError(
+            f"the API key of {spec.model} is in the variable {spec.api_key_env}, which is not set: set it, or name "
+            "another variable (api_key_env)"
+        )
     return key
 
 

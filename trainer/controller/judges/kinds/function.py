@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import dis
 import inspect
+import itertools
 import marshal
 import threading
 import time
@@ -89,7 +90,8 @@ class FunctionJudge:
     def close(self) -> None:
         """Close the event loops of an async function."""
         for runner in self._runners.values():
-            runner.close()
+            if not runner.get_loop().is_running():  # else a judgement of a cancelled run is in progress
+                runner.close()
 
     def _loop(self) -> asyncio.Runner:
         thread = threading.get_ident()
@@ -178,6 +180,11 @@ def _load(
             f"judge {name} uses none of its parameters and calls nothing: every trajectory gets the same score, "
             "which gives no learning signal; make it read the response or the trajectory"
         )
+    if _returns_nothing(function):
+        raise JudgeError(
+            f"judge {name} returns nothing: end it with a score, such as `return 1.0`, or with "
+            "`return ratchet.Judgement(score)`"
+        )
     if module is None:
         return adapted, accepted, _source_of(function)
     try:
@@ -207,3 +214,18 @@ def _is_constant(function: Callable[..., Any]) -> bool:
         instruction.opname.startswith("LOAD_") and not instruction.opname.startswith(("LOAD_CONST", "LOAD_SMALL_INT"))
         for instruction in dis.get_instructions(code)
     )
+
+
+def _returns_nothing(function: Callable[..., Any]) -> bool:
+    """Return whether a plain function returns, and None wherever it does."""
+    code = getattr(function, "__code__", None)
+    if code is None or inspect.isgeneratorfunction(function):
+        return False
+    steps = [step for step in dis.get_instructions(code) if step.opname not in ("NOP", "CACHE")]
+    values = [step.argval for step in steps if step.opname == "RETURN_CONST"]  # from Python 3.12 to 3.13
+    values += [
+        before.argval if before.opname == "LOAD_CONST" else ...
+        for before, step in itertools.pairwise(steps)
+        if step.opname == "RETURN_VALUE"
+    ]
+    return bool(values) and all(value is None for value in values)

@@ -14,6 +14,8 @@ from ratchet.trainer.controller.judges import GroupJudgement
 from ratchet.trainer.controller.judges.opinion import DraftVerdict, version_of
 from ratchet.trainer.settings.judge_specs import RewardSpec
 
+NO_REWARD = "the workflow returned no reward; return {response, reward}, or name another judge"
+
 
 class RewardJudge:
     """Scores with the workflow's reward."""
@@ -45,7 +47,5 @@ class RewardJudge:
         if returned.failure is not None:
             return DraftVerdict.of(self._spec.failure_score, f"the rollout failed: {returned.failure}")
         if returned.reward is None:
-            return DraftVerdict.failed(
-                "the workflow returned no reward; return {response, reward}, or name another judge"
-            )
+            return DraftVerdict.failed(NO_REWARD)
         return DraftVerdict.of(returned.reward)
