@@ -193,7 +193,7 @@ def test_ctrl_c_in_a_cell_that_waits_stops_the_services_and_the_run_can_be_resum
         [sys.executable, "cell.py"], cwd=tuned.folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as cell:
         try:
-            wait_for("a rollout runs", lambda: (tuned.folder / "began").exists() or cell.poll() is not None, 120)
+            wait_for("a rollout runs", lambda: (tuned.folder / "began").exists() or cell.poll() is not None, 300)
             assert cell.stdout is not None
             run = cell.stdout.readline().strip()
             cell.send_signal(signal.SIGINT)
