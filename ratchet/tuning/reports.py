@@ -258,8 +258,10 @@ def _weights_lines(result: TuningResult) -> list[str]:
         lines += _warm_start_lines(figures)
     for name, gain in result.details["families"].items() if len(result.details["families"]) > 1 else ():
         lines.append(f"{strip_control_characters(name)}: {_interval(gain)}")
-    if result.gain is None:
+    if result.promoted is None:
         return [*lines, f"no gain: {result.baseline} still serves"]
+    if result.gain is None:
+        return [*lines, f"no figure: {result.promoted} serves, which the test tasks did not measure (`ratchet eval`)"]
     verdict = "better" if result.best is not None else "not shown to be better"
     return [*lines, f"{result.promoted} against {result.baseline}: {result.gain.describe()}: {verdict}"]
 
