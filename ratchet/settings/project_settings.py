@@ -299,6 +299,11 @@ class Settings(BaseModel):
         given = self.trainer | self._release() | derived | values
         if "judge" in given:
             given["judge"] = judge_with_address(given["judge"], self.model_list, ".".join((*section, "judge")))
+        for part in ("sentinel", "release"):
+            if isinstance(own := given.get(part), dict) and "second_judge" in own:
+                key = ".".join((*section, part, "second_judge"))
+                second = judge_with_address(own["second_judge"], self.model_list, key)
+                given[part] = {**own, "second_judge": second}
         with readable_errors(self._sources, *section, also=SettingError):
             return TrainerSettings(**given)
 

@@ -11,7 +11,7 @@ import pytest
 from ratchet.checks.teacher_check import check_teacher, has_teacher
 from ratchet.errors import SettingsError
 from ratchet.settings.project_settings import Settings
-from ratchet.trainer.settings.judge_specs import TeacherSpec
+from ratchet.trainer.settings.judge_specs import RulerSpec, TeacherSpec
 from tests.harness.trainer.scripted_engine import ScriptedEngine
 from tests.harness.trainer.scripted_teacher import NAME, ScriptedTeacher
 
@@ -106,3 +106,18 @@ def test_the_doctor_checks_the_teacher(servers: tuple[ScriptedTeacher, ScriptedE
     away = check_teacher(settings, running)
     assert not away.passed
     assert "trajectories wait" in (away.remedy or "")
+
+
+def test_a_second_judge_is_looked_up_in_model_list_too(tmp_path: Path) -> None:
+    second = {"second_judge": {"kind": "ruler", "model": "teacher"}}
+    settings = Settings.model_validate(
+        {"state_dir": tmp_path, "base_model": "t", "model_list": [entry()],
+         "trainer": {"judge": "a:b", "sentinel": second, "release": second}}
+    )  # fmt: skip
+    trainer = settings.trainer_settings()
+    for found in (trainer.sentinel.second_judge, trainer.release.second_judge):
+        assert isinstance(found, RulerSpec)
+        assert (found.model, found.base_url) == (NAME, "http://10.0.0.5:8001/v1")
+    unknown = settings.model_copy(update={"model_list": ()})
+    with pytest.raises(SettingsError, match=r"trainer\.sentinel\.second_judge\.model: the model 'teacher' is not in"):
+        unknown.trainer_settings()
