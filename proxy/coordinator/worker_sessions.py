@@ -40,8 +40,8 @@ from ratchet.store.ids import new_id
 
 log = logging.getLogger("ratchet.proxy")
 
-_START_SECONDS = 15.0  # for this machine's workers to begin their sessions: a journal's replay may delay their start
-_OTHERS_SECONDS = 5.0  # for those of other machines, which may be away
+_START_SECONDS = 15.0  # for every worker to begin its session: longer than the replay of a journal may delay its start
+_OTHERS_SECONDS = 5.0  # for those of other machines, while some have a session to continue, and serve alone
 _MAX_BODY_BYTES = 2**28
 _MAX_SILENT_SECONDS = 30.0
 _RETRY_SECONDS = 1.0  # while the store does not answer
@@ -160,9 +160,10 @@ class WorkerSessions:
         if self._lease is not None:
             await self._lease.acquired.wait()
         others = await self._known.read() if self._known is not None else frozenset[str]()
-        deadline = asyncio.get_running_loop().time() + _OTHERS_SECONDS
-        await self._wait_for(self._workers, deadline + _START_SECONDS - _OTHERS_SECONDS)
-        await self._wait_for(others, deadline)
+        started_at = asyncio.get_running_loop().time()
+        await self._wait_for(self._workers, started_at + _START_SECONDS)
+        are_serving = any(hello.boot for hello in self._hellos.values())  # alone, until something is decided
+        await self._wait_for(others, started_at + (_OTHERS_SECONDS if are_serving else _START_SECONDS))
         if missing := sorted((self._workers | others) - self._hellos.keys()):
             log.warning("event=workers_missing known=%d missing=%s", len(self._hellos), ",".join(missing))
             for worker in missing:
