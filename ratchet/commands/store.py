@@ -176,10 +176,13 @@ def delete(
         if not dry_run and not yes:
             count = sum(opened.deletions.count(one) for one in chosen)
             click.confirm(f"delete {count} trajectories permanently?", abort=True, err=True)
+        unknown = [one.id for one in chosen if one.id is not None and not opened.deletions.count(one)]
         status = _delete(opened, chosen, why, dry_run=dry_run, as_json=as_json)
         if reject_policies and not dry_run:
             _reject(opened, as_json=as_json)
-        return status
+        for name in unknown:
+            click.echo(f"ratchet: no trajectory {name}, or other options exclude it", err=True)
+        return 1 if unknown else status
 
 
 def _reject(store: Store, *, as_json: bool) -> None:

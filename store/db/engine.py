@@ -174,8 +174,8 @@ def _unavailable(error: DatabaseError, engine: sa.Engine) -> StoreUnavailable | 
     if type(error.orig) is not sqlite3.DatabaseError:  # its subclasses are about statements, not about the file
         return None
     return StoreUnavailable(
-        f"the store's file is damaged ({error.orig}): put a backup in its place; what the proxies have recorded since "
-        "waits in their journals"
+        f"the store's file {engine.url.database} is damaged, or was never a store ({error.orig}): is the path right? "
+        "If so, put a backup in its place; what the proxies have recorded since waits in their journals"
     )
 
 

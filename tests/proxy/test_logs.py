@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import IO, Any
 import httpx
 import pytest
 
+from ratchet.proxy.telemetry.outage_log import OutageLog
 from tests.harness.proxy.servers import ROOT, ProxyProcess, eventually
 
 CALL = "/v1/chat/completions"
@@ -103,3 +105,12 @@ def test_lines_below_the_level_are_dropped_except_the_ready_line(level: str, exp
     )
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert [line.split()[-1] for line in run.stderr.splitlines()] == expected
+
+
+def test_an_outage_is_logged_when_it_begins_and_not_at_each_attempt(caplog: pytest.LogCaptureFixture) -> None:
+    outage = OutageLog(logging.getLogger("ratchet.proxy"), "not_read")
+    for _ in range(2):
+        for _ in range(100):
+            outage.warn(OSError("refused"))
+        outage.end()
+    assert [record.getMessage() for record in caplog.records] == ["event=not_read reason='refused'"] * 2

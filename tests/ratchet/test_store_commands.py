@@ -56,7 +56,8 @@ def test_forgetting_asks_first_and_takes_what_is_named(project: Project, url: st
     assert project.run("store", "delete", "--store", url).returncode == 2
     assert project.run("store", "delete", "a", "--store", url).returncode == 130  # nobody there to say yes
     assert len(_left(url)) == 4
-    done = project.call("store", "delete", "a", "nothing", "--yes", "--store", url)
+    done = project.run("store", "delete", "a", "nothing", "--yes", "--store", url)
+    assert (done.returncode, "no trajectory nothing" in done.stdout) == (1, True)
     assert "1 trajectories deleted" in done.stdout
     assert "agent@1  candidate  trained on them  /c/0001" in done.stdout
     assert project.call("store", "delete", "--key", "key_1", "--yes", "--store", url).returncode == 0

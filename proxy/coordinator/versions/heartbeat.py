@@ -16,6 +16,7 @@ from typing import Any
 
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
+from ratchet.proxy.telemetry.outage_log import OutageLog
 from ratchet.store.errors import StoreError
 from ratchet.store.ids import new_id
 from ratchet.store.records import ProxyInstance
@@ -74,6 +75,7 @@ class Heartbeat:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self) -> None:
+        outage = OutageLog(log, "heartbeat_failed")
         while True:
             self._live_versions_changed.clear()
             now = time.time()
@@ -88,9 +90,10 @@ class Heartbeat:
             try:
                 await self._call(partial(self._store.proxy_instances.heartbeat, instance))
                 self._metrics.store.report("writing", ok=True)
+                outage.end()
             except Exception as error:  # noqa: BLE001 -- the next heartbeat has the whole state again
                 self._metrics.store.report("writing", ok=False)
-                log.warning("event=heartbeat_failed reason=%r", str(error))
+                outage.warn(error)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._live_versions_changed.wait(), self._interval_seconds)
 

@@ -25,6 +25,7 @@ from ratchet.proxy.coordinator.versions.version_draws import VersionDraws
 from ratchet.proxy.errors import NotFound, NotReady
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
+from ratchet.proxy.telemetry.outage_log import OutageLog
 from ratchet.store.errors import StoreError
 from ratchet.store.records import BASE_VERSION, Policy, VersionDraw
 from ratchet.store.records.tuning import Prompt
@@ -264,13 +265,15 @@ class PolicyCache:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _refresh(self) -> None:
+        outage = OutageLog(log, "policies_not_read")
         while True:
             await asyncio.sleep(self._refresh_seconds)
             try:
                 await self._refresh_serving()
+                outage.end()
             except Exception as error:  # noqa: BLE001 -- the last copy stays in use
                 self._metrics.store.report("reading", ok=False)
-                log.warning("event=policies_not_read reason=%r", str(error))
+                outage.warn(error)
 
     async def _refresh_serving(self) -> None:
         found = await self._call(self._store.policies.serving)
