@@ -13,7 +13,7 @@ from typing import IO, Any
 import httpx
 import pytest
 
-from ratchet.proxy.telemetry.outage_log import OutageLog
+from ratchet.proxy.telemetry.outage_warnings import OutageWarnings
 from tests.harness.proxy.servers import ROOT, ProxyProcess, eventually
 
 CALL = "/v1/chat/completions"
@@ -108,7 +108,7 @@ def test_lines_below_the_level_are_dropped_except_the_ready_line(level: str, exp
 
 
 def test_an_outage_is_logged_when_it_begins_and_not_at_each_attempt(caplog: pytest.LogCaptureFixture) -> None:
-    outage = OutageLog(logging.getLogger("ratchet.proxy"), "not_read")
+    outage = OutageWarnings(logging.getLogger("ratchet.proxy"), "not_read")
     for _ in range(2):
         for _ in range(100):
             outage.warn(OSError("refused"))

@@ -16,7 +16,7 @@ from typing import Any
 
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
-from ratchet.proxy.telemetry.outage_log import OutageLog
+from ratchet.proxy.telemetry.outage_warnings import OutageWarnings
 from ratchet.store.errors import StoreError
 from ratchet.store.ids import new_id
 from ratchet.store.records import ProxyInstance
@@ -75,7 +75,7 @@ class Heartbeat:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self) -> None:
-        outage = OutageLog(log, "heartbeat_failed")
+        outage = OutageWarnings(log, "heartbeat_failed")
         while True:
             self._live_versions_changed.clear()
             now = time.time()

@@ -25,7 +25,7 @@ from ratchet.proxy.coordinator.versions.version_draws import VersionDraws
 from ratchet.proxy.errors import NotFound, NotReady
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
-from ratchet.proxy.telemetry.outage_log import OutageLog
+from ratchet.proxy.telemetry.outage_warnings import OutageWarnings
 from ratchet.store.errors import StoreError
 from ratchet.store.records import BASE_VERSION, Policy, VersionDraw
 from ratchet.store.records.tuning import Prompt
@@ -265,7 +265,7 @@ class PolicyCache:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _refresh(self) -> None:
-        outage = OutageLog(log, "policies_not_read")
+        outage = OutageWarnings(log, "policies_not_read")
         while True:
             await asyncio.sleep(self._refresh_seconds)
             try:

@@ -8,7 +8,7 @@ import time
 _PAUSE_SECONDS = 60.0
 
 
-class OutageLog:
+class OutageWarnings:
     """Logs a failure when it begins, and once a minute while it lasts."""
 
     def __init__(self, log: logging.Logger, event: str) -> None:
