@@ -92,4 +92,4 @@ def test_killing_the_process_guard_ends_the_service() -> None:
     service = service_pid(process_guard)
     os.kill(process_guard.pid, signal.SIGKILL)
     process_guard.communicate()
-    wait_for("the service has ended", lambda: not is_alive(service), seconds=5)
+    wait_for("the service has ended", lambda: not is_alive(service), seconds=30)

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[3]
 SCRIPTED_VLLM = Path(__file__).with_name("scripted_vllm.py")
 
 
-def wait_for(what: str, holds: Callable[[], bool], seconds: float = 20.0, pause: float = 0.05) -> None:
+def wait_for(what: str, holds: Callable[[], bool], seconds: float = 60.0, pause: float = 0.05) -> None:
     """Wait until `holds` returns true; otherwise fail and name `what`."""
     deadline = time.monotonic() + seconds
     while not holds():

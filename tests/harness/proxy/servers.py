@@ -142,7 +142,7 @@ class VllmProcess:
         """Start it without adapters; return when it answers."""
         command = [sys.executable, "-m", "tests.harness.proxy.scripted_vllm", str(self._port)]
         self._process = subprocess.Popen(command, cwd=ROOT)
-        eventually(self._answers, 20)
+        eventually(self._answers)
 
     def kill(self) -> None:
         """kill -9."""
