@@ -50,14 +50,16 @@ class UnheardWorkers:
 
         `age`: how long ago the coordinator sent the latest answer that the worker had received by then.
         """
-        ticks = int(max(0.0, age) / TICK_SECONDS) if age < _SILENT_TICKS * TICK_SECONDS else None
-        if ticks is None:
+        if age >= _SILENT_TICKS * TICK_SECONDS:
             self._ticks.setdefault(worker, 0)
-            self._unheard.add(worker)
             return False
-        self._ticks[worker] = ticks
+        self._ticks[worker] = int(max(0.0, age) / TICK_SECONDS)
         self._unheard.discard(worker)
         return True
+
+    def expect(self, worker: str) -> None:
+        """A worker with a session may have served alone since its report: it must be heard again."""
+        self._unheard.add(worker)
 
     def tick(self, seconds: float) -> None:
         """Count a tick that took some seconds: after one that was too long, every worker must be heard again."""

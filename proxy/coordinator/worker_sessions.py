@@ -42,6 +42,7 @@ log = logging.getLogger("ratchet.proxy")
 
 _START_SECONDS = 15.0  # for every worker to begin its session: longer than the replay of a journal may delay its start
 _OTHERS_SECONDS = 5.0  # for those of other machines, while some have a session to continue, and serve alone
+_REPORT_SECONDS = 1.0  # for all of them to report what they have served alone meanwhile; then calls begin
 _MAX_BODY_BYTES = 2**28
 _MAX_SILENT_SECONDS = 30.0
 _RETRY_SECONDS = 1.0  # while the store does not answer
@@ -104,6 +105,8 @@ class WorkerSessions:
         self._hellos: dict[str, messages.Hello] = {}  # by worker, until linking is restored
         self._greeted = asyncio.Event()  # a worker sent `Hello`
         self._restored = asyncio.Event()
+        self._expected: set[str] = set()  # workers that greeted before that, until they do so again
+        self._reported = asyncio.Event()  # none is expected any more
         self._returned: set[str] = set()  # workers that were missing: what they served is in the store
         self._catch_up_now = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -172,8 +175,11 @@ class WorkerSessions:
             await asyncio.sleep(_RETRY_SECONDS)
         for hello in self._hellos.values():
             self._adopt(hello)
+            self._unheard.expect(hello.worker)
             if hello.is_behind:
                 self._unheard.miss(hello.worker)
+        self._expected = set(self._hellos)
+        asyncio.get_running_loop().call_later(_REPORT_SECONDS if self._expected else 0.0, self._reported.set)
         self._hellos.clear()
         self._restored.set()
         log.info("event=linking_restored trajectories=%d workers=%d", len(self._linker), len(self._sessions))
@@ -257,6 +263,7 @@ class WorkerSessions:
             await self._known.add(hello.worker)
         if self._restored.is_set():
             self._adopt(hello)
+            await self._reported.wait()
         else:
             self._hellos[hello.worker] = hello
             self._greeted.set()
@@ -274,6 +281,10 @@ class WorkerSessions:
         session.epoch = hello.epoch
         age = time.monotonic() - hello.seen if hello.boot == self._boot else float("inf")  # of one sent before
         is_recent = self._unheard.hear(hello.worker, age)
+        if is_recent:
+            self._expected.discard(hello.worker)
+            if not self._expected:
+                self._reported.set()
         if (
             is_recent
             and self._unheard.is_missing(hello.worker)

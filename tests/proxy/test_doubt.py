@@ -181,6 +181,15 @@ def test_a_message_that_was_delayed_ends_no_doubt(unheard: UnheardWorkers, age: 
     assert unheard.doubt() == doubt
 
 
+def test_the_first_message_of_a_worker_begins_no_doubt(unheard: UnheardWorkers) -> None:
+    unheard.hear("there/2", float("inf"))
+    assert unheard.doubt() == Doubt.NONE
+    unheard.expect("there/2")  # it greeted a coordinator that had not decided yet
+    assert unheard.doubt() == Doubt.RECENT
+    unheard.hear("there/2", 0.0)
+    assert unheard.doubt() == Doubt.NONE
+
+
 def test_silence_counts_from_the_last_answer_that_a_worker_received(unheard: UnheardWorkers) -> None:
     unheard.hear("there/1", 2.0)
     _ticks(unheard, 4, "here/1")
