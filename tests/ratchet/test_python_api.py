@@ -140,7 +140,7 @@ def test_of_several_models_one_must_be_named(server: str, models: list[str]) -> 
         ("no_module:run", judges, TASK, ratchet.WorkflowError, "ModuleNotFoundError"),
         (divides, judges, TASK, ratchet.WorkflowError, r"ZeroDivisionError: .*test_python_api.py:\d+"),
         (answers, 3, TASK, ratchet.JudgeError, "judge 3 is no function"),
-        (answers, forgets, TASK, ratchet.JudgeError, r"the judge returned nothing \(None\): a return is missing"),
+        (answers, forgets, TASK, ratchet.JudgeError, "forgets returns nothing: end it with a score"),
         (answers, divides, TASK, ratchet.JudgeError, "divides: ZeroDivisionError"),
         (answers, {"kind": "unheard"}, TASK, ratchet.JudgeError, "unknown kind 'unheard': built in are"),
         (answers, reads_calls, TASK, ratchet.JudgeError, r"no call is recorded here: use `ratchet.try_judge"),

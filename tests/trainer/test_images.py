@@ -165,7 +165,7 @@ def test_the_status_names_images_among_what_was_left_out() -> None:
     store: dict[str, Any] = {
         "trajectories": {}, "dropped": {}, "dropped_groups": {}, "untrained_tokens": {"image": 12}, "resamples": {},
         "rounds": {}, "live": None, "release": None, "unprotected": False, "ramp": None,
-        "pending_approval": None, "decisions": [], "alarms": [],
+        "pending_approval": None, "decisions": [], "alarms": [], "interrupted_runs": [],
         "proxies": [], "next_round": None, "policy_change": None, "base_model": None,
     }  # fmt: skip
     status = {

@@ -84,7 +84,8 @@ def test_a_missing_return_is_named_as_one(judge: Any) -> None:
     report = examined(judge("forgets"))
     assert report.outcome is LintOutcome.NO_RETURN
     assert "returns nothing for 12 of 12 answers: a return is missing" in report.reason
-    assert examined(judge("forgets_all")).outcome is LintOutcome.NO_RETURN
+    with pytest.raises(JudgeError, match="returns nothing: end it with a score"):
+        judge("forgets_all")
 
 
 def test_a_judge_of_tool_calls_is_not_fooled_but_not_examined_until_the_tool_is_named(judge: Any) -> None:
