@@ -227,7 +227,8 @@ def _goes_on(store: Store, settings: str, log: Path) -> tuple[int, str]:
 def test_a_process_that_dies_in_a_round_ends_all_with_a_reason(story: Story) -> None:
     code, output = story.first
     assert code != 0
-    assert "error=WorkerProcessLost" in output, output[-3000:]
+    reasons = "error=WorkerProcessLost", "Signal 9 (SIGKILL) received"  # of the leader, or of a launcher that is faster
+    assert any(reason in output for reason in reasons), output[-3000:]
     assert (story.rounds, story.live_after_the_death) == ([None], 0), output[-3000:]
 
 
