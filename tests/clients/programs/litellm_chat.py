@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import Any
 
@@ -10,6 +11,10 @@ import litellm
 import mailbox
 
 PROVIDER = sys.argv[1]
+
+# LiteLLM leaves a streamed response open after `[DONE]`. If the garbage collector closes it while httpcore holds the
+# lock of its connection pool, the thread waits for itself for ever. So garbage is collected between calls only.
+gc.disable()
 
 
 def agent(task: mailbox.Task) -> str | None:
@@ -20,6 +25,7 @@ def agent(task: mailbox.Task) -> str | None:
         answer: Any = litellm.completion(**where, messages=messages, tools=task["tools"], stream=task["streamed"])
         if task["streamed"]:
             answer = litellm.stream_chunk_builder(list(answer), messages=messages)
+        gc.collect()
         message = answer.choices[0].message
         messages.append(message)
         if not message.tool_calls:

@@ -8,6 +8,7 @@ scripts the tools' results, so that the scripted engine behind the proxy knows w
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import inspect
 import json
 import os
@@ -56,7 +57,8 @@ def take(task: Task, tool: str) -> str:
 
 
 def answer(agent: Callable[[Task], Any], package: str) -> None:
-    """Run the agent on every task in turn and print its results."""
+    """Run the agent on every task in turn and print its results. Ends with every thread's stack if it hangs."""
+    faulthandler.dump_traceback_later(110, exit=True)  # before the test's own limit of 120 s, which shows nothing
     asyncio.run(_answer(agent, package))
 
 
