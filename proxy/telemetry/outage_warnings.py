@@ -9,7 +9,7 @@ _PAUSE_SECONDS = 60.0
 
 
 class OutageWarnings:
-    """Logs a failure when it begins, and once a minute while it lasts."""
+    """Logs a failure when it begins, and at most once a minute until it ends."""
 
     def __init__(self, log: logging.Logger, event: str) -> None:
         self._log = log

@@ -219,6 +219,17 @@ def test_plain_chat_answers_after_a_failure_before_the_first_words(
     assert counted(proxy, "exact_fallbacks_total") == {"exact_refused": 1.0}
 
 
+def test_a_failure_that_lasts_is_one_warning_and_counted_each_time(
+    start: Start, vllm: ScriptedScaleOut, caplog: pytest.LogCaptureFixture
+) -> None:
+    vllm.refuse[RENDER] = 400
+    proxy = start()
+    with caplog.at_level(logging.WARNING, "ratchet.proxy"):
+        converse(proxy, False, CALL, CALL, CALL, "#say=end")
+    assert counted(proxy, "exact_fallbacks_total") == {"exact_refused": 3.0}
+    assert len([r for r in caplog.records if "exact_context_failed" in r.getMessage()]) == 1
+
+
 def test_an_engine_without_the_endpoints_is_logged_once_and_not_called_again(
     start: Start, vllm: ScriptedScaleOut, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -39,6 +40,7 @@ from ratchet.proxy.exact.whole_response import DerenderRequest, read_whole_respo
 from ratchet.proxy.messages.link_records import Leaf
 from ratchet.proxy.runtime.thread_pools import run_parsing
 from ratchet.proxy.telemetry.metrics import INTERNAL_ERROR, ProxyMetrics
+from ratchet.proxy.telemetry.outage_warnings import OutageWarnings
 from ratchet.proxy.upstreams.http_connection import HttpResponse
 from ratchet.proxy.upstreams.replica_pool import Replica, ReplicaPool
 from ratchet.proxy.upstreams.vllm_client import Upstream
@@ -91,6 +93,7 @@ class ExactForwarder:
         self._templates = Templates(self._scale_out, upstream)
         self._pacers: dict[str, StreamPacer] = {}
         self._not_offered_until: dict[str, float] = {}  # by replica
+        self._failures = defaultdict[str, OutageWarnings](lambda: OutageWarnings(log, "exact_context_failed"))
 
     async def forward(self, call: ActiveCall, path: str, headers: Mapping[str, str]) -> UpstreamResponse:
         """Send a call to `path` and return its response; sets `call.url`. Raises UpstreamError."""
@@ -120,7 +123,7 @@ class ExactForwarder:
             self._not_offered_until[url] = time.monotonic() + _RETRY_SECONDS
             self._contexts.shrink()
         else:
-            log.warning("event=exact_context_failed call=%s reason=%r", call.start.call_id, str(error))
+            self._failures[error.code or "other"].warn(error)
 
     def _replica_of(self, call: ActiveCall) -> str:
         return self._pool.order(call.start.trajectory_id, self._proven(call), call.prefix)[0].url
