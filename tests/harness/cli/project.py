@@ -24,6 +24,10 @@ from tests.harness.trainer.tiny import build_tiny_model
 ROOT = Path(__file__).parents[3]
 SCRIPTED_VLLM = Path(__file__).with_name("scripted_vllm.py")
 
+# A shell shows both as 130. CPython ends a process by SIGINT itself, whatever the program returns, if Ctrl-C met code
+# that was executed from a string, such as a data class during an import.
+INTERRUPTED = (130, -signal.SIGINT)
+
 
 def wait_for(what: str, holds: Callable[[], bool], seconds: float = 60.0, pause: float = 0.05) -> None:
     """Wait until `holds` returns true; otherwise fail and name `what`."""
