@@ -94,12 +94,14 @@ def test_gathered_groups_are_trained_with_the_rewards_of_the_caller_and_not_befo
     async def workflow(task: Mapping[str, Any], base_url: str, model: str) -> ratchet.WorkflowOutput:
         return ratchet.WorkflowOutput(await agent(task, base_url, model), metrics={"turns": 1})
 
-    groups = ratchet.gather(workflow, SCENARIOS, odd(itertools.count()), attempts=2, step=3)
-    assert [group.scenario for group in groups] == SCENARIOS
+    scenarios = [{"question": "one?"}, {"question": "two?"}]  # to which no two answers are equal
+    groups = ratchet.gather(workflow, scenarios, odd(itertools.count()), attempts=2, step=3)
+    assert [group.scenario for group in groups] == scenarios
     assert [sorted(group.rewards, key=float) for group in groups] == [[0.0, 1.0]] * 2  # type: ignore[arg-type]
     members = [one for group in groups for one in group.trajectories]
-    assert {one.explanation for one in members} == {"said so"}
-    assert {one.messages[-1]["content"] for one in members} == {"so"}
+    said = {str(one.messages[-1]["content"]) for one in members}
+    assert len(said) == 4
+    assert {one.explanation for one in members} == {f"said {answer}" for answer in said}
     assert {json.dumps(one.metrics) for one in members} == {'{"turns": 1.0}'}
     assert ratchet.gather(resume=groups[0].run) == groups, "as after a restart of the notebook"
 
@@ -110,7 +112,7 @@ def test_gathered_groups_are_trained_with_the_rewards_of_the_caller_and_not_befo
         assert store.groups.page() == [], "the trainer leaves gathered trajectories alone"
         trained = ratchet.train([groups[0], groups[1].with_rewards([0.5, 0.5])], timeout=300)
         assert (trained.name, trained.groups, trained.trajectories) == ("agent@1", 1, 2)
-        assert trained.state in ("live", "unproven")  # equal answers: what is left of the gradient is rounding
+        assert trained.state == "live"
         assert trained.left_out == {"equal rewards in the group": 2}
         assert trained.metrics["reward"] == 0.5
         states = {one.id: store.trajectories.get(one.id).state for one in members}
