@@ -115,6 +115,7 @@ class Admission:
             explicit=explicit,
             explicit_by=identity.named_by,
             follows=follows.call_id if follows else None,
+            follows_unlinked=follows is not None and follows.purpose == UNLINKED,
             attempt=attempt,
             is_retry=identity.is_retry,
             arrived_at=now,

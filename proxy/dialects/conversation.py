@@ -27,6 +27,7 @@ class ConversationTurn:
     call_id: str
     key_id: str | None
     alias: str
+    purpose: str = "live"  # of its trajectory
     rebuilt: bool = False  # read from the store: `added` is the whole conversation, instructions included
 
     def conversation(self, *, has_instructions: bool) -> list[Json]:

@@ -77,6 +77,7 @@ class LinkEvidence(msgspec.Struct, frozen=True):
     explicit: str | None = None
     explicit_by: str = ""  # path, header, body, key, previous_response
     follows: str | None = None  # the call of `previous_response_id`
+    follows_unlinked: bool = False  # that call's trajectory may be the rest of another one
     attempt: AttemptKey | None = None
     is_retry: bool = False  # the SDK marked the request as a retry
     arrived_at: float = 0.0  # Unix seconds

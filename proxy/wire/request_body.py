@@ -60,6 +60,7 @@ class FollowedCall(NamedTuple):
     trajectory_id: str
     call_id: str
     alias: str
+    purpose: str = "live"  # of its trajectory
 
 
 class ChatRequest(msgspec.Struct):

@@ -54,7 +54,7 @@ class ConversationCache:
     def add_response(self, start: CallStarted, messages: Sequence[Json], previous: ConversationTurn | None) -> None:
         """Cache a response: the messages that it adds to `previous`, the answer included."""
         added = msgspec.json.encode(messages)
-        names = start.trajectory_id, start.call_id, start.key_id, start.alias
+        names = start.trajectory_id, start.call_id, start.key_id, start.alias, start.purpose
         self._use(ConversationTurn(added, previous, *names))
 
     async def find_turn(self, name: str, key_id: str | None) -> ConversationTurn:
@@ -124,12 +124,12 @@ class ConversationCache:
             if not call.choices or call.dialect != "responses" or call.untrainable == REDACTED:
                 return None
             messages = self._store.trajectories.messages_to(call.choices[0].reply_node)
-            key_id = self._store.trajectories.get(call.trajectory_id).key_id
+            run = self._store.trajectories.get(call.trajectory_id)
         except RecordNotFound:
             return None
         except StoreError as error:
             raise NotReady(f"previous response {name!r} cannot be looked up: {error}") from error
-        names = call.trajectory_id, call.id, key_id, call.alias
+        names = call.trajectory_id, call.id, run.key_id, call.alias, run.purpose
         return ConversationTurn(msgspec.json.encode(messages), None, *names, rebuilt=True)
 
 
