@@ -52,9 +52,7 @@ class Responses:
         request = responses_request.read(body, added, before)
         names = responses_request.custom_names(body), responses_request.namespaces(body)
         if previous:
-            request.follows = FollowedCall(
-                previous.trajectory_id, previous.call_id, previous.alias, previous.purpose
-            )
+            request.follows = FollowedCall(previous.trajectory_id, previous.call_id, previous.alias, previous.purpose)
 
         def make_encoder(start: CallStarted) -> BlockEncoder:
             capture = chat.make_capture(request, start)

@@ -6,8 +6,12 @@ import pytest
 
 from ratchet.proxy.coordinator.linking.cautious_linker import CautiousLinker, Doubt
 from ratchet.proxy.coordinator.unheard_workers import TICK_SECONDS, UnheardWorkers
+from ratchet.proxy.dialects.responses_renderer import response_id
 from ratchet.store.content import messages as canon
 from ratchet.store.records import UNLINKED, OpenLeaf
+from ratchet.store.store import Store
+from tests.harness.proxy.running_proxy import Proxy
+from tests.harness.records import answered_trajectory
 from tests.proxy.test_linking import NEXT, REPLY, USER, Message, answered, evidence, restore
 
 LONG: Message = {"role": "assistant", "content": "The budget of the spring meeting is 4,300, as the treasurer says."}
@@ -75,6 +79,20 @@ def test_a_call_that_repeats_answers_of_an_unlinked_trajectory_and_another_is_ma
     rest = linker.find_link(evidence(_as_text(first, second)))
     assert (rest.version, rest.purpose) == (None, UNLINKED)
     assert linker.find_link(evidence([USER, REPLY, NEXT])).purpose == "live"
+
+
+def test_a_response_that_names_one_of_an_unlinked_trajectory_stays_in_it(proxy: Proxy, store: Store) -> None:
+    agent = proxy.agent()
+    agent.responses.create(model="agent", input="hi")
+    proxy.settled()
+    (other,) = store.trajectories.page(9)
+    answered_trajectory(store, "rest", dialect="responses", key_id=other.key_id, purpose=UNLINKED)  # by another process
+    name = response_id("call_rest")
+    for _ in range(2):
+        name = agent.responses.create(model="agent", input="more?", previous_response_id=name).id
+    proxy.settled()
+    found = {one.id: (one.purpose, one.calls) for one in store.trajectories.page(9)}
+    assert found == {other.id: ("live", 1), "rest": (UNLINKED, 3)}
 
 
 def test_in_doubt_a_long_answer_that_two_trajectories_have_proves_nothing(linker: CautiousLinker) -> None:

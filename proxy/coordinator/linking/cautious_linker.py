@@ -72,9 +72,7 @@ class CautiousLinker(TrajectoryLinker):
 
     def _may_be_rest(self, evidence: LinkEvidence) -> bool:
         """Return whether a call without a trajectory repeats an answer of an unlinked one."""
-        if evidence.explicit is not None:
-            return evidence.follows_unlinked
-        if evidence.arrived_at - self._unlinked_at > self._idle:
+        if evidence.explicit is not None or evidence.arrived_at - self._unlinked_at > self._idle:
             return False
 
         def is_unlinked(leaf: Leaf) -> bool:
