@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ratchet.proxy.messages.text_fingerprints import NO_FINGERPRINTS, TextFingerprints
-from ratchet.store.records import OTHER, VersionDraw
+from ratchet.store.records import OTHER, UNLINKED, VersionDraw
 from ratchet.store.records.tuning import Prompt
 
 
@@ -93,6 +93,11 @@ class LinkEvidence(msgspec.Struct, frozen=True):
         if self.planned_purpose is not None:
             return self.planned_purpose
         return "live" if self.version is None else "eval"
+
+    @property
+    def purpose_if_new(self) -> str:
+        """`purpose` of a named trajectory that is not known here: it may be the rest of another, as the call before."""
+        return UNLINKED if self.follows_unlinked and self.purpose == "live" else self.purpose
 
 
 class Link(msgspec.Struct, frozen=True):

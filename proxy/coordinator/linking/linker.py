@@ -112,9 +112,7 @@ class TrajectoryLinker:
         else:
             leaf = self._find_parent(evidence, name)[0]
         if trajectory is None:
-            is_rest = evidence.follows_unlinked and evidence.purpose == "live"
-            purpose = UNLINKED if is_rest else evidence.purpose
-            return Link(name, None, evidence.explicit_by, leaf, purpose, evidence.key_id)
+            return Link(name, None, evidence.explicit_by, leaf, evidence.purpose_if_new, evidence.key_id)
         if evidence.version is not None:
             wanted = f"{evidence.alias}@{evidence.version}"
             remedy = "omit the version or the trajectory id"
