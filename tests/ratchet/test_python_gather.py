@@ -99,9 +99,9 @@ def test_gathered_groups_are_trained_with_the_rewards_of_the_caller_and_not_befo
     assert [group.scenario for group in groups] == scenarios
     assert [sorted(group.rewards, key=float) for group in groups] == [[0.0, 1.0]] * 2  # type: ignore[arg-type]
     members = [one for group in groups for one in group.trajectories]
-    said = {str(one.messages[-1]["content"]) for one in members}
-    assert len(said) == 4
-    assert {one.explanation for one in members} == {f"said {answer}" for answer in said}
+    texts = {str(one.messages[-1]["content"]) for one in members}
+    assert len(texts) == 4
+    assert {one.explanation for one in members} == {f"said {answer}" for answer in texts}
     assert {json.dumps(one.metrics) for one in members} == {'{"turns": 1.0}'}
     assert ratchet.gather(resume=groups[0].run) == groups, "as after a restart of the notebook"
 
