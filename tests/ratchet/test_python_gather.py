@@ -36,8 +36,12 @@ CALL = ratchet.SampledCall([1, 2, 3], [4, 5], [-6.2, -6.3], {"temperature": 1.0}
 class VaryingVllm(ScriptedVllm):
     """Says something else every time, unless the question scripts the answer."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers = itertools.count(1)
+
     def _words(self, script: Mapping[str, str]) -> str:
-        return super()._words(script) if "say" in script else "so " * len(self.calls)
+        return super()._words(script) if "say" in script else "so " * next(self._numbers)
 
 
 @pytest.fixture
@@ -194,6 +198,7 @@ def test_a_failed_rollout_stays_in_its_group_without_a_reward(served: Project) -
     ("group", "message"),
     [
         ([Scored(1.0, messages=[{"role": "user"}])], r"neither an id nor calls.*warm-start"),
+        ([Scored(messages=[{"role": "user"}])] * 2, r"neither an id nor calls.*warm-start"),
         ([Scored(float("nan"), calls=[CALL])], "give a finite number"),
         (
             [Scored(1.0, calls=[dataclasses.replace(CALL, logprobs=[-1.0])])],

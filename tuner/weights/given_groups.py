@@ -76,7 +76,7 @@ def _check(one: object, where: str) -> None:
         raise TuningError(f"{where} is {one!r:.100}: give a ratchet.ScoredTrajectory")
     if one.reward is not None and not is_finite(one.reward):
         raise TuningError(f"{where}.reward is {one.reward!r:.50}: give a finite number, or None to leave it out")
-    if not one.id and not one.calls and one.reward is not None:
+    if not one.id and not one.calls and (one.reward is not None or (one.messages and one.failure is None)):
         raise TuningError(
             f"{where} has neither an id nor calls: messages alone are not trained, because their token ids would be "
             "guessed. Gather it with `ratchet.gather`, or give the engine's token ids and logprobs as `calls`. To "
