@@ -78,6 +78,7 @@ class WorkerReports:
             "status": "unknown" if missing else "behind" if behind else "ok",
             "journal_bytes": sum(one["journal_bytes"] for one in [own, *reports]),
             "unshipped_records": sum(one["unshipped_records"] for one in [own, *reports]),
+            "lost_records": sum(one["lost_records"] for one in [own, *reports]),
             "lag_seconds": lag,
             "missing_workers": missing,
         }

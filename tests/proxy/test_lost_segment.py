@@ -64,6 +64,7 @@ def test_after_a_lost_segment_later_trajectories_are_complete_or_marked_incomple
     for name in later:
         post_call(http, name, "Be brief.")
     eventually(lambda: http.get("/health/backlog").json()["unshipped_records"] == 0)
+    assert http.get("/health/backlog").json()["lost_records"] >= 2
     for name in later:
         found = store.trajectories.read(name)
         assert [message["role"] for message in found.messages] == ["system", "user", "assistant"]

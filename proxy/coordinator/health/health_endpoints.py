@@ -75,6 +75,7 @@ class HealthEndpoints:
             "status": "behind" if lag > self._max_lag_seconds else "ok",
             "journal_bytes": self._journal.bytes,
             "unshipped_records": self._shipper.backlog,
+            "lost_records": self._shipper.lost,
             "lag_seconds": round(lag, 3),
             "max_lag_seconds": self._max_lag_seconds,
         }

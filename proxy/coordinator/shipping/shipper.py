@@ -99,8 +99,12 @@ class Shipper:
     @property
     def backlog(self) -> int:
         """Records of this process that the store does not have yet."""
-        lost = self._journal.records_lost + self._records_given_up
-        return max(0, self._journal.records_taken - lost - (self.shipped - self.replays))
+        return max(0, self._journal.records_taken - self.lost - (self.shipped - self.replays))
+
+    @property
+    def lost(self) -> int:
+        """Records of this process that the store will never have: disk and memory were full, or a segment is gone."""
+        return self._journal.records_lost + self._records_given_up
 
     @property
     def is_behind(self) -> bool:
@@ -123,7 +127,7 @@ class Shipper:
     @property
     def _done_in_order(self) -> int:
         """The records of this process, lost ones included, before the first one that is to be stored yet."""
-        return self._journal.records_lost + self._records_given_up + self._stored_in_order
+        return self.lost + self._stored_in_order
 
     async def start(self) -> None:
         """Continue where an earlier process stopped. Waits a little for its segments to be shipped."""
