@@ -16,7 +16,7 @@ from ratchet.store.records import OTHER, UNLINKED, VersionDraw
 from ratchet.store.records.tuning import Prompt
 
 
-class TokenFingerprint(msgspec.Struct, frozen=True):
+class TokenFingerprint(msgspec.Struct, frozen=True, gc=False):
     """A token sequence as its length in bytes (int32 each) and hash: enough to recognize it as a prefix."""
 
     length: int
@@ -34,7 +34,7 @@ class TokenFingerprint(msgspec.Struct, frozen=True):
         return blake2b(memoryview(packed)[: self.length], digest_size=16).digest() == self.digest
 
 
-class Leaf(msgspec.Struct, eq=False):
+class Leaf(msgspec.Struct, eq=False, gc=False):
     """An answer that a later request may continue.
 
     `is_extended`: a request continued it. `is_taken`: a request continued it or another answer of the same call.

@@ -27,12 +27,13 @@ PREFIX_LENGTHS = (
     65_536,
 )  # characters
 DIGEST_BYTES = 16
+_HASH_MASK = (1 << 60) - 1
 PROMPT = "prompt"  # the role of a plain text prompt
 _MAX_ARGUMENTS = 4
 _DISTINCTIVE_ID = re.compile(r"(?=[A-Za-z0-9]*[0-9])(?=[A-Za-z0-9]*[A-Za-z])[A-Za-z0-9]{9,}\Z")
 
 
-class QuotedText(msgspec.Struct, frozen=True):
+class QuotedText(msgspec.Struct, frozen=True, gc=False):
     """A text of an answer.
 
     `pending`: an argument of a tool call, which only a sub-agent quotes, and only until the call has its result.
@@ -47,7 +48,7 @@ class QuotedText(msgspec.Struct, frozen=True):
     prefix_hashes: tuple[int, ...] = ()
 
 
-class TextFingerprints(msgspec.Struct, frozen=True):
+class TextFingerprints(msgspec.Struct, frozen=True, gc=False):
     """The fingerprints of one answer.
 
     `skip_last_key`: link key of the path without the prompt's last message. `answer_key`: link key of the answer alone.
@@ -95,8 +96,13 @@ def quote_of(text: str, *, pending: bool = False) -> QuotedText:
     for step in PREFIX_LENGTHS:
         if step > len(text):
             break
-        prefix_hashes.append(hash(text[:step]))
+        prefix_hashes.append(prefix_hash(text[:step]))
     return QuotedText(text[:ANCHOR_LENGTH], len(text), digest(text), pending, tuple(prefix_hashes))
+
+
+def prefix_hash(prefix: str) -> int:
+    """Return the hash of the beginning of a text: 60 bits, since a Python integer of more takes half as much again."""
+    return hash(prefix) & _HASH_MASK
 
 
 def text_hash() -> int:

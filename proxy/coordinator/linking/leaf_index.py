@@ -20,19 +20,21 @@ _PREFIX_BYTES = 110
 
 
 class LeafIndex:
-    """Leaves by name and by quoted text. All kinds of names share one table, as no two kinds can be equal."""
+    """Leaves by link key, by tool call and by quoted text. All kinds of link keys share one table: none are equal."""
 
     def __init__(self) -> None:
         self.quotes = QuoteIndex()
         self.plain_prompts = QuoteIndex()  # plain text prompts with their answers
-        self._by_name: LeavesByName[str] = LeavesByName()
+        self._by_key: LeavesByName[str] = LeavesByName()
+        self._by_tool_call: LeavesByName[str] = LeavesByName()
 
     def __len__(self) -> int:
-        return len(self._by_name)
+        return len(self._by_key)
 
     def add(self, leaf: Leaf) -> None:
         """Add an answer under its names and texts."""
-        self._by_name.add_all(_names(leaf), leaf)
+        self._by_key.add_all(_keys(leaf), leaf)
+        self._by_tool_call.add_all(filter(is_distinctive_id, leaf.tool_call_ids), leaf)
         for quote in leaf.fingerprints.quotes:
             self.quotes.add(quote, leaf)
         if leaf.fingerprints.whole:
@@ -40,8 +42,10 @@ class LeafIndex:
 
     def remove(self, leaf: Leaf) -> None:
         """Remove an answer."""
-        for name in _names(leaf):
-            self._by_name.remove(name, leaf)
+        for key in _keys(leaf):
+            self._by_key.remove(key, leaf)
+        for name in filter(is_distinctive_id, leaf.tool_call_ids):
+            self._by_tool_call.remove(name, leaf)
         for quote in leaf.fingerprints.quotes:
             self.quotes.remove(quote, leaf)
         if leaf.fingerprints.whole:
@@ -49,11 +53,11 @@ class LeafIndex:
 
     def leaves_at(self, key: str) -> Collection[Leaf]:
         """Return the leaves of a link key: of a path, of a path without its last message, or of an answer alone."""
-        return self._by_name.leaves_of(key)
+        return self._by_key.leaves_of(key)
 
     def leaves_with_tool_call(self, tool_call_id: str) -> Collection[Leaf]:
         """Return the leaves whose tool call has this id; none if the id is not distinctive."""
-        return self._by_name.leaves_of("id " + tool_call_id)
+        return self._by_tool_call.leaves_of(tool_call_id)
 
 
 def size_of(leaf: Leaf) -> int:
@@ -66,9 +70,6 @@ def size_of(leaf: Leaf) -> int:
     return size + (_QUOTE_BYTES + _PREFIX_BYTES * len(whole.prefix_hashes) if whole else 0)
 
 
-def _names(leaf: Leaf) -> list[str]:
+def _keys(leaf: Leaf) -> list[str]:
     fingerprints = leaf.fingerprints
-    names = [name for name in (leaf.link_key, fingerprints.skip_last_key, fingerprints.answer_key) if name]
-    if leaf.tool_call_ids:
-        names += ["id " + name for name in leaf.tool_call_ids if is_distinctive_id(name)]
-    return names
+    return [key for key in (leaf.link_key, fingerprints.skip_last_key, fingerprints.answer_key) if key]

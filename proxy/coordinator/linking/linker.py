@@ -348,8 +348,8 @@ class TrajectoryLinker:
         index = self._leaves.get(scope)
         if index is None:
             index = self._leaves[scope] = LeafIndex()
+        trajectory.add(leaf)
         index.add(leaf)
-        trajectory.leaves.append(leaf)
         if len(trajectory.leaves) <= _MAX_LEAVES:
             return size_of(leaf)
         first = trajectory.leaves.pop(0)

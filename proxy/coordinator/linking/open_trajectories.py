@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from hashlib import blake2b
@@ -32,6 +33,15 @@ class OpenTrajectory(msgspec.Struct):
     family: str | None = None  # of its task; None until it is first needed
     open_calls: int = 0
     leaves: list[Leaf] = msgspec.field(default_factory=list)
+
+    def add(self, leaf: Leaf) -> None:
+        """Add an answer. It shares the trajectory's values: a decoded one has equal ones of its own."""
+        if self.leaves:
+            leaf.trajectory_id = self.leaves[-1].trajectory_id
+        if leaf.key_id == self.key_id:
+            leaf.key_id = self.key_id
+        leaf.purpose = sys.intern(leaf.purpose)
+        self.leaves.append(leaf)
 
 
 def candidate_names(name: str, key_id: str | None, alias: str) -> Iterator[str]:

@@ -14,7 +14,13 @@ from typing import Generic, TypeVar
 
 from ratchet.proxy.coordinator.linking.anchor_index import AnchorIndex
 from ratchet.proxy.messages.link_records import Leaf
-from ratchet.proxy.messages.text_fingerprints import ANCHOR_LENGTH, DIGEST_BYTES, PREFIX_LENGTHS, QuotedText
+from ratchet.proxy.messages.text_fingerprints import (
+    ANCHOR_LENGTH,
+    DIGEST_BYTES,
+    PREFIX_LENGTHS,
+    QuotedText,
+    prefix_hash,
+)
 
 Quotes = dict[bytes, int]  # digest -> length of the texts that start at one position
 
@@ -187,7 +193,7 @@ class QuoteIndex:
             return
         yield anchor
         for step in PREFIX_LENGTHS:
-            if at + step > len(text) or (prefix := hash(text[at : at + step])) not in self._prefixes:
+            if at + step > len(text) or (prefix := prefix_hash(text[at : at + step])) not in self._prefixes:
                 return
             yield prefix
 
