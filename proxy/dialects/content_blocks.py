@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from ratchet.proxy.errors import ProxyError, UpstreamDisconnected
+from ratchet.proxy.errors import ProxyError, UpstreamDisconnected, upstream_refusal
 from ratchet.proxy.wire.capture import Capture
 
 Event = dict[str, Any]
@@ -194,7 +194,7 @@ class BlockEncoder:
     def end(self) -> bytes:
         """Return the events that end the stream, after success or with the upstream's error."""
         if self.capture.error:
-            return self.failed(UpstreamDisconnected(self.capture.error))
+            return self.failed(upstream_refusal(self.capture.error, self.capture.error_status))
         return _events(self._renderer.finish())
 
     def failed(self, error: ProxyError) -> bytes:

@@ -46,6 +46,7 @@ _text = msgspec.json.Decoder(str | None)
 _number = msgspec.json.Decoder(int)
 _encode = msgspec.json.Encoder().encode
 
+_NO_STATUS = 502  # of an error event that states none
 _NULL = Raw(b"null")
 _IDLE_DELTAS = (b"{}", b'{"content":null}')
 
@@ -165,6 +166,7 @@ class Capture:
         self.completion_tokens = 0
         self.response_id: str | None = None  # the engine's id of this response
         self.error: str | None = None  # the message of an error event in the stream
+        self.error_status = _NO_STATUS  # that the event states
         self.unread: str | None = None  # why the stream could not be read completely
 
     @property
@@ -203,13 +205,20 @@ class Capture:
             raise UpstreamDisconnected(f"the upstream's response is not a chat completion: {error}") from error
         return _encode(top)
 
+    def _capture_error(self, error: Any) -> None:
+        """Capture what an error event of the stream states."""
+        self.error = str(error)
+        if isinstance(error, dict):
+            self.error = str(error.get("message") or error)
+            code = error.get("code")
+            self.error_status = code if isinstance(code, int) and 400 <= code < 600 else _NO_STATUS
+
     def chunk(self, data: bytes) -> bytes | None:
         """Capture one streamed chunk; return the client's chunk, or None if nothing is left for it."""
         try:
             top = _top.decode(data)
             if "error" in top:
-                error = _object.decode(data)["error"]
-                self.error = str(error.get("message") or error) if isinstance(error, dict) else str(error)
+                self._capture_error(_object.decode(data)["error"])
                 return data
             self._capture_head(top)
             choices = _choices.decode(top["choices"])

@@ -162,6 +162,15 @@ def test_errors_have_anthropics_shape(proxy: Proxy) -> None:
     assert error({**ask(""), "messages": [{"role": "user", "content": 5}]}, 400)["type"] == "invalid_request_error"
 
 
+def test_an_error_within_a_stream_has_the_type_of_its_status(proxy: Proxy) -> None:
+    text = proxy.http.post("/v1/messages", json={**ask("#tokens=9 #fault=3"), "stream": True}).text
+    last = json.loads(text.rsplit("data: ", 1)[1])
+    assert last == {
+        "type": "error",
+        "error": {"type": "api_error", "message": "scripted fault", "details": {"error_code": "status_500"}},
+    }
+
+
 def test_tokens_are_counted_by_vllms_own_template(
     proxy: Proxy, client: anthropic.Anthropic, vllm: ScriptedVllm
 ) -> None:
