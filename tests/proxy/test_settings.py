@@ -187,7 +187,9 @@ def test_a_busy_port_is_an_error_with_the_remedy(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_proxy_imports_nothing_heavy_and_less_of_its_own_than_of_its_libraries() -> None:
-    libraries = "fastapi, httpx, prometheus_client, sqlalchemy.dialects.postgresql, sqlalchemy.dialects.sqlite, uvicorn"
+    libraries = (
+        "fastapi, httpx, numpy, prometheus_client, sqlalchemy.dialects.postgresql, sqlalchemy.dialects.sqlite, uvicorn"
+    )
     program = (
         f"import sys, time; import {libraries}; libraries = time.process_time(); "
         "import ratchet.proxy.app, ratchet.proxy.server; own = time.process_time() - libraries; "
