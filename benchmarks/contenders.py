@@ -107,10 +107,11 @@ def ratchet(core: int, folder: Path, port: int, workers: int = 1) -> Iterator[Co
 
 
 @contextlib.contextmanager
-def floor(core: int, folder: Path, port: int) -> Iterator[Contender]:
-    """Run the floor: uvicorn and aiohttp, passing bytes on."""
+def floor(core: int, folder: Path, port: int, *, synced: bool = False) -> Iterator[Contender]:
+    """Run the floor: uvicorn and aiohttp, passing bytes on; `synced`: it also syncs each call to a file."""
     own = free_port()
     command = [sys.executable, "-m", "benchmarks.floor", str(own), f"http://127.0.0.1:{port}"]
+    command += [str(folder / "calls")] if synced else []
     with _process(core, command) as process:
         wait_for(f"http://127.0.0.1:{own}/v1/models", 20)
         yield Contender(process.pid, Target(own, MODEL, CAPTURE_FIELDS))

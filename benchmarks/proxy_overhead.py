@@ -34,10 +34,11 @@ from ratchet.output.terminal import progress_bars
 _SERVERS: dict[str, Callable[[int, Path, int], AbstractContextManager[Contender]]] = {
     "ratchet": contenders.ratchet,
     "floor": contenders.floor,
+    "synced_floor": partial(contenders.floor, synced=True),  # what the disk adds to any proxy that keeps its calls
     "litellm": contenders.litellm,
     "two_workers": partial(contenders.ratchet, workers=2),  # on the same core: what a call costs in all processes
 }
-_USUAL = ("ratchet", "floor", "litellm")
+_USUAL = ("ratchet", "floor", "synced_floor", "litellm")
 _STEPS = 7
 _AGENTS = 4  # for each second
 _OWN_TURNS = 12  # of each agent that are measured, after 40

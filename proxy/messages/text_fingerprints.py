@@ -61,6 +61,11 @@ class TextFingerprints(msgspec.Struct, frozen=True, gc=False):
     quotes: tuple[QuotedText, ...] = ()
     whole: QuotedText | None = None
 
+    def without_pending(self) -> TextFingerprints:
+        """Return the fingerprints of an answer whose tool calls have their results: nothing quotes their arguments."""
+        quotes = tuple([quote for quote in self.quotes if not quote.pending])
+        return self if len(quotes) == len(self.quotes) else msgspec.structs.replace(self, quotes=quotes)
+
 
 NO_FINGERPRINTS = TextFingerprints()
 

@@ -183,6 +183,20 @@ def test_a_sub_agent_is_found_by_its_task_only_while_the_parents_call_waits(link
     assert linker.find_link(evidence([system("You are a reader."), user(TASK)])).linked_by == "root"
 
 
+def test_arguments_are_forgotten_with_the_result_and_what_the_answer_says_is_not(linker: TrajectoryLinker) -> None:
+    call = tool_reply(json.dumps({"task": TASK, "again": LONG}), ID) | {"content": LONG}
+    run = answered(linker, [USER], call)
+    waiting = linker.bytes
+    linker.begin_call(linker.find_link(evidence([USER, call, tool(ID)])), "agent", 0, 2.0)
+    assert linker.bytes < waiting - 300
+    assert linker.find_link(evidence([user(TASK)])).linked_by == "root"
+    quoting = linker.find_link(evidence([user(LONG)]))
+    assert (quoting.trajectory_id, quoting.linked_by) == (run.trajectory_id, "quote")
+    linker.forget_trajectory(run.trajectory_id)
+    assert linker.bytes == 0
+    assert not linker._leaves
+
+
 def test_words_of_the_task_itself_are_no_evidence(linker: TrajectoryLinker) -> None:
     """Another attempt at the same task, started later, contains the same words."""
     answered(linker, [system("12:00"), user(TASK)], tool_reply(json.dumps({"q": TASK}), ID))

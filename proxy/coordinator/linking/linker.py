@@ -257,8 +257,16 @@ class TrajectoryLinker:
         for other in reversed(trajectory.leaves if trajectory else ()):
             if other.call_id == leaf.call_id:
                 other.is_taken = True
+                if trajectory is not None and other is leaf:
+                    self._forget_pending(trajectory, leaf)
             elif other.created_at < leaf.created_at:
                 return
+
+    def _forget_pending(self, trajectory: OpenTrajectory, leaf: Leaf) -> None:
+        """Forget the arguments of an extended answer's tool calls; most of an agent's answers are extended."""
+        size = size_of(leaf)
+        self._leaves[trajectory.alias, owner(leaf.key_id)].forget_pending(leaf)
+        self._quotas.add_use(trajectory.key_id, leaf.trajectory_id, size_of(leaf) - size)
 
     def task_family(self, trajectory_id: str, task: str | None, tools_hash: str) -> str:
         """Return the task family of a trajectory: that of its first call. `task` and `tools_hash` are a call's."""
@@ -297,6 +305,8 @@ class TrajectoryLinker:
                 if leaf is restored:
                     trajectory = self._restored_trajectory(stored, leaf.key_id)
                     self._quotas.add_use(trajectory.key_id, trajectory_id, self._add_leaf(trajectory, leaf))
+                if leaf.is_extended:
+                    self._forget_pending(self._trajectories[trajectory_id], leaf)
 
     def finish_restore(self, now: float, attempts: Iterable[UnansweredCall] = ()) -> None:
         """Add the store's unanswered attempts, oldest first, and bring all trajectories in the order of their use."""

@@ -92,9 +92,7 @@ def _quoted_groups(
     for number, at, quotes in leaves.quotes.find_quotes([text for _, _, text in texts], work):
         position, role, text = texts[number]
         for digest in quotes.keys() - candidates.keys():
-            candidates[digest] = [
-                leaf for leaf in leaves.quotes.leaves_with(digest) if fits(leaf) and _may_be_quoted(leaf, digest)
-            ]
+            candidates[digest] = [leaf for leaf in leaves.quotes.leaves_with(digest) if fits(leaf)]
         found = {digest: candidates[digest] for digest in quotes}
         if role == "assistant" and not at:
             before = keys[position - 1] if position else canon.ROOT
@@ -105,13 +103,6 @@ def _quoted_groups(
                 group.update(dict.fromkeys(found[digest]))
             last_role = role
     return groups, last_role
-
-
-def _may_be_quoted(leaf: Leaf, digest: bytes) -> bool:
-    """Return whether this text of a leaf may be quoted: a tool call's argument may not once the call has its result."""
-    if not leaf.is_extended:
-        return True
-    return any(quote.digest == digest and not quote.pending for quote in leaf.fingerprints.quotes)
 
 
 def _order(found: Sequence[Leaf], digest: bytes) -> tuple[float, int]:
