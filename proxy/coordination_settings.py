@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -12,6 +14,7 @@ from ratchet.store.access.replica_list import check_entry
 
 TOKEN_VARIABLE = "RATCHET_COORDINATOR_TOKEN"
 _MIN_TOKEN_LENGTH = 16
+_CORES_PER_WORKER, _MOST_AUTO_WORKERS = 8, 4  # vLLM, trainer and learner need cores, too
 
 
 class CoordinationSettings(BaseModel):
@@ -24,7 +27,8 @@ class CoordinationSettings(BaseModel):
         ge=0,
         le=64,
         description="processes that serve the port; with more than one, another process, the coordinator, places the "
-        "calls of all (see [production.md](production.md)); 0: a coordinator only",
+        "calls of all (see [production.md](production.md)); 0: a coordinator only; `auto`, which `ratchet up` "
+        "takes by default: one for every eight cores, from 1 to 4",
     )
     coordinator: tuple[str, ...] = Field(
         (),
@@ -40,6 +44,15 @@ class CoordinationSettings(BaseModel):
     coordinator_token: SecretStr | None = Field(
         None, description="the secret that coordinators and workers of all machines share"
     )
+
+    @field_validator("workers", mode="before")
+    @classmethod
+    def _by_cores(cls, value: Any) -> Any:
+        if isinstance(value, str) and not value.strip().isdigit():
+            if value != "auto":
+                raise ValueError("give a number of processes, or `auto`")
+            return workers_for(usable_cores())
+        return value
 
     @field_validator("coordinator", mode="before")
     @classmethod
@@ -83,6 +96,21 @@ class CoordinationSettings(BaseModel):
     def is_one_process(self) -> bool:
         """Whether one process places the calls that it serves."""
         return self.workers == 1 and not self.coordinator and self.coordinator_listen is None
+
+
+def workers_for(cores: int) -> int:
+    """Return how many workers serve best: one takes a thousand short calls a second, and each more costs memory."""
+    return min(_MOST_AUTO_WORKERS, max(1, cores // _CORES_PER_WORKER))
+
+
+def usable_cores(cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Return how many cores this process may use, at least 1: by its affinity, and by its container's `cpu.max`."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = cpu_max.read_text().split()
+        return max(1, min(cores, int(quota) // int(period)))
+    except (OSError, ValueError):  # no cgroup of version 2, or `max`
+        return cores
 
 
 def listen_address(value: str) -> tuple[str, int]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @click.option("--config", type=click.Path(path_type=Path), help="Settings file; the same as before the command.")
 @click.option("--host", help="Address to listen on.  [default: 127.0.0.1]")
 @click.option("--port", type=int, help="Port to listen on.  [default: 8000]")
-@click.option("--workers", type=int, help="Processes that serve the port.  [default: 1]")
+@click.option("--workers", metavar="NUMBER|auto", help="Processes that serve the port.  [default: 1]")
 @click.option("--coordinator", metavar="URL", help="Coordinators of other machines, separated by commas.")
 @click.option("--coordinator-listen", metavar="ADDRESS:PORT", help="Answer the workers of other machines there.")
 @click.option("--capture", type=click.Choice(["strict", "relaxed"]), help="Durability of calls.  [default: strict]")
@@ -43,7 +43,7 @@ def proxy(
     config: Path | None,
     host: str | None,
     port: int | None,
-    workers: int | None,
+    workers: str | None,
     coordinator: str | None,
     coordinator_listen: str | None,
     capture: str | None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from ratchet.proxy.api_keys import hash_key
+from ratchet.proxy.coordination_settings import usable_cores, workers_for
 from ratchet.proxy.errors import StartError
 from ratchet.proxy.server import serve
 from ratchet.proxy.settings import ProxySettings
@@ -30,12 +32,32 @@ VALUES: Any = {"upstreams": ("http://127.0.0.1:1",), "model": "agent", "store": 
         ({"upstreams": ()}, "upstreams"),
         ({"captur": "strict"}, "captur"),
         ({"capture": "maybe"}, "capture"),
+        ({"workers": "many"}, "give a number of processes, or `auto`"),
         ({"max_journal_bytes": 2**16}, "raise max_journal_bytes or lower journal_segment_bytes"),
     ],
 )
 def test_an_invalid_setting_is_named_with_its_remedy(change: Any, says: str) -> None:
     with pytest.raises(ValidationError, match=says):
         ProxySettings(**(VALUES | change))
+
+
+@pytest.mark.parametrize(
+    ("cpu_max", "cores"), [("250000 100000", 2), ("50000 100000", 1), ("max 100000", None), ("", None), (None, None)]
+)
+def test_usable_cores_are_those_of_the_affinity_and_of_the_containers_limit(
+    cpu_max: str | None, cores: int | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "cpu.max"
+    if cpu_max is not None:
+        file.write_text(cpu_max)
+    allowed = len(os.sched_getaffinity(0))
+    assert usable_cores(file) == (allowed if cores is None else min(allowed, cores))
+
+
+def test_automatic_workers_leave_most_cores_to_the_other_services() -> None:
+    assert [workers_for(cores) for cores in (1, 2, 8, 15, 16, 32, 64)] == [1, 1, 1, 1, 2, 4, 4]
+    assert ProxySettings(**(VALUES | {"workers": "auto"})).workers == workers_for(usable_cores())
+    assert ProxySettings(**(VALUES | {"workers": "3"})).workers == 3
 
 
 def test_keys_come_from_the_environment_and_are_kept_as_hashes() -> None:

@@ -11,6 +11,7 @@ import time
 import urllib.request
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.harness.cli.project import INTERRUPTED, Project, is_alive, wait_for
@@ -195,6 +196,22 @@ def test_port_0_takes_any_free_port(project: Project) -> None:
     assert not running["vllm_url"].endswith(":0")
     up.terminate()
     finish(up)
+
+
+@pytest.mark.slow
+def test_up_serves_with_several_workers_and_a_sigkill_of_it_leaves_none(project: Project) -> None:
+    """As on a machine with many cores, where that is the default."""
+    project.write(proxy={"port": 0, "workers": 2})
+    up = project.up()
+    proxy = psutil.Process(int((project.state / "run" / "proxy.pid").read_text().split()[0]))
+    workers = [child for child in proxy.children(recursive=True) if is_alive(child.pid)]
+    assert len(workers) >= 3  # and the coordinator
+    assert json.loads(project.run("status", "--json").stdout)["ready"]
+    with urllib.request.urlopen(f"{project.running()['proxy_url']}/health/ready", timeout=5) as answer:
+        assert answer.status == 200
+    up.kill()
+    up.communicate()
+    wait_for("all have ended", lambda: not any(is_alive(one.pid) for one in (proxy, *workers)))
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from ratchet.proxy.coordinator.linking.leaf_index import LeafIndex
-from ratchet.proxy.messages.link_records import Leaf
+from ratchet.proxy.messages.link_records import Leaf, LinkEvidence
 from ratchet.store.content import messages as canon
 
 BY_IDS, BY_ANSWER = "tool_ids", "answer"
@@ -57,6 +57,16 @@ def choose_leaf(equal: Iterable[Leaf]) -> Leaf | None:
 def preference(leaf: Leaf) -> tuple[bool, bool, float, int]:
     """Return the sort key of equal answers, the best one last: agents continue the first of several choices."""
     return not leaf.is_taken, not leaf.is_extended, leaf.created_at, -leaf.choice
+
+
+def best_of_path(evidence: LinkEvidence, place: int, found: Sequence[Leaf]) -> tuple[Leaf, str]:
+    """Return the best leaf of one path, and how it was distinguished from the others."""
+    exact = [leaf for leaf in found if leaf.link_key == evidence.keys[place]]
+    ids = canon.tool_call_ids(evidence.messages[place])
+    same_ids = [leaf for leaf in found if leaf.tool_call_ids == ids] if ids else []
+    best = max(same_ids or exact or found, key=preference)
+    by = "graph" if best.link_key == evidence.keys[place] else "graph+gap"
+    return best, "graph+tool_ids" if same_ids and by == "graph" else by
 
 
 def shared_trajectories(groups: Iterable[Iterable[Leaf]]) -> set[str]:

@@ -171,7 +171,7 @@ class TrajectoryLinker:
             ]
             if found:
                 later = self._find_later_answer(evidence, found, place) if place != deepest else (None, "")
-                return later if later[0] else _best(evidence, place, found)
+                return later if later[0] else fuzzy_match.best_of_path(evidence, place, found)
         if evidence.is_partial:
             raise MessagesNeeded
         if deepest is None:
@@ -398,13 +398,3 @@ class TrajectoryLinker:
 def _may_join(purpose: str, new: str) -> bool:
     """Return whether a call of the purpose `new` may join a trajectory: live traffic also one that was moved."""
     return purpose == new or (purpose in (MOVED, UNLINKED) and new == "live")
-
-
-def _best(evidence: LinkEvidence, place: int, found: Sequence[Leaf]) -> tuple[Leaf, str]:
-    """Return the best leaf of one path, and how it was distinguished from the others."""
-    exact = [leaf for leaf in found if leaf.link_key == evidence.keys[place]]
-    ids = canon.tool_call_ids(evidence.messages[place])
-    same_ids = [leaf for leaf in found if leaf.tool_call_ids == ids] if ids else []
-    best = max(same_ids or exact or found, key=fuzzy_match.preference)
-    by = "graph" if best.link_key == evidence.keys[place] else "graph+gap"
-    return best, "graph+tool_ids" if same_ids and by == "graph" else by
