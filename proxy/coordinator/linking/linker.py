@@ -45,7 +45,6 @@ from ratchet.proxy.errors import BadRequest
 from ratchet.proxy.messages.link_records import AttemptKey, Leaf, Link, LinkEvidence, Placement, TokenFingerprint
 from ratchet.proxy.runtime.byte_quotas import ByteQuotas
 from ratchet.store.access.ownership import may_share_trajectory, owner
-from ratchet.store.content import messages as canon
 from ratchet.store.ids import new_id
 from ratchet.store.records import MOVED, UNLINKED, OpenLeaf, UnansweredCall, family_of
 
