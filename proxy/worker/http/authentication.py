@@ -148,8 +148,7 @@ def _check_web_origin(scope: Scope, allowed: Collection[str]) -> None:
 
 
 def _is_own(scope: Scope) -> bool:
-    """Return whether a request is not from a web page, or from a page of the proxy; browsers send one of two "
-    "headers."""
+    """Return whether a request is from no web page, or from one of the proxy: browsers send one of two headers."""
     headers = headers_of(scope)
     origin = headers.get(b"origin")
     if not origin:
