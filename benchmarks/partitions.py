@@ -6,6 +6,7 @@ machine, and nothing is cut: the output says which. Exits with 1 if an answered 
 wrongly without a mark, or merged.
 
     python -m benchmarks.partitions [--quick] [--kills 100] [--seconds 0] [--seed 1] [--one-coordinator] [--json]
+    python -m benchmarks.partitions --fault coordinator --kills 3 --calm 60     # what one failure costs
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from benchmarks.outcomes import print_and_exit
 from tests.harness.partitions.campaign import run
+from tests.harness.partitions.faults import KINDS
 
 
 def main() -> None:
@@ -28,6 +30,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="of each machine")
     parser.add_argument("--agents", type=int, default=6, help="that call at once")
     parser.add_argument("--only", default="", metavar="WORD", help="only kinds of traffic whose name contains WORD")
+    parser.add_argument("--fault", choices=KINDS, help="only this kind, one at a time; --kills says how many")
+    parser.add_argument("--calm", type=float, metavar="SECONDS", help="without a fault, after each  [default: 1 to 5]")
     parser.add_argument("--one-coordinator", action="store_true", help="on the first machine, without a standby")
     parser.add_argument("--folder", type=Path, help="keep journals and logs there; default: a temporary folder")
     parser.add_argument("--json", action="store_true")
@@ -45,6 +49,8 @@ def main() -> None:
             agents=options.agents,
             scale=0.3 if options.quick else 1.0,
             only=options.only,
+            fault=options.fault,
+            calm_seconds=options.calm,
         )
     print_and_exit(outcome, as_json=options.json)
 

@@ -115,8 +115,13 @@ def run(
     agents: int,
     scale: float,
     only: str,
+    fault: str | None = None,
+    calm_seconds: float | None = None,
 ) -> PartitionOutcome:
-    """Run a campaign until there were that many kills, and for at least some seconds; `scale` shortens its failures."""
+    """Run a campaign until there were that many kills, and for at least some seconds; `scale` shortens its failures.
+
+    `fault`: only faults of this kind, one at a time. `calm_seconds`: after each.
+    """
     started = time.perf_counter()
     with ExitStack() as stack:
         links, server = stack.enter_context(network()), stack.enter_context(postgres_server())
@@ -133,7 +138,7 @@ def run(
         outcome = PartitionOutcome(seed, "network namespaces" if links.has_links else "processes: no cuts", standby)
         load, faults = (
             _AgentLoad([machine.url for machine in machines], agents, seed, only),
-            Faults(links, machines, seed, scale),
+            Faults(links, machines, seed, scale, fault, calm_seconds),
         )
         load.start()
         try:

@@ -21,11 +21,24 @@ _CALM = (1.0, 5.0)  # seconds without a fault, once every worker has a coordinat
 _RECOVERY_SECONDS = 300.0  # of a busy machine
 
 
+KINDS = ("worker", "coordinator", "machine", "both-sides", "cut", "database-cut")
+
+
 class Faults:
     """Applies faults to the machines and the links between them, and undoes them."""
 
-    def __init__(self, network: Network, machines: list[FailingMachine], seed: int, scale: float) -> None:
-        """`scale` shortens every duration."""
+    def __init__(
+        self,
+        network: Network,
+        machines: list[FailingMachine],
+        seed: int,
+        scale: float,
+        kind: str | None = None,
+        calm_seconds: float | None = None,
+    ) -> None:
+        """`scale` shortens every duration. `kind`: only these faults, one at a time. `calm_seconds`: after each."""
+        self._kind = kind
+        self._calm = _CALM if calm_seconds is None else (calm_seconds / scale,) * 2
         self._network = network
         self._machines = machines
         self._random = random.Random(seed)
@@ -38,14 +51,17 @@ class Faults:
         self.recovery_seconds: list[float] = []
 
     def run(self, kills: int, seconds: float) -> None:
-        """Apply faults until there were that many kills, and for at least some seconds."""
+        """Apply faults until there were that many kills (of one kind: faults), and for at least some seconds."""
         until = time.monotonic() + seconds
-        while self.kills.total() < kills or time.monotonic() < until:
-            for _ in range(self._random.randint(*_BURST)):
+        while self._count() < kills or time.monotonic() < until:
+            for _ in range(1 if self._kind else self._random.randint(*_BURST)):
                 self._choose()()
                 self._sleep(self._random.uniform(*_PAUSE) * self._scale)
             self._recover()
         self.undo()
+
+    def _count(self) -> int:
+        return self.kills.total() + (self.cuts.total() if self._kind else 0)
 
     def _recover(self) -> None:
         """Wait until everything is back, and a while longer. Raises AssertionError if the machines do not recover."""
@@ -54,7 +70,7 @@ class Faults:
             self._sleep(0.1)
             assert time.monotonic() < started + _RECOVERY_SECONDS, "the machines did not recover"
         self.recovery_seconds.append(time.monotonic() - started)
-        self._sleep(self._random.uniform(*_CALM) * self._scale)
+        self._sleep(self._random.uniform(*self._calm) * self._scale)
 
     def undo(self) -> None:
         """Bring everything back now."""
@@ -69,6 +85,8 @@ class Faults:
         faults = {self._kill_worker: 6, self._kill_coordinator: 4, self._kill_machine: 1, self._kill_both_sides: 1}
         if self._network.has_links:
             faults |= {self._cut_machines: 3, self._cut_database: 2}
+        if self._kind is not None:
+            return list(faults)[KINDS.index(self._kind)]
         return self._random.choices(list(faults), list(faults.values()))[0]
 
     def _kill_worker(self) -> None:
