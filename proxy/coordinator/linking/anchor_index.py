@@ -2,8 +2,8 @@
 
 A quote starts at the beginning of a text, or after a boundary character and the white space that follows it. Long
 prompts are searched by array operations over all their characters: a position is looked at only if a boundary or white
-space precedes it, and if a table has a bit for the hash of its first characters. What remains is compared exactly.
-No I/O.
+space precedes it, if some text begins with its character, and if a table has a bit for the hash of its first ones. What
+remains is compared exactly. No I/O.
 """
 
 from __future__ import annotations
@@ -28,13 +28,10 @@ _SMALLEST = 1_024  # entries of the table
 _BLANKS = {ord(one) for one in map(chr, range(0x3001)) if one.isspace()}
 _BEFORE = {ord(one[-1]) for one in _BOUNDARIES} | _BLANKS
 
-Bytes = NDArray[np.uint8]
 
-
-def _bytes_table(codes: set[int]) -> NDArray[np.bool_]:
-    table = np.zeros(256, np.bool_)
-    table[sorted(codes)] = True
-    return table
+def _bytes_table(codes: set[int]) -> bytes:
+    """Return what `bytes.translate` needs to mark these bytes."""
+    return bytes([code in codes for code in range(256)])
 
 
 _BEFORE_ASCII = _bytes_table({code for code in _BEFORE if code < 0x80})
@@ -49,6 +46,7 @@ class AnchorIndex:
         self._table = np.zeros(_SMALLEST, np.bool_)  # by hash: whether an anchor may begin with these characters
         self._unhashed: list[str] = []  # anchors that are not in the table yet
         self._hashed = 0  # anchors in the table, with those removed since it was made
+        self._firsts = bytearray(256)  # by low byte of a character: whether an anchor in the table begins with it
 
     def __contains__(self, anchor: str) -> bool:
         return anchor in self._counts
@@ -88,12 +86,14 @@ class AnchorIndex:
         """Return the positions of a text that may start an anchor, in order."""
         self._update_table()
         characters = _low_bytes(text)
-        table = _BEFORE_ASCII if text.isascii() else _BEFORE_ANY
+        before = np.frombuffer(characters.translate(_BEFORE_ASCII if text.isascii() else _BEFORE_ANY), np.bool_)
+        firsts = np.frombuffer(characters.translate(self._firsts), np.bool_)
         windows: NDArray[np.uint64] = np.ndarray((len(characters) - _HASHED + 1,), "<u8", characters, strides=(1,))
         last = len(text) - ANCHOR_LENGTH
         found: list[int] = []
         for begin in range(0, last, _BLOCK):
-            places = np.flatnonzero(table.take(characters[begin : min(begin + _BLOCK, last)])) + (begin + 1)
+            end = min(begin + _BLOCK, last)
+            places = np.flatnonzero(before[begin:end] & firsts[begin + 1 : end + 1]) + (begin + 1)
             for skipped, factor in enumerate(_FACTORS):
                 places = places[self._table[self._hashes(windows[places + skipped * _HASHED], factor)]]
             found += places.tolist()
@@ -106,10 +106,13 @@ class AnchorIndex:
         if (self._hashed + len(self._unhashed)) * _SPARSITY > len(self._table):
             size = max(_SMALLEST, 1 << (2 * _SPARSITY * len(self._counts) - 1).bit_length())
             self._table, self._unhashed, self._hashed = np.zeros(size, np.bool_), list(self._counts), 0
+            self._firsts = bytearray(256)
         for skipped, factor in enumerate(_FACTORS):
             part = slice(skipped * _HASHED, (skipped + 1) * _HASHED)
             beginnings = _low_bytes("".join(anchor[part] for anchor in self._unhashed))
-            self._table[self._hashes(beginnings.view("<u8"), factor)] = True
+            self._table[self._hashes(np.frombuffer(beginnings, "<u8"), factor)] = True
+        for first in _low_bytes("".join({anchor[0] for anchor in self._unhashed})):
+            self._firsts[first] = True
         self._hashed += len(self._unhashed)
         self._unhashed.clear()
 
@@ -118,11 +121,9 @@ class AnchorIndex:
         return (parts * factor) >> np.uint64(64 - bits)
 
 
-def _low_bytes(text: str) -> Bytes:
+def _low_bytes(text: str) -> bytes:
     """Return the low byte of each character."""
-    if text.isascii():
-        return np.frombuffer(text.encode(), np.uint8)
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4").astype(np.uint8)
+    return text.encode() if text.isascii() else text.encode("utf-32-le", "surrogatepass")[::4]
 
 
 def _starts(text: str) -> Iterator[int]:
