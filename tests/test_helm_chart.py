@@ -213,10 +213,6 @@ def test_the_chart_names_what_has_to_be_set() -> None:
         assert f"/settings/{key}" in done.stderr
 
 
-def test_the_schema_knows_the_settings_that_the_code_has() -> None:
-    assert helm.SCHEMA.read_text() == helm.schema_text(), "run `make manifests`"
-
-
 def test_deploy_k8s_is_what_the_chart_renders() -> None:
     for name, text in helm.plain_files().items():
         assert (K8S / name).read_text() == text, f"{name}: run `make manifests`"
@@ -270,16 +266,21 @@ def test_the_hook_needs_nothing_that_the_chart_installs_after_it() -> None:
 
 
 def test_a_change_of_settings_restarts_the_pods_that_do_not_follow_it(tmp_path: Path) -> None:
-    room = {"max_loras": 6, "max_cpu_loras": 40}
-    before = _templates(tmp_path, {"vllm": room})
-    assert _changed(before, _templates(tmp_path, {"vllm": room, "agents": AGENTS})) == set()
-    assert _changed(before, _templates(tmp_path, {"vllm": {**room, "max_model_len": 8192}})) == {"vllm"}
-    assert _changed(before, _templates(tmp_path, {"vllm": room, "proxy": {"workers": 2}})) == {
-        "proxy", "coordinator", "trainer"
-    }  # fmt: skip
-    assert _changed(before, _templates(tmp_path, {"vllm": room, "learner": {"learning_rate": 0.001}})) == {
-        "proxy", "coordinator", "trainer", "learner"
-    }  # fmt: skip
+    slots = {"max_loras": 6, "max_cpu_loras": 40}
+    before = _templates(tmp_path, {"vllm": slots})
+    assert _changed(before, _templates(tmp_path, {"vllm": slots, "agents": AGENTS})) == set()
+    assert _changed(before, _templates(tmp_path, {"vllm": {**slots, "max_model_len": 8192}})) == {"vllm"}
+    readers = {
+        "proxy": {"proxy", "coordinator"},
+        "trainer": {"trainer"},
+        "learner": {"trainer", "learner"},
+        "adapters": {"proxy", "coordinator", "trainer", "learner", "vllm"},
+    }
+    changes = {"proxy": {"workers": 2}, "trainer": {"groups_per_round": 8}, "learner": {"learning_rate": 0.001},
+               "adapters": {"store": "s3://other/ratchet"}}  # fmt: skip
+    for section, change in changes.items():
+        after = _templates(tmp_path, {"vllm": slots, section: change})
+        assert _changed(before, after) == readers[section], section
 
 
 def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, Manifest]:
@@ -323,7 +324,7 @@ def test_a_package_of_the_chart_is_whole_and_has_the_version_of_the_project(tmp_
     assert f"registry.example/ratchet-proxy:{version}\n" in helm.rendered()
 
 
-def test_the_notes_tell_the_address_and_the_agents() -> None:
+def test_the_notes_name_the_address_and_the_agents() -> None:
     done = helm.helm(
         "install", "ratchet", str(helm.CHART), "--namespace", "prod", "--values", str(helm.EXAMPLE), "--dry-run=client"
     )

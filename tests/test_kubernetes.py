@@ -5,6 +5,7 @@ They are what the Helm chart renders, which tests/test_helm_chart.py checks with
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ from ratchet.settings.project_settings import SECRETS, Settings
 from ratchet.supervisor import vllm_command
 from ratchet.trainer.learner_service.app import LearnerApp
 from ratchet.trainer.observability.metrics import MetricsRegistry
+from tests.harness import helm
 from tests.harness.proxy.running_proxy import running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import served
@@ -304,20 +306,21 @@ def test_prometheus_finds_a_metrics_port_of_every_service_that_it_selects() -> N
     assert "vllm" not in selected["values"], "Prometheus would need a way to vLLM, over which adapters can be loaded"
 
 
-def test_the_recipe_of_a_learner_of_several_machines_is_a_job_and_names_settings() -> None:
-    page = (ROOT / "docs" / "training.md").read_text()
-    block = re.search(r"```yaml\n(apiVersion: jobset.*?)```", page, re.DOTALL)
-    assert block is not None
-    recipe = yaml.safe_load(block[1])
-    (group,) = recipe["spec"]["replicatedJobs"]
-    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "learner"}, **group["template"]}
-    kubernetes_validate.validate(job, OLDEST, strict=True)
-    (container,) = job["spec"]["template"]["spec"]["containers"]
-    given = {entry["name"]: entry["value"] for entry in container["env"]}
-    process = load(K8S / "ratchet.yaml", environ=given).learner_process_settings()
-    assert process.machines == job["spec"]["parallelism"] == job["spec"]["completions"]
-    assert process.num_processes == container["resources"]["limits"]["nvidia.com/gpu"]
-    assert process.leader == f"{recipe['metadata']['name']}-{group['name']}-0-0.{recipe['metadata']['name']}"
-    with click.Context(cli) as context:
-        assert container["command"][0] == "ratchet"
-        assert cli.get_command(context, container["command"][1]) is not None
+def test_the_schema_of_the_chart_knows_the_settings_that_the_code_has() -> None:
+    assert helm.SCHEMA.read_text() == helm.schema_text(), "run `make manifests`"
+
+
+def test_every_value_that_the_page_names_is_in_the_schema() -> None:
+    schema = json.loads(helm.SCHEMA.read_text())
+    settings = set(_keys(schema["definitions"]["settings"]))
+    known = {*_keys(schema), *settings, *(f"settings.{key}" for key in settings)}
+    found = {name for name in re.findall(r"`(\w+(?:\.\w+)+)`", PAGE) if name.partition(".")[0] in schema["properties"]}
+    assert len(found) > 15
+    assert {name for name in found if not name.endswith(".yaml")} <= known
+
+
+def _keys(schema: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[str]:
+    """Every key that a schema names, with dots."""
+    for key, part in schema.get("properties", {}).items():
+        yield ".".join((*path, key))
+        yield from _keys(part, (*path, key))

@@ -78,9 +78,11 @@ storageClassName: {{ . }}
 resources: {requests: {storage: {{ .size }}}}
 {{- end }}
 
-{{- /* Restarts pods if settings change that they do not follow: all but agents, and vLLM's. */}}
+{{- /* Restarts pods when settings change, but for agents, which are followed: (list $ SECTION-OF-OTHERS ...) */}}
 {{- define "ratchet.checksum" -}}
-annotations: {checksum/settings: {{ omit .Values.settings "agents" "vllm" | toJson | cat (toJson .Values.settingsFiles) | sha256sum }}}
+{{- $read := omit (first .).Values.settings "agents" -}}
+{{- range rest . }}{{ $read = omit $read . }}{{ end -}}
+annotations: {checksum/settings: {{ toJson $read | sha256sum }}}
 {{- end }}
 
 {{- /* vLLM's replicas, as JSON. */}}

@@ -3,9 +3,7 @@
 {{- $several := gt (int .Values.learner.machines) 1 -}}
 metadata:
   labels: {{ include "ratchet.labels" "learner" }}
-  {{- with .Values.settings }}
-  annotations: {checksum/settings: {{ pick . "base_model" "adapters" "learner" | toJson | sha256sum }}}
-  {{- end }}
+  {{ include "ratchet.checksum" (list $ "vllm" "proxy" "trainer" "tuner" "model_list") }}
 spec:
   {{- include "ratchet.pod" (list $ "learner") | nindent 2 }}
   {{- if $several }}
