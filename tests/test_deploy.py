@@ -63,12 +63,12 @@ def test_the_production_page_tells_the_arguments_that_proxy_and_trainer_rest_on(
 def test_every_command_can_be_typed_and_every_variable_is_a_setting(services: dict[str, Any], name: str) -> None:
     service = services[name]
     targets = dict(re.findall(r"AS (\w+)\n(?:.*\n)*?ENTRYPOINT (\[.*\])", DOCKERFILE))
-    program, *words = [*service.get("entrypoint", json.loads(targets[service["build"]["target"]])), *service["command"]]
+    entrypoint = service.get("entrypoint") or json.loads(targets[service["build"]["target"]])
+    program, called, *words = cast("list[str]", entrypoint + service["command"])
     assert program == "ratchet"
-    context = cli.make_context(program, list(words))
-    command = cast("click.Group", cli).get_command(context, words[0])
+    command = cast("click.Group", cli).get_command(click.Context(cli), called)
     assert command is not None
-    options = command.make_context(words[0], words[1:], parent=context).params
+    options = command.make_context(called, words).params
     environ = {key: re.sub(r"^\$\{\w+:-(.*)\}$", r"\1", value) for key, value in service["environment"].items()}
     settings = load(environ={key: value for key, value in environ.items() if key.startswith("RATCHET_")})
     if name == "proxy":

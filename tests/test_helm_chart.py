@@ -22,6 +22,8 @@ from tests.test_kubernetes import _GIVEN, CUSTOM, K8S, OLDEST, ROOT, check_restr
 
 pytestmark = pytest.mark.clients
 
+TRAINING = (ROOT / "docs" / "training.md").read_text()
+RECIPE = TRAINING.partition("### Kubernetes: JobSet")[2].split("```")[1].removeprefix("yaml")
 AGENTS = {
     "mail": {"judge": "/etc/ratchet/judge.py:judge", "keep_loaded_adapters": 6},
     "desk": {"judge": {"kind": "feedback"}},
@@ -65,7 +67,7 @@ VALUES: dict[str, dict[str, Any]] = {
             "external": [],
         }
     },
-    "learner of two machines": {"learner": {"machines": 2}, "settings": {"learner": {"num_processes": 8}}},
+    "learner of two machines": yaml.safe_load(RECIPE),
     "learner and vLLM elsewhere": {
         "learner": {"enabled": False},
         "vllm": {"enabled": False, "urls": ["http://gpu1:8001", "http://gpu2:8001"]},
@@ -305,7 +307,7 @@ def test_machines_of_a_learner_reach_each_other_and_the_trainer_the_first(tmp_pa
     ).learner_process_settings()
     assert process.machines == job["parallelism"] == job["completions"] == 2
     assert process.leader == f"learner-{group['name']}-0-0.{spec['network']['subdomain']}"
-    assert process.num_processes == 8
+    assert process.num_processes == container["resources"]["limits"]["nvidia.com/gpu"] == 8
     selector = objects["Service", "learner"]["spec"]["selector"]
     assert selector == {"app.kubernetes.io/name": "learner", "batch.kubernetes.io/job-completion-index": "0"}
     peer = {"podSelector": {"matchLabels": {"app.kubernetes.io/name": "learner"}}}
@@ -322,6 +324,7 @@ def test_a_package_of_the_chart_is_whole_and_has_the_version_of_the_project(tmp_
     options = ("--set", "dashboard.enabled=true")
     assert helm.rendered(*options, chart=package) == helm.rendered(*options)
     assert f"registry.example/ratchet-proxy:{version}\n" in helm.rendered()
+    assert yaml.safe_load((helm.CHART / "Chart.yaml").read_text())["kubeVersion"] == f">={OLDEST}.0-0"
 
 
 def test_the_notes_name_the_address_and_the_agents() -> None:

@@ -7,11 +7,13 @@ what the chart renders for deploy/helm/example.yaml. A test compares both.
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -39,11 +41,12 @@ _MONITORING = ("serviceMonitor.enabled=true", "dashboard.enabled=true")
 Manifest = dict[str, Any]
 
 
-def helm(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run Helm, without its caches and settings of the user."""
+def helm(*words: str, environment: Mapping[str, str] = MappingProxyType({})) -> subprocess.CompletedProcess[str]:
+    """Run Helm, without the user's settings of it and of a cluster."""
+    own = {key: value for key, value in os.environ.items() if not key.startswith(("HELM_", "KUBE"))}
     return subprocess.run(
         [str(client_program("helm", "helm")), *words],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+        cwd=ROOT, env={**own, **environment}, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
 
 
