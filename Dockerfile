@@ -2,8 +2,8 @@
 #   docker build --target proxy   -t ratchet-proxy .      the proxy, without torch
 #   docker build --target trainer -t ratchet-trainer .    the trainer, with torch for NVIDIA GPUs (several GB)
 #   docker build --target vllm    -t ratchet-vllm .       vLLM with the plug-in that loads adapters from object storage
-# deploy/compose.yaml starts proxy and trainer beside vLLM's own image (the release that pyproject.toml pins): there the
-# trainer's state folder is a volume that vLLM mounts at the same path. deploy/k8s uses all three.
+# deploy/compose.yaml starts proxy, trainer and learner beside vLLM's own image (the release that pyproject.toml pins):
+# there their state folder is a volume that vLLM mounts at the same path. The Helm chart (deploy/helm) uses all three.
 # For a trainer without a GPU give --build-arg PIP_EXTRA_INDEX_URL with PyTorch's CPU index.
 
 FROM python:3.12-slim-bookworm AS proxy

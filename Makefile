@@ -11,7 +11,7 @@ PARALLEL = -n $(TEST_WORKERS) --dist worksteal
 QUICK = not (alone or browser or clients or e2e or postgres or slow)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv clients demo test test-rest test-all test-lowest check e2e bench constraints docs clean
+.PHONY: help venv clients demo test test-rest test-all test-lowest check e2e bench constraints docs manifests clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -19,9 +19,10 @@ help: ## list the targets
 venv: ## set up .venv (once; again when pyproject.toml changes)
 	@sh deploy/venv.sh "$(PYTHON)" "$(VENV)"
 
-clients: venv ## set up the real clients and the browser that `make test-all` runs, each in an environment of its own (once)
+clients: venv ## set up the real clients, the browser and Helm that `make test-all` runs, each in an environment of its own (once)
 	@sh deploy/clients.sh "$(VENV)"
 	@sh deploy/browser.sh "$(VENV)"
+	@sh deploy/helm.sh "$(VENV)"
 
 demo: venv ## an unmodified agent gets better, on real vLLM; SEED=2 changes the seed
 	@$(BIN)/ratchet demo --seed $(SEED) $(DEMO_ARGS)
@@ -61,6 +62,10 @@ constraints: venv ## write deploy/constraints.txt: the versions in .venv, with h
 
 docs: venv ## rewrite the pages that are generated from code
 	@$(BIN)/python -m tests.harness.reference_docs
+
+manifests: venv ## rewrite deploy/k8s from the Helm chart, and the settings in the chart's schema
+	@sh deploy/helm.sh "$(VENV)"
+	@$(BIN)/python -m tests.harness.helm
 
 clean: ## remove the environment, caches and the demo's state
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist *.egg-info .ratchet/demo

@@ -6,11 +6,13 @@ import json
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import click
 import pytest
 import yaml
 
+from ratchet.cli import cli
 from ratchet.settings.load_settings import load
 from ratchet.settings.state_folder import StateFolder
 from ratchet.supervisor import vllm_command
@@ -57,6 +59,26 @@ def test_the_production_page_tells_the_arguments_that_proxy_and_trainer_rest_on(
             assert argument.replace("=", " ") in page
 
 
+@pytest.mark.parametrize("name", ["proxy", "trainer", "learner"])
+def test_every_command_can_be_typed_and_every_variable_is_a_setting(services: dict[str, Any], name: str) -> None:
+    service = services[name]
+    targets = dict(re.findall(r"AS (\w+)\n(?:.*\n)*?ENTRYPOINT (\[.*\])", DOCKERFILE))
+    entrypoint = service.get("entrypoint") or json.loads(targets[service["build"]["target"]])
+    program, called, *words = cast("list[str]", entrypoint + service["command"])
+    assert program == "ratchet"
+    command = cast("click.Group", cli).get_command(click.Context(cli), called)
+    assert command is not None
+    options = command.make_context(called, words).params
+    environ = {key: re.sub(r"^\$\{\w+:-(.*)\}$", r"\1", value) for key, value in service["environment"].items()}
+    settings = load(environ={key: value for key, value in environ.items() if key.startswith("RATCHET_")})
+    if name == "proxy":
+        assert settings.proxy_settings(environ).workers == 1
+    if name == "trainer":
+        assert settings.learner_process_settings().url == "http://learner:8002"
+    if name == "learner":
+        assert (options["host"], options["port"]) == ("0.0.0.0", 8002)
+
+
 def test_releases_are_pinned_and_vllm_is_the_one_that_is_tested(services: dict[str, Any]) -> None:
     extras = PYPROJECT["project"]["optional-dependencies"]
     image = "vllm/vllm-openai:v" + extras["vllm"][0].partition("==")[2]
@@ -83,6 +105,7 @@ def test_vllm_sees_the_adapters_where_the_trainer_writes_them(services: dict[str
     written = StateFolder(Path(folder[1]) / "default").checkpoints("agent")
     assert written.is_relative_to("/state")
     assert "trainer:/state" in services["trainer"]["volumes"]
+    assert "trainer:/state" in services["learner"]["volumes"]
     assert "trainer:/state:ro" in services["vllm"]["volumes"]
     assert "proxy:/state" in services["proxy"]["volumes"], "a journal that outlives its container"
 

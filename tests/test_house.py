@@ -83,7 +83,7 @@ def test_every_class_name_is_defined_once() -> None:
 
 
 def test_shell_scripts_parse_and_ci_can_be_run() -> None:
-    for script in ("deploy/venv.sh", "deploy/clients.sh", "deploy/browser.sh"):
+    for script in ("deploy/venv.sh", "deploy/clients.sh", "deploy/browser.sh", "deploy/helm.sh"):
         subprocess.run(["sh", "-n", script], cwd=ROOT, check=True)
     subprocess.run(["bash", "-n", ".ci/run"], cwd=ROOT, check=True)
     assert Path(ROOT / ".ci" / "run").stat().st_mode & 0o111

@@ -1,10 +1,12 @@
-"""The manifests of deploy/k8s: valid, restricted, and true about commands, settings, ports and routes."""
+"""The manifests of deploy/k8s: valid, restricted, and true about commands, settings, ports and routes.
+
+They are what the Helm chart renders, which tests/test_helm_chart.py checks with a real Helm.
+"""
 
 from __future__ import annotations
 
+import json
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +25,7 @@ from ratchet.settings.project_settings import SECRETS, Settings
 from ratchet.supervisor import vllm_command
 from ratchet.trainer.learner_service.app import LearnerApp
 from ratchet.trainer.observability.metrics import MetricsRegistry
+from tests.harness import helm
 from tests.harness.proxy.running_proxy import running
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import served
@@ -89,28 +92,6 @@ def test_every_object_is_valid(version: str) -> None:
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(wrong, version, strict=True)
     assert f"Kubernetes {OLDEST}" in PAGE
-
-
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
-def test_kustomize_renders_every_object_in_the_namespace() -> None:
-    rendered = _rendered("deploy/k8s")
-    assert {(one["kind"], one["metadata"]["name"]) for one in rendered} == {*BY_NAME, ("ConfigMap", "settings")}
-    for one in rendered:
-        assert one["metadata"].get("namespace", "ratchet") == "ratchet"
-        for container in one.get("spec", {}).get("template", {}).get("spec", {}).get("containers", ()):
-            assert re.fullmatch(r"registry\.example/ratchet-(proxy|trainer|vllm):1", container["image"])
-    monitoring = {one["kind"]: one for one in _rendered("deploy/k8s/monitoring")}
-    assert monitoring.keys() == {"ConfigMap", *CUSTOM}
-    dashboard = (ROOT / "deploy" / "grafana" / "dashboard.json").read_text()
-    assert monitoring["ConfigMap"]["data"] == {"ratchet.json": dashboard}
-    kubernetes_validate.validate(monitoring["ConfigMap"], OLDEST, strict=True)
-
-
-def _rendered(folder: str) -> list[Manifest]:
-    done = subprocess.run(
-        ["kubectl", "kustomize", folder], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
-    )
-    return list(yaml.safe_load_all(done.stdout))
 
 
 def test_every_file_is_part_of_a_kustomization() -> None:
@@ -181,12 +162,9 @@ def test_every_command_can_be_typed_and_every_variable_is_a_setting(name: str) -
 def test_vllm_is_started_as_up_starts_it(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)  # `up` hands it on; other tests set it
     container, environment = _container("vllm"), _environment("vllm")
-    planned = vllm_command.build_command(
-        load(K8S / "ratchet.yaml", {("vllm", "gpu_memory_utilization"): ("x", 0.9)}, {}), 8000, gpu=True
-    )
+    planned = vllm_command.build_command(load(K8S / "ratchet.yaml", environ={}), 8000, gpu=True)
     assert container["command"][1:] == list(planned.arguments[2:4])  # -m MODULE
-    words = " ".join(planned.arguments[4:]).replace("127.0.0.1", "0.0.0.0")
-    assert container["args"] == re.sub(r" (?!--)", "=", words).split()
+    assert container["args"] == vllm_arguments(planned)
     theirs = {"RATCHET_ADAPTER_CACHE", "PYTHONPATH"}  # a folder of the pod; the image has the plug-in installed
     assert {
         key: value for key, value in planned.environment.items() if key not in theirs
@@ -196,6 +174,12 @@ def test_vllm_is_started_as_up_starts_it(settings: Settings, monkeypatch: pytest
     assert environment["RATCHET_ADAPTER_STORE"] == settings.adapters.store
     assert _ports(container) == {"http": 8000}
     assert settings.proxy_settings(_GIVEN).tool_strict_level == "off"
+
+
+def vllm_arguments(planned: vllm_command.VllmCommand) -> list[str]:
+    """The arguments of `ratchet up` as a container's."""
+    words = " ".join(planned.arguments[4:]).replace("127.0.0.1", "0.0.0.0")
+    return re.sub(r" (?!--)", "=", words).split()
 
 
 def test_every_probe_asks_a_route_that_the_service_has(tmp_path: Path, store_file: Path) -> None:
@@ -242,11 +226,21 @@ def test_the_proxy_has_the_time_the_disk_and_the_memory_that_its_settings_take(s
 
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda one: one["metadata"]["name"])
 def test_every_pod_is_restricted(workload: Manifest) -> None:
+    name = workload["metadata"]["name"]
+    check_restricted(workload, BY_NAME)
+    if "serviceName" in workload["spec"]:
+        assert BY_NAME["Service", workload["spec"]["serviceName"]]["spec"]["clusterIP"] == "None"
+    selector = workload["spec"].get("selector", {"matchLabels": {"app.kubernetes.io/name": name}})
+    assert selector["matchLabels"].items() <= workload["spec"]["template"]["metadata"]["labels"].items()
+
+
+def check_restricted(workload: Manifest, by_name: Mapping[tuple[str, str], Manifest]) -> None:
+    """Assert that pods have the least rights: no root, no capabilities, no token, no folder of their node."""
     pod, name = workload["spec"]["template"]["spec"], workload["metadata"]["name"]
     (container,) = pod["containers"]
     assert pod["serviceAccountName"] == name
     assert (
-        pod["automountServiceAccountToken"] is BY_NAME["ServiceAccount", name]["automountServiceAccountToken"] is False
+        pod["automountServiceAccountToken"] is by_name["ServiceAccount", name]["automountServiceAccountToken"] is False
     )
     assert pod["enableServiceLinks"] is False
     assert pod["securityContext"]["runAsNonRoot"] is True
@@ -258,11 +252,7 @@ def test_every_pod_is_restricted(workload: Manifest) -> None:
     }  # fmt: skip
     assert {"requests", "limits"} <= container["resources"].keys()
     assert not pod.keys() & {"hostNetwork", "hostPID", "hostIPC"}
-    assert all(volume.keys() & {"emptyDir", "configMap"} for volume in pod["volumes"])
-    if "serviceName" in workload["spec"]:
-        assert BY_NAME["Service", workload["spec"]["serviceName"]]["spec"]["clusterIP"] == "None"
-    selector = workload["spec"].get("selector", {"matchLabels": {"app.kubernetes.io/name": name}})
-    assert selector["matchLabels"] == workload["spec"]["template"]["metadata"]["labels"]
+    assert all(volume.keys() & {"emptyDir", "configMap", "ephemeral"} for volume in pod["volumes"])
 
 
 def test_secrets_come_by_reference_and_the_page_makes_each() -> None:
@@ -316,20 +306,21 @@ def test_prometheus_finds_a_metrics_port_of_every_service_that_it_selects() -> N
     assert "vllm" not in selected["values"], "Prometheus would need a way to vLLM, over which adapters can be loaded"
 
 
-def test_the_recipe_of_a_learner_of_several_machines_is_a_job_and_names_settings() -> None:
-    page = (ROOT / "docs" / "training.md").read_text()
-    block = re.search(r"```yaml\n(apiVersion: jobset.*?)```", page, re.DOTALL)
-    assert block is not None
-    recipe = yaml.safe_load(block[1])
-    (group,) = recipe["spec"]["replicatedJobs"]
-    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "learner"}, **group["template"]}
-    kubernetes_validate.validate(job, OLDEST, strict=True)
-    (container,) = job["spec"]["template"]["spec"]["containers"]
-    given = {entry["name"]: entry["value"] for entry in container["env"]}
-    process = load(K8S / "ratchet.yaml", environ=given).learner_process_settings()
-    assert process.machines == job["spec"]["parallelism"] == job["spec"]["completions"]
-    assert process.num_processes == container["resources"]["limits"]["nvidia.com/gpu"]
-    assert process.leader == f"{recipe['metadata']['name']}-{group['name']}-0-0.{recipe['metadata']['name']}"
-    with click.Context(cli) as context:
-        assert container["command"][0] == "ratchet"
-        assert cli.get_command(context, container["command"][1]) is not None
+def test_the_schema_of_the_chart_knows_the_settings_that_the_code_has() -> None:
+    assert helm.SCHEMA.read_text() == helm.schema_text(), "run `make manifests`"
+
+
+def test_every_value_that_the_page_names_is_in_the_schema() -> None:
+    schema = json.loads(helm.SCHEMA.read_text())
+    settings = set(_keys(schema["definitions"]["settings"]))
+    known = {*_keys(schema), *settings, *(f"settings.{key}" for key in settings)}
+    found = {name for name in re.findall(r"`(\w+(?:\.\w+)+)`", PAGE) if name.partition(".")[0] in schema["properties"]}
+    assert len(found) > 15
+    assert {name for name in found if not name.endswith(".yaml")} <= known
+
+
+def _keys(schema: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[str]:
+    """Every key that a schema names, with dots."""
+    for key, part in schema.get("properties", {}).items():
+        yield ".".join((*path, key))
+        yield from _keys(part, (*path, key))

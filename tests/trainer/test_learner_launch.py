@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
+from ratchet.settings.load_settings import load
 from ratchet.trainer.errors import SettingError
 from ratchet.trainer.learner_service.group_check import LearnerProcessIdentity, difference
 from ratchet.trainer.learner_service.launch import torchrun_command
@@ -15,6 +19,7 @@ from ratchet.trainer.settings.learner_process_settings import LearnerProcessSett
 from tests.harness.proxy.servers import ROOT
 from tests.harness.trainer.two_machines import Machine, two_machines
 
+PAGE = (ROOT / "docs" / "training.md").read_text()
 PROGRAM = ("python", "-m", "ratchet", "learner")
 TWO = LearnerProcessSettings(machines=2, leader="gpu1", num_processes=4)
 
@@ -50,6 +55,50 @@ def test_settings_are_stronger_than_the_scheduler_and_what_is_missing_is_named()
         command(TWO)
     with pytest.raises(SettingError, match=r"set learner\.leader .* or MASTER_ADDR"):
         command(own)
+
+
+def _recipe(name: str) -> str:
+    """The code of docs/training.md under a heading."""
+    found = re.search(rf"^### {name}\n+```\w+\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def _process(environ: Mapping[str, str]) -> LearnerProcessSettings:
+    return load(environ={k: v for k, v in environ.items() if k.startswith("RATCHET_")}).learner_process_settings()
+
+
+def test_the_recipe_for_slurm_starts_the_learner_once_on_each_machine(tmp_path: Path) -> None:
+    programs = {
+        "scontrol": "printf 'gpu1\\ngpu2\\n'",
+        "srun": 'shift; for SLURM_PROCID in 0 1; do export SLURM_PROCID; "$@"; done',
+        "ratchet": "env; echo .",
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "gpu[1-2]"}
+    script = _recipe("SLURM")
+    assert "--nodes=2 --ntasks-per-node=1 " in script
+    done = subprocess.run(["bash", "-euc", script], env=environ, capture_output=True, text=True, check=True)
+    seen = [dict(re.findall(r"^(\w+)=(.*)$", text, re.MULTILINE)) for text in done.stdout.split("\n.\n")[:-1]]
+    assert len(seen) == 2
+    for number, variables in enumerate(seen):
+        process = _process(variables)
+        assert process.host == "0.0.0.0"
+        found = command(process, **variables)
+        assert f"--nnodes 2 --node-rank {number} --master-addr gpu1 " in found
+        assert "--nproc-per-node 8 " in found
+
+
+def test_the_recipe_for_ray_names_the_settings_of_a_group() -> None:
+    recipe = _recipe("Ray")
+    compile(recipe, "recipe", "exec")
+    given = {"RATCHET_LEARNER__LEADER": "10.0.0.1", "RATCHET_LEARNER__MACHINE_RANK": "1"}
+    assert given.keys() | {"RATCHET_LEARNER_TOKEN"} == {*re.findall(r'"(RATCHET_\w+)": [^"]', recipe)}
+    process = _process({**given, **dict(re.findall(r'"(RATCHET_\w+)": "([^"]*)"', recipe))})
+    assert (process.machines, process.num_processes, process.host) == (2, 8, "0.0.0.0")
+    assert "--node-rank 1 --master-addr 10.0.0.1 " in command(process)
 
 
 def test_a_process_of_another_version_or_model_is_named_with_the_remedy() -> None:

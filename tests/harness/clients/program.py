@@ -68,9 +68,14 @@ class Program:
 
 def client_python(environment: str) -> Path:
     """Return the interpreter of a client environment. Fails, with the remedy, if it is not set up."""
+    return client_program(environment, "bin/python")
+
+
+def client_program(environment: str, name: str) -> Path:
+    """Return a program that is no client of Python. Fails, with the remedy, if it is not set up."""
     if os.environ.get(SKIP):
         pytest.skip(f"{SKIP} is set")
-    return _existing(HOME / environment / "bin" / "python")
+    return _existing(HOME / environment / name)
 
 
 def compatcanary_report(url: str, model: str, profile: str) -> dict[str, Any]:
