@@ -116,7 +116,7 @@ def commands_page() -> str:
             parts.append(f"Takes `{named}`.\n")
         options = [option for option in command.params if isinstance(option, click.Option)]
         if options:
-            rows = [f"| `{_format_option(option)}` | {option.help}{_required(option)} |" for option in options]
+            rows = [f"| `{_format_option(one)}` | {one.help}{_default(one)}{_required(one)} |" for one in options]
             parts.append("\n".join(["| option | meaning |", "|---|---|", *rows]) + "\n")
     return "\n".join(parts)
 
@@ -125,16 +125,21 @@ def _unindented(example: str) -> str:
     return "\n".join(line.strip() for line in example.strip().splitlines())
 
 
+def _default(option: click.Option) -> str:
+    shown = "--stream" if option.default is True else option.default
+    return f"  [default: {shown}]" if option.show_default else ""
+
+
 def _required(option: click.Option) -> str:
     return " **Required.**" if option.required else ""
 
 
 def _format_option(option: click.Option) -> str:
     if option.is_flag:
-        return option.opts[0]
+        return "/".join((option.opts[0], *option.secondary_opts))
     if isinstance(option.type, click.Choice):
         return f"{option.opts[0]} {'/'.join(option.type.choices)}"
-    return f"{option.opts[0]} {option.metavar or option.type.name.upper()}"
+    return f"{option.opts[0]} {option.metavar or option.type.name.upper().removesuffix(' RANGE')}"
 
 
 def write() -> None:

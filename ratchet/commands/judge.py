@@ -153,9 +153,10 @@ def show(context: click.Context, /, group: str, as_json: bool, **given: Any) -> 
 @options.as_json
 @click.pass_context
 def lint(context: click.Context, /, as_json: bool, **given: Any) -> int:
-    """Try to fool a judge: empty, listed, padded, denied and injected answers must not score like the correct one.
+    """Try to fool a judge: empty, listed, padded, denied and injected answers must score less than the correct one.
 
-    Exits with 1 if the judge is fooled, crashes or returns nothing, and with 3 if the correct answer scores nothing.
+    Exits with 1 if the judge is fooled, crashes or returns nothing, and with 3 if the correct answer scores
+    no more than the others.
 
     \b
     Example:

@@ -171,7 +171,7 @@ def promote(
 @_NAMED
 @_VERSION
 @_BY_HAND
-@click.option("--to-anchor", is_flag=True, help="Go back to the anchor, the last version that was shown better.")
+@click.option("--to-anchor", is_flag=True, help="Go back to the anchor: the last version that was shown to be better.")
 @click.option("--now", is_flag=True, help="Open trajectories of the rejected versions go on with the live one.")
 @options.store_url
 @options.project
