@@ -59,6 +59,8 @@ def try_(
 ) -> int:
     """Judge stored trajectories as one group, or one response to a task. Records nothing.
 
+    A judge that reads `trajectory` or `tool_outcomes` needs stored trajectories.
+
     \b
     Example:
       ratchet judge try traj_01J8 traj_01J9 --judge my_agent.judge:judge
