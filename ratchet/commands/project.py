@@ -194,7 +194,7 @@ def _report(settings: Settings, png: Path | None, as_json: bool) -> None:
 @options.as_json
 @click.pass_context
 def doctor(context: click.Context, /, base_model: str | None, task: str | None, as_json: bool, **given: Any) -> int:
-    """Check that training can work: vLLM, recording of calls, gradient, adapter swap, batches, judge.
+    """Check that training can work: vLLM, capture of calls, gradient, adapter swap, batches, judge.
 
     Failures name the remedy. The project should be up; otherwise some checks are skipped and reported. With --workflow
     or --task, the agent makes a few attempts at one task, and every reason why training on them would have no effect is
