@@ -26,20 +26,20 @@ class CoordinationSettings(BaseModel):
         1,
         ge=0,
         le=64,
-        description="processes that serve the port; with more than one, another process, the coordinator, places the "
-        "calls of all (see [production.md](production.md)); 0: a coordinator only; `auto`, which `ratchet up` "
-        "takes by default: one for every eight cores, from 1 to 4",
+        description="processes that serve the port; with more than one, another process, the coordinator, assigns "
+        "their calls to trajectories (see [production.md](production.md)); 0: a coordinator only; `auto`, which "
+        "`ratchet up` takes by default: one for every eight cores, from 1 to 4",
     )
     coordinator: tuple[str, ...] = Field(
         (),
-        description="URLs of the coordinators that this proxy's workers ask, in place of one of their own: those that "
-        "listen at `coordinator_listen` on this or other machines; of several, one decides and the others stand by; "
+        description="URLs of the coordinators that this proxy's workers use instead of their own: those that listen at "
+        "`coordinator_listen` on this or other machines; of several, one is active and the others are standbys; "
         "`dns+http://NAME:PORT` is every address of a name; needs RATCHET_COORDINATOR_TOKEN",
     )
     coordinator_listen: str | None = Field(
         None,
         description="`ADDRESS:PORT` where this proxy's coordinator also answers the workers of other machines; needs "
-        "RATCHET_COORDINATOR_TOKEN; null: only its own workers ask it",
+        "RATCHET_COORDINATOR_TOKEN; null: it serves only its own workers",
     )
     coordinator_token: SecretStr | None = Field(
         None, description="the secret that coordinators and workers of all machines share"

@@ -110,8 +110,8 @@ class ProxySettings(CoordinationSettings):
     )
     trusted_proxies: tuple[str, ...] = Field(
         (),
-        description="addresses and networks (`10.0.0.0/8`) of the proxies in front, whose `x-forwarded-for` names the "
-        "client in logs and audit; nobody else's does",
+        description="addresses and networks (`10.0.0.0/8`) of the proxies in front, from which `x-forwarded-for` is "
+        "accepted as the client's address in logs and the audit log",
     )
     audit_days: float = Field(
         90.0, gt=0, description="days that the audit log keeps operators' requests ([security](security.md#audit-log))"
@@ -221,8 +221,8 @@ class ProxySettings(CoordinationSettings):
     affinity_slack: int = Field(
         16,
         ge=1,
-        description="a trajectory's call leaves its replica if that has this many more calls than the least busy one; "
-        "so does a new trajectory the replica that others with the same first messages and version prefer",
+        description="calls by which the preferred replica of a trajectory may exceed the least busy one before a call "
+        "goes elsewhere; new trajectories with the same first messages and version prefer the same replica",
     )
     log_calls: bool = Field(True, description="log one line per call when it ends, never its content")
     log_format: Literal["text", "json"] = Field(

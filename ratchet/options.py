@@ -70,7 +70,7 @@ split = click.option("--split", metavar="NAME", help="Split of the task set.")
 test_size = click.option(
     "--test-size",
     type=click.FloatRange(0, 1, min_open=True, max_open=True),
-    help="Share of the tasks to hold out, if the task set has one split.",
+    help="Share of the tasks to hold out as test split, if the task set has only one split.",
 )
 workflow = click.option(
     "--workflow", metavar="SPEC", help="Agent: module:function, file.py:function, or 'python my_agent.py'."
@@ -101,20 +101,28 @@ judge = click.option(
 )
 
 _TRAJECTORY_FILTERS = (
-    click.option("--state", type=click.Choice(_STATES), help="In this state."),
-    click.option("--model", "alias", metavar="NAME", help="Of this agent."),
-    click.option("--version", type=int, help="Of this policy version."),
-    click.option("--task", help="Of this task."),
-    click.option("--key", metavar="ID", help="Of this API key."),
-    click.option("--tag", help="With this tag."),
-    click.option("--since", type=Timestamp(), metavar="TIME", help="Opened at this time or later: 2026-11-21."),
-    click.option("--until", type=Timestamp(), metavar="TIME", help="Opened before this time."),
-    click.option("--round", metavar="ID", help="Trained by this round."),
-    click.option("--role", help="With a call of this role."),
-    click.option("--min-score", type=float, metavar="SCORE", help="Latest score at least this."),
-    click.option("--max-score", type=float, metavar="SCORE", help="Latest score at most this."),
-    click.option("--tool", metavar="NAME", help="With a call of this tool."),
-    click.option("--outcome", type=click.Choice(_OUTCOMES), help="With a tool call of this outcome or result."),
+    click.option("--state", type=click.Choice(_STATES), help="Only trajectories in this state."),
+    click.option("--model", "alias", metavar="NAME", help="Only trajectories of this agent."),
+    click.option("--version", type=int, help="Only trajectories of this policy version."),
+    click.option("--task", help="Only trajectories of this task key."),
+    click.option("--key", metavar="ID", help="Only trajectories of the API key with this id."),
+    click.option("--tag", help="Only trajectories with this tag."),
+    click.option(
+        "--since", type=Timestamp(), metavar="TIME", help="Only trajectories opened at this time or later: 2026-11-21."
+    ),
+    click.option("--until", type=Timestamp(), metavar="TIME", help="Only trajectories opened before this time."),
+    click.option("--round", metavar="ID", help="Only trajectories trained by this round."),
+    click.option("--role", help="Only trajectories with a call of this role."),
+    click.option(
+        "--min-score", type=float, metavar="SCORE", help="Only trajectories with a latest score of at least this."
+    ),
+    click.option(
+        "--max-score", type=float, metavar="SCORE", help="Only trajectories with a latest score of at most this."
+    ),
+    click.option("--tool", metavar="NAME", help="Only trajectories with a call of this tool."),
+    click.option(
+        "--outcome", type=click.Choice(_OUTCOMES), help="Only trajectories with a tool call of this outcome or result."
+    ),
 )
 
 

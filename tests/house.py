@@ -105,6 +105,8 @@ def commands_page() -> str:
         "Generated from the commands' help by `make docs`.\n",
         "Every command accepts `--config FILE` before its name. Exit codes: 0 for success, 1 for an error, with one",
         "line that names the cause and the remedy, 2 for a wrong option, 130 after Ctrl-C, 143 after SIGTERM.\n",
+        "Common options, which the commands below list without a description:\n",
+        _options_table(_shared_options()),
     ]
     for words, command in commands(cli):
         help_text = inspect.cleandoc(re.sub(r"\x08\n?", "", command.help or ""))
@@ -115,14 +117,43 @@ def commands_page() -> str:
             named = " ".join(one.make_metavar(click.Context(command)) for one in arguments)
             parts.append(f"Takes `{named}`.\n")
         options = [option for option in command.params if isinstance(option, click.Option)]
-        if options:
-            rows = [f"| `{_format_option(option)}` | {option.help}{_required(option)} |" for option in options]
-            parts.append("\n".join(["| option | meaning |", "|---|---|", *rows]) + "\n")
+        if own := [option for option in options if (option.name, option.help) not in _shared_names()]:
+            parts.append(_options_table(own))
+        if shared := [f"`{option.opts[0]}`" for option in options if option not in own]:
+            parts.append(f"{'Also' if own else 'Options:'} {', '.join(shared)}.\n")
     return "\n".join(parts)
+
+
+def _shared_options() -> list[click.Option]:
+    """Return the options that many commands take."""
+    from ratchet import options
+
+    @click.command()
+    @options.project
+    @options.store_url
+    @options.alias
+    @options.as_json
+    def command() -> None: ...
+
+    return [option for option in command.params if isinstance(option, click.Option)]
+
+
+def _shared_names() -> set[tuple[str | None, str | None]]:
+    return {(option.name, option.help) for option in _shared_options()}
+
+
+def _options_table(options: list[click.Option]) -> str:
+    rows = [f"| `{_format_option(one)}` | {one.help}{_default(one)}{_required(one)} |" for one in options]
+    return "\n".join(["| option | meaning |", "|---|---|", *rows]) + "\n"
 
 
 def _unindented(example: str) -> str:
     return "\n".join(line.strip() for line in example.strip().splitlines())
+
+
+def _default(option: click.Option) -> str:
+    shown = "--stream" if option.default is True else option.default
+    return f"  [default: {shown}]" if option.show_default else ""
 
 
 def _required(option: click.Option) -> str:
@@ -131,10 +162,10 @@ def _required(option: click.Option) -> str:
 
 def _format_option(option: click.Option) -> str:
     if option.is_flag:
-        return option.opts[0]
+        return "/".join((option.opts[0], *option.secondary_opts))
     if isinstance(option.type, click.Choice):
         return f"{option.opts[0]} {'/'.join(option.type.choices)}"
-    return f"{option.opts[0]} {option.metavar or option.type.name.upper()}"
+    return f"{option.opts[0]} {option.metavar or option.type.name.upper().removesuffix(' RANGE')}"
 
 
 def write() -> None:

@@ -16,15 +16,18 @@ from ratchet.trainer.controller.judges.audit.lint import tricks
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
-_BLOCK = re.compile(r"^```(?:sh)?\n(.*?)^```|((?:^    \S.*\n(?:^     .*\n)*)+)", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```|((?:^    \S.*\n(?:^     .*\n)*)+)", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"`(ratchet [^`]+)`")
 _END = {"&&", "||", "|", ";", ">", "&"}
 
 
 def commands_in(text: str) -> Iterator[str]:
-    """Yield the commands of a page, in blocks and in lines."""
+    """Yield the commands of a page, in blocks and in lines. `$AGENT` of the tutorial is the command line, too."""
+    text = text.replace("$AGENT ", "ratchet ")
     for match in _BLOCK.finditer(text):
-        for line in (match[1] or match[2] or "").replace("\\\n", " ").splitlines():
+        if match[1] not in (None, "", "sh"):
+            continue  # another language
+        for line in (match[2] or match[3] or "").replace("\\\n", " ").splitlines():
             found = re.search(r"(?:^|&& |=\S+ )(ratchet .+)", line.strip())
             if found and not re.match(r"ratchet [\w./-]*: ", found[1]):
                 yield found[1]

@@ -1,4 +1,4 @@
-"""An ordinary LangGraph agent with one tool. Nothing of it knows Ratchet: OPENAI_BASE_URL decides whom it calls."""
+"""An ordinary LangGraph agent with one tool. It contains nothing of Ratchet: OPENAI_BASE_URL names the server."""
 
 from datetime import datetime
 
@@ -9,7 +9,7 @@ from langchain_openai import ChatOpenAI  # type: ignore[import-not-found]
 from examples.math import calculator
 
 SYSTEM = "You are a helpful math assistant."
-# The tiny policy was trained with this reminder, which AgentScope's agents send. Another model needs none.
+# The tiny policy was trained with this reminder, which AgentScope's agents send. Other models do not need it.
 REMINDER = (
     "<system-reminder>Treat the following as the ground truth at this point of the conversation. Anything stated "
     "earlier is outdated, and a later reminder, if any, supersedes this one:\n"

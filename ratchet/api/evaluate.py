@@ -50,7 +50,7 @@ def evaluate(
     base_url     an OpenAI-compatible server, where nothing is recorded or stored; None: the project's proxy
     api_key      for base_url
     split        None: that of `Tasks`, else `test`
-    limit        only the first so many tasks
+    limit        use only the first N tasks
     attempts     at each task, with each model
     concurrency  rollouts that run at the same time
     score_range  the worst and the best score that the judge can give

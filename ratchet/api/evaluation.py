@@ -39,7 +39,7 @@ class Evaluation:
     run       the run's id; None if the models were called at a base_url, where nothing is stored
     scores    one for each model, best first: candidate, tasks, mean, low and high (95% interval), failed, unjudged
     attempts  each attempt, for a table of your own: `pandas.DataFrame(evaluation.attempts)`
-    chosen    the model that is shown to be better than every other; None: nothing is shown
+    chosen    the model that is shown to be better than every other; None: no difference is shown
     reason    why
     """
 
@@ -51,7 +51,7 @@ class Evaluation:
     selection: Selection
 
     def score(self, model: str | None = None) -> CandidateScore:
-        """Return the score of a model; None: of the only one. Raises KeyError."""
+        """Return the score of a model; None: of the only model. Raises KeyError."""
         found = [one for one in self.scores if model in (None, one.candidate)]
         if len(found) != 1:
             raise KeyError(f"{model}: evaluated were {', '.join(one.candidate for one in self.scores)}")

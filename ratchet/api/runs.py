@@ -31,7 +31,7 @@ _POLL = 0.05  # seconds
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """How far a run is.
+    """The progress of a run.
 
     state     running, interrupted (its process is gone), stopped, failed or done
     rollouts  finished ones, failed ones included
@@ -107,7 +107,7 @@ class TuningRun:
 
     @property
     def status(self) -> RunStatus:
-        """How far the run is. Also while it runs."""
+        """The progress of the run. Also while it runs."""
         with open_store(self._settings.store_url, create=False) as store:
             run, made = store.tunings.get(self._id), store.rollouts.of_tuning(self._id)
             interrupted = interruption(run, store.tunings.led())

@@ -27,11 +27,11 @@ class TrainedVersion:
     """The result of `ratchet.train`.
 
     name          the version, such as `policy@3`
-    state         live; unproven: too small a step to tell, and the next one continues from it; rejected: its proof
-                  failed; ramp: the settings say `release.policy: guarded`, and traffic decides; candidate: it waits for
-                  a person
-    groups        that were trained
-    trajectories  likewise
+    state         live; unproven: the step is too small to prove, and the next one continues from it; rejected: its
+                  proof failed; ramp: the settings say `release.policy: guarded`, and live traffic decides; candidate:
+                  it waits for a person
+    groups        number of groups that were trained
+    trajectories  number of trajectories that were trained
     left_out      trajectories that were not trained, by reason
     metrics       of the round: loss, tokens_trained, reward and others
     """
@@ -56,7 +56,7 @@ def train(
     """Train on groups with rewards, and return when the new version is live. Also in a notebook.
 
     It uses the running project; if none runs, vLLM, proxy and trainer are started for the call and stopped at its end
-    (for a loop, see `ratchet.services`). The trainer's judge has no part in it: the rewards are the scores. A round
+    (for a loop, see `ratchet.services`). The trainer's judge is not called: the rewards are the scores. A round
     starts at once, with at most `trainer.groups_per_round` groups; further ones make further rounds.
 
     groups      what `gather` returned, or groups of imported trajectories: token ids with logprobs, and rewards
@@ -110,8 +110,8 @@ def services(
 ) -> Iterator[str]:
     """Use the running project for a `with` block, or start vLLM, proxy and trainer for it; yield the base URL.
 
-    So a loop of `gather` and `train` starts them once. The arguments are those of `train`. Raises CliError if they
-    cannot be started.
+    Use it around a loop of `gather` and `train`, to start them once. The arguments are those of `train`. Raises
+    CliError if they cannot be started.
     """
     settings = train_groups.with_trainer(_arguments(agent, base_model, project, config).settings)
     with _services(settings, RunCaller()) as running:

@@ -62,8 +62,8 @@ def tune(
 
     It uses the running project. If none runs, vLLM, proxy and trainer are started for the run and stopped at its end.
 
-    judge                a function that the trainer can import is used by its name; any other one, such as one of a
-                         notebook, is called in this process, for this run's rollouts only; while the process is away,
+    judge                a function that the trainer can import is used by its name. Any other, such as one of a
+                         notebook, is called in this process, only for this run's rollouts; if the process ends,
                          trajectories wait for `resume=` (at most `tuner.judge_away_seconds`)
     families             several task sets by name, each with its workflow and judge, in place of workflow, judge and
                          tasks: {"mail": ratchet.Family(tasks, workflow, judge, weight=3), "math": ...}
@@ -80,8 +80,8 @@ def tune(
     warm_start           run SFT first on: policy, demonstrations, or a name of `model_list`
     warm_start_settings  such as {"general": "chat.jsonl"}
     attempts             at each task: the group size
-    settings             of this run, in the form of ratchet.yaml, such as {"vllm": {"max_model_len": 4096}}; they win
-                         over the file, for services that are started for this run
+    settings             of this run, in the form of ratchet.yaml, such as {"vllm": {"max_model_len": 4096}}; they
+                         override the file, for services that are started for this run
     resume               the id of a run that ended early; with the same workflow and judge
 
     The other arguments are those of `evaluate`; the task set has a split `test`, or `test_size` is set. Returns once

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--limit", type=click.IntRange(1, 100_000), default=100, show_default=True, help="Entries, at most.")
-@click.option("--key", metavar="ID", help="Of this operator's key.")
-@click.option("--since", type=Timestamp(), metavar="TIME", help="At this time or later: 2026-11-21.")
-@click.option("--changes", is_flag=True, help="Changes only, without reads.")
+@click.option("--limit", type=click.IntRange(1, 100_000), default=100, show_default=True, help="Maximum number.")
+@click.option("--key", metavar="ID", help="Only entries of the operator key with this id.")
+@click.option("--since", type=Timestamp(), metavar="TIME", help="Only entries at this time or later: 2026-11-21.")
+@click.option("--changes", is_flag=True, help="Only changes, no reads.")
 @options.store_url
 @options.project
 @options.as_json
@@ -33,7 +33,7 @@ def audit(
     project: str | None,
     as_json: bool,
 ) -> None:
-    """Show what operators read and changed, newest first: by the operator API, and keys and deletions by command.
+    """Show what operators read and changed, newest first: through the operator API, or by commands on keys and data.
 
     Decisions about versions by command are in `ratchet policies show`.
 

@@ -36,7 +36,7 @@ def bench(
     stream: bool, prompt_words: int, max_tokens: int, proxy: str | None, upstream: str | None, upstream_model: str |
     None, model: str | None, project: str | None,
 ) -> int:  # fmt: skip
-    """Measure the overhead of the proxy on this machine: direct calls to your vLLM and calls through the proxy.
+    """Measure the overhead of the proxy: compare direct calls to your vLLM with calls through the proxy.
 
     Prints the added latency with its interval, tokens per second, and the proxy's CPU time per call. The calls name the
     live version, so they are neither judged nor trained; they are recorded with the tag `bench`. They put load on vLLM:

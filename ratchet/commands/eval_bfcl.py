@@ -52,7 +52,7 @@ def bfcl(
     project: str | None,
     **given: Any,
 ) -> None:
-    """Measure function calling: the same entries for each version, compared pair by pair.
+    """Measure function calling with the benchmark BFCL: the same entries for each version, compared entry by entry.
 
     Default versions: the base model (version 0) and the live one. The calls are never trained. The package bfcl-eval
     needs a virtual environment of its own, which --setup creates; without versions, --setup does only that.

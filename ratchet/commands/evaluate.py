@@ -65,9 +65,10 @@ def evaluate(
     """Compare a model or version with another one on a task set, task by task.
 
     Nothing is trained. Exits with 0 if the model is better, 3 if no difference is shown, 4 if it is worse, and 1 on
-    errors or if no rollout could be scored. If nothing runs, what the models need is started and stopped again: for
-    models of `model_list` alone the proxy, without vLLM. Without --against, the live version itself is measured alone,
-    and so is every model of a project without a base model. The commands below run public benchmarks.
+    errors or if no rollout could be scored. If nothing runs, the services that the models need are started and stopped
+    again: only the proxy for models of `model_list`. Without --against, a model is compared with the live version; the
+    live version itself, and models of a project without a base model, are measured alone. The commands below run
+    public benchmarks.
 
     \b
     Example:

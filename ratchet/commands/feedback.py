@@ -31,8 +31,8 @@ def feedback() -> None:
 
 @feedback.command()
 @click.option("--response", metavar="ID", help="The `id` of an answer, as its client received it.")
-@click.option("--call", metavar="ID", help="A call id.")
-@click.option("--trajectory", metavar="ID", help="A trajectory id.")
+@click.option("--call", metavar="ID", help="The id of a call.")
+@click.option("--trajectory", metavar="ID", help="The id of a trajectory.")
 @click.option("--value", metavar="VALUE", help="A number, true, false, up or down.")
 @click.option("--comment", default="", help="Comment.")
 @click.option("--demonstration", help="The correct answer.")
@@ -83,7 +83,7 @@ def add(
 
 
 @feedback.command("list")
-@click.option("--trajectory", metavar="ID", help="Of this trajectory.")
+@click.option("--trajectory", metavar="ID", help="Only feedback on this trajectory.")
 @click.option("--limit", type=click.IntRange(1, 1000), default=50, show_default=True, help="Maximum number.")
 @options.store_url
 @options.project

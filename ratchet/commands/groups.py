@@ -30,9 +30,9 @@ def groups() -> None:
 @click.option(
     "--state",
     type=click.Choice(["ready", "judged", "trained", "dropped"]),
-    help="In this state; ready means waiting for the judge.",
+    help="Only groups in this state; ready: waiting for the judge.",
 )
-@click.option("--reason", metavar="REASON", help="Dropped for this reason, such as no_variance.")
+@click.option("--reason", metavar="REASON", help="Only groups dropped for this reason, such as no_variance.")
 @options.alias
 @click.option("--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="Maximum number.")
 @click.option("--before", metavar="ID", help="Older than this group: the next page.")

@@ -59,6 +59,8 @@ def try_(
 ) -> int:
     """Judge stored trajectories as one group, or one response to a task. Records nothing.
 
+    A judge that reads `trajectory` or `tool_outcomes` needs stored trajectories.
+
     \b
     Example:
       ratchet judge try traj_01J8 traj_01J9 --judge my_agent.judge:judge
@@ -153,9 +155,10 @@ def show(context: click.Context, /, group: str, as_json: bool, **given: Any) -> 
 @options.as_json
 @click.pass_context
 def lint(context: click.Context, /, as_json: bool, **given: Any) -> int:
-    """Try to fool a judge: empty, listed, padded, denied and injected answers must not score like the correct one.
+    """Try to fool a judge: empty, listed, padded, denied and injected answers must score less than the correct one.
 
-    Exits with 1 if the judge is fooled, crashes or returns nothing, and with 3 if the correct answer scores nothing.
+    Exits with 1 if the judge is fooled, crashes or returns nothing, and with 3 if the correct answer scores
+    no more than the others.
 
     \b
     Example:

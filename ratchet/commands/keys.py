@@ -45,7 +45,7 @@ def _limit_options(minimum: int) -> Callable[[_Command], _Command]:
 def keys() -> None:
     """Create, list and revoke the API keys of agents and operators.
 
-    Once the first key exists, every agent needs one. Running proxies apply changes within seconds.
+    Once a key exists, every agent needs one. Running proxies apply changes within seconds.
 
     \b
     Example:
@@ -91,7 +91,7 @@ def create(
 ) -> None:
     """Create a key and print it once: only its hash is stored.
 
-    With --agent it calls these agents only, and sees no other one; with --model the same for models of `model_list`.
+    With --agent it can call and list only these agents; with --model, only these models of `model_list`.
 
     \b
     Example:
@@ -205,7 +205,7 @@ def list_keys(context: click.Context, store: str | None, project: str | None, as
 
 @keys.command()
 @click.argument("key_id", metavar="ID")
-@click.option("--no-expiry", is_flag=True, help="The key does not expire any more.")
+@click.option("--no-expiry", is_flag=True, help="Remove the expiry.")
 @_limit_options(0)
 @options.store_url
 @options.project

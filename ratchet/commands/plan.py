@@ -49,13 +49,13 @@ class Gpus(_GpusType):
     type=click.IntRange(1, MAX_SERVABLE_RANK),
     default=16,
     show_default=True,
-    help="Rank of the adapter; vLLM serves no larger one.",
+    help="Rank of the adapter, and the maximum that vLLM serves.",
 )
 @options.as_json
 def plan(base_model: str, gpus: tuple[int, int], context: int | None, lora_r: int, as_json: bool) -> None:
     """Plan the memory of vLLM and learner from a model's config.json, and print settings that fit.
 
-    Loads no weights. GPU memory that a plan names is that of each GPU.
+    Loads no weights. All figures of GPU memory are for each GPU.
 
     \b
     Example:

@@ -171,7 +171,7 @@ def promote(
 @_NAMED
 @_VERSION
 @_BY_HAND
-@click.option("--to-anchor", is_flag=True, help="Go back to the anchor, the last version that was shown better.")
+@click.option("--to-anchor", is_flag=True, help="Go back to the anchor: the last version that was shown to be better.")
 @click.option("--now", is_flag=True, help="Open trajectories of the rejected versions go on with the live one.")
 @options.store_url
 @options.project
@@ -240,11 +240,11 @@ def pin(
 ) -> None:
     """Pin the live version: it serves all new trajectories, and nothing is released until `unpin`.
 
-    A version in its ramp and the holdback end. Training goes on. Nothing is rolled back either, also by hand.
+    Ramp and holdback end. Training goes on. Nothing is rolled back, not even by `rollback`.
 
     \b
     Example:
-      ratchet policies pin mail --reason "the fair is on"
+      ratchet policies pin mail --reason "audit this week"
     """
     alias, version = _named(alias, version)
     with options.open_project_store(context, store=store, project=project) as opened:
@@ -258,11 +258,11 @@ def pin(
 def unpin(
     context: click.Context, alias: str, version: int | None, reason: str, store: str | None, project: str | None
 ) -> None:
-    """Unpin the live version: the release of newer versions goes on.
+    """Unpin the live version: newer versions are released again.
 
     \b
     Example:
-      ratchet policies unpin mail --reason "the fair is over"
+      ratchet policies unpin mail --reason "the audit is done"
     """
     alias, version = _named(alias, version)
     with options.open_project_store(context, store=store, project=project) as opened:

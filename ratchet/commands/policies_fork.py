@@ -25,10 +25,10 @@ _NAMED = re.compile(r"(?P<alias>[^@/\s]+)@(?P<version>\d+)")
 @options.project
 @click.pass_context
 def fork(context: click.Context, source: str, target: str, store: str | None, project: str | None) -> None:
-    """Copy a version, adapter and learner's state, into another agent as its candidate.
+    """Copy a version (adapter and optimizer state) into another agent as its candidate.
 
     The agent's trainer proves and releases it like any candidate, with the agent's own prompt, and trains on from it.
-    The agent must have no undecided version. If the learner's state was pruned, the optimizer starts over.
+    The agent must have no undecided version. If the optimizer state was pruned, training starts with a new optimizer.
 
     \b
     Example:

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 @options.as_json
 @click.pass_context
 def up(context: click.Context, /, detach: bool, as_json: bool, vllm_port: int | None, **given: Any) -> None:
-    """Start vLLM, proxy and trainer of a project and supervise them.
+    """Start vLLM, proxy, trainer and learner of a project and supervise them.
 
-    When it ends, for whatever reason, every process ends. Without a judge, calls are recorded and nothing is trained.
+    When it ends, for whatever reason, all of them end. Without a judge, calls are recorded and nothing is trained.
 
     \b
     Example:
@@ -92,10 +92,10 @@ def down(context: click.Context, project: str | None, as_json: bool) -> None:
 @options.as_json
 @click.pass_context
 def reload_agents(context: click.Context, project: str | None, as_json: bool) -> None:
-    """Let agents that were added to ratchet.yaml join the running project, and those that were removed leave it.
+    """Apply changes of `agents` in ratchet.yaml to the running project: added agents join, removed ones leave.
 
-    The other agents are served and trained on meanwhile. Settings, judges and the base model are checked first: an
-    error changes nothing. Only `agents` is applied; other keys that differ are printed, for they need a restart.
+    Other agents are served and trained meanwhile. Settings, judges and the base model are checked first: an error
+    changes nothing. Only `agents` is applied; other keys that differ are printed, because they need a restart.
 
     \b
     Example:
@@ -194,11 +194,11 @@ def _report(settings: Settings, png: Path | None, as_json: bool) -> None:
 @options.as_json
 @click.pass_context
 def doctor(context: click.Context, /, base_model: str | None, task: str | None, as_json: bool, **given: Any) -> int:
-    """Check that training can work: vLLM, capture, gradient, swap, batches, judge. Failures name the remedy.
+    """Check that training can work: vLLM, capture of calls, gradient, adapter swap, batches, judge.
 
-    The project should be up; otherwise some checks are skipped and reported. With --workflow or --task, the agent makes
-    a few attempts at one task, and every reason why training on them would have no effect is reported. Both may be set
-    in ratchet.yaml (tuner.workflow, tuner.tasks).
+    Failures name the remedy. The project should be up; otherwise some checks are skipped and reported. With --workflow
+    or --task, the agent makes a few attempts at one task, and every reason why training on them would have no effect is
+    reported. Both may be set in ratchet.yaml (tuner.workflow, tuner.tasks).
 
     \b
     Example:

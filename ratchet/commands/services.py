@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.option("--upstream", "upstreams", multiple=True, metavar="URL", help="A vLLM replica; repeat for more.")
-@click.option("--models-only", is_flag=True, help="Serve the models of `model_list` alone: no agent, no vLLM.")
+@click.option("--models-only", is_flag=True, help="Serve only the models of `model_list`: no agent, no vLLM.")
 @options.alias
 @options.store_url
-@click.option("--config", type=click.Path(path_type=Path), help="Settings file; the same as before the command.")
+@click.option("--config", type=click.Path(path_type=Path), help="Settings file; also accepted before the command.")
 @click.option("--host", help="Address to listen on.  [default: 127.0.0.1]")
 @click.option("--port", type=int, help="Port to listen on.  [default: 8000]")
 @click.option("--workers", metavar="NUMBER|auto", help="Processes that serve the port.  [default: 1]")
 @click.option("--coordinator", metavar="URL", help="Coordinators of other machines, separated by commas.")
-@click.option("--coordinator-listen", metavar="ADDRESS:PORT", help="Answer the workers of other machines there.")
+@click.option("--coordinator-listen", metavar="ADDRESS:PORT", help="Also serve workers of other machines.")
 @click.option("--capture", type=click.Choice(["strict", "relaxed"]), help="Durability of calls.  [default: strict]")
 @click.option("--journal", type=click.Path(path_type=Path), help="Folder of the journal, one per proxy.")
 @options.project
@@ -52,7 +52,7 @@ def proxy(
 ) -> int:
     """Run only the proxy, for vLLM replicas that run elsewhere.
 
-    Agents that are added to the settings file join while it runs, those that are removed leave.
+    It applies changes of `agents` in the settings file while it runs.
 
     \b
     Example:
@@ -105,8 +105,8 @@ def trainer(
 ) -> int:
     """Run only the trainer of all agents, for a proxy and vLLM replicas that run elsewhere.
 
-    It starts its learner, unless `learner.url` names one. Agents that are added to the settings file join while
-    it runs, those that are removed leave.
+    It starts its learner, unless `learner.url` names one. It applies changes of `agents` in the settings file while it
+    runs.
 
     \b
     Example:
@@ -154,7 +154,7 @@ def trainer(
 def learner(
     context: click.Context, base_model: str | None, host: str | None, port: int | None, project: str | None
 ) -> int:
-    """Run only the learner, for trainers that run elsewhere; on each of its machines if it has several.
+    """Run only the learner, for trainers that run elsewhere. If it spans several machines, run this on each.
 
     The trainers reach it at `learner.url` with the same RATCHET_LEARNER_TOKEN.
 

@@ -90,9 +90,7 @@ def verify(context: click.Context, store: str | None, project: str | None, as_js
 
 
 @store.command()
-@click.option(
-    "--older-than", type=Duration(), required=True, metavar="AGE", help="Without a call for this long: 30d, 12h."
-)
+@click.option("--older-than", type=Duration(), required=True, metavar="AGE", help="Time since the last call: 30d, 12h.")
 @click.option("--keep-trained", is_flag=True, help="Keep trajectories that were trained on.")
 @_dry_run
 @options.store_url
@@ -108,7 +106,7 @@ def prune(
     project: str | None,
     as_json: bool,
 ) -> int:
-    """Delete inactive trajectories and everything that belongs only to them.
+    """Delete inactive trajectories and the records that belong only to them.
 
     \b
     Example:
@@ -126,10 +124,12 @@ def prune(
 
 @store.command()
 @click.argument("trajectories", nargs=-1, metavar="[TRAJECTORY]...")
-@click.option("--key", metavar="ID", help="Of this API key.")
-@click.option("--task", help="Of this task.")
-@click.option("--tag", help="With this tag.")
-@click.option("--before", type=Timestamp(), metavar="TIME", help="Opened before this time: 2026-11-21.")
+@click.option("--key", metavar="ID", help="Only trajectories of the API key with this id.")
+@click.option("--task", help="Only trajectories of this task key.")
+@click.option("--tag", help="Only trajectories with this tag.")
+@click.option(
+    "--before", type=Timestamp(), metavar="TIME", help="Only trajectories opened before this time: 2026-11-21."
+)
 @click.option(
     "--reject-policies", is_flag=True, help="Reject the versions trained on them; the newest other version serves."
 )
@@ -155,9 +155,9 @@ def delete(
 ) -> int:
     """Delete trajectories and everything derived from them: by id, or all that match every option.
 
-    With --key or --before alone, feedback that waits for a call is deleted too. Adapters keep what they learned: the
-    command lists the policy versions trained on the trajectories, and `ratchet policies list` marks them.
-    --reject-policies takes them out of service.
+    With --key or --before alone, feedback that waits for a call is deleted too. Adapters keep what they
+    learned: the command lists the versions trained on the trajectories, and `ratchet policies list` marks them.
+    --reject-policies rejects these versions.
 
     \b
     Example:

@@ -15,9 +15,13 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--failure-threshold", type=float, help="A task failed below this mean score.  [default: 0.5]")
-@click.option("--min-failures", type=click.IntRange(1), help="Failed tasks that a family needs.  [default: 3]")
-@click.option("--share", type=click.FloatRange(0, 1, True, True), help="Share of new trajectories.  [default: 0.5]")
+@click.option("--failure-threshold", type=float, help="A task with a lower mean score failed.  [default: 0.5]")
+@click.option("--min-failures", type=click.IntRange(1), help="Minimum failed tasks of a family.  [default: 3]")
+@click.option(
+    "--share",
+    type=click.FloatRange(0, 1, True, True),
+    help="Share of new trajectories that get the lessons.  [default: 0.5]",
+)
 @click.option("--reflection-url", metavar="URL", help="Base URL of the language model that reads the failures.")
 @click.option("--reflection-model", metavar="NAME", help="Name of that model.")
 @click.option("--dry-run", is_flag=True, help="Print the lessons without serving them.")

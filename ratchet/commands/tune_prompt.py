@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 @click.option(
     "--held-out-tasks", type=click.IntRange(1), help="Maximum number of held-out tasks.  [default: the test split]"
 )
-@click.option("--resume", metavar="ID", help="Resume a run that was stopped or killed; nothing is paid for twice.")
+@click.option("--resume", metavar="ID", help="Resume a run that was stopped or killed; finished rollouts are kept.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the best prompt to this file.")
 @click.option("--promote", is_flag=True, help="If the prompt is better, create a candidate version with it.")
 @click.option(
@@ -53,9 +53,9 @@ def prompt(
 
     The agent is not changed: the proxy replaces the prompt, for these rollouts only. Training, validation and held-out
     tasks are disjoint. The verdict is `better`, `no better`, `worse` or `inconclusive`; only the first is promoted.
-    If nothing runs, what the agent needs is started and stopped again: for a model of `model_list` the proxy, without
-    vLLM; its prompt is written by --out. Exits with 0 on completion and 1 on errors; with --fail-unless-better, with 3
-    for every verdict but `better`.
+    If nothing runs, the services that the agent needs are started and stopped again: only the proxy for a model of
+    `model_list`, whose prompt --out writes. Exits with 0 on completion and 1 on errors; with --fail-unless-better, with
+    3 for every verdict but `better`.
 
     \b
     Example:
@@ -120,7 +120,9 @@ def _promote(context: click.Context, run: str, given: dict[str, Any]) -> str:
 def promote_(
     context: click.Context, run: str, force: bool, store: str | None, project: str | None, as_json: bool
 ) -> None:
-    """Create a candidate version with the prompt that a run found; the release process, or you, promote it.
+    """Create a candidate version with the prompt that a run found.
+
+    The running trainer releases it like any candidate; without a trainer, `ratchet policies promote` does.
 
     \b
     Example:

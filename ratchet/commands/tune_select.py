@@ -13,7 +13,7 @@ from ratchet.commands.rollout_options import EXIT_NOT_BETTER, add_rollout_option
 
 @click.command("select-model")
 @click.option(
-    "--candidate", "candidates", multiple=True, metavar="NAME", help="A `model_list` name, or alias@3. Repeat it."
+    "--candidate", "candidates", multiple=True, metavar="NAME", help="A `model_list` name, or alias@3; repeat for more."
 )
 @click.option("--split", default="test", show_default=True, help="Split of the task set.")
 @click.option("--limit", type=click.IntRange(1), help="Use only the first N tasks of the split.")
@@ -39,8 +39,8 @@ def select_model(context: click.Context, /, png: Path | None, as_json: bool, **g
     """Compare models or versions on the same tasks and choose one: the best, or the cheapest within a margin of it.
 
     Every candidate gets every task, in alternating order. A failed rollout counts as a failure. The gain is measured
-    against the first candidate. If nothing runs, what the candidates need is started and stopped again: for models of
-    `model_list` alone the proxy, without vLLM. Exits with 0 on completion, and with 1 on errors or if no rollout could
+    against the first candidate. If nothing runs, the services that the candidates need are started and stopped again:
+    only the proxy for models of `model_list`. Exits with 0 on completion, and with 1 on errors or if no rollout could
     be scored; with --fail-unless-better, with 3 if nothing is chosen (a tie, too few tasks, rollouts that could not be
     judged).
 

@@ -74,7 +74,7 @@ _OWN = (
 @options.as_json
 @click.pass_context
 def weights(context: click.Context, /, png: Path | None, as_json: bool, fail_unless_better: bool, **given: Any) -> int:
-    """Train the weights on a task set, keep the version that is best on validation tasks, measure it on the test split.
+    """Train the weights on a task set, check versions on validation tasks, and measure the gain on the test split.
 
     The rollouts go through the running project (`ratchet up`), whose trainer learns from them as from any traffic. If
     no project is running, vLLM, proxy and trainer are started and stopped again. Exits with 0 on completion and 1 on

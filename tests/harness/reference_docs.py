@@ -68,7 +68,7 @@ def _keys_of_agents() -> Iterator[str]:
     for title, keys, section in (
         ("Keys of `trainer`", [key for key in trainer if not isinstance(entry[key], Refused)], ""),
         ("Keys of `learner`", [key for key in learner if not isinstance(learner[key], Refused)], "learner."),
-        ("Refused, for they are one for all agents", [key for key in trainer if isinstance(entry[key], Refused)]
+        ("Refused, because all agents share them", [key for key in trainer if isinstance(entry[key], Refused)]
          + [f"learner.{key}" for key in learner if isinstance(learner[key], Refused)], ""),
     ):  # fmt: skip
         yield f"- {title}: {', '.join(f'`{section}{key}`' for key in keys)}"

@@ -27,7 +27,7 @@ class LearnerSettings(AdapterAndMemorySettings):
                               0.01 per token
     lr_scheduler_type         schedule of a learning_rate that is a number, over max_steps: constant, linear or cosine;
                               the latter two fall to a tenth of it, and stay there
-    warmup_steps              optimizer steps over which the learning rate rises from its first share to the whole
+    warmup_steps              optimizer steps over which the learning rate rises to its full value
     max_steps                 optimizer steps over which linear and cosine fall; null: with constant
     weight_decay              AdamW's weight decay, which pulls the adapter towards the base model; 0: none
     loss_type                 loss: dapo, cispo, dr_grpo, grpo, gspo, reinforce++, distillation, sft, dpo,

@@ -30,7 +30,7 @@ class ReleaseSettings(BaseModel):
         description="scored trajectories of a ramp, of all versions; null: 256, or half a round if that is more",
     )
     alpha: float = Field(
-        0.001, gt=0, lt=0.05, description="probability that a version as good as the ones before it is rolled back"
+        0.001, gt=0, lt=0.05, description="highest probability that a version as good as those before it is rolled back"
     )
     deadline_seconds: float = Field(
         21600.0,

@@ -20,7 +20,7 @@ _MAX_DEPTH = 50
 class WorkflowOutput:
     """What a workflow returns.
 
-    response  the answer that the judge gets; when it is read, messages become text and records mappings
+    response  the answer that the judge gets; messages are converted to text, records to mappings
     reward    the workflow's own score, a finite number; None leaves it to the judge
     metrics   name -> number, shown and stored beside the score
     """
