@@ -29,8 +29,12 @@ class AgentLimits(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
-    requests_per_minute: int | None = Field(None, ge=1, description="request limit per proxy; null: no limit")
-    tokens_per_minute: int | None = Field(None, ge=1, description="token limit per proxy; null: no limit")
+    requests_per_minute: int | None = Field(
+        None, ge=1, description="request limit per proxy, or over all proxies with one coordinator; null: no limit"
+    )
+    tokens_per_minute: int | None = Field(
+        None, ge=1, description="token limit, counted in the same way; null: no limit"
+    )
 
 
 class ProxySettings(CoordinationSettings):

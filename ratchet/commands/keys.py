@@ -19,7 +19,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 _LIMITS = {
     "requests_per_minute": "Maximum requests per minute and proxy.",
     "tokens_per_minute": "Maximum prompt and completion tokens per minute and proxy.",
-    "max_parallel_requests": "Maximum requests at once per proxy.",
+    "max_parallel_requests": "Maximum requests at once, per proxy or over all proxies that share a coordinator.",
     "max_tokens": "Maximum completion tokens of an answer; higher values are lowered.",
     "tokens_per_day": "Budget of prompt and completion tokens per UTC day, over all proxies.",
     "tokens_per_month": "The same per UTC month.",
