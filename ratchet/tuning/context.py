@@ -159,12 +159,10 @@ def opened(settings: Settings, caller: RunCaller = COMMAND) -> Iterator[TuningCo
     models = ModelServer(f"{proxy_url.rstrip('/').removesuffix('/v1')}/v1", key)
     with open_store(settings.store_url) as store, judge_of(settings, caller.judge, models) as judge:
         lease = RunLease(store, caller)
-        runner = RolloutRunner(
-            store, proxy_url, key, workflow, tuner, alias=settings.model, progress=progress, check=lease.check
-        )
-        scorer = RolloutScorer(
-            store, judge, max_wait_seconds=tuner.judge_wait_seconds, progress=progress, check=lease.check
-        )
+        # A caller in Python prints what it likes meanwhile, and standard output belongs to the whole process.
+        shared: dict[str, Any] = {"progress": progress, "check": lease.check, "keep_stdout": not caller.in_python}
+        runner = RolloutRunner(store, proxy_url, key, workflow, tuner, alias=settings.model, **shared)
+        scorer = RolloutScorer(store, judge, max_wait_seconds=tuner.judge_wait_seconds, **shared)
         yield TuningContext(
             settings=settings, tuner=tuner, store=store, proxy_url=proxy_url, api_key=key, progress=progress,
             lease=lease, runner=runner, scorer=scorer, workflow=workflow.name,
