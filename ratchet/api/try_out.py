@@ -68,7 +68,7 @@ def try_out(
               the workflow returns a reward
     task      the task's row
     base_url  an OpenAI-compatible server, such as `http://127.0.0.1:8000/v1`
-    model     the model to request; None: the only one that the server lists
+    model     the model to request; None: the only one that the server lists (versions such as `policy@3` aside)
 
     Raises WorkflowError and JudgeError: one of the two cannot be loaded, or fails.
     """
@@ -95,7 +95,7 @@ async def try_out_async(
     row = _row(task)
     agent = load_workflow(workflow)
     key = api_key or NO_KEY
-    made = None if judge is None else _open_judge(judge, ModelServer(base_url, key), has_messages=False)
+    made = None if judge is None else open_judge(judge, ModelServer(base_url, key), has_messages=False)
     try:
         name = model or await served_model(agent, base_url, key)
         started_at = time.perf_counter()
@@ -143,7 +143,7 @@ async def try_judge_async(
 ) -> Judgement:
     """Do what `try_judge` does, beside the running event loop."""
     models = None if base_url is None else ModelServer(base_url, api_key)
-    made = _open_judge(judge, models, has_messages=bool(messages))
+    made = open_judge(judge, models, has_messages=bool(messages))
     try:
         return await asyncio.to_thread(_judge, made, task, WorkflowOutput(plain(response)), messages)
     finally:
@@ -159,7 +159,8 @@ def _row(task: Any) -> dict[str, Any]:
     return dict(task)
 
 
-def _open_judge(judge: Any, models: ModelServer | None, *, has_messages: bool) -> Judge:
+def open_judge(judge: Any, models: ModelServer | None, *, has_messages: bool) -> Judge:
+    """Make a judge. Raises JudgeError, also if it reads calls and there are no messages."""
     if isinstance(judge, (str, Mapping)):
         try:
             spec = read_spec(judge)
@@ -187,7 +188,7 @@ def refuse_judge_of_calls(judge: Judge) -> None:
 
 
 async def served_model(workflow: Workflow, base_url: str, api_key: str) -> str:
-    """Return the only model that a server lists; "" if the workflow does not take the model's name."""
+    """Return the only model that a server lists, versions of it aside; "" if the workflow does not take the model's name."""
     if isinstance(workflow, FunctionWorkflow) and not workflow.takes("model"):
         return ""
     url = f"{base_url.rstrip('/')}/models"
@@ -199,9 +200,10 @@ async def served_model(workflow: Workflow, base_url: str, api_key: str) -> str:
         raise WorkflowError(
             f"{url} names no model ({type(error).__name__}: {error}): correct base_url, or give model=NAME"
         ) from error
-    if len(names) != 1:
+    agents = [name for name in names if "@" not in name or name.partition("@")[0] not in names]
+    if len(agents) != 1:
         raise WorkflowError(f"{url} names {len(names)} models: give model=NAME ({', '.join(names[:10])})")
-    return names[0]
+    return agents[0]
 
 
 async def _run(workflow: Workflow, row: dict[str, Any], **given: Any) -> WorkflowOutput:

@@ -246,3 +246,49 @@ def test_nothing_is_started_for_arguments_that_are_wrong(project: Project, monke
 
 def _ids(store: Store) -> list[str]:
     return [name for group in store.groups.page(state=GroupState.TRAINED) for name in group.members]
+
+
+async def test_groups_are_scored_afterwards_by_any_judge(served: Project) -> None:
+    async def workflow(task: Mapping[str, Any], base_url: str, model: str) -> str:
+        return await agent({"question": "one?"}, base_url, model)
+
+    async def fails_once(task: Mapping[str, Any], base_url: str, model: str) -> str:
+        if next(calls) == 0:
+            raise ValueError("no such tool")
+        return await workflow(task, base_url, model)
+
+    calls, model = itertools.count(), ScriptedJudgeModel()
+    model.answers = [rank] * 2
+    groups = await ratchet.gather_async(fails_once, SCENARIOS[:1], attempts=3, concurrency=1)
+    assert groups[0].rewards == (None, None, None), "gathered without a judge"
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    imported = ratchet.TrajectoryGroup([Scored(calls=[CALL], messages=talk), Scored(0.5, response="b", id="x")])
+    with model.running():
+        ruler = {"kind": "ruler", "base_url": f"{model.url}/v1", "model": "big"}
+        ranked = await ratchet.score_async([*groups, imported], ruler)
+    assert [sorted(map(str, group.rewards)) for group in ranked] == [["0.1", "0.2", "None"], ["0.1", "0.2"]]
+    assert ranked[0].run == groups[0].run
+    assert {one.explanation for one in ranked[1].trajectories} == {"e"}
+    (failed,) = (one for one in ranked[0].trajectories if one.reward is None)
+    assert str(failed.failure).startswith("ValueError: no such tool"), "a failed rollout is not judged"
+    assert "no such tool" not in str(model.requests)
+
+    judged = iter(range(9))
+
+    def judge(trajectory: Mapping[str, Any], response: str) -> ratchet.Judgement:
+        if next(judged) == 0:
+            raise KeyError(response)
+        return ratchet.Judgement(float(len(trajectory["messages"])), {"length": float(len(response))})
+
+    (again,) = await ratchet.score_async(
+        [dataclasses.replace(imported, trajectories=[imported.trajectories[0]] * 2)], judge
+    )
+    assert again.rewards == (None, 2.0)
+    assert "KeyError" in str(again.trajectories[0].failure)
+    assert again.trajectories[1].metrics == {"length": 1.0}
+    with pytest.raises(ratchet.JudgeError, match="reads `trajectory`"):
+        ratchet.score([imported], judge)
+    with pytest.raises(ratchet.TuningError, match=r"no trajectory could be scored: .*ZeroDivisionError"):
+        ratchet.score([imported], lambda response: 1 / 0 * len(response))
+    with pytest.raises(ratchet.TuningError, match=r"groups\[0\] is \[\]: give a ratchet.TrajectoryGroup"):
+        ratchet.score([[]], judge)  # type: ignore[list-item]

@@ -18,7 +18,7 @@ from ratchet.store.store import Store
 from ratchet.trainer.errors import TuningError
 from ratchet.trainer.statistics.score_spread import has_signal
 from ratchet.trainer.tasks.task_set import content_id
-from ratchet.tuner.rollouts.trajectory_groups import ScoredTrajectory, TrajectoryGroup, is_finite
+from ratchet.tuner.rollouts.trajectory_groups import ScoredTrajectory, TrajectoryGroup, check_groups, is_finite
 from ratchet.tuner.weights.imported_calls import check_calls, records_of
 
 CALLER = "caller"  # the judge of rewards that a caller gave
@@ -42,12 +42,9 @@ class Given:
 
 def read_given(groups: Sequence[TrajectoryGroup]) -> Given:
     """Return what can be trained. Raises TuningError if a trajectory is malformed, or if nothing can be trained."""
-    if not groups:
-        raise TuningError("groups is empty: give what `ratchet.gather` returned, or your own TrajectoryGroup")
+    check_groups(groups)
     given, seen = Given(), Counter[str]()
     for place, group in enumerate(groups):
-        if not isinstance(group, TrajectoryGroup):
-            raise TuningError(f"groups[{place}] is {group!r:.100}: give a ratchet.TrajectoryGroup")
         for number, one in enumerate(group.trajectories):
             _check(one, f"groups[{place}].trajectories[{number}]")
         seen.update(one.id for one in group.trajectories if one.id)
@@ -71,9 +68,7 @@ def read_given(groups: Sequence[TrajectoryGroup]) -> Given:
     return given
 
 
-def _check(one: object, where: str) -> None:
-    if not isinstance(one, ScoredTrajectory):
-        raise TuningError(f"{where} is {one!r:.100}: give a ratchet.ScoredTrajectory")
+def _check(one: ScoredTrajectory, where: str) -> None:
     if one.reward is not None and not is_finite(one.reward):
         raise TuningError(f"{where}.reward is {one.reward!r:.50}: give a finite number, or None to leave it out")
     if not one.id and not one.calls and (one.reward is not None or (one.messages and one.failure is None)):
