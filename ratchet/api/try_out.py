@@ -188,7 +188,7 @@ def refuse_judge_of_calls(judge: Judge) -> None:
 
 
 async def served_model(workflow: Workflow, base_url: str, api_key: str) -> str:
-    """Return the only model that a server lists, versions of it aside; "" if the workflow does not take the model's name."""
+    """Return the only model that a server lists, without its versions; "" if the workflow takes no name of a model."""
     if isinstance(workflow, FunctionWorkflow) and not workflow.takes("model"):
         return ""
     url = f"{base_url.rstrip('/')}/models"
