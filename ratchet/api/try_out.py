@@ -95,7 +95,7 @@ async def try_out_async(
     row = _row(task)
     agent = load_workflow(workflow)
     key = api_key or NO_KEY
-    made = None if judge is None else open_judge(judge, ModelServer(base_url, key), has_messages=False)
+    made = None if judge is None else _open_judge(judge, ModelServer(base_url, key), has_messages=False)
     try:
         name = model or await served_model(agent, base_url, key)
         started_at = time.perf_counter()
@@ -143,7 +143,7 @@ async def try_judge_async(
 ) -> Judgement:
     """Do what `try_judge` does, beside the running event loop."""
     models = None if base_url is None else ModelServer(base_url, api_key)
-    made = open_judge(judge, models, has_messages=bool(messages))
+    made = _open_judge(judge, models, has_messages=bool(messages))
     try:
         return await asyncio.to_thread(_judge, made, task, WorkflowOutput(plain(response)), messages)
     finally:
@@ -159,8 +159,7 @@ def _row(task: Any) -> dict[str, Any]:
     return dict(task)
 
 
-def open_judge(judge: Any, models: ModelServer | None, *, has_messages: bool) -> Judge:
-    """Make a judge. Raises JudgeError, also if it reads calls and there are no messages."""
+def _open_judge(judge: Any, models: ModelServer | None, *, has_messages: bool) -> Judge:
     if isinstance(judge, (str, Mapping)):
         try:
             spec = read_spec(judge)

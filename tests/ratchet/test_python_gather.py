@@ -290,5 +290,7 @@ async def test_groups_are_scored_afterwards_by_any_judge(served: Project) -> Non
         ratchet.score([imported], judge)
     with pytest.raises(ratchet.TuningError, match=r"no trajectory could be scored: .*ZeroDivisionError"):
         ratchet.score([imported], lambda response: 1 / 0 * len(response))
+    with pytest.raises(ratchet.InvalidArgument, match="no judge is set: give judge="):
+        ratchet.score([imported])
     with pytest.raises(ratchet.TuningError, match=r"groups\[0\] is \[\]: give a ratchet.TrajectoryGroup"):
         ratchet.score([[]], judge)  # type: ignore[list-item]
