@@ -24,7 +24,7 @@ pytestmark = pytest.mark.clients
 NOTEBOOKS = ROOT / "examples" / "notebooks"
 CELLS = (
     """
-import asyncio, itertools, openai, ratchet, threading
+import asyncio, itertools, openai, os, ratchet, threading
 
 calls = itertools.count(1)
 
@@ -58,7 +58,7 @@ run = ratchet.select_model(workflow, judge, "sums", concurrency=20, resume=run.i
 print(run.status.state, run.status.rollouts)
 print(run.report())
 """,
-    'ratchet.evaluate(workflow, judge, "sums", models="right-95", concurrency=20)',
+    'ratchet.evaluate(workflow, judge, "sums", models="right-95", base_url=os.environ["URL"], concurrency=5)',
 )
 
 
@@ -138,7 +138,9 @@ def test_interrupted_cells_leave_nothing_running_and_their_run_is_resumed(projec
     cells = [{"cell_type": "code", "source": source} for source in CELLS]
     notebook.write_text(json.dumps({"cells": cells}))
     with model_project(project) as circle:
-        _, waited, after_wait, awaited, after_await, resumed, shown = run(notebook, project.folder, "ten more")
+        _, waited, after_wait, awaited, after_await, resumed, shown = run(
+            notebook, project.folder, "ten more", URL=f"{circle.url}/v1"
+        )
         compared, evaluated = sorted(circle.store.tunings.page(), key=lambda one: one.kind)[::-1][:2]
     bars = [text for text in waited["shown"] if "rollouts" in text]
     assert len(bars) > 2, "a bar is updated in place"
@@ -151,5 +153,6 @@ def test_interrupted_cells_leave_nothing_running_and_their_run_is_resumed(projec
     assert after_await["stdout"] == "[]\n"
     assert resumed["stdout"].startswith("done 320\n")
     assert "chosen: right-95" in resumed["stdout"]
+    assert "rollouts 20 of 20" in str(shown["shown"])
     assert "│ right-95  │" in shown["shown"][-1], "the table is what the cell ends with"
     assert shown["error"] is None
