@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +21,7 @@ import ratchet
 from examples import gather_and_train
 from ratchet.store.states import GroupState, TrajectoryState
 from ratchet.store.store import Store
-from tests.harness.cli.project import Project
+from tests.harness.cli.project import ROOT, Project
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import eventually
 from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says
@@ -92,6 +95,22 @@ def rank(body: dict[str, Any]) -> tuple[int, Any]:
 def odd(number: itertools.count[int]) -> Callable[..., ratchet.Judgement]:
     """A judge that gives every second attempt a point."""
     return lambda response: ratchet.Judgement(float(next(number) % 2), explanation=f"said {response}")
+
+
+def test_the_documents_first_rollout_is_judged_in_twelve_lines_and_leaves_no_process(project: Project) -> None:
+    project.make_trainable()
+    page = (ROOT / "docs" / "python.md").read_text()
+    program = page.partition("```python\n")[2].partition("```")[0]
+    assert len([line for line in program.splitlines() if line]) <= 12
+    written = program.replace("Qwen/Qwen2.5-0.5B-Instruct", str(project.folder / "tiny"))
+    path = os.pathsep.join([str(ROOT), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", written.replace("2 + 3?", "2 + 3? #say=5")], cwd=project.folder, check=False,
+        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.stdout == "(1.0, 1.0)\n", done.stderr
+    assert "vllm: ready" in done.stderr
+    assert list((project.state / "run").glob("*.pid")) == []
 
 
 def test_gathered_groups_are_trained_with_the_rewards_of_the_caller_and_not_before(served: Project) -> None:
