@@ -152,6 +152,26 @@ def test_gathered_groups_are_trained_with_the_rewards_of_the_caller_and_not_befo
         assert (again.name, again.state, again.trajectories) == ("agent@2", "live", 2)
 
 
+def test_a_call_that_ended_early_is_repeated_with_the_same_groups(served: Project) -> None:
+    async def workflow(task: Mapping[str, Any], base_url: str, model: str) -> str:
+        return await agent(task, base_url, model)
+
+    groups = ratchet.gather(workflow, [{"question": "one?"}, {"question": "two?"}], odd(itertools.count()), attempts=2)
+    with training(served.folder) as (store, start):
+        with pytest.raises(TimeoutError, match="call it again with the same groups"):
+            ratchet.train(groups[:1], timeout=0.5)  # the trainer has not begun
+        (waiting,) = store.groups.page()
+        assert waiting.state is GroupState.JUDGED
+        with pytest.raises(ratchet.TuningError, match="is grouped"):
+            ratchet.train([groups[0].with_rewards([0.25, 0.5])])
+        start()
+        trained = ratchet.train(groups, timeout=300)
+        assert (trained.groups, trained.trajectories, trained.left_out) == (2, 4, {})
+        assert len(store.groups.page()) == 2, "none was handed over twice"
+        with pytest.raises(ratchet.TuningError, match="is trained: a trajectory is trained once"):
+            ratchet.train(groups)
+
+
 def test_token_ids_and_logprobs_of_another_program_are_trained(served: Project) -> None:
     longer = ratchet.SampledCall([1, 2, 3, 4, 5, 9], [6, 7, 8], [-6.2, -6.1, -6.3])
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

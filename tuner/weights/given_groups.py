@@ -1,6 +1,6 @@
 """Groups that a caller scored: checked, stored if they were not recorded here, and handed to the trainer.
 
-Guarantees: all groups are handed over in one transaction, or none; a trajectory is trained once; a reward reaches the
+Guarantees: all groups are handed over in one transaction, or none; a trajectory is trained once, also if a call is repeated; a reward reaches the
 trainer as the score of its trajectory; nothing is tokenized, so a trajectory without the engine's ids is refused.
 """
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.ids import new_id
 from ratchet.store.records import GATHERED, REQUESTED, Verdict
+from ratchet.store.states import TuningState
 from ratchet.store.store import Store
 from ratchet.trainer.errors import TuningError
 from ratchet.trainer.statistics.score_spread import has_signal
@@ -85,14 +86,16 @@ def _check(one: ScoredTrajectory, where: str) -> None:
 def hand_over(store: Store, alias: str, run: str, given: Given) -> list[str]:
     """Store imported trajectories and give all groups to the trainer of `alias`; return the ids of the groups.
 
-    `run`: the run that asks for the training. Raises TuningError if a trajectory was trained or dropped, or belongs to
-    another agent.
+    A group that the trainer has already, from a call that ended early, is not given again. `run`: the run that asks for
+    the training. Raises TuningError if a trajectory was trained or dropped, or belongs to another agent.
     """
-    _check_recorded(store, alias, [one.id for _, members in given.groups for one in members if one.id])
+    begun = [_begun(store, members) for _, members in given.groups]
+    rest = [one for one, known in zip(given.groups, begun, strict=True) if known is None]
+    _check_recorded(store, alias, [one.id for _, members in rest for one in members if one.id])
     live = store.policies.live()
     default = live[alias].version if alias in live else 0
     wanted: dict[str, list[Verdict]] = {}
-    for number, (group, members) in enumerate(given.groups):
+    for number, (group, members) in enumerate(rest):
         # Attempts with equal rows are one task; without a row, the group is a task of its own.
         task = content_id(group.scenario) if group.scenario else f"{run}/{number}"
         names = [one.id or new_id("traj") for one in members]
@@ -104,9 +107,26 @@ def hand_over(store: Store, alias: str, run: str, given: Given) -> list[str]:
             _verdict(name, one) for name, one in zip(names, members, strict=True)
         ]  # fmt: skip
     try:
-        return store.groups.create_scored(alias, wanted, time.time())
+        created = iter(store.groups.create_scored(alias, wanted, time.time()))
     except InvalidTransition as refusal:
         raise TuningError(f"{refusal}: gather new ones") from refusal
+    return [known or next(created) for known in begun]
+
+
+def _begun(store: Store, members: Sequence[ScoredTrajectory]) -> str | None:
+    """Return the group of these trajectories with these rewards that a call handed over which ended early."""
+    rewards = {one.id: one.reward for one in members}
+    try:
+        groups = {store.trajectories.get(name).group_id for name in rewards}
+        (name,) = groups if len(groups) == 1 else (None,)
+        group = None if name is None else store.groups.get(name)
+    except RecordNotFound:
+        return None
+    if group is None or not group.is_requested or set(group.members) != set(rewards):
+        return None
+    asked = store.tunings.get(group.key.removeprefix(REQUESTED).rpartition(":")[0])
+    given = {name: verdict.score for name, verdict in store.groups.verdicts(list(rewards)).items()}
+    return group.id if asked.state is not TuningState.DONE and given == rewards else None
 
 
 def _check_recorded(store: Store, alias: str, names: Sequence[str]) -> None:
