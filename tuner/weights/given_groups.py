@@ -1,7 +1,8 @@
 """Groups that a caller scored: checked, stored if they were not recorded here, and handed to the trainer.
 
-Guarantees: all groups are handed over in one transaction, or none; a trajectory is trained once, also if a call is repeated; a reward reaches the
-trainer as the score of its trajectory; nothing is tokenized, so a trajectory without the engine's ids is refused.
+Guarantees: all groups are handed over in one transaction, or none; a trajectory is trained once, also if a call is
+repeated; a reward reaches the trainer as the score of its trajectory; nothing is tokenized, so a trajectory without the
+engine's ids is refused.
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ def hand_over(store: Store, alias: str, run: str, given: Given) -> list[str]:
     A group that the trainer has already, from a call that ended early, is not given again. `run`: the run that asks for
     the training. Raises TuningError if a trajectory was trained or dropped, or belongs to another agent.
     """
-    begun = [_begun(store, members) for _, members in given.groups]
-    rest = [one for one, known in zip(given.groups, begun, strict=True) if known is None]
+    earlier = [_handed_over(store, members) for _, members in given.groups]
+    rest = [one for one, known in zip(given.groups, earlier, strict=True) if known is None]
     _check_recorded(store, alias, [one.id for _, members in rest for one in members if one.id])
     live = store.policies.live()
     default = live[alias].version if alias in live else 0
@@ -110,23 +111,23 @@ def hand_over(store: Store, alias: str, run: str, given: Given) -> list[str]:
         created = iter(store.groups.create_scored(alias, wanted, time.time()))
     except InvalidTransition as refusal:
         raise TuningError(f"{refusal}: gather new ones") from refusal
-    return [known or next(created) for known in begun]
+    return [known or next(created) for known in earlier]
 
 
-def _begun(store: Store, members: Sequence[ScoredTrajectory]) -> str | None:
+def _handed_over(store: Store, members: Sequence[ScoredTrajectory]) -> str | None:
     """Return the group of these trajectories with these rewards that a call handed over which ended early."""
     rewards = {one.id: one.reward for one in members}
     try:
         groups = {store.trajectories.get(name).group_id for name in rewards}
         (name,) = groups if len(groups) == 1 else (None,)
         group = None if name is None else store.groups.get(name)
+        if group is None or not group.is_requested or set(group.members) != set(rewards):
+            return None
+        call = store.tunings.get(group.key.removeprefix(REQUESTED).rpartition(":")[0])
     except RecordNotFound:
         return None
-    if group is None or not group.is_requested or set(group.members) != set(rewards):
-        return None
-    asked = store.tunings.get(group.key.removeprefix(REQUESTED).rpartition(":")[0])
     given = {name: verdict.score for name, verdict in store.groups.verdicts(list(rewards)).items()}
-    return group.id if asked.state is not TuningState.DONE and given == rewards else None
+    return group.id if call.state is not TuningState.DONE and given == rewards else None
 
 
 def _check_recorded(store: Store, alias: str, names: Sequence[str]) -> None:
