@@ -62,6 +62,7 @@ async def test_one_model_at_any_server_is_evaluated_in_a_running_event_loop(circ
         float(one.response == one.task["answer"]) for one in found.attempts
     ]
     assert found.score().tasks == 6
+    assert str(found).count("unknown") == 2, "no call is recorded here, so tokens and money are not known"
     assert circle.store.tunings.page() == []
     both = await ratchet.evaluate_async(ask, exact, "sums", models=["right-95", "crash"], **given)
     assert both.score("crash").failed == 6
