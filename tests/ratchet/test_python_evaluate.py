@@ -113,7 +113,9 @@ def test_a_cancelled_run_is_resumed_by_its_id_and_keeps_what_is_finished(circle:
     assert run.status.state == "stopped"
     finished = {one.id for one in circle.store.rollouts.of_tuning(run.id) if one.state is RolloutState.ENDED}
     hanging[0] = False
-    again = ratchet.select_model(workflow, exact, resume=run.id).wait()
+    with pytest.raises(ratchet.InvalidArgument, match="uses the candidates of that run, right-20, right-95: leave"):
+        ratchet.select_model(workflow, exact, "sums", models=["right-20", "crash"], resume=run.id)
+    again = ratchet.select_model(workflow, exact, "sums", models=["right-20", "right-95"], resume=run.id).wait()
     assert again.id == run.id
     assert again.status.rollouts == 24
     assert finished < {one.id for one in circle.store.rollouts.of_tuning(run.id) if one.state is RolloutState.ENDED}
