@@ -34,6 +34,8 @@ _MODULES = {
     "evaluate_async": "ratchet.api.evaluate",
     "gather": "ratchet.api.gather",
     "gather_async": "ratchet.api.gather",
+    "score": "ratchet.api.score",
+    "score_async": "ratchet.api.score",
     "select_model": "ratchet.api.select_model",
     "select_model_async": "ratchet.api.select_model",
     "services": "ratchet.api.train",

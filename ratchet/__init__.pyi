@@ -7,6 +7,8 @@ from ratchet.api.gather import gather as gather
 from ratchet.api.gather import gather_async as gather_async
 from ratchet.api.runs import RunStatus as RunStatus
 from ratchet.api.runs import TuningRun as TuningRun
+from ratchet.api.score import score as score
+from ratchet.api.score import score_async as score_async
 from ratchet.api.select_model import select_model as select_model
 from ratchet.api.select_model import select_model_async as select_model_async
 from ratchet.api.tasks import Tasks as Tasks

@@ -18,11 +18,12 @@ from ratchet.store.records.tuning import Rollout
 from ratchet.store.states import RolloutState
 from ratchet.trainer.controller.judges import GroupJudgement, Judge
 from ratchet.trainer.controller.judges.both_orders import judge_in_both_orders
+from ratchet.trainer.observability.progress import Phase, Progress, watch_for_command
 from ratchet.trainer.statistics.paired_comparison import ScoreRange
 from ratchet.trainer.tasks.task_set import Task
 from ratchet.trainer.user_code.agentscope_models import ModelServer
 from ratchet.tuner.rollouts.prices import prices_of
-from ratchet.tuner.rollouts.runner import NO_KEY, RolloutJob, describe_error, plan_rollout
+from ratchet.tuner.rollouts.runner import NO_KEY, ROLLOUTS, RolloutJob, describe_error, plan_rollout
 from ratchet.tuner.rollouts.scoring import NO_JUDGE
 from ratchet.tuner.rollouts.workflow import Workflow, load_workflow
 from ratchet.tuner.rollouts.workflow_output import WorkflowOutput
@@ -74,22 +75,26 @@ class _DirectRun:
 
     async def of_tasks(self, tasks: Sequence[Task], models: Sequence[str]) -> list[Rollout]:
         """Return the rollouts of all tasks."""
-        async with asyncio.TaskGroup() as group:
-            running = [group.create_task(self._of_task(task, place, models)) for place, task in enumerate(tasks)]
+        work = Progress(watch_for_command()).begin(ROLLOUTS, len(tasks) * len(models) * self._tuner.attempts)
+        try:
+            async with asyncio.TaskGroup() as group:
+                running = [group.create_task(self._of_task(*one, models, work)) for one in enumerate(tasks)]
+        finally:
+            work.end()
         return [one for task in running for one in task.result()]
 
-    async def _of_task(self, task: Task, place: int, models: Sequence[str]) -> list[Rollout]:
+    async def _of_task(self, place: int, task: Task, models: Sequence[str], work: Phase) -> list[Rollout]:
         jobs = [
             job
             for attempt in range(self._tuner.attempts)
             for job in jobs_of_task(task, place, attempt, tuple(models), self._tuner.seed)
         ]
-        pairs = await asyncio.gather(*(self._attempt(job) for job in jobs))
+        pairs = await asyncio.gather(*(self._attempt(job, work) for job in jobs))
         ended = [(one, output) for one, output in pairs if output is not None]
         scored = await self._scored(task, ended, compared=len(models) > 1)
         return [one for one, output in pairs if output is None] + scored
 
-    async def _attempt(self, job: RolloutJob) -> tuple[Rollout, WorkflowOutput | None]:
+    async def _attempt(self, job: RolloutJob, work: Phase) -> tuple[Rollout, WorkflowOutput | None]:
         """Run the workflow once; None if it failed."""
         planned = plan_rollout(job, "")
         async with self._places:
@@ -100,8 +105,10 @@ class _DirectRun:
                         job.task.row, **self._address, model=job.candidate, seed=job.scenario["seed"]
                     )
             except Exception as error:  # noqa: BLE001  any exception of the agent is a failed rollout
+                work.add(failed=1.0)
                 state, values = RolloutState.FAILED, {"failure": describe_error(error)}
                 return replace(planned, state=state, started_at=began, ended_at=time.time(), **values), None
+        work.add(failed=0.0)
         found = replace(
             planned, state=RolloutState.ENDED, started_at=began, ended_at=time.time(), response=output.text,
             reward=output.reward, metrics=output.metrics,

@@ -34,7 +34,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The result of `ratchet.evaluate`. Printing it shows a table.
+    """The result of `ratchet.evaluate`. Printing it, or ending a notebook's cell with it, shows a table.
 
     run       the run's id; None if the models were called at a base_url, where nothing is stored
     scores    one for each model, best first: candidate, tasks, mean, low and high (95% interval), failed, unjudged
@@ -60,6 +60,10 @@ class Evaluation:
     def compared(self, model: str, against: str) -> Compared:
         """Return the mean difference over tasks of two models with its interval, and `verdict`. Raises KeyError."""
         return self.selection.ranking.pair(model, against)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Show the table at the end of a notebook's cell."""
+        printer.text(str(self))
 
     def __str__(self) -> str:
         from ratchet.tuning.reports import show_selection

@@ -80,13 +80,8 @@ class TuningRun:
         return self._ended(timeout)
 
     async def wait_async(self) -> Self:
-        """Do what `wait` does, in the running event loop. A cancelled task cancels the run."""
-        try:
-            while self._is_running:
-                await asyncio.sleep(_POLL)
-        except asyncio.CancelledError:
-            self.cancel()
-            raise
+        """Do what `wait` does, in the running event loop. A cancelled task cancels the run, and ends after it."""
+        await self._wait_for(self._has_ended)
         return self._ended(None)
 
     def __await__(self) -> Generator[Any, None, Self]:
@@ -226,13 +221,19 @@ class TuningRun:
 
     async def _wait_for_id(self) -> Self:
         """Wait until the run has its id. Raises what prevents it from beginning."""
+        await self._wait_for(self._id_known)
+        return self if self._has_id else self._ended(None)
+
+    async def _wait_for(self, event: threading.Event) -> None:
+        """Wait in the event loop, if the run has been started. A cancelled task cancels the run, and ends after it."""
         try:
-            while not self._id_known.is_set():
+            while self._is_running and not event.is_set():
                 await asyncio.sleep(_POLL)
         except asyncio.CancelledError:
             self.cancel()
+            while self._is_running:
+                await asyncio.sleep(_POLL)
             raise
-        return self if self._has_id else self._ended(None)
 
     @property
     def _is_running(self) -> bool:

@@ -38,7 +38,7 @@ def select_model(
 
     models  at least two: of the project's `model_list`, or versions such as `policy@4`; the first is the baseline
     policy  the best, or the cheapest whose score is less than `within` below the best
-    resume  the id of a run that ended early; with the same workflow and judge, and without models
+    resume  the id of a run that ended early; with the same workflow and judge
 
     The other arguments are those of `evaluate`. Returns once the run has its id. Raises what `evaluate` does.
     """

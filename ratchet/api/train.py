@@ -66,9 +66,10 @@ def train(
     project     the project's name
     config      the project's settings file; None: ratchet.yaml of the current folder
 
-    Trajectories without a reward, and groups whose rewards are equal, are left out. Raises TuningError if nothing is
-    left, if a trajectory is malformed or was trained before, or if the trainer dropped all groups; TimeoutError, with
-    the trainer going on; CliError if the services cannot be started.
+    A call that ended early is repeated with the same groups, also after a restart of the kernel: those that the trainer
+    has already are waited for. Trajectories without a reward, and groups whose rewards are equal, are left out. Raises
+    TuningError if nothing is left, if a trajectory is malformed or was trained before, or if the trainer dropped all
+    groups; TimeoutError, with the trainer going on; CliError if the services cannot be started.
     """
     return run_to_end(train_async(**locals()))
 
@@ -94,7 +95,9 @@ async def train_async(
     try:
         run = await (await start(given, train_groups.KIND, None, work))
     except RunCancelled as cancelled:
-        raise RunCancelled("the call was cancelled; a running project trains the groups nevertheless") from cancelled
+        raise RunCancelled(
+            "the call was cancelled; a running project goes on: call it again with the same groups"
+        ) from cancelled
     with open_store(settings.store_url, create=False) as store:
         result = dict(store.tunings.get(run.id).result or {})
     return TrainedVersion(name=f"{settings.model}@{result.pop('version')}", **result)

@@ -68,7 +68,7 @@ def try_out(
               the workflow returns a reward
     task      the task's row
     base_url  an OpenAI-compatible server, such as `http://127.0.0.1:8000/v1`
-    model     the model to request; None: the only one that the server lists
+    model     the model to request; None: the only one that the server lists (versions such as `policy@3` aside)
 
     Raises WorkflowError and JudgeError: one of the two cannot be loaded, or fails.
     """
@@ -187,7 +187,7 @@ def refuse_judge_of_calls(judge: Judge) -> None:
 
 
 async def served_model(workflow: Workflow, base_url: str, api_key: str) -> str:
-    """Return the only model that a server lists; "" if the workflow does not take the model's name."""
+    """Return the only model that a server lists, without its versions; "" if the workflow takes no name of a model."""
     if isinstance(workflow, FunctionWorkflow) and not workflow.takes("model"):
         return ""
     url = f"{base_url.rstrip('/')}/models"
@@ -199,9 +199,10 @@ async def served_model(workflow: Workflow, base_url: str, api_key: str) -> str:
         raise WorkflowError(
             f"{url} names no model ({type(error).__name__}: {error}): correct base_url, or give model=NAME"
         ) from error
-    if len(names) != 1:
+    agents = [name for name in names if "@" not in name or name.partition("@")[0] not in names]
+    if len(agents) != 1:
         raise WorkflowError(f"{url} names {len(names)} models: give model=NAME ({', '.join(names[:10])})")
-    return names[0]
+    return agents[0]
 
 
 async def _run(workflow: Workflow, row: dict[str, Any], **given: Any) -> WorkflowOutput:

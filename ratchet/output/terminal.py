@@ -20,9 +20,11 @@ def print_table(table: Any, lines: Iterable[str] = (), *, width: int = _WIDTH, f
     """Print a rich table, and lines below it, to stdout or a file. `width` applies if that is not a terminal."""
     from rich.console import Console
 
-    console = Console(highlight=False, file=file)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=width, file=file)
+    console = Console(highlight=False)
+    if file is not None:  # plain text, also in a notebook: rich would display it there, and write nothing to the file
+        console = Console(highlight=False, width=width, file=file, force_terminal=False, force_jupyter=False)
+    elif not console.is_terminal:
+        console = Console(highlight=False, width=width)
     console.print(table)
     for line in lines:
         console.print(strip_control_characters(line), soft_wrap=True, markup=False)

@@ -38,18 +38,20 @@ class ComparisonOptions:
 
     def check(self) -> None:
         """Raise InvalidArgument if the options contradict each other."""
-        if self.kind == "select-model":
-            self._check_candidates()
+        if self.kind == "select-model" and self.resume is None and len(self.candidates) < 2:
+            raise InvalidArgument("name at least two candidates: --candidate NAME --candidate NAME (in Python models=)")
         if (self.policy == "cheapest") != (self.within is not None):
             raise InvalidArgument("--policy cheapest needs --within X, and the other way round")
         if self.score_range and self.score_range[0] >= self.score_range[1]:
             raise InvalidArgument("--score-range LOW HIGH: LOW must be below HIGH")
 
-    def _check_candidates(self) -> None:
-        if self.resume is None and len(self.candidates) < 2:
-            raise InvalidArgument("name at least two candidates: --candidate NAME --candidate NAME (in Python models=)")
-        if self.resume is not None and self.candidates:
-            raise InvalidArgument("--resume uses the candidates of that run: leave --candidate (in Python models=) out")
+    def check_same(self, candidates: Sequence[str]) -> None:
+        """Raise InvalidArgument if the resumed run has other candidates than those that are given."""
+        if self.kind == "select-model" and self.candidates and set(self.candidates) != set(candidates):
+            raise InvalidArgument(
+                f"--resume {self.resume} uses the candidates of that run, {', '.join(candidates)}: leave --candidate "
+                "(in Python models=) out"
+            )
 
 
 def compare(settings: Settings, given: ComparisonOptions, caller: RunCaller = COMMAND) -> tuple[Request, Selection]:
@@ -61,6 +63,7 @@ def compare(settings: Settings, given: ComparisonOptions, caller: RunCaller = CO
     models = given.candidates
     if given.resume is not None:
         models = context.stored_run(settings, given.resume, given.kind).config["candidates"]
+        given.check_same(models)
         settings = context.with_run_settings(settings, given.resume)
     with (
         run_services(settings, caller, models, lambda: _check_usable(settings, given, caller)),

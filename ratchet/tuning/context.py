@@ -144,7 +144,6 @@ def opened(settings: Settings, caller: RunCaller = COMMAND) -> Iterator[TuningCo
     """
     from ratchet.trainer.observability.progress import Progress, watch_for_command
     from ratchet.trainer.statistics.sign_flip_test import check_scipy
-    from ratchet.trainer.user_code.agentscope_models import ModelServer
     from ratchet.tuner.rollouts.prices import prices_of
     from ratchet.tuner.rollouts.runner import RolloutRunner
     from ratchet.tuner.rollouts.scoring import RolloutScorer
@@ -156,15 +155,15 @@ def opened(settings: Settings, caller: RunCaller = COMMAND) -> Iterator[TuningCo
     workflow = load_workflow(given)
     progress = Progress(watch_for_command())
     proxy_url, key = tuner.proxy_url or proxy_of(settings), first_api_key()
-    models = ModelServer(f"{proxy_url.rstrip('/').removesuffix('/v1')}/v1", key)
-    with open_store(settings.store_url) as store, judge_of(settings, caller.judge, models) as judge:
+    with (
+        open_store(settings.store_url) as store,
+        judge_of(settings, caller.judge, model_server_of(settings)) as judge,
+    ):
         lease = RunLease(store, caller)
-        runner = RolloutRunner(
-            store, proxy_url, key, workflow, tuner, alias=settings.model, progress=progress, check=lease.check
-        )
-        scorer = RolloutScorer(
-            store, judge, max_wait_seconds=tuner.judge_wait_seconds, progress=progress, check=lease.check
-        )
+        # A caller in Python prints what it likes meanwhile, and standard output belongs to the whole process.
+        shared: dict[str, Any] = {"progress": progress, "check": lease.check, "keep_stdout": not caller.in_python}
+        runner = RolloutRunner(store, proxy_url, key, workflow, tuner, alias=settings.model, **shared)
+        scorer = RolloutScorer(store, judge, max_wait_seconds=tuner.judge_wait_seconds, **shared)
         yield TuningContext(
             settings=settings, tuner=tuner, store=store, proxy_url=proxy_url, api_key=key, progress=progress,
             lease=lease, runner=runner, scorer=scorer, workflow=workflow.name,
@@ -195,6 +194,14 @@ def judge_of(
         yield made
     finally:
         made.close()
+
+
+def model_server_of(settings: Settings) -> ModelServer:
+    """Return the proxy as the server of the models that a judge may ask for."""
+    from ratchet.trainer.user_code.agentscope_models import ModelServer
+
+    url = settings.tuner_settings().proxy_url or proxy_of(settings)
+    return ModelServer(f"{url.rstrip('/').removesuffix('/v1')}/v1", first_api_key())
 
 
 def proxy_of(settings: Settings) -> str:

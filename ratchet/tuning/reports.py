@@ -210,13 +210,14 @@ def draw_selection(selection: Selection, path: Path) -> None:
 
 def _selection_cells(selection: Selection, scored: CandidateScore, figures: Figures) -> tuple[str, ...]:
     interval = f"({scored.low:.3f} to {scored.high:.3f})"
-    money, tokens = figures.cost_per_rollout, figures.tokens_per_rollout
+    tokens = figures.tokens_per_rollout
+    money = figures.cost_per_rollout if tokens else None  # without tokens no call was recorded
     return (
         f"{scored.candidate} *" if scored.candidate == selection.chosen else scored.candidate,
         "not judged" if scored.mean is None else f"{scored.mean:.3f} {interval}",
         _against_first(selection, scored.candidate),
         str(scored.failed), str(scored.unjudged), _seconds(figures.seconds_p50), _seconds(figures.seconds_p95),
-        "" if tokens is None else f"{tokens:,.0f}", "unknown" if money is None else f"{money:.3g}",
+        f"{tokens:,.0f}" if tokens else "unknown", "unknown" if money is None else f"{money:.3g}",
     )  # fmt: skip
 
 

@@ -94,7 +94,9 @@ class _Wait:
                     self._known.add(alarm.name)
                     print_note(f"alarm {alarm.name}: {alarm.reason}")
             if self._until is not None and time.monotonic() > self._until:
-                raise TimeoutError(f"not within {self._timeout:g} s: {what}; the trainer goes on: `ratchet status`")
+                raise TimeoutError(
+                    f"not within {self._timeout:g} s: {what}; the trainer goes on: call it again with the same groups"
+                )
             time.sleep(_POLL)
 
 

@@ -116,6 +116,7 @@ def _run(tuner_context: TuningContext, run: Tuning, check: Any, caller: RunCalle
         evaluator = RolloutRunner(
             tuner_context.store, tuner_context.proxy_url, tuner_context.api_key, load_workflow(plan.eval_workflow),
             tuner_context.tuner, alias=settings.model, progress=tuner_context.progress, check=tuner_context.lease.check,
+            keep_stdout=not caller.in_python,
         )  # fmt: skip
     families = parse_families(plan.families, tuner_context.task_set)
     by_family = {name: load_workflow(caller.families.get(name, one)) for name, one in plan.family_workflows.items()}

@@ -110,7 +110,10 @@ async def test_it_runs_where_an_event_loop_runs_already() -> None:
     assert ratchet.try_judge(judges, TASK, {"text": "Rome"}).score == 0.0
 
 
-def test_the_example_of_the_page_runs(server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_of_the_page_runs(
+    server: str, models: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models += ["small@0", "small@1"]  # as Ratchet's proxy lists an agent and its versions
     rows = [TASK, {"question": "Of Italy?", "answer": "Rome"}, {"question": "Of France?", "answer": "Paris"}]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     example.main(str(tmp_path), server)

@@ -62,6 +62,7 @@ async def test_one_model_at_any_server_is_evaluated_in_a_running_event_loop(circ
         float(one.response == one.task["answer"]) for one in found.attempts
     ]
     assert found.score().tasks == 6
+    assert str(found).count("unknown") == 2, "no call is recorded here, so tokens and money are not known"
     assert circle.store.tunings.page() == []
     both = await ratchet.evaluate_async(ask, exact, "sums", models=["right-95", "crash"], **given)
     assert both.score("crash").failed == 6
@@ -112,7 +113,9 @@ def test_a_cancelled_run_is_resumed_by_its_id_and_keeps_what_is_finished(circle:
     assert run.status.state == "stopped"
     finished = {one.id for one in circle.store.rollouts.of_tuning(run.id) if one.state is RolloutState.ENDED}
     hanging[0] = False
-    again = ratchet.select_model(workflow, exact, resume=run.id).wait()
+    with pytest.raises(ratchet.InvalidArgument, match="uses the candidates of that run, right-20, right-95: leave"):
+        ratchet.select_model(workflow, exact, "sums", models=["right-20", "crash"], resume=run.id)
+    again = ratchet.select_model(workflow, exact, "sums", models=["right-20", "right-95"], resume=run.id).wait()
     assert again.id == run.id
     assert again.status.rollouts == 24
     assert finished < {one.id for one in circle.store.rollouts.of_tuning(run.id) if one.state is RolloutState.ENDED}

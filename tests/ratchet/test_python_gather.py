@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +21,7 @@ import ratchet
 from examples import gather_and_train
 from ratchet.store.states import GroupState, TrajectoryState
 from ratchet.store.store import Store
-from tests.harness.cli.project import Project
+from tests.harness.cli.project import ROOT, Project
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import eventually
 from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says
@@ -94,6 +97,22 @@ def odd(number: itertools.count[int]) -> Callable[..., ratchet.Judgement]:
     return lambda response: ratchet.Judgement(float(next(number) % 2), explanation=f"said {response}")
 
 
+def test_the_documents_first_rollout_is_judged_in_twelve_lines_and_leaves_no_process(project: Project) -> None:
+    project.make_trainable()
+    page = (ROOT / "docs" / "python.md").read_text()
+    program = page.partition("```python\n")[2].partition("```")[0]
+    assert len([line for line in program.splitlines() if line]) <= 12
+    written = program.replace("Qwen/Qwen2.5-0.5B-Instruct", str(project.folder / "tiny"))
+    path = os.pathsep.join([str(ROOT), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", written.replace("2 + 3?", "2 + 3? #say=5")], cwd=project.folder, check=False,
+        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.stdout == "(1.0, 1.0)\n", done.stderr
+    assert "vllm: ready" in done.stderr
+    assert list((project.state / "run").glob("*.pid")) == []
+
+
 def test_gathered_groups_are_trained_with_the_rewards_of_the_caller_and_not_before(served: Project) -> None:
     async def workflow(task: Mapping[str, Any], base_url: str, model: str) -> ratchet.WorkflowOutput:
         return ratchet.WorkflowOutput(await agent(task, base_url, model), metrics={"turns": 1})
@@ -131,6 +150,26 @@ def test_gathered_groups_are_trained_with_the_rewards_of_the_caller_and_not_befo
 
         again = ratchet.train([groups[1]], timeout=300)  # what was left out is trained later
         assert (again.name, again.state, again.trajectories) == ("agent@2", "live", 2)
+
+
+def test_a_call_that_ended_early_is_repeated_with_the_same_groups(served: Project) -> None:
+    async def workflow(task: Mapping[str, Any], base_url: str, model: str) -> str:
+        return await agent(task, base_url, model)
+
+    groups = ratchet.gather(workflow, [{"question": "one?"}, {"question": "two?"}], odd(itertools.count()), attempts=2)
+    with training(served.folder) as (store, start):
+        with pytest.raises(TimeoutError, match="call it again with the same groups"):
+            ratchet.train(groups[:1], timeout=0.5)  # the trainer has not begun
+        (waiting,) = store.groups.page()
+        assert waiting.state is GroupState.JUDGED
+        with pytest.raises(ratchet.TuningError, match="is grouped"):
+            ratchet.train([groups[0].with_rewards([0.25, 0.5])])
+        start()
+        trained = ratchet.train(groups, timeout=300)
+        assert (trained.groups, trained.trajectories, trained.left_out) == (2, 4, {})
+        assert len(store.groups.page()) == 2, "none was handed over twice"
+        with pytest.raises(ratchet.TuningError, match="is trained: a trajectory is trained once"):
+            ratchet.train(groups)
 
 
 def test_token_ids_and_logprobs_of_another_program_are_trained(served: Project) -> None:
@@ -246,3 +285,51 @@ def test_nothing_is_started_for_arguments_that_are_wrong(project: Project, monke
 
 def _ids(store: Store) -> list[str]:
     return [name for group in store.groups.page(state=GroupState.TRAINED) for name in group.members]
+
+
+async def test_groups_are_scored_afterwards_by_any_judge(served: Project) -> None:
+    async def workflow(task: Mapping[str, Any], base_url: str, model: str) -> str:
+        return await agent({"question": "one?"}, base_url, model)
+
+    async def fails_once(task: Mapping[str, Any], base_url: str, model: str) -> str:
+        if next(calls) == 0:
+            raise ValueError("no such tool")
+        return await workflow(task, base_url, model)
+
+    calls, model = itertools.count(), ScriptedJudgeModel()
+    model.answers = [rank] * 2
+    groups = await ratchet.gather_async(fails_once, SCENARIOS[:1], attempts=3, concurrency=1)
+    assert groups[0].rewards == (None, None, None), "gathered without a judge"
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    imported = ratchet.TrajectoryGroup([Scored(calls=[CALL], messages=talk), Scored(0.5, response="b", id="x")])
+    with model.running():
+        ruler = {"kind": "ruler", "base_url": f"{model.url}/v1", "model": "big"}
+        ranked = await ratchet.score_async([*groups, imported], ruler)
+    assert [sorted(map(str, group.rewards)) for group in ranked] == [["0.1", "0.2", "None"], ["0.1", "0.2"]]
+    assert ranked[0].run == groups[0].run
+    assert {one.explanation for one in ranked[1].trajectories} == {"e"}
+    (failed,) = (one for one in ranked[0].trajectories if one.reward is None)
+    assert str(failed.failure).startswith("ValueError: no such tool"), "a failed rollout is not judged"
+    assert "no such tool" not in str(model.requests)
+
+    judged = iter(range(9))
+
+    def judge(trajectory: Mapping[str, Any], response: str) -> ratchet.Judgement:
+        if next(judged) == 0:
+            raise KeyError(response)
+        return ratchet.Judgement(float(len(trajectory["messages"])), {"length": float(len(response))})
+
+    (again,) = await ratchet.score_async(
+        [dataclasses.replace(imported, trajectories=[imported.trajectories[0]] * 2)], judge
+    )
+    assert again.rewards == (None, 2.0)
+    assert "KeyError" in str(again.trajectories[0].failure)
+    assert again.trajectories[1].metrics == {"length": 1.0}
+    with pytest.raises(ratchet.JudgeError, match="reads `trajectory`"):
+        ratchet.score([imported], judge)
+    with pytest.raises(ratchet.TuningError, match=r"no trajectory could be scored: .*ZeroDivisionError"):
+        ratchet.score([imported], lambda response: 1 / 0 * len(response))
+    with pytest.raises(ratchet.InvalidArgument, match="no judge is set: give judge="):
+        ratchet.score([imported])
+    with pytest.raises(ratchet.TuningError, match=r"groups\[0\] is \[\]: give a ratchet.TrajectoryGroup"):
+        ratchet.score([[]], judge)  # type: ignore[list-item]

@@ -1,13 +1,15 @@
 """Progress of long phases: items done of a total, seconds per item, time left, and running means.
 
-The same numbers go to every watcher: bars on a terminal, log lines elsewhere, Prometheus, and the store. Watching costs
-little: bars, lines and writes are limited in time, not by item. Threads may add items concurrently.
+The same numbers go to every watcher: bars on a terminal and in a notebook, log lines elsewhere, Prometheus, and the
+store. Watching costs little: bars, lines and writes are limited in time, not by item. Threads may add items
+concurrently.
 """
 
 from __future__ import annotations
 
 import datetime
 import logging
+import math
 import sys
 import threading
 import time
@@ -15,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
@@ -31,6 +34,8 @@ JUDGING = "judging"  # groups given to a judge
 TRAINING = "training"  # rows of a round
 
 _LINE_INTERVAL = 10.0  # seconds between two lines of a phase
+_BAR_INTERVAL = 0.2  # seconds between two updates of a bar in a notebook
+_BAR_WIDTH = 30  # characters
 _WRITE_INTERVAL = 3.0  # seconds between two writes of a phase to the store
 
 
@@ -136,6 +141,38 @@ class PhaseBars:
                 self._bars.remove_task(self._tasks.pop(progress.phase))
                 if not self._tasks:
                     self._bars.stop()
+
+
+class NotebookBars:
+    """Shows a bar for each phase below the notebook's cell, and its last numbers once it has ended.
+
+    A display that is updated, and no widget: it needs no extension of the notebook, and threads may update it.
+    """
+
+    def __init__(self, interval: float = _BAR_INTERVAL) -> None:
+        self._interval = interval
+        self._shown: dict[str, tuple[Any, float]] = {}  # phase -> its display, and the phase's seconds at its update
+        self._lock = threading.Lock()
+
+    def __call__(self, progress: PhaseProgress) -> None:
+        """Receive progress."""
+        from IPython.display import display
+
+        with self._lock:
+            handle, shown_at = self._shown.get(progress.phase, (None, math.inf))
+            if not progress.ended and 0 <= progress.seconds - shown_at < self._interval:
+                return  # a phase that begins again has a shorter time than at its last update
+            if handle is None:
+                handle = display({"text/plain": self._text(progress)}, raw=True, display_id=True)
+            else:
+                handle.update({"text/plain": self._text(progress)}, raw=True)
+            self._shown[progress.phase] = handle, progress.seconds
+
+    @staticmethod
+    def _text(progress: PhaseProgress) -> str:
+        done = round(_BAR_WIDTH * min(1.0, progress.done / progress.total)) if progress.total else 0
+        bar = "" if progress.ended else f"{'█' * done}{'░' * (_BAR_WIDTH - done)} "
+        return bar + progress.format_sentence()
 
 
 class StoredProgress:
@@ -269,7 +306,7 @@ class Progress:
             watcher(progress)
 
 
-_console = Console(stderr=True, highlight=False, soft_wrap=True)
+_console = Console(stderr=True, highlight=False, soft_wrap=True, force_jupyter=False)
 
 
 def watch_for_service(alias: str) -> Watcher:
@@ -286,7 +323,9 @@ def _service_bars() -> PhaseBars:
 
 
 def watch_for_command() -> Watcher:
-    """Return bars if stderr is a terminal, sentences on stderr otherwise; for commands, which have no log."""
+    """Return bars on a terminal and in a notebook, sentences on stderr otherwise; for callers that have no log."""
+    if Console().is_jupyter:
+        return NotebookBars()
     if sys.stderr.isatty():
         return PhaseBars()
     return PeriodicLines(write=lambda progress: print_line(progress.format_sentence()))

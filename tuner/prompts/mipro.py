@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, TextIO
@@ -40,9 +41,9 @@ class Mipro:
         candidates, trials = _sizes(search)
         for library in ("dspy", "optuna"):
             logging.getLogger(library).setLevel(logging.ERROR)
-        # Silence DSPy's output, but not that of an agent in this process.
+        # Silence DSPy's output, but not that of an agent or of other threads in this process.
         own = sys.stdout, sys.stderr
-        with unwrap_errors(), open(os.devnull, "w") as nowhere, _output(nowhere, nowhere), _quiet_dspy():
+        with unwrap_errors(), _output(_OfOtherThreads(sys.stdout), _OfOtherThreads(sys.stderr)), _quiet_dspy():
             model = dspy.LM("reflection/ratchet", engine=_Engine(reflection), cache=False, num_retries=0)
             agent = _Agent(seed_prompt, evaluate, search, own)
             optimizer = dspy.MIPROv2(
@@ -165,8 +166,23 @@ def _score(example: Any, prediction: Any, trace: Any = None) -> Any:
     return prediction.score > _SOLVED if trace is not None else prediction.score
 
 
+class _OfOtherThreads:
+    """A stream without what the thread that makes it writes."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._silenced = threading.get_ident()
+
+    def write(self, text: str) -> int:
+        """Write the text of another thread."""
+        return len(text) if threading.get_ident() == self._silenced else self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 @contextlib.contextmanager
-def _output(out: TextIO, errors: TextIO) -> Iterator[None]:
+def _output(out: Any, errors: Any) -> Iterator[None]:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
         yield
 

@@ -3,7 +3,7 @@
 The trajectory id is chosen here and is part of the base URL, so the agent needs no header. The store knows the rollout
 before it starts. Guarantees: a failed rollout is kept with its exception, never skipped; finished rollouts are stored
 even if the run is interrupted, and only those in progress are lost (they stay `planned`); a retry is a rollout of its
-own, and the last one counts. Output that a function prints goes to standard error.
+own, and the last one counts.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class RolloutJob:
 class RolloutRunner:
     """Runs one workflow through one proxy, which must use the same store.
 
-    `check` is called before each rollout and once a second, and raises if the run must stop.
+    `check` is called before each rollout and once a second, and raises if the run must stop. With `keep_stdout`, what
+    functions print goes to standard error, so that a command's standard output holds its data only.
     """
 
     def __init__(
@@ -84,9 +85,11 @@ class RolloutRunner:
         alias: str = "policy",
         progress: Progress | None = None,
         check: Callable[[], None] = lambda: None,
+        keep_stdout: bool = True,
     ) -> None:
         self._store = store
         self._check = check
+        self._keep_stdout = keep_stdout
         self._first_rollouts = FirstRollouts()
         self._proxy_url = proxy_url.rstrip("/").removesuffix("/v1")
         self._api_key = api_key or NO_KEY
@@ -115,7 +118,7 @@ class RolloutRunner:
         await state.write(self._remember, jobs)
         workers = [asyncio.create_task(self._work(state)) for _ in range(min(self._settings.concurrency, len(jobs)))]
         try:
-            with contextlib.redirect_stdout(sys.stderr):  # keep stdout for the command's data
+            with contextlib.redirect_stdout(sys.stderr) if self._keep_stdout else contextlib.nullcontext():
                 await self._watched(workers)
         finally:
             for worker in workers:

@@ -37,7 +37,7 @@ NO_JUDGE = "no judge is set and the workflow returned no reward: give --judge, o
 class RolloutScorer:
     """Scores rollouts with a judge, or with their own rewards if there is none.
 
-    `check` is called before each group and raises if no further one may be judged.
+    `check` is called before each group and raises if no further one may be judged. `keep_stdout` is that of the runner.
     """
 
     def __init__(
@@ -49,9 +49,11 @@ class RolloutScorer:
         progress: Progress | None = None,
         clock: Callable[[], float] = time.time,
         check: Callable[[], None] = lambda: None,
+        keep_stdout: bool = True,
     ) -> None:
         self._store = store
         self._check = check
+        self._keep_stdout = keep_stdout
         self._judge = judge
         self._max_wait_seconds = max_wait_seconds
         self._progress = progress or Progress()
@@ -86,7 +88,7 @@ class RolloutScorer:
             for one in ended:
                 self._write(one.id, one.reward, WORKFLOW, None if one.reward is not None else NO_JUDGE, work)
         else:
-            with contextlib.redirect_stdout(sys.stderr):  # keep stdout for the command's data
+            with contextlib.redirect_stdout(sys.stderr) if self._keep_stdout else contextlib.nullcontext():
                 self._judge_groups(self._judge, self._complete(ended, shipped, work), work, on_verdict)
         work.end()
         return [self._store.rollouts.get(one.id) for one in rollouts]

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+from ratchet.trainer.errors import TuningError
+
 
 @dataclass(frozen=True, slots=True)
 class SampledCall:
@@ -75,6 +77,19 @@ class TrajectoryGroup:
         """Return the group with other rewards, one for each trajectory. Raises ValueError."""
         given = [replace(one, reward=reward) for one, reward in zip(self.trajectories, rewards, strict=True)]
         return replace(self, trajectories=tuple(given))
+
+
+def check_groups(groups: Sequence[object]) -> None:
+    """Raise TuningError, which names the place, unless these are groups of trajectories."""
+    if not groups:
+        raise TuningError("groups is empty: give what `ratchet.gather` returned, or your own TrajectoryGroup")
+    for place, group in enumerate(groups):
+        if not isinstance(group, TrajectoryGroup):
+            raise TuningError(f"groups[{place}] is {group!r:.100}: give a ratchet.TrajectoryGroup")
+        for number, one in enumerate(group.trajectories):
+            if not isinstance(one, ScoredTrajectory):
+                where = f"groups[{place}].trajectories[{number}]"
+                raise TuningError(f"{where} is {one!r:.100}: give a ratchet.ScoredTrajectory")
 
 
 def is_finite(reward: object) -> bool:

@@ -1,7 +1,8 @@
 """Groups that a caller scored: checked, stored if they were not recorded here, and handed to the trainer.
 
-Guarantees: all groups are handed over in one transaction, or none; a trajectory is trained once; a reward reaches the
-trainer as the score of its trajectory; nothing is tokenized, so a trajectory without the engine's ids is refused.
+Guarantees: all groups are handed over in one transaction, or none; a trajectory is trained once, also if a call is
+repeated; a reward reaches the trainer as the score of its trajectory; nothing is tokenized, so a trajectory without the
+engine's ids is refused.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from dataclasses import dataclass, field
 from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.ids import new_id
 from ratchet.store.records import GATHERED, REQUESTED, Verdict
+from ratchet.store.states import TuningState
 from ratchet.store.store import Store
 from ratchet.trainer.errors import TuningError
 from ratchet.trainer.statistics.score_spread import has_signal
 from ratchet.trainer.tasks.task_set import content_id
-from ratchet.tuner.rollouts.trajectory_groups import ScoredTrajectory, TrajectoryGroup, is_finite
+from ratchet.tuner.rollouts.trajectory_groups import ScoredTrajectory, TrajectoryGroup, check_groups, is_finite
 from ratchet.tuner.weights.imported_calls import check_calls, records_of
 
 CALLER = "caller"  # the judge of rewards that a caller gave
@@ -42,12 +44,9 @@ class Given:
 
 def read_given(groups: Sequence[TrajectoryGroup]) -> Given:
     """Return what can be trained. Raises TuningError if a trajectory is malformed, or if nothing can be trained."""
-    if not groups:
-        raise TuningError("groups is empty: give what `ratchet.gather` returned, or your own TrajectoryGroup")
+    check_groups(groups)
     given, seen = Given(), Counter[str]()
     for place, group in enumerate(groups):
-        if not isinstance(group, TrajectoryGroup):
-            raise TuningError(f"groups[{place}] is {group!r:.100}: give a ratchet.TrajectoryGroup")
         for number, one in enumerate(group.trajectories):
             _check(one, f"groups[{place}].trajectories[{number}]")
         seen.update(one.id for one in group.trajectories if one.id)
@@ -71,9 +70,7 @@ def read_given(groups: Sequence[TrajectoryGroup]) -> Given:
     return given
 
 
-def _check(one: object, where: str) -> None:
-    if not isinstance(one, ScoredTrajectory):
-        raise TuningError(f"{where} is {one!r:.100}: give a ratchet.ScoredTrajectory")
+def _check(one: ScoredTrajectory, where: str) -> None:
     if one.reward is not None and not is_finite(one.reward):
         raise TuningError(f"{where}.reward is {one.reward!r:.50}: give a finite number, or None to leave it out")
     if not one.id and not one.calls and (one.reward is not None or (one.messages and one.failure is None)):
@@ -90,14 +87,16 @@ def _check(one: object, where: str) -> None:
 def hand_over(store: Store, alias: str, run: str, given: Given) -> list[str]:
     """Store imported trajectories and give all groups to the trainer of `alias`; return the ids of the groups.
 
-    `run`: the run that asks for the training. Raises TuningError if a trajectory was trained or dropped, or belongs to
-    another agent.
+    A group that the trainer has already, from a call that ended early, is not given again. `run`: the run that asks for
+    the training. Raises TuningError if a trajectory was trained or dropped, or belongs to another agent.
     """
-    _check_recorded(store, alias, [one.id for _, members in given.groups for one in members if one.id])
+    earlier = [_handed_over(store, members) for _, members in given.groups]
+    rest = [one for one, known in zip(given.groups, earlier, strict=True) if known is None]
+    _check_recorded(store, alias, [one.id for _, members in rest for one in members if one.id])
     live = store.policies.live()
     default = live[alias].version if alias in live else 0
     wanted: dict[str, list[Verdict]] = {}
-    for number, (group, members) in enumerate(given.groups):
+    for number, (group, members) in enumerate(rest):
         # Attempts with equal rows are one task; without a row, the group is a task of its own.
         task = content_id(group.scenario) if group.scenario else f"{run}/{number}"
         names = [one.id or new_id("traj") for one in members]
@@ -109,9 +108,26 @@ def hand_over(store: Store, alias: str, run: str, given: Given) -> list[str]:
             _verdict(name, one) for name, one in zip(names, members, strict=True)
         ]  # fmt: skip
     try:
-        return store.groups.create_scored(alias, wanted, time.time())
+        created = iter(store.groups.create_scored(alias, wanted, time.time()))
     except InvalidTransition as refusal:
         raise TuningError(f"{refusal}: gather new ones") from refusal
+    return [known or next(created) for known in earlier]
+
+
+def _handed_over(store: Store, members: Sequence[ScoredTrajectory]) -> str | None:
+    """Return the group of these trajectories with these rewards that a call handed over which ended early."""
+    rewards = {one.id: one.reward for one in members}
+    try:
+        groups = {store.trajectories.get(name).group_id for name in rewards}
+        (name,) = groups if len(groups) == 1 else (None,)
+        group = None if name is None else store.groups.get(name)
+        if group is None or not group.is_requested or set(group.members) != set(rewards):
+            return None
+        call = store.tunings.get(group.key.removeprefix(REQUESTED).rpartition(":")[0])
+    except RecordNotFound:
+        return None
+    given = {name: verdict.score for name, verdict in store.groups.verdicts(list(rewards)).items()}
+    return group.id if call.state is not TuningState.DONE and given == rewards else None
 
 
 def _check_recorded(store: Store, alias: str, names: Sequence[str]) -> None:

@@ -5,8 +5,10 @@ Run alone: `python -m tests.harness.tuner.mipro_in_the_small_world REFLECTION_UR
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
+import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -54,8 +56,19 @@ def main(url: str) -> None:
     """Print the cases."""
     warnings.simplefilter("error")
     print("not part of the answer", file=sys.stderr)
+    ended, printed = threading.Event(), itertools.count()
+
+    def print_meanwhile() -> None:
+        while not ended.wait(0.02):
+            print("meanwhile", next(printed), file=sys.stderr)
+
+    thread = threading.Thread(target=print_meanwhile)
+    thread.start()
     whole = run(url, WorldEvaluate())
+    ended.set()
+    thread.join()
     cases = {
+        "meanwhile": next(printed),
         "whole": whole,
         "again": run(NOBODY, WorldEvaluate(), answered=whole["answered"]),
         "budget": run(url, WorldEvaluate(most=30)),
