@@ -11,13 +11,13 @@ from __future__ import annotations
 import os
 import re
 import struct
-import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
+from isal.isal_zlib import crc32
 
 from ratchet.store.records import Shipment
 
@@ -57,7 +57,7 @@ def write_position(folder: Path, position: Position) -> None:
 def frame(record: Shipment) -> bytes:
     """Return a record as one frame."""
     payload = _encode(record)
-    return _HEAD.pack(len(payload), zlib.crc32(payload)) + payload
+    return _HEAD.pack(len(payload), crc32(payload)) + payload
 
 
 def segment_path(folder: Path, number: int) -> Path:
@@ -171,7 +171,7 @@ def next_frame(path: Path, offset: int) -> int | None:
 def _is_frame(data: bytes, at: int) -> bool:
     length, checksum = _HEAD.unpack_from(data, at)
     start = at + _HEAD.size
-    return bool(0 < length <= len(data) - start) and zlib.crc32(memoryview(data)[start : start + length]) == checksum
+    return bool(0 < length <= len(data) - start) and crc32(memoryview(data)[start : start + length]) == checksum
 
 
 def _classify_rest(data: bytes, file: BinaryIO) -> str:
@@ -200,7 +200,7 @@ def _frames(data: bytes) -> tuple[list[Shipment], list[int], int, str]:
     """Return the complete records at the start of `data`, where they begin, their bytes, and what follows."""
     records: list[Shipment] = []
     offsets: list[int] = []
-    at = 0
+    view, at = memoryview(data), 0
     while at < len(data):
         if len(data) - at < _HEAD.size:
             return records, offsets, at, "torn"
@@ -212,8 +212,8 @@ def _frames(data: bytes) -> tuple[list[Shipment], list[int], int, str]:
         start = at + _HEAD.size
         if len(data) - start < length:
             return records, offsets, at, "torn"
-        payload = data[start : start + length]
-        if zlib.crc32(payload) != checksum:
+        payload = view[start : start + length]
+        if crc32(payload) != checksum:
             return records, offsets, at, "damaged"
         try:
             records.append(_decode(payload))

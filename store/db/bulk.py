@@ -1,7 +1,7 @@
 """Writes many rows with one compiled statement, and truncates text to its column.
 
 It skips SQLAlchemy's work per row: column types still encode the values, but all rows must have the same columns,
-including every column without a default in the database. Errors are SQLAlchemy's, except for a value that does not fit
+including every column without a default in the database; one that is None in all rows is left out. Errors are SQLAlchemy's, except for a value that does not fit
 its type. Agents and upstreams choose text of any length; no database refuses a row for it.
 """
 
@@ -32,7 +32,8 @@ def insert_columns(
     """Insert rows given as columns; otherwise like `insert`."""
     if not columns or not next(iter(columns.values())):
         return 0
-    statement = _compiled(connection.dialect, table, tuple(columns), new_only)
+    names = tuple(name for name, values in columns.items() if values.count(None) < len(values))
+    statement = _compiled(connection.dialect, table, names, new_only)
     return connection.exec_driver_sql(statement.text, statement.values(columns)).rowcount
 
 

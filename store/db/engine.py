@@ -28,6 +28,9 @@ _MIGRATIONS = Path(__file__).parent / "migrations"  # versions/REVISION.py
 _WAL_SECONDS = 15.0
 _MIGRATION_LOCK = 0x52415443  # advisory lock: one process at a time creates the schema
 
+for _kind in (bytes, type(None)):  # without an adapter, Python 3.11 looks for one at every value, in twice the time
+    sqlite3.register_adapter(_kind, lambda value: value)
+
 
 def _url(text: str) -> sa.URL:
     """Parse a store URL; a bare path means SQLite."""
