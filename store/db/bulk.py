@@ -1,8 +1,9 @@
 """Writes many rows with one compiled statement, and truncates text to its column.
 
 It skips SQLAlchemy's work per row: column types still encode the values, but all rows must have the same columns,
-including every column without a default in the database; one that is None in all rows is left out. Errors are SQLAlchemy's, except for a value that does not fit
-its type. Agents and upstreams choose text of any length; no database refuses a row for it.
+including every column without a default in the database; one that is None in all rows is left out. Errors are
+SQLAlchemy's, except for a value that does not fit its type. Agents and upstreams choose text of any length; no database
+refuses a row for it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 Row = dict[str, Any]
 
 MAX_IN_VALUES = 500  # values in one IN (...)
+_NAMES = "names"  # the parameter of `select_in`
 _MAX_STATEMENTS = 256  # in the cache: dialects (one per engine) x tables
 
 
@@ -39,16 +41,33 @@ def insert_columns(
 
 def in_values(connection: sa.Connection, column: sa.Column[str], names: Sequence[str]) -> sa.ColumnElement[bool]:
     """Return the condition that a text column is one of these names. The statement does not depend on their number."""
-    if connection.dialect.name == "postgresql":
-        return column == sa.any_(sa.bindparam(None, names, sa.ARRAY(sa.String)))
-    listed = sa.func.json_each(sa.bindparam(None, names, sa.JSON)).table_valued("value")
+    return _one_of(connection.dialect, column, None, names)
+
+
+def _one_of(
+    dialect: sa.Dialect, column: sa.Column[str], name: str | None, names: Sequence[str] | None
+) -> sa.ColumnElement[bool]:
+    if dialect.name == "postgresql":
+        return column == sa.any_(sa.bindparam(name, names, sa.ARRAY(sa.String)))
+    listed = sa.func.json_each(sa.bindparam(name, names, sa.JSON)).table_valued("value")
     return column.in_(sa.select(listed.c.value))
 
 
-def execute_many(connection: sa.Connection, statement: sa.Update, rows: Sequence[Row]) -> None:
-    """Execute an UPDATE with `bindparam` values once per row. The same statement is compiled once.
+def select_in(
+    connection: sa.Connection, query: sa.Select[Any], column: sa.Column[str], names: Sequence[str]
+) -> sa.CursorResult[Any]:
+    """Return the rows of a query without parameters whose text column is one of these names.
 
-    A parameter must not have the name of a column.
+    The same query object is compiled once; values come as the driver returns them, without conversion.
+    """
+    statement = _compiled_select(connection.dialect, query, column)
+    return connection.exec_driver_sql(statement.text, statement.values({_NAMES: (names,)})[0])
+
+
+def execute_many(connection: sa.Connection, statement: sa.Update | sa.Insert, rows: Sequence[Row]) -> None:
+    """Execute an UPDATE with `bindparam` values, or an INSERT of all columns, once per row; compiled once.
+
+    A parameter of an UPDATE must not have the name of a column.
     """
     if rows:
         compiled = _compiled_change(connection.dialect, statement)
@@ -62,7 +81,9 @@ def _columns(rows: Sequence[Row]) -> dict[str, Sequence[Any]]:
 class _Statement:
     """A statement compiled for a dialect, with the conversion of rows to its parameters."""
 
-    def __init__(self, dialect: sa.Dialect, statement: sa.Insert | sa.Update, columns: Sequence[str] | None) -> None:
+    def __init__(
+        self, dialect: sa.Dialect, statement: sa.Insert | sa.Update | sa.Select[Any], columns: Sequence[str] | None
+    ) -> None:
         compiled: Any = statement.compile(dialect=dialect, column_keys=None if columns is None else list(columns))
         self.text = str(compiled)
         self._positional = bool(compiled.positional)
@@ -88,8 +109,13 @@ def _compiled(dialect: sa.Dialect, table: sa.Table, columns: tuple[str, ...], ne
 
 
 @lru_cache(maxsize=_MAX_STATEMENTS)
-def _compiled_change(dialect: sa.Dialect, statement: sa.Update) -> _Statement:
+def _compiled_change(dialect: sa.Dialect, statement: sa.Update | sa.Insert) -> _Statement:
     return _Statement(dialect, statement, None)
+
+
+@lru_cache(maxsize=_MAX_STATEMENTS)
+def _compiled_select(dialect: sa.Dialect, query: sa.Select[Any], column: sa.Column[str]) -> _Statement:
+    return _Statement(dialect, query.where(_one_of(dialect, column, _NAMES, None)), None)
 
 
 def insert_or_ignore(connection: sa.Connection, table: sa.Table, rows: list[dict[str, Any]]) -> int:
