@@ -55,7 +55,7 @@ def _one_of(
 
 def select_in(
     connection: sa.Connection, query: sa.Select[Any], column: sa.Column[str], names: Sequence[str]
-) -> sa.CursorResult[Any]:
+) -> Iterable[Any]:
     """Return the rows of a query without parameters whose text column is one of these names.
 
     The same query object is compiled once; values come as the driver returns them, without conversion.
