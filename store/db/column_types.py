@@ -154,10 +154,12 @@ def compress_token_ids(ids: bytes) -> bytes:
         raise ValueError(f"{len(ids)} bytes are not int32 token ids")
     if not ids:
         return b""
-    width = 4
-    while width > 1 and not ids[width - 1 :: 4].strip(b"\0"):
-        width -= 1
-    return b"\4" + ids if width == 4 else bytes([width]) + b"".join([ids[place::4] for place in range(width)])
+    planes: list[bytes] = []
+    for place in (3, 2, 1, 0):
+        plane = ids[place::4]
+        if planes or not place or plane.strip(b"\0"):
+            planes.append(plane)
+    return b"\4" + ids if len(planes) == 4 else bytes([len(planes)]) + b"".join(reversed(planes))
 
 
 def decompress_token_ids(packed: bytes) -> bytes:
