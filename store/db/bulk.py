@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
+from itertools import chain
 from typing import Any
 
 import sqlalchemy as sa
@@ -19,6 +20,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 Row = dict[str, Any]
 
 MAX_IN_VALUES = 500  # values in one IN (...)
+_ROWS = 16  # of one INSERT: a statement costs as much as some rows, above all in PostgreSQL
 _NAMES = "names"  # the parameter of `select_in`
 _MAX_STATEMENTS = 256  # in the cache: dialects (one per engine) x tables
 
@@ -36,7 +38,15 @@ def insert_columns(
         return 0
     names = tuple(name for name, values in columns.items() if values.count(None) < len(values))
     statement = _compiled(connection.dialect, table, names, new_only)
-    return connection.exec_driver_sql(statement.text, statement.values(columns)).rowcount
+    rows = statement.values(columns)
+    whole = len(rows) - len(rows) % _ROWS
+    count = 0
+    if whole:
+        several = [tuple(chain.from_iterable(rows[at : at + _ROWS])) for at in range(0, whole, _ROWS)]
+        count += connection.exec_driver_sql(statement.text_of_rows, several).rowcount
+    if rows[whole:]:
+        count += connection.exec_driver_sql(statement.text, rows[whole:]).rowcount
+    return count
 
 
 def in_values(connection: sa.Connection, column: sa.Column[str], names: Sequence[str]) -> sa.ColumnElement[bool]:
@@ -86,19 +96,24 @@ class _Statement:
     ) -> None:
         compiled: Any = statement.compile(dialect=dialect, column_keys=None if columns is None else list(columns))
         self.text = str(compiled)
-        self._positional = bool(compiled.positional)
-        self._names = tuple(compiled.positiontup or compiled.binds)
+        self._names = tuple(compiled.positiontup)
         types = [compiled.binds[name].type.dialect_impl(dialect) for name in self._names]
         self._encoders: list[Callable[[Any], Any] | None] = [kind.bind_processor(dialect) for kind in types]
 
-    def values(self, columns: Mapping[str, Sequence[Any]]) -> Any:
+    @cached_property
+    def text_of_rows(self) -> str:
+        """The same INSERT with `_ROWS` rows."""
+        head, values, rest = self.text.partition(" VALUES ")
+        row, conflict, action = rest.partition(" ON CONFLICT ")
+        return f"{head}{values}{', '.join([row] * _ROWS)}{conflict}{action}"
+
+    def values(self, columns: Mapping[str, Sequence[Any]]) -> list[tuple[Any, ...]]:
         """Return the rows as parameters for the driver."""
         values: list[Iterable[Any]] = [columns[name] for name in self._names]
         encoded = [
             map(encode, column) if encode else column for encode, column in zip(self._encoders, values, strict=True)
         ]
-        rows = zip(*encoded, strict=True)
-        return list(rows) if self._positional else [dict(zip(self._names, row, strict=True)) for row in rows]
+        return list(zip(*encoded, strict=True))
 
 
 @lru_cache(maxsize=_MAX_STATEMENTS)

@@ -82,7 +82,13 @@ def _create_engine(store_url: str, create: bool, writes_much: bool) -> sa.Engine
             sa.event.listen(engine, "connect", _enlarge_caches)
         return engine
     try:
-        return sa.create_engine(url, pool_pre_ping=True, json_serializer=_dump, json_deserializer=_load)
+        return sa.create_engine(
+            url,
+            pool_pre_ping=True,
+            paramstyle="format",  # by place, as SQLite's
+            json_serializer=_dump,
+            json_deserializer=_load,
+        )
     except ModuleNotFoundError as error:
         raise StoreError(f"PostgreSQL needs its driver: {install_hint('postgres')}") from error
 
