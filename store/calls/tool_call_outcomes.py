@@ -16,6 +16,7 @@ from ratchet.store.db.bulk import execute_many, insert_columns, select_in
 from ratchet.store.db.engine import read, write
 from ratchet.store.records.base import row_to
 from ratchet.store.records.tool_calls import ToolCall, ToolCallCounts, ToolCallResult
+from ratchet.store.states import ToolOutcome
 
 _MAX_COUNTED = 1_000  # the most called tools
 
@@ -29,8 +30,12 @@ _SET_RESULT = (
 _KNOWN = sa.select(schema.calls.c.id, _rows.c.choice, _rows.c.place).outerjoin(
     _rows, _rows.c.call_id == schema.calls.c.id
 )
-_UNANSWERED = sa.select(_rows).where(_rows.c.result.is_(None)).order_by(_rows.c.call_id, _rows.c.choice, _rows.c.place)
 _FIELDS = ToolCall.__struct_fields__
+_UNANSWERED = (
+    sa.select(*(_rows.c[name] for name in _FIELDS))
+    .where(_rows.c.result.is_(None))
+    .order_by(_rows.c.call_id, _rows.c.choice, _rows.c.place)
+)
 
 
 class ToolCallVerbs:
@@ -131,7 +136,8 @@ def _answer(connection: sa.Connection, answers: Sequence[ToolCallResult]) -> lis
     for row in select_in(connection, _UNANSWERED, _rows.c.call_id, names) if names else ():
         result = wanted.pop((row.call_id, row.choice, row.tool_call_id), None)
         if result is not None:
-            answered.append(row_to(ToolCall, row, result=result))
+            fields = dict(zip(_FIELDS, row, strict=True)) | {"outcome": ToolOutcome(row.outcome), "result": result}
+            answered.append(ToolCall(**fields))
     values = [{"of": row.call_id, "nth": row.choice, "at": row.place, "new_result": row.result} for row in answered]
     execute_many(connection, _SET_RESULT, values)
     return answered
