@@ -23,7 +23,7 @@ _PLAIN_TEXT = b"\0"  # in place of the algorithm: plain text, not a hash
 
 _DEFLATED = b"\x01"
 _MIN_DEFLATED = 64  # bytes; shorter bodies are not deflated
-_MIN_OWN_CODES = 2048  # bytes; shorter bodies are deflated with the fixed Huffman codes of RFC 1951
+_MIN_OWN_CODES = 4096  # bytes; shorter bodies are deflated with the fixed Huffman codes of RFC 1951
 # Part of the format: a changed dictionary needs another mark.
 _DICTIONARY = (
     b'"name":"parameters":{"properties":{"type":"string","description":"}},"required":[]}}],"type":"object"'
@@ -127,7 +127,7 @@ def pack_body(body: bytes) -> bytes:
     if len(body) < _MIN_DEFLATED:
         return body
     # Half the time of zlib; with so little memory an eighth of it in a process that gives memory back at once. Codes of
-    # its own make a short body 15% shorter, and cost twice as much as all the rest.
+    # their own make bodies of 0.5 to 4 KB 13 to 26% shorter, and deflating them takes two to three times as long.
     level, strategy = (0, isal_zlib.Z_FIXED) if len(body) < _MIN_OWN_CODES else (1, isal_zlib.Z_DEFAULT_STRATEGY)
     deflate = isal_zlib.compressobj(level, isal_zlib.DEFLATED, -15, 1, strategy, zdict=_DICTIONARY)
     packed = _DEFLATED + deflate.compress(body) + deflate.flush()
