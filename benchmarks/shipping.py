@@ -5,6 +5,7 @@
     apart       the same, each end in a later batch than its beginning, as with a model that takes seconds: a
                 beginning waits for its end
     twice       the same, but no beginning waits, as if each took longer than that
+    history     calls that bring an agent's whole history of 82 messages, 92 KB, each unknown to the store
 
 A journal is made, then carried in pieces as the store_writer carries them, in this process. CPU time, without the
 reading of the journal's bounds and the first two pieces. To compare two versions of the code, run them in turns.
@@ -24,12 +25,13 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks import agent_shapes
 from benchmarks.storage import Writer, trajectory
 from ratchet.proxy.coordinator.shipping.held_beginnings import HeldBeginnings
 from ratchet.proxy.coordinator.shipping.store_writer import InProcessWriter, SegmentRange
 from ratchet.proxy.coordinator.shipping.writer_process import GC_THRESHOLDS
 from ratchet.proxy.journal.segments import MAGIC, frame
-from ratchet.store.content.messages import node
+from ratchet.store.content.messages import node, path, tools_hash
 from ratchet.store.db.engine import connect
 from ratchet.store.ids import new_id
 from ratchet.store.records import CallEnded, CallStarted, Choice, Shipment, pack_ids, pack_logprobs
@@ -75,6 +77,27 @@ def continuing(calls: int, seed: int = 1) -> Iterator[list[Shipment]]:
             agents.remove(agent)
         else:
             yield records
+
+
+def history(calls: int, seed: int = 1) -> Iterator[list[Shipment]]:
+    """Yield the beginning and the end of calls whose whole history is new."""
+    chance = random.Random(seed)
+    name, tools = tools_hash(agent_shapes.tools())
+    prompt, sampled, logprobs = pack_ids(range(1000, 24_000)), pack_ids(range(64)), pack_logprobs([-0.5] * 64)
+    for number in range(calls):
+        nodes = path(agent_shapes.conversation(chance))
+        reply = node(nodes[-1].hash, agent_shapes.tool_call(chance))
+        start = CallStarted(
+            call_id=new_id("call"), trajectory_id=new_id("traj"), started_at=1.79e9 + number / 1000, alias="mail",
+            version=0, dialect="chat", streamed=False, linked_by="root", prompt_node=nodes[-1].hash, key_id="key_1",
+            sampling={"temperature": 1.0, "max_tokens": 512}, nodes=nodes, tools_hash=name,
+            tools=tools if number == 0 else b"",
+        )  # fmt: skip
+        choice = Choice(index=0, finish_reason="stop", token_ids=sampled, logprobs=logprobs, reply_node=reply.hash)
+        yield [start, CallEnded(
+            start=start, state=CallState.ANSWERED, ended_at=start.started_at + 0.02, status=200, prompt_ids=prompt,
+            prompt_tokens=23_000, completion_tokens=64, choices=(choice,), nodes=(reply,),
+        )]  # fmt: skip
 
 
 def journal(file: Path, pairs: Iterator[list[Shipment]], batch: int, later: int) -> list[int]:
@@ -124,6 +147,7 @@ def main() -> None:
         "continuing": (continuing, 0),
         "apart": (continuing, _LATER),
         "twice": (continuing, _LATER),
+        "history": (history, 0),
     }
     found = {}
     for kind, (make, later) in kinds.items():
@@ -132,7 +156,8 @@ def main() -> None:
             open_store(url).close()
             if options.stored:
                 carry(url, file, journal(file, opening(options.stored, seed=2), 1000, 0))
-            bounds = journal(file, make(options.calls), options.batch, later)
+            few = 10 if make is history else 1  # a call has twenty times as many messages
+            bounds = journal(file, make(options.calls // few), options.batch // few, later)
             gc.collect()
             gc.freeze()
             gc.set_threshold(*GC_THRESHOLDS)

@@ -200,7 +200,7 @@ def _frames(data: bytes) -> tuple[list[Shipment], list[int], int, str]:
     """Return the complete records at the start of `data`, where they begin, their bytes, and what follows."""
     records: list[Shipment] = []
     offsets: list[int] = []
-    at = 0
+    view, at = memoryview(data), 0
     while at < len(data):
         if len(data) - at < _HEAD.size:
             return records, offsets, at, "torn"
@@ -212,7 +212,7 @@ def _frames(data: bytes) -> tuple[list[Shipment], list[int], int, str]:
         start = at + _HEAD.size
         if len(data) - start < length:
             return records, offsets, at, "torn"
-        payload = data[start : start + length]
+        payload = view[start : start + length]
         if crc32(payload) != checksum:
             return records, offsets, at, "damaged"
         try:

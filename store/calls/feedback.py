@@ -39,6 +39,9 @@ UNAPPLIED = (
     schema.feedback.c.value.is_not(None),
 )  # the condition of a partial index
 
+_PENDING = schema.feedback.c.trajectory_id.is_(None)
+_ANY_PENDING = sa.select(schema.feedback.c.id).where(_PENDING).limit(1)
+
 
 class FeedbackVerbs:
     """Operations on feedback."""
@@ -159,12 +162,11 @@ def add(connection: sa.Connection, items: Iterable[Feedback]) -> None:
 def attach_pending_feedback(connection: sa.Connection, records: Sequence[CallRecord]) -> None:
     """Attach feedback that arrived before these calls, in the caller's transaction."""
     table = schema.feedback
-    pending = table.c.trajectory_id.is_(None)
-    if connection.scalar(sa.select(table.c.id).where(pending).limit(1)) is None:
+    if connection.scalar(_ANY_PENDING) is None:
         return
     names = sorted({name for record in records for name in _names(record)})
     for start in range(0, len(names), MAX_IN_VALUES):
-        chosen = sa.select(table).where(pending, table.c.target.in_(names[start : start + MAX_IN_VALUES]))
+        chosen = sa.select(table).where(_PENDING, table.c.target.in_(names[start : start + MAX_IN_VALUES]))
         for row in connection.execute(chosen).all():
             place = _place(connection, row_to(Feedback, row))
             if place is not None:

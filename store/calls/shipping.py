@@ -19,7 +19,14 @@ import sqlalchemy as sa
 from ratchet.store.access.ownership import may_share_trajectory
 from ratchet.store.calls import prompt_blocks as blocks
 from ratchet.store.db import schema
-from ratchet.store.db.bulk import execute_many, in_values, insert_columns, insert_or_ignore, truncate_columns
+from ratchet.store.db.bulk import (
+    execute_many,
+    in_values,
+    insert_columns,
+    insert_or_ignore,
+    select_in,
+    truncate_columns,
+)
 from ratchet.store.records import CallEnded, CallRecord, CallStarted, MessageNode
 from ratchet.store.states import IDLE, CallState, TrajectoryState
 
@@ -55,6 +62,10 @@ _ACTIVE = (
 )  # fmt: skip
 
 
+_calls, _trajectories = schema.calls.c, schema.trajectories.c
+_KNOWN = sa.select(_calls.id, _calls.state, _calls.trajectory_id)
+
+
 class _TrajectoryRow(NamedTuple):
     """The columns of a trajectory that decide whether it accepts a call."""
 
@@ -65,6 +76,13 @@ class _TrajectoryRow(NamedTuple):
     purpose: str
     key_id: str | None
     last_active_at: float
+
+
+_TRAJECTORIES = (
+    sa.select(_trajectories.id, *(_trajectories[name] for name in _TrajectoryRow._fields))
+    .order_by(_trajectories.id)
+    .with_for_update()
+)
 
 
 def ship(connection: sa.Connection, records: Sequence[CallRecord]) -> Collection[CallEnded]:
@@ -124,10 +142,7 @@ def _insert(
 
 def _known(connection: sa.Connection, names: Sequence[str]) -> dict[str, Any]:
     """Return state and trajectory of the calls that are stored, by id."""
-    table = schema.calls
-    columns = sa.select(table.c.id, table.c.state, table.c.trajectory_id)
-    rows = connection.execute(columns.where(in_values(connection, table.c.id, names))) if names else ()
-    return {row.id: row for row in rows}
+    return {row.id: row for row in select_in(connection, _KNOWN, _calls.id, names)}
 
 
 def _write_calls(
@@ -242,17 +257,9 @@ def _trajectories_of_calls(
 
 def _trajectory_rows(connection: sa.Connection, names: Sequence[str]) -> dict[str, _TrajectoryRow]:
     """Return trajectories by id, with row locks where the database has them, so that none is sealed meanwhile."""
-    trajectories = schema.trajectories
     if not names:
         return {}
-    columns = [trajectories.c[name] for name in ("id", *_TrajectoryRow._fields)]
-    query = (
-        sa.select(*columns)
-        .where(in_values(connection, trajectories.c.id, names))
-        .order_by(trajectories.c.id)
-        .with_for_update()
-    )
-    return {row.id: _TrajectoryRow(*row[1:]) for row in connection.execute(query)}
+    return {row.id: _TrajectoryRow(*row[1:]) for row in select_in(connection, _TRAJECTORIES, _trajectories.id, names)}
 
 
 def _accepts(run: _TrajectoryRow, start: CallStarted) -> bool:

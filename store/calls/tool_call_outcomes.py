@@ -7,16 +7,16 @@ once. Tool calls are deleted with their call.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-import msgspec
 import sqlalchemy as sa
 
 from ratchet.store.db import schema
-from ratchet.store.db.bulk import execute_many, in_values, insert
+from ratchet.store.db.bulk import execute_many, insert_columns, select_in
 from ratchet.store.db.engine import read, write
 from ratchet.store.records.base import row_to
 from ratchet.store.records.tool_calls import ToolCall, ToolCallCounts, ToolCallResult
+from ratchet.store.states import ToolOutcome
 
 _MAX_COUNTED = 1_000  # the most called tools
 
@@ -26,6 +26,15 @@ _SET_RESULT = (
     .where(_rows.c.call_id == sa.bindparam("of"), _rows.c.choice == sa.bindparam("nth"))
     .where(_rows.c.place == sa.bindparam("at"))
     .values(result=sa.bindparam("new_result"))
+)
+_KNOWN = sa.select(schema.calls.c.id, _rows.c.choice, _rows.c.place).outerjoin(
+    _rows, _rows.c.call_id == schema.calls.c.id
+)
+_FIELDS = ToolCall.__struct_fields__
+_UNANSWERED = (
+    sa.select(*(_rows.c[name] for name in _FIELDS))
+    .where(_rows.c.result.is_(None))
+    .order_by(_rows.c.call_id, _rows.c.choice, _rows.c.place)
 )
 
 
@@ -52,7 +61,7 @@ class ToolCallVerbs:
             return [], []
         with write(self._engine) as connection:
             new = _without_known(connection, found)
-            insert(connection, _rows, [msgspec.structs.asdict(row) for row in new])
+            insert_columns(connection, _rows, {name: [getattr(row, name) for row in new] for name in _FIELDS})
             return new, _answer(connection, answers)
 
     def of_call(self, call_id: str) -> list[ToolCall]:
@@ -114,9 +123,7 @@ def _without_known(connection: sa.Connection, found: Sequence[ToolCall]) -> list
     names = sorted({row.call_id for row in found})
     if not names:
         return []
-    calls = schema.calls
-    query = sa.select(calls.c.id, _rows.c.choice, _rows.c.place).outerjoin(_rows, _rows.c.call_id == calls.c.id)
-    known = set(map(tuple, connection.execute(query.where(in_values(connection, calls.c.id, names)))))
+    known = set(map(tuple, select_in(connection, _KNOWN, schema.calls.c.id, names)))
     there = {key[0] for key in known}
     new = {(row.call_id, row.choice, row.place): row for row in found if row.call_id in there}
     return [row for key, row in new.items() if key not in known]
@@ -124,18 +131,13 @@ def _without_known(connection: sa.Connection, found: Sequence[ToolCall]) -> list
 
 def _answer(connection: sa.Connection, answers: Sequence[ToolCallResult]) -> list[ToolCall]:
     wanted = {(answer.call_id, answer.choice, answer.tool_call_id): answer.result for answer in answers}
+    names = sorted({answer.call_id for answer in answers})
     answered = []
-    for row in _unanswered(connection, sorted({answer.call_id for answer in answers})):
+    for row in select_in(connection, _UNANSWERED, _rows.c.call_id, names) if names else ():
         result = wanted.pop((row.call_id, row.choice, row.tool_call_id), None)
         if result is not None:
-            answered.append(msgspec.structs.replace(row, result=result))
+            fields = dict(zip(_FIELDS, row, strict=True)) | {"outcome": ToolOutcome(row.outcome), "result": result}
+            answered.append(ToolCall(**fields))
     values = [{"of": row.call_id, "nth": row.choice, "at": row.place, "new_result": row.result} for row in answered]
     execute_many(connection, _SET_RESULT, values)
     return answered
-
-
-def _unanswered(connection: sa.Connection, names: Sequence[str]) -> Iterable[ToolCall]:
-    if names:
-        query = sa.select(_rows).where(in_values(connection, _rows.c.call_id, names), _rows.c.result.is_(None))
-        order = (_rows.c.call_id, _rows.c.choice, _rows.c.place)
-        yield from [row_to(ToolCall, row) for row in connection.execute(query.order_by(*order))]

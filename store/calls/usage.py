@@ -19,6 +19,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from ratchet.store.access.ownership import owner
 from ratchet.store.db import schema
+from ratchet.store.db.bulk import execute_many
 from ratchet.store.db.engine import read
 from ratchet.store.records import CallEnded, KeyTokens, Usage
 from ratchet.store.records.base import row_to
@@ -100,7 +101,7 @@ def add_usage(connection: sa.Connection, ended: Iterable[CallEnded]) -> None:
         row[3] += end.completion_tokens
     if sums:
         rows = [dict(zip((*DIMENSIONS, *_SUMS), (*place, *sums[place]), strict=True)) for place in sorted(sums)]
-        connection.execute(_upsert(connection.dialect.name), rows)
+        execute_many(connection, _upsert(connection.dialect.name), rows)
 
 
 def first_day(days: int, now: float | None = None) -> str:

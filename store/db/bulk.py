@@ -1,15 +1,17 @@
 """Writes many rows with one compiled statement, and truncates text to its column.
 
 It skips SQLAlchemy's work per row: column types still encode the values, but all rows must have the same columns,
-including every column without a default in the database. Errors are SQLAlchemy's, except for a value that does not fit
-its type. Agents and upstreams choose text of any length; no database refuses a row for it.
+including every column without a default in the database; one that is None in all rows is left out. Errors are
+SQLAlchemy's, except for a value that does not fit its type. Agents and upstreams choose text of any length; no database
+refuses a row for it.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
+from itertools import chain
 from typing import Any
 
 import sqlalchemy as sa
@@ -18,6 +20,8 @@ from sqlalchemy.dialects import postgresql, sqlite
 Row = dict[str, Any]
 
 MAX_IN_VALUES = 500  # values in one IN (...)
+_ROWS = 16  # of one INSERT: a statement costs as much as some rows, above all in PostgreSQL
+_NAMES = "names"  # the parameter of `select_in`
 _MAX_STATEMENTS = 256  # in the cache: dialects (one per engine) x tables
 
 
@@ -32,22 +36,48 @@ def insert_columns(
     """Insert rows given as columns; otherwise like `insert`."""
     if not columns or not next(iter(columns.values())):
         return 0
-    statement = _compiled(connection.dialect, table, tuple(columns), new_only)
-    return connection.exec_driver_sql(statement.text, statement.values(columns)).rowcount
+    names = tuple(name for name, values in columns.items() if values.count(None) < len(values))
+    statement = _compiled(connection.dialect, table, names, new_only)
+    rows = statement.values(columns)
+    whole = len(rows) - len(rows) % _ROWS
+    count = 0
+    if whole:
+        several = [tuple(chain.from_iterable(rows[at : at + _ROWS])) for at in range(0, whole, _ROWS)]
+        count += connection.exec_driver_sql(statement.text_of_rows, several).rowcount
+    if rows[whole:]:
+        count += connection.exec_driver_sql(statement.text, rows[whole:]).rowcount
+    return count
 
 
 def in_values(connection: sa.Connection, column: sa.Column[str], names: Sequence[str]) -> sa.ColumnElement[bool]:
     """Return the condition that a text column is one of these names. The statement does not depend on their number."""
-    if connection.dialect.name == "postgresql":
-        return column == sa.any_(sa.bindparam(None, names, sa.ARRAY(sa.String)))
-    listed = sa.func.json_each(sa.bindparam(None, names, sa.JSON)).table_valued("value")
+    return _one_of(connection.dialect, column, None, names)
+
+
+def _one_of(
+    dialect: sa.Dialect, column: sa.Column[str], name: str | None, names: Sequence[str] | None
+) -> sa.ColumnElement[bool]:
+    if dialect.name == "postgresql":
+        return column == sa.any_(sa.bindparam(name, names, sa.ARRAY(sa.String)))
+    listed = sa.func.json_each(sa.bindparam(name, names, sa.JSON)).table_valued("value")
     return column.in_(sa.select(listed.c.value))
 
 
-def execute_many(connection: sa.Connection, statement: sa.Update, rows: Sequence[Row]) -> None:
-    """Execute an UPDATE with `bindparam` values once per row. The same statement is compiled once.
+def select_in(
+    connection: sa.Connection, query: sa.Select[Any], column: sa.Column[str], names: Sequence[str]
+) -> Iterable[Any]:
+    """Return the rows of a query without parameters whose text column is one of these names.
 
-    A parameter must not have the name of a column.
+    The same query object is compiled once; values come as the driver returns them, without conversion.
+    """
+    statement = _compiled_select(connection.dialect, query, column)
+    return connection.exec_driver_sql(statement.text, statement.values({_NAMES: (names,)})[0])
+
+
+def execute_many(connection: sa.Connection, statement: sa.Update | sa.Insert, rows: Sequence[Row]) -> None:
+    """Execute an UPDATE with `bindparam` values, or an INSERT of all columns, once per row; compiled once.
+
+    A parameter of an UPDATE must not have the name of a column.
     """
     if rows:
         compiled = _compiled_change(connection.dialect, statement)
@@ -61,22 +91,29 @@ def _columns(rows: Sequence[Row]) -> dict[str, Sequence[Any]]:
 class _Statement:
     """A statement compiled for a dialect, with the conversion of rows to its parameters."""
 
-    def __init__(self, dialect: sa.Dialect, statement: sa.Insert | sa.Update, columns: Sequence[str] | None) -> None:
+    def __init__(
+        self, dialect: sa.Dialect, statement: sa.Insert | sa.Update | sa.Select[Any], columns: Sequence[str] | None
+    ) -> None:
         compiled: Any = statement.compile(dialect=dialect, column_keys=None if columns is None else list(columns))
         self.text = str(compiled)
-        self._positional = bool(compiled.positional)
-        self._names = tuple(compiled.positiontup or compiled.binds)
+        self._names = tuple(compiled.positiontup)
         types = [compiled.binds[name].type.dialect_impl(dialect) for name in self._names]
         self._encoders: list[Callable[[Any], Any] | None] = [kind.bind_processor(dialect) for kind in types]
 
-    def values(self, columns: Mapping[str, Sequence[Any]]) -> Any:
+    @cached_property
+    def text_of_rows(self) -> str:
+        """The same INSERT with `_ROWS` rows."""
+        head, values, rest = self.text.partition(" VALUES ")
+        row, conflict, action = rest.partition(" ON CONFLICT ")
+        return f"{head}{values}{', '.join([row] * _ROWS)}{conflict}{action}"
+
+    def values(self, columns: Mapping[str, Sequence[Any]]) -> list[tuple[Any, ...]]:
         """Return the rows as parameters for the driver."""
         values: list[Iterable[Any]] = [columns[name] for name in self._names]
         encoded = [
             map(encode, column) if encode else column for encode, column in zip(self._encoders, values, strict=True)
         ]
-        rows = zip(*encoded, strict=True)
-        return list(rows) if self._positional else [dict(zip(self._names, row, strict=True)) for row in rows]
+        return list(zip(*encoded, strict=True))
 
 
 @lru_cache(maxsize=_MAX_STATEMENTS)
@@ -87,8 +124,13 @@ def _compiled(dialect: sa.Dialect, table: sa.Table, columns: tuple[str, ...], ne
 
 
 @lru_cache(maxsize=_MAX_STATEMENTS)
-def _compiled_change(dialect: sa.Dialect, statement: sa.Update) -> _Statement:
+def _compiled_change(dialect: sa.Dialect, statement: sa.Update | sa.Insert) -> _Statement:
     return _Statement(dialect, statement, None)
+
+
+@lru_cache(maxsize=_MAX_STATEMENTS)
+def _compiled_select(dialect: sa.Dialect, query: sa.Select[Any], column: sa.Column[str]) -> _Statement:
+    return _Statement(dialect, query.where(_one_of(dialect, column, _NAMES, None)), None)
 
 
 def insert_or_ignore(connection: sa.Connection, table: sa.Table, rows: list[dict[str, Any]]) -> int:

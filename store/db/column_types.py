@@ -8,6 +8,7 @@ three bytes per token instead of four. Logprobs stay float32.
 from __future__ import annotations
 
 import zlib
+from binascii import unhexlify
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -15,13 +16,14 @@ from typing import Any
 import sqlalchemy as sa
 from isal import isal_zlib
 
-_ALGORITHMS = {"b2": 1}  # the name before the colon of a hash text -> its byte
-_NAMES = {number: name for name, number in _ALGORITHMS.items()}
+_ALGORITHMS = {"b2": b"\1"}  # the name before the colon of a hash text -> its byte
+_NAMES = {mark[0]: name for name, mark in _ALGORITHMS.items()}
 _DIGEST = 16
 _PLAIN_TEXT = b"\0"  # in place of the algorithm: plain text, not a hash
 
 _DEFLATED = b"\x01"
 _MIN_DEFLATED = 64  # bytes; shorter bodies are not deflated
+_MIN_OWN_CODES = 4096  # bytes; shorter bodies are deflated with the fixed Huffman codes of RFC 1951
 # Part of the format: a changed dictionary needs another mark.
 _DICTIONARY = (
     b'"name":"parameters":{"properties":{"type":"string","description":"}},"required":[]}}],"type":"object"'
@@ -103,7 +105,7 @@ def pack_hash(text: str) -> bytes:
     name, _, digits = text.partition(":")
     if name in _ALGORITHMS and len(digits) == 2 * _DIGEST and digits == digits.lower():
         try:
-            return bytes([_ALGORITHMS[name]]) + bytes.fromhex(digits)
+            return _ALGORITHMS[name] + unhexlify(digits)
         except ValueError:
             pass
     return _PLAIN_TEXT + text.encode()
@@ -124,8 +126,10 @@ def pack_body(body: bytes) -> bytes:
     """Return a body deflated, or unchanged if that is not longer. JSON never starts with the mark."""
     if len(body) < _MIN_DEFLATED:
         return body
-    # Half the time of zlib; with so little memory an eighth of it in a process that gives memory back at once.
-    deflate = isal_zlib.compressobj(1, isal_zlib.DEFLATED, -15, 1, zdict=_DICTIONARY)
+    # Half the time of zlib; with so little memory an eighth of it in a process that gives memory back at once. Codes of
+    # their own make bodies of 0.5 to 4 KB 13 to 26% shorter, and deflating them takes two to three times as long.
+    level, strategy = (0, isal_zlib.Z_FIXED) if len(body) < _MIN_OWN_CODES else (1, isal_zlib.Z_DEFAULT_STRATEGY)
+    deflate = isal_zlib.compressobj(level, isal_zlib.DEFLATED, -15, 1, strategy, zdict=_DICTIONARY)
     packed = _DEFLATED + deflate.compress(body) + deflate.flush()
     return packed if len(packed) < len(body) else body
 
@@ -150,10 +154,12 @@ def compress_token_ids(ids: bytes) -> bytes:
         raise ValueError(f"{len(ids)} bytes are not int32 token ids")
     if not ids:
         return b""
-    width = 4
-    while width > 1 and not ids[width - 1 :: 4].strip(b"\0"):
-        width -= 1
-    return b"\4" + ids if width == 4 else bytes([width]) + b"".join([ids[place::4] for place in range(width)])
+    planes: list[bytes] = []
+    for place in (3, 2, 1, 0):
+        plane = ids[place::4]
+        if planes or not place or plane.strip(b"\0"):
+            planes.append(plane)
+    return b"\4" + ids if len(planes) == 4 else bytes([len(planes)]) + b"".join(reversed(planes))
 
 
 def decompress_token_ids(packed: bytes) -> bytes:

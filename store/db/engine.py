@@ -28,6 +28,9 @@ _MIGRATIONS = Path(__file__).parent / "migrations"  # versions/REVISION.py
 _WAL_SECONDS = 15.0
 _MIGRATION_LOCK = 0x52415443  # advisory lock: one process at a time creates the schema
 
+for _kind in (bytes, type(None)):  # without an adapter, Python 3.11 looks for one at every value, in twice the time
+    sqlite3.register_adapter(_kind, lambda value: value)
+
 
 def _url(text: str) -> sa.URL:
     """Parse a store URL; a bare path means SQLite."""
@@ -79,7 +82,13 @@ def _create_engine(store_url: str, create: bool, writes_much: bool) -> sa.Engine
             sa.event.listen(engine, "connect", _enlarge_caches)
         return engine
     try:
-        return sa.create_engine(url, pool_pre_ping=True, json_serializer=_dump, json_deserializer=_load)
+        return sa.create_engine(
+            url,
+            pool_pre_ping=True,
+            paramstyle="format",  # by place, as SQLite's
+            json_serializer=_dump,
+            json_deserializer=_load,
+        )
     except ModuleNotFoundError as error:
         raise StoreError(f"PostgreSQL needs its driver: {install_hint('postgres')}") from error
 

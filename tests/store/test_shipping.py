@@ -132,3 +132,25 @@ def test_a_successor_never_joins_a_run_that_another_key_gave_its_name_to(store: 
     store.trajectories.seal("t1", now=2.0)
     store.calls.ship([call_start("call_3", "t1", key_id="key_ours", at=3.0)])
     assert store.calls.read("call_3").trajectory_id == "t1~2"
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 40])
+def test_histories_and_batches_of_any_length_are_stored_whole_and_once(
+    store: Store, store_url: str, count: int
+) -> None:
+    history = [{"role": "user", "content": f"question {number}"} for number in range(count)]
+    batch: list[Shipment] = []
+    for number in range(count):  # every third call has an id of its engine, every second one is a fork
+        start = call_start(f"call_{number:02}", f"t{number % 3}", history[: number + 1], at=float(number))
+        response_id = f"resp_{number}" if number % 3 == 0 else None
+        context = "fork" if number % 2 else "root"
+        batch += [start, ended(start, tool_call(), context=context, prompt=range(300), response_id=response_id)]
+    for _ in range(2):
+        store.calls.ship(batch)
+    calls = store.calls.page(limit=100)
+    assert [call.id for call in reversed(calls)] == [f"call_{number:02}" for number in range(count)]
+    assert {call.prompt_ids for call in calls} == {pack_ids(range(300))}
+    assert [call.response_id is None for call in reversed(calls)] == [number % 3 != 0 for number in range(count)]
+    assert len(store.trajectories.read(f"t{(count - 1) % 3}").messages) == count + 1
+    assert sum(row.calls for row in store.usage.read(days=100_000)) == count
+    assert verify(store_url).sound
