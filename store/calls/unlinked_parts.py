@@ -20,7 +20,7 @@ def mark_rest(connection: sa.Connection, start: CallStarted) -> CallStarted:
     """Return the start of a call, `unlinked` if it goes on with an unlinked part of the trajectory that it names.
 
     It does if it has a history, and this agent's latest part is unlinked, or an unlinked one gave an answer of that
-    history. A call without one begins anew: clients also use a name for one run after the other.
+    history. A call without one begins again: clients also use a name for one run after the other.
     """
     is_rest = start.purpose == "live" and _is_rest(connection, start)
     return msgspec.structs.replace(start, purpose=UNLINKED) if is_rest else start

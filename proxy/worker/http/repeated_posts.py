@@ -17,7 +17,7 @@ from typing import Any
 
 from ratchet.proxy.errors import ProxyError
 from ratchet.proxy.wire.asgi import ANSWER_REPEATED
-from ratchet.proxy.worker.http.connections import ClientConnection, Phase
+from ratchet.proxy.worker.http.connections import ClientConnection, ReceivePhase
 
 log = logging.getLogger("ratchet.proxy")
 
@@ -69,7 +69,11 @@ class RepeatedPosts(ClientConnection):
     @property
     def _is_between_requests(self) -> bool:
         answered = self.cycle is None or self.cycle.response_complete
-        return answered and self._phase is not Phase.RECEIVING and not (self._undecided or self.transport.is_closing())
+        return (
+            answered
+            and self._phase is not ReceivePhase.RECEIVING
+            and not (self._undecided or self.transport.is_closing())
+        )
 
     def _repeat(self, first: bytes, answer: Answer) -> None:
         """Answer requests whose head is that of `first` by `answer` from now on."""
@@ -86,19 +90,19 @@ class RepeatedPosts(ClientConnection):
             return False
         self._unset_keepalive_if_required()
         self._mark_idle()
-        self._phase = Phase.RECEIVING
+        self._phase = ReceivePhase.RECEIVING
         self._parts, self._missing = [], int(digits)
         self._receive(data[end + len(_HEAD_END) :])
         return True
 
     def _receive(self, data: bytes) -> None:
         assert self._parts is not None
-        is_answering = self._phase is Phase.RECEIVED
+        is_answering = self._phase is ReceivePhase.RECEIVED
         self._parts.append(data)
         self._received += len(data)
         self._missing -= len(data)
         if self._missing <= 0 and not is_answering:
-            self._phase = Phase.RECEIVED
+            self._phase = ReceivePhase.RECEIVED
             whole = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
             task = self.loop.create_task(self._run(whole[: self._missing or None]))
             self.tasks.add(task)
