@@ -19,6 +19,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -27,12 +28,13 @@ import uvicorn
 from ratchet.proxy.app import ProxyApplication, create_app
 from ratchet.proxy.coordinator.shipping.writer_process import WriterProcess
 from ratchet.proxy.errors import StartError
-from ratchet.proxy.roles import Role
+from ratchet.proxy.roles import CoordinatorRole, Role
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.runtime.malloc import return_large_blocks
 from ratchet.proxy.settings import ProxySettings
 from ratchet.proxy.upstreams.vllm_client import Upstream
-from ratchet.proxy.worker.http.connections import ClientConnections
+from ratchet.proxy.worker.http.connections import ClientConnection, ClientConnections
+from ratchet.proxy.worker.http.repeated_posts import RepeatedPosts
 from ratchet.proxy.worker.http.routing import Lifespan
 from ratchet.proxy.worker.http.tls_certificate import TlsCertificate
 from ratchet.store.access.replica_list import ReplicaList
@@ -100,11 +102,12 @@ def run_process(
     connections = ClientConnections(
         settings.max_connections, settings.read_timeout_seconds, settings.write_timeout_seconds
     )
+    protocol: Any = RepeatedPosts if isinstance(role, CoordinatorRole) else ClientConnection
     server = _Server(
         uvicorn.Config(
             app,
             loop="uvloop",
-            http=connections.protocol,
+            http=partial(protocol, connections),  # type: ignore[arg-type]
             ws="none",
             lifespan="on",
             log_config=None,

@@ -35,7 +35,7 @@ from ratchet.proxy.messages.admission_records import EndedCall
 from ratchet.proxy.messages.link_records import Placement
 from ratchet.proxy.messages.text_fingerprints import NO_FINGERPRINTS, text_hash
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
-from ratchet.proxy.wire.asgi import HEADERS_BY_NAME, header, headers_of, read_body, send_bytes
+from ratchet.proxy.wire.asgi import ANSWER_REPEATED, HEADERS_BY_NAME, header, headers_of, read_body, send_bytes
 from ratchet.store.ids import new_id
 
 log = logging.getLogger("ratchet.proxy")
@@ -49,7 +49,7 @@ _RETRY_SECONDS = 1.0  # while the store does not answer
 _MAX_ENDED = 50_000  # numbers of ended calls that a session remembers
 _OPEN_PATHS = ("/health/live", "/health/ready", "/metrics")  # probes and Prometheus have no token
 _AUTHORIZATION, _TOKEN = b"authorization", messages.TOKEN_HEADER.encode()
-_BINARY = [(b"content-type", b"application/msgpack")]
+_BINARY = b"application/msgpack"
 
 
 class _Session:
@@ -127,7 +127,7 @@ class WorkerSessions:
     def wrap(self, app: ASGIApp) -> ASGIApp:
         """Return an application that answers the workers, and leaves what they forward, and probes, to `app`."""
 
-        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        async def respond(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http" or scope["path"] in _OPEN_PATHS:
                 await app(scope, receive, send)
                 return
@@ -137,12 +137,14 @@ class WorkerSessions:
             if not hmac.compare_digest(given.encode(), expected.encode()):
                 raise Forbidden(f"only workers with the coordinator's token ({TOKEN_VARIABLE}) may send it requests")
             if own:
-                response = await self._answer(await read_body(receive, _MAX_BODY_BYTES))
-                await send_bytes(send, 200, messages.encode(response), list(_BINARY))
+                _, answer = await self._answer_bytes(await read_body(receive, _MAX_BODY_BYTES))
+                if repeat := scope.get(ANSWER_REPEATED):
+                    repeat(self._answer_bytes)
+                await send_bytes(send, 200, answer, [(b"content-type", _BINARY)])
             else:
                 await app(_forwarded(scope), receive, send)
 
-        return answer
+        return respond
 
     def active_workers(self) -> Collection[str]:
         """Return the names of the workers that have a session."""
@@ -223,6 +225,9 @@ class WorkerSessions:
             self._close(session, number)
         del self._sessions[worker]
         self._limits.forget(worker)
+
+    async def _answer_bytes(self, body: bytes) -> tuple[bytes, bytes]:
+        return _BINARY, messages.encode(await self._answer(body))
 
     async def _answer(self, body: bytes) -> Any:
         try:

@@ -25,6 +25,7 @@ from ratchet.proxy.errors import UpstreamDisconnected, UpstreamError, UpstreamUn
 from ratchet.proxy.upstreams.http_connection import ConnectionDropped, HttpResponse, ResponseLimits, UpstreamConnection
 from ratchet.store.access.url_credentials import credentials, without_credentials
 
+_BODILESS = ("GET", "HEAD", "DELETE", "OPTIONS")
 _MAX_IDLE_SECONDS = 4.0  # vLLM closes idle connections after 5 seconds: ours must be shorter
 
 
@@ -115,15 +116,22 @@ class _Origin:
         self._idle: deque[UpstreamConnection] = deque()
         self._open: set[UpstreamConnection] = set()
         self._connecting = 0
+        self._last_request: tuple[str, str, Mapping[str, str]] | None = None
+        self._last_head = b""  # of that request; most requests have the same
 
     def head(self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]) -> bytes:
         """Return the head of a request. Raises UpstreamDisconnected if a value contains a line break."""
+        if (method, path, headers) != self._last_request:
+            self._last_head = self._head_without_length(method, path, headers)
+            self._last_request = (method, path, dict(headers))
+        if body is None and method in _BODILESS:
+            return self._last_head + b"\r\n"
+        return b"%bcontent-length: %d\r\n\r\n" % (self._last_head, len(body or b""))
+
+    def _head_without_length(self, method: str, path: str, headers: Mapping[str, str]) -> bytes:
         target = self._target
         lines = [f"{method} {target.prefix}{path} HTTP/1.1\r\n{target.headers}"]
         lines += [f"{name}: {value}\r\n" for name, value in headers.items()]
-        if body is not None or method not in ("GET", "HEAD", "DELETE", "OPTIONS"):
-            lines.append(f"content-length: {len(body or b'')}\r\n")
-        lines.append("\r\n")
         head = "".join(lines)
         expected = len(lines) + target.headers.count("\n")
         if head.count("\n") != expected or head.count("\r") != expected or " " in path:

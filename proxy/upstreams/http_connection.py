@@ -10,7 +10,8 @@ last for ever while it is not silent. Closing a response before its end aborts t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import httptools
@@ -43,7 +44,7 @@ class HttpResponse:
         self._last_piece_at: float | None = None  # of a stream
         self.url = url
         self.status = 0
-        self.headers: Mapping[str, str] = {}
+        self._raw_headers: Sequence[tuple[bytes, bytes]] = ()
         self._connection = connection
         self._timer: asyncio.TimerHandle | None = self._loop.call_later(limits.whole, self._expire)
         self._waiter: asyncio.Future[None] | None = None
@@ -116,6 +117,11 @@ class HttpResponse:
             self._connection.resume()
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
+    @cached_property
+    def headers(self) -> Mapping[str, str]:
+        """The headers, once they are complete, by lower-case name; the last one of several counts."""
+        return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in self._raw_headers}
+
     # --- events of the connection -----------------------------------------------------------------------------
 
     @property
@@ -123,9 +129,9 @@ class HttpResponse:
         """Whether the body ends with the connection."""
         return self._has_head and not ("content-length" in self.headers or "transfer-encoding" in self.headers)
 
-    def on_head(self, status: int, headers: Mapping[str, str]) -> None:
+    def on_head(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         """The headers are complete."""
-        self.status, self.headers, self._has_head = status, headers, True
+        self.status, self._raw_headers, self._has_head = status, headers, True
 
     def on_data(self, data: bytes) -> None:
         """A piece of the body arrived."""
@@ -207,7 +213,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._transport: Any = None
         self._parser = httptools.HttpResponseParser(self)
         self._response: HttpResponse | None = None
-        self._headers: dict[str, str] = {}
+        self._headers: list[tuple[bytes, bytes]] = []
         self._head_bytes = 0
         self._used = self._is_reused = self._has_data = self._bodiless = False
 
@@ -219,7 +225,7 @@ class UpstreamConnection(asyncio.Protocol):
         response = self._response = HttpResponse(url, self, limits)
         self._is_reused, self._used = self._used, True
         self._has_data, self._bodiless = False, bodiless
-        self._headers, self._head_bytes = {}, 0
+        self._headers, self._head_bytes = [], 0
         if len(body) < _MAX_BUFFERED:
             self._transport.write(head + body)
         else:
@@ -277,14 +283,14 @@ class UpstreamConnection(asyncio.Protocol):
         self._head_bytes += len(name) + len(value)
         if self._head_bytes > _MAX_HEADER_BYTES:
             raise ValueError("its headers are too large")  # the parser wraps it
-        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+        self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         response, status = self._response, self._parser.get_status_code()
         if response is None:
             return
         if status < 200:  # 100 to 103: the final response follows
-            self._headers = {}
+            self._headers = []
             return
         if status > _MAX_STATUS:
             raise ValueError(f"{status} is not a valid status")

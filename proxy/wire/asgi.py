@@ -16,6 +16,7 @@ PATH = "ratchet.path"
 KEY_ID = "ratchet.key_id"
 HEADERS_BY_NAME = "ratchet.headers"  # cache of `headers_of`; set to None by middleware that changes the headers
 CLIENT_LEFT = "ratchet.gone"  # returns whether the client has disconnected, if the server can tell
+ANSWER_REPEATED = "ratchet.repeated"  # takes what answers the same request with other bodies, if the server can
 CALLER = "ratchet.caller"  # coordinator.keys.key_cache.Caller
 
 _MAX_ADDRESS = 64  # characters; an IPv6 address with a zone is shorter

@@ -16,7 +16,10 @@ class UpstreamResponse(Protocol):
 
     url: str
     status: int
-    headers: Mapping[str, str]
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """The headers."""
 
     async def read(self) -> bytes:
         """Return the whole body. Raises UpstreamError."""

@@ -1,8 +1,9 @@
 """Writes calls with their messages and trajectories, in the caller's transaction.
 
 Guarantees: a repeated record changes nothing. A call opens a successor trajectory if its trajectory was grouped or
-finished, or has another version, purpose or key. A call whose start and end come together is written once; an end that
-comes later replaces the row, so that database pages stay full. Text is truncated to its column.
+finished, or has another version, purpose or key; the rest of an `unlinked` one is `unlinked`. A call whose start and
+end come together is written once; an end that comes later replaces the row, so that database pages stay full. Text is
+truncated to its column.
 
 Rows are locked in order of their ids, so that proxies that ship the same messages and trajectories do not deadlock.
 """
@@ -18,6 +19,7 @@ import sqlalchemy as sa
 
 from ratchet.store.access.ownership import may_share_trajectory
 from ratchet.store.calls import prompt_blocks as blocks
+from ratchet.store.calls.unlinked_parts import mark_rest
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import (
     execute_many,
@@ -246,11 +248,12 @@ def _trajectories_of_calls(
     taken: set[str] = set()
     for start in calls:
         name = start.trajectory_id
-        if _accepts(trajectories[name], start):
+        as_stored = start if _accepts(trajectories[name], start) else mark_rest(connection, start)
+        if _accepts(trajectories[name], as_stored):
             hosts[start.call_id] = name
             taken.add(name)
         else:
-            hosts[start.call_id] = _successor(connection, start, ended)
+            hosts[start.call_id] = _successor(connection, as_stored, ended)
     _reopen(connection, [name for name in sorted(taken) if trajectories[name].state == TrajectoryState.SEALED])
     return hosts
 

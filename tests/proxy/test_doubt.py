@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from ratchet.proxy.coordinator.linking.cautious_linker import CautiousLinker, Doubt
@@ -90,6 +92,22 @@ def test_a_response_that_names_one_of_an_unlinked_trajectory_stays_in_it(proxy: 
     name = response_id("call_rest")
     for _ in range(2):
         name = agent.responses.create(model="agent", input="more?", previous_response_id=name).id
+    proxy.settled()
+    found = {one.id: (one.purpose, one.calls) for one in store.trajectories.page(9)}
+    assert found == {other.id: ("live", 1), "rest": (UNLINKED, 3)}
+
+
+def test_a_call_that_names_an_unlinked_trajectory_stays_in_it_when_the_proxy_has_forgotten_it(
+    proxy: Proxy, store: Store
+) -> None:
+    agent = proxy.agent()
+    agent.chat.completions.create(model="agent", messages=[{"role": "user", "content": "hi"}])
+    proxy.settled()
+    (other,) = store.trajectories.page(9)
+    answered_trajectory(store, "rest", key_id=other.key_id, purpose=UNLINKED)  # what the proxy knew once
+    for number in range(2):
+        messages: Any = [USER, *[REPLY, NEXT] * (1 + number)]
+        agent.chat.completions.create(model="agent", messages=messages, extra_headers={"x-ratchet-trajectory": "rest"})
     proxy.settled()
     found = {one.id: (one.purpose, one.calls) for one in store.trajectories.page(9)}
     assert found == {other.id: ("live", 1), "rest": (UNLINKED, 3)}

@@ -10,7 +10,8 @@ import pytest
 
 from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 from ratchet.store.errors import StoreError
-from ratchet.store.records import CallEnded, Shipment, Verdict, pack_ids
+from ratchet.store.reasons import DropReason
+from ratchet.store.records import UNLINKED, CallEnded, Shipment, Verdict, pack_ids
 from ratchet.store.states import CallState, TrajectoryState
 from ratchet.store.store import Store, open_store
 from ratchet.store.verify import verify
@@ -154,3 +155,59 @@ def test_histories_and_batches_of_any_length_are_stored_whole_and_once(
     assert len(store.trajectories.read(f"t{(count - 1) % 3}").messages) == count + 1
     assert sum(row.calls for row in store.usage.read(days=100_000)) == count
     assert verify(store_url).sound
+
+
+def _turns(number: int, of: str = "here") -> list[dict[str, Any]]:
+    """A conversation before its answer `number`."""
+    more = {"role": "user", "content": "More?"}
+    return [*QUESTION, *(one for n in range(number) for one in ({"role": "assistant", "content": f"{of} {n}"}, more))]
+
+
+def _ship_turn(store: Store, call: str, number: int, of: str = "here", **changes: Any) -> tuple[str, str]:
+    """Ship a call that names the trajectory `named`; return the id and the purpose of the trajectory that gets it."""
+    messages = _turns(number, of)
+    start = call_start(call, "named", messages, at=10.0 + len(store.calls.page()), **changes)
+    store.calls.ship([ended(start, {"role": "assistant", "content": f"{of} {number}"}, messages=messages)])
+    name = store.calls.read(call).trajectory_id
+    return name, store.trajectories.get(name).purpose
+
+
+@pytest.mark.parametrize("version", [0, 1])
+@pytest.mark.parametrize("state", ["open", "idle", "finished", "dropped"])
+def test_the_rest_of_an_unlinked_trajectory_is_unlinked_when_its_proxy_has_forgotten_it(
+    store: Store, state: str, version: int
+) -> None:
+    _ship_turn(store, "call_1", 0, purpose=UNLINKED)
+    if state == "finished":
+        store.trajectories.seal("named", now=99.0)
+    elif state != "open":
+        store.trajectories.seal_idle_trajectories("agent", now=99.0, idle_seconds=1.0)
+    if state == "dropped":
+        store.trajectories.drop(["named"], DropReason.UNLINKED)
+    continued = version == 0 and state in ("open", "idle")
+    for number in (1, 2):
+        found = _ship_turn(store, f"call_{1 + number}", number, version=version)
+        assert found == ("named" if continued else "named~1", UNLINKED)
+
+
+def test_the_rest_of_an_unlinked_successor_is_unlinked(store: Store) -> None:
+    _ship_turn(store, "call_1", 0)
+    _ship_turn(store, "call_2", 1, purpose=UNLINKED)  # by a worker that did not know the trajectory
+    store.trajectories.seal("named", now=99.0)
+    assert _ship_turn(store, "call_3", 2) == ("named~1", UNLINKED)
+
+
+def test_a_name_is_used_again_after_an_unlinked_trajectory(store: Store) -> None:
+    _ship_turn(store, "call_1", 0, purpose=UNLINKED)
+    assert _ship_turn(store, "call_2", 0, of="there") == ("named~1", "live")
+    assert _ship_turn(store, "call_3", 1, of="there") == ("named~1", "live")
+    assert _ship_turn(store, "call_4", 1) == ("named", UNLINKED)  # the one before goes on
+    assert _ship_turn(store, "call_5", 2, of="there") == ("named~1", "live")
+
+
+@pytest.mark.parametrize("changes", [{"key_id": "other"}, {"alias": "other"}, {"purpose": "eval"}])
+def test_an_unlinked_trajectory_marks_no_call_of_another_key_agent_or_purpose(
+    store: Store, changes: dict[str, str]
+) -> None:
+    _ship_turn(store, "call_1", 0, purpose=UNLINKED)
+    assert _ship_turn(store, "call_2", 1, **changes) == ("named~1", changes.get("purpose", "live"))

@@ -27,7 +27,6 @@ import socket
 import struct
 from collections.abc import Awaitable
 from enum import Enum
-from functools import partial
 from typing import Any
 
 from starlette.types import ASGIApp, Message
@@ -81,7 +80,7 @@ def _without_upgrade(data: bytes) -> tuple[bytes, bytes]:
     return data, b""
 
 
-class _Phase(Enum):
+class ReceivePhase(Enum):
     IDLE = 0  # no byte of the next request has arrived
     RECEIVING = 1  # part of a request has arrived
     RECEIVED = 2  # the request is complete; its response is in progress or sent
@@ -95,11 +94,6 @@ class ClientConnections:
         self.read_timeout_seconds = read_timeout_seconds
         self.write_timeout_seconds = write_timeout_seconds
         self._open: set[ClientConnection] = set()
-
-    @property
-    def protocol(self) -> Any:
-        """The protocol factory for uvicorn."""
-        return partial(ClientConnection, self)
 
     def add(self, connection: ClientConnection) -> bool:
         """Add a connection; return False if there are too many."""
@@ -144,7 +138,7 @@ class ClientConnection(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, **more)
         self._connections = connections
-        self._phase = _Phase.IDLE
+        self._phase = ReceivePhase.IDLE
         self._since = self.loop.time()
         self._stalled_at: float | None = None
         self._lingers_since = 0.0
@@ -188,15 +182,15 @@ class ClientConnection(HttpToolsProtocol):
         super().data_received(data)
         if (
             self._received - _MAX_CHUNK_OVERHEAD * self._body_bytes > MAX_HEAD_BYTES
-            and self._phase is not _Phase.RECEIVED
+            and self._phase is not ReceivePhase.RECEIVED
         ):
             self._refuse(431, f"a request's head is limited to {MAX_HEAD_BYTES} bytes")
-        elif self._phase is _Phase.RECEIVED and (self.cycle is None or self.cycle.response_complete):
+        elif self._phase is ReceivePhase.RECEIVED and (self.cycle is None or self.cycle.response_complete):
             self._mark_idle()  # empty lines between requests must not keep a connection open for ever
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._phase, self._since = _Phase.RECEIVING, self.loop.time()
+        self._phase, self._since = ReceivePhase.RECEIVING, self.loop.time()
         self._received = self._body_bytes = 0
         self._lingers_since = 0.0
 
@@ -212,7 +206,7 @@ class ClientConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._phase = _Phase.RECEIVED
+        self._phase = ReceivePhase.RECEIVED
         self._in_head = True
 
     def pause_writing(self) -> None:
@@ -235,7 +229,7 @@ class ClientConnection(HttpToolsProtocol):
             client = self.transport.get_extra_info("socket")
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)  # discards the kernel's buffer
             self.transport.abort()
-        elif self._phase is _Phase.RECEIVED or self.transport.is_closing():
+        elif self._phase is ReceivePhase.RECEIVED or self.transport.is_closing():
             return
         elif self.flow.read_paused:
             self._since = now  # this side has stopped reading
@@ -244,13 +238,13 @@ class ClientConnection(HttpToolsProtocol):
             if now - self._lingers_since > _LINGER_SECONDS:
                 self.transport.close()
         elif now - self._since > self._connections.read_timeout_seconds + self._received / MIN_BYTES_PER_SECOND:
-            if self._phase is _Phase.IDLE:
+            if self._phase is ReceivePhase.IDLE:
                 self.transport.close()
             else:
                 self._refuse(408, "the request did not arrive within the proxy's read_timeout_seconds", retry=True)
 
     def _mark_idle(self) -> None:
-        self._phase, self._since = _Phase.IDLE, self.loop.time()
+        self._phase, self._since = ReceivePhase.IDLE, self.loop.time()
         self._received = self._body_bytes = 0
 
     def _refuse(self, status: int, message: str, *, retry: bool = False) -> None:
