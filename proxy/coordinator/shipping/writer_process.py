@@ -33,7 +33,7 @@ log = logging.getLogger("ratchet.proxy")
 
 _ROOT = Path(ratchet.__file__).parents[1]
 _HEAD = struct.Struct("<I")
-_NICENESS = 10  # calls have priority; waiting records are safe in the journal. On one core, half as many stalls as with 5
+_NICENESS = 10  # calls have priority: on one core half as many stall as with 5; waiting records are in the journal
 # With the default thresholds collections take 8% of a batch; with five times fewer than this, memory grows.
 GC_THRESHOLDS = (10_000, 10, 10)
 _EXIT_TIMEOUT = 2.0  # seconds
