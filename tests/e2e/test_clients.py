@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import httpx
 import pytest
 
 from ratchet.demo.email_search.mailbox import Mailbox, synthetic_mails
@@ -72,14 +73,10 @@ def test_a_loop_with_tools_is_one_exact_trajectory(
     ]
     client.program.run(url, questions)
     store = open_store(str(project.state / "store.db"))
+    wait_for("its calls are in the store", lambda: httpx.get(f"{url}/health/backlog").json()["unshipped_records"] == 0)
     for task, streamed in zip(tasks, client.modes, strict=True):
-
-        def shipped(task: MailTask = task) -> bool:
-            runs = calls_of(store, task)
-            return bool(runs) and all(call.state == "answered" for run in runs for call in run)
-
-        wait_for("its calls are in the store", shipped)
         (calls,) = calls_of(store, task)
+        assert {call.state for call in calls} == {"answered"}
         assert 2 <= len(calls) <= ROUNDS
         assert {(call.dialect, call.streamed) for call in calls} == {(client.dialect, streamed)}
         assert [call.context for call in calls] == ["root"] + ["exact"] * (len(calls) - 1)
