@@ -22,7 +22,6 @@ from typing import Any
 
 import yaml
 
-from ratchet.proxy.coordination_settings import usable_cores, workers_for
 from ratchet.proxy.model_list import check_keys
 from ratchet.settings.masking import has_password, mask_arguments, mask_store_url, mask_variables
 from ratchet.settings.project_settings import OTHER_VARIABLES, PREFIX, Settings, local_url
@@ -172,11 +171,11 @@ def _with_ports(settings: Settings, *, starts_learner: bool, starts_vllm: bool =
         "vllm": vllm.model_copy(update={"port": vllm_port}),
         # vLLM stops after the proxy, so this limits how long stopping takes.
         "proxy": {
+            "workers": "auto",
             **settings.proxy,
             "port": proxy_port,
             "drain_timeout_seconds": min(proxy.drain_timeout_seconds, _DRAIN_TIMEOUT),
             "drain_delay_seconds": 0.0,
-            "workers": proxy.workers if settings.is_set("proxy", "workers") else workers_for(usable_cores()),
         },
     }
     chosen = [("proxy", proxy.port, proxy_port), ("vllm", vllm.port, vllm_port)]

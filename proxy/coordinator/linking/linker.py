@@ -299,12 +299,13 @@ class TrajectoryLinker:
             extended = {leaf.call_id for stored, leaf in found if stored.extended}
             for stored, restored in found:
                 leaf = own.get((restored.call_id, restored.choice), restored)
+                is_news = stored.extended and not leaf.is_extended
                 leaf.is_extended = leaf.is_extended or stored.extended
                 leaf.is_taken = leaf.is_taken or leaf.call_id in extended
                 if leaf is restored:
                     trajectory = self._restored_trajectory(stored, leaf.key_id)
                     self._quotas.add_use(trajectory.key_id, trajectory_id, self._add_leaf(trajectory, leaf))
-                if leaf.is_extended:
+                elif is_news:
                     self._forget_pending(self._trajectories[trajectory_id], leaf)
 
     def finish_restore(self, now: float, attempts: Iterable[UnansweredCall] = ()) -> None:

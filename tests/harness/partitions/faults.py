@@ -19,9 +19,9 @@ _START_ATTEMPTS = 8
 _BURST = (1, 5)  # faults, which overlap; then everything comes back
 _CALM = (1.0, 5.0)  # seconds without a fault, once every worker has a coordinator
 _RECOVERY_SECONDS = 300.0  # of a busy machine
-
-
-KINDS = ("worker", "coordinator", "machine", "both-sides", "cut", "database-cut")
+_KILLS = {"worker": 6, "coordinator": 4, "machine": 1, "both-sides": 1}  # how often each is chosen
+_CUTS = {"cut": 3, "database-cut": 2}
+KINDS = (*_KILLS, *_CUTS)
 
 
 class Faults:
@@ -82,12 +82,17 @@ class Faults:
         self._threads.shutdown()
 
     def _choose(self) -> Callable[[], None]:
-        faults = {self._kill_worker: 6, self._kill_coordinator: 4, self._kill_machine: 1, self._kill_both_sides: 1}
-        if self._network.has_links:
-            faults |= {self._cut_machines: 3, self._cut_database: 2}
-        if self._kind is not None:
-            return list(faults)[KINDS.index(self._kind)]
-        return self._random.choices(list(faults), list(faults.values()))[0]
+        kinds = _KILLS | _CUTS if self._network.has_links else _KILLS
+        kind = self._kind or self._random.choices(list(kinds), list(kinds.values()))[0]
+        assert kind in kinds, f"{kind}: without network namespaces nothing can be cut; run it as root"
+        return {
+            "worker": self._kill_worker,
+            "coordinator": self._kill_coordinator,
+            "machine": self._kill_machine,
+            "both-sides": self._kill_both_sides,
+            "cut": self._cut_machines,
+            "database-cut": self._cut_database,
+        }[kind]
 
     def _kill_worker(self) -> None:
         machine = self._random.choice(self._machines)
