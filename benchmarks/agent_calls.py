@@ -54,6 +54,8 @@ _numbers = itertools.count(1)
 class _EncodingJournal:
     """A journal that encodes its records and writes them nowhere."""
 
+    records_lost = 0
+
     def write(self, record: Any) -> None:
         frame(record)
 

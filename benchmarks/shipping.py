@@ -108,13 +108,19 @@ def journal(file: Path, pairs: Iterator[list[Shipment]], batch: int, later: int)
         size = segment.write(MAGIC)
         for number, (start, end) in enumerate(pairs, 1):
             size += segment.write(frame(start))
-            ends.append(end)
+            ends.append(_as_recorded(end))
             if len(ends) > later * batch:
                 size += segment.write(frame(ends.pop(0)))
             if number % batch == 0:
                 bounds.append(size)
         size += sum(segment.write(frame(end)) for end in ends)
         return [*bounds, size]
+
+
+def _as_recorded(end: Shipment) -> CallEnded:
+    """Return an end without the messages and tools of its beginning."""
+    assert isinstance(end, CallEnded)
+    return msgspec.structs.replace(end, start=msgspec.structs.replace(end.start, nodes=(), tools=b""))
 
 
 def carry(url: str, file: Path, bounds: list[int], *, holds: bool = True) -> dict[str, float]:
@@ -126,7 +132,7 @@ def carry(url: str, file: Path, bounds: list[int], *, holds: bool = True) -> dic
         if number == 2:
             calls, before = 0, resource.getrusage(resource.RUSAGE_SELF)
         while at < bound:
-            carried = writer_.write(SegmentRange(str(file), at, bound, holds))
+            carried = writer_.write(SegmentRange(str(file), at, bound, holds, held.offsets()))
             held.note(carried, (), 0.0)
             at, calls = carried.offset, calls + len(carried.ended)
     after = resource.getrusage(resource.RUSAGE_SELF)

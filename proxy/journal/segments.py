@@ -25,6 +25,7 @@ MAGIC = b"RATCHET1"
 _HEAD = struct.Struct("<II")
 _MAX_FRAME_BYTES = 2**30
 _CHUNK = 2**20
+_USUAL_FRAME_BYTES = 2**14  # most frames are smaller
 
 _PAYLOAD = re.compile(rb"(?s)(?:[\x80-\x8f]|\xde..)\xa4type(?:\xa7started|\xa5ended|\xa8feedback)")
 _encode = msgspec.msgpack.Encoder().encode
@@ -148,11 +149,11 @@ def read_segment(path: Path, offset: int, max_bytes: int, until: int | None = No
 def read_frames(path: Path, offsets: Iterable[int]) -> list[Shipment]:
     """Return the records whose frames begin at these offsets, except damaged ones. Raises OSError."""
     records: list[Shipment] = []
-    with path.open("rb") as file:
+    with path.open("rb", buffering=0) as file:
         for offset in offsets:
-            file.seek(offset)
-            head = file.read(_HEAD.size)
-            records += _frames(head + file.read(_length(head) - _HEAD.size))[0]
+            data = os.pread(file.fileno(), _USUAL_FRAME_BYTES, offset)
+            size = _length(data)
+            records += _frames(data[:size] if size <= len(data) else os.pread(file.fileno(), size, offset))[0]
     return records
 
 

@@ -97,7 +97,8 @@ class Choice(Record, frozen=True):
 
 
 class CallEnded(Record, frozen=True, tag="ended"):
-    """A call's end. `start` repeats the start, so that this record alone is enough for the row.
+    """A call's end. `start` repeats the start, so that this record alone is enough for the row; in the journal without
+    messages and tools, which are in the start's own record.
 
     `prompt_ids` depends on `context`: `root` and `fork` hold the whole prompt, `exact` only the tokens after the
     parent's prompt and completion, with which this prompt begins, id for id.

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from ratchet.proxy.coordinator.shipping.shipper import Shipper
-from ratchet.proxy.coordinator.shipping.store_writer import InProcessWriter, SegmentRange, WriteResult
+from ratchet.proxy.coordinator.shipping.store_writer import (
+    DEAD_LETTERS,
+    InProcessWriter,
+    SegmentRange,
+    WriteResult,
+)
 from ratchet.proxy.journal.journal import Journal
-from ratchet.proxy.journal.segments import segment_numbers
+from ratchet.proxy.journal.segments import frame, records_end, segment_numbers
 from ratchet.proxy.telemetry.alarm_queue import AlarmQueue
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.store.records import CallEnded, CallStarted
@@ -87,8 +94,15 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def call(name: str, trajectory: str = "") -> tuple[CallStarted, CallEnded]:
-    start = records.call_start(f"call_{name}", trajectory or f"traj_{name}")
-    return start, records.ended(start, REPLY)
+    """A call as the recorder writes it: the end has no messages and tools of the beginning."""
+    start = records.call_start(f"call_{name}", trajectory or f"traj_{name}", [{"role": "user", "content": name}])
+    return start, records.ended(msgspec.structs.replace(start, nodes=(), tools=b""), REPLY)
+
+
+def assert_whole(store: Store, name: str) -> None:
+    trajectory = store.trajectories.read(f"traj_{name}")
+    assert trajectory.messages == ({"role": "user", "content": name}, REPLY)
+    assert trajectory.tools == tuple(records.TOOLS)
 
 
 async def test_a_call_that_ends_in_time_is_written_once_and_whole(begin: Begin) -> None:
@@ -100,6 +114,18 @@ async def test_a_call_that_ends_in_time_is_written_once_and_whole(begin: Begin) 
     await shipping.journal.commit(end)
     await until(lambda: shipping.states() == {"call_a": CallState.ANSWERED})
     await until(lambda: shipping.shipper.backlog == 0)
+    assert_whole(shipping.store, "a")
+
+
+async def test_a_short_call_is_written_once_and_whole(begin: Begin) -> None:
+    shipping = await begin()
+    for name in "abc":
+        start, end = call(name)
+        shipping.journal.write(start)
+        await shipping.journal.commit(end)
+    await until(lambda: set(shipping.states()) == {"call_a", "call_b", "call_c"})
+    for name in "abc":
+        assert_whole(shipping.store, name)
 
 
 async def test_a_call_that_takes_longer_is_stored_as_running(begin: Begin) -> None:
@@ -109,6 +135,7 @@ async def test_a_call_that_takes_longer_is_stored_as_running(begin: Begin) -> No
     await until(lambda: shipping.states() == {"call_a": CallState.STARTED})
     await shipping.journal.commit(end)
     await until(lambda: shipping.states() == {"call_a": CallState.ANSWERED})
+    assert_whole(shipping.store, "a")
 
 
 async def test_who_waits_for_the_store_gets_running_calls(begin: Begin) -> None:
@@ -141,12 +168,55 @@ async def test_after_a_crash_a_held_beginning_is_an_interrupted_call_and_nothing
 ) -> None:
     first = await begin()
     await first.hold(call("running")[0])
-    await first.journal.commit(call("done")[1])
+    start, end = call("done")
+    first.journal.write(start)
+    await first.journal.commit(end)
     await until(lambda: "call_done" in first.states())
     shutil.copytree(tmp_path / "journal", tmp_path / "crashed")
     second = await begin("crashed")
     assert second.states() == {"call_done": CallState.ANSWERED, "call_running": CallState.INTERRUPTED}
     assert second.shipper.backlog == 0
+    assert_whole(first.store, "done")
+    assert tuple(first.store.trajectories.read("traj_running").messages) == ({"role": "user", "content": "running"},)
+
+
+async def test_after_a_crash_a_call_whose_beginning_was_held_is_whole(begin: Begin, tmp_path: Path) -> None:
+    first = await begin()
+    start, end = call("a")
+    await first.hold(start)
+    shutil.copytree(tmp_path / "journal", tmp_path / "crashed")
+    segment = max((tmp_path / "crashed").glob("*.journal"))
+    with segment.open("r+b") as file:  # the end became durable, and then the process was killed
+        file.seek(records_end(segment))
+        file.write(frame(end))
+    second = await begin("crashed")
+    assert second.states() == {"call_a": CallState.ANSWERED}
+    assert_whole(first.store, "a")
+
+
+async def test_a_call_that_ends_in_the_next_segment_is_whole(begin: Begin) -> None:
+    shipping = await begin(segment_bytes=4096)
+    start, end = call("long")
+    await shipping.hold(start)
+    for number in range(40):
+        other_start, other_end = call(str(number))
+        shipping.journal.write(other_start)
+        await shipping.journal.commit(other_end)
+    await shipping.journal.commit(end)
+    await until(lambda: shipping.states().get("call_long") == CallState.ANSWERED)
+    for name in ("long", "0", "39"):
+        assert_whole(shipping.store, name)
+
+
+async def test_a_call_that_the_store_rejects_is_one_dead_letter_with_its_messages(begin: Begin, tmp_path: Path) -> None:
+    shipping = await begin()
+    start, end = call("bad")
+    shipping.journal.write(start)
+    await shipping.journal.commit(msgspec.structs.replace(end, context="nonsense"))
+    await until(lambda: (tmp_path / "journal" / DEAD_LETTERS).exists())
+    (line,) = (tmp_path / "journal" / DEAD_LETTERS).read_bytes().splitlines()
+    kept = msgspec.msgpack.decode(base64.b64decode(msgspec.json.decode(line)["record"]), type=CallEnded)
+    assert kept.start.nodes == start.nodes
 
 
 async def test_a_segment_is_removed_only_when_its_beginnings_are_stored(begin: Begin) -> None:

@@ -43,13 +43,13 @@ class HeldBeginnings:
         """How many of the records that were read are before the first of them."""
         return next((one.place for one in self._held.values()), self.read)
 
-    def due(self, now: float) -> dict[str, int]:
-        """Return the offsets of those that have waited long enough, by call."""
-        return {name: one.offset for name, one in self._held.items() if now - one.since >= self._hold_seconds}
+    def due(self, now: float) -> frozenset[str]:
+        """Return the calls whose beginnings have waited long enough."""
+        return frozenset(name for name, one in self._held.items() if now - one.since >= self._hold_seconds)
 
-    def all(self) -> dict[str, int]:
+    def offsets(self) -> dict[str, int]:
         """Return the offsets of all, by call."""
-        return self.due(float("inf"))
+        return {name: one.offset for name, one in self._held.items()}
 
     def note(self, result: WriteResult, written: Iterable[str], now: float) -> int:
         """Note a range that was read, and the beginnings that were written; return how many records are stored now."""

@@ -220,9 +220,10 @@ class Shipper:
         offset = at.offset if known else 0
         path = segment_path(self._journal.folder, number)
         holds = ours and self._journal.is_current_segment(number) and not self._waiting
-        due = self._held.due(time.monotonic()) if holds else self._held.all()
+        held = self._held.offsets()
+        due = self._held.due(time.monotonic()) if holds else frozenset(held)
         until = written[number].bytes if ours else None
-        result = self._write(SegmentRange(str(path), offset, until, holds, tuple(due.values())))
+        result = self._write(SegmentRange(str(path), offset, until, holds, held, due))
         self._note(number, result, due, ours=ours)
         # Our own segments contain complete records up to the written length: fewer are damage too.
         short = ours and (result.end == "torn" or (result.end == "more" and not result.records))
@@ -270,8 +271,8 @@ class Shipper:
         if ours:  # first: the journal then writes to a new segment
             path.rename(damaged)
         self._forget_durable_messages()
-        held = self._held.all()
-        rest = self._ship_after_damage(damaged if ours else path, offset, tuple(held.values()))
+        held = self._held.offsets()
+        rest = self._ship_after_damage(damaged if ours else path, offset, held)
         if not ours:
             path.rename(damaged)
         for result in rest:
@@ -281,9 +282,9 @@ class Shipper:
             DAMAGE_ALARM, f"{damaged} cannot be read at byte {offset}; {read} records after it were shipped"
         )
 
-    def _ship_after_damage(self, path: Path, offset: int, held: tuple[int, ...]) -> list[WriteResult]:
+    def _ship_after_damage(self, path: Path, offset: int, held: Mapping[str, int]) -> list[WriteResult]:
         """Ship the beginnings that wait, and what is readable after damage at `offset`. Raises StoreError, OSError."""
-        rest = [self._write(SegmentRange(str(path), offset, offset, held=held))] if held else []
+        rest = [self._write(SegmentRange(str(path), offset, offset, held=held, due=frozenset(held)))] if held else []
         while (at := next_frame(path, offset + 1)) is not None:
             rest.append(self._write(SegmentRange(str(path), at, None)))
             while rest[-1].end == "more" and rest[-1].records:

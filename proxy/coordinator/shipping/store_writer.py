@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -29,14 +29,16 @@ _BATCH_BYTES = 4 * 2**20
 class SegmentRange(msgspec.Struct, frozen=True):
     """A segment from `offset`, up to `until`. The writer decides how much of it to write at once.
 
-    `holds`: beginnings whose end is not in the range are left out. `held`: offsets of such ones to write now.
+    `holds`: beginnings whose end is not in the range are left out. `held`: offsets of those that were left out before,
+    by call. They are written with their ends, and those of `due` now.
     """
 
     path: str
     offset: int
     until: int | None
     holds: bool = False
-    held: tuple[int, ...] = ()
+    held: Mapping[str, int] = {}
+    due: frozenset[str] = frozenset()
 
 
 class HeldBeginning(msgspec.Struct, frozen=True):
@@ -99,12 +101,8 @@ class InProcessWriter:
         reading = read_segment(path, segment.offset, _BATCH_BYTES, segment.until)
         ended = {record.start.call_id for record in reading.records if isinstance(record, CallEnded)}
         held = _without_end(reading, ended) if segment.holds else ()
-        left_out = ended.union(one.call_id for one in held)
-        records = [
-            record
-            for record in (*read_frames(path, segment.held), *reading.records)
-            if not isinstance(record, CallStarted) or record.call_id not in left_out  # an end repeats its beginning
-        ]
+        before = read_frames(path, [at for name, at in segment.held.items() if name in ended or name in segment.due])
+        records = _whole([*before, *reading.records], ended, {one.call_id for one in held})
         dead = self._ship(records, path.parent / DEAD_LETTERS) if records else []
         return WriteResult(
             records=len(reading.records),
@@ -137,6 +135,25 @@ class InProcessWriter:
             except Exception as error:  # noqa: BLE001 -- as above; the record and the reason are stored
                 dead.append(_add_dead_letter(record, error, dead_letters))
         return dead
+
+
+def _whole(records: Sequence[Shipment], ended: Collection[str], left_out: Collection[str]) -> list[Shipment]:
+    """Return the records of a range: those of a call that ended as one, with messages and tools of its beginning."""
+    begun = {one.call_id: one for one in records if isinstance(one, CallStarted) and one.call_id in ended}
+    whole: list[Shipment] = []
+    for record in records:
+        if isinstance(record, CallEnded):
+            whole.append(_with_content(record, begun.get(record.start.call_id)))
+        elif not isinstance(record, CallStarted) or not (record.call_id in ended or record.call_id in left_out):
+            whole.append(record)
+    return whole
+
+
+def _with_content(end: CallEnded, begun: CallStarted | None) -> CallEnded:
+    if begun is None or not (begun.nodes or begun.tools):
+        return end
+    start = msgspec.structs.replace(end.start, nodes=begun.nodes, tools=begun.tools)
+    return msgspec.structs.replace(end, start=start)
 
 
 def _add_dead_letter(record: Shipment, error: Exception, dead_letters: Path) -> DeadLetter:

@@ -112,7 +112,7 @@ def fell_back(error: UpstreamError) -> CallOutcome:
 class OpenCall(msgspec.Struct):
     """The recorder's part of a call: its begin record, and what its end record needs from the request."""
 
-    start: CallStarted
+    start: CallStarted  # without messages and tools
     placement: Placement
     keys: tuple[str, ...]  # link keys of the prompt's messages; empty if nothing can continue the call
     messages: Sequence[dict[str, Any]]  # the prompt
@@ -121,7 +121,8 @@ class OpenCall(msgspec.Struct):
     first_turn: str  # hash of the prompt up to its first message that is not the system's, as recorded
     redacted: bool = False  # some of the request's content was redacted
     ended: CallEnded | None = None  # the end record
-    epoch: int = 0  # of the recorder's durable messages when the call began
+    new: Sequence[str] = ()  # hashes of the messages and tools in the begin record
+    losses: tuple[int, int] = (0, 0)  # of the recorder when the call began
 
 
 class ActiveCall(msgspec.Struct):

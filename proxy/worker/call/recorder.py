@@ -4,7 +4,8 @@ Promises: under `capture: strict` the future of `record_end` resolves when the c
 the journal cannot write it (it then keeps the record and raises an alarm). Under `relaxed` there is no future.
 Recording never fails a call: errors are logged and counted, and the client gets its response.
 
-Messages that are durable already are not written again.
+Messages that are durable already are not written again, and an end record does not repeat the messages and tools of
+its begin record.
 """
 
 from __future__ import annotations
@@ -80,26 +81,34 @@ class Recorder:
 
     def record_begin(self, parsed: ParsedRequest, placement: Placement, start: CallStarted) -> OpenCall:
         """Write the begin record without waiting for it."""
-        request, storable, epoch = parsed.request, parsed.storable, self._epoch
+        request, storable, losses = parsed.request, parsed.storable, self._losses
         nodes, hashes, tools = parsed.nodes, parsed.hashes, request.tools
         if storable is not None:
             nodes, hashes, tools = storable.nodes, tuple([node.hash for node in storable.nodes]), storable.tools
         if self._redactor is not None and storable is not None:
             start = self._redactor.redact_start(start, storable)
-        start = msgspec.structs.replace(
-            start,
-            nodes=tuple(nodes[self._count_durable(hashes) :]),
-            tools=b"" if start.tools_hash in self._durable else tools,
-        )
+        durable = self._count_durable(hashes)
+        new = list(hashes[durable:])
+        if tools and start.tools_hash not in self._durable:
+            new.append(start.tools_hash)
+        else:
+            tools = b""
         try:
-            self._journal.write(start)
+            whole = msgspec.structs.replace(start, nodes=tuple(nodes[durable:]), tools=tools) if new else start
+            self._journal.write(whole)
         except Exception as error:
             log.exception("event=record_failed call=%s reason=%r", start.call_id, str(error))
+            new = []
         redacted = storable is not None and storable.redacted
         return OpenCall(
             start, placement, parsed.keys, request.messages, request.may_contain, request.untrainable,
-            "".join(hashes[request.leading_system : request.leading_system + 1]), redacted, epoch=epoch,
+            "".join(hashes[request.leading_system : request.leading_system + 1]), redacted, new=new, losses=losses,
         )  # fmt: skip
+
+    @property
+    def _losses(self) -> tuple[int, int]:
+        """Changes when messages were forgotten, or records were dropped: those of open calls may be gone."""
+        return self._epoch, self._journal.records_lost
 
     def _count_durable(self, hashes: Sequence[str]) -> int:
         """Return how many messages of a path are durable: each record holds those of its path that were not."""
@@ -117,19 +126,17 @@ class Recorder:
                 record = self._redactor.redact_end(record, leaves, redacted=open_call.redacted)
             open_call.ended = record
             future = self._journal.commit(record)
-            hashes = [node.hash for node in (*record.start.nodes, *record.nodes)]
-            if record.start.tools:
-                hashes.append(record.start.tools_hash)
-            future.add_done_callback(lambda done: self._mark_durable(hashes, open_call.epoch, done))
+            hashes = [*open_call.new, *[node.hash for node in record.nodes]]
+            future.add_done_callback(lambda done: self._mark_durable(hashes, open_call.losses, done))
         except Exception as error:
             log.exception("event=record_failed call=%s reason=%r", open_call.start.call_id, str(error))
             self._metrics.lost.inc()
             return [], None
         return leaves, future if self._strict else None
 
-    def _mark_durable(self, hashes: Iterable[str], epoch: int, done: asyncio.Future[bool]) -> None:
-        """Add the hashes if the commit succeeded and no message was forgotten meanwhile."""
-        if done.cancelled() or done.exception() is not None or not done.result() or epoch != self._epoch:
+    def _mark_durable(self, hashes: Iterable[str], losses: tuple[int, int], done: asyncio.Future[bool]) -> None:
+        """Add the hashes if the commit succeeded and nothing was lost since the call began."""
+        if done.cancelled() or done.exception() is not None or not done.result() or losses != self._losses:
             return
         self._durable.add(hashes)
 
