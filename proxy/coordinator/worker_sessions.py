@@ -103,6 +103,7 @@ class WorkerSessions:
         self._sessions: dict[str, _Session] = {}  # by worker
         self._limits = SharedLimits()
         self._hellos: dict[str, messages.Hello] = {}  # by worker, until linking is restored
+        self._replaced: set[str] = set()  # workers that began another session meanwhile: their journals were read early
         self._greeted = asyncio.Event()  # a worker sent `Hello`
         self._restored = asyncio.Event()
         self._expected: set[str] = set()  # workers that greeted before that, until they do so again
@@ -178,7 +179,7 @@ class WorkerSessions:
         for hello in self._hellos.values():
             self._adopt(hello)
             self._unheard.expect(hello.worker)
-            if hello.is_behind:
+            if hello.is_behind or hello.worker in self._replaced:
                 self._unheard.miss(hello.worker)
         self._expected = set(self._hellos)
         asyncio.get_running_loop().call_later(_REPORT_SECONDS if self._expected else 0.0, self._reported.set)
@@ -270,10 +271,19 @@ class WorkerSessions:
             self._adopt(hello)
             await self._reported.wait()
         else:
-            self._hellos[hello.worker] = hello
-            self._greeted.set()
+            self._keep(hello)
             await self._restored.wait()
         return messages.Welcome(self._boot, time.monotonic())
+
+    def _keep(self, hello: messages.Hello) -> None:
+        """Keep a greeting until linking is restored."""
+        earlier = self._hellos.get(hello.worker)
+        if earlier is not None and earlier.session != hello.session:
+            self._replaced.add(hello.worker)
+        elif earlier is not None and earlier.epoch > hello.epoch:
+            return  # it arrived late
+        self._hellos[hello.worker] = hello
+        self._greeted.set()
 
     def _adopt(self, hello: messages.Hello) -> None:
         """Begin a session, or continue it, with the calls that this process does not know."""
@@ -290,14 +300,8 @@ class WorkerSessions:
             self._expected.discard(hello.worker)
             if not self._expected:
                 self._reported.set()
-        if (
-            is_recent
-            and self._unheard.is_missing(hello.worker)
-            and not hello.is_behind
-            and hello.worker not in self._returned
-        ):
-            self._returned.add(hello.worker)
-            self._catch_up_now.set()
+        if is_recent and not hello.is_behind:
+            self._catch_up_with(hello.worker)
         for ended in hello.ended:
             self._adopt_ended(session, ended)
         for placement in hello.open:
@@ -306,6 +310,12 @@ class WorkerSessions:
         reported = {placement.number for placement in hello.open}
         for number in [number for number in session.open if number not in reported]:
             self._close(session, number)  # its answer did not reach the worker, which placed the call itself
+
+    def _catch_up_with(self, worker: str) -> None:
+        """The store has all calls of a worker's earlier processes: read them, if they were missing."""
+        if self._unheard.is_missing(worker) and worker not in self._returned:
+            self._returned.add(worker)
+            self._catch_up_now.set()
 
     def _adopt_open(self, session: _Session, placement: Placement) -> None:
         known = session.open.get(placement.number)
@@ -337,6 +347,8 @@ class WorkerSessions:
             return messages.Levels(levels, max(len(self._workers), len(self._sessions)))
         if isinstance(message, messages.End):
             self._end(session, message)
+        elif isinstance(message, messages.CaughtUp):
+            self._catch_up_with(worker)
         else:
             self._linker.add_unanswered(message.link, message.attempt, message.at)
         return messages.Noted()

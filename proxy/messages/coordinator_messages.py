@@ -81,7 +81,11 @@ class Amounts(msgspec.Struct, frozen=True, tag="amounts"):
     amounts: tuple[Amount, ...]
 
 
-Message = Find | End | MarkUnanswered | Amounts
+class CaughtUp(msgspec.Struct, frozen=True, tag="caught_up"):
+    """The store has all of the worker's earlier processes, which it did not have at the session's beginning."""
+
+
+Message = Find | End | MarkUnanswered | Amounts | CaughtUp
 
 
 class Batch(msgspec.Struct, frozen=True, tag="batch"):

@@ -86,6 +86,7 @@ class Redactor:
                     token_ids=b"",
                     logprobs=b"",
                     link_key="",
+                    skip_last_key=None,
                     reply_node=node.hash,
                     tool_call_ids=tuple(map(self._patterns.text, choice.tool_call_ids)),
                 )

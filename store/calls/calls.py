@@ -132,6 +132,7 @@ def _choice(row: Any) -> Choice:
         logprobs=row.logprobs,
         reply_node=row.reply_node,
         link_key=row.link_key,
+        skip_last_key=row.skip_last_key,
         tool_call_ids=tuple(row.tool_call_ids),
     )
 

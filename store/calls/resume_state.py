@@ -40,7 +40,7 @@ class ResumeState:
         calls, answers, trajectories = schema.calls, schema.choices, schema.trajectories
         columns = (calls.c.id, calls.c.trajectory_id, calls.c.alias, calls.c.version, calls.c.key_id)
         nodes = (calls.c.prompt_node, answers.c.reply_node, trajectories.c.root_node)
-        links = (answers.c.choice, answers.c.link_key, answers.c.tool_call_ids)
+        links = (answers.c.choice, answers.c.link_key, answers.c.skip_last_key, answers.c.tool_call_ids)
         query = (
             sa.select(*columns, *nodes, *links, trajectories.c.purpose, trajectories.c.last_active_at, *_FAMILY)
             .join(answers, answers.c.call_id == calls.c.id)
@@ -113,6 +113,7 @@ def _leaf(
         alias=row.alias,
         version=row.version,
         link_key=row.link_key,
+        skip_last_key=row.skip_last_key,
         tool_call_ids=tuple(row.tool_call_ids),
         key_id=row.key_id,
         purpose=row.purpose,

@@ -45,7 +45,8 @@ _ENDED_COLUMNS = (
 )  # fmt: skip
 _NOT_ENDED = (CallState.STARTED, None, None, None, "root", b"", 0, 0, None, None, None, None)
 _CHOICE_COLUMNS = (
-    "call_id", "choice", "finish_reason", "reply_node", "link_key", "tool_call_ids", "token_ids", "logprobs",
+    "call_id", "choice", "finish_reason", "reply_node", "link_key", "skip_last_key", "tool_call_ids", "token_ids",
+    "logprobs",
 )  # fmt: skip
 _TRAJECTORY_COLUMNS = (
     "id", "alias", "version", "purpose", "root_node", "tools_hash", "key_id", "opened_at",

@@ -94,6 +94,7 @@ class Choice(Record, frozen=True):
     reply_node: str = ""
     link_key: str = ""
     tool_call_ids: tuple[str, ...] = ()
+    skip_last_key: str | None = None  # its key without the prompt's last message, if that may be a reminder
 
 
 class CallEnded(Record, frozen=True, tag="ended"):
@@ -163,6 +164,7 @@ class OpenLeaf(Record, frozen=True):
     family: str | None = None  # of the trajectory
     extended: bool = False  # a later call continues it
     reply: bytes = b""  # the answer as canonical JSON
+    skip_last_key: str | None = None
     prompt_messages: tuple[bytes, ...] = ()  # first prompt message of the trajectory, and the one answered, as JSON
 
 

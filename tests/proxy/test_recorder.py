@@ -19,6 +19,7 @@ from ratchet.proxy.telemetry.alarm_queue import AlarmQueue
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.proxy.worker.call.active_call import ANSWERED, ActiveCall, OpenCall
 from ratchet.proxy.worker.call.recorder import Recorder
+from ratchet.store.content.messages import link_key, link_keys
 from ratchet.store.ids import new_id
 from ratchet.store.records import CallEnded, CallStarted, Shipment
 from tests.harness.records import TOOLS
@@ -39,9 +40,10 @@ class Recording:
         self._linker = TrajectoryLinker(1e9)
         self._calls: dict[str, ActiveCall] = {}
 
-    async def begin(self, text: str) -> OpenCall:
-        """Begin a call with this question."""
-        body = json.dumps({"model": "agent", "messages": [{"role": "user", "content": text}], "tools": TOOLS})
+    async def begin(self, *texts: str) -> OpenCall:
+        """Begin a call with these questions."""
+        messages = [{"role": "user", "content": text} for text in texts]
+        body = json.dumps({"model": "agent", "messages": messages, "tools": TOOLS})
         parsed = await self._chat.read(body.encode(), None)
         attempt = AttemptKey("agent", None, parsed.prompt_node, parsed.request.tools_hash)
         now = time.time()
@@ -115,3 +117,11 @@ async def test_messages_of_a_beginning_that_was_dropped_are_written_again(record
     assert await recording.end(again)
     assert dropped.start.call_id not in {one.call_id for one in recording.records() if isinstance(one, CallStarted)}
     assert [node.role for node in recording.begun(again).nodes] == ["user"]
+
+
+async def test_the_end_has_the_key_of_its_answer_without_a_reminder(recording: Recording) -> None:
+    opened = await recording.begin("Where?", "It is 12:01.")
+    assert await recording.end(opened)
+    (end,) = (one for one in recording.records() if isinstance(one, CallEnded))
+    before = link_keys([{"role": "user", "content": "Where?"}])[-1]
+    assert end.choices[0].skip_last_key == link_key(before, {"role": "assistant", "content": "Oslo"})

@@ -6,10 +6,12 @@ import asyncio
 import itertools
 import time
 
+import msgspec
 import pytest
 
 from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
 from ratchet.proxy.coordinator.linking.restore import LinkingRestore
+from ratchet.store.content.messages import answer_keys, link_keys
 from ratchet.store.store import Store
 from tests.harness import records
 from tests.proxy.test_linking import evidence
@@ -42,3 +44,17 @@ async def test_the_event_loop_does_its_other_work_while_many_trajectories_are_re
     assert max(after - before for before, after in itertools.pairwise(found)) <= _TRAJECTORIES // 3
     prompt = [*records.QUESTION, REPLY, {"role": "user", "content": "And then?"}]
     assert linker.find_link(evidence(prompt, key_id=None)).linked_by == "graph"
+
+
+async def test_an_answer_is_continued_without_the_reminder_before_it(store: Store) -> None:
+    reminder, short = {"role": "user", "content": "It is 12:01."}, {"role": "assistant", "content": "ok"}
+    start = records.call_start("call_a", "traj_a", [*records.QUESTION, reminder], at=time.time())
+    end = records.ended(start, short, messages=[*records.QUESTION, reminder])
+    (key,) = answer_keys([link_keys(records.QUESTION)[-1]], short)
+    choice = msgspec.structs.replace(end.choices[0], skip_last_key=key)
+    store.calls.ship([msgspec.structs.replace(end, choices=(choice,))])
+    linker = TrajectoryLinker(idle_seconds=900)
+    assert await LinkingRestore(linker, store, 900).restore()
+    prompt = [*records.QUESTION, short, {"role": "user", "content": "And then?"}]
+    link = linker.find_link(evidence(prompt, key_id=None))
+    assert (link.trajectory_id, link.linked_by) == ("traj_a", "graph+gap")

@@ -1,7 +1,6 @@
 """Restores linking from the store after a restart: open answers and unanswered attempts.
 
-The store has the first and the last message of a prompt, where a task is. It has no hash of the path without the
-prompt's last message, so restored fingerprints lack it.
+The store has the first and the last message of a prompt, where a task is.
 """
 
 from __future__ import annotations
@@ -112,4 +111,6 @@ def _fingerprints(stored: OpenLeaf) -> TextFingerprints:
         return NO_FINGERPRINTS
     answer = _decode(stored.reply)
     (answer_key,) = canon.answer_keys([canon.ANYWHERE], answer)
-    return fingerprints_of(answer, "", answer_key, [_decode(body) for body in stored.prompt_messages])
+    return fingerprints_of(
+        answer, stored.skip_last_key or "", answer_key, [_decode(body) for body in stored.prompt_messages]
+    )

@@ -169,12 +169,13 @@ def assemble(call: ActiveCall, capture: Capture, outcome: CallOutcome, now: floa
             reply_node=node.hash,
             link_key=keys[0],
             tool_call_ids=canon.tool_call_ids(message),
+            skip_last_key=keys[2] if keys[2:] else None,
         )
         choices.append(choice)
         nodes.append(node)
         if choice.link_key and sampled.has_content():
             fingerprints = fingerprints_of(
-                message, keys[2] if keys[2:] else "", keys[1], open_call.messages, open_call.may_contain
+                message, choice.skip_last_key or "", keys[1], open_call.messages, open_call.may_contain
             )
             leaves.append(_leaf(start, choice, capture.prompt_ids, now, fingerprints))
     record = CallEnded(

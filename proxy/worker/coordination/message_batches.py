@@ -40,8 +40,8 @@ _Waiting = tuple[bytes, "asyncio.Future[Answer | None]"]
 class MessageBatches:
     """The connection to the coordinator.
 
-    `on_failure` is called when a POST has failed, with the reason, and whether no coordinator decides at that address:
-    its process is gone, or knows no session. Without an answer it may still decide.
+    `on_failure` is called when a POST of the present epoch has failed, with the reason, and whether no coordinator
+    decides at that address: its process is gone, or knows no session. Without an answer it may still decide.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class MessageBatches:
         self._session = new_id("session")
         self._boot = ""  # of the coordinator that knows the session
         self._seen = 0.0  # its time, as it sent it last
-        self._epoch = 0
+        self.epoch = 0  # greetings sent: none of them has what a message of an earlier epoch began
         self._worker = worker
         self._headers = {"authorization": f"Bearer {token}", "content-type": "application/msgpack"}
         self._on_failure = on_failure
@@ -83,9 +83,9 @@ class MessageBatches:
 
     async def greet(self, open_calls: Iterable[Placement], ended: Iterable[EndedCall], *, is_behind: bool) -> bool:
         """Begin or continue the session; return whether a coordinator answered."""
-        self._epoch += 1
+        self.epoch += 1
         hello = Hello(
-            self._worker, self._session, self._epoch, text_hash(), tuple(open_calls), tuple(ended), is_behind,
+            self._worker, self._session, self.epoch, text_hash(), tuple(open_calls), tuple(ended), is_behind,
             self._boot, self._seen,
         )  # fmt: skip
         urls = await asyncio.to_thread(self._coordinators.resolve)
@@ -147,9 +147,9 @@ class MessageBatches:
 
     async def _post(self, batch: list[_Waiting], client: HttpClient) -> None:
         answers: tuple[Answer | None, ...] = (None,) * len(batch)
-        boot = self._boot
+        boot, epoch = self._boot, self.epoch
         body = _EncodedBatch(
-            self._worker, self._session, boot, self._epoch, self._seen, [msgspec.Raw(data) for data, _ in batch]
+            self._worker, self._session, boot, epoch, self._seen, [msgspec.Raw(data) for data, _ in batch]
         )
         try:
             response = await self._send(self.url, client, messages.encode(body))
@@ -157,10 +157,11 @@ class MessageBatches:
                 answers = response.answers
                 if boot == self._boot:
                     self._seen = max(self._seen, response.at)
-            else:
+            elif epoch == self.epoch:
                 self._on_failure("it does not know this worker's session", True)
         except UpstreamError as error:
-            self._on_failure(str(error), _is_gone(error))
+            if epoch == self.epoch:
+                self._on_failure(str(error), _is_gone(error))
         for (_, future), answer in zip(batch, answers, strict=True):
             if not future.done():
                 future.set_result(answer)

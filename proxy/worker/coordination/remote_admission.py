@@ -34,6 +34,7 @@ from ratchet.proxy.errors import BadRequest, StartError
 from ratchet.proxy.messages.admission_records import AdmissionRequest, EndedCall
 from ratchet.proxy.messages.coordinator_messages import (
     Answer,
+    CaughtUp,
     End,
     Find,
     MarkUnanswered,
@@ -184,13 +185,14 @@ class RemoteAdmission:
 
     async def _find(self, number: int, request: AdmissionRequest) -> Placement | None:
         """Return the coordinator's placement; None if it went away. Raises ProxyError."""
+        epoch = self._batches.epoch
         alone = "@" in request.model or is_planned(request.identity.trajectory)
         answer = await self._ask(number, _partial(request), alone)
         if isinstance(answer, MessagesWanted):
             answer = await self._ask(number, _whole(request), alone)
         if isinstance(answer, PlacementRefused):
             raise to_error(answer)
-        if not isinstance(answer, Placed):
+        if not isinstance(answer, Placed) or epoch != self._batches.epoch:  # a greeting since then did not report it
             return None
         placement = answer.placement
         if not self._policies.has_version(placement.alias, placement.version):
@@ -235,9 +237,13 @@ class RemoteAdmission:
         return confirmed
 
     def _noticed(self, confirmed: asyncio.Future[bool]) -> asyncio.Future[bool]:
-        """Return the future, done once the coordinator is connected again, has noticed the loss too, or is gone."""
+        """Return the future, done once the coordinator is connected again, has noticed the loss too, or is gone.
+
+        While the session begins again, it is done when the coordinator has every end: with the second greeting it
+        assumes to know all that this worker serves.
+        """
         loop = asyncio.get_running_loop()
-        if self._is_connected or self._is_gone or self._alone_at <= loop.time():
+        if self._syncing is None and (self._is_connected or self._is_gone or self._alone_at <= loop.time()):
             _finish(confirmed, False)
         else:
             task = loop.create_task(self._wait_for_connection())
@@ -273,7 +279,10 @@ class RemoteAdmission:
         """Return this worker's own placement; None if the coordinator came back meanwhile. Raises ProxyError."""
         linker = self._outage_linker()
         placement = await self._make_admission(linker).resolve(request)
-        return msgspec.structs.replace(placement, number=number) if linker is self._linker else None
+        if linker is self._linker and self._syncing is None:
+            return msgspec.structs.replace(placement, number=number)
+        linker.end_call(placement.link, (), time.time())  # the last greeting did not report it
+        return None
 
     def _outage_linker(self) -> CautiousLinker:
         """Return the linker of this outage; at its first call, it learns what this worker knows."""
@@ -291,8 +300,10 @@ class RemoteAdmission:
                 await asyncio.wait_for(self._lost.wait(), _CHECK_SECONDS)
             if self._is_connected:
                 await self._batches.check()
-            if not self._is_connected or (self._was_behind and not self._is_behind()):
+            if not self._is_connected:
                 await self._connect()
+            elif self._was_behind and not self._is_behind():
+                self._was_behind = await self._batches.ask(CaughtUp()) is None
 
     async def _connect(self) -> None:
         """Begin or continue the session, and tell the coordinator of the calls that it does not know."""
@@ -307,8 +318,8 @@ class RemoteAdmission:
             if self._is_connected:
                 self._connected.set()
                 self._limits.connect(self._batches.ask)
-                self._send_ends(known)
                 self._linker = None
+                await asyncio.gather(*self._send_ends(known))
                 log.info("event=coordinator_connected open_calls=%d", len(self._open))
             else:
                 self._lost.set()
@@ -319,15 +330,17 @@ class RemoteAdmission:
     async def _greet(self) -> bool:
         return await self._batches.greet(self._open.values(), self._recent, is_behind=self._was_behind)
 
-    def _send_ends(self, last: EndedCall | None) -> None:
-        """Send the ends since the call `last`, the latest one that the coordinator knows."""
+    def _send_ends(self, last: EndedCall | None) -> list[asyncio.Future[Answer | None]]:
+        """Send the ends since the call `last`, the latest that the coordinator knows; return their answers."""
         later = []
         for ended in reversed(self._recent):
             if ended is last:
                 break
             later.append(ended)
-        for ended in reversed(later):
+        return [
             self._batches.ask(End(ended.placement.number, ended.leaves, ended.ended_at, ended.retryable))
+            for ended in reversed(later)
+        ]
 
 
 def _finish(confirmed: asyncio.Future[bool], is_known: bool) -> None:

@@ -152,6 +152,7 @@ choices = sa.Table(
     sa.Column("finish_reason", sa.String(32)),
     sa.Column("reply_node", HASH, nullable=False),
     sa.Column("link_key", HASH, nullable=False),
+    sa.Column("skip_last_key", HASH),
     sa.Column("tool_call_ids", JSON, nullable=False),
     sa.Column("token_ids", Ids, nullable=False),
     sa.Column("logprobs", Bytes, nullable=False),

@@ -7,7 +7,7 @@ from typing import Any
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0001_audit_log"
+revision = "0001_skip_last_key"
 down_revision = None
 
 ROW_ID = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
@@ -711,6 +711,7 @@ def _choices() -> None:
         sa.Column("finish_reason", sa.String(32)),
         sa.Column("reply_node", sa.LargeBinary, nullable=False),
         sa.Column("link_key", sa.LargeBinary, nullable=False),
+        sa.Column("skip_last_key", sa.LargeBinary),
         sa.Column("tool_call_ids", sa.JSON, nullable=False),
         sa.Column("token_ids", sa.LargeBinary, nullable=False),
         sa.Column("logprobs", sa.LargeBinary, nullable=False),
