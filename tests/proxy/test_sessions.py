@@ -1,0 +1,167 @@
+"""A worker's session with its coordinator begins again after a loss: nothing that was served meanwhile is unknown."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import pytest
+
+from ratchet.proxy.coordinator.admission import Admission
+from ratchet.proxy.coordinator.linking.cautious_linker import CautiousLinker, Doubt
+from ratchet.proxy.coordinator.unheard_workers import UnheardWorkers
+from ratchet.proxy.coordinator.worker_sessions import WorkerSessions
+from ratchet.proxy.messages import coordinator_messages as messages
+from ratchet.proxy.messages.text_fingerprints import text_hash
+from ratchet.proxy.runtime.critical_tasks import CriticalTasks
+from tests.harness.ports import free_port
+from tests.harness.proxy.relay import Relay
+from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.servers import ProxyProcess, eventually, served
+
+_TOKEN = "a secret of both machines"
+_WORKER = "machine/1"
+
+
+class Machines:
+    """A machine with the coordinator, and another one whose worker reaches it through a relay."""
+
+    def __init__(self, folder: Path, vllm_url: str) -> None:
+        self._folder, port = folder, free_port()
+        self.relay = Relay(port)
+        common: dict[str, Any] = {
+            "upstreams": [vllm_url], "store": str(folder / "store.db"), "coordinator_token": _TOKEN, "workers": 1,
+        }  # fmt: skip
+        for name in ("here", "there"):
+            (folder / name).mkdir()
+        self.here = ProxyProcess(folder / "here", **common, coordinator_listen=f"127.0.0.1:{port}")
+        self.there = ProxyProcess(folder / "there", **common, coordinator=[self.relay.url])
+
+    def log(self) -> str:
+        """The log of the machine without a coordinator."""
+        return (self._folder / "there" / "proxy.log").read_text()
+
+    def stop(self) -> None:
+        """Stop all."""
+        self.there.stop()
+        self.here.stop()
+        self.relay.stop()
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[Machines]:
+    with served(ScriptedVllm()) as vllm:
+        running = Machines(tmp_path, vllm)
+        try:
+            yield running
+        finally:
+            running.stop()
+
+
+def _ask(machine: ProxyProcess, conversation: list[dict[str, Any]]) -> httpx.Response:
+    body = {"model": "agent", "messages": conversation}
+    return httpx.post(f"{machine.url}/v1/chat/completions", json=body, timeout=60)
+
+
+@pytest.mark.slow
+def test_an_answer_that_ends_while_the_session_begins_again_waits_until_the_coordinator_has_it(
+    machines: Machines,
+) -> None:
+    conversation = [{"role": "user", "content": "Where? #tokens=8 #delay=0.5"}]
+    machines.relay.cut()
+    eventually(lambda: "event=coordinator_lost" in machines.log())
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(_ask, machines.there, conversation)  # placed there after 5 s, and answered 4 s later
+        with pytest.raises(TimeoutError):
+            asked.result(6.0)
+        machines.relay.mend(answers=1)  # the second greeting is read, and its answer is on its way
+        with pytest.raises(TimeoutError):
+            asked.result(6.0)
+        machines.relay.mend()
+        response = asked.result(30.0)
+    assert response.status_code == 200
+    conversation += [response.json()["choices"][0]["message"], {"role": "user", "content": "And then?"}]
+    following = _ask(machines.here, conversation)
+    assert following.headers["x-ratchet-trajectory"] == response.headers["x-ratchet-trajectory"]
+
+
+class Sessions:
+    """The coordinator's sessions, with a store that is read when the test says so."""
+
+    def __init__(self) -> None:
+        self.unheard, self.reads, self.may_read = UnheardWorkers([], 900.0), 0, asyncio.Event()
+        admission = cast(Admission, None)  # no call is placed
+        self._sessions = WorkerSessions(
+            admission, CautiousLinker(900.0, 2**20, 2**20), self._read, _TOKEN, [_WORKER], self.unheard, None, None,
+            CriticalTasks(),
+        )  # fmt: skip
+        self._client = httpx.AsyncClient(
+            transport=httpx.ASGITransport(self._sessions.wrap(cast(Any, None))), base_url="http://coordinator"
+        )
+
+    async def _read(self) -> bool:
+        self.reads += 1
+        await self.may_read.wait()
+        return True
+
+    async def greet(self, session: str, epoch: int = 1, **values: Any) -> messages.Welcome:
+        """Send a worker's greeting; return the answer."""
+        hello = messages.Hello(_WORKER, session, epoch, text_hash(), **values)
+        headers = {"authorization": f"Bearer {_TOKEN}"}
+        response = await self._client.post(messages.PATH, content=messages.encode(hello), headers=headers)
+        welcome = messages.decode_response(response.content)
+        assert isinstance(welcome, messages.Welcome)
+        return welcome
+
+    async def until(self, condition: Any) -> None:
+        """Wait for a condition."""
+        async with asyncio.timeout(30):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+    async def __aenter__(self) -> Sessions:
+        await self._sessions.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._sessions.stop()
+        await self._client.aclose()
+
+
+@pytest.fixture
+async def sessions() -> AsyncIterator[Sessions]:
+    async with Sessions() as running:
+        yield running
+
+
+@pytest.mark.parametrize("died", [True, False])
+async def test_calls_of_a_worker_that_died_while_the_store_was_read_are_missing_until_it_is_read_again(
+    sessions: Sessions, died: bool
+) -> None:
+    first = asyncio.create_task(sessions.greet("first"))
+    await sessions.until(lambda: sessions.reads == 1)
+    again = "second" if died else "first"
+    second = asyncio.create_task(sessions.greet(again, 1 if died else 2))
+    await asyncio.sleep(0.05)
+    sessions.may_read.set()
+    welcome = await second
+    await first
+    assert sessions.unheard.doubt() == Doubt.RECENT  # it has not been heard of since
+    assert sessions.unheard.is_missing(_WORKER) is died
+    await sessions.greet(again, 3, boot=welcome.boot, seen=welcome.at)
+    await sessions.until(lambda: sessions.unheard.doubt() == Doubt.NONE)
+    assert sessions.reads == 1 + died
+
+
+async def test_a_greeting_that_arrives_late_does_not_replace_a_later_one(sessions: Sessions) -> None:
+    later = asyncio.create_task(sessions.greet("first", 2, is_behind=True))
+    await sessions.until(lambda: sessions.reads == 1)
+    earlier = asyncio.create_task(sessions.greet("first", 1))
+    await asyncio.sleep(0.05)
+    sessions.may_read.set()
+    await asyncio.gather(later, earlier)
+    assert sessions.unheard.is_missing(_WORKER)
