@@ -1,6 +1,6 @@
 """Linking state of a proxy after a restart: the answers that a request may continue, and unanswered calls.
 
-Reads the newest calls, up to a limit.
+Reads the newest calls of each trajectory, up to a limit in all.
 """
 
 from __future__ import annotations
@@ -32,21 +32,24 @@ class ResumeState:
         self._engine = engine
 
     def open_leaves(self, since: float, limit: int = 10_000) -> Iterator[list[OpenLeaf]]:
-        """Yield the answers of open trajectories active after `since` (Unix seconds), the latest `limit`, in batches.
+        """Yield the answers of open trajectories active after `since` (Unix seconds), at most `limit`, in batches.
 
-        A batch has whole trajectories, about `_BATCH` answers: the least recently active trajectory first, and of each
-        the oldest answer first. Each batch is read when it is wanted.
+        If there are more, the latest answer of every trajectory comes before the second latest of any, and so on. The
+        answers of a trajectory are in one batch, of about `_BATCH` answers: the least recently active trajectory first,
+        and of each the oldest answer first. Each batch is read when it is wanted.
         """
         calls, answers, trajectories = schema.calls, schema.choices, schema.trajectories
         columns = (calls.c.id, calls.c.trajectory_id, calls.c.alias, calls.c.version, calls.c.key_id)
         nodes = (calls.c.prompt_node, answers.c.reply_node, trajectories.c.root_node)
         links = (answers.c.choice, answers.c.link_key, answers.c.skip_last_key, answers.c.tool_call_ids)
+        newest_first = (calls.c.id.desc(), answers.c.choice.desc())
+        rank = sa.func.row_number().over(partition_by=calls.c.trajectory_id, order_by=newest_first)
         query = (
             sa.select(*columns, *nodes, *links, trajectories.c.purpose, trajectories.c.last_active_at, *_FAMILY)
             .join(answers, answers.c.call_id == calls.c.id)
             .join(trajectories, trajectories.c.id == calls.c.trajectory_id)
             .where(_open(since), answers.c.link_key != "")
-            .order_by(calls.c.id.desc())
+            .order_by(rank, *newest_first)
             .limit(limit)
         )
         with read(self._engine) as connection:

@@ -137,6 +137,15 @@ def test_open_leaves_hold_the_whole_token_context(store: Store) -> None:
     assert [json.loads(body)["content"] for body in leaves[0].prompt_messages] == ["Where?", "Where?"]
 
 
+def test_above_the_limit_the_latest_answers_of_every_trajectory_are_restored(store: Store) -> None:
+    starts = [call_start(f"call_{turn}{name}", name) for name in "abc" for turn in range(3)]
+    store.calls.ship([ended(start, tool_call()) for start in starts])
+    batches = store.resume_state.open_leaves(since=0.0, limit=4)
+    found = [leaf.call_id for batch in batches for leaf in batch]
+    assert sorted(found) == ["call_1c", "call_2a", "call_2b", "call_2c"]
+    assert found.index("call_1c") < found.index("call_2c")
+
+
 def test_open_leaves_come_in_batches_of_whole_trajectories_with_few_queries(store: Store) -> None:
     shipped = []
     for number in range(400):
