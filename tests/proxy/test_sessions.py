@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -81,6 +82,22 @@ def test_an_answer_that_ends_while_the_session_begins_again_waits_until_the_coor
         machines.relay.mend(answers=1)  # the second greeting is read, and its answer is on its way
         with pytest.raises(TimeoutError):
             asked.result(6.0)
+        machines.relay.mend()
+        response = asked.result(30.0)
+    assert response.status_code == 200
+    conversation += [response.json()["choices"][0]["message"], {"role": "user", "content": "And then?"}]
+    following = _ask(machines.here, conversation)
+    assert following.headers["x-ratchet-trajectory"] == response.headers["x-ratchet-trajectory"]
+
+
+@pytest.mark.slow
+def test_a_place_that_arrives_after_the_greeting_is_asked_for_again(machines: Machines) -> None:
+    conversation = [{"role": "user", "content": "Where?"}]
+    machines.relay.mend(answers=0)
+    with ThreadPoolExecutor(1) as threads:
+        time.sleep(1.5)  # the worker has looked for the coordinator, and gives up 5 s later: before the call does
+        asked = threads.submit(_ask, machines.there, conversation)
+        eventually(lambda: "event=coordinator_lost" in machines.log())
         machines.relay.mend()
         response = asked.result(30.0)
     assert response.status_code == 200
