@@ -107,6 +107,20 @@ def test_text_completions_and_token_counts_are_answered_too(url: str) -> None:
     assert httpx.get(f"{url}/health/ready").status_code == 200
 
 
+@pytest.mark.e2e
+def test_the_engine_continues_the_final_assistant_text_of_a_messages_call(url: str) -> None:
+    client = anthropic.Anthropic(base_url=url, api_key="x")
+    begun = '<tool_call>\n{"name": "return_final_answer'
+    history: Any = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": begun}]
+    answer: Any = client.messages.create(
+        model="mail", system=SYSTEM, messages=history, max_tokens=MOST, extra_body=GREEDY
+    )
+    counted = client.messages.count_tokens(model="mail", system=SYSTEM, messages=history)
+    assert counted.input_tokens == answer.usage.input_tokens
+    text = begun + answer.content[0].text
+    assert json.loads(text.removeprefix("<tool_call>").removesuffix("</tool_call>"))["name"] == "return_final_answer"
+
+
 def post_without_reading(url: str, body: dict[str, Any]) -> socket.socket:
     """A chat call that has been sent; closing the socket is leaving."""
     host, port = url.removeprefix("http://").split(":")

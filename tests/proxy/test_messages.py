@@ -184,6 +184,33 @@ def test_tokens_are_counted_by_vllms_own_template(
     assert proxy.store.calls.page(1) == []
 
 
+THOUGHT = {"type": "thinking", "thinking": "hm", "signature": "s"}
+USE = {"type": "tool_use", "id": "toolu_1", "name": "search", "input": {}}
+
+
+@pytest.mark.parametrize(
+    ("last", "is_continued"),
+    [
+        ({"role": "assistant", "content": '{"city": '}, True),
+        ({"role": "assistant", "content": [{"type": "text", "text": '{"city": '}]}, True),
+        ({"role": "assistant", "content": ""}, False),
+        ({"role": "assistant", "content": [THOUGHT, {"type": "text", "text": "It"}]}, False),
+        ({"role": "assistant", "content": [{"type": "text", "text": "I search"}, USE]}, False),
+        ({"role": "user", "content": "and?"}, False),
+    ],
+)
+def test_a_final_assistant_text_is_continued(
+    client: anthropic.Anthropic, vllm: ScriptedVllm, last: Any, is_continued: bool
+) -> None:
+    history = [*ask("Where?")["messages"], last]
+    fields = {"continue_final_message": True, "add_generation_prompt": False}
+    client.messages.create(**ask("") | {"messages": history})
+    assert fields.items() <= vllm.calls[-1].items() if is_continued else fields.keys().isdisjoint(vllm.calls[-1])
+    client.messages.count_tokens(model="agent", messages=history)
+    assert vllm.calls[-1]["add_generation_prompt"] is not is_continued
+    assert vllm.calls[-1].get("continue_final_message", False) is is_continued
+
+
 def test_the_sdks_tool_runner_completes_its_loop(proxy: Proxy, client: anthropic.Anthropic) -> None:
     @anthropic.beta_tool
     def search(q: str, n: int) -> str:
