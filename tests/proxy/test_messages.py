@@ -211,6 +211,27 @@ def test_a_final_assistant_text_is_continued(
     assert vllm.calls[-1].get("continue_final_message", False) is is_continued
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_answer_that_continued_a_text_is_found_in_the_joined_text(
+    proxy: Proxy, client: anthropic.Anthropic, streamed: bool
+) -> None:
+    prefix = '{"city": #say=Oslo}'
+    question, prefill = {"role": "user", "content": "Where?"}, {"role": "assistant", "content": prefix}
+    fields = ask("") | {"messages": [question, prefill]}
+    if streamed:
+        with client.messages.stream(**fields) as events:
+            answer: Any = events.get_final_message()
+    else:
+        answer = client.messages.create(**fields)
+    joined = {"role": "assistant", "content": prefix + answer.content[0].text}
+    for text in ("#say=a", "#say=b"):  # the second one repeats the prompt of the first
+        client.messages.create(**ask("") | {"messages": [question, joined, {"role": "user", "content": text}]})
+    proxy.settled()
+    *later, first = proxy.store.calls.page(10)
+    assert {call.trajectory_id for call in later} == {first.trajectory_id}
+    assert [(call.linked_by, call.parent_call) for call in later] == [("graph", first.id)] * 2
+
+
 def test_the_sdks_tool_runner_completes_its_loop(proxy: Proxy, client: anthropic.Anthropic) -> None:
     @anthropic.beta_tool
     def search(q: str, n: int) -> str:
