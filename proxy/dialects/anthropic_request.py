@@ -68,9 +68,13 @@ def chat_messages(body: Json) -> list[Json]:
         messages.append({"role": "system", "content": _content(_blocks(system), "system")})
     for place, message in enumerate(body["messages"]):
         try:
-            messages += _converted(message)
+            converted = _converted(message)
         except (KeyError, TypeError, AttributeError) as error:
             raise inner_request.unreadable(f"messages.{place}", error) from error
+        if [turn["role"] for turn in (*messages[-1:], *converted)] == ["assistant", "assistant"]:
+            messages[-1] = _combined(messages[-1], *converted)
+        else:
+            messages += converted
     return inner_request.merge_system_messages(_with_reminders(messages))
 
 
@@ -180,6 +184,15 @@ def _assistant(blocks: Sequence[Json]) -> Json:
         message["reasoning"] = "".join(thoughts)
     if calls:
         message["tool_calls"] = calls
+    return message
+
+
+def _combined(first: Json, second: Json) -> Json:
+    """Return two consecutive assistant messages as one turn, as Anthropic's API reads them."""
+    message = {**first, **second, "content": (first["content"] or "") + (second["content"] or "") or None}
+    for name in ("reasoning", "tool_calls"):
+        if name in first and name in second:
+            message[name] = first[name] + second[name]
     return message
 
 

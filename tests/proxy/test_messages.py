@@ -232,6 +232,24 @@ def test_an_answer_that_continued_a_text_is_found_in_the_joined_text(
     assert [(call.linked_by, call.parent_call) for call in later] == [("graph", first.id)] * 2
 
 
+def test_consecutive_assistant_messages_are_one_turn(
+    proxy: Proxy, client: anthropic.Anthropic, vllm: ScriptedVllm
+) -> None:
+    question = ask("#think=hm #tool=search", tools=TOOLS)
+    answer = client.messages.create(**question)
+    assert [block.type for block in answer.content] == ["thinking", "tool_use"]
+    use: Any = answer.content[-1]
+    result = {"type": "tool_result", "tool_use_id": use.id, "content": "#say=Oslo"}
+    one_by_one: Any = [{"role": "assistant", "content": [block]} for block in answer.content]
+    messages = [*question["messages"], *one_by_one, {"role": "user", "content": [result]}]
+    client.messages.create(**question | {"messages": messages})
+    assert [message["role"] for message in vllm.calls[-1]["messages"]] == ["user", "assistant", "tool"]
+    assert last_call(proxy).linked_by.startswith("graph")
+    texts: Any = [{"role": "assistant", "content": text} for text in ("a", "b")]
+    client.messages.create(**question | {"messages": [*question["messages"], *texts, *question["messages"]]})
+    assert vllm.calls[-1]["messages"][1] == {"role": "assistant", "content": "ab"}
+
+
 def test_the_sdks_tool_runner_completes_its_loop(proxy: Proxy, client: anthropic.Anthropic) -> None:
     @anthropic.beta_tool
     def search(q: str, n: int) -> str:
