@@ -45,6 +45,7 @@ def read(body: Json) -> ChatRequest:
         "chat_template_kwargs": template_fields(body),
         "reasoning_effort": (body.get("output_config") or {}).get("effort"),
         "response_format": _response_format(body),
+        **_continuation(messages),
     }
     return inner_request.chat_request(body, messages, fields)
 
@@ -52,9 +53,10 @@ def read(body: Json) -> ChatRequest:
 def count_body(body: Json, served_name: str) -> Json:
     """Return the body for vLLM's /tokenize: with the prompt of the call itself. Raises BadRequest."""
     inner_request.require(body, "model", "messages")
-    fields = {"tools": _tools(body) or None, "chat_template_kwargs": template_fields(body)}
+    messages = chat_messages(body)
+    fields = {"tools": _tools(body) or None, "chat_template_kwargs": template_fields(body), **_continuation(messages)}
     chosen = {name: value for name, value in fields.items() if value is not None}
-    return {"model": served_name, "messages": chat_messages(body), "add_generation_prompt": True, **chosen}
+    return {"model": served_name, "messages": messages, "add_generation_prompt": True, **chosen}
 
 
 def chat_messages(body: Json) -> list[Json]:
@@ -66,10 +68,22 @@ def chat_messages(body: Json) -> list[Json]:
         messages.append({"role": "system", "content": _content(_blocks(system), "system")})
     for place, message in enumerate(body["messages"]):
         try:
-            messages += _converted(message)
+            converted = _converted(message)
         except (KeyError, TypeError, AttributeError) as error:
             raise inner_request.unreadable(f"messages.{place}", error) from error
+        if [turn["role"] for turn in (*messages[-1:], *converted)] == ["assistant", "assistant"]:
+            messages[-1] = _combined(messages[-1], *converted)
+        else:
+            messages += converted
     return inner_request.merge_system_messages(_with_reminders(messages))
+
+
+def _continuation(messages: Sequence[Json]) -> Json:
+    """Return the fields with which vLLM continues a final assistant text ("prefill"), as Anthropic's API does."""
+    last = messages[-1]
+    if last["role"] != "assistant" or not last["content"] or "tool_calls" in last or "reasoning" in last:
+        return {}
+    return {"add_generation_prompt": False, "continue_final_message": True}
 
 
 def _with_reminders(messages: Sequence[Json]) -> list[Json]:
@@ -170,6 +184,15 @@ def _assistant(blocks: Sequence[Json]) -> Json:
         message["reasoning"] = "".join(thoughts)
     if calls:
         message["tool_calls"] = calls
+    return message
+
+
+def _combined(first: Json, second: Json) -> Json:
+    """Return two consecutive assistant messages as one turn, as Anthropic's API reads them."""
+    message = {**first, **second, "content": (first["content"] or "") + (second["content"] or "") or None}
+    for name in ("reasoning", "tool_calls"):
+        if name in first and name in second:
+            message[name] = first[name] + second[name]
     return message
 
 

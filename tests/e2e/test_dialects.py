@@ -107,6 +107,27 @@ def test_text_completions_and_token_counts_are_answered_too(url: str) -> None:
     assert httpx.get(f"{url}/health/ready").status_code == 200
 
 
+@pytest.mark.e2e
+def test_the_engine_continues_the_final_assistant_text_of_a_messages_call(project: Project, url: str) -> None:
+    client = anthropic.Anthropic(base_url=url, api_key="x")
+    prefix = '<tool_call>\n{"name": "return_final_answer'
+    history: Any = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": prefix}]
+    answer: Any = client.messages.create(
+        model="mail", system=SYSTEM, messages=history, max_tokens=MOST, extra_body=GREEDY
+    )
+    counted = client.messages.count_tokens(model="mail", system=SYSTEM, messages=history)
+    assert counted.input_tokens == answer.usage.input_tokens
+    text = prefix + answer.content[0].text
+    assert json.loads(text.removeprefix("<tool_call>").removesuffix("</tool_call>"))["name"] == "return_final_answer"
+    history = [history[0], {"role": "assistant", "content": text}, {"role": "user", "content": "Are you sure?"}]
+    client.messages.create(model="mail", system=SYSTEM, messages=history, max_tokens=MOST, extra_body=GREEDY)
+    wait_for("its calls are in the store", lambda: httpx.get(f"{url}/health/backlog").json()["unshipped_records"] == 0)
+    store = open_store(str(project.state / "store.db"))
+    second, first = store.calls.page(2)
+    store.close()
+    assert (second.parent_call, second.linked_by, second.context) == (first.id, "graph", "exact")
+
+
 def post_without_reading(url: str, body: dict[str, Any]) -> socket.socket:
     """A chat call that has been sent; closing the socket is leaving."""
     host, port = url.removeprefix("http://").split(":")

@@ -184,6 +184,72 @@ def test_tokens_are_counted_by_vllms_own_template(
     assert proxy.store.calls.page(1) == []
 
 
+THOUGHT = {"type": "thinking", "thinking": "hm", "signature": "s"}
+USE = {"type": "tool_use", "id": "toolu_1", "name": "search", "input": {}}
+
+
+@pytest.mark.parametrize(
+    ("last", "is_continued"),
+    [
+        ({"role": "assistant", "content": '{"city": '}, True),
+        ({"role": "assistant", "content": [{"type": "text", "text": '{"city": '}]}, True),
+        ({"role": "assistant", "content": ""}, False),
+        ({"role": "assistant", "content": [THOUGHT, {"type": "text", "text": "It"}]}, False),
+        ({"role": "assistant", "content": [{"type": "text", "text": "I search"}, USE]}, False),
+        ({"role": "user", "content": "and?"}, False),
+    ],
+)
+def test_a_final_assistant_text_is_continued(
+    client: anthropic.Anthropic, vllm: ScriptedVllm, last: Any, is_continued: bool
+) -> None:
+    history = [*ask("Where?")["messages"], last]
+    fields = {"continue_final_message": True, "add_generation_prompt": False}
+    client.messages.create(**ask("") | {"messages": history})
+    assert fields.items() <= vllm.calls[-1].items() if is_continued else fields.keys().isdisjoint(vllm.calls[-1])
+    client.messages.count_tokens(model="agent", messages=history)
+    assert vllm.calls[-1]["add_generation_prompt"] is not is_continued
+    assert vllm.calls[-1].get("continue_final_message", False) is is_continued
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_answer_that_continued_a_text_is_found_in_the_joined_text(
+    proxy: Proxy, client: anthropic.Anthropic, streamed: bool
+) -> None:
+    prefix = '{"city": #say=Oslo}'
+    question, prefill = {"role": "user", "content": "Where?"}, {"role": "assistant", "content": prefix}
+    fields = ask("") | {"messages": [question, prefill]}
+    if streamed:
+        with client.messages.stream(**fields) as events:
+            answer: Any = events.get_final_message()
+    else:
+        answer = client.messages.create(**fields)
+    joined = {"role": "assistant", "content": prefix + answer.content[0].text}
+    for text in ("#say=a", "#say=b"):  # the second one repeats the prompt of the first
+        client.messages.create(**ask("") | {"messages": [question, joined, {"role": "user", "content": text}]})
+    proxy.settled()
+    *later, first = proxy.store.calls.page(10)
+    assert {call.trajectory_id for call in later} == {first.trajectory_id}
+    assert [(call.linked_by, call.parent_call) for call in later] == [("graph", first.id)] * 2
+
+
+def test_consecutive_assistant_messages_are_one_turn(
+    proxy: Proxy, client: anthropic.Anthropic, vllm: ScriptedVllm
+) -> None:
+    question = ask("#think=hm #tool=search", tools=TOOLS)
+    answer = client.messages.create(**question)
+    assert [block.type for block in answer.content] == ["thinking", "tool_use"]
+    use: Any = answer.content[-1]
+    result = {"type": "tool_result", "tool_use_id": use.id, "content": "#say=Oslo"}
+    one_by_one: Any = [{"role": "assistant", "content": [block]} for block in answer.content]
+    messages = [*question["messages"], *one_by_one, {"role": "user", "content": [result]}]
+    client.messages.create(**question | {"messages": messages})
+    assert [message["role"] for message in vllm.calls[-1]["messages"]] == ["user", "assistant", "tool"]
+    assert last_call(proxy).linked_by.startswith("graph")
+    texts: Any = [{"role": "assistant", "content": text} for text in ("a", "b")]
+    client.messages.create(**question | {"messages": [*question["messages"], *texts, *question["messages"]]})
+    assert vllm.calls[-1]["messages"][1] == {"role": "assistant", "content": "ab"}
+
+
 def test_the_sdks_tool_runner_completes_its_loop(proxy: Proxy, client: anthropic.Anthropic) -> None:
     @anthropic.beta_tool
     def search(q: str, n: int) -> str:

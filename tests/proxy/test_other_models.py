@@ -118,6 +118,7 @@ def test_another_model_answers_in_every_dialect_under_its_own_name_and_key(
                 *HI,
                 {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": "s"}]},
                 *HI,
+                {"role": "assistant", "content": "It"},
             ]
             fields |= {"model": "judge", "max_tokens": 2048, "messages": messages}
             if stream:

@@ -28,7 +28,7 @@ _JOURNAL_BYTES = 2**20
 _REPLY = {"choices": [{"index": 0, "message": {"role": "assistant", "content": "Oslo"}, "finish_reason": "stop"}]}
 
 
-class Recording:
+class JournalRecording:
     """A recorder with its journal on disk."""
 
     def __init__(self, folder: Path) -> None:
@@ -72,7 +72,7 @@ class Recording:
         paths = (segment_path(self.folder, number) for number in sorted(self.journal.segments()))
         return [record for path in paths for record in read_segment(path, 0, 2**24).records]
 
-    def begun(self, opened: OpenCall) -> CallStarted:
+    def start_of(self, opened: OpenCall) -> CallStarted:
         """The begin record of a call."""
         (found,) = (
             one for one in self.records() if isinstance(one, CallStarted) and one.call_id == opened.start.call_id
@@ -81,27 +81,27 @@ class Recording:
 
 
 @pytest.fixture
-async def recording(tmp_path: Path) -> AsyncIterator[Recording]:
-    one = Recording(tmp_path / "journal")
+async def recording(tmp_path: Path) -> AsyncIterator[JournalRecording]:
+    one = JournalRecording(tmp_path / "journal")
     await one.journal.start()
     yield one
     await one.journal.stop()
 
 
-async def test_messages_and_tools_are_written_once(recording: Recording) -> None:
+async def test_messages_and_tools_are_written_once(recording: JournalRecording) -> None:
     first = await recording.begin("Where?")
     assert await recording.end(first)
     second = await recording.begin("Where?")
     assert await recording.end(second)
-    assert [node.role for node in recording.begun(first).nodes] == ["user"]
-    assert recording.begun(first).tools
-    assert (recording.begun(second).nodes, recording.begun(second).tools) == ((), b"")
+    assert [node.role for node in recording.start_of(first).nodes] == ["user"]
+    assert recording.start_of(first).tools
+    assert (recording.start_of(second).nodes, recording.start_of(second).tools) == ((), b"")
     ends = [one for one in recording.records() if isinstance(one, CallEnded)]
     assert [(end.start.nodes, end.start.tools) for end in ends] == [((), b"")] * 2
     assert [node.role for end in ends for node in end.nodes] == ["assistant"] * 2
 
 
-async def test_messages_of_a_beginning_that_was_dropped_are_written_again(recording: Recording) -> None:
+async def test_messages_of_a_beginning_that_was_dropped_are_written_again(recording: JournalRecording) -> None:
     """Disk and memory were full when a call began: that its end is durable proves nothing about its messages."""
     filler = "x" * (_JOURNAL_BYTES - 4096)
     assert await recording.end(await recording.begin(filler))
@@ -116,10 +116,10 @@ async def test_messages_of_a_beginning_that_was_dropped_are_written_again(record
     again = await recording.begin("Where?")
     assert await recording.end(again)
     assert dropped.start.call_id not in {one.call_id for one in recording.records() if isinstance(one, CallStarted)}
-    assert [node.role for node in recording.begun(again).nodes] == ["user"]
+    assert [node.role for node in recording.start_of(again).nodes] == ["user"]
 
 
-async def test_the_end_has_the_key_of_its_answer_without_a_reminder(recording: Recording) -> None:
+async def test_the_end_has_the_key_of_its_answer_without_a_reminder(recording: JournalRecording) -> None:
     opened = await recording.begin("Where?", "It is 12:01.")
     assert await recording.end(opened)
     (end,) = (one for one in recording.records() if isinstance(one, CallEnded))

@@ -28,7 +28,7 @@ _TOKEN = "a secret of both machines"
 _WORKER = "machine/1"
 
 
-class Machines:
+class RelayedMachines:
     """A machine with the coordinator, and another one whose worker reaches it through a relay."""
 
     def __init__(self, folder: Path, vllm_url: str) -> None:
@@ -54,9 +54,9 @@ class Machines:
 
 
 @pytest.fixture
-def machines(tmp_path: Path) -> Iterator[Machines]:
+def machines(tmp_path: Path) -> Iterator[RelayedMachines]:
     with served(ScriptedVllm()) as vllm:
-        running = Machines(tmp_path, vllm)
+        running = RelayedMachines(tmp_path, vllm)
         try:
             yield running
         finally:
@@ -70,20 +70,20 @@ def _ask(machine: ProxyProcess, conversation: list[dict[str, Any]]) -> httpx.Res
 
 @pytest.mark.slow
 def test_an_answer_that_ends_while_the_session_begins_again_waits_until_the_coordinator_has_it(
-    machines: Machines,
+    machines: RelayedMachines,
 ) -> None:
     conversation = [{"role": "user", "content": "Where? #tokens=8 #delay=0.5"}]
     machines.relay.cut()
     eventually(lambda: "event=coordinator_lost" in machines.log())
     with ThreadPoolExecutor(1) as threads:
-        asked = threads.submit(_ask, machines.there, conversation)  # placed there after 5 s, and answered 4 s later
+        pending = threads.submit(_ask, machines.there, conversation)  # placed there after 5 s, and answered 4 s later
         with pytest.raises(TimeoutError):
-            asked.result(6.0)
+            pending.result(6.0)
         machines.relay.mend(answers=1)  # the second greeting is read, and its answer is on its way
         with pytest.raises(TimeoutError):
-            asked.result(6.0)
+            pending.result(6.0)
         machines.relay.mend()
-        response = asked.result(30.0)
+        response = pending.result(30.0)
     assert response.status_code == 200
     conversation += [response.json()["choices"][0]["message"], {"role": "user", "content": "And then?"}]
     following = _ask(machines.here, conversation)
@@ -91,15 +91,15 @@ def test_an_answer_that_ends_while_the_session_begins_again_waits_until_the_coor
 
 
 @pytest.mark.slow
-def test_a_place_that_arrives_after_the_greeting_is_asked_for_again(machines: Machines) -> None:
+def test_a_place_that_arrives_after_the_greeting_is_requested_again(machines: RelayedMachines) -> None:
     conversation = [{"role": "user", "content": "Where?"}]
     machines.relay.mend(answers=0)
     with ThreadPoolExecutor(1) as threads:
         time.sleep(1.5)  # the worker has looked for the coordinator, and gives up 5 s later: before the call does
-        asked = threads.submit(_ask, machines.there, conversation)
+        pending = threads.submit(_ask, machines.there, conversation)
         eventually(lambda: "event=coordinator_lost" in machines.log())
         machines.relay.mend()
-        response = asked.result(30.0)
+        response = pending.result(30.0)
     assert response.status_code == 200
     conversation += [response.json()["choices"][0]["message"], {"role": "user", "content": "And then?"}]
     following = _ask(machines.here, conversation)

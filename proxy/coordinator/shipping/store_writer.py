@@ -139,20 +139,20 @@ class InProcessWriter:
 
 def _whole(records: Sequence[Shipment], ended: Collection[str], left_out: Collection[str]) -> list[Shipment]:
     """Return the records of a range: those of a call that ended as one, with messages and tools of its beginning."""
-    begun = {one.call_id: one for one in records if isinstance(one, CallStarted) and one.call_id in ended}
+    started = {one.call_id: one for one in records if isinstance(one, CallStarted) and one.call_id in ended}
     whole: list[Shipment] = []
     for record in records:
         if isinstance(record, CallEnded):
-            whole.append(_with_content(record, begun.get(record.start.call_id)))
+            whole.append(_with_content(record, started.get(record.start.call_id)))
         elif not isinstance(record, CallStarted) or not (record.call_id in ended or record.call_id in left_out):
             whole.append(record)
     return whole
 
 
-def _with_content(end: CallEnded, begun: CallStarted | None) -> CallEnded:
-    if begun is None or not (begun.nodes or begun.tools):
+def _with_content(end: CallEnded, started: CallStarted | None) -> CallEnded:
+    if started is None or not (started.nodes or started.tools):
         return end
-    start = msgspec.structs.replace(end.start, nodes=begun.nodes, tools=begun.tools)
+    start = msgspec.structs.replace(end.start, nodes=started.nodes, tools=started.tools)
     return msgspec.structs.replace(end, start=start)
 
 

@@ -14,6 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -23,6 +24,7 @@ from ratchet.proxy.messages.link_records import Leaf, Placement, TokenFingerprin
 from ratchet.proxy.messages.text_fingerprints import TextFingerprints, fingerprints_of
 from ratchet.proxy.redaction.redactor import Redactor
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
+from ratchet.proxy.wire import request_body
 from ratchet.proxy.wire.capture import Capture
 from ratchet.proxy.worker.call.active_call import ActiveCall, CallOutcome, OpenCall
 from ratchet.store.content import messages as canon
@@ -155,11 +157,12 @@ def assemble(call: ActiveCall, capture: Capture, outcome: CallOutcome, now: floa
     open_call, start = call.open_call, call.open_call.start
     context, new_ids = _new_prompt_ids(open_call, capture.prompt_ids)
     choices, nodes, leaves = [], [], []
-    parents = _parent_keys(open_call)
+    prefix = _continued_text(call)
+    parents = _parent_keys(open_call, continued=bool(prefix))
     for sampled in capture.choices:
         message = sampled.message()
         node = canon.node(start.prompt_node, message)
-        keys = canon.answer_keys(parents, message) if open_call.keys else ("",)
+        keys = canon.answer_keys(parents, _joined(prefix, message)) if open_call.keys else ("",)
         ids, logprobs = sampled.packed()
         choice = Choice(
             index=sampled.index,
@@ -216,10 +219,28 @@ def _untrainable_reason(open_call: OpenCall, capture: Capture, outcome: CallOutc
     return reason
 
 
-def _parent_keys(open_call: OpenCall) -> list[str]:
+def _continued_text(call: ActiveCall) -> str:
+    """Return the final assistant text that vLLM continued: the client sends it back as one message with the answer."""
+    request = call.request
+    if not request.is_chat or not request_body.is_true(request.fields, "continue_final_message"):
+        return ""
+    last = call.open_call.messages[-1]
+    content = last.get("content")
+    return content if last.get("role") == "assistant" and isinstance(content, str) else ""
+
+
+def _joined(prefix: str, message: dict[str, Any]) -> dict[str, Any]:
+    """Return the message with the text that it continues."""
+    content = message.get("content") or ""
+    return {**message, "content": prefix + content} if prefix and isinstance(content, str) else message
+
+
+def _parent_keys(open_call: OpenCall, *, continued: bool) -> list[str]:
     """Return the keys that an answer is indexed by: its path, itself, its path without a message that may be a
-    reminder.
+    reminder. `continued`: the answer belongs to the prompt's last message.
     """
+    if continued:
+        return [open_call.keys[-2] if len(open_call.keys) > 1 else canon.ROOT, canon.ANYWHERE]
     keys = [open_call.keys[-1] if open_call.keys else "", canon.ANYWHERE]
     if len(open_call.keys) > 1 and open_call.messages[-1].get("role") not in ("assistant", "tool"):
         keys.append(open_call.keys[-2])

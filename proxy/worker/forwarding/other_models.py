@@ -27,8 +27,8 @@ from ratchet.proxy.worker.call.active_call import ActiveCall
 
 _KEY_REFUSED = (401, 403)
 _VLLM_ONLY = (
-    "chat_template_kwargs", "ignore_eos", "min_p", "min_tokens", "repetition_penalty", "stop_token_ids",
-    "structured_outputs", "top_k",
+    "add_generation_prompt", "chat_template_kwargs", "continue_final_message", "ignore_eos", "min_p", "min_tokens",
+    "repetition_penalty", "stop_token_ids", "structured_outputs", "top_k",
 )  # fmt: skip
 _UNTRANSLATED = ("chat", "completions")  # the dialects that such a server accepts itself
 
