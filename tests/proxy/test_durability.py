@@ -158,13 +158,46 @@ def test_a_call_interrupted_by_a_stop_is_distinguished_from_one_whose_client_lef
         call = pool.submit(httpx.post, url, json=slow, timeout=60)
         eventually(lambda: running_calls(process.url))
         assert process.stop() == 0
-        assert call.result().status_code == 500
+        assert call.result().status_code == 503
     calls = store.calls.page(9)[-2::-1]  # without the first one
     assert [call.state for call in calls] == [CallState.ABORTED] * 2
     assert [(call.status, call.error) for call in calls] == [
         (499, "the client disconnected"),
         (503, "the proxy was stopped"),
     ]
+
+
+SLOW = "#tokens=2000 #delay=0.03"
+INTERRUPTED: dict[str, Any] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": SLOW}]},
+    "/v1/completions": {"prompt": SLOW},
+    "/v1/responses": {"input": SLOW},
+    "/v1/messages": {"messages": [{"role": "user", "content": SLOW}], "max_tokens": 9000},
+}
+
+
+@pytest.mark.slow
+def test_calls_that_a_stop_interrupts_get_an_error_in_their_clients_format(
+    vllm_url: str, tmp_path: Path, store: Store
+) -> None:
+    process = ProxyProcess(tmp_path, upstreams=[vllm_url], drain_timeout_seconds=0.1)
+    wait_until_it_ships(process.url, store)
+    with ThreadPoolExecutor(8) as pool:
+        calls = [
+            pool.submit(httpx.post, process.url + path, json={"model": "agent", "stream": streamed, **body}, timeout=60)
+            for path, body in INTERRUPTED.items()
+            for streamed in (False, True)
+        ]
+        eventually(lambda: running_calls(process.url) == 8)
+        time.sleep(0.5)  # the streams have begun
+        assert process.stop() == 0
+        answers = [call.result() for call in calls]
+    for whole, stream in zip(answers[::2], answers[1::2], strict=True):
+        assert (whole.status_code, whole.headers["retry-after"]) == (503, "1")
+        assert "this proxy was stopped" in whole.json()["error"]["message"]
+        assert stream.status_code == 200
+        assert "this proxy was stopped" in stream.text.split("\n\n")[-2], stream.text[-200:]
+    assert "Traceback" not in (tmp_path / "proxy.log").read_text()
 
 
 def test_relaxed_capture_records_calls(start: Start) -> None:
