@@ -8,6 +8,7 @@ import signal
 import sqlite3
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from ratchet.proxy.journal.segments import records_end
 from ratchet.store.states import CallState
 from ratchet.store.store import Store, open_store
+from ratchet.store.verify import verify
 from tests.harness.proxy.running_proxy import Proxy, Start
 from tests.harness.proxy.servers import ProxyProcess, eventually, leave, spoil
 
@@ -165,6 +167,32 @@ def test_a_call_interrupted_by_a_stop_is_distinguished_from_one_whose_client_lef
         (499, "the client disconnected"),
         (503, "the proxy was stopped"),
     ]
+
+
+@pytest.mark.slow
+def test_after_a_backup_was_restored_under_a_running_proxy_messages_are_stored_again(
+    vllm_url: str, tmp_path: Path, store: Store
+) -> None:
+    process = ProxyProcess(tmp_path, upstreams=[vllm_url])
+    wait_until_it_ships(process.url, store)
+    file, backup = tmp_path / "store.db", tmp_path / "backup.db"
+    with closing(sqlite3.connect(file)) as source, closing(sqlite3.connect(backup)) as target:
+        source.backup(target)
+    made = time.time()
+    body = BODY | {"messages": [{"role": "system", "content": "a system prompt of every call"}, *BODY["messages"]]}
+    answers = [httpx.post(process.url + "/v1/chat/completions", json=body, timeout=60)]
+    eventually(lambda: len(store.calls.page(9, state="answered")) == 2)
+    eventually(lambda: store.proxy_instances.running("agent", made))  # a heartbeat that the backup lacks
+    for path in tmp_path.glob("store.db*"):
+        path.unlink()
+    backup.rename(file)
+    eventually(lambda: "event=store_is_older" in (tmp_path / "proxy.log").read_text())
+    answers.append(httpx.post(process.url + "/v1/chat/completions", json=body, timeout=60))
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert process.stop() == 0
+    assert verify(str(file)).findings == []
+    with closing(open_store(str(file))) as restored:
+        assert len(restored.calls.page(9, state="answered")) == 2  # the backup's and the last one
 
 
 SLOW = "#tokens=2000 #delay=0.03"
