@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from ratchet.proxy.dialects import anthropic_request, chat, inner_request
-from ratchet.proxy.dialects.content_blocks import Block, BlockEncoder, BlockRenderer, Event, Kind, Usage
+from ratchet.proxy.dialects.content_blocks import Block, BlockEncoder, BlockRenderer, Event, Kind, TokenCounts
 from ratchet.proxy.dialects.dialect import ParsedRequest, parsed_request, policy_name, read_body_with
 from ratchet.proxy.errors import ProxyError
 from ratchet.proxy.wire.body_bounds import BodyBounds
@@ -127,7 +127,7 @@ class MessageRenderer(BlockRenderer):
 
     def _usage(self) -> dict[str, Any]:
         """Return the usage so far; `input_tokens` excludes cached tokens."""
-        usage = self.usage or Usage()
+        usage = self.usage or TokenCounts()
         return {
             "input_tokens": max((usage.prompt_tokens or 0) - usage.cached, 0),
             "cache_creation_input_tokens": 0,

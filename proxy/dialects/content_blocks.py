@@ -27,7 +27,7 @@ class _Details(msgspec.Struct, frozen=True):
     reasoning_tokens: int | None = None
 
 
-class Usage(msgspec.Struct, frozen=True):
+class TokenCounts(msgspec.Struct, frozen=True):
     """The token counts of an answer, as vLLM reports them."""
 
     prompt_tokens: int | None = None
@@ -79,7 +79,7 @@ class BlockRenderer(ABC):
         self.blocks: list[Block] = []
         self.finish_reason: str | None = None
         self.stop: str | None = None  # the stop string that was hit
-        self.usage: Usage | None = None
+        self.usage: TokenCounts | None = None
         self.sampled: list[dict[str, Any]] = []  # the logprobs of the chunk, if the client requested them
         self._started = False
         self._open: Block | None = None
@@ -91,7 +91,7 @@ class BlockRenderer(ABC):
         Raises UpstreamDisconnected if tool calls are interleaved, ValidationError for a usage that is none.
         """
         events = self._begin()
-        self.usage = msgspec.convert(chunk.get("usage"), Usage | None) or self.usage
+        self.usage = msgspec.convert(chunk.get("usage"), TokenCounts | None) or self.usage
         for choice in chunk.get("choices", ())[:1]:
             delta = choice.get("delta") or {}
             self.finish_reason = choice.get("finish_reason") or self.finish_reason

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from ratchet.proxy.dialects.content_blocks import Block, BlockRenderer, Event, Kind, Usage
+from ratchet.proxy.dialects.content_blocks import Block, BlockRenderer, Event, Kind, TokenCounts
 from ratchet.proxy.dialects.dialect import policy_name
 from ratchet.proxy.dialects.inner_request import Json
 from ratchet.proxy.errors import ProxyError
@@ -170,7 +170,7 @@ class ResponseRenderer(BlockRenderer):
         return event
 
 
-def _usage(usage: Usage) -> Json:
+def _usage(usage: TokenCounts) -> Json:
     """Return the usage; `input_tokens` counts what came from the cache, too."""
     prompt, completion = usage.prompt_tokens or 0, usage.completion_tokens or 0
     return {
