@@ -272,6 +272,7 @@ def build_serving(
         policies.live_versions_changed,
         count_pins=lambda now: linker.count_pins(now, settings.version_pin_seconds),
         shipped_until=recording.shipper.shipped_until,
+        on_older_store=recording.recorder.forget_durable_messages,
         critical_tasks=critical_tasks,
     )
     vllm = VllmForwarder(policies, upstream, pool, metrics)

@@ -120,6 +120,11 @@ class NotReady(ProxyError):
     retry_after = 1
 
 
+def stopped() -> NotReady:
+    """Return the error of a request that the server cancels because it stops."""
+    return NotReady("this proxy was stopped before its answer was complete: retry the request")
+
+
 class UpstreamError(ProxyError):
     """vLLM did not answer as it should."""
 

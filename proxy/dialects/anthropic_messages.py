@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from ratchet.proxy.dialects import anthropic_request, chat, inner_request
-from ratchet.proxy.dialects.content_blocks import Block, BlockEncoder, BlockRenderer, Event, Kind
+from ratchet.proxy.dialects.content_blocks import Block, BlockEncoder, BlockRenderer, Event, Kind, TokenCounts
 from ratchet.proxy.dialects.dialect import ParsedRequest, parsed_request, policy_name, read_body_with
 from ratchet.proxy.errors import ProxyError
 from ratchet.proxy.wire.body_bounds import BodyBounds
@@ -127,17 +127,15 @@ class MessageRenderer(BlockRenderer):
 
     def _usage(self) -> dict[str, Any]:
         """Return the usage so far; `input_tokens` excludes cached tokens."""
-        usage = self.usage
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        thought = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
+        usage = self.usage or TokenCounts()
         return {
-            "input_tokens": max(usage.get("prompt_tokens", 0) - cached, 0),
+            "input_tokens": max((usage.prompt_tokens or 0) - usage.cached, 0),
             "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": cached,
-            "output_tokens": usage.get("completion_tokens", 0),
+            "cache_read_input_tokens": usage.cached,
+            "output_tokens": usage.completion_tokens or 0,
             "cache_creation": None,
             "inference_geo": None,
-            "output_tokens_details": {"thinking_tokens": thought},
+            "output_tokens_details": {"thinking_tokens": usage.thought},
             "server_tool_use": None,
             "service_tier": "standard",
         }

@@ -22,6 +22,31 @@ _object = msgspec.json.Decoder(dict[str, Any])
 _encode = msgspec.json.Encoder().encode
 
 
+class _Details(msgspec.Struct, frozen=True):
+    cached_tokens: int | None = None
+    reasoning_tokens: int | None = None
+
+
+class TokenCounts(msgspec.Struct, frozen=True):
+    """The token counts of an answer, as vLLM reports them."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    total_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+    completion_tokens_details: _Details | None = None
+
+    @property
+    def cached(self) -> int:
+        """The tokens of the prompt that came from the cache."""
+        return (self.prompt_tokens_details and self.prompt_tokens_details.cached_tokens) or 0
+
+    @property
+    def thought(self) -> int:
+        """The tokens of the answer that are reasoning."""
+        return (self.completion_tokens_details and self.completion_tokens_details.reasoning_tokens) or 0
+
+
 class Kind(StrEnum):
     """What a block holds."""
 
@@ -54,16 +79,19 @@ class BlockRenderer(ABC):
         self.blocks: list[Block] = []
         self.finish_reason: str | None = None
         self.stop: str | None = None  # the stop string that was hit
-        self.usage: dict[str, Any] = {}
+        self.usage: TokenCounts | None = None
         self.sampled: list[dict[str, Any]] = []  # the logprobs of the chunk, if the client requested them
         self._started = False
         self._open: Block | None = None
         self._calls: dict[int, Block] = {}
 
     def feed(self, chunk: dict[str, Any]) -> list[Event]:
-        """Return the events of one chat chunk. Raises UpstreamDisconnected if tool calls are interleaved."""
+        """Return the events of one chat chunk.
+
+        Raises UpstreamDisconnected if tool calls are interleaved, ValidationError for a usage that is none.
+        """
         events = self._begin()
-        self.usage = chunk.get("usage") or self.usage
+        self.usage = msgspec.convert(chunk.get("usage"), TokenCounts | None) or self.usage
         for choice in chunk.get("choices", ())[:1]:
             delta = choice.get("delta") or {}
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
@@ -174,7 +202,7 @@ class BlockEncoder:
         answer = _object.decode(self.capture.whole(body))
         try:
             self._renderer.feed({"usage": answer.get("usage"), "choices": [message_to_delta(answer["choices"][0])]})
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
+        except (msgspec.ValidationError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise UpstreamDisconnected(f"the upstream's answer is not a chat completion: {error}") from error
         self._renderer.finish()
         return _encode(self._renderer.answer())

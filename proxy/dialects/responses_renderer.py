@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from ratchet.proxy.dialects.content_blocks import Block, BlockRenderer, Event, Kind
+from ratchet.proxy.dialects.content_blocks import Block, BlockRenderer, Event, Kind, TokenCounts
 from ratchet.proxy.dialects.dialect import policy_name
 from ratchet.proxy.dialects.inner_request import Json
 from ratchet.proxy.errors import ProxyError
@@ -129,7 +129,7 @@ class ResponseRenderer(BlockRenderer):
             "error": self._error,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "output": [self._item(block, self._item_status(block)) for block in self.blocks],
-            "usage": self._usage() if self.usage else None,
+            "usage": _usage(self.usage) if self.usage else None,
             **self._fixed,
         }
 
@@ -154,20 +154,6 @@ class ResponseRenderer(BlockRenderer):
             return {**call, "type": "custom_tool_call", "input": _input(block.text)}
         return {**call, "type": "function_call", "arguments": block.text}
 
-    def _usage(self) -> Json:
-        """Return the usage; `input_tokens` counts what came from the cache, too."""
-        usage = self.usage
-        prompt, completion = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        thought = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
-        return {
-            "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": cached},
-            "output_tokens": completion,
-            "output_tokens_details": {"reasoning_tokens": thought},
-            "total_tokens": usage.get("total_tokens", prompt + completion),
-        }
-
     def _of(self, block: Block, kind: str, **fields: Any) -> Event:
         return self._event(kind, item_id=self._item_id(block), output_index=block.place, **fields)
 
@@ -182,6 +168,18 @@ class ResponseRenderer(BlockRenderer):
         event = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
         return event
+
+
+def _usage(usage: TokenCounts) -> Json:
+    """Return the usage; `input_tokens` counts what came from the cache, too."""
+    prompt, completion = usage.prompt_tokens or 0, usage.completion_tokens or 0
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached},
+        "output_tokens": completion,
+        "output_tokens_details": {"reasoning_tokens": usage.thought},
+        "total_tokens": prompt + completion if usage.total_tokens is None else usage.total_tokens,
+    }
 
 
 def _echoed_tool(tool: Json) -> Json:

@@ -43,7 +43,7 @@ _logprobs = msgspec.json.Decoder(_Logprobs | None)
 _usage = msgspec.json.Decoder(_Usage | None)
 _object = msgspec.json.Decoder(dict[str, Any])
 _text = msgspec.json.Decoder(str | None)
-_number = msgspec.json.Decoder(int)
+_index = msgspec.json.Decoder(_Count)
 _encode = msgspec.json.Encoder().encode
 
 _NO_STATUS = 502  # of an error event that states none
@@ -200,6 +200,8 @@ class Capture:
             choices = _choices.decode(top["choices"])
             for fields in choices:
                 self._capture_choice(fields).set_message(self._message(fields))
+            if sorted(self._choices) != list(range(len(choices))):
+                raise ValueError(f"its {len(choices)} choices are numbered {sorted(self._choices)}")
             top["choices"] = Raw(_encode(choices))
         except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise UpstreamDisconnected(f"the upstream's response is not a chat completion: {error}") from error
@@ -279,7 +281,7 @@ class Capture:
 
     def _capture_choice(self, fields: dict[str, Raw]) -> SampledChoice:
         """Capture the tokens of one choice; remove the fields that the client did not request."""
-        index = _number.decode(fields["index"])
+        index = _index.decode(fields["index"])
         choice = self._choices.get(index)
         if choice is None:
             choice = self._choices[index] = SampledChoice(index)

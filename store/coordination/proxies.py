@@ -21,20 +21,27 @@ class ProxyInstances:
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
 
-    def heartbeat(self, instance: ProxyInstance) -> None:
-        """Store the current state of a proxy; its first one deletes the rows of proxies that stopped long ago."""
+    def heartbeat(self, instance: ProxyInstance, previous: float = 0.0) -> bool:
+        """Store the current state of a proxy; its first one deletes the rows of proxies that stopped long ago.
+
+        Return whether the store has the heartbeat of `previous`; else it is another one, or older than it was.
+        """
         table = schema.proxy_instances
         row = msgspec.structs.asdict(instance) | {
             "live_versions": dict(instance.live_versions),
             "pinned_trajectories": dict(instance.pinned_trajectories),
         }
+        own = sa.update(table).where(table.c.id == instance.id).values(**row)
         with write(self._engine) as connection:
-            if connection.execute(sa.update(table).where(table.c.id == instance.id).values(**row)).rowcount:
-                return
+            if connection.execute(own.where(table.c.heartbeat_at >= previous)).rowcount:
+                return True
+            if connection.execute(own).rowcount:
+                return False
             insert_or_ignore(connection, table, [row])
             connection.execute(
                 sa.delete(table).where(table.c.heartbeat_at < instance.heartbeat_at - _DELETE_AFTER_SECONDS)
             )
+        return False
 
     def running(self, alias: str | None, since: float) -> list[ProxyInstance]:
         """Return the proxies with a heartbeat since then (Unix seconds) that serve an alias, or any."""

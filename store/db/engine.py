@@ -2,7 +2,7 @@
 
 Guarantees: the schema of an empty database is created in one transaction. A database of another version of Ratchet is
 refused with the remedy, never migrated implicitly. A write transaction locks at its start, so that SQLite cannot fail
-in the middle of it.
+in the middle of it. Errors do not quote the values of their statements, because they are logged.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ from ratchet.store.install_hint import install_hint
 HEAD = "0001_skip_last_key"  # the newest migration; a test compares it with the migrations folder
 _MIGRATIONS = Path(__file__).parent / "migrations"  # versions/REVISION.py
 _WAL_SECONDS = 15.0
+# PostgreSQL's errors that are no OperationalError and yet about the server's state, not about a statement's values:
+# read-only (a standby), a statement that a connection pooler's other server has not prepared, or has, privileges, a
+# missing schema or table, damage.
+_SERVER_STATES = ("25006", "26000", "42P05", "42501", "3F000", "42P01", "XX001", "XX002")
 _MIGRATION_LOCK = 0x52415443  # advisory lock: one process at a time creates the schema
 
 for _kind in (bytes, type(None)):  # without an adapter, Python 3.11 looks for one at every value, in twice the time
@@ -74,6 +78,7 @@ def _create_engine(store_url: str, create: bool, writes_much: bool) -> sa.Engine
             connect_args={"timeout": 15, "check_same_thread": False},
             json_serializer=_dump,
             json_deserializer=_load,
+            hide_parameters=True,
         )
         if url.database and url.database != ":memory:":
             watch_files(engine, Path(url.database), create)
@@ -82,15 +87,26 @@ def _create_engine(store_url: str, create: bool, writes_much: bool) -> sa.Engine
             sa.event.listen(engine, "connect", _enlarge_caches)
         return engine
     try:
-        return sa.create_engine(
+        engine = sa.create_engine(
             url,
             pool_pre_ping=True,
             paramstyle="format",  # by place, as SQLite's
             json_serializer=_dump,
             json_deserializer=_load,
+            hide_parameters=True,
         )
     except ModuleNotFoundError as error:
         raise StoreError(f"PostgreSQL needs its driver: {install_hint('postgres')}") from error
+    sa.event.listen(engine, "handle_error", _omit_detail)
+    return engine
+
+
+def _omit_detail(context: Any) -> None:
+    """Leave out the second line of PostgreSQL's message, which quotes the row."""
+    original, error = context.original_exception, context.sqlalchemy_exception
+    message = original.diag.message_primary if hasattr(original, "diag") else None
+    if message and error is not None:
+        original.args, error.args = (message,), (f"{type(original).__name__}: {message}",)
 
 
 def missing_file(engine: sa.Engine) -> Path | None:
@@ -175,8 +191,8 @@ def read(engine: sa.Engine) -> Iterator[sa.Connection]:
 
 
 def _unavailable(error: DatabaseError, engine: sa.Engine) -> StoreUnavailable | None:
-    """Return the error if the database is unreachable or damaged; None if a statement was wrong."""
-    if isinstance(error, OperationalError):
+    """Return the error if the database is unreachable, read-only or damaged; None if a statement was wrong."""
+    if isinstance(error, OperationalError) or getattr(error.orig, "sqlstate", None) in _SERVER_STATES:
         return StoreUnavailable(
             f"the store did not answer: {' '.join(str(error.orig).split())}{_remedy(error, engine)}"
         )
@@ -188,7 +204,7 @@ def _unavailable(error: DatabaseError, engine: sa.Engine) -> StoreUnavailable | 
     )
 
 
-def _remedy(error: OperationalError, engine: sa.Engine) -> str:
+def _remedy(error: DatabaseError, engine: sa.Engine) -> str:
     """Return the remedy if no connection could be made; an empty text if an open one broke."""
     if engine.dialect.name == "sqlite":
         opened = "unable to open database file" not in str(error.orig)

@@ -8,6 +8,7 @@ import signal
 import sqlite3
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from ratchet.proxy.journal.segments import records_end
 from ratchet.store.states import CallState
 from ratchet.store.store import Store, open_store
+from ratchet.store.verify import verify
 from tests.harness.proxy.running_proxy import Proxy, Start
 from tests.harness.proxy.servers import ProxyProcess, eventually, leave, spoil
 
@@ -158,13 +160,72 @@ def test_a_call_interrupted_by_a_stop_is_distinguished_from_one_whose_client_lef
         call = pool.submit(httpx.post, url, json=slow, timeout=60)
         eventually(lambda: running_calls(process.url))
         assert process.stop() == 0
-        assert call.result().status_code == 500
+        assert call.result().status_code == 503
     calls = store.calls.page(9)[-2::-1]  # without the first one
     assert [call.state for call in calls] == [CallState.ABORTED] * 2
     assert [(call.status, call.error) for call in calls] == [
         (499, "the client disconnected"),
         (503, "the proxy was stopped"),
     ]
+
+
+@pytest.mark.slow
+def test_after_a_backup_was_restored_under_a_running_proxy_messages_are_stored_again(
+    vllm_url: str, tmp_path: Path, store: Store
+) -> None:
+    process = ProxyProcess(tmp_path, upstreams=[vllm_url])
+    wait_until_it_ships(process.url, store)
+    file, backup = tmp_path / "store.db", tmp_path / "backup.db"
+    with closing(sqlite3.connect(file)) as source, closing(sqlite3.connect(backup)) as target:
+        source.backup(target)
+    made = time.time()
+    body = BODY | {"messages": [{"role": "system", "content": "a system prompt of every call"}, *BODY["messages"]]}
+    answers = [httpx.post(process.url + "/v1/chat/completions", json=body, timeout=60)]
+    eventually(lambda: len(store.calls.page(9, state="answered")) == 2)
+    eventually(lambda: store.proxy_instances.running("agent", made))  # a heartbeat that the backup lacks
+    for path in tmp_path.glob("store.db*"):
+        path.unlink()
+    backup.rename(file)
+    eventually(lambda: "event=store_is_older" in (tmp_path / "proxy.log").read_text())
+    answers.append(httpx.post(process.url + "/v1/chat/completions", json=body, timeout=60))
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert process.stop() == 0
+    assert verify(str(file)).findings == []
+    with closing(open_store(str(file))) as restored:
+        assert len(restored.calls.page(9, state="answered")) == 2  # the backup's and the last one
+
+
+SLOW = "#tokens=2000 #delay=0.03"
+INTERRUPTED: dict[str, Any] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": SLOW}]},
+    "/v1/completions": {"prompt": SLOW},
+    "/v1/responses": {"input": SLOW},
+    "/v1/messages": {"messages": [{"role": "user", "content": SLOW}], "max_tokens": 9000},
+}
+
+
+@pytest.mark.slow
+def test_calls_that_a_stop_interrupts_get_an_error_in_their_clients_format(
+    vllm_url: str, tmp_path: Path, store: Store
+) -> None:
+    process = ProxyProcess(tmp_path, upstreams=[vllm_url], drain_timeout_seconds=0.1)
+    wait_until_it_ships(process.url, store)
+    with ThreadPoolExecutor(8) as pool:
+        calls = [
+            pool.submit(httpx.post, process.url + path, json={"model": "agent", "stream": streamed, **body}, timeout=60)
+            for path, body in INTERRUPTED.items()
+            for streamed in (False, True)
+        ]
+        eventually(lambda: running_calls(process.url) == 8)
+        time.sleep(0.5)  # the streams have begun
+        assert process.stop() == 0
+        answers = [call.result() for call in calls]
+    for whole, stream in zip(answers[::2], answers[1::2], strict=True):
+        assert (whole.status_code, whole.headers["retry-after"]) == (503, "1")
+        assert "this proxy was stopped" in whole.json()["error"]["message"]
+        assert stream.status_code == 200
+        assert "this proxy was stopped" in stream.text.split("\n\n")[-2], stream.text[-200:]
+    assert "Traceback" not in (tmp_path / "proxy.log").read_text()
 
 
 def test_relaxed_capture_records_calls(start: Start) -> None:

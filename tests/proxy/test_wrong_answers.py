@@ -67,6 +67,10 @@ WHOLE = {
     "a number for an id": http(answer(called(id=5))),
     "too deep": http(answer().replace(b'"ok"', b"[" * 9000 + b"]" * 9000)),
     "an id that no token has": http(answer(choice={"token_ids": [2**40, 1]})),
+    "a place that no choice has": http(answer(choice={"index": 2**70})),
+    "a place before the first": http(answer(choice={"index": -1})),
+    "a choice that is missing": http(answer(choice={"index": 1})),
+    "two choices in one place": http(answer(choices=[json.loads(answer())["choices"][0]] * 2)),
     "an answer without a body": b"HTTP/1.1 204 X\r\n\r\n",
     "a redirect": http(b"", 302, b"location: http://127.0.0.1:9/\r\n"),
     "a status that is none": http(b"x", 999),
@@ -89,6 +93,9 @@ STREAMED = {
         delta(tool_calls=[{"index": 0, "function": {"name": "x", "arguments": {"a": 1}}}])
     ),
     "a number for an id": stream(delta(tool_calls=[{"index": 0, "id": 5, "function": {"name": "x"}}])),
+    "a place that no choice has": stream(delta(content="ok").replace(b'"index": 0', b'"index": %d' % 2**70)),
+    "a text for a usage": stream(delta(content="ok"), json.dumps({"choices": [], "usage": "x"}).encode()),
+    "a text for a count": stream(delta(content="ok"), b'{"choices": [], "usage": {"prompt_tokens": "x"}}'),
     "a page": http(b"<html></html>"),
     "an answer without a body": b"HTTP/1.1 204 X\r\n\r\n",
 }
@@ -117,6 +124,16 @@ def test_an_unusual_but_valid_answer_is_passed_on_and_recorded(proxy: Proxy, ups
         got = proxy.http.post(path, json={"model": "agent", **body})
         assert (got.status_code, "ok" in got.text) == (200, True), path
     assert newest(proxy) is CallState.ANSWERED
+
+
+@pytest.mark.parametrize("usage", ["x", {"prompt_tokens": "x"}, {"prompt_tokens_details": [1]}])
+def test_a_usage_that_cannot_be_rendered_is_an_upstream_error(
+    proxy: Proxy, upstream: RawUpstream, usage: object
+) -> None:
+    upstream.answer = http(answer(usage=usage))
+    statuses = [proxy.http.post(path, json={"model": "agent", **body}).status_code for path, body in CALLS.items()]
+    assert statuses == [200, 502, 502]  # Chat Completions passes it on unchanged
+    assert newest(proxy) is CallState.FAILED
 
 
 @pytest.mark.parametrize("case", STREAMED)

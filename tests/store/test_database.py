@@ -22,7 +22,8 @@ from alembic.script import ScriptDirectory
 import ratchet.store.db.engine as database
 from ratchet.store.db.schema import metadata
 from ratchet.store.errors import SchemaMismatch, StoreError, StoreNotFound, StoreUnavailable
-from ratchet.store.store import open_store
+from ratchet.store.store import Store, open_store
+from tests.harness.records import call_start, ended
 
 ROOT = Path(__file__).parents[2]
 
@@ -188,6 +189,40 @@ def test_a_file_that_is_damaged_while_it_is_open_is_reported(tmp_path: Path) -> 
             raw.write(b"\xff" * (file.stat().st_size - 100))
         with pytest.raises(StoreUnavailable, match="damaged"):
             store.policies.all()
+
+
+def run_sql(url: str, *statements: str) -> None:
+    """Run statements without a transaction."""
+    admin = sa.create_engine(sa.make_url(url).set(drivername="postgresql+psycopg"), isolation_level="AUTOCOMMIT")
+    with admin.connect() as connection:
+        for statement in statements:
+            connection.exec_driver_sql(statement)
+    admin.dispose()
+
+
+REPLY = {"role": "assistant", "content": "Oslo"}
+_STATES = {
+    "read-only": "ALTER DATABASE {0} SET default_transaction_read_only = on",
+    "denied": "ALTER DATABASE {0} SET role = pg_monitor",
+    "not exist": "ALTER TABLE messages RENAME TO aside",
+}
+
+
+@pytest.mark.parametrize("store_url", [pytest.param("postgresql", marks=pytest.mark.postgres)], indirect=True)
+@pytest.mark.parametrize("state", _STATES)
+def test_a_postgresql_that_takes_no_record_is_unavailable_and_refuses_none(store_url: str, state: str) -> None:
+    with closing(open_store(store_url)) as store:
+        name = sa.make_url(store_url).database
+        others = "FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        run_sql(store_url, _STATES[state].format(name), f"SELECT pg_terminate_backend(pid) {others}")
+        with pytest.raises(StoreUnavailable, match=state):
+            store.calls.ship([ended(call_start("call_1", "traj_1"), REPLY)])
+
+
+def test_an_error_does_not_quote_the_values_of_its_statement(store: Store) -> None:
+    with pytest.raises(sa.exc.DBAPIError) as raised:
+        store.calls.ship([ended(call_start("call_1", "traj_1"), REPLY, context="nonsense", error="a secret")])
+    assert "secret" not in str(raised.value)
 
 
 @pytest.mark.parametrize(("error", "is_logged"), [(KeyboardInterrupt, False), (RuntimeError, True)])

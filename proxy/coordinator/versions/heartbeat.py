@@ -1,6 +1,7 @@
 """The heartbeat of this proxy instance in the store: its live versions, its pins, and how far it has shipped.
 
-Sent about once a second, and at once after a live version has changed. All fields are read at one moment.
+Sent about once a second, and at once after a live version has changed. All fields are read at one moment. A store that
+lacks the latest heartbeat lost rows, or is another one: `on_older_store` is called.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class Heartbeat:
         live_versions_changed: asyncio.Event,
         count_pins: Callable[[float], dict[str, int]],
         shipped_until: Callable[[float], float],
+        on_older_store: Callable[[], None],
         critical_tasks: CriticalTasks | None = None,
         interval_seconds: float = 1.0,
     ) -> None:
@@ -54,6 +56,7 @@ class Heartbeat:
         self._live_versions_changed = live_versions_changed
         self._count_pins = count_pins
         self._shipped_until = shipped_until
+        self._on_older_store = on_older_store
         self._critical_tasks = critical_tasks or CriticalTasks()
         self._interval_seconds = interval_seconds
         self._task: asyncio.Task[None] | None = None
@@ -75,7 +78,7 @@ class Heartbeat:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self) -> None:
-        outage = OutageWarnings(log, "heartbeat_failed")
+        outage, previous = OutageWarnings(log, "heartbeat_failed"), 0.0
         while True:
             self._live_versions_changed.clear()
             now = time.time()
@@ -88,7 +91,13 @@ class Heartbeat:
                 heartbeat_at=now,
             )
             try:
-                await self._call(partial(self._store.proxy_instances.heartbeat, instance))
+                known = await self._call(partial(self._store.proxy_instances.heartbeat, instance, previous))
+                if previous and not known:
+                    log.warning(
+                        "event=store_is_older reason='it lacks the latest heartbeat: messages are stored again'"
+                    )
+                    self._on_older_store()
+                previous = now
                 self._metrics.store.report("writing", ok=True)
                 outage.end()
             except Exception as error:  # noqa: BLE001 -- the next heartbeat has the whole state again

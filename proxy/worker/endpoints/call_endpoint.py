@@ -27,7 +27,7 @@ from ratchet.proxy.coordinator.keys.key_cache import Caller
 from ratchet.proxy.coordinator.limits.rate_limits import TOKEN_RESERVATION, KeyMeter, TokenReservation
 from ratchet.proxy.dialects import token_cap, tool_grammar
 from ratchet.proxy.dialects.dialect import LARGE, Dialect, ParsedRequest, ResponseEncoder
-from ratchet.proxy.errors import ClientDisconnected, UpstreamDisconnected, UpstreamError, upstream_refusal
+from ratchet.proxy.errors import ClientDisconnected, UpstreamDisconnected, UpstreamError, stopped, upstream_refusal
 from ratchet.proxy.messages.link_records import CallIdentity, Placement
 from ratchet.proxy.model_list import FallbackRules
 from ratchet.proxy.runtime.thread_pools import run_parsing
@@ -147,9 +147,10 @@ class CallEndpoint:
                 watch.client_left = True
                 self._abandon(call, active_call.CLIENT_DISCONNECTED)
             except asyncio.CancelledError:
-                self._abandon(call, active_call.CLIENT_DISCONNECTED if watch.client_left else active_call.SHUTTING_DOWN)
                 if not watch.client_left:
-                    raise
+                    await self._stop(call, send, watch)
+                else:
+                    self._abandon(call, active_call.CLIENT_DISCONNECTED)
                 watch.uncancel_task()
             finally:
                 if call.phase in (CallPhase.OPEN, CallPhase.HEAD_SENT):  # a bug: the trajectory must not stay open
@@ -332,6 +333,15 @@ class CallEndpoint:
         if error.retry_after is not None:
             headers.append((b"retry-after", b"%d" % error.retry_after))
         await _send_last(call, error.status, self._dialect.shape.encode_error(error), headers, send, watch)
+
+    async def _stop(self, call: ActiveCall, send: Send, watch: DisconnectWatch) -> None:
+        """End a call that the stopping server cancels. Raises CancelledError, unless an event could end its stream."""
+        head_sent = call.head_sent
+        self._abandon(call, active_call.SHUTTING_DOWN)
+        if not head_sent:
+            raise asyncio.CancelledError
+        watch.stop()
+        await send({"type": "http.response.body", "body": call.encoder.failed(stopped())})
 
     def _abandon(self, call: ActiveCall, outcome: CallOutcome) -> None:
         """End a call early: its client disconnected or the proxy stops. The tokens so far are recorded."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ratchet.proxy.errors import ClientDisconnected, ProxyError
+from ratchet.proxy.errors import ClientDisconnected, ProxyError, stopped
 from ratchet.proxy.wire.asgi import JSON, Headers, client_address, headers_of, send_bytes
 from ratchet.proxy.wire.error_shapes import error_shape_of
 from ratchet.proxy.worker.http import request_identity
@@ -38,6 +40,11 @@ class ErrorMiddleware:
             await self._app(scope, receive, watched_send)
         except ClientDisconnected:
             log.info("event=client_disconnected path=%r", scope["path"])
+        except asyncio.CancelledError:  # the server stops, and the time of open calls is over
+            if started:
+                raise
+            with contextlib.suppress(ClientDisconnected):
+                await _send_error(scope, send, stopped())
         except ProxyError as error:
             self._count(error)
             if error.status in _REFUSED and scope["path"].startswith(_OPERATORS):
