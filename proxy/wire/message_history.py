@@ -54,11 +54,12 @@ class ListLimits(NamedTuple):
 
 
 class HashedMessage(NamedTuple):
-    """A message with the hash and link key of its path."""
+    """A message with the hash and link key of its path, and of an assistant's its answer digest."""
 
     message: Message
     node: MessageNode
     key: str
+    answer_digest: bytes
 
 
 class History(NamedTuple):
@@ -71,12 +72,13 @@ class History(NamedTuple):
     nodes: Sequence[MessageNode]
     hashes: tuple[str, ...]
     keys: tuple[str, ...]
+    answer_digests: bytes  # of the assistant messages, one after the other
     traits: MessageTraits
     data: bytes = b""
 
     def summary(self) -> KnownHistory:
         """Return what is cached of it."""
-        return KnownHistory(self.hashes, self.keys, self.traits)
+        return KnownHistory(self.hashes, self.keys, self.answer_digests, self.traits)
 
     def may_contain(self, text: str) -> bool:
         """Return False if no message contains a text, as far as is known without parsing them."""
@@ -156,7 +158,7 @@ class MessageReader:
 
 
 def _hashed(parent: str, parent_key: str, message: Message) -> HashedMessage:
-    return HashedMessage(message, canon.node(parent, message), canon.link_key(parent_key, message))
+    return HashedMessage(message, *canon.hashed(parent, parent_key, message))
 
 
 def _checked_depth(raws: Sequence[Raw], limits: ListLimits | None) -> int:
@@ -175,12 +177,14 @@ def _history(hashed: Sequence[HashedMessage], depth: int, *, has_escapes: bool =
     messages: list[Message] = []
     nodes: list[MessageNode] = []
     keys: list[str] = []
-    for message, node, key in hashed:
+    digests: list[bytes] = []
+    for message, node, key, digest in hashed:
         messages.append(message)
         nodes.append(node)
         keys.append(key)
+        digests.append(digest)
     traits = _traits(messages, depth, has_escapes=has_escapes)
-    return History(messages, nodes, tuple([node.hash for node in nodes]), tuple(keys), traits)
+    return History(messages, nodes, tuple([node.hash for node in nodes]), tuple(keys), b"".join(digests), traits)
 
 
 def _continued(known: KnownHistory, new: bytes, limits: ListLimits | None, data: bytes) -> History:
@@ -199,6 +203,7 @@ def _continued(known: KnownHistory, new: bytes, limits: ListLimits | None, data:
         LazySequence(count, later.nodes, lambda: canon.path(_messages.decode(data))),
         known.hashes + later.hashes,
         known.keys + later.keys,
+        known.answer_digests + later.answer_digests,
         known.traits.joined(count, later.traits),
         data,
     )

@@ -20,6 +20,9 @@ from ratchet.store.records import MessageNode
 ROOT = ""
 ANYWHERE = "anywhere"  # in place of a parent's key: the message at any position
 _HASH = "b2:"  # BLAKE2b, 16 bytes; every hash text starts with its algorithm
+DIGEST_BYTES = 16
+
+_ANYWHERE = ANYWHERE.encode() + b"\0"
 
 _MAX_DEPTH = 100  # deeper arguments are compared as text
 
@@ -88,13 +91,29 @@ def _essence(message: Mapping[str, Any]) -> list[Any]:
 
 
 def _digest(parent: str, body: bytes) -> str:
-    return _HASH + blake2b(parent.encode() + b"\0" + body, digest_size=16).hexdigest()
+    return _HASH + blake2b(b"\0".join((parent.encode(), body)), digest_size=DIGEST_BYTES).hexdigest()
 
 
 def node(parent: str, message: Mapping[str, Any]) -> MessageNode:
     """Return the content-addressed node of `message` under the node named `parent` (ROOT for the first)."""
     body = _encode(canonical(message))
     return MessageNode(hash=_digest(parent, body), parent=parent, role=str(message.get("role", "")), body=body)
+
+
+def hashed(parent: str, parent_key: str, message: Mapping[str, Any]) -> tuple[MessageNode, str, bytes]:
+    """Return a message's node and link key after those of its parent, and of an assistant's its answer digest.
+
+    An answer digest is the digest in its link key at any position, as bytes.
+    """
+    body = _encode(_essence(message))
+    alone = _ANYWHERE + body if message.get("role") == "assistant" else b""
+    digest = blake2b(alone, digest_size=DIGEST_BYTES).digest() if alone else b""
+    return node(parent, message), _digest(parent_key, body), digest
+
+
+def answer_key(digest: bytes) -> str:
+    """Return the link key, at any position, of the message with this answer digest."""
+    return _HASH + digest.hex()
 
 
 def path(messages: Iterable[Mapping[str, Any]]) -> tuple[MessageNode, ...]:

@@ -176,16 +176,14 @@ class TrajectoryLinker:
         if deepest is None:
             return None, ""
         return fuzzy_match.find_continued_leaf(
-            leaves, evidence.messages, lambda leaf: self._may_continue(leaf, evidence, trajectory_id)
+            leaves, evidence, lambda leaf: self._may_continue(leaf, evidence, trajectory_id)
         )
 
     def _find_later_answer(self, evidence: LinkEvidence, found: Sequence[Leaf], place: int) -> tuple[Leaf | None, str]:
         """Return an answer of the same trajectories after `place`, where the path has changed."""
         trajectories = {leaf.trajectory_id for leaf in found}
-        after = evidence.messages[place + 1 :]
-        return fuzzy_match.find_continued_leaf(
-            self._leaves_of(evidence), after, lambda leaf: leaf.trajectory_id in trajectories, trajectory_known=True
-        )
+        leaves = self._leaves_of(evidence)
+        return fuzzy_match.find_continued_leaf(leaves, evidence, lambda leaf: leaf.trajectory_id in trajectories, place)
 
     def _leaves_of(self, evidence: LinkEvidence) -> LeafIndex:
         return self._leaves.get((evidence.alias, owner(evidence.key_id)), _EMPTY)
