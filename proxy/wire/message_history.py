@@ -3,7 +3,8 @@
 A long list whose beginning is known (`known_histories.py`) is parsed from there on; its earlier messages when one of
 them is asked for. Of other lists, a message with the same bytes after the same messages is not parsed or hashed again:
 the cache holds about `_MAX_BYTES` of messages as sent, and two to three times that for the parsed objects; unused
-entries are dropped. The results are shared between calls and must not be changed. Any thread may call.
+entries are dropped. Of a long list that is new, few messages enter it: keeping 80 that are not sent again costs a
+quarter of reading them. The results are shared between calls and must not be changed. Any thread may call.
 """
 
 from __future__ import annotations
@@ -106,9 +107,9 @@ class MessageReader:
         data = bytes(raw)
         if len(data) >= _LONG:
             return self._read_long(data, key_id, limits)
-        raws = _raws.decode(data)
-        depth = _checked_depth(raws, limits)
-        return _history(self._read_all(raws), depth)
+        sent = _items(data)
+        depth = _checked_depth(sent, limits)
+        return _history(self._read_all(sent, is_long=False), depth)
 
     def _read_long(self, data: bytes, key_id: str, limits: ListLimits | None) -> History:
         beginning = self._known.find(data, key_id)
@@ -117,43 +118,51 @@ class MessageReader:
             new = b"[" + data[beginning.end :].lstrip().removeprefix(b",")
             history = _continued(known, new, limits, data)
         else:
-            raws = _raws.decode(data)
-            depth = _checked_depth(raws, limits)
-            hashed, has_escapes = self._read_all(raws), _has_escapes(data)
+            sent = _items(data)
+            depth = _checked_depth(sent, limits)
+            hashed, has_escapes = self._read_all(sent, is_long=True), _has_escapes(data)
             history = _history(hashed, depth, has_escapes=has_escapes)._replace(data=data)
-            shorter = beginning.without_last(data, bytes(raws[-1])) if len(raws) > 1 else None
+            shorter = beginning.without_last(data, sent[-1]) if len(sent) > 1 else None
             if shorter is not None:  # agents add a reminder to the last message, and remove it again
                 self._known.add(shorter, _history(hashed[:-1], depth, has_escapes=has_escapes).summary())
         if history.hashes:
             self._known.add(beginning, history.summary())
         return history
 
-    def _read_all(self, raws: Sequence[Raw]) -> list[HashedMessage]:
-        """Return the messages of a list of which nothing is known."""
+    def _read_all(self, sent: Sequence[bytes], *, is_long: bool) -> list[HashedMessage]:
+        """Return the messages of a list of which nothing is known.
+
+        After a message that is not cached, no later one is looked up. Of a long list one more new message is cached
+        than were found: a beginning that every call repeats is cached after a few calls.
+        """
         hashed: list[HashedMessage] = []
-        parent, key = canon.ROOT, canon.ROOT
-        for raw in raws:
-            one = self._message(parent, key, bytes(raw))
+        parent, key, found = canon.ROOT, canon.ROOT, 0
+        for place, data in enumerate(sent):
+            one = self._cached(parent, data) if place == found else None
+            if one is not None:
+                found += 1
+            else:
+                one = _hashed(parent, key, _message.decode(data))
+                if not is_long or place <= 2 * found:
+                    self._keep(parent, data, one)
             hashed.append(one)
             parent, key = one.node.hash, one.key
         return hashed
 
-    def _message(self, parent: str, parent_key: str, data: bytes) -> HashedMessage:
+    def _cached(self, parent: str, data: bytes) -> HashedMessage | None:
         # The parent's hash covers all earlier messages, and so its link key.
-        name = (parent, data)
-        hashed = self._current.get(name)
-        if hashed is None:
-            hashed = self._previous.get(name)
-            if hashed is None:
-                hashed = _hashed(parent, parent_key, _message.decode(data))
-            if len(data) <= _MAX_CACHED_MESSAGE:
-                self._keep(name, hashed, len(data))
+        hashed = self._current.get((parent, data))
+        if hashed is None and (hashed := self._previous.get((parent, data))) is not None:
+            self._keep(parent, data, hashed)
         return hashed
 
-    def _keep(self, name: tuple[str, bytes], hashed: HashedMessage, size: int) -> None:
+    def _keep(self, parent: str, data: bytes, hashed: HashedMessage) -> None:
+        size = len(data)
+        if size > _MAX_CACHED_MESSAGE:
+            return
         if self._bytes + size > self._generation_bytes:
             self._previous, self._current, self._bytes = self._current, {}, 0
-        self._current[name] = hashed
+        self._current[parent, data] = hashed
         self._bytes += size + 200  # overhead of a small message
 
 
@@ -161,13 +170,17 @@ def _hashed(parent: str, parent_key: str, message: Message) -> HashedMessage:
     return HashedMessage(message, *canon.hashed(parent, parent_key, message))
 
 
-def _checked_depth(raws: Sequence[Raw], limits: ListLimits | None) -> int:
+def _items(data: bytes) -> list[bytes]:
+    return [bytes(raw) for raw in _raws.decode(data)]
+
+
+def _checked_depth(sent: Sequence[bytes], limits: ListLimits | None) -> int:
     """Return the levels of JSON of a list with these items, or more. Raises MayExceedLimits."""
     if limits is None:
         return _ANY_DEPTH
-    if len(raws) > limits.messages:
+    if len(sent) > limits.messages:
         raise MayExceedLimits
-    depth = 1 + max([json_depth.depth_bound(bytes(raw), limits.depth - 1) for raw in raws], default=0)
+    depth = 1 + max([json_depth.depth_bound(one, limits.depth - 1) for one in sent], default=0)
     if depth > limits.depth:
         raise MayExceedLimits
     return depth
@@ -191,10 +204,10 @@ def _continued(known: KnownHistory, new: bytes, limits: ListLimits | None, data:
     """Return the history of `data`: known messages, and the list `new` after them. Raises MayExceedLimits."""
     hashed: list[HashedMessage] = []
     parent, key = known.hashes[-1], known.keys[-1]
-    raws = _raws.decode(new)
-    depth = _checked_depth(raws, limits)
-    for raw in raws:
-        one = _hashed(parent, key, _message.decode(raw))
+    sent = _items(new)
+    depth = _checked_depth(sent, limits)
+    for item in sent:
+        one = _hashed(parent, key, _message.decode(item))
         hashed.append(one)
         parent, key = one.node.hash, one.key
     later, count = _history(hashed, depth, has_escapes=_has_escapes(new)), len(known.hashes)
@@ -218,11 +231,11 @@ def _traits(messages: Sequence[Message], depth: int, *, has_escapes: bool) -> Me
     untrainable, has_developer, only_text, leading_system, plain_tool_calls = None, False, True, 0, True
     for place, message in enumerate(messages):
         role = message.get("role")
-        if role in _SYSTEM:
+        if role == "assistant":
+            plain_tool_calls = plain_tool_calls and _has_plain_tool_calls(message)
+        elif role in _SYSTEM:
             has_developer |= role == "developer"
             leading_system += place == leading_system
-        elif role == "assistant":
-            plain_tool_calls = plain_tool_calls and _has_plain_tool_calls(message)
         content = message.get("content")
         if isinstance(content, list):
             only_text = False
@@ -235,9 +248,11 @@ def _has_plain_tool_calls(message: Message) -> bool:
     calls = message.get("tool_calls")
     if calls is None:
         return True
-    return isinstance(calls, list) and all(
-        isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
-    )
+    return isinstance(calls, list) and all(map(_is_plain_tool_call, calls))
+
+
+def _is_plain_tool_call(call: Any) -> bool:
+    return isinstance(call, dict) and isinstance(call.get("function"), dict)
 
 
 def _non_text_part(content: Sequence[Any]) -> str | None:
