@@ -33,8 +33,13 @@ _encode = msgspec.json.Encoder(order="sorted").encode
 _encode_in_order = msgspec.json.Encoder().encode
 
 
-def canonical(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the message without null members, empty content and empty tool-call lists; arguments stay text."""
+def canonical(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the message, if need be a copy, without null members, empty content and empty tool-call lists.
+
+    Arguments stay text.
+    """
+    if None not in message.values() and message.get("content", True) and message.get("tool_calls", True):
+        return message  # most messages
     return {
         name: value
         for name, value in message.items()
@@ -78,9 +83,12 @@ _decode_arguments = msgspec.json.Decoder(float_hook=_whole).decode
 
 def called(message: Mapping[str, Any]) -> list[list[Any]]:
     """Return [name, arguments as a JSON value] of each tool call of an assistant message."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return []
     return [
         [call["function"].get("name"), _arguments(call["function"].get("arguments"))]
-        for call in message.get("tool_calls") or ()
+        for call in calls
         if isinstance(call, dict) and isinstance(call.get("function"), dict)
     ]
 
