@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import msgspec
@@ -29,6 +30,8 @@ _LONG = 12 * 1024  # bytes; for a shorter list it is not worth looking for a kno
 _ANY_DEPTH = 2**31  # of messages whose depth was not asked for
 
 _SYSTEM = ("system", "developer")
+_ORDINARY = MessageTraits()
+_shared_traits = lru_cache(maxsize=64)(MessageTraits)  # equal traits are one object
 _NON_TEXT_PARTS = ("image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "file")
 
 # All JSON encoders write these characters the same way, unless they write `\u00..`.
@@ -55,12 +58,13 @@ class ListLimits(NamedTuple):
 
 
 class HashedMessage(NamedTuple):
-    """A message with the hash and link key of its path, and of an assistant's its answer digest."""
+    """A message with the hash and link key of its path, of an assistant's its answer digest, and its traits."""
 
     message: Message
     node: MessageNode
     key: str
     answer_digest: bytes
+    traits: MessageTraits
 
 
 class History(NamedTuple):
@@ -167,7 +171,8 @@ class MessageReader:
 
 
 def _hashed(parent: str, parent_key: str, message: Message) -> HashedMessage:
-    return HashedMessage(message, *canon.hashed(parent, parent_key, message))
+    # All that is derived from a message is derived at once, while the processor's cache has it.
+    return HashedMessage(message, *canon.hashed(parent, parent_key, message), _traits(message))
 
 
 def _items(data: bytes) -> list[bytes]:
@@ -187,17 +192,12 @@ def _checked_depth(sent: Sequence[bytes], limits: ListLimits | None) -> int:
 
 
 def _history(hashed: Sequence[HashedMessage], depth: int, *, has_escapes: bool = False) -> History:
-    messages: list[Message] = []
-    nodes: list[MessageNode] = []
-    keys: list[str] = []
-    digests: list[bytes] = []
-    for message, node, key, digest in hashed:
-        messages.append(message)
-        nodes.append(node)
-        keys.append(key)
-        digests.append(digest)
-    traits = _traits(messages, depth, has_escapes=has_escapes)
-    return History(messages, nodes, tuple([node.hash for node in nodes]), tuple(keys), b"".join(digests), traits)
+    messages, nodes, keys, digests, each = zip(*hashed, strict=True) if hashed else ((),) * 5
+    traits, last = MessageTraits(has_escapes=has_escapes, depth=depth), _ORDINARY
+    for place, one in enumerate(each):
+        if one is not _ORDINARY and (one is not last or one.leading_system):  # else nothing changes
+            traits, last = traits.joined(place, one), one
+    return History(messages, nodes, tuple([node.hash for node in nodes]), keys, b"".join(digests), traits)
 
 
 def _continued(known: KnownHistory, new: bytes, limits: ListLimits | None, data: bytes) -> History:
@@ -226,21 +226,20 @@ def _has_escapes(data: bytes) -> bool:
     return b"\\u00" in data and _ESCAPED_TEXT.search(data) is not None
 
 
-def _traits(messages: Sequence[Message], depth: int, *, has_escapes: bool) -> MessageTraits:
-    """Return the traits of messages."""
-    untrainable, has_developer, only_text, leading_system, plain_tool_calls = None, False, True, 0, True
-    for place, message in enumerate(messages):
-        role = message.get("role")
-        if role == "assistant":
-            plain_tool_calls = plain_tool_calls and _has_plain_tool_calls(message)
-        elif role in _SYSTEM:
-            has_developer |= role == "developer"
-            leading_system += place == leading_system
-        content = message.get("content")
-        if isinstance(content, list):
-            only_text = False
-            untrainable = untrainable or _non_text_part(content)
-    return MessageTraits(untrainable, has_developer, only_text, has_escapes, depth, leading_system, plain_tool_calls)
+def _traits(message: Message) -> MessageTraits:
+    """Return the traits of one message, without its depth and escapes."""
+    role, content = message.get("role"), message.get("content")
+    is_system, parts = role in _SYSTEM, content if isinstance(content, list) else None
+    is_plain = role != "assistant" or _has_plain_tool_calls(message)
+    if is_plain and not is_system and parts is None:
+        return _ORDINARY
+    return _shared_traits(
+        untrainable=_non_text_part(parts or ()),
+        has_developer=role == "developer",
+        only_text=parts is None,
+        leading_system=int(is_system),
+        plain_tool_calls=is_plain,
+    )
 
 
 def _has_plain_tool_calls(message: Message) -> bool:

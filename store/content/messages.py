@@ -119,9 +119,10 @@ def hashed(parent: str, parent_key: str, message: Mapping[str, Any]) -> tuple[Me
     return node(parent, message), _digest(parent_key, body), digest
 
 
-def answer_key(digest: bytes) -> str:
-    """Return the link key, at any position, of the message with this answer digest."""
-    return _HASH + digest.hex()
+def keys_of_digests(digests: bytes) -> list[str]:
+    """Return the link keys, at any position, of the messages with these answer digests, one after the other."""
+    digits, size = digests.hex(), 2 * DIGEST_BYTES
+    return [_HASH + digits[at : at + size] for at in range(0, len(digits), size)]
 
 
 def path(messages: Iterable[Mapping[str, Any]]) -> tuple[MessageNode, ...]:

@@ -69,9 +69,8 @@ def check_same(body: bytes, found: Any, expected: Any) -> None:
     messages = msgspec.json.decode(body)["messages"]
     assert found.hashes == tuple(node.hash for node in canon.path(messages))
     assert found.keys == canon.link_keys(messages)
-    digests, size = found.answer_digests, canon.DIGEST_BYTES
     answers = [canon.link_key(canon.ANYWHERE, message) for message in messages if message.get("role") == "assistant"]
-    assert [canon.answer_key(digests[at : at + size]) for at in range(0, len(digests), size)] == answers
+    assert canon.keys_of_digests(found.answer_digests) == answers
     assert [getattr(found, name) for name in FIELDS] == [getattr(expected, name) for name in FIELDS]
     assert found.outgoing("served") == expected.outgoing("served")
     assert found.messages[-1] == messages[-1]

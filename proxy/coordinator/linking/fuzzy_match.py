@@ -82,14 +82,12 @@ def _matches(
     leaves: LeafIndex, evidence: LinkEvidence, fits: LeafFilter, first: int = 0
 ) -> Iterator[tuple[list[Leaf], list[Leaf]]]:
     """Yield, from the last message back to `first`, the leaves of its tool-call ids and the leaves with that answer."""
-    size, end = canon.DIGEST_BYTES, len(evidence.answer_digests)
+    answer_keys = canon.keys_of_digests(evidence.answer_digests[-_MAX_MESSAGES * canon.DIGEST_BYTES :])
     for message in reversed(evidence.messages[first:]):
         role = message.get("role")
         if role == "assistant":
-            end -= size
-            answer_key = canon.answer_key(evidence.answer_digests[end : end + size])
             ids = canon.tool_call_ids(message)
-            answers = [leaf for leaf in leaves.leaves_at(answer_key) if fits(leaf)]
+            answers = [leaf for leaf in leaves.leaves_at(answer_keys.pop()) if fits(leaf)]
             yield [leaf for name in ids for leaf in leaves.leaves_with_tool_call(name) if fits(leaf)], answers
         elif role == "tool":
             called = leaves.leaves_with_tool_call(str(message.get("tool_call_id")))
