@@ -101,7 +101,10 @@ class CallPath:
         marks.append(time.thread_time_ns())
         now = time.time()
         attempt = AttemptKey("agent", key_id, parsed.prompt_node, request.tools_hash)
-        evidence = LinkEvidence("agent", None, request.messages, parsed.keys, key_id, attempt=attempt, arrived_at=now)
+        evidence = LinkEvidence(
+            "agent", None, request.messages, parsed.keys, request.answer_digests, key_id,
+            attempt=attempt, arrived_at=now,
+        )  # fmt: skip
         link = self._linker.find_link(evidence)
         self._linker.begin_call(link, "agent", 0, now)
         start = CallStarted(

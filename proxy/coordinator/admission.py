@@ -111,6 +111,7 @@ class Admission:
             version=requested,
             messages=request.messages,
             keys=request.keys,
+            answer_digests=request.answer_digests,
             key_id=attempt.key_id,
             explicit=explicit,
             explicit_by=identity.named_by,

@@ -29,6 +29,7 @@ class AdmissionRequest(msgspec.Struct, frozen=True):
     tools_hash: str
     messages: Sequence[dict[str, Any]]
     keys: tuple[str, ...]  # link keys of the messages
+    answer_digests: bytes  # of the assistant messages, one after the other; empty if `is_partial`
     follows: FollowedCall | None = None  # that the client names
     stored_tools_hash: str | None = None  # if redaction changed the tools
     is_partial: bool = False

@@ -67,12 +67,16 @@ class AttemptKey(NamedTuple):
 
 
 class LinkEvidence(msgspec.Struct, frozen=True):
-    """What a request says about its trajectory. `keys` are the link keys of its messages, in order."""
+    """What a request says about its trajectory. `keys` are the link keys of its messages, in order.
+
+    `answer_digests` are those of its assistant messages (`store/content/messages.py`), one after the other.
+    """
 
     alias: str
     version: int | None  # if the request names one
     messages: Sequence[dict[str, Any]]
     keys: tuple[str, ...]
+    answer_digests: bytes
     key_id: str | None
     explicit: str | None = None
     explicit_by: str = ""  # path, header, body, key, previous_response
@@ -83,7 +87,7 @@ class LinkEvidence(msgspec.Struct, frozen=True):
     arrived_at: float = 0.0  # Unix seconds
     is_other_model: bool = False  # the model is not trained by this proxy
     planned_purpose: str | None = None  # the purpose in the rollout's plan
-    is_partial: bool = False  # `messages` and `keys` hold the last assistant message only
+    is_partial: bool = False  # `messages` and `keys` hold the last assistant message only, without its answer digest
 
     @property
     def purpose(self) -> str:

@@ -1,8 +1,9 @@
 """Recognizes a message list whose beginning was read before, and remembers what was read, without its content.
 
 An agent sends its whole history with every call. An earlier list of the same API key is recognized at the beginning of
-a longer one by a keyed digest of its bytes. Of each message its hash and link key are kept, about 200 bytes; memory is
-bounded. A beginning that was continued is dropped first. Any thread may call.
+a longer one by a keyed digest of its bytes. Of each message its hash and link key are kept, and of an assistant's its
+answer digest: about 210 bytes a message. Memory is bounded. A beginning that was continued is dropped first. Any thread
+may call.
 
 Lists in a format other than that of the usual JSON encoders are not recognized, and are parsed as a whole.
 """
@@ -19,7 +20,7 @@ from blake3 import blake3
 _MAX_ENDS = 12  # positions that are tried
 _MAX_OBJECTS = 40  # that are looked at for them
 _DIGEST_BYTES = 16
-_ENTRY_BYTES, _MESSAGE_BYTES = 400, 200  # estimates; a test measures them
+_ENTRY_BYTES, _MESSAGE_BYTES = 400, 208  # estimates; a test measures them
 _MAX_BYTES = 32 * 2**20
 
 Name = tuple[str, int, bytes]  # (key id, length, digest)
@@ -54,6 +55,7 @@ class KnownHistory(NamedTuple):
 
     hashes: tuple[str, ...]
     keys: tuple[str, ...]  # link keys
+    answer_digests: bytes  # of the assistant messages, one after the other
     traits: MessageTraits
 
 

@@ -3,13 +3,15 @@
 A long list whose beginning is known (`known_histories.py`) is parsed from there on; its earlier messages when one of
 them is asked for. Of other lists, a message with the same bytes after the same messages is not parsed or hashed again:
 the cache holds about `_MAX_BYTES` of messages as sent, and two to three times that for the parsed objects; unused
-entries are dropped. The results are shared between calls and must not be changed. Any thread may call.
+entries are dropped. Of a long list that is new, few messages enter it: keeping 80 that are not sent again costs a
+quarter of reading them. The results are shared between calls and must not be changed. Any thread may call.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import msgspec
@@ -28,6 +30,8 @@ _LONG = 12 * 1024  # bytes; for a shorter list it is not worth looking for a kno
 _ANY_DEPTH = 2**31  # of messages whose depth was not asked for
 
 _SYSTEM = ("system", "developer")
+_ORDINARY = MessageTraits()
+_shared_traits = lru_cache(maxsize=64)(MessageTraits)  # equal traits are one object
 _NON_TEXT_PARTS = ("image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "file")
 
 # All JSON encoders write these characters the same way, unless they write `\u00..`.
@@ -54,11 +58,13 @@ class ListLimits(NamedTuple):
 
 
 class HashedMessage(NamedTuple):
-    """A message with the hash and link key of its path."""
+    """A message with the hash and link key of its path, of an assistant's its answer digest, and its traits."""
 
     message: Message
     node: MessageNode
     key: str
+    answer_digest: bytes
+    traits: MessageTraits
 
 
 class History(NamedTuple):
@@ -71,12 +77,13 @@ class History(NamedTuple):
     nodes: Sequence[MessageNode]
     hashes: tuple[str, ...]
     keys: tuple[str, ...]
+    answer_digests: bytes  # of the assistant messages, one after the other
     traits: MessageTraits
     data: bytes = b""
 
     def summary(self) -> KnownHistory:
         """Return what is cached of it."""
-        return KnownHistory(self.hashes, self.keys, self.traits)
+        return KnownHistory(self.hashes, self.keys, self.answer_digests, self.traits)
 
     def may_contain(self, text: str) -> bool:
         """Return False if no message contains a text, as far as is known without parsing them."""
@@ -104,9 +111,9 @@ class MessageReader:
         data = bytes(raw)
         if len(data) >= _LONG:
             return self._read_long(data, key_id, limits)
-        raws = _raws.decode(data)
-        depth = _checked_depth(raws, limits)
-        return _history(self._read_all(raws), depth)
+        sent = _items(data)
+        depth = _checked_depth(sent, limits)
+        return _history(self._read_all(sent, is_long=False), depth)
 
     def _read_long(self, data: bytes, key_id: str, limits: ListLimits | None) -> History:
         beginning = self._known.find(data, key_id)
@@ -115,82 +122,92 @@ class MessageReader:
             new = b"[" + data[beginning.end :].lstrip().removeprefix(b",")
             history = _continued(known, new, limits, data)
         else:
-            raws = _raws.decode(data)
-            depth = _checked_depth(raws, limits)
-            hashed, has_escapes = self._read_all(raws), _has_escapes(data)
+            sent = _items(data)
+            depth = _checked_depth(sent, limits)
+            hashed, has_escapes = self._read_all(sent, is_long=True), _has_escapes(data)
             history = _history(hashed, depth, has_escapes=has_escapes)._replace(data=data)
-            shorter = beginning.without_last(data, bytes(raws[-1])) if len(raws) > 1 else None
+            shorter = beginning.without_last(data, sent[-1]) if len(sent) > 1 else None
             if shorter is not None:  # agents add a reminder to the last message, and remove it again
                 self._known.add(shorter, _history(hashed[:-1], depth, has_escapes=has_escapes).summary())
         if history.hashes:
             self._known.add(beginning, history.summary())
         return history
 
-    def _read_all(self, raws: Sequence[Raw]) -> list[HashedMessage]:
-        """Return the messages of a list of which nothing is known."""
+    def _read_all(self, sent: Sequence[bytes], *, is_long: bool) -> list[HashedMessage]:
+        """Return the messages of a list of which nothing is known.
+
+        After a message that is not cached, no later one is looked up. Of a long list one more new message is cached
+        than were found: a beginning that every call repeats is cached after a few calls.
+        """
         hashed: list[HashedMessage] = []
-        parent, key = canon.ROOT, canon.ROOT
-        for raw in raws:
-            one = self._message(parent, key, bytes(raw))
+        parent, key, found = canon.ROOT, canon.ROOT, 0
+        for place, data in enumerate(sent):
+            one = self._cached(parent, data) if place == found else None
+            if one is not None:
+                found += 1
+            else:
+                one = _hashed(parent, key, _message.decode(data))
+                if not is_long or place <= 2 * found:
+                    self._keep(parent, data, one)
             hashed.append(one)
             parent, key = one.node.hash, one.key
         return hashed
 
-    def _message(self, parent: str, parent_key: str, data: bytes) -> HashedMessage:
+    def _cached(self, parent: str, data: bytes) -> HashedMessage | None:
         # The parent's hash covers all earlier messages, and so its link key.
-        name = (parent, data)
-        hashed = self._current.get(name)
-        if hashed is None:
-            hashed = self._previous.get(name)
-            if hashed is None:
-                hashed = _hashed(parent, parent_key, _message.decode(data))
-            if len(data) <= _MAX_CACHED_MESSAGE:
-                self._keep(name, hashed, len(data))
+        hashed = self._current.get((parent, data))
+        if hashed is None and (hashed := self._previous.get((parent, data))) is not None:
+            self._keep(parent, data, hashed)
         return hashed
 
-    def _keep(self, name: tuple[str, bytes], hashed: HashedMessage, size: int) -> None:
+    def _keep(self, parent: str, data: bytes, hashed: HashedMessage) -> None:
+        size = len(data)
+        if size > _MAX_CACHED_MESSAGE:
+            return
         if self._bytes + size > self._generation_bytes:
             self._previous, self._current, self._bytes = self._current, {}, 0
-        self._current[name] = hashed
+        self._current[parent, data] = hashed
         self._bytes += size + 200  # overhead of a small message
 
 
 def _hashed(parent: str, parent_key: str, message: Message) -> HashedMessage:
-    return HashedMessage(message, canon.node(parent, message), canon.link_key(parent_key, message))
+    # All that is derived from a message is derived at once, while the processor's cache has it.
+    return HashedMessage(message, *canon.hashed(parent, parent_key, message), _traits(message))
 
 
-def _checked_depth(raws: Sequence[Raw], limits: ListLimits | None) -> int:
+def _items(data: bytes) -> list[bytes]:
+    return [bytes(raw) for raw in _raws.decode(data)]
+
+
+def _checked_depth(sent: Sequence[bytes], limits: ListLimits | None) -> int:
     """Return the levels of JSON of a list with these items, or more. Raises MayExceedLimits."""
     if limits is None:
         return _ANY_DEPTH
-    if len(raws) > limits.messages:
+    if len(sent) > limits.messages:
         raise MayExceedLimits
-    depth = 1 + max([json_depth.depth_bound(bytes(raw), limits.depth - 1) for raw in raws], default=0)
+    depth = 1 + max([json_depth.depth_bound(one, limits.depth - 1) for one in sent], default=0)
     if depth > limits.depth:
         raise MayExceedLimits
     return depth
 
 
 def _history(hashed: Sequence[HashedMessage], depth: int, *, has_escapes: bool = False) -> History:
-    messages: list[Message] = []
-    nodes: list[MessageNode] = []
-    keys: list[str] = []
-    for message, node, key in hashed:
-        messages.append(message)
-        nodes.append(node)
-        keys.append(key)
-    traits = _traits(messages, depth, has_escapes=has_escapes)
-    return History(messages, nodes, tuple([node.hash for node in nodes]), tuple(keys), traits)
+    messages, nodes, keys, digests, each = zip(*hashed, strict=True) if hashed else ((),) * 5
+    traits, last = MessageTraits(has_escapes=has_escapes, depth=depth), _ORDINARY
+    for place, one in enumerate(each):
+        if one is not _ORDINARY and (one is not last or one.leading_system):  # else nothing changes
+            traits, last = traits.joined(place, one), one
+    return History(messages, nodes, tuple([node.hash for node in nodes]), keys, b"".join(digests), traits)
 
 
 def _continued(known: KnownHistory, new: bytes, limits: ListLimits | None, data: bytes) -> History:
     """Return the history of `data`: known messages, and the list `new` after them. Raises MayExceedLimits."""
     hashed: list[HashedMessage] = []
     parent, key = known.hashes[-1], known.keys[-1]
-    raws = _raws.decode(new)
-    depth = _checked_depth(raws, limits)
-    for raw in raws:
-        one = _hashed(parent, key, _message.decode(raw))
+    sent = _items(new)
+    depth = _checked_depth(sent, limits)
+    for item in sent:
+        one = _hashed(parent, key, _message.decode(item))
         hashed.append(one)
         parent, key = one.node.hash, one.key
     later, count = _history(hashed, depth, has_escapes=_has_escapes(new)), len(known.hashes)
@@ -199,6 +216,7 @@ def _continued(known: KnownHistory, new: bytes, limits: ListLimits | None, data:
         LazySequence(count, later.nodes, lambda: canon.path(_messages.decode(data))),
         known.hashes + later.hashes,
         known.keys + later.keys,
+        known.answer_digests + later.answer_digests,
         known.traits.joined(count, later.traits),
         data,
     )
@@ -208,21 +226,20 @@ def _has_escapes(data: bytes) -> bool:
     return b"\\u00" in data and _ESCAPED_TEXT.search(data) is not None
 
 
-def _traits(messages: Sequence[Message], depth: int, *, has_escapes: bool) -> MessageTraits:
-    """Return the traits of messages."""
-    untrainable, has_developer, only_text, leading_system, plain_tool_calls = None, False, True, 0, True
-    for place, message in enumerate(messages):
-        role = message.get("role")
-        if role in _SYSTEM:
-            has_developer |= role == "developer"
-            leading_system += place == leading_system
-        elif role == "assistant":
-            plain_tool_calls = plain_tool_calls and _has_plain_tool_calls(message)
-        content = message.get("content")
-        if isinstance(content, list):
-            only_text = False
-            untrainable = untrainable or _non_text_part(content)
-    return MessageTraits(untrainable, has_developer, only_text, has_escapes, depth, leading_system, plain_tool_calls)
+def _traits(message: Message) -> MessageTraits:
+    """Return the traits of one message, without its depth and escapes."""
+    role, content = message.get("role"), message.get("content")
+    is_system, parts = role in _SYSTEM, content if isinstance(content, list) else None
+    is_plain = role != "assistant" or _has_plain_tool_calls(message)
+    if is_plain and not is_system and parts is None:
+        return _ORDINARY
+    return _shared_traits(
+        untrainable=_non_text_part(parts or ()),
+        has_developer=role == "developer",
+        only_text=parts is None,
+        leading_system=int(is_system),
+        plain_tool_calls=is_plain,
+    )
 
 
 def _has_plain_tool_calls(message: Message) -> bool:
@@ -230,9 +247,11 @@ def _has_plain_tool_calls(message: Message) -> bool:
     calls = message.get("tool_calls")
     if calls is None:
         return True
-    return isinstance(calls, list) and all(
-        isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
-    )
+    return isinstance(calls, list) and all(map(_is_plain_tool_call, calls))
+
+
+def _is_plain_tool_call(call: Any) -> bool:
+    return isinstance(call, dict) and isinstance(call.get("function"), dict)
 
 
 def _non_text_part(content: Sequence[Any]) -> str | None:

@@ -90,6 +90,7 @@ class ChatRequest(msgspec.Struct):
     nodes: Sequence[MessageNode] = ()
     hashes: tuple[str, ...] = ()  # of the nodes
     keys: tuple[str, ...] = ()  # link keys of the messages
+    answer_digests: bytes = b""  # of the assistant messages, one after the other
     has_developer: bool = False  # a message has this role
     leading_system: int = 0  # number of system messages at the beginning
     plain_tool_calls: bool = True  # those of assistant messages have the standard form
@@ -184,6 +185,7 @@ def read(
         nodes=history.nodes,
         hashes=history.hashes,
         keys=history.keys,
+        answer_digests=history.answer_digests,
         has_developer=history.traits.has_developer,
         leading_system=history.traits.leading_system,
         plain_tool_calls=history.traits.plain_tool_calls,

@@ -20,6 +20,9 @@ from ratchet.store.records import MessageNode
 ROOT = ""
 ANYWHERE = "anywhere"  # in place of a parent's key: the message at any position
 _HASH = "b2:"  # BLAKE2b, 16 bytes; every hash text starts with its algorithm
+DIGEST_BYTES = 16
+
+_ANYWHERE = ANYWHERE.encode() + b"\0"
 
 _MAX_DEPTH = 100  # deeper arguments are compared as text
 
@@ -30,8 +33,13 @@ _encode = msgspec.json.Encoder(order="sorted").encode
 _encode_in_order = msgspec.json.Encoder().encode
 
 
-def canonical(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the message without null members, empty content and empty tool-call lists; arguments stay text."""
+def canonical(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the message, if need be a copy, without null members, empty content and empty tool-call lists.
+
+    Arguments stay text.
+    """
+    if None not in message.values() and message.get("content", True) and message.get("tool_calls", True):
+        return message  # most messages
     return {
         name: value
         for name, value in message.items()
@@ -75,9 +83,12 @@ _decode_arguments = msgspec.json.Decoder(float_hook=_whole).decode
 
 def called(message: Mapping[str, Any]) -> list[list[Any]]:
     """Return [name, arguments as a JSON value] of each tool call of an assistant message."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return []
     return [
         [call["function"].get("name"), _arguments(call["function"].get("arguments"))]
-        for call in message.get("tool_calls") or ()
+        for call in calls
         if isinstance(call, dict) and isinstance(call.get("function"), dict)
     ]
 
@@ -88,13 +99,30 @@ def _essence(message: Mapping[str, Any]) -> list[Any]:
 
 
 def _digest(parent: str, body: bytes) -> str:
-    return _HASH + blake2b(parent.encode() + b"\0" + body, digest_size=16).hexdigest()
+    return _HASH + blake2b(b"\0".join((parent.encode(), body)), digest_size=DIGEST_BYTES).hexdigest()
 
 
 def node(parent: str, message: Mapping[str, Any]) -> MessageNode:
     """Return the content-addressed node of `message` under the node named `parent` (ROOT for the first)."""
     body = _encode(canonical(message))
     return MessageNode(hash=_digest(parent, body), parent=parent, role=str(message.get("role", "")), body=body)
+
+
+def hashed(parent: str, parent_key: str, message: Mapping[str, Any]) -> tuple[MessageNode, str, bytes]:
+    """Return a message's node and link key after those of its parent, and of an assistant's its answer digest.
+
+    An answer digest is the digest in its link key at any position, as bytes.
+    """
+    body = _encode(_essence(message))
+    alone = _ANYWHERE + body if message.get("role") == "assistant" else b""
+    digest = blake2b(alone, digest_size=DIGEST_BYTES).digest() if alone else b""
+    return node(parent, message), _digest(parent_key, body), digest
+
+
+def keys_of_digests(digests: bytes) -> list[str]:
+    """Return the link keys, at any position, of the messages with these answer digests, one after the other."""
+    digits, size = digests.hex(), 2 * DIGEST_BYTES
+    return [_HASH + digits[at : at + size] for at in range(0, len(digits), size)]
 
 
 def path(messages: Iterable[Mapping[str, Any]]) -> tuple[MessageNode, ...]:

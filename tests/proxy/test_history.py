@@ -35,6 +35,21 @@ def test_an_unchanged_prefix_is_not_parsed_again() -> None:
     assert all(old is new for old, new in zip(before.messages, after.messages, strict=False))
 
 
+def test_of_a_long_list_what_every_call_repeats_is_not_parsed_again_after_a_few_calls() -> None:
+    history = MessageReader()
+
+    def read_edited(number: int) -> list[dict[str, Any]]:
+        messages = turns(200)
+        messages[150]["content"] += str(number)
+        found = read(history, messages)
+        assert list(found.messages) == messages
+        assert tuple(found.nodes) == canon.path(messages)
+        return list(found.messages)
+
+    before, after = [read_edited(number) for number in range(10)][-2:]
+    assert [old is new for old, new in zip(before, after, strict=True)] == [True] * 150 + [False] * 50
+
+
 def test_equal_messages_at_different_positions_are_distinguished() -> None:
     history = MessageReader()
     same = {"role": "user", "content": "again"}

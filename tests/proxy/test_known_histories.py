@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tracemalloc
 import uuid
 from collections.abc import Iterator
@@ -68,6 +69,8 @@ def check_same(body: bytes, found: Any, expected: Any) -> None:
     messages = msgspec.json.decode(body)["messages"]
     assert found.hashes == tuple(node.hash for node in canon.path(messages))
     assert found.keys == canon.link_keys(messages)
+    answers = [canon.link_key(canon.ANYWHERE, message) for message in messages if message.get("role") == "assistant"]
+    assert canon.keys_of_digests(found.answer_digests) == answers
     assert [getattr(found, name) for name in FIELDS] == [getattr(expected, name) for name in FIELDS]
     assert found.outgoing("served") == expected.outgoing("served")
     assert found.messages[-1] == messages[-1]
@@ -282,7 +285,7 @@ def test_a_text_that_is_reported_as_absent_is_in_no_message() -> None:
 
 def random_history(length: int) -> KnownHistory:
     names = [tuple(f"b2:{uuid.uuid4().hex}" for _ in range(length)) for _ in range(2)]
-    return KnownHistory(names[0], names[1], MessageTraits())
+    return KnownHistory(names[0], names[1], os.urandom(16 * length), MessageTraits())
 
 
 def test_histories_of_a_thousand_agents_fit_into_the_memory_that_is_counted() -> None:

@@ -28,7 +28,10 @@ NEXT: Message = {"role": "user", "content": "and now?"}
 
 def evidence(messages: list[Message], key: str = "k", **more: Any) -> LinkEvidence:
     values: dict[str, Any] = {"alias": "agent", "version": None, "messages": messages, "key_id": key}
-    values |= {"keys": canon.link_keys(messages), "arrived_at": 1.0}
+    digests = [
+        canon.hashed(canon.ROOT, canon.ROOT, message)[2] for message in messages if message["role"] == "assistant"
+    ]
+    values |= {"keys": canon.link_keys(messages), "answer_digests": b"".join(digests), "arrived_at": 1.0}
     return LinkEvidence(**(values | more))
 
 

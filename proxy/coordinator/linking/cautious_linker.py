@@ -80,8 +80,8 @@ class CautiousLinker(TrajectoryLinker):
             unlinked = trajectory is not None and trajectory.purpose == UNLINKED
             return unlinked and self._may_continue(leaf, evidence, None)
 
-        leaves, messages = self._leaves_of(evidence), evidence.messages
-        return repeats_any(leaves, messages, is_unlinked) or quotes_any(leaves, messages, is_unlinked)
+        leaves = self._leaves_of(evidence)
+        return repeats_any(leaves, evidence, is_unlinked) or quotes_any(leaves, evidence.messages, is_unlinked)
 
     def _is_certain(self, link: Link, evidence: LinkEvidence, doubt: Doubt) -> bool:
         leaf = link.parent

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any
 
 from ratchet.proxy.coordinator.linking.leaf_index import LeafIndex
 from ratchet.proxy.messages.link_records import Leaf, LinkEvidence
@@ -23,24 +22,25 @@ LeafFilter = Callable[[Leaf], bool]
 
 
 def find_continued_leaf(
-    leaves: LeafIndex, messages: Sequence[dict[str, Any]], fits: LeafFilter, *, trajectory_known: bool = False
+    leaves: LeafIndex, evidence: LinkEvidence, fits: LeafFilter, after: int = -1
 ) -> tuple[Leaf | None, str]:
     """Return the latest known answer in the messages and how it was found; None if no trajectory is certain.
 
-    If the caller knows the trajectory, answers that are not distinctive count too.
+    With `after`, only the messages after this place count, and the trajectories that fit are those of the answer there:
+    answers that are not distinctive count too.
     """
-    matches = [match for match in islice(_matches(leaves, messages, fits), _MAX_MESSAGES) if any(match)]
+    matches = [match for match in islice(_matches(leaves, evidence, fits, after + 1), _MAX_MESSAGES) if any(match)]
     by_ids = next((_only_trajectory(ids) for ids, _ in matches if _only_trajectory(ids)), None)
     if by_ids is not None:
         own = (leaf for ids, answers in matches for leaf in reversed([*answers, *ids]) if leaf.trajectory_id == by_ids)
         return next(own), BY_IDS
     answers = [found for _, found in matches if found]
-    return (_match_answers(answers, trajectory_known), BY_ANSWER) if answers else (None, "")
+    return (_match_answers(answers, trajectory_known=after >= 0), BY_ANSWER) if answers else (None, "")
 
 
-def repeats_any(leaves: LeafIndex, messages: Sequence[dict[str, Any]], fits: LeafFilter) -> bool:
+def repeats_any(leaves: LeafIndex, evidence: LinkEvidence, fits: LeafFilter) -> bool:
     """Return whether the messages have any known answer or tool-call id."""
-    return any(any(match) for match in islice(_matches(leaves, messages, fits), _MAX_MESSAGES))
+    return any(any(match) for match in islice(_matches(leaves, evidence, fits), _MAX_MESSAGES))
 
 
 def choose_leaf(equal: Iterable[Leaf]) -> Leaf | None:
@@ -79,22 +79,22 @@ def shared_trajectories(groups: Iterable[Iterable[Leaf]]) -> set[str]:
 
 
 def _matches(
-    leaves: LeafIndex, messages: Sequence[dict[str, Any]], fits: LeafFilter
+    leaves: LeafIndex, evidence: LinkEvidence, fits: LeafFilter, first: int = 0
 ) -> Iterator[tuple[list[Leaf], list[Leaf]]]:
-    """Yield, from the last message on, the leaves of its tool-call ids and the leaves with that answer."""
-    for message in reversed(messages):
+    """Yield, from the last message back to `first`, the leaves of its tool-call ids and the leaves with that answer."""
+    answer_keys = canon.keys_of_digests(evidence.answer_digests[-_MAX_MESSAGES * canon.DIGEST_BYTES :])
+    for message in reversed(evidence.messages[first:]):
         role = message.get("role")
         if role == "assistant":
-            answer_key = canon.link_key(canon.ANYWHERE, message)
             ids = canon.tool_call_ids(message)
-            answers = [leaf for leaf in leaves.leaves_at(answer_key) if fits(leaf)]
+            answers = [leaf for leaf in leaves.leaves_at(answer_keys.pop()) if fits(leaf)]
             yield [leaf for name in ids for leaf in leaves.leaves_with_tool_call(name) if fits(leaf)], answers
         elif role == "tool":
             called = leaves.leaves_with_tool_call(str(message.get("tool_call_id")))
             yield [leaf for leaf in called if fits(leaf)], []
 
 
-def _match_answers(answers: Sequence[Sequence[Leaf]], trajectory_known: bool) -> Leaf | None:
+def _match_answers(answers: Sequence[Sequence[Leaf]], *, trajectory_known: bool) -> Leaf | None:
     """Return the latest answer of the trajectory that gave them; later answers outweigh earlier ones."""
     by_answer = [{leaf.trajectory_id for leaf in found} for found in answers]
     shared = by_answer[0]

@@ -158,34 +158,28 @@ class TrajectoryLinker:
 
     def _find_parent(self, evidence: LinkEvidence, trajectory_id: str | None) -> tuple[Leaf | None, str]:
         """Return the answer that the request continues, and how it was found."""
-        deepest, leaves = None, self._leaves_of(evidence)
-        for place in range(len(evidence.keys) - 1, -1, -1):
-            if evidence.messages[place].get("role") != "assistant":
+        leaves, messages, keys = self._leaves_of(evidence), evidence.messages, evidence.keys
+        for place in range(len(keys) - 1, -1, -1):
+            equal = leaves.leaves_at(keys[place])
+            if not equal or messages[place].get("role") != "assistant":
                 continue
-            deepest = place if deepest is None else deepest
-            found = [
-                leaf
-                for leaf in leaves.leaves_at(evidence.keys[place])
-                if self._may_continue(leaf, evidence, trajectory_id)
-            ]
-            if found:
-                later = self._find_later_answer(evidence, found, place) if place != deepest else (None, "")
+            if found := [leaf for leaf in equal if self._may_continue(leaf, evidence, trajectory_id)]:
+                is_last = all(message.get("role") != "assistant" for message in messages[place + 1 :])
+                later = (None, "") if is_last else self._find_later_answer(evidence, found, place)
                 return later if later[0] else fuzzy_match.best_of_path(evidence, place, found)
         if evidence.is_partial:
             raise MessagesNeeded
-        if deepest is None:
+        if not evidence.answer_digests:
             return None, ""
         return fuzzy_match.find_continued_leaf(
-            leaves, evidence.messages, lambda leaf: self._may_continue(leaf, evidence, trajectory_id)
+            leaves, evidence, lambda leaf: self._may_continue(leaf, evidence, trajectory_id)
         )
 
     def _find_later_answer(self, evidence: LinkEvidence, found: Sequence[Leaf], place: int) -> tuple[Leaf | None, str]:
         """Return an answer of the same trajectories after `place`, where the path has changed."""
         trajectories = {leaf.trajectory_id for leaf in found}
-        after = evidence.messages[place + 1 :]
-        return fuzzy_match.find_continued_leaf(
-            self._leaves_of(evidence), after, lambda leaf: leaf.trajectory_id in trajectories, trajectory_known=True
-        )
+        leaves = self._leaves_of(evidence)
+        return fuzzy_match.find_continued_leaf(leaves, evidence, lambda leaf: leaf.trajectory_id in trajectories, place)
 
     def _leaves_of(self, evidence: LinkEvidence) -> LeafIndex:
         return self._leaves.get((evidence.alias, owner(evidence.key_id)), _EMPTY)

@@ -44,6 +44,7 @@ def admission_request(parsed: ParsedRequest, identity: CallIdentity, caller: Cal
         tools_hash=request.tools_hash,
         messages=request.messages,
         keys=parsed.keys,
+        answer_digests=request.answer_digests,
         follows=request.follows,
         stored_tools_hash=parsed.storable.tools_hash if parsed.storable else None,
     )

@@ -354,7 +354,10 @@ def _partial(request: AdmissionRequest) -> AdmissionRequest:
         message = request.messages[place]
         if message.get("role") == "assistant" and place < len(request.keys):
             answer = {"role": "assistant", "tool_calls": [{"id": name} for name in canon.tool_call_ids(message)]}
-            return msgspec.structs.replace(request, messages=(answer,), keys=(request.keys[place],), is_partial=True)
+            key = request.keys[place]
+            return msgspec.structs.replace(
+                request, messages=(answer,), keys=(key,), answer_digests=b"", is_partial=True
+            )
     return _whole(request)
 
 
