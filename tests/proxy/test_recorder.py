@@ -47,8 +47,18 @@ class JournalRecording:
         parsed = await self._chat.read(body.encode(), None)
         attempt = AttemptKey("agent", None, parsed.prompt_node, parsed.request.tools_hash)
         now = time.time()
+        request = parsed.request
         link = self._linker.find_link(
-            LinkEvidence("agent", None, parsed.request.messages, parsed.keys, None, attempt=attempt, arrived_at=now)
+            LinkEvidence(
+                "agent",
+                None,
+                request.messages,
+                parsed.keys,
+                request.answer_digests,
+                None,
+                attempt=attempt,
+                arrived_at=now,
+            )  # fmt: skip
         )
         start = CallStarted(
             call_id=new_id("call"), trajectory_id=link.trajectory_id, started_at=now, alias="agent", version=0,
