@@ -58,7 +58,7 @@ class JournalRecording:
                 None,
                 attempt=attempt,
                 arrived_at=now,
-            )  # fmt: skip
+            )
         )
         start = CallStarted(
             call_id=new_id("call"), trajectory_id=link.trajectory_id, started_at=now, alias="agent", version=0,
