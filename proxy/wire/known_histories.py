@@ -37,6 +37,18 @@ class MessageTraits(NamedTuple):
     leading_system: int = 0  # number of system and developer messages at the beginning
     plain_tool_calls: bool = True  # those of assistant messages have the standard form
 
+    def of_list(self, depth: int, *, has_escapes: bool) -> MessageTraits:
+        """Return the traits of a list, from those of its messages, whose depth and escapes are not known."""
+        return MessageTraits(
+            self.untrainable,
+            self.has_developer,
+            self.only_text,
+            has_escapes,
+            depth,
+            self.leading_system,
+            self.plain_tool_calls,
+        )
+
     def joined(self, length: int, later: MessageTraits) -> MessageTraits:
         """Return the traits of these messages, so many, and later ones."""
         return MessageTraits(

@@ -193,10 +193,11 @@ def _checked_depth(sent: Sequence[bytes], limits: ListLimits | None) -> int:
 
 def _history(hashed: Sequence[HashedMessage], depth: int, *, has_escapes: bool = False) -> History:
     messages, nodes, keys, digests, each = zip(*hashed, strict=True) if hashed else ((),) * 5
-    traits, last = MessageTraits(has_escapes=has_escapes, depth=depth), _ORDINARY
+    traits = last = each[0] if each else _ORDINARY
     for place, one in enumerate(each):
-        if one is not _ORDINARY and (one is not last or one.leading_system):  # else nothing changes
+        if one is not _ORDINARY and (one is not last or (place and one.leading_system)):  # else nothing changes
             traits, last = traits.joined(place, one), one
+    traits = traits.of_list(depth, has_escapes=has_escapes)
     return History(messages, nodes, tuple([node.hash for node in nodes]), keys, b"".join(digests), traits)
 
 

@@ -42,7 +42,9 @@ def find_quoted_leaf(
     texts = _texts(messages)
     if texts and texts[-1][1] == PROMPT and (leaf := _plain_prompt_leaf(leaves, texts[-1][2], fits)):
         return leaf, True, BY_PATH
-    named = [(role, leaf) for _, role, text in texts for leaf in _leaves_by_ids(leaves, text) if fits(leaf)]
+    named = [
+        (texts[number][1], leaf) for number, leaf in _leaves_by_ids(leaves, [one[2] for one in texts]) if fits(leaf)
+    ]
     if len({leaf.trajectory_id for _, leaf in named}) == 1:
         role, leaf = named[-1]
         return leaf, role in _CONTINUING_ROLES, BY_IDS
@@ -58,7 +60,7 @@ def find_quoted_leaf(
 def quotes_any(leaves: LeafIndex, messages: Sequence[dict[str, Any]], fits: LeafFilter) -> bool:
     """Return whether the messages quote any known answer or tool-call id, or may do so: the search has a limit."""
     texts = [text for _, _, text in _texts(messages)]
-    if any(fits(leaf) for text in texts for leaf in _leaves_by_ids(leaves, text)):
+    if any(fits(leaf) for _, leaf in _leaves_by_ids(leaves, texts)):
         return True
     try:
         found = leaves.quotes.find_quotes(texts, WorkLimit())
@@ -137,15 +139,19 @@ def _texts(messages: Sequence[dict[str, Any]]) -> list[Text]:
     return found[::-1]
 
 
-def _leaves_by_ids(leaves: LeafIndex, text: str) -> Iterator[Leaf]:
-    """Yield the leaves whose tool calls' ids stand in a text, in their order there."""
-    found: list[tuple[int, str]] = []
-    for prefix in _ID_PREFIXES:
-        at = text.find(prefix)
-        while at >= 0:
-            end = _ID_END.match(text, at + len(prefix))
-            if end:
-                found.append((at, prefix + end[0]))
-            at = text.find(prefix, end.end() if end else at + len(prefix))
-    for _, tool_call_id in sorted(found):
-        yield from leaves.leaves_with_tool_call(tool_call_id)
+def _leaves_by_ids(leaves: LeafIndex, texts: Sequence[str]) -> Iterator[tuple[int, Leaf]]:
+    """Yield the leaves whose tool calls' ids stand in texts, in their order there, each with the number of the text."""
+    joined = "\n".join(texts)  # one search of all is faster than one of each
+    prefixes = [prefix for prefix in _ID_PREFIXES if prefix in joined]
+    for number, text in enumerate(texts if prefixes else ()):
+        found: list[tuple[int, str]] = []
+        for prefix in prefixes:
+            at = text.find(prefix)
+            while at >= 0:
+                end = _ID_END.match(text, at + len(prefix))
+                if end:
+                    found.append((at, prefix + end[0]))
+                at = text.find(prefix, end.end() if end else at + len(prefix))
+        for _, tool_call_id in sorted(found):
+            for leaf in leaves.leaves_with_tool_call(tool_call_id):
+                yield number, leaf
