@@ -38,14 +38,16 @@ def words_of(rng: random.Random) -> str:
 
 
 def leaf_of(number: int, quotes: Sequence[tuple[str, bool]], rng: random.Random) -> Leaf:
-    """Return an answer with these quotes: (text, whether it is an argument)."""
+    """Return an answer with these quotes: (text, whether it is an argument); only the first may be none."""
     reply = {"role": "assistant", "content": quotes[0][0]}
     return Leaf(
         trajectory_id=f"traj_{number % 5}", call_id=f"call_{number}", choice=0, version=0,
         link_key=canon.link_key(canon.ROOT, reply) if rng.random() < 0.5 else "",
         tool_call_ids=(), key_id="k", sequence=TokenFingerprint(0, b""), created_at=float(number),
         is_extended=rng.random() < 0.3,
-        fingerprints=TextFingerprints(quotes=tuple(quote_of(words, pending=pending) for words, pending in quotes)),
+        fingerprints=TextFingerprints(
+            content=quote_of(quotes[0][0]), arguments=tuple(quote_of(words) for words, _ in quotes[1:])
+        ),
     )  # fmt: skip
 
 

@@ -257,14 +257,14 @@ class TrajectoryLinker:
             if other.call_id == leaf.call_id:
                 other.is_taken = True
                 if trajectory is not None and other is leaf:
-                    self._forget_pending(trajectory, leaf)
+                    self._forget_arguments(trajectory, leaf)
             elif other.created_at < leaf.created_at:
                 return
 
-    def _forget_pending(self, trajectory: OpenTrajectory, leaf: Leaf) -> None:
+    def _forget_arguments(self, trajectory: OpenTrajectory, leaf: Leaf) -> None:
         """Forget the arguments of an extended answer's tool calls; most of an agent's answers are extended."""
         size = size_of(leaf)
-        self._leaves[trajectory.alias, owner(leaf.key_id)].forget_pending(leaf)
+        self._leaves[trajectory.alias, owner(leaf.key_id)].forget_arguments(leaf)
         self._quotas.add_use(trajectory.key_id, leaf.trajectory_id, size_of(leaf) - size)
 
     def task_family(self, trajectory_id: str, task: str | None, tools_hash: str) -> str:
@@ -306,7 +306,7 @@ class TrajectoryLinker:
                     trajectory = self._restored_trajectory(stored, leaf.key_id)
                     self._quotas.add_use(trajectory.key_id, trajectory_id, self._add_leaf(trajectory, leaf))
                 elif is_news:
-                    self._forget_pending(self._trajectories[trajectory_id], leaf)
+                    self._forget_arguments(self._trajectories[trajectory_id], leaf)
 
     def finish_restore(self, now: float, attempts: Iterable[UnansweredCall] = ()) -> None:
         """Add the store's unanswered attempts, oldest first, and bring all trajectories in the order of their use."""
