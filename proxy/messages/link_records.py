@@ -15,30 +15,20 @@ from ratchet.proxy.messages.text_fingerprints import NO_FINGERPRINTS, TextFinger
 from ratchet.store.records import OTHER, UNLINKED, VersionDraw
 from ratchet.store.records.tuning import Prompt
 
+_LENGTH_BYTES, _DIGEST_BYTES = 4, 11  # of a fingerprint; Python takes 48 bytes for 15, for 16 it takes 64
 
-class TokenFingerprint(msgspec.Struct, frozen=True, gc=False):
-    """A token sequence as its length in bytes (int32 each) and hash: enough to recognize it as a prefix."""
 
-    length: int
-    digest: bytes
-
-    @classmethod
-    def of_ids(cls, packed: bytes) -> TokenFingerprint:
-        """Return the fingerprint of packed ids."""
-        return cls(len(packed), blake2b(packed, digest_size=16).digest())
-
-    def is_prefix_of(self, packed: bytes) -> bool:
-        """Return whether packed ids start with this sequence."""
-        if not self.length or len(packed) < self.length:
-            return False
-        return blake2b(memoryview(packed)[: self.length], digest_size=16).digest() == self.digest
+def token_fingerprint(packed: bytes | memoryview) -> bytes:
+    """Return a sequence of packed token ids as its length in bytes and a hash: enough to recognize it as a prefix."""
+    return len(packed).to_bytes(_LENGTH_BYTES, "big") + blake2b(packed, digest_size=_DIGEST_BYTES).digest()
 
 
 class Leaf(msgspec.Struct, eq=False, gc=False):
     """An answer that a later request may continue.
 
     `is_extended`: a request continued it. `is_taken`: a request continued it or another answer of the same call.
-    `is_quoted`: a segment was linked by a quote of it.
+    `is_quoted`: a segment was linked by a quote of it. `sequence`: the `token_fingerprint` of the prompt with
+    the answer; empty if unknown.
     """
 
     trajectory_id: str
@@ -48,13 +38,23 @@ class Leaf(msgspec.Struct, eq=False, gc=False):
     link_key: str
     tool_call_ids: tuple[str, ...]
     key_id: str | None
-    sequence: TokenFingerprint
+    sequence: bytes
     created_at: float
     purpose: str = "live"
     is_extended: bool = False
     is_quoted: bool = False
     is_taken: bool = False
     fingerprints: TextFingerprints = NO_FINGERPRINTS
+
+    @property
+    def sequence_length(self) -> int:
+        """The length of the token sequence in bytes."""
+        return int.from_bytes(self.sequence[:_LENGTH_BYTES], "big")
+
+    def is_prefix_of(self, packed: bytes) -> bool:
+        """Return whether packed token ids start with the sequence of this answer."""
+        length = self.sequence_length
+        return 0 < length <= len(packed) and token_fingerprint(memoryview(packed)[:length]) == self.sequence
 
 
 class AttemptKey(NamedTuple):

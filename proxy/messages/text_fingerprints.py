@@ -26,7 +26,7 @@ PREFIX_LENGTHS = (
     16_384,
     65_536,
 )  # characters
-DIGEST_BYTES = 16
+DIGEST_BYTES = 15  # 120 bits; Python takes 48 bytes for them, for 16 bytes 64
 _HASH_MASK = (1 << 60) - 1
 PROMPT = "prompt"  # the role of a plain text prompt
 _MAX_ARGUMENTS = 4
@@ -36,7 +36,6 @@ _DISTINCTIVE_ID = re.compile(r"(?=[A-Za-z0-9]*[0-9])(?=[A-Za-z0-9]*[A-Za-z])[A-Z
 class QuotedText(msgspec.Struct, frozen=True, gc=False):
     """A text of an answer.
 
-    `pending`: an argument of a tool call, which only a sub-agent quotes, and only until the call has its result.
     `prefix_hashes`: distinguish texts with the same beginning; Python's hashes of prefixes of the lengths
     `PREFIX_LENGTHS`, which the workers and coordinators of one proxy share by `PYTHONHASHSEED` (`supervisor.py`).
     """
@@ -44,7 +43,6 @@ class QuotedText(msgspec.Struct, frozen=True, gc=False):
     anchor: str
     length: int
     digest: bytes
-    pending: bool = False
     prefix_hashes: tuple[int, ...] = ()
 
 
@@ -52,19 +50,25 @@ class TextFingerprints(msgspec.Struct, frozen=True, gc=False):
     """The fingerprints of one answer.
 
     `skip_last_key`: link key of the path without the prompt's last message. `answer_key`: link key of the answer alone.
-    `whole`: a plain prompt together with its answer.
+    `content`: its text. `arguments`: those of its tool calls, which only a sub-agent quotes, and only until the calls
+    have their results. `whole`: a plain prompt together with its answer.
     """
 
     skip_last_key: str = ""
     answer_key: str = ""
     is_distinctive: bool = False
-    quotes: tuple[QuotedText, ...] = ()
+    content: QuotedText | None = None
+    arguments: tuple[QuotedText, ...] = ()
     whole: QuotedText | None = None
 
-    def without_pending(self) -> TextFingerprints:
+    @property
+    def quotes(self) -> tuple[QuotedText, ...]:
+        """The texts that a later prompt may quote."""
+        return self.arguments if self.content is None else (self.content, *self.arguments)
+
+    def without_arguments(self) -> TextFingerprints:
         """Return the fingerprints of an answer whose tool calls have their results: nothing quotes their arguments."""
-        quotes = tuple([quote for quote in self.quotes if not quote.pending])
-        return self if len(quotes) == len(self.quotes) else msgspec.structs.replace(self, quotes=quotes)
+        return msgspec.structs.replace(self, arguments=()) if self.arguments else self
 
 
 NO_FINGERPRINTS = TextFingerprints()
@@ -88,21 +92,21 @@ def fingerprints_of(
         return not any(text in one for one in texts)
 
     content, calls = canon.visible_content(answer), canon.called(answer)
-    spoken = isinstance(content, str) and is_new(content)
-    quotes = [quote_of(content)] if spoken else []
-    arguments = (text.strip() for text in _strings(calls))
-    quotes += [quote_of(text, pending=True) for text in islice(filter(is_new, arguments), _MAX_ARGUMENTS)]
-    return TextFingerprints(skip_last_key, answer_key, bool(calls) or spoken, tuple(quotes), _whole(answer, prompt))
+    spoken = quote_of(content) if isinstance(content, str) and is_new(content) else None
+    texts_of_calls = (text.strip() for text in _strings(calls))
+    arguments = tuple([quote_of(text) for text in islice(filter(is_new, texts_of_calls), _MAX_ARGUMENTS)])
+    is_distinctive = bool(calls) or spoken is not None
+    return TextFingerprints(skip_last_key, answer_key, is_distinctive, spoken, arguments, _whole(answer, prompt))
 
 
-def quote_of(text: str, *, pending: bool = False) -> QuotedText:
+def quote_of(text: str) -> QuotedText:
     """Return the index entry of a text."""
     prefix_hashes = []
     for step in PREFIX_LENGTHS:
         if step > len(text):
             break
         prefix_hashes.append(prefix_hash(text[:step]))
-    return QuotedText(text[:ANCHOR_LENGTH], len(text), digest(text), pending, tuple(prefix_hashes))
+    return QuotedText(text[:ANCHOR_LENGTH], len(text), digest(text), tuple(prefix_hashes))
 
 
 def prefix_hash(prefix: str) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from ratchet.proxy.dialects.dialect import LARGE, Dialect, ParsedRequest, StorableRequest
-from ratchet.proxy.messages.link_records import Leaf, TokenFingerprint
+from ratchet.proxy.messages.link_records import Leaf, token_fingerprint
 from ratchet.proxy.redaction.patterns import RedactionPatterns
 from ratchet.proxy.runtime.thread_pools import run_parsing
 from ratchet.proxy.wire.error_shapes import ErrorShape
@@ -76,7 +76,7 @@ class Redactor:
             return record if error == record.error else msgspec.structs.replace(record, error=error)
         nodes = tuple(canon.node(node.parent, _object(body)) for node, body in zip(record.nodes, bodies, strict=True))
         for leaf in leaves:
-            leaf.sequence = TokenFingerprint.of_ids(b"")
+            leaf.sequence = token_fingerprint(b"")
         return msgspec.structs.replace(
             record,
             nodes=nodes,

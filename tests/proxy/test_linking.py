@@ -11,7 +11,7 @@ import pytest
 from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
 from ratchet.proxy.coordinator.linking.restore import leaf_from_store
 from ratchet.proxy.errors import BadRequest
-from ratchet.proxy.messages.link_records import AttemptKey, Leaf, Link, LinkEvidence, TokenFingerprint
+from ratchet.proxy.messages.link_records import AttemptKey, Leaf, Link, LinkEvidence, token_fingerprint
 from ratchet.proxy.messages.text_fingerprints import fingerprints_of
 from ratchet.store.content import messages as canon
 from ratchet.store.records import OpenLeaf, pack_ids, unpack_ids
@@ -49,7 +49,7 @@ def answered(linker: TrajectoryLinker, prompt: list[Message], reply: Message, no
         link_key=path,
         tool_call_ids=canon.tool_call_ids(reply),
         key_id=key,
-        sequence=TokenFingerprint.of_ids(pack_ids([1, 2, 3])),
+        sequence=token_fingerprint(pack_ids([1, 2, 3])),
         created_at=now,
         fingerprints=fingerprints_of(reply, gap if len(keys) > 1 else "", own, prompt),
     )
@@ -230,9 +230,9 @@ def test_a_restored_answer_is_continued(linker: TrajectoryLinker) -> None:
     found = linker.find_link(evidence([USER, REPLY, NEXT]))
     assert (found.trajectory_id, found.version) == ("traj_old", 2)
     assert found.parent is not None
-    assert found.parent.sequence.is_prefix_of(pack_ids([7, 8, 9]))
-    assert not found.parent.sequence.is_prefix_of(pack_ids([7, 9, 8]))
-    assert not found.parent.sequence.is_prefix_of(pack_ids([7]))
+    assert found.parent.is_prefix_of(pack_ids([7, 8, 9]))
+    assert not found.parent.is_prefix_of(pack_ids([7, 9, 8]))
+    assert not found.parent.is_prefix_of(pack_ids([7]))
 
 
 @pytest.mark.parametrize(("purpose", "version", "joins"), [

@@ -8,7 +8,7 @@ import pytest
 
 from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
 from ratchet.proxy.coordinator.linking.open_trajectories import candidate_names
-from ratchet.proxy.messages.link_records import Leaf, TokenFingerprint
+from ratchet.proxy.messages.link_records import Leaf
 from ratchet.store.content import messages as canon
 from tests.proxy.test_linking import NEXT, REPLY, USER, evidence
 
@@ -25,7 +25,7 @@ def choices_of(linker: TrajectoryLinker, texts: list[str], now: float) -> str:
     keys = canon.link_keys([USER])
     leaves = [
         Leaf(link.trajectory_id, f"call_{now}", place, 0, canon.answer_keys(keys, {**REPLY, "content": text})[0], (),
-             "k", TokenFingerprint(0, b""), now)
+             "k", b"", now)
         for place, text in enumerate(texts)
     ]  # fmt: skip
     linker.end_call(link, leaves, now)

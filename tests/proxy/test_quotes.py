@@ -17,7 +17,7 @@ from ratchet.proxy.coordinator.linking.fuzzy_match import choose_leaf, shared_tr
 from ratchet.proxy.coordinator.linking.leaf_index import LeafIndex
 from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
 from ratchet.proxy.coordinator.linking.quote_index import LeavesByName, QuoteIndex, WorkLimit, WorkLimitExceeded
-from ratchet.proxy.messages.link_records import Leaf, TokenFingerprint
+from ratchet.proxy.messages.link_records import Leaf
 from ratchet.proxy.messages.text_fingerprints import ANCHOR_LENGTH, MIN_QUOTE_LENGTH, TextFingerprints, quote_of
 from ratchet.store.content import messages as canon
 from tests.proxy.test_linking import USER, Message, answered, evidence
@@ -38,14 +38,16 @@ def words_of(rng: random.Random) -> str:
 
 
 def leaf_of(number: int, quotes: Sequence[tuple[str, bool]], rng: random.Random) -> Leaf:
-    """Return an answer with these quotes: (text, whether it is an argument)."""
+    """Return an answer with these quotes: (text, whether it is an argument); only the first may be none."""
     reply = {"role": "assistant", "content": quotes[0][0]}
     return Leaf(
         trajectory_id=f"traj_{number % 5}", call_id=f"call_{number}", choice=0, version=0,
         link_key=canon.link_key(canon.ROOT, reply) if rng.random() < 0.5 else "",
-        tool_call_ids=(), key_id="k", sequence=TokenFingerprint(0, b""), created_at=float(number),
+        tool_call_ids=(), key_id="k", sequence=b"", created_at=float(number),
         is_extended=rng.random() < 0.3,
-        fingerprints=TextFingerprints(quotes=tuple(quote_of(words, pending=pending) for words, pending in quotes)),
+        fingerprints=TextFingerprints(
+            content=quote_of(quotes[0][0]), arguments=tuple(quote_of(words) for words, _ in quotes[1:])
+        ),
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from ratchet.proxy.coordinator.linking.unanswered_attempts import RETRY_WINDOW, 
 from ratchet.proxy.coordinator.shipping.record_lookups import RecordLookups
 from ratchet.proxy.dialects.responses_renderer import response_id
 from ratchet.proxy.errors import NotFound
-from ratchet.proxy.messages.link_records import AttemptKey, Leaf, Link, TokenFingerprint
+from ratchet.proxy.messages.link_records import AttemptKey, Leaf, Link, token_fingerprint
 from ratchet.proxy.messages.text_fingerprints import fingerprints_of
 from ratchet.proxy.runtime.byte_quotas import ByteQuotas
 from ratchet.proxy.settings import ProxySettings
@@ -66,7 +66,7 @@ def call(linker: TrajectoryLinker, messages: list[Message], reply: Message, key:
     own, path, gap = canon.answer_keys((canon.ANYWHERE, keys[-1], keys[-2] if len(keys) > 1 else ""), reply)
     leaf = Leaf(
         link.trajectory_id, ids.new_id("call"), 0, 0, path, canon.tool_call_ids(reply), key,
-        TokenFingerprint.of_ids(uuid.uuid4().bytes), 1.0, fingerprints=fingerprints_of(reply, gap, own, messages),
+        token_fingerprint(uuid.uuid4().bytes), 1.0, fingerprints=fingerprints_of(reply, gap, own, messages),
     )  # fmt: skip
     linker.end_call(link, [leaf], 1.0)
     return link

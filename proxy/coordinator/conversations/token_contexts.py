@@ -12,7 +12,7 @@ import logging
 from collections import OrderedDict
 
 from ratchet.proxy.exact.splice import EMPTY_CONTEXT, Context
-from ratchet.proxy.messages.link_records import Leaf, TokenFingerprint
+from ratchet.proxy.messages.link_records import Leaf, token_fingerprint
 from ratchet.proxy.runtime.thread_pools import run_call_lookup
 from ratchet.store.content.token_sequences import sampled_spans, sequences
 from ratchet.store.errors import StoreError
@@ -66,7 +66,7 @@ class TokenContexts:
             context = await run_call_lookup(self._read, leaf.trajectory_id, key)
             if context is not None:
                 self._put(key, context)
-        if context is None or leaf.sequence != TokenFingerprint.of_ids(context.ids):
+        if context is None or leaf.sequence != token_fingerprint(context.ids):
             return None
         self._contexts.move_to_end(key)
         return context

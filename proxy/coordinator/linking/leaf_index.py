@@ -34,7 +34,7 @@ class LeafIndex:
     def add(self, leaf: Leaf) -> None:
         """Add an answer under its names and texts."""
         if leaf.is_extended:
-            leaf.fingerprints = leaf.fingerprints.without_pending()
+            leaf.fingerprints = leaf.fingerprints.without_arguments()
         self._by_key.add_all(_keys(leaf), leaf)
         self._by_tool_call.add_all(filter(is_distinctive_id, leaf.tool_call_ids), leaf)
         for quote in leaf.fingerprints.quotes:
@@ -42,12 +42,11 @@ class LeafIndex:
         if leaf.fingerprints.whole:
             self.plain_prompts.add(leaf.fingerprints.whole, leaf)
 
-    def forget_pending(self, leaf: Leaf) -> None:
+    def forget_arguments(self, leaf: Leaf) -> None:
         """Remove the arguments of an answer's tool calls from it: they have their results, and nothing quotes them."""
-        rest = leaf.fingerprints.without_pending()
-        kept = {quote.digest for quote in rest.quotes}
-        for quote in leaf.fingerprints.quotes:
-            if quote.digest not in kept:
+        rest = leaf.fingerprints.without_arguments()
+        for quote in leaf.fingerprints.arguments:
+            if rest.content is None or quote.digest != rest.content.digest:
                 self.quotes.remove(quote, leaf)
         leaf.fingerprints = rest
 

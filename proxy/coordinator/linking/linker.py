@@ -42,7 +42,7 @@ from ratchet.proxy.coordinator.linking.open_trajectories import (
 from ratchet.proxy.coordinator.linking.restore import attempt_from_store
 from ratchet.proxy.coordinator.linking.unanswered_attempts import RESEND_WINDOW, RETRY_WINDOW, UnansweredAttempts
 from ratchet.proxy.errors import BadRequest
-from ratchet.proxy.messages.link_records import AttemptKey, Leaf, Link, LinkEvidence, Placement, TokenFingerprint
+from ratchet.proxy.messages.link_records import AttemptKey, Leaf, Link, LinkEvidence, Placement
 from ratchet.proxy.runtime.byte_quotas import ByteQuotas
 from ratchet.store.access.ownership import may_share_trajectory, owner
 from ratchet.store.ids import new_id
@@ -138,7 +138,7 @@ class TrajectoryLinker:
     def _followed_leaf(self, call_id: str, name: str, trajectory: OpenTrajectory | None) -> Leaf:
         """Return the answer of the call that the client names, or a leaf without tokens if it is not in memory."""
         known = (leaf for leaf in reversed(trajectory.leaves if trajectory else ()) if leaf.call_id == call_id)
-        return next(known, None) or Leaf(name, call_id, 0, 0, "", (), None, TokenFingerprint(0, b""), 0.0)
+        return next(known, None) or Leaf(name, call_id, 0, 0, "", (), None, b"", 0.0)
 
     def _find_unanswered_attempt(self, evidence: LinkEvidence, attempt: AttemptKey) -> Link | None:
         """Return the link of an unanswered attempt at the same request; each is used once."""
@@ -251,14 +251,14 @@ class TrajectoryLinker:
             if other.call_id == leaf.call_id:
                 other.is_taken = True
                 if trajectory is not None and other is leaf:
-                    self._forget_pending(trajectory, leaf)
+                    self._forget_arguments(trajectory, leaf)
             elif other.created_at < leaf.created_at:
                 return
 
-    def _forget_pending(self, trajectory: OpenTrajectory, leaf: Leaf) -> None:
+    def _forget_arguments(self, trajectory: OpenTrajectory, leaf: Leaf) -> None:
         """Forget the arguments of an extended answer's tool calls; most of an agent's answers are extended."""
         size = size_of(leaf)
-        self._leaves[trajectory.alias, owner(leaf.key_id)].forget_pending(leaf)
+        self._leaves[trajectory.alias, owner(leaf.key_id)].forget_arguments(leaf)
         self._quotas.add_use(trajectory.key_id, leaf.trajectory_id, size_of(leaf) - size)
 
     def task_family(self, trajectory_id: str, task: str | None, tools_hash: str) -> str:
@@ -300,7 +300,7 @@ class TrajectoryLinker:
                     trajectory = self._restored_trajectory(stored, leaf.key_id)
                     self._quotas.add_use(trajectory.key_id, trajectory_id, self._add_leaf(trajectory, leaf))
                 elif is_news:
-                    self._forget_pending(self._trajectories[trajectory_id], leaf)
+                    self._forget_arguments(self._trajectories[trajectory_id], leaf)
 
     def finish_restore(self, now: float, attempts: Iterable[UnansweredCall] = ()) -> None:
         """Add the store's unanswered attempts, oldest first, and bring all trajectories in the order of their use."""

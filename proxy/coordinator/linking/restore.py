@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from ratchet.proxy.coordinator.linking.unanswered_attempts import RETRY_WINDOW
-from ratchet.proxy.messages.link_records import AttemptKey, Leaf, Link, TokenFingerprint
+from ratchet.proxy.messages.link_records import AttemptKey, Leaf, Link, token_fingerprint
 from ratchet.proxy.messages.text_fingerprints import NO_FINGERPRINTS, TextFingerprints, fingerprints_of
 from ratchet.store.content import messages as canon
 from ratchet.store.errors import StoreError
@@ -92,7 +92,7 @@ def leaf_from_store(stored: OpenLeaf) -> Leaf:
         link_key=stored.link_key,
         tool_call_ids=stored.tool_call_ids,
         key_id=stored.key_id,
-        sequence=TokenFingerprint.of_ids(stored.sequence),
+        sequence=token_fingerprint(stored.sequence),
         created_at=stored.last_active_at,
         purpose=stored.purpose,
         is_extended=stored.extended,

@@ -20,7 +20,7 @@ import msgspec
 
 from ratchet.proxy.dialects.dialect import ParsedRequest
 from ratchet.proxy.journal.journal import Journal
-from ratchet.proxy.messages.link_records import Leaf, Placement, TokenFingerprint
+from ratchet.proxy.messages.link_records import Leaf, Placement, token_fingerprint
 from ratchet.proxy.messages.text_fingerprints import TextFingerprints, fingerprints_of
 from ratchet.proxy.redaction.redactor import Redactor
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
@@ -206,8 +206,8 @@ def _new_prompt_ids(open_call: OpenCall, prompt: bytes) -> tuple[str, bytes]:
     parent = open_call.placement.link.parent
     if parent is None:
         return "root", prompt
-    if parent.sequence.is_prefix_of(prompt):
-        return "exact", prompt[parent.sequence.length :]
+    if parent.is_prefix_of(prompt):
+        return "exact", prompt[parent.sequence_length :]
     return "fork", prompt
 
 
@@ -257,7 +257,7 @@ def _leaf(start: CallStarted, choice: Choice, prompt: bytes, now: float, fingerp
         link_key=choice.link_key,
         tool_call_ids=choice.tool_call_ids,
         key_id=start.key_id,
-        sequence=TokenFingerprint.of_ids(tokens),
+        sequence=token_fingerprint(tokens),
         created_at=now,
         purpose=start.purpose,
         fingerprints=fingerprints,
