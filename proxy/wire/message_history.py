@@ -4,7 +4,7 @@ A long list whose beginning is known (`known_histories.py`) is parsed from there
 them is asked for. Of other lists, a message with the same bytes after the same messages is not parsed or hashed again:
 the cache holds about `_MAX_BYTES` of messages as sent, and two to three times that for the parsed objects; unused
 entries are dropped. Of a long list that is new, few messages enter it: keeping 80 that are not sent again costs a
-quarter of reading them. The results are shared between calls and must not be changed. Any thread may call.
+sixth of reading them. The results are shared between calls and must not be changed. Any thread may call.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ratchet.proxy.messages.text_fingerprints import ANCHOR_LENGTH
 
 _BOUNDARIES = ("\n", ": ", '"', ">", "`", "(", "[")
+_NEAR = 64  # characters before a position that are searched for white space at once
 _BLANK = re.compile(r"\s*")
 _SHORT = 6_000  # characters; below, a search for each boundary is faster than arrays
 _HASHED = 8  # characters of an anchor in one hash; it has two, as in a Bloom filter
@@ -139,7 +140,8 @@ def _starts(text: str) -> Iterator[int]:
 
 def _is_start(text: str, at: int, begin: int) -> bool:
     """Return whether a quote may start at a position of the text that begins at `begin`. It is no white space."""
-    blank = at
+    near = max(begin, at - _NEAR)
+    blank = near + len(text[near:at].rstrip())
     while blank > begin and text[blank - 1].isspace():
         blank -= 1
     if at == begin or "\n" in text[blank:at]:

@@ -93,13 +93,17 @@ def _quoted_groups(
     candidates: dict[bytes, list[Leaf]] = {}  # by digest: a quote may occur many times
     for number, at, quotes in leaves.quotes.find_quotes([text for _, _, text in texts], work):
         position, role, text = texts[number]
-        for digest in quotes.keys() - candidates.keys():
-            candidates[digest] = [leaf for leaf in leaves.quotes.leaves_with(digest) if fits(leaf)]
+        for digest in quotes:
+            if digest not in candidates:
+                candidates[digest] = [leaf for leaf in leaves.quotes.leaves_with(digest) if fits(leaf)]
         found = {digest: candidates[digest] for digest in quotes}
         if role == "assistant" and not at:
             before = keys[position - 1] if position else canon.ROOT
             found = {digest: _answers_after(found[digest], before, text[: quotes[digest]]) for digest in quotes}
-        for digest in sorted((one for one in found if found[one]), key=lambda one: _order(found[one], one)):
+        known = [digest for digest in quotes if found[digest]]
+        if len(known) > 1:
+            known.sort(key=lambda one: _order(found[one], one))
+        for digest in known:
             group = groups.setdefault(digest, {})
             if len(group) < len(candidates[digest]):
                 group.update(dict.fromkeys(found[digest]))
