@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
 from ratchet.store.db import schema
-from ratchet.store.db.bulk import MAX_IN_VALUES
+from ratchet.store.db.bulk import MAX_IN_VALUES, insert_or_ignore
 from ratchet.store.db.engine import read, write
 from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.ids import new_id
@@ -43,7 +43,8 @@ class Rounds:
         """Start a round; a round that a dead trainer left open is abandoned.
 
         Raises InvalidTransition if `from_version` is not the newest committed version that is not rejected: another
-        trainer's commit would be lost. This holds until the commit, because an alias has one open round at a time.
+        trainer's commit would be lost. This holds until the commit, because an alias has one open round at a time: of
+        two that start at the same moment one raises it, too.
         """
         started = Round(
             id=new_id("rnd"),
@@ -80,16 +81,16 @@ class Rounds:
                 raise InvalidTransition(
                     f"{alias}@{newest} is committed: a round continues from it, not from {from_version}"
                 )
-            connection.execute(
-                sa.insert(table).values(
-                    id=started.id,
-                    alias=alias,
-                    state=started.state,
-                    from_version=from_version,
-                    started_at=started.started_at,
-                    metrics={},
-                )
-            )
+            row = {
+                "id": started.id,
+                "alias": alias,
+                "state": started.state,
+                "from_version": from_version,
+                "started_at": started.started_at,
+                "metrics": {},
+            }
+            if not insert_or_ignore(connection, table, [row]):
+                raise InvalidTransition(f"another trainer of {alias} started a round at the same moment")
         return started
 
     def next_version(self, alias: str) -> int:
