@@ -45,6 +45,7 @@ class SegmentPreallocator:
         self._jobs: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
         self._requested = threading.Event()  # set while a spare segment is being created
         self._attempted = threading.Event()  # set when the latest request succeeded or failed
+        self._is_failing = False  # the latest request failed: logged once
         self._thread = critical_tasks.make_thread(self._run, "journal-preallocation")
 
     @property
@@ -100,8 +101,11 @@ class SegmentPreallocator:
                 continue
             try:
                 self._spare.put(self._create())
+                self._is_failing = False
             except OSError as error:
-                log.warning("event=segment_not_preallocated reason=%r", str(error))
+                if not self._is_failing:
+                    log.warning("event=segment_not_preallocated reason=%r", str(error))
+                self._is_failing = True
             finally:
                 self._requested.clear()
                 self._attempted.set()

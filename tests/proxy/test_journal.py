@@ -167,13 +167,16 @@ async def test_a_segments_blocks_are_written_before_its_records(journal: Open) -
     assert {one.name for one in opened.folder.iterdir()} == {"lock"} | {one.name for one in segments}
 
 
-async def test_without_space_for_preallocation_segments_grow(journal: Open) -> None:
+async def test_without_space_for_preallocation_segments_grow(journal: Open, caplog: pytest.LogCaptureFixture) -> None:
     opened = journal()
     (opened.folder / "next.blank").mkdir(parents=True)  # in the way
     await opened.start()
-    assert await opened.commit(pair("a")[1])
+    for name in "abc":
+        assert await opened.commit(pair(name)[1])
+    await opened.stop()
     assert segment_path(opened.folder, 1).stat().st_size == opened.bytes
-    assert len(read_segment(segment_path(opened.folder, 1), 0, 2**20).records) == 1
+    assert len(read_segment(segment_path(opened.folder, 1), 0, 2**20).records) == 3
+    assert caplog.text.count("event=segment_not_preallocated") == 1
 
 
 async def test_records_of_a_killed_process_among_zeros_are_shipped_and_counted(
