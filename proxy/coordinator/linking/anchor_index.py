@@ -9,7 +9,7 @@ remains is compared exactly. No I/O.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -39,38 +39,29 @@ _BEFORE_ANY = _bytes_table({code & 0xFF for code in _BEFORE})  # by the low byte
 
 
 class AnchorIndex:
-    """The first `ANCHOR_LENGTH` characters of known texts, with the number of texts that begin so."""
+    """The first `ANCHOR_LENGTH` characters of known texts: those names in two mappings that are strings."""
 
-    def __init__(self) -> None:
-        self._counts: dict[str, int] = {}
+    def __init__(self, known: Mapping[str, object], more: Mapping[str | int, object]) -> None:
+        self._known, self._more = known, more
         self._table = np.zeros(_SMALLEST, np.bool_)  # by hash: whether an anchor may begin with these characters
         self._unhashed: list[str] = []  # anchors that are not in the table yet
         self._hashed = 0  # anchors in the table, with those removed since it was made
         self._firsts = bytearray(256)  # by low byte of a character: whether an anchor in the table begins with it
 
-    def __contains__(self, anchor: str) -> bool:
-        return anchor in self._counts
-
     def add(self, anchor: str) -> None:
-        """Count one more text with this beginning."""
-        count = self._counts.get(anchor, 0)
-        self._counts[anchor] = count + 1
-        if not count:
-            self._unhashed.append(anchor)
-            if len(self._unhashed) == _SMALLEST:  # nobody searches
-                self._update_table()
-
-    def remove(self, anchor: str) -> None:
-        """Count one text less with this beginning."""
-        self._counts[anchor] -= 1
-        if not self._counts[anchor]:
-            del self._counts[anchor]
+        """Note that a mapping gets a new beginning."""
+        self._unhashed.append(anchor)
+        if len(self._unhashed) == _SMALLEST:  # nobody searches
+            self._update_table()
 
     def find(self, texts: Sequence[str]) -> Iterator[tuple[int, int]]:
         """Yield where anchors stand: the index of the text and the position in it, in order."""
+        known, more = self._known, self._more
         if sum(map(len, texts)) < _SHORT:
             for number, text in enumerate(texts):
-                for at in sorted({at for at in _starts(text) if text[at : at + ANCHOR_LENGTH] in self._counts}):
+                for at in sorted(
+                    {at for at in _starts(text) if (here := text[at : at + ANCHOR_LENGTH]) in known or here in more}
+                ):
                     yield number, at
             return
         joined = "\n" + "\n".join(texts)
@@ -79,7 +70,8 @@ class AnchorIndex:
         for place in self._candidates(joined):
             while place >= end:
                 begin, end, number = end + 1, next(ends), number + 1
-            if joined[place : min(end, place + ANCHOR_LENGTH)] in self._counts and _is_start(joined, place, begin):
+            here = joined[place : min(end, place + ANCHOR_LENGTH)]
+            if (here in known or here in more) and _is_start(joined, place, begin):
                 yield number, place - begin
 
     def _candidates(self, text: str) -> list[int]:
@@ -104,8 +96,9 @@ class AnchorIndex:
         if not self._unhashed:
             return
         if (self._hashed + len(self._unhashed)) * _SPARSITY > len(self._table):
-            size = max(_SMALLEST, 1 << (2 * _SPARSITY * len(self._counts) - 1).bit_length())
-            self._table, self._unhashed, self._hashed = np.zeros(size, np.bool_), list(self._counts), 0
+            known = {*self._known, *(name for name in self._more if isinstance(name, str))}
+            size = max(_SMALLEST, 1 << (2 * _SPARSITY * len(known) - 1).bit_length())
+            self._table, self._unhashed, self._hashed = np.zeros(size, np.bool_), list(known), 0
             self._firsts = bytearray(256)
         for skipped, factor in enumerate(_FACTORS):
             part = slice(skipped * _HASHED, (skipped + 1) * _HASHED)

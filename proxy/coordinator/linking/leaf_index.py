@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 from ratchet.proxy.coordinator.linking.quote_index import LeavesByName, QuoteIndex
 from ratchet.proxy.messages.link_records import Leaf
-from ratchet.proxy.messages.text_fingerprints import is_distinctive_id
+from ratchet.proxy.messages.text_fingerprints import QuotedText, is_distinctive_id
 
 # Estimates in bytes, entries in the tables included; a test measures them.
 TRAJECTORY_BYTES = 650  # of a trajectory without its answers
@@ -23,8 +23,8 @@ class LeafIndex:
     """Leaves by link key, by tool call and by quoted text. All kinds of link keys share one table: none are equal."""
 
     def __init__(self) -> None:
-        self.quotes = QuoteIndex()
-        self.plain_prompts = QuoteIndex()  # plain text prompts with their answers
+        self.quotes = QuoteIndex(_quotes)
+        self.plain_prompts = QuoteIndex(_whole)  # plain text prompts with their answers
         self._by_key: LeavesByName[str] = LeavesByName()
         self._by_tool_call: LeavesByName[str] = LeavesByName()
 
@@ -46,8 +46,7 @@ class LeafIndex:
         """Remove the arguments of an answer's tool calls from it: they have their results, and nothing quotes them."""
         rest = leaf.fingerprints.without_arguments()
         for quote in leaf.fingerprints.arguments:
-            if rest.content is None or quote.digest != rest.content.digest:
-                self.quotes.remove(quote, leaf)
+            self.quotes.remove(quote, leaf, rest.content)
         leaf.fingerprints = rest
 
     def remove(self, leaf: Leaf) -> None:
@@ -78,6 +77,14 @@ def size_of(leaf: Leaf) -> int:
         size += _QUOTE_BYTES + _PREFIX_BYTES * len(quote.prefix_hashes)
     whole = fingerprints.whole
     return size + (_QUOTE_BYTES + _PREFIX_BYTES * len(whole.prefix_hashes) if whole else 0)
+
+
+def _quotes(leaf: Leaf) -> tuple[QuotedText, ...]:
+    return leaf.fingerprints.quotes
+
+
+def _whole(leaf: Leaf) -> tuple[QuotedText, ...]:
+    return (leaf.fingerprints.whole,) if leaf.fingerprints.whole else ()
 
 
 def _keys(leaf: Leaf) -> list[str]:

@@ -62,7 +62,7 @@ def quotes_any(leaves: LeafIndex, messages: Sequence[dict[str, Any]], fits: Leaf
         return True
     try:
         found = leaves.quotes.find_quotes(texts, WorkLimit())
-        return any(fits(leaf) for _, _, quotes in found for name in quotes for leaf in leaves.quotes.leaves_with(name))
+        return any(fits(leaf) for _, _, quotes in found for quote in quotes.values() for leaf in quote.leaves)
     except WorkLimitExceeded:
         return True
 
@@ -73,8 +73,8 @@ def _plain_prompt_leaf(leaves: LeafIndex, text: str, fits: LeafFilter) -> Leaf |
         found = leaves.plain_prompts.quotes_at(text, 0, WorkLimit())
     except WorkLimitExceeded:
         return None
-    for digest in reversed(found):  # the longest comes last
-        if equal := [leaf for leaf in leaves.plain_prompts.leaves_with(digest) if fits(leaf)]:
+    for quote in reversed(found.values()):  # the longest comes last
+        if equal := [leaf for leaf in quote.leaves if fits(leaf)]:
             return choose_leaf(equal)
     return None
 
@@ -92,11 +92,11 @@ def _quoted_groups(
     for number, at, quotes in leaves.quotes.find_quotes([text for _, _, text in texts], work):
         position, role, text = texts[number]
         for digest in quotes.keys() - candidates.keys():
-            candidates[digest] = [leaf for leaf in leaves.quotes.leaves_with(digest) if fits(leaf)]
+            candidates[digest] = [leaf for leaf in quotes[digest].leaves if fits(leaf)]
         found = {digest: candidates[digest] for digest in quotes}
         if role == "assistant" and not at:
             before = keys[position - 1] if position else canon.ROOT
-            found = {digest: _answers_after(found[digest], before, text[: quotes[digest]]) for digest in quotes}
+            found = {digest: _answers_after(found[digest], before, text[: quotes[digest].length]) for digest in quotes}
         for digest in sorted((one for one in found if found[one]), key=lambda one: _order(found[one], one)):
             group = groups.setdefault(digest, {})
             if len(group) < len(candidates[digest]):
