@@ -18,7 +18,13 @@ from ratchet.proxy.coordinator.linking.leaf_index import LeafIndex
 from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
 from ratchet.proxy.coordinator.linking.quote_index import LeavesByName, WorkLimit, WorkLimitExceeded
 from ratchet.proxy.messages.link_records import Leaf
-from ratchet.proxy.messages.text_fingerprints import ANCHOR_LENGTH, MIN_QUOTE_LENGTH, TextFingerprints, quote_of
+from ratchet.proxy.messages.text_fingerprints import (
+    ANCHOR_LENGTH,
+    MIN_QUOTE_LENGTH,
+    TextFingerprints,
+    quote_of,
+    short_key,
+)
 from ratchet.store.content import messages as canon
 from tests.proxy.test_linking import USER, Message, answered, evidence
 
@@ -42,7 +48,7 @@ def leaf_of(number: int, quotes: Sequence[tuple[str, bool]], rng: random.Random)
     reply = {"role": "assistant", "content": quotes[0][0]}
     return Leaf(
         trajectory_id=f"traj_{number % 5}", call_id=f"call_{number}", choice=0, version=0,
-        link_key=canon.link_key(canon.ROOT, reply) if rng.random() < 0.5 else "",
+        link_key=short_key(canon.link_key(canon.ROOT, reply) if rng.random() < 0.5 else ""),
         tool_call_ids=(), key_id="k", sequence=b"", created_at=float(number),
         is_extended=rng.random() < 0.3,
         fingerprints=TextFingerprints(
@@ -87,7 +93,7 @@ def linear_search(known: Known, messages: Sequence[Message], keys: Sequence[str]
                     if not is_quoted_at(words, text, at) or (pending and leaf.is_extended):
                         continue
                     path = canon.link_key(keys[place - 1] if place else "", {"role": "assistant", "content": words})
-                    if message["role"] != "assistant" or at or path == leaf.link_key:
+                    if message["role"] != "assistant" or at or short_key(path) == leaf.link_key:
                         groups.setdefault(words, []).append(leaf)
                         last = message["role"]
     runs = shared_trajectories(groups.values())

@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 from ratchet.proxy.coordinator.linking.quote_index import LeavesByName, QuoteIndex
 from ratchet.proxy.messages.link_records import Leaf
-from ratchet.proxy.messages.text_fingerprints import QuotedText, is_distinctive_id
+from ratchet.proxy.messages.text_fingerprints import QuotedText, is_distinctive_id, short_key
 
 # Estimates in bytes, entries in the tables included; a test measures them.
 TRAJECTORY_BYTES = 650  # of a trajectory without its answers
@@ -25,7 +25,7 @@ class LeafIndex:
     def __init__(self) -> None:
         self.quotes = QuoteIndex(_quotes)
         self.plain_prompts = QuoteIndex(_whole)  # plain text prompts with their answers
-        self._by_key: LeavesByName[str] = LeavesByName()
+        self._by_key: LeavesByName[bytes] = LeavesByName()
         self._by_tool_call: LeavesByName[str] = LeavesByName()
 
     def __len__(self) -> int:
@@ -62,7 +62,7 @@ class LeafIndex:
 
     def leaves_at(self, key: str) -> Collection[Leaf]:
         """Return the leaves of a link key: of a path, of a path without its last message, or of an answer alone."""
-        return self._by_key.leaves_of(key)
+        return self._by_key.leaves_of(short_key(key))
 
     def leaves_with_tool_call(self, tool_call_id: str) -> Collection[Leaf]:
         """Return the leaves whose tool call has this id; none if the id is not distinctive."""
@@ -87,6 +87,6 @@ def _whole(leaf: Leaf) -> tuple[QuotedText, ...]:
     return (leaf.fingerprints.whole,) if leaf.fingerprints.whole else ()
 
 
-def _keys(leaf: Leaf) -> list[str]:
+def _keys(leaf: Leaf) -> list[bytes]:
     fingerprints = leaf.fingerprints
     return [key for key in (leaf.link_key, fingerprints.skip_last_key, fingerprints.answer_key) if key]

@@ -19,7 +19,7 @@ from ratchet.proxy.coordinator.linking.fuzzy_match import LeafFilter, choose_lea
 from ratchet.proxy.coordinator.linking.leaf_index import LeafIndex
 from ratchet.proxy.coordinator.linking.quote_index import WorkLimit, WorkLimitExceeded
 from ratchet.proxy.messages.link_records import Leaf
-from ratchet.proxy.messages.text_fingerprints import MIN_QUOTE_LENGTH, PROMPT
+from ratchet.proxy.messages.text_fingerprints import MIN_QUOTE_LENGTH, PROMPT, short_key
 from ratchet.store.content import messages as canon
 
 _MAX_TEXT = 150_000  # characters that are searched, of the latest messages
@@ -113,7 +113,7 @@ def _order(found: Sequence[Leaf], digest: bytes) -> tuple[float, int]:
 
 def _answers_after(found: Sequence[Leaf], before: str, text: str) -> list[Leaf]:
     """Return the leaves with this answer directly after the path whose link key is `before`."""
-    key = canon.link_key(before, {"role": "assistant", "content": text})
+    key = short_key(canon.link_key(before, {"role": "assistant", "content": text}))
     return [leaf for leaf in found if leaf.link_key == key]
 
 
