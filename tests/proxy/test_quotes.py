@@ -167,7 +167,7 @@ def test_beginnings_that_nobody_searches_take_bounded_memory() -> None:
         known.clear()
         known[f"{number:024d}"] = None
     assert len(index._unhashed) < 2_000
-    assert len(index._table) < 2_000_000
+    assert len(index._table) < 250_000
 
 
 def test_removed_leaves_leave_nothing_in_the_index() -> None:
