@@ -13,10 +13,10 @@ from ratchet.proxy.messages.text_fingerprints import QuotedText, is_distinctive_
 
 # Estimates in bytes, entries in the tables included; a test measures them.
 TRAJECTORY_BYTES = 650  # of a trajectory without its answers
-_LEAF_BYTES = 850  # of an answer with the names that every answer has
-_ID_BYTES = 300  # of a tool call's id
-_QUOTE_BYTES = 380
-_PREFIX_BYTES = 110
+_LEAF_BYTES = 600  # of an answer with the names that every answer has
+_ID_BYTES = 190  # of a tool call's id
+_QUOTE_BYTES = 290
+_PREFIX_BYTES = 120
 
 
 class LeafIndex:
