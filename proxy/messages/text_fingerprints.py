@@ -28,7 +28,8 @@ PREFIX_LENGTHS = (
 )  # characters
 DIGEST_BYTES = 15  # 120 bits of each hash; Python takes 48 bytes for them, for 16 bytes 64
 _HASH_MASK = (1 << 60) - 1
-_HASH_START = len("b2:")  # in a link key
+_KEPT = slice(len("b2:"), len("b2:") + 2 * DIGEST_BYTES)  # of a link key
+_from_hex = bytes.fromhex
 PROMPT = "prompt"  # the role of a plain text prompt
 _MAX_ARGUMENTS = 4
 _DISTINCTIVE_ID = re.compile(r"(?=[A-Za-z0-9]*[0-9])(?=[A-Za-z0-9]*[A-Za-z])[A-Za-z0-9]{9,}\Z")
@@ -103,7 +104,7 @@ def fingerprints_of(
 
 def short_key(link_key: str) -> bytes:
     """Return the first bytes of a link key's hash, as answers hold it; no bytes for no key."""
-    return bytes.fromhex(link_key[_HASH_START : _HASH_START + 2 * DIGEST_BYTES])
+    return _from_hex(link_key[_KEPT])
 
 
 def quote_of(text: str) -> QuotedText:
