@@ -35,7 +35,7 @@ class Leaf(msgspec.Struct, eq=False, gc=False):
     call_id: str
     choice: int
     version: int
-    link_key: str
+    link_key: bytes  # short
     tool_call_ids: tuple[str, ...]
     key_id: str | None
     sequence: bytes

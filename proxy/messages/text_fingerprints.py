@@ -26,8 +26,10 @@ PREFIX_LENGTHS = (
     16_384,
     65_536,
 )  # characters
-DIGEST_BYTES = 15  # 120 bits; Python takes 48 bytes for them, for 16 bytes 64
+DIGEST_BYTES = 15  # 120 bits of each hash; Python takes 48 bytes for them, for 16 bytes 64
 _HASH_MASK = (1 << 60) - 1
+_KEPT = slice(len("b2:"), len("b2:") + 2 * DIGEST_BYTES)  # of a link key
+_from_hex = bytes.fromhex
 PROMPT = "prompt"  # the role of a plain text prompt
 _MAX_ARGUMENTS = 4
 _DISTINCTIVE_ID = re.compile(r"(?=[A-Za-z0-9]*[0-9])(?=[A-Za-z0-9]*[A-Za-z])[A-Za-z0-9]{9,}\Z")
@@ -49,13 +51,13 @@ class QuotedText(msgspec.Struct, frozen=True, gc=False):
 class TextFingerprints(msgspec.Struct, frozen=True, gc=False):
     """The fingerprints of one answer.
 
-    `skip_last_key`: link key of the path without the prompt's last message. `answer_key`: link key of the answer alone.
+    `skip_last_key`: short link key of the path without the prompt's last message. `answer_key`: of the answer alone.
     `content`: its text. `arguments`: those of its tool calls, which only a sub-agent quotes, and only until the calls
     have their results. `whole`: a plain prompt together with its answer.
     """
 
-    skip_last_key: str = ""
-    answer_key: str = ""
+    skip_last_key: bytes = b""
+    answer_key: bytes = b""
     is_distinctive: bool = False
     content: QuotedText | None = None
     arguments: tuple[QuotedText, ...] = ()
@@ -96,7 +98,13 @@ def fingerprints_of(
     texts_of_calls = (text.strip() for text in _strings(calls))
     arguments = tuple([quote_of(text) for text in islice(filter(is_new, texts_of_calls), _MAX_ARGUMENTS)])
     is_distinctive = bool(calls) or spoken is not None
-    return TextFingerprints(skip_last_key, answer_key, is_distinctive, spoken, arguments, _whole(answer, prompt))
+    keys = short_key(skip_last_key), short_key(answer_key)
+    return TextFingerprints(*keys, is_distinctive, spoken, arguments, _whole(answer, prompt))
+
+
+def short_key(link_key: str) -> bytes:
+    """Return the first bytes of a link key's hash, as answers hold it; no bytes for no key."""
+    return _from_hex(link_key[_KEPT])
 
 
 def quote_of(text: str) -> QuotedText:

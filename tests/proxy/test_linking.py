@@ -12,7 +12,7 @@ from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
 from ratchet.proxy.coordinator.linking.restore import leaf_from_store
 from ratchet.proxy.errors import BadRequest
 from ratchet.proxy.messages.link_records import AttemptKey, Leaf, Link, LinkEvidence, token_fingerprint
-from ratchet.proxy.messages.text_fingerprints import fingerprints_of
+from ratchet.proxy.messages.text_fingerprints import fingerprints_of, short_key
 from ratchet.store.content import messages as canon
 from ratchet.store.records import OpenLeaf, pack_ids, unpack_ids
 from ratchet.store.states import CallState
@@ -46,7 +46,7 @@ def answered(linker: TrajectoryLinker, prompt: list[Message], reply: Message, no
         call_id=f"call_{len(prompt)}_of_{link.trajectory_id}",
         choice=0,
         version=link.version or 0,
-        link_key=path,
+        link_key=short_key(path),
         tool_call_ids=canon.tool_call_ids(reply),
         key_id=key,
         sequence=token_fingerprint(pack_ids([1, 2, 3])),

@@ -9,6 +9,7 @@ import pytest
 from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
 from ratchet.proxy.coordinator.linking.open_trajectories import candidate_names
 from ratchet.proxy.messages.link_records import Leaf
+from ratchet.proxy.messages.text_fingerprints import short_key
 from ratchet.store.content import messages as canon
 from tests.proxy.test_linking import NEXT, REPLY, USER, evidence
 
@@ -22,11 +23,10 @@ def choices_of(linker: TrajectoryLinker, texts: list[str], now: float) -> str:
     """Link a first call with these answers; return its trajectory."""
     link = linker.find_link(evidence([USER]))
     linker.begin_call(link, "agent", 0, now)
-    keys = canon.link_keys([USER])
+    before = canon.link_keys([USER])[0]
+    keys = [short_key(canon.link_key(before, {**REPLY, "content": text})) for text in texts]
     leaves = [
-        Leaf(link.trajectory_id, f"call_{now}", place, 0, canon.answer_keys(keys, {**REPLY, "content": text})[0], (),
-             "k", b"", now)
-        for place, text in enumerate(texts)
+        Leaf(link.trajectory_id, f"call_{now}", place, 0, key, (), "k", b"", now) for place, key in enumerate(keys)
     ]  # fmt: skip
     linker.end_call(link, leaves, now)
     return link.trajectory_id

@@ -16,9 +16,15 @@ from ratchet.proxy.coordinator.linking.anchor_index import AnchorIndex
 from ratchet.proxy.coordinator.linking.fuzzy_match import choose_leaf, shared_trajectories
 from ratchet.proxy.coordinator.linking.leaf_index import LeafIndex
 from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
-from ratchet.proxy.coordinator.linking.quote_index import LeavesByName, QuoteIndex, WorkLimit, WorkLimitExceeded
+from ratchet.proxy.coordinator.linking.quote_index import LeavesByName, WorkLimit, WorkLimitExceeded
 from ratchet.proxy.messages.link_records import Leaf
-from ratchet.proxy.messages.text_fingerprints import ANCHOR_LENGTH, MIN_QUOTE_LENGTH, TextFingerprints, quote_of
+from ratchet.proxy.messages.text_fingerprints import (
+    ANCHOR_LENGTH,
+    MIN_QUOTE_LENGTH,
+    TextFingerprints,
+    quote_of,
+    short_key,
+)
 from ratchet.store.content import messages as canon
 from tests.proxy.test_linking import USER, Message, answered, evidence
 
@@ -42,7 +48,7 @@ def leaf_of(number: int, quotes: Sequence[tuple[str, bool]], rng: random.Random)
     reply = {"role": "assistant", "content": quotes[0][0]}
     return Leaf(
         trajectory_id=f"traj_{number % 5}", call_id=f"call_{number}", choice=0, version=0,
-        link_key=canon.link_key(canon.ROOT, reply) if rng.random() < 0.5 else "",
+        link_key=short_key(canon.link_key(canon.ROOT, reply) if rng.random() < 0.5 else ""),
         tool_call_ids=(), key_id="k", sequence=b"", created_at=float(number),
         is_extended=rng.random() < 0.3,
         fingerprints=TextFingerprints(
@@ -87,7 +93,7 @@ def linear_search(known: Known, messages: Sequence[Message], keys: Sequence[str]
                     if not is_quoted_at(words, text, at) or (pending and leaf.is_extended):
                         continue
                     path = canon.link_key(keys[place - 1] if place else "", {"role": "assistant", "content": words})
-                    if message["role"] != "assistant" or at or path == leaf.link_key:
+                    if message["role"] != "assistant" or at or short_key(path) == leaf.link_key:
                         groups.setdefault(words, []).append(leaf)
                         last = message["role"]
     runs = shared_trajectories(groups.values())
@@ -135,28 +141,33 @@ def test_the_index_finds_what_a_plain_search_finds(seed: int, monkeypatch: pytes
 
 
 def test_beginnings_that_come_and_go_are_found_as_long_as_they_are_known() -> None:
-    rng, index, known = random.Random(2), AnchorIndex(), dict[str, None]()
+    rng, known, longer = random.Random(2), dict[str, None](), dict[str | int, None]()
+    index = AnchorIndex(known, longer)
     for _ in range(60):
         for _ in range(rng.randrange(200)):
             anchor = f"{rng.getrandbits(90):027x}"[:ANCHOR_LENGTH]
             index.add(anchor)
-            known[anchor] = None
-        for anchor in rng.sample(list(known), rng.randrange(len(known) + 1)):
-            index.remove(anchor)
-            del known[anchor]
-        here = rng.sample(list(known), min(len(known), 40))
+            (known if rng.random() < 0.5 else longer)[anchor] = None
+        names = [*known, *map(str, longer)]
+        for name in rng.sample(names, rng.randrange(len(names) + 1)):
+            known.pop(name, None)
+            longer.pop(name, None)
+        names = [*known, *map(str, longer)]
+        here = rng.sample(names, min(len(names), 40))
         texts = ["\n".join(here[:20]), "\u00e9 \U0001f600: " + " (".join(here[20:]), "- " * 4_000]
         found = [texts[number][at : at + ANCHOR_LENGTH] for number, at in index.find(texts)]
         assert found == here
 
 
 def test_beginnings_that_nobody_searches_take_bounded_memory() -> None:
-    index = AnchorIndex()
+    known = dict[str, None]()
+    index = AnchorIndex(known, {})
     for number in range(50_000):
         index.add(f"{number:024d}")
-        index.remove(f"{number:024d}")
+        known.clear()
+        known[f"{number:024d}"] = None
     assert len(index._unhashed) < 2_000
-    assert len(index._table) < 2_000_000
+    assert len(index._table) < 250_000
 
 
 def test_removed_leaves_leave_nothing_in_the_index() -> None:
@@ -164,11 +175,11 @@ def test_removed_leaves_leave_nothing_in_the_index() -> None:
     held = [leaf_of(number, [(words_of(rng), False), (words_of(rng), True)], rng) for number in range(50)]
     for leaf in held:
         leaves.add(leaf)
-    assert len(leaves.quotes) > 10
+    assert len(leaves.quotes._by_anchor) + len(leaves.quotes._by_prefix) > 10
     for leaf in held:
         leaves.remove(leaf)
     index = leaves.quotes
-    assert (len(leaves), len(index), index._anchors._counts, index._prefixes, index._lengths) == (0, 0, {}, {}, {})
+    assert (len(leaves), index._by_anchor, index._by_prefix, index._longer) == (0, {}, {}, {})
 
 
 def steps_of(action: Callable[[], object]) -> int:
@@ -236,12 +247,11 @@ def test_answers_of_another_key_are_not_searched() -> None:
 
 
 def test_a_prompt_that_repeats_a_common_start_is_no_evidence_and_abandoned_early() -> None:
-    index, work = QuoteIndex(), WorkLimit()
-    leaf = leaf_of(0, [("x", False)], random.Random(0))
+    leaves, work = LeafIndex(), WorkLimit()
     for number in range(2000):
-        index.add(quote_of('"' * (ANCHOR_LENGTH + 40 + number)), leaf)
+        leaves.add(leaf_of(number, [('"' * (ANCHOR_LENGTH + 40 + number), False)], random.Random(0)))
     with pytest.raises(WorkLimitExceeded):
-        list(index.find_quotes(['"' * 140_000], work))
+        list(leaves.quotes.find_quotes(['"' * 140_000], work))
     leaves = LeafIndex()
     leaves.add(leaf_of(1, [('"' * 4000, False)], random.Random(0)))
     prompt = [{"role": "user", "content": '"' * 140_000}]

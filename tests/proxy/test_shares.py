@@ -21,7 +21,7 @@ from ratchet.proxy.coordinator.shipping.record_lookups import RecordLookups
 from ratchet.proxy.dialects.responses_renderer import response_id
 from ratchet.proxy.errors import NotFound
 from ratchet.proxy.messages.link_records import AttemptKey, Leaf, Link, token_fingerprint
-from ratchet.proxy.messages.text_fingerprints import fingerprints_of
+from ratchet.proxy.messages.text_fingerprints import fingerprints_of, short_key
 from ratchet.proxy.runtime.byte_quotas import ByteQuotas
 from ratchet.proxy.settings import ProxySettings
 from ratchet.store import ids
@@ -65,7 +65,7 @@ def call(linker: TrajectoryLinker, messages: list[Message], reply: Message, key:
     keys = canon.link_keys(messages)
     own, path, gap = canon.answer_keys((canon.ANYWHERE, keys[-1], keys[-2] if len(keys) > 1 else ""), reply)
     leaf = Leaf(
-        link.trajectory_id, ids.new_id("call"), 0, 0, path, canon.tool_call_ids(reply), key,
+        link.trajectory_id, ids.new_id("call"), 0, 0, short_key(path), canon.tool_call_ids(reply), key,
         token_fingerprint(uuid.uuid4().bytes), 1.0, fingerprints=fingerprints_of(reply, gap, own, messages),
     )  # fmt: skip
     linker.end_call(link, [leaf], 1.0)

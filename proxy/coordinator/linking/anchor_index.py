@@ -9,7 +9,7 @@ remains is compared exactly. No I/O.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -24,8 +24,10 @@ _SHORT = 6_000  # characters; below, a search for each boundary is faster than a
 _HASHED = 8  # characters of an anchor in one hash; it has two, as in a Bloom filter
 _FACTORS = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F))  # of multiplicative hashing (Knuth, 6.4)
 _BLOCK = 32_768  # characters in one array operation; larger arrays cost page faults
-_SPARSITY = 16  # entries of the table for each anchor
-_SMALLEST = 1_024  # entries of the table
+_SPARSITY = 16  # bits of the table for each anchor
+_SMALLEST = 1_024  # bits of the table
+_BITS = np.array([1 << place for place in range(8)], np.uint8)
+_BYTE, _BIT = np.uint64(3), np.uint64(7)  # how a hash is divided
 _BLANKS = {ord(one) for one in map(chr, range(0x3001)) if one.isspace()}
 _BEFORE = {ord(one[-1]) for one in _BOUNDARIES} | _BLANKS
 
@@ -40,47 +42,42 @@ _BEFORE_ANY = _bytes_table({code & 0xFF for code in _BEFORE})  # by the low byte
 
 
 class AnchorIndex:
-    """The first `ANCHOR_LENGTH` characters of known texts, with the number of texts that begin so."""
+    """The first `ANCHOR_LENGTH` characters of known texts: those names in two mappings that are strings."""
 
-    def __init__(self) -> None:
-        self._counts: dict[str, int] = {}
-        self._table = np.zeros(_SMALLEST, np.bool_)  # by hash: whether an anchor may begin with these characters
+    def __init__(self, known: Mapping[str, object], more: Mapping[str | int, object]) -> None:
+        self._known, self._more = known, more
+        self._table = np.zeros(_SMALLEST // 8, np.uint8)  # bit by hash: whether an anchor may have these characters
         self._unhashed: list[str] = []  # anchors that are not in the table yet
         self._hashed = 0  # anchors in the table, with those removed since it was made
         self._firsts = bytearray(256)  # by low byte of a character: whether an anchor in the table begins with it
 
-    def __contains__(self, anchor: str) -> bool:
-        return anchor in self._counts
-
     def add(self, anchor: str) -> None:
-        """Count one more text with this beginning."""
-        count = self._counts.get(anchor, 0)
-        self._counts[anchor] = count + 1
-        if not count:
-            self._unhashed.append(anchor)
-            if len(self._unhashed) == _SMALLEST:  # nobody searches
-                self._update_table()
-
-    def remove(self, anchor: str) -> None:
-        """Count one text less with this beginning."""
-        self._counts[anchor] -= 1
-        if not self._counts[anchor]:
-            del self._counts[anchor]
+        """Note that a mapping gets a new beginning."""
+        self._unhashed.append(anchor)
+        if len(self._unhashed) == _SMALLEST:  # nobody searches
+            self._update_table()
 
     def find(self, texts: Sequence[str]) -> Iterator[tuple[int, int]]:
         """Yield where anchors stand: the index of the text and the position in it, in order."""
+        known, more = self._known, self._more
         if sum(map(len, texts)) < _SHORT:
             for number, text in enumerate(texts):
-                for at in sorted({at for at in _starts(text) if text[at : at + ANCHOR_LENGTH] in self._counts}):
+                places = {
+                    at for at in _starts(text) if (here := text[at : at + ANCHOR_LENGTH]) in known or here in more
+                }
+                for at in sorted(places):
                     yield number, at
             return
         joined = "\n" + "\n".join(texts)
         number, begin, end = -1, 0, 0
         ends = accumulate(len(text) + 1 for text in texts)  # of each text in `joined`
         for place in self._candidates(joined):
+            here = joined[place : place + ANCHOR_LENGTH]
+            if here not in known and here not in more:
+                continue
             while place >= end:
                 begin, end, number = end + 1, next(ends), number + 1
-            if joined[place : min(end, place + ANCHOR_LENGTH)] in self._counts and _is_start(joined, place, begin):
+            if place + ANCHOR_LENGTH <= end and _is_start(joined, place, begin):
                 yield number, place - begin
 
     def _candidates(self, text: str) -> list[int]:
@@ -96,7 +93,8 @@ class AnchorIndex:
             end = min(begin + _BLOCK, last)
             places = np.flatnonzero(before[begin:end] & firsts[begin + 1 : end + 1]) + (begin + 1)
             for skipped, factor in enumerate(_FACTORS):
-                places = places[self._table[self._hashes(windows[places + skipped * _HASHED], factor)]]
+                hashes = self._hashes(windows[places + skipped * _HASHED], factor)
+                places = places[(self._table[hashes >> _BYTE] & _BITS[hashes & _BIT]) != 0]
             found += places.tolist()
         return found
 
@@ -104,21 +102,23 @@ class AnchorIndex:
         """Enter new anchors; make a table of another size if there are many, or if many in it were removed."""
         if not self._unhashed:
             return
-        if (self._hashed + len(self._unhashed)) * _SPARSITY > len(self._table):
-            size = max(_SMALLEST, 1 << (2 * _SPARSITY * len(self._counts) - 1).bit_length())
-            self._table, self._unhashed, self._hashed = np.zeros(size, np.bool_), list(self._counts), 0
+        if (self._hashed + len(self._unhashed)) * _SPARSITY > 8 * len(self._table):
+            known = {*self._known, *(name for name in self._more if isinstance(name, str))}
+            size = max(_SMALLEST, 1 << (2 * _SPARSITY * len(known) - 1).bit_length())
+            self._table, self._unhashed, self._hashed = np.zeros(size // 8, np.uint8), list(known), 0
             self._firsts = bytearray(256)
         for skipped, factor in enumerate(_FACTORS):
             part = slice(skipped * _HASHED, (skipped + 1) * _HASHED)
             beginnings = _low_bytes("".join(anchor[part] for anchor in self._unhashed))
-            self._table[self._hashes(np.frombuffer(beginnings, "<u8"), factor)] = True
+            hashes = self._hashes(np.frombuffer(beginnings, "<u8"), factor)
+            np.bitwise_or.at(self._table, hashes >> _BYTE, _BITS[hashes & _BIT])
         for first in _low_bytes("".join({anchor[0] for anchor in self._unhashed})):
             self._firsts[first] = True
         self._hashed += len(self._unhashed)
         self._unhashed.clear()
 
     def _hashes(self, parts: NDArray[np.uint64], factor: np.uint64) -> NDArray[np.uint64]:
-        bits = len(self._table).bit_length() - 1
+        bits = (8 * len(self._table)).bit_length() - 1
         return (parts * factor) >> np.uint64(64 - bits)
 
 

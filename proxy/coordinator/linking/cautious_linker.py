@@ -19,7 +19,7 @@ from ratchet.proxy.coordinator.linking.fuzzy_match import repeats_any
 from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
 from ratchet.proxy.coordinator.linking.quote_match import quotes_any
 from ratchet.proxy.messages.link_records import Leaf, Link, LinkEvidence
-from ratchet.proxy.messages.text_fingerprints import is_distinctive_id
+from ratchet.proxy.messages.text_fingerprints import is_distinctive_id, short_key
 from ratchet.store.ids import new_id
 from ratchet.store.records import UNLINKED, OpenLeaf
 
@@ -85,7 +85,7 @@ class CautiousLinker(TrajectoryLinker):
 
     def _is_certain(self, link: Link, evidence: LinkEvidence, doubt: Doubt) -> bool:
         leaf = link.parent
-        if leaf is None or leaf.is_taken or link.quoted is not None or leaf.link_key != _last_key(evidence):
+        if leaf is None or leaf.is_taken or link.quoted is not None or leaf.link_key != short_key(_last_key(evidence)):
             return False
         if leaf.tool_call_ids:
             return link.linked_by == "graph+tool_ids" and any(map(is_distinctive_id, leaf.tool_call_ids))
@@ -93,7 +93,7 @@ class CautiousLinker(TrajectoryLinker):
         return is_exact and doubt != Doubt.ALL and self._is_unlike_others(leaf, evidence)
 
     def _is_unlike_others(self, leaf: Leaf, evidence: LinkEvidence) -> bool:
-        equal = self._leaves_of(evidence).leaves_at(leaf.link_key)
+        equal = self._leaves_of(evidence).leaves_at(_last_key(evidence))
         return all(other.trajectory_id == leaf.trajectory_id for other in equal)
 
 

@@ -13,6 +13,7 @@ from itertools import islice
 
 from ratchet.proxy.coordinator.linking.leaf_index import LeafIndex
 from ratchet.proxy.messages.link_records import Leaf, LinkEvidence
+from ratchet.proxy.messages.text_fingerprints import short_key
 from ratchet.store.content import messages as canon
 
 BY_IDS, BY_ANSWER = "tool_ids", "answer"
@@ -61,11 +62,12 @@ def preference(leaf: Leaf) -> tuple[bool, bool, float, int]:
 
 def best_of_path(evidence: LinkEvidence, place: int, found: Sequence[Leaf]) -> tuple[Leaf, str]:
     """Return the best leaf of one path, and how it was distinguished from the others."""
-    exact = [leaf for leaf in found if leaf.link_key == evidence.keys[place]]
+    key = short_key(evidence.keys[place])
+    exact = [leaf for leaf in found if leaf.link_key == key]
     ids = canon.tool_call_ids(evidence.messages[place])
     same_ids = [leaf for leaf in found if leaf.tool_call_ids == ids] if ids else []
     best = max(same_ids or exact or found, key=preference)
-    by = "graph" if best.link_key == evidence.keys[place] else "graph+gap"
+    by = "graph" if best.link_key == key else "graph+gap"
     return best, "graph+tool_ids" if same_ids and by == "graph" else by
 
 

@@ -9,23 +9,23 @@ from collections.abc import Collection
 
 from ratchet.proxy.coordinator.linking.quote_index import LeavesByName, QuoteIndex
 from ratchet.proxy.messages.link_records import Leaf
-from ratchet.proxy.messages.text_fingerprints import is_distinctive_id
+from ratchet.proxy.messages.text_fingerprints import QuotedText, is_distinctive_id, short_key
 
 # Estimates in bytes, entries in the tables included; a test measures them.
 TRAJECTORY_BYTES = 650  # of a trajectory without its answers
-_LEAF_BYTES = 850  # of an answer with the names that every answer has
-_ID_BYTES = 300  # of a tool call's id
-_QUOTE_BYTES = 380
-_PREFIX_BYTES = 110
+_LEAF_BYTES = 600  # of an answer with the names that every answer has
+_ID_BYTES = 190  # of a tool call's id
+_QUOTE_BYTES = 290
+_PREFIX_BYTES = 120
 
 
 class LeafIndex:
     """Leaves by link key, by tool call and by quoted text. All kinds of link keys share one table: none are equal."""
 
     def __init__(self) -> None:
-        self.quotes = QuoteIndex()
-        self.plain_prompts = QuoteIndex()  # plain text prompts with their answers
-        self._by_key: LeavesByName[str] = LeavesByName()
+        self.quotes = QuoteIndex(_quotes)
+        self.plain_prompts = QuoteIndex(_whole)  # plain text prompts with their answers
+        self._by_key: LeavesByName[bytes] = LeavesByName()
         self._by_tool_call: LeavesByName[str] = LeavesByName()
 
     def __len__(self) -> int:
@@ -46,8 +46,7 @@ class LeafIndex:
         """Remove the arguments of an answer's tool calls from it: they have their results, and nothing quotes them."""
         rest = leaf.fingerprints.without_arguments()
         for quote in leaf.fingerprints.arguments:
-            if rest.content is None or quote.digest != rest.content.digest:
-                self.quotes.remove(quote, leaf)
+            self.quotes.remove(quote, leaf, rest.content)
         leaf.fingerprints = rest
 
     def remove(self, leaf: Leaf) -> None:
@@ -63,7 +62,7 @@ class LeafIndex:
 
     def leaves_at(self, key: str) -> Collection[Leaf]:
         """Return the leaves of a link key: of a path, of a path without its last message, or of an answer alone."""
-        return self._by_key.leaves_of(key)
+        return self._by_key.leaves_of(short_key(key))
 
     def leaves_with_tool_call(self, tool_call_id: str) -> Collection[Leaf]:
         """Return the leaves whose tool call has this id; none if the id is not distinctive."""
@@ -80,6 +79,14 @@ def size_of(leaf: Leaf) -> int:
     return size + (_QUOTE_BYTES + _PREFIX_BYTES * len(whole.prefix_hashes) if whole else 0)
 
 
-def _keys(leaf: Leaf) -> list[str]:
+def _quotes(leaf: Leaf) -> tuple[QuotedText, ...]:
+    return leaf.fingerprints.quotes
+
+
+def _whole(leaf: Leaf) -> tuple[QuotedText, ...]:
+    return (leaf.fingerprints.whole,) if leaf.fingerprints.whole else ()
+
+
+def _keys(leaf: Leaf) -> list[bytes]:
     fingerprints = leaf.fingerprints
     return [key for key in (leaf.link_key, fingerprints.skip_last_key, fingerprints.answer_key) if key]

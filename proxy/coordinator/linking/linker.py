@@ -138,7 +138,7 @@ class TrajectoryLinker:
     def _followed_leaf(self, call_id: str, name: str, trajectory: OpenTrajectory | None) -> Leaf:
         """Return the answer of the call that the client names, or a leaf without tokens if it is not in memory."""
         known = (leaf for leaf in reversed(trajectory.leaves if trajectory else ()) if leaf.call_id == call_id)
-        return next(known, None) or Leaf(name, call_id, 0, 0, "", (), None, b"", 0.0)
+        return next(known, None) or Leaf(name, call_id, 0, 0, b"", (), None, b"", 0.0)
 
     def _find_unanswered_attempt(self, evidence: LinkEvidence, attempt: AttemptKey) -> Link | None:
         """Return the link of an unanswered attempt at the same request; each is used once."""

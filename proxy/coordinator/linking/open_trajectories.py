@@ -34,12 +34,19 @@ class OpenTrajectory(msgspec.Struct):
     open_calls: int = 0
     leaves: list[Leaf] = msgspec.field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.alias, self.purpose = sys.intern(self.alias), sys.intern(self.purpose)  # of many trajectories
+        if self.key_id is not None:
+            self.key_id = sys.intern(self.key_id)
+
     def add(self, leaf: Leaf) -> None:
         """Add an answer. It shares the trajectory's values: a decoded one has equal ones of its own."""
         if self.leaves:
             leaf.trajectory_id = self.leaves[-1].trajectory_id
         if leaf.key_id == self.key_id:
             leaf.key_id = self.key_id
+        if leaf.version == self.version:
+            leaf.version = self.version
         leaf.purpose = sys.intern(leaf.purpose)
         self.leaves.append(leaf)
 

@@ -7,10 +7,10 @@ No I/O.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from json import JSONDecodeError, JSONDecoder
-from typing import Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from ratchet.proxy.coordinator.linking.anchor_index import AnchorIndex
 from ratchet.proxy.messages.link_records import Leaf
@@ -22,11 +22,20 @@ from ratchet.proxy.messages.text_fingerprints import (
     prefix_hash,
 )
 
-Quotes = dict[bytes, int]  # digest -> length of the texts that start at one position
+
+class Quote(NamedTuple):
+    """A known text that starts at one position."""
+
+    length: int
+    leaves: Collection[Leaf]  # oldest first
+
+
+Quotes = dict[bytes, Quote]  # by digest
 
 _json = JSONDecoder(strict=False)
 
 _MAX_EQUAL = 4_096  # leaves under one name
+_FEW = 4  # leaves of a node whose texts are not indexed further
 
 _T = TypeVar("_T")
 Name = TypeVar("Name")
@@ -54,6 +63,8 @@ class WorkLimit:
 class LeavesByName(Generic[Name]):
     """Leaves by any kind of name, oldest first. Bounded: a name keeps its latest `_MAX_EQUAL` leaves."""
 
+    __slots__ = ("_leaves",)
+
     def __init__(self) -> None:
         self._leaves: dict[
             Name, Leaf | dict[Leaf, None]
@@ -61,11 +72,6 @@ class LeavesByName(Generic[Name]):
 
     def __len__(self) -> int:
         return len(self._leaves)
-
-    @property
-    def names(self) -> Container[Name]:
-        """All names."""
-        return self._leaves
 
     def leaves_of(self, name: Name) -> Collection[Leaf]:
         """Return the leaves of a name."""
@@ -105,52 +111,79 @@ class LeavesByName(Generic[Name]):
         return False
 
 
-class QuoteIndex:
-    """Leaves by the texts of their answers and arguments."""
+class _ManyTexts:
+    """The texts that end at one node, of many leaves."""
+
+    __slots__ = ("leaves", "lengths")
 
     def __init__(self) -> None:
-        self._leaves: LeavesByName[bytes] = LeavesByName()  # by digest
-        self._anchors = AnchorIndex()
-        self._prefixes: dict[int, int] = {}  # number of texts by the hash of a prefix
-        # By the last prefix hash or the anchor: number of texts by length, or the length of the only text.
-        self._lengths: dict[int | str, dict[int, int] | int] = {}
+        self.leaves: LeavesByName[bytes] = LeavesByName()  # by digest
+        self.lengths: dict[int, int] = {}  # number of texts by length
 
-    def __len__(self) -> int:
-        return len(self._leaves)
-
-    def leaves_with(self, digest: bytes) -> Collection[Leaf]:
-        """Return the leaves with this text, oldest first."""
-        return self._leaves.leaves_of(digest)
-
-    def add(self, quote: QuotedText, leaf: Leaf) -> None:
+    def add(self, text: QuotedText, leaf: Leaf) -> None:
         """Add a text of a leaf."""
-        if not self._leaves.add(quote.digest, leaf):
-            return
-        self._anchors.add(quote.anchor)
-        for prefix in quote.prefix_hashes:
-            _increment(self._prefixes, prefix)
-        node = _node(quote)
-        lengths = self._lengths.get(node)
-        if lengths is None:
-            self._lengths[node] = quote.length
-            return
-        if isinstance(lengths, int):
-            lengths = self._lengths[node] = {lengths: 1}
-        _increment(lengths, quote.length)
+        if self.leaves.add(text.digest, leaf):
+            _increment(self.lengths, text.length)
 
-    def remove(self, quote: QuotedText, leaf: Leaf) -> None:
+    def remove(self, text: QuotedText, leaf: Leaf) -> None:
         """Remove a text of a leaf."""
-        if not self._leaves.remove(quote.digest, leaf):
+        if self.leaves.remove(text.digest, leaf):
+            _decrement(self.lengths, text.length)
+
+
+_Texts = Leaf | tuple[Leaf, ...] | _ManyTexts  # that end at one node: of one leaf, of a few, which know them, of many
+
+
+class QuoteIndex:
+    """Leaves by those of their texts that `texts_of` returns.
+
+    A text ends at the node of its last prefix hash; if it has none, at that of its anchor. Most nodes have one leaf.
+    """
+
+    def __init__(self, texts_of: Callable[[Leaf], Iterable[QuotedText]]) -> None:
+        self._texts_of = texts_of
+        self._by_anchor: dict[str, _Texts] = {}  # short texts
+        self._by_prefix: dict[int, _Texts] = {}  # by the last prefix hash
+        self._longer: dict[str | int, int] = {}  # by anchor and prefix hash: number of nodes of longer texts
+        self._anchors = AnchorIndex(self._by_anchor, self._longer)
+
+    def __bool__(self) -> bool:
+        return bool(self._by_anchor or self._by_prefix)
+
+    def add(self, text: QuotedText, leaf: Leaf) -> None:
+        """Add a text of a leaf."""
+        nodes, node = self._place_of(text)
+        held = nodes.get(node)
+        if held is None:
+            if text.anchor not in self._longer and not (text.prefix_hashes and text.anchor in self._by_anchor):
+                self._anchors.add(text.anchor)
+            nodes[node] = leaf
+            for shorter in _shorter_nodes(text):
+                _increment(self._longer, shorter)
+        elif isinstance(held, _ManyTexts):
+            held.add(text, leaf)
+        elif leaf not in (few := _few(held)):
+            few = (*few, leaf)
+            nodes[node] = few if len(few) <= _FEW else self._many(few, node)
+
+    def remove(self, text: QuotedText, leaf: Leaf, kept: QuotedText | None = None) -> None:
+        """Remove a text of a leaf that keeps another one, which may be the same."""
+        nodes, node = self._place_of(text)
+        held = nodes.get(node)
+        if isinstance(held, _ManyTexts):
+            if kept is None or kept.digest != text.digest:
+                held.remove(text, leaf)
+            if held.leaves:
+                return
+        elif held is None or leaf not in (few := _few(held)) or (kept is not None and _node(kept) == node):
             return
-        self._anchors.remove(quote.anchor)
-        for prefix in quote.prefix_hashes:
-            _decrement(self._prefixes, prefix)
-        node = _node(quote)
-        lengths = self._lengths[node]
-        if isinstance(lengths, dict):
-            _decrement(lengths, quote.length)
-        if isinstance(lengths, int) or not lengths:
-            del self._lengths[node]
+        elif len(few) > 1:
+            rest = tuple([other for other in few if other is not leaf])
+            nodes[node] = rest if len(rest) > 1 else rest[0]
+            return
+        del nodes[node]
+        for shorter in _shorter_nodes(text):
+            _decrement(self._longer, shorter)
 
     def find_quotes(self, texts: Sequence[str], work: WorkLimit) -> Iterator[tuple[int, int, Quotes]]:
         """Yield the number of the text, the position in it, and which known texts start there, in order.
@@ -168,9 +201,10 @@ class QuoteIndex:
     def quotes_at(self, text: str, at: int, work: WorkLimit) -> Quotes:
         """Return the known texts that start at one position, shortest first. Raises WorkLimitExceeded."""
         found: Quotes = {}
-        hashed, upto, known = blake2b(digest_size=DIGEST_BYTES), at, self._leaves.names
-        for node in self._nodes(text, at):
-            lengths = sorted([length for length in self._lengths_of(node) if at + length <= len(text)])
+        hashed, upto = blake2b(digest_size=DIGEST_BYTES), at
+        for node, held in self._nodes(text, at):
+            many = held if isinstance(held, _ManyTexts) else self._many(_few(held), node)
+            lengths = sorted([length for length in many.lengths if at + length <= len(text)])
             if not lengths:
                 work.spend(1)
                 continue
@@ -178,24 +212,37 @@ class QuoteIndex:
             for length in lengths:
                 hashed.update(text[upto : at + length].encode("utf-8", "surrogatepass"))
                 upto = at + length
-                if (digest := hashed.digest()) in known:
-                    found[digest] = length
+                if leaves := many.leaves.leaves_of(digest := hashed.digest()):
+                    found[digest] = Quote(length, leaves)
         return found
 
-    def _lengths_of(self, node: int | str) -> Iterable[int]:
-        lengths = self._lengths.get(node, ())
-        return (lengths,) if isinstance(lengths, int) else lengths
+    def _many(self, leaves: Iterable[Leaf], node: str | int) -> _ManyTexts:
+        """Return the texts of these leaves that end at a node."""
+        many = _ManyTexts()
+        for leaf in leaves:
+            for text in self._texts_of(leaf):
+                if _node(text) == node:
+                    many.add(text, leaf)
+        return many
 
-    def _nodes(self, text: str, at: int) -> Iterator[int | str]:
+    def _place_of(self, text: QuotedText) -> tuple[dict[Any, _Texts], str | int]:
+        return (self._by_prefix if text.prefix_hashes else self._by_anchor), _node(text)
+
+    def _nodes(self, text: str, at: int) -> Iterator[tuple[str | int, _Texts | None]]:
         """Yield the nodes whose texts may start at a position, as long as known prefixes match the text."""
         anchor = text[at : at + ANCHOR_LENGTH]
-        if anchor not in self._anchors:
+        held = self._by_anchor.get(anchor)
+        if held is None and anchor not in self._longer:
             return
-        yield anchor
+        yield anchor, held
         for step in PREFIX_LENGTHS:
-            if at + step > len(text) or (prefix := prefix_hash(text[at : at + step])) not in self._prefixes:
+            if at + step > len(text):
                 return
-            yield prefix
+            prefix = prefix_hash(text[at : at + step])
+            held = self._by_prefix.get(prefix)
+            if held is None and prefix not in self._longer:
+                return
+            yield prefix, held
 
 
 def _unquoted(text: str, at: int, work: WorkLimit) -> str | None:
@@ -211,8 +258,16 @@ def _unquoted(text: str, at: int, work: WorkLimit) -> str | None:
     return stripped if stripped.startswith(text[at : at + ANCHOR_LENGTH]) else None
 
 
-def _node(quote: QuotedText) -> int | str:
-    return quote.prefix_hashes[-1] if quote.prefix_hashes else quote.anchor
+def _node(text: QuotedText) -> str | int:
+    return text.prefix_hashes[-1] if text.prefix_hashes else text.anchor
+
+
+def _shorter_nodes(text: QuotedText) -> tuple[str | int, ...]:
+    return (text.anchor, *text.prefix_hashes[:-1]) if text.prefix_hashes else ()
+
+
+def _few(held: Leaf | tuple[Leaf, ...] | None) -> tuple[Leaf, ...]:
+    return held if isinstance(held, tuple) else () if held is None else (held,)
 
 
 def _increment(counts: dict[_T, int], name: _T) -> None:

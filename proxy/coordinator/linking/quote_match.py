@@ -19,7 +19,7 @@ from ratchet.proxy.coordinator.linking.fuzzy_match import LeafFilter, choose_lea
 from ratchet.proxy.coordinator.linking.leaf_index import LeafIndex
 from ratchet.proxy.coordinator.linking.quote_index import WorkLimit, WorkLimitExceeded
 from ratchet.proxy.messages.link_records import Leaf
-from ratchet.proxy.messages.text_fingerprints import MIN_QUOTE_LENGTH, PROMPT
+from ratchet.proxy.messages.text_fingerprints import MIN_QUOTE_LENGTH, PROMPT, short_key
 from ratchet.store.content import messages as canon
 
 _MAX_TEXT = 150_000  # characters that are searched, of the latest messages
@@ -64,7 +64,7 @@ def quotes_any(leaves: LeafIndex, messages: Sequence[dict[str, Any]], fits: Leaf
         return True
     try:
         found = leaves.quotes.find_quotes(texts, WorkLimit())
-        return any(fits(leaf) for _, _, quotes in found for name in quotes for leaf in leaves.quotes.leaves_with(name))
+        return any(fits(leaf) for _, _, quotes in found for quote in quotes.values() for leaf in quote.leaves)
     except WorkLimitExceeded:
         return True
 
@@ -75,8 +75,8 @@ def _plain_prompt_leaf(leaves: LeafIndex, text: str, fits: LeafFilter) -> Leaf |
         found = leaves.plain_prompts.quotes_at(text, 0, WorkLimit())
     except WorkLimitExceeded:
         return None
-    for digest in reversed(found):  # the longest comes last
-        if equal := [leaf for leaf in leaves.plain_prompts.leaves_with(digest) if fits(leaf)]:
+    for quote in reversed(found.values()):  # the longest comes last
+        if equal := [leaf for leaf in quote.leaves if fits(leaf)]:
             return choose_leaf(equal)
     return None
 
@@ -95,11 +95,11 @@ def _quoted_groups(
         position, role, text = texts[number]
         for digest in quotes:
             if digest not in candidates:
-                candidates[digest] = [leaf for leaf in leaves.quotes.leaves_with(digest) if fits(leaf)]
+                candidates[digest] = [leaf for leaf in quotes[digest].leaves if fits(leaf)]
         found = {digest: candidates[digest] for digest in quotes}
         if role == "assistant" and not at:
             before = keys[position - 1] if position else canon.ROOT
-            found = {digest: _answers_after(found[digest], before, text[: quotes[digest]]) for digest in quotes}
+            found = {digest: _answers_after(found[digest], before, text[: quotes[digest].length]) for digest in quotes}
         known = [digest for digest in quotes if found[digest]]
         if len(known) > 1:
             known.sort(key=lambda one: _order(found[one], one))
@@ -119,7 +119,7 @@ def _order(found: Sequence[Leaf], digest: bytes) -> tuple[float, int]:
 
 def _answers_after(found: Sequence[Leaf], before: str, text: str) -> list[Leaf]:
     """Return the leaves with this answer directly after the path whose link key is `before`."""
-    key = canon.link_key(before, {"role": "assistant", "content": text})
+    key = short_key(canon.link_key(before, {"role": "assistant", "content": text}))
     return [leaf for leaf in found if leaf.link_key == key]
 
 

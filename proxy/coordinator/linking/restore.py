@@ -15,7 +15,7 @@ import msgspec
 
 from ratchet.proxy.coordinator.linking.unanswered_attempts import RETRY_WINDOW
 from ratchet.proxy.messages.link_records import AttemptKey, Leaf, Link, token_fingerprint
-from ratchet.proxy.messages.text_fingerprints import NO_FINGERPRINTS, TextFingerprints, fingerprints_of
+from ratchet.proxy.messages.text_fingerprints import NO_FINGERPRINTS, TextFingerprints, fingerprints_of, short_key
 from ratchet.store.content import messages as canon
 from ratchet.store.errors import StoreError
 from ratchet.store.records import OpenLeaf, UnansweredCall
@@ -89,7 +89,7 @@ def leaf_from_store(stored: OpenLeaf) -> Leaf:
         call_id=stored.call_id,
         choice=stored.choice,
         version=stored.version,
-        link_key=stored.link_key,
+        link_key=short_key(stored.link_key),
         tool_call_ids=stored.tool_call_ids,
         key_id=stored.key_id,
         sequence=token_fingerprint(stored.sequence),

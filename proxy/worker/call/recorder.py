@@ -21,7 +21,7 @@ import msgspec
 from ratchet.proxy.dialects.dialect import ParsedRequest
 from ratchet.proxy.journal.journal import Journal
 from ratchet.proxy.messages.link_records import Leaf, Placement, token_fingerprint
-from ratchet.proxy.messages.text_fingerprints import TextFingerprints, fingerprints_of
+from ratchet.proxy.messages.text_fingerprints import TextFingerprints, fingerprints_of, short_key
 from ratchet.proxy.redaction.redactor import Redactor
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.proxy.wire import request_body
@@ -254,7 +254,7 @@ def _leaf(start: CallStarted, choice: Choice, prompt: bytes, now: float, fingerp
         call_id=start.call_id,
         choice=choice.index,
         version=start.version,
-        link_key=choice.link_key,
+        link_key=short_key(choice.link_key),
         tool_call_ids=choice.tool_call_ids,
         key_id=start.key_id,
         sequence=token_fingerprint(tokens),

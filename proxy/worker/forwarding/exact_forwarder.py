@@ -38,6 +38,7 @@ from ratchet.proxy.exact.splice import Context, ContextFork, Spliced, splice
 from ratchet.proxy.exact.streamed_response import StreamedResponse, StreamPacer
 from ratchet.proxy.exact.whole_response import DerenderRequest, read_whole_response
 from ratchet.proxy.messages.link_records import Leaf
+from ratchet.proxy.messages.text_fingerprints import short_key
 from ratchet.proxy.runtime.thread_pools import run_parsing
 from ratchet.proxy.telemetry.metrics import INTERNAL_ERROR, ProxyMetrics
 from ratchet.proxy.telemetry.outage_warnings import OutageWarnings
@@ -228,9 +229,10 @@ def _check_suited(request: ChatRequest) -> None:
 
 def _place(keys: Sequence[str], leaf: Leaf) -> int:
     """Return the index of the answer that is continued. Raises ContextFork."""
-    if leaf.link_key not in keys:
-        raise ContextFork("answer_not_found")
-    return len(keys) - 1 - keys[::-1].index(leaf.link_key)
+    for place in reversed(range(len(keys))):
+        if short_key(keys[place]) == leaf.link_key:
+            return place
+    raise ContextFork("answer_not_found")
 
 
 def _max_tokens(request: ChatRequest) -> int | None:
