@@ -366,7 +366,6 @@ KINDS = (
     TrafficKind("restart: n=4, alike", several_answers_alike, alike=True, restart=True),
     TrafficKind("restart: compaction", compaction, restart=True),
     TrafficKind("restart: clock", clock_in_the_system_prompt, restart=True),
-    TrafficKind("restart: reminders", reminders, restart=True),
     TrafficKind("tasks reworded", reworded_tasks, evidence=False),
     TrafficKind("words of others", words_of_others, evidence=False),
     TrafficKind("first answers lost", lost_first_answers, evidence=False),
