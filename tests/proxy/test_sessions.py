@@ -70,7 +70,7 @@ def _ask(machine: ProxyProcess, conversation: list[dict[str, Any]]) -> httpx.Res
 
 
 def _is_continued_or_marked(machine: ProxyProcess, conversation: list[dict[str, Any]], answer: httpx.Response) -> bool:
-    """Send the next question; on a busy machine it may come while the coordinator is still in doubt about the worker."""
+    """Send the next question; on a busy machine the coordinator may still be in doubt about the worker."""
     conversation += [answer.json()["choices"][0]["message"], {"role": "user", "content": "And then?"}]
     name = _ask(machine, conversation).headers["x-ratchet-trajectory"]
     if name == answer.headers["x-ratchet-trajectory"]:
