@@ -40,7 +40,7 @@ _SERVERS: dict[str, Callable[[int, Path, int], AbstractContextManager[Contender]
 }
 _USUAL = ("ratchet", "floor", "synced_floor", "litellm")
 _STEPS = 7
-_AGENTS = 4  # for each second
+_AGENTS = 12  # for each second
 _OWN_TURNS = 12  # of each agent that are measured, after 40
 _SLOW = 40  # LiteLLM makes so many times fewer calls for the memory's row
 _STALL = 0.005  # seconds
@@ -144,6 +144,7 @@ def _added(seconds: Sequence[float], direct: Sequence[float]) -> float:
 
 
 def _load(server: Contender, make: wire_load.Make, seconds: float, concurrency: int) -> _Load:
+    server.rest()  # else what earlier calls left to write counts as this load's
     before, started = server.cpu(), time.perf_counter()
     latencies = wire_load.during(server.target, make, seconds, concurrency)
     took = time.perf_counter() - started
