@@ -14,6 +14,7 @@ LONG = "The budget of the spring meeting is 4,300, as the treasurer's second mes
 TASK = "Read all messages of the treasurer from March and list every sum of money in them."
 SUMMARY = "So far: the treasurer's messages were read; two sums were found, 4,300 and 1,250."
 ID = "chatcmpl-tool-0123456789abcdef0123456789abcdef"
+OTHER_ID = "chatcmpl-tool-fedcba9876543210fedcba9876543210"
 
 
 @pytest.fixture
@@ -67,6 +68,17 @@ def test_a_reminder_that_is_missing_in_the_next_call_changes_nothing(linker: Tra
     assert (found.trajectory_id, found.linked_by) == (first.trajectory_id, "graph+gap")
     assert found.parent is not None
     assert found.parent.call_id.startswith("call_4")
+
+
+def test_a_missing_last_message_proves_nothing_if_the_tool_call_has_another_random_id(linker: TrajectoryLinker) -> None:
+    """Other conversations made the same tool call; that of this id is not known, for example after an outage."""
+    first = answered(linker, [USER, user("it is 12:00")], tool_reply("{}", ID))
+    own = linker.find_link(evidence([USER, tool_reply("{}", ID), tool(ID)]))
+    assert (own.trajectory_id, own.linked_by) == (first.trajectory_id, "graph+gap")
+    other = linker.find_link(evidence([USER, tool_reply("{}", OTHER_ID), tool(OTHER_ID)]))
+    assert (other.parent, other.linked_by) == (None, "root")
+    renumbered = linker.find_link(evidence([USER, tool_reply("{}", "call_0"), tool("call_0")]))
+    assert renumbered.trajectory_id == first.trajectory_id
 
 
 def test_a_system_prompt_with_the_time_is_linked_by_our_answers(linker: TrajectoryLinker) -> None:

@@ -40,9 +40,10 @@ class JournalRecording:
         self._linker = TrajectoryLinker(1e9)
         self._calls: dict[str, ActiveCall] = {}
 
-    async def begin(self, *texts: str) -> OpenCall:
+    async def begin(self, *texts: str, system: str = "") -> OpenCall:
         """Begin a call with these questions."""
-        messages = [{"role": "user", "content": text} for text in texts]
+        messages = [{"role": "system", "content": system}] if system else []
+        messages += [{"role": "user", "content": text} for text in texts]
         body = json.dumps({"model": "agent", "messages": messages, "tools": TOOLS})
         parsed = await self._chat.read(body.encode(), None)
         attempt = AttemptKey("agent", None, parsed.prompt_node, parsed.request.tools_hash)
@@ -135,3 +136,10 @@ async def test_the_end_has_the_key_of_its_answer_without_a_reminder(recording: J
     (end,) = (one for one in recording.records() if isinstance(one, CallEnded))
     before = link_keys([{"role": "user", "content": "Where?"}])[-1]
     assert end.choices[0].skip_last_key == link_key(before, {"role": "assistant", "content": "Oslo"})
+
+
+async def test_the_only_message_after_the_systems_is_no_reminder(recording: JournalRecording) -> None:
+    """Without it, all conversations of an agent would be alike."""
+    assert await recording.end(await recording.begin("Where?", system="You search."))
+    (end,) = (one for one in recording.records() if isinstance(one, CallEnded))
+    assert end.choices[0].skip_last_key is None

@@ -1,9 +1,9 @@
 """Which trajectory a conversation continues if its path has changed: by the tool-call ids and answers that it holds.
 
 An edited system prompt, a dropped beginning or a rewritten turn changes every path after it, but the answers
-themselves are still in the prompt. One distinctive tool-call id is proof. Answers must belong to exactly one
-trajectory: if several trajectories gave all of them, the match is ambiguous, unless the messages before the answers
-are identical.
+themselves are still in the prompt. One distinctive tool-call id is proof, and a tool call with another such id is
+another answer. Answers must belong to exactly one trajectory: if several trajectories gave all of them, the match is
+ambiguous, unless the messages before the answers are identical.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import islice
 
 from ratchet.proxy.coordinator.linking.leaf_index import LeafIndex
 from ratchet.proxy.messages.link_records import Leaf, LinkEvidence
-from ratchet.proxy.messages.text_fingerprints import short_key
+from ratchet.proxy.messages.text_fingerprints import is_distinctive_id, short_key
 from ratchet.store.content import messages as canon
 
 BY_IDS, BY_ANSWER = "tool_ids", "answer"
@@ -60,13 +60,16 @@ def preference(leaf: Leaf) -> tuple[bool, bool, float, int]:
     return not leaf.is_taken, not leaf.is_extended, leaf.created_at, -leaf.choice
 
 
-def best_of_path(evidence: LinkEvidence, place: int, found: Sequence[Leaf]) -> tuple[Leaf, str]:
-    """Return the best leaf of one path, and how it was distinguished from the others."""
+def best_of_path(evidence: LinkEvidence, place: int, found: Sequence[Leaf]) -> tuple[Leaf | None, str]:
+    """Return the best leaf of one path, and how it was distinguished from the others; None if all are other answers."""
     key = short_key(evidence.keys[place])
     exact = [leaf for leaf in found if leaf.link_key == key]
     ids = canon.tool_call_ids(evidence.messages[place])
     same_ids = [leaf for leaf in found if leaf.tool_call_ids == ids] if ids else []
-    best = max(same_ids or exact or found, key=preference)
+    equal = same_ids or exact or [leaf for leaf in found if not _is_other_answer(leaf, ids)]
+    if not equal:
+        return None, ""
+    best = max(equal, key=preference)
     by = "graph" if best.link_key == key else "graph+gap"
     return best, "graph+tool_ids" if same_ids and by == "graph" else by
 
@@ -89,11 +92,17 @@ def _matches(
         role = message.get("role")
         if role == "assistant":
             ids = canon.tool_call_ids(message)
-            answers = [leaf for leaf in leaves.leaves_at(answer_keys.pop()) if fits(leaf)]
+            equal = leaves.leaves_at(answer_keys.pop())
+            answers = [leaf for leaf in equal if fits(leaf) and not _is_other_answer(leaf, ids)]
             yield [leaf for name in ids for leaf in leaves.leaves_with_tool_call(name) if fits(leaf)], answers
         elif role == "tool":
             called = leaves.leaves_with_tool_call(str(message.get("tool_call_id")))
             yield [leaf for leaf in called if fits(leaf)], []
+
+
+def _is_other_answer(leaf: Leaf, ids: Sequence[str]) -> bool:
+    """Return whether the ids of a message's tool calls, if they are random, are not those of an equal answer."""
+    return bool(leaf.tool_call_ids) and leaf.tool_call_ids != ids and any(map(is_distinctive_id, ids))
 
 
 def _match_answers(answers: Sequence[Sequence[Leaf]], *, trajectory_known: bool) -> Leaf | None:

@@ -165,8 +165,11 @@ class TrajectoryLinker:
                 continue
             if found := [leaf for leaf in equal if self._may_continue(leaf, evidence, trajectory_id)]:
                 is_last = all(message.get("role") != "assistant" for message in messages[place + 1 :])
-                later = (None, "") if is_last else self._find_later_answer(evidence, found, place)
-                return later if later[0] else fuzzy_match.best_of_path(evidence, place, found)
+                leaf, by = (None, "") if is_last else self._find_later_answer(evidence, found, place)
+                if leaf is None:
+                    leaf, by = fuzzy_match.best_of_path(evidence, place, found)
+                if leaf is not None:
+                    return leaf, by
         if evidence.is_partial:
             raise MessagesNeeded
         if not evidence.answer_digests:

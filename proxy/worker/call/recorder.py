@@ -238,11 +238,14 @@ def _joined(prefix: str, message: dict[str, Any]) -> dict[str, Any]:
 def _parent_keys(open_call: OpenCall, *, continued: bool) -> list[str]:
     """Return the keys that an answer is indexed by: its path, itself, its path without a message that may be a
     reminder. `continued`: the answer belongs to the prompt's last message.
+
+    A message after the system's alone is no reminder: without it, all conversations of an agent would be alike.
     """
     if continued:
         return [open_call.keys[-2] if len(open_call.keys) > 1 else canon.ROOT, canon.ANYWHERE]
     keys = [open_call.keys[-1] if open_call.keys else "", canon.ANYWHERE]
-    if len(open_call.keys) > 1 and open_call.messages[-1].get("role") not in ("assistant", "tool"):
+    is_first_turn = open_call.first_turn in ("", open_call.start.prompt_node)
+    if not is_first_turn and open_call.messages[-1].get("role") not in ("assistant", "tool"):
         keys.append(open_call.keys[-2])
     return keys
 
