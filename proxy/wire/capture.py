@@ -13,9 +13,11 @@ import msgspec
 from msgspec import Raw
 
 from ratchet.proxy.errors import UpstreamDisconnected
+from ratchet.store.content import json_depth
 from ratchet.store.records import pack_ids, pack_logprobs
 
 _PIECE = 64 * 1024  # bytes of ids that are decoded at once
+_MAX_DEPTH = 100  # levels of JSON in a message: what a parser takes differs between versions of Python
 
 _REASONING = ("reasoning", "reasoning_content")  # vLLM's name, and that of other servers
 
@@ -241,8 +243,11 @@ class Capture:
         return _encode(top)
 
     def _message(self, fields: dict[str, Raw]) -> dict[str, Any]:
-        """Return the message of a choice. Raises TypeError, AttributeError for an invalid one."""
-        message = {k: v for k, v in _object.decode(fields["message"]).items() if v is not None}
+        """Return the message of a choice. Raises ValueError, TypeError, AttributeError for an invalid one."""
+        raw = fields["message"]
+        if json_depth.depth_bound(bytes(raw), _MAX_DEPTH) > _MAX_DEPTH:
+            raise ValueError(f"a message has more than {_MAX_DEPTH} levels of JSON")
+        message = {k: v for k, v in _object.decode(raw).items() if v is not None}
         if not isinstance(message.get("content", ""), (str, list)):
             raise TypeError("the content of its message is neither text nor parts")
         for call in message.get("tool_calls", ()):

@@ -36,7 +36,7 @@ async def server(talk: Talk) -> AsyncIterator[str]:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             await talk(reader, writer)
         writer.close()
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(ConnectionError, asyncio.CancelledError):
             await writer.wait_closed()
 
     listening = await asyncio.start_server(connected, "127.0.0.1", 0)

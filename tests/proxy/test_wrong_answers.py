@@ -66,6 +66,7 @@ WHOLE = {
     "a number for a text": http(answer({"role": "assistant", "content": 5})),
     "a number for an id": http(answer(called(id=5))),
     "too deep": http(answer().replace(b'"ok"', b"[" * 9000 + b"]" * 9000)),
+    "deeper than a message may be": http(answer().replace(b'"ok"', b"[" * 100 + b"]" * 100)),
     "an id that no token has": http(answer(choice={"token_ids": [2**40, 1]})),
     "a place that no choice has": http(answer(choice={"index": 2**70})),
     "a place before the first": http(answer(choice={"index": -1})),
