@@ -138,7 +138,7 @@ class ProxyMetrics:
 
     def _add_journal_metrics(self) -> None:
         self.store = StoreStatus(
-            self._gauge("ratchet_store_up", "1 if the last read and the last write of the store succeeded, else 0")
+            self._gauge("ratchet_store_up", "1 if the store's last read and write succeeded, within 5 s; else 0")
         )
         self.journal_bytes = self._gauge("ratchet_journal_bytes", "Bytes of records in the journal")
         self.unshipped = self._gauge("ratchet_journal_unshipped_records", "Records that are not in the store yet")

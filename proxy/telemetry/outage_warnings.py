@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ratchet.proxy.telemetry.metrics import StoreStatus
 
 _PAUSE_SECONDS = 60.0
+_HUNG_SECONDS = 5.0
 
 
 class OutageWarnings:
@@ -26,3 +32,21 @@ class OutageWarnings:
     def end(self) -> None:
         """Note a success: the next failure is logged at once."""
         self._warned_at = None
+
+
+@contextmanager
+def watch_store_use(status: StoreStatus, use: str, outage: OutageWarnings) -> Iterator[None]:
+    """Report and log a use of the store that takes longer than 5 s while it lasts: a hanging server refuses nothing.
+
+    For use in an event loop that runs on meanwhile.
+    """
+
+    def report_hung() -> None:
+        status.report(use, ok=False)
+        outage.warn(TimeoutError(f"the store has not answered for {_HUNG_SECONDS:g} s, and is still waited for"))
+
+    timer = asyncio.get_running_loop().call_later(_HUNG_SECONDS, report_hung)
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -22,12 +23,23 @@ class Postgres:
 
     def kill(self) -> None:
         """Send SIGKILL to every process of the server."""
+        psutil.wait_procs(self._signal(signal.SIGKILL), 10)
+
+    def hang(self) -> None:
+        """Stop every process of the server: it neither answers nor refuses."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let a server go on that hangs."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> list[psutil.Process]:
         postmaster = psutil.Process(self._server.get_pid())
         processes = [postmaster, *postmaster.children(recursive=True)]
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(processes, 10)
+                process.send_signal(number)
+        return processes
 
     def listen(self, command: Sequence[str]) -> None:
         """Restart the server so that it also listens on port 5432 of all addresses, without passwords.

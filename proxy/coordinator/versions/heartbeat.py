@@ -17,7 +17,7 @@ from typing import Any
 
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
-from ratchet.proxy.telemetry.outage_warnings import OutageWarnings
+from ratchet.proxy.telemetry.outage_warnings import OutageWarnings, watch_store_use
 from ratchet.store.errors import StoreError
 from ratchet.store.ids import new_id
 from ratchet.store.records import ProxyInstance
@@ -74,7 +74,7 @@ class Heartbeat:
             removal = self._call(partial(self._store.proxy_instances.remove, self._instance_id))
             await asyncio.wait_for(removal, _CLOSE_SECONDS)
         except (StoreError, TimeoutError) as error:
-            log.warning("event=instance_not_removed reason=%r", str(error))
+            log.warning("event=instance_not_removed reason=%r", str(error) or "the store does not answer")
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self) -> None:
@@ -91,7 +91,8 @@ class Heartbeat:
                 heartbeat_at=now,
             )
             try:
-                known = await self._call(partial(self._store.proxy_instances.heartbeat, instance, previous))
+                with watch_store_use(self._metrics.store, "writing", outage):
+                    known = await self._call(partial(self._store.proxy_instances.heartbeat, instance, previous))
                 if previous and not known:
                     log.warning(
                         "event=store_is_older reason='it lacks the latest heartbeat: messages are stored again'"

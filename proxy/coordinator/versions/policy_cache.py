@@ -25,7 +25,7 @@ from ratchet.proxy.coordinator.versions.version_draws import VersionDraws
 from ratchet.proxy.errors import NotFound, NotReady
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
-from ratchet.proxy.telemetry.outage_warnings import OutageWarnings
+from ratchet.proxy.telemetry.outage_warnings import OutageWarnings, watch_store_use
 from ratchet.store.errors import StoreError
 from ratchet.store.records import BASE_VERSION, Policy, VersionDraw
 from ratchet.store.records.tuning import Prompt
@@ -269,7 +269,8 @@ class PolicyCache:
         while True:
             await asyncio.sleep(self._refresh_seconds)
             try:
-                await self._refresh_serving()
+                with watch_store_use(self._metrics.store, "reading", outage):
+                    await self._refresh_serving()
                 outage.end()
             except Exception as error:  # noqa: BLE001 -- the last copy stays in use
                 self._metrics.store.report("reading", ok=False)

@@ -1,0 +1,51 @@
+"""A proxy whose PostgreSQL hangs: calls are served, and metrics, readiness and log say so."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from ratchet.store.errors import StoreUnavailable
+from ratchet.store.store import open_store
+from tests.harness.postgres import postgres_server
+from tests.harness.proxy.servers import ProxyProcess, eventually
+from tests.proxy.test_durability import BODY, ready
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.postgres,
+    pytest.mark.filterwarnings("ignore:XDG_RUNTIME_DIR"),
+]
+
+
+def test_a_postgresql_that_hangs_is_reported_as_down_and_fails_no_call(vllm_url: str, tmp_path: Path) -> None:
+    with postgres_server() as server:
+        process = ProxyProcess(tmp_path, upstreams=[vllm_url], store=server.url)
+        eventually(lambda: ready(process.url))
+        with httpx.Client(base_url=process.url, timeout=30) as client:
+            eventually(lambda: "ratchet_store_up 1.0" in client.get("/metrics").text)
+            server.hang()
+            try:
+                assert client.post("/v1/chat/completions", json=BODY).status_code == 200
+                eventually(lambda: "ratchet_store_up 0.0" in client.get("/metrics").text, 15)
+                missing = client.get("/health/ready").json()["missing"]
+                assert missing == ["the store does not answer"]
+                began = time.monotonic()
+                with pytest.raises(StoreUnavailable, match="is PostgreSQL running there"):
+                    open_store(server.url)
+                assert time.monotonic() - began < 20
+            finally:
+                server.resume()
+            eventually(lambda: "ratchet_store_up 1.0" in client.get("/metrics").text, 20)
+            eventually(lambda: client.get("/health/ready").status_code == 200)
+        log = (tmp_path / "proxy.log").read_text()
+        assert log.count("event=heartbeat_failed") == 1
+        assert "has not answered for 5 s" in log
+        server.hang()
+        try:
+            assert process.stop() == 0
+        finally:
+            server.resume()
