@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ratchet.proxy.telemetry.metrics import StoreStatus
@@ -15,16 +15,19 @@ _HUNG_SECONDS = 5.0
 
 
 class OutageWarnings:
-    """Logs a failure when it begins, and at most once a minute until it ends."""
+    """Logs a failure when it begins, and at most once a minute until it ends; calls `on_begin` when it begins."""
 
-    def __init__(self, log: logging.Logger, event: str) -> None:
+    def __init__(self, log: logging.Logger, event: str, on_begin: Callable[[], None] = lambda: None) -> None:
         self._log = log
         self._event = event
+        self._on_begin = on_begin
         self._warned_at: float | None = None  # on the monotonic clock, in this outage
 
     def warn(self, error: Exception) -> None:
         """Note a failure."""
         now = time.monotonic()
+        if self._warned_at is None:
+            self._on_begin()
         if self._warned_at is None or now - self._warned_at >= _PAUSE_SECONDS:
             self._warned_at = now
             self._log.warning("event=%s reason=%r", self._event, str(error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -67,6 +68,15 @@ class Postgres:
         subprocess.run([*command, *user, *start], check=True, stdout=subprocess.DEVNULL)
         server.ensure_postgres_running()  # it finds the one that runs
         self.url = f"postgresql://postgres@/postgres?host={folder.parent}"
+
+    def save_data(self, folder: Path) -> None:
+        """Copy the data folder of a killed server, as a standby that got no more commits has it."""
+        subprocess.run(["cp", "-a", str(self._server.pgdata), str(folder)], check=True)
+
+    def put_back(self, folder: Path) -> None:
+        """Give a killed server the data of `save_data`."""
+        shutil.rmtree(self._server.pgdata)
+        subprocess.run(["cp", "-a", str(folder), str(self._server.pgdata)], check=True)
 
     def start(self) -> None:
         """Restart the server; it recovers from its log."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable
@@ -311,27 +310,6 @@ async def test_a_full_journal_keeps_records_in_memory_and_writes_them_later(jour
     await asyncio.to_thread(eventually, lambda: len(store.calls.page(100)) == 10)
     await asyncio.to_thread(eventually, lambda: not store.alarms.active())
     await shipper.stop()
-
-
-async def test_failing_writes_leave_one_segment_and_no_trace_of_them(journal: Open) -> None:
-    opened = journal(journal_segment_bytes=2**10)
-    await opened.start()
-    assert await opened.commit(pair("a")[1])
-    sizes = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (600, sizes[1]))  # as a full disk: a part of a record is written
-    try:
-        assert [await opened.commit(pair(f"b{n}" * 200)[1]) for n in range(5)] == [False] * 5
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, sizes)
-    assert segment_numbers(opened.folder) == [1, 2]
-    assert segment_path(opened.folder, 2).read_bytes() == MAGIC
-    assert opened.bytes == sum(records_end(segment_path(opened.folder, number)) for number in (1, 2))
-    assert await opened.commit(pair("c")[1])
-    await opened.stop()
-    found = [read_segment(path, 0, 2**20) for path in sorted(opened.folder.glob("*.journal"))]
-    assert [reading.end for reading in found] == ["end"] * len(found)
-    names = [record.start.call_id for reading in found for record in reading.records if isinstance(record, CallEnded)]
-    assert names == ["call_a", *(f"call_{f'b{n}' * 200}" for n in range(5)), "call_c"]
 
 
 @pytest.mark.parametrize("harm", ["deleted", "flipped", "truncated", "emptied"])

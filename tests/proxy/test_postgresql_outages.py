@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -10,6 +11,7 @@ import pytest
 
 from ratchet.store.errors import StoreUnavailable
 from ratchet.store.store import open_store
+from ratchet.store.verify import verify
 from tests.harness.postgres import postgres_server
 from tests.harness.proxy.servers import ProxyProcess, eventually
 from tests.proxy.test_durability import BODY, ready
@@ -49,3 +51,39 @@ def test_a_postgresql_that_hangs_is_reported_as_down_and_fails_no_call(vllm_url:
             assert process.stop() == 0
         finally:
             server.resume()
+
+
+def test_after_a_failover_that_lost_commits_no_later_record_lacks_messages(vllm_url: str, tmp_path: Path) -> None:
+    def is_up(state: float) -> bool:
+        return f"ratchet_store_up {state}" in httpx.get(process.url + "/metrics").text
+
+    def call(*more: dict[str, str]) -> dict[str, str]:
+        body = BODY | {"messages": [*conversation, *more]}
+        answer = httpx.post(process.url + "/v1/chat/completions", json=body, timeout=60).json()["choices"][0]["message"]
+        return {"role": "assistant", "content": answer["content"]}
+
+    conversation = [{"role": "system", "content": "a prompt of every call"}, {"role": "user", "content": "hi"}]
+    log = tmp_path / "proxy.log"
+    with postgres_server() as server:
+        process = ProxyProcess(tmp_path, upstreams=[vllm_url], store=server.url)
+        eventually(lambda: ready(process.url))
+        eventually(lambda: is_up(1.0))
+        server.kill()
+        server.save_data(tmp_path / "data")
+        server.start()
+        eventually(lambda: "its server was restarted" in log.read_text(), 20)
+        with closing(open_store(server.url)) as store:
+            conversation.append(call())
+            eventually(lambda: len(store.calls.page(9, state="answered")) == 1)
+        server.kill()
+        server.put_back(tmp_path / "data")
+        eventually(lambda: is_up(0.0), 20)
+        conversation += [{"role": "user", "content": "more"}]
+        conversation.append(call())
+        server.start()
+        eventually(lambda: is_up(1.0), 20)
+        call({"role": "user", "content": "and more"})
+        with closing(open_store(server.url)) as store:
+            eventually(lambda: len(store.calls.page(9, state="answered")) == 2, 20)
+        assert process.stop() == 0
+        assert verify(server.url).findings == []
