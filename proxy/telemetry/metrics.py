@@ -216,7 +216,12 @@ class StoreStatus:
 
     def __init__(self, gauge: Gauge) -> None:
         self._failing: dict[str, None] = {"reading": None}  # until the first read
-        gauge.set_function(lambda: float(not self._failing))
+        gauge.set_function(lambda: float(self.is_up))
+
+    @property
+    def is_up(self) -> bool:
+        """Whether no kind of use failed."""
+        return not self._failing
 
     def report(self, use: str, *, ok: bool) -> None:
         """Record the outcome of a use of the store."""
