@@ -141,7 +141,13 @@ def create_app(
     limit_reports = LimitReports(max(1, settings.workers)) if isinstance(role, WorkerRole) else None
     keys = KeyCache(settings, store, critical_tasks, sharing=limit_reports)
     health = HealthEndpoints(
-        serving.policies, serving.probes, recording.journal, recording.shipper, settings.max_lag_seconds, critical_tasks
+        serving.policies,
+        serving.probes,
+        recording.journal,
+        recording.shipper,
+        metrics.store,
+        settings.max_lag_seconds,
+        critical_tasks,
     )
     restore = LinkingRestore(serving.linker, store, settings.trajectory_idle_seconds)
     placing = _build_admission(

@@ -47,6 +47,7 @@ SetAgents = Callable[[Sequence[str]], object]
 # A full garbage collection stalls every call for tens of milliseconds: run it rarely (54 -> 6 us per call)
 _GC_THRESHOLDS = (5_000, 10, 200)
 _FAILED_SECONDS = 2.0  # how long /health/live reports the death of a task
+_EXIT_SECONDS = 2.0  # for the end of the interpreter
 _SHUTDOWN_SECONDS = 30.0  # for the shutdown after that, beyond the time for open calls
 _RESERVED_FILES = 256  # listener, journal, store, libraries
 
@@ -136,11 +137,20 @@ def run_process(
         for number, handler in handlers.items():
             signal.signal(number, handler)
         store.close()
-    if critical_tasks.failure is not None:
+    status = 0 if critical_tasks.failure is None else 1
+    if status:
         log.critical("event=failed url=%s reason=%r", url, critical_tasks.failure)
-        return 1
-    log.info("event=stopped url=%s", url)
-    return 0
+    else:
+        log.info("event=stopped url=%s", url)
+    _exit_after(_EXIT_SECONDS, status)  # the interpreter would wait for threads that a hanging store does not answer
+    return status
+
+
+def _exit_after(seconds: float, status: int) -> None:
+    """End the process by force if it still runs then."""
+    last = threading.Timer(seconds, os._exit, [status])
+    last.daemon = True
+    last.start()
 
 
 class _Server(uvicorn.Server):
@@ -202,11 +212,7 @@ class _Server(uvicorn.Server):
         """A task died: become unready, shut down in a moment, and exit by force if that hangs."""
         self._lifespan.on_stop()
         self._loop.call_soon_threadsafe(self._loop.call_later, _FAILED_SECONDS, self._request_exit)
-        last = threading.Timer(
-            _FAILED_SECONDS + (self.config.timeout_graceful_shutdown or 0) + _SHUTDOWN_SECONDS, os._exit, [1]
-        )
-        last.daemon = True
-        last.start()
+        _exit_after(_FAILED_SECONDS + (self.config.timeout_graceful_shutdown or 0) + _SHUTDOWN_SECONDS, status=1)
 
     def _request_exit(self) -> None:
         self.should_exit = True

@@ -235,7 +235,8 @@ class Journal:
                 f"the journal {self.folder} cannot be written: {error}; calls are served, their records stay in "
                 f"memory: free space on that disk or raise max_journal_bytes",
             )
-            self._close()
+            if not self._empty():
+                self._close()
             self._keep_unwritten(frames)
             self._resolve(waiting, durable=False)
             return
@@ -295,6 +296,16 @@ class Journal:
             self._file, self._number, self._path = file, number, str(path)
             self._segments[number] = SegmentContent(0, len(MAGIC))
             self.bytes += len(MAGIC)
+
+    def _empty(self) -> bool:
+        """Remove what a failed write left in a segment without records; return whether the next write can use it."""
+        if self._file < 0 or self._size() > len(MAGIC) or not os.path.exists(self._path):
+            return False
+        try:
+            os.ftruncate(self._file, len(MAGIC))
+        except OSError:
+            return False
+        return True
 
     def _close(self) -> None:
         """Close the current segment; truncate zeros or a torn record after its last complete one."""

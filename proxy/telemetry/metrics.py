@@ -138,7 +138,7 @@ class ProxyMetrics:
 
     def _add_journal_metrics(self) -> None:
         self.store = StoreStatus(
-            self._gauge("ratchet_store_up", "1 if the last read and the last write of the store succeeded, else 0")
+            self._gauge("ratchet_store_up", "1 if the store's last read and write succeeded, within 5 s; else 0")
         )
         self.journal_bytes = self._gauge("ratchet_journal_bytes", "Bytes of records in the journal")
         self.unshipped = self._gauge("ratchet_journal_unshipped_records", "Records that are not in the store yet")
@@ -216,7 +216,12 @@ class StoreStatus:
 
     def __init__(self, gauge: Gauge) -> None:
         self._failing: dict[str, None] = {"reading": None}  # until the first read
-        gauge.set_function(lambda: float(not self._failing))
+        gauge.set_function(lambda: float(self.is_up))
+
+    @property
+    def is_up(self) -> bool:
+        """Whether no kind of use failed."""
+        return not self._failing
 
     def report(self, use: str, *, ok: bool) -> None:
         """Record the outcome of a use of the store."""

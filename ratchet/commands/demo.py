@@ -27,6 +27,7 @@ def demo(
     """Train an unmodified agent on the real vLLM and measure its improvement.
 
     Exits with 0 only if the success rate on held-out tasks rose significantly. Results: .ratchet/demo/result.json.
+    The demo has its own settings: ratchet.yaml and RATCHET_* variables are ignored, except secrets.
 
     \b
     Example:

@@ -5,7 +5,7 @@ OPENAI_API_KEY and OPENAI_MODEL, and reads the store. The services have no speci
 
 The exit code is 0 only if held-out success rose. Everything that it started is stopped, and the records stay in
 `.ratchet/demo`. It does not touch other projects: it is always the project `demo` with its own SQLite store, and reads
-no RATCHET_* variables except secrets.
+no RATCHET_* variables except secrets; it names those that it ignores.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 from ratchet.demo.demo_results import DemoResults, Evaluations, HeldOutEvaluation, read_evaluation, read_results
 from ratchet.demo.email_search.tasks import HARD
 from ratchet.errors import AlreadyRunning, DemoFailed
-from ratchet.settings.load_settings import load
+from ratchet.settings.load_settings import load, setting_variables
 from ratchet.settings.project_settings import SECRETS, Settings
 from ratchet.settings.state_folder import StateFolder
 from ratchet.store.store import Store, open_store
@@ -86,6 +86,8 @@ class Demo:
 
     def play(self) -> DemoResults:
         """Run every stage; return the figures. The services are always stopped."""
+        if ignored := setting_variables(os.environ):
+            self._say(f"ignored, because the demo has its own settings: {', '.join(ignored)}")
         lock = self._take_folder()
         try:
             with self._stage("prepare", "make the mailbox and the task set"):

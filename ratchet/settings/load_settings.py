@@ -268,9 +268,7 @@ class _VariableLayer(EnvSettingsSource):
             layers.put(self._values, path, _parse(self._type_of(name, path), text or "", name), f"variable {name}")
 
     def _load_env_vars(self) -> Mapping[str, str | None]:
-        ours = (name for name in sorted(self._layers.environ) if name.startswith(self.env_prefix))
-        named = {name: self._layers.environ[name] for name in ours if name not in OTHER_VARIABLES}
-        return {name: value for name, value in named.items() if not _is_service_link(name, value)}
+        return setting_variables(self._layers.environ)
 
     def __call__(self) -> dict[str, Any]:
         return self._values
@@ -311,6 +309,12 @@ class _VariableLayer(EnvSettingsSource):
             key = "__".join((*path, next(iter(kind)))).upper()
             raise SettingsError(f"variable {name}: names a section; name a key, such as {self.env_prefix}{key}")
         return kind
+
+
+def setting_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the RATCHET_* variables that are settings, by name."""
+    ours = {name: environ[name] for name in sorted(environ) if name.startswith(PREFIX) and name not in OTHER_VARIABLES}
+    return {name: value for name, value in ours.items() if not _is_service_link(name, value)}
 
 
 class _OptionLayer(InitSettingsSource):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 import msgspec
 import sqlalchemy as sa
 
@@ -42,6 +44,17 @@ class ProxyInstances:
                 sa.delete(table).where(table.c.heartbeat_at < instance.heartbeat_at - _DELETE_AFTER_SECONDS)
             )
         return False
+
+    def server_started_at(self) -> datetime | None:
+        """Return when PostgreSQL's server was started; None for SQLite.
+
+        It is another time after a restart and after a failover, in which the last commits may have been lost.
+        """
+        if self._engine.dialect.name == "sqlite":
+            return None
+        with read(self._engine) as connection:
+            started_at: datetime | None = connection.scalar(sa.select(sa.func.pg_postmaster_start_time()))
+            return started_at
 
     def running(self, alias: str | None, since: float) -> list[ProxyInstance]:
         """Return the proxies with a heartbeat since then (Unix seconds) that serve an alias, or any."""

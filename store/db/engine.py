@@ -30,6 +30,15 @@ _WAL_SECONDS = 15.0
 # read-only (a standby), a statement that a connection pooler's other server has not prepared, or has, privileges, a
 # missing schema or table, damage.
 _SERVER_STATES = ("25006", "26000", "42P05", "42501", "3F000", "42P01", "XX001", "XX002")
+# libpq's; a URL may set others. Without them, a server that hangs, or whose machine is gone, is waited for 2 minutes at
+# the connection and up to 2 hours at an answer. Its kernel answers keep-alives, also during a long statement.
+_CONNECTION_LIMITS = {
+    "connect_timeout": 10,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 4,
+    "tcp_user_timeout": 30000,
+}
 _MIGRATION_LOCK = 0x52415443  # advisory lock: one process at a time creates the schema
 
 for _kind in (bytes, type(None)):  # without an adapter, Python 3.11 looks for one at every value, in twice the time
@@ -89,6 +98,7 @@ def _create_engine(store_url: str, create: bool, writes_much: bool) -> sa.Engine
     try:
         engine = sa.create_engine(
             url,
+            connect_args={name: value for name, value in _CONNECTION_LIMITS.items() if name not in url.query},
             pool_pre_ping=True,
             paramstyle="format",  # by place, as SQLite's
             json_serializer=_dump,

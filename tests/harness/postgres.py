@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -22,12 +24,23 @@ class Postgres:
 
     def kill(self) -> None:
         """Send SIGKILL to every process of the server."""
+        psutil.wait_procs(self._signal(signal.SIGKILL), 10)
+
+    def hang(self) -> None:
+        """Stop every process of the server: it neither answers nor refuses."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let a server go on that hangs."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> list[psutil.Process]:
         postmaster = psutil.Process(self._server.get_pid())
         processes = [postmaster, *postmaster.children(recursive=True)]
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(processes, 10)
+                process.send_signal(number)
+        return processes
 
     def listen(self, command: Sequence[str]) -> None:
         """Restart the server so that it also listens on port 5432 of all addresses, without passwords.
@@ -55,6 +68,15 @@ class Postgres:
         subprocess.run([*command, *user, *start], check=True, stdout=subprocess.DEVNULL)
         server.ensure_postgres_running()  # it finds the one that runs
         self.url = f"postgresql://postgres@/postgres?host={folder.parent}"
+
+    def save_data(self, folder: Path) -> None:
+        """Copy the data folder of a killed server, as a standby that got no more commits has it."""
+        subprocess.run(["cp", "-a", str(self._server.pgdata), str(folder)], check=True)
+
+    def put_back(self, folder: Path) -> None:
+        """Give a killed server the data of `save_data`."""
+        shutil.rmtree(self._server.pgdata)
+        subprocess.run(["cp", "-a", str(folder), str(self._server.pgdata)], check=True)
 
     def start(self) -> None:
         """Restart the server; it recovers from its log."""

@@ -1,16 +1,26 @@
-"""A journal damaged in the middle, during a run or between two runs: the rest is shipped."""
+"""A journal damaged in the middle, during a run or between two runs: the rest is shipped. A disk that fails."""
 
 from __future__ import annotations
 
 import asyncio
+import resource
 from pathlib import Path
 
 import pytest
 
 from ratchet.proxy.journal.journal import Journal
-from ratchet.proxy.journal.segments import MAGIC, Position, segment_path, write_position
+from ratchet.proxy.journal.segments import (
+    MAGIC,
+    Position,
+    read_segment,
+    records_end,
+    segment_numbers,
+    segment_path,
+    write_position,
+)
 from ratchet.proxy.telemetry.alarm_queue import AlarmQueue
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
+from ratchet.store.records import CallEnded
 from ratchet.store.store import Store
 from tests.harness.proxy.servers import eventually
 from tests.proxy.test_journal import pair, shipping
@@ -65,3 +75,23 @@ async def test_a_position_of_another_journal_loses_nothing(folder: Path, store: 
     assert [call.id for call in store.calls.page(9)] == ["call_a"]
     await shipper.stop()
     await second.stop()
+
+
+async def test_failing_writes_leave_one_segment_and_no_trace_of_them(folder: Path) -> None:
+    opened = await start_journal(folder)
+    assert await opened.commit(pair("a")[1])
+    sizes = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (600, sizes[1]))  # as a full disk: a part of a record is written
+    try:
+        assert [await opened.commit(pair(f"b{n}" * 200)[1]) for n in range(5)] == [False] * 5
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, sizes)
+    assert segment_numbers(folder) == [1, 2]
+    assert segment_path(folder, 2).read_bytes() == MAGIC
+    assert opened.bytes == sum(records_end(segment_path(folder, number)) for number in (1, 2))
+    assert await opened.commit(pair("c")[1])
+    await opened.stop()
+    found = [read_segment(path, 0, 2**20) for path in sorted(folder.glob("*.journal"))]
+    assert [reading.end for reading in found] == ["end"] * len(found)
+    names = [record.start.call_id for reading in found for record in reading.records if isinstance(record, CallEnded)]
+    assert names == ["call_a", *(f"call_{f'b{n}' * 200}" for n in range(5)), "call_c"]

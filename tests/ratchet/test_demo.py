@@ -85,14 +85,15 @@ def interrupt(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.slow
-def test_the_users_own_variables_do_not_reach_the_demo(demo: DemoRun, tmp_path: Path) -> None:
+def test_the_users_own_variables_do_not_reach_the_demo_and_are_named(demo: DemoRun, tmp_path: Path) -> None:
     own = tmp_path / "state" / "mail"
     own.mkdir(parents=True)
     process = demo.start(RATCHET_PROJECT="mail", RATCHET_STORE=f"sqlite:///{tmp_path / 'mine.db'}", RATCHET_MODEL="m")
     recorded = demo.state / "run" / "running.json"
     wait_for("the services are started", recorded.exists, seconds=40)
     running = json.loads(recorded.read_text())
-    interrupt(process)
+    output = interrupt(process)
+    assert "its own settings: RATCHET_MODEL, RATCHET_PROJECT, RATCHET_STORE\n" in output
     assert (running["project"], running["model"]) == ("demo", "email-agent")
     assert running["store"] == f"sqlite:///{demo.state / 'store.db'}"
     assert own.is_dir()

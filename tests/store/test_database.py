@@ -7,6 +7,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
@@ -20,8 +21,11 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
 import ratchet.store.db.engine as database
+from ratchet.store.coordination.running_processes import running_processes
 from ratchet.store.db.schema import metadata
 from ratchet.store.errors import SchemaMismatch, StoreError, StoreNotFound, StoreUnavailable
+from ratchet.store.ids import new_id
+from ratchet.store.records import ProxyInstance
 from ratchet.store.store import Store, open_store
 from tests.harness.records import call_start, ended
 
@@ -84,6 +88,21 @@ def test_a_store_of_an_unknown_schema_is_refused_with_the_remedy(store_url: str)
         open_store(store_url)
     with pytest.raises(SchemaMismatch, match="name a new store"):
         database.migrate(engine)
+    engine.dispose()
+
+
+def test_the_processes_that_use_a_store_are_known_until_they_stop_or_their_time_is_over(store_url: str) -> None:
+    store, engine, now = open_store(store_url), database.connect(store_url), time.time()
+    assert running_processes(engine) == []
+    for name, url, at in (("p1", "http://a:8000", now), ("p2", "http://gone:8000", now - 11.0)):
+        store.proxy_instances.heartbeat(ProxyInstance(name, url, {}, {}, 0.0, at))
+    for owner in (trainer := new_id("box:7"), new_id("box:8")):
+        store.leases.acquire(f"controller:0:{owner}", owner, 30.0 if owner == trainer else -1.0)
+    store.leases.acquire("trainer:mail", trainer, 30.0)
+    store.leases.acquire("tuning:r", new_id("box:9"), 30.0)
+    store.leases.acquire("learner:x", "http://gpu:8002:x", 30.0)  # it does not use the store
+    assert running_processes(engine) == ["proxy http://a:8000", "run of the tuner box:9", "trainer box:7"]
+    store.close()
     engine.dispose()
 
 

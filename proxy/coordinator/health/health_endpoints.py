@@ -2,8 +2,9 @@
 
 `live` is for a liveness probe: it fails if the process hangs, or exits because a component died. `ready` is for a
 readiness probe: it is 503 while a call would not be served, according to the latest probes of the replicas; it sends
-them no request of its own. `backlog` is for alarms: it is 503 while the store is too far behind, although calls are
-served and nothing is lost. Do not restart anything because of `backlog`.
+them no request of its own. A store that is down does not count (`store_up`): calls are served. `backlog` is for
+alarms: it is 503 while the store is too far behind, although calls are served and nothing is lost. Do not restart
+anything because of `backlog`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ratchet.proxy.coordinator.shipping.shipper import Shipper
 from ratchet.proxy.coordinator.versions.policy_cache import PolicyCache
 from ratchet.proxy.journal.journal import Journal
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
+from ratchet.proxy.telemetry.metrics import StoreStatus
 from ratchet.proxy.upstreams.replica_pool import Replica
 from ratchet.proxy.upstreams.replica_probes import ReplicaProbes
 from ratchet.proxy.wire.asgi import send_json
@@ -31,6 +33,7 @@ class HealthEndpoints:
         probes: ReplicaProbes[Replica],
         journal: Journal,
         shipper: Shipper,
+        store_status: StoreStatus,
         max_lag_seconds: float,
         critical_tasks: CriticalTasks,
     ) -> None:
@@ -38,6 +41,7 @@ class HealthEndpoints:
         self._probes = probes
         self._journal = journal
         self._shipper = shipper
+        self._store_status = store_status
         self._max_lag_seconds = max_lag_seconds
         self._critical_tasks = critical_tasks
         self._started_at = time.time()
@@ -60,7 +64,13 @@ class HealthEndpoints:
         if not any(upstream["up"] for upstream in upstreams):
             missing += [upstream["reason"] for upstream in upstreams]
         status = "not ready" if missing else "ready"
-        body = {"status": status, "missing": missing, "agents": self._policies.agent_states(), "upstreams": upstreams}
+        body = {
+            "status": status,
+            "missing": missing,
+            "store_up": self._store_status.is_up,
+            "agents": self._policies.agent_states(),
+            "upstreams": upstreams,
+        }
         await send_json(send, 503 if missing else 200, body)
 
     async def backlog(self, scope: Scope, receive: Receive, send: Send) -> None:

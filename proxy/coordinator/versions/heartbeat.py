@@ -1,7 +1,10 @@
 """The heartbeat of this proxy instance in the store: its live versions, its pins, and how far it has shipped.
 
-Sent about once a second, and at once after a live version has changed. All fields are read at one moment. A store that
-lacks the latest heartbeat lost rows, or is another one: `on_older_store` is called.
+Sent about once a second, and at once after a live version has changed. All fields are read at one moment.
+
+`on_older_store` is called when the store may have lost rows that it had: it lacks the latest heartbeat, or PostgreSQL's
+server was restarted or another one took over. It is called as well when the store begins not to answer, for calls until
+it answers again: a standby that takes over may lack the last commits.
 """
 
 from __future__ import annotations
@@ -12,12 +15,13 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from functools import partial
 from typing import Any
 
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
-from ratchet.proxy.telemetry.outage_warnings import OutageWarnings
+from ratchet.proxy.telemetry.outage_warnings import OutageWarnings, watch_store_use
 from ratchet.store.errors import StoreError
 from ratchet.store.ids import new_id
 from ratchet.store.records import ProxyInstance
@@ -74,11 +78,12 @@ class Heartbeat:
             removal = self._call(partial(self._store.proxy_instances.remove, self._instance_id))
             await asyncio.wait_for(removal, _CLOSE_SECONDS)
         except (StoreError, TimeoutError) as error:
-            log.warning("event=instance_not_removed reason=%r", str(error))
+            log.warning("event=instance_not_removed reason=%r", str(error) or "the store does not answer")
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self) -> None:
-        outage, previous = OutageWarnings(log, "heartbeat_failed"), 0.0
+        outage, previous = OutageWarnings(log, "heartbeat_failed", self._on_older_store), 0.0
+        server: datetime | None = None
         while True:
             self._live_versions_changed.clear()
             now = time.time()
@@ -91,13 +96,14 @@ class Heartbeat:
                 heartbeat_at=now,
             )
             try:
-                known = await self._call(partial(self._store.proxy_instances.heartbeat, instance, previous))
+                with watch_store_use(self._metrics.store, "writing", outage):
+                    started_at = await self._call(self._store.proxy_instances.server_started_at)
+                    known = await self._call(partial(self._store.proxy_instances.heartbeat, instance, previous))
                 if previous and not known:
-                    log.warning(
-                        "event=store_is_older reason='it lacks the latest heartbeat: messages are stored again'"
-                    )
-                    self._on_older_store()
-                previous = now
+                    self._report_older("it lacks the latest heartbeat")
+                elif previous and started_at != server:
+                    self._report_older("its server was restarted or replaced, and may lack its last commits")
+                previous, server = now, started_at
                 self._metrics.store.report("writing", ok=True)
                 outage.end()
             except Exception as error:  # noqa: BLE001 -- the next heartbeat has the whole state again
@@ -105,6 +111,10 @@ class Heartbeat:
                 outage.warn(error)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._live_versions_changed.wait(), self._interval_seconds)
+
+    def _report_older(self, reason: str) -> None:
+        log.warning("event=store_is_older reason=%r", f"{reason}: messages are stored again")
+        self._on_older_store()
 
     async def _call(self, verb: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, verb)

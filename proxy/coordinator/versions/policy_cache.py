@@ -25,7 +25,7 @@ from ratchet.proxy.coordinator.versions.version_draws import VersionDraws
 from ratchet.proxy.errors import NotFound, NotReady
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
-from ratchet.proxy.telemetry.outage_warnings import OutageWarnings
+from ratchet.proxy.telemetry.outage_warnings import OutageWarnings, watch_store_use
 from ratchet.store.errors import StoreError
 from ratchet.store.records import BASE_VERSION, Policy, VersionDraw
 from ratchet.store.records.tuning import Prompt
@@ -74,7 +74,7 @@ class PolicyCache:
     ) -> None:
         self.aliases = tuple(aliases)
         self.other_models = frozenset(other_models)  # not trained by this proxy
-        self._store_answered_at = 0.0  # monotonic seconds
+        self._store_has_answered = False
         self._store = store
         self._metrics = metrics
         self._refresh_seconds = refresh_seconds
@@ -223,11 +223,11 @@ class PolicyCache:
         return known.adapter
 
     def readiness_problems(self) -> list[str]:
-        """Return why calls cannot be served; empty if they can."""
+        """Return why calls cannot be served; empty if they can, also from the last copy while the store is down."""
         missing = [f"no live version of {alias}: vLLM has not been reached yet" for alias in self.aliases
                    if alias not in self._live and alias not in self._joining]  # fmt: skip
-        if time.monotonic() - self._store_answered_at > 5.0:
-            missing.append("the store does not answer")
+        if not self._store_has_answered:
+            missing.append("the store has not answered yet")
         return missing
 
     def unknown_model(self, model: str, access: Access = FULL_ACCESS) -> NotFound:
@@ -269,7 +269,8 @@ class PolicyCache:
         while True:
             await asyncio.sleep(self._refresh_seconds)
             try:
-                await self._refresh_serving()
+                with watch_store_use(self._metrics.store, "reading", outage):
+                    await self._refresh_serving()
                 outage.end()
             except Exception as error:  # noqa: BLE001 -- the last copy stays in use
                 self._metrics.store.report("reading", ok=False)
@@ -284,7 +285,7 @@ class PolicyCache:
         if overdue or serving != self._serving or not all(map(self._is_unchanged, found)):
             await self._refresh_all()
         self._serving = serving
-        self._store_answered_at = time.monotonic()
+        self._store_has_answered = True
         self._metrics.store.report("reading", ok=True)
         self._draws.replace(found)
         if live != self._live:
