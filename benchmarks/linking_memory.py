@@ -64,7 +64,7 @@ def _answers(chance: random.Random, answers: int) -> Iterator[tuple[dict[str, An
 def _leaf(link: Link, answer: dict[str, Any], before: str, now: float) -> Leaf:
     """Return an answer as a worker makes it."""
     own, anywhere = canon.answer_keys([before, canon.ANYWHERE], answer)
-    return Leaf(
+    return Leaf.of(
         link.trajectory_id, new_id("call"), 0, 0, short_key(own), canon.tool_call_ids(answer), _KEY,
         token_fingerprint(_TOKENS), now, fingerprints=fingerprints_of(answer, "", anywhere, []),
     )  # fmt: skip

@@ -367,8 +367,9 @@ class WorkerSessions:
         """Return what the worker needs of a placement."""
         link, family = placement.link, None
         parent = link.parent
-        if parent is not None and parent.fingerprints is not NO_FINGERPRINTS:
-            parent = msgspec.structs.replace(parent, fingerprints=NO_FINGERPRINTS)
+        if parent is not None:
+            parent = msgspec.structs.replace(parent)
+            parent.details = msgspec.structs.replace(parent.details, fingerprints=NO_FINGERPRINTS)
         if placement.prompt is not None:
             tools_hash = message.request.stored_tools_hash or message.request.tools_hash
             family = self._linker.task_family(link.trajectory_id, placement.task, tools_hash)

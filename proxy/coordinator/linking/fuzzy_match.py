@@ -66,7 +66,8 @@ def best_of_path(evidence: LinkEvidence, place: int, found: Sequence[Leaf]) -> t
     exact = [leaf for leaf in found if leaf.link_key == key]
     ids = canon.tool_call_ids(evidence.messages[place])
     same_ids = [leaf for leaf in found if leaf.tool_call_ids == ids] if ids else []
-    best = max(same_ids or exact or found, key=preference)
+    equal = same_ids or exact or found
+    best = max(equal, key=preference) if len(equal) > 1 else equal[0]
     by = "graph" if best.link_key == key else "graph+gap"
     return best, "graph+tool_ids" if same_ids and by == "graph" else by
 
