@@ -194,7 +194,9 @@ class HoldingCoordinator:
         return self._response
 
 
-@pytest.mark.parametrize(("status", "refusal"), [(200, messages.encode(messages.Stranger())), (503, b"it stops")])
+@pytest.mark.parametrize(
+    ("status", "refusal"), [(200, messages.encode(messages.Stranger())), (503, b"it stops")], ids=["stranger", "error"]
+)
 async def test_a_refused_message_of_an_earlier_epoch_ends_no_session_of_the_present_one(
     status: int, refusal: bytes
 ) -> None:
