@@ -19,11 +19,11 @@ from ratchet.proxy.messages.text_fingerprints import fingerprints_of, is_distinc
 from ratchet.store.content import messages as canon
 from tests.proxy.test_linking import Message, evidence
 
-Found = tuple["Answer | None", str]
+Found = tuple["KnownAnswer | None", str]
 
 
 @dataclass(eq=False)
-class Answer:
+class KnownAnswer:
     """A known answer; `run` is its trajectory, `path` and `gap` are the keys at which the graph has it."""
 
     run: str
@@ -45,7 +45,7 @@ class PlainSearch:
     """All answers, oldest first, and the rules."""
 
     def __init__(self) -> None:
-        self.answers: list[Answer] = []
+        self.answers: list[KnownAnswer] = []
 
     def find(self, messages: Sequence[Message]) -> Found:
         """Return the answer that a request continues, and by what rule."""
@@ -67,11 +67,11 @@ class PlainSearch:
         return _by_content(messages, self.answers, any_text=False)
 
 
-def _by_content(messages: Sequence[Message], known: Sequence[Answer], *, any_text: bool) -> Found:
+def _by_content(messages: Sequence[Message], known: Sequence[KnownAnswer], *, any_text: bool) -> Found:
     """Return the latest answer of the one trajectory that gave the messages; `any_text`: short ones count too."""
-    matches: list[tuple[list[Answer], list[Answer]]] = []
+    matches: list[tuple[list[KnownAnswer], list[KnownAnswer]]] = []
     for message in reversed(messages):
-        equal: list[Answer] = []
+        equal: list[KnownAnswer] = []
         if message["role"] == "assistant":
             equal = [one for one in known if _alone(one.message) == _alone(message)]
         named = canon.tool_call_ids(message) or (message.get("tool_call_id", ""),)
@@ -91,7 +91,7 @@ def _by_content(messages: Sequence[Message], known: Sequence[Answer], *, any_tex
     return _choose([one for one in groups[0] if one.run in shared]), "answer"
 
 
-def _choose(equal: Sequence[Answer]) -> Answer | None:
+def _choose(equal: Sequence[KnownAnswer]) -> KnownAnswer | None:
     if len({one.run for one in equal}) == 1:
         return max(equal, key=lambda one: (one.call, -one.choice))
     if len({one.path for one in equal}) > 1:
@@ -99,7 +99,7 @@ def _choose(equal: Sequence[Answer]) -> Answer | None:
     return max([one for one in equal if not one.extended], key=_preference, default=None)
 
 
-def _preference(one: Answer) -> tuple[bool, bool, int, int]:
+def _preference(one: KnownAnswer) -> tuple[bool, bool, int, int]:
     return not one.taken, not one.extended, one.call, -one.choice
 
 
@@ -137,7 +137,7 @@ def _reply(rng: random.Random, ids: list[str]) -> Message:
     return message
 
 
-def _end(linker: TrajectoryLinker, link: Link, answers: Sequence[Answer], prompt: list[Message]) -> None:
+def _end(linker: TrajectoryLinker, link: Link, answers: Sequence[KnownAnswer], prompt: list[Message]) -> None:
     linker.end_call(link, [
         Leaf.of(
             one.run, f"call_{one.call}", one.choice, 0, short_key(one.path), one.ids, "k", b"", float(one.call),
@@ -170,7 +170,7 @@ def test_the_linker_finds_what_a_plain_search_finds(seed: int) -> None:
             message = _reply(rng, ids)
             gap = canon.link_key(keys[-2], message) if skips else ""
             path = canon.link_key(keys[-1], message)
-            answers.append(Answer(link.trajectory_id, call, choice, message, path, gap))
+            answers.append(KnownAnswer(link.trajectory_id, call, choice, message, path, gap))
             conversations.append([*prompt, message])
         _end(linker, link, answers, prompt)
         plain.answers += answers
