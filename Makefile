@@ -55,6 +55,7 @@ e2e: clients ## only the end-to-end tests on the real vLLM
 bench: venv ## compare the proxy with a bare proxy and LiteLLM, measure linking, and let two machines fail
 	@$(BIN)/python -m benchmarks.proxy_overhead
 	@$(BIN)/python -m benchmarks.linking
+	@$(BIN)/python -m benchmarks.linking_memory --trajectories 1000
 	@$(BIN)/python -m benchmarks.partitions --quick
 
 constraints: venv ## write deploy/constraints.txt: the versions in .venv, with hashes

@@ -152,7 +152,7 @@ class ProxySettings(CoordinationSettings):
     max_linking_bytes: int = Field(
         256 * 2**20,
         ge=2**16,
-        description="memory for linking, bytes: about 1.2 KB for each answer of an open trajectory; if it is full, the "
+        description="memory for linking, bytes: about 0.9 KB for each answer of an open trajectory; if it is full, the "
         "key with the most bytes loses its least recently used trajectories",
     )
     max_linking_bytes_per_key: int = Field(

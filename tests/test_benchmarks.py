@@ -21,6 +21,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "coverage": ("--quick",),
     "gpu": ("--shape", "tiny", "--device", "cpu"),
     "linking": ("--quick", "--only", "reminders"),
+    "linking_memory": ("--trajectories", "300"),
     "listing": ("--trajectories", "50", "--store", "STORE"),
     "proxy_overhead": ("--only", "ratchet", "floor", "--seconds", "0.3", "--calls", "50"),
     "release": ("--quick", "--only", "planted", "--series", "2"),
@@ -88,7 +89,7 @@ def _run(name: str, folder: Path) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(QUICK.keys() - {"gpu", "linking", "proxy_overhead"}))
+@pytest.mark.parametrize("name", sorted(QUICK.keys() - {"gpu", "linking", "linking_memory", "proxy_overhead"}))
 def test_a_benchmark_prints_json_and_nothing_else(name: str, tmp_path: Path) -> None:
     assert _run(name, tmp_path)
 
@@ -97,6 +98,13 @@ def test_a_benchmark_prints_json_and_nothing_else(name: str, tmp_path: Path) -> 
 def test_the_linking_benchmark_reports_how_calls_were_linked(tmp_path: Path) -> None:
     (result,) = _run("linking", tmp_path)
     assert (result["kind"], result["good"], result["linked_by"]) == ("reminders", True, {"root": 3, "graph+gap": 9})
+
+
+@pytest.mark.slow
+def test_the_memory_of_linking_is_near_its_estimate(tmp_path: Path) -> None:
+    result = _run("linking_memory", tmp_path)
+    assert (result["trajectories"], result["answers"]) == (300, 6_000)
+    assert 0.75 < result["resident"] / result["estimated"] < 1.25
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ from ratchet.proxy.errors import BadRequest, Forbidden, ProxyError
 from ratchet.proxy.messages import coordinator_messages as messages
 from ratchet.proxy.messages.admission_records import EndedCall
 from ratchet.proxy.messages.link_records import Placement
-from ratchet.proxy.messages.text_fingerprints import NO_FINGERPRINTS, text_hash
+from ratchet.proxy.messages.text_fingerprints import text_hash
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.wire.asgi import ANSWER_REPEATED, HEADERS_BY_NAME, header, headers_of, read_body, send_bytes
 from ratchet.store.ids import new_id
@@ -366,13 +366,10 @@ class WorkerSessions:
     def _slim(self, placement: Placement, message: messages.Find) -> Placement:
         """Return what the worker needs of a placement."""
         link, family = placement.link, None
-        parent = link.parent
-        if parent is not None and parent.fingerprints is not NO_FINGERPRINTS:
-            parent = msgspec.structs.replace(parent, fingerprints=NO_FINGERPRINTS)
         if placement.prompt is not None:
             tools_hash = message.request.stored_tools_hash or message.request.tools_hash
             family = self._linker.task_family(link.trajectory_id, placement.task, tools_hash)
-        link = msgspec.structs.replace(link, parent=parent, quoted=None)
+        link = msgspec.structs.replace(link, quoted=None)
         return msgspec.structs.replace(placement, link=link, number=message.number, family=family)
 
     def _end(self, session: _Session, message: messages.End) -> None:

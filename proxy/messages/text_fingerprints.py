@@ -35,7 +35,7 @@ _MAX_ARGUMENTS = 4
 _DISTINCTIVE_ID = re.compile(r"(?=[A-Za-z0-9]*[0-9])(?=[A-Za-z0-9]*[A-Za-z])[A-Za-z0-9]{9,}\Z")
 
 
-class QuotedText(msgspec.Struct, frozen=True, gc=False):
+class QuotedText(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """A text of an answer.
 
     `prefix_hashes`: distinguish texts with the same beginning; Python's hashes of prefixes of the lengths
@@ -48,7 +48,7 @@ class QuotedText(msgspec.Struct, frozen=True, gc=False):
     prefix_hashes: tuple[int, ...] = ()
 
 
-class TextFingerprints(msgspec.Struct, frozen=True, gc=False):
+class TextFingerprints(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """The fingerprints of one answer.
 
     `skip_last_key`: short link key of the path without the prompt's last message. `answer_key`: of the answer alone.

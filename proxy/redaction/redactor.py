@@ -76,7 +76,7 @@ class Redactor:
             return record if error == record.error else msgspec.structs.replace(record, error=error)
         nodes = tuple(canon.node(node.parent, _object(body)) for node, body in zip(record.nodes, bodies, strict=True))
         for leaf in leaves:
-            leaf.sequence = token_fingerprint(b"")
+            leaf.details = msgspec.structs.replace(leaf.details, sequence=token_fingerprint(b""))
         return msgspec.structs.replace(
             record,
             nodes=nodes,

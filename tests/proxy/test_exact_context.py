@@ -296,7 +296,7 @@ async def test_few_ids_are_cached_until_one_is_read(store: Store) -> None:
     assert contexts.bytes <= 2**20
     record = ended("call_99", 10_000)
     ids = record.prompt_ids + record.choices[0].token_ids
-    leaf = Leaf("t", "call_99", 0, 0, b"", (), None, token_fingerprint(ids), 0.0)
+    leaf = Leaf.of("t", "call_99", 0, 0, b"", (), None, token_fingerprint(ids), 0.0)
     assert await contexts.find_context(leaf) == Context(ids, ((10, 10_000),)), "the latest are among them"
     for number in range(100, 200):
         contexts.add_answers(ended(f"call_{number}", 10_000))

@@ -41,7 +41,7 @@ def answered(linker: TrajectoryLinker, prompt: list[Message], reply: Message, no
     linker.begin_call(link, "agent", link.version or 0, now)
     keys = canon.link_keys(prompt)
     own, path, gap = canon.answer_keys((canon.ANYWHERE, keys[-1], keys[-2] if len(keys) > 1 else ""), reply)
-    leaf = Leaf(
+    leaf = Leaf.of(
         trajectory_id=link.trajectory_id,
         call_id=f"call_{len(prompt)}_of_{link.trajectory_id}",
         choice=0,

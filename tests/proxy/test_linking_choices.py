@@ -26,7 +26,7 @@ def choices_of(linker: TrajectoryLinker, texts: list[str], now: float) -> str:
     before = canon.link_keys([USER])[0]
     keys = [short_key(canon.link_key(before, {**REPLY, "content": text})) for text in texts]
     leaves = [
-        Leaf(link.trajectory_id, f"call_{now}", place, 0, key, (), "k", b"", now) for place, key in enumerate(keys)
+        Leaf.of(link.trajectory_id, f"call_{now}", place, 0, key, (), "k", b"", now) for place, key in enumerate(keys)
     ]  # fmt: skip
     linker.end_call(link, leaves, now)
     return link.trajectory_id

@@ -2,100 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.harness.linking.campaign import start_machines
-from tests.harness.proxy.scripted_vllm import ScriptedVllm
-from tests.harness.proxy.servers import ProxyProcess, eventually, served
+from tests.harness.proxy.machines import Machines, has_shipped, running_machines
+from tests.harness.proxy.servers import eventually
 
 pytestmark = pytest.mark.slow
 
 TOKEN = "a secret of all the machines"
 
 
-class Machines:
-    """Two proxies, the first with the coordinator of both, called in turn."""
-
-    def __init__(self, folder: Path, vllm_url: str, **settings: Any) -> None:
-        self._folder = folder
-        self.proxies: list[ProxyProcess] = start_machines(folder, vllm_url, 2, 2, **settings)
-        self._numbers = count()
-        for proxy in self.proxies:
-            eventually(partial(_is_ready, proxy.url))
-
-    def turn(self, messages: list[dict[str, Any]], text: str) -> str:
-        """Send the next question of a conversation to the next machine; return the trajectory."""
-        messages.append({"role": "user", "content": text})
-        url = self.proxies[next(self._numbers) % 2].url
-        body = {"model": "agent", "messages": messages}
-        response = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
-        assert response.status_code == 200, response.text
-        messages.append({"role": "assistant", "content": response.json()["choices"][0]["message"]["content"]})
-        return str(response.headers["x-ratchet-trajectory"])
-
-    def log(self, machine: int) -> str:
-        """The log of a machine's processes."""
-        return (self._folder / f"machine-{machine}" / "proxy.log").read_text()
-
-    def signal_coordinator(self, number: int, machine: int = 1) -> None:
-        """Send a signal to the coordinator of a machine."""
-        os.kill(int(re.findall(r"event=process_started name=coordinator pid=(\d+)", self.log(machine))[-1]), number)
-
-    def deciding(self) -> int:
-        """The machine whose coordinator decides."""
-        return next(machine for machine in (1, 2) if "event=linking_restored" in self.log(machine))
-
-    def start_again(self, command: Sequence[str]) -> ProxyProcess:
-        """Start a proxy that was killed, with the settings in its command."""
-        settings = json.loads(command[-2])  # a zero byte ends the last argument
-        return ProxyProcess(Path(settings["journal"]).parent, **settings)
-
-    def connections(self) -> int:
-        """How often workers have connected to a coordinator."""
-        return sum(self.log(machine).count("event=coordinator_connected") for machine in (1, 2))
-
-    def purposes(self) -> dict[str, str]:
-        """The purpose of every trajectory, once all calls are stored."""
-        for proxy in self.proxies:
-            eventually(partial(_has_shipped, proxy.url))
-        listed = httpx.get(f"{self.proxies[1].url}/api/trajectories", timeout=60).json()["data"]
-        return {one["id"]: one["purpose"] for one in listed}
-
-    def stop(self) -> None:
-        """Stop the proxies."""
-        for proxy in dict.fromkeys(reversed(self.proxies)):
-            proxy.stop()
-
-
-def _is_ready(url: str) -> bool:
-    return httpx.get(f"{url}/health/ready", timeout=60).status_code == 200
-
-
-def _has_shipped(url: str) -> bool:
-    return bool(httpx.get(f"{url}/health/backlog", timeout=60).json().get("unshipped_records") == 0)
-
-
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[Machines]:
-    with served(ScriptedVllm()) as vllm:
-        running = Machines(tmp_path, vllm)
-        try:
-            yield running
-        finally:
-            running.stop()
+    with running_machines(tmp_path) as running:
+        yield running
 
 
 def test_calls_without_ids_are_linked_across_machines(machines: Machines) -> None:
@@ -142,12 +73,8 @@ _LONG = "question {} of {} #say=this.is.a.long.answer.to.the.question.{}.of.numb
 # With a standby, a coordinator that gets no CPU for some seconds is replaced: nothing else may run beside these tests.
 @pytest.fixture
 def standby(tmp_path: Path) -> Iterator[Machines]:
-    with served(ScriptedVllm()) as vllm:
-        running = Machines(tmp_path, vllm, standby=True)
-        try:
-            yield running
-        finally:
-            running.stop()
+    with running_machines(tmp_path, standby=True) as running:
+        yield running
 
 
 @pytest.mark.alone
@@ -175,7 +102,7 @@ def test_another_machine_takes_over_from_one_that_dies(standby: Machines) -> Non
     conversations: list[list[dict[str, Any]]] = [[] for _ in range(4)]
     before = [standby.turn(one, _LONG.format(0, n, 0, n)) for n, one in enumerate(conversations)]
     for proxy in standby.proxies:
-        eventually(partial(_has_shipped, proxy.url))
+        eventually(partial(has_shipped, proxy.url))
     first = standby.deciding()
     other = 3 - first
     standby.proxies[first - 1].kill()

@@ -46,7 +46,7 @@ def words_of(rng: random.Random) -> str:
 def leaf_of(number: int, quotes: Sequence[tuple[str, bool]], rng: random.Random) -> Leaf:
     """Return an answer with these quotes: (text, whether it is an argument); only the first may be none."""
     reply = {"role": "assistant", "content": quotes[0][0]}
-    return Leaf(
+    return Leaf.of(
         trajectory_id=f"traj_{number % 5}", call_id=f"call_{number}", choice=0, version=0,
         link_key=short_key(canon.link_key(canon.ROOT, reply) if rng.random() < 0.5 else ""),
         tool_call_ids=(), key_id="k", sequence=b"", created_at=float(number),

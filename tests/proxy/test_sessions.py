@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
 import httpx
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from ratchet.proxy.coordinator.admission import Admission
 from ratchet.proxy.coordinator.linking.cautious_linker import CautiousLinker, Doubt
@@ -19,49 +24,28 @@ from ratchet.proxy.coordinator.worker_sessions import WorkerSessions
 from ratchet.proxy.messages import coordinator_messages as messages
 from ratchet.proxy.messages.text_fingerprints import text_hash
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
+from ratchet.proxy.worker.coordination.message_batches import MessageBatches
 from ratchet.store.records import UNLINKED
-from tests.harness.ports import free_port
+from tests.harness.proxy.machines import Machines, running_machines
 from tests.harness.proxy.relay import Relay
-from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import ProxyProcess, eventually, served
 
 _TOKEN = "a secret of both machines"
 _WORKER = "machine/1"
 
 
-class RelayedMachines:
-    """A machine with the coordinator, and another one whose worker reaches it through a relay."""
-
-    def __init__(self, folder: Path, vllm_url: str) -> None:
-        self._folder, port = folder, free_port()
-        self.relay = Relay(port)
-        common: dict[str, Any] = {
-            "upstreams": [vllm_url], "store": str(folder / "store.db"), "coordinator_token": _TOKEN, "workers": 1,
-        }  # fmt: skip
-        for name in ("here", "there"):
-            (folder / name).mkdir()
-        self.here = ProxyProcess(folder / "here", **common, coordinator_listen=f"127.0.0.1:{port}")
-        self.there = ProxyProcess(folder / "there", **common, coordinator=[self.relay.url])
-
-    def log(self) -> str:
-        """The log of the machine without a coordinator."""
-        return (self._folder / "there" / "proxy.log").read_text()
-
-    def stop(self) -> None:
-        """Stop all."""
-        self.there.stop()
-        self.here.stop()
-        self.relay.stop()
+@pytest.fixture
+def relay() -> Iterator[Relay]:
+    running = Relay()
+    yield running
+    running.stop()
 
 
 @pytest.fixture
-def machines(tmp_path: Path) -> Iterator[RelayedMachines]:
-    with served(ScriptedVllm()) as vllm:
-        running = RelayedMachines(tmp_path, vllm)
-        try:
-            yield running
-        finally:
-            running.stop()
+def machines(tmp_path: Path, relay: Relay) -> Iterator[Machines]:
+    """A machine with the coordinator, and another one whose worker reaches it through the relay."""
+    with running_machines(tmp_path, workers=1, reach=relay.to) as running:
+        yield running
 
 
 def _ask(machine: ProxyProcess, conversation: list[dict[str, Any]]) -> httpx.Response:
@@ -81,36 +65,45 @@ def _is_continued_or_marked(machine: ProxyProcess, conversation: list[dict[str, 
 
 @pytest.mark.slow
 def test_an_answer_that_ends_while_the_session_begins_again_waits_until_the_coordinator_has_it(
-    machines: RelayedMachines,
+    machines: Machines, relay: Relay
 ) -> None:
+    here, there = machines.proxies
     conversation = [{"role": "user", "content": "Where? #tokens=8 #delay=0.5"}]
-    machines.relay.cut()
-    eventually(lambda: "event=coordinator_lost" in machines.log())
+    relay.cut()
+    eventually(lambda: "event=coordinator_lost" in machines.log(2))
     with ThreadPoolExecutor(1) as threads:
-        pending = threads.submit(_ask, machines.there, conversation)  # placed there after 5 s, and answered 4 s later
+        pending = threads.submit(_ask, there, conversation)  # placed there after 5 s, and answered 4 s later
         with pytest.raises(TimeoutError):
             pending.result(8.0)
-        machines.relay.mend(answers=1)  # the second greeting is read, and its answer is on its way
+        relay.mend(answers=1)  # the second greeting is read, and its answer is on its way
         with pytest.raises(TimeoutError):
             pending.result(2.5)
-        machines.relay.mend()
+        relay.mend()
         response = pending.result(30.0)
     assert response.status_code == 200
-    assert _is_continued_or_marked(machines.here, conversation, response)
+    assert _is_continued_or_marked(here, conversation, response)
 
 
 @pytest.mark.slow
-def test_a_place_that_arrives_after_the_greeting_is_requested_again(machines: RelayedMachines) -> None:
+def test_a_place_that_arrives_after_the_greeting_is_requested_again(machines: Machines, relay: Relay) -> None:
+    here, there = machines.proxies
     conversation = [{"role": "user", "content": "Where?"}]
-    machines.relay.mend(answers=0)
+    relay.mend(answers=0)
     with ThreadPoolExecutor(1) as threads:
         time.sleep(1.5)  # the worker has looked for the coordinator, and gives up 5 s later: before the call does
-        pending = threads.submit(_ask, machines.there, conversation)
-        eventually(lambda: "event=coordinator_lost" in machines.log())
-        machines.relay.mend()
+        pending = threads.submit(_ask, there, conversation)
+        eventually(lambda: "event=coordinator_lost" in machines.log(2))
+        relay.mend()
         response = pending.result(30.0)
     assert response.status_code == 200
-    assert _is_continued_or_marked(machines.here, conversation, response)
+    assert _is_continued_or_marked(here, conversation, response)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition."""
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.01)
 
 
 class Sessions:
@@ -141,12 +134,6 @@ class Sessions:
         assert isinstance(welcome, messages.Welcome)
         return welcome
 
-    async def until(self, condition: Any) -> None:
-        """Wait for a condition."""
-        async with asyncio.timeout(30):
-            while not condition():
-                await asyncio.sleep(0.01)
-
     async def __aenter__(self) -> Sessions:
         await self._sessions.start()
         return self
@@ -167,7 +154,7 @@ async def test_calls_of_a_worker_that_died_while_the_store_was_read_are_missing_
     sessions: Sessions, died: bool
 ) -> None:
     first = asyncio.create_task(sessions.greet("first"))
-    await sessions.until(lambda: sessions.reads == 1)
+    await until(lambda: sessions.reads == 1)
     again = "second" if died else "first"
     second = asyncio.create_task(sessions.greet(again, 1 if died else 2))
     await asyncio.sleep(0.05)
@@ -177,15 +164,52 @@ async def test_calls_of_a_worker_that_died_while_the_store_was_read_are_missing_
     assert sessions.unheard.doubt() == Doubt.RECENT  # it has not been heard of since
     assert sessions.unheard.is_missing(_WORKER) is died
     await sessions.greet(again, 3, boot=welcome.boot, seen=welcome.at)
-    await sessions.until(lambda: sessions.unheard.doubt() == Doubt.NONE)
+    await until(lambda: sessions.unheard.doubt() == Doubt.NONE)
     assert sessions.reads == 1 + died
 
 
 async def test_a_greeting_that_arrives_late_does_not_replace_a_later_one(sessions: Sessions) -> None:
     later = asyncio.create_task(sessions.greet("first", 2, is_behind=True))
-    await sessions.until(lambda: sessions.reads == 1)
+    await until(lambda: sessions.reads == 1)
     earlier = asyncio.create_task(sessions.greet("first", 1))
     await asyncio.sleep(0.05)
     sessions.may_read.set()
     await asyncio.gather(later, earlier)
     assert sessions.unheard.is_missing(_WORKER)
+
+
+class HoldingCoordinator:
+    """Answers greetings; a batch gets this response once `may_refuse` is set."""
+
+    def __init__(self, status: int, refusal: bytes) -> None:
+        self.batches, self.may_refuse = 0, threading.Event()
+        self._response = Response(refusal, status)
+        self.app = Starlette(routes=[Route(messages.PATH, self._answer, methods=["POST"])])
+
+    async def _answer(self, request: Request) -> Response:
+        if not isinstance(messages.decode_request(await request.body()), messages.Batch):
+            return Response(messages.encode(messages.Welcome("boot", 1.0)))
+        self.batches += 1
+        await asyncio.to_thread(self.may_refuse.wait)
+        return self._response
+
+
+@pytest.mark.parametrize(
+    ("status", "refusal"), [(200, messages.encode(messages.Stranger())), (503, b"it stops")], ids=["stranger", "error"]
+)
+async def test_a_refused_message_of_an_earlier_epoch_ends_no_session_of_the_present_one(
+    status: int, refusal: bytes
+) -> None:
+    coordinator, lost = HoldingCoordinator(status, refusal), asyncio.Event()
+    with served(coordinator.app) as url:
+        batches = MessageBatches([url], _TOKEN, _WORKER, lambda _reason, _is_gone: lost.set())
+        assert await batches.greet((), (), is_behind=False)
+        answer = batches.ask(messages.CaughtUp())
+        await until(lambda: coordinator.batches == 1)
+        assert await batches.greet((), (), is_behind=False)
+        coordinator.may_refuse.set()
+        assert await answer is None
+        assert not lost.is_set()
+        assert await batches.ask(messages.CaughtUp()) is None
+        assert lost.is_set()
+        await batches.close()

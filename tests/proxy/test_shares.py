@@ -64,7 +64,7 @@ def call(linker: TrajectoryLinker, messages: list[Message], reply: Message, key:
     linker.begin_call(link, "agent", 0, 1.0)
     keys = canon.link_keys(messages)
     own, path, gap = canon.answer_keys((canon.ANYWHERE, keys[-1], keys[-2] if len(keys) > 1 else ""), reply)
-    leaf = Leaf(
+    leaf = Leaf.of(
         link.trajectory_id, ids.new_id("call"), 0, 0, short_key(path), canon.tool_call_ids(reply), key,
         token_fingerprint(uuid.uuid4().bytes), 1.0, fingerprints=fingerprints_of(reply, gap, own, messages),
     )  # fmt: skip

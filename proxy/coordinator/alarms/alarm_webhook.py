@@ -18,8 +18,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-import httpx
-
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
 from ratchet.store.errors import StoreError
 from ratchet.store.ids import new_id
@@ -27,6 +25,7 @@ from ratchet.store.records import Alarm
 from ratchet.store.store import Store
 
 if TYPE_CHECKING:
+    import httpx
     from pydantic import SecretStr
 
 log = logging.getLogger("ratchet.proxy")
@@ -59,6 +58,8 @@ class AlarmWebhook:
     async def start(self) -> None:
         """Start the task."""
         if self._url is not None:
+            import httpx  # takes 4 MB of each process, most of which have no webhook
+
             self._thread = ThreadPoolExecutor(1, "alarm_webhook")
             self._http = httpx.Client(timeout=_TIMEOUT_SECONDS, follow_redirects=False)
             self._task = asyncio.create_task(self._run(), name="alarm_webhook")
@@ -101,6 +102,8 @@ class AlarmWebhook:
         """Send one alarm; return why the webhook did not take it."""
         if self._url is None or self._http is None:
             return None
+        import httpx
+
         try:
             response = self._http.post(self._url.get_secret_value(), json={"text": message_of(alarm)})
         except (httpx.HTTPError, RuntimeError) as error:  # its text may contain the URL; closed: the proxy stops

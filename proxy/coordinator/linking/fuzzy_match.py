@@ -69,7 +69,7 @@ def best_of_path(evidence: LinkEvidence, place: int, found: Sequence[Leaf]) -> t
     equal = same_ids or exact or [leaf for leaf in found if not _is_other_answer(leaf, ids)]
     if not equal:
         return None, ""
-    best = max(equal, key=preference)
+    best = max(equal, key=preference) if len(equal) > 1 else equal[0]
     by = "graph" if best.link_key == key else "graph+gap"
     return best, "graph+tool_ids" if same_ids and by == "graph" else by
 

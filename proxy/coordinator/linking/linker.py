@@ -32,7 +32,7 @@ from itertools import groupby
 import msgspec
 
 from ratchet.proxy.coordinator.linking import fuzzy_match, quote_match
-from ratchet.proxy.coordinator.linking.leaf_index import TRAJECTORY_BYTES, LeafIndex, size_of
+from ratchet.proxy.coordinator.linking.leaf_index import TRAJECTORY_BYTES, LeafIndex
 from ratchet.proxy.coordinator.linking.open_trajectories import (
     OpenTrajectory,
     VersionPins,
@@ -138,7 +138,7 @@ class TrajectoryLinker:
     def _followed_leaf(self, call_id: str, name: str, trajectory: OpenTrajectory | None) -> Leaf:
         """Return the answer of the call that the client names, or a leaf without tokens if it is not in memory."""
         known = (leaf for leaf in reversed(trajectory.leaves if trajectory else ()) if leaf.call_id == call_id)
-        return next(known, None) or Leaf(name, call_id, 0, 0, b"", (), None, b"", 0.0)
+        return next(known, None) or Leaf.of(name, call_id, 0, 0, b"", (), None, b"", 0.0)
 
     def _find_unanswered_attempt(self, evidence: LinkEvidence, attempt: AttemptKey) -> Link | None:
         """Return the link of an unanswered attempt at the same request; each is used once."""
@@ -249,20 +249,20 @@ class TrajectoryLinker:
     def _extend(self, leaf: Leaf) -> None:
         """Mark an answer as extended, and all answers of its call, which are adjacent, as taken."""
         leaf.is_extended = leaf.is_taken = True
-        trajectory = self._trajectories.get(leaf.trajectory_id)
+        trajectory, own = self._trajectories.get(leaf.trajectory_id), leaf.details
         for other in reversed(trajectory.leaves if trajectory else ()):
-            if other.call_id == leaf.call_id:
+            details = own if other is leaf else other.details
+            if details.call_id == own.call_id:
                 other.is_taken = True
                 if trajectory is not None and other is leaf:
                     self._forget_arguments(trajectory, leaf)
-            elif other.created_at < leaf.created_at:
+            elif details.created_at < own.created_at:
                 return
 
     def _forget_arguments(self, trajectory: OpenTrajectory, leaf: Leaf) -> None:
         """Forget the arguments of an extended answer's tool calls; most of an agent's answers are extended."""
-        size = size_of(leaf)
-        self._leaves[trajectory.alias, owner(leaf.key_id)].forget_arguments(leaf)
-        self._quotas.add_use(trajectory.key_id, leaf.trajectory_id, size_of(leaf) - size)
+        size = self._leaves[trajectory.alias, owner(leaf.key_id)].forget_arguments(leaf)
+        self._quotas.add_use(trajectory.key_id, leaf.trajectory_id, -size)
 
     def task_family(self, trajectory_id: str, task: str | None, tools_hash: str) -> str:
         """Return the task family of a trajectory: that of its first call. `task` and `tools_hash` are a call's."""
@@ -334,9 +334,7 @@ class TrajectoryLinker:
         trajectory = self._trajectories.pop(trajectory_id, None)
         self._pins.remove(trajectory_id)
         if trajectory is not None:
-            for leaf in trajectory.leaves:
-                self._remove_leaf(trajectory, leaf)
-            size = TRAJECTORY_BYTES + sum(map(size_of, trajectory.leaves))
+            size = TRAJECTORY_BYTES + sum([self._remove_leaf(trajectory, leaf) for leaf in trajectory.leaves])
             self._quotas.remove(trajectory.key_id, trajectory_id, size)
 
     def count_pins(self, now: float, idle_seconds: float) -> dict[str, int]:
@@ -356,18 +354,18 @@ class TrajectoryLinker:
         if index is None:
             index = self._leaves[scope] = LeafIndex()
         trajectory.add(leaf)
-        index.add(leaf)
-        if len(trajectory.leaves) <= _MAX_LEAVES:
-            return size_of(leaf)
-        first = trajectory.leaves.pop(0)
-        self._remove_leaf(trajectory, first)
-        return size_of(leaf) - size_of(first)
+        size = index.add(leaf)
+        if len(trajectory.leaves) > _MAX_LEAVES:
+            size -= self._remove_leaf(trajectory, trajectory.leaves.pop(0))
+        return size
 
-    def _remove_leaf(self, trajectory: OpenTrajectory, leaf: Leaf) -> None:
+    def _remove_leaf(self, trajectory: OpenTrajectory, leaf: Leaf) -> int:
+        """Remove an answer from the indexes; return how many bytes it took."""
         scope = trajectory.alias, owner(leaf.key_id)
-        self._leaves[scope].remove(leaf)
+        size = self._leaves[scope].remove(leaf)
         if not self._leaves[scope]:
             del self._leaves[scope]
+        return size
 
     def _remove_idle(self, now: float) -> None:
         """Remove trajectories that have been idle for too long, two per call."""

@@ -84,7 +84,7 @@ def _next_answers(batches: Iterator[Sequence[OpenLeaf]]) -> list[tuple[OpenLeaf,
 
 def leaf_from_store(stored: OpenLeaf) -> Leaf:
     """Return the leaf of a stored answer."""
-    return Leaf(
+    return Leaf.of(
         trajectory_id=stored.trajectory_id,
         call_id=stored.call_id,
         choice=stored.choice,

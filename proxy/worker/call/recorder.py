@@ -252,7 +252,7 @@ def _parent_keys(open_call: OpenCall, *, continued: bool) -> list[str]:
 
 def _leaf(start: CallStarted, choice: Choice, prompt: bytes, now: float, fingerprints: TextFingerprints) -> Leaf:
     tokens = prompt + choice.token_ids if prompt and choice.token_ids else b""
-    return Leaf(
+    return Leaf.of(
         trajectory_id=start.trajectory_id,
         call_id=start.call_id,
         choice=choice.index,

@@ -11,15 +11,12 @@ import asyncio
 import random
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import aiohttp
-import httpx
 
 from ratchet.store.records import Call
 from ratchet.store.store import open_store
@@ -27,8 +24,8 @@ from tests.harness.linking.dialects import DIALECT_KINDS
 from tests.harness.linking.kinds import KINDS, TrafficKind
 from tests.harness.linking.score import LinkingScore, StoredCall, score_kinds
 from tests.harness.linking.traffic import AgentRun, LinkingTraffic
-from tests.harness.ports import free_port
 from tests.harness.postgres import postgres_server
+from tests.harness.proxy.machines import has_shipped, is_ready, start_machines
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import ProxyProcess, eventually, served
 
@@ -71,7 +68,7 @@ class LinkingCampaign:
         else:
             proxies = start_machines(self._folder, self._vllm_url, self._workers, self._machines, store=self._store)
         for proxy in proxies:
-            eventually(partial(_is_ready, proxy.url), 60)
+            eventually(partial(is_ready, proxy.url), 60)
         return proxies
 
     async def run(self, kinds: Sequence[TrafficKind], agents: int, seed: int) -> list[LinkingScore]:
@@ -90,7 +87,7 @@ class LinkingCampaign:
                 await self._restart(traffic)
                 await running
         for proxy in self._proxies:
-            eventually(partial(_has_shipped, proxy.url), 30)
+            eventually(partial(has_shipped, proxy.url), 30)
         return score_kinds(traffic.truths, self._stored(), [kind.name for kind in kinds if kind.alike])
 
     async def _all(self, traffic: LinkingTraffic, kinds: Sequence[TrafficKind], divisor: int) -> None:
@@ -138,38 +135,6 @@ class LinkingCampaign:
         """Stop the proxies."""
         for proxy in reversed(self._proxies):
             proxy.stop()
-
-
-def start_machines(
-    folder: Path, vllm_url: str, workers: int, machines: int, *, standby: bool = False, **settings: Any
-) -> list[ProxyProcess]:
-    """Start proxies with separate journals and one store; the first one's coordinator is that of all.
-
-    `standby`: each one has a coordinator, of which one decides.
-    """
-    addresses = [f"127.0.0.1:{free_port()}" for _ in range(machines)]
-    urls = [f"http://{address}" for address in addresses]
-    common = {"upstreams": [vllm_url], "workers": workers, "store": str(folder / "store.db")}
-    common |= {"coordinator_token": "the secret of these machines"} | settings
-
-    def start(number: int) -> ProxyProcess:
-        own: dict[str, Any] = {"coordinator": urls[:1]} if number else {"coordinator_listen": addresses[0]}
-        if standby:
-            own = {"coordinator": urls, "coordinator_listen": addresses[number]}
-        place = folder / f"machine-{number + 1}"
-        place.mkdir(exist_ok=True)
-        return ProxyProcess(place, **(common | own))
-
-    with ThreadPoolExecutor(machines) as threads:  # they wait for each other
-        return list(threads.map(start, range(machines)))
-
-
-def _is_ready(url: str) -> bool:
-    return httpx.get(f"{url}/health/ready", timeout=60).status_code == 200
-
-
-def _has_shipped(url: str) -> bool:
-    return bool(httpx.get(f"{url}/health/backlog", timeout=60).json().get("unshipped_records") == 0)
 
 
 def measure(

@@ -8,10 +8,10 @@ import threading
 
 
 class Relay:
-    """Relays connections at `url` to a port of this machine, until `stop`."""
+    """Relays connections at `url` to a port of this machine, until `stop`. `to` says which, before the first one."""
 
-    def __init__(self, port: int) -> None:
-        self._port = port
+    def __init__(self) -> None:
+        self._port = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._state = threading.Condition()
@@ -20,6 +20,11 @@ class Relay:
         self._open: set[socket.socket] = set()
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
+
+    def to(self, port: int) -> str:
+        """Relay to a port; return `url`."""
+        self._port = port
+        return self.url
 
     def cut(self) -> None:
         """Close every connection, and new ones at once."""
