@@ -61,7 +61,10 @@ class PlainSearch:
                     return found
             same_ids = [one for one in at_path if one.ids and one.ids == canon.tool_call_ids(messages[place])]
             exact = [one for one in at_path if one.path == keys[place]]
-            best = max(same_ids or exact or at_path, key=_preference)
+            equal = same_ids or exact or [one for one in at_path if _may_be(one, messages[place])]
+            if not equal:
+                continue
+            best = max(equal, key=_preference)
             by = "graph" if best.path == keys[place] else "graph+gap"
             return best, "graph+tool_ids" if same_ids and by == "graph" else by
         return _by_content(messages, self.answers, any_text=False)
@@ -73,7 +76,7 @@ def _by_content(messages: Sequence[Message], known: Sequence[KnownAnswer], *, an
     for message in reversed(messages):
         equal: list[KnownAnswer] = []
         if message["role"] == "assistant":
-            equal = [one for one in known if _alone(one.message) == _alone(message)]
+            equal = [one for one in known if _alone(one.message) == _alone(message) and _may_be(one, message)]
         named = canon.tool_call_ids(message) or (message.get("tool_call_id", ""),)
         called = [one for name in named if is_distinctive_id(name) for one in known if name in one.ids]
         matches += [(called, equal)] if called or equal else []
@@ -89,6 +92,12 @@ def _by_content(messages: Sequence[Message], known: Sequence[KnownAnswer], *, an
     if not any_text and not any(one.ids for group in groups for one in group if one.run in shared):
         return None, "answer"
     return _choose([one for one in groups[0] if one.run in shared]), "answer"
+
+
+def _may_be(one: KnownAnswer, message: Message) -> bool:
+    """Return whether the ids of the tool calls are equal, or not random."""
+    ids = canon.tool_call_ids(message)
+    return one.ids in ((), ids) or not any(map(is_distinctive_id, ids))
 
 
 def _choose(equal: Sequence[KnownAnswer]) -> KnownAnswer | None:
