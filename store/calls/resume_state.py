@@ -21,6 +21,7 @@ from ratchet.store.states import CallState, TrajectoryState
 
 _LOST = (CallState.ABORTED, CallState.INTERRUPTED)
 _FAMILY = (schema.trajectories.c.task, schema.trajectories.c.tools_hash.label("first_tools"))
+MAX_OPEN_LEAVES = 10_000
 _BATCH = 256  # answers
 _RETRIED = (408, 409, 429)  # besides every 5xx
 
@@ -31,7 +32,7 @@ class ResumeState:
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
 
-    def open_leaves(self, since: float, limit: int = 10_000) -> Iterator[list[OpenLeaf]]:
+    def open_leaves(self, since: float, limit: int = MAX_OPEN_LEAVES) -> Iterator[list[OpenLeaf]]:
         """Yield the answers of open trajectories active after `since` (Unix seconds), at most `limit`, in batches.
 
         If there are more, the latest answer of every trajectory comes before the second latest of any, and so on. The

@@ -9,9 +9,11 @@ import time
 import msgspec
 import pytest
 
+from ratchet.proxy.coordinator.linking.cautious_linker import CautiousLinker, Doubt
 from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
 from ratchet.proxy.coordinator.linking.restore import LinkingRestore
 from ratchet.store.content.messages import answer_keys, link_keys
+from ratchet.store.records import UNLINKED
 from ratchet.store.store import Store
 from tests.harness import records
 from tests.proxy.test_linking import evidence
@@ -58,3 +60,19 @@ async def test_an_answer_is_continued_without_the_reminder_before_it(store: Stor
     prompt = [*records.QUESTION, short, {"role": "user", "content": "And then?"}]
     link = linker.find_link(evidence(prompt, key_id=None))
     assert (link.trajectory_id, link.linked_by) == ("traj_a", "graph+gap")
+
+
+@pytest.mark.parametrize(("most", "is_whole"), [(2, False), (_TRAJECTORIES + 1, True)])
+async def test_a_history_that_may_not_have_been_restored_is_marked(filled: Store, most: int, is_whole: bool) -> None:
+    """Above the limit, only the latest answers are restored: the history of another one may be of any trajectory."""
+    linker = CautiousLinker(900, 2**24, 2**24)
+    linker.doubt = lambda: Doubt.NONE
+    assert await LinkingRestore(linker, filled, 900, most).restore()
+    unknown = [*records.QUESTION, {"role": "assistant", "content": "Rome"}, {"role": "user", "content": "And then?"}]
+    for prompt, moment, purpose in (
+        (unknown, time.time(), "live" if is_whole else UNLINKED),
+        (records.QUESTION, time.time(), "live"),  # it begins a conversation
+        ([*records.QUESTION, REPLY, unknown[-1]], time.time(), "live"),  # it is restored
+        (unknown, time.time() + 901, "live"),
+    ):
+        assert linker.find_link(evidence(prompt, key_id=None, arrived_at=moment)).purpose == purpose

@@ -5,7 +5,8 @@ or died with its last calls. A call then continues only a trajectory that it nam
 at the same path, if that was not continued and is distinctive: its tool-call ids are random, or, where no other
 trajectory is alike, its text is long. Everything else starts a trajectory of the purpose `unlinked`, which is never
 trained: it may be the rest of another one. So is, later, a call that repeats answers of such a trajectory and of
-others, and belongs to none. Nothing is merged on a guess.
+others, and belongs to none. So is, after a restart that could not restore all open answers, a history of which no
+answer is known. Nothing is merged on a guess.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ratchet.proxy.coordinator.linking.quote_match import quotes_any
 from ratchet.proxy.messages.link_records import Leaf, Link, LinkEvidence
 from ratchet.proxy.messages.text_fingerprints import is_distinctive_id, short_key
 from ratchet.store.ids import new_id
-from ratchet.store.records import UNLINKED, OpenLeaf
+from ratchet.store.records import UNLINKED, OpenLeaf, UnansweredCall
 
 LINKED_BY = "unlinked"  # how the trajectory of such a call was found
 
@@ -42,11 +43,14 @@ class CautiousLinker(TrajectoryLinker):
         super().__init__(idle_seconds, max_bytes, max_bytes_per_key)
         self.doubt: Callable[[], Doubt] = lambda: Doubt.ALL
         self._unlinked_at = float("-inf")  # when a call of an unlinked trajectory began last
+        self._partly_until = float("-inf")  # until then, a history may be one that was not restored
 
     def find_link(self, evidence: LinkEvidence) -> Link:
         """Return a request's place. Raises BadRequest and MessagesNeeded as in `TrajectoryLinker`."""
         doubt, link = self.doubt(), super().find_link(evidence)
-        if doubt == Doubt.NONE and (link.version is not None or not self._may_be_rest(evidence)):
+        if doubt == Doubt.NONE and (
+            link.version is not None or not (self._may_be_unrestored(evidence) or self._may_be_rest(evidence))
+        ):
             return link
         if link.version is not None:
             if evidence.explicit is not None or self._is_certain(link, evidence, doubt):
@@ -69,6 +73,14 @@ class CautiousLinker(TrajectoryLinker):
         unlinked = [stored.last_active_at for stored, _ in found if stored.purpose == UNLINKED]
         self._unlinked_at = max([*unlinked, self._unlinked_at])
         super().restore_answers(found)
+
+    def finish_restore(self, now: float, attempts: Iterable[UnansweredCall] = (), *, is_whole: bool = True) -> None:
+        """As in `TrajectoryLinker`; if not `is_whole`, a history whose answers are not known may be a known one's."""
+        self._partly_until = float("-inf") if is_whole else now + self._idle
+        super().finish_restore(now, attempts, is_whole=is_whole)
+
+    def _may_be_unrestored(self, evidence: LinkEvidence) -> bool:
+        return evidence.explicit is None and evidence.arrived_at < self._partly_until and _has_history(evidence)
 
     def _may_be_rest(self, evidence: LinkEvidence) -> bool:
         """Return whether a call without a trajectory repeats an answer of an unlinked one."""

@@ -305,8 +305,11 @@ class TrajectoryLinker:
                 elif is_news:
                     self._forget_arguments(self._trajectories[trajectory_id], leaf)
 
-    def finish_restore(self, now: float, attempts: Iterable[UnansweredCall] = ()) -> None:
-        """Add the store's unanswered attempts, oldest first, and bring all trajectories in the order of their use."""
+    def finish_restore(self, now: float, attempts: Iterable[UnansweredCall] = (), *, is_whole: bool = True) -> None:
+        """Add the store's unanswered attempts, oldest first, and bring all trajectories in the order of their use.
+
+        Not `is_whole`: the store had more answers than are restored.
+        """
         for attempt in attempts:
             self._restored_trajectory(attempt, attempt.key_id)
             own, parent = self._answers_of(attempt.trajectory_id), (attempt.parent_call or "", attempt.parent_choice)

@@ -16,6 +16,7 @@ import msgspec
 from ratchet.proxy.coordinator.linking.unanswered_attempts import RETRY_WINDOW
 from ratchet.proxy.messages.link_records import AttemptKey, Leaf, Link, token_fingerprint
 from ratchet.proxy.messages.text_fingerprints import NO_FINGERPRINTS, TextFingerprints, fingerprints_of, short_key
+from ratchet.store.calls.resume_state import MAX_OPEN_LEAVES
 from ratchet.store.content import messages as canon
 from ratchet.store.errors import StoreError
 from ratchet.store.records import OpenLeaf, UnansweredCall
@@ -32,8 +33,8 @@ class RestoredLinker(Protocol):
     def restore_answers(self, answers: Iterable[tuple[OpenLeaf, Leaf]]) -> None:
         """Add answers of whole trajectories."""
 
-    def finish_restore(self, now: float, attempts: Iterable[UnansweredCall] = ()) -> None:
-        """Add unanswered attempts; all answers are there."""
+    def finish_restore(self, now: float, attempts: Iterable[UnansweredCall] = (), *, is_whole: bool = True) -> None:
+        """Add unanswered attempts; all answers are there, or, if not `is_whole`, the latest ones."""
 
 
 class LinkingRestore:
@@ -43,7 +44,10 @@ class LinkingRestore:
     Each batch is read and decoded in another thread; between two of them the event loop does its other work.
     """
 
-    def __init__(self, linker: RestoredLinker, store: Store, idle_seconds: float) -> None:
+    def __init__(
+        self, linker: RestoredLinker, store: Store, idle_seconds: float, max_answers: int = MAX_OPEN_LEAVES
+    ) -> None:
+        self._max_answers = max_answers
         self._linker = linker
         self._store = store
         self._idle_seconds = idle_seconds
@@ -58,10 +62,12 @@ class LinkingRestore:
         now = time.time()
         since = now - self._idle_seconds
         calls: Sequence[UnansweredCall] = ()
+        count = 0
         try:
-            batches = self._store.resume_state.open_leaves(since)
+            batches = self._store.resume_state.open_leaves(since, self._max_answers)
             while answers := await asyncio.to_thread(_next_answers, batches):
                 self._linker.restore_answers(answers)
+                count += len(answers)
             if not self._is_restored:  # an attempt is repeated once
                 read = self._store.resume_state.unanswered_calls
                 calls = await asyncio.to_thread(read, max(since, now - RETRY_WINDOW))
@@ -70,7 +76,7 @@ class LinkingRestore:
             log.warning("event=linking_not_restored reason=%r", str(error))
             return False
         finally:
-            self._linker.finish_restore(now, calls)
+            self._linker.finish_restore(now, calls, is_whole=count < self._max_answers)
         return True
 
     async def stop(self) -> None:
