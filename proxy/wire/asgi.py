@@ -12,6 +12,7 @@ from ratchet.proxy.errors import BodyTooLarge, ClientDisconnected, NotFound
 JSON = (b"content-type", b"application/json")
 
 TRAJECTORY = "ratchet.trajectory"  # scope keys
+DEPLOYMENT = "ratchet.deployment"  # the model that a path of Azure OpenAI names
 PATH = "ratchet.path"
 KEY_ID = "ratchet.key_id"
 HEADERS_BY_NAME = "ratchet.headers"  # cache of `headers_of`; set to None by middleware that changes the headers

@@ -2,14 +2,15 @@
 
 - `hash` names the stored node. It covers the whole message, including tool-call ids, and its parent.
 - `link_key` finds the trajectory that a request continues. It covers only what every agent repeats: `content: null`,
-  missing `content`, content in parts, trimmed whitespace, reordered JSON arguments, new tool-call ids, added fields and
-  dropped reasoning lead to the same key.
+  missing `content`, content in parts, trimmed whitespace, order and spacing of JSON in arguments or as a whole answer,
+  new tool-call ids, added fields and dropped reasoning lead to the same key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
+from math import isinf
 from typing import Any
 
 import msgspec
@@ -24,7 +25,9 @@ DIGEST_BYTES = 16
 
 _ANYWHERE = ANYWHERE.encode() + b"\0"
 
-_MAX_DEPTH = 100  # deeper arguments are compared as text
+_MAX_DEPTH = 100  # deeper JSON is compared as text
+
+_JSON_ENDS = ("{}", "[]")  # first and last character of a JSON object or list
 
 _REASONING_PARTS = ("thinking", "redacted_thinking", "reasoning")  # agents may drop these parts
 _REASONING_END = "</think>"  # of models whose reasoning is not parsed
@@ -52,9 +55,9 @@ def visible_content(message: Mapping[str, Any]) -> Any:
     content = message.get("content")
     if isinstance(content, list):
         parts = [part for part in content if not (isinstance(part, dict) and part.get("type") in _REASONING_PARTS)]
-        if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+        content = joined_texts(parts)
+        if content is None:
             return parts
-        content = "".join(str(part.get("text", "")) for part in parts)
     if not isinstance(content, str):
         return content
     if message.get("role") == "assistant" and _REASONING_END in content:
@@ -62,23 +65,38 @@ def visible_content(message: Mapping[str, Any]) -> Any:
     return content.strip()
 
 
+def joined_texts(parts: Sequence[Any]) -> str | None:
+    """Return the text of content in parts, as it is; None if a part is not text."""
+    if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+        return None
+    return "".join(str(part.get("text", "")) for part in parts)
+
+
 def _arguments(text: Any) -> Any:
     """Return tool-call arguments as a JSON value, or as text if they are not JSON; missing ones are `{}`."""
-    if not isinstance(text, str):
-        return text or {}
+    return (_json_value(text) if isinstance(text, str) else text) or {}
+
+
+def _json_value(text: str) -> Any:
+    """Return the value of JSON; of any other text itself, without outer whitespace."""
     try:
-        return (text.strip() if exceeds_depth(text, _MAX_DEPTH) else _decode_arguments(text)) or {}
+        return text.strip() if exceeds_depth(text, _MAX_DEPTH) else _decode(text)
     except msgspec.DecodeError:
-        return text.strip() or {}
+        return text.strip()
 
 
 def _whole(number: str) -> float | int:
-    """Return a number with a fraction or exponent; an integer if it equals one, as JavaScript writes it."""
+    """Return a number with a fraction or exponent; an integer if it equals one, as JavaScript writes it.
+
+    Raises ValueError for one that is too large for a float.
+    """
     value = float(number)
+    if isinf(value):
+        raise ValueError("the number is too large")
     return int(value) if abs(value) < 2**53 and value.is_integer() else value
 
 
-_decode_arguments = msgspec.json.Decoder(float_hook=_whole).decode
+_decode = msgspec.json.Decoder(float_hook=_whole).decode
 
 
 def called(message: Mapping[str, Any]) -> list[list[Any]]:
@@ -94,8 +112,16 @@ def called(message: Mapping[str, Any]) -> list[list[Any]]:
 
 
 def _essence(message: Mapping[str, Any]) -> list[Any]:
-    """Return what every agent repeats of a message: role, text, and name and arguments of each tool call."""
-    return [message.get("role"), visible_content(message) or None, called(message)]
+    """Return what every agent repeats of a message: role, text, and name and arguments of each tool call.
+
+    An answer that is a JSON object or list counts as a value: some agents send it back with other spacing.
+    """
+    role, content = message.get("role"), visible_content(message) or None
+    if role == "assistant" and isinstance(content, str) and content[0] + content[-1] in _JSON_ENDS:
+        value = _json_value(content)
+        if not isinstance(value, str):
+            return [role, None, called(message), value]
+    return [role, content, called(message)]
 
 
 def _digest(parent: str, body: bytes) -> str:

@@ -347,3 +347,19 @@ def test_functions_of_the_old_format_are_refused(proxy: Proxy) -> None:
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "functions")
     assert "`tools`" in refused.json()["error"]["message"]
     assert proxy.http.post("/v1/chat/completions", json={**body, "functions": None}).status_code == 200
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_an_answer_that_continued_a_text_is_found_in_the_joined_text(proxy: Proxy, in_parts: bool) -> None:
+    texts = ["It is ", "#say=Oslo "]
+    parts = [{"type": "text", "text": text} for text in texts]
+    messages = [*ask("Where?"), {"role": "assistant", "content": parts if in_parts else "".join(texts)}]
+    fields: Any = {"continue_final_message": True, "add_generation_prompt": False}
+    create = proxy.agent().chat.completions.create
+    answer = create(model="agent", messages=messages, extra_body=fields).choices[0].message.content
+    assert answer == "Oslo"
+    joined = {"role": "assistant", "content": "".join(texts) + answer}
+    create(model="agent", messages=[*ask("Where?"), joined, *ask("and then?")])
+    proxy.settled()
+    later, first = proxy.store.calls.page(2)
+    assert (later.trajectory_id, later.parent_call, later.linked_by) == (first.trajectory_id, first.id, "graph")

@@ -179,6 +179,22 @@ def test_messages_stays_exact_although_its_clients_lose_the_spacing_of_arguments
     assert [call.context for call in calls_of(proxy)] == ["root", "exact", "exact"]
 
 
+@pytest.mark.parametrize(("exact_context", "context"), [("auto", "exact"), ("off", "fork")])
+def test_an_answer_in_json_is_continued_although_its_client_writes_it_with_other_spacing(
+    start: Start, exact_context: str, context: str
+) -> None:
+    proxy = start(exact_context=exact_context)
+    messages: list[Any] = [{"role": "user", "content": '#say={"a":1,"b":[2]}'}]
+    first = ask(proxy.agent(), messages, streamed=False)["content"]
+    echo = json.dumps(json.loads(first))
+    assert (first, echo) == ('{"a":1,"b":[2]}', '{"a": 1, "b": [2]}')
+    messages += [{"role": "assistant", "content": echo}, {"role": "user", "content": "#say=end"}]
+    assert ask(proxy.agent(), messages, streamed=False)["content"] == "end"
+    one, two = calls_of(proxy)
+    assert (two.trajectory_id, two.parent_call, two.linked_by) == (one.trajectory_id, one.id, "graph")
+    assert two.context == context
+
+
 def test_an_adapter_is_requested_by_its_own_name(start: Start, vllm: ScriptedScaleOut) -> None:
     proxy = start()
     promote(proxy, 1)

@@ -7,9 +7,13 @@ import json
 import zlib
 from typing import Any
 
+import openai
 import pytest
 
+from ratchet.proxy.api_keys import hash_key, new_key
 from ratchet.proxy.worker.http.decompression import decompressed_body
+from ratchet.store.states import KeyScope
+from ratchet.store.store import Store
 from tests.harness.proxy.running_proxy import Proxy, Start
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 
@@ -57,6 +61,46 @@ def test_a_base_url_that_duplicates_part_of_the_path_is_accepted(proxy: Proxy, v
     ):
         assert proxy.http.post(f"{proxy.url}{base}/{closed}", json={}).status_code in (403, 404), closed
     assert len(vllm.paths) == before
+
+
+def azure(proxy: Proxy, **options: Any) -> openai.AzureOpenAI:
+    return openai.AzureOpenAI(api_version="2024-10-21", max_retries=0, **{"azure_endpoint": proxy.url} | options)
+
+
+def test_a_client_of_azure_openai_uses_its_paths_and_its_key_header(start: Start, store: Store) -> None:
+    key = new_key()
+    store.keys.create("azure", hash_key(key.encode()), KeyScope.AGENT)
+    proxy = start()
+    with azure(proxy, api_key=key) as client:
+        assert client.chat.completions.create(**BODY).choices[0].message.content == "hello"
+        assert client.responses.create(model="agent", input="#say=hello").output_text == "hello"
+        with client.chat.completions.create(**BODY, stream=True) as stream:
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "hello"
+        assert client.models.retrieve("agent").id == "agent"
+    with openai.OpenAI(base_url=f"{proxy.url}/openai/v1/", api_key=key, max_retries=0) as newer:
+        assert newer.chat.completions.create(**BODY).choices[0].message.content == "hello"
+        assert newer.responses.create(model="agent", input="#say=hello").output_text == "hello"
+    with azure(proxy, api_key="unknown") as stranger, pytest.raises(openai.AuthenticationError):
+        stranger.chat.completions.create(**BODY)
+    proxy.settled()
+    assert [(call.alias, call.status) for call in store.calls.page(10)] == [("agent", 200)] * 5
+
+
+def test_a_deployment_of_azure_openai_is_the_model_whatever_the_body_names(proxy: Proxy) -> None:
+    with azure(proxy, api_key="x", azure_deployment="agent@0") as client:
+        for model in ("gpt-5", "", None):
+            answer = client.chat.completions.create(**BODY | {"model": model})
+            assert (answer.model, answer.choices[0].message.content) == ("agent@0", "hello")
+    with azure(proxy, api_key="x", azure_endpoint=f"{proxy.url}/t/run-9") as client:
+        answer = client.chat.completions.with_raw_response.create(**BODY)
+        assert answer.headers["x-ratchet-trajectory"] == "run-9"
+    with azure(proxy, api_key="x") as client, pytest.raises(openai.NotFoundError, match="nobody"):
+        client.chat.completions.create(**BODY | {"model": "nobody/2"})
+    deployment = "/openai/deployments/agent/chat/completions"
+    assert proxy.http.post(deployment, content=b"{}").status_code == 400
+    assert proxy.http.get(deployment).status_code == 405
+    for path in ("/openai/api/agents", "/openai/deployments/agent/embeddings", "/openai/deployments", "/openai"):
+        assert proxy.http.get(path).status_code == 404
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,39 @@ def test_malformed_arguments_are_compared_as_text() -> None:
     assert link_keys([tool_call(arguments='{"a": ')]) != link_keys([tool_call(arguments='{"b": ')])
 
 
+def answer_key(text: str, role: str = "assistant") -> str:
+    return link_keys([*QUESTION, {"role": role, "content": text}])[-1]
+
+
+@pytest.mark.parametrize("echo", ['{"a": 1, "b": ["x", {}]}', ' {\n  "b": ["x", {}],\n  "a": 1.0\n}\n'])
+def test_an_answer_that_is_json_is_compared_as_json(echo: str) -> None:
+    assert answer_key(echo) == answer_key('{"a":1,"b":["x",{}]}')
+    assert answer_key(f"[{echo}]") == answer_key('[{"a":1,"b":["x",{}]}]')
+    assert answer_key(f"<think>so</think>{echo}") == answer_key('{"a":1,"b":["x",{}]}')
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ('{"a":1}', '{"a":2}'),
+        ('{"a":1}', '{"a":"1"}'),
+        ('{"a":"b c"}', '{"a":"b  c"}'),
+        ("[1,2]", "[2,1]"),
+        ("{}", "[]"),
+        ("{}", ""),
+        ('{"a":1e998}', '{"a": 1e999}'),
+        ("{a} or {b}", "{a} or  {b}"),
+        ("say 1", "say  1"),
+    ],
+)
+def test_other_json_and_other_text_is_another_answer(one: str, other: str) -> None:
+    assert answer_key(one) != answer_key(other)
+
+
+def test_json_that_was_sent_is_compared_as_text() -> None:
+    assert answer_key('{"a":1}', "user") != answer_key('{"a": 1}', "user")
+
+
 def test_a_hash_covers_everything_before_it() -> None:
     first = path([{"role": "user", "content": "a"}, {"role": "user", "content": "c"}])
     second = path([{"role": "user", "content": "b"}, {"role": "user", "content": "c"}])

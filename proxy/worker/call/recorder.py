@@ -225,8 +225,11 @@ def _continued_text(call: ActiveCall) -> str:
     if not request.is_chat or not request_body.is_true(request.fields, "continue_final_message"):
         return ""
     last = call.open_call.messages[-1]
+    if last.get("role") != "assistant":
+        return ""
     content = last.get("content")
-    return content if last.get("role") == "assistant" and isinstance(content, str) else ""
+    text = canon.joined_texts(content) if isinstance(content, list) else content
+    return text if isinstance(text, str) else ""
 
 
 def _joined(prefix: str, message: dict[str, Any]) -> dict[str, Any]:

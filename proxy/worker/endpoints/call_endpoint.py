@@ -97,7 +97,7 @@ class CallEndpoint:
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = time.perf_counter()
         body = (await read_body(receive, self._limits.body_bytes)).removeprefix(BOM_UTF8)
-        parsed = await self._dialect.read(body, scope[KEY_ID])
+        parsed = await self._dialect.read(request_identity.with_deployment(scope, body), scope[KEY_ID])
         if parsed.request.tools:
             parsed = tool_grammar.mark_tool_grammar(parsed, self._limits.tool_strict_level)
         headers = headers_of(scope)

@@ -122,7 +122,9 @@ def _hash(key: str) -> str:
 def _key_of(scope: Scope) -> str:
     """Return the request's key; empty if it has none."""
     given = header(scope, b"authorization") or ""
-    return given[7:].strip() if given[:7].lower() == "bearer " else header(scope, b"x-api-key") or ""
+    if given[:7].lower() == "bearer ":
+        return given[7:].strip()
+    return header(scope, b"x-api-key") or header(scope, b"api-key") or ""
 
 
 def _unknown_key() -> InvalidApiKey:

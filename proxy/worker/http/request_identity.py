@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+import msgspec
 from starlette.types import Scope
 
 from ratchet.proxy.errors import BadRequest
 from ratchet.proxy.messages.link_records import CallIdentity
-from ratchet.proxy.wire.asgi import CALLER, TRAJECTORY
+from ratchet.proxy.wire.asgi import CALLER, DEPLOYMENT, TRAJECTORY
 from ratchet.proxy.wire.request_body import ChatRequest
 
 _ID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._:~@+=-]{1,100}")  # "." and "..": no URL can name them
@@ -43,6 +44,14 @@ def _named_trajectory(scope: Scope, headers: Mapping[bytes, bytes], request: Cha
                 )
             return value, named_by
     return None, ""
+
+
+def with_deployment(scope: Scope, body: bytes) -> bytes:
+    """Return a JSON body with the path's deployment as its model; clients of Azure OpenAI may name another or none."""
+    name = scope[DEPLOYMENT]
+    if name is None:
+        return body
+    return body.rstrip().removesuffix(b"}") + b',"model":' + msgspec.json.encode(name) + b"}"  # the last one counts
 
 
 def trajectory_outside_body(scope: Scope, headers: Mapping[bytes, bytes]) -> str | None:

@@ -1,7 +1,8 @@
 """Routes a request to its endpoint, and starts and stops the proxy's services (ASGI's lifespan).
 
-The prefixes `/t/{trajectory}` and `/v1` are removed first; the scope has the trajectory under `asgi.TRAJECTORY` and the
-remaining path under `asgi.PATH`. An endpoint is an ASGI application.
+The prefixes `/t/{trajectory}`, those of Azure OpenAI (`/openai`, `/openai/deployments/{deployment}`) and `/v1` are
+removed first; the scope has trajectory and deployment under `asgi.TRAJECTORY` and `asgi.DEPLOYMENT`, and the remaining
+path under `asgi.PATH`. An endpoint is an ASGI application.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from urllib.parse import unquote
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ratchet.proxy.errors import NotFound, ProxyError, method_not_allowed
-from ratchet.proxy.wire.asgi import PATH, TRAJECTORY, unknown_route_error
+from ratchet.proxy.wire.asgi import DEPLOYMENT, PATH, TRAJECTORY, unknown_route_error
 
 log = logging.getLogger("ratchet.proxy")
 
+_AZURE = "/openai"
+_DEPLOYMENT = re.compile(r"/openai/deployments/(.+?)(/(?:chat/)?completions)/*")
 _REPEATED_PREFIX = re.compile(r"^(/+v1)*/+")
 
 
@@ -49,6 +52,7 @@ class Router:
                 await mounted({**scope, "root_path": prefix, "method": method}, receive, send)
                 return
         scope[TRAJECTORY], path = split_trajectory(path)
+        scope[DEPLOYMENT], path = _split_deployment(path)
         versioned = path.startswith("/v1/")
         scope[PATH] = path = path[3:] if versioned else path
         endpoint = self._routes.get((scope["method"], path)) or self._find_leniently(scope, path.rstrip("/"), versioned)
@@ -98,6 +102,14 @@ def split_trajectory(path: str) -> tuple[str | None, str]:
     if not name or not slash:
         return None, path
     return unquote(name), "/" + rest
+
+
+def _split_deployment(path: str) -> tuple[str | None, str]:
+    """Return the deployment that a path of Azure OpenAI names, and the path in OpenAI's form."""
+    if not path.startswith(f"{_AZURE}/"):
+        return None, path
+    found = _DEPLOYMENT.fullmatch(path)
+    return (found[1], found[2]) if found else (None, path.removeprefix(_AZURE))
 
 
 class LifespanService(Protocol):

@@ -1,16 +1,18 @@
-"""OpenAI's SDK, Chat Completions: the tool loop that its own documentation shows."""
+"""OpenAI's SDK, Chat Completions, with `azure` over Azure OpenAI's paths: the tool loop of its own documentation."""
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Any
 
-from openai import OpenAI
+from openai import AzureOpenAI, OpenAI
 
 import mailbox
 
 
 def agent(task: mailbox.Task) -> str | None:
-    client = OpenAI()
+    client = azure() if sys.argv[1:] == ["azure"] else OpenAI()
     system = {"role": "system", "content": task["system"]}
     messages: list[Any] = [system, {"role": "user", "content": task["question"]}]
     for _ in range(task.get("rounds", 8)):
@@ -23,6 +25,11 @@ def agent(task: mailbox.Task) -> str | None:
             reply = mailbox.take(task, call.function.name)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": reply})
     return None
+
+
+def azure() -> AzureOpenAI:
+    endpoint = os.environ["OPENAI_BASE_URL"].removesuffix("/v1")
+    return AzureOpenAI(azure_endpoint=endpoint, api_key="x", api_version="2024-10-21")
 
 
 def whole(client: OpenAI, options: dict[str, Any]) -> Any:

@@ -43,6 +43,8 @@ AS_CODE: dict[str, Any] = {"linked_by": ("quote",), "contexts": ("root", "fork",
 CLIENTS = (
     _client("openai2", "openai2", "openai_chat.py"),
     _client("openai3", "openai3", "openai_chat.py"),
+    _client("openai2-azure", "openai2", "openai_chat.py", "azure"),
+    _client("openai3-azure", "openai3", "openai_chat.py", "azure"),
     _client("openai-npm", "node", "openai_chat.js"),
     _client("openai2-responses", "openai2", "openai_responses.py", dialect="responses", linked_by=RESPONSE_ID),
     _client("openai3-responses", "openai3", "openai_responses.py", dialect="responses", linked_by=RESPONSE_ID),
