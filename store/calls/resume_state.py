@@ -21,7 +21,7 @@ from ratchet.store.states import CallState, TrajectoryState
 
 _LOST = (CallState.ABORTED, CallState.INTERRUPTED)
 _FAMILY = (schema.trajectories.c.task, schema.trajectories.c.tools_hash.label("first_tools"))
-MAX_OPEN_LEAVES = 10_000
+MAX_OPEN_LEAVES = 10_000  # answers that are restored
 _BATCH = 256  # answers
 _RETRIED = (408, 409, 429)  # besides every 5xx
 

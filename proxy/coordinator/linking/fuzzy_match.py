@@ -100,9 +100,9 @@ def _matches(
             yield [leaf for leaf in called if fits(leaf)], []
 
 
-def _is_other_answer(leaf: Leaf, ids: Sequence[str]) -> bool:
+def _is_other_answer(leaf: Leaf, ids: tuple[str, ...]) -> bool:
     """Return whether the ids of a message's tool calls, if they are random, are not those of an equal answer."""
-    return bool(leaf.tool_call_ids) and leaf.tool_call_ids != ids and any(map(is_distinctive_id, ids))
+    return any(map(is_distinctive_id, ids)) and leaf.tool_call_ids not in ((), ids)
 
 
 def _match_answers(answers: Sequence[Sequence[Leaf]], *, trajectory_known: bool) -> Leaf | None:

@@ -249,7 +249,7 @@ def _parent_keys(open_call: OpenCall, *, continued: bool) -> list[str]:
     keys = [open_call.keys[-1] if open_call.keys else "", canon.ANYWHERE]
     is_first_turn = open_call.first_turn in ("", open_call.start.prompt_node)
     if not is_first_turn and open_call.messages[-1].get("role") not in ("assistant", "tool"):
-        keys.append(open_call.keys[-2])
+        keys += open_call.keys[-2:-1]
     return keys
 
 
