@@ -85,10 +85,11 @@ class _Running:
         return not (self.number or self._started or self._others)
 
     def change(self, number: int) -> None:
-        """Count requests that begin or end."""
+        """Count requests that begin or end. The other workers learn at once of an end that makes room for theirs."""
+        was_full = self.is_full
         self.number += number
         self._started += max(0, number) if self._sharing is not None and self.limit is not None else 0
-        self.ask()
+        self.ask(urgent=was_full and number < 0)
 
     def ask(self, *, urgent: bool = False) -> None:
         """Learn how many requests the other workers run."""
