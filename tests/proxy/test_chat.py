@@ -353,12 +353,12 @@ def test_functions_of_the_old_format_are_refused(proxy: Proxy) -> None:
 def test_an_answer_that_continued_a_text_is_found_in_the_joined_text(proxy: Proxy, in_parts: bool) -> None:
     texts = ["It is ", "#say=Oslo "]
     parts = [{"type": "text", "text": text} for text in texts]
-    messages = [*ask("Where?"), {"role": "assistant", "content": parts if in_parts else "".join(texts)}]
+    messages: Any = [*ask("Where?"), {"role": "assistant", "content": parts if in_parts else "".join(texts)}]
     fields: Any = {"continue_final_message": True, "add_generation_prompt": False}
     create = proxy.agent().chat.completions.create
     answer = create(model="agent", messages=messages, extra_body=fields).choices[0].message.content
     assert answer == "Oslo"
-    joined = {"role": "assistant", "content": "".join(texts) + answer}
+    joined: Any = {"role": "assistant", "content": "".join(texts) + answer}
     create(model="agent", messages=[*ask("Where?"), joined, *ask("and then?")])
     proxy.settled()
     later, first = proxy.store.calls.page(2)
