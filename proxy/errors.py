@@ -9,12 +9,13 @@
     |-- RateLimited           429  a limit of the API key is reached; `code` names the limit
     |-- NotReady              503  the proxy cannot answer yet; the client may retry (retry-after)
     |-- UpstreamError         502  or vLLM's own status
-    |   |-- UpstreamUnreachable   502  no connection; the message names the upstream
+    |   |-- UpstreamUnreachable   502  no connection
     |   |-- UpstreamDisconnected  502  the response broke off or is invalid
     |   |-- UpstreamTimeout       504  no complete response in time
     |   `-- ContextOverflow       400  the prompt is longer than the model's context; the message has both lengths
     `-- StartError            the proxy cannot start; the message names the setting and the remedy
 
+Messages of an UpstreamError name the upstream's URL, for log and record. Clients get them without (`for_client`).
 `ClientDisconnected` has no response: nobody is connected to read one.
 A class exists for each error that code catches by name or that `ratchet_errors_total` counts under its own label.
 """
@@ -45,6 +46,11 @@ class ProxyError(RatchetError):
         self.param = param
         self.code = code or self.code
         self.status = status or self.status
+
+    @property
+    def for_client(self) -> str:
+        """The message that the client gets."""
+        return str(self)
 
 
 class BadRequest(ProxyError):
@@ -126,11 +132,42 @@ def stopped() -> NotReady:
 
 
 class UpstreamError(ProxyError):
-    """vLLM did not answer as it should."""
+    """vLLM did not answer as it should.
+
+    Args:
+        message: with a `url`, what this upstream did, without a subject.
+        url: of the upstream, and
+        detail: that may contain internal addresses and paths; both are for log and record, not for clients.
+    """
 
     status = 502
     kind = "upstream_error"
     may_have_started = False  # whether the replica may have started to process the request
+    model: str | None = None  # whose upstream it is, if known
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        url: str | None = None,
+        detail: str | None = None,
+        param: str | None = None,
+        code: str | None = None,
+        status: int | None = None,
+    ) -> None:
+        subject = "" if url is None else f"upstream {url} "
+        super().__init__(
+            f"{subject}{message}" + (f": {detail}" if detail else ""), param=param, code=code, status=status
+        )
+        self._has_subject = url is None
+        self._public = message
+
+    @property
+    def for_client(self) -> str:
+        """The message without URL and detail; it names the model, if that is known."""
+        if self._has_subject:
+            return self._public
+        return f"the upstream of {self.model} {self._public}" if self.model else f"the upstream {self._public}"
 
 
 class UpstreamUnreachable(UpstreamError):
@@ -181,7 +218,7 @@ def upstream_refusal(message: str, status: int) -> UpstreamError:
 
 def to_openai_error(error: ProxyError) -> bytes:
     """Return the error as OpenAI's JSON body."""
-    return openai_error(str(error), error.kind, param=error.param, code=error.code)
+    return openai_error(error.for_client, error.kind, param=error.param, code=error.code)
 
 
 def openai_error(message: str, kind: str, *, param: str | None = None, code: str | int | None = None) -> bytes:

@@ -20,6 +20,10 @@ from ratchet.proxy.wire.request_body import ChatRequest
 
 UNREADABLE = "unreadable_arguments"  # the one member of an `input` with arguments that are not JSON
 
+_TYPES: dict[str, Sequence[type[Any]]] = {
+    "messages": (list,), "system": (str, list), "tools": (list,), "thinking": (dict,), "output_config": (dict,),
+    "output_format": (dict,),
+}  # fmt: skip
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -61,11 +65,15 @@ def count_body(body: Json, served_name: str) -> Json:
 
 def chat_messages(body: Json) -> list[Json]:
     """Return the system prompt and the messages as chat messages. Raises BadRequest."""
+    inner_request.check_types(body, _TYPES)
     if not body["messages"]:
         raise BadRequest("messages: at least one message is required", param="messages")
     messages: list[Json] = []
     if system := body.get("system"):
-        messages.append({"role": "system", "content": _content(_blocks(system), "system")})
+        try:
+            messages.append({"role": "system", "content": _content(_blocks(system), "system")})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise inner_request.unreadable("system", error) from error
     for place, message in enumerate(body["messages"]):
         try:
             converted = _converted(message)

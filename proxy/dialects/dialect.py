@@ -17,6 +17,7 @@ from ratchet.proxy.wire.body_bounds import BodyBounds
 from ratchet.proxy.wire.capture import Capture
 from ratchet.proxy.wire.error_shapes import ErrorShape
 from ratchet.proxy.wire.request_body import ChatRequest
+from ratchet.proxy.wire.unreadable_text import unreadable_body
 from ratchet.store.records import CallStarted, MessageNode
 
 LARGE = 256 * 1024  # bytes; larger bodies are parsed in a thread
@@ -111,7 +112,10 @@ async def read_body_with(read: Callable[[bytes], _Read], body: bytes, bounds: Bo
     def read_checked(body: bytes) -> _Read:
         if bounds is not None:
             bounds.check(body)
-        return read(body)
+        try:
+            return read(body)
+        except UnicodeDecodeError as error:
+            raise unreadable_body(body, error) from error
 
     try:
         return await run_parsing(read_checked, body) if len(body) > LARGE else read_checked(body)

@@ -13,11 +13,14 @@ import msgspec
 from ratchet.proxy.errors import BadRequest
 from ratchet.proxy.wire import lax_values, request_body
 from ratchet.proxy.wire.request_body import ChatRequest
+from ratchet.proxy.wire.unreadable_text import unreadable_body
 
 _PASSED = (
     "seed", "min_p", "top_k", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop",
     "stop_token_ids", "logit_bias", "ignore_eos", "structured_outputs", "chat_template_kwargs",
 )  # fmt: skip
+
+_TYPE_NAMES: dict[type[Any], str] = {str: "a text", list: "a list", dict: "an object"}
 
 Json = dict[str, Any]
 
@@ -29,7 +32,14 @@ def decode(body: bytes) -> Json:
     try:
         return _fields.decode(body)
     except msgspec.DecodeError as error:
-        raise BadRequest(f"the body is not a JSON object: {error}") from error
+        raise unreadable_body(body, error) from error
+
+
+def check_types(body: Json, types: Mapping[str, Sequence[type[Any]]]) -> None:
+    """Raise BadRequest for the first field that has a value of none of its types."""
+    for name, kinds in types.items():
+        if (value := body.get(name)) and not isinstance(value, tuple(kinds)):
+            raise BadRequest(f"{name}: must be {' or '.join(_TYPE_NAMES[kind] for kind in kinds)}", param=name)
 
 
 def chat_request(body: Json, messages: Sequence[Json], fields: Mapping[str, Any]) -> ChatRequest:

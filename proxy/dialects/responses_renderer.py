@@ -115,7 +115,7 @@ class ResponseRenderer(BlockRenderer):
         """Return the failed response."""
         self._status = "failed"
         code = error.code if error.code in _CODES else "server_error"
-        self._error = {"code": code, "message": str(error)}
+        self._error = {"code": code, "message": error.for_client}
         return [self._event("response.failed", response=self.answer())]
 
     def answer(self) -> Json:

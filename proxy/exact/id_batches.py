@@ -83,7 +83,7 @@ class IdBatches:
 
     async def _read(self) -> None:
         events = SseParser()
-        end: UpstreamError | None = UpstreamDisconnected(f"upstream {self._ids.url} ended its stream without [DONE]")
+        end: UpstreamError | None = UpstreamDisconnected("ended its stream without [DONE]", url=self._ids.url)
         try:
             async for piece in self._ids.pieces():
                 now = time.perf_counter()
@@ -95,7 +95,7 @@ class IdBatches:
         except UpstreamError as error:
             end = error
         except msgspec.DecodeError as error:
-            end = UpstreamDisconnected(f"upstream {self._ids.url} sent an event that cannot be read: {error}")
+            end = UpstreamDisconnected(f"sent an event that cannot be read: {error}", url=self._ids.url)
         await self._events.put((time.perf_counter(), end))
         self._ended.set()
 

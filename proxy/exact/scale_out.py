@@ -135,14 +135,13 @@ class ScaleOut:
                 finally:
                     response.close()
         except TimeoutError as error:
-            raise ScaleOutError(f"upstream {url}: {path} took more than {_TIMEOUT:.0f} s") from error
+            raise ScaleOutError(f"took more than {_TIMEOUT:.0f} s for {path}", url=url) from error
         if response.status == 200:
             return result
         if response.status == 404 and b'"error"' not in result:  # vLLM's own 404, for a model, has an error object
-            raise EndpointNotOffered(f"upstream {url} has no {path}")
-        raise ScaleOutError(
-            f"upstream {url}: {path} answered {response.status} {result[:300].decode('utf-8', 'replace')}"
-        )
+            raise EndpointNotOffered(f"has no {path}", url=url)
+        reason = result[:300].decode("utf-8", "replace")
+        raise ScaleOutError(f"answered {path} with {response.status}", url=url, detail=reason)
 
 
 def generate_body(rendered: Rendered, ids: Sequence[int], fields: Fields, *, streamed: bool, in_text: bool) -> bytes:

@@ -135,7 +135,7 @@ class _Origin:
         head = "".join(lines)
         expected = len(lines) + target.headers.count("\n")
         if head.count("\n") != expected or head.count("\r") != expected or " " in path:
-            raise UpstreamDisconnected(f"a request to upstream {self.url} has a line break or a space in its head")
+            raise UpstreamDisconnected("would get a line break or a space in the head of its request", url=self.url)
         return head.encode("latin-1", "replace")
 
     def take_idle(self) -> UpstreamConnection | None:
@@ -189,4 +189,4 @@ class _Origin:
         self._open.discard(connection)
 
     def _unreachable(self, reason: str) -> UpstreamUnreachable:
-        return UpstreamUnreachable(f"upstream {self.url} cannot be reached: {reason}; is vLLM running there?")
+        return UpstreamUnreachable("cannot be reached", url=self.url, detail=f"{reason}; is vLLM running there?")

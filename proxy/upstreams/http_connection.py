@@ -88,7 +88,7 @@ class HttpResponse:
     def close(self) -> None:
         """Close the response: a complete one frees its connection, an incomplete one aborts it."""
         if not self._is_complete:
-            self._fail(UpstreamDisconnected(f"the response of upstream {self.url} was closed"))
+            self._fail(UpstreamDisconnected("had its response closed", url=self.url))
             self._connection.abort()
         callback, self._on_close = self._on_close, None
         if callback is not None:
@@ -147,7 +147,7 @@ class HttpResponse:
                 self._connection.pause()
         elif self._buffered > self._limits.size:
             limit = f"{self._limits.size} bytes (the proxy's setting max_upstream_response_bytes)"
-            self._fail(UpstreamDisconnected(f"the response of upstream {self.url} is larger than {limit}"))
+            self._fail(UpstreamDisconnected(f"sent a response larger than {limit}", url=self.url))
             self._connection.abort()
 
     def on_complete(self) -> None:
@@ -157,7 +157,7 @@ class HttpResponse:
 
     def on_failure(self, reason: str, kind: type[UpstreamError] = UpstreamDisconnected) -> None:
         """The response broke off."""
-        self._fail(kind(f"upstream {self.url} broke off: {reason}"))
+        self._fail(kind("broke off its response", url=self.url, detail=reason))
 
     def wake(self) -> None:
         """Wake the reader."""
@@ -179,12 +179,12 @@ class HttpResponse:
             self._timer = self._loop.call_later(left, self._check_idle)
             return
         silent = f"sent nothing for {self._limits.idle:g} s in the middle of its stream"
-        self._fail(UpstreamTimeout(f"upstream {self.url} {silent} (the proxy's setting stream_idle_timeout_seconds)"))
+        self._fail(UpstreamTimeout(f"{silent} (the proxy's setting stream_idle_timeout_seconds)", url=self.url))
         self._connection.abort()
 
     def _expire(self) -> None:
         self._fail(
-            UpstreamTimeout(f"upstream {self.url} did not answer in time (the proxy's setting request_timeout_seconds)")
+            UpstreamTimeout("did not answer in time (the proxy's setting request_timeout_seconds)", url=self.url)
         )
         self._connection.abort()
 

@@ -116,7 +116,7 @@ class ReplicaProbes(Generic[_R]):
                 await self._check(replica)
         except TimeoutError:
             self._timeouts_in_a_row[replica.label] += 1
-            return UpstreamTimeout(f"upstream {replica.url} does not answer within {_TIMEOUT:g} s")
+            return UpstreamTimeout(f"does not answer within {_TIMEOUT:g} s", url=replica.url)
         except UpstreamError as failure:
             return failure
         self._timeouts_in_a_row.pop(replica.label, None)

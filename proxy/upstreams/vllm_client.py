@@ -83,7 +83,7 @@ class Upstream:
             return [card for card in cards if isinstance(card, dict)]
         except (msgspec.DecodeError, KeyError, TypeError) as error:
             raise UpstreamDisconnected(
-                f"upstream {url} answered /v1/models with {response.status}, not a model list"
+                f"answered /v1/models with {response.status}, not a model list", url=url
             ) from error
 
     async def load_adapter(self, url: str, name: str, path: str) -> None:
@@ -104,5 +104,5 @@ class Upstream:
             response.close()
         if response.status != 200 and "already" not in text:
             raise UpstreamError(
-                f"upstream {url} cannot load adapter {name} from {path}: {response.status} {text[:500]}"
+                f"cannot load adapter {name}", url=url, detail=f"{path}: {response.status} {text[:500]}"
             )

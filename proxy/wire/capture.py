@@ -209,6 +209,11 @@ class Capture:
             raise UpstreamDisconnected(f"the upstream's response is not a chat completion: {error}") from error
         return _encode(top)
 
+    def check_numbering(self) -> None:
+        """Raise UpstreamDisconnected if a choice of a complete stream is missing."""
+        if sorted(self._choices) != list(range(len(self._choices))):
+            raise UpstreamDisconnected(f"the choices of the upstream's stream are numbered {sorted(self._choices)}")
+
     def _capture_error(self, error: Any) -> None:
         """Capture what an error event of the stream states."""
         self.error = str(error)

@@ -52,7 +52,7 @@ class AnthropicErrorShape:
 
     def encode_error(self, error: ProxyError) -> bytes:
         """Return the body for an error of the proxy."""
-        message = _too_long(error) if isinstance(error, ContextOverflow) else str(error)
+        message = _too_long(error) if isinstance(error, ContextOverflow) else error.for_client
         return msgspec.json.encode(_anthropic(error.status, message, error.code))
 
     def encode_upstream_error(self, status: int, body: bytes) -> tuple[bytes, str]:

@@ -19,6 +19,7 @@ from ratchet.proxy.errors import BadRequest
 from ratchet.proxy.wire import lax_values
 from ratchet.proxy.wire.body_bounds import BodyBounds
 from ratchet.proxy.wire.message_history import ListLimits, MessageReader
+from ratchet.proxy.wire.unreadable_text import unreadable_body
 from ratchet.store.content import json_depth
 from ratchet.store.content import messages as canon
 from ratchet.store.content.prompt_substitution import beginning, has_system_prompt
@@ -204,7 +205,7 @@ def fields_of(body: bytes) -> dict[str, Raw]:
     try:
         return _fields.decode(body)
     except msgspec.DecodeError as error:
-        raise BadRequest(f"the body is not a JSON object: {error}") from error
+        raise unreadable_body(body, error) from error
 
 
 def model_in(fields: Mapping[str, Raw]) -> str:

@@ -32,10 +32,14 @@ class UpstreamResponse(Protocol):
 
 
 class SseParser:
-    """Splits a byte stream into server-sent events. Pieces may end anywhere; only complete events come out."""
+    """Splits a byte stream into server-sent events. Pieces may end anywhere; only complete events come out.
+
+    Each byte is searched once, however many pieces an event has.
+    """
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest = bytearray()  # of an event that is not complete
+        self._ends_with_return = False  # the last piece: a line feed may follow
 
     def feed(self, piece: bytes) -> Iterator[tuple[bytes | None, bytes]]:
         """Yield (data, raw) for every event that `piece` completes; data is None for comments.
@@ -43,13 +47,21 @@ class SseParser:
         `raw` is the event with its blank line, to be passed on unchanged. Raises UpstreamDisconnected for an event
         without end.
         """
-        if b"\r" in piece or self._rest.endswith(b"\r"):
-            pending = b"\r" if piece.endswith(b"\r") else b""
-            text = (self._rest + piece[: len(piece) - len(pending)]).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-            text += pending
+        if self._ends_with_return:
+            piece = b"\r" + piece
+        if b"\r" in piece:
+            self._ends_with_return = piece.endswith(b"\r")
+            piece = piece.removesuffix(b"\r").replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        if self._rest.endswith(b"\n"):
+            piece = b"\n" + piece
+            self._rest.pop()
+        *blocks, rest = piece.split(b"\n\n")
+        if blocks:
+            if self._rest:
+                blocks[0] = bytes(self._rest) + blocks[0]
+            self._rest = bytearray(rest)
         else:
-            text = self._rest + piece if self._rest else piece
-        *blocks, self._rest = text.split(b"\n\n")
+            self._rest += rest
         if len(self._rest) > _MAX_EVENT_BYTES:
             raise UpstreamDisconnected(f"the upstream sent an event of more than {_MAX_EVENT_BYTES} bytes")
         for block in blocks:

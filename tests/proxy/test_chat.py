@@ -237,12 +237,12 @@ def test_a_failure_in_mid_stream_is_reported_and_recorded(proxy: Proxy, how: str
 
 
 @pytest.mark.slow
-def test_an_unreachable_upstream_is_named(start: Start, vllm: ScriptedVllm) -> None:
+def test_an_unreachable_upstream_is_named_to_operators(start: Start, vllm: ScriptedVllm) -> None:
     with served(ScriptedVllm()) as url:
         proxy = start(upstreams=(url,))
     answer = proxy.http.post("/v1/chat/completions", json={"model": "agent", "messages": ask("hi")})
     assert answer.status_code == 502
-    assert url in answer.json()["error"]["message"]
+    assert answer.json()["error"]["message"] == "the upstream of agent@0 cannot be reached"
     ready = eventually(lambda: (health := proxy.http.get("/health/ready")).status_code == 503 and health)
     assert url in ready.json()["missing"][0]
     assert last_call(proxy).state == CallState.FAILED

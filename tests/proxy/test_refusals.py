@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import pytest
@@ -76,3 +77,49 @@ def test_errors_have_the_documented_schema(proxy: Proxy) -> None:
         for operation in path.values():
             schema = operation["responses"]["4XX"]["content"]["application/json"]["schema"]
             assert schema == {"$ref": "#/components/schemas/ErrorResponse"}
+
+
+TEXTS = {  # a body with a text, and the field that the refusal names
+    "/v1/chat/completions": (b'{"model":"agent","messages":[{"role":"user","content":%s}]}', "messages.0"),
+    "/v1/completions": (b'{"model":"agent","prompt":%s}', "prompt"),
+    "/v1/responses": (b'{"model":"agent","input":%s}', "input"),
+    "/v1/messages": (b'{"model":"agent","max_tokens":9,"messages":[{"role":"user","content":%s}]}', "messages.0"),
+    "/v1/messages/count_tokens": (b'{"model":"agent","messages":[{"role":"user","content":"x"},%s]}', "messages.1"),
+}
+
+
+@pytest.mark.parametrize("text", [b'"half \\ud83d"', b'"\\ude00\\ud83d"', b'"\xed\xa0\xbd"', b'"latin \xe9"'])
+@pytest.mark.parametrize("path", TEXTS)
+def test_text_that_is_not_unicode_is_refused_by_its_fields_name(proxy: Proxy, path: str, text: bytes) -> None:
+    body, field = TEXTS[path]
+    answer = proxy.http.post(path, content=body % text)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert answer.json()["error"]["message"].startswith(f"{field}: its text is not Unicode")
+    assert answer.json().get("type") == ("error" if "messages" in path else None)
+
+
+def test_other_bodies_with_half_a_character_stay_invalid_json(proxy: Proxy) -> None:
+    for body in (b'{"model":"\\ud83d', b'["\\ud83d"]', b'{"messages":[\xff', b"\xff\xfe"):
+        answer = proxy.http.post("/v1/messages", content=body)
+        assert (answer.status_code, "not a JSON object" in answer.text) == (400, True), body
+
+
+@pytest.mark.parametrize("field", ["messages", "system", "tools", "thinking", "output_config", "output_format"])
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_a_field_of_messages_with_another_type_is_refused_by_its_name(proxy: Proxy, path: str, field: str) -> None:
+    body = {"model": "agent", "max_tokens": 9, "messages": [{"role": "user", "content": "x"}]}
+    answer = proxy.http.post(path, json=body | {field: 5})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert answer.json()["error"]["message"].startswith(f"{field}: must be ")
+
+
+@pytest.mark.parametrize("head", [b"", b"host: \r\n"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_a_request_without_a_host_is_refused_in_the_dialects_format(proxy: Proxy, path: str, head: bytes) -> None:
+    host, port = proxy.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(b"POST %s HTTP/1.1\r\n%sconnection: close\r\n\r\n" % (path.encode(), head))
+        answer = b"".join(iter(lambda: client.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b'"message":"the request has no Host header' in answer
+    assert (b'{"type":"error","error":{' in answer) == (path == "/v1/messages")

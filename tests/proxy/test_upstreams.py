@@ -210,6 +210,28 @@ def test_calls_get_retry_after_while_all_replicas_are_known_to_be_down(start: St
     assert proxy.http.get("/v1/passed/on").headers["retry-after"] in ("600", "599")
 
 
+def test_an_agent_does_not_learn_where_the_upstream_is_and_the_log_does(
+    start: Start, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.policies.register_base("agent", "base")
+    with raw_upstream() as upstream:
+        proxy = start(upstreams=(upstream.url, "http://127.0.0.1:9"))
+        for upstream.answer in (b"", http(b"{}", 302), http(b"{}", length=99), b"no HTTP"):
+            for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages"):
+                for streamed in (False, True):
+                    answer = proxy.http.post(path, json=body(input="hi", max_tokens=9, stream=streamed))
+                    assert "the upstream of agent@0 " in answer.text
+                    assert "127.0.0.1" not in answer.text
+        passed_on = proxy.http.post("/v1/embeddings", json=body())
+        assert (passed_on.status_code, "127.0.0.1" in passed_on.text) == (502, False)
+    for reason in (
+        f"upstream {upstream.url} broke off its response: ",
+        "upstream http://127.0.0.1:9 cannot be reached: ",
+    ):
+        assert reason in caplog.text
+    assert "event=upstream_failed path='/v1/embeddings' reason='upstream http" in caplog.text
+
+
 def test_readiness_uses_the_latest_probe_and_calls_no_replica(start: Start, vllm: ScriptedVllm, vllm_url: str) -> None:
     proxy = start(probe_interval_seconds=600.0, breaker_reset_seconds=600.0)
     looks = len(vllm.paths)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from ratchet.store.states import CallState
-from ratchet.store.store import open_store
+from ratchet.store.store import Store, open_store
+from ratchet.store.verify import verify
 from tests.harness.proxy.raw_upstream import RawUpstream, http, raw_upstream, stream
 from tests.harness.proxy.running_proxy import Proxy, running
 
@@ -135,6 +136,19 @@ def test_a_usage_that_cannot_be_rendered_is_an_upstream_error(
     statuses = [proxy.http.post(path, json={"model": "agent", **body}).status_code for path, body in CALLS.items()]
     assert statuses == [200, 502, 502]  # Chat Completions passes it on unchanged
     assert newest(proxy) is CallState.FAILED
+
+
+@pytest.mark.parametrize("indexes", [(1,), (0, 2)])
+def test_a_stream_without_one_of_its_choices_is_an_upstream_error_in_every_dialect(
+    upstream: RawUpstream, store: Store, store_file: Path, tmp_path: Path, indexes: tuple[int, ...]
+) -> None:
+    upstream.answer = stream(*[delta(content="ok").replace(b'"index": 0', b'"index": %d' % at) for at in indexes])
+    with running(upstream.url, store, tmp_path) as own:
+        for path, body in CALLS.items():
+            got = own.http.post(path, json={"model": "agent", "stream": True, **body})
+            assert f"are numbered {list(indexes)}" in got.text, path
+            assert newest(own) is CallState.FAILED
+    assert verify(str(store_file)).findings == []
 
 
 @pytest.mark.parametrize("case", STREAMED)

@@ -191,7 +191,7 @@ class BaseModelCheck:
             finally:
                 answer.close()
             if answer.status >= 500 and answer.status != 501:
-                raise UpstreamError(f"upstream {url} answered {path} with {answer.status}")
+                raise UpstreamError(f"answered {path} with {answer.status}", url=url)
             with contextlib.suppress(msgspec.DecodeError, ValueError):
                 parts[part] = fingerprints.read(part, msgspec.json.decode(text))
         return parts

@@ -111,9 +111,9 @@ class BaseRegistration:
         except UpstreamError as error:
             return error
         except TimeoutError:
-            return UpstreamError(f"upstream {url} does not answer /v1/models within {_TIMEOUT:.0f} s")
+            return UpstreamError(f"does not answer /v1/models within {_TIMEOUT:.0f} s", url=url)
         names = [str(card["id"]) for card in cards if not card.get("parent") and isinstance(card.get("id"), str)]
-        return names or UpstreamError(f"upstream {url} lists no base model")
+        return names or UpstreamError("lists no base model", url=url)
 
     async def _in_thread(self, verb: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, verb)

@@ -137,6 +137,7 @@ class CallEndpoint:
             try:
                 await self._serve(call, trace, send, watch)
             except UpstreamError as error:
+                error.model = call.policy
                 if not call.falls_back(error):
                     await self._fail(call, error, send, watch)
                 else:
@@ -275,8 +276,9 @@ class CallEndpoint:
             if done:
                 break
         else:
-            raise UpstreamDisconnected(f"upstream {response.url} ended its stream without [DONE]")
+            raise UpstreamDisconnected("ended its stream without [DONE]", url=response.url)
         watch.check()
+        call.capture.check_numbering()
         last_events = call.encoder.end()
         error = call.capture.error
         await _wait(self._record_end(call, active_call.stream_failed(error) if error else active_call.ANSWERED))
@@ -300,7 +302,7 @@ class CallEndpoint:
     ) -> None:
         """Pass on an upstream's error response: status, body and retry headers; as an event if the head was sent."""
         if response.status < 400:
-            raise UpstreamDisconnected(f"upstream {response.url} answered a call with status {response.status}")
+            raise UpstreamDisconnected(f"answered a call with status {response.status}", url=response.url)
         body, message = self._dialect.shape.encode_upstream_error(response.status, await response.read())
         error = parse_context_overflow(response.status, message) or upstream_refusal(message, response.status)
         if call.falls_back(error):

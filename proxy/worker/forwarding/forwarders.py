@@ -69,8 +69,9 @@ class AdapterLoader:
         if "://" in folder:  # vLLM's plug-in loads it by name, and has just failed to
             self._metrics.adapter_loads.labels("failed").inc()
             raise UpstreamError(
-                f"upstream {url} does not find {alias}@{version} in the adapter store: its plug-in is missing, or "
-                "its log has the reason"
+                f"does not find {alias}@{version} in the adapter store: its plug-in is missing, or its log has the "
+                "reason",
+                url=url,
             )
         served_name = self._policies.served_name(alias, version)
         try:

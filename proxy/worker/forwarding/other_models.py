@@ -57,7 +57,8 @@ class Deployment(Replica):
             response.close()
             sent = f"the key in {self._variable}" if self._variable else "a call without api_key"
             raise UpstreamError(
-                f"upstream {self.url} refused {sent} with {response.status}: check it where the proxy is started",
+                f"refused {sent} with {response.status}: check it where the proxy is started",
+                url=self.url,
                 code="upstream_refused_key",
             )
         return response
@@ -168,4 +169,4 @@ async def _probe(deployment: Deployment) -> None:
     response = await deployment.client.send(deployment.url, "GET", "/models", None, deployment.headers)
     response.close()
     if response.status >= 500:
-        raise UpstreamError(f"upstream {deployment.url} answered {response.status}")
+        raise UpstreamError(f"answered {response.status}", url=deployment.url)

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ratchet.proxy.api_keys import KEYS_VARIABLE, OPERATOR_KEYS_VARIABLE, PREFIX, hash_key, is_loopback
 from ratchet.proxy.coordinator.keys.key_cache import ANONYMOUS, Caller, KeyCache
 from ratchet.proxy.coordinator.limits.rate_limits import with_rate_limits
-from ratchet.proxy.errors import Forbidden, InvalidApiKey
+from ratchet.proxy.errors import BadRequest, Forbidden, InvalidApiKey
 from ratchet.proxy.wire.asgi import CALLER, KEY_ID, header, headers_of
 from ratchet.store.access.ownership import UNCHECKED
 
@@ -137,7 +137,11 @@ def _check_web_origin(scope: Scope, allowed: Collection[str]) -> None:
     Pages of this machine in `allowed` are accepted.
     """
     host = header(scope, b"host")
-    if not _is_ours(f"//{host or ''}"):
+    if host is None:
+        raise BadRequest(
+            "the request has no Host header: HTTP/1.1 needs one, and the proxy without API keys", param="host"
+        )
+    if not _is_ours(f"//{host}"):
         raise Forbidden(
             f"without API keys the proxy only answers under a name of this machine, not {host!r}: set {KEYS_VARIABLE} "
             "and send a key, or call the proxy as 127.0.0.1 or localhost"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ratchet.proxy.errors import ClientDisconnected, ProxyError, stopped
+from ratchet.proxy.errors import ClientDisconnected, ProxyError, UpstreamError, stopped
 from ratchet.proxy.wire.asgi import JSON, Headers, client_address, headers_of, send_bytes
 from ratchet.proxy.wire.error_shapes import error_shape_of
 from ratchet.proxy.worker.http import request_identity
@@ -50,6 +50,8 @@ class ErrorMiddleware:
             if error.status in _REFUSED and scope["path"].startswith(_OPERATORS):
                 client, path = client_address(scope), scope["path"][:200]
                 log.warning("event=operator_refused status=%d client=%s path=%r", error.status, client, path)
+            elif isinstance(error, UpstreamError):  # its response does not have the URL
+                log.warning("event=upstream_failed path=%r reason=%r", scope["path"][:200], str(error))
             if started:
                 raise
             await _send_error(scope, send, error)
