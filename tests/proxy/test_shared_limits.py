@@ -185,7 +185,7 @@ def test_parallel_requests_exceed_their_limit_by_one_part_of_each_other_worker(s
 
 
 @in_loop
-async def test_an_end_at_the_limit_makes_room_at_the_other_workers_at_once() -> None:
+async def test_the_other_workers_learn_at_once_of_an_end_at_the_limit() -> None:
     post = Post(2)
     apps = [Held(), Held()]
     first, second = [

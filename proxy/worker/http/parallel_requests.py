@@ -85,7 +85,7 @@ class _Running:
         return not (self.number or self._started or self._others)
 
     def change(self, number: int) -> None:
-        """Count requests that begin or end. The other workers learn at once of an end that makes room for theirs."""
+        """Count requests that begin or end. Other workers learn at once that one ended while the limit was reached."""
         was_full = self.is_full
         self.number += number
         self._started += max(0, number) if self._sharing is not None and self.limit is not None else 0
