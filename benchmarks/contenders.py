@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -42,6 +43,20 @@ class Contender:
 
     pid: int
     target: Target
+    writer: int | None = None  # the process that writes to the store, if there is one
+
+    @contextlib.contextmanager
+    def without_writer(self) -> Iterator[None]:
+        """Stop the store's writer meanwhile, as if it had a core and a disk of its own; then wait until it is done."""
+        if self.writer is None:
+            raise NotRun("this server has no writer of its own")
+        self.rest()
+        os.kill(self.writer, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.writer, signal.SIGCONT)
+        self.rest()
 
     def cpu(self) -> float:
         """Return the CPU seconds that all its processes and threads have taken."""
@@ -101,9 +116,15 @@ def ratchet(core: int, folder: Path, port: int, workers: int = 1) -> Iterator[Co
         proxy = ProxyProcess(folder, upstreams=[f"http://127.0.0.1:{port}"], workers=workers)
     try:
         wait_for(f"{proxy.url}/health/ready", 20)
-        yield Contender(proxy.pid, Target(int(proxy.url.rsplit(":", 1)[1]), "agent"))
+        yield Contender(proxy.pid, Target(int(proxy.url.rsplit(":", 1)[1]), "agent"), _writer_of(proxy.pid))
     finally:
         proxy.stop()
+
+
+def _writer_of(pid: int) -> int | None:
+    """Return the writer of a proxy that is one process and its writer, else None."""
+    children = psutil.Process(pid).children(recursive=True)
+    return children[0].pid if len(children) == 1 else None
 
 
 @contextlib.contextmanager

@@ -2,7 +2,8 @@
 
 Each server runs alone on one core; upstream and load share another one. Ratchet runs with its defaults: every call is
 captured and durable before its last byte (`capture: strict`), with shipper and store on the same core. Its CPU time is
-that of all its processes until everything is in the store. Requests have 4 KB, responses 5 KB with token ids and
+that of all its processes until everything is in the store. Rows without the writer: the store's writer stands still
+meanwhile, as if it had a core and a disk of its own. Requests have 4 KB, responses 5 KB with token ids and
 logprobs; every prompt is new, so no cache helps. Agents' calls have 92 KB: 40 turns, 20 tools, code in the results.
 Added latency is the difference to direct calls in the same run.
 
@@ -69,6 +70,11 @@ class ServerFigures:
     beside_max: float = 0.0  # of small calls while large ones pass
     beside_stalls: float = 0.0  # percent of them that took 5 ms more than the median
     alone_stalls: float = 0.0  # the same without large calls
+    has_writer: bool = False  # the next four: while it stands still
+    apart_p50: float = 0.0  # added
+    apart_p99: float = 0.0
+    apart_stalls: float = 0.0
+    apart_beside_stalls: float = 0.0
 
 
 class _Load(NamedTuple):
@@ -107,6 +113,9 @@ def measure(
     beside = wire_load.beside(target, make, wire_load.request(target, user=wire_load.LARGE_USER), seconds, 1)
     found.beside_max, found.beside_stalls = 1000 * max(beside), _stalls(beside)
     server.rest()
+    if server.writer is not None:
+        step("without the writer")
+        _measure_without_writer(found, server, direct, seconds)
 
     step("agents")
     _measure_agents(found, server, straight, seconds)
@@ -115,6 +124,22 @@ def measure(
     wire_load.many(target, make, found.calls, 8)
     server.rest()
     found.memory_after = server.memory()
+
+
+def _measure_without_writer(
+    found: ServerFigures, server: Contender, direct: tuple[float, float], seconds: float
+) -> None:
+    """Measure what callers wait for while the store's writer stands still. `direct`: p50 and p99 of direct calls."""
+    make = wire_load.request(server.target)
+    large = wire_load.request(server.target, user=wire_load.LARGE_USER)
+    found.has_writer = True
+    with server.without_writer():
+        alone = wire_load.during(server.target, make, seconds, 1)
+    with server.without_writer():
+        beside = wire_load.beside(server.target, make, large, seconds, 1)
+    through = _cuts(alone)
+    found.apart_p50, found.apart_p99 = through[0] - direct[0], through[1] - direct[1]
+    found.apart_stalls, found.apart_beside_stalls = _stalls(alone), _stalls(beside)
 
 
 def _measure_agents(found: ServerFigures, server: Contender, straight: Target, seconds: float) -> None:
@@ -189,6 +214,7 @@ _ROWS: list[tuple[str, str, Callable[[ServerFigures], str]]] = [
     ("CPU per call, 32 at a time, us", "<= 439", lambda f: f"{f.cpu_call:,.0f}"),
     ("CPU per call, one at a time, us", "", lambda f: f"{f.cpu_alone:,.0f}"),
     ("added latency, one at a time, p50 / p99, ms", "0.5 / 2", lambda f: f"{f.added_p50:.2f} / {f.added_p99:.2f}"),
+    ("  without the writer", "0.5 / 2", lambda f: _apart(f, f"{f.apart_p50:.2f} / {f.apart_p99:.2f}")),
     ("calls per second on one core", "", lambda f: f"{f.rate:,.0f}"),
     ("  with everything written behind them", "", lambda f: f"{f.rate_done:,.0f}"),
     ("CPU per streamed chunk, us", "<= 40", lambda f: f"{f.cpu_chunk:,.1f}"),
@@ -200,8 +226,14 @@ _ROWS: list[tuple[str, str, Callable[[ServerFigures], str]]] = [
     ("  after so many calls", "flat", lambda f: f"{_sum(f.memory_after)} ({f.calls:,})"),
     ("longest call beside 100 KB in, 160 KB out, ms", "", lambda f: f"{f.beside_max:.1f}"),
     ("  calls stalled by more than 5 ms", "<= 0.1%", lambda f: f"{f.beside_stalls:.2f}%"),
-    ("  the same without large calls", "", lambda f: f"{f.alone_stalls:.2f}%"),
+    ("  without the writer", "<= 0.1%", lambda f: _apart(f, f"{f.apart_beside_stalls:.2f}%")),
+    ("  without large calls", "<= 0.1%", lambda f: f"{f.alone_stalls:.2f}%"),
+    ("  without large calls and the writer", "<= 0.1%", lambda f: _apart(f, f"{f.apart_stalls:.2f}%")),
 ]  # fmt: skip
+
+
+def _apart(found: ServerFigures, text: str) -> str:
+    return text if found.has_writer else ""
 
 
 def _sum(parts: Sequence[float]) -> str:

@@ -123,6 +123,7 @@ class SegmentPreallocator:
             write_all(file, MAGIC, 0)
             for at in range(len(MAGIC), self._size, len(_CHUNK)):
                 write_all(file, _CHUNK[: self._size - at], at)
+                os.fdatasync(file)  # in parts: one sync of all zeros would delay the syncs of calls by milliseconds
             os.fsync(file)
             sync_folder(self._folder)
         except OSError:

@@ -34,7 +34,9 @@ Level = Literal["debug", "info", "warning", "error"]
 START_LOGGER = "ratchet.start"  # logs that a service is ready, at any level: `ratchet up` waits for these lines
 FIELDS = "ratchet_fields"  # record attribute with the keys and values of a call's line, for formats other than text
 MAX_WAITING_LINES = 10_000  # lines
-_LINGER_SECONDS = 0.2  # after a call's line: waking the thread for each call would cost more than the line
+# After a call's line: waking the thread for each call would cost more than the line, and many lines at once would keep
+# the event loop waiting, on one core.
+_LINGER_SECONDS = 0.02
 _STOP_TIMEOUT = 1.0  # seconds that the exit of the process waits for the remaining lines
 
 log = logging.getLogger("ratchet.log")
