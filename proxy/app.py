@@ -17,8 +17,7 @@ from ratchet.proxy.coordinator.health.health_endpoints import HealthEndpoints
 from ratchet.proxy.coordinator.keys.key_cache import KeyCache
 from ratchet.proxy.coordinator.limits.rate_limits import KeyMeter
 from ratchet.proxy.coordinator.limits.sharing import Sharing
-from ratchet.proxy.coordinator.linking.cautious_linker import CautiousLinker
-from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
+from ratchet.proxy.coordinator.linking.cautious_linker import CautiousLinker, Doubt
 from ratchet.proxy.coordinator.linking.restore import LinkingRestore
 from ratchet.proxy.coordinator.rollouts.rollout_plans import RolloutPlans
 from ratchet.proxy.coordinator.shipping.shipper import Shipper
@@ -105,7 +104,7 @@ class Serving(NamedTuple):
 
     policies: PolicyCache
     heartbeat: Heartbeat
-    linker: TrajectoryLinker
+    linker: CautiousLinker
     rollouts: RolloutPlans
     contexts: TokenContexts | None
     pool: ReplicaPool[Replica]
@@ -207,7 +206,7 @@ def _build_admission(
         )  # fmt: skip
         return AdmissionServices(remote, None, [remote], lambda: remote.coordinator_url)
     local = Admission(policies, serving.linker, rollouts, contexts)
-    if not isinstance(role, CoordinatorRole) or not isinstance(serving.linker, CautiousLinker):
+    if not isinstance(role, CoordinatorRole):
         return AdmissionServices(local, None, [], str)
     sessions, needed = role.make_sessions(settings, store, local, serving.linker, restore, critical_tasks)
     return AdmissionServices(local, sessions, [*needed, sessions], str)
@@ -242,10 +241,11 @@ def build_serving(
     critical_tasks: CriticalTasks,
 ) -> Serving:
     """Build what places calls and forwards them to models."""
-    make_linker = CautiousLinker if isinstance(role, CoordinatorRole) else TrajectoryLinker
-    linker = make_linker(
+    linker = CautiousLinker(
         settings.trajectory_idle_seconds, settings.max_linking_bytes, settings.max_linking_bytes_per_key
     )
+    if not isinstance(role, CoordinatorRole):
+        linker.doubt = lambda: Doubt.NONE  # there are no workers whose calls may be missing
     failures, cool_off = settings.breaker_failure_threshold, settings.breaker_reset_seconds
     replicas = [Replica(replica, CircuitBreaker(failures, cool_off)) for replica in upstream.urls]
     pool = ReplicaPool(replicas, metrics, settings.affinity_slack)

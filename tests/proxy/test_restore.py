@@ -13,6 +13,7 @@ from ratchet.proxy.coordinator.linking.cautious_linker import CautiousLinker, Do
 from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
 from ratchet.proxy.coordinator.linking.restore import LinkingRestore
 from ratchet.store.content.messages import answer_keys, link_keys
+from ratchet.store.errors import StoreUnavailable
 from ratchet.store.records import UNLINKED
 from ratchet.store.store import Store
 from tests.harness import records
@@ -76,3 +77,22 @@ async def test_a_history_that_may_not_have_been_restored_is_marked(filled: Store
         (unknown, time.time() + 901, "live"),
     ):
         assert linker.find_link(evidence(prompt, key_id=None, arrived_at=moment)).purpose == purpose
+
+
+async def test_histories_are_marked_if_the_store_did_not_answer(filled: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy of one process starts with nothing then, and serves."""
+
+    def fail(*_: object) -> None:
+        raise StoreUnavailable("the database is down")
+
+    linker = CautiousLinker(900, 2**24, 2**24)
+    linker.doubt = lambda: Doubt.NONE
+    restore = LinkingRestore(linker, filled, 900)
+    prompt = [*records.QUESTION, REPLY, {"role": "user", "content": "And then?"}]
+    with monkeypatch.context() as broken:
+        broken.setattr(filled.resume_state, "open_leaves", fail)
+        assert not await restore.restore()
+    assert linker.find_link(evidence(prompt, key_id=None, arrived_at=time.time())).purpose == UNLINKED
+    assert linker.find_link(evidence(records.QUESTION, key_id=None, arrived_at=time.time())).purpose == "live"
+    assert await restore.restore()
+    assert linker.find_link(evidence(prompt, key_id=None, arrived_at=time.time())).linked_by == "graph"

@@ -6,7 +6,7 @@ at the same path, if that was not continued and is distinctive: its tool-call id
 trajectory is alike, its text is long. Everything else starts a trajectory of the purpose `unlinked`, which is never
 trained: it may be the rest of another one. So is, later, a call that repeats answers of such a trajectory and of
 others, and belongs to none. So is, after a restart that could not restore all open answers, a history of which no
-answer is known. Nothing is merged on a guess.
+answer is known: also in a proxy of one process, whose `doubt` is NONE. Nothing is merged on a guess.
 """
 
 from __future__ import annotations

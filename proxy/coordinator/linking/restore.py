@@ -34,12 +34,13 @@ class RestoredLinker(Protocol):
         """Add answers of whole trajectories."""
 
     def finish_restore(self, now: float, attempts: Iterable[UnansweredCall] = (), *, is_whole: bool = True) -> None:
-        """Add unanswered attempts; all answers are there, or, if not `is_whole`, the latest ones."""
+        """Add unanswered attempts; all answers are there, or, if not `is_whole`, the latest or none."""
 
 
 class LinkingRestore:
     """A service that restores the linker at start. If the store does not answer, linking starts empty.
 
+    Then, and if there were too many answers, histories of which no answer is known are marked: `cautious_linker.py`.
     With several workers, their sessions restore it, again if calls were missing: what is known stays as it is.
     Each batch is read and decoded in another thread; between two of them the event loop does its other work.
     """
@@ -62,7 +63,7 @@ class LinkingRestore:
         now = time.time()
         since = now - self._idle_seconds
         calls: Sequence[UnansweredCall] = ()
-        count = 0
+        count, is_whole = 0, False
         try:
             batches = self._store.resume_state.open_leaves(since, self._max_answers)
             while answers := await asyncio.to_thread(_next_answers, batches):
@@ -72,11 +73,12 @@ class LinkingRestore:
                 read = self._store.resume_state.unanswered_calls
                 calls = await asyncio.to_thread(read, max(since, now - RETRY_WINDOW))
                 self._is_restored = True
+            is_whole = count < self._max_answers
         except StoreError as error:
             log.warning("event=linking_not_restored reason=%r", str(error))
             return False
         finally:
-            self._linker.finish_restore(now, calls, is_whole=count < self._max_answers)
+            self._linker.finish_restore(now, calls, is_whole=is_whole)
         return True
 
     async def stop(self) -> None:
