@@ -22,12 +22,15 @@ A class exists for each error that code catches by name or that `ratchet_errors_
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from ratchet.errors import RatchetError
+
+log = logging.getLogger("ratchet.proxy")
 
 
 class ProxyError(RatchetError):
@@ -126,6 +129,12 @@ class NotReady(ProxyError):
     retry_after = 1
 
 
+def not_looked_up(what: str, error: Exception, code: str | None = None) -> NotReady:
+    """Return the error of a request that needs a record of the store; the log gets the reason, which may have addresses."""
+    log.warning("event=store_lookup_failed what=%r reason=%r", what, str(error))
+    return NotReady(f"{what} cannot be looked up: the store cannot be read now: retry", code=code)
+
+
 def stopped() -> NotReady:
     """Return the error of a request that the server cancels because it stops."""
     return NotReady("this proxy was stopped before its answer was complete: retry the request")
@@ -135,9 +144,9 @@ class UpstreamError(ProxyError):
     """vLLM did not answer as it should.
 
     Args:
-        message: with a `url`, what this upstream did, without a subject.
-        url: of the upstream, and
-        detail: that may contain internal addresses and paths; both are for log and record, not for clients.
+        message: for everybody. With a `url`, it is what this upstream did, without a subject.
+        url: the upstream's, for log and record only.
+        detail: further text, for log and record only: it may contain internal addresses and paths.
     """
 
     status = 502

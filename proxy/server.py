@@ -44,8 +44,8 @@ log = logging.getLogger("ratchet.proxy")
 
 SetAgents = Callable[[Sequence[str]], object]
 
-# A full garbage collection stalls every call for tens of milliseconds: run it rarely (54 -> 6 us per call). One of new
-# objects takes 0.7 ms with this threshold.
+# A full garbage collection stalls every call for tens of milliseconds: run it rarely (54 -> 6 us per call). A
+# collection of new objects takes 0.7 ms with this threshold.
 _GC_THRESHOLDS = (2_000, 25, 200)
 _FAILED_SECONDS = 2.0  # how long /health/live reports the death of a task
 _EXIT_SECONDS = 2.0  # for the end of the interpreter

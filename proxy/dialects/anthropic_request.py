@@ -22,7 +22,7 @@ UNREADABLE = "unreadable_arguments"  # the one member of an `input` with argumen
 
 _TYPES: dict[str, Sequence[type[Any]]] = {
     "messages": (list,), "system": (str, list), "tools": (list,), "thinking": (dict,), "output_config": (dict,),
-    "output_format": (dict,),
+    "output_format": (dict,), "tool_choice": (dict,),
 }  # fmt: skip
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -70,10 +70,8 @@ def chat_messages(body: Json) -> list[Json]:
         raise BadRequest("messages: at least one message is required", param="messages")
     messages: list[Json] = []
     if system := body.get("system"):
-        try:
+        with inner_request.named("system"):
             messages.append({"role": "system", "content": _content(_blocks(system), "system")})
-        except (KeyError, TypeError, AttributeError) as error:
-            raise inner_request.unreadable("system", error) from error
     for place, message in enumerate(body["messages"]):
         try:
             converted = _converted(message)
@@ -235,15 +233,19 @@ def _tools(body: Json) -> list[Json]:
 
 def _tool_choice(choice: Json) -> Any:
     kind = choice.get("type")
-    if kind == "tool":
-        return {"type": "function", "function": {"name": choice["name"]}}
-    if kind not in _CHOICES:
-        raise BadRequest(f"tool_choice.type: must be auto, any, tool or none, not {kind!r}", param="tool_choice")
-    return _CHOICES[kind]
+    with inner_request.named("tool_choice"):
+        if kind == "tool":
+            return {"type": "function", "function": {"name": choice["name"]}}
+        if kind not in _CHOICES:
+            raise BadRequest(f"tool_choice.type: must be auto, any, tool or none, not {kind!r}", param="tool_choice")
+        return _CHOICES[kind]
 
 
 def _response_format(body: Json) -> Json | None:
-    wanted = (body.get("output_config") or {}).get("format") or body.get("output_format")
+    wanted, where = (body.get("output_config") or {}).get("format"), "output_config.format"
+    if not wanted:
+        wanted, where = body.get("output_format"), "output_format"
     if not wanted:
         return None
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": wanted["schema"]}}
+    with inner_request.named(where):
+        return {"type": "json_schema", "json_schema": {"name": "answer", "schema": wanted["schema"]}}

@@ -5,7 +5,8 @@ Sampling fields that vLLM knows and the dialect does not (`min_p`, `seed`, ...) 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -72,6 +73,15 @@ def unreadable(where: str, error: Exception) -> BadRequest:
     wrong_type = "not an object, or one of its fields has the wrong type"
     reason = f"{error} is missing" if isinstance(error, KeyError) else wrong_type
     return BadRequest(f"{where}: {reason}", param=where)
+
+
+@contextmanager
+def named(where: str) -> Iterator[None]:
+    """Turn the error of a part with the wrong type into BadRequest."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError) as error:
+        raise unreadable(where, error) from error
 
 
 def joined(parts: Sequence[Json]) -> str | list[Json]:

@@ -212,7 +212,8 @@ class Capture:
     def check_numbering(self) -> None:
         """Raise UpstreamDisconnected if a choice of a complete stream is missing."""
         if sorted(self._choices) != list(range(len(self._choices))):
-            raise UpstreamDisconnected(f"the choices of the upstream's stream are numbered {sorted(self._choices)}")
+            numbers = sorted(self._choices)[:10]
+            raise UpstreamDisconnected(f"the upstream's stream lacks a choice: its choices are numbered {numbers}")
 
     def _capture_error(self, error: Any) -> None:
         """Capture what an error event of the stream states."""

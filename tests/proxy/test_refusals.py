@@ -104,7 +104,47 @@ def test_other_bodies_with_half_a_character_stay_invalid_json(proxy: Proxy) -> N
         assert (answer.status_code, "not a JSON object" in answer.text) == (400, True), body
 
 
-@pytest.mark.parametrize("field", ["messages", "system", "tools", "thinking", "output_config", "output_format"])
+@pytest.mark.parametrize("path", [*TEXTS, "/v1/embeddings"])
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"\\ud83d":"\\ud83d"}', "the name of a field is not Unicode"),
+        (b'{"\xff":1,"model":"agent"}', "the name of a field is not Unicode"),
+        (b'{"model":"\xff"}', "model: its text is not Unicode"),
+        (b'{"model":"\\ud83d"}', "model: its text is not Unicode"),
+        (b'{"%s":"\xff","model":"\xff"}' % (b"n" * 10**5), "n" * 100 + ": its text is not Unicode"),
+        (b'{"model":"\xff","x":"%s"}' % (b"x" * 2**20), "the body is not a JSON object, or a text in it is not"),
+    ],
+)
+def test_no_text_makes_a_refusal_fail_itself(proxy: Proxy, path: str, body: bytes, message: str) -> None:
+    answer = proxy.http.post(path, content=body, headers={"content-type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["message"][: len(message)]) == (400, message)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tool_choice": {"type": [1]}}, "tool_choice"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice"),
+        ({"output_config": {"format": 5}}, "output_config.format"),
+        ({"output_format": {"type": "json_schema"}}, "output_format"),
+        ({"system": [5]}, "system"),
+    ],
+)
+def test_a_part_of_messages_with_another_type_is_refused_by_its_name(
+    proxy: Proxy, fields: dict[str, Any], field: str
+) -> None:
+    tools = [{"name": "look", "input_schema": {"type": "object"}}]
+    body = {"model": "agent", "max_tokens": 9, "messages": [{"role": "user", "content": "x"}], "tools": tools}
+    answer = proxy.http.post("/v1/messages", json=body | fields)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert answer.json()["error"]["message"].startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize(
+    "field", ["messages", "system", "tools", "thinking", "output_config", "output_format", "tool_choice"]
+)
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
 def test_a_field_of_messages_with_another_type_is_refused_by_its_name(proxy: Proxy, path: str, field: str) -> None:
     body = {"model": "agent", "max_tokens": 9, "messages": [{"role": "user", "content": "x"}]}

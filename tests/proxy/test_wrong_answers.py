@@ -146,7 +146,20 @@ def test_a_stream_without_one_of_its_choices_is_an_upstream_error_in_every_diale
     with running(upstream.url, store, tmp_path) as own:
         for path, body in CALLS.items():
             got = own.http.post(path, json={"model": "agent", "stream": True, **body})
-            assert f"are numbered {list(indexes)}" in got.text, path
+            assert f"its choices are numbered {list(indexes)}" in got.text, path
+            assert newest(own) is CallState.FAILED
+    assert verify(str(store_file)).findings == []
+
+
+def test_an_error_event_says_why_choices_are_missing(
+    upstream: RawUpstream, store: Store, store_file: Path, tmp_path: Path
+) -> None:
+    error = b'{"error":{"message":"engine died","code":503,"type":"x"}}'
+    upstream.answer = stream(delta(content="ok").replace(b'"index": 0', b'"index": 1'), error)
+    with running(upstream.url, store, tmp_path) as own:
+        for path, body in CALLS.items():
+            got = own.http.post(path, json={"model": "agent", "stream": True, **body})
+            assert ("engine died" in got.text, "numbered" in got.text) == (True, False), path
             assert newest(own) is CallState.FAILED
     assert verify(str(store_file)).findings == []
 

@@ -23,7 +23,7 @@ from ratchet.proxy.dialects.content_blocks import message_to_delta
 from ratchet.proxy.dialects.conversation import ConversationTurn, decode_messages
 from ratchet.proxy.dialects.inner_request import Json
 from ratchet.proxy.dialects.responses_renderer import ResponseRenderer, response_id
-from ratchet.proxy.errors import NotFound, NotReady
+from ratchet.proxy.errors import NotFound, NotReady, not_looked_up
 from ratchet.proxy.runtime.byte_quotas import ByteQuotas
 from ratchet.store.errors import RecordNotFound, StoreError, StoreUnavailable
 from ratchet.store.ids import moment
@@ -99,7 +99,7 @@ class ConversationCache:
                 lambda: self._read(name), key_id, patience, ours=ours, for_call=True
             )
         except StoreUnavailable as error:
-            raise NotReady(f"previous response {name!r} cannot be looked up: {error}") from error
+            raise not_looked_up(f"previous response {name!r}", error) from error
         if turn is None and patience and not settled:
             raise NotReady(
                 f"previous response {name!r} is not in the store yet, if another proxy or worker made it: retry"
@@ -128,7 +128,7 @@ class ConversationCache:
         except RecordNotFound:
             return None
         except StoreError as error:
-            raise NotReady(f"previous response {name!r} cannot be looked up: {error}") from error
+            raise not_looked_up(f"previous response {name!r}", error) from error
         names = call.trajectory_id, call.id, run.key_id, call.alias, run.purpose
         return ConversationTurn(msgspec.json.encode(messages), None, *names, rebuilt=True)
 

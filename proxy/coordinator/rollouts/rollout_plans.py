@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ratchet.proxy.errors import NotReady
+from ratchet.proxy.errors import not_looked_up
 from ratchet.store import ids
 from ratchet.store.access.ownership import may_share_trajectory
 from ratchet.store.errors import RecordNotFound, StoreError
@@ -125,8 +125,7 @@ class RolloutPlans:
         try:
             return await asyncio.wait_for(asyncio.shield(pending), _TIMEOUT)
         except Exception as error:  # for any failure: a rollout is never served without its plan
-            reason = str(error) if isinstance(error, StoreError) else "the store does not answer"
-            raise NotReady(f"rollout {name} cannot be looked up: {reason}", code="rollout_unknown") from error
+            raise not_looked_up(f"rollout {name}", error, code="rollout_unknown") from error
 
     def _on_done(self, name: str, done: asyncio.Future[_CachedPlan]) -> None:
         del self._pending[name]

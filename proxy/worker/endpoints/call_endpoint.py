@@ -278,9 +278,10 @@ class CallEndpoint:
         else:
             raise UpstreamDisconnected("ended its stream without [DONE]", url=response.url)
         watch.check()
-        call.capture.check_numbering()
-        last_events = call.encoder.end()
         error = call.capture.error
+        if not error:
+            call.capture.check_numbering()
+        last_events = call.encoder.end()
         await _wait(self._record_end(call, active_call.stream_failed(error) if error else active_call.ANSWERED))
         watch.stop()
         if keep_alive is not None:

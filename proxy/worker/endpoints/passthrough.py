@@ -31,6 +31,7 @@ from ratchet.proxy.upstreams.vllm_client import Upstream
 from ratchet.proxy.wire.asgi import CALLER, JSON, PATH, TRAJECTORY, header, read_body, send_bytes
 from ratchet.proxy.wire.body_bounds import BodyBounds, read_json
 from ratchet.proxy.wire.error_shapes import error_shape_of
+from ratchet.proxy.wire.unreadable_text import unreadable_body
 from ratchet.proxy.wire.upstream_response import UpstreamResponse
 from ratchet.proxy.worker.forwarding.forwarders import AdapterLoader
 from ratchet.proxy.worker.forwarding.other_models import Deployment, OtherModels
@@ -169,8 +170,10 @@ def _fields(body: bytes) -> tuple[dict[str, Raw], str | None]:
     try:
         fields = msgspec.json.decode(body, type=dict[str, Raw])
         return fields, msgspec.json.decode(fields["model"], type=str) if "model" in fields else None
-    except (msgspec.DecodeError, RecursionError) as error:
+    except msgspec.ValidationError as error:
         raise BadRequest(f"the body is not a JSON object with a model name: {error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise unreadable_body(body, error) from error
 
 
 def _query(scope: Scope) -> str:
