@@ -130,9 +130,9 @@ class NotReady(ProxyError):
 
 
 def not_looked_up(what: str, error: Exception, code: str | None = None) -> NotReady:
-    """Return the error of a request that needs a record of the store; the log gets the reason, which may have addresses."""
+    """Return the error of a request that needs a record of the store; the log gets the reason, with addresses."""
     log.warning("event=store_lookup_failed what=%r reason=%r", what, str(error))
-    return NotReady(f"{what} cannot be looked up: the store cannot be read now: retry", code=code)
+    return NotReady(f"{what} cannot be looked up, since the store cannot be read: retry", code=code)
 
 
 def stopped() -> NotReady:

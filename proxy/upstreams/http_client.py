@@ -135,7 +135,9 @@ class _Origin:
         head = "".join(lines)
         expected = len(lines) + target.headers.count("\n")
         if head.count("\n") != expected or head.count("\r") != expected or " " in path:
-            raise UpstreamDisconnected("was not called: the head of its request would have a line break or a space", url=self.url)
+            raise UpstreamDisconnected(
+                "was not called: the head of its request would have a line break or a space", url=self.url
+            )
         return head.encode("latin-1", "replace")
 
     def take_idle(self) -> UpstreamConnection | None:

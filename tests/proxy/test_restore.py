@@ -14,10 +14,10 @@ from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
 from ratchet.proxy.coordinator.linking.restore import LinkingRestore
 from ratchet.store.content.messages import answer_keys, link_keys
 from ratchet.store.errors import StoreUnavailable
-from ratchet.store.records import UNLINKED
+from ratchet.store.records import UNLINKED, UnansweredCall
 from ratchet.store.store import Store
 from tests.harness import records
-from tests.proxy.test_linking import evidence
+from tests.proxy.test_linking import ATTEMPT, evidence
 
 REPLY = {"role": "assistant", "content": "Oslo"}
 _TRAJECTORIES = 1_000
@@ -96,3 +96,14 @@ async def test_histories_are_marked_if_the_store_did_not_answer(filled: Store, m
     assert linker.find_link(evidence(records.QUESTION, key_id=None, arrived_at=time.time())).purpose == "live"
     assert await restore.restore()
     assert linker.find_link(evidence(prompt, key_id=None, arrived_at=time.time())).linked_by == "graph"
+
+
+@pytest.mark.parametrize(("parent", "rule"), [(None, "resend"), ("call_gone", UNLINKED)])
+def test_an_attempt_whose_parent_is_not_restored_is_not_repeated(parent: str | None, rule: str) -> None:
+    """The repetition would be in the right trajectory without its parent."""
+    prompt = [*records.QUESTION, REPLY, {"role": "user", "content": "And then?"}]
+    linker = CautiousLinker(900, 2**24, 2**24)
+    linker.doubt = lambda: Doubt.NONE
+    names = ("traj_a", ATTEMPT.alias, 0, "live", ATTEMPT.key_id, ATTEMPT.prompt_node, ATTEMPT.tools_hash, "graph")
+    linker.finish_restore(1.0, [UnansweredCall(*names, parent, 0, 1.0, 1.0)], is_whole=False)
+    assert linker.find_link(evidence(prompt, attempt=ATTEMPT)).linked_by == rule

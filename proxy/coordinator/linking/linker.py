@@ -313,7 +313,8 @@ class TrajectoryLinker:
         for attempt in attempts:
             self._restored_trajectory(attempt, attempt.key_id)
             own, parent = self._answers_of(attempt.trajectory_id), (attempt.parent_call or "", attempt.parent_choice)
-            self._attempts.add(*attempt_from_store(attempt, own.get(parent)))
+            if attempt.parent_call is None or parent in own:  # else its repetition would lack its parent
+                self._attempts.add(*attempt_from_store(attempt, own.get(parent)))
         self._trajectories = OrderedDict(sorted(self._trajectories.items(), key=lambda item: item[1].last_active_at))
         for trajectory_id, trajectory in self._trajectories.items():
             self._pins.touch(trajectory_id, trajectory)

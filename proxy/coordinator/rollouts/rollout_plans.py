@@ -23,7 +23,7 @@ from functools import lru_cache
 from ratchet.proxy.errors import not_looked_up
 from ratchet.store import ids
 from ratchet.store.access.ownership import may_share_trajectory
-from ratchet.store.errors import RecordNotFound, StoreError
+from ratchet.store.errors import RecordNotFound
 from ratchet.store.records import RESAMPLE
 from ratchet.store.records.tuning import Prompt
 from ratchet.store.store import Store

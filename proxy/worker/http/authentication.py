@@ -139,7 +139,8 @@ def _check_web_origin(scope: Scope, allowed: Collection[str]) -> None:
     host = header(scope, b"host")
     if host is None:
         raise BadRequest(
-            "the request has no Host header: HTTP/1.1 requires it, and without API keys the proxy checks it", param="host"
+            "the request has no Host header: HTTP/1.1 requires it, and without API keys the proxy checks it",
+            param="host",
         )
     if not _is_ours(f"//{host}"):
         raise Forbidden(
