@@ -26,7 +26,7 @@ _TRAJECTORIES = 1_000
 @pytest.fixture
 def filled(store: Store) -> Store:
     """A store with open trajectories."""
-    starts = [records.call_start(f"call_{n:04}", f"traj_{n:04}", at=time.time()) for n in range(_TRAJECTORIES)]
+    starts = [records.call_start(f"call_{n:04}", f"traj_{n:04}", at=time.time() - 1) for n in range(_TRAJECTORIES)]
     store.calls.ship([records.ended(start, REPLY) for start in starts])
     return store
 
@@ -63,9 +63,14 @@ async def test_an_answer_is_continued_without_the_reminder_before_it(store: Stor
     assert (link.trajectory_id, link.linked_by) == ("traj_a", "graph+gap")
 
 
-@pytest.mark.parametrize(("most", "is_whole"), [(2, False), (_TRAJECTORIES + 1, True)])
+@pytest.mark.parametrize(("most", "is_whole"), [(2, False), (_TRAJECTORIES + 2, True)])
 async def test_a_history_that_may_not_have_been_restored_is_marked(filled: Store, most: int, is_whole: bool) -> None:
-    """Above the limit, only the latest answers are restored: the history of another one may be of any trajectory."""
+    """Above the limit, only the latest answers are restored: the history of another one may be of any trajectory.
+
+    So may one that continues a restored answer, if that is short: an equal one may not have been restored.
+    """
+    distinctive = {"role": "assistant", "content": "The capital of Norway has been Oslo since 1814."}
+    filled.calls.ship([records.ended(records.call_start("call_z", "traj_z", at=time.time() - 1), distinctive)])
     linker = CautiousLinker(900, 2**24, 2**24)
     linker.doubt = lambda: Doubt.NONE
     assert await LinkingRestore(linker, filled, 900, most).restore()
@@ -73,7 +78,8 @@ async def test_a_history_that_may_not_have_been_restored_is_marked(filled: Store
     for prompt, moment, purpose in (
         (unknown, time.time(), "live" if is_whole else UNLINKED),
         (records.QUESTION, time.time(), "live"),  # it begins a conversation
-        ([*records.QUESTION, REPLY, unknown[-1]], time.time(), "live"),  # it is restored
+        ([*records.QUESTION, REPLY, unknown[-1]], time.time(), "live" if is_whole else UNLINKED),
+        ([*records.QUESTION, distinctive, unknown[-1]], time.time(), "live"),  # it is restored
         (unknown, time.time() + 901, "live"),
     ):
         assert linker.find_link(evidence(prompt, key_id=None, arrived_at=moment)).purpose == purpose
