@@ -44,17 +44,12 @@ class CautiousLinker(TrajectoryLinker):
         super().__init__(idle_seconds, max_bytes, max_bytes_per_key)
         self.doubt: Callable[[], Doubt] = lambda: Doubt.ALL
         self._unlinked_at = float("-inf")  # when a call of an unlinked trajectory began last
-        self._partly_at = float("-inf")  # when not all answers were restored
-        self._partly_until = float("-inf")  # until then, a history may be one that was not restored
+        self._partly_at = float("-inf")  # when not all answers were restored; what was not matters for the idle time
 
     def find_link(self, evidence: LinkEvidence) -> Link:
         """Return a request's place. Raises BadRequest and MessagesNeeded as in `TrajectoryLinker`."""
         doubt, link = self.doubt(), super().find_link(evidence)
-        if doubt == Doubt.NONE and not (
-            self._may_be_other(link, evidence)
-            if link.version is not None
-            else self._may_be_unrestored(evidence) or self._may_be_rest(evidence)
-        ):
+        if doubt == Doubt.NONE and not self._may_belong_elsewhere(link, evidence):
             return link
         if link.version is not None:
             if evidence.explicit is not None or self._is_certain(link, evidence, doubt):
@@ -80,20 +75,26 @@ class CautiousLinker(TrajectoryLinker):
 
     def finish_restore(self, now: float, attempts: Iterable[UnansweredCall] = (), *, is_whole: bool = True) -> None:
         """As in `TrajectoryLinker`; if not `is_whole`, a history whose answers are not known may be a known one's."""
-        self._partly_at, self._partly_until = (float("-inf"),) * 2 if is_whole else (now, now + self._idle)
+        self._partly_at = float("-inf") if is_whole else now
         super().finish_restore(now, attempts, is_whole=is_whole)
 
-    def _may_be_unrestored(self, evidence: LinkEvidence) -> bool:
-        return evidence.explicit is None and evidence.arrived_at < self._partly_until and _has_history(evidence)
+    def _may_belong_elsewhere(self, link: Link, evidence: LinkEvidence) -> bool:
+        """Return whether a call may belong to another trajectory although no calls of workers are missing."""
+        if link.version is None:
+            return self._may_be_unrestored(evidence) or self._may_be_rest(evidence)
+        return self._is_partly_restored(evidence) and self._may_be_other(link)
 
-    def _may_be_other(self, link: Link, evidence: LinkEvidence) -> bool:
+    def _is_partly_restored(self, evidence: LinkEvidence) -> bool:
+        return evidence.explicit is None and evidence.arrived_at < self._partly_at + self._idle
+
+    def _may_be_unrestored(self, evidence: LinkEvidence) -> bool:
+        return self._is_partly_restored(evidence) and _has_history(evidence)
+
+    def _may_be_other(self, link: Link) -> bool:
         """Return whether an answer like the one that is continued, or its continuation, may not have been restored."""
-        parent, by_attempt = link.parent, link.linked_by in ("retry", "resend")
-        if evidence.explicit is not None or parent is None or link.quoted is not None or by_attempt:
+        if link.parent is None or link.quoted is not None or link.linked_by in ("retry", "resend"):
             return False
-        if link.purpose == UNLINKED:
-            return False  # it is marked
-        return evidence.arrived_at < self._partly_until and parent.created_at < self._partly_at
+        return link.purpose != UNLINKED and link.parent.created_at < self._partly_at
 
     def _may_be_rest(self, evidence: LinkEvidence) -> bool:
         """Return whether a call without a trajectory repeats an answer of an unlinked one."""

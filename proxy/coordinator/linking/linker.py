@@ -308,7 +308,7 @@ class TrajectoryLinker:
     def finish_restore(self, now: float, attempts: Iterable[UnansweredCall] = (), *, is_whole: bool = True) -> None:
         """Add the store's unanswered attempts, oldest first, and bring all trajectories in the order of their use.
 
-        Not `is_whole`: the store had more answers than are restored.
+        Not `is_whole`: the store had more answers than are restored, or did not answer.
         """
         for attempt in attempts:
             self._restored_trajectory(attempt, attempt.key_id)
