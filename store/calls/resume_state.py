@@ -1,17 +1,18 @@
 """Linking state of a proxy after a restart: the answers that a request may continue, and unanswered calls.
 
-Reads the newest calls of each trajectory, up to a limit in all.
+Answers are read in batches of whole trajectories, each when it is wanted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
-from ratchet.store.calls.calls import load_calls
-from ratchet.store.content.token_sequences import sequences
+from ratchet.store.calls.prompt_blocks import Blocks
+from ratchet.store.content.token_sequences import TokenCall, sequences
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import MAX_IN_VALUES
 from ratchet.store.db.engine import read
@@ -21,9 +22,33 @@ from ratchet.store.states import CallState, TrajectoryState
 
 _LOST = (CallState.ABORTED, CallState.INTERRUPTED)
 _FAMILY = (schema.trajectories.c.task, schema.trajectories.c.tools_hash.label("first_tools"))
-MAX_OPEN_LEAVES = 10_000  # answers that are restored
+_CALL_COLUMNS = (
+    *("id", "trajectory_id", "alias", "version", "key_id", "parent_call", "parent_choice"),
+    *("context", "prompt_blocks", "prompt_ids", "prompt_node"),
+)
+_CHOICE_COLUMNS = ("call_id", "choice", "token_ids", "reply_node", "link_key", "skip_last_key", "tool_call_ids")
+_is_answer = schema.choices.c.link_key != ""
 _BATCH = 256  # answers
 _RETRIED = (408, 409, 429)  # besides every 5xx
+
+
+class OpenTrajectories(NamedTuple):
+    """Ids of open trajectories, most recently active first, in batches of about `_BATCH` answers or one trajectory.
+
+    `is_whole`: there are no others.
+    """
+
+    batches: Sequence[Sequence[str]]
+    is_whole: bool
+
+
+class AnswerName(NamedTuple):
+    """A stored answer; `is_extended`: a later call continues it."""
+
+    trajectory_id: str
+    call_id: str
+    choice: int
+    is_extended: bool
 
 
 class ResumeState:
@@ -32,50 +57,55 @@ class ResumeState:
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
 
-    def open_leaves(self, since: float, limit: int = MAX_OPEN_LEAVES) -> Iterator[list[OpenLeaf]]:
-        """Yield the answers of open trajectories active after `since` (Unix seconds), at most `limit`, in batches.
+    def open_trajectories(self, since: float, max_answers: int) -> OpenTrajectories:
+        """Return the open trajectories active after `since` (Unix seconds) that have answers.
 
-        If there are more, the latest answer of every trajectory comes before the second latest of any, and so on. The
-        answers of a trajectory are in one batch, of about `_BATCH` answers: the least recently active trajectory first,
-        and of each the oldest answer first. Each batch is read when it is wanted.
+        If they have more than `max_answers`, the least recently active ones are left out.
         """
         calls, answers, trajectories = schema.calls, schema.choices, schema.trajectories
-        columns = (calls.c.id, calls.c.trajectory_id, calls.c.alias, calls.c.version, calls.c.key_id)
-        nodes = (calls.c.prompt_node, answers.c.reply_node, trajectories.c.root_node)
-        links = (answers.c.choice, answers.c.link_key, answers.c.skip_last_key, answers.c.tool_call_ids)
-        newest_first = (calls.c.id.desc(), answers.c.choice.desc())
-        rank = sa.func.row_number().over(partition_by=calls.c.trajectory_id, order_by=newest_first)
+        newest_first = (trajectories.c.last_active_at.desc(), trajectories.c.id.desc())
         query = (
-            sa.select(*columns, *nodes, *links, trajectories.c.purpose, trajectories.c.last_active_at, *_FAMILY)
+            sa.select(trajectories.c.id, sa.func.count().label("answers"))
+            .join(calls, calls.c.trajectory_id == trajectories.c.id)
             .join(answers, answers.c.call_id == calls.c.id)
-            .join(trajectories, trajectories.c.id == calls.c.trajectory_id)
-            .where(_open(since), answers.c.link_key != "")
-            .order_by(rank, *newest_first)
-            .limit(limit)
+            .where(_open(since), _is_answer)
+            .group_by(trajectories.c.id, trajectories.c.last_active_at)
+            .order_by(*newest_first)
+            .limit(max_answers + 1)
         )
         with read(self._engine) as connection:
             rows = connection.execute(query).all()
-        own: dict[str, list[Any]] = {}
-        for row in reversed(rows):
-            own.setdefault(row.trajectory_id, []).append(row)
-        batch: list[Any] = []
-        for group in sorted(own.values(), key=lambda group: group[-1].last_active_at):
-            batch += group
-            if len(batch) >= _BATCH:
-                yield self._leaves(batch)
-                batch = []
-        if batch:
-            yield self._leaves(batch)
+        totals = accumulate(row.answers for row in rows)
+        chosen = [row for row, total in zip(rows, totals, strict=True) if total <= max_answers]
+        batches: list[list[str]] = []
+        size = _BATCH
+        for row in chosen:
+            if size >= _BATCH:
+                batches.append([])
+                size = 0
+            batches[-1].append(row.id)
+            size += row.answers
+        return OpenTrajectories(batches, is_whole=len(chosen) == len(rows))
 
-    def _leaves(self, rows: Sequence[Any]) -> list[OpenLeaf]:
-        """Return the answers of whole trajectories."""
-        names = {name for row in rows for name in (row.reply_node, row.root_node, row.prompt_node)}
+    def answer_names(self, trajectory_ids: Sequence[str]) -> list[AnswerName]:
+        """Return which answers these trajectories have."""
+        calls = schema.calls
+        inside = calls.c.trajectory_id.in_(trajectory_ids)
+        columns = (calls.c.trajectory_id, calls.c.id, schema.choices.c.choice)
+        query = sa.select(*columns).join(schema.choices).where(inside, _is_answer)
         with read(self._engine) as connection:
-            inside = load_calls(connection, schema.calls.c.trajectory_id.in_({row.trajectory_id for row in rows}))
-            bodies = _bodies(connection, sorted(names))
-        known = sequences(inside)
-        continued = {(call.parent_call, call.parent_choice) for call in inside}
-        return [_leaf(row, known, continued, bodies) for row in rows]
+            rows = connection.execute(query).all()
+            parents = connection.execute(sa.select(calls.c.parent_call, calls.c.parent_choice).where(inside)).all()
+        continued = {(row.parent_call, row.parent_choice) for row in parents}
+        return [
+            AnswerName(row.trajectory_id, row.id, row.choice, is_extended=(row.id, row.choice) in continued)
+            for row in rows
+        ]
+
+    def open_leaves(self, trajectory_ids: Sequence[str]) -> list[OpenLeaf]:
+        """Return the answers of these trajectories: in their order, and of each the oldest answer first."""
+        with read(self._engine) as connection:
+            return _leaves(connection, trajectory_ids)
 
     def unanswered_calls(self, since: float, limit: int = 10_000) -> list[UnansweredCall]:
         """Return the calls of open trajectories since then that were not answered, oldest first."""
@@ -104,29 +134,73 @@ def _open(since: float) -> sa.ColumnElement[bool]:
     return sa.and_(trajectories.c.state == TrajectoryState.OPEN, trajectories.c.last_active_at >= since)
 
 
+def _leaves(connection: sa.Connection, trajectory_ids: Sequence[str]) -> list[OpenLeaf]:
+    calls, answers, trajectories = schema.calls, schema.choices, schema.trajectories
+    inside = calls.c.trajectory_id.in_(trajectory_ids)
+    columns = (trajectories.c.id, trajectories.c.root_node, trajectories.c.purpose, trajectories.c.last_active_at)
+    found = sa.select(*columns, *_FAMILY).where(trajectories.c.id.in_(trajectory_ids))
+    known = {row.id: row for row in connection.execute(found)}
+    call_rows = connection.execute(
+        sa.select(*(calls.c[name] for name in _CALL_COLUMNS)).where(inside).order_by(calls.c.started_at, calls.c.id)
+    ).all()
+    choice_rows = connection.execute(
+        sa.select(*(answers.c[name] for name in _CHOICE_COLUMNS)).join(calls).where(inside).order_by(answers.c.choice)
+    )
+    choices: dict[str, list[Any]] = {}
+    for row in choice_rows:
+        choices.setdefault(row.call_id, []).append(row)
+    prompts = Blocks(connection, call_rows)
+    whole = sequences(
+        TokenCall(
+            row.id,
+            row.parent_call,
+            row.parent_choice,
+            row.context,
+            prompts.full_prompt(row),
+            {choice.choice: choice.token_ids for choice in choices.get(row.id, ())},
+        )
+        for row in call_rows
+    )
+    continued = {(row.parent_call, row.parent_choice) for row in call_rows}
+    shown = {row.id: [choice for choice in choices.get(row.id, ()) if choice.link_key] for row in call_rows}
+    names = {row.root_node for row in known.values()}
+    names.update(row.prompt_node for row in call_rows if shown[row.id])
+    names.update(choice.reply_node for found in shown.values() for choice in found)
+    bodies = _bodies(connection, sorted(names))
+    order = {name: place for place, name in enumerate(trajectory_ids)}
+    return [
+        _leaf(known[row.trajectory_id], row, choice, whole, continued, bodies)
+        for row in sorted(call_rows, key=lambda row: (order[row.trajectory_id], row.id))
+        for choice in shown[row.id]
+    ]
+
+
 def _leaf(
-    row: Any,
-    known: dict[tuple[str, int], bytes],
-    continued: set[tuple[str | None, int]],
-    bodies: dict[str, bytes],
+    trajectory: Any,
+    call: Any,
+    answer: Any,
+    whole: Mapping[tuple[str, int], bytes],
+    continued: Collection[tuple[str | None, int]],
+    bodies: Mapping[str, bytes],
 ) -> OpenLeaf:
+    name = call.id, answer.choice
     return OpenLeaf(
-        trajectory_id=row.trajectory_id,
-        call_id=row.id,
-        choice=row.choice,
-        alias=row.alias,
-        version=row.version,
-        link_key=row.link_key,
-        skip_last_key=row.skip_last_key,
-        tool_call_ids=tuple(row.tool_call_ids),
-        key_id=row.key_id,
-        purpose=row.purpose,
-        sequence=known.get((row.id, row.choice), b""),
-        last_active_at=row.last_active_at,
-        family=family_of(row.task, row.first_tools),
-        extended=(row.id, row.choice) in continued,
-        reply=bodies.get(row.reply_node, b""),
-        prompt_messages=tuple(bodies[name] for name in (row.root_node, row.prompt_node) if name in bodies),
+        trajectory_id=call.trajectory_id,
+        call_id=call.id,
+        choice=answer.choice,
+        alias=call.alias,
+        version=call.version,
+        link_key=answer.link_key,
+        skip_last_key=answer.skip_last_key,
+        tool_call_ids=tuple(answer.tool_call_ids),
+        key_id=call.key_id,
+        purpose=trajectory.purpose,
+        sequence=whole.get(name, b""),
+        last_active_at=trajectory.last_active_at,
+        family=family_of(trajectory.task, trajectory.first_tools),
+        extended=name in continued,
+        reply=bodies.get(answer.reply_node, b""),
+        prompt_messages=tuple(bodies[node] for node in (trajectory.root_node, call.prompt_node) if node in bodies),
     )
 
 

@@ -5,12 +5,30 @@ A sequence is int32 little-endian bytes, as in the records.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from ratchet.store.records import Call
 
 
-def sequences(calls: Iterable[Call]) -> dict[tuple[str, int], bytes]:
+class TokenCall(NamedTuple):
+    """What a sequence is made of: a call's `prompt_ids`, and the token ids of its choices by index."""
+
+    id: str
+    parent_call: str | None
+    parent_choice: int
+    context: str
+    prompt_ids: bytes
+    choices: Mapping[int, bytes]
+
+
+def token_call(call: Call) -> TokenCall:
+    """Return a call's part of the sequences."""
+    choices = {choice.index: choice.token_ids for choice in call.choices}
+    return TokenCall(call.id, call.parent_call, call.parent_choice, call.context, call.prompt_ids, choices)
+
+
+def sequences(calls: Iterable[TokenCall]) -> dict[tuple[str, int], bytes]:
     """Return, per (call id, choice index), the token ids of the context and the answer.
 
     `calls`: in the order of their start. An `exact` call whose parent is not among them is left out: its context is
@@ -24,8 +42,8 @@ def sequences(calls: Iterable[Call]) -> dict[tuple[str, int], bytes]:
             if before is None:
                 continue
             prompt = before + prompt
-        for choice in call.choices:
-            whole[call.id, choice.index] = prompt + choice.token_ids
+        for index, token_ids in call.choices.items():
+            whole[call.id, index] = prompt + token_ids
     return whole
 
 

@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from ratchet.store.content.token_sequences import sampled_spans, sequences
+from ratchet.store.content.token_sequences import sampled_spans, sequences, token_call
 from ratchet.store.records import Call, unpack_ids
 from ratchet.store.store import open_store
 from tests.harness.proxy.running_proxy import Proxy, running
@@ -105,7 +105,7 @@ def assert_one_sequence(calls: list[Call]) -> None:
     assert {call.trajectory_id for call in calls} == {calls[0].trajectory_id}
     assert [call.untrainable for call in calls] == [None] * len(calls)
     last = (calls[-1].id, 0)
-    whole, spans = sequences(calls)[last], sampled_spans(calls, last)
+    whole, spans = sequences(map(token_call, calls))[last], sampled_spans(calls, last)
     assert [whole[4 * a : 4 * b] for a, b in spans] == [call.choices[0].token_ids for call in calls]
 
 

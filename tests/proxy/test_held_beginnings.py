@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -26,6 +25,7 @@ from ratchet.store.records import CallEnded, CallStarted
 from ratchet.store.states import CallState
 from ratchet.store.store import Store
 from tests.harness import records
+from tests.harness.proxy.servers import until
 
 REPLY = {"role": "assistant", "content": "Oslo"}
 _FOR_EVER = 3600.0  # seconds
@@ -85,12 +85,6 @@ async def begin(tmp_path: Path, store: Store) -> AsyncIterator[Begin]:
     for one in running:
         await one.shipper.stop(60)
         await one.journal.stop()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 def call(name: str, trajectory: str = "") -> tuple[CallStarted, CallEnded]:

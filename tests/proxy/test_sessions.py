@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -28,7 +28,7 @@ from ratchet.proxy.worker.coordination.message_batches import MessageBatches
 from ratchet.store.records import UNLINKED
 from tests.harness.proxy.machines import Machines, running_machines
 from tests.harness.proxy.relay import Relay
-from tests.harness.proxy.servers import ProxyProcess, eventually, served
+from tests.harness.proxy.servers import ProxyProcess, eventually, served, until
 
 _TOKEN = "a secret of both machines"
 _WORKER = "machine/1"
@@ -97,13 +97,6 @@ def test_a_place_that_arrives_after_the_greeting_is_requested_again(machines: Ma
         response = pending.result(30.0)
     assert response.status_code == 200
     assert _is_continued_or_marked(here, conversation, response)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition."""
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 class Sessions:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ratchet.store.content.token_sequences import sampled_spans, sequences
+from ratchet.store.content.token_sequences import sampled_spans, sequences, token_call
 from ratchet.store.records import Call, Choice, pack_ids, unpack_ids
 from ratchet.store.states import CallState
 
@@ -26,7 +26,7 @@ def test_spans_name_the_sampled_ids_along_the_branch_that_was_taken() -> None:
         call("two", "exact", [4], [20], parent=("one", 1)),
         call("three", "exact", [5, 6], [30, 31], parent=("two", 0)),
     ]
-    ids = unpack_ids(sequences(calls)["three", 0])
+    ids = unpack_ids(sequences(map(token_call, calls))["three", 0])
     spans = sampled_spans(calls, ("three", 0))
     assert [ids[a:b] for a, b in spans] == [(12, 13, 14), (20,), (30, 31)]
     assert spans[-1][1] == len(ids)

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from ratchet.proxy.exact.splice import EMPTY_CONTEXT, Context
 from ratchet.proxy.messages.link_records import Leaf, token_fingerprint
 from ratchet.proxy.runtime.thread_pools import run_call_lookup
-from ratchet.store.content.token_sequences import sampled_spans, sequences
+from ratchet.store.content.token_sequences import sampled_spans, sequences, token_call
 from ratchet.store.errors import StoreError
 from ratchet.store.records import OTHER, CallEnded
 from ratchet.store.store import Store
@@ -95,7 +95,7 @@ class TokenContexts:
         except StoreError as error:
             log.info("event=context_not_read trajectory=%s reason=%r", trajectory_id, str(error))
             return None
-        ids = sequences(calls).get(key)
+        ids = sequences(map(token_call, calls)).get(key)
         return Context(ids, sampled_spans(calls, key)) if ids else None
 
 

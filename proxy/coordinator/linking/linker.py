@@ -38,6 +38,7 @@ from ratchet.proxy.coordinator.linking.open_trajectories import (
     VersionPins,
     candidate_names,
     name_of_other_agent,
+    restored_trajectory,
 )
 from ratchet.proxy.coordinator.linking.restore import attempt_from_store
 from ratchet.proxy.coordinator.linking.unanswered_attempts import RESEND_WINDOW, RETRY_WINDOW, UnansweredAttempts
@@ -211,9 +212,10 @@ class TrajectoryLinker:
 
     def known_answer(self, leaf: Leaf) -> Leaf | None:
         """Return this linker's leaf of an answer; None if it is not known."""
-        return self._answers_of(leaf.trajectory_id).get((leaf.call_id, leaf.choice))
+        return self.answers_of(leaf.trajectory_id).get((leaf.call_id, leaf.choice))
 
-    def _answers_of(self, trajectory_id: str) -> dict[tuple[str, int], Leaf]:
+    def answers_of(self, trajectory_id: str) -> dict[tuple[str, int], Leaf]:
+        """Return the known answers of a trajectory, by call id and choice."""
         trajectory = self._trajectories.get(trajectory_id)
         return {(leaf.call_id, leaf.choice): leaf for leaf in trajectory.leaves} if trajectory else {}
 
@@ -290,9 +292,12 @@ class TrajectoryLinker:
             self._attempts.add(attempt, link, now)
 
     def restore_answers(self, answers: Iterable[tuple[OpenLeaf, Leaf]]) -> None:
-        """Add answers of the store, as far as they are not known: whole trajectories, and of each the oldest first."""
+        """Add answers of the store, as far as they are not known: whole trajectories, and of each the oldest first.
+
+        A trajectory that is not known counts as less recently active than all others, until `finish_restore`.
+        """
         for trajectory_id, group in groupby(answers, lambda answer: answer[1].trajectory_id):
-            found, own = [*group], self._answers_of(trajectory_id)
+            found, own, size = [*group], self.answers_of(trajectory_id), 0
             extended = {leaf.call_id for stored, leaf in found if stored.extended}
             for stored, restored in found:
                 leaf = own.get((restored.call_id, restored.choice), restored)
@@ -300,19 +305,17 @@ class TrajectoryLinker:
                 leaf.is_extended = leaf.is_extended or stored.extended
                 leaf.is_taken = leaf.is_taken or leaf.call_id in extended
                 if leaf is restored:
-                    trajectory = self._restored_trajectory(stored, leaf.key_id)
-                    self._quotas.add_use(trajectory.key_id, trajectory_id, self._add_leaf(trajectory, leaf))
+                    size += self._add_leaf(self._restored_trajectory(stored, leaf.key_id), leaf)
                 elif is_news:
                     self._forget_arguments(self._trajectories[trajectory_id], leaf)
+            add = self._quotas.add_use if own else self._quotas.add_oldest
+            add(self._trajectories[trajectory_id].key_id, trajectory_id, size)
 
     def finish_restore(self, now: float, attempts: Iterable[UnansweredCall] = (), *, is_whole: bool = True) -> None:
-        """Add the store's unanswered attempts, oldest first, and bring all trajectories in the order of their use.
-
-        Not `is_whole`: the store had more answers than are restored, or did not answer.
-        """
+        """Add the store's unanswered attempts, oldest first, and bring all trajectories in the order of their use."""
         for attempt in attempts:
             self._restored_trajectory(attempt, attempt.key_id)
-            own, parent = self._answers_of(attempt.trajectory_id), (attempt.parent_call or "", attempt.parent_choice)
+            own, parent = self.answers_of(attempt.trajectory_id), (attempt.parent_call or "", attempt.parent_choice)
             if attempt.parent_call is None or parent in own:  # else its repetition would lack its parent
                 self._attempts.add(*attempt_from_store(attempt, own.get(parent)))
         self._trajectories = OrderedDict(sorted(self._trajectories.items(), key=lambda item: item[1].last_active_at))
@@ -326,11 +329,9 @@ class TrajectoryLinker:
     def _restored_trajectory(self, known: OpenLeaf | UnansweredCall, key_id: str | None) -> OpenTrajectory:
         trajectory = self._trajectories.get(known.trajectory_id)
         if trajectory is None:
-            trajectory = OpenTrajectory(
-                known.alias, known.version, known.last_active_at, known.purpose, key_id, known.family
-            )
-            self._trajectories[known.trajectory_id] = trajectory
-            self._quotas.add_use(key_id, known.trajectory_id, TRAJECTORY_BYTES)
+            trajectory = self._trajectories[known.trajectory_id] = restored_trajectory(known, key_id)
+            self._trajectories.move_to_end(known.trajectory_id, last=False)
+            self._quotas.add_oldest(key_id, known.trajectory_id, TRAJECTORY_BYTES)
         return trajectory
 
     def forget_trajectory(self, trajectory_id: str) -> None:

@@ -196,3 +196,10 @@ def eventually(claim: Callable[[], Any], seconds: float = 60.0) -> Any:
             return value
         assert time.monotonic() < until, "it did not become true in time"
         time.sleep(0.01)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition while the event loop runs; fail as `eventually` does."""
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)
