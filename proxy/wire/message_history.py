@@ -29,7 +29,6 @@ _LONG = 12 * 1024  # bytes; for a shorter list it is not worth looking for a kno
 
 _ANY_DEPTH = 2**31  # of messages whose depth was not asked for
 
-_SYSTEM = ("system", "developer")
 _ORDINARY = MessageTraits()
 _shared_traits = lru_cache(maxsize=64)(MessageTraits)  # equal traits are one object
 _NON_TEXT_PARTS = ("image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "file")
@@ -230,7 +229,7 @@ def _has_escapes(data: bytes) -> bool:
 def _traits(message: Message) -> MessageTraits:
     """Return the traits of one message, without its depth and escapes."""
     role, content = message.get("role"), message.get("content")
-    is_system, parts = role in _SYSTEM, content if isinstance(content, list) else None
+    is_system, parts = role in canon.SYSTEM_ROLES, content if isinstance(content, list) else None
     is_plain = role != "assistant" or _has_plain_tool_calls(message)
     if is_plain and not is_system and parts is None:
         return _ORDINARY

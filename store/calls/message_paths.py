@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from ratchet.store.content.messages import ROOT
+from ratchet.store.content.messages import ROOT, SYSTEM_ROLES
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import in_values
 
@@ -35,7 +35,7 @@ def system_prompt(connection: sa.Connection, leaf: str) -> str:
     first = sa.select(chain.c.hash).where(chain.c.parent == ROOT).scalar_subquery()
     body = connection.scalar(sa.select(table.c.body).where(table.c.hash == first))
     message = msgspec.json.decode(body) if body else {}
-    if message.get("role") not in ("system", "developer"):
+    if message.get("role") not in SYSTEM_ROLES:
         return ""
     content = message.get("content")
     if isinstance(content, list):

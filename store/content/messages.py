@@ -1,6 +1,8 @@
 """Content-addressed messages: a canonical form, and hashes over a message and all messages before it. Pure.
 
-- `hash` names the stored node. It covers the whole message, including tool-call ids, and its parent.
+- `hash` names the stored node. It covers the whole message, including tool-call ids, and its parent. Its first 4 bytes
+  are those of the conversation's first message after the system prompt, and zero above that: in the indexes of the
+  store, a conversation's messages are neighbours, and a call with many new ones changes few pages.
 - `link_key` finds the trajectory that a request continues. It covers only what every agent repeats: `content: null`,
   missing `content`, content in parts, trimmed whitespace, order and spacing of JSON in arguments or as a whole answer,
   new tool-call ids, added fields and dropped reasoning lead to the same key.
@@ -22,6 +24,9 @@ ROOT = ""
 ANYWHERE = "anywhere"  # in place of a parent's key: the message at any position
 _HASH = "b2:"  # BLAKE2b, 16 bytes; every hash text starts with its algorithm
 DIGEST_BYTES = 16
+_CONVERSATION = slice(len(_HASH), len(_HASH) + 8)  # the digits of a node's hash that its conversation's nodes share
+_NO_CONVERSATION = "00000000"
+SYSTEM_ROLES = ("system", "developer")
 
 _ANYWHERE = ANYWHERE.encode() + b"\0"
 
@@ -130,8 +135,16 @@ def _digest(parent: str, body: bytes) -> str:
 
 def node(parent: str, message: Mapping[str, Any]) -> MessageNode:
     """Return the content-addressed node of `message` under the node named `parent` (ROOT for the first)."""
-    body = _encode(canonical(message))
-    return MessageNode(hash=_digest(parent, body), parent=parent, role=str(message.get("role", "")), body=body)
+    body, role = _encode(canonical(message)), str(message.get("role", ""))
+    return MessageNode(hash=_node_hash(parent, role, body), parent=parent, role=role, body=body)
+
+
+def _node_hash(parent: str, role: str, body: bytes) -> str:
+    digest = blake2b(b"\0".join((parent.encode(), body)), digest_size=DIGEST_BYTES).hexdigest()
+    conversation = parent[_CONVERSATION] or _NO_CONVERSATION
+    if conversation == _NO_CONVERSATION and role not in SYSTEM_ROLES:
+        conversation = digest[:8]
+    return _HASH + conversation + digest
 
 
 def hashed(parent: str, parent_key: str, message: Mapping[str, Any]) -> tuple[MessageNode, str, bytes]:
@@ -196,7 +209,7 @@ def tools_hash(tools: Any) -> tuple[str, bytes]:
 
 def is_intact(stored: MessageNode) -> bool:
     """Return whether a stored node's hash is the hash of its parent and body."""
-    return stored.hash == _digest(stored.parent, stored.body)
+    return stored.hash == _node_hash(stored.parent, stored.role, stored.body)
 
 
 def is_intact_toolset(name: str, body: bytes) -> bool:

@@ -8,17 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ratchet.store.content.messages import SYSTEM_ROLES
 from ratchet.store.records.tuning import Prompt
 from ratchet.store.states import PromptMode
-
-_ROLES = ("system", "developer")
 
 Message = Mapping[str, Any]
 
 
 def has_system_prompt(messages: Sequence[Message]) -> bool:
     """Return whether a conversation starts with a system prompt."""
-    return bool(messages) and messages[0].get("role") in _ROLES
+    return bool(messages) and messages[0].get("role") in SYSTEM_ROLES
 
 
 def beginning(messages: Sequence[Message], mode: PromptMode, text: str) -> dict[str, Any]:

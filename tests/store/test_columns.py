@@ -24,7 +24,7 @@ def test_every_text_comes_back(text: str) -> None:
 
 
 def test_a_hash_takes_half_of_its_text() -> None:
-    assert len(pack_hash(path([{"role": "user"}])[0].hash)) == 17
+    assert len(pack_hash(path([{"role": "user"}])[0].hash)) == 21
 
 
 @pytest.mark.parametrize("size", [0, 10, 63, 64, 1000, 100_000])

@@ -98,6 +98,22 @@ def test_a_changed_body_is_found_out() -> None:
     assert not is_intact(msgspec.structs.replace(stored, body=b'{"role":"user","content":"z"}'))
 
 
+def test_the_messages_of_a_conversation_are_neighbours_in_an_index() -> None:
+    system, developer = {"role": "system", "content": "s"}, {"role": "developer", "content": "d"}
+    user, reply = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
+
+    def beginnings(*messages: dict[str, str]) -> list[str]:
+        return [node.hash[len("b2:") :][:8] for node in path(messages)]
+
+    own = beginnings(system, user)[1]
+    assert own != "00000000"
+    assert beginnings(system, user, reply, system, user) == ["00000000", own, own, own, own]
+    assert beginnings(system, developer, user, reply)[:2] == ["00000000", "00000000"]
+    assert beginnings(user, reply) != beginnings(system, user, reply)[1:]
+    assert beginnings(system, {"role": "user", "content": "other"})[1] != own
+    assert len({node.hash for node in path([system, user, user, user])}) == 4
+
+
 def test_tool_ids_are_kept_in_the_stored_message() -> None:
     first, second = path([tool_call(call_id="one")]), path([tool_call(call_id="two")])
     assert first[0].hash != second[0].hash

@@ -7,7 +7,7 @@ from typing import Any
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0001_skip_last_key"
+revision = "0001_conversation_hashes"
 down_revision = None
 
 ROW_ID = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
