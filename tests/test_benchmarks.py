@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 QUICK: dict[str, tuple[str, ...]] = {
     "agent_calls": ("--quick",),
     "agent_swap": ("--shape", "tiny", "--repetitions", "1"),
+    "coordinator_restart": ("--trajectories", "50", "--answers", "3"),
     "coverage": ("--quick",),
     "gpu": ("--shape", "tiny", "--device", "cpu"),
     "linking": ("--quick", "--only", "reminders"),
@@ -89,7 +90,9 @@ def _run(name: str, folder: Path) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(QUICK.keys() - {"gpu", "linking", "linking_memory", "proxy_overhead"}))
+@pytest.mark.parametrize(
+    "name", sorted(QUICK.keys() - {"coordinator_restart", "gpu", "linking", "linking_memory", "proxy_overhead"})
+)
 def test_a_benchmark_prints_json_and_nothing_else(name: str, tmp_path: Path) -> None:
     assert _run(name, tmp_path)
 
@@ -98,6 +101,13 @@ def test_a_benchmark_prints_json_and_nothing_else(name: str, tmp_path: Path) -> 
 def test_the_linking_benchmark_reports_how_calls_were_linked(tmp_path: Path) -> None:
     (result,) = _run("linking", tmp_path)
     assert (result["kind"], result["good"], result["linked_by"]) == ("reminders", True, {"root": 3, "graph+gap": 9})
+
+
+@pytest.mark.slow
+def test_after_the_coordinators_death_every_call_continues_its_trajectory(tmp_path: Path) -> None:
+    result = _run("coordinator_restart", tmp_path)
+    assert result["linked_by"] == {"graph": 100}
+    assert 0 < result["serving_seconds"] == result["restored_seconds"]
 
 
 @pytest.mark.slow

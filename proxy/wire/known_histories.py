@@ -21,7 +21,7 @@ _MAX_ENDS = 12  # positions that are tried
 _MAX_OBJECTS = 40  # that are looked at for them
 _DIGEST_BYTES = 16
 _ENTRY_BYTES, _MESSAGE_BYTES = 400, 208  # estimates; a test measures them
-_MAX_BYTES = 32 * 2**20
+_MAX_BYTES = 20 * 2**20  # about 1,200 agents whose histories have 80 messages
 
 Name = tuple[str, int, bytes]  # (key id, length, digest)
 
