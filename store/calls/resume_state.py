@@ -103,7 +103,7 @@ class ResumeState:
         ]
 
     def open_leaves(self, trajectory_ids: Sequence[str]) -> list[OpenLeaf]:
-        """Return the answers of these trajectories: in their order, and of each the oldest answer first."""
+        """Return the answers of these trajectories that are open: in their order, and of each the oldest first."""
         with read(self._engine) as connection:
             return _leaves(connection, trajectory_ids)
 
@@ -136,10 +136,10 @@ def _open(since: float) -> sa.ColumnElement[bool]:
 
 def _leaves(connection: sa.Connection, trajectory_ids: Sequence[str]) -> list[OpenLeaf]:
     calls, answers, trajectories = schema.calls, schema.choices, schema.trajectories
-    inside = calls.c.trajectory_id.in_(trajectory_ids)
     columns = (trajectories.c.id, trajectories.c.root_node, trajectories.c.purpose, trajectories.c.last_active_at)
-    found = sa.select(*columns, *_FAMILY).where(trajectories.c.id.in_(trajectory_ids))
-    known = {row.id: row for row in connection.execute(found)}
+    still_open = sa.and_(trajectories.c.id.in_(trajectory_ids), trajectories.c.state == TrajectoryState.OPEN)
+    known = {row.id: row for row in connection.execute(sa.select(*columns, *_FAMILY).where(still_open))}
+    inside = calls.c.trajectory_id.in_(list(known))
     call_rows = connection.execute(
         sa.select(*(calls.c[name] for name in _CALL_COLUMNS)).where(inside).order_by(calls.c.started_at, calls.c.id)
     ).all()

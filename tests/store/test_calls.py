@@ -128,7 +128,7 @@ def test_open_leaves_hold_the_whole_token_context(store: Store) -> None:
     answered_trajectory(store, "gone")
     store.trajectories.seal("gone", now=9.0)
     assert store.resume_state.open_trajectories(0.0, 100) == ([["t1"]], True)
-    leaves = store.resume_state.open_leaves(["t1"])
+    leaves = store.resume_state.open_leaves(["t1", "gone"])
     assert [(leaf.call_id, unpack_ids(leaf.sequence)) for leaf in leaves] == [
         ("call_1", (1, 2, 3)),
         ("call_2", (1, 2, 3, 4, 5)),
