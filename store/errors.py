@@ -5,6 +5,7 @@ StoreError
 |-- StoreNotFound       there is no SQLite file of that name, and none may be created
 |-- StoreUnavailable    the database does not answer (the caller may try again)
 |-- RecordNotFound      an id that the store does not hold
+|-- RecordDamaged       a stored value that cannot be read
 |-- InvalidRecord       a value that no record can hold
 `-- InvalidTransition   a state change that the transition table does not allow
 """
@@ -32,6 +33,10 @@ class StoreUnavailable(StoreError):
 
 class RecordNotFound(StoreError):
     """No record has the given id."""
+
+
+class RecordDamaged(StoreError):
+    """A stored value is not what was written; `ratchet store verify` lists such rows."""
 
 
 class InvalidTransition(StoreError):

@@ -16,9 +16,13 @@ from typing import Any
 import sqlalchemy as sa
 from isal import isal_zlib
 
+from ratchet.store.errors import RecordDamaged
+
 _ALGORITHMS = {"b2": b"\1"}  # the name before the colon of a hash text -> its byte
 _NAMES = {mark[0]: name for name, mark in _ALGORITHMS.items()}
 _PLAIN_TEXT = b"\0"  # in place of the algorithm: plain text, not a hash
+
+_REMEDY = "`ratchet store verify` names the row and what to do"
 
 _DEFLATED = b"\x01"
 _MIN_DEFLATED = 64  # bytes; shorter bodies are not deflated
@@ -134,13 +138,16 @@ def pack_body(body: bytes) -> bytes:
 
 
 def unpack_body(packed: bytes) -> bytes:
-    """Return the body of `pack_body`. Raises zlib.error if it is damaged."""
+    """Return the body of `pack_body`. Raises RecordDamaged."""
     if not packed.startswith(_DEFLATED):
         return packed
     inflate = zlib.decompressobj(-15, _DICTIONARY)
-    body = inflate.decompress(packed[1:])
+    try:
+        body = inflate.decompress(packed[1:])
+    except zlib.error as error:
+        raise RecordDamaged(f"a stored message is damaged ({error}): {_REMEDY}") from error
     if not inflate.eof:
-        raise zlib.error("the body is cut off")
+        raise RecordDamaged(f"a stored message is cut off: {_REMEDY}")
     return body
 
 
@@ -162,12 +169,12 @@ def compress_token_ids(ids: bytes) -> bytes:
 
 
 def decompress_token_ids(packed: bytes) -> bytes:
-    """Return the ids of `compress_token_ids`. Raises ValueError if they are damaged."""
+    """Return the ids of `compress_token_ids`. Raises RecordDamaged."""
     if not packed:
         return b""
     width, count = packed[0], (len(packed) - 1) // max(1, packed[0])
     if not 1 <= width <= 4 or len(packed) != 1 + width * count:
-        raise ValueError("these token ids are damaged")
+        raise RecordDamaged(f"stored token ids are damaged: {_REMEDY}")
     if width == 4:
         return packed[1:]
     ids = bytearray(4 * count)

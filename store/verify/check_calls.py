@@ -11,6 +11,7 @@ from ratchet.store.calls.prompt_blocks import block_digests
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import MAX_IN_VALUES
 from ratchet.store.db.column_types import decompress_token_ids
+from ratchet.store.errors import RecordDamaged
 from ratchet.store.states import CallState
 from ratchet.store.verify.violation import Page, Violation, existing_values, undecoded
 
@@ -115,7 +116,7 @@ def _size(packed: bytes) -> int | None:
     """Return the number of packed token ids; None if they are damaged."""
     try:
         return len(decompress_token_ids(bytes(packed))) // 4
-    except ValueError:
+    except RecordDamaged:
         return None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 
 import msgspec
@@ -11,6 +10,7 @@ import sqlalchemy as sa
 from ratchet.store.content.messages import ROOT, is_intact, is_intact_toolset
 from ratchet.store.db import schema
 from ratchet.store.db.column_types import unpack_body
+from ratchet.store.errors import RecordDamaged
 from ratchet.store.records import MessageNode
 from ratchet.store.verify.violation import Page, Violation, existing_values
 
@@ -62,6 +62,6 @@ def _body(packed: bytes) -> bytes | None:
     try:
         body = unpack_body(bytes(packed))
         msgspec.json.decode(body, type=msgspec.Raw)
-    except (zlib.error, msgspec.DecodeError):
+    except (RecordDamaged, msgspec.DecodeError):
         return None
     return body

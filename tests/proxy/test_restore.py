@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import msgspec
 import pytest
+import sqlalchemy as sa
 
 from ratchet.proxy.coordinator.linking import restore
 from ratchet.proxy.coordinator.linking.cautious_linker import CautiousLinker, Doubt
@@ -182,6 +183,25 @@ async def test_a_full_memory_keeps_the_trajectories_that_were_active_last(store:
     kept = sum(1 for number in range(600) if linker.version_of(f"traj_{number:04}") is not None)
     assert 300 < kept < 500
     assert all(linker.version_of(f"traj_{number:04}") is not None for number in range(kept))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE choices SET token_ids = :bytes WHERE call_id = 'call_z'",
+        "UPDATE messages SET body = :bytes WHERE hash = (SELECT reply_node FROM choices WHERE call_id = 'call_z')",
+    ],
+)
+async def test_a_damaged_trajectory_is_left_out_and_what_may_belong_to_it_is_marked(
+    filled: Store, linker: CautiousLinker, restoring: Make, damage: str
+) -> None:
+    filled.calls.ship([records.ended(records.call_start("call_z", "traj_z", at=time.time()), {**REPLY, "name": "z"})])
+    with filled._engine.begin() as connection:
+        connection.execute(sa.text(damage), {"bytes": b"\x01\xff" if "body" in damage else b"\x09"})
+    await restoring(linker).start()
+    assert len(linker) == _TRAJECTORIES
+    unknown = [*records.QUESTION, {"role": "assistant", "content": "Rome"}, NEXT]
+    assert linker.find_link(evidence(unknown, key_id=None, arrived_at=time.time())).purpose == UNLINKED
 
 
 async def test_only_what_is_not_known_is_read_again(

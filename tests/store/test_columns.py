@@ -15,6 +15,7 @@ from ratchet.store.db.column_types import (
     unpack_body,
     unpack_hash,
 )
+from ratchet.store.errors import RecordDamaged
 from ratchet.store.records import pack_ids
 
 
@@ -36,7 +37,7 @@ def test_every_body_comes_back(size: int) -> None:
 
 def test_a_body_that_was_cut_off_is_an_error() -> None:
     packed = pack_body(b'{"content":"' + b"word " * 100 + b'"}')
-    with pytest.raises(Exception, match="cut off"):
+    with pytest.raises(RecordDamaged, match="cut off"):
         unpack_body(packed[:-3])
 
 
@@ -48,7 +49,7 @@ def test_every_id_comes_back_and_takes_no_more_than_it_needs(most: int, size: in
 
 
 def test_ids_that_are_damaged_are_an_error() -> None:
-    with pytest.raises(ValueError, match="damaged"):
+    with pytest.raises(RecordDamaged, match="damaged"):
         decompress_token_ids(compress_token_ids(pack_ids([1, 2, 300]))[:-1])
     with pytest.raises(ValueError, match="int32"):
         compress_token_ids(b"abc")

@@ -19,7 +19,7 @@ from ratchet.proxy.messages.text_fingerprints import NO_FINGERPRINTS, TextFinger
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.store.calls.resume_state import AnswerName, OpenTrajectories
 from ratchet.store.content import messages as canon
-from ratchet.store.errors import StoreError
+from ratchet.store.errors import RecordDamaged, StoreError
 from ratchet.store.records import OpenLeaf, UnansweredCall
 from ratchet.store.store import Store
 
@@ -75,6 +75,7 @@ class LinkingRestore:
         self._at_start = at_start
         self._retries: asyncio.Task[None] | None = None
         self._rest: asyncio.Task[None] | None = None  # restores what calls do not wait for
+        self._lacks_damaged = False  # a trajectory could not be read
 
     async def start(self) -> None:
         """Read the open answers; the journal has been replayed into the store before."""
@@ -104,7 +105,7 @@ class LinkingRestore:
             if is_first:  # an attempt is repeated once
                 read = self._resume_state.unanswered_calls
                 calls = await asyncio.to_thread(read, max(since, now - RETRY_WINDOW))
-            is_whole = found.is_whole and count >= len(found.batches)
+            is_whole = found.is_whole and count >= len(found.batches) and not self._lacks_damaged
         except StoreError as error:
             log.warning("event=linking_not_restored reason=%r", str(error))
             return False
@@ -130,7 +131,7 @@ class LinkingRestore:
                 except StoreError as error:
                     log.warning("event=linking_not_restored reason=%r", str(error))
                     await asyncio.sleep(_RETRY_SECONDS)
-        self._linker.finish_restore(time.time(), is_whole=found.is_whole)
+        self._linker.finish_restore(time.time(), is_whole=found.is_whole and not self._lacks_damaged)
         log.info("event=older_answers_restored trajectories=%d", sum(map(len, found.batches)))
 
     async def _restore(self, batches: Sequence[Sequence[str]], *, is_first: bool) -> None:
@@ -148,7 +149,15 @@ class LinkingRestore:
         return [one for one in trajectory_ids if one in unknown]
 
     def _read(self, trajectory_ids: Sequence[str]) -> list[tuple[OpenLeaf, Leaf]]:
-        return [(stored, leaf_from_store(stored)) for stored in self._resume_state.open_leaves(trajectory_ids)]
+        """Return the answers of trajectories, except damaged ones. Raises StoreError."""
+        try:
+            return [(stored, leaf_from_store(stored)) for stored in self._resume_state.open_leaves(trajectory_ids)]
+        except (RecordDamaged, msgspec.DecodeError) as error:
+            if len(trajectory_ids) > 1:
+                return [answer for one in trajectory_ids for answer in self._read([one])]
+            self._lacks_damaged = True
+            log.warning("event=trajectory_not_restored trajectory=%s reason=%r", trajectory_ids[0], str(error))
+            return []
 
 
 def _is_known(name: AnswerName, known: Mapping[tuple[str, int], Leaf]) -> bool:
