@@ -137,8 +137,8 @@ def _open(since: float) -> sa.ColumnElement[bool]:
 def _leaves(connection: sa.Connection, trajectory_ids: Sequence[str]) -> list[OpenLeaf]:
     calls, answers, trajectories = schema.calls, schema.choices, schema.trajectories
     columns = (trajectories.c.id, trajectories.c.root_node, trajectories.c.purpose, trajectories.c.last_active_at)
-    still_open = sa.and_(trajectories.c.id.in_(trajectory_ids), trajectories.c.state == TrajectoryState.OPEN)
-    known = {row.id: row for row in connection.execute(sa.select(*columns, *_FAMILY).where(still_open))}
+    are_open = sa.and_(trajectories.c.id.in_(trajectory_ids), trajectories.c.state == TrajectoryState.OPEN)
+    known = {row.id: row for row in connection.execute(sa.select(*columns, *_FAMILY).where(are_open))}
     inside = calls.c.trajectory_id.in_(list(known))
     call_rows = connection.execute(
         sa.select(*(calls.c[name] for name in _CALL_COLUMNS)).where(inside).order_by(calls.c.started_at, calls.c.id)
