@@ -18,7 +18,6 @@ from ratchet.proxy.coordinator.keys.key_cache import KeyCache
 from ratchet.proxy.coordinator.limits.rate_limits import KeyMeter
 from ratchet.proxy.coordinator.limits.sharing import Sharing
 from ratchet.proxy.coordinator.linking.cautious_linker import CautiousLinker, Doubt
-from ratchet.proxy.coordinator.linking.leaf_index import BYTES_PER_ANSWER
 from ratchet.proxy.coordinator.linking.restore import LinkingRestore
 from ratchet.proxy.coordinator.rollouts.rollout_plans import RolloutPlans
 from ratchet.proxy.coordinator.shipping.shipper import Shipper
@@ -149,10 +148,7 @@ def create_app(
         settings.max_lag_seconds,
         critical_tasks,
     )
-    max_answers = settings.max_linking_bytes // BYTES_PER_ANSWER
-    restore = LinkingRestore(
-        serving.linker, store, settings.trajectory_idle_seconds, max_answers, critical_tasks, at_start=role is None
-    )
+    restore = LinkingRestore(serving.linker, store, settings.trajectory_idle_seconds)
     placing = _build_admission(
         settings, store, serving, restore, recording.shipper, metrics, role, limit_reports, critical_tasks
     )
@@ -226,7 +222,7 @@ def _earlier_work(
         folder, workers = settings.journal.parent, {role.name, *role.other_workers}
         return [left_journals(settings, folder, store, workers, critical_tasks)]
     left = left_journals(settings, settings.journal, store, set(role.worker_urls if role else ()), critical_tasks)
-    return [left, restore]
+    return [left] if role is not None else [left, restore]
 
 
 def _set_agents(serving: Serving, names: Sequence[str]) -> None:

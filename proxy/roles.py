@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from ratchet.proxy.coordinator.admission import Admission
@@ -24,7 +24,6 @@ from ratchet.proxy.worker.http.routing import LifespanService
 from ratchet.store.store import Store
 
 FIRST_WORKER = "worker-1"
-_MAX_ANSWERS = 10_000  # that a worker restores, if it must begin without a coordinator
 
 
 def session_name(machine: str, worker: str) -> str:
@@ -67,10 +66,6 @@ class WorkerRole(NamedTuple):
     ) -> RemoteAdmission:
         """Return the admission of a worker. `is_behind`: whether the store lacks calls of its earlier processes."""
         limits = (settings.trajectory_idle_seconds, settings.max_linking_bytes, settings.max_linking_bytes_per_key)
-
-        def restore(linker: CautiousLinker) -> Awaitable[bool]:
-            return LinkingRestore(linker, store, limits[0], _MAX_ANSWERS, critical_tasks, at_start=False).restore()
-
         return RemoteAdmission(
             self.coordinators,
             self.token,
@@ -82,7 +77,7 @@ class WorkerRole(NamedTuple):
             lambda linker: Admission(policies, linker, rollouts, None),
             limit_reports,
             is_behind,
-            restore if self.is_restarted else None,
+            (lambda linker: LinkingRestore(linker, store, limits[0]).restore()) if self.is_restarted else None,
             critical_tasks,
         )
 

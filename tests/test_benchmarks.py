@@ -106,8 +106,7 @@ def test_the_linking_benchmark_reports_how_calls_were_linked(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_after_the_coordinators_death_every_call_continues_its_trajectory(tmp_path: Path) -> None:
     result = _run("coordinator_restart", tmp_path)
-    assert result["linked_by"] == {"graph": 100}
-    assert 0 < result["serving_seconds"] == result["restored_seconds"]
+    assert (result["linked_by"], result["restored"]) == ({"graph": 100}, 50)
 
 
 @pytest.mark.slow

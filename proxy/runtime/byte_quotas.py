@@ -50,11 +50,6 @@ class ByteQuotas(Generic[Name]):
         usage.bytes += more
         self.bytes += more
 
-    def add_oldest(self, key_id: str | None, name: Name, size: int) -> None:
-        """Add an entry of `size` bytes that was used before all others of its key."""
-        self.add_use(key_id, name, size)
-        self._usage[owner(key_id)].names.move_to_end(name, last=False)
-
     def remove(self, key_id: str | None, name: Name, size: int) -> None:
         """Remove an entry of `size` bytes."""
         key = owner(key_id)

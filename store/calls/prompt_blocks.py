@@ -14,6 +14,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from ratchet.store.db import schema
+from ratchet.store.errors import RecordDamaged
 
 _BLOCK = 256 * 4  # bytes of int32 ids
 _DIGEST = 16
@@ -52,10 +53,14 @@ class Blocks:
                     self._ids[row.trajectory_id, row.digest] = row.token_ids
 
     def full_prompt(self, row: Any) -> bytes:
-        """Return the whole prompt of a call. Raises KeyError if a block is missing."""
+        """Return the whole prompt of a call. Raises RecordDamaged if a block is missing."""
         if not row.prompt_blocks:
             ids: bytes = row.prompt_ids
             return ids
-        return b"".join(
-            [*(self._ids[row.trajectory_id, name] for name in block_digests(row.prompt_blocks)), row.prompt_ids]
-        )
+        try:
+            blocks = [self._ids[row.trajectory_id, name] for name in block_digests(row.prompt_blocks)]
+        except KeyError as error:
+            raise RecordDamaged(
+                f"a block of the prompt of call {row.id} is missing: `ratchet store verify` names it and what to do"
+            ) from error
+        return b"".join([*blocks, row.prompt_ids])

@@ -6,7 +6,6 @@ Answers are read in batches of whole trajectories, each when it is wanted.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
@@ -27,28 +26,18 @@ _CALL_COLUMNS = (
     *("context", "prompt_blocks", "prompt_ids", "prompt_node"),
 )
 _CHOICE_COLUMNS = ("call_id", "choice", "token_ids", "reply_node", "link_key", "skip_last_key", "tool_call_ids")
-_is_answer = schema.choices.c.link_key != ""
 _BATCH = 256  # answers
 _RETRIED = (408, 409, 429)  # besides every 5xx
 
 
-class OpenTrajectories(NamedTuple):
-    """Ids of open trajectories, most recently active first, in batches of about `_BATCH` answers or one trajectory.
-
-    `is_whole`: there are no others.
-    """
-
-    batches: Sequence[Sequence[str]]
-    is_whole: bool
-
-
 class AnswerName(NamedTuple):
-    """A stored answer; `is_extended`: a later call continues it."""
+    """A stored answer."""
 
-    trajectory_id: str
     call_id: str
     choice: int
-    is_extended: bool
+
+
+Answers = Mapping[str, Collection[AnswerName]]  # by trajectory id
 
 
 class ResumeState:
@@ -57,55 +46,54 @@ class ResumeState:
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
 
-    def open_trajectories(self, since: float, max_answers: int) -> OpenTrajectories:
-        """Return the open trajectories active after `since` (Unix seconds) that have answers.
+    def open_answers(self, since: float, limit: int) -> list[Answers]:
+        """Return the answers of open trajectories active after `since` (Unix seconds), at most `limit`, in batches.
 
-        If they have more than `max_answers`, the least recently active ones are left out.
+        If there are more, the latest answer of every trajectory comes before the second latest of any, and so on. The
+        answers of a trajectory are in one batch, of about `_BATCH` answers: the least recently active trajectory first.
         """
         calls, answers, trajectories = schema.calls, schema.choices, schema.trajectories
-        newest_first = (trajectories.c.last_active_at.desc(), trajectories.c.id.desc())
+        newest_first = (calls.c.id.desc(), answers.c.choice.desc())
+        rank = sa.func.row_number().over(partition_by=calls.c.trajectory_id, order_by=newest_first)
         query = (
-            sa.select(trajectories.c.id, sa.func.count().label("answers"))
-            .join(calls, calls.c.trajectory_id == trajectories.c.id)
+            sa.select(calls.c.trajectory_id, calls.c.id, answers.c.choice, trajectories.c.last_active_at)
             .join(answers, answers.c.call_id == calls.c.id)
-            .where(_open(since), _is_answer)
-            .group_by(trajectories.c.id, trajectories.c.last_active_at)
-            .order_by(*newest_first)
-            .limit(max_answers + 1)
+            .join(trajectories, trajectories.c.id == calls.c.trajectory_id)
+            .where(_open(since), answers.c.link_key != "")
+            .order_by(rank, *newest_first)
+            .limit(limit)
         )
         with read(self._engine) as connection:
             rows = connection.execute(query).all()
-        totals = accumulate(row.answers for row in rows)
-        chosen = [row for row, total in zip(rows, totals, strict=True) if total <= max_answers]
-        batches: list[list[str]] = []
+        own: dict[str, list[AnswerName]] = {}
+        oldest_first = [*reversed(rows)]
+        for row in sorted(oldest_first, key=lambda row: float(row.last_active_at)):
+            own.setdefault(row.trajectory_id, []).append(AnswerName(row.id, row.choice))
+        batches: list[dict[str, list[AnswerName]]] = []
         size = _BATCH
-        for row in chosen:
+        for trajectory_id, names in own.items():
             if size >= _BATCH:
-                batches.append([])
+                batches.append({})
                 size = 0
-            batches[-1].append(row.id)
-            size += row.answers
-        return OpenTrajectories(batches, is_whole=len(chosen) == len(rows))
+            batches[-1][trajectory_id] = names
+            size += len(names)
+        return list(batches)
 
-    def answer_names(self, trajectory_ids: Sequence[str]) -> list[AnswerName]:
-        """Return which answers these trajectories have."""
+    def extended_answers(self, trajectory_ids: Sequence[str]) -> set[AnswerName]:
+        """Return the answers in these trajectories that later calls of the same trajectories continue."""
         calls = schema.calls
-        inside = calls.c.trajectory_id.in_(trajectory_ids)
-        columns = (calls.c.trajectory_id, calls.c.id, schema.choices.c.choice)
-        query = sa.select(*columns).join(schema.choices).where(inside, _is_answer)
+        parents = sa.select(calls.c.parent_call, calls.c.parent_choice).where(calls.c.trajectory_id.in_(trajectory_ids))
         with read(self._engine) as connection:
-            rows = connection.execute(query).all()
-            parents = connection.execute(sa.select(calls.c.parent_call, calls.c.parent_choice).where(inside)).all()
-        continued = {(row.parent_call, row.parent_choice) for row in parents}
-        return [
-            AnswerName(row.trajectory_id, row.id, row.choice, is_extended=(row.id, row.choice) in continued)
-            for row in rows
-        ]
+            rows = connection.execute(parents.where(calls.c.parent_call.is_not(None)))
+            return {AnswerName(row.parent_call, row.parent_choice) for row in rows}
 
-    def open_leaves(self, trajectory_ids: Sequence[str]) -> list[OpenLeaf]:
-        """Return the answers of these trajectories that are open: in their order, and of each the oldest first."""
+    def open_leaves(self, answers: Answers) -> list[OpenLeaf]:
+        """Return these answers of trajectories that are open: in their order, and of each the oldest answer first.
+
+        Raises RecordDamaged.
+        """
         with read(self._engine) as connection:
-            return _leaves(connection, trajectory_ids)
+            return _leaves(connection, answers)
 
     def unanswered_calls(self, since: float, limit: int = 10_000) -> list[UnansweredCall]:
         """Return the calls of open trajectories since then that were not answered, oldest first."""
@@ -134,10 +122,10 @@ def _open(since: float) -> sa.ColumnElement[bool]:
     return sa.and_(trajectories.c.state == TrajectoryState.OPEN, trajectories.c.last_active_at >= since)
 
 
-def _leaves(connection: sa.Connection, trajectory_ids: Sequence[str]) -> list[OpenLeaf]:
+def _leaves(connection: sa.Connection, wanted: Answers) -> list[OpenLeaf]:
     calls, answers, trajectories = schema.calls, schema.choices, schema.trajectories
     columns = (trajectories.c.id, trajectories.c.root_node, trajectories.c.purpose, trajectories.c.last_active_at)
-    are_open = sa.and_(trajectories.c.id.in_(trajectory_ids), trajectories.c.state == TrajectoryState.OPEN)
+    are_open = sa.and_(trajectories.c.id.in_(list(wanted)), trajectories.c.state == TrajectoryState.OPEN)
     known = {row.id: row for row in connection.execute(sa.select(*columns, *_FAMILY).where(are_open))}
     inside = calls.c.trajectory_id.in_(list(known))
     call_rows = connection.execute(
@@ -162,12 +150,15 @@ def _leaves(connection: sa.Connection, trajectory_ids: Sequence[str]) -> list[Op
         for row in call_rows
     )
     continued = {(row.parent_call, row.parent_choice) for row in call_rows}
-    shown = {row.id: [choice for choice in choices.get(row.id, ()) if choice.link_key] for row in call_rows}
+    chosen = {name for names in wanted.values() for name in names}
+    shown = {
+        row.id: [choice for choice in choices.get(row.id, ()) if (row.id, choice.choice) in chosen] for row in call_rows
+    }
     names = {row.root_node for row in known.values()}
     names.update(row.prompt_node for row in call_rows if shown[row.id])
     names.update(choice.reply_node for found in shown.values() for choice in found)
     bodies = _bodies(connection, sorted(names))
-    order = {name: place for place, name in enumerate(trajectory_ids)}
+    order = {name: place for place, name in enumerate(wanted)}
     return [
         _leaf(known[row.trajectory_id], row, choice, whole, continued, bodies)
         for row in sorted(call_rows, key=lambda row: (order[row.trajectory_id], row.id))

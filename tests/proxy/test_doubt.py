@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ratchet.proxy.coordinator.linking.cautious_linker import CautiousLinker, Doubt
+from ratchet.proxy.coordinator.linking.restore import leaf_from_store
 from ratchet.proxy.coordinator.unheard_workers import TICK_SECONDS, UnheardWorkers
 from ratchet.proxy.dialects.responses_renderer import response_id
 from ratchet.store.content import messages as canon
@@ -130,11 +131,10 @@ def test_a_call_without_history_is_marked_while_recent_calls_are_missing(
     assert linker.find_link(evidence([USER])).purpose == purpose
 
 
-def test_what_is_read_in_the_store_again_is_known_once_and_continued_where_it_was(linker: CautiousLinker) -> None:
-    linker.doubt = lambda: Doubt.NONE
-    stored = OpenLeaf(
+def stored_answer(call_id: str) -> OpenLeaf:
+    return OpenLeaf(
         trajectory_id="traj_old",
-        call_id="call_old",
+        call_id=call_id,
         choice=0,
         alias="agent",
         version=2,
@@ -145,6 +145,17 @@ def test_what_is_read_in_the_store_again_is_known_once_and_continued_where_it_wa
         sequence=b"",
         last_active_at=5.0,
     )
+
+
+def test_of_a_long_trajectory_the_latest_answers_stay_known_when_it_is_read_again(linker: CautiousLinker) -> None:
+    for _ in range(2):
+        linker.restore_answers([(one, leaf_from_store(one)) for one in map(stored_answer, map(str, range(2_500)))])
+    assert {int(call_id) for call_id, _ in linker.answers_of("traj_old")} == set(range(500, 2_500))
+
+
+def test_what_is_read_in_the_store_again_is_known_once_and_continued_where_it_was(linker: CautiousLinker) -> None:
+    linker.doubt = lambda: Doubt.NONE
+    stored = stored_answer("call_old")
     restore(linker, stored)
     size = linker.bytes
     restore(linker, stored)

@@ -1,52 +1,29 @@
-"""Linking restored from the store: of many trajectories too, without holding the event loop, and while calls run."""
+"""Linking restored from the store: of many trajectories too, without holding the event loop, or a part of them."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
 from unittest.mock import Mock
 
 import msgspec
 import pytest
 import sqlalchemy as sa
 
-from ratchet.proxy.coordinator.linking import restore
 from ratchet.proxy.coordinator.linking.cautious_linker import CautiousLinker, Doubt
 from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
 from ratchet.proxy.coordinator.linking.restore import LinkingRestore
-from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.store.content.messages import answer_keys, link_keys
 from ratchet.store.errors import StoreUnavailable
-from ratchet.store.records import UNLINKED, OpenLeaf, UnansweredCall
+from ratchet.store.records import UNLINKED, UnansweredCall
 from ratchet.store.store import Store
 from tests.harness import records
-from tests.harness.proxy.servers import until
 from tests.proxy.test_linking import ATTEMPT, evidence
 
 REPLY = {"role": "assistant", "content": "Oslo"}
 NEXT = {"role": "user", "content": "And then?"}
 _TRAJECTORIES = 1_000
-
-
-Make = Callable[..., LinkingRestore]
-
-
-@pytest.fixture
-async def restoring(store: Store) -> AsyncIterator[Make]:
-    """Make the service for a linker; it is stopped after the test."""
-    made: list[LinkingRestore] = []
-
-    def make(linker: TrajectoryLinker, max_answers: int = 10_000, **values: Any) -> LinkingRestore:
-        made.append(LinkingRestore(linker, store, 900, max_answers, CriticalTasks(), at_start=True, **values))
-        return made[-1]
-
-    yield make
-    for one in made:
-        await one.stop()
 
 
 @pytest.fixture
@@ -65,9 +42,7 @@ def filled(store: Store) -> Store:
     return store
 
 
-async def test_the_event_loop_does_its_other_work_while_many_trajectories_are_restored(
-    filled: Store, restoring: Make
-) -> None:
+async def test_the_event_loop_does_its_other_work_while_many_trajectories_are_restored(filled: Store) -> None:
     linker = TrajectoryLinker(idle_seconds=900)
     sizes: list[int] = []
 
@@ -77,7 +52,7 @@ async def test_the_event_loop_does_its_other_work_while_many_trajectories_are_re
             await asyncio.sleep(0)
 
     looking = asyncio.create_task(look())
-    assert await restoring(linker).restore()
+    assert await LinkingRestore(linker, filled, 900).restore()
     await looking
     found = [*sorted(set(sizes)), _TRAJECTORIES]
     assert max(after - before for before, after in itertools.pairwise(found)) <= _TRAJECTORIES // 3
@@ -85,7 +60,7 @@ async def test_the_event_loop_does_its_other_work_while_many_trajectories_are_re
     assert linker.find_link(evidence(prompt, key_id=None)).linked_by == "graph"
 
 
-async def test_an_answer_is_continued_without_the_reminder_before_it(store: Store, restoring: Make) -> None:
+async def test_an_answer_is_continued_without_the_reminder_before_it(store: Store) -> None:
     reminder, short = {"role": "user", "content": "It is 12:01."}, {"role": "assistant", "content": "ok"}
     start = records.call_start("call_a", "traj_a", [*records.QUESTION, reminder], at=time.time())
     end = records.ended(start, short, messages=[*records.QUESTION, reminder])
@@ -93,7 +68,7 @@ async def test_an_answer_is_continued_without_the_reminder_before_it(store: Stor
     choice = msgspec.structs.replace(end.choices[0], skip_last_key=key)
     store.calls.ship([msgspec.structs.replace(end, choices=(choice,))])
     linker = TrajectoryLinker(idle_seconds=900)
-    assert await restoring(linker).restore()
+    assert await LinkingRestore(linker, store, 900).restore()
     prompt = [*records.QUESTION, short, {"role": "user", "content": "And then?"}]
     link = linker.find_link(evidence(prompt, key_id=None))
     assert (link.trajectory_id, link.linked_by) == ("traj_a", "graph+gap")
@@ -101,15 +76,15 @@ async def test_an_answer_is_continued_without_the_reminder_before_it(store: Stor
 
 @pytest.mark.parametrize(("most", "is_whole"), [(2, False), (_TRAJECTORIES + 2, True)])
 async def test_a_history_that_may_not_have_been_restored_is_marked(
-    filled: Store, linker: CautiousLinker, restoring: Make, most: int, is_whole: bool
+    filled: Store, linker: CautiousLinker, most: int, is_whole: bool
 ) -> None:
-    """Above the limit, only the latest trajectories are restored: the history of another one may be of any trajectory.
+    """Above the limit, only the latest answers are restored: the history of another one may be of any trajectory.
 
     So may one that continues a restored answer, if that is short: an equal one may not have been restored.
     """
     distinctive = {"role": "assistant", "content": "The capital of Norway has been Oslo since 1814."}
     filled.calls.ship([records.ended(records.call_start("call_z", "traj_z", at=time.time()), distinctive)])
-    assert await restoring(linker, most).restore()
+    assert await LinkingRestore(linker, filled, 900, most).restore()
     unknown = [*records.QUESTION, {"role": "assistant", "content": "Rome"}, {"role": "user", "content": "And then?"}]
     for prompt, moment, purpose in (
         (unknown, time.time(), "live" if is_whole else UNLINKED),
@@ -121,68 +96,23 @@ async def test_a_history_that_may_not_have_been_restored_is_marked(
         assert linker.find_link(evidence(prompt, key_id=None, arrived_at=moment)).purpose == purpose
 
 
-async def test_histories_are_marked_until_the_store_answers(
-    filled: Store, linker: CautiousLinker, restoring: Make, monkeypatch: pytest.MonkeyPatch
+async def test_histories_are_marked_if_the_store_did_not_answer(
+    filled: Store, linker: CautiousLinker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A proxy of one process starts with nothing then, and serves."""
 
     def fail(*_: object) -> None:
         raise StoreUnavailable("the database is down")
 
+    restore = LinkingRestore(linker, filled, 900)
     prompt = [*records.QUESTION, REPLY, NEXT]
-    monkeypatch.setattr(restore, "_RETRY_SECONDS", 0.01)
     with monkeypatch.context() as broken:
-        broken.setattr(filled.resume_state, "open_trajectories", fail)
-        await restoring(linker).start()
-        assert linker.find_link(evidence(prompt, key_id=None, arrived_at=time.time())).purpose == UNLINKED
-        assert linker.find_link(evidence(records.QUESTION, key_id=None, arrived_at=time.time())).purpose == "live"
-    await until(lambda: len(linker) == _TRAJECTORIES)
-    await until(lambda: linker.find_link(evidence(prompt, key_id=None, arrived_at=time.time())).linked_by == "graph")
-
-
-async def test_older_answers_are_restored_while_calls_are_placed(
-    filled: Store, linker: CautiousLinker, restoring: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Until they are, a call that may belong to one of them is marked; an outage of the store delays them."""
-    read, may_read, outages = filled.resume_state.open_leaves, threading.Event(), [StoreUnavailable("down")]
-
-    def read_later(trajectory_ids: Sequence[str]) -> list[OpenLeaf]:
-        if len(linker) and may_read.wait(30) and outages:
-            raise outages.pop()
-        return read(trajectory_ids)
-
-    monkeypatch.setattr(filled.resume_state, "open_leaves", read_later)
-    monkeypatch.setattr(restore, "_RETRY_SECONDS", 0.01)
-    await restoring(linker, first_batches=1).start()
-    assert len(linker) == 256
-    prompt = [*records.QUESTION, REPLY, NEXT]
+        broken.setattr(filled.resume_state, "open_answers", fail)
+        assert not await restore.restore()
     assert linker.find_link(evidence(prompt, key_id=None, arrived_at=time.time())).purpose == UNLINKED
-    started = linker.find_link(evidence(records.QUESTION, key_id=None, arrived_at=time.time()))
-    linker.begin_call(started, "agent", 1, time.time())
-    may_read.set()
-    await until(lambda: len(linker) == _TRAJECTORIES + 1)
-    await until(lambda: linker.find_link(evidence(prompt, key_id=None, arrived_at=time.time())).linked_by == "graph")
-    assert not outages
-
-
-async def test_a_full_memory_keeps_the_trajectories_that_were_active_last(store: Store, restoring: Make) -> None:
-    """Also while older ones are still being restored."""
-    now = time.time()
-    starts = [records.call_start(f"call_{n:04}", f"traj_{n:04}", at=now - n / 10) for n in range(600)]
-    store.calls.ship([records.ended(start, REPLY) for start in starts])
-    linker = CautiousLinker(900, 2**19, 2**19)
-    linker.doubt = lambda: Doubt.NONE
-    await restoring(linker, first_batches=1).start()
-    started = linker.find_link(evidence(records.QUESTION, key_id=None, arrived_at=now))
-    linker.begin_call(started, "agent", 1, now)
-    while len(linker) < 500:
-        await asyncio.sleep(0)
-    linker.end_call(started, (), now)  # as while calls run
-    history = evidence([*records.QUESTION, REPLY, NEXT], key_id=None, arrived_at=now)
-    await until(lambda: linker.find_link(history).purpose == "live")
-    kept = sum(1 for number in range(600) if linker.version_of(f"traj_{number:04}") is not None)
-    assert 300 < kept < 500
-    assert all(linker.version_of(f"traj_{number:04}") is not None for number in range(kept))
+    assert linker.find_link(evidence(records.QUESTION, key_id=None, arrived_at=time.time())).purpose == "live"
+    assert await restore.restore()
+    assert linker.find_link(evidence(prompt, key_id=None, arrived_at=time.time())).linked_by == "graph"
 
 
 @pytest.mark.parametrize(
@@ -193,22 +123,26 @@ async def test_a_full_memory_keeps_the_trajectories_that_were_active_last(store:
     ],
 )
 async def test_a_damaged_trajectory_is_left_out_and_what_may_belong_to_it_is_marked(
-    filled: Store, linker: CautiousLinker, restoring: Make, damage: str
+    filled: Store, linker: CautiousLinker, damage: str
 ) -> None:
     filled.calls.ship([records.ended(records.call_start("call_z", "traj_z", at=time.time()), {**REPLY, "name": "z"})])
     with filled._engine.begin() as connection:
         connection.execute(sa.text(damage), {"bytes": b"\x01\xff" if "body" in damage else b"\x09"})
-    await restoring(linker).start()
+    restore = LinkingRestore(linker, filled, 900)
+    await restore.start()
     assert len(linker) == _TRAJECTORIES
     unknown = [*records.QUESTION, {"role": "assistant", "content": "Rome"}, NEXT]
     assert linker.find_link(evidence(unknown, key_id=None, arrived_at=time.time())).purpose == UNLINKED
+    filled.trajectories.seal("traj_z", now=time.time())
+    await restore.start()
+    assert linker.find_link(evidence(unknown, key_id=None, arrived_at=time.time())).purpose == "live"
 
 
 async def test_only_what_is_not_known_is_read_again(
-    filled: Store, linker: CautiousLinker, restoring: Make, monkeypatch: pytest.MonkeyPatch
+    filled: Store, linker: CautiousLinker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker was away, and its calls are in the store now: an answer, and the continuation of another."""
-    service = restoring(linker)
+    service = LinkingRestore(linker, filled, 900)
     assert await service.restore()
     first = records.call_start("call_new", "traj_0007", at=time.time())
     more = records.call_start("call_more", "traj_0009", parent_call="call_0009", at=time.time())

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import sqlalchemy as sa
 
+from ratchet.store.calls.resume_state import AnswerName
 from ratchet.store.errors import RecordNotFound
 from ratchet.store.records import unpack_ids, unpack_logprobs
 from ratchet.store.states import CallState, TrajectoryState
@@ -127,8 +128,9 @@ def test_open_leaves_hold_the_whole_token_context(store: Store) -> None:
     store.calls.ship([ended(second, tool_call(), prompt=(4,), ids=(5,), context="exact")])
     answered_trajectory(store, "gone")
     store.trajectories.seal("gone", now=9.0)
-    assert store.resume_state.open_trajectories(0.0, 100) == ([["t1"]], True)
-    leaves = store.resume_state.open_leaves(["t1", "gone"])
+    (answers,) = store.resume_state.open_answers(0.0, 100)
+    assert answers == {"t1": [("call_1", 0), ("call_2", 0)]}
+    leaves = store.resume_state.open_leaves({"gone": [AnswerName("call_gone", 0)], **answers})
     assert [(leaf.call_id, unpack_ids(leaf.sequence)) for leaf in leaves] == [
         ("call_1", (1, 2, 3)),
         ("call_2", (1, 2, 3, 4, 5)),
@@ -138,24 +140,21 @@ def test_open_leaves_hold_the_whole_token_context(store: Store) -> None:
     assert [json.loads(body)["content"] for body in leaves[0].prompt_messages] == ["Where?", "Where?"]
 
 
-def test_which_answers_trajectories_have_is_read_without_them(store: Store) -> None:
+def test_which_answers_are_continued_is_read_without_them(store: Store) -> None:
     store.calls.ship([ended(call_start("call_1", "t1"), tool_call())])
     second = call_start("call_2", "t1", parent_call="call_1", at=2.0)
     store.calls.ship([ended(second, tool_call(), context="exact"), ended(call_start("call_3", "t2"), tool_call())])
-    assert sorted(store.resume_state.answer_names(["t1", "t2"])) == [
-        ("t1", "call_1", 0, True),
-        ("t1", "call_2", 0, False),
-        ("t2", "call_3", 0, False),
-    ]
+    assert store.resume_state.extended_answers(["t1", "t2"]) == {("call_1", 0)}
+    assert store.resume_state.extended_answers(["t2"]) == set()
 
 
-def test_above_the_limit_the_least_recently_active_trajectories_are_left_out(store: Store) -> None:
-    for number, (name, turns) in enumerate({"a": 1, "b": 3, "c": 2}.items()):
-        starts = [call_start(f"call_{turn}{name}", name, at=float(number)) for turn in range(turns)]
-        store.calls.ship([ended(start, tool_call()) for start in starts])
-    for limit, expected in {1: [], 4: ["c"], 5: ["c", "b"], 6: ["c", "b", "a"], 100: ["c", "b", "a"]}.items():
-        found = store.resume_state.open_trajectories(0.0, limit)
-        assert ([*itertools.chain(*found.batches)], found.is_whole) == (expected, limit >= 6)
+def test_above_the_limit_the_latest_answers_of_every_trajectory_are_restored(store: Store) -> None:
+    starts = [call_start(f"call_{turn}{name}", name) for name in "abc" for turn in range(3)]
+    store.calls.ship([ended(start, tool_call()) for start in starts])
+    (answers,) = store.resume_state.open_answers(0.0, limit=4)
+    found = [leaf.call_id for leaf in store.resume_state.open_leaves(answers)]
+    assert sorted(found) == ["call_1c", "call_2a", "call_2b", "call_2c"]
+    assert found.index("call_1c") < found.index("call_2c")
 
 
 def test_answers_come_in_batches_of_whole_trajectories_with_few_queries(store: Store) -> None:
@@ -167,11 +166,11 @@ def test_answers_come_in_batches_of_whole_trajectories_with_few_queries(store: S
     store.calls.ship(shipped)
     statements: list[str] = []
     sa.event.listen(store._engine, "before_cursor_execute", lambda *found: statements.append(found[2]))
-    found = store.resume_state.open_trajectories(0.0, 10_000)
-    batches = [[leaf.trajectory_id for leaf in store.resume_state.open_leaves(batch)] for batch in found.batches]
+    found = store.resume_state.open_answers(0.0, 10_000)
+    batches = [[leaf.trajectory_id for leaf in store.resume_state.open_leaves(batch)] for batch in found]
     assert [len(batch) for batch in batches] == [256, 256, 256, 32]
-    newest_first = [f"t{number:03}" for number in range(400) for _ in range(2)]
-    assert list(itertools.chain(*batches)) == newest_first
+    oldest_first = [f"t{number:03}" for number in reversed(range(400)) for _ in range(2)]
+    assert list(itertools.chain(*batches)) == oldest_first
     assert len([one for one in statements if one.startswith("SELECT")]) <= 1 + 4 * len(batches)
 
 

@@ -19,7 +19,6 @@ from ratchet.proxy.messages.text_fingerprints import (
     short_key,
 )
 
-BYTES_PER_ANSWER = 900  # of a usual one, with its share of the trajectory
 # Estimates in bytes, entries in the tables included; a test measures them.
 TRAJECTORY_BYTES = 650  # of a trajectory without its answers
 _LEAF_BYTES = 480  # of an answer with the names that every answer has

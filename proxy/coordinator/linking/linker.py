@@ -38,7 +38,6 @@ from ratchet.proxy.coordinator.linking.open_trajectories import (
     VersionPins,
     candidate_names,
     name_of_other_agent,
-    restored_trajectory,
 )
 from ratchet.proxy.coordinator.linking.restore import attempt_from_store
 from ratchet.proxy.coordinator.linking.unanswered_attempts import RESEND_WINDOW, RETRY_WINDOW, UnansweredAttempts
@@ -292,27 +291,26 @@ class TrajectoryLinker:
             self._attempts.add(attempt, link, now)
 
     def restore_answers(self, answers: Iterable[tuple[OpenLeaf, Leaf]]) -> None:
-        """Add answers of the store, as far as they are not known: whole trajectories, and of each the oldest first.
-
-        A trajectory that is not known counts as less recently active than all others, until `finish_restore`.
-        """
+        """Add answers of the store, as far as they are not known: whole trajectories, and of each the oldest first."""
         for trajectory_id, group in groupby(answers, lambda answer: answer[1].trajectory_id):
-            found, own, size = [*group], self.answers_of(trajectory_id), 0
+            found, own = [*group], self.answers_of(trajectory_id)
             extended = {leaf.call_id for stored, leaf in found if stored.extended}
             for stored, restored in found:
                 leaf = own.get((restored.call_id, restored.choice), restored)
                 is_news = stored.extended and not leaf.is_extended
                 leaf.is_extended = leaf.is_extended or stored.extended
                 leaf.is_taken = leaf.is_taken or leaf.call_id in extended
-                if leaf is restored:
-                    size += self._add_leaf(self._restored_trajectory(stored, leaf.key_id), leaf)
-                elif is_news:
+                if leaf is restored and len(own) < _MAX_LEAVES:  # else it would push out a later one
+                    trajectory = self._restored_trajectory(stored, leaf.key_id)
+                    self._quotas.add_use(trajectory.key_id, trajectory_id, self._add_leaf(trajectory, leaf))
+                elif leaf is not restored and is_news:
                     self._forget_arguments(self._trajectories[trajectory_id], leaf)
-            add = self._quotas.add_use if own else self._quotas.add_oldest
-            add(self._trajectories[trajectory_id].key_id, trajectory_id, size)
 
     def finish_restore(self, now: float, attempts: Iterable[UnansweredCall] = (), *, is_whole: bool = True) -> None:
-        """Add the store's unanswered attempts, oldest first, and bring all trajectories in the order of their use."""
+        """Add the store's unanswered attempts, oldest first, and bring all trajectories in the order of their use.
+
+        Not `is_whole`: the store had more answers than are restored, or did not answer.
+        """
         for attempt in attempts:
             self._restored_trajectory(attempt, attempt.key_id)
             own, parent = self.answers_of(attempt.trajectory_id), (attempt.parent_call or "", attempt.parent_choice)
@@ -329,9 +327,11 @@ class TrajectoryLinker:
     def _restored_trajectory(self, known: OpenLeaf | UnansweredCall, key_id: str | None) -> OpenTrajectory:
         trajectory = self._trajectories.get(known.trajectory_id)
         if trajectory is None:
-            trajectory = self._trajectories[known.trajectory_id] = restored_trajectory(known, key_id)
-            self._trajectories.move_to_end(known.trajectory_id, last=False)
-            self._quotas.add_oldest(key_id, known.trajectory_id, TRAJECTORY_BYTES)
+            trajectory = OpenTrajectory(
+                known.alias, known.version, known.last_active_at, known.purpose, key_id, known.family
+            )
+            self._trajectories[known.trajectory_id] = trajectory
+            self._quotas.add_use(key_id, known.trajectory_id, TRAJECTORY_BYTES)
         return trajectory
 
     def forget_trajectory(self, trajectory_id: str) -> None:

@@ -15,7 +15,6 @@ from hashlib import blake2b
 import msgspec
 
 from ratchet.proxy.messages.link_records import Leaf
-from ratchet.store.records import OpenLeaf, UnansweredCall
 
 _SECRET = secrets.token_bytes(16)
 _MAX_NAME_LENGTH = 128  # characters of a trajectory's id in the store
@@ -50,11 +49,6 @@ class OpenTrajectory(msgspec.Struct):
             leaf.version = self.version
         leaf.purpose = sys.intern(leaf.purpose)
         self.leaves.append(leaf)
-
-
-def restored_trajectory(known: OpenLeaf | UnansweredCall, key_id: str | None) -> OpenTrajectory:
-    """Return the trajectory of a stored call, without answers."""
-    return OpenTrajectory(known.alias, known.version, known.last_active_at, known.purpose, key_id, known.family)
 
 
 def candidate_names(name: str, key_id: str | None, alias: str) -> Iterator[str]:
