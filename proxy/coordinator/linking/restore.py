@@ -24,7 +24,7 @@ from ratchet.store.store import Store
 
 log = logging.getLogger("ratchet.proxy")
 
-_MAX_ANSWERS = 40_000  # that are restored; calls wait for them for some seconds
+_MAX_ANSWERS = 20_000  # that are restored: calls wait for it, two to three seconds
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
