@@ -22,7 +22,7 @@ from ratchet.store.records import MessageNode
 
 ROOT = ""
 ANYWHERE = "anywhere"  # in place of a parent's key: the message at any position
-_HASH = "b2:"  # BLAKE2b, 16 bytes; every hash text starts with its algorithm
+_HASH = "b2:"  # BLAKE2b; every hash text starts with its algorithm
 DIGEST_BYTES = 16
 _CONVERSATION = slice(len(_HASH), len(_HASH) + 8)  # the digits of a node's hash that its conversation's nodes share
 _NO_CONVERSATION = "00000000"

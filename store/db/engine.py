@@ -183,7 +183,7 @@ def write(engine: sa.Engine) -> Iterator[sa.Connection]:
 
 @contextmanager
 def read(engine: sa.Engine) -> Iterator[sa.Connection]:
-    """Open a read transaction on a snapshot. Raises StoreUnavailable when the database is down.
+    """Open a read transaction; in SQLite, on a snapshot. Raises StoreUnavailable when the database is down.
 
     Raises RecordNotFound for a value that no column can hold (a number too large, a NUL in a text).
     """
