@@ -1,4 +1,4 @@
-"""Linking restored from the store: of many trajectories too, without holding the event loop, or a part of them."""
+"""Linking restored from the store, all of it or a part, without holding the event loop."""
 
 from __future__ import annotations
 
