@@ -19,6 +19,7 @@ from ratchet.store.store import Store
 from ratchet.trainer.controller_service.agent_leases import AgentLeases
 from ratchet.trainer.controller_service.agent_runner import AgentCondition, AgentRunner, SharedByAgents
 from ratchet.trainer.controller_service.learner_work import LearnerFactory
+from ratchet.trainer.controller_service.look_pacing import LookPacing
 from ratchet.trainer.controller_service.outages import OutageLog
 from ratchet.trainer.observability.metrics import MetricsRegistry
 from ratchet.trainer.observability.progress import StoredProgress
@@ -28,7 +29,6 @@ from ratchet.trainer.settings.trainer_settings import TrainerSettings
 log = logging.getLogger(__name__)
 
 _MAX_JUDGE_THREADS = 256  # of all agents; each agent has its share of them for itself
-_MAX_LOOK_SHARE = 0.02  # of the time that the query for all agents may take
 _MAX_PAUSE_SECONDS = 10.0
 _STOP_SECONDS = 30.0  # for all agents at the end
 
@@ -50,6 +50,7 @@ class ControllerProcess:
         first = next(iter(agents.values()))
         self._store = store
         self._poll_seconds = first.poll_interval_seconds
+        self._pacing = LookPacing(self._poll_seconds)
         self._wanted = dict(agents)
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()  # its put may be called by a signal handler
         self._stopping = False
@@ -140,6 +141,7 @@ class ControllerProcess:
         if not running or started < self._look_at:
             return
         idle_seconds = min(runner.settings.seal_after_idle_seconds for runner in running)
+        pause = self._poll_seconds
         try:
             activity = self._store.activity.read(idle_seconds)
         except StoreUnavailable as outage:
@@ -147,8 +149,8 @@ class ControllerProcess:
             activity = {runner.alias: dict.fromkeys(ALL_KINDS, 0) for runner in running}  # anything may wait
         else:
             self._outages.end(time.time())
-        ended = time.monotonic()
-        self._look_at = ended + max(self._poll_seconds, (ended - started) / _MAX_LOOK_SHARE)
+            pause = self._pacing.pause_after(time.monotonic() - started)
+        self._look_at = time.monotonic() + pause
         for runner in running:
             before, after = self._activity.get(runner.alias, {}), activity.get(runner.alias, {})
             runner.look(changed=has_grown(before, after), waiting=frozenset(after))
