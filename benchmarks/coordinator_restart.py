@@ -58,17 +58,20 @@ class _Log:
 
     def pid(self, name: str) -> int:
         """Return the id of a process that the supervisor started."""
-        return int(re.findall(rf"event=process_started name={name} pid=(\d+)", self._path.read_text())[-1])
+        return self._last(rf"event=process_started name={name} pid=(\d+)")
 
     def restored(self) -> int:
         """Return how many trajectories were restored last."""
-        return int(re.findall(r"event=linking_restored trajectories=(\d+)", self._path.read_text())[-1])
+        return self._last(r"event=linking_restored trajectories=(\d+)")
 
     def time_of(self, event: str, since: float) -> float:
         """Return when an event was logged after a moment, 0 if it was not (Unix seconds)."""
         times = re.findall(rf"^(\S+ \S+) .*event={event} ", self._path.read_text(), re.MULTILINE)
         moments = [datetime.strptime(one, "%Y-%m-%d %H:%M:%S,%f").timestamp() for one in times]
         return next((moment for moment in moments if moment >= since), 0.0)
+
+    def _last(self, pattern: str) -> int:
+        return int(re.findall(pattern, self._path.read_text())[-1])
 
 
 def measure(trajectories: int, answers: int, folder: Path, upstream: int) -> Restart:
@@ -104,10 +107,11 @@ def _fill(target: Target, trajectories: int, answers: int) -> list[wire_load.Age
     groups = []
     with progress_bars() as report_progress:
         report_progress("trajectories", 0, trajectories)
-        for _ in range(0, trajectories, _AT_ONCE):
-            groups.append(wire_load.Agents(target, min(_AT_ONCE, trajectories)))
+        for begin in range(0, trajectories, _AT_ONCE):
+            count = min(_AT_ONCE, trajectories - begin)
+            groups.append(wire_load.Agents(target, count))
             groups[-1].turns(answers)
-            report_progress("trajectories", _AT_ONCE, trajectories)
+            report_progress("trajectories", count, trajectories)
     return groups
 
 

@@ -36,7 +36,10 @@ class RecordNotFound(StoreError):
 
 
 class RecordDamaged(StoreError):
-    """A stored value is not what was written; `ratchet store verify` lists such rows."""
+    """A stored value is not what was written. `problem`: which value, and what is wrong with it."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"{problem}: `ratchet store verify` names the row and what to do")
 
 
 class InvalidTransition(StoreError):

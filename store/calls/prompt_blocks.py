@@ -60,7 +60,5 @@ class Blocks:
         try:
             blocks = [self._ids[row.trajectory_id, name] for name in block_digests(row.prompt_blocks)]
         except KeyError as error:
-            raise RecordDamaged(
-                f"a block of the prompt of call {row.id} is missing: `ratchet store verify` names it and what to do"
-            ) from error
+            raise RecordDamaged(f"a block of the prompt of call {row.id} is missing") from error
         return b"".join([*blocks, row.prompt_ids])

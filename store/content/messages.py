@@ -140,11 +140,11 @@ def node(parent: str, message: Mapping[str, Any]) -> MessageNode:
 
 
 def _node_hash(parent: str, role: str, body: bytes) -> str:
-    digest = blake2b(b"\0".join((parent.encode(), body)), digest_size=DIGEST_BYTES).hexdigest()
+    digest = _digest(parent, body)
     conversation = parent[_CONVERSATION] or _NO_CONVERSATION
     if conversation == _NO_CONVERSATION and role not in SYSTEM_ROLES:
-        conversation = digest[:8]
-    return _HASH + conversation + digest
+        conversation = digest[_CONVERSATION]
+    return _HASH + conversation + digest[len(_HASH) :]
 
 
 def hashed(parent: str, parent_key: str, message: Mapping[str, Any]) -> tuple[MessageNode, str, bytes]:

@@ -22,8 +22,6 @@ _ALGORITHMS = {"b2": b"\1"}  # the name before the colon of a hash text -> its b
 _NAMES = {mark[0]: name for name, mark in _ALGORITHMS.items()}
 _PLAIN_TEXT = b"\0"  # in place of the algorithm: plain text, not a hash
 
-_REMEDY = "`ratchet store verify` names the row and what to do"
-
 _DEFLATED = b"\x01"
 _MIN_DEFLATED = 64  # bytes; shorter bodies are not deflated
 _MIN_OWN_CODES = 4096  # bytes; shorter bodies are deflated with the fixed Huffman codes of RFC 1951
@@ -145,9 +143,9 @@ def unpack_body(packed: bytes) -> bytes:
     try:
         body = inflate.decompress(packed[1:])
     except zlib.error as error:
-        raise RecordDamaged(f"a stored message is damaged ({error}): {_REMEDY}") from error
+        raise RecordDamaged(f"a stored message is damaged ({error})") from error
     if not inflate.eof:
-        raise RecordDamaged(f"a stored message is cut off: {_REMEDY}")
+        raise RecordDamaged("a stored message is cut off")
     return body
 
 
@@ -174,7 +172,7 @@ def decompress_token_ids(packed: bytes) -> bytes:
         return b""
     width, count = packed[0], (len(packed) - 1) // max(1, packed[0])
     if not 1 <= width <= 4 or len(packed) != 1 + width * count:
-        raise RecordDamaged(f"stored token ids are damaged: {_REMEDY}")
+        raise RecordDamaged("stored token ids are damaged")
     if width == 4:
         return packed[1:]
     ids = bytearray(4 * count)

@@ -158,11 +158,11 @@ async def test_only_what_is_not_known_is_read_again(
 
 
 @pytest.mark.parametrize(("parent", "rule"), [(None, "resend"), ("call_gone", UNLINKED)])
-def test_an_attempt_whose_parent_is_not_restored_is_not_repeated(parent: str | None, rule: str) -> None:
+def test_an_attempt_whose_parent_is_not_restored_is_not_repeated(
+    linker: CautiousLinker, parent: str | None, rule: str
+) -> None:
     """The repetition would be in the right trajectory without its parent."""
-    prompt = [*records.QUESTION, REPLY, {"role": "user", "content": "And then?"}]
-    linker = CautiousLinker(900, 2**24, 2**24)
-    linker.doubt = lambda: Doubt.NONE
+    prompt = [*records.QUESTION, REPLY, NEXT]
     names = ("traj_a", ATTEMPT.alias, 0, "live", ATTEMPT.key_id, ATTEMPT.prompt_node, ATTEMPT.tools_hash, "graph")
     linker.finish_restore(1.0, [UnansweredCall(*names, parent, 0, 1.0, 1.0)], is_whole=False)
     assert linker.find_link(evidence(prompt, attempt=ATTEMPT)).linked_by == rule

@@ -111,7 +111,7 @@ class LinkingRestore:
             if len(answers) > 1:
                 return [found for one, names in answers.items() for found in self._read({one: names})]
             self._lacks_damaged = True
-            log.warning("event=trajectory_not_restored trajectory=%s reason=%r", *answers, str(error))
+            log.warning("event=trajectory_not_restored trajectory=%s reason=%r", next(iter(answers)), str(error))
             return []
 
 
