@@ -36,10 +36,15 @@ class RecordNotFound(StoreError):
 
 
 class RecordDamaged(StoreError):
-    """A stored value is not what was written. `problem`: which value, and what is wrong with it."""
+    """A stored value is not what was written. `problem`: which value, and what is wrong with it.
 
-    def __init__(self, problem: str) -> None:
+    `trajectory_id`: the trajectory that cannot be read because of it; empty if that is not known.
+    """
+
+    def __init__(self, problem: str, trajectory_id: str = "") -> None:
         super().__init__(f"{problem}: `ratchet store verify` names the row and what to do")
+        self.problem = problem
+        self.trajectory_id = trajectory_id
 
 
 class InvalidTransition(StoreError):

@@ -11,10 +11,11 @@ import sqlalchemy as sa
 from ratchet.store.content.messages import ROOT, SYSTEM_ROLES
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import in_values
+from ratchet.store.errors import RecordDamaged
 
 
 def load_path(connection: sa.Connection, leaf: str) -> tuple[Mapping[str, Any], ...]:
-    """Return the messages from the root to `leaf`."""
+    """Return the messages from the root to `leaf`. Raises RecordDamaged."""
     table = schema.messages
     start = sa.select(table.c.parent, table.c.body, sa.literal(0).label("depth")).where(table.c.hash == leaf)
     chain = start.cte("chain", recursive=True)
@@ -23,7 +24,7 @@ def load_path(connection: sa.Connection, leaf: str) -> tuple[Mapping[str, Any], 
         sa.select(parent.c.parent, parent.c.body, chain.c.depth + 1).where(parent.c.hash == chain.c.parent)
     )
     bodies = connection.scalars(sa.select(chain.c.body).order_by(chain.c.depth.desc()))
-    return tuple(msgspec.json.decode(body) for body in bodies)
+    return tuple(map(_decode, bodies))
 
 
 def system_prompt(connection: sa.Connection, leaf: str) -> str:
@@ -34,7 +35,7 @@ def system_prompt(connection: sa.Connection, leaf: str) -> str:
     chain = chain.union_all(sa.select(up.c.hash, up.c.parent).where(up.c.hash == chain.c.parent))
     first = sa.select(chain.c.hash).where(chain.c.parent == ROOT).scalar_subquery()
     body = connection.scalar(sa.select(table.c.body).where(table.c.hash == first))
-    message = msgspec.json.decode(body) if body else {}
+    message = _decode(body) if body else {}
     if message.get("role") not in SYSTEM_ROLES:
         return ""
     content = message.get("content")
@@ -48,7 +49,14 @@ def load_tools(connection: sa.Connection, name: str) -> tuple[Mapping[str, Any],
     if not name:
         return ()
     body = connection.scalar(sa.select(schema.toolsets.c.body).where(schema.toolsets.c.hash == name))
-    return tuple(msgspec.json.decode(body)) if body else ()
+    return tuple(_decode(body)) if body else ()
+
+
+def _decode(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body)
+    except msgspec.DecodeError as error:
+        raise RecordDamaged(f"a stored message or tool list is not JSON ({error})") from error
 
 
 def incomplete(connection: sa.Connection, trajectory_ids: Sequence[str]) -> set[str]:

@@ -6,9 +6,11 @@ groups.py and rounds.py change their state when they are grouped and trained.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import msgspec
 import sqlalchemy as sa
 
 from ratchet.store.calls.calls import load_calls
@@ -21,7 +23,7 @@ from ratchet.store.db import schema
 from ratchet.store.db.bulk import MAX_IN_VALUES
 from ratchet.store.db.count_cache import CachedCount
 from ratchet.store.db.engine import read, write
-from ratchet.store.errors import InvalidTransition, RecordNotFound
+from ratchet.store.errors import InvalidTransition, RecordDamaged, RecordNotFound
 from ratchet.store.records import GATHERED, Call, Trajectory, Transcript
 from ratchet.store.records.base import row_to
 from ratchet.store.states import (
@@ -205,11 +207,11 @@ class Trajectories:
         return [found[name] for name in names if name in found]
 
     def read(self, trajectory_id: str, *, tokens: bool = True) -> Transcript:
-        """Return a trajectory with its calls and the messages up to its last answer. Raises RecordNotFound.
+        """Return a trajectory with its calls and the messages up to its last answer.
 
-        With `tokens` False, token ids and logprobs are not read and are empty.
+        With `tokens` False, token ids and logprobs are not read and are empty. Raises RecordNotFound and RecordDamaged.
         """
-        with read(self._engine) as connection:
+        with _naming(trajectory_id), read(self._engine) as connection:
             trajectory = _one(_load(connection, schema.trajectories.c.id == trajectory_id, 1), trajectory_id)
             calls = load_calls(connection, schema.calls.c.trajectory_id == trajectory_id, tokens=tokens)
             leaf, own_tools = last_answer_node(calls, lambda node: system_prompt(connection, node))
@@ -223,6 +225,14 @@ class Trajectories:
             trajectory=trajectory, calls=tuple(calls), messages=messages, tools=tools, feedback=feedback, row=row,
             returned=returned, tool_calls=called,
         )  # fmt: skip
+
+    def readable(self, trajectory_ids: Iterable[str]) -> list[Transcript]:
+        """Return these trajectories without the ones that are damaged or, meanwhile, deleted."""
+        found: list[Transcript] = []
+        for name in trajectory_ids:
+            with suppress(RecordNotFound, RecordDamaged):
+                found.append(self.read(name))
+        return found
 
     def last_active(self, trajectory_ids: Sequence[str]) -> dict[str, float]:
         """Return the time of each trajectory's last activity (Unix seconds); unknown ones are left out."""
@@ -275,9 +285,12 @@ class Trajectories:
             return system_prompt(connection, leaf)
 
     def context_calls(self, transcript: Transcript) -> tuple[Call, ...]:
-        """Return the transcript's calls and the calls of earlier trajectories that they continue, oldest first."""
+        """Return the transcript's calls and the calls of earlier trajectories that they continue, oldest first.
+
+        Raises RecordDamaged.
+        """
         found = {call.id: call for call in transcript.calls}
-        with read(self._engine) as connection:
+        with _naming(transcript.trajectory.id), read(self._engine) as connection:
             while missing := {c.parent_call for c in found.values() if c.parent_call and c.parent_call not in found}:
                 loaded = load_calls(connection, schema.calls.c.id.in_(missing))
                 if not loaded:
@@ -322,6 +335,16 @@ class Trajectories:
     def _select(self, where: sa.ColumnElement[bool], limit: int, oldest_first: bool = False) -> list[Trajectory]:
         with read(self._engine) as connection:
             return _load(connection, where, limit, oldest_first)
+
+
+@contextmanager
+def _naming(trajectory_id: str) -> Iterator[None]:
+    """Name the trajectory in errors about its damaged rows."""
+    try:
+        yield
+    except (RecordDamaged, msgspec.DecodeError) as error:
+        problem = error.problem if isinstance(error, RecordDamaged) else f"a stored value is not JSON ({error})"
+        raise RecordDamaged(f"trajectory {trajectory_id} cannot be read: {problem}", trajectory_id) from error
 
 
 def _load(

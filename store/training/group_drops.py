@@ -14,7 +14,8 @@ from ratchet.store.db.bulk import MAX_IN_VALUES
 from ratchet.store.db.engine import read, write
 from ratchet.store.states import GroupState, PolicyState, TrajectoryState
 
-_UNTRAINED_STATES = (GroupState.READY, GroupState.JUDGED)  # wait for a judge or a round
+_UNTRAINED_GROUPS = (GroupState.READY, GroupState.JUDGED)  # wait for a judge or a round
+_UNTRAINED_TRAJECTORIES = (TrajectoryState.SEALED, TrajectoryState.GROUPED)  # wait for a group or a round
 
 
 class GroupDrops:
@@ -40,12 +41,12 @@ class GroupDrops:
         rejected = sa.select(policies.c.version).where(
             policies.c.alias == alias, policies.c.state == PolicyState.REJECTED
         )
-        waiting = trajectories.c.state.in_((TrajectoryState.SEALED, TrajectoryState.GROUPED))
+        waiting = trajectories.c.state.in_(_UNTRAINED_TRAJECTORIES)
         theirs = sa.and_(trajectories.c.alias == alias, waiting, trajectories.c.version.in_(rejected))
         left = sa.exists().where(
             trajectories.c.group_id == groups.c.id, trajectories.c.state != TrajectoryState.DROPPED
         )
-        open_ones = sa.and_(groups.c.alias == alias, groups.c.state.in_(_UNTRAINED_STATES))
+        open_ones = sa.and_(groups.c.alias == alias, groups.c.state.in_(_UNTRAINED_GROUPS))
         with write(self._engine) as connection:
             dropped = connection.execute(
                 sa.update(trajectories).where(theirs).values(state=TrajectoryState.DROPPED, drop_reason=reason)
@@ -55,24 +56,29 @@ class GroupDrops:
                 connection.execute(emptied.values(state=GroupState.DROPPED, drop_reason=reason))
         return dropped
 
-    def drop_members(self, trajectory_ids: Sequence[str], reason: str) -> None:
-        """Drop members of groups that wait for a round; empty groups are dropped too."""
+    def drop_members(self, trajectory_ids: Sequence[str], reason: str) -> int:
+        """Drop trajectories that wait for a group or, with it, for a round; return their number.
+
+        Empty groups are dropped too.
+        """
         groups, trajectories = schema.groups, schema.trajectories
+        dropped = 0
         for start in range(0, len(trajectory_ids), MAX_IN_VALUES):
             names = trajectory_ids[start : start + MAX_IN_VALUES]
-            mine = sa.and_(trajectories.c.id.in_(names), trajectories.c.state == TrajectoryState.GROUPED)
+            mine = sa.and_(trajectories.c.id.in_(names), trajectories.c.state.in_(_UNTRAINED_TRAJECTORIES))
             theirs = sa.select(trajectories.c.group_id).where(trajectories.c.id.in_(names))
             left = sa.exists().where(
                 trajectories.c.group_id == groups.c.id, trajectories.c.state != TrajectoryState.DROPPED
             )
-            emptied = sa.and_(groups.c.id.in_(theirs), groups.c.state.in_(_UNTRAINED_STATES), ~left)
+            emptied = sa.and_(groups.c.id.in_(theirs), groups.c.state.in_(_UNTRAINED_GROUPS), ~left)
             with write(self._engine) as connection:
-                connection.execute(
+                dropped += connection.execute(
                     sa.update(trajectories).where(mine).values(state=TrajectoryState.DROPPED, drop_reason=reason)
-                )
+                ).rowcount
                 connection.execute(
                     sa.update(groups).where(emptied).values(state=GroupState.DROPPED, drop_reason=reason)
                 )
+        return dropped
 
     def drop_stale(self, alias: str, version: int, reason: str, serving: Sequence[int] = ()) -> int:
         """Drop untrained groups of an alias with a member sampled before `version`; return their number.
@@ -85,7 +91,7 @@ class GroupDrops:
         old = (
             sa.select(groups.c.id)
             .join(trajectories, trajectories.c.group_id == groups.c.id)
-            .where(groups.c.alias == alias, groups.c.state.in_(_UNTRAINED_STATES), is_old)
+            .where(groups.c.alias == alias, groups.c.state.in_(_UNTRAINED_GROUPS), is_old)
             .where(trajectories.c.version.not_in(serving))
             .distinct()
         )
@@ -110,7 +116,7 @@ class GroupDrops:
 def _drop_untrained(connection: sa.Connection, group_ids: Sequence[str], reason: str) -> int:
     """Drop the untrained ones of these groups, with their members; return their number."""
     groups, trajectories = schema.groups, schema.trajectories
-    open_ones = sa.and_(groups.c.id.in_(group_ids), groups.c.state.in_(_UNTRAINED_STATES))
+    open_ones = sa.and_(groups.c.id.in_(group_ids), groups.c.state.in_(_UNTRAINED_GROUPS))
     values = {"state": GroupState.DROPPED, "drop_reason": reason}
     dropped = list(connection.scalars(sa.update(groups).where(open_ones).values(**values).returning(groups.c.id)))
     grouped = sa.and_(trajectories.c.group_id.in_(dropped), trajectories.c.state == TrajectoryState.GROUPED)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ratchet.store.records import Feedback
-from ratchet.store.states import GroupState, RoundState
+from ratchet.store.states import GroupState, RoundState, TrajectoryState
 from ratchet.store.store import Store, open_store
 from ratchet.trainer.controller_service.agent_runner import AgentCondition
 from ratchet.trainer.controller_service.controller_process import ControllerProcess
@@ -25,7 +25,7 @@ from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.harness.exactly_once.processes import RestartableProcess
 from tests.harness.proxy.servers import eventually, served
-from tests.harness.trainer.agents import agents_work
+from tests.harness.trainer.agents import agents_work, damage_tokens
 from tests.harness.trainer.scripted_learner import ScoringVllm, ScriptedLearner, read_weights
 from tests.harness.trainer.stepped_controller import SteppedController
 
@@ -109,6 +109,11 @@ def round_states(store: Store, alias: str) -> list[RoundState]:
     return [one.state for one in store.rounds.page(alias)]
 
 
+def state_of(store: Store, name: str) -> tuple[TrajectoryState, str | None]:
+    found = store.trajectories.get(name)
+    return found.state, found.drop_reason
+
+
 def alarms(store: Store) -> dict[str, str]:
     return {alarm.name: alarm.reason for alarm in store.alarms.active()}
 
@@ -181,6 +186,45 @@ def test_an_agent_that_cannot_start_is_an_alarm_and_starts_with_better_settings(
         process.set_agents(make_settings("broken", "sound"))
         eventually(lambda: live(store, "broken") == 1, SECONDS)
         assert "agent_failed:broken" not in alarms(store)
+
+
+@pytest.mark.slow
+def test_a_damaged_trajectory_is_dropped_before_it_is_judged_and_the_others_are_trained(
+    store: Store,
+    make_settings: Callable[..., dict[str, TrainerSettings]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    names = agents_work(store, "a", [0.0, 1.0, 0.5], alias="agent")
+    damage_tokens(store, names[2])
+    settings = make_settings("agent", num_generations=3, min_group_size=2)
+    with running(ControllerProcess(store, settings, ScriptedLearner)):
+        eventually(lambda: live(store, "agent") == 1, SECONDS)
+    assert [state_of(store, name) for name in names] == [
+        (TrajectoryState.TRAINED, None), (TrajectoryState.TRAINED, None), (TrajectoryState.DROPPED, "damaged"),
+    ]  # fmt: skip
+    (line,) = [one.getMessage() for one in caplog.records if "trajectory_dropped" in one.getMessage()]
+    assert names[2] in line
+    assert "ratchet store verify" in line
+    assert alarms(store) == {}
+
+
+@pytest.mark.slow
+def test_a_damaged_trajectory_is_dropped_from_a_round_that_begins_after_the_judge_has_read_it(
+    store: Store,
+    make_settings: Callable[..., dict[str, TrainerSettings]],
+) -> None:
+    settings = make_settings("agent", num_generations=3, min_group_size=2, groups_per_round=2, round_wait_seconds=1e6)
+    first = agents_work(store, "a", [0.0, 1.0, 0.5], alias="agent")
+    with running(ControllerProcess(store, settings, ScriptedLearner)):
+        eventually(lambda: len(store.groups.awaiting_round("agent")) == 1, SECONDS)
+    damage_tokens(store, first[0])
+    agents_work(store, "b", [0.0, 1.0, 0.5], alias="agent")
+    with running(ControllerProcess(store, settings, ScriptedLearner)):
+        eventually(lambda: live(store, "agent") == 1, SECONDS)
+    assert [state_of(store, name) for name in first] == [
+        (TrajectoryState.DROPPED, "damaged"), (TrajectoryState.TRAINED, None), (TrajectoryState.TRAINED, None),
+    ]  # fmt: skip
+    assert alarms(store) == {}
 
 
 def test_a_process_none_of_whose_agents_can_start_ends_with_the_reason(

@@ -24,7 +24,8 @@ from enum import Enum, auto
 from functools import partial
 
 from ratchet.store.coordination.activity import ALL_KINDS
-from ratchet.store.errors import StoreUnavailable
+from ratchet.store.errors import RecordDamaged, StoreUnavailable
+from ratchet.store.reasons import DropReason
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.base_model_files import DIGESTS, check_files
 from ratchet.trainer.controller.background_work import BackgroundWork
@@ -181,10 +182,8 @@ class AgentRunner:
         controller = self._controller
         assert controller is not None
         try:
-            if now < self.due_at:
-                controller.react(now)
+            if not self._advance(controller, now):
                 return
-            controller.step(now, self._waiting)
             self._overtaken = 0
             self._outage.end()
         except OUTAGES as outage:
@@ -204,6 +203,24 @@ class AgentRunner:
         else:
             self._record_health(now)
             self.due_at = now + self._pause(controller)
+
+    def _advance(self, controller: AgentController, now: float) -> bool:
+        """Step, or record the end of our own work; return whether it was a step.
+
+        A trajectory that turns out to be damaged in the store is dropped, and the next step goes on without it.
+        """
+        try:
+            if now < self.due_at:
+                controller.react(now)
+                return False
+            controller.step(now, self._waiting)
+        except RecordDamaged as damaged:
+            if not self._shared.store.groups.drop_members([damaged.trajectory_id], DropReason.DAMAGED):
+                raise
+            log.error("event=trajectory_dropped alias=%s reason=%r", self.alias, str(damaged))
+            self.due_at = now
+            return False
+        return True
 
     def _pause(self, controller: AgentController) -> float:
         """Return the seconds until the next step if nothing happens; one step does all that is due."""

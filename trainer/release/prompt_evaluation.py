@@ -68,7 +68,7 @@ class PromptEvaluator:
         Raises EngineUnreachable, AdapterRefused, and whatever `check` raises.
         """
         names = self._store.trajectories.held_out_candidates(self._alias, DropReason.HELD_OUT, self._prompts)
-        read = map(self._store.trajectories.read, names)
+        read = self._store.trajectories.readable(names)
         prompts = [recorded for recorded in read if has_sampling_parameters(recorded.calls[0])]
         replicas = replicas_that_serve(self._replicas, {candidate.served_name, live.served_name})
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ratchet.store.content.prompt_substitution import with_prompt
-from ratchet.store.errors import RecordNotFound
+from ratchet.store.errors import RecordDamaged, RecordNotFound
 from ratchet.store.records import Call, Policy
 from ratchet.store.states import CallState
 from ratchet.store.store import Store
@@ -59,7 +59,7 @@ def sampling_of(call: Call) -> dict[str, Any]:
 def newest_prompts(store: Store, alias: str, limit: int) -> list[RecordedPrompt]:
     """Return the newest different prompts of an agent's answered chat calls, as many of each role as there are.
 
-    Reads a bounded number of calls. Prompts with images, and prompts that were deleted, are left out.
+    Reads a bounded number of calls. Prompts with images, and prompts that were deleted or are damaged, are left out.
     """
     found: list[RecordedPrompt] = []
     for call in choose(_suitable_calls(store, alias, 2 * limit), 2 * limit):
@@ -107,14 +107,14 @@ def _is_suitable(call: Call) -> bool:
 
 
 def _read(store: Store, call: Call) -> RecordedPrompt | None:
-    """Return the prompt of a call; None if it is not, or no longer, in the store."""
-    messages = store.trajectories.messages_to(call.prompt_node)
-    body = store.tools.toolset(call.tools_hash) if call.tools_hash else b"[]"
-    if not messages or body is None:
-        return None
+    """Return the prompt of a call; None if it is not, or no longer, in the store, or damaged there."""
     try:
+        messages = store.trajectories.messages_to(call.prompt_node)
+        body = store.tools.toolset(call.tools_hash) if call.tools_hash else b"[]"
         family = store.trajectories.get(call.trajectory_id).family
-    except RecordNotFound:
+    except (RecordNotFound, RecordDamaged):
+        return None
+    if not messages or body is None:
         return None
     tools = json.loads(body)
     return RecordedPrompt(

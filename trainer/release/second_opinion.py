@@ -7,6 +7,7 @@ nothing to the store.
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -14,10 +15,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ratchet.store.errors import RecordDamaged
 from ratchet.store.records import PastScore, Transcript
 from ratchet.trainer.controller.judges import Judge
 from ratchet.trainer.controller.judges.both_orders import judge_in_both_orders
 from ratchet.trainer.statistics.confidence_sequence import MeanDifference
+
+log = logging.getLogger(__name__)
 
 _Z = statistics.NormalDist().inv_cdf(0.975)
 
@@ -97,16 +101,22 @@ def pair_up(ramp: Sequence[PastScore], live: Sequence[PastScore], max_pairs: int
 def judge_pairs(judge: Judge, pairs: Sequence[Pair], read_transcript: Callable[[str], Transcript]) -> SecondOpinion:
     """Return the judge's opinion on all pairs. Blocks until every pair is judged."""
     with ThreadPoolExecutor(judge.concurrency, thread_name_prefix="second_judge") as threads:
-        judged = list(
-            threads.map(
-                lambda pair: judge_in_both_orders(judge, [read_transcript(name) for name in pair]).verdicts, pairs
-            )
-        )
-    differences = list(_differences([[verdict.score for verdict in verdicts] for verdicts in judged]))
+        judged = list(threads.map(lambda pair: _scores(judge, pair, read_transcript), pairs))
+    differences = list(_differences(judged))
     mean = statistics.fmean(differences) if differences else 0.0
     reach = _Z * statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
     failures = len(judged) - len(differences)
     return SecondOpinion(judge.name, judge.version, len(differences), failures, mean, mean - reach, mean + reach)
+
+
+def _scores(judge: Judge, pair: Pair, read_transcript: Callable[[str], Transcript]) -> list[float | None]:
+    """Return the two scores of a pair; none for a pair that is damaged in the store."""
+    try:
+        read = [read_transcript(name) for name in pair]
+    except RecordDamaged as damaged:
+        log.warning("event=pair_not_compared reason=%r", str(damaged))
+        return [None, None]
+    return [verdict.score for verdict in judge_in_both_orders(judge, read).verdicts]
 
 
 def _differences(scores: Sequence[Sequence[float | None]]) -> Iterator[float]:

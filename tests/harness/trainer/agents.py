@@ -1,4 +1,4 @@
-"""Store one-call trajectories as agents produce them, with the scores that they will get."""
+"""Store one-call trajectories as agents produce them, with the scores that they will get, and damage them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import sqlalchemy as sa
 
 from ratchet.store.store import Store
 from tests.harness.records import call_start, ended
@@ -37,3 +38,11 @@ def agents_work(
         store.calls.ship([shipped])
         names.append(name)
     return names
+
+
+def damage_tokens(store: Store, trajectory_id: str) -> None:
+    """Cut off the token ids of a trajectory's answers."""
+    of_trajectory = "call_id IN (SELECT id FROM calls WHERE trajectory_id = :name)"
+    with store._engine.begin() as connection:
+        statement = sa.text(f"UPDATE choices SET token_ids = :bytes WHERE {of_trajectory}")
+        assert connection.execute(statement, {"bytes": b"\x09", "name": trajectory_id}).rowcount == 1

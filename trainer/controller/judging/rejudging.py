@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from ratchet.store.errors import RecordDamaged
 from ratchet.store.records import Trajectory, Transcript, Verdict
 from ratchet.store.store import Store
 from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator
@@ -72,8 +73,13 @@ class Rejudger:
             if pending is not None and (pending.judgement is not None or now < pending.due_at):
                 continue
             names = self._store.groups.get(trajectory.group_id).members if trajectory.group_id else (name,)
-            members = tuple(self._store.trajectories.read(one) for one in names)
             failures = pending.failures if pending else 0
+            try:
+                members = tuple(self._store.trajectories.read(one) for one in names)
+            except RecordDamaged as damaged:
+                log.warning("event=rejudging_failed of=%s reason=%r", key, str(damaged))
+                self._pending[key] = _PendingRejudging((), None, failures, now + self._retry_seconds)
+                continue
             judgement = self._submit_judge(trajectory.group_id, members)
             self._pending[key] = _PendingRejudging(members, judgement, failures)
 

@@ -8,13 +8,11 @@ collecting, grouping or judging.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict
 
 from ratchet.store.calls.trajectory_filter import TrajectoryFilter
-from ratchet.store.errors import RecordNotFound
 from ratchet.store.records import Transcript
 from ratchet.store.states import TrajectoryState
 from ratchet.store.store import Store
@@ -151,9 +149,8 @@ class Sentinel:
         unread = [one for one in ended if one.id not in known]
         self._behind = len(unread) > _MAX_READS
         self._complete = self._complete or not self._behind
-        for one in unread[:_MAX_READS]:
-            with contextlib.suppress(RecordNotFound):  # deleted in between
-                known[one.id] = read_behavior(self._store.trajectories.read(one.id))
+        for read in self._store.trajectories.readable(one.id for one in unread[:_MAX_READS]):
+            known[read.trajectory.id] = read_behavior(read)
         self._behaviors = known
         return [known[one.id] for one in reversed(ended) if one.id in known]
 

@@ -1,0 +1,89 @@
+"""Trajectories that are damaged in the store stop nothing; `test_controller_process.py` has how training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from ratchet.store.errors import RecordDamaged
+from ratchet.store.records import Feedback
+from ratchet.store.store import Store
+from ratchet.trainer.controller.judges.make_judge import make_judge
+from ratchet.trainer.release.recorded_prompts import newest_prompts
+from ratchet.trainer.release.second_opinion import judge_pairs
+from ratchet.trainer.settings.judge_specs import read_spec
+from tests.harness.trainer.agents import agents_work, damage_tokens
+from tests.harness.trainer.stepped_controller import SteppedController
+
+JUDGE = "tests.harness.trainer.judge_samples:scripted"
+WAITING: Any = {"kind": "feedback", "within_seconds": 100.0}
+
+
+def damage_messages(store: Store, content: bytes = b"\x01\xff") -> None:
+    """Overwrite the body of every stored message."""
+    with store._engine.begin() as connection:
+        connection.execute(sa.text("UPDATE messages SET body = :bytes"), {"bytes": content})
+
+
+def test_a_group_of_damaged_trajectories_is_dropped_with_them(
+    store: Store, make_controller: Callable[..., SteppedController]
+) -> None:
+    names = agents_work(store, "a", [0.0, 1.0])
+    make_controller(groups_per_round=9).step(1000.0)
+    (group,) = store.groups.awaiting_round("agent")
+    assert store.groups.drop_members(names[:1], "damaged") == 1
+    assert store.groups.drop_members(names, "damaged") == 1  # the first one is dropped already
+    assert store.groups.drop_members([""], "damaged") == 0
+    assert store.groups.get(group.id).drop_reason == "damaged"
+
+
+@pytest.mark.parametrize("content", [b"\x01\xff", b"[nothing"])
+def test_the_error_names_the_trajectory_and_the_remedy(store: Store, content: bytes) -> None:
+    names = agents_work(store, "a", [0.0, 1.0])
+    damage_messages(store, content)
+    with pytest.raises(RecordDamaged, match=f"trajectory {names[0]} cannot be read.*ratchet store verify") as raised:
+        store.trajectories.read(names[0])
+    assert raised.value.trajectory_id == names[0]
+    assert str(raised.value).count("ratchet store verify") == 1
+
+
+def test_readers_of_many_leave_out_what_is_damaged_or_deleted(store: Store) -> None:
+    names = agents_work(store, "a", [0.0, 1.0, 0.5])
+    damage_tokens(store, names[1])
+    assert [one.trajectory.id for one in store.trajectories.readable([*names, "gone"])] == [names[0], names[2]]
+    damage_messages(store)
+    assert store.trajectories.readable(names) == []
+    assert newest_prompts(store, "agent", 10) == []
+
+
+def test_a_second_opinion_counts_a_damaged_pair_as_a_failure(store: Store) -> None:
+    names = agents_work(store, "a", [0.0, 1.0, 0.0, 1.0])
+    damage_tokens(store, names[3])
+    pairs = [(names[1], names[0]), (names[3], names[2])]
+    opinion = judge_pairs(make_judge(read_spec(JUDGE), {}), pairs, store.trajectories.read)
+    assert (opinion.pairs, opinion.failures, opinion.mean) == (1, 1, 1.0)
+
+
+def test_late_feedback_on_a_damaged_trajectory_stops_nothing(
+    store: Store, make_controller: Callable[..., SteppedController], caplog: pytest.LogCaptureFixture
+) -> None:
+    names = agents_work(store, "a", [0.0, 1.0])
+    controller = make_controller(judge=WAITING, groups_per_round=1)
+    for number, name in enumerate(names):
+        store.feedback.add([_thumb(name, float(number), number)])
+    controller.step(1000.0)
+    damage_tokens(store, names[0])
+    store.feedback.add([_thumb(names[0], 1.0, 2)])
+    for _ in range(3):
+        controller.step(1001.0)
+    assert sum("rejudging_failed" in one.getMessage() for one in caplog.records) == 1
+
+
+def _thumb(name: str, value: float, number: int) -> Feedback:
+    return Feedback(
+        id=f"fb_{number:06d}", source="user:ann", value=value, kind="trajectory", target=name, given_at=2.0 + number,
+        trusted=True,
+    )  # fmt: skip
