@@ -12,11 +12,11 @@ import pytest
 import sqlalchemy as sa
 
 from ratchet.proxy.coordinator.linking.cautious_linker import CautiousLinker, Doubt
-from ratchet.proxy.coordinator.linking.linker import TrajectoryLinker
 from ratchet.proxy.coordinator.linking.restore import LinkingRestore
+from ratchet.store.calls.resume_state import Answers
 from ratchet.store.content.messages import answer_keys, link_keys
 from ratchet.store.errors import StoreUnavailable
-from ratchet.store.records import UNLINKED, UnansweredCall
+from ratchet.store.records import UNLINKED, OpenLeaf, UnansweredCall
 from ratchet.store.store import Store
 from tests.harness import records
 from tests.proxy.test_linking import ATTEMPT, evidence
@@ -42,8 +42,9 @@ def filled(store: Store) -> Store:
     return store
 
 
-async def test_the_event_loop_does_its_other_work_while_many_trajectories_are_restored(filled: Store) -> None:
-    linker = TrajectoryLinker(idle_seconds=900)
+async def test_the_event_loop_does_its_other_work_while_many_trajectories_are_restored(
+    filled: Store, linker: CautiousLinker
+) -> None:
     sizes: list[int] = []
 
     async def look() -> None:
@@ -60,14 +61,36 @@ async def test_the_event_loop_does_its_other_work_while_many_trajectories_are_re
     assert linker.find_link(evidence(prompt, key_id=None)).linked_by == "graph"
 
 
-async def test_an_answer_is_continued_without_the_reminder_before_it(store: Store) -> None:
+async def test_what_is_deleted_or_finished_while_the_store_is_read_is_not_restored(
+    filled: Store, linker: CautiousLinker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restore = LinkingRestore(linker, filled, 900)
+    assert await restore.restore()
+    linker.forget_trajectory("traj_0000")
+    assert len(linker) == _TRAJECTORIES - 1
+    read = filled.resume_state.open_leaves
+
+    def read_and_forget(names: Answers) -> list[OpenLeaf]:
+        found = [*read(names)]
+        assert [stored.trajectory_id for stored in found] == ["traj_0000"]
+        linker.forget_trajectory("traj_0000")
+        return found
+
+    with monkeypatch.context() as context:
+        context.setattr(filled.resume_state, "open_leaves", read_and_forget)
+        assert await restore.restore()
+    assert len(linker) == _TRAJECTORIES - 1
+    assert await restore.restore()  # the store still has it: it was only forgotten here
+    assert len(linker) == _TRAJECTORIES
+
+
+async def test_an_answer_is_continued_without_the_reminder_before_it(store: Store, linker: CautiousLinker) -> None:
     reminder, short = {"role": "user", "content": "It is 12:01."}, {"role": "assistant", "content": "ok"}
     start = records.call_start("call_a", "traj_a", [*records.QUESTION, reminder], at=time.time())
     end = records.ended(start, short, messages=[*records.QUESTION, reminder])
     (key,) = answer_keys([link_keys(records.QUESTION)[-1]], short)
     choice = msgspec.structs.replace(end.choices[0], skip_last_key=key)
     store.calls.ship([msgspec.structs.replace(end, choices=(choice,))])
-    linker = TrajectoryLinker(idle_seconds=900)
     assert await LinkingRestore(linker, store, 900).restore()
     prompt = [*records.QUESTION, short, {"role": "user", "content": "And then?"}]
     link = linker.find_link(evidence(prompt, key_id=None))

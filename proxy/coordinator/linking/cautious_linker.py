@@ -44,6 +44,7 @@ class CautiousLinker(TrajectoryLinker):
         super().__init__(idle_seconds, max_bytes, max_bytes_per_key)
         self.doubt: Callable[[], Doubt] = lambda: Doubt.ALL
         self._unlinked_at = float("-inf")  # when a call of an unlinked trajectory began last
+        self._forgotten: set[str] | None = None  # trajectories, since the begin of a restore
         self._partly_at = float("-inf")  # when not all answers were restored; what was not matters for the idle time
 
     def find_link(self, evidence: LinkEvidence) -> Link:
@@ -66,15 +67,27 @@ class CautiousLinker(TrajectoryLinker):
             self._unlinked_at = now
         super().begin_call(link, alias, version, now)
 
+    def forget_trajectory(self, trajectory_id: str) -> None:
+        """Remove a trajectory. A restore that runs does not bring it back: what it read may be of before."""
+        if self._forgotten is not None:
+            self._forgotten.add(trajectory_id)
+        super().forget_trajectory(trajectory_id)
+
+    def begin_restore(self) -> None:
+        """The store is going to be read for `restore_answers`."""
+        self._forgotten = set()
+
     def restore_answers(self, answers: Iterable[tuple[OpenLeaf, Leaf]]) -> None:
-        """Add answers of the store, as far as they are not known."""
-        found = [*answers]
+        """Add answers of the store, as far as they are not known, or forgotten meanwhile."""
+        forgotten = self._forgotten or ()
+        found = [(stored, leaf) for stored, leaf in answers if leaf.trajectory_id not in forgotten]
         unlinked = [stored.last_active_at for stored, _ in found if stored.purpose == UNLINKED]
         self._unlinked_at = max([*unlinked, self._unlinked_at])
         super().restore_answers(found)
 
     def finish_restore(self, now: float, attempts: Iterable[UnansweredCall] = (), *, is_whole: bool = True) -> None:
         """As in `TrajectoryLinker`; if not `is_whole`, a history whose answers are not known may be a known one's."""
+        self._forgotten = None
         self._partly_at = float("-inf") if is_whole else now
         super().finish_restore(now, attempts, is_whole=is_whole)
 

@@ -35,6 +35,9 @@ class RestoredLinker(Protocol):
     def answers_of(self, trajectory_id: str) -> Mapping[tuple[str, int], Leaf]:
         """Return the known answers of a trajectory, by call id and choice."""
 
+    def begin_restore(self) -> None:
+        """The store is going to be read: from now on, what is forgotten is not restored."""
+
     def restore_answers(self, answers: Iterable[tuple[OpenLeaf, Leaf]]) -> None:
         """Add answers of whole trajectories."""
 
@@ -71,6 +74,7 @@ class LinkingRestore:
         since = now - self._idle_seconds
         calls: Sequence[UnansweredCall] = ()
         is_whole, self._lacks_damaged = False, False
+        self._linker.begin_restore()
         try:
             batches = await asyncio.to_thread(self._resume_state.open_answers, since, self._max_answers)
             for answers in batches:

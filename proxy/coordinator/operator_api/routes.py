@@ -212,6 +212,7 @@ def _add_endings(api: FastAPI, store: Store, settle: Settle, linker: TrajectoryL
             )
         linker.forget_trajectory(trajectory_id)
         done = await run_in_threadpool(store.deletions.delete, chosen, "operator")
+        linker.forget_trajectory(trajectory_id)  # again: a restore may have begun in between
         if not done.trajectory_count:
             raise RecordNotFound(f"no trajectory {trajectory_id}")
         return json_response(plain(done))
