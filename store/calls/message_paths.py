@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import sqlalchemy as sa
 
-from ratchet.store.content.messages import ROOT, SYSTEM_ROLES
+from ratchet.store.content.messages import ROOT, SYSTEM_ROLES, conversation_range
 from ratchet.store.db import schema
-from ratchet.store.db.bulk import in_values
+from ratchet.store.db.bulk import MAX_IN_VALUES, in_values
+from ratchet.store.db.tables.traffic import SHARED_PARENT
 from ratchet.store.errors import RecordDamaged
 
 
@@ -57,6 +58,22 @@ def _decode(body: bytes) -> Any:
         return msgspec.json.decode(body)
     except msgspec.DecodeError as error:
         raise RecordDamaged(f"a stored message or tool list is not JSON ({error})") from error
+
+
+def without_followers(connection: sa.Connection, names: Iterable[str]) -> set[str]:
+    """Return those of these messages that are no stored message's parent."""
+    table = schema.messages
+    conversations: dict[tuple[str, str] | None, list[str]] = {}
+    for name in names:
+        conversations.setdefault(conversation_range(name), []).append(name)
+    left: set[str] = set()
+    for limits, own in conversations.items():
+        near = SHARED_PARENT[connection.dialect.name] if limits is None else table.c.hash.between(*limits)
+        for start in range(0, len(own), MAX_IN_VALUES):
+            chunk = own[start : start + MAX_IN_VALUES]
+            query = sa.select(table.c.parent).where(near, table.c.parent.in_(chunk)).distinct()
+            left |= set(chunk).difference(connection.scalars(query))
+    return left
 
 
 def incomplete(connection: sa.Connection, trajectory_ids: Sequence[str]) -> set[str]:

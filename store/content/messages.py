@@ -147,6 +147,17 @@ def _node_hash(parent: str, role: str, body: bytes) -> str:
     return _HASH + conversation + digest[len(_HASH) :]
 
 
+def conversation_range(name: str) -> tuple[str, str] | None:
+    """Return the lowest and the highest hash that messages of this one's conversation can have.
+
+    None for a system prompt, which conversations share.
+    """
+    digits = name[_CONVERSATION]
+    if digits == _NO_CONVERSATION:
+        return None
+    return _HASH + digits + "0" * 2 * DIGEST_BYTES, _HASH + digits + "f" * 2 * DIGEST_BYTES
+
+
 def hashed(parent: str, parent_key: str, message: Mapping[str, Any]) -> tuple[MessageNode, str, bytes]:
     """Return a message's node and link key after those of its parent, and of an assistant's its answer digest.
 

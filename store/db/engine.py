@@ -23,7 +23,7 @@ from ratchet.store.db.sqlite_files import watch_files
 from ratchet.store.errors import RecordNotFound, SchemaMismatch, StoreError, StoreNotFound, StoreUnavailable
 from ratchet.store.install_hint import install_hint
 
-HEAD = "0001_conversation_hashes"  # the newest migration; a test compares it with the migrations folder
+HEAD = "0001_shared_parents"  # the newest migration; a test compares it with the migrations folder
 _MIGRATIONS = Path(__file__).parent / "migrations"  # versions/REVISION.py
 _WAL_SECONDS = 15.0
 # PostgreSQL's errors that are no OperationalError and yet about the server's state, not about a statement's values:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import msgspec
 import sqlalchemy as sa
 
+from ratchet.store.calls.message_paths import without_followers
 from ratchet.store.content.messages import ROOT, is_intact, is_intact_toolset
 from ratchet.store.db import schema
 from ratchet.store.db.column_types import unpack_body
@@ -46,15 +47,14 @@ def check_toolsets(_: sa.Connection, page: Page) -> Iterator[Violation]:
 
 def _orphans(connection: sa.Connection, names: list[str]) -> set[str]:
     """Return the messages without a reference, except candidates of the next sweep."""
-    table, child = schema.messages, schema.messages.alias("child")
+    table = schema.messages
     query = sa.select(table.c.hash).where(
         table.c.hash.in_(names),
-        ~sa.exists().where(child.c.parent == table.c.hash),
         ~sa.exists().where(schema.calls.c.retained_node == table.c.hash),
         ~sa.exists().where(schema.choices.c.reply_node == table.c.hash),
         ~sa.exists().where(schema.orphan_candidates.c.hash == table.c.hash),
     )
-    return set(connection.scalars(query))
+    return without_followers(connection, connection.scalars(query))
 
 
 def _body(packed: bytes) -> bytes | None:

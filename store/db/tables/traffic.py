@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-from ratchet.store.db.column_types import Body, Bytes, Ids
+from ratchet.store.db.column_types import Body, Bytes, Ids, pack_hash
 from ratchet.store.db.table_types import (
     CALL_ID,
     HASH,
@@ -18,6 +18,13 @@ from ratchet.store.db.table_types import (
 )
 from ratchet.store.states import CallState, ResampleState, ToolOutcome, ToolResult, TrajectoryState
 
+# The condition, by dialect, that a message follows nothing or a system prompt, whose hash begins with four zero bytes.
+_OTHERS = pack_hash("b2:00000001").hex()
+SHARED_PARENT = {
+    "sqlite": sa.text(f"parent < x'{_OTHERS}'"),
+    "postgresql": sa.text(f"parent < '\\x{_OTHERS}'::bytea"),
+}
+
 # A message is stored once: its hash covers its parent and its content.
 messages = sa.Table(
     "messages",
@@ -26,8 +33,12 @@ messages = sa.Table(
     sa.Column("parent", HASH, nullable=False),
     sa.Column("role", sa.String(32), nullable=False),
     sa.Column("body", Body, nullable=False),
-    sa.Index(None, "parent"),
-)
+    # The messages that follow any other one are in a range of the primary key: `conversation_range`.
+    sa.Index(
+        "ix_messages_shared_parent", "parent",
+        sqlite_where=SHARED_PARENT["sqlite"], postgresql_where=SHARED_PARENT["postgresql"],
+    ),
+)  # fmt: skip
 
 # A tool list is stored once.
 toolsets = sa.Table(

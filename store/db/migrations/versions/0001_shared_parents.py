@@ -7,7 +7,7 @@ from typing import Any
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0001_conversation_hashes"
+revision = "0001_shared_parents"
 down_revision = None
 
 ROW_ID = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
@@ -196,7 +196,10 @@ def _messages() -> None:
         sa.Column("body", sa.LargeBinary, nullable=False),
         sa.PrimaryKeyConstraint("hash", name="pk_messages"),
     )
-    op.create_index("ix_messages_parent", "messages", ["parent"])
+    op.create_index(
+        "ix_messages_shared_parent", "messages", ["parent"],
+        sqlite_where=sa.text("parent < x'0100000001'"), postgresql_where=sa.text("parent < '\\x0100000001'::bytea"),
+    )  # fmt: skip
 
 
 def _observations() -> None:
