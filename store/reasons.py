@@ -81,7 +81,10 @@ class DropReason(StrEnum):
         "incomplete",
         "some of its messages were lost with a proxy's journal (alarm proxy_journal_lost or proxy_journal_damaged)",
     )
-    DAMAGED = "damaged", "some of it cannot be read: `ratchet store verify` names the rows and what to do"
+    DAMAGED = (
+        "damaged",
+        "a part of it, or of what it continues, cannot be read: `ratchet store verify` names the rows and what to do",
+    )
     CUT_OFF = "cut_off", "a proxy or an engine cut off its last call, not the policy: see the proxy's errors"
 
 

@@ -17,7 +17,7 @@ from ratchet.store.calls.usage import add_usage
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import MAX_IN_VALUES
 from ratchet.store.db.engine import read, write
-from ratchet.store.errors import RecordNotFound
+from ratchet.store.errors import RecordDamaged, RecordNotFound
 from ratchet.store.records import Call, Choice, Feedback, Shipment
 from ratchet.store.records.base import row_to
 from ratchet.store.states import CallState
@@ -125,6 +125,8 @@ def _columns(table: sa.Table, tokens: bool) -> list[sa.ColumnElement[Any]]:
 
 
 def _choice(row: Any) -> Choice:
+    if len(row.logprobs) % 4:
+        raise RecordDamaged(f"the logprobs of an answer to call {row.call_id} are cut off")
     return Choice(
         index=row.choice,
         finish_reason=row.finish_reason,

@@ -22,6 +22,7 @@ from ratchet.store.db import schema
 from ratchet.store.db.bulk import MAX_IN_VALUES, insert_or_ignore
 from ratchet.store.db.engine import read, write
 from ratchet.store.errors import RecordNotFound
+from ratchet.store.reasons import DropReason
 from ratchet.store.records import CallEnded, CallRecord, Feedback
 from ratchet.store.records.base import row_to
 from ratchet.store.states import GroupState, TrajectoryState
@@ -110,7 +111,7 @@ class FeedbackVerbs:
                 connection.execute(sa.update(table).where(chosen, table.c.applied_at.is_(None)).values(applied_at=now))
 
     def applied_too_late(self, alias: str, limit: int = 100) -> list[str]:
-        """Return an alias's trajectories that got a value after they were judged or dropped."""
+        """Return an alias's trajectories that got a value after they were judged or dropped, but no damaged ones."""
         table, trajectories, groups = schema.feedback, schema.trajectories, schema.groups
         state = unindexed(trajectories.c.state)
         settled = sa.or_(
@@ -123,6 +124,7 @@ class FeedbackVerbs:
             .join(table, table.c.trajectory_id == trajectories.c.id)
             .outerjoin(groups, groups.c.id == trajectories.c.group_id)
             .where(*UNAPPLIED, unindexed(trajectories.c.alias) == alias, settled)
+            .where(trajectories.c.drop_reason.is_distinct_from(DropReason.DAMAGED))
             .order_by(trajectories.c.id)
             .limit(limit)
         )

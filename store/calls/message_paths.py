@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import sqlalchemy as sa
@@ -11,8 +11,11 @@ import sqlalchemy as sa
 from ratchet.store.content.messages import ROOT, SYSTEM_ROLES, conversation_range
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import MAX_IN_VALUES, in_values
+from ratchet.store.db.column_types import NOT_DECODED
 from ratchet.store.db.tables.traffic import SHARED_PARENT
 from ratchet.store.errors import RecordDamaged
+
+_T = TypeVar("_T")
 
 
 def load_path(connection: sa.Connection, leaf: str) -> tuple[Mapping[str, Any], ...]:
@@ -25,7 +28,7 @@ def load_path(connection: sa.Connection, leaf: str) -> tuple[Mapping[str, Any], 
         sa.select(parent.c.parent, parent.c.body, chain.c.depth + 1).where(parent.c.hash == chain.c.parent)
     )
     bodies = connection.scalars(sa.select(chain.c.body).order_by(chain.c.depth.desc()))
-    return tuple(map(_decode, bodies))
+    return tuple(_decode(body, dict[str, Any]) for body in bodies)
 
 
 def system_prompt(connection: sa.Connection, leaf: str) -> str:
@@ -36,7 +39,7 @@ def system_prompt(connection: sa.Connection, leaf: str) -> str:
     chain = chain.union_all(sa.select(up.c.hash, up.c.parent).where(up.c.hash == chain.c.parent))
     first = sa.select(chain.c.hash).where(chain.c.parent == ROOT).scalar_subquery()
     body = connection.scalar(sa.select(table.c.body).where(table.c.hash == first))
-    message = _decode(body) if body else {}
+    message = _decode(body, dict[str, Any]) if body else {}
     if message.get("role") not in SYSTEM_ROLES:
         return ""
     content = message.get("content")
@@ -50,14 +53,14 @@ def load_tools(connection: sa.Connection, name: str) -> tuple[Mapping[str, Any],
     if not name:
         return ()
     body = connection.scalar(sa.select(schema.toolsets.c.body).where(schema.toolsets.c.hash == name))
-    return tuple(_decode(body)) if body else ()
+    return tuple(_decode(body, list[dict[str, Any]])) if body else ()
 
 
-def _decode(body: bytes) -> Any:
+def _decode(body: bytes, kind: type[_T]) -> _T:
     try:
-        return msgspec.json.decode(body)
-    except msgspec.DecodeError as error:
-        raise RecordDamaged(f"a stored message or tool list is not JSON ({error})") from error
+        return msgspec.json.decode(body, type=kind)
+    except NOT_DECODED as error:
+        raise RecordDamaged(f"a stored message or tool list is damaged ({error})") from error
 
 
 def without_followers(connection: sa.Connection, names: Iterable[str]) -> set[str]:

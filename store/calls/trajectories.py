@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import msgspec
 import sqlalchemy as sa
 
 from ratchet.store.calls.calls import load_calls
@@ -21,6 +20,7 @@ from ratchet.store.calls.trajectory_filter import FEW, TrajectoryFilter, count_w
 from ratchet.store.content.last_answer import last_answer_node
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import MAX_IN_VALUES
+from ratchet.store.db.column_types import NOT_DECODED
 from ratchet.store.db.count_cache import CachedCount
 from ratchet.store.db.engine import read, write
 from ratchet.store.errors import InvalidTransition, RecordDamaged, RecordNotFound
@@ -226,13 +226,11 @@ class Trajectories:
             returned=returned, tool_calls=called,
         )  # fmt: skip
 
-    def readable(self, trajectory_ids: Iterable[str]) -> list[Transcript]:
-        """Return these trajectories without the ones that are damaged or, meanwhile, deleted."""
-        found: list[Transcript] = []
+    def readable(self, trajectory_ids: Iterable[str]) -> Iterator[Transcript]:
+        """Read these trajectories one after the other, without those that are damaged or were deleted."""
         for name in trajectory_ids:
             with suppress(RecordNotFound, RecordDamaged):
-                found.append(self.read(name))
-        return found
+                yield self.read(name)
 
     def last_active(self, trajectory_ids: Sequence[str]) -> dict[str, float]:
         """Return the time of each trajectory's last activity (Unix seconds); unknown ones are left out."""
@@ -280,9 +278,10 @@ class Trajectories:
             return load_path(connection, leaf)
 
     def system_prompt(self, leaf: str) -> str:
-        """Return the system prompt at the start of the path to a message, or an empty text."""
-        with read(self._engine) as connection:
+        """Return the system prompt at the start of the path to a message; an empty text if there is none to read."""
+        with suppress(RecordDamaged), read(self._engine) as connection:
             return system_prompt(connection, leaf)
+        return ""
 
     def context_calls(self, transcript: Transcript) -> tuple[Call, ...]:
         """Return the transcript's calls and the calls of earlier trajectories that they continue, oldest first.
@@ -339,12 +338,12 @@ class Trajectories:
 
 @contextmanager
 def _naming(trajectory_id: str) -> Iterator[None]:
-    """Name the trajectory in errors about its damaged rows."""
+    """Name the trajectory in errors about damaged rows: its own, or of what it continues."""
     try:
         yield
-    except (RecordDamaged, msgspec.DecodeError) as error:
-        problem = error.problem if isinstance(error, RecordDamaged) else f"a stored value is not JSON ({error})"
-        raise RecordDamaged(f"trajectory {trajectory_id} cannot be read: {problem}", trajectory_id) from error
+    except (RecordDamaged, *NOT_DECODED) as error:
+        problem = error.problem if isinstance(error, RecordDamaged) else f"a stored value cannot be decoded ({error})"
+        raise RecordDamaged(f"trajectory {trajectory_id} is damaged: {problem}", trajectory_id) from error
 
 
 def _load(

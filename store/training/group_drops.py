@@ -57,9 +57,9 @@ class GroupDrops:
         return dropped
 
     def drop_members(self, trajectory_ids: Sequence[str], reason: str) -> int:
-        """Drop trajectories that wait for a group or, with it, for a round; return their number.
+        """Drop those of these trajectories that were not trained yet; return their number.
 
-        Empty groups are dropped too.
+        Groups that lose their last member are dropped too.
         """
         groups, trajectories = schema.groups, schema.trajectories
         dropped = 0

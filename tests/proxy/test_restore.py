@@ -84,6 +84,23 @@ async def test_what_is_deleted_or_finished_while_the_store_is_read_is_not_restor
     assert len(linker) == _TRAJECTORIES
 
 
+async def test_an_attempt_of_a_trajectory_that_is_finished_while_the_store_is_read_is_not_restored(
+    store: Store, linker: CautiousLinker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = [records.call_start(f"call_{name}", f"traj_{name}", at=time.time() - 5) for name in "ab"]
+    store.calls.ship([records.ended(one, REPLY, choices=(), nodes=(), state="failed", status=502) for one in starts])
+    read = store.resume_state.unanswered_calls
+
+    def read_and_forget(since: float) -> list[UnansweredCall]:
+        found = [*read(since)]
+        linker.forget_trajectory("traj_a")
+        return found
+
+    monkeypatch.setattr(store.resume_state, "unanswered_calls", read_and_forget)
+    assert await LinkingRestore(linker, store, 900).restore()
+    assert (linker.version_of("traj_a"), linker.version_of("traj_b")) == (None, starts[1].version)
+
+
 async def test_an_answer_is_continued_without_the_reminder_before_it(store: Store, linker: CautiousLinker) -> None:
     reminder, short = {"role": "user", "content": "It is 12:01."}, {"role": "assistant", "content": "ok"}
     start = records.call_start("call_a", "traj_a", [*records.QUESTION, reminder], at=time.time())

@@ -10,8 +10,10 @@ import sqlalchemy as sa
 
 from ratchet.store.errors import RecordDamaged
 from ratchet.store.records import Feedback
+from ratchet.store.states import RoundState, TrajectoryState
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges.make_judge import make_judge
+from ratchet.trainer.controller.rounds.round_runner import RoundRunner
 from ratchet.trainer.release.recorded_prompts import newest_prompts
 from ratchet.trainer.release.second_opinion import judge_pairs
 from ratchet.trainer.settings.judge_specs import read_spec
@@ -20,6 +22,11 @@ from tests.harness.trainer.stepped_controller import SteppedController
 
 JUDGE = "tests.harness.trainer.judge_samples:scripted"
 WAITING: Any = {"kind": "feedback", "within_seconds": 100.0}
+
+
+def damage_logprobs(store: Store) -> None:
+    with store._engine.begin() as connection:
+        connection.execute(sa.text("UPDATE choices SET logprobs = :bytes"), {"bytes": b"\x00\x01\x02"})
 
 
 def damage_messages(store: Store, content: bytes = b"\x01\xff") -> None:
@@ -40,22 +47,87 @@ def test_a_group_of_damaged_trajectories_is_dropped_with_them(
     assert store.groups.get(group.id).drop_reason == "damaged"
 
 
-@pytest.mark.parametrize("content", [b"\x01\xff", b"[nothing"])
+@pytest.mark.parametrize("content", [b"\x01\xff", b"[nothing", b'"text"', b'{"role":"user","content":"\xff"}'])
 def test_the_error_names_the_trajectory_and_the_remedy(store: Store, content: bytes) -> None:
     names = agents_work(store, "a", [0.0, 1.0])
     damage_messages(store, content)
-    with pytest.raises(RecordDamaged, match=f"trajectory {names[0]} cannot be read.*ratchet store verify") as raised:
+    with pytest.raises(RecordDamaged, match=f"trajectory {names[0]} is damaged.*ratchet store verify") as raised:
         store.trajectories.read(names[0])
     assert raised.value.trajectory_id == names[0]
     assert str(raised.value).count("ratchet store verify") == 1
 
 
+def test_logprobs_that_are_cut_off_are_damage(store: Store) -> None:
+    names = agents_work(store, "a", [0.0])
+    damage_logprobs(store)
+    with pytest.raises(RecordDamaged, match="logprobs of an answer to call call_a-0 are cut off"):
+        store.trajectories.read(names[0])
+    assert store.trajectories.read(names[0], tokens=False).calls
+
+
+def test_a_damaged_system_prompt_is_an_empty_text(store: Store) -> None:
+    agents_work(store, "a", [0.0])
+    (call,) = store.calls.page(1)
+    damage_messages(store, b'{"role":"system","content":"Be brief."}')
+    assert store.trajectories.system_prompt(call.prompt_node) == "Be brief."
+    damage_messages(store)
+    assert store.trajectories.system_prompt(call.prompt_node) == ""
+
+
+def test_what_waits_for_a_group_is_dropped_and_what_was_trained_stays(
+    store: Store, make_controller: Callable[..., SteppedController]
+) -> None:
+    trained = agents_work(store, "a", [0.0, 1.0])
+    make_controller(groups_per_round=1).step(1000.0)
+    (waiting,) = agents_work(store, "b", [0.0])
+    store.trajectories.seal(waiting, 1001.0)
+    assert store.groups.drop_members([waiting, *trained], "damaged") == 1
+    assert [store.trajectories.get(name).state for name in (waiting, *trained)] == [
+        TrajectoryState.DROPPED, TrajectoryState.TRAINED, TrajectoryState.TRAINED,
+    ]  # fmt: skip
+
+
+def test_a_round_that_meets_damage_is_aborted_with_the_reason(
+    store: Store, make_controller: Callable[..., SteppedController]
+) -> None:
+    names = agents_work(store, "a", [0.0, 1.0])
+    controller = make_controller(groups_per_round=9)
+    controller.step(1000.0)
+    damage_tokens(store, names[0])
+    runner = RoundRunner(store, "agent", controller.settings.checkpoints)
+    with pytest.raises(RecordDamaged, match=names[0]):
+        runner.run_round(controller.learner, store.groups.awaiting_round("agent"), 0)
+    (round_,) = store.rounds.page("agent")
+    assert round_.state is RoundState.ABANDONED
+    assert names[0] in str(round_.reason)
+
+
+@pytest.mark.slow
+def test_the_proof_of_a_version_reads_other_trajectories(
+    store: Store, make_controller: Callable[..., SteppedController]
+) -> None:
+    names = agents_work(store, "a", [0.0, 1.0])
+    controller = make_controller(groups_per_round=1)
+    controller.step(1000.0)
+    live = store.policies.live()["agent"]
+
+    def contexts() -> set[tuple[int, ...]]:
+        return set(RoundRunner(store, "agent", controller.settings.checkpoints).probes(live))
+
+    both = contexts()
+    damage_tokens(store, names[0])
+    assert set() < contexts() < both
+    damage_tokens(store, names[1])
+    assert contexts() == set()
+
+
 def test_readers_of_many_leave_out_what_is_damaged_or_deleted(store: Store) -> None:
     names = agents_work(store, "a", [0.0, 1.0, 0.5])
     damage_tokens(store, names[1])
-    assert [one.trajectory.id for one in store.trajectories.readable([*names, "gone"])] == [names[0], names[2]]
+    readable = store.trajectories.readable([*names, "gone"])
+    assert [one.trajectory.id for one in readable] == [names[0], names[2]]
     damage_messages(store)
-    assert store.trajectories.readable(names) == []
+    assert list(store.trajectories.readable(names)) == []
     assert newest_prompts(store, "agent", 10) == []
 
 
@@ -71,7 +143,7 @@ def test_late_feedback_on_a_damaged_trajectory_stops_nothing(
     store: Store, make_controller: Callable[..., SteppedController], caplog: pytest.LogCaptureFixture
 ) -> None:
     names = agents_work(store, "a", [0.0, 1.0])
-    controller = make_controller(judge=WAITING, groups_per_round=1)
+    controller = make_controller(judge=WAITING, groups_per_round=9)
     for number, name in enumerate(names):
         store.feedback.add([_thumb(name, float(number), number)])
     controller.step(1000.0)
@@ -80,6 +152,25 @@ def test_late_feedback_on_a_damaged_trajectory_stops_nothing(
     for _ in range(3):
         controller.step(1001.0)
     assert sum("rejudging_failed" in one.getMessage() for one in caplog.records) == 1
+    assert store.feedback.applied_too_late("agent") == names[:1]
+    assert store.groups.drop_members(names[:1], "damaged") == 1
+    assert store.feedback.applied_too_late("agent") == []
+
+
+def test_late_feedback_on_a_dropped_member_is_judged_once(
+    store: Store, make_controller: Callable[..., SteppedController]
+) -> None:
+    names = agents_work(store, "a", [0.0, 1.0, 0.5])
+    controller = make_controller(judge=WAITING, groups_per_round=9, num_generations=3, min_group_size=2)
+    for number, name in enumerate(names):
+        store.feedback.add([_thumb(name, float(number == 1), number)])
+    controller.step(1000.0)
+    assert store.groups.drop_members(names[:1], "too_long") == 1
+    store.feedback.add([_thumb(names[0], 1.0, 3)])
+    for _ in range(3):
+        controller.step(1001.0)
+    assert store.feedback.applied_too_late("agent") == []
+    assert store.groups.verdicts(names[:1])[names[0]].score == 1.0
 
 
 def _thumb(name: str, value: float, number: int) -> Feedback:

@@ -8,11 +8,13 @@ import pytest
 
 from ratchet.store.states import ToolResult
 from ratchet.store.store import Store
+from ratchet.trainer.controller.sentinel import sentinel
 from ratchet.trainer.controller.sentinel.behavior import read_behavior
 from ratchet.trainer.controller.sentinel.sentinel import Sentinel
 from ratchet.trainer.settings.sentinel_settings import SentinelSettings
 from tests.harness.records import answered_trajectory, call_start, ended
 from tests.harness.trainer import tool_records
+from tests.harness.trainer.agents import damage_tokens
 
 EAGER = SentinelSettings(interval_seconds=1.0)
 
@@ -69,6 +71,19 @@ def test_an_alarm_that_a_dead_trainer_left_is_cleared_by_the_next(store: Store) 
     tool_called(store, "a2", ToolResult.OK)
     Sentinel(EAGER, store, "agent").check(2.0)
     assert store.alarms.active() == []
+
+
+def test_damaged_trajectories_hide_no_others(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sentinel, "_MAX_READS", 2)
+    tool_called(store, "a1", ToolResult.TIMEOUT)
+    for name in ("a2", "a3", "a4"):
+        tool_called(store, name, ToolResult.OK)
+        damage_tokens(store, name)
+    watching = Sentinel(EAGER, store, "agent")
+    watching.check(1.0)
+    assert watching.is_behind
+    watching.check(2.0)
+    assert not watching.is_behind
 
 
 @pytest.mark.slow

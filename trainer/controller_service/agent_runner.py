@@ -205,7 +205,7 @@ class AgentRunner:
             self.due_at = now + self._pause(controller)
 
     def _advance(self, controller: AgentController, now: float) -> bool:
-        """Step, or record the end of our own work; return whether it was a step.
+        """Step, or record the end of our own work; return whether it was a step that was completed.
 
         A trajectory that turns out to be damaged in the store is dropped, and the next step goes on without it.
         """

@@ -111,12 +111,12 @@ def _read(store: Store, call: Call) -> RecordedPrompt | None:
     try:
         messages = store.trajectories.messages_to(call.prompt_node)
         body = store.tools.toolset(call.tools_hash) if call.tools_hash else b"[]"
+        tools = json.loads(body or b"[]")
         family = store.trajectories.get(call.trajectory_id).family
-    except (RecordNotFound, RecordDamaged):
+    except (RecordNotFound, RecordDamaged, ValueError):
         return None
     if not messages or body is None:
         return None
-    tools = json.loads(body)
     return RecordedPrompt(
         messages, tools if isinstance(tools, list) else [], sampling_of(call), family, call.prompt_tokens
     )

@@ -44,7 +44,7 @@ class CautiousLinker(TrajectoryLinker):
         super().__init__(idle_seconds, max_bytes, max_bytes_per_key)
         self.doubt: Callable[[], Doubt] = lambda: Doubt.ALL
         self._unlinked_at = float("-inf")  # when a call of an unlinked trajectory began last
-        self._forgotten: set[str] | None = None  # trajectories, since the begin of a restore
+        self._forgotten: set[str] | None = None  # the trajectories that were removed while a restore ran
         self._partly_at = float("-inf")  # when not all answers were restored; what was not matters for the idle time
 
     def find_link(self, evidence: LinkEvidence) -> Link:
@@ -68,7 +68,7 @@ class CautiousLinker(TrajectoryLinker):
         super().begin_call(link, alias, version, now)
 
     def forget_trajectory(self, trajectory_id: str) -> None:
-        """Remove a trajectory. A restore that runs does not bring it back: what it read may be of before."""
+        """Remove a trajectory. A restore that runs does not bring it back, although it may have read it before."""
         if self._forgotten is not None:
             self._forgotten.add(trajectory_id)
         super().forget_trajectory(trajectory_id)
@@ -78,7 +78,7 @@ class CautiousLinker(TrajectoryLinker):
         self._forgotten = set()
 
     def restore_answers(self, answers: Iterable[tuple[OpenLeaf, Leaf]]) -> None:
-        """Add answers of the store, as far as they are not known, or forgotten meanwhile."""
+        """Add answers of the store that are not known, except those of trajectories removed during the restore."""
         forgotten = self._forgotten or ()
         found = [(stored, leaf) for stored, leaf in answers if leaf.trajectory_id not in forgotten]
         unlinked = [stored.last_active_at for stored, _ in found if stored.purpose == UNLINKED]
@@ -87,7 +87,8 @@ class CautiousLinker(TrajectoryLinker):
 
     def finish_restore(self, now: float, attempts: Iterable[UnansweredCall] = (), *, is_whole: bool = True) -> None:
         """As in `TrajectoryLinker`; if not `is_whole`, a history whose answers are not known may be a known one's."""
-        self._forgotten = None
+        forgotten, self._forgotten = self._forgotten or (), None
+        attempts = [attempt for attempt in attempts if attempt.trajectory_id not in forgotten]
         self._partly_at = float("-inf") if is_whole else now
         super().finish_restore(now, attempts, is_whole=is_whole)
 

@@ -18,6 +18,7 @@ from ratchet.proxy.messages.link_records import AttemptKey, Leaf, Link, token_fi
 from ratchet.proxy.messages.text_fingerprints import NO_FINGERPRINTS, TextFingerprints, fingerprints_of, short_key
 from ratchet.store.calls.resume_state import AnswerName, Answers
 from ratchet.store.content import messages as canon
+from ratchet.store.db.column_types import NOT_DECODED
 from ratchet.store.errors import RecordDamaged, StoreError
 from ratchet.store.records import OpenLeaf, UnansweredCall
 from ratchet.store.store import Store
@@ -111,7 +112,7 @@ class LinkingRestore:
         """Return the answers, except those of damaged trajectories. Raises StoreError."""
         try:
             return [(stored, leaf_from_store(stored)) for stored in self._resume_state.open_leaves(answers)]
-        except (RecordDamaged, msgspec.DecodeError) as error:
+        except (RecordDamaged, *NOT_DECODED) as error:
             if len(answers) > 1:
                 return [found for one, names in answers.items() for found in self._read({one: names})]
             self._lacks_damaged = True

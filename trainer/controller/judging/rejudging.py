@@ -73,6 +73,7 @@ class Rejudger:
             if pending is not None and (pending.judgement is not None or now < pending.due_at):
                 continue
             names = self._store.groups.get(trajectory.group_id).members if trajectory.group_id else (name,)
+            names = names if name in names else (name,)  # it was dropped from its group
             failures = pending.failures if pending else 0
             try:
                 members = tuple(self._store.trajectories.read(one) for one in names)

@@ -11,12 +11,14 @@ import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from ratchet.store.calls.trajectory_filter import TrajectoryFilter
+from ratchet.store.errors import RecordDamaged
 from ratchet.store.reasons import DropReason, describe_untrained
 from ratchet.store.records import (
     BASE_VERSION,
@@ -194,7 +196,7 @@ class RoundRunner:
         except TrainingDiverged as error:
             self._drop_groups(started, groups, DropReason.DIVERGED, str(error))
             raise
-        except TrainerError as error:
+        except (TrainerError, RecordDamaged) as error:
             self._abort(started, f"{type(error).__name__}: {error}")
             raise
         self._store.answer_training.record(started.id, answers.of_round(rows, report.mismatch))
@@ -240,11 +242,11 @@ class RoundRunner:
             return known
         source = candidate.evidence.get("origin", {}).get("forked_from")
         rows: list[TokenRow] = []
-        for name in self._probe_trajectories(candidate, source):
-            transcript = self._store.trajectories.read(name)
-            calls = self._role_resolver.with_roles(self._store.trajectories.context_calls(transcript))
-            roles = self._role_resolver.roles if source is None else ALL_ROLES
-            rows += build_rows(name, calls, 0.0, roles, imitated=True).rows
+        roles = self._role_resolver.roles if source is None else ALL_ROLES
+        for transcript in self._store.trajectories.readable(self._probe_trajectories(candidate, source)):
+            with suppress(RecordDamaged):
+                calls = self._role_resolver.with_roles(self._store.trajectories.context_calls(transcript))
+                rows += build_rows(transcript.trajectory.id, calls, 0.0, roles, imitated=True).rows
             if len(rows) >= ROWS:
                 break
         return contexts(rows[:ROWS])

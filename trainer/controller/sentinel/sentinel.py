@@ -61,6 +61,7 @@ class Sentinel:
         self._metrics = metrics or TrainerMetrics(alias)
         self._checked_at: float | None = None
         self._behaviors: dict[str, TrajectoryBehavior] = {}
+        self._damaged: set[str] = set()  # trajectories of the window that cannot be read
         self._behind = False  # there is more to read than one check reads
         self._complete = False  # the window has been read once since the start
         self._tool_histories: dict[str, ToolHistory] | None = None  # of failing tools; None: not read yet
@@ -146,11 +147,14 @@ class Sentinel:
         page = self._store.trajectories.page(limit=self._settings.window, chosen=TrajectoryFilter(alias=self._alias))
         ended = [one for one in page if one.purpose == "live" and one.state is not TrajectoryState.OPEN]
         known = {one.id: self._behaviors[one.id] for one in ended if one.id in self._behaviors}
-        unread = [one for one in ended if one.id not in known]
+        self._damaged &= {one.id for one in ended}
+        unread = [one for one in ended if one.id not in known and one.id not in self._damaged]
         self._behind = len(unread) > _MAX_READS
         self._complete = self._complete or not self._behind
-        for read in self._store.trajectories.readable(one.id for one in unread[:_MAX_READS]):
+        names = [one.id for one in unread[:_MAX_READS]]
+        for read in self._store.trajectories.readable(names):
             known[read.trajectory.id] = read_behavior(read)
+        self._damaged |= {*names} - known.keys()
         self._behaviors = known
         return [known[one.id] for one in reversed(ended) if one.id in known]
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from ratchet.store.errors import RecordDamaged
 from ratchet.store.records.tuning import Tuning
 from ratchet.store.states import TuningState
 from ratchet.store.store import Store
@@ -30,7 +31,8 @@ from ratchet.trainer.tasks.task_set import TaskSet
 log = logging.getLogger(__name__)
 
 WARM_START = "warm_start"  # the key in a tuning's config, and the stage of its progress
-REFUSALS = (LearningError, RowError, SettingError, TuningError)  # errors that fail the tuning, not the trainer
+# Errors that fail the tuning, not the trainer.
+REFUSALS = (LearningError, RecordDamaged, RowError, SettingError, TuningError)
 
 _INTERVAL_SECONDS = 5.0
 _MAX_TUNINGS = 20  # newest ones
