@@ -18,14 +18,16 @@ SYSTEM: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}]
 ANSWER: dict[str, Any] = {"role": "assistant", "content": "Paris"}
 
 
-def asked(*questions: str) -> list[dict[str, Any]]:
+def dialogue(*questions: str) -> list[dict[str, Any]]:
     turns = [({"role": "user", "content": question}, ANSWER) for question in questions]
     return [message for turn in turns for message in turn][:-1]
 
 
 @pytest.mark.parametrize("system", [[], SYSTEM, [*SYSTEM, {"role": "developer", "content": "In French."}]])
 def test_only_the_last_messages_have_no_followers(store: Store, store_url: str, system: list[dict[str, Any]]) -> None:
-    conversations = [[*system, *asked("Where?", *map(str, range(n)))] for n in (0, 3, 5)] + [[*system, *asked("Who?")]]
+    conversations = [[*system, *dialogue("Where?", *map(str, range(n)))] for n in (0, 3, 5)] + [
+        [*system, *dialogue("Who?")]
+    ]
     for number, messages in enumerate(conversations):
         start = call_start(f"call_{number}", f"t{number}", messages)
         store.calls.ship([ended(start, ANSWER, messages=messages)])
@@ -40,8 +42,8 @@ def test_only_the_last_messages_have_no_followers(store: Store, store_url: str, 
 
 
 def test_a_conversations_hashes_are_in_its_range_and_those_of_others_are_not() -> None:
-    names = [node.hash for node in path([*SYSTEM, *asked("Where?", "Who?"), ANSWER])]
-    others = [node.hash for node in path([*SYSTEM, *asked("When?"), ANSWER])]
+    names = [node.hash for node in path([*SYSTEM, *dialogue("Where?", "Who?"), ANSWER])]
+    others = [node.hash for node in path([*SYSTEM, *dialogue("When?"), ANSWER])]
     assert conversation_range(names[0]) is None
     (limits,) = {conversation_range(name) for name in names[1:]}
     assert limits is not None
@@ -52,7 +54,7 @@ def test_a_conversations_hashes_are_in_its_range_and_those_of_others_are_not() -
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_neither_kind_of_parent_reads_the_whole_table(store: Store, store_url: str, is_shared: bool) -> None:
     engine = connect(store_url)
-    names = path([*SYSTEM, *asked("Where?")])
+    names = path([*SYSTEM, *dialogue("Where?")])
     plans: list[str] = []
 
     def explain(connection: sa.Connection, cursor: Any, statement: str, parameters: Any, *_: Any) -> None:

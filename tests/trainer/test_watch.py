@@ -79,6 +79,8 @@ def test_damaged_trajectories_hide_no_others(store: Store, monkeypatch: pytest.M
     for name in ("a2", "a3", "a4"):
         tool_called(store, name, ToolResult.OK)
         damage_tokens(store, name)
+    for name in ("a1", "a2", "a3", "a4"):
+        store.trajectories.seal(name, 1.0)
     watching = Sentinel(EAGER, store, "agent")
     watching.check(1.0)
     assert watching.is_behind
