@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -106,7 +107,7 @@ def _with_snapshots(engine: sa.Engine) -> sa.Engine:
 
 
 def _check_file(engine: sa.Engine) -> Iterator[Violation]:
-    """Yield problems of SQLite's file, and dangling references; PostgreSQL prevents both."""
+    """Yield problems of SQLite's file, dangling references, and values that are not JSON; PostgreSQL prevents all."""
     if engine.dialect.name != "sqlite":
         return
     remedy = "restore the store from a backup, or rebuild it: sqlite3 store.db .recover | sqlite3 new.db"
@@ -120,3 +121,18 @@ def _check_file(engine: sa.Engine) -> Iterator[Violation]:
                 problem=f"refers to a missing row of {parent}",
                 remedy=f"restore {parent} from a backup, or delete this row",
             )
+        for table in schema.metadata.sorted_tables:
+            for column in table.c:
+                if isinstance(column.type, sa.JSON):
+                    yield from _check_json(connection, table, column)
+
+
+def _check_json(connection: sa.Connection, table: sa.Table, column: sa.Column[Any]) -> Iterator[Violation]:
+    is_valid = sa.func.json_valid(sa.type_coerce(column, sa.Text))
+    query = sa.select(*table.primary_key).where(column.is_not(None), is_valid == 0).limit(_MAX_KEPT)
+    for row in connection.execute(query):
+        yield Violation(
+            row=" ".join((table.name, *map(str, row))),
+            problem=f"its {column.name} is not JSON",
+            remedy="restore this row from a backup; until then what needs it is refused, or dropped as `damaged`",
+        )

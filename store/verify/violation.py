@@ -24,10 +24,13 @@ class Violation(Record, frozen=True):
 
 def undecoded(table: sa.Table) -> list[sa.ColumnElement[Any]]:
     """Return a table's columns, encoded ones as raw bytes: a damaged value must not stop the check of its page."""
-    return [
-        sa.type_coerce(column, sa.LargeBinary).label(column.name) if isinstance(column.type, (Body, Ids)) else column
-        for column in table.c
-    ]
+    return [_undecoded(column) for column in table.c]
+
+
+def _undecoded(column: sa.Column[Any]) -> sa.ColumnElement[Any]:
+    if isinstance(column.type, (Body, Ids)):
+        return sa.type_coerce(column, sa.LargeBinary).label(column.name)
+    return sa.type_coerce(column, sa.Text).label(column.name) if isinstance(column.type, sa.JSON) else column
 
 
 def existing_values(connection: sa.Connection, column: sa.Column[str], values: Collection[str]) -> set[str]:
