@@ -21,7 +21,7 @@ from ratchet.store.errors import RecordDamaged
 
 _ALGORITHMS = {"b2": b"\1"}  # the name before the colon of a hash text -> its byte
 _NAMES = {mark[0]: name for name, mark in _ALGORITHMS.items()}
-NOT_DECODED = (msgspec.DecodeError, ValueError)  # what decoding a damaged value raises; text is no UTF-8: ValueError
+NOT_DECODED = (msgspec.DecodeError, UnicodeDecodeError)  # what decoding damaged JSON raises
 _PLAIN_TEXT = b"\0"  # in place of the algorithm: plain text, not a hash
 
 _DEFLATED = b"\x01"

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
 from ratchet.store.errors import RecordDamaged
-from ratchet.store.records import Feedback
+from ratchet.store.records import Feedback, Transcript
 from ratchet.store.states import RoundState, TrajectoryState
 from ratchet.store.store import Store
+from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator
+from ratchet.trainer.controller.judges import GroupJudgement
 from ratchet.trainer.controller.judges.make_judge import make_judge
+from ratchet.trainer.controller.judging.rejudging import Rejudger
 from ratchet.trainer.controller.rounds.round_runner import RoundRunner
 from ratchet.trainer.release.recorded_prompts import newest_prompts
 from ratchet.trainer.release.second_opinion import judge_pairs
@@ -155,6 +159,26 @@ def test_late_feedback_on_a_damaged_trajectory_stops_nothing(
     assert store.feedback.applied_too_late("agent") == names[:1]
     assert store.groups.drop_members(names[:1], "damaged") == 1
     assert store.feedback.applied_too_late("agent") == []
+
+
+def test_a_judge_that_meets_damage_while_it_judges_again_is_tried_again_later(store: Store) -> None:
+    names = agents_work(store, "a", [0.0])
+    store.trajectories.seal(names[0], 1.0)
+    store.trajectories.drop(names, "ungrouped")
+    store.feedback.add([_thumb(names[0], 1.0, 0)])
+    submitted = list[str]()
+
+    def submit(group_id: str | None, members: Sequence[Transcript]) -> Future[GroupJudgement]:
+        submitted.extend(member.trajectory.id for member in members)
+        judgement: Future[GroupJudgement] = Future()
+        judgement.set_exception(RecordDamaged("an earlier call"))
+        return judgement
+
+    rejudger = Rejudger(store, "agent", submit, AdvantageEstimator(), attempts=3, retry_seconds=60.0)
+    for now in (1000.0, 1030.0, 1061.0):
+        rejudger.submit_late_feedback(now)
+        assert rejudger.collect_results(now, 1.0) == 0
+    assert submitted == names * 2
 
 
 def test_late_feedback_on_a_dropped_member_is_judged_once(

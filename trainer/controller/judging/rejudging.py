@@ -78,8 +78,7 @@ class Rejudger:
             try:
                 members = tuple(self._store.trajectories.read(one) for one in names)
             except RecordDamaged as damaged:
-                log.warning("event=rejudging_failed of=%s reason=%r", key, str(damaged))
-                self._pending[key] = _PendingRejudging((), None, failures, now + self._retry_seconds)
+                self._put_off(key, failures, damaged, now)
                 continue
             judgement = self._submit_judge(trajectory.group_id, members)
             self._pending[key] = _PendingRejudging(members, judgement, failures)
@@ -89,9 +88,18 @@ class Rejudger:
         wait([one.judgement for one in self._pending.values() if one.judgement is not None], timeout=timeout)
         changed = 0
         for key, pending in list(self._pending.items()):
-            if pending.judgement is not None and pending.judgement.done():
+            if pending.judgement is None or not pending.judgement.done():
+                continue
+            try:
                 changed += self._record(key, pending, pending.judgement.result(), now)
+            except RecordDamaged as damaged:  # the judge reads calls that it continues
+                self._put_off(key, pending.failures, damaged, now)
         return changed
+
+    def _put_off(self, key: str, failures: int, damaged: RecordDamaged, now: float) -> None:
+        """Try again later: the row may be mended."""
+        log.warning("event=rejudging_failed of=%s reason=%r", key, str(damaged))
+        self._pending[key] = _PendingRejudging((), None, failures, now + self._retry_seconds)
 
     def _record(self, key: str, pending: _PendingRejudging, judgement: GroupJudgement, now: float) -> int:
         valued = {member.trajectory.id for member in pending.members if _has_value(member)}
