@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+import msgspec
 import sqlalchemy as sa
 
 from ratchet.store.db import schema
+from ratchet.store.db.column_types import NOT_DECODED
 from ratchet.store.policies.prompts import prompt_id
 from ratchet.store.states import TrajectoryState
 from ratchet.store.verify.violation import Page, Violation
@@ -15,9 +18,17 @@ from ratchet.store.verify.violation import Page, Violation
 def check_prompts(_: sa.Connection, page: Page) -> Iterator[Violation]:
     """Check that prompts match their id, so that versions serve an unchanged text."""
     for row in page:
-        if prompt_id(row.mode, row.text, row.families) != row.id:
+        if prompt_id(row.mode, row.text, _families(row.families)) != row.id:
             remedy = "restore it from a backup; versions serve its current text"
             yield Violation(row=f"prompt {row.id}", problem="its id does not match its text", remedy=remedy)
+
+
+def _families(stored: Any) -> Mapping[str, str]:
+    """Return a prompt's texts by family, which PostgreSQL's driver has decoded; none if they are damaged."""
+    try:
+        return msgspec.json.decode(stored, type=dict[str, str]) if isinstance(stored, str) else stored
+    except NOT_DECODED:
+        return {}
 
 
 def check_rollouts(connection: sa.Connection, page: Page) -> Iterator[Violation]:
