@@ -63,6 +63,18 @@ def _decode(body: bytes, kind: type[_T]) -> _T:
         raise RecordDamaged(f"a stored message or tool list is damaged ({error})") from error
 
 
+def unnamed_messages(connection: sa.Connection, names: Sequence[str]) -> dict[str, str]:
+    """Return those of these messages that no call, answer or message names, each with its parent."""
+    table, calls, choices = schema.messages, schema.calls, schema.choices
+    found = sa.select(table.c.hash, table.c.parent).where(
+        table.c.hash.in_(names),
+        ~sa.exists().where(calls.c.retained_node == table.c.hash),
+        ~sa.exists().where(choices.c.reply_node == table.c.hash),
+    )
+    parents = {row.hash: row.parent for row in connection.execute(found)}
+    return {name: parents[name] for name in without_followers(connection, parents)}
+
+
 def without_followers(connection: sa.Connection, names: Iterable[str]) -> set[str]:
     """Return those of these messages that are no stored message's parent."""
     table = schema.messages

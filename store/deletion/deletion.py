@@ -24,7 +24,7 @@ import msgspec
 import sqlalchemy as sa
 
 from ratchet.store.calls.feedback import delete_pending_feedback, delete_pending_feedback_of
-from ratchet.store.calls.message_paths import without_followers
+from ratchet.store.calls.message_paths import unnamed_messages
 from ratchet.store.calls.shipping import MESSAGES_LOCK
 from ratchet.store.calls.trajectory_filter import TrajectoryFilter, ids_with_successors
 from ratchet.store.db import schema
@@ -319,16 +319,9 @@ def _sweep_page(connection: sa.Connection) -> tuple[int, int]:
 
 def _delete_orphans(connection: sa.Connection, page: Sequence[str]) -> Mapping[str, str]:
     """Delete the messages of a page that no message, prompt or answer needs; return their parents."""
-    table = schema.messages
-    unnamed = sa.select(table.c.hash, table.c.parent).where(
-        table.c.hash.in_(page),
-        ~sa.exists().where(schema.calls.c.retained_node == table.c.hash),
-        ~sa.exists().where(schema.choices.c.reply_node == table.c.hash),
-    )
-    found = {row.hash: row.parent for row in connection.execute(unnamed)}
-    orphans = without_followers(connection, found)
-    connection.execute(sa.delete(table).where(table.c.hash.in_(orphans)))
-    return {name: found[name] for name in orphans}
+    found = unnamed_messages(connection, page)
+    connection.execute(sa.delete(schema.messages).where(schema.messages.c.hash.in_(found)))
+    return found
 
 
 def _delete_toolsets(connection: sa.Connection, page: Sequence[str]) -> int:

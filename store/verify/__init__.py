@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import sqlalchemy as sa
 
@@ -18,6 +17,7 @@ from ratchet.store.verify import check_calls, check_messages, check_training, ch
 from ratchet.store.verify.violation import Page, Violation, undecoded
 
 _MAX_KEPT = 1_000  # violations
+_NOT_JSON = "restore this row from a backup; until then what needs it is refused, or dropped as `damaged`"
 OnProgress = Callable[[str, int, int], None]  # table, rows checked now, rows in total
 
 # Table, key, page size and check.
@@ -122,17 +122,24 @@ def _check_file(engine: sa.Engine) -> Iterator[Violation]:
                 remedy=f"restore {parent} from a backup, or delete this row",
             )
         for table in schema.metadata.sorted_tables:
-            for column in table.c:
-                if isinstance(column.type, sa.JSON):
-                    yield from _check_json(connection, table, column)
+            yield from _check_json(connection, table)
 
 
-def _check_json(connection: sa.Connection, table: sa.Table, column: sa.Column[Any]) -> Iterator[Violation]:
-    is_valid = sa.func.json_valid(sa.type_coerce(column, sa.Text))
-    query = sa.select(*table.primary_key).where(column.is_not(None), is_valid == 0).limit(_MAX_KEPT)
+def _check_json(connection: sa.Connection, table: sa.Table) -> Iterator[Violation]:
+    wrong = {
+        column.name: sa.and_(column.is_not(None), sa.func.json_valid(sa.type_coerce(column, sa.Text)) == 0)
+        for column in table.c
+        if isinstance(column.type, sa.JSON)
+    }
+    if not wrong:
+        return
+    key = len(table.primary_key)
+    query = sa.select(*table.primary_key, *wrong.values()).where(sa.or_(*wrong.values())).limit(_MAX_KEPT)
     for row in connection.execute(query):
-        yield Violation(
-            row=" ".join((table.name, *map(str, row))),
-            problem=f"its {column.name} is not JSON",
-            remedy="restore this row from a backup; until then what needs it is refused, or dropped as `damaged`",
-        )
+        for name, is_wrong in zip(wrong, row[key:], strict=True):
+            if is_wrong:
+                yield Violation(
+                    row=" ".join((table.name, *map(str, row[:key]))),
+                    problem=f"its {name} is not JSON",
+                    remedy=_NOT_JSON,
+                )

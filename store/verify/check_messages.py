@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import msgspec
 import sqlalchemy as sa
 
-from ratchet.store.calls.message_paths import without_followers
+from ratchet.store.calls.message_paths import unnamed_messages
 from ratchet.store.content.messages import ROOT, is_intact, is_intact_toolset
 from ratchet.store.db import schema
-from ratchet.store.db.column_types import unpack_body
+from ratchet.store.db.column_types import NOT_DECODED, unpack_body
 from ratchet.store.errors import RecordDamaged
 from ratchet.store.records import MessageNode
 from ratchet.store.verify.violation import Page, Violation, existing_values
@@ -47,14 +47,9 @@ def check_toolsets(_: sa.Connection, page: Page) -> Iterator[Violation]:
 
 def _orphans(connection: sa.Connection, names: list[str]) -> set[str]:
     """Return the messages without a reference, except candidates of the next sweep."""
-    table = schema.messages
-    query = sa.select(table.c.hash).where(
-        table.c.hash.in_(names),
-        ~sa.exists().where(schema.calls.c.retained_node == table.c.hash),
-        ~sa.exists().where(schema.choices.c.reply_node == table.c.hash),
-        ~sa.exists().where(schema.orphan_candidates.c.hash == table.c.hash),
+    return unnamed_messages(connection, names).keys() - existing_values(
+        connection, schema.orphan_candidates.c.hash, names
     )
-    return without_followers(connection, connection.scalars(query))
 
 
 def _body(packed: bytes) -> bytes | None:
@@ -62,6 +57,6 @@ def _body(packed: bytes) -> bytes | None:
     try:
         body = unpack_body(bytes(packed))
         msgspec.json.decode(body, type=msgspec.Raw)
-    except (RecordDamaged, msgspec.DecodeError):
+    except (RecordDamaged, *NOT_DECODED):
         return None
     return body

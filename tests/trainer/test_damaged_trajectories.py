@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
 from ratchet.store.errors import RecordDamaged
-from ratchet.store.records import Feedback, Transcript
+from ratchet.store.records import Transcript
 from ratchet.store.states import RoundState, TrajectoryState
 from ratchet.store.store import Store
 from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator
@@ -23,9 +22,9 @@ from ratchet.trainer.release.second_opinion import judge_pairs
 from ratchet.trainer.settings.judge_specs import read_spec
 from tests.harness.trainer.agents import agents_work, damage_tokens
 from tests.harness.trainer.stepped_controller import SteppedController
+from tests.trainer.test_feedback import WAITING, say
 
 JUDGE = "tests.harness.trainer.judge_samples:scripted"
-WAITING: Any = {"kind": "feedback", "within_seconds": 100.0}
 
 
 def damage_logprobs(store: Store) -> None:
@@ -148,11 +147,11 @@ def test_late_feedback_on_a_damaged_trajectory_stops_nothing(
 ) -> None:
     names = agents_work(store, "a", [0.0, 1.0])
     controller = make_controller(judge=WAITING, groups_per_round=9)
-    for number, name in enumerate(names):
-        store.feedback.add([_thumb(name, float(number), number)])
+    for name, value in zip(names, (0.0, 1.0), strict=True):
+        say(store, name, value)
     controller.step(1000.0)
     damage_tokens(store, names[0])
-    store.feedback.add([_thumb(names[0], 1.0, 2)])
+    say(store, names[0], 1.0)
     for _ in range(3):
         controller.step(1001.0)
     assert sum("rejudging_failed" in one.getMessage() for one in caplog.records) == 1
@@ -165,7 +164,7 @@ def test_a_judge_that_meets_damage_while_it_judges_again_is_tried_again_later(st
     names = agents_work(store, "a", [0.0])
     store.trajectories.seal(names[0], 1.0)
     store.trajectories.drop(names, "ungrouped")
-    store.feedback.add([_thumb(names[0], 1.0, 0)])
+    say(store, names[0], 1.0)
     submitted = list[str]()
 
     def submit(group_id: str | None, members: Sequence[Transcript]) -> Future[GroupJudgement]:
@@ -186,19 +185,12 @@ def test_late_feedback_on_a_dropped_member_is_judged_once(
 ) -> None:
     names = agents_work(store, "a", [0.0, 1.0, 0.5])
     controller = make_controller(judge=WAITING, groups_per_round=9, num_generations=3, min_group_size=2)
-    for number, name in enumerate(names):
-        store.feedback.add([_thumb(name, float(number == 1), number)])
+    for name, value in zip(names, (0.0, 1.0, 0.0), strict=True):
+        say(store, name, value)
     controller.step(1000.0)
     assert store.groups.drop_members(names[:1], "too_long") == 1
-    store.feedback.add([_thumb(names[0], 1.0, 3)])
+    say(store, names[0], 1.0)
     for _ in range(3):
         controller.step(1001.0)
     assert store.feedback.applied_too_late("agent") == []
     assert store.groups.verdicts(names[:1])[names[0]].score == 1.0
-
-
-def _thumb(name: str, value: float, number: int) -> Feedback:
-    return Feedback(
-        id=f"fb_{number:06d}", source="user:ann", value=value, kind="trajectory", target=name, given_at=2.0 + number,
-        trusted=True,
-    )  # fmt: skip

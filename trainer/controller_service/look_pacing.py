@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import deque
 
 _MAX_SHARE = 0.02  # of the time
-_QUERIES = (
-    3  # of which the fastest counts: on a busy machine a single one takes a second, without a reason in the store
-)
+# Of so many queries the fastest counts: on a busy machine a single one takes a second, without a reason in the store.
+_QUERIES = 3
 
 
 class LookPacing:
