@@ -55,13 +55,16 @@ class ToolCallVerbs:
     ) -> tuple[list[ToolCall], list[ToolCall]]:
         """Write tool calls, then results of these and of earlier ones; return (new calls, calls with a new result).
 
-        Tool calls of unknown calls are left out. Raises StoreUnavailable; then nothing was written.
+        Tool calls of unknown calls are left out. If two processes write the same ones at the same moment, both may
+        return them. Raises StoreUnavailable; then nothing was written.
         """
         if not found and not answers:
             return [], []
         with write(self._engine) as connection:
             new = _without_known(connection, found)
-            insert_columns(connection, _rows, {name: [getattr(row, name) for row in new] for name in _FIELDS})
+            # Another process may write the same ones at once: two ship one journal while a coordinator is replaced.
+            columns = {name: [getattr(row, name) for row in new] for name in _FIELDS}
+            insert_columns(connection, _rows, columns, new_only=True)
             return new, _answer(connection, answers)
 
     def of_call(self, call_id: str) -> list[ToolCall]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from ratchet.store.calls import tool_call_outcomes
 from ratchet.store.db.schema import calls
 from ratchet.store.records.tool_calls import ToolCall, ToolCallResult
 from ratchet.store.states import ToolOutcome, ToolResult
@@ -37,6 +38,16 @@ def test_a_tool_call_is_recorded_and_answered_once(store: Store) -> None:
     assert [(row.place, row.result) for row in answered] == [(0, ToolResult.EMPTY)]
     assert [row.result for row in store.tools.of_call("call_a")] == [ToolResult.EMPTY, ToolResult.ERROR]
     assert store.tools.of_call("call_a")[1].detail == "$.n: type"
+
+
+def test_what_another_process_writes_at_the_same_moment_costs_no_other_row(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered_trajectory(store, "a")
+    store.tools.record_tool_calls([tool_call(0)], [])
+    monkeypatch.setattr(tool_call_outcomes, "_without_known", lambda _, found: list(found))
+    store.tools.record_tool_calls([tool_call(0), tool_call(1)], [result_of(1, ToolResult.OK)])
+    assert [row.result for row in store.tools.of_call("call_a")] == [None, ToolResult.OK]
 
 
 def test_a_result_belongs_to_the_choice_that_was_continued(store: Store) -> None:
