@@ -62,7 +62,8 @@ def check_policies(connection: sa.Connection) -> Iterator[Violation]:
     """Check that versions with the same served name share an adapter and differ only by their prompt."""
     table = schema.policies
     adapters: dict[tuple[str, str], str | None] = {}
-    for row in connection.execute(sa.select(table).order_by(table.c.alias, table.c.version)):
+    columns = (table.c.alias, table.c.version, table.c.served_name, table.c.adapter)
+    for row in connection.execute(sa.select(*columns).order_by(table.c.alias, table.c.version)):
         first = adapters.setdefault((row.alias, row.served_name), row.adapter)
         if first != row.adapter:
             problem = f"vLLM knows it as {row.served_name}, and an earlier version of that name has adapter {first}"

@@ -84,6 +84,7 @@ DAMAGE: dict[str, tuple[Callable[[sa.Connection], None], str, str]] = {
     "tool call ids": (_do(sa.text("UPDATE choices SET tool_call_ids = '' WHERE call_id = 'call_t1'")),
                       "choices call_t1 0", "its tool_call_ids is not JSON"),
     "metrics": (_do(sa.text("UPDATE rounds SET metrics = '{'")), "rounds ", "its metrics is not JSON"),
+    "evidence": (_do(sa.text("UPDATE policies SET evidence = '{'")), "policies agent 0", "its evidence is not JSON"),
     "block": (_do(sa.delete(schema.prompt_blocks)), "call call_t2", "block"),
     "circle": (
         _do(sa.update(calls).where(calls.c.id == "call_t2").values(parent_call="call_t3", context="exact")),
