@@ -52,7 +52,7 @@ from ratchet.proxy.worker.coordination.limit_reports import LimitReports
 from ratchet.proxy.worker.endpoints.call_endpoint import CallEndpoint, CallLimits
 from ratchet.proxy.worker.endpoints.count_tokens import CountTokensEndpoint
 from ratchet.proxy.worker.endpoints.models import ModelsEndpoint
-from ratchet.proxy.worker.endpoints.passthrough import PassThroughEndpoint
+from ratchet.proxy.worker.endpoints.passthrough import OUTSIDE_V1, PassThroughEndpoint
 from ratchet.proxy.worker.forwarding.exact_forwarder import ExactForwarder
 from ratchet.proxy.worker.forwarding.forwarders import Forwarder, ModelRouter, VllmForwarder
 from ratchet.proxy.worker.forwarding.other_models import OtherModels
@@ -343,6 +343,7 @@ def build_routes(
 
     count_tokens = CountTokensEndpoint(policies, upstream, serving.pool, serving.rollouts, settings.bounds)
     models = ModelsEndpoint(policies)
+    rest = PassThroughEndpoint(policies, upstream, serving.pool, serving.others, metrics, settings.bounds)
     return Router(
         {
             ("POST", "/chat/completions"): captured(Chat(settings.bounds)),
@@ -351,6 +352,7 @@ def build_routes(
             ("POST", "/messages"): captured(Messages(settings.bounds)),
             ("POST", "/messages/count_tokens"): count_tokens,
             ("GET", "/models"): models,
+            **{("POST", path): rest for path in OUTSIDE_V1},
             ("GET", "/health/live"): health.live,
             ("GET", "/health/ready"): health.ready,
             **operators.routes,
@@ -358,7 +360,7 @@ def build_routes(
         models=models,
         responses=StoredResponses(store, recording.lookups),
         mounts=operators.mounts,
-        rest=PassThroughEndpoint(policies, upstream, serving.pool, serving.others, metrics, settings.bounds),
+        rest=rest,
     )
 
 

@@ -42,7 +42,7 @@ class WorkerReports:
         self._urls = urls
         self._registry = registry
         self._health = health
-        self._client = HttpClient(ResponseLimits(_TIMEOUT, _TIMEOUT, _MAX_BYTES), 1.0)
+        self._client = HttpClient(ResponseLimits(_TIMEOUT, _TIMEOUT, _MAX_BYTES), 1.0, server="the worker")
 
     async def start(self) -> None:
         """Nothing to start."""

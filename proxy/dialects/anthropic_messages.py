@@ -18,6 +18,7 @@ from ratchet.store.records import CallStarted
 _DELTAS = {
     Kind.REASONING: ("thinking_delta", "thinking"),
     Kind.TEXT: ("text_delta", "text"),
+    Kind.REFUSAL: ("text_delta", "text"),
     Kind.CALL: ("input_json_delta", "partial_json"),
 }
 
@@ -65,7 +66,8 @@ class MessageRenderer(BlockRenderer):
         """Return the start of an empty block."""
         empty = {
             Kind.REASONING: {"type": "thinking", "thinking": "", "signature": ""},
-            Kind.TEXT: {"type": "text", "text": "", "citations": []},
+            Kind.TEXT: _text(""),
+            Kind.REFUSAL: _text(""),
             Kind.CALL: _tool_use(block, {}),
         }
         return [{"type": "content_block_start", "index": block.place, "content_block": empty[block.kind]}]
@@ -109,9 +111,9 @@ class MessageRenderer(BlockRenderer):
     def _content(self, block: Block) -> dict[str, Any]:
         if block.kind == Kind.REASONING:
             return {"type": "thinking", "thinking": block.text, "signature": self._id}
-        if block.kind == Kind.TEXT:
-            return {"type": "text", "text": block.text, "citations": []}
-        return _tool_use(block, _input(block.text))
+        if block.kind == Kind.CALL:
+            return _tool_use(block, _input(block.text))
+        return _text(block.text)
 
     def _stopped(self) -> dict[str, Any]:
         reason = None
@@ -119,6 +121,8 @@ class MessageRenderer(BlockRenderer):
             reason = "max_tokens"
         elif any(block.kind == Kind.CALL for block in self.blocks) and self.finish_reason:
             reason = "tool_use"
+        elif self.finish_reason and self.is_refused:
+            reason = "refusal"
         elif self.stop is not None:
             reason = "stop_sequence"
         elif self.finish_reason:
@@ -139,6 +143,10 @@ class MessageRenderer(BlockRenderer):
             "server_tool_use": None,
             "service_tier": "standard",
         }
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text, "citations": []}
 
 
 def _tool_use(block: Block, value: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ serve is rejected by name. Tools that Anthropic's servers run are left out, beca
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -71,7 +71,8 @@ def chat_messages(body: Json) -> list[Json]:
     messages: list[Json] = []
     if system := body.get("system"):
         with inner_request.named("system"):
-            messages.append({"role": "system", "content": _content(_blocks(system), "system")})
+            parts = [_part(block, "system") for block in _blocks(system)]
+            messages.append({"role": "system", "content": inner_request.joined(parts, "")})  # as vLLM does
     for place, message in enumerate(body["messages"]):
         try:
             converted = _converted(message)
@@ -81,6 +82,8 @@ def chat_messages(body: Json) -> list[Json]:
             messages[-1] = _combined(messages[-1], *converted)
         else:
             messages += converted
+    if not messages:
+        raise BadRequest("messages: none of them has content", param="messages")
     return inner_request.merge_system_messages(_with_reminders(messages))
 
 
@@ -133,10 +136,6 @@ def _blocks(content: Any) -> list[Json]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
 
 
-def _content(blocks: Iterable[Json], role: str) -> str | list[Json]:
-    return inner_request.joined([_part(block, role) for block in blocks])
-
-
 def _part(block: Json, role: str) -> Json:
     if block["type"] == "search_result":
         return {"type": "text", "text": _titled(block, block["source"], _texts(block["content"]))}
@@ -165,7 +164,7 @@ def _titled(block: Json, *texts: str) -> str:
 
 def _texts(content: Any) -> str:
     """Return the text of blocks. Raises BadRequest if one is not text."""
-    text = _content(_blocks(content), "user")
+    text = inner_request.joined([_part(block, "user") for block in _blocks(content)], "\n")
     if not isinstance(text, str):
         raise BadRequest("messages: documents may contain text only", param="messages")
     return text
@@ -218,12 +217,13 @@ def _turn(role: str, blocks: Sequence[Json]) -> list[Json]:
             rest.append(block)
             continue
         parts = [_part(part, "user") for part in _blocks(block.get("content") or "")]
-        text = "".join(part["text"] for part in parts if part["type"] == "text")
+        text = "\n".join(part["text"] for part in parts if part["type"] == "text")
         pictures += [part for part in parts if part["type"] != "text"]
         content = f"Error: {text}" if block.get("is_error") else text
         messages.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": content})
     if parts := [*pictures, *(_part(block, role) for block in rest)]:
-        messages.append({"role": role, "content": inner_request.joined(parts)})
+        whole = inner_request.content_of(parts) if role == "user" else inner_request.joined(parts, "\n")
+        messages.append({"role": role, "content": whole})
     return messages
 
 

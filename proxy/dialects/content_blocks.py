@@ -1,7 +1,7 @@
 """Turns the deltas of a chat answer into content blocks, one open at a time, for Responses and Messages.
 
-A block is reasoning, a text or one tool call. A delta of another kind, or of another tool call, closes the open block
-first. A subclass renders each step. An answer that did not stream is fed as one delta.
+A block is reasoning, a text, a refusal or one tool call. A delta of another kind, or of another tool call, closes the
+open block first. A subclass renders each step. An answer that did not stream is fed as one delta.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class Kind(StrEnum):
 
     REASONING = "thought"
     TEXT = "text"
+    REFUSAL = "refusal"  # a text in which the model says that it refuses, from a server that tells them apart
     CALL = "call"
 
 
@@ -85,6 +86,11 @@ class BlockRenderer(ABC):
         self._open: Block | None = None
         self._calls: dict[int, Block] = {}
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether the model refused to answer, or a filter of the server ended the answer."""
+        return self.finish_reason == "content_filter" or any(block.kind == Kind.REFUSAL for block in self.blocks)
+
     def feed(self, chunk: dict[str, Any]) -> list[Event]:
         """Return the events of one chat chunk.
 
@@ -103,6 +109,8 @@ class BlockRenderer(ABC):
             text = delta.get("content")
             if text:
                 events += self._grow(Kind.TEXT, text)
+            if refusal := delta.get("refusal"):
+                events += self._grow(Kind.REFUSAL, refusal)
             if self.sampled and self._open is not None and self._open.kind == Kind.TEXT:
                 self._open.logprobs += self.sampled
             for part in delta.get("tool_calls") or ():

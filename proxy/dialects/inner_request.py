@@ -84,10 +84,15 @@ def named(where: str) -> Iterator[None]:
         raise unreadable(where, error) from error
 
 
-def joined(parts: Sequence[Json]) -> str | list[Json]:
+def content_of(parts: Sequence[Json]) -> str | list[Json]:
+    """Return chat content: one text as such, else the parts, which vLLM's chat template puts together."""
+    return list(parts) if len(parts) > 1 else joined(parts, "")
+
+
+def joined(parts: Sequence[Json], separator: str) -> str | list[Json]:
     """Return chat content: plain text where all parts are text, else the parts."""
     if all(part["type"] == "text" for part in parts):
-        return "".join(part["text"] for part in parts)
+        return separator.join(part["text"] for part in parts)
     return list(parts)
 
 

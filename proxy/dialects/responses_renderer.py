@@ -34,7 +34,8 @@ _ECHOED: Json = {
     "user": None,
 }
 _CODES = ("context_length_exceeded", "rate_limit_exceeded")  # codes that clients act on
-_PREFIX = {Kind.REASONING: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}
+_PREFIX = {Kind.REASONING: "rs", Kind.TEXT: "msg", Kind.REFUSAL: "msg", Kind.CALL: "fc"}
+_INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}  # finish reason -> its name here
 
 
 class ResponseRenderer(BlockRenderer):
@@ -80,6 +81,8 @@ class ResponseRenderer(BlockRenderer):
         """Return the delta of an item. A custom tool's input is sent when complete: vLLM wraps it in JSON."""
         if block.kind == Kind.REASONING:
             return [self._of(block, "response.reasoning_text.delta", content_index=0, delta=piece)]
+        if block.kind == Kind.REFUSAL:
+            return [self._of(block, "response.refusal.delta", content_index=0, delta=piece)]
         if block.kind == Kind.TEXT:
             return [self._of(block, "response.output_text.delta", content_index=0, delta=piece, logprobs=self.sampled)]
         if block.name in self._custom:
@@ -97,17 +100,15 @@ class ResponseRenderer(BlockRenderer):
             call = {"name": block.name, "arguments": block.text}
             events.append(self._of(block, "response.function_call_arguments.done", **call))
         else:
-            thought = block.kind == Kind.REASONING
-            kind = "response.reasoning_text.done" if thought else "response.output_text.done"
-            rest: Json = {} if thought else {"logprobs": block.logprobs}
-            events.append(self._of(block, kind, content_index=0, text=block.text, **rest))
+            kind, fields = _end_of_text(block)
+            events.append(self._of(block, kind, content_index=0, **fields))
             part = item["content"][0]
             events.append(self._of(block, "response.content_part.done", content_index=0, part=part))
         return [*events, self._event("response.output_item.done", output_index=block.place, item=item)]
 
     def ended(self) -> list[Event]:
-        """Return the end of the response, complete or cut off at max_tokens."""
-        self._status = "incomplete" if self.finish_reason == "length" else "completed"
+        """Return the end of the response, complete or cut off at max_tokens or by a filter."""
+        self._status = "incomplete" if self.finish_reason in _INCOMPLETE else "completed"
         self._ended_at = int(time.time())
         return [self._event(f"response.{self._status}", response=self.answer())]
 
@@ -120,14 +121,14 @@ class ResponseRenderer(BlockRenderer):
 
     def answer(self) -> Json:
         """Return the response object."""
-        cut = self._status == "incomplete"
+        cut = _INCOMPLETE.get(self.finish_reason or "") if self._status == "incomplete" else None
         return {
             "id": self._id,
             "object": "response",
             "status": self._status,
             "completed_at": self._ended_at if self._status == "completed" else None,
             "error": self._error,
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "incomplete_details": {"reason": cut} if cut else None,
             "output": [self._item(block, self._item_status(block)) for block in self.blocks],
             "usage": _usage(self.usage) if self.usage else None,
             **self._fixed,
@@ -137,15 +138,17 @@ class ResponseRenderer(BlockRenderer):
         last = block is self.blocks[-1]
         if last and self._status == "failed":
             return "incomplete"
-        return "incomplete" if last and self.finish_reason == "length" else "completed"
+        return "incomplete" if last and self.finish_reason in _INCOMPLETE else "completed"
 
     def _item(self, block: Block, status: str) -> Json:
         name = self._item_id(block)
         if block.kind == Kind.REASONING:
             content = [{"type": "reasoning_text", "text": block.text}]
             return {"id": name, "type": "reasoning", "summary": [], "content": content}
-        if block.kind == Kind.TEXT:
-            part = {"type": "output_text", "text": block.text, "annotations": [], "logprobs": block.logprobs}
+        if block.kind != Kind.CALL:
+            part: Json = {"type": "refusal", "refusal": block.text}
+            if block.kind == Kind.TEXT:
+                part = {"type": "output_text", "text": block.text, "annotations": [], "logprobs": block.logprobs}
             return {"id": name, "type": "message", "role": "assistant", "status": status, "content": [part]}
         call = {"id": name, "call_id": block.id, "name": block.name, "status": status}
         if block.name in self._spaces:
@@ -170,12 +173,21 @@ class ResponseRenderer(BlockRenderer):
         return event
 
 
+def _end_of_text(block: Block) -> tuple[str, Json]:
+    """Return the event that ends a text, and its fields."""
+    if block.kind == Kind.REASONING:
+        return "response.reasoning_text.done", {"text": block.text}
+    if block.kind == Kind.REFUSAL:
+        return "response.refusal.done", {"refusal": block.text}
+    return "response.output_text.done", {"text": block.text, "logprobs": block.logprobs}
+
+
 def _usage(usage: TokenCounts) -> Json:
     """Return the usage; `input_tokens` counts what came from the cache, too."""
     prompt, completion = usage.prompt_tokens or 0, usage.completion_tokens or 0
     return {
         "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": usage.cached},
+        "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
         "output_tokens": completion,
         "output_tokens_details": {"reasoning_tokens": usage.thought},
         "total_tokens": prompt + completion if usage.total_tokens is None else usage.total_tokens,

@@ -141,10 +141,13 @@ def _thought(item: Json) -> str:
 def _content(content: Any, role: str) -> Any:
     if isinstance(content, str):
         return content
-    parts = inner_request.joined([_part(part) for part in content])
-    if role == "assistant" and not isinstance(parts, str):
+    parts = [_part(part) for part in content]
+    if role == "user":
+        return inner_request.content_of(parts)
+    joined = inner_request.joined(parts, "" if role == "assistant" else "\n")
+    if role == "assistant" and not isinstance(joined, str):
         raise BadRequest("input: an assistant message may contain text only", param="input")
-    return parts
+    return joined
 
 
 def _part(part: Json) -> Json:

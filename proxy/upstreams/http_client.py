@@ -32,7 +32,8 @@ _MAX_IDLE_SECONDS = 4.0  # vLLM closes idle connections after 5 seconds: ours mu
 class HttpClient:
     """Connections to any number of upstreams.
 
-    `credentials_urls`: the URL with user and password, by the URL without them, for upstreams that have them.
+    `credentials_urls`: the URL with user and password, by the URL without them, for upstreams that have them. `server`:
+    what runs there, for the errors.
     """
 
     def __init__(
@@ -40,7 +41,9 @@ class HttpClient:
         limits: ResponseLimits,
         connect_timeout_seconds: float,
         credentials_urls: Mapping[str, str] = MappingProxyType({}),
+        server: str = "vLLM",
     ) -> None:
+        self._server = server
         self._limits = limits
         self._connect_timeout = connect_timeout_seconds
         self._credentials_urls = credentials_urls
@@ -65,7 +68,7 @@ class HttpClient:
     def _origin(self, url: str) -> _Origin:
         # Replicas come and go: those that are not used any more are forgotten when another one comes.
         self._origins = {known: one for known, one in self._origins.items() if one.is_in_use()}
-        origin = self._origins[url] = _Origin(self._credentials_urls.get(url, url), self._connect_timeout)
+        origin = self._origins[url] = _Origin(self._credentials_urls.get(url, url), self._connect_timeout, self._server)
         return origin
 
     async def _request(
@@ -109,7 +112,8 @@ class _Origin:
     `url` has no credentials and may be logged.
     """
 
-    def __init__(self, url: str, connect_timeout_seconds: float) -> None:
+    def __init__(self, url: str, connect_timeout_seconds: float, server: str) -> None:
+        self._server = server
         self.url = without_credentials(url)
         self._target = _Target.of(url)
         self._connect_timeout = connect_timeout_seconds
@@ -191,4 +195,4 @@ class _Origin:
         self._open.discard(connection)
 
     def _unreachable(self, reason: str) -> UpstreamUnreachable:
-        return UpstreamUnreachable("cannot be reached", url=self.url, detail=f"{reason}; is vLLM running there?")
+        return UpstreamUnreachable("cannot be reached", url=self.url, detail=f"{reason}; is {self._server} running there?")

@@ -19,7 +19,7 @@ from ratchet.store.records import pack_ids, pack_logprobs
 _PIECE = 64 * 1024  # bytes of ids that are decoded at once
 _MAX_DEPTH = 100  # levels of JSON in a message: what a parser takes differs between versions of Python
 
-_REASONING = ("reasoning", "reasoning_content")  # vLLM's name, and that of other servers
+_OTHER_TEXTS = ("reasoning", "reasoning_content", "refusal")  # vLLM's name of reasoning, and that of other servers
 
 
 class _Logprob(msgspec.Struct):
@@ -88,7 +88,7 @@ def _packed_ids(raw: bytes) -> bytes:
 class SampledChoice:
     """One choice of a response, while it arrives."""
 
-    __slots__ = ("_content", "_message", "_reasoning", "_tools", "finish_reason", "ids", "index", "logprobs")
+    __slots__ = ("_content", "_message", "_other_texts", "_tools", "finish_reason", "ids", "index", "logprobs")
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -96,7 +96,7 @@ class SampledChoice:
         self.logprobs: list[float] = []
         self.finish_reason: str | None = None
         self._content: list[str] = []
-        self._reasoning: dict[str, list[str]] = {}
+        self._other_texts: dict[str, list[str]] = {}
         self._tools: dict[int, dict[str, Any]] = {}
         self._message: dict[str, Any] | None = None
 
@@ -108,10 +108,9 @@ class SampledChoice:
         """Add a streamed delta."""
         if content := delta.get("content"):
             self._content.append(_checked_text(content))
-        for name in _REASONING:
-            if thought := delta.get(name):
-                _checked_text(thought)
-                self._reasoning.setdefault(name, []).append(thought)
+        for name in _OTHER_TEXTS:
+            if text := delta.get(name):
+                self._other_texts.setdefault(name, []).append(_checked_text(text))
         for part in delta.get("tool_calls") or ():
             place = part.get("index", 0)
             if not isinstance(place, int):
@@ -129,15 +128,15 @@ class SampledChoice:
         if self._message is not None:
             return self._message
         message: dict[str, Any] = {"role": "assistant", "content": "".join(self._content) or None}
-        for name, thoughts in self._reasoning.items():
-            message[name] = "".join(thoughts)
+        for name, texts in self._other_texts.items():
+            message[name] = "".join(texts)
         if self._tools:
             message["tool_calls"] = [self._tools[index] for index in sorted(self._tools)]
         return message
 
     def has_content(self) -> bool:
         """Return whether the client got any content of this choice."""
-        return bool(self._message or self._content or self._tools or self._reasoning)
+        return bool(self._message or self._content or self._tools or self._other_texts)
 
     def defect(self) -> str | None:
         """Return why these tokens cannot be trained, or None."""

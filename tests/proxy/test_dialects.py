@@ -52,7 +52,8 @@ def by_messages(proxy: Proxy, text: str, streamed: bool, tools: bool) -> None:
 
 
 def by_completions(proxy: Proxy, text: str, streamed: bool, tools: bool) -> None:
-    answer: Any = proxy.agent().completions.create(model="agent", prompt=text, stream=streamed)
+    agent = proxy.agent(strict=False)  # its type demands a finish reason in every chunk
+    answer: Any = agent.completions.create(model="agent", prompt=text, stream=streamed)
     assert list(answer)
 
 

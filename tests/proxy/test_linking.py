@@ -342,6 +342,14 @@ def test_an_invalid_id_is_refused(proxy: Proxy, name: str) -> None:
     assert "trajectory id" in answer.json()["error"]["message"]
 
 
+def test_a_session_in_another_format_is_a_trajectory_too(proxy: Proxy) -> None:
+    request, sessions = {"model": "agent", "messages": [USER]}, ("aGVs/bG8=", "aGVs/bG8=", "a b")
+    answers = [proxy.http.post("/v1/chat/completions", json=request, headers={"x-session-id": s}) for s in sessions]
+    first, again, other = (answer.headers["x-ratchet-trajectory"] for answer in answers)
+    assert first == again != other
+    assert first.startswith("session-")
+
+
 def test_an_id_may_hold_points(proxy: Proxy) -> None:
     request = {"model": "agent", "messages": [USER]}
     for name in ("...", "..a", "v1.2"):

@@ -85,9 +85,9 @@ def test_a_standby_takes_over_from_a_coordinator_that_hangs(standby: Machines) -
     other, restarts = 3 - first, standby.log(first).count("name=coordinator pid=")
     standby.signal_coordinator(signal.SIGSTOP, first)
     try:
+        assert [standby.turn(one, _LONG.format(1, n, 1, n)) for n, one in enumerate(conversations)] == before
         eventually(lambda: standby.log(other).count("event=linking_restored") == 1, 60)
         eventually(lambda: all(standby.log(one).count("event=coordinator_connected") >= 4 for one in (1, 2)), 60)
-        assert [standby.turn(one, _LONG.format(1, n, 1, n)) for n, one in enumerate(conversations)] == before
     finally:
         standby.signal_coordinator(signal.SIGCONT, first)
     # The first one does not decide again: it starts again, and stands by.
@@ -107,8 +107,8 @@ def test_another_machine_takes_over_from_one_that_dies(standby: Machines) -> Non
     other = 3 - first
     standby.proxies[first - 1].kill()
     standby.proxies[first - 1] = standby.proxies[other - 1]
-    eventually(lambda: standby.log(other).count("event=coordinator_connected") >= 4, 90)
     assert [standby.turn(one, _LONG.format(1, n, 1, n)) for n, one in enumerate(conversations)] == before
+    eventually(lambda: standby.log(other).count("event=coordinator_connected") >= 4, 90)
 
 
 def test_a_coordinator_refuses_workers_and_operators_without_its_token(machines: Machines) -> None:

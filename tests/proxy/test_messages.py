@@ -20,7 +20,9 @@ TOOLS: Any = [{"name": "search", "description": "finds", "input_schema": {"type"
 @pytest.fixture
 def client(proxy: Proxy) -> Iterator[anthropic.Anthropic]:
     """An agent on Anthropic's SDK; its key travels as x-api-key."""
-    with anthropic.Anthropic(base_url=proxy.url, api_key="k", max_retries=0, timeout=20.0) as made:
+    with anthropic.Anthropic(
+        base_url=proxy.url, api_key="k", max_retries=0, timeout=20.0, _strict_response_validation=True
+    ) as made:
         yield made
 
 

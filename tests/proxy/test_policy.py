@@ -287,6 +287,12 @@ def test_a_query_passes_through_unchanged(proxy: Proxy, vllm: ScriptedVllm) -> N
     assert vllm.queries[-1] == b"a=%2e%2e/%2F&b=c+d"
 
 
+@pytest.mark.parametrize("path", ["/detokenize", "/v1/detokenize", "/t/run-7/v1/pooling"])
+def test_routes_that_vllm_has_outside_v1_pass_through(proxy: Proxy, path: str) -> None:
+    answer = proxy.http.post(path, json={"model": "agent", "tokens": [1]})
+    assert answer.json()["path"] == path[path.rindex("/") :]
+
+
 def test_other_routes_pass_through_with_the_alias_resolved(proxy: Proxy) -> None:
     answer = proxy.http.post("/v1/embeddings?x=1", json={"model": "agent", "input": "a", "n": 1.50})
     assert answer.json() == {"path": "/v1/embeddings", "body": '{"model":"tiny-base","input":"a","n":1.5}'}

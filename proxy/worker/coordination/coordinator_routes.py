@@ -30,7 +30,7 @@ class CoordinatorRoutes:
         self._url = url
         self._token = token
         self._max_bytes = max_bytes
-        self._client = HttpClient(_LIMITS, 1.0)
+        self._client = HttpClient(_LIMITS, 1.0, server="the coordinator")
 
     async def start(self) -> None:
         """Nothing to start."""

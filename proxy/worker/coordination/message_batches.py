@@ -31,6 +31,7 @@ log = logging.getLogger("ratchet.proxy")
 _TIMEOUT = 5.0  # seconds for the answers to a batch, which the coordinator has at once
 _SLOW_TIMEOUT = 30.0  # for a greeting, and for a call that the coordinator looks up in the store
 _CONNECT_TIMEOUT = 1.0
+_AGAIN_SECONDS = 0.1  # between greetings to a coordinator that does not decide yet
 _MAX_RESPONSE_BYTES = 2**26
 _MAX_POSTS = 4  # under way at once; more messages wait, and share the next one
 
@@ -51,6 +52,7 @@ class MessageBatches:
         self.url = ""  # of the coordinator that knows the session
         self.refusal = "no coordinator can be reached"  # why the last greeting failed
         self.answered_at = float("-inf")  # seconds of the event loop's clock: the last answer of a coordinator
+        self.has_standby = False  # several coordinators were named at the last greeting
         self._session = new_id("session")
         self._boot = ""  # of the coordinator that knows the session
         self._seen = 0.0  # its time, as it sent it last
@@ -89,18 +91,30 @@ class MessageBatches:
             self._boot, self._seen,
         )  # fmt: skip
         urls = await asyncio.to_thread(self._coordinators.resolve)
-        greetings = [asyncio.ensure_future(self._greet(url, messages.encode(hello))) for url in urls]
+        self.has_standby = len(urls) > 1
+        waiting = set(urls)  # for a first answer
+        greetings = [asyncio.ensure_future(self._greet_often(url, messages.encode(hello), waiting)) for url in urls]
         try:
             for greeting in asyncio.as_completed(greetings):
-                if (found := await greeting) is not None:
-                    self.url, welcome = found
-                    self._boot, self._seen = welcome.boot, welcome.at
-                    return True
+                if (found := await greeting) is None:
+                    return False
+                self.url, welcome = found
+                self._boot, self._seen = welcome.boot, welcome.at
+                return True
             return False
         finally:
             for one in greetings:
                 one.cancel()
             await asyncio.gather(*greetings, return_exceptions=True)
+
+    async def _greet_often(self, url: str, hello: bytes, waiting: set[str]) -> tuple[str, Welcome] | None:
+        """Greet a coordinator again while the greeting to another one has no answer: that one may hang."""
+        while (found := await self._greet(url, hello)) is None:
+            waiting.discard(url)
+            if not waiting:
+                return None
+            await asyncio.sleep(_AGAIN_SECONDS)
+        return found
 
     async def _greet(self, url: str, hello: bytes) -> tuple[str, Welcome] | None:
         """Return the URL of a coordinator that answers, and its answer; None if it does not."""
@@ -199,4 +213,4 @@ def _is_gone(error: UpstreamError) -> bool:
 
 
 def _client(timeout: float) -> HttpClient:
-    return HttpClient(ResponseLimits(timeout, timeout, _MAX_RESPONSE_BYTES), _CONNECT_TIMEOUT)
+    return HttpClient(ResponseLimits(timeout, timeout, _MAX_RESPONSE_BYTES), _CONNECT_TIMEOUT, server="the coordinator")

@@ -7,7 +7,8 @@ Promises:
   follows never overtakes it. If the connection is lost, it waits until the coordinator has noticed that too, unless its
   process is gone. An end that it does not have is delivered later.
 - While the coordinator is away, calls are served (`cautious_linker.py`): from `_PATIENCE_SECONDS` after the loss on if
-  its process is gone, because another one starts, else from when it has noticed the loss too (`unheard_workers.py`).
+  its process is gone, because another one starts, else from when it has noticed the loss too (`unheard_workers.py`);
+  if there are several coordinators, `_STANDBY_SECONDS` after the loss.
   When it is back, it learns what this worker placed, and what ended before: the last `_MAX_RECENT` calls.
 - A worker that is started again while the coordinator is away knows what the store has, its own journal included.
 - A call that was abandoned while it waited for its place is closed.
@@ -57,6 +58,7 @@ log = logging.getLogger("ratchet.proxy")
 _LATE_SECONDS = 0.25  # an end that the coordinator has later counts as late
 _MAX_RECENT = 2_000  # ended calls that the coordinator may have lost
 _PATIENCE_SECONDS = 5.0  # that a call waits for a coordinator whose process is gone: longer than it takes to start
+_STANDBY_SECONDS = 15.0  # the same for another coordinator: its lease, and its wait for the workers that are missing
 _CHECK_SECONDS = 1.0  # between two looks whether it is there
 _RETRY_SECONDS = 0.1  # between greetings while the coordinator is away
 _START_SECONDS = 60.0
@@ -260,9 +262,11 @@ class RemoteAdmission:
             self._is_connected = False
             self._limits.disconnect()
             self._is_gone = is_gone
-            self._alone_at = asyncio.get_running_loop().time() + _PATIENCE_SECONDS
-            if not is_gone:  # it may decide on other workers' calls until it notices
-                self._alone_at = self._batches.answered_at + ALONE_SECONDS
+            now = asyncio.get_running_loop().time()
+            # One that is not gone may decide on other workers' calls until it notices.
+            self._alone_at = now + _PATIENCE_SECONDS if is_gone else self._batches.answered_at + ALONE_SECONDS
+            if self._batches.has_standby:
+                self._alone_at = max(self._alone_at, now + _STANDBY_SECONDS)
             self._connected.clear()
             self._lost.set()
 

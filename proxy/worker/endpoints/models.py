@@ -66,7 +66,7 @@ def _anthropic_page(cards: Mapping[str, Card]) -> Card:
 
 def _anthropic(card: Card) -> Card:
     created = datetime.fromtimestamp(card["created"], UTC).isoformat().replace("+00:00", "Z")
-    return {"type": "model", "id": card["id"], "display_name": card["id"], "created_at": created}
+    return {"type": "model", "id": card["id"], "display_name": card["id"], "created_at": created, "lifecycle": "active"}
 
 
 def _card(name: str, created_at: float, parent: str | None) -> Card:

@@ -1,4 +1,4 @@
-"""All other routes under /v1: forwarded and streamed back, not captured.
+"""All other routes under /v1, and vLLM's for token ids and pooling: forwarded and streamed back, not captured.
 
 A `model` in a JSON body is an alias here too: it becomes the served name of the live version, and an adapter that the
 replica does not have is loaded. A key that is limited to agents has to name one: vLLM reads the model of any other body
@@ -48,6 +48,7 @@ _CONTROL = frozenset(
         "get_world_size", "server_info", "kv_event_sources", "fault_tolerance",
     }
 )  # fmt: skip
+OUTSIDE_V1 = ("/tokenize", "/detokenize", "/classify", "/pooling")  # routes that vLLM has without /v1 only
 _OTHER_MODEL_ROUTES = ("/embeddings", "/rerank", "/score", "/classify", "/pooling", "/moderations")
 _KEY_PARAMETERS = ("key", "api_key", "api-key", "apikey", "x-api-key", "access_token", "token", "authorization")
 _NO_ROUTE = b'{"detail":"Not Found"}'  # of vLLM's web framework
@@ -116,7 +117,8 @@ class PassThroughEndpoint:
 
     async def _forward(self, scope: Scope, body: bytes, version: tuple[str, int] | None) -> UpstreamResponse:
         """Forward the request; load the adapter of `version` if the replica does not have it."""
-        path, headers = f"/v1{scope[PATH]}{_query(scope)}", _headers(scope)
+        above = "" if scope[PATH] in OUTSIDE_V1 else "/v1"
+        path, headers = f"{above}{scope[PATH]}{_query(scope)}", _headers(scope)
 
         async def send(replica: Replica) -> HttpResponse:
             response = await self._upstream.send(replica.url, scope["method"], path, body or None, headers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 
@@ -31,7 +32,7 @@ def _named_trajectory(scope: Scope, headers: Mapping[bytes, bytes], request: Cha
     """Return the explicit trajectory id, and where it was found. Raises BadRequest."""
     for named_by, value in (
         ("path", scope[TRAJECTORY]),
-        ("header", _text(headers, b"x-ratchet-trajectory") or _text(headers, b"x-session-id")),
+        ("header", _header_id(headers)),
         ("body", request.trajectory),
         ("key", scope[CALLER].trajectory),
         ("previous_response", request.follows.trajectory_id if request.follows else None),
@@ -46,6 +47,19 @@ def _named_trajectory(scope: Scope, headers: Mapping[bytes, bytes], request: Cha
     return None, ""
 
 
+def _header_id(headers: Mapping[bytes, bytes]) -> str | None:
+    """Return the trajectory id from the headers.
+
+    Agents that know nothing of trajectories send `x-session-id` too: one in another format is named by its hash.
+    """
+    if name := _text(headers, b"x-ratchet-trajectory"):
+        return name
+    session = _text(headers, b"x-session-id")
+    if session is None or _ID.fullmatch(session):
+        return session
+    return f"session-{hashlib.blake2b(session.encode(), digest_size=16).hexdigest()}"
+
+
 def with_deployment(scope: Scope, body: bytes) -> bytes:
     """Return a JSON body with the path's deployment as its model; clients of Azure OpenAI may name another or none."""
     name = scope[DEPLOYMENT]
@@ -56,8 +70,7 @@ def with_deployment(scope: Scope, body: bytes) -> bytes:
 
 def trajectory_outside_body(scope: Scope, headers: Mapping[bytes, bytes]) -> str | None:
     """Return the trajectory id from path, header or key, for a body that is not parsed."""
-    from_header = _text(headers, b"x-ratchet-trajectory") or _text(headers, b"x-session-id")
-    name: str | None = scope[TRAJECTORY] or from_header or scope[CALLER].trajectory
+    name: str | None = scope[TRAJECTORY] or _header_id(headers) or scope[CALLER].trajectory
     return name
 
 

@@ -28,9 +28,10 @@ class Proxy:
         self.http = httpx.Client(base_url=url, timeout=20)
         self.clients: list[openai.OpenAI] = []
 
-    def agent(self, key: str = "k", path: str = "/v1", **options: Any) -> openai.OpenAI:
-        """An agent's client."""
-        client = openai.OpenAI(base_url=self.url + path, api_key=key, **{"max_retries": 0, "timeout": 20.0, **options})
+    def agent(self, key: str = "k", path: str = "/v1", strict: bool = True, **options: Any) -> openai.OpenAI:
+        """An agent's client. If `strict`, it fails at an answer that the SDK's types do not allow."""
+        settings = {"max_retries": 0, "timeout": 20.0, "_strict_response_validation": strict, **options}
+        client = openai.OpenAI(base_url=self.url + path, api_key=key, **settings)
         self.clients.append(client)
         return client
 
