@@ -195,4 +195,6 @@ class _Origin:
         self._open.discard(connection)
 
     def _unreachable(self, reason: str) -> UpstreamUnreachable:
-        return UpstreamUnreachable("cannot be reached", url=self.url, detail=f"{reason}; is {self._server} running there?")
+        return UpstreamUnreachable(
+            "cannot be reached", url=self.url, detail=f"{reason}; is {self._server} running there?"
+        )
