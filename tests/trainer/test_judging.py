@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
+import numpy
 import pytest
+import torch
 
-from ratchet.store.records import Group
+from ratchet.store.records import Group, Verdict
 from ratchet.store.states import GroupState
 from ratchet.store.store import Store
+from ratchet.trainer.controller.judges import GroupJudgement
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.controller.judging.judge_runner import JudgeRunner, zero_variance_groups
@@ -67,16 +72,62 @@ def test_components_and_explanation_are_kept(store: Store) -> None:
         float("nan"),
         "high",
         10**400,
+        1e300,
+        -1.5e9,
         {"components": {}},
         {"score": 1, "components": {"x": "y"}},
         {"score": 1, "components": ["x"]},
+        {"score": 1, "components": {"x": 1e300}},
+        {"score": 1, "components": dict.fromkeys(map(str, range(1001)), 0.5)},
+        {"score": 1, "components": {"x" * 201: 0.5}},
     ],
-    ids=["exception", "nothing", "nan", "text", "huge", "no score", "bad component", "components list"],
+    ids=[
+        "exception",
+        "nothing",
+        "nan",
+        "text",
+        "huge",
+        "too large",
+        "too low",
+        "no score",
+        "bad component",
+        "components list",
+        "component too large",
+        "too many components",
+        "long name",
+    ],
 )
 def test_a_judge_failure_is_never_a_score(store: Store, bad: Any) -> None:
     group = score(store, keeper(store), ready_group(store, {"a": 1.0, "b": bad}))
     assert (group.state, group.failures) == (GroupState.READY, 1)
     assert list(store.groups.verdicts(group.members)) == [group.members[0]]
+
+
+@pytest.mark.parametrize("number", [Decimal("0.5"), Fraction(1, 2), numpy.float32(0.5), torch.tensor([0.5])])
+def test_a_number_of_any_library_is_a_score(store: Store, number: Any) -> None:
+    group = score(
+        store, keeper(store), ready_group(store, {"a": {"score": number, "components": {"x": number}}, "b": 1})
+    )
+    verdict = store.groups.verdicts(group.members)[group.members[0]]
+    assert (verdict.score, verdict.components) == (0.5, {"x": 0.5})
+
+
+def test_a_long_explanation_and_a_long_failure_are_cut_with_a_note(store: Store) -> None:
+    long = {"score": 1.0, "explanation": "e" * 3_000_000}
+    group = score(store, keeper(store), ready_group(store, {"a": long, "b": ValueError("f" * 5000)}))
+    explained, failed = store.groups.verdict_history(group.id)
+    assert explained.explanation.endswith("e [cut: 3,000,000 characters]")
+    assert len(explained.explanation) == 20_000
+    assert (failed.failure or "").endswith("f [cut: 5,012 characters]")
+    assert len(failed.failure or "") == 2000
+
+
+def test_a_plug_ins_verdict_outside_the_limits_is_a_failure(store: Store) -> None:
+    group = ready_group(store, {"a": 0, "b": 0})
+    given = Verdict(trajectory_id=group.members[0], group_id=group.id, judge="other", judge_version="1", score=1e300)
+    (verdict,) = GroupJudgement((given,)).verdicts
+    assert verdict.score is None
+    assert verdict.failure == ("the judge gave the score 1e+300, which is no finite number from -1e+09 to 1e+09")
 
 
 @pytest.mark.slow
