@@ -17,10 +17,12 @@ from ratchet.trainer.controller.judges import GroupJudgement
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.controller.judging.judge_runner import JudgeRunner, zero_variance_groups
+from ratchet.trainer.controller.judging.second_judge import SecondJudge
 from ratchet.trainer.errors import JudgeError
 from ratchet.trainer.settings.judge_specs import read_spec
 from tests.harness.records import answered_trajectory
 from tests.harness.trainer import judge_samples
+from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says
 
 HERE = "tests.harness.trainer.judge_samples"
 
@@ -164,6 +166,36 @@ def test_a_judge_that_is_away_for_minutes_loses_nothing_and_is_an_alarm_meanwhil
         assert store.groups.awaiting_verdict("agent", now) == [group]
         assert bool(store.alarms.active()) is (group.failures > 1)
     assert "is judged again in 320 s" in store.alarms.active()[0].reason
+
+
+def test_trajectories_wait_for_a_judge_model_that_is_away_and_its_second_judge_is_asked_once(store: Store) -> None:
+    group = ready_group(store, {"Oslo": 0.0, "Rome": 1.0})
+    asked: list[str] = []
+
+    def also(response: str) -> float:
+        asked.append(response)
+        return float(len(asked))
+
+    with ScriptedJudgeModel().running() as model:
+        judge = make_judge(read_spec({"kind": "ruler", "base_url": model.url, "model": "big"}), {})
+        second = SecondJudge(FunctionJudge(also), 1.0, store, "agent", "1")
+        keep = JudgeRunner(store, judge, attempts=2, retry_seconds=5.0, alarm_after=2, second=second)
+        for now, pause in ((100.0, 5.0), (105.0, 5.0), (130.0, 30.0), (400.0, 60.0), (4000.0, 60.0)):
+            model.answers = [(401, "who are you")]
+            group = score(store, keep, group, now=now)
+            assert (group.state, group.failures) == (GroupState.READY, 0)
+            assert store.groups.awaiting_verdict("agent", now + pause - 1.0) == []
+            assert store.groups.awaiting_verdict("agent", now + pause) == [group]
+        (alarm,) = store.alarms.active()
+        assert "in RATCHET_JUDGE_API_KEY" in alarm.reason
+        assert "trajectories wait" in alarm.reason
+        assert store.groups.judge_requests(group.id) == [], "a long outage fills no store"
+        assert store.groups.verdict_history(group.id) == []
+        model.answers = [says({"scores": [{"trajectory_id": str(n), "score": n / 2} for n in (1, 2)]})]
+        assert score(store, keep, group, now=5000.0).state is GroupState.JUDGED
+        assert store.alarms.active() == []
+        keep.close()
+    assert len(asked) <= 2
 
 
 def test_groups_without_variance_are_an_alarm_that_names_judge_score_and_group(store: Store) -> None:

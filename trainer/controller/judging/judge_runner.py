@@ -83,6 +83,7 @@ class JudgeRunner:
         threads = min(judge.concurrency, max_threads or judge.concurrency)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="judge")
         self._pending: dict[str, _PendingGroup] = {}
+        self._away_since: float | None = None  # the first outage in a row
         self.max_read_seconds = _MAX_READ_SECONDS  # of one `submit`
 
     def submit(self, groups: Sequence[Group], read: Callable[[str], Transcript]) -> bool:
@@ -107,7 +108,7 @@ class JudgeRunner:
                 group, _trajectories(members), sizes, _feedback_ids(members), judgement
             )
             self._progress.add_pending(JUDGING)
-            if self._second is not None:
+            if self._second is not None and self._away_since is None:  # else it would be asked at every retry
                 self._second.offer(group.id, members)
         return False
 
@@ -129,7 +130,9 @@ class JudgeRunner:
                 self._record(pending.group, pending.members, pending.feedback_ids, judgement, now)
             except InvalidTransition as dropped:  # with the version that sampled it
                 log.info("event=verdict_too_late group=%s reason=%r", pending.group.id, str(dropped))
-            self._note_progress(pending.sizes, judgement)
+            if judgement.unavailable is None:
+                self._note_progress(pending.sizes, judgement)
+            self._progress.finish_pending(JUDGING)
             if self._second is not None:
                 self._second.compare(pending.group.id, judgement.verdicts)
         return len(done)
@@ -147,7 +150,6 @@ class JudgeRunner:
             reward = {} if verdict.score is None else {"reward": verdict.score}
             self._progress.note(JUDGING, **reward, failed=float(verdict.score is None), seconds=verdict.latency)
             self._progress.note(GATHERING, **reward, **size)
-        self._progress.finish_pending(JUDGING)
 
     def _record(
         self,
@@ -161,6 +163,7 @@ class JudgeRunner:
         if judgement.unavailable is not None:
             self._record_outage(group, judgement, judgement.unavailable, now)
             return
+        self._away_since = None
         failed = {verdict.trajectory_id: verdict for verdict in judgement.verdicts if verdict.failure is not None}
         scored = [
             (member, verdict)
@@ -183,9 +186,14 @@ class JudgeRunner:
             self._alarm_judge_failed(group, judgement, list(failed.values()), left=len(scored) if last else None)
 
     def _record_outage(self, group: Group, judgement: GroupJudgement, reason: str, now: float) -> None:
-        """Let a group wait for a judge that is away, however long, with an alarm. That is no attempt of the judge."""
-        delay = min(self._retry_seconds, _MAX_OUTAGE_PAUSE)
-        self._store.groups.record_judge_failure(group.id, (), now + delay, judgement.judge_requests, counts=False)
+        """Let a group wait for a judge that is away, however long, with an alarm. That is no attempt of the judge.
+
+        The pauses grow with the outage. Requests that were not answered are not stored: there may be very many.
+        """
+        self._away_since = now if self._away_since is None else self._away_since
+        delay = min(max(self._retry_seconds, now - self._away_since), _MAX_OUTAGE_PAUSE)
+        answered = [one for one in judgement.judge_requests if one.status == 200]
+        self._store.groups.record_judge_failure(group.id, (), now + delay, answered, counts=False)
         judge = judgement.verdicts[0].judge if judgement.verdicts else self._judge.name
         self._store.alarms.raise_(
             f"{DropReason.JUDGE_FAILED}:{group.alias}",
