@@ -198,6 +198,34 @@ def test_trajectories_wait_for_a_judge_model_that_is_away_and_its_second_judge_i
     assert len(asked) <= 2
 
 
+def test_a_judge_that_does_not_return_is_an_alarm_until_it_does(store: Store) -> None:
+    keep = keeper(store)
+    keep.hang_seconds = 0.1
+    group = ready_group(store, {"a": 0.0, "b": 1.0})
+    judge_samples.pause.clear()
+    try:
+        keep.submit([group], store.trajectories.read)
+        assert keep.collect_results(102.0, timeout=0.2) == 0
+        assert keep.collect_results(102.0, timeout=0.2) == 0
+        (alarm,) = store.alarms.active()
+        assert alarm.name == "judge_hangs:agent"
+        assert alarm.reason.startswith(f"judge {HERE}:scripted has been judging group {group.id} for over 0.1 s")
+        keep.collect_results(103.0, timeout=0.0)
+        assert store.alarms.active()[0].count == 1, "it is raised once"
+    finally:
+        judge_samples.pause.set()
+    assert keep.collect_results(104.0, timeout=60.0) == 1
+    assert store.groups.get(group.id).state is GroupState.JUDGED
+    keep.collect_results(105.0, timeout=0.0)
+    assert store.alarms.active() == []
+
+
+def test_the_alarm_of_a_judge_that_hung_before_a_restart_ends_with_the_next_scores(store: Store) -> None:
+    store.alarms.raise_("judge_hangs:agent", "an earlier trainer's")
+    score(store, keeper(store), ready_group(store, {"a": 0.0, "b": 1.0}))
+    assert store.alarms.active() == []
+
+
 def test_groups_without_variance_are_an_alarm_that_names_judge_score_and_group(store: Store) -> None:
     keep = keeper(store)
     first = score(store, keep, ready_group(store, {"a": 0.0, "b": 0.0}))

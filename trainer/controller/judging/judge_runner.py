@@ -1,7 +1,8 @@
 """JudgeRunner: has ready groups judged, and raises an alarm if the scores carry no signal.
 
 Promises: a judge failure is never a score. Members without a score after the last attempt are dropped, and the others
-are compared if enough of them remain. A judge that is away drops nothing: its groups wait. A group whose scores do not
+are compared if enough of them remain. A judge that is away drops nothing: its groups wait. A judgement that takes very
+long is an alarm; it cannot be ended. A group whose scores do not
 differ is dropped as `no_variance`; several in a row raise an alarm that names the judge, the scores and the groups. A
 slow judge blocks nobody: groups are judged in threads, as many at a time as the judge allows, and the caller's thread
 records the verdicts. The advantages of a group are computed here, once. `rejudging.py` judges again after feedback that
@@ -11,6 +12,7 @@ came late.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -35,6 +37,7 @@ _SINGLE_WEIGHT = 0.125  # of a group, in the alarm about missing signal
 _RETRY_BACKOFF = 4.0  # factor from one retry of a group to the next
 _MAX_BACKOFFS = 16  # more would only overflow
 _MAX_OUTAGE_PAUSE = 60.0  # seconds until a judge that is away is asked again
+_HANG_SECONDS = 600.0  # after which a judgement in progress is an alarm
 _MAX_QUEUED = 64  # groups that wait beside those that the judge has
 _MAX_READ_SECONDS = 0.25  # for the transcripts of one call
 
@@ -46,6 +49,13 @@ class _PendingGroup:
     sizes: tuple[dict[str, float], ...]
     feedback_ids: tuple[str, ...]  # the feedback that the judge sees
     judgement: Future[GroupJudgement]
+
+
+@dataclass(frozen=True, slots=True)
+class _RunningJudgement:
+    alias: str
+    of: str  # the group, or the single trajectory
+    started: float  # monotonic
 
 
 class JudgeRunner:
@@ -84,7 +94,10 @@ class JudgeRunner:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="judge")
         self._pending: dict[str, _PendingGroup] = {}
         self._away_since: float | None = None  # the first outage in a row
+        self._running: dict[int, _RunningJudgement] = {}  # by thread
+        self._hanging: set[_RunningJudgement] = set()  # those that are an alarm
         self.max_read_seconds = _MAX_READ_SECONDS  # of one `submit`
+        self.hang_seconds = _HANG_SECONDS
 
     def submit(self, groups: Sequence[Group], read: Callable[[str], Transcript]) -> bool:
         """Queue groups for the judge, unless they are queued already or the queue is full.
@@ -114,12 +127,24 @@ class JudgeRunner:
 
     def submit_judge(self, group_id: str | None, members: Sequence[Transcript]) -> Future[GroupJudgement]:
         """Queue a judgement that the caller records."""
-        judgement = self._threads.submit(self._judge.judge, group_id, members)
+        judgement = self._threads.submit(self._judge_now, group_id, members)
         judgement.add_done_callback(lambda _: self._on_done())
         return judgement
 
+    def _judge_now(self, group_id: str | None, members: Sequence[Transcript]) -> GroupJudgement:
+        """Judge in a thread of the pool, and say meanwhile what is judged since when."""
+        if members:
+            run = members[0].trajectory
+            of = f"group {group_id}" if group_id else f"trajectory {run.id}"
+            self._running[threading.get_ident()] = _RunningJudgement(run.alias, of, time.monotonic())
+        try:
+            return self._judge.judge(group_id, members)
+        finally:
+            self._running.pop(threading.get_ident(), None)
+
     def collect_results(self, now: float, timeout: float) -> int:
         """Record finished judgements, after waiting at most `timeout` seconds for them; return how many groups."""
+        self._watch_running()
         if not self._pending:
             return 0
         done, _ = wait([pending.judgement for pending in self._pending.values()], timeout=timeout)
@@ -143,6 +168,23 @@ class JudgeRunner:
         self._judge.close()
         if self._second is not None:
             self._second.close()
+
+    def _watch_running(self) -> None:
+        """Raise an alarm once judgements take too long, and clear it once they have ended."""
+        late = time.monotonic() - self.hang_seconds
+        hanging = {one for one in list(self._running.values()) if one.started < late}
+        if hanging == self._hanging:
+            return
+        for one in sorted(hanging - self._hanging, key=lambda one: one.started):
+            self._store.alarms.raise_(
+                f"judge_hangs:{one.alias}",
+                f"judge {self._judge.name} has been judging {one.of} for over {self.hang_seconds:g} s, and what waits "
+                "for it is not judged: give the calls inside the judge a time-out; if it never returns, restart the "
+                "trainer",
+            )
+        if not hanging:
+            self._store.alarms.clear(*{f"judge_hangs:{one.alias}" for one in self._hanging})
+        self._hanging = hanging
 
     def _note_progress(self, sizes: Sequence[dict[str, float]], judgement: GroupJudgement) -> None:
         """Add a group's members to the running means. A failed verdict has no reward."""
@@ -223,6 +265,8 @@ class JudgeRunner:
         )
         self._judged.estimator.remember(judged.members, judged.verdicts)
         over = [] if failed else [f"{DropReason.JUDGE_FAILED}:{group.alias}"]
+        if not self._hanging:  # an earlier trainer's
+            over.append(f"judge_hangs:{group.alias}")
         if signal:
             self._zero_variance.clear()
             over.append(f"no_signal:{group.alias}")
