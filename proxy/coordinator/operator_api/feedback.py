@@ -31,6 +31,7 @@ WAITING_DETAIL = (
     "recorded; its target is not in the store yet, because the store is down or a proxy has not shipped its journal: "
     "the feedback is placed when its call is stored, and is listed as waiting in `ratchet feedback list` until then"
 )
+_VALUES = f'give a number {SCORE_RANGE}, true, false, "up" or "down"'
 _TIMEOUT = 3.0  # seconds for a call to reach the store, from here or from another proxy, before its id is unknown
 
 
@@ -93,7 +94,7 @@ def parse_feedback(body: bytes) -> FeedbackBody:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         field = str(first["loc"][0]) if first["loc"] else None
-        reason = first["msg"].removeprefix("Value error, ")
+        reason = _VALUES if field == "value" else first["msg"].removeprefix("Value error, ")
         raise BadRequest(f"{field}: {reason}" if field else reason, param=field) from error
 
 
