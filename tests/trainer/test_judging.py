@@ -124,6 +124,16 @@ def test_a_long_explanation_and_a_long_failure_are_cut_with_a_note(store: Store)
     assert len(failed.failure or "") == 2000
 
 
+def test_the_alarm_has_the_beginning_of_a_long_failure(store: Store) -> None:
+    group = ready_group(store, {"a": ValueError("f" * 5000), "b": 1.0})
+    keep = keeper(store)
+    score(store, keep, group)
+    score(store, keep, group, now=110.0)
+    (alarm,) = store.alarms.active()
+    assert "e.g. ValueError: fff" in alarm.reason
+    assert len(alarm.reason) < 900
+
+
 def test_a_plug_ins_verdict_outside_the_limits_is_a_failure(store: Store) -> None:
     group = ready_group(store, {"a": 0, "b": 0})
     given = Verdict(trajectory_id=group.members[0], group_id=group.id, judge="other", judge_version="1", score=1e300)

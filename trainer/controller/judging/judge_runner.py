@@ -25,6 +25,7 @@ from ratchet.store.store import Store
 from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator
 from ratchet.trainer.controller.background_work import ignore
 from ratchet.trainer.controller.judges import GroupJudgement, Judge
+from ratchet.trainer.controller.judges.limits import cut
 from ratchet.trainer.controller.judging.judged_groups import JudgedGroupCache
 from ratchet.trainer.controller.judging.second_judge import SecondJudge
 from ratchet.trainer.observability.progress import GATHERING, JUDGING, Progress
@@ -38,6 +39,7 @@ _RETRY_BACKOFF = 4.0  # factor from one retry of a group to the next
 _MAX_BACKOFFS = 16  # more would only overflow
 _MAX_OUTAGE_PAUSE = 60.0  # seconds until a judge that is away is asked again
 _HANG_SECONDS = 600.0  # after which a judgement in progress is an alarm
+_MAX_ALARM_CHARS = 500  # of a failure in an alarm; `ratchet judge show` has more
 _MAX_QUEUED = 64  # groups that wait beside those that the judge has
 _MAX_READ_SECONDS = 0.25  # for the transcripts of one call
 
@@ -284,7 +286,7 @@ class JudgeRunner:
         self, group: Group, judgement: GroupJudgement, failed: Sequence[Verdict], left: int | None
     ) -> None:
         """Report a judge failure; `left` is the number of scored members, None before the last attempt."""
-        reason = failed[0].failure
+        reason = cut(failed[0].failure or "", _MAX_ALARM_CHARS)
         log.warning(
             "event=judge_failed group=%s attempt=%d of=%d failures=%d judge=%s reason=%r",
             group.id, group.failures + 1, self._attempts, len(failed), self._judge.name, reason,
