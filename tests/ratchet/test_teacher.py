@@ -74,9 +74,7 @@ def test_a_teacher_that_is_not_one_model_of_the_list_is_refused(
 
 
 @pytest.mark.parametrize("kind", ["ruler", "next_state"])
-def test_a_model_judge_without_a_model_is_told_that_one_of_model_list_needs_no_address(
-    kind: str, tmp_path: Path
-) -> None:
+def test_a_model_judge_without_a_model_names_model_list_which_needs_no_address(kind: str, tmp_path: Path) -> None:
     content = {"state_dir": tmp_path, "base_model": "t", "model_list": [entry()], "trainer": {"judge": {"kind": kind}}}
     reason = r"trainer\.judge\.model: field required: .* model_list, which needs no base_url \(it has teacher\)"
     with pytest.raises(SettingsError, match=reason):

@@ -178,13 +178,13 @@ def test_a_judge_that_is_away_for_minutes_loses_nothing_and_is_an_alarm_meanwhil
     assert "is judged again in 320 s" in store.alarms.active()[0].reason
 
 
-def test_trajectories_wait_for_a_judge_model_that_is_away_and_its_second_judge_is_asked_once(store: Store) -> None:
+def test_trajectories_wait_for_a_judge_model_that_is_away_and_the_second_judge_is_called_once(store: Store) -> None:
     group = ready_group(store, {"Oslo": 0.0, "Rome": 1.0})
-    asked: list[str] = []
+    judged: list[str] = []
 
     def also(response: str) -> float:
-        asked.append(response)
-        return float(len(asked))
+        judged.append(response)
+        return float(len(judged))
 
     with ScriptedJudgeModel().running() as model:
         judge = make_judge(read_spec({"kind": "ruler", "base_url": model.url, "model": "big"}), {})
@@ -205,7 +205,7 @@ def test_trajectories_wait_for_a_judge_model_that_is_away_and_its_second_judge_i
         assert score(store, keep, group, now=5000.0).state is GroupState.JUDGED
         assert store.alarms.active() == []
         keep.close()
-    assert len(asked) <= 2
+    assert len(judged) <= 2
 
 
 def test_a_judge_that_does_not_return_is_an_alarm_until_it_does(store: Store) -> None:

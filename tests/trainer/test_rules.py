@@ -198,7 +198,7 @@ def test_an_unreachable_grader_is_away() -> None:
 @pytest.mark.parametrize(
     ("status", "remedy"), [(401, "in RATCHET_GRADER_SECRET (`secret_env`"), (429, "`concurrency`"), (503, "`url`")]
 )
-def test_a_grader_that_takes_no_request_is_away_and_is_not_asked_about_the_rest(status: int, remedy: str) -> None:
+def test_a_grader_that_takes_no_request_is_away_and_gets_no_further_one(status: int, remedy: str) -> None:
     with ScriptedJudgeModel("/grade").running() as grader:
         grader.answers = [(200, 1.0), (status, "no")]
         judge = made(kind="http", url=f"{grader.url}/grade", max_attempts=1)
@@ -228,7 +228,7 @@ def test_a_composite_with_a_part_that_is_away_is_away() -> None:
     assert "`url` is right" in str(judgement.unavailable)
 
 
-def test_a_next_state_model_that_is_away_is_asked_once() -> None:
+def test_a_next_state_model_that_is_away_gets_one_request() -> None:
     turns: list[Message] = [{"role": "assistant", "content": "Rome"}, {"role": "user", "content": "No."}]
     with ScriptedJudgeModel().running() as model:
         model.answers = [(401, "who are you")]
