@@ -1,12 +1,11 @@
 """JudgeRunner: has ready groups judged, and raises an alarm if the scores carry no signal.
 
 Promises: a judge failure is never a score. Members without a score after the last attempt are dropped, and the others
-are compared if enough of them remain. A judge that is away drops nothing: its groups wait. A judgement that takes very
-long is an alarm; it cannot be ended. A group whose scores do not
+are compared if enough of them remain. A judge that is away drops nothing: its groups wait. A group whose scores do not
 differ is dropped as `no_variance`; several in a row raise an alarm that names the judge, the scores and the groups. A
 slow judge blocks nobody: groups are judged in threads, as many at a time as the judge allows, and the caller's thread
-records the verdicts. The advantages of a group are computed here, once. `rejudging.py` judges again after feedback that
-came late.
+records the verdicts. A judgement that takes very long is an alarm; it cannot be ended. The advantages of a group are
+computed here, once. `rejudging.py` judges again after feedback that came late.
 """
 
 from __future__ import annotations
