@@ -1,14 +1,18 @@
 """The `ratchet` command. Slow imports happen inside the command that needs them: `ratchet --help` takes 0.15 s.
 
 An error is one line on stderr and a non-zero exit code, with a traceback only under RATCHET_DEBUG=1. Ctrl-C exits with
-130 and no traceback.
+130 and no traceback, also while a judge function hangs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import logging
 import os
 import sys
+import threading
+import time
 from pathlib import Path
 
 import click
@@ -35,6 +39,9 @@ from ratchet.commands import (
 )
 from ratchet.commands.suggestions import SuggestingGroup
 from ratchet.errors import InvalidArgument, RatchetError
+from ratchet.supervisor.signals import INTERRUPTED, TERMINATED, Terminated
+
+_STOP_SECONDS = 2.0  # for threads after Ctrl-C
 
 # Errors of a path that the user gave.
 _PATH_ERRORS = (errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.EISDIR, errno.EROFS, errno.ENAMETOOLONG)
@@ -85,7 +92,28 @@ for command in (
 
 def main() -> None:
     """Run the command line of this process; never returns."""
-    sys.exit(run(sys.argv[1:]))
+    try:
+        code = run(sys.argv[1:])
+    except Terminated:
+        code = TERMINATED
+    if code in (INTERRUPTED, TERMINATED):
+        _end_with_threads(code)
+    sys.exit(code)
+
+
+def _end_with_threads(code: int) -> None:
+    """Exit at once if threads go on after a stop: a judge function may never return, and Python waits for threads."""
+    others = [one for one in threading.enumerate() if one is not threading.current_thread() and not one.daemon]
+    until = time.monotonic() + _STOP_SECONDS
+    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C again
+        for thread in others:
+            thread.join(max(0.0, until - time.monotonic()))
+    if any(thread.is_alive() for thread in others):
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it
+                stream.flush()
+        os._exit(code)
 
 
 def run(arguments: list[str]) -> int:
@@ -99,7 +127,7 @@ def run(arguments: list[str]) -> int:
         click.UsageError(str(error)).show()
         return 2
     except (KeyboardInterrupt, click.Abort):
-        return 130
+        return INTERRUPTED
     except Exception as error:  # the last place where an error can become one line
         if os.environ.get("RATCHET_DEBUG") == "1":
             raise

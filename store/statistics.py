@@ -95,7 +95,8 @@ def squared_error(sums: Sums, spread: float) -> float:
     """Return the squared standard error of the mean, including the two half observations."""
     shrunk = sums.total / (sums.count + 1)
     squares = sums.around(shrunk).squares
-    squares += ((spread - shrunk) ** 2 + (spread + shrunk) ** 2) / 2
+    least, largest = spread - shrunk, spread + shrunk
+    squares += (least * least + largest * largest) / 2  # not ** 2, which raises where a product is infinite
     return squares / sums.count / sums.count
 
 

@@ -26,6 +26,7 @@
     │   └── LearnerTaken          another learner trains the base model; the message has its address
     ├── JudgeError                the judge cannot be loaded
     │   ├── JudgeUnavailable      the judge model gave no valid answer
+    │   │   └── JudgeAway         its endpoint takes no request now; the message has the remedy
     │   └── JudgeFailed           one judgement failed: an exception, no return, no finite score
     ├── EngineError
     │   ├── EngineUnreachable     vLLM does not respond; a retry may help
@@ -206,6 +207,10 @@ class JudgeError(TrainerError):
 
 class JudgeUnavailable(JudgeError):
     """The judge model gave no valid answer in any attempt."""
+
+
+class JudgeAway(JudgeUnavailable):
+    """The judge model's endpoint cannot be reached, refuses the key or takes no request now. A later try may help."""
 
 
 class JudgeFailed(JudgeError):

@@ -15,12 +15,17 @@ _MODEL_KINDS = ("teacher", "ruler", "next_state")
 def judge_with_address(judge: Any, models: Sequence[ModelEntry], key: str) -> Any:
     """Return a judge's setting with the addresses of the models that it names without `base_url`, its parts' too.
 
-    `key` is the setting's name. Raises SettingsError if a model is not listed, or listed more than once.
+    `key` is the setting's name. Raises SettingsError if a model is not named, not listed, or listed more than once.
     """
     if not isinstance(judge, Mapping):
         return judge
     kind = judge.get("kind")
     if kind in _MODEL_KINDS:
+        if judge.get("model") is None and judge.get("base_url") is None:
+            raise SettingsError(
+                f"{key}.model: field required: the name of a model of model_list, which needs no base_url (it has "
+                f"{_listed(models)}), or of one at {key}.base_url"
+            )
         return with_address(judge, models, key)
     if kind == "composite" and isinstance(parts := judge.get("parts"), Sequence):
         places = [f"{key}.parts.{number}" for number in range(len(parts))]
@@ -62,10 +67,9 @@ def with_address(setting: Any, models: Sequence[ModelEntry], key: str) -> Any:
 def _entry_of(name: str, models: Sequence[ModelEntry], key: str, what: str) -> ModelEntry:
     found = [entry for entry in models if entry.model_name == name]
     if not found:
-        listed = ", ".join(dict.fromkeys(entry.model_name for entry in models)) or "no model"
         provider = "hosted_vllm/NAME" if what == "teacher" else "openai/NAME"
         raise SettingsError(
-            f"{key}.model: the {what} {name!r} is not in model_list, which has {listed}: add it there as "
+            f"{key}.model: the {what} {name!r} is not in model_list, which has {_listed(models)}: add it there as "
             f"{provider} with its api_base, or give {key}.base_url"
         )
     if len(found) > 1:
@@ -74,3 +78,7 @@ def _entry_of(name: str, models: Sequence[ModelEntry], key: str, what: str) -> M
             "one of them a name of its own"
         )
     return found[0]
+
+
+def _listed(models: Sequence[ModelEntry]) -> str:
+    return ", ".join(dict.fromkeys(entry.model_name for entry in models)) or "no model"

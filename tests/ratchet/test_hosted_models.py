@@ -105,6 +105,21 @@ def test_ctrl_c_ends_the_proxy_and_the_run_is_resumed(hosted: HostedProject) -> 
     eventually(lambda: hosted.is_at_rest, 60)
 
 
+def test_ctrl_c_ends_an_evaluation_whose_judge_hangs(hosted: HostedProject) -> None:
+    arguments = [*SUMS[:-1], "tests.harness.tuner.judges:hangs"]
+    process = hosted.project.start("eval", "--model", "right-95", "--limit", "3", *arguments)
+    try:
+        eventually(lambda: (hosted.project.folder / "judging").exists(), 120)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode in INTERRUPTED, output
+    assert "--resume tun_" in output
+    assert hosted.is_at_rest
+
+
 def test_a_run_that_fails_leaves_no_proxy(hosted: HostedProject) -> None:
     hosted.project.write(model_list=[*hosted.project.content["model_list"], entry(hosted.sums_url, "crash")])
     done = hosted.project.run("eval", "--model", "crash", *SUMS, seconds=180)

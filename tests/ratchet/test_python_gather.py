@@ -15,12 +15,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 import ratchet
 from examples import gather_and_train
 from ratchet.store.states import GroupState, TrajectoryState
 from ratchet.store.store import Store
+from ratchet.tuner.weights.given_groups import read_given
 from tests.harness.cli.project import ROOT, Project
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
 from tests.harness.proxy.servers import eventually
@@ -219,6 +221,14 @@ async def test_ruler_scores_the_groups_in_a_running_event_loop(served: Project) 
     assert all(sorted(group.rewards, key=float) == [0.1, 0.2, 0.3] for group in groups)  # type: ignore[arg-type]
 
 
+def test_rewards_are_given_one_for_each_trajectory_also_as_numbers_of_other_libraries() -> None:
+    group = ratchet.TrajectoryGroup([Scored(float(n), calls=[CALL]) for n in range(4)])
+    with pytest.raises(ValueError, match="2 rewards are given for the 4 trajectories of this group: give one for each"):
+        group.with_rewards([1, 2])
+    ((_, members),) = read_given([group.with_rewards(numpy.linspace(0, 1, 4, dtype=numpy.float32))]).groups  # type: ignore[arg-type]
+    assert [float(one.reward or 0.0) for one in members] == pytest.approx([0, 1 / 3, 2 / 3, 1])
+
+
 def test_a_failed_rollout_stays_in_its_group_without_a_reward(served: Project) -> None:
     calls = itertools.count()
 
@@ -239,6 +249,11 @@ def test_a_failed_rollout_stays_in_its_group_without_a_reward(served: Project) -
         ([Scored(1.0, messages=[{"role": "user"}])], r"neither an id nor calls.*warm-start"),
         ([Scored(messages=[{"role": "user"}])] * 2, r"neither an id nor calls.*warm-start"),
         ([Scored(float("nan"), calls=[CALL])], "give a finite number"),
+        ([Scored(1e300, calls=[CALL])], r"give a finite number from -1e\+09 to 1e\+09"),
+        (
+            [Scored(1.0, calls=[CALL], metrics={"turns": 1e300})],
+            r"trajectories.0..metrics: component 'turns' is 1e\+300",
+        ),
         (
             [Scored(1.0, calls=[dataclasses.replace(CALL, logprobs=[-1.0])])],
             "2 token_ids and 1 logprobs",

@@ -11,6 +11,10 @@ import pytest
 from ratchet.store.statistics import interval, student_t
 
 
+def test_numbers_whose_squares_are_infinite_have_the_widest_interval() -> None:
+    assert interval([1e300, 0.0, 0.5], 1e300) == (-1e300, 1e300)
+
+
 @pytest.mark.parametrize("confidence", [0.8, 0.95, 0.999])
 @pytest.mark.parametrize("degrees", [1, 2, 3, 5, 10, 30, 101, 399, 400, 1000])
 def test_students_quantiles_are_those_of_scipy(degrees: int, confidence: float) -> None:

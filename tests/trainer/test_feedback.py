@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -12,9 +13,13 @@ from ratchet.store.reasons import DropReason
 from ratchet.store.records import Feedback, Transcript
 from ratchet.store.states import GroupState, TrajectoryState
 from ratchet.store.store import Store
+from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator
 from ratchet.trainer.controller.collect.feedback_wait import FeedbackWait, feedback_wait_of
+from ratchet.trainer.controller.judges import GroupJudgement
 from ratchet.trainer.controller.judges.kinds.feedback import FeedbackJudge, votes_of
 from ratchet.trainer.controller.judges.make_judge import make_judge
+from ratchet.trainer.controller.judges.opinion import DraftVerdict
+from ratchet.trainer.controller.judging.rejudging import Rejudger
 from ratchet.trainer.settings.judge_specs import FeedbackSpec, read_spec
 from tests.harness.records import answered_trajectory
 from tests.harness.trainer import judge_samples
@@ -275,3 +280,25 @@ def test_a_part_that_fails_does_not_hold_late_feedback_for_ever(
     finish_judging(controller, 73.0)
     assert store.feedback.applied_too_late("agent") == []
     assert latest(store, first, second) == [0.0, 1.0]  # a failure is no number
+
+
+def test_late_feedback_waits_for_a_judge_that_is_away_however_long(store: Store) -> None:
+    names = agents_work(store, "a", [0.0])
+    store.trajectories.seal(names[0], 1.0)
+    store.trajectories.drop(names, "ungrouped")
+    say(store, names[0], 1.0)
+    away = [True]
+
+    def submit(group_id: str | None, members: Sequence[Transcript]) -> Future[GroupJudgement]:
+        opinion = DraftVerdict.failed("away") if away[0] else DraftVerdict.of(0.25)
+        verdicts = [opinion.verdict(one, group_id, judge="j", version="1", judged_at=1.0) for one in members]
+        judgement: Future[GroupJudgement] = Future()
+        judgement.set_result(GroupJudgement(tuple(verdicts), unavailable="away" if away[0] else None))
+        return judgement
+
+    rejudger = Rejudger(store, "agent", submit, AdvantageEstimator(), attempts=1, retry_seconds=60.0)
+    for now, changed in ((1000.0, 0), (1061.0, 0), (1122.0, 1)):
+        away[0] = not changed
+        rejudger.submit_late_feedback(now)
+        assert rejudger.collect_results(now, 1.0) == changed
+    assert store.groups.verdicts(names)[names[0]].score == 0.25

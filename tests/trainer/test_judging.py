@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
+import numpy
 import pytest
+import torch
 
-from ratchet.store.records import Group
+from ratchet.store.records import Group, Verdict
 from ratchet.store.states import GroupState
 from ratchet.store.store import Store
+from ratchet.trainer.controller.judges import GroupJudgement
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
 from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.controller.judging.judge_runner import JudgeRunner, zero_variance_groups
+from ratchet.trainer.controller.judging.second_judge import SecondJudge
 from ratchet.trainer.errors import JudgeError
 from ratchet.trainer.settings.judge_specs import read_spec
 from tests.harness.records import answered_trajectory
 from tests.harness.trainer import judge_samples
+from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says
 
 HERE = "tests.harness.trainer.judge_samples"
 
@@ -67,16 +74,72 @@ def test_components_and_explanation_are_kept(store: Store) -> None:
         float("nan"),
         "high",
         10**400,
+        1e300,
+        -1.5e9,
         {"components": {}},
         {"score": 1, "components": {"x": "y"}},
         {"score": 1, "components": ["x"]},
+        {"score": 1, "components": {"x": 1e300}},
+        {"score": 1, "components": dict.fromkeys(map(str, range(1001)), 0.5)},
+        {"score": 1, "components": {"x" * 201: 0.5}},
     ],
-    ids=["exception", "nothing", "nan", "text", "huge", "no score", "bad component", "components list"],
+    ids=[
+        "exception",
+        "nothing",
+        "nan",
+        "text",
+        "huge",
+        "too large",
+        "too low",
+        "no score",
+        "bad component",
+        "components list",
+        "component too large",
+        "too many components",
+        "long name",
+    ],
 )
 def test_a_judge_failure_is_never_a_score(store: Store, bad: Any) -> None:
     group = score(store, keeper(store), ready_group(store, {"a": 1.0, "b": bad}))
     assert (group.state, group.failures) == (GroupState.READY, 1)
     assert list(store.groups.verdicts(group.members)) == [group.members[0]]
+
+
+@pytest.mark.parametrize("number", [Decimal("0.5"), Fraction(1, 2), numpy.float32(0.5), torch.tensor([0.5])])
+def test_a_number_of_any_library_is_a_score(store: Store, number: Any) -> None:
+    group = score(
+        store, keeper(store), ready_group(store, {"a": {"score": number, "components": {"x": number}}, "b": 1})
+    )
+    verdict = store.groups.verdicts(group.members)[group.members[0]]
+    assert (verdict.score, verdict.components) == (0.5, {"x": 0.5})
+
+
+def test_a_long_explanation_and_a_long_failure_are_cut_with_a_note(store: Store) -> None:
+    long = {"score": 1.0, "explanation": "e" * 3_000_000}
+    group = score(store, keeper(store), ready_group(store, {"a": long, "b": ValueError("f" * 5000)}))
+    explained, failed = store.groups.verdict_history(group.id)
+    assert explained.explanation.endswith("e [cut: 3,000,000 characters]")
+    assert len(explained.explanation) == 20_000
+    assert (failed.failure or "").endswith("f [cut: 5,012 characters]")
+    assert len(failed.failure or "") == 2000
+
+
+def test_the_alarm_has_the_beginning_of_a_long_failure(store: Store) -> None:
+    group = ready_group(store, {"a": ValueError("f" * 5000), "b": 1.0})
+    keep = keeper(store)
+    score(store, keep, group)
+    score(store, keep, group, now=110.0)
+    (alarm,) = store.alarms.active()
+    assert "e.g. ValueError: fff" in alarm.reason
+    assert len(alarm.reason) < 900
+
+
+def test_a_plug_ins_verdict_outside_the_limits_is_a_failure(store: Store) -> None:
+    group = ready_group(store, {"a": 0, "b": 0})
+    given = Verdict(trajectory_id=group.members[0], group_id=group.id, judge="other", judge_version="1", score=1e300)
+    (verdict,) = GroupJudgement((given,)).verdicts
+    assert verdict.score is None
+    assert verdict.failure == ("the judge gave the score 1e+300, which is no finite number from -1e+09 to 1e+09")
 
 
 @pytest.mark.slow
@@ -113,6 +176,64 @@ def test_a_judge_that_is_away_for_minutes_loses_nothing_and_is_an_alarm_meanwhil
         assert store.groups.awaiting_verdict("agent", now) == [group]
         assert bool(store.alarms.active()) is (group.failures > 1)
     assert "is judged again in 320 s" in store.alarms.active()[0].reason
+
+
+def test_trajectories_wait_for_a_judge_model_that_is_away_and_the_second_judge_is_called_once(store: Store) -> None:
+    group = ready_group(store, {"Oslo": 0.0, "Rome": 1.0})
+    judged: list[str] = []
+
+    def also(response: str) -> float:
+        judged.append(response)
+        return float(len(judged))
+
+    with ScriptedJudgeModel().running() as model:
+        judge = make_judge(read_spec({"kind": "ruler", "base_url": model.url, "model": "big"}), {})
+        second = SecondJudge(FunctionJudge(also), 1.0, store, "agent", "1")
+        keep = JudgeRunner(store, judge, attempts=2, retry_seconds=5.0, alarm_after=2, second=second)
+        for now, pause in ((100.0, 5.0), (105.0, 5.0), (130.0, 30.0), (400.0, 60.0), (4000.0, 60.0)):
+            model.answers = [(401, "who are you")]
+            group = score(store, keep, group, now=now)
+            assert (group.state, group.failures) == (GroupState.READY, 0)
+            assert store.groups.awaiting_verdict("agent", now + pause - 1.0) == []
+            assert store.groups.awaiting_verdict("agent", now + pause) == [group]
+        (alarm,) = store.alarms.active()
+        assert "in RATCHET_JUDGE_API_KEY" in alarm.reason
+        assert "trajectories wait" in alarm.reason
+        assert store.groups.judge_requests(group.id) == [], "a long outage fills no store"
+        assert store.groups.verdict_history(group.id) == []
+        model.answers = [says({"scores": [{"trajectory_id": str(n), "score": n / 2} for n in (1, 2)]})]
+        assert score(store, keep, group, now=5000.0).state is GroupState.JUDGED
+        assert store.alarms.active() == []
+        keep.close()
+    assert len(judged) <= 2
+
+
+def test_a_judge_that_does_not_return_is_an_alarm_until_it_does(store: Store) -> None:
+    keep = keeper(store)
+    keep.hang_seconds = 0.1
+    group = ready_group(store, {"a": 0.0, "b": 1.0})
+    judge_samples.pause.clear()
+    try:
+        keep.submit([group], store.trajectories.read)
+        assert keep.collect_results(102.0, timeout=0.2) == 0
+        assert keep.collect_results(102.0, timeout=0.2) == 0
+        (alarm,) = store.alarms.active()
+        assert alarm.name == "judge_hangs:agent"
+        assert alarm.reason.startswith(f"judge {HERE}:scripted has been judging group {group.id} for over 0.1 s")
+        keep.collect_results(103.0, timeout=0.0)
+        assert store.alarms.active()[0].count == 1, "it is raised once"
+    finally:
+        judge_samples.pause.set()
+    assert keep.collect_results(104.0, timeout=60.0) == 1
+    assert store.groups.get(group.id).state is GroupState.JUDGED
+    keep.collect_results(105.0, timeout=0.0)
+    assert store.alarms.active() == []
+
+
+def test_the_alarm_of_a_judge_that_hung_before_a_restart_ends_with_the_next_scores(store: Store) -> None:
+    store.alarms.raise_("judge_hangs:agent", "an earlier trainer's")
+    score(store, keeper(store), ready_group(store, {"a": 0.0, "b": 1.0}))
+    assert store.alarms.active() == []
 
 
 def test_groups_without_variance_are_an_alarm_that_names_judge_score_and_group(store: Store) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from ratchet.trainer.controller.judges.language_model import LanguageModel, base
 from ratchet.trainer.controller.judges.truncation import truncated_json
 from ratchet.trainer.errors import JudgeError
 from ratchet.trainer.settings.judge_specs import RulerSpec
+from tests.harness.ports import free_port
 from tests.harness.trainer.scripted_judge_model import ScriptedJudgeModel, says
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "ruler_email_group.json").read_text())
@@ -197,6 +199,50 @@ def test_a_busy_endpoint_is_retried_and_a_refusal_is_reported(model: ScriptedJud
     assert failure is not None
     assert "401" in failure
     assert "who are you" in failure
+
+
+@pytest.mark.parametrize(
+    ("status", "remedy"),
+    [
+        (401, "set the API key that it accepts in RATCHET_JUDGE_API_KEY (`api_key_env`"),
+        (403, "set the API key that it accepts in RATCHET_JUDGE_API_KEY (`api_key_env`"),
+        (429, "lower the judge's `concurrency`"),
+        (502, "see that the endpoint is up and `base_url` is right"),
+        (503, "see that the endpoint is up and `base_url` is right"),
+        (504, "see that the endpoint is up and `base_url` is right"),
+        *((status, None) for status in (400, 404, 408, 413, 422, 500)),
+    ],
+)
+def test_an_endpoint_that_takes_no_request_is_away_and_one_that_refuses_a_request_has_failed(
+    model: ScriptedJudgeModel, status: int, remedy: str | None
+) -> None:
+    model.answers = [(status, "no")] * 9
+    judgement = judge(model).judge("g", two())
+    assert scores(judgement) == [None, None]
+    assert (judgement.unavailable is None) is (remedy is None)
+    assert (remedy or "") in str(judgement.unavailable)
+    assert str(status) in str(judgement.verdicts[0].failure)
+
+
+def test_an_endpoint_that_cannot_be_reached_is_away_and_one_that_is_slow_has_failed(model: ScriptedJudgeModel) -> None:
+    away = judge(model, base_url=f"http://127.0.0.1:{free_port()}").judge("g", two())
+    assert "see that the endpoint is up and `base_url` is right" in str(away.unavailable)
+
+    def slow(request: dict[str, Any]) -> Any:
+        time.sleep(1.0)
+        return says("late")
+
+    model.answers = [slow]
+    late = judge(model, timeout_seconds=0.2, max_attempts=1).judge("g", two())
+    assert late.unavailable is None
+    assert "APITimeoutError" in str(late.verdicts[0].failure)
+
+
+def test_the_last_attempt_decides_whether_the_endpoint_is_away(model: ScriptedJudgeModel) -> None:
+    model.answers = [(503, "later"), (503, "later"), says("no")]
+    assert judge(model).judge("g", two()).unavailable is None
+    model.answers = [says("no"), says("no"), (503, "later")]
+    assert judge(model).judge("g", two()).unavailable is not None
 
 
 def test_an_endpoint_without_json_schemas_gets_a_simpler_request(model: ScriptedJudgeModel) -> None:

@@ -186,11 +186,57 @@ def test_a_grader_that_does_not_grade_is_a_failure_not_a_zero(answer: Any, failu
     assert failure in (verdict.failure or "")
 
 
-def test_an_unreachable_grader_is_a_failure() -> None:
+def test_an_unreachable_grader_is_away() -> None:
     judge = made(kind="http", url="http://127.0.0.1:9/", max_attempts=1)
-    verdict = judge.judge("g", [member("Oslo")]).verdicts[0]
+    judgement = judge.judge("g", [member("Oslo"), member("Rome")])
     judge.close()
-    assert "ConnectError" in (verdict.failure or "")
+    assert "ConnectError" in str(judgement.unavailable)
+    assert "see that the endpoint is up and `url` is right" in str(judgement.unavailable)
+    assert [verdict.failure for verdict in judgement.verdicts] == [judgement.unavailable] * 2
+
+
+@pytest.mark.parametrize(
+    ("status", "remedy"), [(401, "in RATCHET_GRADER_SECRET (`secret_env`"), (429, "`concurrency`"), (503, "`url`")]
+)
+def test_a_grader_that_takes_no_request_is_away_and_gets_no_further_one(status: int, remedy: str) -> None:
+    with ScriptedJudgeModel("/grade").running() as grader:
+        grader.answers = [(200, 1.0), (status, "no")]
+        judge = made(kind="http", url=f"{grader.url}/grade", max_attempts=1)
+        judgement = judge.judge("g", [member("Oslo"), member("Rome"), member("Bern")])
+        judge.close()
+    assert remedy in str(judgement.unavailable)
+    assert [verdict.score for verdict in judgement.verdicts] == [1.0, None, None]
+
+
+@pytest.mark.parametrize("status", [400, 422, 500])
+def test_a_grader_that_refuses_one_trajectory_has_failed_on_it(status: int) -> None:
+    with ScriptedJudgeModel("/grade").running() as grader:
+        grader.answers = [(status, "no"), (200, 1.0)]
+        judge = made(kind="http", url=f"{grader.url}/grade", max_attempts=1)
+        judgement = judge.judge("g", [member("Oslo"), member("Rome")])
+        judge.close()
+    assert judgement.unavailable is None
+    assert [verdict.score for verdict in judgement.verdicts] == [None, 1.0]
+
+
+def test_a_composite_with_a_part_that_is_away_is_away() -> None:
+    part = {"name": "style", "weight": 0.5, "judge": {"kind": "http", "url": "http://127.0.0.1:9/", "max_attempts": 1}}
+    ended = {"name": "ended", "weight": 1.0, "judge": {"kind": "feedback", "missing": 1.0}}
+    judge = made(kind="composite", parts=[part, ended])
+    judgement = judge.judge("g", [member("Oslo")])
+    judge.close()
+    assert "`url` is right" in str(judgement.unavailable)
+
+
+def test_a_next_state_model_that_is_away_gets_one_request() -> None:
+    turns: list[Message] = [{"role": "assistant", "content": "Rome"}, {"role": "user", "content": "No."}]
+    with ScriptedJudgeModel().running() as model:
+        model.answers = [(401, "who are you")]
+        judge = made(kind="next_state", base_url=model.url, model="m")
+        judgement = judge.judge("g", [member("Oslo", before=turns), member("Bern", before=turns)])
+        judge.close()
+    assert "in RATCHET_JUDGE_API_KEY" in str(judgement.unavailable)
+    assert [verdict.failure for verdict in judgement.verdicts] == [judgement.unavailable] * 2
 
 
 def test_what_came_next_is_evidence_and_a_lone_answer_has_none() -> None:

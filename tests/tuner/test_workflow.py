@@ -152,8 +152,10 @@ def test_anything_may_be_returned() -> None:
     [
         ({"reward": float("nan")}, "the reward is nan"),
         ({"reward": "good"}, "the reward is 'good'"),
+        ({"reward": 1e300}, r"the reward is 1e\+300; return a finite number from -1e\+09 to 1e\+09"),
+        ({"response": "x", "metrics": {"turns": 1e300}}, "for turns"),
         ({"response": "x", "metrics": 3}, "metrics is int"),
-        ({"response": "x", "metrics": {"turns": None}}, "no finite number for turns"),
+        ({"response": "x", "metrics": {"turns": None}}, "no finite number .* for turns"),
         ("x" * 5_000_000, "longer than"),
     ],
 )

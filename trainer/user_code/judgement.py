@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 class Judgement:
     """What a judge returns.
 
-    score        a finite number; higher is better
-    components   name -> number, stored beside the score
-    explanation  why, for people
+    score        a finite number of at most 1e9; higher is better
+    components   name -> number, stored beside the score; at most 1,000
+    explanation  why, for people; 20,000 characters are stored
     """
 
     score: float

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -75,6 +74,11 @@ class TrajectoryGroup:
 
     def with_rewards(self, rewards: Sequence[float | None]) -> Self:
         """Return the group with other rewards, one for each trajectory. Raises ValueError."""
+        if len(rewards) != len(self.trajectories):
+            raise ValueError(
+                f"{len(rewards)} rewards are given for the {len(self.trajectories)} trajectories of this group: give "
+                "one for each, None for those that are not trained"
+            )
         given = [replace(one, reward=reward) for one, reward in zip(self.trajectories, rewards, strict=True)]
         return replace(self, trajectories=tuple(given))
 
@@ -90,8 +94,3 @@ def check_groups(groups: Sequence[object]) -> None:
             if not isinstance(one, ScoredTrajectory):
                 where = f"groups[{place}].trajectories[{number}]"
                 raise TuningError(f"{where} is {one!r:.100}: give a ratchet.ScoredTrajectory")
-
-
-def is_finite(reward: object) -> bool:
-    """Return whether a reward is a finite number; a bool is one."""
-    return isinstance(reward, (int, float)) and math.isfinite(reward)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import numbers
 from collections.abc import Mapping
 from typing import Any
 
+from ratchet.store.scores import SCORE_RANGE, number_of
 from ratchet.trainer.errors import WorkflowFailed
 
 _PARTS = frozenset({"response", "reward", "metrics"})
@@ -21,7 +21,7 @@ class WorkflowOutput:
     """What a workflow returns.
 
     response  the answer that the judge gets; messages are converted to text, records to mappings
-    reward    the workflow's own score, a finite number; None leaves it to the judge
+    reward    the workflow's own score, a finite number of at most 1e9; None leaves it to the judge
     metrics   name -> number, shown and stored beside the score
     """
 
@@ -58,9 +58,12 @@ def outcome_of(answer: Any) -> WorkflowOutput:
 def _reward(value: Any) -> float | None:
     if value is None:
         return None
-    if not _is_finite(value):
-        raise WorkflowFailed(f"the reward is {value!r:.100}; return a finite number, or None to leave it to the judge")
-    return float(value)
+    reward = number_of(value)
+    if reward is None:
+        raise WorkflowFailed(
+            f"the reward is {value!r:.100}; return a finite number {SCORE_RANGE}, or None to leave it to the judge"
+        )
+    return reward
 
 
 def _metrics(value: Any) -> dict[str, float]:
@@ -68,14 +71,10 @@ def _metrics(value: Any) -> dict[str, float]:
         return {}
     if not isinstance(value, Mapping):
         raise WorkflowFailed(f"metrics is {type(value).__name__}; return a mapping of names to numbers")
-    wrong = [name for name, number in value.items() if not _is_finite(number)]
+    wrong = [name for name, number in value.items() if number_of(number) is None]
     if wrong:
-        raise WorkflowFailed(f"metrics holds no finite number for {', '.join(map(str, wrong[:5]))}")
+        raise WorkflowFailed(f"metrics holds no finite number {SCORE_RANGE} for {', '.join(map(str, wrong[:5]))}")
     return {str(name): float(number) for name, number in value.items()}
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and math.isfinite(value)
 
 
 def plain(value: Any, depth: int = 0) -> Any:

@@ -15,12 +15,14 @@ from dataclasses import dataclass, field
 from ratchet.store.errors import InvalidTransition, RecordNotFound
 from ratchet.store.ids import new_id
 from ratchet.store.records import GATHERED, REQUESTED, Verdict
+from ratchet.store.scores import SCORE_RANGE, number_of
 from ratchet.store.states import TuningState
 from ratchet.store.store import Store
+from ratchet.trainer.controller.judges.limits import components_problem, cut
 from ratchet.trainer.errors import TuningError
 from ratchet.trainer.statistics.score_spread import has_signal
 from ratchet.trainer.tasks.task_set import content_id
-from ratchet.tuner.rollouts.trajectory_groups import ScoredTrajectory, TrajectoryGroup, check_groups, is_finite
+from ratchet.tuner.rollouts.trajectory_groups import ScoredTrajectory, TrajectoryGroup, check_groups
 from ratchet.tuner.weights.imported_calls import check_calls, records_of
 
 CALLER = "caller"  # the judge of rewards that a caller gave
@@ -71,8 +73,12 @@ def read_given(groups: Sequence[TrajectoryGroup]) -> Given:
 
 
 def _check(one: ScoredTrajectory, where: str) -> None:
-    if one.reward is not None and not is_finite(one.reward):
-        raise TuningError(f"{where}.reward is {one.reward!r:.50}: give a finite number, or None to leave it out")
+    if one.reward is not None and number_of(one.reward) is None:
+        raise TuningError(
+            f"{where}.reward is {one.reward!r:.50}: give a finite number {SCORE_RANGE}, or None to leave it out"
+        )
+    if problem := components_problem(one.metrics):
+        raise TuningError(f"{where}.metrics: {problem}")
     if not one.id and not one.calls and (one.reward is not None or (one.messages and one.failure is None)):
         raise TuningError(
             f"{where} has neither an id nor calls: messages alone are not trained, because their token ids would be "
@@ -152,7 +158,7 @@ def _check_recorded(store: Store, alias: str, names: Sequence[str]) -> None:
 def _verdict(name: str, one: ScoredTrajectory) -> Verdict:
     return Verdict(
         trajectory_id=name, group_id=None, judge=CALLER, judge_version=CALLER, score=float(one.reward or 0.0),
-        explanation=one.explanation, components=dict(one.metrics), judged_at=time.time(),
+        explanation=cut(one.explanation), components=dict(one.metrics), judged_at=time.time(),
     )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from ratchet.store.calls.feedback import CALL, RESPONSE, TRAJECTORY, Place
 from ratchet.store.errors import StoreUnavailable
 from ratchet.store.ids import new_id
 from ratchet.store.records import Feedback
+from ratchet.store.scores import MAX_SCORE, SCORE_RANGE
 from ratchet.store.store import Store
 
 BODY_LIMIT = 2**20
@@ -30,7 +31,7 @@ WAITING_DETAIL = (
     "recorded; its target is not in the store yet, because the store is down or a proxy has not shipped its journal: "
     "the feedback is placed when its call is stored, and is listed as waiting in `ratchet feedback list` until then"
 )
-_MAX_VALUE = 1e9  # absolute
+_VALUES = f'give a number {SCORE_RANGE}, true, false, "up" or "down"'
 _TIMEOUT = 3.0  # seconds for a call to reach the store, from here or from another proxy, before its id is unknown
 
 
@@ -62,8 +63,8 @@ class FeedbackBody(BaseModel):
             raise ValueError("name one of trajectory_id, call_id and response_id")
         if self.value is None and not self.comment and self.demonstration is None:
             raise ValueError("give a value, a comment or a demonstration")
-        if not isinstance(self.value, str | None) and not -_MAX_VALUE <= self.value <= _MAX_VALUE:
-            raise ValueError(f"value must lie between {-_MAX_VALUE:g} and {_MAX_VALUE:g}")
+        if not isinstance(self.value, str | None) and not -MAX_SCORE <= self.value <= MAX_SCORE:
+            raise ValueError(f"value must be {SCORE_RANGE}")
         return self
 
     def record(self, caller: Caller, idempotency_key: str | None, now: float) -> Feedback:
@@ -93,7 +94,7 @@ def parse_feedback(body: bytes) -> FeedbackBody:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         field = str(first["loc"][0]) if first["loc"] else None
-        reason = first["msg"].removeprefix("Value error, ")
+        reason = _VALUES if field == "value" else first["msg"].removeprefix("Value error, ")
         raise BadRequest(f"{field}: {reason}" if field else reason, param=field) from error
 
 

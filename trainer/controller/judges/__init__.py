@@ -1,4 +1,7 @@
-"""The protocol of judges: one verdict per trajectory. An error is a verdict with a `failure`, never a score."""
+"""The protocol of judges: one verdict per trajectory. An error is a verdict with a `failure`, never a score.
+
+The limits of `limits.py` hold for every verdict.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ratchet.store.records import JudgeRequest, TeacherScore, Transcript, Verdict
+from ratchet.trainer.controller.judges.limits import within_limits
 
 __all__ = ["GroupJudgement", "Judge"]
 
@@ -23,6 +27,9 @@ class GroupJudgement:
     judge_requests: tuple[JudgeRequest, ...] = ()
     teacher_scores: tuple[TeacherScore, ...] = ()
     unavailable: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "verdicts", tuple(map(within_limits, self.verdicts)))
 
 
 class Judge(Protocol):

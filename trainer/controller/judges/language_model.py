@@ -12,14 +12,15 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from ratchet.store.ids import new_id
 from ratchet.store.install_hint import install_hint
 from ratchet.store.records import JudgeRequest
-from ratchet.trainer.errors import JudgeError, JudgeUnavailable
+from ratchet.trainer.controller.judges.outages import is_unreached, remedy_of
+from ratchet.trainer.errors import JudgeAway, JudgeError, JudgeUnavailable
 from ratchet.trainer.settings.judge_specs import ModelSpec
 
 _T = TypeVar("_T")
@@ -108,7 +109,7 @@ class LanguageModel:
     ) -> _T:
         """Return what `read` makes of the answer's JSON; `read` raises ValueError with the reason if it is unusable.
 
-        Raises JudgeUnavailable if no attempt gave a usable answer.
+        Raises JudgeUnavailable if no attempt gave a usable answer, JudgeAway if the endpoint takes none now.
         """
         return self._attempt(question, schema, lambda text: read(extract_json(text)), session)
 
@@ -124,19 +125,19 @@ class LanguageModel:
         session: JudgeModelSession,
         temperature: float | None = None,
     ) -> _T:
-        messages, problem = list(question), ""
+        messages, problem, remedy = list(question), "", None
         for attempt in range(self.spec.max_attempts):
             try:
                 text = self._request(messages, schema, session, temperature)
             except _Busy as busy:
-                problem = str(busy)
+                problem, remedy = str(busy), busy.remedy
                 if attempt + 1 < self.spec.max_attempts:
                     self._sleep(min(_MAX_PAUSE, 0.5 * 2.0**attempt if busy.retry_after is None else busy.retry_after))
                 continue
             try:
                 return read(text)
             except ValueError as error:
-                problem = f"its answer is unusable: {error}"
+                problem, remedy = f"its answer is unusable: {error}", None
                 session.judge_requests[-1] = msgspec.structs.replace(session.judge_requests[-1], error=problem)
                 if schema is not None:
                     messages = [
@@ -147,15 +148,25 @@ class LanguageModel:
                             "content": f"That cannot be used: {error}. Answer again, with the JSON alone.",
                         },
                     ]
-        raise self._unavailable(problem)
+        raise self._unavailable(problem, remedy)
 
     def close(self) -> None:
         """Close the connections."""
         self._client.close()
 
-    def _unavailable(self, problem: str) -> JudgeUnavailable:
-        return JudgeUnavailable(
-            f"{self.spec.model} at {self.spec.base_url}, up to {self.spec.max_attempts} attempts: {problem}"
+    def _unavailable(self, problem: str, remedy: str | None) -> JudgeUnavailable:
+        """Return the error; with a `remedy`, that of an outage."""
+        text = f"{self.spec.model} at {self.spec.base_url}, up to {self.spec.max_attempts} attempts: {problem}"
+        return JudgeUnavailable(text) if remedy is None else JudgeAway(f"{text}; {remedy}")
+
+    def _remedy(self, response: _Response) -> str | None:
+        variable = self.spec.api_key_env
+        return remedy_of(
+            None if response.unreached else response.status,
+            "no key was sent: name the variable of the API key (api_key_env) and restart"
+            if variable is None
+            else f"set the API key that it accepts in {variable} (`api_key_env` names the variable) and restart",
+            "base_url",
         )
 
     def _request(
@@ -174,38 +185,39 @@ class LanguageModel:
             format_ = self._formats[0]
             request = body | (_response_format(format_, schema) if schema is not None else {})
             started = time.perf_counter()
-            status, response, retry_after = self._post(request)
-            record = self._record(session, request, status, response, time.perf_counter() - started)
+            response = self._post(request)
+            status = response.status
+            record = self._record(session, request, status, response.text, time.perf_counter() - started)
             session.judge_requests.append(record)
             if status == 400 and len(self._formats) > 1 and "response_format" in request:
                 if format_ in self._formats:  # another thread may have removed it
                     self._formats.remove(format_)
                 continue
             if status in _RETRYABLE:
-                raise _Busy(record.error, retry_after)
+                raise _Busy(record.error, response.retry_after, self._remedy(response))
             if status != 200:
-                raise self._unavailable(record.error or "")
-            return _content(response)
+                raise self._unavailable(record.error or "", self._remedy(response))
+            return _content(response.text)
 
-    def _post(self, body: Mapping[str, Any]) -> tuple[int, str, float | None]:
-        """Return (status, text, seconds to wait); status 0 if no response came."""
+    def _post(self, body: Mapping[str, Any]) -> _Response:
         result = self._create(self._base_urls[0], body)
-        if result[0] in _NO_ROUTE and len(self._base_urls) > 1:
+        if result.status in _NO_ROUTE and len(self._base_urls) > 1:
             other = self._create(self._base_urls[1], body)
-            if other[0] not in _NO_ROUTE:
+            if other.status not in _NO_ROUTE:
                 self._base_urls = self._base_urls[1:]
                 return other
         return result
 
-    def _create(self, base_url: str, body: Mapping[str, Any]) -> tuple[int, str, float | None]:
+    def _create(self, base_url: str, body: Mapping[str, Any]) -> _Response:
         completions = self._client.with_options(base_url=base_url).chat.completions.with_raw_response
         try:
             response = completions.create(**body, extra_headers=self._omitted_headers)
         except self._openai.APIStatusError as error:
-            return error.status_code, error.response.text, _retry_after(error.response.headers)
+            return _Response(error.status_code, error.response.text, _retry_after(error.response.headers))
         except self._openai.APIConnectionError as error:
-            return 0, f"{type(error).__name__}: {error.__cause__ or error}", None
-        return response.status_code, response.text, None
+            text = f"{type(error).__name__}: {error.__cause__ or error}"
+            return _Response(0, text, unreached=is_unreached(error.__cause__))
+        return _Response(response.status_code, response.text)
 
     def _record(
         self, session: JudgeModelSession, body: Mapping[str, Any], status: int, response: str, seconds: float
@@ -233,10 +245,20 @@ class LanguageModel:
         )
 
 
+class _Response(NamedTuple):
+    """What an endpoint answered; status 0: no response came. `retry_after`: seconds; `unreached`: nothing was sent."""
+
+    status: int
+    text: str
+    retry_after: float | None = None
+    unreached: bool = False
+
+
 class _Busy(Exception):
-    def __init__(self, reason: str | None, retry_after: float | None) -> None:
+    def __init__(self, reason: str | None, retry_after: float | None, remedy: str | None) -> None:
         super().__init__(reason)
         self.retry_after = retry_after
+        self.remedy = remedy  # of an outage
 
 
 def base_urls(url: str) -> list[str]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import math
-import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, TypeGuard
+from typing import Any
 
 from ratchet.store.records import Transcript, Verdict
+from ratchet.store.scores import SCORE_RANGE, number_of
+from ratchet.trainer.controller.judges.limits import MAX_FAILURE_CHARS, components_problem, cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class DraftVerdict:
 
     @classmethod
     def failed(cls, reason: str) -> DraftVerdict:
-        """Return a failure with up to 2,000 characters of its reason."""
-        return cls(None, reason[:2000])
+        """Return a failure with the beginning of its reason."""
+        return cls(None, cut(reason, MAX_FAILURE_CHARS))
 
     def verdict(
         self,
@@ -70,19 +70,22 @@ NO_RETURN = "the judge returned nothing (None)"  # start of the failure of a mis
 def read(answer: Any) -> DraftVerdict:
     """Convert a number, a bool, or a mapping or object with `score`, `components` and `explanation`.
 
-    `reward` is accepted for `score`, and then `metrics` for `components`. Other values and numbers that are not finite
-    are failures.
+    `reward` is accepted for `score`, and then `metrics` for `components`. Other values, and numbers that are not finite
+    or too large, are failures.
     """
     if answer is None:
         return DraftVerdict.failed(f"{NO_RETURN}: a return is missing, or `return 0.0` for a wrong answer")
     parts = _parts(answer)
-    score, components = parts.get("score"), parts.get("components") or {}
-    if not _finite(score):
-        return DraftVerdict.failed(f"the judge returned {answer!r:.200}, which has no finite score")
-    if not isinstance(components, Mapping) or not all(map(_finite, components.values())):
-        return DraftVerdict.failed(f"the judge returned components that are not finite numbers: {components!r:.200}")
-    named = {str(name): float(value) for name, value in components.items()}
-    return DraftVerdict.of(score, str(parts.get("explanation") or ""), named)
+    score, components = number_of(parts.get("score")), parts.get("components") or {}
+    if score is None:
+        return DraftVerdict.failed(f"the judge returned {answer!r:.200}, which has no finite score {SCORE_RANGE}")
+    if not isinstance(components, Mapping):
+        return DraftVerdict.failed(f"the judge returned components that are no mapping: {components!r:.200}")
+    named = {str(name): value for name, value in components.items()}
+    if problem := components_problem(named):
+        return DraftVerdict.failed(problem)
+    values = {name: float(value) for name, value in named.items()}
+    return DraftVerdict.of(score, str(parts.get("explanation") or ""), values)
 
 
 def _parts(answer: Any) -> Mapping[str, Any]:
@@ -97,10 +100,6 @@ def _parts(answer: Any) -> Mapping[str, Any]:
 
 def _components(found: Mapping[str, Any]) -> Any:
     return found.get("metrics") if found.get("components") is None else found["components"]
-
-
-def _finite(value: Any) -> TypeGuard[float]:
-    return isinstance(value, numbers.Real) and math.isfinite(value)
 
 
 def last_answer(member: Transcript) -> str:

@@ -19,6 +19,7 @@ from ratchet.store.records import Transcript, Verdict
 from ratchet.store.records.tuning import Tuning
 from ratchet.store.states import TuningState
 from ratchet.trainer.controller.judges import GroupJudgement, Judge
+from ratchet.trainer.controller.judges.kinds.caller import AWAY
 from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.controller.judges.opinion import DraftVerdict
 from ratchet.trainer.errors import JudgeError
@@ -73,7 +74,7 @@ class RunJudges:
             judgement = self._judge_of(run).judge(group_id, members)
         except (JudgeError, ValidationError) as error:
             return self._all_failed(f"the judge of run {run.id} cannot be made: {error}", group_id, members)
-        if judgement.unavailable is None:
+        if judgement.unavailable is None or AWAY not in judgement.unavailable:
             return judgement
         remedy = f"run {run.id} waits for it: run the cell again with resume={run.id!r}"
         return replace(judgement, unavailable=f"{judgement.unavailable}; {remedy}")

@@ -4,13 +4,14 @@ Promises: a judge failure is never a score. Members without a score after the la
 are compared if enough of them remain. A judge that is away drops nothing: its groups wait. A group whose scores do not
 differ is dropped as `no_variance`; several in a row raise an alarm that names the judge, the scores and the groups. A
 slow judge blocks nobody: groups are judged in threads, as many at a time as the judge allows, and the caller's thread
-records the verdicts. The advantages of a group are computed here, once. `rejudging.py` judges again after feedback that
-came late.
+records the verdicts. A judgement that takes very long is an alarm; it cannot be ended. The advantages of a group are
+computed here, once. `rejudging.py` judges again after feedback that came late.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -23,6 +24,7 @@ from ratchet.store.store import Store
 from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator
 from ratchet.trainer.controller.background_work import ignore
 from ratchet.trainer.controller.judges import GroupJudgement, Judge
+from ratchet.trainer.controller.judges.limits import cut
 from ratchet.trainer.controller.judging.judged_groups import JudgedGroupCache
 from ratchet.trainer.controller.judging.second_judge import SecondJudge
 from ratchet.trainer.observability.progress import GATHERING, JUDGING, Progress
@@ -35,6 +37,8 @@ _SINGLE_WEIGHT = 0.125  # of a group, in the alarm about missing signal
 _RETRY_BACKOFF = 4.0  # factor from one retry of a group to the next
 _MAX_BACKOFFS = 16  # more would only overflow
 _MAX_OUTAGE_PAUSE = 60.0  # seconds until a judge that is away is asked again
+_HANG_SECONDS = 600.0  # after which a judgement in progress is an alarm
+_MAX_ALARM_CHARS = 500  # of a failure in an alarm; `ratchet judge show` has more
 _MAX_QUEUED = 64  # groups that wait beside those that the judge has
 _MAX_READ_SECONDS = 0.25  # for the transcripts of one call
 
@@ -46,6 +50,13 @@ class _PendingGroup:
     sizes: tuple[dict[str, float], ...]
     feedback_ids: tuple[str, ...]  # the feedback that the judge sees
     judgement: Future[GroupJudgement]
+
+
+@dataclass(frozen=True, slots=True)
+class _RunningJudgement:
+    alias: str
+    of: str  # the group, or the single trajectory
+    started: float  # monotonic
 
 
 class JudgeRunner:
@@ -83,7 +94,11 @@ class JudgeRunner:
         threads = min(judge.concurrency, max_threads or judge.concurrency)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="judge")
         self._pending: dict[str, _PendingGroup] = {}
+        self._away_since: float | None = None  # the first outage in a row
+        self._running: dict[int, _RunningJudgement] = {}  # by thread
+        self._hanging: set[_RunningJudgement] = set()  # those that are an alarm
         self.max_read_seconds = _MAX_READ_SECONDS  # of one `submit`
+        self.hang_seconds = _HANG_SECONDS
 
     def submit(self, groups: Sequence[Group], read: Callable[[str], Transcript]) -> bool:
         """Queue groups for the judge, unless they are queued already or the queue is full.
@@ -107,18 +122,30 @@ class JudgeRunner:
                 group, _trajectories(members), sizes, _feedback_ids(members), judgement
             )
             self._progress.add_pending(JUDGING)
-            if self._second is not None:
+            if self._second is not None and self._away_since is None:  # else it would be asked at every retry
                 self._second.offer(group.id, members)
         return False
 
     def submit_judge(self, group_id: str | None, members: Sequence[Transcript]) -> Future[GroupJudgement]:
         """Queue a judgement that the caller records."""
-        judgement = self._threads.submit(self._judge.judge, group_id, members)
+        judgement = self._threads.submit(self._judge_now, group_id, members)
         judgement.add_done_callback(lambda _: self._on_done())
         return judgement
 
+    def _judge_now(self, group_id: str | None, members: Sequence[Transcript]) -> GroupJudgement:
+        """Judge in a thread of the pool, and say meanwhile what is judged since when."""
+        if members:
+            run = members[0].trajectory
+            of = f"group {group_id}" if group_id else f"trajectory {run.id}"
+            self._running[threading.get_ident()] = _RunningJudgement(run.alias, of, time.monotonic())
+        try:
+            return self._judge.judge(group_id, members)
+        finally:
+            self._running.pop(threading.get_ident(), None)
+
     def collect_results(self, now: float, timeout: float) -> int:
         """Record finished judgements, after waiting at most `timeout` seconds for them; return how many groups."""
+        self._watch_running()
         if not self._pending:
             return 0
         done, _ = wait([pending.judgement for pending in self._pending.values()], timeout=timeout)
@@ -129,7 +156,9 @@ class JudgeRunner:
                 self._record(pending.group, pending.members, pending.feedback_ids, judgement, now)
             except InvalidTransition as dropped:  # with the version that sampled it
                 log.info("event=verdict_too_late group=%s reason=%r", pending.group.id, str(dropped))
-            self._note_progress(pending.sizes, judgement)
+            if judgement.unavailable is None:
+                self._note_progress(pending.sizes, judgement)
+            self._progress.finish_pending(JUDGING)
             if self._second is not None:
                 self._second.compare(pending.group.id, judgement.verdicts)
         return len(done)
@@ -141,13 +170,29 @@ class JudgeRunner:
         if self._second is not None:
             self._second.close()
 
+    def _watch_running(self) -> None:
+        """Raise an alarm once judgements take too long, and clear it once they have ended."""
+        late = time.monotonic() - self.hang_seconds
+        hanging = {one for one in list(self._running.values()) if one.started < late}
+        if hanging == self._hanging:
+            return
+        for one in sorted(hanging - self._hanging, key=lambda one: one.started):
+            self._store.alarms.raise_(
+                f"judge_hangs:{one.alias}",
+                f"judge {self._judge.name} has been judging {one.of} for over {self.hang_seconds:g} s, and what waits "
+                "for it is not judged: give the calls inside the judge a time-out; if it never returns, restart the "
+                "trainer",
+            )
+        if not hanging:
+            self._store.alarms.clear(*{f"judge_hangs:{one.alias}" for one in self._hanging})
+        self._hanging = hanging
+
     def _note_progress(self, sizes: Sequence[dict[str, float]], judgement: GroupJudgement) -> None:
         """Add a group's members to the running means. A failed verdict has no reward."""
         for size, verdict in zip(sizes, judgement.verdicts, strict=True):
             reward = {} if verdict.score is None else {"reward": verdict.score}
             self._progress.note(JUDGING, **reward, failed=float(verdict.score is None), seconds=verdict.latency)
             self._progress.note(GATHERING, **reward, **size)
-        self._progress.finish_pending(JUDGING)
 
     def _record(
         self,
@@ -161,6 +206,7 @@ class JudgeRunner:
         if judgement.unavailable is not None:
             self._record_outage(group, judgement, judgement.unavailable, now)
             return
+        self._away_since = None
         failed = {verdict.trajectory_id: verdict for verdict in judgement.verdicts if verdict.failure is not None}
         scored = [
             (member, verdict)
@@ -183,9 +229,14 @@ class JudgeRunner:
             self._alarm_judge_failed(group, judgement, list(failed.values()), left=len(scored) if last else None)
 
     def _record_outage(self, group: Group, judgement: GroupJudgement, reason: str, now: float) -> None:
-        """Let a group wait for a judge that is away, however long, with an alarm. That is no attempt of the judge."""
-        delay = min(self._retry_seconds, _MAX_OUTAGE_PAUSE)
-        self._store.groups.record_judge_failure(group.id, (), now + delay, judgement.judge_requests, counts=False)
+        """Let a group wait for a judge that is away, however long, with an alarm. That is no attempt of the judge.
+
+        The pauses grow with the outage. Requests that were not answered are not stored: there may be very many.
+        """
+        self._away_since = now if self._away_since is None else self._away_since
+        delay = min(max(self._retry_seconds, now - self._away_since), _MAX_OUTAGE_PAUSE)
+        answered = [one for one in judgement.judge_requests if one.status == 200]
+        self._store.groups.record_judge_failure(group.id, (), now + delay, answered, counts=False)
         judge = judgement.verdicts[0].judge if judgement.verdicts else self._judge.name
         self._store.alarms.raise_(
             f"{DropReason.JUDGE_FAILED}:{group.alias}",
@@ -215,6 +266,8 @@ class JudgeRunner:
         )
         self._judged.estimator.remember(judged.members, judged.verdicts)
         over = [] if failed else [f"{DropReason.JUDGE_FAILED}:{group.alias}"]
+        if not self._hanging:  # an earlier trainer's
+            over.append(f"judge_hangs:{group.alias}")
         if signal:
             self._zero_variance.clear()
             over.append(f"no_signal:{group.alias}")
@@ -232,7 +285,7 @@ class JudgeRunner:
         self, group: Group, judgement: GroupJudgement, failed: Sequence[Verdict], left: int | None
     ) -> None:
         """Report a judge failure; `left` is the number of scored members, None before the last attempt."""
-        reason = failed[0].failure
+        reason = cut(failed[0].failure or "", _MAX_ALARM_CHARS)
         log.warning(
             "event=judge_failed group=%s attempt=%d of=%d failures=%d judge=%s reason=%r",
             group.id, group.failures + 1, self._attempts, len(failed), self._judge.name, reason,

@@ -2,7 +2,7 @@
 
 Promises: verdicts are only added; no state changes, so nothing is trained twice; for a trajectory that was trained
 already, the log and the new verdict name the versions it trained. A group is judged again as a whole, since scores may
-be relative; only changed scores are recorded. Retries of a failing judge are bounded.
+be relative; only changed scores are recorded. Retries of a failing judge are bounded; one that is away is waited for.
 """
 
 from __future__ import annotations
@@ -102,6 +102,10 @@ class Rejudger:
         self._pending[key] = _PendingRejudging((), None, failures, now + self._retry_seconds)
 
     def _record(self, key: str, pending: _PendingRejudging, judgement: GroupJudgement, now: float) -> int:
+        if judgement.unavailable is not None:
+            log.warning("event=rejudging_waits of=%s reason=%r", key, judgement.unavailable)
+            self._pending[key] = _PendingRejudging((), None, pending.failures, now + self._retry_seconds)
+            return 0
         valued = {member.trajectory.id for member in pending.members if _has_value(member)}
         failed = [one for one in judgement.verdicts if one.trajectory_id in valued and one.score is None]
         if failed and pending.failures + 1 < self._attempts:

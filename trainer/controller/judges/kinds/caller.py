@@ -30,6 +30,7 @@ from ratchet.trainer.settings.judge_specs import CallerSpec, GraderSpec
 _PROOF_TIMEOUT = 5.0  # seconds
 _TIMEOUT = 600.0  # seconds, of one judgement
 _CONCURRENCY = 4  # groups; the process judges one trajectory after another
+AWAY = "belongs to a process that is away"
 _OTHERS = 0o077  # permissions of group and others
 
 
@@ -112,7 +113,7 @@ class CallerJudge:
     def _away(self, group_id: str | None, members: Sequence[Transcript]) -> GroupJudgement:
         now = self._clock()
         waits = self._spec.max_wait_seconds
-        reason = f"its function {self._spec.function} belongs to a process that is away"
+        reason = f"its function {self._spec.function} {AWAY}"
         is_over = now - max(member.trajectory.last_active_at for member in members) > waits
         failed = DraftVerdict.failed(f"{reason}, for longer than {waits:g} s (tuner.judge_away_seconds)")
         return GroupJudgement(

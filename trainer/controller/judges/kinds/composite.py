@@ -1,8 +1,8 @@
 """The composite judge: the weighted mean of its parts' scores minus bounded penalties.
 
-If a part fails, the composite fails; a failure is never a zero. `judge_specs.py` limits the penalties: together they
-are less than the smallest gap between a success and a failure, so that no success ranks below a failure. This
-requires that the parts score between 0 and 1.
+If a part fails, the composite fails; a failure is never a zero. If a part is unavailable, so is the composite.
+`judge_specs.py` limits the penalties: together they are less than the smallest gap between a success and a failure, so
+that no success ranks below a failure. This requires that the parts score between 0 and 1.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ class CompositeJudge:
             for place, member in enumerate(members)
         ]
         return GroupJudgement(
-            tuple(verdicts), tuple(request for judgement in judgements for request in judgement.judge_requests)
+            tuple(verdicts),
+            tuple(request for judgement in judgements for request in judgement.judge_requests),
+            unavailable=next((one.unavailable for one in judgements if one.unavailable is not None), None),
         )
 
     def close(self) -> None:

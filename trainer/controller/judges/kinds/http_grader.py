@@ -4,7 +4,7 @@ The body is JSON: {"trajectory_id", "group_id", "task", "model", "version", "mes
 "tool_outcomes", "answer", "row", "metrics"}. Signed: `x-ratchet-signature: t=UNIX_SECONDS,v1=HEX`, HEX is the
 HMAC-SHA256 of "UNIX_SECONDS.BODY" under the secret. `idempotency-key` is the same for all attempts at one trajectory in
 one group. The response is a number, or {"score", "components", "explanation"}; other responses and every status but
-200 are failures, never zeros. 408, 425, 429 and 5xx are retried.
+200 are failures, never zeros. 408, 425, 429 and 5xx are retried. In an outage (outages.py) the judge is unavailable.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ import msgspec
 from ratchet.store.records import Transcript, Verdict
 from ratchet.trainer.controller.judges import GroupJudgement
 from ratchet.trainer.controller.judges.opinion import DraftVerdict, read, response_of, version_of
+from ratchet.trainer.controller.judges.outages import is_unreached, remedy_of
 from ratchet.trainer.controller.judges.tool_outcomes import tool_outcomes
+from ratchet.trainer.errors import JudgeAway
 from ratchet.trainer.settings.judge_specs import GraderSpec
 
 _RETRIED = (408, 425, 429, 500, 502, 503, 504)
@@ -57,12 +59,20 @@ class GraderJudge:
         self._http.close()
 
     def judge(self, group_id: str | None, members: Sequence[Transcript]) -> GroupJudgement:
-        """Return one verdict per member, in order."""
-        return GroupJudgement(tuple(self._verdict(group_id, member) for member in members))
+        """Return one verdict per member, in order; once the service is away, it is not asked about further ones."""
+        verdicts: list[Verdict] = []
+        away: str | None = None
+        for member in members:
+            started_at = time.perf_counter()
+            try:
+                opinion = DraftVerdict.failed(away) if away else self._ask(group_id, member)
+            except JudgeAway as error:
+                away = str(error)
+                opinion = DraftVerdict.failed(away)
+            verdicts.append(self._verdict(group_id, member, opinion, started_at))
+        return GroupJudgement(tuple(verdicts), unavailable=away)
 
-    def _verdict(self, group_id: str | None, member: Transcript) -> Verdict:
-        started_at = time.perf_counter()
-        opinion = self._ask(group_id, member)
+    def _verdict(self, group_id: str | None, member: Transcript, opinion: DraftVerdict, started_at: float) -> Verdict:
         return opinion.verdict(
             member,
             group_id,
@@ -74,9 +84,10 @@ class GraderJudge:
         )
 
     def _ask(self, group_id: str | None, member: Transcript) -> DraftVerdict:
+        """Return the draft verdict on one trajectory. Raises JudgeAway."""
         body = msgspec.json.encode(request_body(group_id, member))
         key = hashlib.sha256(f"{self.version}\0{group_id}\0{member.trajectory.id}".encode()).hexdigest()[:32]
-        problem = ""
+        problem, remedy = "", None
         for attempt in range(self._spec.max_attempts):
             if attempt:
                 self._sleep(min(_MAX_PAUSE, 0.5 * 2.0**attempt))
@@ -84,13 +95,23 @@ class GraderJudge:
                 response = self._http.post(self._spec.url, content=body, headers=self._headers(body, key))
             except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
                 problem = f"{type(error).__name__}: {error}"
+                remedy = self._remedy(None) if is_unreached(error) else None
                 continue
             if response.status_code == 200:
                 return _opinion(response.content)
             problem = f"status {response.status_code}: {response.text[:500]}"
+            remedy = self._remedy(response.status_code)
             if response.status_code not in _RETRIED:
                 break
+        if remedy is not None:
+            raise JudgeAway(f"grader {self._spec.url}: {problem}; {remedy}")
         return DraftVerdict.failed(f"grader {self._spec.url}: {problem}")
+
+    def _remedy(self, status: int | None) -> str | None:
+        secret = (
+            f"set the secret that it checks in {self._spec.secret_env} (`secret_env` names the variable) and restart"
+        )
+        return remedy_of(status, secret, "url")
 
     def _headers(self, body: bytes, key: str) -> dict[str, str]:
         headers = {"content-type": "application/json", "idempotency-key": key}

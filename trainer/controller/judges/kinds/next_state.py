@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from ratchet.store.records import Transcript, Verdict
+from ratchet.store.records import JudgeRequest, Transcript, Verdict
 from ratchet.trainer.controller.judges import GroupJudgement
 from ratchet.trainer.controller.judges.images import JudgeImages
 from ratchet.trainer.controller.judges.language_model import JudgeModelSession, LanguageModel
 from ratchet.trainer.controller.judges.opinion import DraftVerdict, version_of
 from ratchet.trainer.controller.judges.truncation import truncated_json
-from ratchet.trainer.errors import JudgeUnavailable
+from ratchet.trainer.errors import JudgeAway, JudgeUnavailable
 from ratchet.trainer.settings.judge_specs import NextStateSpec
 
 _RATINGS: Mapping[str, float] = {"good": 1.0, "neutral": 0.5, "bad": 0.0}
@@ -52,18 +52,30 @@ class NextStateJudge:
         self._model.close()
 
     def judge(self, group_id: str | None, members: Sequence[Transcript]) -> GroupJudgement:
-        """Return one verdict per member, in order."""
-        results = [self._verdict(group_id, member) for member in members]
-        return GroupJudgement(
-            tuple(verdict for verdict, _ in results),
-            tuple(request for _, session in results for request in session.judge_requests),
-        )
+        """Return one verdict per member, in order; once the endpoint is away, it is not asked about further ones."""
+        verdicts: list[Verdict] = []
+        requests: list[JudgeRequest] = []
+        away: str | None = None
+        for member in members:
+            started_at, session = time.perf_counter(), JudgeModelSession(self.name, group_id)
+            try:
+                opinion = DraftVerdict.failed(away) if away else self._ask(evidence(member.messages), session)
+            except JudgeAway as error:
+                away = str(error)
+                opinion = DraftVerdict.failed(away)
+            verdicts.append(self._verdict(group_id, member, opinion, session, started_at))
+            requests += session.judge_requests
+        return GroupJudgement(tuple(verdicts), tuple(requests), unavailable=away)
 
-    def _verdict(self, group_id: str | None, member: Transcript) -> tuple[Verdict, JudgeModelSession]:
-        started_at = time.perf_counter()
-        session = JudgeModelSession(self.name, group_id)
-        opinion = self._ask(evidence(member.messages), session)
-        verdict = opinion.verdict(
+    def _verdict(
+        self,
+        group_id: str | None,
+        member: Transcript,
+        opinion: DraftVerdict,
+        session: JudgeModelSession,
+        started_at: float,
+    ) -> Verdict:
+        return opinion.verdict(
             member,
             group_id,
             judge=self.name,
@@ -73,9 +85,9 @@ class NextStateJudge:
             judged_at=self._clock(),
             judge_request_id=session.last,
         )
-        return verdict, session
 
     def _ask(self, turns: Sequence[Mapping[str, Any]], session: JudgeModelSession) -> DraftVerdict:
+        """Return the draft verdict on one trajectory. Raises JudgeAway."""
         if not turns:
             return DraftVerdict.failed("no answer of this trajectory has a next message: there is no evidence")
         pictures = JudgeImages(self._images)
@@ -86,6 +98,8 @@ class NextStateJudge:
         ]
         try:
             ratings = self._model.ask(question, _schema(), lambda answer: ratings_of(answer, len(turns)), session)
+        except JudgeAway:
+            raise
         except JudgeUnavailable as failed:
             return DraftVerdict.failed(str(failed))
         named = {f"turn_{number}": value for number, value in enumerate(ratings, 1)}

@@ -24,7 +24,7 @@ from ratchet.trainer.controller.judges.images import JudgeImages
 from ratchet.trainer.controller.judges.language_model import JudgeModelSession, LanguageModel, Message
 from ratchet.trainer.controller.judges.opinion import DraftVerdict, version_of
 from ratchet.trainer.controller.judges.truncation import truncated_json
-from ratchet.trainer.errors import JudgeUnavailable
+from ratchet.trainer.errors import JudgeAway, JudgeUnavailable
 from ratchet.trainer.settings.judge_specs import RulerSpec
 
 _CHARS_PER_TOKEN = 3.0  # a low estimate; English has four
@@ -73,7 +73,7 @@ class RulerJudge:
     def judge(self, group_id: str | None, members: Sequence[Transcript]) -> GroupJudgement:
         """Return one verdict per member, in order."""
         started_at = time.perf_counter()
-        session = JudgeModelSession(self.name, group_id)
+        session, away = JudgeModelSession(self.name, group_id), None
         prompt = ranking_prompt(
             members,
             rubric=self._spec.rubric,
@@ -87,6 +87,7 @@ class RulerJudge:
             opinions = {place: by_label[label] for label, places in prompt.labels.items() for place in places}
         except JudgeUnavailable as failed:
             opinions = dict.fromkeys(range(len(members)), DraftVerdict.failed(str(failed)))
+            away = str(failed) if isinstance(failed, JudgeAway) else None
         seconds = (time.perf_counter() - started_at) / len(members)
         cost = session.cost
         verdicts = [
@@ -102,7 +103,7 @@ class RulerJudge:
             )
             for place, member in enumerate(members)
         ]
-        return GroupJudgement(tuple(verdicts), tuple(session.judge_requests))
+        return GroupJudgement(tuple(verdicts), tuple(session.judge_requests), unavailable=away)
 
 
 def _seed(members: Sequence[Transcript]) -> str:
