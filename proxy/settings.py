@@ -27,7 +27,7 @@ ALARM_WEBHOOK_VARIABLE = "RATCHET_ALARM_WEBHOOK_URL"
 class AgentLimits(BaseModel):
     """Limits of one agent, over all keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
     requests_per_minute: int | None = Field(
         None, ge=1, description="request limit per proxy, or over all proxies with one coordinator; null: no limit"
@@ -250,11 +250,15 @@ class ProxySettings(CoordinationSettings):
     drain_delay_seconds: float = Field(
         0.0,
         ge=0,
+        le=3600,
         description="on stop, `/health/ready` answers 503 for this long while calls are still accepted, so that a load "
-        "balancer can react, seconds; `ratchet up`: none",
+        "balancer can react, seconds, at most 3600; `ratchet up`: none",
     )
     drain_timeout_seconds: float = Field(
-        30.0, gt=0, description="on stop, time for running calls to finish, seconds; `ratchet up` gives at most 4"
+        30.0,
+        gt=0,
+        le=3600,
+        description="on stop, time for running calls to finish, seconds, at most 3600; `ratchet up` gives at most 4",
     )
 
     @field_validator("upstreams")

@@ -61,7 +61,7 @@ def local_url(host: str, port: int, *, tls: bool = False) -> str:
 class VllmSettings(BaseModel):
     """How vLLM is started."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
     command: tuple[str, ...] = Field((), description="program that starts vLLM's API server; empty: this Python's vLLM")
     host: str = Field("127.0.0.1", description="loopback address that vLLM listens on")
@@ -143,7 +143,7 @@ class VllmSettings(BaseModel):
 class Settings(BaseModel):
     """All settings of one project."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
     project: str = Field("default", pattern=r"^[\w.-]+$", description="name of the project and of its state folder")
     state_dir: Path = Field(Path(".ratchet"), description="folder that holds the state of all projects")

@@ -26,6 +26,10 @@ _RENAMED: Mapping[Path, Path] = {
 }
 _MAX_LISTED = 20  # names in one message
 _MAX_NAMED = 3  # keys of the same name that one message lists
+# What the user has to write, where pydantic's sentence is about Python: by pydantic's type of the error.
+_REMEDIES = {
+    "finite_number": "must be a finite number; for the default, leave the key out",
+}
 
 
 class Refused(str):
@@ -156,7 +160,7 @@ def readable_errors(
 def _sentence(item: Any, sources: Mapping[Path, str], section: Path) -> str:
     path = (*section, *(str(part) for part in item["loc"]))
     source = next((sources[path[:end]] for end in range(len(path), 0, -1) if path[:end] in sources), None)
-    message = str(item["msg"]).removeprefix("Value error, ")
+    message = _REMEDIES.get(item["type"]) or str(item["msg"]).removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
     prefix = f"{source}: " if source else ""
     return f"{prefix}{'.'.join(path)}: {message}"

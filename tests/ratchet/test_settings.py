@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
 from ratchet.errors import SettingsError
-from ratchet.settings.load_settings import load
+from ratchet.settings.load_settings import known_keys, load
 from ratchet.settings.project_settings import Settings, local_url
+from ratchet.settings.setting_errors import leaves, type_of_key
 from ratchet.trainer.settings.judge_specs import FunctionSpec
 from ratchet.trainer.tasks.task_set import TaskSet
 from ratchet.tuner.tasks.imported import ImportedTasks
@@ -42,6 +45,14 @@ def test_later_layers_win_and_defaults_fill(tmp_path: Path) -> None:
         ("proxy: {store: a.db}", {}, "unknown key proxy.store; the nearest known key is store"),
         ("proxy: 8000", {}, "proxy is a section"),
         ("vllm: {port: {a: 1}}", {}, "vllm.port: input should be a valid integer"),
+        (
+            "proxy: {drain_timeout_seconds: .inf}",
+            {},
+            "ratchet.yaml: proxy.drain_timeout_seconds: must be a finite number; for the default, leave the key out",
+        ),
+        ("", {"RATCHET_PROXY__KEEP_ALIVE_SECONDS": "inf"}, "proxy.keep_alive_seconds: must be a finite number"),
+        ("trainer: {judge: {kind: ruler, timeout_seconds: .inf}}", {}, "timeout_seconds: must be a finite number"),
+        ("proxy: {drain_delay_seconds: 4000}", {}, "drain_delay_seconds: input should be less than or equal to 3600"),
         ("vllm: {port: many}", {}, "ratchet.yaml: vllm.port: input should be a valid integer"),
         ("learner: {lora_r: 0}", {}, "ratchet.yaml: learner.lora_r is 0; it must be an integer from 1 to 512"),
         ("learner: {num_processes: 0}", {}, "ratchet.yaml: learner.num_processes is 0"),
@@ -79,6 +90,25 @@ def test_a_wrong_setting_names_its_place_and_the_nearest_key(
         read(tmp_path, text, **environ)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def _takes_a_float(kind: Any) -> bool:
+    return kind is float or any(map(_takes_a_float, get_args(kind)))
+
+
+@pytest.mark.parametrize("value", ["inf", "nan"])
+def test_no_number_is_infinite(value: str) -> None:
+    known = known_keys()
+    keys = [path for path in leaves(known) if _takes_a_float(type_of_key(path, known, ""))]
+    assert {("proxy", "drain_timeout_seconds"), ("learner", "max_grad_norm"), ("agents", "NAME", "share")} < {*keys}
+    for path in keys:
+        content: Any = float(value)
+        if path == ("tuner", "prices"):
+            content = {"a-model": {"input": content}}
+        for key in reversed(path):
+            content = {key: content}
+        with pytest.raises(SettingsError, match=re.escape(".".join(path))):
+            load(environ={}, content=content)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
