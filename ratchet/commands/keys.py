@@ -186,7 +186,7 @@ def list_keys(context: click.Context, store: str | None, project: str | None, as
     Example:
       ratchet keys list --json
     """
-    with options.open_project_store(context, create=True, store=store, project=project) as opened:
+    with options.open_project_store(context, store=store, project=project) as opened:
         found = opened.keys.all()
         used = opened.usage.of_keys([key.id for key in found])
     if as_json:

@@ -167,8 +167,8 @@ def test_a_store_is_not_migrated_under_a_running_proxy(project: Project) -> None
 
 @pytest.mark.slow
 def test_a_command_that_reads_makes_no_store_of_a_misspelt_name(project: Project) -> None:
-    words = (("trajectories", "list"), ("store", "export"), ("status",), ("policies", "list"), ("tune", "runs"))
-    for command in words:
+    words = ("trajectories list", "store export", "status", "policies list", "tune runs", "keys list", "audit")
+    for command in map(str.split, words):
         done = project.run(*command, "--store", "typo.db")
         assert (done.returncode, "there is no store at" in done.stdout) == (1, True), command
     assert not (project.folder / "typo.db").exists()
@@ -226,6 +226,7 @@ def test_a_full_disk_is_named_as_the_cause() -> None:
 @pytest.mark.slow
 def test_keys_are_made_listed_and_revoked(project: Project) -> None:
     url = str(project.folder / "keys.db")
+    open_store(url).close()
     assert "no keys" in project.run("keys", "list", "--store", url).stdout
     made = project.run("keys", "create", "--name", "crawler", "--tokens-per-minute", "900",
                        "--max-parallel-requests", "4", "--store", url)  # fmt: skip
