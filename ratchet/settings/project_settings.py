@@ -251,7 +251,7 @@ class Settings(BaseModel):
             derived["agent_limits"] = {name: limit for name, limit in limits.items() if name == self.model}
         if self._entry and isinstance(self.proxy.get("fallbacks"), dict):
             derived["fallbacks"] = self._own_fallbacks(self.proxy["fallbacks"], (self.model,))
-        with readable_errors(self._sources, "proxy"):
+        with readable_errors(self._sources, ProxySettings, "proxy"):
             return ProxySettings.read(environ, **(own | self.proxy | derived | values))
 
     @property
@@ -304,7 +304,7 @@ class Settings(BaseModel):
                 key = ".".join((*section, part, "second_judge"))
                 second = judge_with_address(own["second_judge"], self.model_list, key)
                 given[part] = {**own, "second_judge": second}
-        with readable_errors(self._sources, *section, also=SettingError):
+        with readable_errors(self._sources, TrainerSettings, *section, also=SettingError):
             return TrainerSettings(**given)
 
     def learner_process_settings(self) -> LearnerProcessSettings:
@@ -331,5 +331,5 @@ class Settings(BaseModel):
         given = dict(self.tuner)
         if "reflection" in given:
             given["reflection"] = with_address(given["reflection"], self.model_list, "tuner.reflection")
-        with readable_errors(self._sources, "tuner"):
+        with readable_errors(self._sources, TunerSettings, "tuner"):
             return TunerSettings(**given)

@@ -42,6 +42,33 @@ def test_later_layers_win_and_defaults_fill(tmp_path: Path) -> None:
         ("proxy: {prt: 1}", {}, "unknown key proxy.prt; the nearest known key is proxy.port"),
         ("learner: {lerning_rate: 1}", {}, "the nearest known key is learner.learning_rate"),
         ("trainer: {lora_rr: 4}", {}, "unknown key trainer.lora_rr; the nearest known key is learner.lora_r"),
+        (
+            "proxy: {agent_limits: {policy: {requests_per_min: 3}}}",
+            {},
+            "ratchet.yaml: unknown key proxy.agent_limits.policy.requests_per_min; the nearest known key is "
+            "proxy.agent_limits.policy.requests_per_minute",
+        ),
+        (
+            "model_list: [{model_nam: x, litellm_params: {model: y}}]",
+            {},
+            "unknown key model_list.0.model_nam; the nearest known key is model_list.0.model_name",
+        ),
+        (
+            "agents: {mail: {judge: {kind: composite, parts: [{judge: 'a:b', name: x, wieght: 1}]}}}",
+            {},
+            "unknown key agents.mail.judge.composite.parts.0.wieght; the nearest known key is "
+            "agents.mail.judge.composite.parts.0.weight",
+        ),
+        (
+            "trainer: {judge: {kind: function, function: 'a:b', functon: x}}",
+            {},
+            "unknown key trainer.judge.function.functon; the nearest known key is trainer.judge.function.function",
+        ),
+        ("proxy: {agent_limits: {policy: {x: 3}}}", {}, "policy.x; known are requests_per_minute, tokens_per_minute"),
+        ("proxy: {agent_limits: 3}", {}, "proxy.agent_limits: must hold keys and values, such as `{KEY: VALUE}`"),
+        ("proxy: {trusted_proxies: 10.0.0.1}", {}, "ratchet.yaml: proxy.trusted_proxies: must be a list: write it in"),
+        ("proxy: {otlp_endpoint: nope}", {}, "proxy.otlp_endpoint: 'nope' is not an http(s) URL; write it like http"),
+        ("", {"RATCHET_FOO": "2"}, "variable RATCHET_FOO: unknown key foo; docs/configuration.md lists the keys"),
         ("proxy: {store: a.db}", {}, "unknown key proxy.store; the nearest known key is store"),
         ("proxy: 8000", {}, "proxy is a section"),
         ("vllm: {port: {a: 1}}", {}, "vllm.port: input should be a valid integer"),
