@@ -268,6 +268,9 @@ def test_keys_are_made_listed_and_revoked(project: Project) -> None:
     ):
         refused = project.run("keys", "create", "--name", "x", *wrong, "--store", url)
         assert (refused.returncode, remedy in refused.stdout) == (2, True)
+    for name in ("", "  ", "two\nlines", "a\x1b[31m"):
+        refused = project.run("keys", "create", "--name", name, "--store", url)
+        assert (refused.returncode, "give a name on one line" in refused.stdout) == (2, True)
     assert "is revoked" in project.run("keys", "revoke", rows[0]["id"], "--store", url).stdout
     assert "revoked" in project.run("keys", "list", "--store", url).stdout
     assert project.run("keys", "revoke", "key_x", "--store", url).returncode == 1
