@@ -282,11 +282,11 @@ def test_a_doctor_that_is_refused_tells_which_keys_the_store_knows(
     monkeypatch.delenv("RATCHET_API_KEYS", raising=False)
     url = str(tmp_path / "store.db")
     store = open_store(url)
-    assert missing_key_kinds(url).endswith("the store has no agent's key, and RATCHET_API_KEYS is not set")
+    assert missing_key_kinds(store).endswith("the store has no agent's key, and RATCHET_API_KEYS is not set")
     for number, (name, scope) in enumerate((("crawler", "agent"), ("boss", "operator"), ("gone", "agent"))):
         made = store.keys.create(name, str(number) * 64, KeyScope(scope))
         if name == "gone":
             store.keys.revoke(made.id)
-    store.close()
     monkeypatch.setenv("RATCHET_API_KEYS", "rk-other")
-    assert missing_key_kinds(url).endswith("by the names crawler, and the key in RATCHET_API_KEYS is none of them")
+    assert missing_key_kinds(store).endswith("by the names crawler, and the key in RATCHET_API_KEYS is none of them")
+    store.close()
