@@ -20,7 +20,7 @@ _CORES_PER_WORKER, _MOST_AUTO_WORKERS = 8, 4  # vLLM, trainer and learner need c
 class CoordinationSettings(BaseModel):
     """A part of `ProxySettings`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
     workers: int = Field(
         1,

@@ -31,7 +31,7 @@ ModelKeys = Mapping[str, SecretStr]  # by environment variable
 class LitellmParams(BaseModel):
     """Where a model is served, and under which name."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
     model: str = Field(min_length=1)
     api_base: str | None = None
@@ -111,7 +111,9 @@ class LitellmParams(BaseModel):
 class ModelEntry(BaseModel):
     """One entry of `model_list`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True, protected_namespaces=()
+    )
 
     model_name: str = Field(min_length=1, max_length=100, pattern=r"^[^@*\s]+$")
     litellm_params: LitellmParams
@@ -121,7 +123,7 @@ class ModelEntry(BaseModel):
 class FallbackRules(BaseModel):
     """The models of `model_list` that answer in place of an agent or another model, in order, by its name."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
     outage: dict[str, tuple[str, ...]] = Field(
         default_factory=dict,

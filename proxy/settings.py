@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from ipaddress import ip_network
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from ratchet.proxy.agent_names import check_agent_names
 from ratchet.proxy.api_keys import KEYS_VARIABLE, OPERATOR_KEYS_VARIABLE, hash_key
@@ -19,6 +19,7 @@ from ratchet.proxy.coordination_settings import TOKEN_VARIABLE, CoordinationSett
 from ratchet.proxy.model_list import FallbackRules, ModelEntry, keys_in
 from ratchet.proxy.wire.body_bounds import BodyBounds
 from ratchet.store.access.replica_list import check_entry
+from ratchet.store.access.url_credentials import http_url
 
 UPSTREAM_KEY_VARIABLE = "RATCHET_UPSTREAM_API_KEY"
 ALARM_WEBHOOK_VARIABLE = "RATCHET_ALARM_WEBHOOK_URL"
@@ -27,7 +28,7 @@ ALARM_WEBHOOK_VARIABLE = "RATCHET_ALARM_WEBHOOK_URL"
 class AgentLimits(BaseModel):
     """Limits of one agent, over all keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
     requests_per_minute: int | None = Field(
         None, ge=1, description="request limit per proxy, or over all proxies with one coordinator; null: no limit"
@@ -236,7 +237,7 @@ class ProxySettings(CoordinationSettings):
         "info",
         description="`debug`, `info`, `warning` or `error`; above `info` the lines of the calls are not written",
     )
-    otlp_endpoint: str | None = Field(
+    otlp_endpoint: Annotated[str, AfterValidator(http_url)] | None = Field(
         None,
         description="base URL of an OpenTelemetry collector (OTLP over HTTP) that gets a span per call; null: "
         "`OTEL_EXPORTER_OTLP_ENDPOINT`, see [tracing.md](tracing.md)",
@@ -250,11 +251,15 @@ class ProxySettings(CoordinationSettings):
     drain_delay_seconds: float = Field(
         0.0,
         ge=0,
+        le=3600,
         description="on stop, `/health/ready` answers 503 for this long while calls are still accepted, so that a load "
-        "balancer can react, seconds; `ratchet up`: none",
+        "balancer can react, seconds, at most 3600; `ratchet up`: none",
     )
     drain_timeout_seconds: float = Field(
-        30.0, gt=0, description="on stop, time for running calls to finish, seconds; `ratchet up` gives at most 4"
+        30.0,
+        gt=0,
+        le=3600,
+        description="on stop, time for running calls to finish, seconds, at most 3600; `ratchet up` gives at most 4",
     )
 
     @field_validator("upstreams")
@@ -374,8 +379,7 @@ class ProxySettings(CoordinationSettings):
             if getattr(self, name) < self.max_body_bytes:
                 raise ValueError(
                     f"{name} {getattr(self, name)} is less than max_body_bytes {self.max_body_bytes}, so that a "
-                    "body of that "
-                    f"size could never be accepted: raise {name} or lower max_body_bytes"
+                    f"body of that size could never be accepted: raise {name} or lower max_body_bytes"
                 )
         return self
 

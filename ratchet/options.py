@@ -223,11 +223,9 @@ def open_store_for_command(url: str, *, create: bool = True) -> Iterator[Store]:
         opened.close()
 
 
-def open_project_store(
-    context: click.Context, *, create: bool = False, **options: Any
-) -> AbstractContextManager[Store]:
-    """Open the store of the project's current or last run; options win. Raises SettingsError."""
-    return open_store_for_command(read_project_settings(context, options).store_url, create=create)
+def open_project_store(context: click.Context, **options: Any) -> AbstractContextManager[Store]:
+    """Open the store of the project's current or last run, which exists; options win. Raises SettingsError."""
+    return open_store_for_command(read_project_settings(context, options).store_url, create=False)
 
 
 def print_json(content: Any) -> None:

@@ -104,7 +104,9 @@ def commands_page() -> str:
         "# Commands\n",
         "Generated from the commands' help by `make docs`.\n",
         "Every command accepts `--config FILE` before its name. Exit codes: 0 for success, 1 for an error, with one",
-        "line that names the cause and the remedy, 2 for a wrong option, 130 after Ctrl-C, 143 after SIGTERM.\n",
+        "line that names the cause and the remedy, 2 for a wrong option, 130 after Ctrl-C, 143 after SIGTERM. `proxy`,",
+        "`trainer` and `learner` end with 0 after either, once they have stopped in order; a learner of several",
+        "processes ends with the code of torchrun.\n",
         "Common options, which the commands below list without a description:\n",
         _options_table(_shared_options()),
     ]

@@ -293,6 +293,22 @@ def _changed(before: Mapping[str, Manifest], after: Mapping[str, Manifest]) -> s
     return {name for name in before if before[name] != after[name]}
 
 
+@pytest.mark.parametrize(
+    ("times", "seconds"),
+    [
+        ({}, 90),
+        ({"drain_timeout_seconds": 600}, 660),
+        ({"drain_delay_seconds": 15.5, "drain_timeout_seconds": "99.5"}, 166),
+        ({"drain_delay_seconds": 0, "drain_timeout_seconds": 1}, 90),
+        ({"drain_delay_seconds": None, "drain_timeout_seconds": 3600}, 3650),
+    ],
+)
+def test_pods_have_the_time_that_the_drain_settings_take(times: Any, seconds: int, tmp_path: Path) -> None:
+    templates = _templates(tmp_path, {"proxy": times})
+    for name in ("proxy", "coordinator"):
+        assert templates[name]["spec"]["terminationGracePeriodSeconds"] == seconds
+
+
 def test_machines_of_a_learner_reach_each_other_and_the_trainer_the_first(tmp_path: Path) -> None:
     objects = _objects(_file(tmp_path, VALUES["learner of two machines"]))
     assert ("StatefulSet", "learner") not in objects

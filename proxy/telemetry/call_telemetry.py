@@ -173,10 +173,18 @@ class LogLine:
         return " ".join(f"{name}={logfmt(value)}" for name, value in self._fields.items())
 
 
-def log_call(record: CallEnded, timing: CallTiming, failure: str | None, client: str | None = None) -> None:
-    """Log the end of a call. Does nothing if the logger's level is above INFO."""
+def log_call(
+    record: CallEnded,
+    timing: CallTiming,
+    failure: str | None,
+    client: str | None = None,
+    request_id: str | None = None,
+) -> None:
+    """Log the end of a call, with `request_id` if its client sent one. Does nothing if the level is above INFO."""
     if log.isEnabledFor(logging.INFO):
         fields = log_fields(record, timing, failure, client)
+        if request_id is not None:
+            fields["request_id"] = request_id
         log.handle(
             log.makeRecord(log.name, logging.INFO, __file__, 0, LogLine(fields), (), None, "call", {FIELDS: fields})
         )

@@ -1,7 +1,12 @@
-"""The result of one check of `ratchet doctor`, with a remedy if it failed, and remedies of several checks."""
+"""The result of one check of `ratchet doctor`, with a remedy if it failed, and remedies of several checks.
+
+The state of what runs is that of `up`, empty if no project is up. With --proxy and no project it has `base_url` alone:
+the services were started separately, and checks that need more of them are skipped.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,18 +22,31 @@ def see_log(settings: Settings, service: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """One result: the observation, or the reason of the failure and the remedy."""
+    """One result: the observation, or the reason of the failure and the remedy; skipped: why it was not checked."""
 
     name: str
     passed: bool
     seen: str
     remedy: str = ""
+    skipped: bool = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether it was checked and did not pass."""
+        return not (self.passed or self.skipped)
 
     def line(self) -> str:
         """Return the result as text."""
-        verdict = "pass" if self.passed else "FAIL"
+        verdict = "FAIL" if self.failed else "skip" if self.skipped else "pass"
         return f"{verdict}  {self.name:<9} {self.seen}" + (f"\n      remedy: {self.remedy}" if self.remedy else "")
 
     def as_data(self) -> dict[str, Any]:
         """Return the result as plain data."""
         return asdict(self)
+
+
+def no_project(name: str, running: Mapping[str, Any]) -> CheckResult:
+    """Return the result of a check that needs a project, which is not up; skipped if services run without one."""
+    if running:
+        return CheckResult(name, False, "not checked: needs a project started by `ratchet up`", skipped=True)
+    return CheckResult(name, False, "not checked: no project is up", NO_PROJECT)

@@ -10,6 +10,9 @@
     judge      it returns scores, distinguishes answers and does not crash (`judge_quality_check.py`)
     teacher    instead of `judge`, with a teacher: it scores token ids and has the policy's tokens (`teacher_check.py`)
 
+With --proxy, the call goes through that proxy. If no project is up, its services were started separately: `vllm`,
+`swap`, `batches`, `teacher` and `resampling` are then skipped.
+
 If resampling is on, `resampling_check.py` runs too. Of several agents, each gets the checks capture, judge and
 resampling; the others concern what all agents share.
 
@@ -26,7 +29,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ratchet.checks.adapter_store_check import check_adapter_store
-from ratchet.checks.check_result import NO_PROJECT, CheckResult, see_log
+from ratchet.checks.check_result import NO_PROJECT, CheckResult, no_project, see_log
 from ratchet.errors import CliError
 from ratchet.settings.project_settings import Settings
 from ratchet.supervisor import vllm_command
@@ -42,11 +45,16 @@ _WITH_A_KEY = (
 )
 
 
-def run_checks(settings: Settings) -> Iterator[CheckResult]:
-    """Yield the results in order: of what all agents share once, of capture, judge and resampling for each agent."""
+def run_checks(settings: Settings, proxy: str | None = None) -> Iterator[CheckResult]:
+    """Yield the results in order: of what all agents share once, of capture, judge and resampling for each agent.
+
+    `proxy`: its URL without /v1, in place of the project's.
+    """
     running = read_run_state(settings.state)
     if not running.get("ready") or not running.get("vllm_url"):
         running = {}
+    if proxy is not None:
+        running = {**running, "base_url": f"{proxy}/v1"}
     agents = list(settings.agents_by_name.values())
     from ratchet.checks.learner_check import check_learner
     from ratchet.checks.memory_check import check_memory
@@ -83,6 +91,8 @@ def _vllm(settings: Settings, running: dict[str, Any]) -> CheckResult:
     from ratchet.trainer.adapters.vllm_api import VllmServer
     from ratchet.trainer.errors import TrainerError
 
+    if running and "vllm_url" not in running:
+        return no_project("vllm", running)
     try:
         vllm_command.check_installed(settings)
     except CliError as error:
@@ -115,16 +125,17 @@ def _capture(settings: Settings, running: dict[str, Any]) -> tuple[tuple[int, ..
 
     import httpx
 
+    from ratchet.store.errors import StoreError
     from ratchet.store.store import open_store
 
     if not running:
-        return (), CheckResult("capture", False, "not checked: no project is up", NO_PROJECT)
+        return (), no_project("capture", running)
     body = {
         "model": settings.model,
         "max_tokens": 8,
         "messages": [{"role": "user", "content": f"doctor {time.time_ns()}: say something"}],
     }
-    log = see_log(settings, "proxy")
+    log = see_log(settings, "proxy") if "vllm_url" in running else "look at the proxy's log"
     try:
         answer = httpx.post(
             f"{running['base_url']}/chat/completions",
@@ -136,15 +147,15 @@ def _capture(settings: Settings, running: dict[str, Any]) -> tuple[tuple[int, ..
         )
     except httpx.HTTPError as error:
         return (), CheckResult("capture", False, f"{running['base_url']} does not answer: {error}", log)
-    if answer.status_code == httpx.codes.UNAUTHORIZED:
-        return (), CheckResult("capture", False, missing_key_kinds(settings.store_url), _WITH_A_KEY)
-    if answer.status_code != httpx.codes.OK:
+    if answer.status_code not in (httpx.codes.OK, httpx.codes.UNAUTHORIZED):
         return (), CheckResult("capture", False, f"the call failed: {answer.status_code} {answer.text[:300]}", log)
-    store = open_store(settings.store_url)
     try:
-        return _read_back(store, answer.headers.get("x-ratchet-call", ""), log)
-    finally:
-        store.close()
+        with contextlib.closing(open_store(settings.store_url, create=False)) as store:
+            if answer.status_code == httpx.codes.UNAUTHORIZED:
+                return (), CheckResult("capture", False, missing_key_kinds(store), _WITH_A_KEY)
+            return _read_back(store, answer.headers.get("x-ratchet-call", ""), log)
+    except StoreError as error:
+        return (), CheckResult("capture", False, f"the proxy answered, but {error}", "give --store, the proxy's store")
 
 
 def _key() -> dict[str, str]:
@@ -155,16 +166,11 @@ def _key() -> dict[str, str]:
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
-def missing_key_kinds(store_url: str) -> str:
+def missing_key_kinds(store: Store) -> str:
     """Describe the missing API key: the store knows the names of keys, not the keys."""
     from ratchet.store.states import KeyScope
-    from ratchet.store.store import open_store
 
-    store = open_store(store_url)
-    try:
-        names = [key.name for key in store.keys.all() if key.revoked_at is None and key.scope == KeyScope.AGENT]
-    finally:
-        store.close()
+    names = [key.name for key in store.keys.all() if key.revoked_at is None and key.scope == KeyScope.AGENT]
     known = f"the store knows agents' keys by the names {', '.join(names)}" if names else "the store has no agent's key"
     given = "the key in RATCHET_API_KEYS is none of them" if _key() else "RATCHET_API_KEYS is not set"
     return f"the proxy requires a key: {known}, and {given}"

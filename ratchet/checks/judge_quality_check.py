@@ -34,9 +34,10 @@ _NEED_TRAFFIC = ("feedback", "next_state", "workflow")  # kinds whose input only
 
 def check_judge_quality(settings: Settings) -> CheckResult:
     """Return the result for the project's judge."""
+    import contextlib
     import os
 
-    from ratchet.store.errors import StoreError
+    from ratchet.store.errors import StoreError, StoreNotFound
     from ratchet.store.store import open_store
     from ratchet.trainer.controller.judges.make_judge import make_judge
     from ratchet.trainer.errors import TrainerError
@@ -50,11 +51,10 @@ def check_judge_quality(settings: Settings) -> CheckResult:
     except TrainerError as error:
         return CheckResult(_NAME, False, f"it cannot be loaded: {error}", "fix it, or set another one (trainer.judge)")
     try:
-        store = open_store(settings.store_url)
-        try:
+        with contextlib.closing(open_store(settings.store_url, create=False)) as store:
             return proof(judge, spec.kind, store, settings.model)
-        finally:
-            store.close()
+    except StoreNotFound:
+        return _unrecorded(judge, spec.kind)
     except StoreError as error:
         return CheckResult(_NAME, False, f"the store cannot be read: {error}", "see `ratchet store verify`")
     finally:
@@ -65,7 +65,7 @@ def proof(judge: Judge, kind: str, store: Store, alias: str) -> CheckResult:
     """Check a judge with the recorded trajectories of an alias."""
     groups = list(_recorded(store, alias))
     if not groups:
-        return _without_traffic(judge) if kind in _NEED_TRAFFIC else _by_lint(judge)
+        return _unrecorded(judge, kind)
     judged = [judge.judge(None, members).verdicts for members in groups[: _GROUPS if _is_quick(kind) else 1]]
     verdicts = [verdict for verdicts in judged for verdict in verdicts]
     failed = [verdict.failure for verdict in verdicts if verdict.failure is not None]
@@ -110,6 +110,10 @@ def _insensitivity(judge: Judge, member: Transcript) -> str | None:
     from ratchet.tuner.rollouts.diagnosis import judge_problems
 
     return next((reason.seen for reason in judge_problems(judge, member)), None)
+
+
+def _unrecorded(judge: Judge, kind: str) -> CheckResult:
+    return _without_traffic(judge) if kind in _NEED_TRAFFIC else _by_lint(judge)
 
 
 def _without_traffic(judge: Judge) -> CheckResult:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ratchet.checks.check_result import NO_PROJECT, CheckResult, see_log
+from ratchet.checks.check_result import CheckResult, no_project, see_log
 from ratchet.settings.project_settings import Settings
 from ratchet.store.install_hint import install_hint
 from ratchet.supervisor import vllm_command
@@ -170,8 +170,8 @@ def _train(learner: LearnerProtocol, ids: tuple[int, ...]) -> tuple[float, int]:
 def _swap(
     settings: Settings, running: dict[str, Any], checked: CheckedLearner | None, captured: tuple[int, ...]
 ) -> CheckResult:
-    if not running:
-        return CheckResult("swap", False, "not checked: no project is up", NO_PROJECT)
+    if "vllm_url" not in running:
+        return no_project("swap", running)
     if checked is None:
         return CheckResult("swap", False, "not checked: there is no trained adapter", "fix the gradient check first")
     tolerance = float(settings.trainer.get("proof_tolerance", _TOLERANCE))

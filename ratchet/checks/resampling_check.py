@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ratchet.checks.check_result import CheckResult
+from ratchet.checks.check_result import CheckResult, no_project
 from ratchet.settings.project_settings import Settings
 
 _NAME = "resampling"
@@ -28,8 +28,8 @@ def check_resampling(settings: Settings, running: dict[str, Any]) -> CheckResult
     from ratchet.trainer.adapters.vllm_load import load_of
     from ratchet.trainer.controller.collect.resampling.resample_call import KEY_VARIABLE
 
-    if not running:
-        return CheckResult(_NAME, False, "not checked: no project is up", "start it with `ratchet up --detach`")
+    if "vllm_url" not in running:
+        return no_project(_NAME, running)
     load = load_of([running["vllm_url"]], os.environ.get("RATCHET_UPSTREAM_API_KEY"))
     if load.unknown is not None:
         return CheckResult(_NAME, False, load.unknown, "remove --disable-log-stats from vllm.extra_args")

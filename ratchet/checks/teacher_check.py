@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ratchet.checks.check_result import CheckResult
+from ratchet.checks.check_result import CheckResult, no_project
 from ratchet.errors import CliError
 from ratchet.settings.project_settings import Settings
 
@@ -30,8 +30,8 @@ def check_teacher(settings: Settings, running: Mapping[str, Any]) -> CheckResult
     from ratchet.trainer.errors import EngineUnreachable, TrainerError
     from ratchet.trainer.settings.judge_specs import TeacherSpec
 
-    if not running:
-        return CheckResult(_NAME, False, "not checked: no project is up", "start it with `ratchet up --detach`")
+    if "vllm_url" not in running:
+        return no_project(_NAME, running)
     try:
         spec = settings.trainer_settings(base_model=settings.base_model or "unused").judge
         assert isinstance(spec, TeacherSpec)

@@ -41,6 +41,13 @@ def _limit_options(minimum: int) -> Callable[[_Command], _Command]:
     return add
 
 
+def _check_name(_context: click.Context, _parameter: click.Parameter, name: str) -> str:
+    """Refuse a name that a list of keys could not show on its line. Raises BadParameter."""
+    if not name.strip() or not name.isprintable():
+        raise click.BadParameter("give a name on one line, such as the owner of the key")
+    return name
+
+
 @click.group()
 def keys() -> None:
     """Create, list and revoke the API keys of agents and operators.
@@ -54,7 +61,7 @@ def keys() -> None:
 
 
 @keys.command()
-@click.option("--name", required=True, help="Name of the key, such as its owner.")
+@click.option("--name", required=True, callback=_check_name, help="Name of the key, such as its owner.")
 @click.option(
     "--scope",
     type=click.Choice(["agent", "operator"]),
@@ -186,7 +193,7 @@ def list_keys(context: click.Context, store: str | None, project: str | None, as
     Example:
       ratchet keys list --json
     """
-    with options.open_project_store(context, create=True, store=store, project=project) as opened:
+    with options.open_project_store(context, store=store, project=project) as opened:
         found = opened.keys.all()
         used = opened.usage.of_keys([key.id for key in found])
     if as_json:

@@ -196,13 +196,16 @@ def _report(settings: Settings, png: Path | None, as_json: bool) -> None:
 def doctor(context: click.Context, /, base_model: str | None, task: str | None, as_json: bool, **given: Any) -> int:
     """Check that training can work: vLLM, capture of calls, gradient, adapter swap, batches, judge.
 
-    Failures name the remedy. The project should be up; otherwise some checks are skipped and reported. With --workflow
-    or --task, the agent makes a few attempts at one task, and every reason why training on them would have no effect is
-    reported. Both may be set in ratchet.yaml (tuner.workflow, tuner.tasks).
+    Failures name the remedy. The project should be up. For services that were started separately, give --proxy and
+    --store: checks that need a project started by `ratchet up` are then skipped, which is no failure.
+
+    With --workflow or --task, the agent makes a few attempts at one task, and every reason why training on them would
+    have no effect is reported. Both may be set in ratchet.yaml (tuner.workflow, tuner.tasks).
 
     \b
     Example:
       ratchet up --base-model ./model --detach && ratchet doctor
+      ratchet doctor --proxy https://proxy.example:8000 --store postgresql://ratchet@db/ratchet
       ratchet doctor --workflow my_agent:run --task '{"question": "2 + 2?", "answer": "4"}' --judge my_judge:judge
     """
     findings = []
@@ -212,7 +215,7 @@ def doctor(context: click.Context, /, base_model: str | None, task: str | None, 
             click.echo(strip_control_characters(finding.line()))
     if as_json:
         options.print_json([finding.as_data() for finding in findings])
-    return 0 if all(finding.passed for finding in findings) else 1
+    return 1 if any(finding.failed for finding in findings) else 0
 
 
 def _check_results(
@@ -223,10 +226,11 @@ def _check_results(
         from ratchet.trainer.settings.value_types import pinned
 
         own = {"project": given["project"], "base_model": base_model, "trainer.judge": given["judge"]}
-        own |= {"model": given["model"], "store": given["store"]}
+        own |= {"model": given["model"], "store": given["store"], "tuner.proxy_url": given["proxy"]}
         settings = options.read_project_settings(context, own)
+        proxy = settings.tuner_settings().proxy_url if given["proxy"] else None
         os.environ.update(pinned(settings.learner_devices))  # it trains as the trainer would
-        yield from doctor_checks.run_checks(settings)
+        yield from doctor_checks.run_checks(settings, proxy)
         return
     from ratchet.checks import workflow_check
     from ratchet.commands.rollout_options import settings_of

@@ -186,13 +186,25 @@ def delete(
         if not dry_run and not yes:
             count = sum(opened.deletions.count(one) for one in chosen)
             click.confirm(f"delete {count} trajectories permanently?", abort=True, err=True)
-        unknown = [one.id for one in chosen if one.id is not None and not opened.deletions.count(one)]
+        unknown = [
+            f"no trajectory {one.id}, or other options exclude it"
+            for one in chosen if one.id is not None and not opened.deletions.count(one)
+        ]  # fmt: skip
+        if key is not None and not _is_key(opened, key):
+            unknown.append(f"no key {key} in this store, and no trajectory of it; `ratchet keys list` shows the ids")
         status = _delete(opened, chosen, why, dry_run=dry_run, as_json=as_json)
         if reject_policies and not dry_run:
             _reject(opened, as_json=as_json)
-        for name in unknown:
-            click.echo(f"ratchet: no trajectory {name}, or other options exclude it", err=True)
+        for problem in unknown:
+            click.echo(f"ratchet: {problem}", err=True)
         return 1 if unknown else status
+
+
+def _is_key(store: Store, key_id: str) -> bool:
+    """Return whether the store has this key or a trajectory of it; keys of variables are not among its keys."""
+    from ratchet.store.calls.trajectory_filter import TrajectoryFilter
+
+    return any(key.id == key_id for key in store.keys.all()) or store.deletions.count(TrajectoryFilter(key=key_id)) > 0
 
 
 def _reject(store: Store, *, as_json: bool) -> None:

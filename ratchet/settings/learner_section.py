@@ -33,7 +33,7 @@ def parse_learner(
     """Return the two parts of the section, which the settings name `path`. Raises SettingsError."""
     own = {key: value for key, value in section.items() if key in _OWN}
     shared = {key: value for key, value in section.items() if key in _SHARED}
-    with readable_errors(sources, *path, also=SettingError):
+    with readable_errors(sources, LearnerSettings, *path, also=SettingError):
         return (
             TypeAdapter(LearnerSettings).validate_python(own),
             TypeAdapter(LearnerProcessSettings).validate_python(shared),

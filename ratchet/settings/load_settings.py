@@ -85,7 +85,7 @@ def load(
     layers = _Layers(config, options or {}, environ, content)
     values = _LayeredSettings(layers=layers).values()
     chosen = layers.choose_agent(values)
-    with readable_errors(layers.sources):
+    with readable_errors(layers.sources, Settings):
         settings = Settings(**values)
     settings._sources.update(layers.sources)
     _check(settings, environ)
@@ -304,7 +304,7 @@ class _VariableLayer(EnvSettingsSource):
             if similar := difflib.get_close_matches(name, OTHER_VARIABLES, n=1, cutoff=0.9):
                 raise SettingsError(f"variable {name} is not known; did you mean {similar[0]}?") from error
             nearest = nearest_variable(name, self.env_prefix, self._layers.known)
-            raise SettingsError(f"{error}; {nearest}") from error
+            raise SettingsError(f"{error}{nearest}") from error
         if isinstance(kind, Mapping):
             key = "__".join((*path, next(iter(kind)))).upper()
             raise SettingsError(f"variable {name}: names a section; name a key, such as {self.env_prefix}{key}")

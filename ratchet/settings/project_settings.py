@@ -61,7 +61,7 @@ def local_url(host: str, port: int, *, tls: bool = False) -> str:
 class VllmSettings(BaseModel):
     """How vLLM is started."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
     command: tuple[str, ...] = Field((), description="program that starts vLLM's API server; empty: this Python's vLLM")
     host: str = Field("127.0.0.1", description="loopback address that vLLM listens on")
@@ -143,7 +143,7 @@ class VllmSettings(BaseModel):
 class Settings(BaseModel):
     """All settings of one project."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
     project: str = Field("default", pattern=r"^[\w.-]+$", description="name of the project and of its state folder")
     state_dir: Path = Field(Path(".ratchet"), description="folder that holds the state of all projects")
@@ -251,7 +251,7 @@ class Settings(BaseModel):
             derived["agent_limits"] = {name: limit for name, limit in limits.items() if name == self.model}
         if self._entry and isinstance(self.proxy.get("fallbacks"), dict):
             derived["fallbacks"] = self._own_fallbacks(self.proxy["fallbacks"], (self.model,))
-        with readable_errors(self._sources, "proxy"):
+        with readable_errors(self._sources, ProxySettings, "proxy"):
             return ProxySettings.read(environ, **(own | self.proxy | derived | values))
 
     @property
@@ -304,7 +304,7 @@ class Settings(BaseModel):
                 key = ".".join((*section, part, "second_judge"))
                 second = judge_with_address(own["second_judge"], self.model_list, key)
                 given[part] = {**own, "second_judge": second}
-        with readable_errors(self._sources, *section, also=SettingError):
+        with readable_errors(self._sources, TrainerSettings, *section, also=SettingError):
             return TrainerSettings(**given)
 
     def learner_process_settings(self) -> LearnerProcessSettings:
@@ -331,5 +331,5 @@ class Settings(BaseModel):
         given = dict(self.tuner)
         if "reflection" in given:
             given["reflection"] = with_address(given["reflection"], self.model_list, "tuner.reflection")
-        with readable_errors(self._sources, "tuner"):
+        with readable_errors(self._sources, TunerSettings, "tuner"):
             return TunerSettings(**given)

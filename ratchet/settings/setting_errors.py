@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +27,15 @@ _RENAMED: Mapping[Path, Path] = {
 }
 _MAX_LISTED = 20  # names in one message
 _MAX_NAMED = 3  # keys of the same name that one message lists
+_MIN_SIMILARITY = 0.6  # of a name that is suggested, as difflib's default
+_REFERENCE = "docs/configuration.md lists the keys"
+# What the user has to write, where pydantic's sentence is about Python: by pydantic's type of the error.
+_REMEDIES = {
+    "tuple_type": "must be a list: write it in brackets, such as `[VALUE]`",
+    "list_type": "must be a list: write it in brackets, such as `[VALUE]`",
+    "dict_type": "must hold keys and values, such as `{KEY: VALUE}`",
+    "finite_number": "must be a finite number; for the default, leave the key out",
+}
 
 
 class Refused(str):
@@ -84,7 +94,10 @@ def renamed(path: Path) -> Path | None:
 
 
 def nearest_key(path: Path, known: Mapping[str, Any]) -> str:
-    """Return a clause that names the known key closest to `path`, or all keys of the same name."""
+    """Return a clause that names the known key closest to `path`, or all keys of the same name.
+
+    If none is similar, it names the list of the keys.
+    """
 
     def similarity(candidate: Path) -> float:
         whole = difflib.SequenceMatcher(None, ".".join(path), ".".join(candidate)).ratio()
@@ -95,7 +108,9 @@ def nearest_key(path: Path, known: Mapping[str, Any]) -> str:
     same = [".".join(key) for key in keys if len(path) == 1 and key[-1] == path[0]]
     if 1 < len(same) <= _MAX_NAMED:
         return f"the nearest known keys are {', '.join(sorted(same))}"
-    best = max(keys, key=lambda candidate: similarity(candidate))
+    best = max(keys, key=similarity)
+    if similarity(best) < _MIN_SIMILARITY:
+        return _REFERENCE
     return f"the nearest known key is {'.'.join(best)}"
 
 
@@ -109,16 +124,18 @@ def _candidates(path: Path, known: Mapping[str, Any], *, inner: bool = False) ->
 
 
 def nearest_variable(name: str, prefix: str, known: Mapping[str, Any]) -> str:
-    """Return a clause that names the environment variable closest to `name`."""
+    """Return a clause that names the environment variable closest to `name`; empty if none is similar."""
     path = tuple(name.removeprefix(prefix).lower().split("__"))
-    variables = [f"{prefix}{'__'.join(key).upper()}" for key in _candidates(path, known)]
-    wanted = name.replace("__", "_")
+    wanted = "_".join(path)
 
-    def similarity(variable: str) -> float:
-        return difflib.SequenceMatcher(None, wanted, variable.replace("__", "_")).ratio()
+    def similarity(key: Path) -> float:
+        return difflib.SequenceMatcher(None, wanted, "_".join(key)).ratio()
 
-    nearest = max(variables, key=similarity)
-    return f"the nearest variable is {nearest}, with two underscores between section and key"
+    nearest = max(_candidates(path, known), key=similarity)
+    if similarity(nearest) < _MIN_SIMILARITY:
+        return ""
+    variable = f"{prefix}{'__'.join(nearest).upper()}"
+    return f"; the nearest variable is {variable}, with two underscores between section and key"
 
 
 def is_option(source: str) -> bool:
@@ -135,16 +152,17 @@ def listed(names: Iterable[str]) -> str:
 
 @contextmanager
 def readable_errors(
-    sources: Mapping[Path, str], *section: str, also: type[Exception] | tuple[()] = ()
+    sources: Mapping[Path, str], model: Any, *section: str, also: type[Exception] | tuple[()] = ()
 ) -> Iterator[None]:
     """Turn pydantic's errors into a SettingsError of one line that names the source and the key.
 
-    `also` is a component's own error class. `sources` maps key paths to where their value came from.
+    `also` is a component's own error class. `sources` maps key paths to where their value came from; `model` is what
+    checks the section, for the known keys beside an unknown one.
     """
     try:
         yield
     except ValidationError as error:
-        raise SettingsError("; ".join(_sentence(item, sources, section) for item in error.errors())) from error
+        raise SettingsError("; ".join(_sentence(item, sources, model, section) for item in error.errors())) from error
     except also as error:
         set_here = {source for path, source in sources.items() if path[: len(section)] == section}
         message, name = str(error), ".".join(section)
@@ -153,10 +171,45 @@ def readable_errors(
         raise SettingsError(f"{', '.join(sorted(set_here))}: {message}") from error
 
 
-def _sentence(item: Any, sources: Mapping[Path, str], section: Path) -> str:
+def _sentence(item: Any, sources: Mapping[Path, str], model: Any, section: Path) -> str:
     path = (*section, *(str(part) for part in item["loc"]))
     source = next((sources[path[:end]] for end in range(len(path), 0, -1) if path[:end] in sources), None)
-    message = str(item["msg"]).removeprefix("Value error, ")
-    message = message[:1].lower() + message[1:]
     prefix = f"{source}: " if source else ""
+    if item["type"] == "extra_forbidden":
+        beside = _keys_beside(model, item["loc"])
+        near = difflib.get_close_matches(path[-1], beside, n=1, cutoff=_MIN_SIMILARITY)
+        known = f"the nearest known key is {'.'.join((*path[:-1], *near))}" if near else f"known are {listed(beside)}"
+        return f"{prefix}unknown key {'.'.join(path)}; {known}"
+    message = _REMEDIES.get(item["type"]) or str(item["msg"]).removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
     return f"{prefix}{'.'.join(path)}: {message}"
+
+
+def _keys_beside(model: Any, place: Sequence[int | str]) -> list[str]:
+    """Return the keys that can be where pydantic's error says that one is not known."""
+    kinds = [model]
+    for part in place[:-1]:
+        kinds = [inner for kind in _without_unions(kinds) for inner in _inner(kind, part)]
+    return [key for kind in _without_unions(kinds) for key in getattr(kind, "model_fields", ())]
+
+
+def _without_unions(kinds: Iterable[Any]) -> Iterator[Any]:
+    for kind in kinds:
+        origin = typing.get_origin(kind)
+        if origin is typing.Annotated:
+            yield from _without_unions(typing.get_args(kind)[:1])
+        elif origin in (typing.Union, types.UnionType):
+            yield from _without_unions(typing.get_args(kind))
+        else:
+            yield kind
+
+
+def _inner(kind: Any, part: int | str) -> Iterator[Any]:
+    """Yield the type of a field, of the values of a mapping or list, or of a union's member by its `kind`."""
+    fields: Mapping[str, Any] = getattr(kind, "model_fields", {})
+    if "kind" in fields and part in typing.get_args(fields["kind"].annotation):
+        yield kind
+    elif part in fields:
+        yield fields[str(part)].annotation
+    elif values := typing.get_args(kind):
+        yield values[1 if issubclass(typing.get_origin(kind), Mapping) else 0]

@@ -24,8 +24,8 @@ def credentials(url: str) -> tuple[str, str] | None:
     return unquote(parts.username), unquote(parts.password or "")
 
 
-def plain_url(url: str) -> str:
-    """Return a server's URL without a final `/v1`. Raises ValueError, whose message contains no password.
+def http_url(url: str) -> str:
+    """Return a server's URL. Raises ValueError, whose message contains no password.
 
     Port 0 is valid: the operating system chooses a port.
     """
@@ -39,4 +39,9 @@ def plain_url(url: str) -> str:
             f"{without_credentials(url)!r} is not an http(s) URL; write it like http://127.0.0.1:8001, and what is "
             "special in a name or password before its host with percent signs"
         )
-    return url.rstrip("/").removesuffix("/v1")
+    return url
+
+
+def plain_url(url: str) -> str:
+    """Return a server's URL without a final `/v1`. Raises ValueError as `http_url` does."""
+    return http_url(url).rstrip("/").removesuffix("/v1")

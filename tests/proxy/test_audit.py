@@ -59,8 +59,10 @@ def test_reads_and_changes_are_recorded_with_key_target_address_and_outcome(
     assert proxy.http.post(f"/api/trajectories/{name}/finish", headers=bob | at).status_code == 200
     order = {"reason": "it is a secret"}
     assert proxy.http.post("/api/policies/9/pin", params={"alias": "agent"}, json=order, headers=bob).status_code == 404
-    assert proxy.http.get("/api/calls", headers=agent).status_code == 403  # not an operator's
-    assert "event=operator_refused status=403 client=127.0.0.1 path='/api/calls'" in caplog.text
+    refused = proxy.http.get("/api/calls", headers={**agent, "x-request-id": "mine-7"})
+    assert refused.status_code == 403  # not an operator's
+    line = "event=operator_refused status=403 client=127.0.0.1 path='/api/calls' request_id='mine-7'"
+    assert line in caplog.text
     found = entries(store, 5)
     fields = ("key_id", "actor", "client", "method", "route", "target", "status", "count")
     seen = [tuple(getattr(one, field) for field in fields) for one in found]

@@ -75,6 +75,20 @@ def test_every_call_logs_one_line_with_its_result(proxy: Proxy, lines: Lines) ->
     assert fields["upstream"].startswith("127.0.0.1:")
 
 
+@pytest.mark.parametrize("sent", [None, "mine-7", 'a"b=c', "!" * 128, "two words", "!" * 129, "ü"])
+def test_the_line_has_the_request_id_that_the_client_sent(proxy: Proxy, lines: Lines, sent: str | None) -> None:
+    headers = [(b"x-request-id", sent.encode())] if sent is not None else []
+    answer = proxy.http.post(CALL, json=chat_body("hi"), headers=headers)
+    record = eventually(lambda: lines.records)[0]
+    if sent is not None and re.fullmatch(r"[!-~]{1,128}", sent):
+        assert answer.headers["x-request-id"] == sent
+        assert read(record.getMessage())["request_id"] == sent
+        assert json.loads(JsonFormatter().format(record))["request_id"] == sent
+    else:
+        assert answer.headers["x-request-id"] == answer.headers["x-ratchet-call"]
+        assert "request_id" not in read(record.getMessage())
+
+
 @pytest.mark.parametrize(
     ("trusted", "forwarded", "client"),
     [

@@ -167,8 +167,8 @@ def test_a_store_is_not_migrated_under_a_running_proxy(project: Project) -> None
 
 @pytest.mark.slow
 def test_a_command_that_reads_makes_no_store_of_a_misspelt_name(project: Project) -> None:
-    words = (("trajectories", "list"), ("store", "export"), ("status",), ("policies", "list"), ("tune", "runs"))
-    for command in words:
+    words = ("trajectories list", "store export", "status", "policies list", "tune runs", "keys list", "audit")
+    for command in map(str.split, words):
         done = project.run(*command, "--store", "typo.db")
         assert (done.returncode, "there is no store at" in done.stdout) == (1, True), command
     assert not (project.folder / "typo.db").exists()
@@ -226,6 +226,7 @@ def test_a_full_disk_is_named_as_the_cause() -> None:
 @pytest.mark.slow
 def test_keys_are_made_listed_and_revoked(project: Project) -> None:
     url = str(project.folder / "keys.db")
+    open_store(url).close()
     assert "no keys" in project.run("keys", "list", "--store", url).stdout
     made = project.run("keys", "create", "--name", "crawler", "--tokens-per-minute", "900",
                        "--max-parallel-requests", "4", "--store", url)  # fmt: skip
@@ -267,6 +268,9 @@ def test_keys_are_made_listed_and_revoked(project: Project) -> None:
     ):
         refused = project.run("keys", "create", "--name", "x", *wrong, "--store", url)
         assert (refused.returncode, remedy in refused.stdout) == (2, True)
+    for name in ("", "  ", "two\nlines", "a\x1b[31m"):
+        refused = project.run("keys", "create", "--name", name, "--store", url)
+        assert (refused.returncode, "give a name on one line" in refused.stdout) == (2, True)
     assert "is revoked" in project.run("keys", "revoke", rows[0]["id"], "--store", url).stdout
     assert "revoked" in project.run("keys", "list", "--store", url).stdout
     assert project.run("keys", "revoke", "key_x", "--store", url).returncode == 1
@@ -278,11 +282,11 @@ def test_a_doctor_that_is_refused_tells_which_keys_the_store_knows(
     monkeypatch.delenv("RATCHET_API_KEYS", raising=False)
     url = str(tmp_path / "store.db")
     store = open_store(url)
-    assert missing_key_kinds(url).endswith("the store has no agent's key, and RATCHET_API_KEYS is not set")
+    assert missing_key_kinds(store).endswith("the store has no agent's key, and RATCHET_API_KEYS is not set")
     for number, (name, scope) in enumerate((("crawler", "agent"), ("boss", "operator"), ("gone", "agent"))):
         made = store.keys.create(name, str(number) * 64, KeyScope(scope))
         if name == "gone":
             store.keys.revoke(made.id)
-    store.close()
     monkeypatch.setenv("RATCHET_API_KEYS", "rk-other")
-    assert missing_key_kinds(url).endswith("by the names crawler, and the key in RATCHET_API_KEYS is none of them")
+    assert missing_key_kinds(store).endswith("by the names crawler, and the key in RATCHET_API_KEYS is none of them")
+    store.close()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
 from ratchet.errors import SettingsError
-from ratchet.settings.load_settings import load
+from ratchet.settings.load_settings import known_keys, load
 from ratchet.settings.project_settings import Settings, local_url
+from ratchet.settings.setting_errors import leaves, type_of_key
 from ratchet.trainer.settings.judge_specs import FunctionSpec
 from ratchet.trainer.tasks.task_set import TaskSet
 from ratchet.tuner.tasks.imported import ImportedTasks
@@ -39,9 +42,44 @@ def test_later_layers_win_and_defaults_fill(tmp_path: Path) -> None:
         ("proxy: {prt: 1}", {}, "unknown key proxy.prt; the nearest known key is proxy.port"),
         ("learner: {lerning_rate: 1}", {}, "the nearest known key is learner.learning_rate"),
         ("trainer: {lora_rr: 4}", {}, "unknown key trainer.lora_rr; the nearest known key is learner.lora_r"),
+        (
+            "proxy: {agent_limits: {policy: {requests_per_min: 3}}}",
+            {},
+            "ratchet.yaml: unknown key proxy.agent_limits.policy.requests_per_min; the nearest known key is "
+            "proxy.agent_limits.policy.requests_per_minute",
+        ),
+        (
+            "model_list: [{model_nam: x, litellm_params: {model: y}}]",
+            {},
+            "unknown key model_list.0.model_nam; the nearest known key is model_list.0.model_name",
+        ),
+        (
+            "agents: {mail: {judge: {kind: composite, parts: [{judge: 'a:b', name: x, wieght: 1}]}}}",
+            {},
+            "unknown key agents.mail.judge.composite.parts.0.wieght; the nearest known key is "
+            "agents.mail.judge.composite.parts.0.weight",
+        ),
+        (
+            "trainer: {judge: {kind: function, function: 'a:b', functon: x}}",
+            {},
+            "unknown key trainer.judge.function.functon; the nearest known key is trainer.judge.function.function",
+        ),
+        ("proxy: {agent_limits: {policy: {x: 3}}}", {}, "policy.x; known are requests_per_minute, tokens_per_minute"),
+        ("proxy: {agent_limits: 3}", {}, "proxy.agent_limits: must hold keys and values, such as `{KEY: VALUE}`"),
+        ("proxy: {trusted_proxies: 10.0.0.1}", {}, "ratchet.yaml: proxy.trusted_proxies: must be a list: write it in"),
+        ("proxy: {otlp_endpoint: nope}", {}, "proxy.otlp_endpoint: 'nope' is not an http(s) URL; write it like http"),
+        ("", {"RATCHET_FOO": "2"}, "variable RATCHET_FOO: unknown key foo; docs/configuration.md lists the keys"),
         ("proxy: {store: a.db}", {}, "unknown key proxy.store; the nearest known key is store"),
         ("proxy: 8000", {}, "proxy is a section"),
         ("vllm: {port: {a: 1}}", {}, "vllm.port: input should be a valid integer"),
+        (
+            "proxy: {drain_timeout_seconds: .inf}",
+            {},
+            "ratchet.yaml: proxy.drain_timeout_seconds: must be a finite number; for the default, leave the key out",
+        ),
+        ("", {"RATCHET_PROXY__KEEP_ALIVE_SECONDS": "inf"}, "proxy.keep_alive_seconds: must be a finite number"),
+        ("trainer: {judge: {kind: ruler, timeout_seconds: .inf}}", {}, "timeout_seconds: must be a finite number"),
+        ("proxy: {drain_delay_seconds: 4000}", {}, "drain_delay_seconds: input should be less than or equal to 3600"),
         ("vllm: {port: many}", {}, "ratchet.yaml: vllm.port: input should be a valid integer"),
         ("learner: {lora_r: 0}", {}, "ratchet.yaml: learner.lora_r is 0; it must be an integer from 1 to 512"),
         ("learner: {num_processes: 0}", {}, "ratchet.yaml: learner.num_processes is 0"),
@@ -79,6 +117,25 @@ def test_a_wrong_setting_names_its_place_and_the_nearest_key(
         read(tmp_path, text, **environ)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def _takes_a_float(kind: Any) -> bool:
+    return kind is float or any(map(_takes_a_float, get_args(kind)))
+
+
+@pytest.mark.parametrize("value", ["inf", "nan"])
+def test_no_number_is_infinite(value: str) -> None:
+    known = known_keys()
+    keys = [path for path in leaves(known) if _takes_a_float(type_of_key(path, known, ""))]
+    assert {("proxy", "drain_timeout_seconds"), ("learner", "max_grad_norm"), ("agents", "NAME", "share")} < {*keys}
+    for path in keys:
+        content: Any = float(value)
+        if path == ("tuner", "prices"):
+            content = {"a-model": {"input": content}}
+        for key in reversed(path):
+            content = {key: content}
+        with pytest.raises(SettingsError, match=re.escape(".".join(path))):
+            load(environ={}, content=content)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ _URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]*)://(?P<place>[^/]*)")
 class AdapterSettings(BaseModel):
     """Where the adapters and the learner's states are kept."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
     store: str | None = Field(
         None,

@@ -105,7 +105,7 @@ class LearnerSettings(AdapterAndMemorySettings):
         self._require("entropy_coef", 0 <= self.entropy_coef < math.inf, "0 or more, such as 0.001")
         self._require("top_entropy_quantile", 0 < self.top_entropy_quantile <= 1, "above 0 and at most 1, such as 0.2")
         self._require("preference_beta", 0 < self.preference_beta < math.inf, "above 0, such as 0.1")
-        self._require("max_grad_norm", self.max_grad_norm >= 0, "0 (no limit) or more")
+        self._require("max_grad_norm", 0 <= self.max_grad_norm < math.inf, "a finite number, 0 (no limit) or more")
         cap = self.vllm_importance_sampling_clip_max
         self._require(
             "vllm_importance_sampling_clip_max", cap is None or 1 <= cap < math.inf, "None or at least 1, such as 2.0"

@@ -12,7 +12,7 @@ from ratchet.trainer.settings.judge_specs import JudgeSpec
 class ReleaseSettings(BaseModel):
     """How a proven version becomes live, and how it is taken back."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
     policy: Literal["guarded", "immediate"] = Field(
         "guarded",

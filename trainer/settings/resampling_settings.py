@@ -10,7 +10,7 @@ from ratchet.trainer.settings.value_types import PlainUrl
 class ResamplingSettings(BaseModel):
     """How further responses to single-call prompts are sampled."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
     samples: int = Field(
         0,

@@ -12,7 +12,7 @@ from ratchet.trainer.settings.judge_specs import JudgeSpec
 class SentinelSettings(BaseModel):
     """Thresholds; docs/sentinel.md explains them."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
     interval_seconds: float = Field(30.0, gt=0, description="time between checks")
     window: int = Field(512, ge=32, le=1000, description="newest trajectories that are checked")

@@ -33,7 +33,7 @@ def _installed_monitor(name: str) -> str:
 class TrainerFields(BaseModel):
     """The fields of the trainer's settings, each valid by itself."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
     store: str = Field(description="URL or SQLite path of the store")
     model: str = Field(description="alias that agents request; versions are alias@1, alias@2, ...")

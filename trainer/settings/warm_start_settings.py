@@ -12,7 +12,7 @@ RESERVED_SOURCES = POLICY, DEMONSTRATIONS = "policy", "demonstrations"  # all ot
 class WarmStartSettings(BaseModel):
     """The data and the hyperparameters of a warm start."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
     sources: tuple[str, ...] = Field(
         (POLICY, DEMONSTRATIONS),

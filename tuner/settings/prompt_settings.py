@@ -15,7 +15,7 @@ SEARCH_ROLLOUTS: Final = 300  # of the search, if max_rollouts is null
 class PromptSettings(BaseModel):
     """How a system prompt is searched for."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
     method: str = Field(
         "gepa", description="optimizer: gepa (extra tune-gepa), mipro (extra tune-mipro) or the name of a plug-in"

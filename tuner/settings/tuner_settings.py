@@ -12,7 +12,7 @@ from ratchet.tuner.settings.prompt_settings import PromptSettings
 class LessonSettings(BaseModel):
     """Which failures are read, how many lessons are written, and on how much traffic they are tried."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
     failure_threshold: float = Field(0.5, description="a task failed if its mean score is below this")
     min_failures: int = Field(3, ge=1, description="failed tasks that a task family needs to get lessons")
@@ -26,7 +26,7 @@ class LessonSettings(BaseModel):
 class TunerSettings(BaseModel):
     """Settings of all tuning methods."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
     workflow: str | None = Field(
         None, description="agent to tune: module:function, or a command line such as 'python my_agent.py'"

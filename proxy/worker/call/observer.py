@@ -65,6 +65,8 @@ class CallObserver:
             timing = CallTiming.of(record, time.perf_counter() - call.arrived, call.overhead_at_send)
             self._counters.count(record, timing, call.failure)
             if self._logs_calls:
-                log_call(record, timing, call.failure, call.client)
+                name = call.request_id.decode()
+                own = name if name != record.start.call_id else None  # the client's
+                log_call(record, timing, call.failure, call.client, own)
         if self._spans is not None:
             self._spans.end_span(call, record, timing)

@@ -44,29 +44,39 @@ class ErrorMiddleware:
             if started:
                 raise
             with contextlib.suppress(ClientDisconnected):
-                await _send_error(scope, send, stopped())
+                await _send_error(scope, send, stopped(), _request_id(scope))
         except ProxyError as error:
             self._count(error)
+            name = _request_id(scope)
             if error.status in _REFUSED and scope["path"].startswith(_OPERATORS):
-                client, path = client_address(scope), scope["path"][:200]
-                log.warning("event=operator_refused status=%d client=%s path=%r", error.status, client, path)
+                log.warning(
+                    "event=operator_refused status=%d client=%s path=%r request_id=%r",
+                    error.status, client_address(scope), scope["path"][:200], name,
+                )  # fmt: skip
             elif isinstance(error, UpstreamError):  # its response does not have the URL
-                log.warning("event=upstream_failed path=%r reason=%r", scope["path"][:200], str(error))
+                log.warning(
+                    "event=upstream_failed path=%r reason=%r request_id=%r", scope["path"][:200], str(error), name
+                )
             if started:
                 raise
-            await _send_error(scope, send, error)
+            await _send_error(scope, send, error, name)
         except Exception:  # the outermost layer: a bug is answered in the clients' format too
             self._count(None)
             if started:
                 raise
-            log.exception("event=internal_error path=%r", scope["path"])
-            await _send_error(scope, send, ProxyError("the proxy failed; its log has the reason"))
+            name = _request_id(scope)
+            log.exception("event=internal_error path=%r request_id=%r", scope["path"], name)
+            await _send_error(scope, send, ProxyError("the proxy failed; its log has the reason"), name)
 
 
-async def _send_error(scope: Scope, send: Send, error: ProxyError) -> None:
-    """Send an error response with a request id that the client can quote."""
-    name = request_identity.request_id(headers_of(scope), new_id("req"))
-    headers: Headers = [JSON, (b"x-request-id", name), (b"request-id", name), *error.headers]
+def _request_id(scope: Scope) -> str:
+    """Return the client's own request id, or a new one that the client can quote."""
+    return request_identity.request_id(headers_of(scope), new_id("req")).decode()
+
+
+async def _send_error(scope: Scope, send: Send, error: ProxyError, name: str) -> None:
+    """Send an error response with a request id."""
+    headers: Headers = [JSON, (b"x-request-id", name.encode()), (b"request-id", name.encode()), *error.headers]
     if error.retry_after is not None:
         headers.append((b"retry-after", b"%d" % error.retry_after))
     await send_bytes(send, error.status, error_shape_of(scope).encode_error(error), headers)

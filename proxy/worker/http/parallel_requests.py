@@ -9,9 +9,10 @@ Promises:
 
 It counts requests that may reach a model: every POST of an agent. Without limits a request costs one comparison.
 Several workers count together: each reports its running requests, and between two answers begins at most an Nth of a
-limit, at least one. So N workers run at most N - 1 Nths of it more than the limit, or N - 1 requests if that is more.
-Above its Nth, a request waits for the next answer, which takes about a millisecond. Several proxies count each for
-itself. All state belongs to the event loop's thread.
+limit, at least one. So N workers run at most N - 1 Nths of it more than the limit, or N - 1 requests if that is more,
+until enough have ended: a worker that has had no request under a limit has no answer before its first one begins. Above
+its Nth, a request waits for the next answer, which takes about a millisecond. Several proxies count each for itself.
+All state belongs to the event loop's thread.
 """
 
 from __future__ import annotations

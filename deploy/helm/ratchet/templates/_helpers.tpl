@@ -55,6 +55,12 @@ securityContext:
   capabilities: {drop: [ALL]}
 {{- end }}
 
+{{- /* A proxy's time to stop: until it is out of the Service, for its running calls, and 50 s to write and ship them. */}}
+{{- define "ratchet.graceSeconds" -}}
+{{- $proxy := .Values.settings.proxy | default dict -}}
+{{- add (ceil ($proxy.drain_delay_seconds | default 0)) (ceil ($proxy.drain_timeout_seconds | default 30)) 50 | max 90 -}}
+{{- end }}
+
 {{- /* The replicas should not share a node. */}}
 {{- define "ratchet.spread" -}}
 topologySpreadConstraints:

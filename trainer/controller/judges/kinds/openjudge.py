@@ -33,7 +33,7 @@ _REMEDY = f"{install_hint('openjudge')}, or set `python` to an environment that 
 class OpenJudgeSettings(BaseModel):
     """A grader of OpenJudge, in its own process. Unknown names are errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
     grader: str = Field(pattern=r"^[\w.]+:\w+$", description="the grader's class, as module:Class")
     settings: Mapping[str, Any] = Field(default_factory=dict, description="arguments of the grader's constructor")
