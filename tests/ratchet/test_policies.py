@@ -121,8 +121,8 @@ def test_a_version_with_a_damaged_file_is_not_promoted(project: Project, store: 
     weights.write_bytes(b"v")
     refused = project.call(*promote, "--reason", "it is fine", "--store", url)
     assert refused.returncode == 1
-    said = " ".join(refused.stdout.split())
-    assert f"{weights} has changed since it was written: its checksum is wrong; restore it from a backup" in said
+    text = " ".join(refused.stdout.split())
+    assert f"{weights} has changed since it was written: its checksum is wrong; restore it from a backup" in text
     weights.unlink()
     assert "adapter_model.safetensors" in project.call(*promote, "--reason", "it is fine", "--store", url).stdout
     assert store.policies.live()["mail"].version == 2
