@@ -123,7 +123,7 @@ def _store(settings: Settings) -> dict[str, Any] | None:
 
 def _trajectories(store: Store) -> dict[str, int]:
     """Return the number of trajectories by state; those that wait for no group are not counted as sealed."""
-    counts, gathered = store.trajectories.counts(), store.trajectories.count_gathered()
+    counts, gathered = store.trajectories.counts(), store.groups.count_gathered()
     return counts | ({"sealed": counts["sealed"] - gathered, "gathered": gathered} if gathered else {})
 
 

@@ -313,13 +313,6 @@ class Trajectories:
         """Return the number of trajectories in each state, of one alias or of all; cached if there are many."""
         return {str(state): 0 for state in TrajectoryState} | _summed(self._counts(), alias)
 
-    def count_gathered(self) -> int:
-        """Return the number of sealed trajectories that are grouped and trained on request only."""
-        table = schema.trajectories
-        waiting = (table.c.state == TrajectoryState.SEALED, table.c.purpose == GATHERED)
-        with read(self._engine) as connection:
-            return int(connection.scalar(sa.select(sa.func.count()).select_from(table).where(*waiting)) or 0)
-
     def drop_counts(self, alias: str | None = None) -> dict[str, int]:
         """Return the number of dropped trajectories by reason, of one alias or of all; cached if there are many."""
         return _summed(self._drop_counts(), alias)
