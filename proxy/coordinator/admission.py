@@ -20,8 +20,10 @@ from ratchet.proxy.coordinator.versions.policy_cache import Access, PolicyCache
 from ratchet.proxy.coordinator.versions.version_draws import unit_of
 from ratchet.proxy.messages.admission_records import AdmissionRequest
 from ratchet.proxy.messages.link_records import AttemptKey, CallIdentity, Leaf, Link, LinkEvidence, Placement
+from ratchet.store.ids import new_id
 from ratchet.store.records import MOVED, UNLINKED, CallEnded, CallStarted, VersionDraw
 
+_REPEATED = ("retry", "resend")
 _NOT_TRAINED = "eval"  # the purpose of other agents' calls in a rollout
 
 
@@ -56,6 +58,8 @@ class Admission:
             raise self._policies.unknown_model(model, access)
         if link.version is not None and self._policies.is_recalled(alias, link.version):
             link = self._moved(link, alias)
+        elif link.linked_by in _REPEATED and self._never_answers(link, alias):
+            link = Link(new_id("traj"), None, "root", purpose=link.purpose, key_id=key_id)
         version, draw = requested if link.version is None else link.version, None
         if version is None:
             version, draw = self._first_version(alias, link, plan, identity)
@@ -123,6 +127,19 @@ class Admission:
             is_other_model=is_other,
             planned_purpose=None if plan is None else _NOT_TRAINED if is_helper else plan.purpose,
             is_partial=request.is_partial,
+        )
+
+    def _never_answers(self, link: Link, alias: str) -> bool:
+        """Return whether a repeated first call belongs to a rejected version that has not answered its trajectory.
+
+        The version may be one that cannot be loaded: the call would fail there every time.
+        """
+        return (
+            link.parent is None
+            and link.version is not None
+            and link.purpose == "live"
+            and self._policies.is_rejected(alias, link.version)
+            and not self._linker.answers_of(link.trajectory_id)
         )
 
     def _moved(self, link: Link, alias: str) -> Link:

@@ -156,8 +156,9 @@ class TuningRun:
         A prompt becomes a candidate, which the running trainer releases under its guard; with `now` it is live at once.
         A version that was chosen or trained is live at once. `force`: also a prompt that is not shown to be better.
 
-        Raises InvalidArgument if there is nothing to release.
+        Raises InvalidArgument if there is nothing to release, CheckpointDamaged if the version's files are damaged.
         """
+        from ratchet.trainer.adapters.adapter_store import AdapterStore
         from ratchet.tuning.tune_prompt import create_candidate
 
         result = self.result
@@ -174,8 +175,9 @@ class TuningRun:
                 raise InvalidArgument(f"{self._id} has no version to promote: {found}")
             live = store.policies.live().get(agent)
             if live is None or live.version != int(version):
+                adapters = AdapterStore(self._settings.state.adapter_cache, self._settings.adapters.max_cache_bytes)
                 store.policies.promote_manually(
-                    agent, int(version), by=current_user(), reason=reason or f"run {self._id}"
+                    agent, int(version), by=current_user(), reason=reason or f"run {self._id}", verify=adapters.verify
                 )
         return name
 

@@ -154,17 +154,25 @@ def promote(
 ) -> None:
     """Make a version live: the named one, else the one in its ramp, else the one that awaits approval.
 
-    Proxies follow within a second. A version that was rejected needs --rejected.
+    Proxies follow within a second. A version that was rejected needs --rejected. Damaged files are refused.
 
     \b
     Example:
       ratchet policies promote mail --reason "read fifty answers, the gain is real"
     """
+    from ratchet.trainer.adapters.adapter_store import AdapterStore
+
     alias, version = _named(alias, version)
-    with options.open_project_store(context, store=store, project=project) as opened:
+    settings = options.read_project_settings(context, {"store": store, "project": project})
+    adapters = AdapterStore(settings.state.adapter_cache, settings.adapters.max_cache_bytes)
+    with options.open_store_for_command(settings.store_url, create=False) as opened:
         options.check_alias(opened, alias)
-        done = opened.policies.promote_manually(alias, version, by=current_user(), reason=reason, rejected=rejected)
+        done = opened.policies.promote_manually(
+            alias, version, by=current_user(), reason=reason, rejected=rejected, verify=adapters.verify
+        )
     click.echo(f"{done.alias}@{done.version} is live")
+    if done.adapter and not adapters.is_here(done.adapter):
+        click.echo(f"its files were not checked: {done.adapter} is not on this machine", err=True)
 
 
 @policies.command()

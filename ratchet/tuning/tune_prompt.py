@@ -103,11 +103,10 @@ def start_run(
 
     def check_usable() -> None:
         tuning.check_usable(settings, caller)
-        check(tuner_settings)
+        check(tuner_settings, tuning.task_set_of(settings, tuning.source_of(settings)))
 
     with run_services(settings, caller, (name,), check_usable), tuning.opened(settings, caller) as tuner_context:
-        tuner_context.source()
-        check(tuner_settings)
+        check(tuner_settings, tuner_context.task_set(tuner_context.source()))
         served = known_models(tuner_context.proxy_url, tuner_context.api_key)
         if model is not None and model not in served:
             raise InvalidArgument(f"{model} is in model_list, but the running proxy does not serve it: restart it")

@@ -6,7 +6,7 @@ decision is recorded with its evidence in the same transaction.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import sqlalchemy as sa
@@ -69,12 +69,14 @@ class Policies(ServingDecisions):
         return self.get(alias, version)
 
     def promote_manually(
-        self, alias: str, version: int | None, *, by: str, reason: str, rejected: bool = False
-    ) -> Policy:
+        self, alias: str, version: int | None, *, by: str, reason: str, rejected: bool = False,
+        verify: Callable[[str], object] = lambda adapter: None,
+    ) -> Policy:  # fmt: skip
         """Promote the named version, else the one in its ramp, else the version that awaits approval.
 
         The anchor keeps its share, or gets one if it loses its place to the version in its ramp. A rejected version is
-        promoted only with `rejected`. Raises InvalidTransition, RecordNotFound.
+        promoted only with `rejected`. `verify` raises if the files of an adapter, by its reference, are damaged.
+        Raises InvalidTransition, RecordNotFound, and what `verify` raises.
         """
         if version is None:
             chosen = self.serving_of(alias).ramp or self.awaiting_approval(alias)
@@ -86,6 +88,8 @@ class Policies(ServingDecisions):
                 f"{alias}@{version} was rejected{self._why_rejected(alias, version)}: promote it nevertheless "
                 "with --rejected (in the API: `rejected: true`)"
             )
+        if (adapter := self.get(alias, version).adapter) is not None:
+            verify(adapter)
         holdback, _, ramp = self.serving_of(alias)
         kept = HOLDBACK_SHARE if ramp is not None and ramp.version == version else 0.0
         if holdback is not None:

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import truncate_row
-from ratchet.store.db.engine import write
+from ratchet.store.db.engine import read, write
 from ratchet.store.errors import InvalidTransition
 from ratchet.store.ids import new_id
 from ratchet.store.records import GATHERED, JudgeRequest, Verdict
@@ -48,6 +48,13 @@ class ScoredGroups:
                 add_verdicts(connection, [msgspec.structs.replace(one, group_id=group) for one in verdicts], ())
                 created.append(group)
         return created
+
+    def count_gathered(self) -> int:
+        """Return the number of sealed trajectories that are grouped and trained on request only."""
+        table = schema.trajectories
+        waiting = (table.c.state == TrajectoryState.SEALED, table.c.purpose == GATHERED)
+        with read(self._engine) as connection:
+            return int(connection.scalar(sa.select(sa.func.count()).select_from(table).where(*waiting)) or 0)
 
 
 def _take(connection: sa.Connection, alias: str, group: str, members: Sequence[str], now: float) -> None:

@@ -126,6 +126,15 @@ class Rollouts:
             mine if candidate is None else sa.and_(mine, schema.rollouts.c.candidate == candidate), responses
         )
 
+    def training_outcomes(self, tuning_id: str, candidate: str) -> dict[str, int]:
+        """Return how many trajectories of a candidate's rollouts have each drop reason, or else each state."""
+        table, runs = schema.rollouts, schema.trajectories
+        outcome = sa.func.coalesce(runs.c.drop_reason, runs.c.state)
+        query = sa.select(outcome, sa.func.count()).select_from(table.join(runs, runs.c.id == table.c.id))
+        query = query.where(table.c.tuning_id == tuning_id, table.c.candidate == candidate)
+        with read(self._engine) as connection:
+            return {str(name): int(count) for name, count in connection.execute(query.group_by(outcome))}
+
     def awaited_versions(self, alias: str, since: float) -> set[int]:
         """Return the versions of an alias that rollouts planned since then still need."""
         model = schema.rollouts.c.model

@@ -142,6 +142,27 @@ def test_a_rollback_at_once_moves_open_trajectories_and_marks_the_rest_of_them(p
     assert moved.id == answers[0].headers["x-ratchet-trajectory"] + "~1"
 
 
+def test_a_resend_goes_to_the_live_version_if_a_rejected_one_answered_nothing(proxy: Proxy, vllm: ScriptedVllm) -> None:
+    def ask(task: str, *messages: Any) -> Any:
+        body = {"model": "agent", "messages": [{"role": "user", "content": f"#say={task}"}, *messages]}
+        return proxy.http.post("/v1/chat/completions", json=body)
+
+    promote(proxy, 1)
+    answered = ask("one")
+    more = (answered.json()["choices"][0]["message"], {"role": "user", "content": "more"})
+    vllm.failures_left = 10**6
+    failed = [ask("two"), ask("two")]
+    assert [answer.status_code for answer in failed] == [503, 503]
+    vllm.failures_left = 0
+    proxy.store.policies.roll_back_manually("agent", 0, by="anna", reason="it cannot be loaded")
+    eventually(lambda: ask("other").headers.get("x-ratchet-policy") == "agent@0")
+    assert ask("two").headers["x-ratchet-policy"] == "agent@0"
+    assert ask("one", *more).headers["x-ratchet-policy"] == "agent@1", "it ends on the version that answered it"
+    proxy.settled()
+    first = proxy.store.trajectories.get(failed[0].headers["x-ratchet-trajectory"])
+    assert (first.version, first.calls) == (1, 2), "before the rollback a call is repeated in its trajectory"
+
+
 def test_an_evaluation_and_a_live_run_never_share_a_trajectory(proxy: Proxy) -> None:
     messages: list[Any] = [{"role": "user", "content": "#say=yes"}]
     for model in ("agent@0", "agent"):

@@ -139,6 +139,9 @@ def test_what_is_missing_is_refused_by_name_before_anything_starts(hosted: Hoste
     wrong = [word if word != "reflection" else "big" for word in PROMPT]
     assert "tuner.reflection.model: the model 'big' is not in model_list, which has follows-rules" in refusal(*wrong)
     assert "no split 'train'" in refusal("eval", "--model", "right-95", *SUMS, "--split", "train")
+    few = refusal(*(word if word != "200" else "10" for word in PROMPT))
+    assert "--max-rollouts 10 is too small: these tasks need at least" in few
+    assert "--resume" not in few
     *others, reflection = hosted.project.content["model_list"]
     params = reflection["litellm_params"] | {"api_key": "os.environ/REFLECTION_KEY"}
     hosted.project.write(model_list=[*others, reflection | {"litellm_params": params}])

@@ -135,6 +135,9 @@ def test_gathered_groups_are_trained_with_the_rewards_of_the_caller_and_not_befo
         sealed = {one.id: TrajectoryState.SEALED for one in members}
         eventually(lambda: {one.id: store.trajectories.get(one.id).state for one in members} == sealed)
         assert store.groups.page() == [], "the trainer leaves gathered trajectories alone"
+        status = served.run("status").stdout
+        assert "trajectories  0 open (more calls may follow), 0 sealed (complete, waiting for a group)" in status
+        assert "4 gathered (trained only on request, with ratchet.train)" in status
         trained = ratchet.train([groups[0], groups[1].with_rewards([0.5, 0.5])], timeout=300)
         assert (trained.name, trained.groups, trained.trajectories) == ("agent@1", 1, 2)
         assert trained.state == "live"
@@ -288,6 +291,7 @@ def test_nothing_is_started_for_arguments_that_are_wrong(project: Project, monke
     cases: list[tuple[Callable[[], object], str]] = [
         (lambda: ratchet.gather(agent, "tasks"), r"ratchet.Tasks\('tasks'\)"),  # type: ignore[arg-type]
         (lambda: ratchet.gather(agent, []), "scenarios is empty"),
+        (lambda: ratchet.gather(agent, [*SCENARIOS, {"question": "\ud83d"}]), r"scenarios\[2\] holds half of a surr"),
         (lambda: ratchet.gather(agent, SCENARIOS, attempts=1), "give 2 or more"),
         (lambda: ratchet.gather(agent, SCENARIOS), "base_model="),
         (lambda: ratchet.train([group]), "base_model="),

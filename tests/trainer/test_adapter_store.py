@@ -107,6 +107,18 @@ def test_a_version_without_its_manifest_is_not_there(adapters: AdapterStore, ser
     assert adapters.remove_incomplete(ROOT) == ()  # it may be on its way
 
 
+def test_a_version_is_verified_in_the_store_and_not_in_the_cache(
+    adapters: AdapterStore, server: S3Server, tmp_path: Path
+) -> None:
+    reference = f"{ROOT}/0001"
+    adapters.publish(saved(tmp_path / "a"), reference)
+    adapters.fetch(reference, state=False)
+    adapters.verify(reference)
+    server.put("team/mail/checkpoints/0001/adapter_model.safetensors", b"adaptes")
+    with pytest.raises(CheckpointDamaged, match=r"adapter_model\.safetensors has 7 bytes and the SHA-256"):
+        adapters.verify(reference)
+
+
 @pytest.mark.parametrize("content", [b"adaptes", b"a"])
 def test_a_file_that_is_not_the_manifests_is_refused(
     adapters: AdapterStore, server: S3Server, tmp_path: Path, content: bytes

@@ -108,6 +108,7 @@ def test_the_reports_numbers_are_those_computed_by_hand(make_learner: LearnerMak
     learner = make_learner(replace(SETTINGS, steps_per_round=1, token_budget=64))
     rows = [replace(row, advantage=float(index + 1)) for index, row in enumerate(build_rows(4))]
     rows[3] = replace(rows[3], importance=False)
+    rows[:2] = [replace(rows[0], age=0), replace(rows[1], age=1)]  # the others' is not known
     scored = learner.score(rows)
     # (advantage, trainer logprob - engine logprob, correctable) of every trained token
     tokens = [
@@ -124,6 +125,9 @@ def test_the_reports_numbers_are_those_computed_by_hand(make_learner: LearnerMak
     assert (report.rows, report.optimizer_steps, report.step) == (4, 1, 1)
     assert (report.tokens_trained, report.tokens_compared) == (len(tokens), len(gaps))
     assert report.logprob_abs_diff_mean == pytest.approx(sum(gaps) / len(gaps), rel=1e-4)
+    fresh = gaps[: sum(rows[0].mask)]
+    assert report.fresh_tokens_compared == len(fresh)
+    assert report.fresh_logprob_abs_diff_mean == pytest.approx(sum(fresh) / len(fresh), rel=1e-4)
     assert report.logprob_abs_diff_max == pytest.approx(max(gaps), rel=1e-4)
     assert report.importance_clipped_ratio == sum(weight > 2.0 for weight in weights) / len(weights)
     assert report.clip_ratio == 0.0  # the first step of a round starts at ratio 1

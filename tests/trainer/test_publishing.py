@@ -181,6 +181,18 @@ def test_a_rank_above_the_servers_limit_loses_no_version(
     assert publish(publisher, policy)
 
 
+def test_a_version_whose_loading_fails_stays_a_candidate_until_it_is_loaded(
+    store: Store, publisher: Publisher, engines: list[ScriptedEngine]
+) -> None:
+    engines[0].refuse, engines[0].refusal_status = "CUDA out of memory", 500
+    policy = candidate(store, 1)
+    with pytest.raises(EngineUnreachable, match=r"must \(adapters\.quorum\).*CUDA out of memory.*policies rollback"):
+        publish(publisher, policy)
+    assert store.policies.get("agent", 1).state is PolicyState.CANDIDATE
+    engines[0].refuse = None
+    assert publish(publisher, policy)
+
+
 def test_an_engine_that_is_away_leaves_the_candidate_for_later(store: Store) -> None:
     replica = VllmServer("http://127.0.0.1:1")
     publisher = Publisher(store, [replica], alias="agent", tolerance=0.05, keep_loaded_adapters=0)

@@ -104,6 +104,21 @@ def test_one_replica_that_refuses_refuses_for_all(
     assert store.policies.live()["agent"].version == 0
 
 
+def test_a_replica_without_memory_for_a_version_is_reported_until_it_loads_it(
+    store: Store, publisher: Publisher, engines: list[ScriptedEngine]
+) -> None:
+    engines[2].refuse, engines[2].refusal_status = "CUDA out of memory", 500
+    assert publish(publisher, candidate(store, 1)) is PublishResult.RELEASED
+    assert proven(store) == {engines[0].url, engines[1].url}
+    assert catch_up(publisher) == []
+    (alarm,) = store.alarms.active()
+    assert alarm.name == "replica_missing:agent"
+    assert "CUDA out of memory" in alarm.reason
+    engines[2].refuse = None
+    assert catch_up(publisher, now=200.0) == [engines[2].url]
+    assert store.alarms.active() == []
+
+
 def test_a_load_that_finds_no_files_yet_is_repeated(
     store: Store, publisher: Publisher, engines: list[ScriptedEngine]
 ) -> None:

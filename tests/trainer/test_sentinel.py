@@ -291,7 +291,10 @@ def test_tools_called_where_none_is_needed_are_counted() -> None:
 
 
 def rounds(count: int, **metrics: Any) -> list[Round]:
-    behavior = {"tokens_compared": 100, "logprob_abs_diff_mean": 0.001, "tokens_trained": 100, "untrained_tokens": {}}
+    behavior = {
+        "fresh_tokens_compared": 100, "fresh_logprob_abs_diff_mean": 0.001, "tokens_trained": 100,
+        "untrained_tokens": {},
+    }  # fmt: skip
     held = Round(
         id="r", alias="agent", state=RoundState.COMMITTED, from_version=0, to_version=1, started_at=1.0, ended_at=2.0,
         checkpoint="x", metrics=behavior | metrics, reason=None,
@@ -301,9 +304,14 @@ def rounds(count: int, **metrics: Any) -> list[Round]:
 
 def test_trainer_and_engine_that_disagree_are_an_alarm() -> None:
     assert check_rounds(rounds(1), SETTINGS)[0].reason is None
-    found = one(check_rounds(rounds(1, logprob_abs_diff_mean=0.9) + rounds(4), SETTINGS), "logprob_mismatch")
+    found = one(check_rounds(rounds(1, fresh_logprob_abs_diff_mean=0.9) + rounds(4), SETTINGS), "logprob_mismatch")
     assert found.value == pytest.approx(0.1808)
     assert "same weights, dtype" in str(found.reason)
+
+
+def test_rows_of_older_versions_are_no_disagreement_of_trainer_and_engine() -> None:
+    stale = rounds(5, tokens_compared=100, logprob_abs_diff_mean=0.9, fresh_tokens_compared=0)
+    assert check_rounds(stale, SETTINGS)[0].reason is None
 
 
 def test_tokens_that_are_mostly_left_out_are_an_alarm_with_the_reasons() -> None:

@@ -88,6 +88,8 @@ def test_a_json_list_of_rows_longer_than_a_chunk_is_read_whole(tmp_path: Path) -
         ("a.jsonl", '{"q": 1}\n\n{"q": \n', "line 3: not JSON"),
         ("a.jsonl", '{"q": 1}\n[1]\n', "line 2: a row is an object"),
         ("a.jsonl", '{"q": NaN}\n', "line 1: NaN is not JSON"),
+        ("a.jsonl", '{"q": 1}\n{"q": "a\\ud83d"}\n', "line 2: q has half of a surrogate pair at character 2"),
+        ("a.jsonl", '{"q": {"\\ud83d": 1}}\n', "line 1: a key of q has half of a surrogate pair"),
         ("a.jsonl", "[" * 100_000, "line 1: nested too deep"),
         ("a.jsonl", '{"a":' * 900 + "1" + "}" * 900, "line 1: .* is nested deeper than 100 levels"),
         ("a.json", '[\n{"q": 1},\n{"q": 2\n', "line 3: not JSON"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ratchet.store.reasons import DropReason
 from ratchet.store.records.tuning import Tuning
 from ratchet.store.states import PolicyState, RolloutState, TuningState
 from ratchet.store.store import Store
@@ -18,6 +20,7 @@ from ratchet.trainer.errors import TuningError
 from ratchet.trainer.settings.judge_specs import FunctionSpec
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.statistics.paired_comparison import ComparisonVerdict
+from ratchet.tuner.reports.report import report
 from ratchet.tuner.reports.tuning_result import plain as plain_result
 from ratchet.tuner.reports.tuning_result import read
 from ratchet.tuner.rollouts.prices import Prices
@@ -29,6 +32,7 @@ from ratchet.tuner.tasks.task_mix import parse_families
 from ratchet.tuner.weights.weight_tuning import WeightsTuning
 from ratchet.tuner.weights.weights_plan import LIVE, WeightsPlan, config_of
 from ratchet.tuner.weights.weights_result import result_of
+from ratchet.tuning.reports import markdown, show_weights
 from tests.harness.proxy.running_proxy import Proxy
 from tests.harness.tuner import scripted_versions
 from tests.tuner.conftest import ALIAS
@@ -54,12 +58,13 @@ class ScriptedTrainer:
         self._folder = folder
         self._after = list(after)
         self.kill_at: int | None = None  # rollouts that have ended
+        self.drops_as = "scripted"
 
     def turn(self) -> None:
         store = self._store
         store.trajectories.seal_idle_trajectories(ALIAS, 1e12, 1.0)
         waiting = [run.id for run in store.trajectories.sealed(ALIAS)]
-        store.trajectories.drop(waiting, "scripted")
+        store.trajectories.drop(waiting, self.drops_as)
         tunings = store.tunings.page("weights")
         live = [one for tuning in tunings for one in store.rollouts.of_tuning(tuning.id, LIVE)]
         ended = [one for one in live if one.state is not RolloutState.PLANNED]
@@ -157,6 +162,27 @@ def test_the_curve_shows_each_evaluation_against_the_baseline_and_the_gain_once(
 
 
 @pytest.mark.slow
+def test_what_was_not_trained_is_reported_with_the_reason_and_the_remedy(stand: Stand) -> None:
+    scripted_versions.able |= {0: 2, 1: 2}
+    stand.trainer = ScriptedTrainer(stand.store, stand.folder, [0])
+    stand.trainer.drops_as = DropReason.NO_VARIANCE
+    tuning = stand.begin()
+    failed = stand.store.rounds.start(ALIAS, 0)
+    stand.store.rounds.abandon(failed.id, "no token; untrained: 9 tokens greedy (sample at a positive temperature)")
+    result = stand.run(tuning)
+    assert result.details["trained"]["rollouts"] == {"no_variance": 4 * TASKS * ATTEMPTS}
+    wanted = (
+        "rounds of the trainer: 1 committed, 1 abandoned; 0 of 24 training rollouts were trained, the others not: "
+        "24 no_variance (all members got the same score: use harder or easier tasks, or a judge that separates them)"
+    )
+    assert any(note.startswith("the last abandoned round: no token; untrained: 9 tokens") for note in result.notes)
+    stand.store.tunings.end(tuning.id, "done", result=plain_result(result))
+    show_weights(result, shown := io.StringIO())
+    assert wanted in " ".join(shown.getvalue().split())
+    assert wanted in markdown(report(stand.store.tunings.page()))
+
+
+@pytest.mark.slow
 def test_the_test_tasks_decide_nothing(stand: Stand) -> None:
     scripted_versions.able |= {0: 2, 1: 5, 2: 4}
     scripted_versions.tested |= {1: 1, 2: 9}  # on the test tasks the second is far better, and nobody looks
@@ -216,7 +242,7 @@ def test_a_last_version_that_is_only_a_bit_lower_stays(stand: Stand) -> None:
     stand.trainer = ScriptedTrainer(stand.store, stand.folder, [0, 2])
     result = stand.run(stand.begin(validation_tasks=10))
     assert stand.store.policies.live()[ALIAS].version == 2
-    assert result.notes == ()
+    assert not any("rolled back" in note for note in result.notes)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Set
@@ -103,6 +104,23 @@ class AdapterStore:
         if not checkpoint.complete(Path(reference)):
             raise CheckpointDamaged(f"{reference} is missing or incomplete; go on from another version")
         return Path(reference)
+
+    def verify(self, reference: str) -> None:
+        """Raise CheckpointDamaged if a file of the version is missing or its SHA-256 is not the manifest's.
+
+        Does nothing for a version that `is_here` does not find. Raises as `fetch` does.
+        """
+        if not is_remote(reference):
+            if self.is_here(reference):
+                checkpoint.verify(Path(reference))
+            return
+        self._cache.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=self._cache.parent) as fresh:  # a copy in the cache may be older
+            object_store.fetch(reference, Path(fresh), state=False, max_cache_bytes=self._max_cache_bytes)
+
+    def is_here(self, reference: str) -> bool:
+        """Return whether this machine can read the versions beside this one: a local store may be another's."""
+        return is_remote(reference) or Path(reference).parent.is_dir()
 
     def prune(self, root: str, folders: Set[int], states: Set[int]) -> tuple[int, ...]:
         """Remove the versions not in `folders`, and the learner's state from those not in `states`; return the

@@ -127,8 +127,9 @@ class VllmServer:
     def load(self, name: str, reference: str | Path) -> None:
         """Load a version under a new name: its folder, or by name from object storage. Does nothing if it is loaded.
 
-        Raises EngineUnreachable, AdapterNotFound if vLLM does not find the files yet, AdapterNotServable if a limit of
-        the server excludes it, and AdapterRefused with vLLM's message.
+        Raises EngineUnreachable, also if loading fails with a 500, as for lack of memory; AdapterNotFound if vLLM does
+        not find the files yet, AdapterNotServable if a limit of the server excludes it, and AdapterRefused with vLLM's
+        message.
         """
         if name in self.models():
             return
@@ -153,6 +154,11 @@ class VllmServer:
                 "learner.lora_r (vllm.max_lora_rank)"
             )
         if response.is_error and name not in self.models():  # a proxy may have loaded it in the meantime
+            if response.status_code >= httpx.codes.INTERNAL_SERVER_ERROR:
+                raise EngineUnreachable(
+                    f"{self.url} failed to load adapter {name} from {reference}: {response.text[:500]}; vLLM's log has "
+                    "the reason, and `ratchet policies rollback` rejects the version if no retry will help"
+                )
             raise AdapterRefused(f"{self.url} refused adapter {name} from {reference}: {response.text[:500]}")
 
     def _resolve(self, name: str, reference: str) -> None:

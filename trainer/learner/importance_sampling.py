@@ -31,12 +31,17 @@ _FULL_LIMIT_AGE = 8  # versions, including the sampling one, from which the whol
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """The differences between the trainer's and vLLM's logprobs, over the comparable trained tokens."""
+    """The differences between the trainer's and vLLM's logprobs, over the comparable trained tokens.
+
+    fresh_*    over those of them that the version sampled from which the round starts
+    """
 
     total: float
     largest: float
     tokens: int
     truncated: int
+    fresh_total: float
+    fresh_tokens: int
 
 
 def log_ratio(micro: Micro) -> torch.Tensor:
@@ -65,16 +70,20 @@ def kept(micro: Micro, limit: float | None) -> torch.Tensor:
 
 def mismatch(micros: Sequence[Micro], cap: float | None) -> Mismatch:
     """Compare the trainer with vLLM over micro-batches, without rows that lack `importance`."""
-    total, largest, truncated, tokens = 0.0, 0.0, 0, 0
+    total, largest, truncated, tokens, fresh_total, fresh_tokens = 0.0, 0.0, 0, 0, 0.0, 0
     for micro in micros:
-        gap = log_ratio(micro)[micro["trained"] & micro["importance"]]  # (K,)
+        compared = micro["trained"] & micro["importance"]  # (N, T)
+        gap = log_ratio(micro)[compared]  # (K,)
         if not gap.numel():
             continue
+        fresh = log_ratio(micro)[compared & (micro["age"] == 0)]
+        fresh_total += float(fresh.abs().sum())
+        fresh_tokens += fresh.numel()
         total += float(gap.abs().sum())
         largest = max(largest, float(gap.abs().max()))
         tokens += gap.numel()
         truncated += 0 if cap is None else int((gap.exp() > cap).sum())
-    return Mismatch(total, largest, tokens, truncated)
+    return Mismatch(total, largest, tokens, truncated, fresh_total, fresh_tokens)
 
 
 def advantages_at_start(micro: Micro, objective: Objective) -> torch.Tensor:

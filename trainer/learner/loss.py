@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -223,12 +223,12 @@ class RecordedGRPOTrainer(GRPOTrainer):
     def mismatch(self, micros: Sequence[Micro]) -> importance_sampling.Mismatch:
         """Return the difference between vLLM's logprobs and this policy's, over the micro-batches of all processes."""
         local = importance_sampling.mismatch(micros, self._settings.vllm_importance_sampling_clip_max)
-        sums = torch.tensor(
-            [[local.total, local.largest, local.tokens, local.truncated]], device=self.accelerator.device
+        sums = torch.tensor([astuple(local)], device=self.accelerator.device)
+        gathered = self.accelerator.gather(sums)  # (processes, 6)
+        total, _, tokens, truncated, fresh_total, fresh_tokens = gathered.sum(0).tolist()
+        return importance_sampling.Mismatch(
+            total, float(gathered[:, 1].max()), round(tokens), round(truncated), fresh_total, round(fresh_tokens)
         )
-        gathered = self.accelerator.gather(sums)  # (processes, 4)
-        total, _, tokens, truncated = gathered.sum(0).tolist()
-        return importance_sampling.Mismatch(total, float(gathered[:, 1].max()), round(tokens), round(truncated))
 
     def shift_sample(self, rows: Sequence[TokenRow]) -> list[Micro]:
         """Return this process's share of a sample of the rows, with the logprobs of the current policy."""

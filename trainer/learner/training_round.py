@@ -77,6 +77,8 @@ class TrainingRound:
             logprob_abs_diff_mean=gap.total / max(gap.tokens, 1),
             logprob_abs_diff_max=gap.largest,
             tokens_compared=gap.tokens,
+            fresh_logprob_abs_diff_mean=gap.fresh_total / max(gap.fresh_tokens, 1),
+            fresh_tokens_compared=gap.fresh_tokens,
             importance_clipped_ratio=gap.truncated / max(gap.tokens, 1),
             seconds=self._clock() - began,
             weight_change=self._weight_change_since(before),

@@ -115,6 +115,7 @@ class RoundReport:
     step                        optimizer steps since the first round
     logprob_abs_diff_mean/max   |trainer - vLLM| over the compared tokens, before the first step, nats
     tokens_compared             trained tokens of rows with `importance`; if 0, the two above are 0 and meaningless
+    fresh_logprob_abs_diff_mean, fresh_tokens_compared  the same, only of rows of `age` 0
     importance_clipped_ratio    share of the compared tokens whose importance weight reached its cap
     seconds                     wall time of the round
     weight_change               L2 norm of the change of the LoRA parameters
@@ -156,6 +157,8 @@ class RoundReport:
     logprob_change_abs_mean: float = 0.0
     logprob_change_positive_mean: float = 0.0
     dtype: str = "fp32"
+    fresh_logprob_abs_diff_mean: float = 0.0
+    fresh_tokens_compared: int = 0
     mismatch: tuple[bytes | None, ...] = ()
 
     def figures(self) -> dict[str, Any]:

@@ -137,6 +137,7 @@ class ReplicaProofs:
             return []
         self._checked_at = now
         changed: list[str] = []
+        missing: dict[str, str] = {}
         replicas = tuple(self._replicas)
         models, errors = ask_all(replicas, VllmServer.models, 1)
         for policy in self._serving():
@@ -147,14 +148,20 @@ class ReplicaProofs:
                 and (replica.url not in policy.replicas or policy.served_name not in models[replica.url])
             ]
             if lacking:
-                changed += self._catch_up(policy, lacking, probes_of(policy), scorer)
-        if not errors and replicas:
-            self._store.alarms.clear(f"{MISSING}:{self._alias}")
+                changed += self._catch_up(policy, lacking, probes_of(policy), scorer, missing)
+        if missing or (replicas and not errors):
+            self._report_missing(missing)
         return changed
 
     def _catch_up(
-        self, policy: Policy, replicas: Sequence[VllmServer], probes: Probes, scorer: LogprobScorer
+        self,
+        policy: Policy,
+        replicas: Sequence[VllmServer],
+        probes: Probes,
+        scorer: LogprobScorer,
+        missing: dict[str, str],
     ) -> list[str]:
+        """Prove a version on replicas that lack it; return their URLs, and add those that do not load it yet."""
         base = self._base()
 
         def load_and_measure(replica: VllmServer) -> ServedLogprobs:
@@ -162,6 +169,7 @@ class ReplicaProofs:
             return measure_served(replica, policy.served_name, [base.served_name], probes)
 
         answers, errors = ask_all(replicas, load_and_measure, 1)
+        missing |= {url: str(error) for url, error in errors.items() if not _is_refusal(error)}
         trainer = TrainerLogprobs(scorer, policy.adapter or False)
         proven, wrong = set(policy.replicas), {url: str(error) for url, error in errors.items() if _is_refusal(error)}
         caught_up = []
@@ -230,5 +238,5 @@ class ReplicaProofs:
 
 
 def _is_refusal(error: EngineError) -> bool:
-    """Return whether a replica refuses the adapter; one that does not find it is only late."""
+    """Return whether a replica refuses the adapter; one that does not find it, or fails to load it, is only late."""
     return isinstance(error, AdapterRefused) and not isinstance(error, AdapterNotFound)

@@ -61,7 +61,9 @@ class SentinelSettings(BaseModel):
         description="alarm if tool calls name a smaller share of the files, URLs and ids in context; 0: off",
     )
     max_mismatch_nats: float = Field(
-        0.1, gt=0, description="alarm if the mean |trainer - engine| logprob of the last rounds is above this, nats"
+        0.1,
+        gt=0,
+        description="alarm if the mean |trainer - engine| logprob of fresh rows of the last rounds is above this, nats",
     )
     max_untrained_ratio: float = Field(
         0.5, gt=0, le=1, description="alarm if a larger share of the last rounds' sampled tokens is untrained"

@@ -58,7 +58,7 @@ def checked(row: Any, where: str) -> Row:
     if not isinstance(row, dict):
         raise MalformedTaskRow(f'{where}: a row is an object, such as {{"question": ...}}, not {type(row).__name__}')
     try:
-        return {str(key): _plain(value, str(key), 1) for key, value in row.items()}
+        return {_text(str(key), "a key"): _plain(value, str(key), 1) for key, value in row.items()}
     except ValueError as error:
         raise MalformedTaskRow(f"{where}: {error}") from error
 
@@ -67,14 +67,19 @@ def _plain(value: Any, path: str, depth: int) -> Any:
     """Return a value as JSON; dates as ISO text. Raises ValueError."""
     if depth > _MAX_DEPTH:
         raise ValueError(f"{path[:100]}... is nested deeper than {_MAX_DEPTH} levels")
-    if value is None or isinstance(value, (str, bool, int)):
+    if isinstance(value, str):
+        return _text(value, path)
+    if value is None or isinstance(value, (bool, int)):
         return value
     if isinstance(value, float):
         if not math.isfinite(value):
             raise ValueError(f"{path} is {value}, which JSON does not have; leave it out or write null")
         return value
     if isinstance(value, dict):
-        return {str(key): _plain(inner, f"{path}.{key}", depth + 1) for key, inner in value.items()}
+        return {
+            _text(str(key), f"a key of {path}"): _plain(inner, f"{path}.{key}", depth + 1)
+            for key, inner in value.items()
+        }
     if isinstance(value, (list, tuple)):
         return [_plain(inner, f"{path}[{place}]", depth + 1) for place, inner in enumerate(value)]
     if isinstance(value, (datetime.datetime, datetime.date, datetime.time)):
@@ -82,6 +87,18 @@ def _plain(value: Any, path: str, depth: int) -> Any:
     if isinstance(value, decimal.Decimal):
         return _plain(float(value), path, depth)
     raise ValueError(f"{path} holds {type(value).__name__}, which is no JSON; store a path or text instead")
+
+
+def _text(text: str, path: str) -> str:
+    """Return a text. Raises ValueError if it has a lone surrogate, which no other text format can store."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{path} has half of a surrogate pair at character {error.start + 1} ({text[error.start]!a}), which is no "
+            "text: write the whole pair, or leave it out"
+        ) from error
+    return text
 
 
 def _jsonl(file: Path) -> Iterator[Numbered]:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -57,13 +58,20 @@ class PromptRunContext:
     report: Callable[[str], None]
 
 
-def check(settings: TunerSettings) -> None:
-    """Raise SettingError if a setting is missing, OptimizerMissing if the optimizer cannot be loaded."""
+def check(settings: TunerSettings, tasks: TaskSet) -> None:
+    """Check a request before it becomes a run.
+
+    Raises SettingError if a setting is missing, OptimizerMissing if the optimizer cannot be loaded, BudgetTooSmall if
+    the tasks need more rollouts, and TaskSetError if they cannot be read or are too few.
+    """
     if settings.reflection is None:
         raise SettingError(
             "no reflection model is set: give --reflection-url and --reflection-model, or set tuner.reflection"
         )
     load_optimizer(settings.prompt.method)
+    plan = _plan_of(settings, _divided(settings, tasks)[0])
+    if settings.prompt.max_rollouts is not None:
+        plan.check_budget(settings.prompt.max_rollouts)
 
 
 def config_of(settings: TunerSettings, judge: Any, seed_prompt: str | None) -> dict[str, Any]:
@@ -85,7 +93,6 @@ class _PromptRun:
         self._tuning = tuning
         self._context = context
         self._settings = TunerSettings.model_validate(tuning.config["tuner"])
-        self._tasks: dict[str, Task] = {}
         self._plan = self._planned()
         progress = tuning.result or {}
         self._answered: list[Answered] = list(progress.get("answered", ()))
@@ -143,18 +150,11 @@ class _PromptRun:
         self._work.add()
 
     def _planned(self) -> PromptPlan:
-        prompt, file = self._settings.prompt, self._tuning.config.get("seed_prompt")
-        mode = None if prompt.mode == "auto" else prompt.mode
-        return PromptPlan(
-            sets=self._sets(),
-            attempts=self._settings.attempts,
-            seed=self._settings.seed,
-            reflection_minibatch_size=prompt.reflection_minibatch_size,
-            max_prompt_chars=prompt.max_prompt_chars,
-            seed_prompt=serving(self._context.store, self._tuning.alias, mode) if file is None else given(str(file)),
-            mode=mode,
-            failure_score=self._settings.failure_score,
-        )
+        file = self._tuning.config.get("seed_prompt")
+        sets, self._tasks = _divided(self._settings, self._context.tasks)
+        plan = _plan_of(self._settings, sets)
+        seed = serving(self._context.store, self._tuning.alias, plan.mode) if file is None else given(str(file))
+        return dataclasses.replace(plan, seed_prompt=seed)
 
     def _model(self) -> str | None:
         """Return the live version by name, so that no version in its ramp serves a part of the rollouts.
@@ -163,23 +163,6 @@ class _PromptRun:
         """
         live = self._context.store.policies.live().get(self._tuning.alias)
         return self._tuning.config.get("listed_model") if live is None else f"{live.alias}@{live.version}"
-
-    def _sets(self) -> Sets:
-        prompt, splits = self._settings.prompt, self._context.tasks.splits()
-        sizes = Sizes(prompt.train_tasks, prompt.validation_tasks, prompt.held_out_tasks)
-        train = TRAIN if TRAIN in splits else splits[0]
-        checked = next((split for split in splits if split in VALIDATION and split != train), None)
-        test = self._read(TEST, prompt.held_out_tasks) if TEST in splits and train != TEST else []
-        checking = self._read(checked) if checked else []
-        sets = divide(self._read(train), test, sizes, self._settings.seed, checking)
-        used = {*sets.train, *sets.validation, *sets.held_out}
-        self._tasks = {task: row for task, row in self._tasks.items() if task in used}
-        return sets
-
-    def _read(self, split: str, limit: int | None = _MAX_ROWS) -> list[Task]:
-        tasks = list(islice(self._context.tasks.rows(split), limit))
-        self._tasks |= {task.id: task for task in tasks}
-        return tasks
 
     def _reflection(self, seed: SeedPrompt) -> ReflectionModel:
         spec = self._settings.reflection
@@ -233,3 +216,36 @@ class _PromptRun:
         tokens = self._budget.reflection_tokens
         money = Money(self._budget.cost or 0.0, known=self._budget.cost is not None)
         return agent + RolloutCost(prompt_tokens=tokens, money=money)
+
+
+def _plan_of(settings: TunerSettings, sets: Sets) -> PromptPlan:
+    """Return the plan of the settings, without a seed prompt."""
+    prompt = settings.prompt
+    return PromptPlan(
+        sets=sets,
+        attempts=settings.attempts,
+        seed=settings.seed,
+        reflection_minibatch_size=prompt.reflection_minibatch_size,
+        max_prompt_chars=prompt.max_prompt_chars,
+        mode=None if prompt.mode == "auto" else prompt.mode,
+        failure_score=settings.failure_score,
+    )
+
+
+def _divided(settings: TunerSettings, tasks: TaskSet) -> tuple[Sets, dict[str, Task]]:
+    """Return the training, validation and held-out tasks of a set, and their rows by id. Raises TaskSetError."""
+    prompt, splits, rows = settings.prompt, tasks.splits(), dict[str, Task]()
+
+    def read(split: str, limit: int | None = _MAX_ROWS) -> list[Task]:
+        found = list(islice(tasks.rows(split), limit))
+        rows.update({task.id: task for task in found})
+        return found
+
+    train = TRAIN if TRAIN in splits else splits[0]
+    checked = next((split for split in splits if split in VALIDATION and split != train), None)
+    test = read(TEST, prompt.held_out_tasks) if TEST in splits and train != TEST else []
+    checking = read(checked) if checked else []
+    sizes = Sizes(prompt.train_tasks, prompt.validation_tasks, prompt.held_out_tasks)
+    sets = divide(read(train), test, sizes, settings.seed, checking)
+    used = {*sets.train, *sets.validation, *sets.held_out}
+    return sets, {task: row for task, row in rows.items() if task in used}

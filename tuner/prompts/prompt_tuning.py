@@ -60,6 +60,14 @@ class PromptPlan:
         first = min(self.reflection_minibatch_size, len(self.sets.train))
         return PROBES + 2 * (first + len(self.sets.validation)) + self.held_out_rollouts
 
+    def check_budget(self, rollouts: int) -> None:
+        """Raise BudgetTooSmall if so many rollouts cannot give a result."""
+        if rollouts < self.min_rollouts:
+            raise BudgetTooSmall(
+                f"--max-rollouts {rollouts} is too small: these tasks need at least {self.min_rollouts}, including "
+                f"{self.held_out_rollouts} for the held-out comparison"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -100,11 +108,7 @@ class PromptTuning:
     def run(self) -> Found:
         """Run until the budget ends. Raises BudgetTooSmall, SeedPromptUnknown, Unjudged, TuningError."""
         plan = self._plan
-        if self._budget.rollouts < plan.min_rollouts:
-            raise BudgetTooSmall(
-                f"--max-rollouts {self._budget.rollouts} is too small: these tasks need at least "
-                f"{plan.min_rollouts}, including {plan.held_out_rollouts} for the held-out comparison"
-            )
+        plan.check_budget(self._budget.rollouts)
         self._budget.reserved_rollouts = plan.held_out_rollouts - self._trials.known(plan.sets.held_out)
         seed = self._seed()
         self._report(f"seed prompt: {seed.note}")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from ratchet.store.reasons import describe_untrained, drop_meaning
 from ratchet.store.records.tuning import Rollout, Tuning
+from ratchet.store.states import RoundState, TrajectoryState
 from ratchet.store.store import Store
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from ratchet.trainer.statistics.paired_comparison import Compared, ComparisonVerdict
@@ -18,6 +21,8 @@ from ratchet.tuner.rollouts.runner import final_rollouts
 from ratchet.tuner.selection.choice import commonest, rollout_cost
 from ratchet.tuner.weights.weight_tuning import WeightsTuning, rewards
 from ratchet.tuner.weights.weights_plan import LIVE, plan_of
+
+_MAX_ROUNDS = 1000
 
 
 def result_of(
@@ -36,6 +41,7 @@ def result_of(
     if state.rounds:
         ours.append(f"{trainer.advantage_estimator} with {trainer.learner.loss_type}, {state.rounds} rounds")
     notes = state.notes if is_measured else (*state.notes, f"{tuning.alias}@{final} was not evaluated")
+    trained = _trained(store, tuning) if state.rounds else None
     return TuningResult(
         method="weights",
         technique=" -> ".join(ours) or "evaluation only",
@@ -50,7 +56,7 @@ def result_of(
         spent=sum((rollout_cost(one, prices) for one in made if one.counts or one.prompt_tokens), RolloutCost()),
         wall_seconds=state.wall_seconds,
         promoted=f"{tuning.alias}@{final}" if final != state.baseline else None,
-        notes=(*notes, *_failures(rollouts)),
+        notes=(*notes, *_failures(rollouts), *(_training_notes(trained) if trained is not None else ())),
         details={
             "curve": [msgspec.to_builtins(one) for one in state.validated],
             "test": [msgspec.to_builtins(one) for one in tested],
@@ -63,8 +69,41 @@ def result_of(
             "families": _families(run, final, state.baseline) if gain is not None else {},
             "warm_start": state.warm_start,
             "rounds": state.rounds,
+            "trained": trained,
         },
     )
+
+
+def _trained(store: Store, tuning: Tuning) -> dict[str, Any]:
+    """Return what the trainer made of the rounds: its own rounds since the run began, and the rollouts' outcomes."""
+    made = [one for one in store.rounds.page(tuning.alias, _MAX_ROUNDS) if one.started_at >= tuning.started_at]
+    committed = [one for one in made if one.state is RoundState.COMMITTED and "warm_start" not in one.metrics]
+    abandoned = [one for one in made if one.state is RoundState.ABANDONED]
+    untrained: Counter[str] = Counter()
+    for one in committed:
+        untrained.update(one.metrics.get("untrained_tokens") or {})
+    return {
+        "committed": len(committed),
+        "abandoned": len(abandoned),
+        "abandoned_because": abandoned[0].reason if abandoned else None,
+        "rollouts": store.rollouts.training_outcomes(tuning.id, LIVE),
+        "untrained_tokens": dict(untrained),
+    }
+
+
+def _training_notes(trained: Mapping[str, Any]) -> Iterator[str]:
+    """Yield how many rounds and rollouts were trained and why the others were not, with the commonest remedy."""
+    left = Counter(trained["rollouts"])
+    total, used = left.total(), left.pop(TrajectoryState.TRAINED, 0)
+    counts = ", ".join(f"{count} {reason}" for reason, count in left.most_common())
+    note = f"rounds of the trainer: {trained['committed']} committed, {trained['abandoned']} abandoned"
+    note += f"; {used} of {total} training rollouts were trained" + (f", the others not: {counts}" if counts else "")
+    remedy = drop_meaning(left.most_common(1)[0][0]) if left else None
+    yield f"{note} ({remedy})" if remedy else note
+    if trained["abandoned_because"]:
+        yield f"the last abandoned round: {trained['abandoned_because']}"
+    if trained["untrained_tokens"]:
+        yield f"tokens of committed rounds, {describe_untrained(trained['untrained_tokens'])}"
 
 
 def _failures(rollouts: Sequence[Rollout]) -> Iterator[str]:

@@ -173,6 +173,11 @@ class PolicyCache:
         """Return whether the open trajectories of a rejected version go on with the live one."""
         return (alias, version) in self._recalled and alias in self._live
 
+    def is_rejected(self, alias: str, version: int) -> bool:
+        """Return whether a version was rejected while its agent has a live one."""
+        known = self._all_versions.get((alias, version))
+        return known is not None and known.state == PolicyState.REJECTED and alias in self._live
+
     def live_versions(self) -> dict[str, int]:
         """Return the live version of each alias that has one."""
         return dict(self._live)

@@ -47,6 +47,7 @@ class ScriptedEngine:
         self.loaded: dict[str, str] = {}
         self.log: list[str] = []
         self.refuse: str | None = None
+        self.refusal_status = 400
         self.refuse_chat: set[str] = set()  # names whose chat calls fail
         self.reply: Callable[[str, Sequence[Any]], str] = lambda name, messages: "noted"
         self.requests: list[dict[str, Any]] = []  # bodies of chat calls
@@ -88,7 +89,7 @@ class ScriptedEngine:
                 self.missing -= 1
                 return 404, {"error": {"message": f"Loading failed: No adapter found for {body['lora_path']}"}}
             if self.refuse:
-                return 400, {"error": {"message": self.refuse}}
+                return self.refusal_status, {"error": {"message": self.refuse}}
             self.loaded[body["lora_name"]] = body["lora_path"]
             self.log.append(f"load {body['lora_name']}")
             return 200, {}

@@ -23,15 +23,16 @@ def check_rounds(rounds: Sequence[Round], settings: SentinelSettings) -> list[Fi
 
 
 def _check_mismatch(committed: Sequence[Round], settings: SentinelSettings) -> Finding:
-    tokens = [one.metrics.get("tokens_compared", 0) for one in committed]
-    differences = [one.metrics.get("logprob_abs_diff_mean", 0.0) for one in committed]
+    """Compare what the version sampled that a round starts from: the samples of older ones differ anyway."""
+    tokens = [one.metrics.get("fresh_tokens_compared", 0) for one in committed]
+    differences = [one.metrics.get("fresh_logprob_abs_diff_mean", 0.0) for one in committed]
     mean = sum(value * count for value, count in zip(differences, tokens, strict=True)) / max(1, sum(tokens))
     reason = None
     if mean >= settings.max_mismatch_nats:
         reason = (
             f"the trainer's logprobs differ from the engine's by {mean:.3f} nats (mean of {sum(tokens)} tokens of "
-            f"the last {len(committed)} rounds): check that both run the same weights, dtype and "
-            "--logprobs-mode processed_logprobs"
+            f"the last {len(committed)} rounds, sampled by the versions that they started from): check that both run "
+            "the same weights, dtype and --logprobs-mode processed_logprobs"
         )
     return Finding("logprob_mismatch", "ratchet_logprob_mismatch_nats", "", mean, reason)
 
