@@ -207,8 +207,9 @@ async def test_a_call_that_the_store_rejects_is_one_dead_letter_with_its_message
     start, end = call("bad")
     shipping.journal.write(start)
     await shipping.journal.commit(msgspec.structs.replace(end, context="nonsense"))
-    await until(lambda: (tmp_path / "journal" / DEAD_LETTERS).exists())
-    (line,) = (tmp_path / "journal" / DEAD_LETTERS).read_bytes().splitlines()
+    file = tmp_path / "journal" / DEAD_LETTERS
+    await until(lambda: file.exists() and file.read_bytes().endswith(b"\n"))
+    (line,) = file.read_bytes().splitlines()
     kept = msgspec.msgpack.decode(base64.b64decode(msgspec.json.decode(line)["record"]), type=CallEnded)
     assert kept.start.nodes == start.nodes
 

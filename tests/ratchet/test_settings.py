@@ -78,7 +78,11 @@ def test_later_layers_win_and_defaults_fill(tmp_path: Path) -> None:
             "ratchet.yaml: proxy.drain_timeout_seconds: must be a finite number; for the default, leave the key out",
         ),
         ("", {"RATCHET_PROXY__KEEP_ALIVE_SECONDS": "inf"}, "proxy.keep_alive_seconds: must be a finite number"),
-        ("trainer: {judge: {kind: ruler, timeout_seconds: .inf}}", {}, "timeout_seconds: must be a finite number"),
+        (
+            "trainer: {judge: {kind: next_state, model: m, base_url: 'http://j', timeout_seconds: .inf}}",
+            {},
+            "timeout_seconds: must be a finite number",
+        ),
         ("proxy: {drain_delay_seconds: 4000}", {}, "drain_delay_seconds: input should be less than or equal to 3600"),
         ("vllm: {port: many}", {}, "ratchet.yaml: vllm.port: input should be a valid integer"),
         ("learner: {lora_r: 0}", {}, "ratchet.yaml: learner.lora_r is 0; it must be an integer from 1 to 512"),
