@@ -8,11 +8,14 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+_START_SECONDS = 120.0
 
 
 class Postgres:
@@ -79,8 +82,16 @@ class Postgres:
         subprocess.run(["cp", "-a", str(folder), str(self._server.pgdata)], check=True)
 
     def start(self) -> None:
-        """Restart the server; it recovers from its log."""
-        self._server.ensure_postgres_running()
+        """Restart the server; it recovers from its log, on a slow disk for longer than the package waits."""
+        until = time.monotonic() + _START_SECONDS
+        while True:
+            try:
+                self._server.ensure_postgres_running()
+                return
+            except (subprocess.SubprocessError, AssertionError):  # it does not accept connections yet
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.5)
 
 
 @contextlib.contextmanager
