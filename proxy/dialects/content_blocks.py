@@ -52,7 +52,7 @@ class Kind(StrEnum):
 
     REASONING = "thought"
     TEXT = "text"
-    REFUSAL = "refusal"  # a text in which the model says that it refuses, from a server that tells them apart
+    REFUSAL = "refusal"  # a text in which the model says that it refuses, from a server that marks it
     CALL = "call"
 
 

@@ -73,10 +73,11 @@ def mismatch(micros: Sequence[Micro], cap: float | None) -> Mismatch:
     total, largest, truncated, tokens, fresh_total, fresh_tokens = 0.0, 0.0, 0, 0, 0.0, 0
     for micro in micros:
         compared = micro["trained"] & micro["importance"]  # (N, T)
-        gap = log_ratio(micro)[compared]  # (K,)
+        ratio = log_ratio(micro)  # (N, T)
+        gap = ratio[compared]  # (K,)
         if not gap.numel():
             continue
-        fresh = log_ratio(micro)[compared & (micro["age"] == 0)]
+        fresh = ratio[compared & (micro["age"] == 0)]
         fresh_total += float(fresh.abs().sum())
         fresh_tokens += fresh.numel()
         total += float(gap.abs().sum())

@@ -92,16 +92,18 @@ class MessageBatches:
         )  # fmt: skip
         urls = await asyncio.to_thread(self._coordinators.resolve)
         self.has_standby = len(urls) > 1
+        if not urls:
+            return False
         waiting = set(urls)  # for a first answer
         greetings = [asyncio.ensure_future(self._greet_often(url, messages.encode(hello), waiting)) for url in urls]
         try:
-            for greeting in asyncio.as_completed(greetings):
-                if (found := await greeting) is None:
-                    return False
-                self.url, welcome = found
-                self._boot, self._seen = welcome.boot, welcome.at
-                return True
-            return False
+            first, _ = await asyncio.wait(greetings, return_when=asyncio.FIRST_COMPLETED)
+            found = next((answer for one in first if (answer := one.result()) is not None), None)
+            if found is None:
+                return False
+            self.url, welcome = found
+            self._boot, self._seen = welcome.boot, welcome.at
+            return True
         finally:
             for one in greetings:
                 one.cancel()

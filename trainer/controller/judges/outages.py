@@ -7,10 +7,25 @@ An outage is no connection, a refused credential (401, 403), a limit (429) and a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from ratchet.trainer.controller.judges.opinion import DraftVerdict
+from ratchet.trainer.errors import JudgeAway
+
 _UNREACHED = ("ConnectError", "ConnectTimeout", "ProxyError")  # by name: `openai` brings a copy of httpx
 _REFUSED = (401, 403)
 _LIMITED = 429
 _AWAY = (502, 503, 504)
+
+
+def ask_unless_away(away: str | None, ask: Callable[[], DraftVerdict]) -> tuple[DraftVerdict, str | None]:
+    """Return the draft verdict of `ask`, and why the endpoint is away; if it was `away` before, it is not asked."""
+    if away is None:
+        try:
+            return ask(), None
+        except JudgeAway as error:
+            away = str(error)
+    return DraftVerdict.failed(away), away
 
 
 def is_unreached(error: BaseException | None) -> bool:

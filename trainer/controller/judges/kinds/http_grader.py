@@ -13,6 +13,7 @@ import hashlib
 import hmac
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import httpx
@@ -21,7 +22,7 @@ import msgspec
 from ratchet.store.records import Transcript, Verdict
 from ratchet.trainer.controller.judges import GroupJudgement
 from ratchet.trainer.controller.judges.opinion import DraftVerdict, read, response_of, version_of
-from ratchet.trainer.controller.judges.outages import is_unreached, remedy_of
+from ratchet.trainer.controller.judges.outages import ask_unless_away, is_unreached, remedy_of
 from ratchet.trainer.controller.judges.tool_outcomes import tool_outcomes
 from ratchet.trainer.errors import JudgeAway
 from ratchet.trainer.settings.judge_specs import GraderSpec
@@ -64,11 +65,7 @@ class GraderJudge:
         away: str | None = None
         for member in members:
             started_at = time.perf_counter()
-            try:
-                opinion = DraftVerdict.failed(away) if away else self._ask(group_id, member)
-            except JudgeAway as error:
-                away = str(error)
-                opinion = DraftVerdict.failed(away)
+            opinion, away = ask_unless_away(away, partial(self._ask, group_id, member))
             verdicts.append(self._verdict(group_id, member, opinion, started_at))
         return GroupJudgement(tuple(verdicts), unavailable=away)
 

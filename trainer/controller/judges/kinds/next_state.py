@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +17,7 @@ from ratchet.trainer.controller.judges import GroupJudgement
 from ratchet.trainer.controller.judges.images import JudgeImages
 from ratchet.trainer.controller.judges.language_model import JudgeModelSession, LanguageModel
 from ratchet.trainer.controller.judges.opinion import DraftVerdict, version_of
+from ratchet.trainer.controller.judges.outages import ask_unless_away
 from ratchet.trainer.controller.judges.truncation import truncated_json
 from ratchet.trainer.errors import JudgeAway, JudgeUnavailable
 from ratchet.trainer.settings.judge_specs import NextStateSpec
@@ -58,11 +60,7 @@ class NextStateJudge:
         away: str | None = None
         for member in members:
             started_at, session = time.perf_counter(), JudgeModelSession(self.name, group_id)
-            try:
-                opinion = DraftVerdict.failed(away) if away else self._ask(evidence(member.messages), session)
-            except JudgeAway as error:
-                away = str(error)
-                opinion = DraftVerdict.failed(away)
+            opinion, away = ask_unless_away(away, partial(self._ask, evidence(member.messages), session))
             verdicts.append(self._verdict(group_id, member, opinion, session, started_at))
             requests += session.judge_requests
         return GroupJudgement(tuple(verdicts), tuple(requests), unavailable=away)
