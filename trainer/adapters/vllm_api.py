@@ -27,6 +27,8 @@ from ratchet.trainer.errors import (
 )
 
 _BAD_REQUEST = (400, 413, 422)
+# vLLM closes idle connections after 5 s, httpx's own limit: a request sent at that moment would fail.
+_LIMITS = httpx.Limits(max_connections=100, max_keepalive_connections=20, keepalive_expiry=4.0)
 # vLLM's words
 _NO_FILES, _RANK, _NOT_LOADED = "No adapter found", "greater than max_lora_rank", "could not be loaded"
 
@@ -67,6 +69,7 @@ class VllmServer:
             headers=headers,
             trust_env=False,
             verify=ssl.create_default_context(),
+            limits=_LIMITS,
         )
 
     def close(self) -> None:

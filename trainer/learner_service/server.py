@@ -144,6 +144,7 @@ def serve(server: LearnerServer, listener: socket.socket) -> int:
         signal.signal(number, note)  # uvicorn passes the signal on after it has stopped
     config = uvicorn.Config(
         server.app, http="httptools", loop="uvloop", log_config=None, access_log=False, ws="none", lifespan="off",
+        timeout_keep_alive=75,  # longer than clients keep idle connections
         timeout_graceful_shutdown=1,
     )  # fmt: skip
     http = uvicorn.Server(config)

@@ -66,8 +66,9 @@ def served(app: ASGIApp, port: int = 0) -> Iterator[str]:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
     config = uvicorn.Config(
-        app, http="httptools", loop="uvloop", log_config=None, access_log=False, ws="none", proxy_headers=False
-    )
+        app, http="httptools", loop="uvloop", log_config=None, access_log=False, ws="none", proxy_headers=False,
+        timeout_keep_alive=75,  # as the proxy: a thread that gets no time for 5 s would close connections with requests
+    )  # fmt: skip
     server = _ThreadedServer(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

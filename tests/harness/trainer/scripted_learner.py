@@ -293,7 +293,10 @@ def main() -> int:
         port, target = map(int, value.split(":"))
         asyncio.run(forward(port, target))
     app: Any = grader if role == "grader" else ScoringVllm()
-    uvicorn.run(app, port=int(value), http="httptools", loop="uvloop", log_level="critical", lifespan="off")
+    uvicorn.run(
+        app, port=int(value), http="httptools", loop="uvloop", log_level="critical", lifespan="off",
+        timeout_keep_alive=75,
+    )  # fmt: skip
     return 0
 
 
