@@ -212,8 +212,8 @@ def held_out_share(settings: Settings) -> float:
 
 
 @contextmanager
-def open_store_for_command(url: str, *, create: bool = True) -> Iterator[Store]:
-    """Open a store for one command. A command that only reads does not create one."""
+def open_store_for_command(url: str, *, create: bool = False) -> Iterator[Store]:
+    """Open a store for one command; create it only for a command that may be the first to write to it."""
     from ratchet.store.store import open_store
 
     opened = open_store(url, create=create)
@@ -225,7 +225,7 @@ def open_store_for_command(url: str, *, create: bool = True) -> Iterator[Store]:
 
 def open_project_store(context: click.Context, **options: Any) -> AbstractContextManager[Store]:
     """Open the store of the project's current or last run, which exists; options win. Raises SettingsError."""
-    return open_store_for_command(read_project_settings(context, options).store_url, create=False)
+    return open_store_for_command(read_project_settings(context, options).store_url)
 
 
 def print_json(content: Any) -> None:

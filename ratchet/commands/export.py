@@ -52,7 +52,7 @@ def export(
     if shape == "parquet" and out is None:
         raise click.UsageError("Parquet needs a file: give --out FILE")
     settings = options.read_project_settings(context, {"store": store, "project": project})
-    with options.open_store_for_command(settings.store_url, create=False) as opened:
+    with options.open_store_for_command(settings.store_url) as opened:
         if not opened.trajectories.page(1, chosen=TrajectoryFilter(**filters)):
             options.check_listed_alias(opened, filters["alias"])
         found = _chosen(opened, TrajectoryFilter(**filters))

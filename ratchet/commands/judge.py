@@ -202,7 +202,7 @@ def _stage(settings: Settings, example: dict[str, Any]) -> LintTranscript:
                 "give --answer, the correct answer, or --trajectory, a recorded trajectory that solved its task"
             )
         return synthetic(example["task"], example["question"], example["right"], place)
-    with options.open_store_for_command(settings.store_url, create=False) as store:
+    with options.open_store_for_command(settings.store_url) as store:
         return recorded(store.trajectories.read(example["trajectory"]), example["right"], place)
 
 

@@ -117,7 +117,7 @@ def create(
         raise click.UsageError(f"--agent: {error}") from error
     key = new_key()
     settings = options.read_project_settings(context, {"store": store, "project": project})
-    with options.open_store_for_command(settings.store_url) as opened:
+    with options.open_store_for_command(settings.store_url, create=True) as opened:
         known = {policy.alias for policy in opened.policies.all()} | set(settings.agents_by_name)
         unknown_agents = _unknown("--agent", "agent", agents, known)
         unknown_models = _unknown("--model", "model", models, {entry.model_name for entry in settings.model_list})

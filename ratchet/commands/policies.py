@@ -165,7 +165,7 @@ def promote(
     alias, version = _named(alias, version)
     settings = options.read_project_settings(context, {"store": store, "project": project})
     adapters = AdapterStore(settings.state.adapter_cache, settings.adapters.max_cache_bytes)
-    with options.open_store_for_command(settings.store_url, create=False) as opened:
+    with options.open_store_for_command(settings.store_url) as opened:
         options.check_alias(opened, alias)
         done = opened.policies.promote_manually(
             alias, version, by=current_user(), reason=reason, rejected=rejected, verify=adapters.verify

@@ -64,7 +64,7 @@ def export(
         raise click.UsageError(f"{folder} already exists: name a new folder")
     settings = options.read_project_settings(context, {"base_model": base_model, "store": store, "project": project})
     base = check_model(settings.base_model)
-    with options.open_store_for_command(settings.store_url, create=False) as opened:
+    with options.open_store_for_command(settings.store_url) as opened:
         found = _exportable(opened, name)
         source = _adapter_folder(settings, found)
         card = model_card(gather(opened, found, base, versions(), source), merged=merged is not None)

@@ -41,7 +41,7 @@ def fork(context: click.Context, source: str, target: str, store: str | None, pr
 
     settings = options.read_project_settings(context, {"store": store, "project": project})
     adapters, fork_target = target_of(settings, target)
-    with options.open_store_for_command(settings.store_url, create=False) as opened:
+    with options.open_store_for_command(settings.store_url) as opened:
         options.check_alias(opened, named["alias"])
         options.check_alias(opened, target)
         policy = opened.policies.get(named["alias"], int(named["version"]))

@@ -31,7 +31,7 @@ def import_(context: click.Context, adapter: Path, agent: str, store: str | None
 
     settings = options.read_project_settings(context, {"store": store, "project": project})
     adapters, target = target_of(settings, agent)
-    with options.open_store_for_command(settings.store_url, create=False) as opened:
+    with options.open_store_for_command(settings.store_url) as opened:
         options.check_alias(opened, agent)
         made = import_adapter(opened, adapters, adapter, target, by=current_user())
     click.echo(f"{agent}@{made.version} is a candidate: a copy of {adapter}")

@@ -27,7 +27,7 @@ _TOOL_VERSIONS = 5  # newest ones with tool calls
 def _existing_store(settings: Settings) -> Iterator[Store]:
     if settings.store is None and not settings.state.store.exists():
         raise CliError("nothing has run yet: there is no store to report on")
-    with options.open_store_for_command(settings.store_url, create=False) as store:
+    with options.open_store_for_command(settings.store_url) as store:
         yield store
 
 

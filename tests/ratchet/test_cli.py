@@ -167,7 +167,8 @@ def test_a_store_is_not_migrated_under_a_running_proxy(project: Project) -> None
 
 @pytest.mark.slow
 def test_a_command_that_reads_makes_no_store_of_a_misspelt_name(project: Project) -> None:
-    words = ("trajectories list", "store export", "status", "policies list", "tune runs", "keys list", "audit")
+    words = ("trajectories list", "store export", "status", "policies list", "tune runs", "keys list", "audit",
+             "judge show grp_1", "feedback export --format unpaired --out rows.jsonl")  # fmt: skip
     for command in map(str.split, words):
         done = project.run(*command, "--store", "typo.db")
         assert (done.returncode, "there is no store at" in done.stdout) == (1, True), command
