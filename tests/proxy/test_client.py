@@ -269,7 +269,9 @@ async def read_on(client: HttpClient, url: str, pause: float = 0.0) -> bytes:
 
 
 @pytest.mark.slow
-async def test_a_stream_that_continues_is_not_cut_however_long_it_takes(client: HttpClient) -> None:
+async def test_a_stream_that_continues_is_not_cut_however_long_it_takes() -> None:
+    client = HttpClient(ResponseLimits(whole=2.0, idle=1.5, size=2**20), connect_timeout_seconds=1.0)
+
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)
         writer.write(STREAM)
@@ -280,6 +282,7 @@ async def test_a_stream_that_continues_is_not_cut_however_long_it_takes(client: 
 
     async with server(talk) as url:
         assert await read_on(client, url) == b"x" * 30
+    client.close()
 
 
 async def test_a_stream_that_hangs_is_closed_after_its_idle_timeout(client: HttpClient) -> None:

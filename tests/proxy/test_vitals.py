@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,16 @@ sys.exit(serve(ProxySettings.read({}, **json.loads(sys.argv[1])), on_listening))
 """
 
 
+def _call(client: httpx.Client) -> None:
+    """Make calls until the process has ended."""
+    with contextlib.suppress(httpx.TransportError):
+        for number in range(10):
+            client.post(
+                "/v1/chat/completions",
+                json={"model": "agent", "messages": [{"role": "user", "content": f"{number}" * 1000}]},
+            )
+
+
 @pytest.mark.parametrize("part", ["policies", "keys", "slow-connection check", "shipper", "journal-preallocation"])
 def test_a_dead_part_ends_the_process_and_is_reported_by_live_until_then(
     part: str, tmp_path: Path, vllm_url: str
@@ -67,14 +79,12 @@ def test_a_dead_part_ends_the_process_and_is_reported_by_live_until_then(
         eventually(lambda: client.get("/health/ready").status_code == 200)
         assert client.get("/health/live").status_code == 200
         print(part, file=process.stdin, flush=True)
-        for number in range(10):  # a thread dies at its next action
-            client.post(
-                "/v1/chat/completions",
-                json={"model": "agent", "messages": [{"role": "user", "content": f"{number}" * 1000}]},
-            )
+        calls = threading.Thread(target=_call, args=(client,))  # a thread dies at its next action
+        calls.start()
         live = eventually(lambda: (answer := client.get("/health/live")).status_code == 503 and answer)
-        assert f"task {part!r} died" in live.json()["reason"]
         assert client.get("/health/ready").status_code == 503
+        assert f"task {part!r} died" in live.json()["reason"]
+        calls.join()
     _, log = process.communicate(timeout=60)
     assert process.returncode == 1
     assert f"event=task_died task={part}" in log
