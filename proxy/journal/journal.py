@@ -9,6 +9,8 @@ Promises:
   (`_MAX_UNWRITTEN_BYTES`) is full are the oldest records dropped, and counted.
 
 A journal folder belongs to one proxy (enforced by a file lock). Segments of earlier processes are never appended to.
+A process skips a number before its first segment, so that consecutive numbers mean one process; it closes a segment
+whole before it creates the next one. Only the last segment of a process can therefore end in a torn record.
 `shipper.py` ships segments; `preallocation.py` creates them ahead of time.
 """
 
@@ -108,7 +110,7 @@ class Journal:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock_file = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            adopt_segment(self.folder, segment_path(self.folder, self._last_number() + 1))
+            adopt_segment(self.folder, segment_path(self.folder, self._next_first_segment()))
             ends = {number: records_end(segment_path(self.folder, number)) for number in segment_numbers(self.folder)}
         except BlockingIOError:
             raise StartError(
@@ -120,15 +122,16 @@ class Journal:
             ) from error
         self._segments = {number: SegmentContent(0, end) for number, end in ends.items()}
         self.bytes = sum(ends.values())
-        self._number = self._last_number()
-        self.first_segment = self._number + 1
+        self.first_segment = self._next_first_segment()
+        self._number = self.first_segment - 1
         self._loop = asyncio.get_running_loop()
         await asyncio.to_thread(self._preallocator.start, _PREALLOCATION_TIMEOUT)
         self._thread.start()
 
-    def _last_number(self) -> int:
-        """Return the highest segment number that this folder has or had."""
-        return max([*segment_numbers(self.folder), read_position(self.folder).segment])
+    def _next_first_segment(self) -> int:
+        """Return the number of a new process's first segment: not the successor of any that the folder has or had."""
+        last = max([*segment_numbers(self.folder), read_position(self.folder).segment])
+        return last + 2 if last else 1
 
     async def stop(self) -> None:
         """Write and sync the remaining records, then release the folder."""
@@ -235,7 +238,7 @@ class Journal:
                 f"the journal {self.folder} cannot be written: {error}; calls are served, their records stay in "
                 f"memory: free space on that disk or raise max_journal_bytes",
             )
-            if not self._empty():
+            if not self._undo_write():
                 self._close()
             self._keep_unwritten(frames)
             self._resolve(waiting, durable=False)
@@ -297,15 +300,19 @@ class Journal:
             self._segments[number] = SegmentContent(0, len(MAGIC))
             self.bytes += len(MAGIC)
 
-    def _empty(self) -> bool:
-        """Remove what a failed write left in a segment without records; return whether the next write can use it."""
-        if self._file < 0 or self._size() > len(MAGIC) or not os.path.exists(self._path):
+    def _undo_write(self) -> bool:
+        """Remove what a failed write left in the segment; return whether the next write can use it: it has no records.
+
+        Not left to the pre-allocation's thread: a kill before it would leave a torn record, and a later segment.
+        """
+        if self._file < 0 or not os.path.exists(self._path):
             return False
+        size = self._size()
         try:
-            os.ftruncate(self._file, len(MAGIC))
+            os.ftruncate(self._file, size)
         except OSError:
             return False
-        return True
+        return size == len(MAGIC)
 
     def _close(self) -> None:
         """Close the current segment; truncate zeros or a torn record after its last complete one."""

@@ -2,8 +2,8 @@
 
 A frame is the payload's length (u32), its CRC-32 (u32) and the payload (MessagePack of a `store.records.Shipment`). A
 segment begins with a magic that names the format. Zeros in place of a frame end the segment: pre-allocated blocks hold
-zeros, and no payload is empty. A crash may leave a torn frame at a segment's end. Reading stops there and reports it;
-everything before it is complete.
+zeros, and no payload is empty. A crash may leave a torn frame at the end of a process's last segment. Reading stops
+there and reports it; everything before it is complete.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import resource
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from ratchet.proxy.journal.journal import Journal
 from ratchet.proxy.journal.segments import (
     MAGIC,
     Position,
+    frame,
     read_segment,
     records_end,
     segment_numbers,
@@ -32,9 +35,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "journal"
 
 
-async def start_journal(folder: Path) -> Journal:
+async def start_journal(folder: Path, segment_bytes: int = 2**16) -> Journal:
     """Return a journal that has started."""
-    journal = Journal(folder, 2**20, 2**16, ProxyMetrics(), AlarmQueue())
+    journal = Journal(folder, 2**20, segment_bytes, ProxyMetrics(), AlarmQueue())
     await journal.start()
     return journal
 
@@ -61,6 +64,67 @@ async def test_records_after_the_damage_are_shipped(folder: Path, store: Store, 
     assert opened._metrics.lost._value.get() == (whose == "ours")
     assert segment_path(opened.folder, 1).with_suffix(".damaged").exists()
     await shipper.stop()
+    await opened.stop()
+
+
+@pytest.mark.parametrize("size", [0, 3, 2000])
+async def test_a_truncated_segment_with_a_successor_of_its_process_is_damage(
+    folder: Path, store: Store, size: int
+) -> None:
+    first = await start_journal(folder, segment_bytes=4096)
+    for n in range(12):
+        await first.commit(pair(str(n))[1])
+    await first.stop()
+    in_second = read_segment(segment_path(folder, 2), 0, 2**20).records
+    assert len(in_second) > 1
+    assert segment_path(folder, 3).exists()
+    os.truncate(segment_path(folder, 2), size)
+    kept = len(read_segment(segment_path(folder, 2), 0, 2**20).records)
+    second = await start_journal(folder)
+    shipper = shipping(second, store)
+    await shipper.start()
+    left = 12 - len(in_second) + kept
+    await asyncio.to_thread(eventually, lambda: len(store.calls.page(100)) == left)
+    await asyncio.to_thread(eventually, lambda: [a.name for a in store.alarms.active()] == ["proxy_journal_damaged"])
+    assert segment_path(folder, 2).with_suffix(".damaged").exists()
+    await shipper.stop()
+    await second.stop()
+
+
+async def test_a_torn_record_of_a_process_that_was_killed_is_no_damage(folder: Path, store: Store) -> None:
+    for name in "abc":  # three processes: each leaves one segment, with a torn end
+        opened = await start_journal(folder)
+        assert await opened.commit(pair(name)[1])
+        path = segment_path(folder, opened.first_segment)
+        await opened.stop()
+        with path.open("ab") as file:
+            file.write(frame(pair("torn")[1])[:100])
+    last = await start_journal(folder)
+    shipper = shipping(last, store)
+    await shipper.start()
+    await asyncio.to_thread(eventually, lambda: segment_numbers(folder) == [])
+    assert {call.id for call in store.calls.page(9)} == {"call_a", "call_b", "call_c"}
+    assert not store.alarms.active()
+    assert not list(folder.glob("*.damaged"))
+    await shipper.stop()
+    await last.stop()
+
+
+async def test_a_failed_write_leaves_no_torn_record_for_a_kill(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = await start_journal(folder)
+    assert await opened.commit(pair("a")[1])
+    monkeypatch.setattr(opened._preallocator, "truncate_segment", lambda file, size: os.close(file))  # too late
+
+    def write_a_part(file: int, data: bytes, at: int) -> None:
+        os.pwrite(file, data[: len(data) // 2], at)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr("ratchet.proxy.journal.journal.write_all", write_a_part)
+        assert await opened.commit(pair("b")[1]) is False
+    assert await opened.commit(pair("c")[1])
+    readings = [read_segment(segment_path(folder, number), 0, 2**20) for number in (1, 2)]
+    assert [(len(one.records), one.end) for one in readings] == [(1, "end"), (2, "end")]
     await opened.stop()
 
 

@@ -227,7 +227,8 @@ class Shipper:
         self._note(number, result, due, ours=ours)
         # Our own segments contain complete records up to the written length: fewer are damage too.
         short = ours and (result.end == "torn" or (result.end == "more" and not result.records))
-        torn = result.end == "torn" and next_frame(path, result.offset + 1) is not None
+        # A crash tears the end of a process's last segment; one with a successor of that process was closed whole.
+        torn = result.end == "torn" and (number + 1 in written or next_frame(path, result.offset + 1) is not None)
         if result.end == "damaged" or short or torn:
             self._set_aside_damage(number, result.offset, ours)
             return True
