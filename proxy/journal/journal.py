@@ -49,6 +49,7 @@ from ratchet.store.records import Shipment
 log = logging.getLogger("ratchet.proxy")
 
 ALARM = "proxy_journal"
+LOSS_ALARM = "proxy_journal_lost"
 _LINGER_SECONDS = 0.002  # how long a record without a waiting call may stay in this process
 _MAX_UNWRITTEN_BYTES = 32 * 2**20  # records kept in memory while the disk fails
 _PREALLOCATION_TIMEOUT = 1.0  # seconds that the start waits for the first spare segment
@@ -134,12 +135,17 @@ class Journal:
         return last + 2 if last else 1
 
     async def stop(self) -> None:
-        """Write and sync the remaining records, then release the folder."""
+        """Write and sync the remaining records, then release the folder. What the disk does not take is `unwritten`."""
         self._hand_over()
         self._batches.put(None)
         await asyncio.to_thread(self._thread.join)
         await asyncio.to_thread(self._preallocator.stop)
         os.close(self._lock_file)
+
+    @property
+    def unwritten(self) -> Sequence[bytes]:
+        """The frames that the disk did not take; call it after `stop`."""
+        return tuple(self._unwritten)
 
     def write(self, record: Shipment) -> None:
         """Append a record without waiting."""
@@ -331,11 +337,17 @@ class Journal:
     def _keep_unwritten(self, frames: Sequence[bytes]) -> None:
         """Keep frames for the next attempt; drop the oldest ones above the memory limit."""
         self._unwritten = deque(frames)
-        size = sum(map(len, frames))
+        size, before = sum(map(len, frames)), self.records_lost
         while size > _MAX_UNWRITTEN_BYTES:
             size -= len(self._unwritten.popleft())
             self.records_lost += 1
             self._metrics.lost.inc()
+        if self.records_lost > before:
+            self._alarm_queue.raise_alarm(
+                LOSS_ALARM,
+                f"{self.records_lost} records of the journal {self.folder} are lost since the start, because the "
+                f"memory for records that cannot be written is full: see the alarm {ALARM}",
+            )
 
     def _fail_futures(self, entries: Sequence[_Entry]) -> None:
         """Fail the calls that wait for these entries, which nothing will write."""

@@ -157,6 +157,11 @@ def read_frames(path: Path, offsets: Iterable[int]) -> list[Shipment]:
     return records
 
 
+def decode_frames(frames: Iterable[bytes]) -> list[Shipment]:
+    """Return the records of frames that `frame` made."""
+    return [_decode(memoryview(one)[_HEAD.size :]) for one in frames]
+
+
 def next_frame(path: Path, offset: int) -> int | None:
     """Return where the first complete record at or after `offset` begins, whatever precedes it. Raises OSError.
 

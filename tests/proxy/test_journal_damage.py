@@ -6,11 +6,15 @@ import asyncio
 import errno
 import os
 import resource
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
-from ratchet.proxy.journal.journal import Journal
+from ratchet.proxy.coordinator.shipping.store_writer import InProcessWriter
+from ratchet.proxy.coordinator.shipping.unwritten_records import UnwrittenRecords
+from ratchet.proxy.journal.journal import LOSS_ALARM, Journal
 from ratchet.proxy.journal.segments import (
     MAGIC,
     Position,
@@ -23,7 +27,9 @@ from ratchet.proxy.journal.segments import (
 )
 from ratchet.proxy.telemetry.alarm_queue import AlarmQueue
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
-from ratchet.store.records import CallEnded
+from ratchet.store.errors import StoreUnavailable
+from ratchet.store.records import CallEnded, Shipment
+from ratchet.store.states import CallState
 from ratchet.store.store import Store
 from tests.harness.proxy.servers import eventually
 from tests.proxy.test_journal import pair, shipping
@@ -139,6 +145,75 @@ async def test_a_position_of_another_journal_loses_nothing(folder: Path, store: 
     assert [call.id for call in store.calls.page(9)] == ["call_a"]
     await shipper.stop()
     await second.stop()
+
+
+def full_disk(file: int, data: bytes, at: int) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+async def stop_on_a_full_disk(folder: Path, store: Store, monkeypatch: pytest.MonkeyPatch, *, ships: bool) -> None:
+    """Record two calls, the second one on a full disk, and stop; `ships`: the store gets the first one before."""
+    journal = await start_journal(folder)
+    shipper = shipping(journal, store)
+    unwritten = UnwrittenRecords(journal, shipper, store, journal._alarm_queue)
+    if ships:
+        await shipper.start()
+    assert await journal.commit(pair("a")[1])
+    if ships:
+        assert await shipper.settle(60)
+    with monkeypatch.context() as disk:
+        disk.setattr("ratchet.proxy.journal.journal.write_all", full_disk)
+        journal.write(pair("b")[0])
+        assert await journal.commit(pair("b")[1]) is False
+        if ships:
+            await shipper.stop(0.5)
+        await journal.stop()
+        await unwritten.stop()
+
+
+async def test_records_that_a_full_disk_did_not_take_go_straight_to_the_store_at_a_stop(
+    folder: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await stop_on_a_full_disk(folder, store, monkeypatch, ships=True)
+    states = {call.id: call.state for call in store.calls.page(9)}
+    assert states == dict.fromkeys(("call_a", "call_b"), CallState.ANSWERED)
+    assert not store.alarms.active()
+
+
+@pytest.mark.parametrize("why", ["the store lacks earlier records", "the store is away"])
+async def test_records_that_a_stop_discards_are_in_the_log_and_in_an_alarm(
+    folder: Path, store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, why: str
+) -> None:
+    if why == "the store is away":
+        monkeypatch.setattr("ratchet.proxy.coordinator.shipping.unwritten_records.InProcessWriter", AbsentStore)
+    await stop_on_a_full_disk(folder, store, monkeypatch, ships=why == "the store is away")
+    assert "event=records_lost records=2" in caplog.text
+    (alarm,) = store.alarms.active()
+    assert alarm.name == LOSS_ALARM
+    assert f"2 records of the journal {folder} are lost" in alarm.reason
+    assert "make that disk writable" in alarm.reason
+
+
+class AbsentStore(InProcessWriter):
+    """A writer whose store is away."""
+
+    def write_records(self, records: Sequence[Shipment], dead_letters: Path) -> NoReturn:
+        raise StoreUnavailable("the store is away")
+
+
+async def test_records_that_memory_cannot_keep_raise_an_alarm(
+    folder: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ratchet.proxy.journal.journal._MAX_UNWRITTEN_BYTES", 1500)
+    monkeypatch.setattr("ratchet.proxy.journal.journal.write_all", full_disk)
+    journal = await start_journal(folder)
+    for n in range(5):
+        assert await journal.commit(pair(str(n))[1]) is False
+    assert journal.records_lost > 0
+    journal._alarm_queue.deliver_alarms(store)
+    reasons = {alarm.name: alarm.reason for alarm in store.alarms.active()}
+    assert f"{journal.records_lost} records of the journal" in reasons[LOSS_ALARM]
+    await journal.stop()
 
 
 async def test_failing_writes_leave_one_segment_and_no_trace_of_them(folder: Path) -> None:

@@ -25,7 +25,7 @@ import msgspec
 from ratchet.proxy.coordinator.shipping.held_beginnings import HOLD_SECONDS, HeldBeginnings
 from ratchet.proxy.coordinator.shipping.store_writer import DEAD_LETTERS, SegmentRange, StoreWriter, WriteResult
 from ratchet.proxy.coordinator.tool_checks.checker import ToolCallCounters
-from ratchet.proxy.journal.journal import Journal, SegmentContent
+from ratchet.proxy.journal.journal import LOSS_ALARM, Journal, SegmentContent
 from ratchet.proxy.journal.segments import (
     Position,
     next_frame,
@@ -44,7 +44,6 @@ log = logging.getLogger("ratchet.proxy")
 
 DEAD_LETTER_ALARM = "proxy_dead_letters"
 DAMAGE_ALARM = "proxy_journal_damaged"
-LOSS_ALARM = "proxy_journal_lost"
 _LINGER = 0.1  # seconds to let a batch grow after a pause
 _SPACING = 0.3  # seconds between two batches: each costs as much as 12 calls
 _MAX_RETRY_SECONDS = 5.0  # between attempts while the store is down
