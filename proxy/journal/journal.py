@@ -41,6 +41,7 @@ from ratchet.proxy.journal.segments import (
     sync_folder,
     write_all,
 )
+from ratchet.proxy.journal.write_errors import JournalFull, SegmentGone, remedy
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.telemetry.alarm_queue import AlarmQueue
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
@@ -242,7 +243,7 @@ class Journal:
             self._alarm_queue.raise_alarm(
                 ALARM,
                 f"the journal {self.folder} cannot be written: {error}; calls are served, their records stay in "
-                f"memory: free space on that disk or raise max_journal_bytes",
+                f"memory: {remedy(error)}",
             )
             if not self._undo_write():
                 self._close()
@@ -262,13 +263,13 @@ class Journal:
         sizes = accumulate((len(data) for data in frames), initial=size)
         count = sum(size <= self._max_bytes for size in sizes) - 1
         if count < 1 and not empty:  # an empty journal takes a record of any size: it would wait for ever
-            raise OSError(f"it holds {size} bytes of at most {self._max_bytes}")
+            raise JournalFull(f"it holds {size} bytes of at most {self._max_bytes}")
         return max(1, count)
 
     def _append(self, frames: Sequence[bytes], sync: bool) -> None:
         data = b"".join(frames)
         if self._file >= 0 and not os.path.exists(self._path):
-            raise OSError("its segment was moved or deleted")
+            raise SegmentGone("its segment was moved or deleted")
         if self._file >= 0 and len(MAGIC) < self._size() > self._segment_bytes - len(data):
             self._close()
         if self._file < 0:

@@ -97,6 +97,25 @@ async def test_a_truncated_segment_with_a_successor_of_its_process_is_damage(
     await second.stop()
 
 
+async def test_the_alarm_counts_damaged_segments_and_says_what_to_do(folder: Path, store: Store) -> None:
+    first = await start_journal(folder, segment_bytes=4096)
+    for n in range(12):
+        await first.commit(pair(str(n))[1])
+    await first.stop()
+    for number in (1, 2):
+        os.truncate(segment_path(folder, number), 2000)
+    second = await start_journal(folder)
+    shipper = shipping(second, store)
+    await shipper.start()
+    await asyncio.to_thread(eventually, lambda: segment_numbers(folder) == [])
+    await shipper.stop()
+    (alarm,) = store.alarms.active()
+    assert f"damaged journal segments in {folder}: 2, the first is 000000000001.damaged" in alarm.reason
+    assert "others may be lost" in alarm.reason
+    assert "check that disk" in alarm.reason
+    await second.stop()
+
+
 async def test_a_torn_record_of_a_process_that_was_killed_is_no_damage(folder: Path, store: Store) -> None:
     for name in "abc":  # three processes: each leaves one segment, with a torn end
         opened = await start_journal(folder)
@@ -213,6 +232,38 @@ async def test_records_that_memory_cannot_keep_raise_an_alarm(
     journal._alarm_queue.deliver_alarms(store)
     reasons = {alarm.name: alarm.reason for alarm in store.alarms.active()}
     assert f"{journal.records_lost} records of the journal" in reasons[LOSS_ALARM]
+    await journal.stop()
+
+
+@pytest.mark.parametrize(
+    ("why", "remedy"),
+    [
+        (errno.ENOSPC, "memory: free space on that disk, or raise the quota"),
+        (errno.EIO, "memory: check that disk and the folder's permissions"),
+        ("full", "memory: find out why the store takes no records, or raise max_journal_bytes"),
+        ("deleted", "memory: leave the files in this folder alone"),
+    ],
+)
+async def test_the_alarm_of_a_failed_write_gives_the_remedy_of_its_cause(
+    folder: Path, store: Store, monkeypatch: pytest.MonkeyPatch, why: str | int, remedy: str
+) -> None:
+    def fail(file: int, data: bytes, at: int) -> None:
+        assert isinstance(why, int)
+        raise OSError(why, os.strerror(why))
+
+    journal = await start_journal(folder)
+    assert await journal.commit(pair("a")[1])
+    match why:
+        case "full":
+            journal._max_bytes = 1
+        case "deleted":
+            segment_path(folder, 1).unlink()
+        case _:
+            monkeypatch.setattr("ratchet.proxy.journal.journal.write_all", fail)
+    assert await journal.commit(pair("b")[1]) is False
+    journal._alarm_queue.deliver_alarms(store)
+    (alarm,) = store.alarms.all()
+    assert remedy in alarm.reason
     await journal.stop()
 
 

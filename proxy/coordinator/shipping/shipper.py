@@ -278,8 +278,13 @@ class Shipper:
         for result in rest:
             self._note(number, result, held, ours=ours)
         read = sum(result.records for result in rest)
+        log.error("event=segment_damaged path=%s byte=%d shipped_after=%d", damaged, offset, read)
+        kept = sorted(path.parent.glob("*.damaged"))
         self._alarm_queue.raise_alarm(
-            DAMAGE_ALARM, f"{damaged} cannot be read at byte {offset}; {read} records after it were shipped"
+            DAMAGE_ALARM,
+            f"damaged journal segments in {path.parent}: {len(kept)}, the first is {kept[0].name}. {damaged.name} "
+            f"cannot be read at byte {offset}; {read} records after it were shipped, others may be lost, then calls "
+            f"are missing or `interrupted`: check that disk; no command ships the rest of these files",
         )
 
     def _ship_after_damage(self, path: Path, offset: int, held: Mapping[str, int]) -> list[WriteResult]:
