@@ -167,6 +167,7 @@ def create_app(
         keys,
         upstream,
         serving.others,
+        recording.unwritten,
         recording.journal,
         recording.shipper,
         *_earlier_work(settings, store, role, restore, critical_tasks),

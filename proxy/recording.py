@@ -11,6 +11,7 @@ from ratchet.proxy.coordinator.shipping.left_journals import LeftJournals
 from ratchet.proxy.coordinator.shipping.record_lookups import RecordLookups
 from ratchet.proxy.coordinator.shipping.shipper import Shipper
 from ratchet.proxy.coordinator.shipping.store_writer import InProcessWriter, StoreWriter
+from ratchet.proxy.coordinator.shipping.unwritten_records import UnwrittenRecords
 from ratchet.proxy.journal.journal import Journal
 from ratchet.proxy.redaction.patterns import RedactionPatterns
 from ratchet.proxy.redaction.redactor import Redactor
@@ -25,6 +26,7 @@ from ratchet.store.store import Store
 class Recording(NamedTuple):
     """From a call to the store: journal, recorder, shipper, and the caches that follow them."""
 
+    unwritten: UnwrittenRecords
     journal: Journal
     redactor: Redactor | None
     recorder: Recorder
@@ -66,7 +68,8 @@ def build_recording(
     conversations = ConversationCache(
         store, lookups, settings.max_conversation_bytes, settings.max_conversation_bytes_per_key
     )
-    return Recording(journal, redactor, recorder, shipper, lookups, conversations)
+    unwritten = UnwrittenRecords(journal, shipper, store, alarm_queue)
+    return Recording(unwritten, journal, redactor, recorder, shipper, lookups, conversations)
 
 
 def left_journals(

@@ -60,7 +60,7 @@ class ProxySettings(CoordinationSettings):
     )
     capture: Literal["strict", "relaxed"] = Field(
         "strict",
-        description="`strict`: a call is on disk before the last byte of its response is sent; `relaxed`: soon after",
+        description="`strict`: a call is on disk before its answer ends, unless the disk is full; `relaxed`: later",
     )
     exact_context: Literal["off", "on", "auto"] = Field(
         "auto",

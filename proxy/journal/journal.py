@@ -9,6 +9,8 @@ Promises:
   (`_MAX_UNWRITTEN_BYTES`) is full are the oldest records dropped, and counted.
 
 A journal folder belongs to one proxy (enforced by a file lock). Segments of earlier processes are never appended to.
+A process skips a number before its first segment, so that consecutive numbers mean one process; it closes a segment
+whole before it creates the next one. Only the last segment of a process can therefore end in a torn record.
 `shipper.py` ships segments; `preallocation.py` creates them ahead of time.
 """
 
@@ -39,6 +41,7 @@ from ratchet.proxy.journal.segments import (
     sync_folder,
     write_all,
 )
+from ratchet.proxy.journal.write_errors import JournalFull, SegmentGone, remedy
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.telemetry.alarm_queue import AlarmQueue
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
@@ -47,6 +50,7 @@ from ratchet.store.records import Shipment
 log = logging.getLogger("ratchet.proxy")
 
 ALARM = "proxy_journal"
+LOSS_ALARM = "proxy_journal_lost"
 _LINGER_SECONDS = 0.002  # how long a record without a waiting call may stay in this process
 _MAX_UNWRITTEN_BYTES = 32 * 2**20  # records kept in memory while the disk fails
 _PREALLOCATION_TIMEOUT = 1.0  # seconds that the start waits for the first spare segment
@@ -108,7 +112,7 @@ class Journal:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock_file = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            adopt_segment(self.folder, segment_path(self.folder, self._last_number() + 1))
+            adopt_segment(self.folder, segment_path(self.folder, self._next_first_segment()))
             ends = {number: records_end(segment_path(self.folder, number)) for number in segment_numbers(self.folder)}
         except BlockingIOError:
             raise StartError(
@@ -120,23 +124,29 @@ class Journal:
             ) from error
         self._segments = {number: SegmentContent(0, end) for number, end in ends.items()}
         self.bytes = sum(ends.values())
-        self._number = self._last_number()
-        self.first_segment = self._number + 1
+        self.first_segment = self._next_first_segment()
+        self._number = self.first_segment - 1
         self._loop = asyncio.get_running_loop()
         await asyncio.to_thread(self._preallocator.start, _PREALLOCATION_TIMEOUT)
         self._thread.start()
 
-    def _last_number(self) -> int:
-        """Return the highest segment number that this folder has or had."""
-        return max([*segment_numbers(self.folder), read_position(self.folder).segment])
+    def _next_first_segment(self) -> int:
+        """Return the number of a new process's first segment: not the successor of any that the folder has or had."""
+        last = max([*segment_numbers(self.folder), read_position(self.folder).segment])
+        return last + 2 if last else 1
 
     async def stop(self) -> None:
-        """Write and sync the remaining records, then release the folder."""
+        """Write and sync the remaining records, then release the folder. What the disk does not take is `unwritten`."""
         self._hand_over()
         self._batches.put(None)
         await asyncio.to_thread(self._thread.join)
         await asyncio.to_thread(self._preallocator.stop)
         os.close(self._lock_file)
+
+    @property
+    def unwritten(self) -> Sequence[bytes]:
+        """The frames that the disk did not take; call it after `stop`."""
+        return tuple(self._unwritten)
 
     def write(self, record: Shipment) -> None:
         """Append a record without waiting."""
@@ -233,9 +243,9 @@ class Journal:
             self._alarm_queue.raise_alarm(
                 ALARM,
                 f"the journal {self.folder} cannot be written: {error}; calls are served, their records stay in "
-                f"memory: free space on that disk or raise max_journal_bytes",
+                f"memory: {remedy(error)}",
             )
-            if not self._empty():
+            if not self._undo_write():
                 self._close()
             self._keep_unwritten(frames)
             self._resolve(waiting, durable=False)
@@ -253,13 +263,13 @@ class Journal:
         sizes = accumulate((len(data) for data in frames), initial=size)
         count = sum(size <= self._max_bytes for size in sizes) - 1
         if count < 1 and not empty:  # an empty journal takes a record of any size: it would wait for ever
-            raise OSError(f"it holds {size} bytes of at most {self._max_bytes}")
+            raise JournalFull(f"it holds {size} bytes of at most {self._max_bytes}")
         return max(1, count)
 
     def _append(self, frames: Sequence[bytes], sync: bool) -> None:
         data = b"".join(frames)
         if self._file >= 0 and not os.path.exists(self._path):
-            raise OSError("its segment was moved or deleted")
+            raise SegmentGone("its segment was moved or deleted")
         if self._file >= 0 and len(MAGIC) < self._size() > self._segment_bytes - len(data):
             self._close()
         if self._file < 0:
@@ -297,15 +307,19 @@ class Journal:
             self._segments[number] = SegmentContent(0, len(MAGIC))
             self.bytes += len(MAGIC)
 
-    def _empty(self) -> bool:
-        """Remove what a failed write left in a segment without records; return whether the next write can use it."""
-        if self._file < 0 or self._size() > len(MAGIC) or not os.path.exists(self._path):
+    def _undo_write(self) -> bool:
+        """Remove what a failed write left in the segment; return whether the next write can use it: it has no records.
+
+        Not left to the pre-allocation's thread: a kill before it would leave a torn record, and a later segment.
+        """
+        if self._file < 0 or not os.path.exists(self._path):
             return False
+        size = self._size()
         try:
-            os.ftruncate(self._file, len(MAGIC))
+            os.ftruncate(self._file, size)
         except OSError:
             return False
-        return True
+        return size == len(MAGIC)
 
     def _close(self) -> None:
         """Close the current segment; truncate zeros or a torn record after its last complete one."""
@@ -324,11 +338,17 @@ class Journal:
     def _keep_unwritten(self, frames: Sequence[bytes]) -> None:
         """Keep frames for the next attempt; drop the oldest ones above the memory limit."""
         self._unwritten = deque(frames)
-        size = sum(map(len, frames))
+        size, before = sum(map(len, frames)), self.records_lost
         while size > _MAX_UNWRITTEN_BYTES:
             size -= len(self._unwritten.popleft())
             self.records_lost += 1
             self._metrics.lost.inc()
+        if self.records_lost > before:
+            self._alarm_queue.raise_alarm(
+                LOSS_ALARM,
+                f"{self.records_lost} records of the journal {self.folder} are lost since the start, because the "
+                f"memory for records that cannot be written is full: see the alarm {ALARM}",
+            )
 
     def _fail_futures(self, entries: Sequence[_Entry]) -> None:
         """Fail the calls that wait for these entries, which nothing will write."""

@@ -2,8 +2,8 @@
 
 A frame is the payload's length (u32), its CRC-32 (u32) and the payload (MessagePack of a `store.records.Shipment`). A
 segment begins with a magic that names the format. Zeros in place of a frame end the segment: pre-allocated blocks hold
-zeros, and no payload is empty. A crash may leave a torn frame at a segment's end. Reading stops there and reports it;
-everything before it is complete.
+zeros, and no payload is empty. A crash may leave a torn frame at the end of a process's last segment. Reading stops
+there and reports it; everything before it is complete.
 """
 
 from __future__ import annotations
@@ -155,6 +155,11 @@ def read_frames(path: Path, offsets: Iterable[int]) -> list[Shipment]:
             size = _length(data)
             records += _frames(data[:size] if size <= len(data) else os.pread(file.fileno(), size, offset))[0]
     return records
+
+
+def decode_frames(frames: Iterable[bytes]) -> list[Shipment]:
+    """Return the records of frames that `frame` made."""
+    return [_decode(memoryview(one)[_HEAD.size :]) for one in frames]
 
 
 def next_frame(path: Path, offset: int) -> int | None:

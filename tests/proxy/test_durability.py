@@ -105,6 +105,23 @@ def test_a_broken_disk_never_fails_a_call_and_gets_everything_later(vllm_url: st
 
 
 @pytest.mark.slow
+def test_a_stop_while_the_journals_disk_is_full_stores_what_waits_in_memory(
+    vllm_url: str, tmp_path: Path, store: Store
+) -> None:
+    process = ProxyProcess(tmp_path, upstreams=[vllm_url])
+    wait_until_it_ships(process.url, store)
+    eventually(lambda: httpx.get(process.url + "/health/backlog").json()["unshipped_records"] == 0)
+    (tmp_path / "journal").rename(tmp_path / "elsewhere")
+    (tmp_path / "journal").write_text("in the way")
+    for _ in range(3):
+        assert httpx.post(process.url + "/v1/chat/completions", json=BODY, timeout=60).status_code == 200
+    assert process.stop() == 0
+    assert [call.state for call in store.calls.page(9)] == [CallState.ANSWERED] * 4
+    assert not store.alarms.active()
+    assert "event=unwritten_records_stored" in (tmp_path / "proxy.log").read_text()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_stop_lets_running_calls_end_and_ships_them(
     vllm_url: str, tmp_path: Path, store: Store, number: signal.Signals

@@ -213,7 +213,7 @@ async def test_records_under_a_blanks_first_name_are_shipped(journal: Open, stor
     write_position(tmp_path / "left", Position(1, 8))
     second = journal(folder="left")
     await second.start()
-    assert segment_numbers(second.folder) == [2]
+    assert segment_numbers(second.folder) == [3]
     assert await second.commit(pair("more")[1])
     shipper = shipping(second, store)
     await shipper.start()

@@ -25,7 +25,7 @@ import msgspec
 from ratchet.proxy.coordinator.shipping.held_beginnings import HOLD_SECONDS, HeldBeginnings
 from ratchet.proxy.coordinator.shipping.store_writer import DEAD_LETTERS, SegmentRange, StoreWriter, WriteResult
 from ratchet.proxy.coordinator.tool_checks.checker import ToolCallCounters
-from ratchet.proxy.journal.journal import Journal, SegmentContent
+from ratchet.proxy.journal.journal import LOSS_ALARM, Journal, SegmentContent
 from ratchet.proxy.journal.segments import (
     Position,
     next_frame,
@@ -44,7 +44,6 @@ log = logging.getLogger("ratchet.proxy")
 
 DEAD_LETTER_ALARM = "proxy_dead_letters"
 DAMAGE_ALARM = "proxy_journal_damaged"
-LOSS_ALARM = "proxy_journal_lost"
 _LINGER = 0.1  # seconds to let a batch grow after a pause
 _SPACING = 0.3  # seconds between two batches: each costs as much as 12 calls
 _MAX_RETRY_SECONDS = 5.0  # between attempts while the store is down
@@ -227,7 +226,8 @@ class Shipper:
         self._note(number, result, due, ours=ours)
         # Our own segments contain complete records up to the written length: fewer are damage too.
         short = ours and (result.end == "torn" or (result.end == "more" and not result.records))
-        torn = result.end == "torn" and next_frame(path, result.offset + 1) is not None
+        # A crash tears the end of a process's last segment; one with a successor of that process was closed whole.
+        torn = result.end == "torn" and (number + 1 in written or next_frame(path, result.offset + 1) is not None)
         if result.end == "damaged" or short or torn:
             self._set_aside_damage(number, result.offset, ours)
             return True
@@ -278,8 +278,13 @@ class Shipper:
         for result in rest:
             self._note(number, result, held, ours=ours)
         read = sum(result.records for result in rest)
+        log.error("event=segment_damaged path=%s byte=%d shipped_after=%d", damaged, offset, read)
+        kept = sorted(path.parent.glob("*.damaged"))
         self._alarm_queue.raise_alarm(
-            DAMAGE_ALARM, f"{damaged} cannot be read at byte {offset}; {read} records after it were shipped"
+            DAMAGE_ALARM,
+            f"damaged journal segments in {path.parent}: {len(kept)}, the first is {kept[0].name}. {damaged.name} "
+            f"cannot be read at byte {offset}; {read} records after it were shipped, others may be lost, then calls "
+            f"are missing or `interrupted`: check that disk; no command ships the rest of these files",
         )
 
     def _ship_after_damage(self, path: Path, offset: int, held: Mapping[str, int]) -> list[WriteResult]:

@@ -103,7 +103,7 @@ class InProcessWriter:
         held = _without_end(reading, ended) if segment.holds else ()
         before = read_frames(path, [at for name, at in segment.held.items() if name in ended or name in segment.due])
         records = _whole([*before, *reading.records], ended, {one.call_id for one in held})
-        dead = self._ship(records, path.parent / DEAD_LETTERS) if records else []
+        dead, tools = self.write_records(records, path.parent / DEAD_LETTERS)
         return WriteResult(
             records=len(reading.records),
             offset=reading.offset,
@@ -111,9 +111,16 @@ class InProcessWriter:
             started=tuple(record.call_id for record in reading.records if isinstance(record, CallStarted)),
             ended=tuple(ended),
             dead=tuple(dead),
-            tools=tuple(self._checks.check([one for one in records if not isinstance(one, Feedback)])),
+            tools=tuple(tools),
             held=held,
         )
+
+    def write_records(
+        self, records: Sequence[Shipment], dead_letters: Path
+    ) -> tuple[Sequence[DeadLetter], Sequence[ToolCallCount]]:
+        """Write records; those that the store rejects go to the file `dead_letters`. Raises StoreError, OSError."""
+        dead = self._ship(records, dead_letters) if records else ()
+        return dead, self._checks.check([one for one in records if not isinstance(one, Feedback)])
 
     def _ship(self, records: Sequence[Shipment], dead_letters: Path) -> list[DeadLetter]:
         try:
