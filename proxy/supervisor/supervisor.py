@@ -139,6 +139,7 @@ class WorkerSupervisor:
         else:
             self.url = server.url_of(settings.host, public, tls=settings.tls_certificate is not None)
         self._settings = settings
+        self._public = public
         given = settings.coordinator_token
         token = given.get_secret_value() if given is not None else secrets.token_urlsafe(32)
         self._hash_seed = str(_hash_seed(token))
@@ -269,6 +270,8 @@ class WorkerSupervisor:
 
     def _stop(self, wakeups: Connection) -> None:
         """Stop the workers, then the coordinator."""
+        if self._public is not None:
+            self._public.close()  # else connections would wait there after the workers have closed theirs
         self._signals = max(1, self._signals)
         grace = self._settings.drain_delay_seconds + self._settings.drain_timeout_seconds + _SHUTDOWN_SECONDS
         workers = [child for child in self._children.values() if child.name != COORDINATOR]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import msgspec
 import openai
 import pytest
 
+from ratchet.proxy.coordinator.conversations import token_contexts
 from ratchet.proxy.coordinator.conversations.token_contexts import TokenContexts
 from ratchet.proxy.exact.splice import Context
 from ratchet.proxy.messages.link_records import Leaf, token_fingerprint
@@ -23,7 +26,7 @@ from ratchet.store.states import CallState
 from ratchet.store.store import Store
 from tests.harness.proxy.running_proxy import Proxy, Start, running
 from tests.harness.proxy.scripted_scale_out import DERENDER, DETOKENIZE, GENERATE, RENDER, ScriptedScaleOut
-from tests.harness.proxy.servers import eventually, leave, served
+from tests.harness.proxy.servers import eventually, leave, served, until
 from tests.proxy.test_policy import promote
 
 FORMS = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
@@ -319,6 +322,27 @@ async def test_few_ids_are_cached_until_one_is_read(store: Store) -> None:
     assert contexts.bytes > 100 * 40_000
     contexts.shrink()
     assert contexts.bytes <= 2**20
+
+
+async def test_no_call_waits_long_for_a_store_that_hangs(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    readings, go_on = list[str](), threading.Event()
+
+    def hang(contexts: TokenContexts, trajectory_id: str, key: tuple[str, int]) -> None:
+        readings.append(trajectory_id)
+        go_on.wait(60)
+
+    monkeypatch.setattr(TokenContexts, "_read", hang)
+    monkeypatch.setattr(token_contexts, "_READ_SECONDS", 0.05)
+    contexts, leaf = TokenContexts(store, max_bytes=2**20), Leaf.of("t", "call_1", 0, 0, b"", (), None, b"", 0.0)
+    try:
+        for _ in range(3):
+            assert await asyncio.wait_for(contexts.find_context(leaf), 30) is None
+        assert len(readings) == 1, "while a reading hangs, no other one begins"
+    finally:
+        go_on.set()
+    await until(lambda: not contexts._late)
+    await contexts.find_context(leaf)
+    assert len(readings) == 2
 
 
 def test_ids_that_were_continued_are_evicted_first(store: Store) -> None:

@@ -21,6 +21,7 @@ from ratchet.proxy.journal.journal import Journal
 from ratchet.proxy.runtime.critical_tasks import CriticalTasks
 from ratchet.proxy.telemetry.alarm_queue import AlarmQueue
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
+from ratchet.proxy.worker.http import connections as connections_module
 from ratchet.proxy.worker.http.connections import ClientConnection, ClientConnections
 from tests.harness import records
 from tests.harness.proxy.servers import ROOT, eventually
@@ -114,6 +115,35 @@ async def test_after_the_journals_writer_died_nothing_counts_as_recorded(tmp_pat
     await asyncio.to_thread(eventually, lambda: deaths)
     assert deaths == ["its task 'journal' died: RuntimeError: the alarm queue broke"]
     await journal.stop()
+
+
+@pytest.mark.parametrize(("seconds", "more"), [(60.0, b"connection: close"), (0.01, b"")])
+async def test_an_idle_connection_serves_a_request_that_its_server_meets_while_it_stops(
+    seconds: float, more: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    monkeypatch.setattr(connections_module, "_NEXT_REQUEST_SECONDS", seconds)
+    config, made = Config(app, ws="none"), list[ClientConnection]()
+
+    def make() -> ClientConnection:
+        made.append(ClientConnection(ClientConnections(9, 60.0, 60.0), config, ServerState(), {}))
+        return made[-1]
+
+    server = await asyncio.get_running_loop().create_server(make, "127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+    writer.write(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+    made[0].shutdown()
+    if more:
+        writer.write(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+    rest = await reader.read()
+    assert rest.startswith(b"HTTP/1.1 200 " if more else b"")
+    assert more in rest
+    writer.close()
+    server.close()
 
 
 class _BrokenConnection(ClientConnection):

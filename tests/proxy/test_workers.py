@@ -245,6 +245,26 @@ def test_a_rolling_restart_refuses_no_call(workers: Workers) -> None:
     assert len(trajectories) == 1
 
 
+def test_workers_that_finish_a_stream_before_they_stop_refuse_new_connections(workers: Workers) -> None:
+    body = {"model": "agent", "stream": True, "messages": [user("#tokens=6000 #delay=0.02")]}
+    with httpx.stream("POST", f"{workers.url}/v1/chat/completions", json=body, timeout=60) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: ")
+        os.kill(workers.proxy.pid, signal.SIGTERM)
+        eventually(lambda: _refuses(workers.url), 20)  # less than drain_timeout_seconds
+        assert any(line.startswith("data: ") for line in lines)
+
+
+def _refuses(url: str) -> bool:
+    try:
+        httpx.get(f"{url}/health/live", timeout=5)
+    except httpx.ConnectError:
+        return True
+    except httpx.TransportError:  # accepted by a listener that nobody reads, or one that closes
+        return False
+    return False
+
+
 def test_the_journals_of_killed_workers_are_shipped_by_a_proxy_with_one(
     tmp_path: Path, vllm: tuple[ScriptedVllm, str]
 ) -> None:

@@ -2,12 +2,13 @@
 
 Bounded in bytes. Answers that were continued are evicted first, because the next answer contains their ids, then the
 least recently used. The bound is low until a context is requested, because vLLM may not offer the endpoints that
-splicing needs. Evicted contexts are read from the store in a thread. A context must match the fingerprint that linking
-has.
+splicing needs. Evicted contexts are read from the store in a thread; a call waits for that `_READ_SECONDS` at most. A
+context must match the fingerprint that linking has.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import OrderedDict
 
@@ -25,6 +26,7 @@ Key = tuple[str, int]  # (call id, choice)
 
 _RECORD = 500  # bytes of a context besides its ids
 _MIN_BYTES = 2**20  # the bound until a context is requested
+_READ_SECONDS = 2.0  # that a call waits for the store
 
 
 class TokenContexts:
@@ -35,6 +37,7 @@ class TokenContexts:
         self._max_bytes = max_bytes
         self._in_use = False
         self._contexts: OrderedDict[Key, Context] = OrderedDict()
+        self._late: set[asyncio.Future[Context | None]] = set()  # readings that no call waits for any more
         self.bytes = 0
 
     def __len__(self) -> int:
@@ -58,12 +61,12 @@ class TokenContexts:
             self._put((start.call_id, choice.index), before.followed(record.prompt_ids, choice.token_ids))
 
     async def find_context(self, leaf: Leaf) -> Context | None:
-        """Return the context of an answer; None if it is unknown."""
+        """Return the context of an answer; None if it is unknown, or if the store does not answer in time."""
         self._in_use = True
         key = (leaf.call_id, leaf.choice)
         context = self._contexts.get(key)
         if context is None:
-            context = await run_call_lookup(self._read, leaf.trajectory_id, key)
+            context = await self._read_in_time(leaf.trajectory_id, key)
             if context is not None:
                 self._put(key, context)
         if context is None or leaf.sequence != token_fingerprint(context.ids):
@@ -88,6 +91,19 @@ class TokenContexts:
         while self.bytes > limit:
             _, gone = self._contexts.popitem(last=False)
             self.bytes -= _size(gone)
+
+    async def _read_in_time(self, trajectory_id: str, key: Key) -> Context | None:
+        """Read from the store; while one reading is late, no other one begins."""
+        if self._late:
+            return None
+        reading = asyncio.ensure_future(run_call_lookup(self._read, trajectory_id, key))
+        done, _ = await asyncio.wait({reading}, timeout=_READ_SECONDS)
+        if done:
+            return reading.result()
+        log.info("event=context_not_read trajectory=%s reason='the store does not answer'", trajectory_id)
+        self._late.add(reading)
+        reading.add_done_callback(self._late.discard)
+        return None
 
     def _read(self, trajectory_id: str, key: Key) -> Context | None:
         try:

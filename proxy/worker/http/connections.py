@@ -46,6 +46,7 @@ _MAX_CHUNK_OVERHEAD = 8  # bytes of framing per byte of a chunked body
 _LINGER_SECONDS = 5.0  # for the rest of a body that was answered before its end
 _CHECK_INTERVAL = 1.0  # seconds
 _FIRST_REQUEST_SECONDS = 2.0  # for the first request of a connection that was accepted just before the server stops
+_NEXT_REQUEST_SECONDS = 0.5  # for a later one, which may have been sent before its client can know
 _NO_LINGER = struct.pack("ii", 1, 0)
 
 _REASONS = {
@@ -149,15 +150,17 @@ class ClientConnection(HttpToolsProtocol):
         self._is_stopping = False
 
     def shutdown(self) -> None:
-        """Close after the response in progress, or at once; a new connection still gets its first response."""
+        """Close after the response in progress; while idle, wait a moment for a request that is on its way."""
         self._is_stopping = True
         if self.cycle is None:
             self.loop.call_later(_FIRST_REQUEST_SECONDS, self._close_unused)
+        elif self.cycle.response_complete:
+            self.loop.call_later(_NEXT_REQUEST_SECONDS, self._close_unused)
         else:
             super().shutdown()
 
     def _close_unused(self) -> None:
-        if self.cycle is None:
+        if self.cycle is None or self.cycle.response_complete:
             self.transport.close()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
