@@ -15,7 +15,7 @@ SYSTEM = {"role": "system", "content": "Plan."}
 Message = dict[str, Any]
 
 
-class Named(NamedTuple):
+class PlacedCall(NamedTuple):
     id: str
     parent_call: str | None
 
@@ -108,10 +108,10 @@ def test_a_clock_that_is_set_back_leaves_the_last_answer_the_last(store: Store) 
 
 def test_calls_follow_their_parents_and_otherwise_keep_their_order() -> None:
     def ordered(*calls: tuple[str, str | None]) -> str:
-        return "".join(one.id for one in parents_first([Named(*names) for names in calls]))
+        return "".join(one.id for one in parents_first([PlacedCall(*names) for names in calls]))
 
     assert ordered(("a", None), ("b", "a"), ("c", None), ("d", "missing"), ("e", "a")) == "abcde"
     assert ordered(("b", "a"), ("c", "b"), ("d", None), ("a", None), ("e", "a")) == "dabce"
     assert ordered(("b", "a"), ("a", "b"), ("c", "c"), ("d", None)) == "dbac"
-    chain = [Named(str(place), str(place + 1)) for place in range(5000)]
+    chain = [PlacedCall(str(place), str(place + 1)) for place in range(5000)]
     assert [one.id for one in parents_first(chain)] == [one.id for one in reversed(chain)]
