@@ -65,6 +65,12 @@ class Calls:
             raise RecordNotFound(f"no call {call_id}")
         return found[0]
 
+    def check_known(self, call_id: str) -> None:
+        """Raise RecordNotFound if there is no such call."""
+        with read(self._engine) as connection:
+            if connection.scalar(sa.select(schema.calls.c.id).where(schema.calls.c.id == call_id)) is None:
+                raise RecordNotFound(f"no call {call_id}")
+
     def page(
         self,
         limit: int = 100,
