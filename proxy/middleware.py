@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 from starlette.types import ASGIApp
 
@@ -16,6 +16,7 @@ from ratchet.proxy.worker.http.body_memory import BodyMemory
 from ratchet.proxy.worker.http.decompression import Decompression
 from ratchet.proxy.worker.http.error_middleware import ErrorMiddleware
 from ratchet.proxy.worker.http.parallel_requests import ParallelRequests, QueueLimits
+from ratchet.proxy.worker.http.trusted_proxies import TrustedProxies
 
 
 class WrappedRoutes(NamedTuple):
@@ -59,7 +60,5 @@ def wrap_routes(
             app, settings.allowed_origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"], max_age=600
         )
     if settings.trusted_proxies:
-        from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
-
-        app = cast("ASGIApp", ProxyHeadersMiddleware(cast("Any", app), settings.trusted_hosts))
+        app = TrustedProxies(app, settings.trusted_hosts)
     return WrappedRoutes(app, bodies, parallel)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
+_MAX_COUNT, _MAX_BUDGET = 2**31 - 1, 2**63 - 1  # what the store's columns hold
+_LATEST_EXPIRY = 253_402_300_799  # the last second of the year 9999
 _LIMITS = {
     "requests_per_minute": "Maximum requests per minute and proxy.",
     "tokens_per_minute": "Maximum prompt and completion tokens per minute and proxy.",
@@ -24,13 +26,14 @@ _LIMITS = {
     "tokens_per_day": "Budget of prompt and completion tokens per UTC day, over all proxies.",
     "tokens_per_month": "The same per UTC month.",
 }
+_BUDGETS = ("tokens_per_day", "tokens_per_month")
 
 
 def _limit_options(minimum: int) -> Callable[[_Command], _Command]:
     def add(command: _Command) -> _Command:
         for name, text in reversed(_LIMITS.items()):
-            option = f"--{name.replace('_', '-')}"
-            command = click.option(option, type=click.IntRange(min=minimum), help=text)(command)
+            option, maximum = f"--{name.replace('_', '-')}", _MAX_BUDGET if name in _BUDGETS else _MAX_COUNT
+            command = click.option(option, type=click.IntRange(minimum, maximum), help=text)(command)
         for option, kind, metavar, text in (
             ("--expires-at", options.Timestamp(), "TIME", "Reject the key from then on: 2027-01-31."),
             ("--expires-in", options.Duration(), "AGE", "Reject the key after this time: 30d, 12h."),
@@ -144,6 +147,8 @@ def _expiry(expires_in: float | None, expires_at: float | None) -> float | None:
     expires_at = time.time() + expires_in if expires_in is not None else expires_at
     if expires_at is not None and expires_at <= time.time():
         raise click.UsageError("--expires-at: this time has passed")
+    if expires_at is not None and expires_at > _LATEST_EXPIRY:
+        raise click.UsageError("--expires-in: this is after the year 9999")
     return expires_at
 
 

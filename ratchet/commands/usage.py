@@ -51,8 +51,12 @@ def usage(
     """
     import msgspec
 
+    from ratchet.store.errors import RecordNotFound
+
     with options.open_project_store(context, store=store, project=project) as opened:
         found = opened.usage.read(days, [_COLUMNS[name] for name in columns], alias, key_id)
+        if key_id and not found and all(key.id != key_id for key in opened.keys.all()):
+            raise RecordNotFound(f"no key {key_id}; `ratchet keys list` shows the ids")
     if as_json:
         options.print_json([msgspec.structs.asdict(one) for one in found])
     elif found:

@@ -102,14 +102,16 @@ class Keys:
     def update(self, key_id: str, **limits: Any) -> Key:
         """Change limits of an agent's key, or when a key expires; None: no limit. Raises RecordNotFound.
 
-        `limits`: some of `CHANGEABLE`. Raises InvalidTransition for limits of an operator's key.
+        `limits`: some of `CHANGEABLE`. Raises InvalidTransition for limits of an operator's key, and for a revoked one.
         """
         table = schema.keys
         unknown = limits.keys() - set(CHANGEABLE)
         if unknown or not limits:
             raise InvalidTransition(f"of a key, these can change: {', '.join(CHANGEABLE)}")
         with write(self._engine) as connection:
-            row = connection.execute(sa.select(table.c.scope).where(table.c.id == key_id)).one_or_none()
+            row = connection.execute(sa.select(table).where(table.c.id == key_id)).one_or_none()
+            if row is not None and row.revoked_at is not None:
+                raise InvalidTransition(f"key {key_id} ({row.name}) is revoked, for good: create another one")
             if row is not None and row.scope != KeyScope.AGENT and limits.keys() != {"expires_at"}:
                 raise InvalidTransition("an operator's key has no limits: only its expiry can change")
             connection.execute(sa.update(table).where(table.c.id == key_id).values(**limits))

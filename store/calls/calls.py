@@ -14,6 +14,7 @@ from ratchet.store.calls.feedback import add, attach_pending_feedback, lock_feed
 from ratchet.store.calls.prompt_blocks import Blocks
 from ratchet.store.calls.shipping import ship
 from ratchet.store.calls.usage import add_usage
+from ratchet.store.content.call_order import parents_first
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import MAX_IN_VALUES
 from ratchet.store.db.engine import read, write
@@ -64,6 +65,12 @@ class Calls:
             raise RecordNotFound(f"no call {call_id}")
         return found[0]
 
+    def check_known(self, call_id: str) -> None:
+        """Raise RecordNotFound if there is no such call."""
+        with read(self._engine) as connection:
+            if connection.scalar(sa.select(schema.calls.c.id).where(schema.calls.c.id == call_id)) is None:
+                raise RecordNotFound(f"no call {call_id}")
+
     def page(
         self,
         limit: int = 100,
@@ -101,11 +108,13 @@ class Calls:
 
 
 def load_calls(connection: sa.Connection, where: sa.ColumnElement[bool], *, tokens: bool = True) -> list[Call]:
-    """Return the matching calls with their choices, oldest first; without `tokens`, token fields are empty."""
+    """Return the matching calls with their choices, oldest first, but none before its parent.
+
+    Without `tokens`, token fields are empty.
+    """
     columns, answered = (_columns(table, tokens) for table in (schema.calls, schema.choices))
-    rows = connection.execute(
-        sa.select(*columns).where(where).order_by(schema.calls.c.started_at, schema.calls.c.id)
-    ).all()
+    by_time = sa.select(*columns).where(where).order_by(schema.calls.c.started_at, schema.calls.c.id)
+    rows = parents_first(connection.execute(by_time).all())
     answers: dict[str, list[Choice]] = {}
     for chunk in range(0, len(rows), MAX_IN_VALUES):
         names = [row.id for row in rows[chunk : chunk + MAX_IN_VALUES]]

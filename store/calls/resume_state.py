@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 
 from ratchet.store.calls.prompt_blocks import Blocks
+from ratchet.store.content.call_order import parents_first
 from ratchet.store.content.token_sequences import TokenCall, sequences
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import MAX_IN_VALUES
@@ -128,9 +129,9 @@ def _leaves(connection: sa.Connection, wanted: Answers) -> list[OpenLeaf]:
     are_open = sa.and_(trajectories.c.id.in_(list(wanted)), trajectories.c.state == TrajectoryState.OPEN)
     known = {row.id: row for row in connection.execute(sa.select(*columns, *_FAMILY).where(are_open))}
     inside = calls.c.trajectory_id.in_(list(known))
-    call_rows = connection.execute(
-        sa.select(*(calls.c[name] for name in _CALL_COLUMNS)).where(inside).order_by(calls.c.started_at, calls.c.id)
-    ).all()
+    by_time = sa.select(*(calls.c[name] for name in _CALL_COLUMNS)).where(inside)
+    by_time = by_time.order_by(calls.c.started_at, calls.c.id)
+    call_rows = parents_first(connection.execute(by_time).all())
     choice_rows = connection.execute(
         sa.select(*(answers.c[name] for name in _CHOICE_COLUMNS)).join(calls).where(inside).order_by(answers.c.choice)
     )

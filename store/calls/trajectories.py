@@ -17,6 +17,7 @@ from ratchet.store.calls.feedback import UNAPPLIED, feedback_of, unindexed
 from ratchet.store.calls.message_paths import incomplete, load_path, load_tools, system_prompt
 from ratchet.store.calls.tool_call_outcomes import tool_calls_of
 from ratchet.store.calls.trajectory_filter import FEW, TrajectoryFilter, count_without_tag, select_page_ids
+from ratchet.store.content.call_order import parents_first
 from ratchet.store.content.last_answer import last_answer_node
 from ratchet.store.db import schema
 from ratchet.store.db.bulk import MAX_IN_VALUES
@@ -284,9 +285,9 @@ class Trajectories:
         return ""
 
     def context_calls(self, transcript: Transcript) -> tuple[Call, ...]:
-        """Return the transcript's calls and the calls of earlier trajectories that they continue, oldest first.
+        """Return the transcript's calls and the calls of earlier trajectories that they continue.
 
-        Raises RecordDamaged.
+        The oldest come first, but none before its parent. Raises RecordDamaged.
         """
         found = {call.id: call for call in transcript.calls}
         with _naming(transcript.trajectory.id), read(self._engine) as connection:
@@ -295,7 +296,7 @@ class Trajectories:
                 if not loaded:
                     break
                 found |= {call.id: call for call in loaded}
-        return tuple(sorted(found.values(), key=lambda call: (call.started_at, call.id)))
+        return tuple(parents_first(sorted(found.values(), key=lambda call: (call.started_at, call.id))))
 
     def trained_in_round(self, round_id: str, limit: int = 100) -> list[str]:
         """Return the ids of trajectories that a round trained on."""

@@ -16,7 +16,7 @@ from ratchet.store.records import Call
 def last_answer_node(calls: Sequence[Call], system_prompt: Callable[[str], str]) -> tuple[str, str]:
     """Return the node of the last answer (or, without answers, of the last prompt) and the hash of the agent's tools.
 
-    `calls`: in the order of their start; `system_prompt`: returns the system prompt of a prompt's node.
+    `calls`: ordered by `parents_first`; `system_prompt`: returns the system prompt of a prompt's node.
     """
     answered = [call for call in calls if any(choice.reply_node for choice in call.choices)]
     if not answered:

@@ -31,7 +31,7 @@ def token_call(call: Call) -> TokenCall:
 def sequences(calls: Iterable[TokenCall]) -> dict[tuple[str, int], bytes]:
     """Return, per (call id, choice index), the token ids of the context and the answer.
 
-    `calls`: in the order of their start. An `exact` call whose parent is not among them is left out: its context is
+    `calls`: ordered by `parents_first`. An `exact` call whose parent is not among them is left out: its context is
     unknown.
     """
     whole: dict[tuple[str, int], bytes] = {}

@@ -9,8 +9,8 @@ class AuditEntry(Record, frozen=True):
     """Requests of one operator: one change, or equal reads of a quarter of an hour.
 
     `key_id` is null on a proxy without keys and for the command line, where `actor` is the user's name. `target` are
-    the values that name what was read or changed. `status` is null while the outcome is unknown: for good if the
-    process died in between.
+    the values that name what was read or changed. `status` is 0 for the command line, and null while the outcome is
+    unknown: for good if the process died in between.
     """
 
     id: str

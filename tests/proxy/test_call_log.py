@@ -98,6 +98,7 @@ def test_the_line_has_the_request_id_that_the_client_sent(proxy: Proxy, lines: L
         (["127.0.0.0/8", "10.0.0.0/8"], ["203.0.113.9, 2001:db8::7", "10.1.2.3"], "2001:db8::7"),
         (["127.0.0.1"], ["1.1.1.1, 203.0.113.9:4711"], "203.0.113.9"),  # what a client sends itself stands first
         (["127.0.0.1"], [], "127.0.0.1"),
+        (["127.0.0.1"], ["203.0.113.9, unknown"], "127.0.0.1"),
     ],
 )
 def test_the_client_is_the_one_that_a_trusted_proxy_names(

@@ -103,7 +103,8 @@ def test_the_next_model_answers_if_the_first_fails_and_the_client_gets_the_last_
     names = ("spare", "big")
     proxy = start(**settings(big[1], outage={"agent": names, "big": ["spare"]}, names=names))
     vllm.failures_left = 2
-    assert call(proxy, "agent").headers["x-ratchet-policy"] == "big"
+    answer = call(proxy, "agent")
+    assert (answer.headers["x-ratchet-policy"], answer.headers["x-ratchet-fallback-from"]) == ("big", "agent")
     assert records(proxy) == [
         ("agent", "failed"), ("big", "answered"), ("spare", "failed"),
     ]  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Any
 import anthropic
 import httpx
 import pytest
+from jsonschema import Draft202012Validator
 
 from ratchet.store.records import ProxyInstance
 from ratchet.store.states import KeyScope
@@ -122,6 +123,22 @@ def test_an_unknown_id_is_a_404_that_lists_the_kinds_of_id(proxy: Proxy) -> None
         error = post_feedback(proxy, 404, **body)["error"]
         assert (error["param"], error["code"]) == (name, "unknown_target")
         assert "x-ratchet-call" in error["message"]
+
+
+def test_the_description_of_a_body_requires_what_the_server_does(proxy: Proxy) -> None:
+    operation = proxy.http.get("/api/openapi.json").json()["paths"]["/feedback"]["post"]
+    schema = operation["requestBody"]["content"]["application/json"]["schema"]
+    bodies: list[dict[str, Any]] = [
+        {"value": 1}, {"call_id": "", "value": 1}, {"call_id": None, "value": 1}, {"call_id": "c"},
+        {"call_id": "c", "response_id": "r", "value": 1}, {"call_id": "c", "comment": ""},
+    ]  # fmt: skip
+    for body in bodies:
+        assert not Draft202012Validator(schema).is_valid(body), body
+        post_feedback(proxy, 400, **body)
+    for content in ({"value": "up"}, {"value": False}, {"comment": "c"}, {"demonstration": "d"}):
+        body = {"call_id": "c", "response_id": None, **content}
+        assert Draft202012Validator(schema).is_valid(body), body
+        post_feedback(proxy, 404, **body)
 
 
 def test_hostile_bodies_and_pages_get_errors_of_the_same_shape(proxy: Proxy) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ratchet.store.records import Verdict
+from ratchet.store.states import ToolOutcome, ToolResult
 from tests.harness.proxy.running_proxy import Proxy
 from tests.harness.records import answered_trajectory, judged_group
 
@@ -75,6 +76,44 @@ def test_a_misspelled_filter_is_refused(proxy: Proxy) -> None:
     assert "unknown query parameter 'model'; /api/trajectories has: alias, before" in message
     assert proxy.http.get("/api/trajectories?alias=agent&limit=3").status_code == 200
     assert proxy.http.get("/api/policies/1/decisions?alais=agent").status_code in (400, 422)
+
+
+def test_a_parameter_with_a_wrong_value_is_named_with_all_values_that_it_takes(proxy: Proxy) -> None:
+    def refusal(path: str) -> tuple[str, str]:
+        answer = proxy.http.get(f"/api{path}")
+        assert answer.status_code == 422, answer.text
+        error = answer.json()["error"]
+        return error["param"], error["message"]
+
+    assert refusal("/calls?state=bogus")[0] == "state"
+    name, message = refusal("/trajectories?outcome=zzz")
+    assert name == "outcome"
+    for value in (*ToolOutcome, *ToolResult):
+        assert f"'{value}'" in message
+    assert message.startswith("outcome: Input should be 'valid', ")
+    name, message = refusal("/usage?by=day&by=model")
+    assert (name, message.startswith("by: Input should be 'day', 'key_id'")) == ("by", True)
+    assert refusal("/trajectories?version=x")[0] == "version"
+    assert proxy.http.get("/api/calls?state=failed").json()["data"] == []
+
+
+def test_a_page_after_an_unknown_call_is_a_404(proxy: Proxy) -> None:
+    answered_trajectory(proxy.store, "t1")
+    assert proxy.http.get("/api/calls?before=zzz").status_code == 404
+    assert proxy.http.get("/api/calls?before=call_t1").json()["data"] == []
+
+
+def test_usage_takes_the_names_of_the_command_as_well(proxy: Proxy) -> None:
+    answered_trajectory(proxy.store, "t1")
+    usage = [proxy.http.get(f"/api/usage?days=400&{by}") for by in ("by=key&by=agent", "by=key_id&by=alias")]
+    assert [answer.status_code for answer in usage] == [200, 200]
+    assert usage[0].json() == usage[1].json()
+
+
+@pytest.mark.parametrize("path", ["/api/calls/", "/api/feedback/", "/api/"])
+def test_a_path_with_a_slash_at_its_end_is_unknown(proxy: Proxy, path: str) -> None:
+    answer = proxy.http.get(path)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_route")
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ import click
 import pytest
 
 from ratchet.checks.doctor import missing_key_kinds
-from ratchet.cli import cli
+from ratchet.cli import cli, run
 from ratchet.store.db.column_types import pack_hash
 from ratchet.store.db.engine import HEAD
 from ratchet.store.records import ProxyInstance
@@ -275,6 +275,33 @@ def test_keys_are_made_listed_and_revoked(project: Project) -> None:
     assert "is revoked" in project.run("keys", "revoke", rows[0]["id"], "--store", url).stdout
     assert "revoked" in project.run("keys", "list", "--store", url).stdout
     assert project.run("keys", "revoke", "key_x", "--store", url).returncode == 1
+
+
+def test_limits_are_as_large_as_the_stores_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    at = ("--store", str(tmp_path / "store.db"))
+    for option, largest in (
+        ("--requests-per-minute", 2**31 - 1), ("--tokens-per-minute", 2**31 - 1), ("--max-tokens", 2**31 - 1),
+        ("--max-parallel-requests", 2**31 - 1), ("--tokens-per-day", 2**63 - 1), ("--tokens-per-month", 2**63 - 1),
+    ):  # fmt: skip
+        assert run(["keys", "create", "--name", "x", option, str(largest), *at]) == 0
+        key_id = capsys.readouterr().err.split(":")[0]
+        for command in (("create", "--name", "x"), ("update", key_id)):
+            assert run(["keys", *command, option, str(largest + 1), *at]) == 2
+            assert str(largest) in capsys.readouterr().err
+    assert run(["keys", "create", "--name", "x", "--expires-in", "99999999d", *at]) == 2
+
+
+def test_revoked_and_unknown_keys_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    at = ("--store", str(tmp_path / "store.db"))
+    assert run(["keys", "create", "--name", "x", *at]) == 0
+    key_id = capsys.readouterr().err.split(":")[0]
+    assert run(["usage", "--key", key_id, *at]) == 0
+    assert "no call has ended" in capsys.readouterr().out
+    assert run(["usage", "--key", "nope", *at]) == 1
+    assert "no key nope" in capsys.readouterr().err
+    assert run(["keys", "revoke", key_id, *at]) == 0
+    assert run(["keys", "update", key_id, "--max-tokens", "5", *at]) == 1
+    assert f"key {key_id} (x) is revoked" in capsys.readouterr().err
 
 
 def test_a_doctor_that_is_refused_tells_which_keys_the_store_knows(

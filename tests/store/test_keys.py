@@ -47,6 +47,9 @@ def test_limits_of_a_key_change_and_end(store: Store) -> None:
         store.keys.update(made.id, hash="c" * 64)
     with pytest.raises(RecordNotFound, match="ratchet keys list"):
         store.keys.update("key_x", max_tokens=5)
+    store.keys.revoke(made.id)
+    with pytest.raises(InvalidTransition, match="is revoked, for good"):
+        store.keys.update(made.id, max_tokens=5)
 
 
 def test_a_key_is_limited_to_agents_and_no_other(store: Store) -> None:

@@ -320,6 +320,7 @@ def test_health_and_metrics_are_open_and_say_that_the_model_is_loading(connect: 
     with served(server.app) as url:
         server.thread.start()
         assert httpx.get(f"{url}/health").status_code == 503
+        assert httpx.get(f"{url}/health/").status_code == 404
         with pytest.raises(LearnerUnreachable, match="is loading its base model"):
             learner_of(connect(url, TOKEN)).score([(1,)])
         assert "ratchet_learner_ready 0.0" in httpx.get(f"{url}/metrics").text

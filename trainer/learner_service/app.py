@@ -78,6 +78,7 @@ class LearnerApp:
             ],
             exception_handlers={HTTPException: _refusal, TrainerError: _refusal_of_error},
         )
+        self.asgi.router.redirect_slashes = False
 
     async def _health(self, _: Request) -> Response:
         ready = self._thread.ready

@@ -75,7 +75,8 @@ def build_rows(
 ) -> Rows:
     """Return the rows of a trajectory.
 
-    `calls` are its own and those of earlier trajectories that it continues, by start time; only its own carry loss.
+    `calls` are its own and those of earlier trajectories that it continues, ordered by `parents_first`; only its
+    own carry loss.
     `by_role` overrides the advantage for calls of these roles. `by_turn` is added to the advantage of tokens by turn,
     counted from 1; turns are the trajectory's calls whose answer the agent received. With `mask_truncated`, answers
     that reached their length limit carry no loss. `imitated` rows (SFT) may have been sampled greedily or under

@@ -17,8 +17,9 @@ ReadAgents = Callable[[], Mapping[str, str]]  # state by agent: serving, waiting
 _NOT_SERVED = "not_served"  # of an agent with records that this proxy does not serve
 _MAX_USAGE_DAYS = 400
 
-Dimension = Literal["day", "key_id", "alias", "purpose"]
-_ALL_DIMENSIONS: list[Dimension] = ["day", "key_id", "alias", "purpose"]
+Column = Literal["day", "key_id", "alias", "purpose", "key", "agent"]
+_COLUMNS: Mapping[Column, str] = {"key": "key_id", "agent": "alias"}  # as `ratchet usage` names them
+_ALL_COLUMNS: list[Column] = ["day", "key_id", "alias", "purpose"]
 
 
 def add_agents(api: FastAPI, store: Store, read_agents: ReadAgents) -> None:
@@ -71,7 +72,8 @@ def add_agents(api: FastAPI, store: Store, read_agents: ReadAgents) -> None:
         alias: str | None = None,
         key_id: str | None = None,
         days: Annotated[int, Query(ge=1, le=_MAX_USAGE_DAYS)] = 1,
-        by: Annotated[list[Dimension], Query()] = _ALL_DIMENSIONS,
+        by: Annotated[list[Column], Query()] = _ALL_COLUMNS,
     ) -> Response:
         """Calls and tokens of the last `days` (UTC, today included) by `by`: all that ended and are in the store."""
-        return page_response([plain(one) for one in store.usage.read(days, by, alias, key_id)])
+        columns = [_COLUMNS.get(name, name) for name in by]
+        return page_response([plain(one) for one in store.usage.read(days, columns, alias, key_id)])

@@ -6,6 +6,9 @@ parameters and bodies are 422; the message names the field and the expected form
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
@@ -62,11 +65,26 @@ def add_error_handlers(api: FastAPI) -> None:
 
 def _validation_error(error: RequestValidationError) -> BadRequest:
     """Return the first error; FastAPI's own message contains the whole body."""
-    first = error.errors()[0]
+    errors = error.errors()
+    first = errors[0]
     where, *path = first["loc"]
-    field = ".".join(map(str, path)) if first["type"] != "json_invalid" else ""
-    reason = f"the body is not JSON: {first['ctx']['error']}" if first["type"] == "json_invalid" else first["msg"]
+    if first["type"] == "json_invalid":
+        return BadRequest(f"{where}: the body is not JSON: {first['ctx']['error']}", code="unprocessable")
+    if where == "body":
+        field, reason = ".".join(map(str, path)), first["msg"]
+    else:  # after its name: the member of a list, or the type of several that it may have
+        field, reason = str(path[0]), _allowed(errors, first["loc"][:2]) or first["msg"]
     return BadRequest(f"{field or where}: {reason}", param=field or None, code="unprocessable")
+
+
+def _allowed(errors: Sequence[Any], parameter: tuple[str, ...]) -> str | None:
+    """Return the values that a parameter may have, of each of its types; None if one takes more than some values."""
+    expected = [one.get("ctx", {}).get("expected") for one in errors if one["loc"][:2] == parameter]
+    if len(expected) < 2 or not all(expected):
+        return None
+    values = dict.fromkeys(", ".join(expected).replace(" or ", ", ").split(", "))
+    *others, last = values
+    return f"Input should be {', '.join(others)} or {last}"
 
 
 def _methods(request: Request) -> list[str]:

@@ -9,7 +9,7 @@ other keys do not exist for it.
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, ValidationError, model_validator
 
@@ -32,18 +32,33 @@ WAITING_DETAIL = (
     "the feedback is placed when its call is stored, and is listed as waiting in `ratchet feedback list` until then"
 )
 _VALUES = f'give a number {SCORE_RANGE}, true, false, "up" or "down"'
+# What `FeedbackBody._check` requires, as a JSON schema.
+_ONE_TARGET: list[Any] = [
+    {"required": [name], "properties": {name: {"type": "string"}}}
+    for name in ("trajectory_id", "call_id", "response_id")
+]
+_SOME_CONTENT: list[Any] = [
+    {"required": ["value"], "properties": {"value": {"not": {"type": "null"}}}},
+    {"required": ["comment"], "properties": {"comment": {"minLength": 1}}},
+    {"required": ["demonstration"], "properties": {"demonstration": {"type": "string"}}},
+]
 _TIMEOUT = 3.0  # seconds for a call to reach the store, from here or from another proxy, before its id is unknown
 
 
 class FeedbackBody(BaseModel):
     """The body of `POST /api/feedback`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True,
+        json_schema_extra={"oneOf": _ONE_TARGET, "anyOf": _SOME_CONTENT},
+    )  # fmt: skip
 
-    trajectory_id: str | None = Field(None, max_length=128, description="a whole trajectory")
-    call_id: str | None = Field(None, max_length=64, description="one call, as the header x-ratchet-call names it")
+    trajectory_id: str | None = Field(None, min_length=1, max_length=128, description="a whole trajectory")
+    call_id: str | None = Field(
+        None, min_length=1, max_length=64, description="one call, as the header x-ratchet-call names it"
+    )
     response_id: str | None = Field(
-        None, max_length=128, description="one answer, by the `id` that the client got with it"
+        None, min_length=1, max_length=128, description="one answer, by the `id` that the client got with it"
     )
     value: StrictBool | StrictInt | StrictFloat | Literal["up", "down"] | None = Field(
         None, description="how good it was: a number, true or false, up or down"

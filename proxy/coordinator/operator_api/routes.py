@@ -36,6 +36,7 @@ from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 from ratchet.store.content.messages import path
 from ratchet.store.errors import InvalidTransition, RecordNotFound, StoreError, StoreUnavailable
 from ratchet.store.records import AnswerTraining, Call, Choice, JudgeRequest, unpack_halves, unpack_ids, unpack_logprobs
+from ratchet.store.states import CallState
 from ratchet.store.store import Store
 
 Settle = Callable[[float], Awaitable[bool]]
@@ -81,11 +82,12 @@ def create_operator_api(
         settle: waits some seconds until the store has everything recorded so far; returns whether it has.
         read_agents: returns the agents that this proxy serves.
     """
-    # No docs pages: they run scripts of other servers, next to an API that reads everything.
+    # No docs pages: they run scripts of other servers, next to an API that reads everything. No redirects: they name
+    # the host of the request, which a worker replaces.
     known = [Depends(_known_parameters)]
     api = FastAPI(
-        title="Ratchet operator API", version="1", docs_url=None, redoc_url=None, dependencies=known,
-        responses={"4XX": {"model": ErrorResponse}},
+        title="Ratchet operator API", version="1", docs_url=None, redoc_url=None, redirect_slashes=False,
+        dependencies=known, responses={"4XX": {"model": ErrorResponse}},
     )  # fmt: skip
 
     api.router.route_class = audited_routes(audit)
@@ -119,11 +121,13 @@ def _add_calls(api: FastAPI, store: Store) -> None:
         limit: Limit = 100,
         before: str | None = None,
         trajectory: str | None = None,
-        state: str | None = None,
+        state: CallState | None = None,
         alias: str | None = None,
         tokens: bool = False,
     ) -> Response:
         """Calls, newest first. With `tokens`, also ids and logprobs; then a page may have fewer calls."""
+        if before:
+            store.calls.check_known(before)
         found = store.calls.page(limit, before, trajectory, state, alias, tokens=False)
         if not tokens:
             return page_response([_call(call, tokens=False) for call in found], limit)

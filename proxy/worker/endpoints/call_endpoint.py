@@ -124,7 +124,7 @@ class CallEndpoint:
             following = None if error is None else call.fallbacks.model_after(error)
             if error is None or following is None:
                 return
-            fallbacks, failed_model = call.fallbacks.rest_after(error), parsed.request.model
+            fallbacks, failed_model = call.fallbacks.rest_after(error), failed_model or parsed.request.model
             self._observer.fell_back(call, following, error)
             request = msgspec.structs.replace(parsed.request, model=following)
             parsed = msgspec.structs.replace(parsed, request=request)
