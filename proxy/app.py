@@ -33,6 +33,7 @@ from ratchet.proxy.dialects.completions import Completions
 from ratchet.proxy.dialects.dialect import Dialect
 from ratchet.proxy.dialects.responses import Responses
 from ratchet.proxy.middleware import WrappedRoutes, wrap_routes
+from ratchet.proxy.model_list import FallbackRules
 from ratchet.proxy.operator_routes import OperatorRoutes, build_operator_routes
 from ratchet.proxy.recording import Recording, build_recording, left_journals
 from ratchet.proxy.redaction.redactor import RedactingDialect
@@ -116,6 +117,12 @@ class Serving(NamedTuple):
     watch: ReplicaWatch
 
 
+def _others_answer(rules: FallbackRules, serving: Serving) -> bool:
+    """Return whether every agent has a fallback for an outage whose model takes calls."""
+    fallbacks = [rules.outage.get(alias, ()) for alias in serving.policies.aliases]
+    return bool(fallbacks) and all(any(map(serving.others.is_up, names)) for names in fallbacks)
+
+
 def create_app(
     settings: ProxySettings,
     store: Store,
@@ -147,6 +154,7 @@ def create_app(
         metrics.store,
         settings.max_lag_seconds,
         critical_tasks,
+        partial(_others_answer, settings.fallbacks, serving),
     )
     restore = LinkingRestore(serving.linker, store, settings.trajectory_idle_seconds)
     placing = _build_admission(

@@ -108,7 +108,8 @@ class Admission:
             # Another agent's conversation is continued in content only: its trajectory goes on with its own agent.
             follows, explicit = None, None if identity.named_by == "previous_response" else explicit
         # If a rollout runs on another model, the named trajectory is that model's. Else the other model only helps.
-        if explicit is not None and (is_helper if plan else is_other):
+        is_own = identity.named_by == "previous_response" and follows is not None and follows.alias == alias
+        if explicit is not None and (is_helper if plan else is_other) and not is_own:
             explicit = name_of_other_agent(explicit, alias)
         return LinkEvidence(
             alias=alias,

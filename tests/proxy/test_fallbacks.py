@@ -61,7 +61,7 @@ def test_another_model_answers_while_the_agents_vllm_is_down(
     proxy.settled()
     assert "resend" not in {one.linked_by for one in proxy.store.calls.page()}
     vllm.failures_left = 0
-    eventually(lambda: proxy.http.get("/health/ready").status_code == 200)
+    eventually(lambda: proxy.http.get("/health/ready").json()["status"] == "ready")
     back = call(proxy, "agent", path, stream=stream)
     assert (back.headers["x-ratchet-policy"], "x-ratchet-fallback-from" in back.headers) == ("agent@0", False)
     assert 'ratchet_fallbacks_total{alias="agent",model="big",reason="outage"} 2.0' in proxy.http.get("/metrics").text
@@ -83,6 +83,23 @@ def test_while_all_replicas_are_known_to_be_down_none_is_tried(
     tried = len(vllm.calls)
     assert call(proxy, "agent").headers["x-ratchet-policy"] == "big"
     assert len(vllm.calls) == tried
+
+
+def test_a_proxy_whose_agents_all_have_a_fallback_stays_ready_in_an_outage(
+    start: Start, vllm: ScriptedVllm, big: tuple[ScriptedVllm, str]
+) -> None:
+    names = ("spare", "big")
+    proxy = start(
+        **settings(big[1], outage={"agent": names}, names=names), breaker_failure_threshold=1, breaker_reset_seconds=600
+    )
+    vllm.failures_left = 99
+    assert call(proxy, "agent").headers["x-ratchet-policy"] == "big"
+    ready = proxy.http.get("/health/ready")
+    assert (ready.status_code, ready.json()["status"], len(ready.json()["missing"])) == (200, "degraded", 1)
+    big[0].failures_left = 99
+    assert call(proxy, "agent").status_code == 503
+    ready = proxy.http.get("/health/ready")
+    assert (ready.status_code, ready.json()["status"]) == (503, "not ready")
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
@@ -152,6 +169,19 @@ def test_a_stream_that_breaks_off_does_not_begin_again(
     assert "upstream_disconnected" in broken.text
     assert records(proxy) == [("agent", "failed")]
     assert not big[0].calls
+
+
+def test_previous_responses_of_the_other_model_stay_in_its_trajectory(
+    start: Start, vllm: ScriptedVllm, big: tuple[ScriptedVllm, str]
+) -> None:
+    proxy = start(**settings(big[1], outage={"agent": ["big"]}))
+    agent, previous, trajectories = proxy.agent(), None, set()
+    vllm.failures_left = 99
+    for model in ("agent", "big", "big", "agent"):
+        answer = agent.responses.with_raw_response.create(model=model, input="#say=one", previous_response_id=previous)
+        previous = answer.parse().id
+        trajectories.add(answer.headers["x-ratchet-trajectory"])
+    assert len(trajectories) == 1
 
 
 def test_the_conversation_goes_on_with_the_agent_after_an_outage(

@@ -10,6 +10,7 @@ anything because of `backlog`.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -25,7 +26,11 @@ from ratchet.proxy.wire.asgi import send_json
 
 
 class HealthEndpoints:
-    """The three endpoints. `max_lag_seconds`: how far the store may be behind."""
+    """The three endpoints.
+
+    `max_lag_seconds`: how far the store may be behind. `others_answer`: whether other models answer the calls of every
+    agent while its replicas are down.
+    """
 
     def __init__(
         self,
@@ -36,6 +41,7 @@ class HealthEndpoints:
         store_status: StoreStatus,
         max_lag_seconds: float,
         critical_tasks: CriticalTasks,
+        others_answer: Callable[[], bool],
     ) -> None:
         self._policies = policies
         self._probes = probes
@@ -44,6 +50,7 @@ class HealthEndpoints:
         self._store_status = store_status
         self._max_lag_seconds = max_lag_seconds
         self._critical_tasks = critical_tasks
+        self._others_answer = others_answer
         self._started_at = time.time()
         self._stopping = False
 
@@ -58,20 +65,19 @@ class HealthEndpoints:
         await send_json(send, 200 if reason is None else 503, body)
 
     async def ready(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """200 if at least one replica can serve a call; else 503 with what is missing."""
+        """200 if calls are answered, by a replica or by a fallback for an outage; else 503 with what is missing."""
         upstreams = self._probes.last_results()
         missing = [*(["the proxy is stopping"] if self._stopping else ()), *self._policies.readiness_problems()]
-        if not any(upstream["up"] for upstream in upstreams):
-            missing += [upstream["reason"] for upstream in upstreams]
-        status = "not ready" if missing else "ready"
+        down = [] if any(upstream["up"] for upstream in upstreams) else [upstream["reason"] for upstream in upstreams]
+        is_ready = not missing and (not down or self._others_answer())
         body = {
-            "status": status,
-            "missing": missing,
+            "status": ("degraded" if down else "ready") if is_ready else "not ready",
+            "missing": [*missing, *down],
             "store_up": self._store_status.is_up,
             "agents": self._policies.agent_states(),
             "upstreams": upstreams,
         }
-        await send_json(send, 503 if missing else 200, body)
+        await send_json(send, 200 if is_ready else 503, body)
 
     async def backlog(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Report the records that are not in the store yet; 503 if the oldest is too old."""

@@ -109,6 +109,10 @@ class OtherModels:
         """Return the deployments of a model."""
         return self._pools[name]
 
+    def is_up(self, name: str) -> bool:
+        """Return whether a deployment of a model takes calls, as far as is known."""
+        return any(deployment.breaker.closed for deployment in self._pools[name].replicas)
+
     async def start(self) -> None:
         """Start the clients and probes."""
         for client in self._clients.values():
