@@ -16,11 +16,32 @@ from ratchet.store.records import OTHER, UNLINKED, VersionDraw
 from ratchet.store.records.tuning import Prompt
 
 _LENGTH_BYTES, _DIGEST_BYTES = 4, 11  # of a fingerprint; Python takes 48 bytes for 15, for 16 it takes 64
+_MAX_STOPPED_BYTES = 2**16  # of a stopped answer's text
 
 
 def token_fingerprint(packed: bytes | memoryview) -> bytes:
     """Return a sequence of packed token ids as its length in bytes and a hash: enough to recognize it as a prefix."""
     return len(packed).to_bytes(_LENGTH_BYTES, "big") + blake2b(packed, digest_size=_DIGEST_BYTES).digest()
+
+
+class StoppedText(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """What was generated of an answer until its client closed the connection; the client has a beginning of it.
+
+    `before`: the short link key of the path before the answer. `text`: its visible text in UTF-8.
+    """
+
+    before: bytes
+    text: bytes
+
+    @classmethod
+    def of(cls, before: bytes, text: str) -> StoppedText | None:
+        """Return the stopped text of an answer; None if it is empty or too long to keep."""
+        packed = _utf8(text) if len(text) <= _MAX_STOPPED_BYTES else b""
+        return cls(before, packed) if 0 < len(packed) <= _MAX_STOPPED_BYTES else None
+
+    def begins_with(self, text: str) -> bool:
+        """Return whether the answer begins with this text."""
+        return self.text.startswith(_utf8(text))
 
 
 class AnswerDetails(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -31,6 +52,11 @@ class AnswerDetails(msgspec.Struct, frozen=True, gc=False, array_like=True):
     created_at: float
     sequence: bytes = b""
     fingerprints: TextFingerprints = NO_FINGERPRINTS
+    stopped: StoppedText | None = None
+
+
+def _utf8(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
 
 
 _pack = msgspec.msgpack.Encoder().encode
@@ -72,9 +98,10 @@ class Leaf(msgspec.Struct, eq=False, gc=False):
         fingerprints: TextFingerprints = NO_FINGERPRINTS,
         *,
         is_extended: bool = False,
+        stopped: StoppedText | None = None,
     ) -> Leaf:
         """Return the leaf of an answer."""
-        packed = _pack(AnswerDetails(call_id, tool_call_ids, created_at, sequence, fingerprints))
+        packed = _pack(AnswerDetails(call_id, tool_call_ids, created_at, sequence, fingerprints, stopped))
         return cls(trajectory_id, choice, version, link_key, key_id, packed, purpose, is_extended)
 
     @property

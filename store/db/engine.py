@@ -30,6 +30,13 @@ _WAL_SECONDS = 15.0
 # read-only (a standby), a statement that a connection pooler's other server has not prepared, or has, privileges, a
 # missing schema or table, damage.
 _SERVER_STATES = ("25006", "26000", "42P05", "42501", "3F000", "42P01", "XX001", "XX002")
+_FREE_SPACE = "free space on the store's disk"
+_REFUSALS = {
+    "25006": "it is a standby, or set to read-only: name the primary server (--store, RATCHET_STORE)",
+    "42501": "grant the rights to the user that --store or RATCHET_STORE names",
+    "53100": _FREE_SPACE,
+    "57014": "raise the server's statement_timeout, or find out what slows it",
+}
 # libpq's; a URL may set others. Without them, a server that hangs, or whose machine is gone, is waited for 2 minutes at
 # the connection and up to 2 hours at an answer. Its kernel answers keep-alives, also during a long statement.
 _CONNECTION_LIMITS = {
@@ -203,15 +210,23 @@ def read(engine: sa.Engine) -> Iterator[sa.Connection]:
 def _unavailable(error: DatabaseError, engine: sa.Engine) -> StoreUnavailable | None:
     """Return the error if the database is unreachable, read-only or damaged; None if a statement was wrong."""
     if isinstance(error, OperationalError) or getattr(error.orig, "sqlstate", None) in _SERVER_STATES:
-        return StoreUnavailable(
-            f"the store did not answer: {' '.join(str(error.orig).split())}{_remedy(error, engine)}"
-        )
+        text = " ".join(str(error.orig).split())
+        if (remedy := _remedy_of_refusal(error)) is not None:
+            return StoreUnavailable(f"the store refused a statement: {text}; {remedy}")
+        return StoreUnavailable(f"the store did not answer: {text}{_remedy(error, engine)}")
     if type(error.orig) is not sqlite3.DatabaseError:  # its subclasses are about statements, not about the file
         return None
     return StoreUnavailable(
         f"the store's file {engine.url.database} is damaged, or was never a store ({error.orig}): is the path right? "
         "If so, put a backup in its place; what the proxies have recorded since waits in their journals"
     )
+
+
+def _remedy_of_refusal(error: DatabaseError) -> str | None:
+    """Return the remedy if the database answered, with a refusal that an operator can end; else None."""
+    if getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+        return _FREE_SPACE
+    return _REFUSALS.get(getattr(error.orig, "sqlstate", None) or "")
 
 
 def _remedy(error: DatabaseError, engine: sa.Engine) -> str:

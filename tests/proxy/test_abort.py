@@ -16,8 +16,9 @@ import pytest
 from ratchet.store.records import unpack_ids
 from ratchet.store.states import CallState
 from ratchet.store.store import Store
+from ratchet.trainer.rows.build_rows import why_untrainable
 from tests.harness.proxy.running_proxy import Proxy
-from tests.harness.proxy.scripted_vllm import ScriptedVllm
+from tests.harness.proxy.scripted_vllm import ScriptedVllm, render
 from tests.harness.proxy.servers import ProxyProcess, eventually, leave
 
 TURNS = 20
@@ -63,6 +64,34 @@ def test_a_client_that_leaves_before_the_first_token_is_an_aborted_call_without_
     assert (call.choices, call.completion_tokens, call.untrainable) == ((), 0, "no_prompt_token_ids")
     again = proxy.http.post("/v1/chat/completions", json=body | {"messages": [{"role": "user", "content": "hi"}]})
     assert again.status_code == 200
+
+
+ANSWER = "An answer that is long enough to be stopped by its user in the middle of a sentence. " * 40
+
+
+@pytest.mark.parametrize("dialect", ["chat", "messages"])
+def test_a_user_who_stops_an_answer_goes_on_in_the_same_trajectory(proxy: Proxy, dialect: str) -> None:
+    """The client read more than it sends back, as the proxy received more than the client read."""
+    path = "/v1/messages" if dialect == "messages" else "/v1/chat/completions"
+    messages = [{"role": "user", "content": f"hi #say={ANSWER.replace(' ', '.')} #delay=0.01"}]
+    body = {"model": "agent", "max_tokens": 200, "stream": True, "messages": messages}
+    with proxy.http.stream("POST", path, json=body) as response:
+        came = ""
+        for line in response.iter_lines():
+            came += line
+            if came.count('"text_delta"' if dialect == "messages" else '"content":') > 20:
+                break
+    eventually(lambda: in_flight(proxy) == 0.0)
+    proxy.settled()
+    messages += [{"role": "assistant", "content": ANSWER[:10]}, {"role": "user", "content": "go on"}]
+    again = proxy.http.post(path, json={"model": "agent", "max_tokens": 9, "messages": messages})
+    assert again.headers["x-ratchet-trajectory"] == response.headers["x-ratchet-trajectory"]
+    proxy.settled()
+    call, stopped = proxy.store.calls.page(9)
+    assert (stopped.state, call.parent_call, call.linked_by) == (CallState.ABORTED, stopped.id, "graph")
+    assert (call.context, unpack_ids(call.prompt_ids)) == ("fork", tuple(render(messages)))
+    assert why_untrainable(stopped, stopped.choices[0]) == "aborted"
+    assert why_untrainable(call, call.choices[0]) is None
 
 
 def in_flight(proxy: Proxy) -> float:

@@ -16,6 +16,7 @@ from ratchet.store.store import Store
 from tests.harness.proxy.running_proxy import Proxy
 from tests.harness.records import answered_trajectory
 from tests.proxy.test_linking import NEXT, REPLY, USER, Message, answered, evidence, restore
+from tests.proxy.test_linking_choices import STOPPED, assistant, stop
 
 LONG: Message = {"role": "assistant", "content": "The budget of the spring meeting is 4,300, as the treasurer says."}
 FUNCTION = {"name": "search", "arguments": "{}"}
@@ -60,6 +61,17 @@ def test_in_doubt_a_call_whose_last_answer_is_not_known_continues_no_earlier_one
     first = answered(linker, [USER], RANDOM_ID)
     linker.doubt = lambda: doubt
     found = linker.find_link(evidence([USER, RANDOM_ID, NEXT, LONG, NEXT]))  # another worker served LONG
+    assert (found.trajectory_id == first.trajectory_id, found.purpose) == (False, UNLINKED)
+
+
+@pytest.mark.parametrize("doubt", [Doubt.EARLIER, Doubt.RECENT, Doubt.ALL])
+def test_in_doubt_the_beginning_of_a_stopped_answer_proves_nothing(linker: CautiousLinker, doubt: Doubt) -> None:
+    linker.doubt = lambda: Doubt.NONE
+    first = stop(linker, [USER])
+    messages = evidence([USER, assistant(STOPPED[:35]), NEXT])
+    assert linker.find_link(messages).trajectory_id == first.trajectory_id
+    linker.doubt = lambda: doubt
+    found = linker.find_link(messages)
     assert (found.trajectory_id == first.trajectory_id, found.purpose) == (False, UNLINKED)
 
 

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from ratchet.store.records import unpack_ids
 from tests.harness.proxy.running_proxy import Start
 from tests.harness.proxy.scripted_scale_out import ScriptedScaleOut
+from tests.harness.proxy.scripted_vllm import render
 from tests.harness.proxy.servers import eventually
 from tests.proxy.test_exact_context import CALL, FORMS, KEY, answered, ask, calls_of, converse, counted, vllm, vllm_url
 
@@ -45,6 +47,26 @@ def test_a_continuation_with_malformed_tool_calls_is_a_400(start: Start, calls: 
     assert answer.status_code == 400
     assert counted(proxy, "exact_fallbacks_total") == {}
     assert set(counted(proxy, "upstream_in_flight").values()) == {0.0}
+
+
+@FORMS
+def test_the_beginning_of_a_stopped_answer_is_rendered_again(
+    start: Start, vllm: ScriptedScaleOut, streamed: bool
+) -> None:
+    proxy, answer = start(), "An answer that is long enough to be stopped by its user. " * 40
+    messages: list[Any] = [{"role": "user", "content": f"hi #say={answer.replace(' ', '.')} #delay=0.01"}]
+    with proxy.agent().chat.completions.create(model="agent", messages=messages, stream=True) as stream:
+        text = ""
+        while len(text) < 20:
+            text += next(stream).choices[0].delta.content or ""
+    eventually(lambda: vllm.aborted == 1)
+    eventually(lambda: set(counted(proxy, "upstream_in_flight").values()) == {0.0})
+    messages += [{"role": "assistant", "content": answer[:10]}, {"role": "user", "content": "go on #say=end"}]
+    ask(proxy.agent(), messages, streamed)
+    stopped, call = calls_of(proxy)
+    assert (call.trajectory_id, call.parent_call) == (stopped.trajectory_id, stopped.id)
+    assert (call.context, unpack_ids(call.prompt_ids)) == ("fork", tuple(render(messages)))
+    assert counted(proxy, "exact_splices_total") == {"answer_not_found": 1.0}
 
 
 @FORMS

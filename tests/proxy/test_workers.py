@@ -130,6 +130,25 @@ def test_the_workers_serve_as_one_proxy(workers: Workers) -> None:
     assert httpx.post(f"{workers.url}/api/feedback", json=given, timeout=60).status_code in (202, 400, 422)
 
 
+def _has_stopped(workers: Workers, count: int) -> bool:
+    return sum(workers.metric(r'ratchet_calls_total\{.*state="aborted".*\}')) == count
+
+
+def test_the_coordinator_finds_the_stopped_answer_of_any_worker(workers: Workers) -> None:
+    for number in range(4):
+        conversation = [user(f"{number} #say={'a.long.answer.' * 200} #delay=0.01")]
+        body = {"model": "agent", "messages": conversation, "stream": True}
+        with httpx.stream("POST", f"{workers.url}/v1/chat/completions", json=body, timeout=60) as response:
+            came = ""
+            for piece in response.iter_text():
+                came += piece
+                if came.count('"content":') > 20:
+                    break
+        eventually(partial(_has_stopped, workers, number + 1))
+        conversation += [{"role": "assistant", "content": "a long"}, user("go on")]
+        assert workers.trajectory(conversation) == response.headers["x-ratchet-trajectory"]
+
+
 def test_while_the_coordinator_hangs_calls_are_served_and_nothing_is_merged_on_a_guess(
     workers: Workers, vllm: tuple[ScriptedVllm, str]
 ) -> None:

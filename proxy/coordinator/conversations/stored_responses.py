@@ -20,7 +20,7 @@ from ratchet.proxy.dialects.content_blocks import message_to_delta
 from ratchet.proxy.dialects.inner_request import Json
 from ratchet.proxy.dialects.responses_renderer import ResponseRenderer, response_id
 from ratchet.proxy.dialects.responses_request import INPUT
-from ratchet.proxy.errors import BadRequest, Forbidden, NotFound, UpstreamDisconnected, not_looked_up
+from ratchet.proxy.errors import BadRequest, Forbidden, NotFound, NotReady, UpstreamDisconnected, not_looked_up
 from ratchet.proxy.wire.asgi import KEY_ID, PATH, send_json
 from ratchet.store.errors import RecordNotFound, StoreError
 from ratchet.store.records import REDACTED, Call, CallStarted
@@ -71,9 +71,11 @@ class StoredResponses:
     async def _find(self, name: str, key_id: str | None) -> StoredResponse:
         patience = ANSWER_SECONDS if is_recent(name) else 0.0
         try:
-            stored, _ = await self._lookups.wait_for(lambda: self._read(name, key_id), key_id, patience)
+            stored, settled = await self._lookups.wait_for(lambda: self._read(name, key_id), key_id, patience)
         except StoreError as error:
             raise not_looked_up(f"response {name!r}", error) from error
+        if stored is None and patience and not settled:
+            raise NotReady(f"response {name!r} is not in the store yet, if it was answered a moment ago: retry")
         if stored is None:
             raise NotFound(f"no response {name[:80]!r} is recorded", param="response_id")
         return stored

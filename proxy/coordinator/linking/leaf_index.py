@@ -25,6 +25,7 @@ _LEAF_BYTES = 480  # of an answer with the names that every answer has
 _ID_BYTES = 120  # of a tool call's id
 _QUOTE_BYTES = 220
 _PREFIX_BYTES = 80
+_STOPPED_BYTES = 150  # of a stopped answer besides its text
 
 
 class LeafIndex:
@@ -33,6 +34,7 @@ class LeafIndex:
     def __init__(self) -> None:
         self.quotes = QuoteIndex(_quotes)
         self.plain_prompts = QuoteIndex(_whole)  # plain text prompts with their answers
+        self.stopped: LeavesByName[bytes] = LeavesByName()  # stopped answers, by short link key of the path before
         self._by_key: LeavesByName[bytes] = LeavesByName()
         self._by_tool_call: LeavesByName[int] = LeavesByName()  # by hash of the id, which takes less memory
 
@@ -51,6 +53,8 @@ class LeafIndex:
             self.quotes.add(quote, leaf)
         if fingerprints.whole:
             self.plain_prompts.add(fingerprints.whole, leaf)
+        if details.stopped:
+            self.stopped.add(details.stopped.before, leaf)
         return _size_of(details)
 
     def forget_arguments(self, leaf: Leaf) -> int:
@@ -76,6 +80,8 @@ class LeafIndex:
             self.quotes.remove(quote, leaf)
         if fingerprints.whole:
             self.plain_prompts.remove(fingerprints.whole, leaf)
+        if details.stopped:
+            self.stopped.remove(details.stopped.before, leaf)
         return _size_of(details)
 
     def leaves_at(self, key: str) -> Collection[Leaf]:
@@ -90,7 +96,8 @@ class LeafIndex:
 def _size_of(details: AnswerDetails) -> int:
     fingerprints = details.fingerprints
     quotes = fingerprints.quotes if fingerprints.whole is None else (*fingerprints.quotes, fingerprints.whole)
-    return _LEAF_BYTES + _ID_BYTES * len(details.tool_call_ids) + sum(map(_quote_size, quotes))
+    stopped = _STOPPED_BYTES + len(details.stopped.text) if details.stopped else 0
+    return _LEAF_BYTES + _ID_BYTES * len(details.tool_call_ids) + sum(map(_quote_size, quotes)) + stopped
 
 
 def _quote_size(quote: QuotedText) -> int:

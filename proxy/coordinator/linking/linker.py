@@ -27,11 +27,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import groupby
 
 import msgspec
 
-from ratchet.proxy.coordinator.linking import fuzzy_match, quote_match
+from ratchet.proxy.coordinator.linking import fuzzy_match, quote_match, stopped_answers
 from ratchet.proxy.coordinator.linking.leaf_index import TRAJECTORY_BYTES, LeafIndex
 from ratchet.proxy.coordinator.linking.open_trajectories import (
     OpenTrajectory,
@@ -159,6 +160,9 @@ class TrajectoryLinker:
     def _find_parent(self, evidence: LinkEvidence, trajectory_id: str | None) -> tuple[Leaf | None, str]:
         """Return the answer that the request continues, and how it was found."""
         leaves, messages, keys = self._leaves_of(evidence), evidence.messages, evidence.keys
+        fits = partial(self._may_continue, evidence=evidence, trajectory_id=trajectory_id)
+        if stopped := stopped_answers.find_stopped_leaf(leaves, evidence, fits):
+            return stopped, "graph"
         for place in range(len(keys) - 1, -1, -1):
             equal = leaves.leaves_at(keys[place])
             if not equal or messages[place].get("role") != "assistant":
@@ -174,9 +178,7 @@ class TrajectoryLinker:
             raise MessagesNeeded
         if not evidence.answer_digests:
             return None, ""
-        return fuzzy_match.find_continued_leaf(
-            leaves, evidence, lambda leaf: self._may_continue(leaf, evidence, trajectory_id)
-        )
+        return fuzzy_match.find_continued_leaf(leaves, evidence, fits)
 
     def _find_later_answer(self, evidence: LinkEvidence, found: Sequence[Leaf], place: int) -> tuple[Leaf | None, str]:
         """Return an answer of the same trajectories after `place`, where the path has changed."""
@@ -189,11 +191,8 @@ class TrajectoryLinker:
 
     def _may_continue(self, leaf: Leaf, evidence: LinkEvidence, trajectory_id: str | None) -> bool:
         trajectory = self._trajectories.get(leaf.trajectory_id)
-        if (
-            trajectory is None
-            or trajectory.alias != evidence.alias
-            or not may_share_trajectory(leaf.key_id, evidence.key_id)
-        ):
+        is_same_agent = trajectory is not None and trajectory.alias == evidence.alias
+        if not is_same_agent or not may_share_trajectory(leaf.key_id, evidence.key_id):
             return False
         if trajectory_id is not None:
             return leaf.trajectory_id == trajectory_id

@@ -13,14 +13,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from ratchet.proxy.dialects.dialect import ParsedRequest
 from ratchet.proxy.journal.journal import Journal
-from ratchet.proxy.messages.link_records import Leaf, Placement, token_fingerprint
+from ratchet.proxy.messages.link_records import Leaf, Placement, StoppedText, token_fingerprint
 from ratchet.proxy.messages.text_fingerprints import TextFingerprints, fingerprints_of, short_key
 from ratchet.proxy.redaction.redactor import Redactor
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
@@ -162,7 +162,8 @@ def assemble(call: ActiveCall, capture: Capture, outcome: CallOutcome, now: floa
     for sampled in capture.choices:
         message = sampled.message()
         node = canon.node(start.prompt_node, message)
-        keys = canon.answer_keys(parents, _joined(prefix, message)) if open_call.keys else ("",)
+        whole = _joined(prefix, message)
+        keys = canon.answer_keys(parents, whole) if open_call.keys else ("",)
         ids, logprobs = sampled.packed()
         choice = Choice(
             index=sampled.index,
@@ -180,7 +181,8 @@ def assemble(call: ActiveCall, capture: Capture, outcome: CallOutcome, now: floa
             fingerprints = fingerprints_of(
                 message, choice.skip_last_key or "", keys[1], open_call.messages, open_call.may_contain
             )
-            leaves.append(_leaf(start, choice, capture.prompt_ids, now, fingerprints))
+            stopped = _stopped_text(call, parents[0], whole) if outcome.state == CallState.ABORTED else None
+            leaves.append(_leaf(start, choice, capture.prompt_ids, now, fingerprints, stopped))
     record = CallEnded(
         start=start,
         state=outcome.state,
@@ -253,7 +255,20 @@ def _parent_keys(open_call: OpenCall, *, continued: bool) -> list[str]:
     return keys
 
 
-def _leaf(start: CallStarted, choice: Choice, prompt: bytes, now: float, fingerprints: TextFingerprints) -> Leaf:
+def _stopped_text(call: ActiveCall, before: str, answer: Mapping[str, Any]) -> StoppedText | None:
+    """Return the text of an answer that its client stopped; `before`: the link key of the path before it."""
+    text = canon.visible_content(answer) if call.request.is_chat else None
+    return StoppedText.of(short_key(before), text) if isinstance(text, str) else None
+
+
+def _leaf(
+    start: CallStarted,
+    choice: Choice,
+    prompt: bytes,
+    now: float,
+    fingerprints: TextFingerprints,
+    stopped: StoppedText | None,
+) -> Leaf:
     tokens = prompt + choice.token_ids if prompt and choice.token_ids else b""
     return Leaf.of(
         trajectory_id=start.trajectory_id,
@@ -267,4 +282,5 @@ def _leaf(start: CallStarted, choice: Choice, prompt: bytes, now: float, fingerp
         created_at=now,
         purpose=start.purpose,
         fingerprints=fingerprints,
+        stopped=stopped,
     )
