@@ -221,8 +221,8 @@ def run_sql(url: str, *statements: str) -> None:
 
 REPLY = {"role": "assistant", "content": "Oslo"}
 _STATES = {
-    "read-only": "ALTER DATABASE {0} SET default_transaction_read_only = on",
-    "denied": "ALTER DATABASE {0} SET role = pg_monitor",
+    "read-only.*name the primary": "ALTER DATABASE {0} SET default_transaction_read_only = on",
+    "denied.*grant the rights": "ALTER DATABASE {0} SET role = pg_monitor",
     "not exist": "ALTER TABLE messages RENAME TO aside",
 }
 
