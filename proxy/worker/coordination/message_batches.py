@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from ratchet.proxy.errors import UpstreamDisconnected, UpstreamError
+from ratchet.proxy.errors import UpstreamDisconnected, UpstreamError, UpstreamTimeout
 from ratchet.proxy.messages import coordinator_messages as messages
 from ratchet.proxy.messages.admission_records import EndedCall
 from ratchet.proxy.messages.coordinator_messages import Answer, Answers, Goodbye, Hello, Message, Welcome
@@ -184,11 +184,14 @@ class MessageBatches:
 
     async def _send(self, url: str, client: HttpClient, body: bytes) -> object:
         """Return the decoded response. Raises UpstreamError."""
-        response = await client.send(url, "POST", messages.PATH, body, self._headers)
         try:
-            data = await response.read()
-        finally:
-            response.close()
+            response = await client.send(url, "POST", messages.PATH, body, self._headers)
+            try:
+                data = await response.read()
+            finally:
+                response.close()
+        except UpstreamTimeout as error:  # its message is for an upstream
+            raise UpstreamTimeout(f"the coordinator {url} did not answer in time") from error
         if response.status != 200:
             raise UpstreamError(f"the coordinator answered {response.status}: {data[:200]!r}")
         self.answered_at = asyncio.get_running_loop().time()
