@@ -7,9 +7,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ratchet.errors import CliError
@@ -88,7 +89,10 @@ def attach_or_start(
     *,
     models_only: bool = False,
 ) -> Iterator[ProjectServices]:
-    """Use the project's running services, or start them for the block (`start_services`)."""
+    """Use the project's running services, or start them for the block (`start_services`).
+
+    Raises CliError if the project is still starting, or runs without vLLM or with another base model.
+    """
     running = read_run_state(settings.state)
     if not running:
         with start_services(settings, announce=announce, check=check, models_only=models_only) as supervisor:
@@ -101,12 +105,25 @@ def attach_or_start(
             f"project {settings.project} runs without vLLM, for a run on models of model_list (pid {running['pid']}): "
             "wait until that has ended"
         )
+    if not models_only:
+        _check_base_model(settings, running)
 
     def check_project() -> None:
         if read_run_state(settings.state).get("pid") != running["pid"]:
             raise CliError(f"project {settings.project} was stopped (pid {running['pid']} is gone)")
 
     yield ProjectServices(str(running["base_url"]), check_project)
+
+
+def _check_base_model(settings: Settings, running: Mapping[str, Any]) -> None:
+    """Raise CliError if a base model is named that is not the running project's."""
+    wanted, used = settings.base_model, running.get("base_model")
+    if wanted and used and wanted != used and Path(wanted).expanduser().resolve() != Path(used).expanduser().resolve():
+        raise CliError(
+            f"project {settings.project} runs with the base model {used} (pid {running['pid']}), not with {wanted}: "
+            "leave --base-model (in Python base_model=) out to use the running project, or stop it first with "
+            f"`ratchet down --project {settings.project}`"
+        )
 
 
 def run_detached(settings: Settings, arguments: Sequence[str]) -> dict[str, Any]:
