@@ -4,7 +4,8 @@ Training calls the tools from `num_generations` x `groups_per_round` rollouts. A
 under that load makes rewards of its own, which the policy learns.
 
 `python -m examples.stress_tools my_agent:tools calls.jsonl --concurrency 1 16 128`: `tools` is a mapping of names to
-functions, sync or async; a line of the file is {"tool": NAME, "arguments": {...}}. Exit code 1: a limit is exceeded.
+functions, sync or async; a line of the file is {"tool": NAME, "arguments": {...}}. If there are fewer lines than calls at
+a time, they are repeated. Exit code 1: a limit is exceeded.
 """
 
 import argparse
@@ -12,10 +13,12 @@ import asyncio
 import importlib
 import inspect
 import json
+import math
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,7 +62,11 @@ class Measured:
 
 
 async def stress(tools: Tools, calls: Sequence[ToolCall], concurrency: int, *, timeout: float = 30.0) -> list[Measured]:
-    """Make all calls, so many at a time; return what each tool did. A slower call has failed with TimeoutError."""
+    """Make all calls, so many at a time; return what each tool did. A slower call has failed with TimeoutError.
+
+    Fewer calls than `concurrency` are repeated.
+    """
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(concurrency))  # for tools that are not async
     found = {call.tool: Measured(call.tool, concurrency) for call in calls}
     places = asyncio.Semaphore(concurrency)
 
@@ -74,7 +81,7 @@ async def stress(tools: Tools, calls: Sequence[ToolCall], concurrency: int, *, t
             else:
                 found[call.tool].seconds.append(time.perf_counter() - began)
 
-    await asyncio.gather(*map(run, calls))
+    await asyncio.gather(*map(run, list(calls) * math.ceil(concurrency / len(calls))))
     return list(found.values())
 
 
@@ -96,6 +103,8 @@ def main(argv: Sequence[str]) -> int:
     module, _, name = given.tools.partition(":")
     tools: Tools = getattr(importlib.import_module(module), name)
     calls = [ToolCall(**json.loads(line)) for line in given.calls.read_text().splitlines() if line]
+    if not calls:
+        parser.error(f"{given.calls} has no calls")
     print(f"{'tool':<20}{'conc.':>6}{'ok':>8}{'p50 ms':>10}{'p95 ms':>10}{'p99 ms':>10}{'failed':>9}")
     exceeded = False
     for concurrency in given.concurrency:

@@ -55,7 +55,7 @@ def evaluate(
     concurrency  rollouts that run at the same time
     score_range  the worst and the best score that the judge can give
     agent        the project's agent, if it has several
-    base_model   start the project with this model if it does not run
+    base_model   start the project with this model if it does not run; one that runs with another is refused
     project      the project's name
     config       the project's settings file; None: ratchet.yaml of the current folder
     resume       the id of an evaluation that ended early; with the same workflow and judge

@@ -14,11 +14,15 @@ _POLL = 0.05  # seconds
 
 def run_to_end(coroutine: Coroutine[Any, Any, _T]) -> _T:
     """Return the coroutine's result. Ctrl-C cancels it, and waits until it has ended."""
+    return _in_a_thread(coroutine) if _is_loop_running() else asyncio.run(coroutine)
+
+
+def _is_loop_running() -> bool:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(coroutine)
-    return _in_a_thread(coroutine)
+        return False
+    return True
 
 
 def _in_a_thread(coroutine: Coroutine[Any, Any, _T]) -> _T:

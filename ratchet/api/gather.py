@@ -52,7 +52,7 @@ def gather(
     step         the number of the caller's step, stored with the rollouts
     concurrency  rollouts that run at the same time
     agent        the project's agent, if it has several
-    base_model   start the project with this model if it does not run
+    base_model   start the project with this model if it does not run; one that runs with another is refused
     project      the project's name
     config       the project's settings file; None: ratchet.yaml of the current folder
     resume       the id of a run that ended early, with the same workflow, scenarios and judge; or of a finished one,

@@ -62,7 +62,7 @@ def train(
     groups      what `gather` returned, or groups of imported trajectories: token ids with logprobs, and rewards
     timeout     seconds; None: no limit
     agent       the project's agent, if it has several
-    base_model  start the project with this model if it does not run
+    base_model  start the project with this model if it does not run; one that runs with another is refused
     project     the project's name
     config      the project's settings file; None: ratchet.yaml of the current folder
 

@@ -67,7 +67,7 @@ def tune(
                          trajectories wait for `resume=` (at most `tuner.judge_away_seconds`)
     families             several task sets by name, each with its workflow and judge, in place of workflow, judge and
                          tasks: {"mail": ratchet.Family(tasks, workflow, judge, weight=3), "math": ...}
-    base_model           a folder or a hub name; None: that of the settings
+    base_model           a folder or a hub name; None: that of the settings. A project that runs with another is refused
     rounds               of training tasks; None: 20
     tasks_per_round      None: 16
     eval_every           rounds between two evaluations on validation tasks; None: 5

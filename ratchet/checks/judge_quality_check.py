@@ -14,7 +14,7 @@ from ratchet.settings.project_settings import Settings
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ratchet.store.records import Transcript, Verdict
+    from ratchet.store.records import Transcript
     from ratchet.store.store import Store
     from ratchet.trainer.controller.judges import Judge
 
@@ -69,24 +69,32 @@ def proof(judge: Judge, kind: str, store: Store, alias: str) -> CheckResult:
     judged = [judge.judge(None, members).verdicts for members in groups[: _GROUPS if _is_quick(kind) else 1]]
     verdicts = [verdict for verdicts in judged for verdict in verdicts]
     failed = [verdict.failure for verdict in verdicts if verdict.failure is not None]
-    if failed and kind in _NEED_TRAFFIC:
-        return _without_traffic(judge)
+    scores = [verdict.score for verdict in verdicts if verdict.score is not None]
+    seen = f"{judge.name} scored {len(scores)} recorded trajectories"
+    if kind in _NEED_TRAFFIC:  # not the answer, but what followed it decides the score
+        return CheckResult(_NAME, True, f"{seen}, {_range(scores)}") if scores else _without_traffic(judge)
     if failed:
         return CheckResult(
             _NAME, False, f"{judge.name} fails on {len(failed)} of {len(verdicts)}: {failed[0]}", _FIX_JUDGE
         )
-    if not _differ(verdicts) and (reason := _insensitivity(judge, groups[0][0])):
+    if max(scores) - min(scores) <= _LEAST_SPREAD and (reason := _insensitivity(judge, groups[0][0])):
         return CheckResult(_NAME, False, reason, _NOT_DISCRIMINATING)
-    scores = [verdict.score for verdict in verdicts if verdict.score is not None]
-    seen = f"{judge.name} scored {len(scores)} recorded trajectories, {min(scores):g} to {max(scores):g}"
-    return CheckResult(_NAME, True, f"{seen}, and distinguishes answers")
+    return CheckResult(_NAME, True, f"{seen}, {_range(scores)}, and distinguishes answers")
+
+
+def _range(scores: Sequence[float]) -> str:
+    return f"{min(scores):g} to {max(scores):g}"
 
 
 def _recorded(store: Store, alias: str) -> Iterator[Sequence[Transcript]]:
-    """Yield the members of the newest groups; without groups, the newest live trajectories as one group."""
+    """Yield the members of the newest groups; without groups, the newest live trajectories as one group.
+
+    Groups with rewards of a caller (`ratchet.train`) do not count: this judge does not score them.
+    """
     from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 
-    groups = [group for group in store.groups.page(20) if group.alias == alias and group.members]
+    newest_groups = store.groups.page(20, alias=alias)
+    groups = [group for group in newest_groups if group.members and not group.is_requested]
     for group in groups[:_GROUPS]:
         yield [store.trajectories.read(name) for name in group.members[:_MEMBERS]]
     if not groups:
@@ -98,11 +106,6 @@ def _recorded(store: Store, alias: str) -> Iterator[Sequence[Transcript]]:
 
 def _is_quick(kind: str) -> bool:
     return kind in ("function", "answer", "behavior", *_NEED_TRAFFIC)
-
-
-def _differ(verdicts: Sequence[Verdict]) -> bool:
-    scores = [verdict.score for verdict in verdicts if verdict.score is not None]
-    return max(scores) - min(scores) > _LEAST_SPREAD
 
 
 def _insensitivity(judge: Judge, member: Transcript) -> str | None:
@@ -117,7 +120,7 @@ def _unrecorded(judge: Judge, kind: str) -> CheckResult:
 
 
 def _without_traffic(judge: Judge) -> CheckResult:
-    return CheckResult(_NAME, True, f"{judge.name} needs traffic, and nothing is recorded yet")
+    return CheckResult(_NAME, True, f"{judge.name} needs traffic, and no recent trajectory can be judged by it yet")
 
 
 def _by_lint(judge: Judge) -> CheckResult:

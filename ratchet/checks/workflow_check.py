@@ -160,7 +160,7 @@ def _seen(rollouts: list[Rollout], transcripts: list[Transcript], blind: bool) -
     tokens = sum(call.completion_tokens for call in calls)
     scores = sorted(one.score for one in rollouts if one.score is not None)
     known = {
-        "rollouts": f"{len(rollouts)} attempts ended, the max_seconds in {max(map(_seconds, rollouts)):.1f} s",
+        "rollouts": f"{len(rollouts)} attempts ended, the slowest in {max(map(_seconds, rollouts)):.1f} s",
         "calls": f"{len(calls)} calls in {len(transcripts)} trajectories, all attributed to the task",
         "tokens": f"{tokens} sampled tokens, with ids and logprobs",
         "attempts": "they differ" if len(rollouts) > 1 else "one attempt cannot differ; use --attempts 4",

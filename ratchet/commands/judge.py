@@ -243,8 +243,13 @@ def rescore(context: click.Context, /, limit: int, as_json: bool, **given: Any) 
     else:
         order = "unknown" if changes.tau is None else f"{changes.tau:+.2f}"
         click.echo(f"{made.name}: {changes.judged} trajectories of {len(compared)} groups, {changes.failures} failures")
-        click.echo(f"mean {changes.mean_before:.3f} -> {changes.mean_after:.3f}, mean change {changes.mean_change:.3f}")
-        click.echo(f"order within groups (Kendall's tau): {order}")
+        if changes.failure:
+            text = strip_control_characters(changes.failure)
+            click.echo(f"commonest failure, {changes.failure_count} of {changes.failures}: {text}")
+        if changes.mean_before is not None:
+            means = f"{changes.mean_before:.3f} -> {changes.mean_after:.3f}"
+            click.echo(f"mean {means}, mean change {changes.mean_change:.3f}")
+            click.echo(f"order within groups (Kendall's tau): {order}")
         for name, before, after in changes.moved[:_SHOWN]:
             click.echo(f"  {name}  {before:g} -> {after:g}")
     return int(changes.failures > 0)

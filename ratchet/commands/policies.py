@@ -154,12 +154,14 @@ def promote(
 ) -> None:
     """Make a version live: the named one, else the one in its ramp, else the one that awaits approval.
 
-    Proxies follow within a second. A version that was rejected needs --rejected. Damaged files are refused.
+    Proxies follow within a second. A version that was rejected needs --rejected; one that is unproven is promoted with
+    a warning. Damaged files are refused.
 
     \b
     Example:
       ratchet policies promote mail --reason "read fifty answers, the gain is real"
     """
+    from ratchet.store.states import PolicyAction
     from ratchet.trainer.adapters.adapter_store import AdapterStore
 
     alias, version = _named(alias, version)
@@ -170,7 +172,10 @@ def promote(
         done = opened.policies.promote_manually(
             alias, version, by=current_user(), reason=reason, rejected=rejected, verify=adapters.verify
         )
+        before = opened.decisions.decisions_of(alias, done.version)[1:2]  # the one before this promotion
     click.echo(f"{done.alias}@{done.version} is live")
+    if before and before[0].action is PolicyAction.UNPROVEN:
+        click.echo(f"warning: {done.alias}@{done.version} was unproven: {before[0].reason}", err=True)
     if done.adapter and not adapters.is_here(done.adapter):
         click.echo(f"its files were not checked: {done.adapter} is not on this machine", err=True)
 

@@ -180,7 +180,7 @@ def read_results(
     calls = list(all_calls(store))
     policies = store.policies.all(alias)
     trained = sum(int(held.metrics["tokens_trained"]) for held in rounds)
-    left_out = _sum_counts(held.metrics["untrained_tokens"] for held in rounds)
+    left_out = _sum_counts(_left_out(held.metrics) for held in rounds)
     continued = [call for call in calls if call.parent_call and call.state is CallState.ANSWERED]
     return DemoResults(
         seed=seed,
@@ -224,6 +224,14 @@ def _engine_tokens(store: Store, calls: Sequence[Call], rounds: Sequence[Round])
     """Return how many token ids vLLM returned for the trajectories that were trained."""
     trained = {name for held in rounds for name in store.trajectories.trained_in_round(held.id, limit=100_000)}
     return sum(len(choice.token_ids) // 4 for call in calls if call.trajectory_id in trained for choice in call.choices)
+
+
+def _left_out(metrics: Mapping[str, Any]) -> dict[str, int]:
+    """Return the sampled tokens of a round without loss by reason. All its rows are compared, rejected ones as well."""
+    counts = dict(metrics["untrained_tokens"])
+    if metrics["rows_rejected"]:
+        counts["rejected"] = int(metrics["tokens_compared"]) - int(metrics["tokens_trained"])
+    return counts
 
 
 def _mixed(calls: Sequence[Call]) -> int:

@@ -104,6 +104,8 @@ class Demo:
         try:
             with self._stage("start", "start vLLM, the proxy and the trainer"):
                 supervisor = services.enter_context(start_services(self._settings, lock, self._say))
+                if address := supervisor.plan.console:
+                    self._say(f"console: {address}")
             with self._stage("evaluate_before", "held-out tasks, then the hard set, under the base model"):
                 before, hard_before = self._evaluate_all(supervisor, "before", f"{alias}@0")
             with self._stage("train", "the agent works; the trainer trains and swaps in the background"):

@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 from ratchet.errors import CliError
@@ -88,7 +90,10 @@ def attach_or_start(
     *,
     models_only: bool = False,
 ) -> Iterator[ProjectServices]:
-    """Use the project's running services, or start them for the block (`start_services`)."""
+    """Use the project's running services, or start them for the block (`start_services`).
+
+    Raises CliError if the project is still starting, or runs without vLLM or with another base model.
+    """
     running = read_run_state(settings.state)
     if not running:
         with start_services(settings, announce=announce, check=check, models_only=models_only) as supervisor:
@@ -101,6 +106,8 @@ def attach_or_start(
             f"project {settings.project} runs without vLLM, for a run on models of model_list (pid {running['pid']}): "
             "wait until that has ended"
         )
+    if not models_only:
+        _check_base_model(settings, running)
 
     def check_project() -> None:
         if read_run_state(settings.state).get("pid") != running["pid"]:
@@ -109,10 +116,22 @@ def attach_or_start(
     yield ProjectServices(str(running["base_url"]), check_project)
 
 
+def _check_base_model(settings: Settings, running: Mapping[str, Any]) -> None:
+    """Raise CliError if a base model is named that is not the running project's."""
+    wanted, used = settings.base_model, running.get("base_model")
+    if wanted and used and wanted != used and Path(wanted).expanduser().resolve() != Path(used).expanduser().resolve():
+        raise CliError(
+            f"project {settings.project} runs with the base model {used} (pid {running['pid']}), not with {wanted}: "
+            "leave --base-model (in Python base_model=) out to use the running project, or stop it first with "
+            f"`ratchet down --project {settings.project}`"
+        )
+
+
 def run_detached(settings: Settings, arguments: Sequence[str]) -> dict[str, Any]:
     """Start `ratchet up` in the background with the same arguments; return its run state once it is ready.
 
-    Raises CliError with the end of its log if it ends before that.
+    Until then its notes and the states of its services are repeated on stderr. Raises CliError with the end of its log
+    if it ends before that.
     """
     state = settings.state
     if running_supervisor(state) is not None:
@@ -129,19 +148,34 @@ def run_detached(settings: Settings, arguments: Sequence[str]) -> dict[str, Any]
             env=os.environ,
             start_new_session=True,
         )
-    with StartupDisplay():
-        try:
-            while not _is_ready(found := read_run_state(state), background.pid):
-                if background.poll() is not None:
-                    message = log.read_text(errors="replace").strip().rpartition("ratchet: ")[2]
-                    raise CliError(message or f"`ratchet up` ended without a message; its log is {log}")
-                time.sleep(_POLL)
-        except BaseException:
-            background.terminate()
-            _wait_or_kill(background)
-            raise
+    shown = 0
+    try:
+        while not _is_ready(found := read_run_state(state), background.pid):
+            ended = background.poll() is not None
+            shown = _show_progress(log, shown)
+            if ended:
+                message = log.read_text(errors="replace").strip().rpartition("ratchet: ")[2]
+                raise CliError(message or f"`ratchet up` ended without a message; its log is {log}")
+            time.sleep(_POLL)
+        _show_progress(log, shown)
+    except BaseException:
+        background.terminate()
+        _wait_or_kill(background)
+        raise
     background.returncode = 0  # it outlives this process: without this, Popen warns that nobody waited for it
     return found
+
+
+def _show_progress(log: Path, shown: int) -> int:
+    """Repeat the lines of the log of `up` on stderr, without the first `shown`; return how many are shown now.
+
+    The lines end at its error or its addresses, which the caller shows.
+    """
+    lines = log.read_text(errors="replace").split("\n")[:-1]  # whole ones
+    progress = list(takewhile(lambda line: not line.startswith(("ratchet: ", "base_url: ")), lines))
+    for line in progress[shown:]:
+        print(line, file=sys.stderr, flush=True)
+    return len(progress)
 
 
 def _is_ready(running: dict[str, Any], pid: int) -> bool:

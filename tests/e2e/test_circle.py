@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, dict[str, 
 @pytest.mark.e2e
 def test_an_unmodified_agent_gets_better_on_tasks_that_it_has_never_seen(demo: Any) -> None:
     code, text, result, _ = demo
+    assert re.search(r"^console: http://127.0.0.1:\d+/ui/$", text, re.MULTILINE)
     assert result["held_out_tasks"] == 60
     assert result["held_out_success_before"] <= 0.45
     assert result["held_out_success_after"] > result["held_out_success_before"] + 0.15, text[-4000:]

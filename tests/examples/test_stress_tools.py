@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,19 @@ async def test_no_more_calls_run_together_than_the_given_concurrency() -> None:
 
     await stress({"count": count}, [ToolCall("count")] * 20, 7)
     assert most == 7
+
+
+async def test_as_many_calls_run_together_as_asked_for_also_with_fewer_lines_and_tools_that_are_not_async() -> None:
+    everyone = threading.Barrier(50, timeout=20)  # breaks unless fifty calls are inside at once
+    (found,) = await stress({"wait": everyone.wait}, [ToolCall("wait")] * 25, 50)
+    assert (len(found.seconds), found.failures) == (50, {})
+
+
+def test_a_file_without_calls_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "calls.jsonl").touch()
+    with pytest.raises(SystemExit):
+        main([f"{__name__}:TOOLS", str(tmp_path / "calls.jsonl")])
+    assert "calls.jsonl has no calls" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("numbers", "code"), [((0, 2, 4), 0), ((0, 1, 2), 1)])

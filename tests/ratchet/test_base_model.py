@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from ratchet.errors import CliError
+from ratchet.settings.load_settings import load_agent
 from ratchet.store.store import open_store
+from ratchet.supervisor import up
 from tests.harness.cli.project import Project
 from tests.harness.records import call_start, ended
 from tests.ratchet.test_up import finish
@@ -84,3 +87,21 @@ def test_a_project_of_before_takes_up_its_base_model_and_says_so(project: Projec
     assert "base model: none was recorded for policy; it is now " in output
     refused = project.run("up", "--base-model", str(perturbed(project)))
     assert "is another model" in refused.stdout
+
+
+def test_a_run_that_names_another_base_model_than_the_running_project_is_refused(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project.folder)
+    url, model = "http://127.0.0.1:9/v1", str(project.folder / "model")
+    running = {"pid": 9, "ready": True, "base_model": model, "base_url": url, "vllm_url": "http://127.0.0.1:9"}
+    monkeypatch.setattr(up, "read_run_state", lambda _: running)
+
+    def attach(base_model: str | None) -> str:
+        settings = load_agent(None, {("base_model",): ("base_model=", base_model)})
+        with up.attach_or_start(settings) as services:
+            return services.base_url
+
+    assert (attach(None), attach("./model")) == (url, url)
+    with pytest.raises(CliError, match=rf"base model {model} \(pid 9\), not with Qwen/Qwen3-4B: leave --base-model"):
+        attach("Qwen/Qwen3-4B")

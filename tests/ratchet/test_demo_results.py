@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,17 @@ import pytest
 
 from ratchet.demo import demo_report
 from ratchet.demo.behaviour import behaviour_of
-from ratchet.demo.demo_results import DemoResults, HeldOutEvaluation, VersionRow, read_evaluation
+from ratchet.demo.demo_results import (
+    DemoResults,
+    Evaluations,
+    HeldOutEvaluation,
+    VersionRow,
+    read_evaluation,
+    read_results,
+)
 from ratchet.demo.email_search.hard_tasks import NEW_NAMES, TWO_HOPS
+from ratchet.store.store import open_store
+from tests.harness.records import judged_group
 
 SEARCH, READ, ANSWER = "search_inbox", "read_email", "return_final_answer"
 
@@ -87,3 +97,24 @@ def test_the_report_shows_the_change_in_behaviour_and_the_hard_set(
     assert stored["versions"][0]["behaviour"]["read_before_answer"] == 0.0
     assert stored["after"]["greedy_behaviour"]["mails_read"] == 1.0
     assert (stored["held_out_greedy_before"], stored["hard_success_after"]) == (0.0, 0.0)
+
+
+def test_the_tokens_of_rejected_rows_are_left_out_of_those_that_vllm_sampled(tmp_path: Path, store_file: Path) -> None:
+    with contextlib.closing(open_store(str(store_file))) as store:
+        store.policies.register_base("agent", "m")
+        group = judged_group(store, ["a", "b", "c"], [0.0, 0.5, 1.0])  # two tokens each
+        held = store.rounds.start("agent", 0)
+        metrics = {
+            "groups": 1, "trajectories": 3, "reward": 0.5, "loss": 0.1, "seconds": 1.0, "logprob_abs_diff_mean": 0.0,
+            "logprob_abs_diff_max": 0.0, "untrained_tokens": {"greedy": 1}, "rows_rejected": 1, "tokens_compared": 5,
+            "tokens_trained": 3,
+        }  # fmt: skip
+        store.rounds.commit(held.id, version=1, checkpoint="/c/1", groups=[group.id], metrics=metrics)
+        once = written(tmp_path, [row(SEARCH)], [row(SEARCH)])
+        (tmp_path / "train").write_text("")
+        found = read_results(
+            store, alias="agent", evaluations=Evaluations(once, once, once, once), train=tmp_path / "train", seed=1,
+            base_model="m", release_policy="immediate", seconds={},
+        )  # fmt: skip
+    assert found.tokens_left_out == {"greedy": 1, "rejected": 2}
+    assert found.tokens_trained_from_engine == found.tokens_trained == 3

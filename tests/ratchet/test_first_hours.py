@@ -69,9 +69,13 @@ def test_a_state_folder_that_cannot_be_made_is_not_blamed_on_a_full_disk(project
 
 
 @pytest.mark.slow
-def test_a_detached_up_says_where_the_console_is_and_no_long_command(project: Project) -> None:
+def test_a_detached_up_says_what_it_does_and_where_the_console_is_and_no_long_command(project: Project) -> None:
     up = project.run("up", "--detach")
     assert up.returncode == 0
+    assert "no judge is set" in up.stdout  # a note
+    for line in ("vllm: starting", "proxy: starting", "vllm: ready after", "proxy: ready after"):
+        assert up.stdout.count(line) == 1
+    assert up.stdout.count("base_url: ") == 1
     assert f"console: http://127.0.0.1:{project.content['proxy']['port']}/ui/" in up.stdout
     assert "--enable-lora" not in up.stdout
     assert project.run("down").returncode == 0

@@ -89,6 +89,11 @@ def test_rescore_shows_what_another_judge_would_change(project: Project, store: 
     done = project.run("judge", "rescore", "--judge", "fooled:judge", "--store", "judged.db", "--json")
     result = json.loads(done.stdout)
     assert (result["mean_before"], result["mean_after"], result["moved"][0]) == (0.5, 1.0, ["t2", 0.0, 1.0])
+    (project.folder / "broken.py").write_text("def judge(response):\n    raise ValueError('no table')\n")
+    failed = project.run("judge", "rescore", "--judge", "broken:judge", "--store", "judged.db")
+    assert failed.returncode == 1
+    assert "0 trajectories of 1 groups, 2 failures\ncommonest failure, 2 of 2: ValueError: no table" in failed.stdout
+    assert "mean" not in failed.stdout
 
 
 @pytest.mark.slow

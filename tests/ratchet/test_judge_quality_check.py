@@ -10,8 +10,11 @@ import pytest
 
 from ratchet.checks.check_result import CheckResult
 from ratchet.checks.judge_quality_check import proof
+from ratchet.store.records import REQUESTED, Feedback
 from ratchet.store.store import Store, open_store
+from ratchet.trainer.controller.judges.kinds.feedback import FeedbackJudge
 from ratchet.trainer.controller.judges.kinds.function import FunctionJudge
+from ratchet.trainer.settings.judge_specs import FeedbackSpec
 from tests.harness.records import answered_trajectory
 
 CODE = """
@@ -86,3 +89,19 @@ def test_with_traffic_recorded_trajectories_check_the_judge(
     assert found.passed is passed
     assert seen in found.seen
     assert store.groups.newest_judge_version("agent") is None, "nothing is recorded"
+
+
+def test_live_trajectories_with_feedback_are_found_behind_groups_with_rewards_of_a_caller(store: Store) -> None:
+    def checked() -> str:
+        return proof(FeedbackJudge(FeedbackSpec(kind="feedback")), "feedback", store, "agent").seen
+
+    for name in ("g1", "g2"):
+        answered_trajectory(store, name, purpose="gathered")
+        store.trajectories.seal(name, 100.0)
+    store.groups.create(f"{REQUESTED}tune_1:0", "agent", ["g1", "g2"], now=101.0)
+    assert "feedback needs traffic, and no recent trajectory can be judged by it yet" in checked()
+    for name in ("t1", "t2", "t3"):
+        answered_trajectory(store, name)
+    given = {"kind": "trajectory", "source": "operator", "given_at": 5.0, "trusted": True}
+    store.feedback.add([Feedback(id=f"fb_{name}", target=name, value=1.0, **given) for name in ("t1", "t2")])
+    assert checked() == "feedback scored 2 recorded trajectories, 1 to 1"

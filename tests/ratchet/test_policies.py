@@ -65,6 +65,15 @@ def test_a_version_in_its_ramp_is_promoted_or_taken_back_by_hand_with_the_reason
     assert done.stdout == "mail@3 is live\nits files were not checked: /c/3 is not on this machine\n"
 
 
+def test_an_unproven_version_is_promoted_with_the_reason_of_its_proof(project: Project, store: Store, url: str) -> None:
+    held = store.rounds.start("mail", 3)
+    store.rounds.commit(held.id, version=4, checkpoint="/c/4", groups=[], metrics={})
+    store.policies.mark_unproven("mail", 4, {}, reason="0.00001 nats is less than vLLM's rounding")
+    done = project.call("policies", "promote", "mail@4", "--reason", "it is fine", "--store", url)
+    assert done.stdout.startswith("mail@4 is live\nwarning: mail@4 was unproven: 0.00001 nats is less than vLLM's")
+    assert done.returncode == 0
+
+
 def test_versions_are_held_pinned_and_rolled_back_at_once_by_hand(project: Project, store: Store, url: str) -> None:
     def decide(*words: str) -> str:
         return project.call("policies", *words, "--reason", "a fair", "--store", url).stdout

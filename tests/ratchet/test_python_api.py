@@ -15,6 +15,7 @@ import pytest
 
 import ratchet
 from examples import try_out as example
+from ratchet.errors import InvalidArgument
 from tests.harness.json_server import IncomingRequest, JsonServer
 
 TASK = {"question": "Capital of Norway?", "answer": "Oslo"}
@@ -96,6 +97,12 @@ def test_a_workflow_and_a_judge_are_tried_on_one_task() -> None:
     assert tried.output == ratchet.WorkflowOutput({"text": "Oslo"}, 0.5, {"turns": 2.0})
     assert tried.judgement == ratchet.Judgement(1.0, {"right": 1.0}, "compared")
     assert ratchet.try_out(answers, None, TASK, base_url=NOWHERE).judgement.score == 0.5
+
+
+def test_an_error_has_no_other_error_as_its_context() -> None:
+    with pytest.raises(InvalidArgument) as raised:
+        ratchet.evaluate(answers, judges, 5)  # type: ignore[arg-type]
+    assert raised.value.__context__ is None
 
 
 async def test_it_runs_where_an_event_loop_runs_already() -> None:

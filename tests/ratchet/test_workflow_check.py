@@ -70,8 +70,9 @@ def failed(found: dict[str, list[CheckResult]]) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_a_sound_workflow_passes_every_step_and_leaves_nothing_to_train(found: Examine, proxy: Proxy) -> None:
-    wrong = failed(found(judge="by_length"))
-    assert set(wrong) == {"attempts"}  # the scripted model says the same each time
+    steps = found(judge="by_length")
+    assert steps["rollouts"][0].seen.startswith("2 attempts ended, the slowest in ")
+    assert set(failed(steps)) == {"attempts"}  # the scripted model says the same each time
     runs = proxy.store.trajectories.page()
     assert [(run.state, run.drop_reason) for run in runs] == [(TrajectoryState.DROPPED, "doctor")] * 2
     assert [run.state for run in proxy.store.tunings.page("doctor")] == ["done"]

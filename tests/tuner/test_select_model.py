@@ -122,6 +122,8 @@ async def test_a_judge_that_fails_on_some_names_no_winner_where_that_matters(ben
     found = await bench.select("right-95", "right-20", judge="fails_on_some")
     assert found.chosen is None
     assert "could change the ranking" in found.reason
+    with pytest.raises(KeyError, match="right-95 and right-9 were not compared; compared were right-"):
+        found.ranking.pair("right-95", "right-9")
     pair = found.ranking.pair("right-95", "right-20")
     assert (pair.verdict, pair.unjudged > 10) == (ComparisonVerdict.INCONCLUSIVE, True)
     failures = [one.judge_failure for one in bench.store.rollouts.of_tuning(bench.store.tunings.page()[0].id)]

@@ -121,7 +121,8 @@ class Ranking(msgspec.Struct, frozen=True, kw_only=True):
                 return pair
             if (pair.against, pair.candidate) == (candidate, against):
                 return reverse(pair)
-        raise KeyError(f"{candidate} against {against}")
+        known = ", ".join(score.candidate for score in self.scores)
+        raise KeyError(f"{candidate} and {against} were not compared; compared were {known}")
 
 
 def compare(

@@ -23,6 +23,8 @@ class BrevityJudge:
     concurrency = 1
 
     def __init__(self, settings: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+        if unknown := sorted(set(settings) - {"max_chars"}):
+            raise ValueError(f"unknown settings {unknown}: the only one is max_chars")
         self._max_chars = int(settings.get("max_chars", 200))
         self.version = f"1/{self._max_chars}"
 

@@ -7,22 +7,26 @@ discordant pairs, over all pairs) and the change of single scores.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from statistics import fmean
 
 from ratchet.store.records import Verdict
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """New verdicts compared with old ones. `tau` is None if all pairs are ties in both."""
+    """New verdicts compared with old ones. `tau` is None if all pairs are ties in both, means if nothing has both."""
 
     judged: int
     failures: int
-    mean_before: float
-    mean_after: float
-    mean_change: float  # mean |after - before|
+    failure: str | None  # the commonest one
+    failure_count: int
+    mean_before: float | None
+    mean_after: float | None
+    mean_change: float | None  # mean |after - before|
     tau: float | None
     moved: tuple[tuple[str, float, float], ...]  # (trajectory, before, after), largest change first
 
@@ -30,9 +34,10 @@ class Comparison:
 def compare(groups: Sequence[tuple[Mapping[str, Verdict], Sequence[Verdict]]]) -> Comparison:
     """Return the comparison over groups of (old verdicts by trajectory, new verdicts)."""
     pairs: list[tuple[str, float, float]] = []
-    failures = concordant = discordant = compared = 0
+    failures: Counter[str] = Counter()
+    concordant = discordant = compared = 0
     for old, new in groups:
-        failures += sum(verdict.score is None for verdict in new)
+        failures.update(str(verdict.failure) for verdict in new if verdict.score is None)
         same = [
             (verdict.trajectory_id, before.score, verdict.score)
             for verdict in new
@@ -46,13 +51,15 @@ def compare(groups: Sequence[tuple[Mapping[str, Verdict], Sequence[Verdict]]]) -
             concordant += sign > 0
             discordant += sign < 0
             compared += a != c or b != d
-    count = max(1, len(pairs))
+    failure, times = failures.most_common(1)[0] if failures else (None, 0)
     return Comparison(
         judged=len(pairs),
-        failures=failures,
-        mean_before=sum(before for _, before, _ in pairs) / count,
-        mean_after=sum(after for _, _, after in pairs) / count,
-        mean_change=sum(abs(after - before) for _, before, after in pairs) / count,
+        failures=failures.total(),
+        failure=failure,
+        failure_count=times,
+        mean_before=fmean(before for _, before, _ in pairs) if pairs else None,
+        mean_after=fmean(after for _, _, after in pairs) if pairs else None,
+        mean_change=fmean(abs(after - before) for _, before, after in pairs) if pairs else None,
         tau=(concordant - discordant) / compared if compared else None,
         moved=tuple(sorted(pairs, key=lambda pair: -abs(pair[2] - pair[1]))),
     )
