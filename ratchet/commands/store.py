@@ -127,7 +127,7 @@ def prune(
     from ratchet.store.calls.trajectory_filter import TrajectoryFilter
 
     chosen = TrajectoryFilter(inactive_since=time.time() - older_than, trained=False if keep_trained else None)
-    why = f"prune: inactive for {older_than:g} s" + (", not trained" if keep_trained else "")
+    why = f"prune: inactive for {older_than / 86400:g} days" + (", not trained" if keep_trained else "")
     with options.open_project_store(context, store=store, project=project) as opened:
         return _delete(opened, [chosen], why, dry_run=dry_run, as_json=as_json)
 

@@ -23,8 +23,8 @@ def judge_with_address(judge: Any, models: Sequence[ModelEntry], key: str) -> An
     if kind in _MODEL_KINDS:
         if judge.get("model") is None and judge.get("base_url") is None:
             raise SettingsError(
-                f"{key}.model: field required: the name of a model of model_list, which needs no base_url (it has "
-                f"{_listed(models)}), or of one at {key}.base_url"
+                f"{key}.model: field required: name a model of model_list (it has {_listed(models)}), or one that the "
+                f"server at {key}.base_url serves"
             )
         return with_address(judge, models, key)
     if kind == "composite" and isinstance(parts := judge.get("parts"), Sequence):

@@ -72,8 +72,8 @@ def learning_report(
     curve = tuple(_version_score(version, scored[version], reach) for version in sorted(scored))
     versions = {version: found for version, found in scored.items() if version not in left_out}
     if len(versions) < 2:
-        served = f"version {next(iter(versions))}" if versions else "none"
-        return LearningReport((), curve, f"scores of two versions are needed; there are those of {served}")
+        served = f"only version {next(iter(versions))} has any" if versions else "none has any"
+        return LearningReport((), curve, f"not known yet: two versions need scores; {served}")
     sides = _sides(versions)
     if sides is None:
         count = sum(_sums(one).count for one in versions.values())

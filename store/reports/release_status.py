@@ -91,11 +91,11 @@ def _figures(release: Mapping[str, Any], figures: Mapping[str, Any]) -> list[str
 
 def _round_size(size: int, deserved: int) -> str:
     if deserved / 2 <= size <= 2 * deserved:
-        return f"{size} trajectories (trainer.groups_per_round); this traffic deserves about {deserved}"
+        return f"{size} trajectories (trainer.groups_per_round); about {deserved} would suit this traffic"
     remedy = "trainer.groups_per_round"
     if size < deserved:
         remedy += ", and round_wait_seconds so that a round can fill"
-    return f"{size} trajectories; this traffic deserves about {deserved} ({remedy})"
+    return f"{size} trajectories; about {deserved} would suit this traffic ({remedy})"
 
 
 def _pin(store: Store, alias: str, version: int) -> dict[str, Any] | None:

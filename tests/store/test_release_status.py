@@ -44,12 +44,12 @@ def test_the_three_versions_that_serve_are_described_with_shares_evidence_and_wh
         "release       the ramp goes on",
         "live - anchor +0.020 (-0.100 to +0.140, at all times 95%), 400 trajectories since @0 became the anchor",
         "finds         a loss of 0.15 in a week, 0.07 in a month, in the median, at 300 scored trajectories a day",
-        "round size    128 trajectories; this traffic deserves about 512 (trainer.groups_per_round, and "
+        "round size    128 trajectories; about 512 would suit this traffic (trainer.groups_per_round, and "
         "round_wait_seconds so that a round can fill)",
     ]
     for size, line in (
-        (300, "300 trajectories (trainer.groups_per_round); this traffic deserves about 512"),
-        (2048, "2048 trajectories; this traffic deserves about 512 (trainer.groups_per_round)"),
+        (300, "300 trajectories (trainer.groups_per_round); about 512 would suit this traffic"),
+        (2048, "2048 trajectories; about 512 would suit this traffic (trainer.groups_per_round)"),
     ):
         store.releases.record_evidence("agent", 2, FIGURES | {"round_size": size})
         assert described(store)[-1] == f"round size    {line}"

@@ -77,7 +77,7 @@ def test_versions_show_shares_evidence_and_the_loss_that_can_be_found(console: P
         "Evidence of harm 31.5; at 1,000 it is rolled back.",
         "120 of 256 trajectories of the ramp are counted.",
         "0.41 in a day, 0.15 in a week, 0.075 in a month",
-        "A full round has 128 trajectories; this traffic deserves about 1,024: raise trainer.groups_per_round.",
+        "A full round has 128 trajectories; about 1,024 would suit this traffic: raise trainer.groups_per_round.",
         "<script>",  # the status is text
     ):
         sees(safe_page, text)

@@ -311,10 +311,14 @@ class JudgeRunner:
             return
         members = sum(len(one.members) for one, _ in self._zero_variance)
         scores = sorted({score for _, score in self._zero_variance})
-        given = f"{scores[0]:g} to all {members}" if len(scores) == 1 else f"within each group the same of {scores[:5]}"
+        given = (
+            f"{scores[0]:g} to all {members} trajectories"
+            if len(scores) == 1
+            else f"all trajectories of a group the same score, {', '.join(f'{one:g}' for one in scores[:5])} in turn"
+        )
         named = ", ".join(one.id for one, _ in self._zero_variance[-_ZERO_VARIANCE_NAMED:])
         reason = (
-            f"last {len(self._zero_variance)} groups: no variance, judge {self._judge.name} gave {given} trajectories "
+            f"last {len(self._zero_variance)} groups: no variance, judge {self._judge.name} gave {given} "
             f"(groups {named}); they were not trained: see `ratchet judge show {group.id}`"
         )
         self._store.alarms.raise_(f"no_signal:{group.alias}", reason)

@@ -58,7 +58,7 @@ export function limits(known) {
 /** The size of a full round beside the one that the traffic deserves, and the remedy if they are far apart. */
 function roundSize(size, deserved) {
   const remedy = size < deserved / 2 ? ": raise trainer.groups_per_round" : size > 2 * deserved ? ": lower trainer.groups_per_round" : "";
-  return `A full round has ${count(size)} trajectories; this traffic deserves about ${count(deserved)}${remedy}.`;
+  return `A full round has ${count(size)} trajectories; about ${count(deserved)} would suit this traffic${remedy}.`;
 }
 
 /** The shares of new trajectories over time, and a mark for each decision. */
