@@ -4,8 +4,8 @@ Training calls the tools from `num_generations` x `groups_per_round` rollouts. A
 under that load makes rewards of its own, which the policy learns.
 
 `python -m examples.stress_tools my_agent:tools calls.jsonl --concurrency 1 16 128`: `tools` is a mapping of names to
-functions, sync or async; a line of the file is {"tool": NAME, "arguments": {...}}. If there are fewer lines than calls at
-a time, they are repeated. Exit code 1: a limit is exceeded.
+functions, sync or async; a line of the file is {"tool": NAME, "arguments": {...}}. Fewer lines than the concurrency are
+repeated. Exit code 1: a limit is exceeded.
 """
 
 import argparse

@@ -79,7 +79,11 @@ def test_families_are_reported_separately() -> None:
 
 @pytest.mark.parametrize(
     ("scores", "why"),
-    [([], "none has any"), (traffic(3, 0.5, 90), "only version 3 has any"), (traffic(0, 0.5, 9) + traffic(1, 0.5, 9), "needs 30")],
+    [
+        ([], "none has any"),
+        (traffic(3, 0.5, 90), "only version 3 has any"),
+        (traffic(0, 0.5, 9) + traffic(1, 0.5, 9), "needs 30"),
+    ],
 )
 def test_too_few_scores_are_reported(scores: list[PastScore], why: str) -> None:
     report = learning_report(scores)
