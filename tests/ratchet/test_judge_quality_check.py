@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -102,6 +103,6 @@ def test_live_trajectories_with_feedback_are_found_behind_groups_with_rewards_of
     assert "feedback needs traffic, and no recent trajectory can be judged by it yet" in checked()
     for name in ("t1", "t2", "t3"):
         answered_trajectory(store, name)
-    given = {"kind": "trajectory", "source": "operator", "given_at": 5.0, "trusted": True}
+    given: dict[str, Any] = {"kind": "trajectory", "source": "operator", "given_at": 5.0, "trusted": True}
     store.feedback.add([Feedback(id=f"fb_{name}", target=name, value=1.0, **given) for name in ("t1", "t2")])
     assert checked() == "feedback scored 2 recorded trajectories, 1 to 1"
