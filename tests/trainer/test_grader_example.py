@@ -55,7 +55,7 @@ def answered(text: str, **row: str) -> Transcript:
 
 def test_the_grader_of_the_page_scores_and_refuses_what_it_cannot_judge(url: str) -> None:
     judge = GraderJudge(GraderSpec(kind="http", url=url), "s3cret")
-    members = [answered("It is Oslo.", answer="Oslo"), answered("Rome", answer="Oslo"), answered("Oslo")]
+    members = [answered("oslo.", answer="Oslo"), answered("not Oslo", answer="Oslo"), answered("Oslo")]
     found = judge.judge("g", members).verdicts
     judge.close()
     assert [verdict.score for verdict in found] == [1.0, 0.0, None]
