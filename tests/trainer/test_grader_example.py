@@ -59,7 +59,7 @@ def test_the_grader_of_the_page_scores_and_refuses_what_it_cannot_judge(url: str
     found = judge.judge("g", members).verdicts
     judge.close()
     assert [verdict.score for verdict in found] == [1.0, 0.0, None]
-    assert (found[0].explanation, found[0].components) == ("looked for Oslo", {"right": 1.0})
+    assert (found[0].explanation, found[0].components) == ("expected Oslo", {"right": 1.0})
     assert "status 422" in str(found[2].failure)
 
 
