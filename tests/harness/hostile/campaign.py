@@ -256,7 +256,7 @@ class HostileCampaign:
     def _count(self, kind: str, reply: RawReply, what: str) -> None:
         self.outcome.requests += 1
         self._statuses.setdefault(kind, Counter())[str(reply.status)] += 1
-        if reply.status >= 500:
+        if reply.status >= 500 and not crowds.is_of_a_busy_machine(reply.status, reply.text):
             self.outcome.own_5xx.append(f"{reply.status} {reply.text[-200:]!r} to {what}")
         self.outcome.leaks += [
             f"{kind}: {one[:5]}... leaked to {what}" for one in self._secrets if one.encode() in reply.text
