@@ -158,6 +158,8 @@ class WorkerSupervisor:
             if name == COORDINATOR:
                 role, listeners = CoordinatorRole(machine, workers, token, group, owner), [listener.fileno()]
                 changed = {"tls_certificate": None, "tls_key": None, "trusted_proxies": (), "allowed_origins": ()}
+                if workers:  # it stops after them, when no client sends calls to this proxy
+                    changed["drain_delay_seconds"] = 0.0
             start = Start(settings.model_copy(update=changed), role, listeners, "" if public is None else self.url)
             self._children[name] = _Child(name, start)
         self._machine = machine

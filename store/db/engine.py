@@ -78,12 +78,18 @@ def connect(store_url: str, create: bool = True, *, writes_much: bool = False) -
     engine = _create_engine(store_url, create, writes_much)
     kind = type(engine.pool)
     logging.getLogger(f"{kind.__module__}.{kind.__name__}").addFilter(_is_no_interrupt)
+    logging.getLogger("psycopg").addFilter(_is_no_consequence)
     return engine
 
 
 def _is_no_interrupt(record: logging.LogRecord) -> bool:
     """Whether a log record is about anything but Ctrl-C, which SQLAlchemy logs if a connection is being closed."""
     return record.exc_info is None or not isinstance(record.exc_info[1], KeyboardInterrupt)
+
+
+def _is_no_consequence(record: logging.LogRecord) -> bool:
+    """Whether a log record of psycopg is about anything but what failed because of an error that it raises itself."""
+    return not str(record.msg).startswith("error ignored ")
 
 
 def _create_engine(store_url: str, create: bool, writes_much: bool) -> sa.Engine:
@@ -212,7 +218,7 @@ def _unavailable(error: DatabaseError, engine: sa.Engine) -> StoreUnavailable | 
     if isinstance(error, OperationalError) or getattr(error.orig, "sqlstate", None) in _SERVER_STATES:
         text = " ".join(str(error.orig).split())
         if (remedy := _remedy_of_refusal(error)) is not None:
-            return StoreUnavailable(f"the store refused a statement: {text}; {remedy}")
+            return StoreUnavailable(f"the store refused a statement: {text}{remedy}")
         return StoreUnavailable(f"the store did not answer: {text}{_remedy(error, engine)}")
     if type(error.orig) is not sqlite3.DatabaseError:  # its subclasses are about statements, not about the file
         return None
@@ -223,10 +229,13 @@ def _unavailable(error: DatabaseError, engine: sa.Engine) -> StoreUnavailable | 
 
 
 def _remedy_of_refusal(error: DatabaseError) -> str | None:
-    """Return the remedy if the database answered, with a refusal that an operator can end; else None."""
+    """Return the remedy, which may be empty, if the database answered with a refusal; else None."""
     if getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
-        return _FREE_SPACE
-    return _REFUSALS.get(getattr(error.orig, "sqlstate", None) or "")
+        return f"; {_FREE_SPACE}"
+    state = getattr(error.orig, "sqlstate", None)
+    if state in _REFUSALS:
+        return f"; {_REFUSALS[state]}"
+    return "" if state in _SERVER_STATES else None
 
 
 def _remedy(error: DatabaseError, engine: sa.Engine) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ import httpx
 import openai
 import pytest
 
+from ratchet.proxy.coordinator.conversations.token_contexts import TokenContexts
+from ratchet.proxy.messages.link_records import Leaf
 from ratchet.proxy.settings import ProxySettings
 from ratchet.store.records import Call
 from ratchet.store.store import Store
@@ -87,6 +90,21 @@ def test_tool_calls_that_the_template_reformats_stay_one_exact_sequence(start: S
     assert [call.untrainable for call in calls] == [None] * 4
     assert counted(proxy, "exact_splices_total") == {"spliced": 3.0}
     assert counted(proxy, "exact_fallbacks_total") == {}
+
+
+def test_a_wait_for_the_recorded_ids_counts_as_the_proxys_own_time(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def find_nothing(contexts: TokenContexts, leaf: Leaf) -> None:
+        await asyncio.sleep(0.2)
+
+    proxy = start()
+    monkeypatch.setattr(TokenContexts, "find_context", find_nothing)
+    messages: list[Any] = [{"role": "user", "content": "hi #say=a"}]
+    messages += [ask(proxy.agent(), messages, False), {"role": "user", "content": "more #say=b"}]
+    answer = proxy.http.post("/v1/chat/completions", json={"model": "agent", "messages": messages}, headers=KEY)
+    assert float(answer.headers["x-ratchet-overhead-ms"]) > 190
+    assert counted(proxy, "exact_splices_total") == {"context_unknown": 1.0}
 
 
 @pytest.mark.slow

@@ -62,6 +62,16 @@ async def test_no_call_waits_long_for_a_store_that_hangs(store: Store, monkeypat
     assert len(readings) == 2
 
 
+async def test_ids_that_are_on_their_way_to_the_store_are_no_news(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    leaf = Leaf.of("traj_new", "call_1", 0, 0, b"", (), None, b"", 0.0)
+    with caplog.at_level("DEBUG", "ratchet.proxy"):
+        assert await TokenContexts(store, max_bytes=2**20).find_context(leaf) is None
+    levels = [record.levelname for record in caplog.records if "event=context_not_read" in record.getMessage()]
+    assert levels == ["DEBUG"]
+
+
 def test_ids_that_were_continued_are_evicted_first(store: Store) -> None:
     contexts = TokenContexts(store, max_bytes=4_500)
     for number in (1, 2):

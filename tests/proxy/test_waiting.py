@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,12 +18,14 @@ import psutil
 import pytest
 import sqlalchemy as sa
 
-from ratchet.proxy.coordinator.shipping.record_lookups import MAX_WAITING
+from ratchet.proxy.coordinator.shipping import record_lookups
+from ratchet.proxy.coordinator.shipping.record_lookups import MAX_WAITING, RecordLookups
 from ratchet.proxy.coordinator.shipping.shipper import Shipper
 from ratchet.proxy.coordinator.shipping.store_writer import InProcessWriter, SegmentRange, WriteResult
 from ratchet.proxy.journal.journal import Journal
 from ratchet.proxy.telemetry.alarm_queue import AlarmQueue
 from ratchet.proxy.telemetry.metrics import ProxyMetrics
+from ratchet.store.errors import StoreUnavailable
 from ratchet.store.ids import new_id
 from ratchet.store.records import ProxyInstance
 from ratchet.store.store import Store
@@ -152,3 +155,16 @@ async def test_many_waiting_requests_do_not_end_the_batching(counted: tuple[Jour
     turns = (time.monotonic() - began) / 0.1 + 2  # each takes 0.1 s or more
     assert store_writer.carried <= turns + 3  # a waiting request may trigger one extra per second
     assert all(await asyncio.gather(*waiting))
+
+
+@pytest.mark.parametrize("patience", [0.0, 0.01])
+async def test_no_lookup_waits_longer_for_a_store_that_hangs(
+    store: Store, monkeypatch: pytest.MonkeyPatch, patience: float
+) -> None:
+    monkeypatch.setattr(record_lookups, "_STORE_SECONDS", 0.05)
+    go_on = threading.Event()
+    try:
+        with pytest.raises(StoreUnavailable, match="has not answered"):
+            await RecordLookups(store).wait_for(lambda: go_on.wait(60) or None, None, patience, for_call=True)
+    finally:
+        go_on.set()

@@ -275,6 +275,20 @@ def test_workers_that_finish_a_stream_before_they_stop_refuse_new_connections(wo
         assert any(line.startswith("data: ") for line in lines)
 
 
+def test_workers_serve_new_calls_during_the_drain_delay_and_their_coordinator_adds_none(
+    tmp_path: Path, vllm: tuple[ScriptedVllm, str]
+) -> None:
+    workers = Workers(tmp_path, vllm[1], drain_delay_seconds=3600.0)
+    try:
+        os.kill(workers.proxy.pid, signal.SIGTERM)
+        eventually(lambda: workers.log().count("event=stopping delay=3600") == 2)
+        for number in range(4):
+            workers.trajectory([user(f"question {number}")])
+    finally:
+        assert workers.proxy.stop() == 0  # a second signal skips the delay of the workers
+    assert workers.log().count("event=stopping") == 2
+
+
 def _refuses(url: str) -> bool:
     try:
         httpx.get(f"{url}/health/live", timeout=5)

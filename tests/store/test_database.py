@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import sqlite3
 import subprocess
 import sys
@@ -221,9 +222,9 @@ def run_sql(url: str, *statements: str) -> None:
 
 REPLY = {"role": "assistant", "content": "Oslo"}
 _STATES = {
-    "read-only.*name the primary": "ALTER DATABASE {0} SET default_transaction_read_only = on",
-    "denied.*grant the rights": "ALTER DATABASE {0} SET role = pg_monitor",
-    "not exist": "ALTER TABLE messages RENAME TO aside",
+    "refused.*read-only.*name the primary": "ALTER DATABASE {0} SET default_transaction_read_only = on",
+    "refused.*denied.*grant the rights": "ALTER DATABASE {0} SET role = pg_monitor",
+    "refused.*not exist": "ALTER TABLE messages RENAME TO aside",
 }
 
 
@@ -236,6 +237,34 @@ def test_a_postgresql_that_takes_no_record_is_unavailable_and_refuses_none(store
         run_sql(store_url, _STATES[state].format(name), f"SELECT pg_terminate_backend(pid) {others}")
         with pytest.raises(StoreUnavailable, match=state):
             store.calls.ship([ended(call_start("call_1", "traj_1"), REPLY)])
+
+
+@pytest.mark.parametrize("store_url", [pytest.param("postgresql", marks=pytest.mark.postgres)], indirect=True)
+def test_a_statement_that_is_cut_off_names_the_servers_limit(store_url: str) -> None:
+    engine = database.connect(store_url)
+    refusal = r"refused.*statement timeout; raise the server's statement_timeout"
+    with pytest.raises(StoreUnavailable, match=refusal), database.write(engine) as connection:
+        connection.exec_driver_sql("SET LOCAL statement_timeout = 50; SELECT pg_sleep(60)")
+    engine.dispose()
+
+
+def test_what_fails_because_of_an_error_that_is_raised_is_not_logged(
+    store_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = database.connect(str(store_file))
+    for line in ("error ignored terminating %r: %s", "%r has another warning: %s"):
+        logging.getLogger("psycopg").warning(line, "<psycopg.Pipeline [BAD]>", "the connection is lost")
+    engine.dispose()
+    assert caplog.messages == ["'<psycopg.Pipeline [BAD]>' has another warning: the connection is lost"]
+
+
+def test_a_full_disk_is_named_with_its_remedy(store_file: Path) -> None:
+    engine = database.connect(str(store_file))
+    sa.event.listen(engine, "connect", lambda connection, _: connection.execute("PRAGMA max_page_count = 1"))
+    refusal = r"refused.*disk is full; free space on the store's disk"
+    with pytest.raises(StoreUnavailable, match=refusal), database.write(engine) as connection:
+        connection.exec_driver_sql("CREATE TABLE more AS SELECT randomblob(1000000)")
+    engine.dispose()
 
 
 def test_an_error_does_not_quote_the_values_of_its_statement(store: Store) -> None:

@@ -16,7 +16,7 @@ from ratchet.proxy.exact.splice import EMPTY_CONTEXT, Context
 from ratchet.proxy.messages.link_records import Leaf, token_fingerprint
 from ratchet.proxy.runtime.thread_pools import run_call_lookup
 from ratchet.store.content.token_sequences import sampled_spans, sequences, token_call
-from ratchet.store.errors import StoreError
+from ratchet.store.errors import RecordNotFound, StoreError
 from ratchet.store.records import OTHER, CallEnded
 from ratchet.store.store import Store
 
@@ -26,7 +26,7 @@ Key = tuple[str, int]  # (call id, choice)
 
 _RECORD = 500  # bytes of a context besides its ids
 _MIN_BYTES = 2**20  # the bound until a context is requested
-_READ_SECONDS = 2.0  # that a call waits for the store
+_READ_SECONDS = 1.0  # that a call waits for the store
 
 
 class TokenContexts:
@@ -109,7 +109,8 @@ class TokenContexts:
         try:
             calls = self._store.trajectories.context_calls(self._store.trajectories.read(trajectory_id))
         except StoreError as error:
-            log.info("event=context_not_read trajectory=%s reason=%r", trajectory_id, str(error))
+            level = logging.DEBUG if isinstance(error, RecordNotFound) else logging.INFO  # usual: it is on its way
+            log.log(level, "event=context_not_read trajectory=%s reason=%r", trajectory_id, str(error))
             return None
         ids = sequences(map(token_call, calls)).get(key)
         return Context(ids, sampled_spans(calls, key)) if ids else None

@@ -1,7 +1,8 @@
 """Looks up records that may not be in the store yet: this proxy or another one recorded them a moment ago.
 
 Promises: a stored record is returned at once. An unknown one costs one read of the store, and a second one if records
-from before the request were being shipped. A waiting request holds no thread. At most `MAX_WAITING` requests per key
+from before the request were being shipped. A waiting request holds no thread. While the store hangs, a request ends
+with StoreUnavailable `_STORE_SECONDS` after its patience. At most `MAX_WAITING` requests per key
 wait (429 above), and `_MAX_WAITING_TOTAL` in total (503). Records of other proxies are awaited with growing pauses:
 each proxy writes to the store once a second up to which moment it has shipped. A proxy without heartbeat counts for
 a minute.
@@ -12,14 +13,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 from ratchet.proxy.coordinator.shipping.held_beginnings import HOLD_SECONDS
 from ratchet.proxy.coordinator.shipping.shipper import Shipper
 from ratchet.proxy.errors import NotReady, RateLimited
 from ratchet.proxy.runtime import thread_pools
+from ratchet.store.errors import StoreUnavailable
 from ratchet.store.records import ProxyInstance
 from ratchet.store.store import Store
 
@@ -28,6 +31,7 @@ _MAX_WAITING_TOTAL = 1024
 _HEARTBEAT_TIMEOUT = 60.0  # seconds
 _INSTANCES_CACHE_SECONDS = 0.1  # seconds
 _OTHERS_SECONDS = HOLD_SECONDS + 3.0  # beginnings are held so long, and heartbeats come once a second
+_STORE_SECONDS = 5.0  # that a request waits for a store that hangs
 _FIRST_PAUSE = 0.1  # seconds; each pause is twice the one before
 
 _Found = TypeVar("_Found")
@@ -62,15 +66,28 @@ class RecordLookups:
         Raises what `look` raises, StoreUnavailable, RateLimited, NotReady.
         """
         run = thread_pools.run_call_lookup if for_call else thread_pools.run_lookup
-        if not patience:
-            return await run(look), False
-        requested_at, until = time.time(), time.monotonic() + patience
         shipper = self._shipper if ours else None
+        try:
+            async with asyncio.timeout(patience + _STORE_SECONDS):
+                return await self._wait_for(partial(run, look), key_id, patience, shipper)
+        except TimeoutError as error:
+            raise StoreUnavailable(f"the store has not answered for {_STORE_SECONDS:g} s") from error
+
+    async def _wait_for(
+        self,
+        look: Callable[[], Awaitable[_Found | None]],
+        key_id: str | None,
+        patience: float,
+        shipper: Shipper | None,
+    ) -> tuple[_Found | None, bool]:
+        if not patience:
+            return await look(), False
+        requested_at, until = time.time(), time.monotonic() + patience
         mark = shipper.mark() if shipper else 0
         shipped = shipper is None or shipper.has(mark)
         # Before the look: else a record could arrive in between.
         settled = shipped and await self._others_have_shipped(requested_at)
-        found = await run(look)
+        found = await look()
         if found is not None or settled:
             return found, settled
         with self._count_waiter(key_id):
@@ -82,7 +99,7 @@ class RecordLookups:
                     await asyncio.sleep(min(pause, left))
                     pause *= 2
                 settled = shipped and await self._others_have_shipped(requested_at)
-                found = await run(look)
+                found = await look()
         return found, settled
 
     async def settle(self, timeout_seconds: float) -> bool:

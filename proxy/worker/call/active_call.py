@@ -26,7 +26,8 @@ After an aborted or a retryable outcome, and if a recorded answer could not be s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -199,6 +200,15 @@ class ActiveCall(msgspec.Struct):
         if self.waiting_since is not None:
             self.upstream_seconds += time.perf_counter() - self.waiting_since
             self.waiting_since = None
+
+    @contextmanager
+    def not_waiting(self) -> Iterator[None]:
+        """Count what happens meanwhile as the proxy's own time, not as waiting for the upstream."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.upstream_seconds -= time.perf_counter() - began
 
     def stream_head(self) -> Message | None:
         """Return the head of a stream, or None if it has been sent."""

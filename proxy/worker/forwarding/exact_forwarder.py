@@ -141,7 +141,8 @@ class ExactForwarder:
         if self._not_offered_until.get(url, 0.0) > time.monotonic():
             raise ContextFork("not_offered")
         _check_suited(request)
-        context = await self._contexts.find_context(leaf)
+        with call.not_waiting():
+            context = await self._contexts.find_context(leaf)
         if context is None:
             raise ContextFork("context_unknown")
         # A substituted system prompt comes before the client's messages if the client sent none.
