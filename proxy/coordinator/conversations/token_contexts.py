@@ -26,7 +26,7 @@ Key = tuple[str, int]  # (call id, choice)
 
 _RECORD = 500  # bytes of a context besides its ids
 _MIN_BYTES = 2**20  # the bound until a context is requested
-_READ_SECONDS = 1.0  # that a call waits for the store
+_READ_SECONDS = 2.0  # that a call waits for the store
 
 
 class TokenContexts:
