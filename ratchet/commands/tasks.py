@@ -80,7 +80,7 @@ def import_(
     Example:
       ratchet tasks import my_dataset --name sums
       ratchet tasks import questions.csv --test-size 0.2
-      ratchet tasks import verifiers:math_calculator --test-size 0.2
+      cd examples/verifiers && ratchet tasks import verifiers:math_calculator --test-size 0.2
     """
     import dataclasses
 
