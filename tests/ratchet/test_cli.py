@@ -95,8 +95,8 @@ def test_status_without_a_run_names_the_projects_that_there_are(project: Project
 def test_status_names_the_proxies_that_run_elsewhere_on_the_same_store(project: Project) -> None:
     url = str(project.folder / "store.db")
     with contextlib.closing(open_store(url)) as store:
-        heard = time.time() + 600  # the commands may be slow
-        store.proxy_instances.heartbeat(ProxyInstance("d", "http://proxy:8000", {"mail": 0}, {}, 0.0, heard))
+        last_at = time.time() + 600  # the commands may be slow
+        store.proxy_instances.heartbeat(ProxyInstance("d", "http://proxy:8000", {"mail": 0}, {}, 0.0, last_at))
     output = project.run("status", "--store", url, "--model", "mail").stdout
     assert "proxies   of this store, started elsewhere: http://proxy:8000" in output
 
@@ -155,8 +155,8 @@ def test_a_store_is_migrated_verified_and_listed(project: Project) -> None:
 def test_a_store_is_not_migrated_under_a_running_proxy(project: Project) -> None:
     file = project.folder / "store.db"
     with contextlib.closing(open_store(str(file))) as store:
-        heard = time.time() + 600  # the commands may be slow
-        store.proxy_instances.heartbeat(ProxyInstance("d", "http://proxy:8000", {"mail": 0}, {}, 0.0, heard))
+        last_at = time.time() + 600  # the commands may be slow
+        store.proxy_instances.heartbeat(ProxyInstance("d", "http://proxy:8000", {"mail": 0}, {}, 0.0, last_at))
         assert "nothing to do" in project.run("store", "migrate", "--store", str(file)).stdout
         with contextlib.closing(sqlite3.connect(file)) as connection, connection:
             connection.execute("UPDATE alembic_version SET version_num = '0000'")
