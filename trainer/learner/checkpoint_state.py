@@ -214,12 +214,8 @@ def _is_sft(loss: str) -> bool:
 
 
 def _write_adapter(trainer: RecordedGRPOTrainer, lora: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Write the adapter for serving: bf16 on the GPU, like the base model; fp32 on the CPU.
-
-    vLLM casts an adapter to its serving dtype, so fp32 on the GPU would only double the size. On the CPU the served
-    logprobs are compared with those of an fp32 trainer.
-    """
-    dtype = torch.float32 if trainer.accelerator.device.type == "cpu" else torch.bfloat16
+    """Write the adapter for serving, in the number format of the base model, to which vLLM casts it anyway."""
+    dtype = trainer.model.get_input_embeddings().weight.dtype  # also of a quantized base model
     # For embeddings peft would look up the base model's configuration, possibly on the hub.
     adapter = get_peft_model_state_dict(trainer.model, state_dict=dict(lora), save_embedding_layers=False)
     config = trainer.model.peft_config[ADAPTER].to_dict()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ratchet.trainer.learner.loss import RecordedGRPOTrainer
 
 # Settings that shape the adapters or the base model's numbers: an agent cannot have others than its learner.
-_SHAPING = ("lora_r", "target_modules", "exclude_modules", "quantization")
+_SHAPING = ("lora_r", "target_modules", "exclude_modules", "quantization", "dtype")
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory")  # in torch's messages on a GPU and on a CPU
 
 

@@ -15,6 +15,7 @@ from ratchet.trainer.learner.lora_targets import lora_config
 from ratchet.trainer.learner.loss import RecordedGRPOTrainer, loss_of
 from ratchet.trainer.learner.sharding import attach_sharded
 from ratchet.trainer.learner.trl_imports import GRPOConfig
+from ratchet.trainer.settings.adapter_and_memory import AUTO
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 
 # Between rounds there may be hours without traffic, during which the processes of a run wait for each other.
@@ -22,21 +23,23 @@ _DDP_TIMEOUT = 30 * 24 * 3600  # seconds
 
 
 def build(base_model: str, settings: LearnerSettings, output_dir: Path, sharding: str = "none") -> RecordedGRPOTrainer:
-    """Return the trainer of a new LoRA adapter, on the GPU in bf16 if there is one, else on the CPU in fp32.
+    """Return the trainer of a new LoRA adapter, on the GPU if there is one, computed in `settings.dtype`.
 
     LoRA parameters are always fp32: with AdamW at 1e-5 most updates are below bf16's resolution and would be lost.
     Raises ModelNotFound, NotAModel, or SettingError if the model lacks target_modules or the quantization is not
     installed.
     """
     on_cpu = not torch.cuda.is_available()
-    dtype = base_dtype()
+    dtype = base_dtype(settings)
     sharded = sharding == "fsdp2"
     model, tokenizer = policy_model.load(
         base_model, dtype=dtype, quantization=settings.quantization, parts=processes() if sharded else 1
     )
     choose_attention(model, settings.attn_implementation)
-    rate_controller = LearningRateController(settings, model.num_parameters(), "fp32" if on_cpu else "bf16")
-    arguments = _arguments(settings, output_dir, on_cpu, rate_controller.rate)
+    rate_controller = LearningRateController(
+        settings, model.num_parameters(), "bf16" if dtype == torch.bfloat16 else "fp32"
+    )
+    arguments = _arguments(settings, output_dir, dtype, rate_controller.rate)
     targets = settings.target_modules
     lora = lora_config(model, settings)
     try:
@@ -51,12 +54,17 @@ def build(base_model: str, settings: LearnerSettings, output_dir: Path, sharding
         ) from error
 
 
-def base_dtype() -> torch.dtype:
-    """Return the number format of the base model's weights."""
-    return torch.bfloat16 if torch.cuda.is_available() else torch.float32
+def base_dtype(settings: LearnerSettings) -> torch.dtype:
+    """Return the number format of the base model's weights and of the computation; auto: what vLLM serves by default.
+
+    bfloat16 on a GPU, and float32 on a CPU.
+    """
+    if settings.dtype == AUTO:
+        return torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    return torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
 
 
-def _arguments(settings: LearnerSettings, output_dir: Path, on_cpu: bool, learning_rate: float) -> GRPOConfig:
+def _arguments(settings: LearnerSettings, output_dir: Path, dtype: torch.dtype, learning_rate: float) -> GRPOConfig:
     low, high = settings.clip
     loss_type, level = loss_of(settings.objective)
     return GRPOConfig(
@@ -73,8 +81,8 @@ def _arguments(settings: LearnerSettings, output_dir: Path, on_cpu: bool, learni
         per_device_train_batch_size=2,
         num_generations=2,
         disable_dropout=True,
-        use_cpu=on_cpu,
-        bf16=not on_cpu,
+        use_cpu=not torch.cuda.is_available(),
+        bf16=dtype == torch.bfloat16,
         ddp_timeout=_DDP_TIMEOUT,
         ddp_find_unused_parameters=False,
         report_to="none",

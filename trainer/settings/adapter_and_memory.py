@@ -13,6 +13,9 @@ from ratchet.trainer.errors import SettingError
 
 AUTO: Literal["auto"] = "auto"
 
+# Number formats of the learner's computation, in vLLM's words.
+DTYPES = (AUTO, "bfloat16", "float32")
+
 # Quantizations of the frozen base model.
 QUANTIZATIONS = ("none", "nf4")
 
@@ -44,6 +47,9 @@ class AdapterAndMemorySettings:
                               experts of a mixture of experts, and leaves out its router and a vision tower
     exclude_modules           layers that get no adapter: names, or endings of names, as for target_modules
     token_budget              padded tokens per micro-batch; affects memory, never the result
+    dtype                     number format of the base model and of the computation: bfloat16, float32, or auto: what
+                              vLLM serves by default, bfloat16 on a GPU and float32 on a CPU; set it to `vllm.dtype`
+                              where that is set, so that the learner sees what is served; adapters stay in float32
     share_prefixes            compute a prefix that rows share once, if that is faster and the model's attention allows
                               it; never affects the result
     quantization              quantization of the frozen base model: none, or nf4 (QLoRA; needs the extra `qlora`)
@@ -61,6 +67,7 @@ class AdapterAndMemorySettings:
     target_modules: str | Sequence[str] = "all-linear"
     exclude_modules: Sequence[str] = ()
     token_budget: int = 8192
+    dtype: str = AUTO
     share_prefixes: bool = True
     quantization: str = "none"
     gradient_checkpointing: bool | Literal["auto"] = AUTO
@@ -76,6 +83,7 @@ class AdapterAndMemorySettings:
         self._require("lora_r", 1 <= self.lora_r <= MAX_SERVABLE_RANK, f"an integer from 1 to {MAX_SERVABLE_RANK}")
         self._require("target_modules", bool(self.target_modules), '"all-linear" or the names of linear layers')
         self._require("token_budget", self.token_budget >= 1, "at least 1, such as 8192")
+        self._require("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
         self._require("quantization", self.quantization in QUANTIZATIONS, f"one of {', '.join(QUANTIZATIONS)}")
         checkpointing = self.gradient_checkpointing
         self._require("gradient_checkpointing", checkpointing in (True, False, AUTO), "true, false or auto")

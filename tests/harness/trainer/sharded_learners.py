@@ -15,8 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ratchet.trainer.learner.host import LearnerHost
 from ratchet.trainer.learner.launch import rank
 from ratchet.trainer.settings.learner_process_settings import LearnerProcessSettings
@@ -58,36 +56,34 @@ LAYOUTS = [
     ProcessLayout("fsdp2", 4),
 ]
 MOST_SECONDS = 400
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 def run_group(group: ProcessLayout, models: Path, folder: Path) -> int:
     """Do every case; return the exit code."""
-    from ratchet.trainer.learner import lora
-
     for case in group.cases:
         shape, _, precision = case.rpartition("-")
-        lora.base_dtype = partial(PRECISIONS.get, precision)  # a CPU's is fp32
-        run_case(group, models / shape, folder / group.name / case, folder)
+        run_case(group, models / shape, folder / group.name / case, folder, PRECISIONS[precision])
     return 0
 
 
-def run_case(group: ProcessLayout, model: Path, folder: Path, groups: Path) -> None:
+def run_case(group: ProcessLayout, model: Path, folder: Path, groups: Path, dtype: str) -> None:
     """Train an agent beside another one, with what it scores before and after the other's rounds."""
     process = LearnerProcessSettings(
         threads=1, token_budget=120, sharding=group.sharding, num_processes=group.processes, lora_r=2,
-        gradient_checkpointing=model.name == "llama",
+        gradient_checkpointing=model.name == "llama", dtype=dtype,
     )  # fmt: skip
     host = LearnerHost(str(model), process, workdir=folder / f"work{rank()}")
     rows = build_rows(5, seed=9)
-    host.open("agent", AGENT, None)
+    agent, other = (replace(one, dtype=dtype) for one in (AGENT, OTHER))
+    host.open("agent", agent, None)
     reports = [host.train_round("agent", build_rows(count, seed=count)) for count in (7, 3)]
     before = host.score("agent", rows)
-    host.open("other", OTHER, None)
+    host.open("other", other, None)
     host.train_round("other", build_rows(6, seed=1))
     after = host.score("agent", rows)
     host.save("agent", folder / "0001")
-    host.open("agent", AGENT, folder / "0001" if rank() == 0 else folder / "followers have no file")
+    host.open("agent", agent, folder / "0001" if rank() == 0 else folder / "followers have no file")
     found: dict[str, Any] = {
         "reports": [[report.loss, report.grad_norm, report.weight_change, report.entropy] for report in reports],
         "logprobs": [list(row) for row in before],
@@ -101,7 +97,7 @@ def run_case(group: ProcessLayout, model: Path, folder: Path, groups: Path) -> N
     }
     theirs = groups / "from_none1" / folder.name
     if theirs.is_dir():  # a checkpoint of a process that holds the whole model
-        host.open("agent", AGENT, theirs)
+        host.open("agent", agent, theirs)
         found["read_from_whole"] = [list(row) for row in host.score("agent", rows)]
         host.save("agent", folder / "0002")
     if rank() == 0:
