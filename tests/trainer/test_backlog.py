@@ -93,6 +93,23 @@ def test_groups_too_old_for_training_are_not_judged(store: Store) -> None:
     assert store.trajectories.get("grp_00000000-a").drop_reason == DropReason.STALE
 
 
+def test_training_waits_while_max_staleness_unproven_versions_are_ahead_and_drops_nothing(store: Store) -> None:
+    waiting = backlog(store, max_staleness=2, groups_per_round=1)
+    for version in (0, 1):
+        arrive(store, 0, 1, first=version)
+        groups = waiting.judged()
+        assert waiting.is_round_due(waiting.weight(groups), 0.0)
+        held = store.rounds.start("agent", version)
+        ids = [group.id for group in groups]
+        store.rounds.commit(held.id, version=version + 1, checkpoint=f"c/{version}", groups=ids, metrics={})
+        store.policies.mark_unproven("agent", version + 1, {}, reason="lost in rounding")
+    arrive(store, 0, 1, first=2)
+    assert not waiting.is_round_due(waiting.weight(waiting.judged()), 1e9)
+    assert not store.groups.drop_counts("agent"), "what the live version samples is not too old yet"
+    store.policies.promote("agent", 2, {})
+    assert waiting.is_round_due(waiting.weight(waiting.judged()), 0.0)
+
+
 def test_a_group_that_lost_too_many_members_is_neither_judged_nor_trained(store: Store) -> None:
     waiting = backlog(store, groups_per_round=1)
     alone = agents_work(store, "single", [1.0])

@@ -1,4 +1,4 @@
-"""A version that rounding hides serves nobody, is trained on, makes no sample older, and keeps what resuming needs."""
+"""An unproven version serves nobody, is trained on, makes samples older, and keeps what resuming needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from ratchet.store.records import Policy
 from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
-from ratchet.trainer.controller.rounds.staleness import oldest_fresh
+from ratchet.trainer.controller.rounds.staleness import age, oldest_fresh, versions_ahead
 from ratchet.trainer.observability.metrics import TrainerMetrics
 from ratchet.trainer.release.retention import retained
 from ratchet.trainer.rows.probes import contexts
@@ -73,13 +73,21 @@ def versions(**states: PolicyState) -> list[Policy]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("between", [PolicyState.REJECTED, PolicyState.UNPROVEN])
-def test_rejected_and_unproven_numbers_are_no_staleness(between: PolicyState) -> None:
+def test_rejected_numbers_are_no_staleness() -> None:
     """Live is 20, built on 10: what 10 sampled is one step old, and what 9 sampled two."""
     states = {f"v{number}": PolicyState.RETIRED for number in range(1, 11)}
-    states |= {f"v{number}": between for number in range(11, 20)} | {"v20": PolicyState.LIVE}
+    states |= {f"v{number}": PolicyState.REJECTED for number in range(11, 20)} | {"v20": PolicyState.LIVE}
     known = versions(**states)
     assert [oldest_fresh(known, most) for most in (0, 1, 2)] == [20, 10, 9]
+    assert (age(known, 10, 20), versions_ahead(known)) == (1, 0)
+
+
+def test_every_unproven_version_makes_what_the_live_one_samples_a_version_older() -> None:
+    states = {"v1": PolicyState.LIVE} | {f"v{number}": PolicyState.UNPROVEN for number in (2, 3, 4)}
+    known = versions(**states)
+    assert [age(known, sampled, 4) for sampled in (0, 1, 4)] == [4, 3, 0]
+    assert versions_ahead(known) == 3
+    assert [oldest_fresh(known, most) for most in (0, 2, 3)] == [4, 2, 1]
 
 
 def test_where_training_goes_on_keeps_its_state_however_many_were_rejected_since() -> None:

@@ -1,7 +1,9 @@
 """How old a sample may be, counted in trained versions. Pure.
 
-A prompt version changes no weights, and a rejected version is not part of later ones. The changes of unproven versions
-are too small to tell from rounding; together they are the step of the next proven version.
+A prompt version changes no weights, and a rejected version is not part of later ones: neither makes a sample older. An
+unproven version does: it serves nobody, but training continues from it, so each one leads further away from the version
+that sampled. What decides here is what was trained, not what a proof could tell from rounding: without them, the learner
+would compare what an old version sampled with itself as if it were fresh, and reject it.
 """
 
 from __future__ import annotations
@@ -10,8 +12,6 @@ from collections.abc import Sequence
 
 from ratchet.store.records import BASE_VERSION, Policy
 from ratchet.store.states import PolicyState
-
-_NO_STEPS = (PolicyState.REJECTED, PolicyState.UNPROVEN)
 
 
 def oldest_fresh(policies: Sequence[Policy], max_staleness: int) -> int:
@@ -37,4 +37,5 @@ def age(policies: Sequence[Policy], sampled: int, version: int) -> int:
 
 def _steps(policies: Sequence[Policy]) -> set[int]:
     """Return the versions that changed the weights and are part of later ones."""
-    return {policy.version for policy in policies if policy.round_id is not None and policy.state not in _NO_STEPS}
+    trained = (policy for policy in policies if policy.round_id is not None)
+    return {policy.version for policy in trained if policy.state is not PolicyState.REJECTED}
