@@ -18,6 +18,7 @@ from enum import StrEnum
 from ratchet.store.coordination.proxies import PROXY_TIMEOUT_SECONDS
 from ratchet.store.errors import StoreUnavailable
 from ratchet.store.records import BASE_VERSION, Policy
+from ratchet.store.reports.unproven_versions import read_unproven
 from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
 from ratchet.trainer.adapters.replica_fleet import ask_all
@@ -42,10 +43,6 @@ log = logging.getLogger(__name__)
 
 UNPROVEN = "swap_unproven"  # alarm
 BROKEN = "version_broken"  # alarm
-REMEDY = (
-    "If this lasts: raise learner.target_kl or learning_rate, train larger rounds (groups_per_round), or serve "
-    "and train in float32"
-)
 
 
 class PublishResult(StrEnum):
@@ -227,12 +224,8 @@ class Publisher:
         name = version_name(candidate)
         evidence = _evidence(proofs) | {"reason": reason}
         self._store.policies.mark_unproven(self._alias, candidate.version, evidence, reason=reason)
-        unproven = self._store.policies.list_unproven(self._alias)
-        self._store.alarms.raise_(
-            f"{UNPROVEN}:{self._alias}",
-            f"{name} serves nobody, nor do {len(unproven) - 1} before it: {reason}; training goes on, and "
-            f"the next version is measured against what is in service. {REMEDY}",
-        )
+        if (unproven := read_unproven(self._store, self._alias)) is not None:
+            self._store.alarms.raise_(f"{UNPROVEN}:{self._alias}", unproven.describe())
         log.warning("event=policy_unproven policy=%s reason=%r", name, reason)
         self._unload_candidate(candidate)
         return PublishResult.UNPROVEN
