@@ -320,6 +320,26 @@ def test_tokens_that_are_mostly_left_out_are_an_alarm_with_the_reasons() -> None
     assert "600 tokens greedy (sampled at temperature 0" in str(found.reason)
 
 
+@pytest.mark.parametrize(("rejected", "alarmed"), [(0, False), (32, False), (33, True)])
+def test_more_than_a_quarter_of_the_newest_rounds_rows_rejected_is_an_alarm(rejected: int, alarmed: bool) -> None:
+    newest = rounds(1, rows=128, rows_rejected=rejected, logprob_abs_diff_mean=0.06)
+    found = one(check_rounds(newest + rounds(4, rows=128, rows_rejected=128), SETTINGS), "rows_rejected")
+    assert (found.metric, found.value) == ("ratchet_rejected_row_ratio", rejected / 128)
+    assert (found.reason is not None) is alarmed
+
+
+def test_the_alarm_about_rejected_rows_tells_old_rows_from_another_number_format() -> None:
+    figures = {"rows": 8, "rows_rejected": 6, "logprob_abs_diff_mean": 0.06}
+    reason = str(one(check_rounds(rounds(1, **figures), SETTINGS), "rows_rejected").reason)
+    assert reason.startswith("6 of 8 rows rejected (75%) in the newest round")
+    assert "all rows differ by 0.060 nats a token" in reason
+    assert "first version sampled by: 0.001." in reason
+    for remedy in ("vllm.dtype, learner.dtype", "`ratchet status`", "learner.learning_rate"):
+        assert remedy in reason
+    old = one(check_rounds(rounds(1, **figures, fresh_tokens_compared=0), SETTINGS), "rows_rejected")
+    assert "there are none" in str(old.reason)
+
+
 def test_before_the_first_round_there_is_nothing_to_say() -> None:
     assert check_rounds([], SETTINGS) == []
     assert check_drift([], SETTINGS) == []

@@ -42,6 +42,7 @@ _FINDING_METRICS = {
     "ratchet_second_judge_tau": ("Kendall's tau between the first and the second judge", None),
     "ratchet_logprob_mismatch_nats": ("Mean |trainer - engine| logprob of the last rounds", None),
     "ratchet_untrained_token_ratio": ("Share of sampled tokens that the last rounds did not train", None),
+    "ratchet_rejected_row_ratio": ("Share of the newest round's rows that the off-policy limit rejected", None),
     "ratchet_invalid_tool_call_ratio": ("Share of a version's tool calls that were invalid", "version"),
     "ratchet_question_ratio": ("Share of a version's answers that ask in place of acting", "version"),
 }
@@ -278,7 +279,7 @@ def _families() -> dict[str, _Family]:
         GaugeMetricFamily("ratchet_live_version", "Version that is live", labels=["alias"]),
         GaugeMetricFamily(
             "ratchet_unproven_versions",
-            "Versions that differ too little from the live one to be proven",
+            "Versions newer than the live one whose proof is undecided",
             labels=["alias"],
         ),
         GaugeMetricFamily("ratchet_release_pending_approval", "1 while a version needs approval", labels=["alias"]),

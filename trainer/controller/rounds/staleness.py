@@ -2,8 +2,8 @@
 
 A prompt version changes no weights, and a rejected version is not part of later ones: neither makes a sample older. An
 unproven version does: it serves nobody, but training continues from it, so each one leads further away from the version
-that sampled. What decides here is what was trained, not what a proof could tell from rounding: without them, the learner
-would compare what an old version sampled with itself as if it were fresh, and reject it.
+that sampled. What was trained decides here, not what a proof could tell from rounding: without them, the learner would
+hold what an old version sampled to the limit for fresh rows, and reject it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of the last rounds: trainer and engine agree, and most sampled tokens were trained. Pure."""
+"""Checks of the last rounds: trainer and engine agree, most tokens were trained, and few rows rejected. Pure."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ from collections.abc import Sequence
 
 from ratchet.store.reasons import describe_untrained
 from ratchet.store.records import Round
+from ratchet.store.reports.rejected_rows import rejected_rows
 from ratchet.store.states import RoundState
 from ratchet.trainer.observability.finding import Finding
 from ratchet.trainer.rows.roles import UNTRAINED_ROLE
 from ratchet.trainer.settings.sentinel_settings import SentinelSettings
 
-CHECKS = frozenset({"logprob_mismatch", "untrained_tokens"})
+CHECKS = frozenset({"logprob_mismatch", "untrained_tokens", "rows_rejected"})
 MAX_ROUNDS = 5  # committed ones
 
 
 def check_rounds(rounds: Sequence[Round], settings: SentinelSettings) -> list[Finding]:
     """Return the findings of the newest committed rounds; none before the first commit. `rounds`: newest first."""
     committed = [one for one in rounds if one.state is RoundState.COMMITTED][:MAX_ROUNDS]
-    return [_check_mismatch(committed, settings), _check_untrained(committed, settings)] if committed else []
+    if not committed:
+        return []
+    return [_check_mismatch(committed, settings), _check_untrained(committed, settings), _check_rejected(committed[0])]
 
 
 def _check_mismatch(committed: Sequence[Round], settings: SentinelSettings) -> Finding:
@@ -51,3 +54,9 @@ def _check_untrained(committed: Sequence[Round], settings: SentinelSettings) -> 
             f"{describe_untrained(untrained)}"
         )
     return Finding("untrained_tokens", "ratchet_untrained_token_ratio", "", share, reason)
+
+
+def _check_rejected(newest: Round) -> Finding:
+    found = rejected_rows(newest.metrics)
+    share, reason = (found.share, found.alarm_reason()) if found is not None else (0.0, None)
+    return Finding("rows_rejected", "ratchet_rejected_row_ratio", "", share, reason)
