@@ -15,9 +15,11 @@ from ratchet.settings.state_folder import SERVICES, StateFolder
 from ratchet.status.agents_table import agents_table
 from ratchet.store.reasons import UNTRAINED, drop_meaning
 from ratchet.store.reports.policy_movement import recent_movements
+from ratchet.store.reports.rejected_rows import rejected_rows
 from ratchet.store.reports.release_status import describe_release, read_release
 from ratchet.store.reports.undecided_versions import read_awaiting_approval, read_ramp_scores
-from ratchet.store.states import PolicyState, TuningState
+from ratchet.store.reports.unproven_versions import read_unproven
+from ratchet.store.states import PolicyState, RoundState, TuningState
 from ratchet.supervisor import pidfile
 from ratchet.supervisor.project_lock import orphaned_pid
 from ratchet.supervisor.up import last_proxy_url, read_run_state
@@ -146,6 +148,8 @@ def _agent(store: Store, settings: Settings) -> dict[str, Any]:
         "rounds": {str(state): sum(r.state is state for r in rounds) for state in sorted({r.state for r in rounds})},
         "next_round": next_round(store, settings),
         "policy_change": _policy_change(store, settings.model),
+        "rejected_rows": _rejected_rows(rounds),
+        "unproven": _unproven(store, settings.model),
         "live": {"model": settings.model, "version": live.version} if live else None,
         "base_model": {"name": base.name, "files": dict(base.file_digests)} if base else None,
         "release": read_release(store, settings.model),
@@ -194,6 +198,19 @@ def _policy_change(store: Store, alias: str) -> dict[str, Any] | None:
     return None if newest is None else dataclasses.asdict(newest) | {"size": newest.size, "meaning": newest.describe()}
 
 
+def _rejected_rows(newest_first: Sequence[Round]) -> dict[str, Any] | None:
+    """Return how many rows the newest committed round rejected, of how many."""
+    newest = next((one for one in newest_first if one.state is RoundState.COMMITTED), None)
+    found = rejected_rows(newest.metrics) if newest is not None else None
+    return None if found is None else dataclasses.asdict(found) | {"meaning": found.describe()}
+
+
+def _unproven(store: Store, alias: str) -> dict[str, Any] | None:
+    """Return the unproven versions that are newer than the live one, with the reason and remedies."""
+    found = read_unproven(store, alias)
+    return None if found is None else dataclasses.asdict(found) | {"meaning": found.describe()}
+
+
 def format_ramp(scores: dict[str, Any]) -> str:
     """Describe the scores of the version in its ramp and of the live one."""
     sides = [(side, scores[side]["count"], scores[side]["mean"]) for side in ("ramp", "live")]
@@ -203,7 +220,16 @@ def format_ramp(scores: dict[str, Any]) -> str:
 
 
 def status_lines(status: dict[str, Any]) -> list[str]:
-    """Return the status as lines of text."""
+    """Return the status as lines of text: unproven versions first, because nothing improves while they serve nobody."""
+    return [*_unproven_lines(status["store"]), *_project_lines(status)]
+
+
+def _unproven_lines(store: dict[str, Any] | None) -> list[str]:
+    agents = [] if store is None else store["agents"].values() if "agents" in store else [store]
+    return [agent["unproven"]["meaning"] for agent in agents if agent["unproven"]]
+
+
+def _project_lines(status: dict[str, Any]) -> list[str]:
     text = [f"project {status['project']}: {'up' if status['ready'] else 'starting' if status['running'] else 'down'}"]
     if (pid := status["orphaned_pid"]) is not None:
         text = [
@@ -257,8 +283,11 @@ def _agent_lines(store: dict[str, Any]) -> list[str]:
     text.append("  rounds        " + _counts(store["rounds"]))
     if store["next_round"]:
         text.append(f"  next round    {next_round_line(store['next_round'])}")
-    if change := store["policy_change"]:
-        text.append(f"  last round    changed the policy by {change['meaning']}")
+    change, rejected = store["policy_change"], store["rejected_rows"]
+    last_round = [f"changed the policy by {change['meaning']}"] if change else []
+    last_round += [rejected["meaning"]] if rejected else []
+    if last_round:
+        text.append(f"  last round    {'; '.join(last_round)}")
     if store["live"]:
         text.append(f"  live policy   {store['live']['model']}@{store['live']['version']}")
     if base := store["base_model"]:

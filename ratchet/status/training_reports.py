@@ -59,20 +59,21 @@ def tool_lines(tools: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def report_lines(report: LearningReport) -> list[str]:
-    """Return the report as lines of text."""
+    """Return the report as lines of text: unproven versions first, then the answer."""
+    first = [report.unproven] if report.unproven else []
     text = [
         f"  @{v.version:<5} {v.count:>6} scored   mean {v.mean:.3f}   95% {v.low:.3f} to {v.high:.3f}"
         for v in report.versions
     ]
     if report.missing:
-        return ["is it learning?  not known yet: " + report.missing, *text]
+        return [*first, f"is it learning?  not known yet: {report.missing}", *text]
     for family in report.families:
         before, after = family.before, family.after
         text.append(f"{family.family}: before {_window(before)}, after {_window(after)}: {_gain(family.gain)}")
         if family.same_tasks is not None:
             text.append(f"  on the {family.same_tasks.count} tasks seen by both: {_gain(family.same_tasks)}")
     text += [f"  {note}" for note in report.notes]
-    return [f"is it learning?  {report.families[0].gain.verdict}", *text]
+    return [*first, f"is it learning?  {report.families[0].gain.verdict}", *text]
 
 
 def save_report_plot(report: LearningReport, path: Path) -> None:

@@ -45,6 +45,7 @@ class LearningReport:
     versions: tuple[VersionScore, ...]
     missing: str | None  # why there is no comparison
     notes: tuple[str, ...] = ()  # missing scores, pooled versions, wide intervals
+    unproven: str | None = None  # versions that serve nobody, whose traffic is therefore missing; why, and the remedies
 
 
 def tallies(scores: Sequence[PastScore]) -> list[Tally]:
@@ -73,7 +74,7 @@ def learning_report(
     versions = {version: found for version, found in scored.items() if version not in left_out}
     if len(versions) < 2:
         served = f"only version {next(iter(versions))} has any" if versions else "none has any"
-        return LearningReport((), curve, f"not known yet: two versions need scores; {served}")
+        return LearningReport((), curve, f"two versions need scores; {served}")
     sides = _sides(versions)
     if sides is None:
         count = sum(_sums(one).count for one in versions.values())

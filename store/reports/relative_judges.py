@@ -6,10 +6,12 @@ judge counts as absolute.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ratchet.store.reports.learning_report import LearningReport, learning_report, relative_report
 from ratchet.store.reports.policy_movement import recent_movements
+from ratchet.store.reports.unproven_versions import read_unproven
 from ratchet.store.states import PolicyState
 
 if TYPE_CHECKING:
@@ -33,7 +35,14 @@ def is_relative(store: Store, alias: str, version: str | None) -> bool:
 
 
 def read_learning_report(store: Store, alias: str) -> LearningReport:
-    """Return the learning report on the newest judge's scores; without figures if they are relative."""
+    """Return the learning report on the newest judge's scores, with the unproven versions; without figures if the
+    scores are relative.
+    """
+    unproven = read_unproven(store, alias)
+    return replace(_learning_report(store, alias), unproven=unproven and unproven.describe())
+
+
+def _learning_report(store: Store, alias: str) -> LearningReport:
     judge = store.groups.newest_judge_version(alias)
     if is_relative(store, alias, judge):
         return relative_report()

@@ -103,5 +103,7 @@ def test_the_overview_reports_what_status_reports(start: Start, store: Store) ->
     assert work["means"] == {"tokens": 42.67, "reward": 0.5}
     assert sum(overview["trajectories"].values()) == 202
     assert [one["to_version"] for one in overview["rounds"]] == [5, 4, 3, 2, 1]
+    newest = overview["rounds"][0]["metrics"]
+    assert (newest["rows"], newest["rows_rejected"]) == (8, 1)
     assert overview["rounds"][0]["policy_movement"] == "0.004 nats a token (k3) at rate 0.002: healthy"
     assert overview["alarms"][0]["name"] == "no_signal"

@@ -31,6 +31,47 @@ def scored(project: Project, version: int, score: float, count: int) -> None:
     store.close()
 
 
+def unproven(project: Project, count: int, **metrics: float) -> None:
+    """Rounds whose versions stay unproven."""
+    store = open_store(str(project.folder / "s.db"))
+    store.policies.register_base("policy", "policy")
+    for version in range(1, count + 1):
+        held = store.rounds.start("policy", version - 1)
+        store.rounds.commit(held.id, version=version, checkpoint="x", groups=[], metrics=metrics)
+        store.policies.mark_unproven("policy", version, {}, reason=f"version {version} is lost in rounding")
+    store.close()
+
+
+def test_unproven_versions_are_the_first_line_of_the_report_and_not_known_yet_stands_once(project: Project) -> None:
+    project.write(store="sqlite:///s.db", model="policy")
+    scored(project, 0, 0.5, 40)
+    unproven(project, 4)
+    first, second, *_ = project.call("status", "--report").stdout.splitlines()
+    assert first.startswith("4 versions unproven: version 4 is lost in rounding; ")
+    assert "vllm.dtype, learner.dtype" in first
+    assert second == "is it learning?  not known yet: two versions need scores; only version 0 has any"
+    assert json.loads(project.call("status", "--report", "--json").stdout)["unproven"] == first
+
+
+def test_status_begins_with_unproven_versions_and_shows_how_many_rows_a_round_rejected(project: Project) -> None:
+    project.write(store="sqlite:///s.db", model="policy")
+    unproven(project, 2, rows=128, rows_rejected=24)
+    first, second, *rest = project.call("status").stdout.splitlines()
+    assert first.startswith("2 versions unproven: version 2 is lost in rounding; ")
+    assert second == "project default: down"
+    assert "  last round    24 of 128 rows rejected (19%)" in rest
+    found = json.loads(project.call("status", "--json").stdout)["store"]
+    assert (found["unproven"]["versions"], found["rejected_rows"]["rejected"]) == ([1, 2], 24)
+
+
+def test_each_agents_unproven_versions_stand_before_the_table_of_agents(project: Project) -> None:
+    project.write(store="sqlite:///s.db", agents={"policy": {}, "mail": {}})
+    unproven(project, 1)
+    first, second, *_ = project.call("status").stdout.splitlines()
+    assert first.startswith("1 version unproven: version 1 is lost in rounding; policy@1 serves nobody")
+    assert second == "project default: down"
+
+
 @pytest.mark.slow
 def test_the_report_says_better_with_its_interval_and_draws_it(project: Project) -> None:
     project.write(store="sqlite:///s.db")

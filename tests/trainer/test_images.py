@@ -166,7 +166,8 @@ def test_the_status_names_images_among_what_was_left_out() -> None:
         "trajectories": {}, "dropped": {}, "dropped_groups": {}, "untrained_tokens": {"image": 12}, "resamples": {},
         "rounds": {}, "live": None, "release": None, "unprotected": False, "ramp": None,
         "pending_approval": None, "decisions": [], "alarms": [], "interrupted_runs": [],
-        "proxies": [], "next_round": None, "policy_change": None, "base_model": None,
+        "proxies": [], "next_round": None, "policy_change": None, "base_model": None, "rejected_rows": None,
+        "unproven": None,
     }  # fmt: skip
     status = {
         "project": "p", "running": True, "ready": True, "base_url": None, "console": None, "services": {},

@@ -37,6 +37,8 @@ _ROUND_METRICS = (
     "tokens_trained",
     "seconds",
     "approx_kl",
+    "rows",
+    "rows_rejected",
 )
 
 

@@ -102,7 +102,7 @@ def _train(store: Store, version: int, group: str, names: Sequence[str], reward:
         "logprob_change_positive_mean": 0.002,
         "learning_rate": 2e-3,
     }
-    metrics |= {"dtype": "fp32"}
+    metrics |= {"dtype": "fp32", "rows": 8, "rows_rejected": 1}
     store.rounds.commit(round_.id, version=version + 1, checkpoint=f"c/{version + 1}", groups=[group], metrics=metrics)
     trained = [
         AnswerTraining(call_id=f"call_{name}", choice=0, advantage=0.75, mismatch=struct.pack("<2e", 0.25, -0.5))

@@ -160,14 +160,21 @@ function rounds({ found, relative }) {
     single && points.length > 1 ? [h("p", { class: "dim small" }, "Mean reward by version made; a click lists the trajectories that a round trained on."),
       curve(points, { what: "mean reward of rounds", link: (version) => listed({ round: ids.get(version) }), small: true })] : null,
     h("div", { class: "scroll" }, h("table", {},
-      h("thead", {}, h("tr", {}, ["Version", "Reward", "Trajectories", "Tokens", "Moved", "Time", "Ended"].map((name) => h("th", { scope: "col" }, name)))),
+      h("thead", {}, h("tr", {}, ["Version", "Reward", "Trajectories", "Rejected rows", "Tokens", "Moved", "Time", "Ended"].map((name) => h("th", { scope: "col" }, name)))),
       h("tbody", {}, found.slice(0, 8).map((one) => h("tr", { title: one.reason },
         h("td", {}, one.state === "committed" ? h("a", { href: listed({ round: one.id }), title: "the trajectories that it trained on" }, `${one.alias}@${one.to_version}`) : h("span", { class: `tag ${one.state}` }, one.state)),
         h("td", { class: "num" }, relative.includes(one.alias) ? "relative" : score(one.metrics.reward)), h("td", { class: "num" }, count(one.metrics.trajectories)),
+        rejected(one.metrics),
         h("td", { class: "num" }, count(one.metrics.tokens_trained)),
         h("td", { class: "num", title: one.policy_movement ?? "" }, one.metrics.approx_kl === undefined ? NONE : one.metrics.approx_kl.toPrecision(2)),
         h("td", { class: "num" }, seconds(one.metrics.seconds)),
         h("td", {}, ago(one.ended_at))))))));
+}
+
+/** Rows that a policy too far from the one that is trained has sampled. */
+function rejected({ rows, rows_rejected: n }) {
+  if (!rows || n === undefined) return h("td", { class: "num" }, NONE);
+  return h("td", { class: `num${n > 0.25 * rows ? " bad" : ""}`, title: "sampled by a policy too far from the one that is trained" }, `${count(n)} of ${count(rows)}`);
 }
 
 function ofProxy(proxy) {
