@@ -34,6 +34,7 @@ def test_vllm_is_started_as_up_starts_it(services: dict[str, Any], tmp_path: Pat
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     for name in ("model.safetensors", "tokenizer.json"):
         (tmp_path / name).write_text("{}")
+    (tmp_path / "chat_template.jinja").write_text("{{ tools }}<tool_call>")
     options: dict[tuple[str, ...], tuple[str, Any]] = {
         ("base_model",): ("x", str(tmp_path)),
         ("model",): ("x", "agent"),

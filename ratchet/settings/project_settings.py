@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, TypeAdapter, fie
 from ratchet.proxy.model_list import ModelEntry
 from ratchet.settings.setting_errors import is_option, readable_errors
 from ratchet.settings.state_folder import StateFolder
+from ratchet.trainer.planning.gpu_memory import MAX_NUM_SEQS
 from ratchet.trainer.settings.adapter_and_memory import SERVABLE_RANKS
 from ratchet.trainer.settings.adapter_settings import AdapterSettings
 from ratchet.trainer.settings.value_types import Devices
@@ -66,10 +67,12 @@ class VllmSettings(BaseModel):
     command: tuple[str, ...] = Field((), description="program that starts vLLM's API server; empty: this Python's vLLM")
     host: str = Field("127.0.0.1", description="loopback address that vLLM listens on")
     port: int = Field(8001, ge=0, le=65535, description="port of vLLM, which agents do not use; 0: any free port")
-    dtype: str = Field("auto", description="data type of the weights, as vLLM's --dtype")
+    dtype: str = Field(
+        "auto", description="data type of the weights, as vLLM's --dtype; auto: the model's own, without a GPU float32"
+    )
     max_model_len: int | None = Field(None, ge=1, description="maximum context length in tokens; null: the model's own")
-    max_num_seqs: int | None = Field(
-        None, ge=1, description="maximum number of concurrent sequences; null: vLLM's default"
+    max_num_seqs: int = Field(
+        MAX_NUM_SEQS, ge=1, description="maximum number of concurrent sequences, as vLLM's --max-num-seqs"
     )
     max_lora_rank: int | None = Field(None, ge=1, description="maximum LoRA rank; null: fits learner.lora_r")
     max_loras: int | None = Field(
@@ -88,7 +91,14 @@ class VllmSettings(BaseModel):
         "the learner has others",
     )
     cpu_kvcache_gb: int = Field(1, ge=1, description="on a CPU: GiB of memory for the KV cache")
-    tool_call_parser: str = Field("auto", description="vLLM's --tool-call-parser; auto: by model family; none: off")
+    tool_call_parser: str = Field(
+        "auto", description="vLLM's --tool-call-parser; auto: the one for the model's chat template; none: off"
+    )
+    reasoning_parser: str = Field(
+        "auto",
+        description="vLLM's --reasoning-parser, which returns thoughts as `reasoning`, apart from `content`; auto: the "
+        "one for the model's chat template; none: off",
+    )
     start_timeout_seconds: float = Field(900.0, gt=0, description="seconds in which vLLM must become ready")
     enforce_strict_tool_calling: bool = Field(
         False, description="constrain calls of `strict` tools by a grammar; such calls are not trained on"

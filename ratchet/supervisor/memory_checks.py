@@ -26,7 +26,6 @@ _MIB = 2**20
 # Without a formula: half of a GPU that is shared, vLLM's own default of another.
 _UNPLANNED_SHARED, _UNPLANNED = 0.5, 0.9
 _FEW_TOKENS = 1024
-_DEFAULT_MAX_NUM_SEQS = 256  # of vLLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +97,7 @@ def _placement(
         gpu_memory_utilization=own.gpu_memory_utilization,
         max_model_len=own.max_model_len,
         max_loras=max_loras(settings),
-        max_num_seqs=own.max_num_seqs or _DEFAULT_MAX_NUM_SEQS,
+        max_num_seqs=own.max_num_seqs,
         max_lora_rank=rank,
         lora_r=process.lora_r,
         target_modules=process.target_modules,

@@ -92,6 +92,7 @@ def plan_services(settings: Settings, *, config: Path) -> LaunchPlan:
     proxy_url = _proxy_url(settings)
     vllm_url = local_url(settings.vllm.host, settings.vllm.port)
     vllm = vllm_command.build_command(settings, settings.vllm.port)
+    notes += vllm.notes
     services = [_vllm_service(settings, vllm, vllm_url), _proxy_service(settings, proxy_url, config)]
     token = secrets.token_urlsafe(32) if starts_learner and not os.environ.get(TOKEN_VARIABLE) else None
     if settings.has_judge:

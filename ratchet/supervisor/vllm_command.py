@@ -6,10 +6,7 @@ torch, and starts nothing.
 
 from __future__ import annotations
 
-import ast
-import difflib
 import importlib.util
-import json
 import os
 import re
 import shlex
@@ -20,13 +17,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-from ratchet.errors import BaseModelNotFound, SettingsError, VllmNotFound
+from ratchet.errors import BaseModelNotFound, VllmNotFound
 from ratchet.settings.masking import mask_arguments, mask_variables
-from ratchet.settings.project_settings import STRICT_TOOL_CALLING, Settings, VllmSettings
+from ratchet.settings.project_settings import STRICT_TOOL_CALLING, Settings
 from ratchet.store.install_hint import install_hint
 from ratchet.supervisor.adapter_slots import max_cpu_loras, max_loras
+from ratchet.supervisor.output_parsers import OutputParsers, find_parsers
 from ratchet.trainer.adapters.vllm_resolver import ratchet_adapter_files
 from ratchet.trainer.settings.adapter_and_memory import MAX_SERVABLE_RANK, SERVABLE_RANKS
 from ratchet.trainer.settings.value_types import VARIABLE, pinned
@@ -39,29 +36,8 @@ _PLUGIN = "ratchet_vllm_cpu"
 LORA_RESOLVER = Path(ratchet_adapter_files.__file__).parent
 
 _CPUS_TO_SHARE = 4
+_CPU_BLOCK = 32  # tokens; the smallest that vLLM takes on a CPU
 _HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
-# The chat template's markup of tool calls selects the parser; without such markup, the model's family does.
-_BY_TEMPLATE = (("<function=", "qwen3_coder"), ("<tool_call>", "hermes"), ("[TOOL_CALLS]", "mistral"))
-_BY_FAMILY = (
-    ("llama4", "llama4_pythonic"),
-    ("llama", "llama3_json"),
-    ("mistral", "mistral"),
-    ("ministral", "mistral"),
-    ("qwen3coder", "qwen3_coder"),
-    ("qwen", "hermes"),
-    ("hermes", "hermes"),
-    ("smollm", "hermes"),
-    ("granite4", "granite4"),
-    ("granite", "granite"),
-    ("gptoss", "openai"),
-    ("gemma4", "gemma4"),
-    ("functiongemma", "functiongemma"),
-    ("deepseekv3", "deepseek_v3"),
-    ("glm4", "glm45"),
-    ("phi4", "phi4_mini_json"),
-    ("internlm", "internlm"),
-    ("olmo3", "olmo3"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +46,7 @@ class VllmCommand:
 
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
+    notes: tuple[str, ...] = ()  # what was chosen for the model, for the user
 
     def __str__(self) -> str:
         """The command for a shell; values that look secret are masked."""
@@ -81,7 +58,10 @@ def build_command(settings: Settings, port: int, *, gpu: bool | None = None) -> 
     """Return the command for the project's model on `port`. Raises VllmNotFound or BaseModelNotFound."""
     model = check_model(settings.base_model)
     gpu = has_visible_gpu(settings) if gpu is None else gpu
-    return VllmCommand(_arguments(settings, model, port, gpu), _environment(settings, model, gpu))
+    parsers = find_parsers(model, settings.vllm, elsewhere=bool(settings.vllm.command))
+    arguments = _arguments(settings, model, port, parsers, gpu)
+    notes = (*parsers.notes, *_number_format_note(settings, gpu))
+    return VllmCommand(arguments, _environment(settings, model, gpu), notes)
 
 
 def served_name(settings: Settings) -> str:
@@ -173,89 +153,47 @@ def is_folder(model: str) -> bool:
     return Path(model).is_absolute()
 
 
-def tool_call_parser(model: str) -> str | None:
-    """Return vLLM's parser for the tool calls of this model; None if it is unknown."""
-    folder = Path(model)
-    template = _chat_template(folder)
-    for mark, parser in _BY_TEMPLATE:
-        if mark in template:
-            return parser
-    family = str(_json(folder / "config.json").get("model_type", "")) if folder.is_dir() else model
-    bare = re.sub(r"[^a-z0-9]", "", family.lower())
-    return next((parser for name, parser in _BY_FAMILY if name in bare), None)
+def number_format(settings: Settings, gpu: bool) -> str:
+    """Return vLLM's --dtype. Without a GPU `auto` is the format in which the learner computes there, float32.
 
-
-def _known_parser(own: VllmSettings) -> str:
-    """Return the tool call parser in the settings. Raises SettingsError if the installed vLLM does not have it."""
-    wanted, names = own.tool_call_parser, _parsers_of_vllm()
-    elsewhere = own.command or any(argument.startswith("--tool-parser-plugin") for argument in own.extra_args)
-    if wanted == "none" or wanted in names or elsewhere or not names:
-        return wanted
-    likely = difflib.get_close_matches(wanted, names, n=1, cutoff=0.0)
-    raise SettingsError(
-        f"vllm.tool_call_parser: {wanted!r} is not a parser of vLLM; the nearest is {likely[0]}. vLLM has "
-        f"{', '.join(names)}. auto chooses by model family, none turns tool calls off"
-    )
-
-
-def _parsers_of_vllm() -> list[str]:
-    """Return the tool call parsers of the installed vLLM, read from its source; empty if they are not found.
-
-    Importing vLLM would take seconds and load torch.
+    Of a small step that is trained in float32, bfloat16 serves a part or nothing.
     """
-    found = importlib.util.find_spec("vllm")
-    for folder in (found.submodule_search_locations or []) if found else []:
-        try:
-            tree = ast.parse((Path(folder) / "tool_parsers" / "__init__.py").read_text())
-        except (OSError, SyntaxError):
-            continue
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Dict) and node.keys and all(isinstance(key, ast.Constant) for key in node.keys):
-                return sorted(str(key.value) for key in node.keys if isinstance(key, ast.Constant))
-    return []
+    if settings.vllm.dtype != "auto" or gpu:
+        return settings.vllm.dtype
+    learner = str(settings.learner.get("dtype", "auto"))
+    return "float32" if learner == "auto" else learner
 
 
-def _chat_template(folder: Path) -> str:
-    for file in (folder / "chat_template.jinja", folder / "chat_template.json", folder / "tokenizer_config.json"):
-        if file.is_file():
-            template = file.read_text() if file.suffix == ".jinja" else _json(file).get("chat_template")
-            if template:
-                return str(template)
-    return ""
+def _number_format_note(settings: Settings, gpu: bool) -> tuple[str, ...]:
+    found = number_format(settings, gpu)
+    if found == settings.vllm.dtype:
+        return ()
+    return (f"no GPU: vLLM serves {found}, in which the learner computes (vllm.dtype)",)
 
 
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise BaseModelNotFound(f"base model: {file} cannot be read as JSON: {error}") from error
-    return content if isinstance(content, dict) else {}
-
-
-def _arguments(settings: Settings, model: str, port: int, gpu: bool) -> tuple[str, ...]:
+def _arguments(settings: Settings, model: str, port: int, parsers: OutputParsers, gpu: bool) -> tuple[str, ...]:
     own = settings.vllm
     rank = own.max_lora_rank or servable_rank(settings)
     arguments = [
         *(own.command or (sys.executable, "-P", "-m", SERVER_MODULE)),
         *("--model", model, "--served-model-name", served_name(settings)),
-        *("--host", own.host, "--port", str(port), "--dtype", own.dtype),
+        *("--host", own.host, "--port", str(port), "--dtype", number_format(settings, gpu)),
         *("--enable-lora", "--max-lora-rank", str(rank)),
         *("--max-loras", str(max_loras(settings)), "--max-cpu-loras", str(max_cpu_loras(settings))),
+        # vLLM's own number of sequences depends on the GPU; `memory_checks` plans with this one.
+        *("--max-num-seqs", str(own.max_num_seqs)),
         *("--enable-scale-out", "--logprobs-mode", "processed_logprobs"),
         # A model's own sampling defaults (top_p, top_k) would make logprobs useless for importance weights.
         *("--generation-config", "vllm", "--disable-uvicorn-access-log"),
     ]
     if own.max_model_len:
         arguments += ["--max-model-len", str(own.max_model_len)]
-    if own.max_num_seqs:
-        arguments += ["--max-num-seqs", str(own.max_num_seqs)]
-    parser = tool_call_parser(model) if own.tool_call_parser == "auto" else _known_parser(own)
-    if parser and parser != "none":
-        arguments += ["--enable-auto-tool-choice", "--tool-call-parser", parser]
+    arguments += parsers.arguments
     if own.tensor_parallel_size > 1:
         arguments += ["--tensor-parallel-size", str(own.tensor_parallel_size)]
     if not gpu:
-        arguments.append("--enforce-eager")
+        # The prefix cache holds whole blocks: with vLLM's 128 tokens of a CPU, no prompt below that is found in it.
+        arguments += ["--enforce-eager", "--block-size", str(_CPU_BLOCK)]
     elif own.gpu_memory_utilization is not None:
         arguments += ["--gpu-memory-utilization", str(own.gpu_memory_utilization)]
     return (*arguments, *own.extra_args)

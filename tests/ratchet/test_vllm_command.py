@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -21,32 +20,6 @@ def settings(base_model: str, **vllm: object) -> Settings:
     )
 
 
-@pytest.mark.parametrize(
-    ("config", "template", "parser"),
-    [
-        ({"model_type": "qwen3"}, "", "hermes"),
-        ({"model_type": "llama"}, "{{ '<tool_call>' }}", "hermes"),
-        ({"model_type": "llama"}, "", "llama3_json"),
-        ({"model_type": "llama4"}, "", "llama4_pythonic"),
-        ({"model_type": "mistral"}, "", "mistral"),
-        ({"model_type": "qwen3_moe"}, "<tool_call>\n<function=", "qwen3_coder"),
-        ({"model_type": "unheard_of"}, "", None),
-    ],
-)
-def test_the_tool_parser_follows_the_template_then_the_family(
-    tmp_path: Path, config: dict[str, str], template: str, parser: str | None
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    if template:
-        (tmp_path / "chat_template.jinja").write_text(template)
-    assert vllm_command.tool_call_parser(str(tmp_path)) == parser
-
-
-def test_a_hub_name_tells_its_family() -> None:
-    assert vllm_command.tool_call_parser("Qwen/Qwen2.5-0.5B-Instruct") == "hermes"
-    assert vllm_command.tool_call_parser("meta-llama/Llama-3.2-1B-Instruct") == "llama3_json"
-
-
 def test_strict_tools_are_off_by_default_and_the_proxy_knows_the_level(project: Project) -> None:
     model = str(project.folder / "model")
     strict = {"enforce_strict_tool_calling": True}
@@ -63,6 +36,7 @@ def test_strict_tools_are_off_by_default_and_the_proxy_knows_the_level(project: 
 
 
 def test_the_command_allows_adapters_at_run_time_and_keeps_the_models_sampling_out(project: Project) -> None:
+    (project.folder / "model" / "chat_template.jinja").write_text("{{ tools }}<tool_call>")
     plan = vllm_command.build_command(settings(str(project.folder / "model"), max_loras=3), 8235, gpu=False)
     command = str(plan)
     assert command.startswith("VLLM_ALLOW_RUNTIME_LORA_UPDATING=True")
@@ -73,11 +47,27 @@ def test_the_command_allows_adapters_at_run_time_and_keeps_the_models_sampling_o
         "--logprobs-mode processed_logprobs",
         "--generation-config vllm",
         "--enable-auto-tool-choice --tool-call-parser hermes",
-        "--enforce-eager",
+        "--max-num-seqs 256",
+        "--enforce-eager --block-size 32",
         "VLLM_CPU_KVCACHE_SPACE=1",
         "HF_HUB_OFFLINE=1",
     ):
         assert part in command
+
+
+def test_without_a_gpu_both_sides_use_one_number_format_and_a_line_says_which(project: Project) -> None:
+    def planned(gpu: bool, **more: Any) -> tuple[str, tuple[str, ...]]:
+        (project.folder / "model" / "chat_template.jinja").write_text("{{ tools }}<tool_call>")
+        learner = more.pop("learner", {})
+        own = settings(str(project.folder / "model"), **more).model_copy(update={"learner": learner})
+        plan = vllm_command.build_command(own, 8235, gpu=gpu)
+        return plan.arguments[plan.arguments.index("--dtype") + 1], plan.notes
+
+    line = "no GPU: vLLM serves {}, in which the learner computes (vllm.dtype)"
+    assert planned(gpu=False) == ("float32", (line.format("float32"),))
+    assert planned(gpu=False, learner={"dtype": "bfloat16"}) == ("bfloat16", (line.format("bfloat16"),))
+    assert planned(gpu=False, dtype="bfloat16") == ("bfloat16", ())
+    assert planned(gpu=True) == ("auto", ())
 
 
 def test_a_gpu_shares_its_memory_with_the_trainer(project: Project) -> None:

@@ -31,6 +31,9 @@ from ratchet.trainer.planning.parameters import (
 )
 
 GIB = 2**30
+# Sequences that vLLM computes at once unless the settings say otherwise. Its own default depends on the GPU (1,024 on
+# an H100), and its sampler's memory grows with it.
+MAX_NUM_SEQS = 256
 RUNTIME = round(0.75 * GIB)  # CUDA's context, cuBLAS's workspaces and unused parts of torch's blocks, per process
 GRAPHS = GIB  # vLLM's CUDA graphs
 _BF16, _FP32 = 2, 4
@@ -140,7 +143,7 @@ def serving_memory(
     gpu_bytes: int = 80 * GIB,
     max_loras: int = 4,
     rank: int = 16,
-    max_num_seqs: int = 256,
+    max_num_seqs: int = MAX_NUM_SEQS,
     target_modules: str | Sequence[str] = "all-linear",
 ) -> ServingMemory:
     """Return vLLM's memory on each of its GPUs. vLLM takes what is left of its share for the KV cache."""

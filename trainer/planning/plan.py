@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from ratchet.trainer.errors import ModelDoesNotFit
 from ratchet.trainer.planning.gpu_memory import (
     GIB,
+    MAX_NUM_SEQS,
     LearnerMemory,
     LearnerOption,
     ServingMemory,
@@ -51,7 +52,7 @@ class PlanRequest:
     rank: int = 16
     target_modules: str | Sequence[str] = "all-linear"
     max_loras: int = 4
-    max_num_seqs: int = 256
+    max_num_seqs: int = MAX_NUM_SEQS
     options: tuple[LearnerOption, ...] = OPTIONS
 
 

@@ -24,6 +24,7 @@
 - --max-lora-rank={{ $own.max_lora_rank | default $rank }}
 - --max-loras={{ $slots }}
 - --max-cpu-loras={{ $cpu }}
+- --max-num-seqs={{ int64 ($own.max_num_seqs | default 256) }}
 - --enable-scale-out
 - --logprobs-mode=processed_logprobs
 - --generation-config=vllm
@@ -31,12 +32,12 @@
 {{- with $own.max_model_len }}
 - --max-model-len={{ int64 . }}
 {{- end }}
-{{- with $own.max_num_seqs }}
-- --max-num-seqs={{ int64 . }}
-{{- end }}
 {{- if ne $parser "none" }}
 - --enable-auto-tool-choice
 - --tool-call-parser={{ $parser }}
+{{- end }}
+{{- if not (has $own.reasoning_parser (list nil "" "none")) }}
+- --reasoning-parser={{ $own.reasoning_parser }}
 {{- end }}
 {{- if gt (int $own.tensor_parallel_size) 1 }}
 - --tensor-parallel-size={{ $own.tensor_parallel_size }}
