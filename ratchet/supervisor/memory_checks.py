@@ -20,6 +20,7 @@ from ratchet.trainer.planning.gpu_memory import GIB, LearnerMemory, LearnerOptio
 from ratchet.trainer.planning.gpu_placement import GpuPlacement, MemorySplit, split_memory
 from ratchet.trainer.planning.model_config import read_config
 from ratchet.trainer.planning.model_shape import read_shape
+from ratchet.trainer.planning.plan import USABLE
 from ratchet.trainer.settings.learner_process_settings import LearnerProcessSettings
 
 _MIB = 2**20
@@ -52,10 +53,12 @@ def plan_memory(settings: Settings) -> PlannedMemory:
         split = split_memory(shape, _placement(settings, process, serving, training))
     except ModelShapeUnknown as reason:
         share = settings.vllm.gpu_memory_utilization or (_UNPLANNED_SHARED if shared else _UNPLANNED)
-        return PlannedMemory(_with(settings, share, None), (*notes, f"memory is not planned: {reason}"))
+        planned = _with(settings, share, None, 1 - share if shared else None)
+        return PlannedMemory(planned, (*notes, f"memory is not planned: {reason}"))
     except ModelDoesNotFit as error:
         raise GpuMemoryTooLow(str(error)) from error
-    planned = _with(settings, split.gpu_memory_utilization, split.max_model_len)
+    share = split.gpu_memory_utilization
+    planned = _with(settings, share, split.max_model_len, USABLE - share if shared and split.learner else None)
     return PlannedMemory(planned, (*notes, *_notes(settings, split, shared)), split.learner)
 
 
@@ -79,9 +82,12 @@ def free_learner_memory(settings: Settings) -> int | None:
     return None if gpu is None else round((gpu.total - gpu.used) * _MIB)
 
 
-def _with(settings: Settings, share: float, max_model_len: int | None) -> Settings:
+def _with(settings: Settings, share: float, max_model_len: int | None, learner: float | None) -> Settings:
+    """Return the settings with vLLM's share and context, and the learner's share of a GPU that they have in common."""
     changes = {"gpu_memory_utilization": share, "max_model_len": max_model_len or settings.vllm.max_model_len}
-    return settings.model_copy(update={"vllm": settings.vllm.model_copy(update=changes)})
+    vllm = settings.vllm.model_copy(update=changes)
+    own = {} if learner is None or learner <= 0 else {"gpu_memory_utilization": round(learner, 2)}
+    return settings.model_copy(update={"vllm": vllm, "learner": own | settings.learner})
 
 
 def _placement(

@@ -89,6 +89,20 @@ def test_up_splits_one_gpu_without_settings(
     assert share(found) * total / 1024 + learner < total / 1024
 
 
+def test_a_learner_beside_vllm_on_one_gpu_is_limited_to_what_vllm_leaves(machine: Machine, plan: Plan) -> None:
+    def learners_share(found: services.LaunchPlan) -> float | None:
+        return found.settings.learner_process_settings().gpu_memory_utilization
+
+    machine(GPU_80)
+    found = plan(SEVEN_B)
+    assert learners_share(found) == pytest.approx(0.92 - share(found))
+    machine(GPU_80, gpus=2)
+    assert learners_share(plan(SEVEN_B)) is None
+    machine(GPU_80)
+    assert learners_share(plan({"model_type": "unheard_of"}, vllm={"gpu_memory_utilization": 0.3})) == 0.7
+    assert learners_share(plan(SEVEN_B, learner={"gpu_memory_utilization": 0.25})) == 0.25
+
+
 def test_a_gpu_of_its_own_leaves_vllm_its_default(machine: Machine, plan: Plan) -> None:
     machine(GPU_48, gpus=2)
     found = plan(SEVEN_B, vllm={"devices": "0"}, learner={"devices": "1"})

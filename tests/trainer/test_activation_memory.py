@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ratchet.trainer.errors import SettingError
-from ratchet.trainer.learner import activations
+from ratchet.trainer.learner import activations, gpu_memory
 from ratchet.trainer.learner.forward_pass import choose_attention
 from ratchet.trainer.learner.lora_linear import use_fused_lora
 from ratchet.trainer.learner.loss import RecordedGRPOTrainer
@@ -98,7 +98,7 @@ def test_auto_recomputes_only_the_layers_that_do_not_fit(
     (micro,) = trainer.prepare(build_rows(4), only_step=True)
 
     def recomputed(free: float) -> tuple[Computed, int]:
-        monkeypatch.setattr(activations, "_free_memory", lambda: free)
+        monkeypatch.setattr(gpu_memory, "free_bytes", lambda: free)
         trainer.model.zero_grad()
         with Operators() as counted:
             computed, _ = backward(trainer, [micro])

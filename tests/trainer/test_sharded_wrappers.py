@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from ratchet.trainer.learner import activations, lora, process_group
+from ratchet.trainer.learner import activations, gpu_memory, lora, process_group
 from ratchet.trainer.learner.agent_state import fill, part, whole
 from ratchet.trainer.learner.loss import RecordedGRPOTrainer
 from ratchet.trainer.rows.token_row import TokenRow
@@ -76,7 +76,7 @@ def test_auto_measures_the_activations_of_a_sharded_layer_without_its_gathered_w
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(activations, "checkpoints", lambda setting: True)
-    monkeypatch.setattr(activations, "_free_memory", lambda: 0)
+    monkeypatch.setattr(gpu_memory, "free_bytes", lambda: 0)
     measured = []
     for sharding in ("none", "fsdp2"):
         trainer = build(replace(SETTINGS, gradient_checkpointing="auto"), tiny_model, tmp_path, sharding)

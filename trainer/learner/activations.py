@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ratchet.trainer.errors import SettingError
+from ratchet.trainer.learner import gpu_memory
 
 # Operators of attention by namespace and name; torch registers those of its own kernels, flash-attn its own.
 _ATTENTION = (
@@ -95,15 +96,8 @@ class ActivationMemory:
         """
         layer = tokens * self._bytes_per_token
         checkpointed = len(self._layers) * layer / 10
-        spare = _USABLE * _free_memory() - _WORKING_LAYERS * layer - checkpointed
+        spare = _USABLE * gpu_memory.free_bytes() - _WORKING_LAYERS * layer - checkpointed
         return max(0, min(len(self._layers), int(spare / layer)))
-
-
-def _free_memory() -> int:
-    """Return the bytes of GPU memory that torch may still use: free on the device, or cached by torch."""
-    free, _ = torch.cuda.mem_get_info()
-    usable: int = free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    return usable
 
 
 @contextmanager

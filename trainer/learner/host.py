@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 # Settings that shape the adapters or the base model's numbers: an agent cannot have others than its learner.
 _SHAPING = ("lora_r", "target_modules", "exclude_modules", "quantization", "dtype")
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory")  # in torch's messages on a GPU and on a CPU
 
 
 class LearnerHost(AgentHost):
@@ -54,11 +53,13 @@ class LearnerHost(AgentHost):
 
         import torch
 
-        from ratchet.trainer.learner import lora, process_group
+        from ratchet.trainer.learner import gpu_memory, lora, process_group
 
+        gpu_memory.extend_segments()
         if process.threads is not None:
             torch.set_num_threads(process.threads)
         process_group.join(alone=process.sharding != "none")
+        gpu_memory.limit(process.gpu_memory_utilization)
         self._base_model = base_model
         self._process = process
         self._clock = clock
@@ -117,18 +118,22 @@ class LearnerHost(AgentHost):
         change a weight and RowError if a row does not fit the model, both before any change; TrainingDiverged if a
         gradient is not finite; OutOfMemory.
         """
+        from ratchet.trainer.learner import gpu_memory
+
         state = self._install(agent)
         self.trainer.on_rows = on_rows or (lambda count: None)
         try:
             return self._train(state, rows, rate_scale)
-        except RuntimeError as error:
-            if not any(sign in str(error) for sign in _OUT_OF_MEMORY):
+        except (RuntimeError, MemoryError) as error:
+            if not gpu_memory.is_out_of_memory(error):
                 raise
             raise OutOfMemory(
                 f"out of memory in a round of {len(rows)} rows of up to {max(len(row.ids) for row in rows)} tokens: "
                 f"lower learner.token_budget (now {state.settings.token_budget}), "
                 "set learner.gradient_checkpointing, or give the trainer more memory"
             ) from error
+        finally:
+            gpu_memory.give_back(self._process.gpu_memory_utilization)
 
     def _train(self, state: AgentState, rows: Sequence[TokenRow], rate_scale: float) -> RoundReport:
         from ratchet.trainer.learner.training_round import TrainingRound

@@ -25,6 +25,8 @@ class LearnerProcessSettings(AdapterAndMemorySettings):
     devices                   GPUs of the learner: 0, or 0,1, or UUIDs; null: those in CUDA_VISIBLE_DEVICES, of which
                               `ratchet up` leaves the first to vLLM, if there are enough for both
     num_processes             training processes of each machine, started by torchrun
+    gpu_memory_utilization    share of each of its GPUs that the learner may take; null: all that is free, but beside
+                              vLLM on one GPU `ratchet up` sets what `vllm.gpu_memory_utilization` leaves
     sharding                  how the processes hold the base model: none, each has a copy; or fsdp2, each has a part of
                               every layer (torch's fully_shard), for models that do not fit one GPU; not with nf4
     machines                  machines of the learner; each runs `ratchet learner` with its num_processes
@@ -49,6 +51,7 @@ class LearnerProcessSettings(AdapterAndMemorySettings):
     host: str = "127.0.0.1"
     port: int = 8002
     max_body_mb: int = 1024
+    gpu_memory_utilization: float | None = None
     sharding: str = "none"
 
     def __post_init__(self) -> None:
@@ -60,6 +63,8 @@ class LearnerProcessSettings(AdapterAndMemorySettings):
         self._require("leader_port", 0 < self.leader_port <= MAX_PORT, "a port, such as 29500")
         self._require("port", 0 <= self.port <= MAX_PORT, "a port, such as 8002, or 0")
         self._require("max_body_mb", 1 <= self.max_body_mb <= MAX_BODY_MB, f"from 1 to {MAX_BODY_MB}")
+        share = self.gpu_memory_utilization
+        self._require("gpu_memory_utilization", share is None or 0 < share <= 1, "null, or above 0 and at most 1")
         self._require("sharding", self.sharding in SHARDINGS, f"one of {', '.join(SHARDINGS)}")
         self._require(
             "sharding",
