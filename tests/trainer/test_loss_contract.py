@@ -264,8 +264,9 @@ def is_rejected(row: TokenRow, old: torch.Tensor, settings: LearnerSettings) -> 
     limit, mask = settings.sequence_mask_threshold, torch.tensor(row.mask[1:]).bool()
     if limit is None or not row.importance or settings.loss_type == "sft":
         return False
-    geometric_mean = float((old - torch.tensor(row.logprobs[1:]))[mask].mean().exp())
-    return not 1 / limit <= geometric_mean <= limit
+    gap = (old - torch.tensor(row.logprobs[1:]))[mask]
+    largest = math.log(limit) * math.sqrt(max(1.0, 64 / len(gap)))
+    return not max(abs(float(gap.mean())), float((gap.exp() - 1 - gap).mean())) <= largest
 
 
 def entropy_threshold(rows: Sequence[tuple[TokenRow, AtStart]], share: float) -> float:

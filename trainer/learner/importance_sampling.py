@@ -4,11 +4,13 @@ Two corrections, both with the policy at the start of the round:
 
 - Truncated importance sampling of tokens: min(pi_trainer / pi_engine, C) multiplies the policy term of a token. Yao et
   al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
-- Rejection of rows: a row is dropped if the geometric mean of pi_trainer / pi_engine over its trained tokens is
-  outside [1 / L, L], because another policy sampled it. Its tokens do not count in the denominator either. Liu et al.
-  2025, "When speed kills stability" (the geometric level: a product over thousands of tokens would reject every long
-  row). The limit widens with the age of a row in versions, as the policy moves: log L (1 + age) / 8, and log L from an
-  age of 7 on.
+- Rejection of rows: a row is dropped if another policy sampled it, by log r = log(pi_trainer / pi_engine) of its n
+  trained tokens: if |mean of log r| (the geometric level; Liu et al. 2025, "When speed kills stability") or the mean of
+  r - 1 - log r (k3, in which differences of both signs do not cancel; Schulman 2020, "Approximating KL divergence") is
+  above the limit. Its tokens do not count in the denominator either. The limit widens with the age of a row in
+  versions, as the policy moves: log L (1 + age) / 8, and log L from an age of 7 on. Below 64 tokens it grows with
+  sqrt(64 / n), as the standard error of a mean does: so one noisy or much-learnt token of a short answer rejects
+  nothing. tests/trainer/test_rejection.py has the error rates.
 
 Rows without `importance` (sampled with top_p, top_k, min_p or penalties) are neither weighted nor rejected: their
 logprobs belong to another distribution.
@@ -27,6 +29,7 @@ from ratchet.trainer.settings.objectives import Objective, StepTokens
 
 MAX_DISTILLATION_ADVANTAGE = 10.0  # nats
 _FULL_LIMIT_AGE = 8  # versions, including the sampling one, from which the whole limit applies
+_FULL_LIMIT_TOKENS = 64  # trained tokens of a row; fewer widen its limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +61,18 @@ def importance_weight(micro: Micro, cap: float | None) -> torch.Tensor:
 
 
 def kept(micro: Micro, limit: float | None) -> torch.Tensor:
-    """Return which rows are trained, (N, 1): not those whose mean ratio is too far from 1 for their age."""
+    """Return which rows are trained, (N, 1): not those too far from the policy for their age and number of tokens."""
     n_row = micro["trained"].sum(-1, keepdim=True)  # (N, 1)
     if limit is None:
         return n_row > 0
     share = ((1.0 + micro["age"]) / _FULL_LIMIT_AGE).clamp(max=1.0)  # (N, 1)
-    mean = log_ratio(micro).sum(-1, keepdim=True) / n_row.clamp(min=1)  # (N, 1)
-    near = mean.abs() <= share * math.log(limit)  # False for nan
-    return (n_row > 0) & (near | ~micro["importance"])
+    n_row = n_row.clamp(min=1)
+    largest = share * math.log(limit) * (_FULL_LIMIT_TOKENS / n_row).clamp(min=1.0).sqrt()  # (N, 1)
+    log_r = log_ratio(micro)  # (N, T)
+    level = log_r.sum(-1, keepdim=True).abs() / n_row  # (N, 1)
+    k3 = (log_r.exp() - 1.0 - log_r).sum(-1, keepdim=True) / n_row  # (N, 1)
+    near = (level <= largest) & (k3 <= largest)  # False for nan
+    return micro["trained"].any(-1, keepdim=True) & (near | ~micro["importance"])
 
 
 def mismatch(micros: Sequence[Micro], cap: float | None) -> Mismatch:

@@ -46,9 +46,10 @@ class LearnerSettings(AdapterAndMemorySettings):
     vllm_importance_sampling_clip_max  maximum weight of a token, its probability under the trainer divided by that
                               under vLLM; null: no correction
     sequence_mask_threshold   a row is masked if trainer / vLLM probability, as the geometric mean over its tokens, is
-                              above this or below 1 / this; null: never. This limit applies to rows that are 7 versions
-                              old; for k versions it is raised to the power (1 + k) / 8, which gives 1.09 for a fresh
-                              row
+                              above this or below 1 / this, or if their KL (k3) is above its logarithm; null: never.
+                              This limit applies to rows that are 7 versions old; for k versions its logarithm is
+                              multiplied by (1 + k) / 8, which gives 1.09 for a fresh row, and below 64 tokens by
+                              sqrt(64 / tokens)
     steps_per_round           optimizer steps per round; the rows are shuffled by seed and divided among them
     max_length                maximum tokens of a trained row; longer rows are skipped, and a trajectory without other
                               rows is dropped; null: what fits into memory, found by trial
