@@ -12,6 +12,7 @@ from typing import Any
 
 from ratchet.settings.project_settings import Settings
 
+PATIENCE = 600.0  # seconds for one answer of vLLM: a CPU that decodes a real model with several adapters takes minutes
 NO_PROJECT = "start the project with `ratchet up --detach`, then run `ratchet doctor` again"
 
 

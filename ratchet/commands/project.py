@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from ratchet.output.terminal import strip_control_characters
 
 if TYPE_CHECKING:
     from ratchet.checks.check_result import CheckResult
+    from ratchet.checks.judge_quality_check import JudgeExample
     from ratchet.settings.project_settings import Settings
 
 
@@ -185,6 +186,8 @@ def _report(settings: Settings, png: Path | None, as_json: bool) -> None:
 @click.option("--task", metavar="TASK", help="Task for the workflow: a JSON object, a file, or a task set.")
 @options.workflow
 @options.judge
+@click.option("--question", help="For the judge, if no call is recorded yet: a question, or a task's row as JSON.")
+@click.option("--answer", help="The correct answer to --question.")
 @click.option("--attempts", type=click.IntRange(1, 64), default=4, show_default=True, help="Attempts at the task.")
 @options.concurrency
 @options.proxy_url
@@ -199,17 +202,23 @@ def doctor(context: click.Context, /, base_model: str | None, task: str | None, 
     Failures name the remedy. The project should be up. For services that were started separately, give --proxy and
     --store: checks that need a project started by `ratchet up` are then skipped, which is no failure.
 
+    The judge is checked on recorded calls; before the first one, with --question and --answer. With a real model on a
+    CPU, the checks take minutes: each is named on stderr when it begins.
+
     With --workflow or --task, the agent makes a few attempts at one task, and every reason why training on them would
     have no effect is reported. Both may be set in ratchet.yaml (tuner.workflow, tuner.tasks).
 
     \b
     Example:
       ratchet up --base-model ./model --detach && ratchet doctor
+      ratchet doctor --question "What is the capital of Norway?" --answer Oslo
       ratchet doctor --proxy https://proxy.example:8000 --store postgresql://ratchet@db/ratchet
       ratchet doctor --workflow my_agent:run --task '{"question": "2 + 2?", "answer": "4"}' --judge my_judge:judge
     """
     findings = []
-    for finding in _check_results(context, base_model, task, given):
+    example = _judge_example(given.pop("question"), given.pop("answer"))
+    announce = (lambda check: None) if as_json else _announce
+    for finding in _check_results(context, base_model, task, given, example, announce):
         findings.append(finding)
         if not as_json:
             click.echo(strip_control_characters(finding.line()))
@@ -218,8 +227,30 @@ def doctor(context: click.Context, /, base_model: str | None, task: str | None, 
     return 1 if any(finding.failed for finding in findings) else 0
 
 
+def _announce(check: str) -> None:
+    click.echo(f"...   {check}", err=True)
+
+
+def _judge_example(question: str | None, answer: str | None) -> JudgeExample | None:
+    from ratchet.checks.judge_quality_check import JudgeExample
+
+    if question is None and answer is None:
+        return None
+    if question is None or answer is None:
+        raise click.UsageError("--question and --answer belong together: give both")
+    try:
+        return JudgeExample.of(question, answer)
+    except ValueError as error:
+        raise click.UsageError(f"--question begins like a task's row and is not JSON: {error}") from error
+
+
 def _check_results(
-    context: click.Context, base_model: str | None, task: str | None, given: dict[str, Any]
+    context: click.Context,
+    base_model: str | None,
+    task: str | None,
+    given: dict[str, Any],
+    example: JudgeExample | None,
+    announce: Callable[[str], None],
 ) -> Iterator[CheckResult]:
     if given["workflow"] is None and task is None:
         from ratchet.checks import doctor as doctor_checks
@@ -230,7 +261,7 @@ def _check_results(
         settings = options.read_project_settings(context, own)
         proxy = settings.tuner_settings().proxy_url if given["proxy"] else None
         os.environ.update(pinned(settings.learner_devices))  # it trains as the trainer would
-        yield from doctor_checks.run_checks(settings, proxy)
+        yield from doctor_checks.run_checks(settings, proxy, example, announce)
         return
     from ratchet.checks import workflow_check
     from ratchet.commands.rollout_options import settings_of

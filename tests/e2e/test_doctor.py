@@ -14,7 +14,8 @@ def test_all_proofs_pass_on_the_real_vllm(project: Project) -> None:
     (project.folder / "half.py").write_text(
         "def judge(response):\n    return 1.0 if response == 'Oslo' else 0.5 * bool(response.strip())\n"
     )
-    doctor = project.run("doctor", "--judge", "half:judge", "--json", seconds=120)
+    given = ("--question", "What is the capital of Norway?", "--answer", "Oslo")
+    doctor = project.run("doctor", "--judge", "half:judge", *given, "--json", seconds=120)
     findings = json.loads(doctor.stdout)
     assert [finding["name"] for finding in findings] == ["vllm", "capture", "gradient", "swap", "batches", "judge"]
     assert all(finding["passed"] for finding in findings), findings

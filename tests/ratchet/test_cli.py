@@ -216,6 +216,8 @@ def test_a_doctor_without_a_project_says_what_it_could_not_prove(project: Projec
 def test_a_doctor_of_a_workflow_takes_what_is_missing_from_the_settings_or_says_so(project: Project) -> None:
     assert "set tuner.tasks" in project.run("doctor", "--workflow", "agent:run").stdout
     assert "set tuner.workflow" in project.run("doctor", "--task", "{}").stdout
+    assert "belong together" in project.run("doctor", "--question", "q").stdout
+    assert "is not JSON" in project.run("doctor", "--question", "{q", "--answer", "a").stdout
     project.write(tuner={"tasks": "no_such_set"})
     assert "no_such_set" in project.run("doctor", "--workflow", "agent:run").stdout
 

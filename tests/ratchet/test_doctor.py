@@ -49,6 +49,7 @@ def test_services_without_a_project_are_checked_and_what_needs_one_is_skipped(
         assert dropped.drop_reason == DropReason.DOCTOR
         shown = project.call("doctor", *words, **{TOKEN_VARIABLE: TOKEN})
         assert "skip  swap" in shown.stdout
+        assert shown.stdout.index("...   gradient") < shown.stdout.index("pass  gradient")
         assert "FAIL" not in shown.stdout
 
         code, found = _doctor(project, *words[:2], "--store", "typo.db", **{TOKEN_VARIABLE: TOKEN})

@@ -1,4 +1,4 @@
-"""The doctor's proof about the judge: on recorded trajectories where there are any, else on made-up answers."""
+"""The doctor's proof about the judge: on recorded trajectories where there are any, else on a given question."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ratchet.checks.check_result import CheckResult
-from ratchet.checks.judge_quality_check import proof
+from ratchet.checks.judge_quality_check import JudgeExample, proof
 from ratchet.store.records import REQUESTED, Feedback
 from ratchet.store.store import Store, open_store
 from ratchet.trainer.controller.judges.kinds.feedback import FeedbackJudge
@@ -33,7 +33,11 @@ def exits(response):
 
 def constant(response):
     return 0.5 * (len(response) >= 0)
+
+def of_row(task, response):
+    return 1.0 if response == task["capital"] else 0.5 * bool(response.strip())
 """
+EXAMPLE = JudgeExample.of("What is the capital of Norway?", "Oslo")
 
 
 @pytest.fixture
@@ -43,28 +47,45 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield opened
 
 
-def proven(store: Store, folder: Path, name: str) -> CheckResult:
+def proven(store: Store, folder: Path, name: str, example: JudgeExample | None = None) -> CheckResult:
     (folder / "proved.py").write_text(CODE)
-    return proof(FunctionJudge(f"{folder}/proved.py:{name}"), "function", store, "agent")
+    return proof(FunctionJudge(f"{folder}/proved.py:{name}"), "function", store, "agent", example)
 
 
 @pytest.mark.parametrize(
     ("name", "passed", "seen"),
     [
-        ("half", True, "nothing is recorded yet"),
+        ("half", True, "on the given question"),
         ("careless", False, "is fooled by"),
-        ("crashes", False, "not checked: nothing is recorded yet"),
+        ("crashes", False, "crashes on the right answer: ValueError: no such table"),
         ("exits", False, "it called sys.exit(1)"),
-        ("constant", False, "is fooled by 13 of 13"),
+        ("constant", False, "is fooled by 11 of 11"),
+        ("of_row", False, "crashes on the right answer"),
     ],
 )
-def test_without_traffic_the_lint_checks_the_judge(
+def test_without_traffic_the_lint_checks_the_judge_on_the_given_question(
     store: Store, tmp_path: Path, name: str, passed: bool, seen: str
 ) -> None:
-    found = proven(store, tmp_path, name)
+    found = proven(store, tmp_path, name, EXAMPLE)
     assert (found.name, found.passed) == ("judge", passed)
     assert seen in found.seen
     assert passed is (found.remedy == "")
+
+
+@pytest.mark.parametrize("name", ["half", "crashes", "of_row"])
+def test_without_traffic_and_question_the_judge_is_not_checked_which_is_no_failure(
+    store: Store, tmp_path: Path, name: str
+) -> None:
+    found = proven(store, tmp_path, name)
+    assert (found.skipped, found.failed) == (True, False)
+    assert found.seen == "not checked: no recorded call yet; run the agent, or give --question and --answer"
+
+
+def test_a_judge_that_reads_the_tasks_row_is_checked_on_a_given_row(store: Store, tmp_path: Path) -> None:
+    found = proven(store, tmp_path, "of_row", JudgeExample.of('{"capital": "Oslo"}', "Oslo"))
+    assert found.passed, found
+    with pytest.raises(ValueError, match="Expecting"):
+        JudgeExample.of("{capital}", "Oslo")
 
 
 @pytest.mark.slow
