@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from ratchet.trainer.errors import SettingError
+from ratchet.trainer.learner import base_model
 from ratchet.trainer.learner.learner import Learner
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from tests.harness.trainer.tiny import build_rows
@@ -47,3 +48,11 @@ def test_an_unknown_format_and_an_agent_with_another_one_than_its_learner_are_re
     learner = make_learner(tiny_model, tmp_path, "float32")
     with pytest.raises(SettingError, match="learner setting dtype cannot change while the learner runs"):
         learner.load(None, LearnerSettings(dtype="bfloat16"))
+
+
+def test_weights_are_read_straight_onto_the_device(tiny_model: Path) -> None:
+    """The device `meta` takes no weights: none of them was whole on the CPU first."""
+    for device in ("cpu", "meta"):
+        model, _ = base_model.load(str(tiny_model), dtype=torch.bfloat16, device=torch.device(device))
+        assert {(weight.device.type, weight.dtype) for weight in model.parameters()} == {(device, torch.bfloat16)}
+        assert not any(hasattr(module, "_hf_hook") for module in model.modules())  # they would copy every input

@@ -20,16 +20,24 @@ from ratchet.trainer.rows.tokenizer import is_folder, why_not_loaded
 
 
 def load(
-    model: str, *, dtype: torch.dtype | Literal["auto"], quantization: str = "none", parts: int = 1
+    model: str,
+    *,
+    dtype: torch.dtype | Literal["auto"],
+    quantization: str = "none",
+    parts: int = 1,
+    device: torch.device | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the causal language model and tokenizer of a folder or hub name; `auto` is the dtype of its files.
 
-    With `parts`, each of that many processes reads its part of every tensor. Raises ModelNotFound or NotAModel, or
-    SettingError if the quantization is not installed.
+    The weights are read straight onto the `device`, tensor by tensor; None: onto the CPU. With `parts`, each of that
+    many processes reads its part of every tensor. Raises ModelNotFound or NotAModel, or SettingError if the
+    quantization is not installed.
     """
     how: dict[str, Any] = {"quantization_config": _nf4(dtype)} if quantization == "nf4" else {}
     if parts > 1:
         how["distributed_config"] = DistributedConfig(fsdp_size=parts)
+    elif device is not None:
+        how["device_map"] = {"": device}
     local = is_folder(model)
     source = str(Path(model).expanduser()) if local else model
     transformers_logging.disable_progress_bar()

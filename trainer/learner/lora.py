@@ -29,11 +29,15 @@ def build(base_model: str, settings: LearnerSettings, output_dir: Path, sharding
     Raises ModelNotFound, NotAModel, or SettingError if the model lacks target_modules or the quantization is not
     installed.
     """
-    on_cpu = not torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     dtype = base_dtype(settings)
     sharded = sharding == "fsdp2"
     model, tokenizer = policy_model.load(
-        base_model, dtype=dtype, quantization=settings.quantization, parts=processes() if sharded else 1
+        base_model,
+        dtype=dtype,
+        quantization=settings.quantization,
+        parts=processes() if sharded else 1,
+        device=None if sharded else device,
     )
     choose_attention(model, settings.attn_implementation)
     rate_controller = LearningRateController(
@@ -44,8 +48,7 @@ def build(base_model: str, settings: LearnerSettings, output_dir: Path, sharding
     lora = lora_config(model, settings)
     try:
         if sharded:
-            device = "cpu" if on_cpu else "cuda"
-            model = attach_sharded(model, lora, settings.attn_implementation, device)
+            model = attach_sharded(model, lora, settings.attn_implementation, device.type)
         return RecordedGRPOTrainer(model, arguments, tokenizer, None if sharded else lora, settings, rate_controller)
     except ValueError as error:  # peft does not find the layers, or TRL cannot train them
         raise SettingError(
