@@ -89,10 +89,8 @@ def describe_collapse(moved: Movement) -> str:
     return (
         f"its steps made its good answers less likely "
         f"({moved.logprob_change_positive:+.3f} nats a token at rate {moved.rate:.2g}), "
-        "and rounds like this end in collapse: lower learner.learning_rate, or set it to auto with a lower "
-        "learner.target_kl; learner.beta (0.01) holds the policy near the base model; `ratchet "
-        "policies "
-        "rollback` goes back"
+        "and rounds like this end in collapse: lower learner.learning_rate or, where it is auto, learner.target_kl; "
+        "learner.beta (0.01) holds the policy near the base model; `ratchet policies rollback` goes back"
     )
 
 

@@ -120,7 +120,9 @@ def test_a_small_round_that_was_meant_to_take_a_small_step_is_not_called_too_sma
 
 def test_a_round_that_makes_good_answers_less_likely_warns_of_collapse() -> None:
     assert [moved(0.1, good=gap).collapsing for gap in (0.01, -0.005, -0.02, -0.15)] == [False, False, True, True]
-    assert "made its good answers less likely (-0.150 nats a token" in describe_collapse(moved(0.1, good=-0.15))
+    text = describe_collapse(moved(0.1, good=-0.15))
+    assert "made its good answers less likely (-0.150 nats a token" in text
+    assert "lower learner.learning_rate or, where it is auto, learner.target_kl;" in text
 
 
 def test_the_last_rounds_are_read_from_the_store_and_older_ones_say_nothing(store: Store) -> None:
