@@ -41,7 +41,7 @@ from typing import Any
 import yaml
 
 from examples.production.harmful import altered_copy
-from ratchet.demo.email_search.agent import MailRollout
+from ratchet.demo.email_search.agent import TaskRollout
 from ratchet.store.records import Policy
 from ratchet.store.states import PolicyAction, PolicyState
 from ratchet.store.store import open_store
@@ -261,7 +261,7 @@ class VersionStream:
             time.sleep(2.0)
 
 
-def success(rollouts: Sequence[MailRollout]) -> float | None:
+def success(rollouts: Sequence[TaskRollout]) -> float | None:
     """Return the share of right answers; None without rollouts."""
     return round(sum(one.success for one in rollouts) / len(rollouts), 3) if rollouts else None
 

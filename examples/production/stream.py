@@ -16,7 +16,7 @@ import httpx
 from openai import AsyncOpenAI
 
 from examples.production.users import USUAL, Habits, Thumb, Visit, thumbs
-from ratchet.demo.email_search.agent import TIMEOUT_SECONDS, Agent, MailRollout
+from ratchet.demo.email_search.agent import TIMEOUT_SECONDS, Agent, TaskRollout
 from ratchet.demo.email_search.mailbox import Mailbox
 
 _RETRIES = 5  # of a thumb that the server did not accept
@@ -27,7 +27,7 @@ class Served:
     """One visit with the agent's rollout, and the thumbs that follow."""
 
     visit: Visit
-    rollout: MailRollout
+    rollout: TaskRollout
     thumbs: tuple[Thumb, ...]
 
 

@@ -1,4 +1,4 @@
-"""What an agent did in its rollouts: which tools it called, and whether it read a mail before it answered."""
+"""What an agent did in its rollouts: its tool calls, whether it read a mail before it answered, or what it answered."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Behaviour:
 
     `tools` are the calls of each tool per rollout, `mails_read` the mails opened per rollout. `answered` is the share
     of rollouts that gave an answer, `read_before_answer` the share of those that had opened a mail before. `sequences`
-    are the commonest sequences of tools with their shares of the rollouts.
+    are the commonest sequences of tools, or answers of an agent without tools, with their shares of the rollouts.
     """
 
     rollouts: int
@@ -45,5 +45,7 @@ def behaviour_of(rows: Sequence[Mapping[str, Any]]) -> Behaviour:
 
 
 def _sequence(row: Mapping[str, Any]) -> str:
+    if not row["tools"] and row["end"] == "answer":
+        return str(row["answer"])
     steps = [*row["tools"], *([] if row["end"] == "answer" else [f"({row['end']})"])]
     return " > ".join(steps)

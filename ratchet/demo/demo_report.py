@@ -42,7 +42,8 @@ def describe_next_steps(program: str, folder: Path) -> str:
     """Return the commands that show more of the run. `program` is the path of this command: it may not be on PATH."""
     where = "" if folder.parent == Path(".ratchet").resolve() else f"RATCHET_STATE_DIR={folder.parent} "
     command = where + (program if Path(program).name == "ratchet" else "ratchet")
-    return f"more:    {command} status --project demo, {command} trajectories list --project demo"
+    project = f"--project {folder.name}"
+    return f"more:    {command} status {project}, {command} trajectories list {project}"
 
 
 def result(figures: DemoResults) -> dict[str, Any]:
@@ -54,8 +55,8 @@ def result(figures: DemoResults) -> dict[str, Any]:
         "held_out_success_after": figures.after.success,
         "held_out_greedy_before": figures.before.greedy_success,
         "held_out_greedy_after": figures.after.greedy_success,
-        "hard_success_before": figures.hard_before.success,
-        "hard_success_after": figures.hard_after.success,
+        "hard_success_before": figures.hard_before.success if figures.hard_before else None,
+        "hard_success_after": figures.hard_after.success if figures.hard_after else None,
         "learned": figures.learned,
         "seconds_total": seconds.pop("total"),
         "seconds_by_stage": seconds,
@@ -79,7 +80,7 @@ def draw(figures: DemoResults, path: Path) -> None:
         reach = [[max(0.0, below)], [max(0.0, above)]]  # rounding may leave -0.0...1 at the ends
         label = "held-out tasks, 95% interval" if place == 0 else None
         axes.errorbar([place], [evaluation.success], yerr=reach, fmt="o", color="tab:red", capsize=4, label=label)
-    axes.set(xlabel="rollouts", ylabel="success", ylim=(0, 1.02), title=f"The agent gets better (seed {figures.seed})")
+    axes.set(xlabel="rollouts", ylabel="success", ylim=(0, 1.02), title=f"The agent gets better ({_run_name(figures)})")
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     figure.tight_layout()
@@ -87,14 +88,20 @@ def draw(figures: DemoResults, path: Path) -> None:
     plots.close(figure)
 
 
+def _run_name(figures: DemoResults) -> str:
+    model = "" if figures.hard_before else f"{Path(figures.base_model).name}, {figures.dtype}, "
+    return f"{model}seed {figures.seed}"
+
+
 def _rounds_table(figures: DemoResults) -> Any:
-    columns = ("version", "state", "groups", "rollouts", "reward", "tokens", "loss", "mismatch", "proof", "s")
-    table = _table("Rounds: what the trainer learnt from (mismatch and proof in nats per token)", columns)
+    columns = ("version", "state", "groups", "rollouts", "reward", "tokens", "rejected", "loss", "k3", "mismatch")
+    title = "Rounds: what the trainer learnt from (rejected: rollouts; k3, mismatch and proof in nats per token)"
+    table = _table(title, (*columns, "proof", "s"))
     for row in figures.rounds:
         table.add_row(
             f"@{row.version}", row.state, str(row.groups), str(row.trajectories), f"{row.reward:.3f}",
-            str(row.tokens_trained), f"{row.loss:+.4f}", f"{row.mismatch_mean:.5f}", f"{row.proof:.5f}",
-            f"{row.seconds:.1f}",
+            str(row.tokens_trained), str(row.rows_rejected), f"{row.loss:+.4f}", f"{row.kl:.5f}",
+            f"{row.mismatch_mean:.5f}", f"{row.proof:.5f}", f"{row.seconds:.1f}",
         )  # fmt: skip
     return table
 
@@ -125,11 +132,16 @@ def _versions_table(figures: DemoResults) -> Any:
 
 def _behaviour_table(figures: DemoResults) -> Any:
     """What changed in behaviour, by version: in the training traffic, and greedily on the held-out tasks."""
+    rows = [(row.version, row.behaviour) for row in figures.versions]
+    rows += [(f"greedy, {row.model}", row.greedy_behaviour) for row in (figures.before, figures.after)]
+    if not any(seen.tools for _, seen in rows):  # an agent without tools is its answers
+        table = _table("Behaviour: the commonest answers, and their shares of the rollouts", ("policy", "answers"))
+        for name, seen in rows:
+            table.add_row(name, ", ".join(f"{answer!r} {share:.0%}" for answer, share in seen.sequences.items()))
+        return table
     columns = ("policy", "searches", "mails read", "answers", "read first", "commonest sequence of tools")
     table = _table("Behaviour (per rollout; read first: of the answers, those after reading a mail)", columns)
-    rows = [(row.version, row.behaviour) for row in figures.versions]
-    greedy = [(f"greedy, {row.model}", row.greedy_behaviour) for row in (figures.before, figures.after)]
-    for name, seen in rows + greedy:
+    for name, seen in rows:
         sequence, share = next(iter(seen.sequences.items()), ("none", 0.0))
         table.add_row(
             name, f"{seen.tools.get('search_inbox', 0.0):.2f}", f"{seen.mails_read:.2f}", f"{seen.answered:.0%}",
@@ -158,6 +170,8 @@ def _heldout_table(figures: DemoResults) -> Any:
         ("hard set after", figures.hard_after),
     )
     for name, row in rows:
+        if row is None:
+            continue
         table.add_row(f"{name} ({row.model})", *_evaluation_cells(row))
     return table
 
@@ -175,14 +189,15 @@ def _summary(figures: DemoResults) -> list[str]:
     stages = ", ".join(f"{name} {value:.0f} s" for name, value in figures.seconds.items() if name != "total")
     verdict = "the agent improved" if figures.learned else "NO proven improvement: the intervals overlap"
     return [
-        f"swaps {figures.swaps}, calls {figures.calls}, failed calls {figures.failed_calls}, "
+        f"versions {len(figures.rounds)}, proven {figures.versions_proven}, swaps {figures.swaps}, "
+        f"calls {figures.calls}, failed calls {figures.failed_calls}, "
         f"trajectories of mixed versions {figures.mixed_version_trajectories}",
         f"trained tokens {figures.tokens_trained}, sampled by vLLM {share:.1%}; token-exact continuations "
         f"{figures.exact_context_share:.1%}; mean |trainer - engine| {figures.mismatch_mean:.5f} nats",
         "dropped: " + (", ".join(f"{count} {name}" for name, count in figures.dropped.items()) or "nothing"),
         f"{figures.seconds['total']:.0f} s in all: {stages}",
         _release_line(figures),
-        _hard_line(figures),
+        _kinds_line(figures),
         _likeliest_line(figures),
         f"held-out success {figures.before.success:.1%} -> {figures.after.success:.1%}: {verdict}",
     ]
@@ -196,18 +211,25 @@ def _release_line(figures: DemoResults) -> str:
     return f"release policy {figures.release_policy}: {described[figures.release_policy]}"
 
 
-def _hard_line(figures: DemoResults) -> str:
-    after = figures.hard_after.success_by_kind
-    kinds = [f"{kind} {share:.0%} -> {after[kind]:.0%}" for kind, share in figures.hard_before.success_by_kind.items()]
-    return f"hard set, never trained: {', '.join(kinds)}"
+def _kinds_line(figures: DemoResults) -> str:
+    if figures.hard_before and figures.hard_after:
+        name, before, after = "hard set, never trained", figures.hard_before, figures.hard_after
+    else:
+        name, before, after = "held-out tasks by kind", figures.before, figures.after
+    kinds = [
+        f"{kind} {share:.0%} -> {after.success_by_kind[kind]:.0%}" for kind, share in before.success_by_kind.items()
+    ]
+    return f"{name}: {', '.join(kinds)}"
 
 
 def _likeliest_line(figures: DemoResults) -> str:
     """What the policy does when it always takes its likeliest token, before and after."""
     before, after = figures.before.greedy_behaviour, figures.after.greedy_behaviour
-    return (
-        f"likeliest behaviour: {figures.before.greedy_success:.1%} -> {figures.after.greedy_success:.1%} right; "
-        f"a mail is read before {before.read_before_answer:.0%} -> {after.read_before_answer:.0%} of the answers"
+    line = f"likeliest behaviour: {figures.before.greedy_success:.1%} -> {figures.after.greedy_success:.1%} right"
+    if not figures.hard_before:
+        return line
+    return line + (
+        f"; a mail is read before {before.read_before_answer:.0%} -> {after.read_before_answer:.0%} of the answers"
     )
 
 

@@ -14,9 +14,12 @@ from typing import Any
 
 from ratchet.demo.behaviour import Behaviour, behaviour_of
 from ratchet.demo.email_search.hard_tasks import NEW_NAMES, TWO_HOPS
+from ratchet.demo.reviews.tasks import LABELS
 from ratchet.store.records import Call, Round
 from ratchet.store.states import CallState, PolicyState, RoundState
 from ratchet.store.store import Store
+
+_NOT_PROVEN = (PolicyState.CANDIDATE, PolicyState.UNPROVEN, PolicyState.REJECTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ class HeldOutEvaluation:
     api_errors: int
     behaviour: Behaviour
     greedy_behaviour: Behaviour
-    success_by_kind: Mapping[str, float]  # of the hard set's kinds, at temperature 1; empty for others
+    success_by_kind: Mapping[str, float]  # at temperature 1, of the hard set's kinds or of the labels
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ class VersionRow:
 
 @dataclass(frozen=True, slots=True)
 class RoundRow:
-    """One committed training round; logprob differences in nats per token."""
+    """One committed training round; logprob differences and `kl` (k3) in nats per token."""
 
     version: int
     state: str
@@ -73,6 +76,8 @@ class RoundRow:
     mismatch_mean: float
     mismatch_max: float
     proof: float
+    kl: float
+    rows_rejected: int
     seconds: float
 
 
@@ -82,15 +87,17 @@ class DemoResults:
 
     seed: int
     base_model: str
+    dtype: str  # vllm.dtype
     release_policy: str  # trainer.release.policy
     before: HeldOutEvaluation
     after: HeldOutEvaluation
-    hard_before: HeldOutEvaluation
-    hard_after: HeldOutEvaluation
+    hard_before: HeldOutEvaluation | None
+    hard_after: HeldOutEvaluation | None
     curve: tuple[tuple[int, float], ...]  # (rollouts so far, success over the last window of them)
     versions: tuple[VersionRow, ...]
     rounds: tuple[RoundRow, ...]
     swaps: int
+    versions_proven: int
     calls: int
     failed_calls: int
     mixed_version_trajectories: int
@@ -149,18 +156,18 @@ def _interval(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
 
 
 def _success_by_kind(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    kinds = {kind: [row for row in rows if row["task_id"].startswith(kind)] for kind in (NEW_NAMES, TWO_HOPS)}
+    kinds = {kind: [row for row in rows if row["task_id"].startswith(kind)] for kind in (NEW_NAMES, TWO_HOPS, *LABELS)}
     return {kind: _mean(row["success"] for row in members) for kind, members in kinds.items() if members}
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluations:
-    """The evaluations of a run: the held-out tasks and the hard set, before and after the training."""
+    """The evaluations of a run: the held-out tasks, and the hard set if there is one, before and after the training."""
 
     before: HeldOutEvaluation
     after: HeldOutEvaluation
-    hard_before: HeldOutEvaluation
-    hard_after: HeldOutEvaluation
+    hard_before: HeldOutEvaluation | None
+    hard_after: HeldOutEvaluation | None
 
 
 def read_results(
@@ -171,6 +178,7 @@ def read_results(
     train: Path,
     seed: int,
     base_model: str,
+    dtype: str,
     release_policy: str,
     seconds: Mapping[str, float],
 ) -> DemoResults:
@@ -185,6 +193,7 @@ def read_results(
     return DemoResults(
         seed=seed,
         base_model=base_model,
+        dtype=dtype,
         release_policy=release_policy,
         before=evaluations.before,
         after=evaluations.after,
@@ -194,6 +203,7 @@ def read_results(
         versions=tuple(_version_rows(rows)),
         rounds=tuple(_round_row(store, held) for held in rounds),
         swaps=sum(p.version > 0 and p.state in (PolicyState.LIVE, PolicyState.RETIRED) for p in policies),
+        versions_proven=sum(p.version > 0 and p.state not in _NOT_PROVEN for p in policies),
         calls=len(calls),
         failed_calls=sum(call.state is not CallState.ANSWERED or call.status != 200 for call in calls),
         mixed_version_trajectories=_mixed(calls),
@@ -279,6 +289,8 @@ def _round_row(store: Store, held: Round) -> RoundRow:
         mismatch_mean=float(held.metrics["logprob_abs_diff_mean"]),
         mismatch_max=float(held.metrics["logprob_abs_diff_max"]),
         proof=max((float(proof["served_vs_trainer"]) for proof in proofs), default=float("nan")),
+        kl=float(held.metrics["approx_kl"]),
+        rows_rejected=int(held.metrics["rows_rejected"]),
         seconds=float(held.metrics["seconds"]),
     )
 

@@ -1,11 +1,12 @@
 """`ratchet demo`: trains an unmodified agent and measures its improvement.
 
-It starts the services like `up`, runs `ratchet.demo.email_search` as separate processes with only OPENAI_BASE_URL,
-OPENAI_API_KEY and OPENAI_MODEL, and reads the store. The services have no special case for it.
+It starts the services like `up`, runs the agent (`ratchet.demo.email_search`, or with `--real` `ratchet.demo.reviews`)
+as separate processes with only OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and reads the store. The services have
+no special case for it.
 
 The exit code is 0 only if held-out success rose. Everything that it started is stopped, and the records stay in
-`.ratchet/demo`. It does not touch other projects: it is always the project `demo` with its own SQLite store, and reads
-no RATCHET_* variables except secrets; it names those that it ignores.
+`.ratchet/demo`, or `.ratchet/demo-real`. It does not touch other projects: it is always the project `demo` or
+`demo-real` with its own SQLite store, and reads no RATCHET_* variables except secrets; it names those that it ignores.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ratchet.demo import pretrained_model
 from ratchet.demo.demo_results import DemoResults, Evaluations, HeldOutEvaluation, read_evaluation, read_results
 from ratchet.demo.email_search.tasks import HARD
 from ratchet.errors import AlreadyRunning, DemoFailed
-from ratchet.settings.load_settings import load, setting_variables
+from ratchet.settings.load_settings import known_keys, load, setting_variables
 from ratchet.settings.project_settings import SECRETS, Settings
+from ratchet.settings.setting_errors import type_of_key
 from ratchet.settings.state_folder import StateFolder
 from ratchet.store.store import Store, open_store
 from ratchet.supervisor import pidfile, signals, vllm_command
@@ -36,21 +39,21 @@ from ratchet.supervisor.up import start_services
 from ratchet.trainer.controller.rounds.backlog import is_drained
 from ratchet.tuning.context import first_api_key
 
-EXAMPLE = "ratchet.demo.email_search"
-_FOLDER = Path(__file__).parent / "email_search"
-TINY = _FOLDER / "ratchet.yaml"
-REAL = _FOLDER / "real_model.yaml"
-TINY_POLICY = _FOLDER / "policy"
+_FOLDER = Path(__file__).parent
+_MAIL = _FOLDER / "email_search"
+TINY = _MAIL / "ratchet.yaml"
 _SETTLE_SECONDS = 60.0  # at most, for the last round after the last rollout
 
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """Options of a demo run."""
+    """Options of a demo run; the defaults are those of the e-mail agent with the tiny policy."""
 
     seed: int = 1
-    base_model: str | None = None  # None: the tiny policy of the example
-    rounds: int = 20  # each with `tasks_per_round` training tasks, `attempts` rollouts per task
+    real: bool = False  # the agent that labels reviews, with a real pretrained model
+    base_model: str | None = None  # None: the tiny policy of the package, or the real model, which is downloaded once
+    rounds: int | None = 20  # each with `tasks_per_round` training tasks, `attempts` rollouts per task; None: no limit
+    minutes: float | None = None  # of training traffic, at most; only with `real`
     tasks_per_round: int = 16
     attempts: int = 8
     concurrency: int = 32
@@ -58,6 +61,28 @@ class DemoOptions:
     held_out_attempts: int = 2  # at temperature 1; the greedy run makes one attempt
     state_dir: Path | None = None  # folder of the state of all projects
     changes: Mapping[tuple[str, ...], Any] = field(default_factory=dict)  # settings that an experiment sets, by path
+
+    @property
+    def project(self) -> str:
+        """The project, whose state is in the folder of this name."""
+        return "demo-real" if self.real else "demo"
+
+    @property
+    def agent(self) -> str:
+        """The agent's module, with the verbs `train` and `test`."""
+        return "ratchet.demo.reviews" if self.real else "ratchet.demo.email_search"
+
+    @property
+    def settings_file(self) -> Path:
+        """The project's settings."""
+        if self.real:
+            return _FOLDER / "reviews" / "ratchet.yaml"
+        return TINY if self.base_model is None else _MAIL / "real_model.yaml"
+
+
+REAL_DEFAULTS = DemoOptions(
+    real=True, rounds=None, minutes=6.0, tasks_per_round=8, concurrency=16, held_out_tasks=60, held_out_attempts=3
+)
 
 
 def run(options: DemoOptions) -> int:
@@ -78,9 +103,9 @@ class Demo:
     def __init__(self, options: DemoOptions, say: Callable[[str], None] = print) -> None:
         self._options = options
         self._say = say
+        self._settings = _settings(options, say)
         self._began = time.monotonic()
         self._seconds: dict[str, float] = {}
-        self._settings = _settings(options)
         self.folder = self._settings.state.root
         self._home = self.folder / "email_search"
 
@@ -90,9 +115,10 @@ class Demo:
             self._say(f"ignored, because the demo has its own settings: {', '.join(ignored)}")
         lock = self._take_folder()
         try:
-            with self._stage("prepare", "make the mailbox and the task set"):
-                os.environ["EMAIL_SEARCH_HOME"] = str(self._home)  # the judge reads the task set there
-                self._agent(["build-db"], "")
+            if not self._options.real:
+                with self._stage("prepare", "make the mailbox and the task set"):
+                    os.environ["EMAIL_SEARCH_HOME"] = str(self._home)  # the judge reads the task set there
+                    self._agent(["build-db"], "")
             return self._figures(self._with_services(lock))
         finally:
             lock.release()
@@ -106,7 +132,7 @@ class Demo:
                 supervisor = services.enter_context(start_services(self._settings, lock, self._say))
                 if address := supervisor.plan.console:
                     self._say(f"console: {address}")
-            with self._stage("evaluate_before", "held-out tasks, then the hard set, under the base model"):
+            with self._stage("evaluate_before", "tasks that are never trained, under the base model"):
                 before, hard_before = self._evaluate_all(supervisor, "before", f"{alias}@0")
             with self._stage("train", "the agent works; the trainer trains and swaps in the background"):
                 self._work(supervisor)
@@ -147,16 +173,19 @@ class Demo:
             pass
         pid = f"pid {holder.pid}" if holder else "another process"
         raise AlreadyRunning(
-            f"the demo is already running ({pid}): wait for its end, or stop it with `ratchet down --project demo`"
+            f"the demo is already running ({pid}): wait for its end, or stop it with `ratchet down --project "
+            f"{self._options.project}`"
         )
 
     def _evaluate_all(
         self, supervisor: Supervisor, name: str, model: str
-    ) -> tuple[HeldOutEvaluation, HeldOutEvaluation]:
-        """Evaluate the held-out tasks and the hard set."""
+    ) -> tuple[HeldOutEvaluation, HeldOutEvaluation | None]:
+        """Evaluate the held-out tasks, and the e-mail agent's hard set."""
         options = self._options
         tasks = ["--tasks", str(options.held_out_tasks)]
         held_out = self._evaluate(supervisor, name, model, tasks, options.held_out_attempts)
+        if options.real:
+            return held_out, None
         return held_out, self._evaluate(supervisor, f"hard_{name}", model, ["--split", HARD], attempts=1)
 
     def _evaluate(
@@ -174,10 +203,14 @@ class Demo:
     def _work(self, supervisor: Supervisor) -> None:
         options = self._options
         arguments = [
-            "train", "--rounds", str(options.rounds), "--tasks-per-round", str(options.tasks_per_round),
-            "--attempts", str(options.attempts), "--concurrency", str(options.concurrency), "--seed", str(options.seed),
+            "train", "--tasks-per-round", str(options.tasks_per_round), "--attempts", str(options.attempts),
+            "--concurrency", str(options.concurrency), "--seed", str(options.seed),
             "--out", str(self.folder / "train.jsonl"),
         ]  # fmt: skip
+        if options.rounds is not None:
+            arguments += ["--rounds", str(options.rounds)]
+        if options.minutes is not None:
+            arguments += ["--seconds", str(options.minutes * 60)]
         self._agent(arguments, self._settings.model, supervisor)
 
     def _settle(self, supervisor: Supervisor) -> int:
@@ -211,7 +244,7 @@ class Demo:
         }
         if supervisor is not None:
             environment["OPENAI_BASE_URL"] = supervisor.plan.base_url
-        command = [sys.executable, "-P", "-m", EXAMPLE, *arguments]
+        command = [sys.executable, "-P", "-m", self._options.agent, *arguments]
         with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
             try:
                 while process.poll() is None:
@@ -234,6 +267,7 @@ class Demo:
                 train=self.folder / "train.jsonl",
                 seed=self._options.seed,
                 base_model=str(self._settings.base_model),
+                dtype=self._settings.vllm.dtype,
                 release_policy=self._settings.trainer_settings().release.policy,
                 seconds=dict(self._seconds) | {"total": time.monotonic() - self._began},
             )
@@ -250,13 +284,20 @@ class Demo:
             self._seconds[name] = time.monotonic() - began
 
 
-def _settings(options: DemoOptions) -> Settings:
+def _settings(options: DemoOptions, say: Callable[[str], None]) -> Settings:
     """Return the demo's settings. RATCHET_* variables of the user apply to other projects, not to the demo."""
+    known = known_keys()
+    for path in options.changes:
+        type_of_key(path, known, f"--set {'.'.join(path)}")
     values = {
-        ("project",): ("the demo", "demo"),
-        ("base_model",): ("--model", options.base_model or str(TINY_POLICY)),
+        ("project",): ("the demo", options.project),
+        ("base_model",): ("--model", options.base_model or _default_model(options, say)),
         ("learner", "seed"): ("--seed", options.seed),
         ("state_dir",): ("--state-dir", str(options.state_dir) if options.state_dir else None),
-    } | {path: (".".join(path), value) for path, value in options.changes.items()}
+    } | {path: (f"--set {'.'.join(path)}", value) for path, value in options.changes.items()}
     secrets = {name: value for name, value in os.environ.items() if name in SECRETS}
-    return load(TINY if options.base_model is None else REAL, values, secrets)
+    return load(options.settings_file, values, secrets)
+
+
+def _default_model(options: DemoOptions, say: Callable[[str], None]) -> str:
+    return str(pretrained_model.model_folder(say) if options.real else _MAIL / "policy")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from examples.production.harmful import altered_copy
-from ratchet.demo.email_search.agent import MailRollout
+from ratchet.demo.email_search.agent import TaskRollout
 from ratchet.store.policies.decisions import Decision
 from ratchet.store.states import PolicyAction, PolicyState
 from ratchet.store.store import open_store
@@ -50,7 +50,7 @@ def new_adapter(folder: Path) -> Path:
     return folder
 
 
-def answered(rollouts: Sequence[MailRollout]) -> float:
+def answered(rollouts: Sequence[TaskRollout]) -> float:
     """The share of rollouts that ended with an answer."""
     return sum(one.end == "answer" for one in rollouts) / len(rollouts)
 

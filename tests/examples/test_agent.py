@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import ratchet.demo.email_search
-from ratchet.demo.email_search.agent import MailRollout, run_tasks, shuffled
+from ratchet.demo.email_search.agent import TaskRollout, run_tasks, shuffled
 from ratchet.demo.email_search.mailbox import DATABASE, TODAY, USER_EMAIL, Mail, Mailbox
 from ratchet.demo.email_search.tasks import MailTask, read_tasks
 from ratchet.demo.email_search.tools import TOOLS
@@ -33,7 +33,7 @@ def imports(path: Path) -> set[str]:
     return names
 
 
-async def run(box: Mailbox, task: MailTask, model: ScriptedModel, **more: Any) -> list[MailRollout]:
+async def run(box: Mailbox, task: MailTask, model: ScriptedModel, **more: Any) -> list[TaskRollout]:
     options: dict[str, Any] = {"attempts": 1, "concurrency": 1, "max_turns": 3, **more}
     return await run_tasks([task], base_url=model.base_url, api_key="sk-test", model="m", box=box, **options)
 
@@ -158,7 +158,7 @@ async def test_an_endless_run_stops_on_request_and_finishes_running_rollouts(hom
     stop, box = asyncio.Event(), Mailbox(home / DATABASE)
     seen: list[int] = []
 
-    def on_result(rollout: MailRollout) -> None:
+    def on_result(rollout: TaskRollout) -> None:
         seen.append(rollout.index)
         if len(seen) == 10:
             stop.set()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ratchet.demo.email_search.__main__ import main
-from ratchet.demo.email_search.agent import MailRollout
+from ratchet.demo.email_search.agent import TaskRollout
 from ratchet.demo.email_search.mailbox import DATABASE, Mailbox
 from ratchet.demo.email_search.progress import mean_metrics, metrics
 from ratchet.demo.email_search.tasks import read_tasks
@@ -99,8 +99,8 @@ def test_a_server_that_refuses_everything_is_a_failed_run(
 def test_each_metric_has_its_own_divisor() -> None:
     ended: dict[str, Any] = {"answer": None, "tool_calls": 1, "tool_failures": {}, "prompt_tokens": 9, "seconds": 1.0}
     shared: dict[str, Any] = {"index": 0, "task_id": "t", "question": "q", "correct_answer": "a", "models": ()}
-    good = MailRollout(**shared, **ended, success=True, end="answer", turns=3, completion_tokens=30, errors=())
-    lost = MailRollout(**shared, **ended, success=False, end="api_error", turns=0, completion_tokens=0, errors=("x",))
+    good = TaskRollout(**shared, **ended, success=True, end="answer", turns=3, completion_tokens=30, errors=())
+    lost = TaskRollout(**shared, **ended, success=False, end="api_error", turns=0, completion_tokens=0, errors=("x",))
     assert mean_metrics([metrics(good), metrics(lost)]) == {
         "success": 0.5,
         "turns": 3.0,

@@ -81,9 +81,9 @@ def test_the_report_shows_the_change_in_behaviour_and_the_hard_set(
     hard = written(tmp_path, [{**hasty, "task_id": f"{TWO_HOPS}-x"}], [hasty])
     version = VersionRow("m@0", 9, 0.0, 0.0, 2.0, 9.0, 9.0, 0.0, behaviour_of([hasty] * 9))
     figures = DemoResults(
-        seed=1, base_model="m", release_policy="immediate", before=before, after=after, hard_before=hard,
+        seed=1, base_model="m", dtype="auto", release_policy="immediate", before=before, after=after, hard_before=hard,
         hard_after=hard, curve=(), versions=(version,), rounds=(),
-        swaps=1, calls=9, failed_calls=0, mixed_version_trajectories=0,
+        swaps=1, versions_proven=1, calls=9, failed_calls=0, mixed_version_trajectories=0,
         exact_context_share=1.0, tokens_trained=9, tokens_trained_from_engine=9, tokens_left_out={}, dropped={},
         mismatch_mean=0.0, seconds={"total": 1.0},
     )  # fmt: skip
@@ -99,6 +99,31 @@ def test_the_report_shows_the_change_in_behaviour_and_the_hard_set(
     assert (stored["held_out_greedy_before"], stored["hard_success_after"]) == (0.0, 0.0)
 
 
+def test_an_agent_without_tools_is_reported_by_its_answers_and_kinds_of_tasks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = {**row(task="negative-film-dull"), "answer": "positive"}
+    right = {**row(task="negative-film-dull", success=True), "answer": "negative"}
+    before, after = written(tmp_path, [wrong] * 3 + [right], [wrong]), written(tmp_path, [right] * 4, [right])
+    version = VersionRow("m@0", 4, 0.25, 0.0, 1.0, 9.0, 2.0, 0.0, before.behaviour)
+    figures = DemoResults(
+        seed=2, base_model="/models/M-135M", dtype="bfloat16", release_policy="immediate", before=before, after=after,
+        hard_before=None, hard_after=None, curve=((128, 0.5),), versions=(version,), rounds=(), swaps=1,
+        versions_proven=1, calls=9, failed_calls=0, mixed_version_trajectories=0, exact_context_share=1.0,
+        tokens_trained=9, tokens_trained_from_engine=9, tokens_left_out={}, dropped={}, mismatch_mean=0.0,
+        seconds={"total": 1.0},
+    )  # fmt: skip
+    demo_report.show(figures)
+    shown = capsys.readouterr().out
+    assert "'positive' 75%, 'negative' 25%" in shown
+    assert "held-out tasks by kind: negative 25% -> 100%" in shown
+    assert "mail" not in shown
+    demo_report.write(figures, tmp_path)
+    stored = json.loads((tmp_path / "result.json").read_text())
+    assert (stored["hard_success_before"], stored["dtype"], stored["versions_proven"]) == (None, "bfloat16", 1)
+    assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_the_tokens_of_rejected_rows_are_left_out_of_those_that_vllm_sampled(tmp_path: Path, store_file: Path) -> None:
     with contextlib.closing(open_store(str(store_file))) as store:
         store.policies.register_base("agent", "m")
@@ -107,14 +132,14 @@ def test_the_tokens_of_rejected_rows_are_left_out_of_those_that_vllm_sampled(tmp
         metrics = {
             "groups": 1, "trajectories": 3, "reward": 0.5, "loss": 0.1, "seconds": 1.0, "logprob_abs_diff_mean": 0.0,
             "logprob_abs_diff_max": 0.0, "untrained_tokens": {"greedy": 1}, "rows_rejected": 1, "tokens_compared": 5,
-            "tokens_trained": 3,
+            "tokens_trained": 3, "approx_kl": 0.01,
         }  # fmt: skip
         store.rounds.commit(held.id, version=1, checkpoint="/c/1", groups=[group.id], metrics=metrics)
         once = written(tmp_path, [row(SEARCH)], [row(SEARCH)])
         (tmp_path / "train").write_text("")
         found = read_results(
             store, alias="agent", evaluations=Evaluations(once, once, once, once), train=tmp_path / "train", seed=1,
-            base_model="m", release_policy="immediate", seconds={},
+            base_model="m", dtype="auto", release_policy="immediate", seconds={},
         )  # fmt: skip
     assert found.tokens_left_out == {"greedy": 1, "rejected": 2}
     assert found.tokens_trained_from_engine == found.tokens_trained == 3

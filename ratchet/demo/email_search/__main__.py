@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ratchet.demo.email_search.agent import MAX_TOKENS, MailRollout, run_tasks, shuffled
+from ratchet.demo.email_search.agent import MAX_TOKENS, TaskRollout, run_tasks, shuffled
 from ratchet.demo.email_search.hard_tasks import make_hard_set
 from ratchet.demo.email_search.mailbox import DATABASE, Mailbox, synthetic_mails
 from ratchet.demo.email_search.progress import Results, RolloutProgress, summary
@@ -135,7 +135,7 @@ def _test(chosen: argparse.Namespace) -> int:
     return _status(rollouts)
 
 
-def _run(chosen: argparse.Namespace, tasks: list[MailTask], name: str, per_round: int | None) -> list[MailRollout]:
+def _run(chosen: argparse.Namespace, tasks: list[MailTask], name: str, per_round: int | None) -> list[TaskRollout]:
     if not chosen.model:
         raise UsageError("no model: give --model NAME or set OPENAI_MODEL")
     base_url = os.environ.get("OPENAI_BASE_URL")
@@ -144,7 +144,7 @@ def _run(chosen: argparse.Namespace, tasks: list[MailTask], name: str, per_round
     answers = {task.answer for task in every_task(chosen.home)}
     with RolloutProgress(name, len(tasks) * chosen.attempts, per_round) as progress, Results(chosen.out) as results:
 
-        def on_result(rollout: MailRollout) -> None:
+        def on_result(rollout: TaskRollout) -> None:
             results.write(rollout)
             progress.add(rollout)
 
@@ -166,7 +166,7 @@ def _run(chosen: argparse.Namespace, tasks: list[MailTask], name: str, per_round
         )
 
 
-def _status(rollouts: list[MailRollout]) -> int:
+def _status(rollouts: list[TaskRollout]) -> int:
     """Return 1 if every rollout failed with an API error."""
     if rollouts and all(rollout.end == "api_error" for rollout in rollouts):
         print(f"every rollout failed; the first error: {rollouts[0].errors[0]}", file=sys.stderr)

@@ -11,9 +11,9 @@ import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from openai import AsyncOpenAI, OpenAIError
 
@@ -23,12 +23,13 @@ from ratchet.demo.email_search.tasks import MailTask, matches
 from ratchet.demo.email_search.tools import TOOLS, call_tool
 
 End = Literal["answer", "text", "ran_out_of_turns", "api_error"]
+Task = TypeVar("Task")
 MAX_TOKENS = 128
 TIMEOUT_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class MailRollout:
+class TaskRollout:
     """The result of one attempt at one task.
 
     `index` counts the attempts of the run from 0; `models` are the distinct model names in the responses;
@@ -68,7 +69,7 @@ class Agent:
     max_tokens: int = MAX_TOKENS
     other_answers: frozenset[str] = frozenset()
 
-    async def attempt(self, task: MailTask, index: int = 0) -> MailRollout:
+    async def attempt(self, task: MailTask, index: int = 0) -> TaskRollout:
         """Attempt one task."""
         started_at, state = (
             time.monotonic(),
@@ -86,7 +87,7 @@ class Agent:
             if reason is not None:
                 end = reason
                 break
-        return MailRollout(
+        return TaskRollout(
             index=index,
             task_id=task.id,
             question=task.question,
@@ -164,7 +165,7 @@ class _RolloutState:
         return None
 
 
-def shuffled(tasks: Sequence[MailTask], seed: int) -> Iterator[MailTask]:
+def shuffled(tasks: Sequence[Task], seed: int) -> Iterator[Task]:
     """Yield the tasks endlessly: each pass contains every task once, in an order determined by `seed`."""
     rng = random.Random(seed)
     while tasks:
@@ -184,29 +185,44 @@ async def run_tasks(
     max_turns: int = MAX_TURNS,
     max_tokens: int = MAX_TOKENS,
     other_answers: Iterable[str] = (),
-    on_result: Callable[[MailRollout], None] | None = None,
+    on_result: Callable[[TaskRollout], None] | None = None,
     stop: asyncio.Event | None = None,
-) -> list[MailRollout]:
+) -> list[TaskRollout]:
     """Attempt each task `attempts` times, `concurrency` rollouts at a time; return them in the order of their end.
 
     `tasks` may be endless (`shuffled`); then the run lasts until `stop` is set. After `stop` no attempt starts, and
     running ones finish. `on_result` is called in the event loop at the end of each rollout.
     """
-    jobs = enumerate(task for task in tasks for _ in range(attempts))
-    done: list[MailRollout] = []
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=TIMEOUT_SECONDS) as client:
         agent = Agent(client, box, model, temperature, max_turns, max_tokens, frozenset(other_answers))
+        return await run_attempts(
+            tasks, agent.attempt, attempts=attempts, concurrency=concurrency, on_result=on_result, stop=stop
+        )
 
-        async def work() -> None:
-            for index, task in jobs:
-                rollout = await agent.attempt(task, index)
-                done.append(rollout)
-                if on_result is not None:
-                    on_result(rollout)
-                if stop is not None and stop.is_set():
-                    return
 
-        async with asyncio.TaskGroup() as group:
-            for _ in itertools.repeat(None, concurrency):
-                group.create_task(work())
+async def run_attempts(
+    tasks: Iterable[Task],
+    attempt: Callable[[Task, int], Awaitable[TaskRollout]],
+    *,
+    attempts: int,
+    concurrency: int,
+    on_result: Callable[[TaskRollout], None] | None = None,
+    stop: asyncio.Event | None = None,
+) -> list[TaskRollout]:
+    """Attempt each task `attempts` times with `attempt(task, index)`; the rest as `run_tasks`."""
+    jobs = enumerate(task for task in tasks for _ in range(attempts))
+    done: list[TaskRollout] = []
+
+    async def work() -> None:
+        for index, task in jobs:
+            rollout = await attempt(task, index)
+            done.append(rollout)
+            if on_result is not None:
+                on_result(rollout)
+            if stop is not None and stop.is_set():
+                return
+
+    async with asyncio.TaskGroup() as group:
+        for _ in itertools.repeat(None, concurrency):
+            group.create_task(work())
     return done

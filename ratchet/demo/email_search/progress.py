@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from ratchet.demo.email_search.agent import MailRollout
+from ratchet.demo.email_search.agent import TaskRollout
 
 _MEANS_INTERVAL = 0.5  # seconds between updates of the means in the bar
 
@@ -32,7 +32,7 @@ def mean_metrics(rows: Iterable[Mapping[str, float]], digits: int = 3) -> dict[s
     return {name: round(sum(values) / len(values), digits) for name, values in columns.items()}
 
 
-def metrics(rollout: MailRollout) -> dict[str, float]:
+def metrics(rollout: TaskRollout) -> dict[str, float]:
     """Return the metrics of one rollout; after an API error only those that still have a meaning."""
     row = {"success": float(rollout.success)}
     if rollout.end != "api_error":
@@ -49,7 +49,7 @@ class RolloutProgress:
     Outside a terminal there are only the lines.
     """
 
-    def __init__(self, name: str, total: int, per_round: int | None = None) -> None:
+    def __init__(self, name: str, total: int | None, per_round: int | None = None) -> None:
         columns = (
             TextColumn("{task.description}", table_column=Column(no_wrap=True, min_width=len(name))),
             BarColumn(bar_width=10),
@@ -66,7 +66,7 @@ class RolloutProgress:
         self._rounds: dict[int, list[dict[str, float]]] = {}
         self._means_at = time.monotonic()
 
-    def add(self, rollout: MailRollout) -> None:
+    def add(self, rollout: TaskRollout) -> None:
         """Count one rollout; print its round when that is complete."""
         row = metrics(rollout)
         self._rows.append(row)
@@ -108,7 +108,7 @@ class Results:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("w", encoding="utf-8")
 
-    def write(self, rollout: MailRollout) -> None:
+    def write(self, rollout: TaskRollout) -> None:
         """Write one row."""
         if self._file is not None:
             self._file.write(json.dumps(asdict(rollout), ensure_ascii=False) + "\n")
@@ -124,7 +124,7 @@ class Results:
             self._file.close()
 
 
-def summary(rollouts: Sequence[MailRollout]) -> dict[str, Any]:
+def summary(rollouts: Sequence[TaskRollout]) -> dict[str, Any]:
     """Return counts and means of a run: `success` is over all rollouts, including API errors."""
     failures: Counter[str] = Counter()
     for rollout in rollouts:

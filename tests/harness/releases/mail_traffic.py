@@ -14,7 +14,7 @@ from types import TracebackType
 
 from openai import AsyncOpenAI
 
-from ratchet.demo.email_search.agent import MAX_TOKENS, Agent, MailRollout, shuffled
+from ratchet.demo.email_search.agent import MAX_TOKENS, Agent, TaskRollout, shuffled
 from ratchet.demo.email_search.mailbox import DATABASE, Mailbox
 from ratchet.demo.email_search.tasks import read_tasks
 
@@ -42,7 +42,7 @@ class MailTraffic:
         self._timeout, self._max_tokens = timeout, max_tokens
         self._stop = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name=f"traffic of {agent}")
-        self.rollouts: list[MailRollout] = []
+        self.rollouts: list[TaskRollout] = []
         self.started_at = time.monotonic()
 
     def __enter__(self) -> MailTraffic:
@@ -58,7 +58,7 @@ class MailTraffic:
         """The errors of calls that the proxy did not answer."""
         return [error for one in list(self.rollouts) for error in one.errors]
 
-    def served_by(self, version: str) -> list[MailRollout]:
+    def served_by(self, version: str) -> list[TaskRollout]:
         """Return the rollouts that a version, `agent@number`, answered."""
         return [one for one in list(self.rollouts) if version in one.models]
 
