@@ -78,7 +78,10 @@ function chips(one) {
     (one.release?.serving ?? []).filter((found) => found.role === "holdback").map((found) => h("a", { class: "chip", href: at(one.alias, found.version), title: "held back as the version that newer ones are compared with" }, `anchor @${found.version} · ${percent(found.share, 0)}`)),
     one.release?.pinned ? h("span", { class: "chip hold", title: one.release.pinned.reason }, "pinned") : null,
     one.awaiting_approval ? h("a", { class: "chip hold", href: at(one.alias, one.awaiting_approval.version), title: one.awaiting_approval.reason }, `@${one.awaiting_approval.version} awaits approval`) : null,
-    Object.entries(one.versions).filter(([state]) => !["live", "ramp", "holdback"].includes(state)).map(([state, n]) => h("span", { class: "chip" }, `${count(n)} ${state}`)));
+    Object.entries(one.versions).filter(([state]) => !["live", "ramp", "holdback"].includes(state)).map(([state, n]) => {
+      const waits = state === "unproven" && one.learning.unproven; // newer than the live version
+      return h("span", waits ? { class: "chip hold", title: waits } : { class: "chip" }, `${count(n)} ${state}`);
+    }));
 }
 
 /** The live version's figures, each with its change since the oldest version. */
