@@ -1,4 +1,4 @@
-"""What is said about unproven versions: how many, the newest one's reason, and remedies that name them."""
+"""The text about unproven versions: how many, the newest reason, and remedies that name them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def commit(store: Store, version: int, reason: str) -> None:
     store.policies.mark_unproven("mail", version, {}, reason=reason)
 
 
-def test_the_newest_reason_and_the_remedies_are_said_until_a_version_is_released(store: Store) -> None:
+def test_the_newest_reason_and_the_remedies_are_shown_until_a_version_is_released(store: Store) -> None:
     store.policies.register_base("mail", "base")
     assert read_unproven(store, "mail") is None
     commit(store, 1, "lost in rounding")

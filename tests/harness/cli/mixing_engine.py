@@ -16,7 +16,7 @@ class MixingEngine:
 
     def __init__(self, *, mixes: bool) -> None:
         self.loaded: list[str] = []
-        self.longest_answer = 0  # tokens that a call of an adapter asked for
+        self.max_tokens = 0  # tokens that a call of an adapter asked for
         self._mixes = mixes
         self._busy = 0
 
@@ -34,7 +34,7 @@ class MixingEngine:
         elif path == "/v1/models":
             return {"data": [{"id": name} for name in self.loaded]}
         elif path == "/v1/chat/completions":
-            self.longest_answer = max(self.longest_answer, body["max_tokens"])
+            self.max_tokens = max(self.max_tokens, body["max_tokens"])
             self._busy += 1
             await asyncio.sleep(0.3)
             self._busy -= 1
