@@ -11,7 +11,7 @@ PARALLEL = -n $(TEST_WORKERS) --dist worksteal
 QUICK = not (alone or browser or clients or e2e or postgres or slow)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv clients demo test test-rest test-all test-lowest check e2e bench constraints docs manifests clean
+.PHONY: help venv clients demo demo-real test test-rest test-all test-lowest check e2e bench constraints docs manifests clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -26,6 +26,9 @@ clients: venv ## set up the real clients, the browser and Helm that `make test-a
 
 demo: venv ## an unmodified agent gets better, on real vLLM; SEED=2 changes the seed
 	@$(BIN)/ratchet demo --seed $(SEED) $(DEMO_ARGS)
+
+demo-real: venv ## a real pretrained model learns, on real vLLM; SEED=2 changes the seed, DEMO_ARGS="--dtype bfloat16" the format
+	@$(BIN)/ratchet demo --real --seed $(SEED) $(DEMO_ARGS)
 
 test: venv ## every component and one short end-to-end run on the real vLLM: about 4 minutes on 2 idle cores
 	@$(PYTEST) -m "circle or $(QUICK)" $(PARALLEL)
@@ -69,4 +72,4 @@ manifests: venv ## rewrite deploy/k8s from the Helm chart, and the settings in t
 	@$(BIN)/python -m tests.harness.helm
 
 clean: ## remove the environment, caches and the demo's state
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist *.egg-info .ratchet/demo
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache build dist *.egg-info .ratchet/demo .ratchet/demo-real

@@ -37,6 +37,7 @@ LONG = {
     "harmful_versions": "trains on the real vLLM",
     "hostile": "tests/proxy/test_hostile.py runs the campaign",
     "real_clients": "needs the clients' environments and the real vLLM",
+    "real_demo": "trains on the real vLLM",
     "partitions": "needs root for network namespaces, and minutes",
     "several_agents": "trains on the real vLLM",
     "swaps": "tests/trainer/test_swaps.py runs the campaign",

@@ -76,7 +76,10 @@ class RoundRow:
     mismatch_mean: float
     mismatch_max: float
     proof: float
+    proof_slope: float | None  # of the served on the trained change, the smallest of the replicas
+    proof_correlation: float | None
     kl: float
+    kl_floor: float | None  # what rounding alone reads
     rows_rejected: int
     seconds: float
 
@@ -289,10 +292,17 @@ def _round_row(store: Store, held: Round) -> RoundRow:
         mismatch_mean=float(held.metrics["logprob_abs_diff_mean"]),
         mismatch_max=float(held.metrics["logprob_abs_diff_max"]),
         proof=max((float(proof["served_vs_trainer"]) for proof in proofs), default=float("nan")),
+        proof_slope=_smallest(proofs, "slope"),
+        proof_correlation=_smallest(proofs, "correlation"),
         kl=float(held.metrics["approx_kl"]),
+        kl_floor=held.metrics.get("approx_kl_floor"),
         rows_rejected=int(held.metrics["rows_rejected"]),
         seconds=float(held.metrics["seconds"]),
     )
+
+
+def _smallest(proofs: Iterable[Mapping[str, Any]], name: str) -> float | None:
+    return min((float(proof[name]) for proof in proofs if name in proof), default=None)
 
 
 def _weighted(rounds: Sequence[Round], value: str, weight: str) -> float:
