@@ -39,7 +39,7 @@ def read_learning_report(store: Store, alias: str) -> LearningReport:
     scores are relative.
     """
     unproven = read_unproven(store, alias)
-    return replace(_learning_report(store, alias), unproven=unproven and unproven.describe())
+    return replace(_learning_report(store, alias), unproven=None if unproven is None else unproven.describe())
 
 
 def _learning_report(store: Store, alias: str) -> LearningReport:
