@@ -155,7 +155,11 @@ def find_parsers(model: str, own: VllmSettings, *, elsewhere: bool = False) -> O
         if reasoning == _AUTO:
             reasoning = reasoning_parser(text, known[1])
             notes += [_separated(reasoning)] if reasoning != _OFF else []
-    return OutputParsers(*(None if name == _OFF else name for name in (tools, reasoning)), notes=tuple(notes))
+    return OutputParsers(_set(tools), _set(reasoning), tuple(notes))
+
+
+def _set(name: str) -> str | None:
+    return None if name == _OFF else name
 
 
 def tool_call_parser(text: ModelText, known: Sequence[str] = ()) -> tuple[str, str]:
