@@ -195,14 +195,17 @@ def check_swap(
     """Serve the learner's adapter for a moment, and compare its logprobs. Raises TrainerError."""
     from ratchet.trainer.adapters.vllm_api import VllmServer
     from ratchet.trainer.release.proof import ProofOutcome
-    from ratchet.trainer.release.served_proof import prove_served
+    from ratchet.trainer.release.served_proof import SwapProver, TrainerLogprobs
 
     name = checked.served_name
     with contextlib.closing(VllmServer(vllm, timeout=PATIENCE)) as replica:
         checked.learner.save(checked.reference)
         replica.load(name, checked.reference)
         try:
-            proof = prove_served(replica, name, {base: None}, probes, checked.learner, tolerance=tolerance)
+            prover = SwapProver(
+                name, checked.reference, {base: None}, probes, TrainerLogprobs(checked.learner), tolerance
+            )
+            proof = prover.prove({vllm: replica}, {vllm: prover.measure(replica)})[vllm]
         finally:
             replica.unload(name)
     if not proof.holds:

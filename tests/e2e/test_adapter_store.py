@@ -19,6 +19,7 @@ from ratchet.trainer.adapters.replica_fleet import ReplicaFleet
 from ratchet.trainer.adapters.vllm_api import VllmServer
 from ratchet.trainer.errors import AdapterNotFound, EngineUnreachable
 from ratchet.trainer.release.publisher import Publisher, PublishResult
+from ratchet.trainer.rows.token_row import TokenRow
 from tests.harness.s3 import BUCKET, S3Server
 from tests.harness.swaps.real_versions import POLICY, DrawnRowsLearner
 from tests.harness.vllm.engine import VllmServerProcess
@@ -45,7 +46,7 @@ class StoredVersions:
         started = self._store.rounds.start("agent", number - 1)
         return self._store.rounds.commit(started.id, version=number, checkpoint=reference, groups=[], metrics={})
 
-    def score(self, rows: Sequence[Sequence[int]], *, adapter: bool | str = True) -> list[tuple[float, ...]]:
+    def score(self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool | str = True) -> list[tuple[float, ...]]:
         used = adapter if isinstance(adapter, bool) else self._adapters.fetch(adapter, state=False)
         return self._learner.score(rows, adapter=used)
 

@@ -17,7 +17,7 @@ from ratchet.trainer.adapters.vllm_api import VllmServer
 from ratchet.trainer.adapters.vllm_load import VllmLoad, load_of
 from ratchet.trainer.errors import AdapterNotServable, AdapterRefused, EngineUnreachable
 from ratchet.trainer.release.publisher import Publisher, PublishResult
-from tests.harness.proxy.servers import eventually
+from ratchet.trainer.rows.token_row import TokenRow
 from tests.harness.records import judged_group
 from tests.harness.trainer.scripted_engine import ScriptedEngine
 
@@ -58,10 +58,10 @@ class Trainer:
     name: str
     logprob: Callable[[str, Sequence[int]], float] = honest
 
-    def score(self, rows: Sequence[Sequence[int]], *, adapter: bool | str = True) -> list[tuple[float, ...]]:
+    def score(self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool | str = True) -> list[tuple[float, ...]]:
         named = {True: self.name, False: "base"}
         name = named[adapter] if isinstance(adapter, bool) else f"agent@{adapter.rpartition('/')[2]}"
-        return [(0.0, self.logprob(name, ids)) for ids in rows]
+        return [(0.0, self.logprob(name, row.ids if isinstance(row, TokenRow) else row)) for row in rows]
 
 
 def publish(publisher: Publisher, policy: Policy, logprob: Callable[[str, Sequence[int]], float] = honest) -> bool:
@@ -102,49 +102,6 @@ def test_a_proven_candidate_is_loaded_everywhere_before_it_is_live(
     live = store.policies.live()["agent"]
     assert live.version == 1
     assert set(live.evidence["proof"]) == {engine.url for engine in engines}
-
-
-def test_the_older_versions_answer_while_the_next_one_is_trained(
-    store: Store, publisher: Publisher, engines: list[ScriptedEngine]
-) -> None:
-    requested: list[str] = []
-
-    def counted(name: str, ids: Sequence[int]) -> float:
-        requested.append(name)
-        return honest(name, ids)
-
-    assert publish(publisher, candidate(store, 1))
-    for engine in engines:
-        engine.scorer = counted
-    publisher.ask_ahead(PROBES)
-    eventually(lambda: requested.count("base") == requested.count("agent@1") == 2 * 3 * len(PROBES), 30)
-    requested.clear()
-    assert publish(publisher, candidate(store, 2))
-    assert set(requested) == {"agent@2"}
-    requested.clear()
-    publisher.ask_ahead([(9, 9)])
-    assert publish(publisher, candidate(store, 3))
-    assert {"base", "agent@2", "agent@3"} == set(requested), "answers to other probes do not count"
-
-
-def test_more_contexts_are_compared_only_if_a_few_do_not_prove_the_version_clearly(
-    store: Store, publisher: Publisher, engines: list[ScriptedEngine]
-) -> None:
-    many = [(1, 2, last) for last in range(48)]
-    for version, rounding, compared in ((1, 0.0, 16), (2, 0.025, 16 + 48)):
-        policy, requested = candidate(store, version), list[str]()
-        exact = steps_of(0.1)
-
-        def served(
-            name: str, ids: Sequence[int], rounding: float = rounding, requested: list[str] = requested
-        ) -> float:
-            requested.append(name)
-            return steps_of(0.1, rounding)(name, ids)
-
-        for engine in engines:
-            engine.scorer = served
-        assert publisher.publish(policy, many, Trainer(policy.served_name, exact)) is PublishResult.RELEASED
-        assert requested.count(policy.served_name) == compared * 3 * len(engines)
 
 
 def test_an_adapter_that_one_replica_ignores_is_never_live(
@@ -285,13 +242,14 @@ def test_a_small_step_that_is_not_served_is_rejected_however_near_its_logprobs_a
 def test_a_change_below_rounding_is_unproven_until_the_distance_to_the_live_version_is_provable(
     store: Store, publisher: Publisher, engines: list[ScriptedEngine]
 ) -> None:
+    """Where no amplified copy can be loaded."""
     for engine in engines:
-        engine.scorer = steps_of(0.01, 0.008)
+        engine.scorer = steps_of(0.01, 0.006)
     served = [publish(publisher, candidate(store, version), steps_of(0.01)) for version in range(1, 9)]
     first = served.index(True) + 1
     assert first > 2
-    states = [policy.state for policy in store.policies.all("agent")[1 : first + 1]]
-    assert states == [*[PolicyState.UNPROVEN] * (first - 1), PolicyState.LIVE]
+    states = [policy.state for policy in store.policies.all("agent")[1:first]]
+    assert states == [PolicyState.UNPROVEN] * (first - 1)
     raised = next(alarm for alarm in store.alarms.all() if alarm.name == "swap_unproven:agent")
     assert raised.count >= first - 1
     assert "rounding" in raised.reason.partition(" unproven: ")[2]
@@ -300,7 +258,7 @@ def test_a_change_below_rounding_is_unproven_until_the_distance_to_the_live_vers
     assert "rounding" in unproven.evidence["reason"]
     assert not any("agent@1" in engine.loaded for engine in engines)
     (found, _) = store.policies.get("agent", first).evidence["proof"].values()
-    assert (found["outcome"], found["error"] <= 0.5) == ("proven", True)
+    assert (found["outcome"], found["correlation"] >= 0.9) == ("proven", True)
 
 
 def test_the_alarm_goes_with_the_versions_that_it_was_about(

@@ -107,4 +107,4 @@ def test_no_context_is_evidence_twice_and_short_rows_give_what_they_have() -> No
     assert {len(context) for context in contexts(rows)[: len(sampled)]} == sampled
     assert contexts([]) == []
     many = contexts([build_row(seed) for seed in range(12)])
-    assert len(many) == 48
+    assert len(many) == 24

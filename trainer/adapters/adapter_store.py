@@ -10,15 +10,18 @@ local folder keeps the layout of `checkpoint.py` and is used in place; nothing i
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
+from functools import partial
 from pathlib import Path
 
 from ratchet.trainer.adapters import checkpoint, object_store
+from ratchet.trainer.adapters.vllm_resolver import ratchet_adapter_files as adapter_files
 from ratchet.trainer.errors import AdapterStoreUnreachable, CheckpointDamaged
 from ratchet.trainer.settings.trainer_fields import TrainerFields
 
@@ -144,6 +147,30 @@ class AdapterStore:
             checkpoint.check_writable(Path(root))
 
 
+@contextlib.contextmanager
+def amplified(reference: str, factor: float) -> Iterator[str]:
+    """Yield the reference of an amplified copy of a version: the same weights with `lora_alpha` times `factor`.
+
+    It is for vLLM and for `fetch`, and is gone afterwards; in object storage nothing is written. Raises
+    CheckpointDamaged, CheckpointUnwritable.
+    """
+    if is_remote(reference):
+        yield f"{reference}x{factor:g}"
+        return
+    folder = Path(reference)
+    with checkpoint.temporary_copy(folder, f"x{factor:g}", partial(_amplify, folder, factor)) as copy:
+        yield str(copy)
+
+
+def weights_checksum(reference: str) -> str | None:
+    """Return the SHA-256 of a version's weights file, which is also its manifest's; None if the file is not here,
+    or in object storage, where the plug-in for vLLM verifies it. Raises CheckpointDamaged.
+    """
+    if is_remote(reference) or not Path(reference).parent.is_dir():
+        return None
+    return checkpoint.verified_digest(Path(reference), adapter_files.WEIGHTS)
+
+
 def make_adapter_store(settings: TrainerFields) -> AdapterStore:
     """Return the adapter store of a trainer's settings."""
     cache = settings.checkpoints.parent / "adapter_cache"
@@ -153,6 +180,13 @@ def make_adapter_store(settings: TrainerFields) -> AdapterStore:
 def number_of(reference: str) -> int:
     """Return the version's number in a reference."""
     return int(reference.rstrip("/").rpartition("/")[2])
+
+
+def _amplify(folder: Path, factor: float, target: Path) -> None:
+    try:
+        adapter_files.amplify(folder, target, factor)
+    except (adapter_files.DamagedAdapter, FileNotFoundError) as error:
+        raise CheckpointDamaged(f"no amplified copy of {folder} can be made: {error}") from error
 
 
 def _copy(folder: Path, target: Path) -> None:

@@ -65,6 +65,40 @@ def write_atomically(folder: Path, writer: Callable[[Path], None]) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def temporary_copy(folder: Path, suffix: str, writer: Callable[[Path], None]) -> Iterator[Path]:
+    """Yield a complete checkpoint beside `folder` with the files that `writer` writes; it is removed afterwards, or by
+    `remove_incomplete` if this process dies. Raises CheckpointUnwritable, and what the writer raises.
+    """
+    copy = folder.with_name(f".{folder.name}{suffix}.tmp-{os.getpid()}")
+    try:
+        shutil.rmtree(copy, ignore_errors=True)
+        copy.mkdir()
+        writer(copy)
+        _write_manifest(copy)
+        yield copy
+    except FileNotFoundError as error:
+        raise CheckpointDamaged(f"{folder} is missing; {_RESTORE}") from error
+    except OSError as error:
+        raise CheckpointUnwritable(_why_unwritable(copy, error)) from error
+    finally:
+        shutil.rmtree(copy, ignore_errors=True)
+
+
+def verified_digest(folder: Path, name: str) -> str | None:
+    """Return the SHA-256 of a file, which is also the manifest's; None if the manifest does not name the file.
+
+    Raises CheckpointDamaged.
+    """
+    try:
+        _, digest = adapter_files.parse_manifest((folder / MANIFEST).read_bytes(), str(folder)).get(name, (0, None))
+        if digest is not None and adapter_files.digest_of(folder / name) != digest:
+            raise CheckpointDamaged(f"{folder / name} has changed since it was written: {_RESTORE}")
+    except (OSError, adapter_files.DamagedAdapter) as error:
+        raise CheckpointDamaged(f"{folder} is not a complete checkpoint ({error}); {_RESTORE}") from error
+    return digest
+
+
 def check_writable(root: Path) -> None:
     """Raise CheckpointUnwritable if checkpoints cannot be written under `root`, before there is one to lose."""
     probe = root / f".probe-{os.getpid()}-{uuid.uuid4().hex}"

@@ -134,7 +134,9 @@ class VllmServer:
         not find the files yet, AdapterNotServable if a limit of the server excludes it, and AdapterRefused with vLLM's
         message.
         """
-        if name in self.models():
+        loaded = {card["id"]: card.get("root") for card in self.cards()}
+        if name in loaded:
+            self._check_identity(name, str(reference), loaded[name])
             return
         if is_remote(str(reference)):
             self._resolve(name, str(reference))
@@ -163,6 +165,14 @@ class VllmServer:
                     "the reason, and `ratchet policies rollback` rejects the version if no retry will help"
                 )
             raise AdapterRefused(f"{self.url} refused adapter {name} from {reference}: {response.text[:500]}")
+
+    def _check_identity(self, name: str, reference: str, root: object) -> None:
+        """Raise AdapterRefused if vLLM says that it has read the name's adapter from another folder."""
+        if isinstance(root, str) and root.startswith("/") and not is_remote(reference) and root != reference:
+            raise AdapterRefused(
+                f"{self.url} serves {name} from {root}, not from {reference}: another project uses this vLLM, or its "
+                "state was removed; restart that vLLM"
+            )
 
     def _resolve(self, name: str, reference: str) -> None:
         """Have vLLM load a version by its name, with the plug-in ratchet_lora_resolver."""

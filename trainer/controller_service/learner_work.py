@@ -131,7 +131,7 @@ class LearnerWork:
         self._reload()
         self._dirty = True  # until the commit
         try:
-            candidate = self._round_runner.run_round(self.learner, groups, self.version, self._publisher.ask_ahead)
+            candidate = self._round_runner.run_round(self.learner, groups, self.version)
         except TrainingDiverged as diverged:
             log.error("event=round_diverged alias=%s reason=%r", self._settings.model, str(diverged))
             return None

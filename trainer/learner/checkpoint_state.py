@@ -172,7 +172,8 @@ def resumed(trainer: RecordedGRPOTrainer, settings: LearnerSettings, saved: Save
 
 @contextmanager
 def temporary_adapter(trainer: RecordedGRPOTrainer, folder: Path) -> Iterator[None]:
-    """Use the adapter in `folder`, as vLLM loads it, in the block; afterwards restore the current one bit for bit.
+    """Use the adapter in `folder`, as vLLM loads it, in the block; afterwards restore the current one bit for bit. If
+    its `lora_alpha` is not the agent's, its weights are scaled to the same effect.
 
     Raises CheckpointDamaged or CheckpointMismatch before any change. Rank zero reads the folder.
     """
@@ -181,7 +182,9 @@ def temporary_adapter(trainer: RecordedGRPOTrainer, folder: Path) -> Iterator[No
 
     def read_adapter() -> None:
         shapes = {name: p.shape for name, p in parameters.items()}
-        read_here.append(_adapter_weights(folder, shapes, trainer.model.config.model_type))
+        weights = _adapter_weights(folder, shapes, trainer.model.config.model_type)
+        scale = _alpha_of(folder) / trainer.model.peft_config[ADAPTER].lora_alpha
+        read_here.append({name: w.float() * scale if "lora_B" in name else w for name, w in weights.items()})
 
     process_group.from_leader(read_adapter)
     weights = process_group.tensors_from_leader(read_here[0] if read_here else {})
@@ -206,6 +209,13 @@ def _adapter_weights(folder: Path, shapes: Mapping[str, torch.Size], model_type:
     if found.keys() != shapes.keys():
         raise CheckpointMismatch(f"{folder} has the adapter of another base model or rank: its layers differ")
     return found
+
+
+def _alpha_of(folder: Path) -> float:
+    try:
+        return float(json.loads((folder / "adapter_config.json").read_text())["lora_alpha"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointDamaged(f"{folder} has no readable adapter_config.json: {error!r}") from error
 
 
 def _is_sft(loss: str) -> bool:

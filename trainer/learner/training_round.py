@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ratchet.trainer.errors import NoLearningSignal, RowError
-from ratchet.trainer.learner import checkpoint_state, preference_weights, sharding, token_mismatch
+from ratchet.trainer.learner import checkpoint_state, policy_shift, preference_weights, sharding, token_mismatch
 from ratchet.trainer.learner.agent_state import AgentState, local
 from ratchet.trainer.learner.learning_rate import RoundShift, sample_stride
 from ratchet.trainer.learner.loss import RecordedGRPOTrainer, StepMetrics
@@ -23,7 +23,7 @@ from ratchet.trainer.learner.micro_batches import Micro
 from ratchet.trainer.learner.policy_shift import PolicyShift
 from ratchet.trainer.learner.whitening import whiten
 from ratchet.trainer.learner_api.protocol import ModelLimits, RoundReport, unfit, unfit_ids
-from ratchet.trainer.rows.token_row import TokenRow
+from ratchet.trainer.rows.token_row import TokenRow, scored_row
 
 Steps = tuple[list[list[Micro]], list[StepMetrics], list[float]]  # micro-batches, steps, losses of taken steps
 
@@ -64,7 +64,12 @@ class TrainingRound:
         gap = self._trainer.mismatch(micros)
         tokens = sum(step.tokens for step in applied)
         entropy = sum(step.entropy_sum for step in applied) / tokens
-        shift = self._trainer.shift(micros[:: sample_stride(tokens)] if shift_micros is None else shift_micros)
+        shift = policy_shift.measure(
+            self._trainer,
+            micros[:: sample_stride(tokens)] if shift_micros is None else shift_micros,
+            before,
+            coarse=self._trainer.rate_controller.dtype == "bf16",
+        )
         return RoundReport(
             loss=fmean(losses),
             grad_norm=sum(step.grad_norm for step in applied) / len(applied),
@@ -96,7 +101,7 @@ class TrainingRound:
         target = rate_controller.target(
             sum(row.tokens_trained for row in rows), len({row.trajectory_id for row in rows})
         )
-        round_shift = RoundShift(shift.k3, entropy, target, scale)
+        round_shift = RoundShift(shift.k3, shift.floor, entropy, target, scale)
         target_kl = rate_controller.target_shift(round_shift) * scale**2
         rate_controller.update(round_shift)
         self._trainer.set_learning_rate(rate_controller.rate)  # of the next round, as a checkpoint has it
@@ -104,6 +109,8 @@ class TrainingRound:
             "approx_kl": shift.k3,
             "approx_kl_target": target_kl,
             "approx_kl_tokens": shift.tokens,
+            "approx_kl_floor": shift.floor,
+            "logprob_change_share": shift.share,
             "logprob_change_abs_mean": shift.absolute,
             "logprob_change_positive_mean": shift.positive,
             "dtype": rate_controller.dtype,
@@ -190,7 +197,8 @@ def score(
     *,
     adapter: bool | Path = True,
 ) -> list[tuple[float, ...]]:
-    """Return the logprobs at temperature 1 of all tokens of each sequence, (T,) each; the first token's is 0.0.
+    """Return the logprobs at temperature 1 of all tokens of each sequence, (T,) each; the first token's is 0.0. Of a
+    TokenRow only the tokens of its mask are scored, the others are 0.0: what precedes them costs no logits.
 
     `adapter`: True for the trainer's, False for the base model, or a folder with one. Raises RowError,
     CheckpointDamaged, CheckpointMismatch.
@@ -205,11 +213,12 @@ def score(
     # A sequence of fewer than two tokens has nothing to score.
     scored: list[tuple[float, ...]] = [(0.0,) * len(ids) for ids in sequences]
     longer = [index for index, ids in enumerate(sequences) if len(ids) > 1]
-    # Scoring reads neither the recorded logprobs nor the advantage.
-    plain = [
-        TokenRow("", ids, (0, *(1,) * (len(ids) - 1)), (0.0,) * len(ids), advantage=0.0)
-        for ids in (sequences[index] for index in longer)
-    ]
+    # Scoring reads neither the recorded logprobs, nor the advantage, nor the temperature.
+    plain = [scored_row(sequences[index], _scored_mask(rows[index])) for index in longer]
     for index, logprobs in zip(longer, trainer.score(plain, adapter=adapter), strict=True):
         scored[index] = (0.0, *logprobs)
     return scored
+
+
+def _scored_mask(row: TokenRow | Sequence[int]) -> tuple[int, ...]:
+    return row.mask if isinstance(row, TokenRow) else (0, *(1,) * (len(row) - 1))

@@ -75,11 +75,15 @@ class TrainRequest(msgspec.Struct, frozen=True):
 
 
 class ScoreRequest(msgspec.Struct, frozen=True):
-    """Score token sequences: with the agent's adapter (True), the base model (False), or a checkpoint's adapter."""
+    """Score token sequences: with the agent's adapter (True), the base model (False), or a checkpoint's adapter.
+
+    `masks` has a byte for each token of a row, 1 if it is scored; an empty mask: all but the first.
+    """
 
     revision: int
     rows: tuple[tuple[int, ...], ...]
     adapter: bool | str
+    masks: tuple[bytes, ...] = ()
 
 
 class SaveRequest(msgspec.Struct, frozen=True):

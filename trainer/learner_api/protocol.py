@@ -14,7 +14,7 @@ from ratchet.trainer.settings.learner_settings import LearnerSettings
 class LogprobScorer(Protocol):
     """Computes logprobs as the trainer does."""
 
-    def score(self, rows: Sequence[Sequence[int]], *, adapter: bool | str = True) -> list[tuple[float, ...]]:
+    def score(self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool | str = True) -> list[tuple[float, ...]]:
         """Return the logprobs of each row under the newest version (True), the base model (False) or the version of a
         reference.
         """
@@ -126,6 +126,8 @@ class RoundReport:
     approx_kl                   how far the steps moved the policy: mean k3 at trained tokens, nats per token
     approx_kl_target            target of `approx_kl`, also reported with a fixed learning rate
     approx_kl_tokens            trained tokens that `approx_kl` was measured on
+    approx_kl_floor             what `approx_kl` reads by rounding alone, measured in the round, nats per token
+    logprob_change_share        of the change of log p by the steps, the share that the number format shows; 1 in fp32
     logprob_change_abs_mean     |log p after - log p before the steps|, mean over the same tokens
     logprob_change_positive_mean  the same with its sign, mean over those with a positive advantage
     dtype                       number format of the model's computation: bf16 or fp32
@@ -154,6 +156,8 @@ class RoundReport:
     approx_kl: float = 0.0
     approx_kl_target: float = 0.0
     approx_kl_tokens: int = 0
+    approx_kl_floor: float = 0.0
+    logprob_change_share: float = 1.0
     logprob_change_abs_mean: float = 0.0
     logprob_change_positive_mean: float = 0.0
     dtype: str = "fp32"

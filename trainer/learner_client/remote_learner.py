@@ -112,7 +112,9 @@ class RemoteLearner:
         ids = tuple(tuple(row.ids if isinstance(row, TokenRow) else row) for row in rows)
         scored_with = adapter if isinstance(adapter, bool) else str(adapter)
         session = self._opened()
-        return decode_scores(self._run("score", session, ScoreRequest(self._revision, ids, scored_with)).result)
+        masks = tuple(bytes(row.mask) if isinstance(row, TokenRow) else b"" for row in rows)
+        request = ScoreRequest(self._revision, ids, scored_with, masks if any(masks) else ())
+        return decode_scores(self._run("score", session, request).result)
 
     def save(self, target: str | Path) -> None:
         """Write a checkpoint to a new reference. Raises as `Learner.save` does, and LearnerUnreachable."""

@@ -26,6 +26,7 @@ from ratchet.trainer.learner_api.messages import (
 from ratchet.trainer.learner_api.protocol import AgentHost
 from ratchet.trainer.learner_service.checkpoint_references import CheckpointReferences
 from ratchet.trainer.learner_service.sessions import AgentSession, AgentSessions, check_revision
+from ratchet.trainer.rows.token_row import scored_row
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 
 OnRows = Callable[[int], None]
@@ -90,7 +91,9 @@ class AgentOperations:
             check_revision(session, request.revision)
         named = request.adapter
         adapter = self._references.fetch(named, state=False) if isinstance(named, str) else named
-        return answer(session, self._host.score(session.agent, request.rows, adapter=adapter))
+        masks = request.masks or (b"",) * len(request.rows)
+        rows = [scored_row(ids, tuple(mask)) if mask else ids for ids, mask in zip(request.rows, masks, strict=True)]
+        return answer(session, self._host.score(session.agent, rows, adapter=adapter))
 
     def _save(self, session: AgentSession, request: SaveRequest) -> Answer:
         check_revision(session, request.revision)

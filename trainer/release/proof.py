@@ -1,29 +1,36 @@
 """The proof of a swap: is the version that vLLM serves the one that the trainer made? A pure function of logprobs.
 
-Four logprobs of every probe token are known: under the new version and under an old one, each as vLLM serves it and as
-the trainer computes it. Differences are taken on each side first, because rounding that is the same in both versions
-cancels:
+The logprobs of some tokens are known under a new version and under an old one, each as vLLM serves it and as the
+trainer computes it:
 
     x = trained new - trained old     what the adapter should change; (T,) in nats
     y = served new - served old       what vLLM changed
 
-A few contexts that change by far the most must not decide alone: each context counts at most as much as the mean one,
-by a weight that depends on x alone. The swap is proven if the relative error e = |y - x| / |x| (norms over all tokens)
-is at most 1/2 and chance is very unlikely to be the reason. An adapter that was never applied has y = noise, so e >= 1
-except by chance. Geometrically, the angle between y and x is at most arcsin(e): another adapter passes only if its
-change correlates by sqrt(1 - e^2) >= 0.87 with the right one, and noise, whose direction is random, falls into that cap
-with a probability of at most
+y follows x if slope and correlation through the origin, over the tokens,
 
-    e ** (n - 1) / 2                  n dimensions
+    slope = sum(x y) / sum(x^2)       rho = sum(x y) / sqrt(sum(x^2) sum(y^2))
+
+lie in `_SLOPE` and above `_RHO`, the slope also within two standard errors (clustered by context: the root of the
+summed squares of each context's sum of x (y - slope x), over sum(x^2); Liang and Zeger 1986), and chance is very
+unlikely to be the reason. Noise whose direction is random has a
+correlation of rho or more with a probability of at most
+
+    (1 - rho^2) ** ((n - 1) / 2) / 2  n dimensions
 
 (the cap of half-angle t on the sphere measures I((n - 1) / 2, 1 / 2; sin^2 t) / 2, and I(a, b; z) <= z^a for b <= 1.)
 Tokens of one context share their noise and large changes outweigh small ones, so n is the number of contexts that the
-change is spread over: (sum X)^2 / sum X^2 with X the weighted sum of x^2 in a context. This must hold against every old
-version that is given: the one in service, and the base model, which an engine that lost the adapter answers with.
+change is spread over: (sum X)^2 / sum X^2 with X the weighted sum of x^2 in a context. A few contexts that change by
+far the most must not decide alone: each counts at most as much as the mean one, by a weight that depends on x alone. A
+token whose y is far from its x counts with an error of at most twice the size of x, so that a single expert that is
+routed differently decides nothing.
 
-Otherwise the size of the error decides. Rounding changes the served logprobs by about as much as they differ from the
-trainer's under the old version, which a proof has recorded. A much larger error is not rounding, and the version is
-wrong. A smaller one leaves the swap undecided: unproven.
+In bf16 any change of the weights rounds the whole forward pass anew. That moves y by about 0.05 nats whatever was
+trained, is not independent noise, and swallows a step of 0.01 nats entirely. Such a step cannot be measured under the
+version's own name; what can be is an *amplified copy*: the same weights file with `lora_alpha` times a factor, loaded
+under a name that is never served. Its change is large enough for every number format, and it follows the trainer's only
+if this replica reads the right file and applies it to the right layers. So there are two ways to a proof: the version's
+own change follows the trained one, compared with each old version (in fp32 always); or the amplified copy's does, and
+the version's own change does not contradict it by more than rounding explains.
 """
 
 from __future__ import annotations
@@ -32,42 +39,59 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from math import inf, sqrt
-from statistics import fmean
+from math import log2, sqrt
+from statistics import fmean, quantiles
 
-_MAX_ERROR = 0.5  # relative to the change
+_SLOPE = (0.7, 1.3)
+_SURE_SLOPE, _ERRORS = (0.6, 1.45), 2.0  # where the slope lies, also with this many standard errors more or less
+_RHO = 0.9
 _MAX_CHANCE = 1e-4
-_CLEAR_ERROR, _CLEAR_CONTEXTS = 0.25, 9.0  # chance is below 1e-5 then: such a proof may be one of two attempts
-_ROUNDING = 3.0  # times the old version's distance between engine and trainer; a larger error is not rounding
+_OTHER_SLOPE, _OTHER_RHO = (0.55, 1.6), 0.7  # outside of both: what is served is something else
+_ROUNDING = 3.0  # times the size of rounding; a larger difference is not rounding
 _FLOOR = 1e-5  # nats; the error of float32 for a logprob far from 0
-_MIN_CONTEXTS = 12  # with an error beyond rounding
+_MIN_CONTEXTS = 12  # to call a version wrong
+_OUTLIER = 2.0  # times the size of x; the largest error of one token
+_AMPLIFIED_CHANGE = (0.8, 3.2)  # nats, least and largest root mean square that an amplified copy's change should have
+_ABOVE_ROUNDING = 8.0  # between them: times the size of rounding
+_GOOD_ENOUGH = 2.0  # factor between the change that a copy should have and the one that it has
+_MAX_FACTOR = 2.0**24
 
 
 class ProofOutcome(StrEnum):
     """The outcome of a proof."""
 
     PROVEN = "proven"
-    UNPROVEN = "unproven"  # the change is lost in rounding
+    UNPROVEN = "unproven"  # undecided
     WRONG = "wrong"  # vLLM serves something else
 
 
 @dataclass(frozen=True, slots=True)
 class VersionLogprobs:
-    """Logprobs (T,) of the probe tokens under one version; a served one is None if vLLM did not return it."""
+    """Logprobs (T,) of the compared tokens under one version; a served one is None if vLLM did not return it."""
 
     served: Sequence[float | None]
     trained: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
-    """The result of a proof; `reason` says why the swap is not proven, None if it is. All but counts are in nats.
+class AmplifiedCopy:
+    """What an amplified copy answers; `base` names the old version that its change is taken from: the base model."""
 
-    served_vs_trainer, _worst   mean and largest |served new - trained new|
-    served_change               mean |served new - served old|, `against` the old version
-    trained_change              mean |trained new - trained old|
-    error                       |served change - trained change| / |trained change|, without unit
+    factor: float  # of lora_alpha
+    logprobs: VersionLogprobs
+    base: str
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """The result of a proof; `reason` says why the swap is not proven, None if it is.
+
+    served_vs_trainer, _worst   mean and largest |served new - trained new|, nats
+    served_change               mean |served new - served old| in nats, `against` the old version
+    trained_change              mean |trained new - trained old| in nats
+    slope, correlation          of the served on the trained change
     contexts                    number that the trained change is spread over
+    factor                      of the amplified copy whose change the last six are; None: the version's own
     """
 
     outcome: ProofOutcome
@@ -77,114 +101,206 @@ class Proof:
     served_vs_trainer_worst: float
     served_change: float = 0.0
     trained_change: float = 0.0
-    error: float = inf
+    slope: float = 0.0
+    correlation: float = 0.0
     contexts: float = 0.0
     against: str = ""
+    factor: float | None = None
 
     @property
     def holds(self) -> bool:
         """Whether the swap is proven."""
         return self.outcome is ProofOutcome.PROVEN
 
-    @property
-    def is_clear(self) -> bool:
-        """Whether the swap is proven with an error so small that more contexts would not change it."""
-        return self.holds and self.error <= _CLEAR_ERROR and self.contexts >= _CLEAR_CONTEXTS
-
 
 def prove(
-    places: Sequence[int], new: VersionLogprobs, old: Mapping[str, VersionLogprobs], *, tolerance: float
+    places: Sequence[int],
+    new: VersionLogprobs,
+    old: Mapping[str, VersionLogprobs],
+    *,
+    tolerance: float,
+    amplified: AmplifiedCopy | None = None,
 ) -> Proof:
     """Return whether the new version is served as it was trained, compared with each old version by name.
 
-    `places` (T,) is the number of each token's context. A mean distance of more than `tolerance` nats between engine
-    and trainer is always wrong.
+    `places` (T,) is the number of each token's context. A mean distance between engine and trainer that exceeds the
+    old versions' by more than `tolerance` nats is always wrong.
     """
-    distances = [abs(s - t) for s, t in zip(new.served, new.trained, strict=True) if s is not None]
+    distances = _distances(new)
     if not distances or not old:
         return Proof(ProofOutcome.UNPROVEN, "there was no probe to compare", 0, 0.0, 0.0)
     changes = [_Change.between(places, new, answer, name) for name, answer in old.items()]
-    rounding = max(change.mismatch for change in changes)
-    outcomes = [change.outcome(rounding) for change in changes]
-    outcome = next(one for one in (ProofOutcome.WRONG, ProofOutcome.UNPROVEN, ProofOutcome.PROVEN) if one in outcomes)
-    worst = max((c for c, o in zip(changes, outcomes, strict=True) if o is outcome), key=lambda change: change.error)
-    reason = worst.reason(outcome)
-    if fmean(distances) > tolerance:
+    decided, outcome = _decide(changes, _amplified_change(places, old, amplified))
+    reason = decided.reason(outcome)
+    before = max((fmean(known) for one in old.values() if (known := _distances(one))), default=0.0)
+    if fmean(distances) > tolerance + before:
         outcome = ProofOutcome.WRONG
         reason = (
-            f"served logprobs differ by {fmean(distances):.4f} nats from the trainer's, more than the tolerance of "
-            f"{tolerance}"
+            f"served logprobs differ by {fmean(distances):.4f} nats from the trainer's, those of older versions by "
+            f"{before:.4f}: that is worse by more than the tolerance of {tolerance}"
         )
     return Proof(
         outcome, reason, len(distances), fmean(distances), max(distances),
-        served_change=worst.served, trained_change=worst.trained, error=worst.error, contexts=worst.contexts,
-        against=worst.name,
+        served_change=decided.served, trained_change=decided.trained, slope=decided.slope,
+        correlation=decided.correlation, contexts=decided.contexts, against=decided.name, factor=decided.factor,
     )  # fmt: skip
+
+
+def better_factor(change: float, rounding: float, factor: float = 1.0) -> float:
+    """Return the factor for an amplified copy, a power of two, which changes no rounding of the weights.
+
+    `change` is the size of the trained change at a copy with `factor` (root mean square, nats), and `rounding` the
+    distance between engine and trainer under the base model, as `rounding_of`.
+    """
+    least, most = _AMPLIFIED_CHANGE
+    wanted = min(most, max(least, _ABOVE_ROUNDING * rounding))
+    if change <= 0.0:
+        return _MAX_FACTOR
+    if factor != 1.0 and 1 / _GOOD_ENOUGH <= change / wanted <= _GOOD_ENOUGH:
+        return factor
+    return float(min(_MAX_FACTOR, 2.0 ** round(log2(wanted / change * factor))))
+
+
+def rounding_of(version: VersionLogprobs) -> float:
+    """Return the size of the differences between engine and trainer under a version, nats."""
+    return _spread(_distances(version))
+
+
+def size_of(values: Sequence[float]) -> float:
+    """Return the root mean square."""
+    return sqrt(fmean(value * value for value in values)) if values else 0.0
+
+
+def _decide(changes: Sequence[_Change], copy: _Change | None) -> tuple[_Change, ProofOutcome]:
+    """Return the outcome and the change that decides it."""
+    own = [change for change in changes if not change.follows]
+    if not own:
+        return min(changes, key=lambda change: change.correlation), ProofOutcome.PROVEN
+    rounding = max(change.mismatch for change in changes)
+    if copy is not None:
+        rounding = max(rounding, copy.gap) if copy.follows else rounding
+        if copy.is_other(max(change.mismatch for change in changes)):
+            return copy, ProofOutcome.WRONG
+    contradicting = [change for change in own if change.is_other(rounding)]
+    if contradicting:
+        return max(contradicting, key=lambda change: change.gap), ProofOutcome.WRONG
+    if copy is not None:
+        return copy, ProofOutcome.PROVEN if copy.follows else ProofOutcome.UNPROVEN
+    return min(own, key=lambda change: change.correlation), ProofOutcome.UNPROVEN
+
+
+def _amplified_change(
+    places: Sequence[int], old: Mapping[str, VersionLogprobs], amplified: AmplifiedCopy | None
+) -> _Change | None:
+    if amplified is None:
+        return None
+    return _Change.between(places, amplified.logprobs, old[amplified.base], amplified.base, amplified.factor)
+
+
+def _distances(version: VersionLogprobs) -> list[float]:
+    return [abs(s - t) for s, t in zip(version.served, version.trained, strict=True) if s is not None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """How the new version differs from an old one, as served and as trained."""
+    """How a version differs from an old one, as served (y) and as trained (x)."""
 
     name: str
+    factor: float | None  # of an amplified copy
     tokens: int
-    contexts_compared: int  # contexts
+    contexts_compared: int
     served: float  # mean |y|
     trained: float  # mean |x|
-    error: float  # |y - x| / |x|, weighted
-    gap: float  # |y - x|, root of its mean square
-    mismatch: float  # |served old - trained old|, root of its mean square
+    slope: float
+    slope_error: float  # its standard error
+    correlation: float
+    gap: float  # |y - x|, as `_spread`
+    mismatch: float  # |served old - trained old|, as `_spread`
     contexts: float  # that x is spread over
 
     @staticmethod
-    def between(places: Sequence[int], new: VersionLogprobs, old: VersionLogprobs, name: str) -> _Change:
+    def between(
+        places: Sequence[int], new: VersionLogprobs, old: VersionLogprobs, name: str, factor: float | None = None
+    ) -> _Change:
         columns = zip(places, new.served, old.served, new.trained, old.trained, strict=True)
         known = [(c, sn - so, tn - to, so - to) for c, sn, so, tn, to in columns if sn is not None and so is not None]
         if not known:
-            return _Change(name, 0, 0, 0.0, 0.0, inf, 0.0, 0.0, 0.0)
+            return _Change(name, factor, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
         by_context: dict[int, float] = defaultdict(float)
         for context, _, x, _ in known:
             by_context[context] += x * x
         mean = fmean(by_context.values())
-        counts = {context: min(1.0, mean / own) if own else 1.0 for context, own in by_context.items()}
-        weighted = [counts[context] * own for context, own in by_context.items()]
-        size = sum(weighted)
-        error = sum(counts[context] * (y - x) ** 2 for context, y, x, _ in known)
+        weights = {context: min(1.0, mean / own) if own else 1.0 for context, own in by_context.items()}
+        weighted = [weights[context] * own for context, own in by_context.items()]
+        xx = sum(weighted)
+        limit = _OUTLIER * sqrt(xx / sum(weights[context] for context, *_ in known))
+        bounded = [(c, weights[c], x + min(limit, max(-limit, y - x)), x) for c, y, x, _ in known]
+        xy, yy = sum(w * x * y for _, w, y, x in bounded), sum(w * y * y for _, w, y, x in bounded)
+        slope = xy / xx if xx else 0.0
+        residuals: dict[int, float] = defaultdict(float)
+        for context, weight, y, x in bounded:
+            residuals[context] += weight * x * (y - slope * x)
         return _Change(
             name,
+            factor,
             len(known),
             len(by_context),
             served=fmean(abs(y) for _, y, _, _ in known),
             trained=fmean(abs(x) for _, _, x, _ in known),
-            error=sqrt(error / size) if size else inf,
-            gap=sqrt(fmean((y - x) ** 2 for _, y, x, _ in known)),
-            mismatch=sqrt(fmean(off * off for *_, off in known)),
-            contexts=size * size / sum(own * own for own in weighted) if size else 0.0,
+            slope=slope,
+            slope_error=size_of(list(residuals.values())) * sqrt(len(residuals)) / xx if xx else 0.0,
+            correlation=xy / sqrt(xx * yy) if xx and yy else 0.0,
+            gap=_spread([y - x for _, y, x, _ in known]),
+            mismatch=_spread([off for *_, off in known]),
+            contexts=xx * xx / sum(own * own for own in weighted) if xx else 0.0,
         )
 
     @property
-    def _chance(self) -> float:
-        """Return a bound on the probability that noise alone is this close to the trained change."""
-        return min(1.0, 0.5 * self.error ** max(self.contexts - 1.0, 0.0)) if self.error <= 1.0 else 1.0
+    def follows(self) -> bool:
+        """Whether the served change is the trained one."""
+        error = _ERRORS * self.slope_error
+        slope = _SLOPE[0] <= self.slope <= _SLOPE[1]
+        slope = slope and _SURE_SLOPE[0] <= self.slope - error and self.slope + error <= _SURE_SLOPE[1]
+        return slope and self.correlation >= _RHO and self._chance <= _MAX_CHANCE
 
-    def outcome(self, rounding: float) -> ProofOutcome:
-        if self.error <= _MAX_ERROR and self._chance <= _MAX_CHANCE:
-            return ProofOutcome.PROVEN
+    @property
+    def _chance(self) -> float:
+        """A bound on the probability that noise alone correlates as much with the trained change."""
+        sine = sqrt(max(0.0, 1.0 - self.correlation**2))
+        return min(1.0, 0.5 * sine ** max(self.contexts - 1.0, 0.0)) if self.correlation > 0.0 else 1.0
+
+    def is_other(self, rounding: float) -> bool:
+        """Whether the served change is clearly not the trained one; `rounding` is its size as `_spread`, nats."""
         beyond = self.gap > _ROUNDING * rounding + _FLOOR and self.contexts_compared >= _MIN_CONTEXTS
-        return ProofOutcome.WRONG if beyond and self.error > _MAX_ERROR else ProofOutcome.UNPROVEN
+        unlike = not _OTHER_SLOPE[0] <= self.slope <= _OTHER_SLOPE[1] or self.correlation < _OTHER_RHO
+        return beyond and unlike
 
     def reason(self, outcome: ProofOutcome) -> str | None:
-        moved = f"since {self.name} the trainer's logprobs changed by {self.trained:.2g} nats, the served ones by "
-        if outcome is ProofOutcome.WRONG:
-            not_applied = self.served < 0.5 * self.trained
-            what = (
-                f"the adapter is not applied, vLLM answers as {self.name}" if not_applied else "vLLM serves another one"
-            )
-            return f"{what}: {moved}{self.served:.2g}"
+        """Return why the swap is not proven; None if it is."""
         if outcome is ProofOutcome.PROVEN:
             return None
         if not self.tokens:
             return f"{self.name} gives every probe token too low a probability to compare"
-        if self.error <= _MAX_ERROR:
-            return f"{moved}{self.served:.2g}, on too few contexts ({self.contexts:.1f}) to exclude chance"
-        return f"{moved}{self.served:.2g}: the two differ by {self.error:.2g} times that change, which may be rounding"
+        copy = "" if self.factor is None else f" with lora_alpha times {self.factor:g}"
+        numbers = (
+            f"since {self.name} the trainer's logprobs changed by {self.trained:.2g} nats{copy}, the served ones by "
+            f"{self.served:.2g} (slope {self.slope:.2f}, correlation {self.correlation:.2f}, {self.tokens} tokens)"
+        )
+        if outcome is ProofOutcome.WRONG:
+            not_applied = abs(self.slope) < 0.25 and self.served < 0.5 * self.trained
+            what = (
+                f"the adapter is not applied, vLLM answers as {self.name}" if not_applied else "vLLM serves another one"
+            )
+            return f"{what}: {numbers}"
+        if self.trained == 0.0:
+            return f"the adapter changes nothing: {numbers}"
+        if self.correlation >= _RHO and _SLOPE[0] <= self.slope <= _SLOPE[1]:
+            return f"too few contexts ({self.contexts:.1f}) to exclude chance: {numbers}"
+        return f"the served change may be rounding: {numbers}"
+
+
+def _spread(values: Sequence[float]) -> float:
+    """Return the size of errors, nats: the 80th percentile of |value|, which a few outliers do not move."""
+    if len(values) < 2:
+        return abs(values[0]) if values else 0.0
+    return quantiles([abs(value) for value in values], n=5, method="inclusive")[3]

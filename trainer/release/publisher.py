@@ -9,14 +9,12 @@ evaluation: the caller publishes the candidate again when the evaluation is over
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence, Set
 from enum import StrEnum
 
 from ratchet.store.coordination.proxies import PROXY_TIMEOUT_SECONDS
-from ratchet.store.errors import StoreUnavailable
 from ratchet.store.records import BASE_VERSION, Policy
 from ratchet.store.reports.unproven_versions import read_unproven
 from ratchet.store.states import PolicyState
@@ -107,23 +105,15 @@ class Publisher:
             return self._mark_unproven(candidate, str(failure), failure.proofs)
         self._proofs.record(candidate, served)
         reason = _describe_proofs(candidate, live, served.proofs)
-        evidence = _evidence(served.proofs) | ({"missing_replicas": dict(served.missing)} if served.missing else {})
+        evidence = _evidence(served.proofs)
+        evidence |= {"missing_replicas": dict(served.missing)} if served.missing else {}
+        evidence |= {"adapter_sha256": served.checksum} if served.checksum else {}
         for check in (self._check_invariants, self._replay):
             outcome, clause = check(candidate, live, evidence)
             if outcome is not None:
                 return outcome
             reason = f"{reason}; {clause}" if clause else reason
         return self._release(candidate, live, evidence, reason)
-
-    def ask_ahead(self, probes: Probes) -> None:
-        """Let the replicas answer what a proof compares the next version with, while that is still trained.
-
-        Does nothing if the next version has to wait for the end of a ramp.
-        """
-        with contextlib.suppress(StoreUnavailable):  # `publish` asks later, then
-            serving = self._store.policies.serving_of(self._alias)
-            if serving.live is not None and serving.ramp is None and probes:
-                self._proofs.ask_ahead(serving.live, probes)
 
     def _check_invariants(self, candidate: Policy, live: Policy, evidence: dict[str, object]) -> _CheckOutcome:
         """Return what the invariants decide, if they do, and their result as a clause; adds to the evidence."""

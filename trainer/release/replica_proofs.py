@@ -12,32 +12,30 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from ratchet.store.records import BASE_VERSION, Policy
 from ratchet.store.states import SERVING
 from ratchet.store.store import Store
+from ratchet.trainer.adapters.adapter_store import weights_checksum
 from ratchet.trainer.adapters.replica_fleet import ask_all, quorum_of
 from ratchet.trainer.adapters.vllm_api import VllmServer
-from ratchet.trainer.errors import AdapterNotFound, AdapterNotServable, AdapterRefused, EngineError, EngineUnreachable
+from ratchet.trainer.errors import (
+    AdapterNotFound,
+    AdapterNotServable,
+    AdapterRefused,
+    CheckpointDamaged,
+    EngineError,
+    EngineUnreachable,
+)
 from ratchet.trainer.learner_api.protocol import LogprobScorer
 from ratchet.trainer.release.proof import Proof, ProofOutcome
-from ratchet.trainer.release.served_proof import (
-    OldLogprobs,
-    Probes,
-    ProofFailed,
-    ServedLogprobs,
-    TrainerLogprobs,
-    compare_served,
-    measure_served,
-)
+from ratchet.trainer.release.served_proof import Probes, ProofFailed, ServedLogprobs, SwapProver, TrainerLogprobs
 
 log = logging.getLogger(__name__)
 
 MISSING = "replica_missing"  # alarm
 WRONG = "replica_wrong"  # alarm
 _PAUSES = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)  # seconds between attempts to load a version that is not found
-_FIRST_PROBES = 16  # they suffice if they prove the version clearly
 _CHECK_SECONDS = 5.0  # between two looks at the replicas of what is served
 
 
@@ -48,6 +46,7 @@ class ServedProofs:
     proofs: Mapping[str, Proof]  # by URL; empty for a version whose adapter is served already
     proven: tuple[str, ...]
     missing: Mapping[str, str]  # URL -> reason
+    checksum: str | None  # SHA-256 of the weights file, where the trainer can read it
 
 
 class ReplicaProofs:
@@ -72,12 +71,6 @@ class ReplicaProofs:
         self._quorum = quorum
         self._sleep = sleep
         self._checked_at = 0.0
-        self._old = OldLogprobs()
-
-    def ask_ahead(self, live: Policy, probes: Probes) -> None:
-        """Ask the replicas for what `prove` will compare a version with first, while that is trained; does not wait."""
-        names = list({live.served_name, self._base().served_name})
-        self._old.ask(tuple(self._replicas), names, probes[:_FIRST_PROBES])
 
     def prove(self, candidate: Policy, live: Policy, probes: Probes, scorer: LogprobScorer) -> ServedProofs:
         """Load both versions on the replicas and prove the candidate, unless its adapter is served already.
@@ -87,23 +80,20 @@ class ReplicaProofs:
         replicas = tuple(self._replicas)
         enough = quorum_of(len(replicas), self._quorum)
         same = candidate.served_name == live.served_name
-        old = {policy.served_name: policy.adapter for policy in (live, self._base())}
+        try:
+            checksum = weights_checksum(candidate.adapter) if candidate.adapter and not same else None
+        except CheckpointDamaged as damaged:
+            raise ProofFailed(str(damaged), ProofOutcome.WRONG, {}) from damaged
+        prover = self._prover(candidate, (live, self._base()), probes, TrainerLogprobs(scorer))
 
-        def load_and_measure(some: Probes, replica: VllmServer) -> ServedLogprobs | None:
+        def load_and_measure(replica: VllmServer) -> ServedLogprobs | None:
             for policy in {candidate.served_name: candidate, live.served_name: live}.values():
                 self._load(replica, policy)
-            return None if same else measure_served(replica, candidate.served_name, list(old), some, self._old)
+            return None if same else prover.measure(replica)
 
-        trainer = TrainerLogprobs(scorer)
-        for some in (probes[:_FIRST_PROBES], probes):
-            answers, errors = ask_all(replicas, partial(load_and_measure, some), enough)
-            proofs = {
-                url: compare_served(served, old, some, trainer, tolerance=self._tolerance)
-                for url, served in answers.items()
-                if served is not None
-            }
-            if len(some) == len(probes) or all(proof.is_clear for proof in proofs.values()):
-                break
+        answers, errors = ask_all(replicas, load_and_measure, enough)
+        served = {url: answer for url, answer in answers.items() if answer is not None}
+        proofs = prover.prove({replica.url: replica for replica in replicas}, served)
         if unservable := [error for error in errors.values() if isinstance(error, AdapterNotServable)]:
             raise unservable[0]
         refusals = [error for error in errors.values() if _is_refusal(error)]
@@ -120,9 +110,8 @@ class ReplicaProofs:
                 f"(adapters.quorum): {'; '.join(missing.values()) or 'no replica is known'}"
             )
         self._report_missing(missing)
-        return ServedProofs(
-            proofs, tuple(url for url in (replica.url for replica in replicas) if url in answers), missing
-        )
+        proven = tuple(replica.url for replica in replicas if replica.url in answers)
+        return ServedProofs(proofs, proven, missing, checksum)
 
     def record(self, policy: Policy, served: ServedProofs) -> None:
         """Record which replicas serve a version; before it gets traffic."""
@@ -162,19 +151,17 @@ class ReplicaProofs:
         missing: dict[str, str],
     ) -> list[str]:
         """Prove a version on replicas that lack it; return their URLs, and add those that do not load it yet."""
-        base = self._base()
+        prover = self._prover(policy, (self._base(),), probes, TrainerLogprobs(scorer, policy.adapter or False))
 
         def load_and_measure(replica: VllmServer) -> ServedLogprobs:
             self._load(replica, policy)
-            return measure_served(replica, policy.served_name, [base.served_name], probes)
+            return prover.measure(replica)
 
         answers, errors = ask_all(replicas, load_and_measure, 1)
         missing |= {url: str(error) for url, error in errors.items() if not _is_refusal(error)}
-        trainer = TrainerLogprobs(scorer, policy.adapter or False)
         proven, wrong = set(policy.replicas), {url: str(error) for url, error in errors.items() if _is_refusal(error)}
         caught_up = []
-        for url, served in answers.items():
-            proof = compare_served(served, {base.served_name: None}, probes, trainer, tolerance=self._tolerance)
+        for url, proof in prover.prove({replica.url: replica for replica in replicas}, answers).items():
             if proof.outcome is ProofOutcome.WRONG:
                 wrong[url] = f"{url}: {proof.reason}"
             elif proof.holds or url in proven:
@@ -196,6 +183,10 @@ class ReplicaProofs:
         if kept != tuple(sorted(policy.replicas)):
             self._store.policies.record_replicas(policy.alias, policy.served_name, kept)
         return caught_up
+
+    def _prover(self, policy: Policy, old: Sequence[Policy], probes: Probes, trainer: TrainerLogprobs) -> SwapProver:
+        known = {one.served_name: one.adapter for one in old}
+        return SwapProver(policy.served_name, policy.adapter or "", known, probes, trainer, self._tolerance)
 
     def _load(self, replica: VllmServer, policy: Policy) -> None:
         """Load a version; ask again for a while if the replica does not find its files: mounts and stores lag."""

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-import threading
+import logging
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
+from ratchet.trainer.adapters.adapter_store import amplified
+from ratchet.trainer.adapters.replica_fleet import ask_all
 from ratchet.trainer.adapters.vllm_api import VllmServer
-from ratchet.trainer.errors import EngineError, TrainerError
+from ratchet.trainer.errors import CheckpointError, TrainerError
 from ratchet.trainer.learner_api.protocol import LogprobScorer
-from ratchet.trainer.release.proof import Proof, ProofOutcome, VersionLogprobs, prove
+from ratchet.trainer.release.proof import (
+    AmplifiedCopy,
+    Proof,
+    ProofOutcome,
+    VersionLogprobs,
+    better_factor,
+    prove,
+    rounding_of,
+    size_of,
+)
+from ratchet.trainer.rows.token_row import scored_row
+
+log = logging.getLogger(__name__)
 
 _TOKENS = 3  # most likely next tokens that are compared after each probe
 _REQUESTED_TOKENS = 20  # of every version, so that those are among them; vLLM returns no more by default
+_FACTORS = 3  # that are tried for an amplified copy
 
 Probes = Sequence[Sequence[int]]  # sequences of token ids
 
@@ -29,10 +44,12 @@ class ProofFailed(TrainerError):
 
 @dataclass(frozen=True, slots=True)
 class ServedLogprobs:
-    """What one replica answers: the likeliest next tokens after each probe, of a version and of older names."""
+    """What one replica answers for T tokens: `places` are the numbers of their probes, `sequences` end with them."""
 
-    new: Sequence[Mapping[int, float]]
-    old: Mapping[str, Sequence[Mapping[int, float]]]
+    places: tuple[int, ...]
+    sequences: tuple[tuple[int, ...], ...]
+    new: tuple[float | None, ...]
+    old: Mapping[str, tuple[float | None, ...]]  # by the served name of an older version
 
 
 class TrainerLogprobs:
@@ -50,102 +67,120 @@ class TrainerLogprobs:
         known = self._known.setdefault(adapter, {})
         missing = list(dict.fromkeys(sequence for sequence in sequences if sequence not in known))
         if missing:
-            scored = self._scorer.score(missing, adapter=adapter)
+            scored = self._scorer.score([scored_row(sequence) for sequence in missing], adapter=adapter)
             known |= {sequence: logprobs[-1] for sequence, logprobs in zip(missing, scored, strict=True)}
         return [known[sequence] for sequence in sequences]
 
 
-class OldLogprobs:
-    """What the replicas answer under the names of older versions; may be asked for while a round still trains."""
-
-    def __init__(self) -> None:
-        self._places: dict[tuple[int, ...], int] = {}  # of the probes
-        self._answers: dict[tuple[str, str], Future[Sequence[Mapping[int, float]]]] = {}  # by URL and name
-
-    def ask(self, replicas: Sequence[VllmServer], names: Sequence[str], probes: Probes) -> None:
-        """Ask each replica in a thread of its own; does not wait."""
-        self._places, self._answers = {tuple(ids): place for place, ids in enumerate(probes)}, {}
-        for replica in replicas:
-            answers = {name: Future[Sequence[Mapping[int, float]]]() for name in names}
-            self._answers |= {(replica.url, name): answer for name, answer in answers.items()}
-            threading.Thread(
-                target=_ask_old, args=(replica, answers, probes), name=f"ask {replica.url}", daemon=True
-            ).start()
-
-    def answer_of(self, replica: VllmServer, name: str, probes: Probes) -> Sequence[Mapping[int, float]]:
-        """Return what a replica answers: to `ask`, if that was about these probes among others, else now.
-
-        Raises EngineUnreachable, AdapterRefused.
-        """
-        places = [self._places.get(tuple(ids)) for ids in probes]
-        earlier = self._answers.get((replica.url, name))
-        if earlier is not None and None not in places:
-            try:
-                answers = earlier.result()
-                return [answers[place] for place in places if place is not None]
-            except EngineError:  # the version may have been loaded since
-                pass
-        return replica.next_logprobs(name, probes, _REQUESTED_TOKENS)
-
-
-def _ask_old(replica: VllmServer, answers: Mapping[str, Future[Sequence[Mapping[int, float]]]], probes: Probes) -> None:
-    for name, answer in answers.items():
-        try:
-            answer.set_result(replica.next_logprobs(name, probes, _REQUESTED_TOKENS))
-        except Exception as error:  # noqa: BLE001 -- raised in the thread that wants the answer
-            answer.set_exception(error)
-
-
-def measure_served(
-    replica: VllmServer, name: str, old: Sequence[str], probes: Probes, known: OldLogprobs | None = None
-) -> ServedLogprobs:
-    """Ask a replica for the next-token logprobs after each probe. Raises EngineUnreachable, AdapterRefused."""
-    older = known or OldLogprobs()
-    new = replica.next_logprobs(name, probes, _REQUESTED_TOKENS)
-    return ServedLogprobs(new, {other: older.answer_of(replica, other, probes) for other in old})
-
-
-def compare_served(
-    served: ServedLogprobs, old: Mapping[str, str | None], probes: Probes, trainer: TrainerLogprobs, *, tolerance: float
-) -> Proof:
-    """Compare what a replica answers with the trainer.
-
-    `old` maps each older name to its adapter's reference, None for the base model.
+@dataclass(frozen=True, slots=True)
+class SwapProver:
+    """Proves one version. `old` maps the served name of each older one to its reference, None for the base model,
+    which must be among them.
     """
-    compared = [
-        (place, token)
-        for place, likeliest in enumerate(served.new)
-        for token in _common_tokens(likeliest, [logprobs[place] for logprobs in served.old.values()])
-    ]
-    sequences = [(*probes[place], token) for place, token in compared]
-    return prove(
-        [place for place, _ in compared],
-        VersionLogprobs(
-            [served.new[place][token] for place, token in compared], trainer.score(sequences, trainer.version)
-        ),
-        {
-            other: VersionLogprobs(
-                [served.old[other][place].get(token) for place, token in compared],
-                trainer.score(sequences, reference or False),
-            )
-            for other, reference in old.items()
-        },
-        tolerance=tolerance,
-    )
+
+    name: str  # served
+    reference: str
+    old: Mapping[str, str | None]
+    probes: Probes
+    trainer: TrainerLogprobs
+    tolerance: float
+
+    def measure(self, replica: VllmServer) -> ServedLogprobs:
+        """Ask a replica for the next-token logprobs after each probe. Raises EngineUnreachable, AdapterRefused."""
+        new, *old = (replica.next_logprobs(name, self.probes, _REQUESTED_TOKENS) for name in (self.name, *self.old))
+        compared = [
+            (place, token)
+            for place, likeliest in enumerate(new)
+            for token in _common_tokens(likeliest, [logprobs[place] for logprobs in old])
+        ]
+        return ServedLogprobs(
+            tuple(place for place, _ in compared),
+            tuple((*self.probes[place], token) for place, token in compared),
+            _picked(new, compared),
+            {name: _picked(logprobs, compared) for name, logprobs in zip(self.old, old, strict=True)},
+        )
+
+    def prove(self, replicas: Mapping[str, VllmServer], served: Mapping[str, ServedLogprobs]) -> dict[str, Proof]:
+        """Compare what replicas have answered, by URL, with the trainer. Where the version's own change is lost in
+        rounding, an amplified copy is loaded, measured and unloaded.
+        """
+        proofs = {url: self._compare(answer) for url, answer in served.items()}
+        undecided = {url: served[url] for url, proof in proofs.items() if proof.outcome is ProofOutcome.UNPROVEN}
+        if undecided and any(answer.places for answer in undecided.values()):
+            try:
+                copies = self._measure_copies({url: replicas[url] for url in undecided}, undecided)
+            except CheckpointError as error:
+                log.warning("event=no_amplified_copy policy=%s reason=%r", self.name, str(error))
+                return proofs
+            proofs |= {url: self._compare(served[url], copy) for url, copy in copies.items()}
+        return proofs
+
+    def _compare(self, served: ServedLogprobs, amplified: AmplifiedCopy | None = None) -> Proof:
+        score = partial(self.trainer.score, served.sequences)
+        return prove(
+            served.places,
+            VersionLogprobs(served.new, score(self.trainer.version)),
+            {
+                name: VersionLogprobs(served.old[name], score(reference or False))
+                for name, reference in self.old.items()
+            },
+            tolerance=self.tolerance,
+            amplified=amplified,
+        )
+
+    def _measure_copies(
+        self, replicas: Mapping[str, VllmServer], served: Mapping[str, ServedLogprobs]
+    ) -> dict[str, AmplifiedCopy]:
+        """Return what each replica answers under an amplified copy; one that cannot load it is left out."""
+        base = next(name for name, reference in self.old.items() if reference is None)
+        factor = self._choose_factor(next(answer for answer in served.values() if answer.places), base)
+        name = f"{self.name}x{factor:g}"  # no proxy knows this name
+        with amplified(self.reference, factor) as copy:
+
+            def measure(replica: VllmServer) -> Sequence[Mapping[int, float]]:
+                try:
+                    replica.load(name, copy)
+                    return replica.next_logprobs(name, self.probes, _REQUESTED_TOKENS)
+                finally:
+                    replica.unload(name)
+
+            answers, errors = ask_all(tuple(replicas.values()), measure, len(replicas))
+            for url, error in errors.items():
+                log.warning("event=no_amplified_copy policy=%s replica=%s reason=%r", self.name, url, str(error))
+            return {
+                url: AmplifiedCopy(
+                    factor,
+                    VersionLogprobs(
+                        _picked(answer, [(p, s[-1]) for p, s in zip(found.places, found.sequences, strict=True)]),
+                        self.trainer.score(found.sequences, copy),
+                    ),
+                    base,
+                )
+                for url, answer in answers.items()
+                for found in (served[url],)
+            }
+
+    def _choose_factor(self, served: ServedLogprobs, base: str) -> float:
+        """Return the factor with which the trainer's logprobs change by a size that no rounding hides."""
+        trained = self.trainer.score(served.sequences, False)
+        rounding = rounding_of(VersionLogprobs(served.old[base], trained))
+
+        def change(adapter: bool | str) -> float:
+            scored = self.trainer.score(served.sequences, adapter)
+            return size_of([new - old for new, old in zip(scored, trained, strict=True)])
+
+        factor = better_factor(change(self.trainer.version), rounding)
+        for _ in range(_FACTORS):
+            with amplified(self.reference, factor) as copy:
+                better = better_factor(change(copy), rounding, factor)
+            if better == factor:
+                break
+            factor = better
+        return factor
 
 
-def prove_served(
-    replica: VllmServer,
-    name: str,
-    old: Mapping[str, str | None],
-    probes: Probes,
-    scorer: LogprobScorer,
-    *,
-    tolerance: float,
-) -> Proof:
-    """Measure one replica and compare; the scorer holds the version. Raises EngineUnreachable, AdapterRefused."""
-    served = measure_served(replica, name, list(old), probes)
-    return compare_served(served, old, probes, TrainerLogprobs(scorer), tolerance=tolerance)
+def _picked(answer: Sequence[Mapping[int, float]], compared: Sequence[tuple[int, int]]) -> tuple[float | None, ...]:
+    return tuple(answer[place].get(token) for place, token in compared)
 
 
 def _common_tokens(likeliest: Mapping[int, float], others: Sequence[Mapping[int, float]]) -> list[int]:

@@ -1,38 +1,49 @@
-"""Selects the contexts that the proof of a swap compares: places of trained tokens, spread over rows. Pure.
+"""Selects the contexts that the proof of a swap compares: before sampled tokens, spread over trajectories. Pure.
 
-No context occurs twice, because rollouts of a task share prefixes. If rows are few and short, other places of the same
-rows fill the number.
+Rows are taken in an order that spreads over the round, and each gives a few contexts that are far apart: the deepest
+one's cost covers the others, because vLLM's prefix cache and the learner's shared prefixes compute a prefix once. No
+context occurs twice, because rollouts of a task share prefixes. If sampled places are few, places of the prompts fill
+the number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from ratchet.trainer.rows.token_row import TokenRow
 
-ROWS = 12
-_CONTEXTS = 48
-_MAX_TOKENS = 512  # of a context, to limit its cost
+ROWS = 12  # that suffice
+_CONTEXTS = 24
+_MAX_TOKENS = 32_768  # of the deepest contexts of all rows together
 
 
 def contexts(rows: Sequence[TokenRow]) -> list[tuple[int, ...]]:
-    """Return the ids before the compared tokens, taking rows in turn, sampled places first."""
-    each = -(-_CONTEXTS // max(1, len(rows)))
-    iterators: list[Iterator[tuple[int, ...]]] = [_of_row(row, each) for row in rows]
+    """Return the ids before the compared tokens: of many rows a few each, of few long ones more."""
+    lengths = sum(len(row.ids) for row in rows)
+    affordable = max(1, min(len(rows), _CONTEXTS, _MAX_TOKENS * len(rows) // max(1, lengths)))
     selected: dict[tuple[int, ...], None] = {}
-    while iterators and len(selected) < _CONTEXTS:
-        for row in list(iterators):
-            fresh = next((context for context in row if context not in selected), None)
-            if fresh is None:
-                iterators.remove(row)
-            elif len(selected) < _CONTEXTS:
-                selected[fresh] = None
+    left = _MAX_TOKENS
+    for sampled in (True, False):
+        for row in _spread(rows):
+            places = [place for place in range(1, len(row.ids)) if row.mask[place] or not sampled]
+            wanted = -(-_CONTEXTS // affordable) if sampled else _CONTEXTS - len(selected)
+            fresh = [context for place in _even(places, wanted) if (context := row.ids[:place]) not in selected]
+            fresh = [context for context in fresh if len(context) <= left][: _CONTEXTS - len(selected)]
+            left -= max(map(len, fresh), default=0)
+            selected |= dict.fromkeys(fresh)
     return list(selected)
 
 
-def _of_row(row: TokenRow, spread: int) -> Iterator[tuple[int, ...]]:
-    places = range(1, min(len(row.ids), _MAX_TOKENS))
-    sampled = [place for place in places if row.mask[place]]
-    even = dict.fromkeys(sampled[len(sampled) * part // spread] for part in range(spread) if sampled)
-    for place in dict.fromkeys((*even, *sampled, *reversed(places))):
-        yield tuple(row.ids[:place])
+def _spread(rows: Sequence[TokenRow]) -> list[TokenRow]:
+    """Return the rows so that any first part of them is spread over all."""
+    order: dict[int, None] = {}
+    step = max(1, len(rows))
+    while len(order) < len(rows):
+        order |= dict.fromkeys(range(0, len(rows), step))
+        step = max(1, step // 2)
+    return [rows[index] for index in order]
+
+
+def _even(places: Sequence[int], most: int) -> list[int]:
+    """Return at most `most` of the places, evenly spread."""
+    return [places[len(places) * part // most] for part in range(most)] if len(places) > most else list(places)

@@ -89,6 +89,11 @@ class TokenRow:
         return None
 
 
+def scored_row(ids: tuple[int, ...], mask: tuple[int, ...] | None = None) -> TokenRow:
+    """Return a row for a learner's `score`, which scores the tokens of the mask; without one, the last token."""
+    return TokenRow("", ids, mask or (*(0,) * (len(ids) - 1), 1), (0.0,) * len(ids), advantage=0.0)
+
+
 def split_by_budget(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
     """Return sequence indices grouped into micro-batches of at most `token_budget` padded tokens.
 

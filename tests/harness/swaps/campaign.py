@@ -24,6 +24,7 @@ import httpx
 from ratchet.store.store import Store, open_store
 from ratchet.trainer.adapters.vllm_api import VllmServer
 from ratchet.trainer.release.publisher import Publisher, PublishResult
+from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 from tests.harness.proxy.servers import ProxyProcess, eventually, scripted_process
 from tests.harness.trainer.scripted_learner import ScriptedLearner
@@ -133,7 +134,9 @@ class VersionMaker(Protocol):
 
     def save(self, folder: Path) -> None: ...
 
-    def score(self, rows: Sequence[Sequence[int]], *, adapter: bool | str | Path = True) -> list[tuple[float, ...]]: ...
+    def score(
+        self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool | str | Path = True
+    ) -> list[tuple[float, ...]]: ...
 
 
 @contextmanager

@@ -36,7 +36,9 @@ class DrawnRowsLearner:
         """Write the version as the trainer does."""
         self._learner.save(folder)
 
-    def score(self, rows: Sequence[Sequence[int]], *, adapter: bool | str | Path = True) -> list[tuple[float, ...]]:
+    def score(
+        self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool | str | Path = True
+    ) -> list[tuple[float, ...]]:
         """Return the logprobs of every id of each sequence."""
         return self._learner.score(rows, adapter=adapter)
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from ratchet.trainer.rows.token_row import TokenRow
 from tests.harness.json_server import IncomingRequest, JsonServer
 from tests.harness.trainer.scripted_teacher import TOKENIZATION, tokens_of
 
@@ -20,7 +21,9 @@ _TOKENS = range(3, 6)  # the next tokens
 class ScorerProtocol(Protocol):
     """Computes logprobs, as the trainer's learner does."""
 
-    def score(self, rows: Sequence[Sequence[int]], *, adapter: bool | str = True) -> list[tuple[float, ...]]: ...
+    def score(
+        self, rows: Sequence[TokenRow | Sequence[int]], *, adapter: bool | str = True
+    ) -> list[tuple[float, ...]]: ...
 
 
 class Faithful:

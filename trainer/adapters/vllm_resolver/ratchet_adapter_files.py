@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 import uuid
@@ -22,6 +23,7 @@ from typing import Any
 
 MANIFEST = "manifest.json"
 STATE = "learner"  # the part of a checkpoint that only training needs
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 _LOCK = ".lock"
 _IN_USE_SECONDS = 600.0
@@ -75,12 +77,15 @@ def digest_of(file: Path) -> str:
 
 
 def fetch(url: str, cache: Path, *, state: bool, max_cache_bytes: int) -> Path:
-    """Return a local folder with the files of a published adapter; with `state` also what only training needs.
+    """Return a local folder with the files of a published adapter; with `state` also what only training needs. A URL
+    that ends with a factor names an amplified copy, which is made here.
 
     Raises FileNotFoundError if there is no such adapter, DamagedAdapter, OSError, and the errors of the file system's
     own library.
     """
-    url = url.rstrip("/")
+    url, factor = split_factor(url.rstrip("/"))
+    if factor is not None:
+        return _fetch_amplified(url, factor, cache, max_cache_bytes)
     files_of_store, path = open_url(url)
     published = parse_manifest(files_of_store.cat_file(f"{path}/{MANIFEST}"), url)
     files = {name: entry for name, entry in published.items() if state or Path(name).parts[0] != STATE}
@@ -93,6 +98,52 @@ def fetch(url: str, cache: Path, *, state: bool, max_cache_bytes: int) -> Path:
     os.utime(folder / MANIFEST)
     _evict(cache, keep=folder, max_cache_bytes=max_cache_bytes)
     return folder
+
+
+def _fetch_amplified(url: str, factor: float, cache: Path, max_cache_bytes: int) -> Path:
+    plain = fetch(url, cache, state=False, max_cache_bytes=max_cache_bytes)
+    folder = plain.with_name(f"{plain.name}x{factor:g}")
+    if not (folder / MANIFEST).is_file():
+        aside = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
+        aside.mkdir()
+        try:
+            amplify(plain, aside, factor)
+            files = {name: ((aside / name).stat().st_size, digest_of(aside / name)) for name in (CONFIG, WEIGHTS)}
+            (aside / MANIFEST).write_text(format_manifest(files))
+            with _locked(cache):
+                if not folder.exists():
+                    aside.rename(folder)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+    return folder
+
+
+def amplify(folder: Path, target: Path, factor: float) -> None:
+    """Write an amplified copy of an adapter into the empty folder `target`: the same weights file, as a hard link where
+    the file system has them, with `lora_alpha` times `factor`.
+
+    Raises DamagedAdapter if the weights are not those of the manifest, and OSError.
+    """
+    try:
+        config = json.loads((folder / CONFIG).read_text())
+        config["lora_alpha"] = config["lora_alpha"] * factor
+        published = parse_manifest((folder / MANIFEST).read_bytes(), str(folder))
+        _, digest = published[WEIGHTS]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedAdapter(f"{folder} has no adapter with lora_alpha and a checksum ({error!r})") from error
+    try:
+        os.link(folder / WEIGHTS, target / WEIGHTS)
+    except OSError:
+        shutil.copyfile(folder / WEIGHTS, target / WEIGHTS)
+    if (found := digest_of(target / WEIGHTS)) != digest:
+        raise DamagedAdapter(f"{folder / WEIGHTS} has the SHA-256 {found}; its manifest says {digest}")
+    (target / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def split_factor(name: str) -> tuple[str, float | None]:
+    """Return the name of a version, and the factor of the amplified copy that `mail@12x32` or `.../0012x32` names."""
+    match = re.fullmatch(r"(.*\d)x(\d+(?:\.\d+)?(?:e[+-]?\d+)?)", name)
+    return (match[1], float(match[2])) if match else (name, None)
 
 
 def _download(files_of_store: Any, path: str, url: str, files: Mapping[str, tuple[int, str]], folder: Path) -> None:

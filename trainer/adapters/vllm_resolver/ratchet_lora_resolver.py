@@ -1,4 +1,5 @@
-"""A plug-in for vLLM: asked for the adapter `agent@version`, it loads it from the adapter store.
+"""A plug-in for vLLM: asked for the adapter `agent@version`, it loads it from the adapter store; asked for
+`agent@version` followed by `x` and a factor, the amplified copy that the proof of a swap measures.
 
     RATCHET_ADAPTER_STORE        URL of the store, as `adapters.store`: s3://bucket/prefix
     RATCHET_ADAPTER_CACHE        folder of the downloaded adapters; default: ~/.cache/ratchet/adapters
@@ -21,7 +22,7 @@ from typing import Any
 
 import ratchet_adapter_files as adapter_files
 
-_NAME = re.compile(r"(?P<agent>[^@/\s]+)@(?P<version>\d{1,9})")
+_NAME = re.compile(r"(?P<agent>[^@/\s]+)@(?P<version>\d{1,9})(?P<factor>x[0-9.e+-]+)?")
 _CACHE_BYTES = 20_000_000_000
 
 
@@ -54,7 +55,7 @@ def make_resolver(store: str) -> Any:
             named = _NAME.fullmatch(lora_name)
             if named is None:
                 return None
-            url = url_of(store, named["agent"], int(named["version"]))
+            url = url_of(store, named["agent"], int(named["version"])) + (named["factor"] or "")
             try:
                 folder = await asyncio.to_thread(
                     adapter_files.fetch, url, cache, state=False, max_cache_bytes=max_bytes

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -164,11 +164,8 @@ class RoundRunner:
         learner: LearnerProtocol,
         groups: Sequence[Group],
         from_version: int,
-        before_training: Callable[[Sequence[Sequence[int]]], None] = lambda probes: None,
     ) -> Policy | None:
         """Train on the groups and commit. Returns None if no token could be trained; the groups are dropped then.
-
-        `before_training` gets the contexts in which the proof will compare versions.
 
         Raises TrainingDiverged if the gradient is not finite; the groups are dropped. Any other exception aborts the
         round with an alarm, and the groups wait for another one. The learner needs a reload unless a policy is
@@ -184,8 +181,7 @@ class RoundRunner:
             rows = self._build_rows(learner, members, judged, from_version, untrained, answers)
             rows, groups = self._drop_too_long(rows, groups, untrained, answers)
             scale = self._size.rate_scale(_groups_with_rows(groups, rows))
-            probes = contexts(rows[:ROWS])
-            before_training(probes)
+            probes = contexts(rows)
             report = learner.train_round(rows, scale)
             reward = _reward(judged, groups)
             metrics = {"groups": len(groups), "rate_scale": scale, "untrained_tokens": dict(untrained), **reward}
@@ -249,7 +245,7 @@ class RoundRunner:
                 rows += build_rows(transcript.trajectory.id, calls, 0.0, roles, imitated=True).rows
             if len(rows) >= ROWS:
                 break
-        return contexts(rows[:ROWS])
+        return contexts(rows)
 
     def can_be_proven(self, candidate: Policy) -> bool:
         """Return whether there are contexts for the proof of an adopted candidate; a new agent has none before its
