@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -260,10 +260,9 @@ def rescore(context: click.Context, /, limit: int, as_json: bool, **given: Any) 
 @click.option(
     "--truth",
     "truth_given",
-    required=True,
     metavar="JUDGE",
     callback=options.read_judge,
-    help="Judge that verifies answers: module:function, or a YAML file.",
+    help="Judge that verifies answers: module:function, or a YAML file. Without it, only the noise is measured.",
 )
 @click.option("--limit", type=click.IntRange(1, 1000), default=50, show_default=True, help="Maximum number of groups.")
 @click.option(
@@ -281,44 +280,61 @@ def rescore(context: click.Context, /, limit: int, as_json: bool, **given: Any) 
 def calibrate(
     context: click.Context, /, truth_given: Any, limit: int, min_agreement: float, as_json: bool, **given: Any
 ) -> int:
-    """Compare a judge with a verifying judge on stored groups, each in both orders. Records nothing.
+    """Measure a judge's noise on stored groups, each judged in both orders, and compare it with a verifying judge.
+
+    Records the noise: the trainer trains no group whose spread it explains, from its next start on.
 
     \b
     Example:
+      ratchet judge calibrate
       ratchet judge calibrate --judge ruler.yaml --truth answers.yaml --limit 20
     """
-    from ratchet.trainer.controller.judges.audit.calibration import CalibrationGroup
+    import dataclasses
+
+    from ratchet.trainer.controller.judges.audit.calibration import NOISE, CalibrationGroup, score_noise
     from ratchet.trainer.controller.judges.audit.calibration import calibrate as calibrate_judge
 
     settings = _settings(context, given)
-    truth_settings = _settings(context, given | {"judge": truth_given})
-    comparisons = []
+    compared = []
     with (
         options.open_store_for_command(settings.store_url) as store,
         _judge(settings) as made,
-        _judge(truth_settings) as truth,
+        nullcontext() if truth_given is None else _judge(_settings(context, given | {"judge": truth_given})) as truth,
     ):
         groups = [group for group in store.groups.page(limit, alias=given["model"]) if len(group.members) > 1]
         for group in _with_progress(groups):
             members = [store.trajectories.read(name) for name in group.members]
             first, reverse = (made.judge(None, order).verdicts for order in (members, members[::-1]))
-            comparisons.append(CalibrationGroup(truth.judge(None, members).verdicts, first, reverse))
-    found = calibrate_judge(comparisons)
-    if found.agreement is None:
+            verified = () if truth is None else truth.judge(None, members).verdicts
+            compared.append(CalibrationGroup(verified, first, reverse))
+        noise = score_noise(compared)
+        if noise is not None:
+            for alias in sorted({group.alias for group in groups}):
+                store.observations.add(alias, NOISE, made.version, dataclasses.asdict(noise))
+    if noise is None:
         raise click.ClickException(
-            f"{truth.name} gives equal scores within each of the {len(comparisons)} groups with two members or more: "
+            f"{made.name} scored no two members of any of the {len(compared)} groups in both orders: there is nothing "
+            "to measure; let agents attempt a task more than once, or see `ratchet judge try`"
+        )
+    found = None if truth is None else calibrate_judge(compared)
+    if truth is not None and found is not None and found.agreement is None:
+        raise click.ClickException(
+            f"{truth.name} gives equal scores within each of the {len(compared)} groups with two members or more: "
             "there is nothing to compare the judge with"
         )
     if as_json:
-        import dataclasses
-
-        options.print_json(
-            {"judge": made.name, "version": made.version, "truth": truth.name} | dataclasses.asdict(found)
-        )
-    else:
-        for line in _calibration_lines(made.name, truth.name, found):
-            click.echo(line)
-    return int(found.agreement < min_agreement)
+        plain = {"judge": made.name, "version": made.version, "noise": noise.noise, "noise_groups": noise.groups}
+        if truth is not None and found is not None:
+            plain |= {"truth": truth.name} | dataclasses.asdict(found)
+        options.print_json(plain)
+        return int(found is not None and (found.agreement or 0.0) < min_agreement)
+    click.echo(
+        f"{made.name}: noise {noise.noise:.3f} (standard deviation of its scores of one answer, "
+        f"{noise.trajectories} answers of {noise.groups} groups)"
+    )
+    for line in () if truth is None or found is None else _calibration_lines(made.name, truth.name, found):
+        click.echo(line)
+    return int(found is not None and (found.agreement or 0.0) < min_agreement)
 
 
 def _calibration_lines(judge_name: str, truth_name: str, found: Calibration) -> list[str]:

@@ -1,4 +1,4 @@
-"""`ratchet judge`: tries, shows, lints and compares, and never records."""
+"""`ratchet judge`: tries, shows, lints and compares, and records no verdict."""
 
 from __future__ import annotations
 
@@ -171,6 +171,20 @@ def test_calibrate_holds_a_judge_against_the_truth_in_both_orders(project: Proje
     nothing = project.run("judge", "calibrate", "--judge", "careful:judge", "--truth", "fooled:judge", *against[2:])
     assert nothing.returncode == 1
     assert "nothing to compare the judge with" in nothing.stdout
+
+
+@pytest.mark.slow
+def test_calibrate_measures_and_records_the_noise_of_a_judge_without_a_truth(project: Project, store: Store) -> None:
+    grouped(store)
+    (project.folder / "moody.py").write_text(
+        "calls = 0\n\n\ndef judge(response):\n    global calls\n    calls += 1\n    return 0.1 * (calls % 3)\n"
+    )
+    done = project.run("judge", "calibrate", "--judge", "moody:judge", "--store", "judged.db", "--json")
+    assert done.returncode == 0, done.stdout
+    result = json.loads(done.stdout)
+    assert result["noise"] > 0.05
+    recorded = store.observations.latest("agent", "judge_noise")[result["version"]].content
+    assert recorded == {"noise": result["noise"], "groups": 1, "trajectories": 2}
 
 
 def test_a_judge_file_that_is_no_judge_is_named(project: Project, tmp_path: Path) -> None:

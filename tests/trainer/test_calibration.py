@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ratchet.store.records import Verdict
-from ratchet.trainer.controller.judges.audit.calibration import CalibrationGroup, calibrate, differences, kendall
+from ratchet.store.store import Store
+from ratchet.trainer.controller.judges.audit.calibration import (
+    CalibrationGroup,
+    calibrate,
+    differences,
+    kendall,
+    score_noise,
+)
+from ratchet.trainer.controller_service.components import ASSUMED_NOISE, judge_noise
+from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
 
 def verdicts(scores: Mapping[str, float | None]) -> list[Verdict]:
@@ -73,3 +84,43 @@ def test_kendalls_tau_counts_pairs() -> None:
     assert kendall(differences(one, {"a": 1.0, "b": 3.0, "c": 2.0})) == pytest.approx(1 / 3)
     assert kendall(differences(one, dict.fromkeys(one, 1.0))) is None
     assert kendall(differences(one, {"z": 1.0})) is None
+
+
+def test_the_noise_of_a_judge_is_measured_within_groups_from_repeated_scores() -> None:
+    dice = random.Random(3)
+    groups = []
+    for _ in range(200):
+        mood = dice.gauss(0, 0.2)  # of the second judgement: all members share it
+        first = {name: value + dice.gauss(0, 0.05) for name, value in TRUTH.items()}
+        second = {name: value + mood + dice.gauss(0, 0.05) for name, value in TRUTH.items()}
+        groups.append(CalibrationGroup((), verdicts(first), verdicts(second)))
+    found = score_noise(groups)
+    assert found is not None
+    assert found.noise == pytest.approx(0.05, rel=0.1)
+    assert (found.groups, found.trajectories) == (200, 600)
+    exact = score_noise([calibration_group(TRUTH, TRUTH, TRUTH)])
+    assert exact is not None
+    assert exact.noise == 0.0
+    assert score_noise([calibration_group(TRUTH, {"a": 1.0, "b": None}, {"a": 1.0, "b": 0.0})]) is None
+
+
+def test_the_trainer_takes_the_noise_that_is_set_else_measured_else_assumed(store: Store, tmp_path: Path) -> None:
+    ruler = {"kind": "ruler", "base_url": "http://127.0.0.1:1/v1", "model": "big"}
+    behavior = {"kind": "behavior", "rule": "short", "limit": 9}
+
+    def noise(judge: dict[str, Any], **more: Any) -> float:
+        settings = TrainerSettings(
+            store="s", model="agent", base_model="b", vllm=("http://127.0.0.1:1",), checkpoints=tmp_path,
+            judge=judge, **more,
+        )  # fmt: skip
+        return judge_noise(settings, store, "v2")
+
+    assert noise(behavior) == 0.0
+    assert noise(ruler) == ASSUMED_NOISE
+    both = [{"name": "a", "judge": ruler, "weight": 1.0}, {"name": "b", "judge": behavior, "weight": 0.1}]
+    assert noise({"kind": "composite", "parts": both}) == ASSUMED_NOISE
+    store.observations.add("agent", "judge_noise", "v1", {"noise": 0.3})  # an earlier judge's
+    assert noise(ruler) == ASSUMED_NOISE
+    store.observations.add("agent", "judge_noise", "v2", {"noise": 0.04})
+    assert (noise(ruler), noise(behavior)) == (0.04, 0.04)
+    assert noise(ruler, judge_noise=0.0) == 0.0

@@ -15,6 +15,7 @@ from ratchet.trainer.adapters.vllm_api import VllmServer
 from ratchet.trainer.controller.advantages.baseline import ScoreHistory
 from ratchet.trainer.controller.advantages.estimator import AdvantageEstimator
 from ratchet.trainer.controller.judges import Judge
+from ratchet.trainer.controller.judges.audit.calibration import NOISE
 from ratchet.trainer.controller.judges.kinds.teacher import TeacherJudge
 from ratchet.trainer.controller.judges.make_judge import make_judge
 from ratchet.trainer.controller.judges.run_judges import RunJudges
@@ -36,10 +37,12 @@ from ratchet.trainer.release.evaluation_runner import (
 from ratchet.trainer.release.publisher import Publisher
 from ratchet.trainer.release.release_controller import ReleaseController
 from ratchet.trainer.settings.estimators import find_estimator
-from ratchet.trainer.settings.judge_specs import TeacherSpec, gives_only_ranks
+from ratchet.trainer.settings.judge_specs import TeacherSpec, asks_language_model, gives_only_ranks
 from ratchet.trainer.settings.trainer_settings import TrainerSettings
 
 log = logging.getLogger(__name__)
+
+ASSUMED_NOISE = 0.02  # of a language model's scores, until it is measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,7 @@ def make_judging_components(
         ScoreHistory(store.groups.past_scores(settings.model, judge.version)),
         settings.turn_weight,
         settings.learner.objective.distillation,
+        judge_noise(settings, store, judge.version),
     )
     judged = JudgedGroupCache(store, estimator)
     runner = JudgeRunner(
@@ -110,6 +114,16 @@ def make_judging_components(
         retry_seconds=settings.judge_retry_seconds,
     )
     return JudgingComponents(judge, second, judged, runner, rejudger)
+
+
+def judge_noise(settings: TrainerSettings, store: Store, version: str) -> float:
+    """Return the noise of this version of the judge: as set, as measured, or as assumed."""
+    if settings.judge_noise is not None:
+        return settings.judge_noise
+    measured = store.observations.latest(settings.model, NOISE).get(version)
+    if measured is not None:
+        return float(measured.content["noise"])
+    return ASSUMED_NOISE if asks_language_model(settings.judge) else 0.0
 
 
 def make_release_components(

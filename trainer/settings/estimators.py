@@ -14,6 +14,7 @@ from ratchet.trainer.errors import PluginError
 from ratchet.trainer.user_code.plugins import ADVANTAGE_ESTIMATORS, load_plugin, plugin_names
 
 BUILT_IN = ("grpo", "dr_grpo", "rloo", "reinforce++")
+DEFAULT_ESTIMATOR = "dr_grpo"  # of trainer.advantage_estimator
 
 
 @dataclass(frozen=True, slots=True)

@@ -387,6 +387,15 @@ def gives_only_ranks(judge: JudgeSpec) -> bool:
     return isinstance(judge, RulerSpec)
 
 
+def asks_language_model(judge: JudgeSpec) -> bool:
+    """Return whether a built-in judge asks a language model, whose scores of one answer differ from time to time."""
+    if isinstance(judge, CompositeSpec):
+        return any(asks_language_model(part.judge) for part in judge.parts if part.weight)
+    if isinstance(judge, ByFamilySpec):
+        return any(map(asks_language_model, judge.all))
+    return isinstance(judge, ModelSpec)
+
+
 PartSpec.model_rebuild()
 CompositeSpec.model_rebuild()
 ByFamilySpec.model_rebuild()

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 
 from ratchet.store.access.replica_list import check_entry
 from ratchet.trainer.settings.adapter_settings import AdapterSettings
-from ratchet.trainer.settings.estimators import why_unknown
+from ratchet.trainer.settings.estimators import DEFAULT_ESTIMATOR, why_unknown
 from ratchet.trainer.settings.judge_specs import JudgeSpec
 from ratchet.trainer.settings.learner_process_settings import LearnerProcessSettings
 from ratchet.trainer.settings.learner_settings import LearnerSettings
@@ -65,9 +65,16 @@ class TrainerFields(BaseModel):
         "this long plus four times the duration of the longest complete one",
     )
     advantage_estimator: str = Field(
-        "grpo",
-        description="how scores become advantages: grpo, dr_grpo (not divided by the standard deviation), rloo, "
-        "reinforce++, or a plug-in's (docs/plugins.md)",
+        DEFAULT_ESTIMATOR,
+        description="how scores become advantages: dr_grpo (less the group's mean), rloo, grpo (also divided by the "
+        "group's standard deviation), reinforce++, or a plug-in's (docs/plugins.md)",
+    )
+    judge_noise: float | None = Field(
+        None,
+        ge=0,
+        description="standard deviation of the judge's scores of one and the same answer: groups whose spread it "
+        "explains are not trained; null: what `ratchet judge calibrate` measured, until then 0.02 for judges that ask "
+        "a language model and 0 for others",
     )
     turn_weight: float = Field(
         0.0, ge=0, description="weight of the judge's scores of single calls (components turn:1, turn:2, ...); 0: none"

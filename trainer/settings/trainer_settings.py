@@ -13,6 +13,7 @@ from typing import Self
 from pydantic import model_validator
 
 from ratchet.trainer.settings.adapter_and_memory import AUTO
+from ratchet.trainer.settings.estimators import DEFAULT_ESTIMATOR
 from ratchet.trainer.settings.judge_specs import (
     BehaviorSpec,
     ByFamilySpec,
@@ -261,7 +262,7 @@ def _without_effect_on_distillation(settings: TrainerFields) -> str | None:
         "ungrouped": settings.ungrouped != "drop",
         "resample.samples": settings.resample.samples > 0,
         "turn_weight": settings.turn_weight > 0,
-        "advantage_estimator": settings.advantage_estimator != "grpo",
+        "advantage_estimator": settings.advantage_estimator != DEFAULT_ESTIMATOR,
         "scale_advantages_by_family": settings.scale_advantages_by_family,
     }
     name = next((name for name, is_set in compared.items() if is_set), None)

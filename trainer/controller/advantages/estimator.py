@@ -26,6 +26,7 @@ from ratchet.trainer.controller.advantages.advantage import (
 )
 from ratchet.trainer.controller.advantages.baseline import ScoreHistory
 from ratchet.trainer.controller.advantages.judged_group import JudgedGroup, MemberAdvantages, is_cohort
+from ratchet.trainer.settings.estimators import DEFAULT_ESTIMATOR
 
 _TURN = "turn:"
 
@@ -34,13 +35,14 @@ _TURN = "turn:"
 class AdvantageEstimator:
     """How the scores of one alias become advantages. `history` holds the scores so far and grows."""
 
-    name: str = "grpo"
+    name: str = DEFAULT_ESTIMATOR
     by_family: bool = False
     min_baseline_samples: int = 16
     roles: tuple[str, ...] = ()  # the roles that train; empty if roles are not separated
     history: ScoreHistory = field(default_factory=ScoreHistory)
     turn_weight: float = 0.0
     distilled: bool = False  # nothing is compared: a teacher's logprobs are the signal
+    noise: float = 0.0  # the standard deviation of the judge's scores of one and the same answer
 
     def estimate(self, group: Group, members: Sequence[Trajectory], verdicts: Sequence[Verdict]) -> JudgedGroup:
         """Return the group with its advantages; the verdict of an ungrouped trajectory records its baseline."""
@@ -51,7 +53,7 @@ class AdvantageEstimator:
         if whole is None:
             return JudgedGroup(group, tuple(members), tuple(verdicts), None)
         by_role = {role: self.advantages(members, verdicts, role) or whole for role in self.roles}
-        turns = turn_advantages(verdicts, self.name, 0.0 if is_cohort(members) else self.turn_weight)
+        turns = turn_advantages(verdicts, self.name, 0.0 if is_cohort(members) else self.turn_weight, self.noise)
         advantages = tuple(
             MemberAdvantages(whole[place], {role: found[place] for role, found in by_role.items()}, turns[place])
             for place in range(len(members))
@@ -66,13 +68,14 @@ class AdvantageEstimator:
         None for a single whose verdict has no baseline.
         """
         if is_cohort(members):
-            return cohort_advantages(_scores(verdicts, role), self.name)
+            return cohort_advantages(_scores(verdicts, role), self.name, self.noise)
         if len(members) > 1:
-            return group_advantages(_scores(verdicts, role), self.name)
+            return group_advantages(_scores(verdicts, role), self.name, self.noise)
         (verdict,) = verdicts
         if verdict.baseline_mean is None:
             return None
-        return (single_advantage(verdict.score or 0.0, verdict.baseline_mean, verdict.baseline_std or 0.0, self.name),)
+        mean, std = verdict.baseline_mean, verdict.baseline_std or 0.0
+        return (single_advantage(verdict.score or 0.0, mean, std, self.name, self.noise),)
 
     def remember(self, members: Sequence[Trajectory], verdicts: Sequence[Verdict]) -> None:
         """Add scores to the history, except those of resamples: they are not traffic."""
@@ -94,7 +97,8 @@ class AdvantageEstimator:
         ]
 
     def _scaled(self, families: Sequence[str], advantages: Sequence[float]) -> list[float]:
-        return scale_over_round(list(zip(families, advantages, strict=True)), self.name, by_family=self.by_family)
+        pairs = list(zip(families, advantages, strict=True))
+        return scale_over_round(pairs, self.name, by_family=self.by_family, noise=self.noise)
 
     def _with_baseline(self, members: Sequence[Trajectory], verdicts: Sequence[Verdict]) -> list[Verdict]:
         """Return the verdicts; that of a single with its family's baseline, unless it has one already.
@@ -110,12 +114,14 @@ class AdvantageEstimator:
         return [msgspec.structs.replace(verdicts[0], baseline_mean=found.mean, baseline_std=found.std)]
 
 
-def turn_advantages(verdicts: Sequence[Verdict], estimator: str, weight: float) -> list[Mapping[int, float]]:
+def turn_advantages(
+    verdicts: Sequence[Verdict], estimator: str, weight: float, noise: float = 0.0
+) -> list[Mapping[int, float]]:
     """Return the weighted advantages of each member's turns, by the number of the call."""
     rewards = [_turn_rewards(verdict) for verdict in verdicts]
     if not weight or len(rewards) < 2 or not all(rewards):
         return [{} for _ in rewards]
-    advantages = iter(group_advantages([score for turns in rewards for score in turns.values()], estimator))
+    advantages = iter(group_advantages([score for turns in rewards for score in turns.values()], estimator, noise))
     return [{number: weight * next(advantages) for number in turns} for turns in rewards]
 
 

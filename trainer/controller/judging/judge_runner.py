@@ -316,6 +316,8 @@ class JudgeRunner:
             if len(scores) == 1
             else f"all trajectories of a group the same score, {', '.join(f'{one:g}' for one in scores[:5])} in turn"
         )
+        if noise := self._judged.estimator.noise:
+            given += f", within its noise of {noise:g}"
         named = ", ".join(one.id for one, _ in self._zero_variance[-_ZERO_VARIANCE_NAMED:])
         reason = (
             f"last {len(self._zero_variance)} groups: no variance, judge {self._judge.name} gave {given} "

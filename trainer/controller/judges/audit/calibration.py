@@ -1,4 +1,4 @@
-"""Calibration: how far a judge agrees with verified scores, and whether the order of the members influences it. Pure.
+"""Calibration: a judge's noise, its agreement with verified scores, and the influence of the members' order. Pure.
 
 The judge scores each group twice, the second time in reverse order. Agreement is the share of pairs within a group with
 different true scores that the judge orders correctly; ties count half. For binary truth that is the area under the ROC
@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from statistics import variance
 
 from ratchet.store.records import Verdict
 
@@ -47,8 +48,20 @@ class Calibration:
 
 
 @dataclass(frozen=True, slots=True)
+class Noise:
+    """The standard deviation of a judge's scores of one answer, and the groups and scored answers behind it."""
+
+    noise: float
+    groups: int
+    trajectories: int
+
+
+NOISE = "judge_noise"  # kind of the observations that hold a Noise, by version of the judge
+
+
+@dataclass(frozen=True, slots=True)
 class CalibrationGroup:
-    """One group: the true verdicts, and the judge's in normal and in reverse order."""
+    """One group: the true verdicts, if there are any, and the judge's in normal and in reverse order."""
 
     truth: Sequence[Verdict]
     first: Sequence[Verdict]
@@ -80,6 +93,25 @@ def calibrate(groups: Sequence[CalibrationGroup]) -> Calibration:
     )
 
 
+def score_noise(groups: Sequence[CalibrationGroup]) -> Noise | None:
+    """Return the judge's noise within groups; None if no group has two members with both scores.
+
+    d is the difference of both scores of a member. What all members share leaves the advantages alone, so the variance
+    of a single score is half the sample variance of d within its group, pooled over groups.
+    """
+    squares, freedom, members, counted = 0.0, 0, 0, 0
+    for group in groups:
+        first, reverse = _by_trajectory(group.first), _by_trajectory(group.reverse)
+        gaps = [first[name] - reverse[name] for name in first.keys() & reverse.keys()]
+        if len(gaps) < 2:
+            continue
+        squares += variance(gaps) * (len(gaps) - 1)
+        freedom += len(gaps) - 1
+        members += len(gaps)
+        counted += 1
+    return Noise(math.sqrt(squares / freedom / 2), counted, members) if freedom else None
+
+
 def kendall(pairs: Iterable[tuple[float, float]]) -> float | None:
     """Return Kendall's tau-b of pairs of differences (in one, in the other); None if either has only ties."""
     concordance = first = second = 0
@@ -102,15 +134,16 @@ def _pairs(one: Scores, other: Scores) -> list[tuple[float, float]]:
 
 def _common(group: CalibrationGroup) -> tuple[Scores, Scores, Scores] | None:
     """Return the three scores of the trajectories that have all of them; None for fewer than two."""
-    scores_by_source = [
-        {verdict.trajectory_id: verdict.score for verdict in verdicts if verdict.score is not None}
-        for verdicts in (group.truth, group.first, group.reverse)
-    ]
+    scores_by_source = [_by_trajectory(verdicts) for verdicts in (group.truth, group.first, group.reverse)]
     shared = set.intersection(*map(set, scores_by_source))
     if len(shared) < 2:
         return None
     truth, first, reverse = ({name: scores[name] for name in sorted(shared)} for scores in scores_by_source)
     return truth, first, reverse
+
+
+def _by_trajectory(verdicts: Sequence[Verdict]) -> dict[str, float]:
+    return {verdict.trajectory_id: verdict.score for verdict in verdicts if verdict.score is not None}
 
 
 def _gap(scored: Sequence[tuple[Scores, Scores, Scores]]) -> float | None:
