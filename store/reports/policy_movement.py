@@ -1,8 +1,9 @@
-"""How far rounds moved the policy: too small, healthy or too large, and what to do.
+"""How far rounds moved the policy: lost in rounding, too small, healthy or too large, and what to do.
 
 The metrics of a round (docs/training.md, "The learning rate"): `approx_kl` is the mean k3 over the trained tokens of
-its steps, in nats per token; `logprob_change_positive_mean` is the mean change of log p for positive advantages.
-Rounds without these metrics are skipped.
+its steps, in nats per token; `approx_kl_floor` is what rounding alone reads as, in this round with this model;
+`logprob_change_positive_mean` is the mean change of log p for positive advantages. Rounds without these metrics are
+skipped.
 """
 
 from __future__ import annotations
@@ -16,15 +17,18 @@ from ratchet.store.states import RoundState
 if TYPE_CHECKING:
     from ratchet.store.store import Store
 
-TOO_SMALL = 1e-4  # nats per token: no gain was seen below it, and bf16 rounding alone measures as this much
+SEEN = 0.5  # of the floor: the smallest movement above it that is told from rounding
+TOO_SMALL = 1e-4  # nats per token: no gain was seen below it
 TOO_LARGE = 0.05  # nats per token: healthy rounds of tiny policies stayed below 0.03, collapsing ones had 0.1 to 0.4
 COLLAPSING = -0.01  # nats per token: healthy rounds stayed above -0.005, collapsing ones fell below -0.02
 RECENT_ROUNDS = 3  # rounds
+_WORTH_NAMING = 0.1  # of k3
 _ROUNDS_READ = 20  # rounds, of which some may have been abandoned
 
-Size = Literal["too small", "healthy", "too large"]
+Size = Literal["lost in rounding", "too small", "healthy", "too large"]
 
 _MEANS: Mapping[Size, str] = {
+    "lost in rounding": "not told from rounding",
     "too small": "too small to be seen",
     "healthy": "healthy",
     "too large": "too large: rounds like this end in collapse",
@@ -33,21 +37,28 @@ _MEANS: Mapping[Size, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Movement:
-    """What one round moved; `dtype` is the model's computation (bf16 or fp32)."""
+    """What one round moved, with the floor of `k3`."""
 
     version: int | None
     k3: float
     logprob_change_positive: float
     rate: float
-    dtype: str
+    floor: float = 0.0
     scale: float = 1.0  # of the rate and so of the movement, below 1 in a small round
 
     @property
+    def above_floor(self) -> float:
+        """Nats per token that the steps moved the policy."""
+        return max(0.0, self.k3 - self.floor)
+
+    @property
     def size(self) -> Size:
-        """Too small, healthy or too large."""
-        if self.k3 > TOO_LARGE:
+        """Lost in rounding, too small, healthy or too large."""
+        if self.above_floor > TOO_LARGE:
             return "too large"
-        return "too small" if self.k3 < TOO_SMALL * self.scale**2 else "healthy"
+        if self.above_floor < SEEN * self.floor:
+            return "lost in rounding"
+        return "too small" if self.above_floor < TOO_SMALL * self.scale**2 else "healthy"
 
     @property
     def collapsing(self) -> bool:
@@ -56,10 +67,8 @@ class Movement:
 
     def describe(self) -> str:
         """Return it in one clause."""
-        means = _MEANS[self.size]
-        if self.size == "too small" and self.dtype == "bf16":
-            means += "; in bf16 rounding alone reads as this much"
-        return f"{self.k3:.2g} nats a token (k3) at rate {self.rate:.2g}: {means}"
+        rounding = f", of which {self.floor:.2g} is rounding" if self.floor > _WORTH_NAMING * self.k3 else ""
+        return f"{self.k3:.2g} nats a token (k3) at rate {self.rate:.2g}{rounding}: {_MEANS[self.size]}"
 
 
 def movement_of(metrics: Mapping[str, Any], version: int | None = None) -> Movement | None:
@@ -71,7 +80,7 @@ def movement_of(metrics: Mapping[str, Any], version: int | None = None) -> Movem
         k3=float(metrics["approx_kl"]),
         logprob_change_positive=float(metrics["logprob_change_positive_mean"]),
         rate=float(metrics["learning_rate"]),
-        dtype=str(metrics["dtype"]),
+        floor=float(metrics.get("approx_kl_floor", 0.0)),
         scale=float(metrics.get("rate_scale", 1.0)),
     )
 
@@ -97,12 +106,17 @@ def describe_collapse(moved: Movement) -> str:
 def describe_stall(newest_first: Sequence[Movement]) -> str | None:
     """Return a warning with the remedy if all of the last rounds moved too little; else None."""
     last = newest_first[:RECENT_ROUNDS]
-    if len(last) < RECENT_ROUNDS or any(moved.size != "too small" for moved in last):
+    if len(last) < RECENT_ROUNDS or any(moved.size not in ("too small", "lost in rounding") for moved in last):
         return None
-    most = max(moved.k3 for moved in last)
+    most = max(moved.above_floor for moved in last)
+    if any(moved.size == "lost in rounding" for moved in last):
+        found = (
+            f"moved the policy by less than its rounding shows ({max(moved.floor for moved in last):.2g} nats a token)"
+        )
+        more = ", or set learner.dtype and vllm.dtype to float32, which resolves smaller steps"
+    else:
+        found, more = f"moved the policy by at most {most:.2g} nats a token", ""
     return (
-        f"the steps are too small to be seen: the last {RECENT_ROUNDS} rounds moved the policy by at most "
-        f"{most:.2g} nats a token, at rate {last[0].rate:.2g}; set learner.learning_rate: auto, or "
-        f"ten times what it is; where "
-        "it is auto, raise learner.target_kl"
+        f"the steps are too small to be seen: the last {RECENT_ROUNDS} rounds {found}, at rate {last[0].rate:.2g}; set "
+        f"learner.learning_rate: auto, or ten times what it is; where it is auto, raise learner.target_kl{more}"
     )

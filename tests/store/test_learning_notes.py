@@ -34,8 +34,8 @@ def report(*traffic: list[PastScore], moved: Sequence[Movement] = ()) -> Learnin
     return learning_report(tallies([one for version in traffic for one in version]), moved)
 
 
-def moved(k3: float, *, good: float = 0.0, rate: float = 1e-5, dtype: str = "fp32") -> Movement:
-    return Movement(version=3, k3=k3, logprob_change_positive=good, rate=rate, dtype=dtype)
+def moved(k3: float, *, good: float = 0.0, rate: float = 1e-5, floor: float = 1e-9) -> Movement:
+    return Movement(version=3, k3=k3, logprob_change_positive=good, rate=rate, floor=floor)
 
 
 def note(found: LearningReport, word: str) -> str:
@@ -87,23 +87,34 @@ def test_steps_too_small_are_named_only_where_no_gain_is_seen() -> None:
     unchanged = [moved(2e-8), moved(3e-8), moved(1e-8)]
     flat, better = (exact(0, 200, 1000), exact(1, 202, 1000)), (exact(0, 200, 1000), exact(1, 400, 1000))
     words = note(report(*flat, moved=unchanged), "the steps are too small")
-    assert "at most 3e-08 nats a token, at rate 1e-05; set learner.learning_rate: auto" in words
+    assert "at most 2.9e-08 nats a token, at rate 1e-05; set learner.learning_rate: auto" in words
     assert note(report(*better, moved=unchanged), "the steps are too small") == ""
     assert note(report(*flat, moved=[moved(0.004), *unchanged]), "the steps are too small") == ""
     assert describe_stall(unchanged[:2]) is None
 
 
 @pytest.mark.parametrize(
-    ("k3", "dtype", "means"),
+    ("k3", "floor", "means"),
     [
-        (2e-8, "fp32", "2e-08 nats a token (k3) at rate 1e-05: too small to be seen"),
-        (5e-5, "bf16", "too small to be seen; in bf16 rounding alone reads as this much"),
-        (0.005, "bf16", "healthy"),
-        (0.3, "fp32", "too large: rounds like this end in collapse"),
+        (2e-8, 1e-9, "2e-08 nats a token (k3) at rate 1e-05: too small to be seen"),
+        (0.0022, 0.002, "0.0022 nats a token (k3) at rate 1e-05, of which 0.002 is rounding: not told from rounding"),
+        (0.0018, 0.002, "not told from rounding"),  # k3 of unchanged weights scatters about its floor
+        (0.007, 0.002, "0.007 nats a token (k3) at rate 1e-05, of which 0.002 is rounding: healthy"),
+        (5e-4, 1e-6, "healthy"),
+        (0.3, 0.002, "0.3 nats a token (k3) at rate 1e-05: too large: rounds like this end in collapse"),
+        (0.055, 0.02, "healthy"),
     ],
 )
-def test_a_movement_is_described_with_its_meaning(k3: float, dtype: str, means: str) -> None:
-    assert moved(k3, dtype=dtype).describe().endswith(means)
+def test_a_movement_is_described_with_its_meaning_above_the_floor(k3: float, floor: float, means: str) -> None:
+    assert moved(k3, floor=floor).describe().endswith(means)
+
+
+def test_steps_that_rounding_hides_are_named_with_the_format_that_shows_them() -> None:
+    words = describe_stall([moved(0.0021, floor=0.002), moved(0.0018, floor=0.002), moved(3e-5, floor=1e-5)])
+    assert words is not None
+    assert "moved the policy by less than its rounding shows (0.002 nats a token), at rate 1e-05" in words
+    assert words.endswith("set learner.dtype and vllm.dtype to float32, which resolves smaller steps")
+    assert describe_stall([moved(0.0021, floor=0.002), moved(0.007, floor=0.002), moved(3e-5)]) is None
 
 
 def test_a_small_round_that_was_meant_to_take_a_small_step_is_not_called_too_small() -> None:
@@ -112,7 +123,7 @@ def test_a_small_round_that_was_meant_to_take_a_small_step_is_not_called_too_sma
         "approx_kl_tokens": 9,
         "logprob_change_positive_mean": 0.0,
         "learning_rate": 2e-4,
-        "dtype": "fp32",
+        "approx_kl_floor": 1e-9,
     }
     sizes = [found.size for scale in (1.0, 0.1) if (found := movement_of(figures | {"rate_scale": scale})) is not None]
     assert sizes == ["too small", "healthy"]
@@ -134,12 +145,12 @@ def test_the_last_rounds_are_read_from_the_store_and_older_ones_say_nothing(stor
             "approx_kl_tokens": 9,
             "logprob_change_positive_mean": 0.1,
             "learning_rate": 2e-3,
-            "dtype": "fp32",
+            "approx_kl_floor": 1e-9,
         },
     ]
     for version, metrics in enumerate(figures, 1):
         held = store.rounds.start("agent", version - 1)
         store.rounds.commit(held.id, version=version, checkpoint="c", groups=[], metrics=metrics)
     store.rounds.start("agent", 2)
-    assert recent_movements(store, "agent") == [Movement(2, 0.004, 0.1, 2e-3, "fp32")]
+    assert recent_movements(store, "agent") == [Movement(2, 0.004, 0.1, 2e-3, 1e-9)]
     assert movement_of({}) is None

@@ -1,16 +1,19 @@
 """The adaptive learning rate: the policy shift of a round sets the rate of the next one. Pure.
 
 Useful rates differ by a factor of a thousand between models; the policy shift of a good round does not. The shift is
-the k3 estimator of the KL from the new policy to the old one at trained tokens of the round: the mean of
-exp(g) - 1 - g with g = log p_new - log p_old (Schulman 2020, "Approximating KL divergence"). It grows with the square
-of a small step, therefore
+the k3 estimator of the KL from the new policy to the old one, less the floor that rounding alone reads as
+(trainer/learner/policy_shift.py). It grows with the square of a small step, therefore
 
-    rate of the next round = rate * sqrt(target / k3)
+    rate of the next round = rate * sqrt(target / (k3 - floor))
 
 outside a dead band of a factor of two on each side (k3 has a heavy tail), up by at most a factor of four per round,
-down without limit, within `bounds`. The target falls with the policy's entropy: a low-entropy policy shifts less at
-the same rate, and a constant target would drive the rate into its bound (measured on the e-mail example). PPO for
-robots commonly uses such rates (rsl_rl's `desired_kl`).
+down without limit, within `bounds`. A shift below half of the floor is not told from rounding: shift and target both
+count as at least half of the floor. So a number format too coarse for the target leaves the first rate as it is, and
+still brings down one that is far too large.
+
+The target falls with the policy's entropy: a low-entropy policy shifts less at the same rate, and a constant target
+would drive the rate into its bound (measured on the e-mail example). PPO for robots commonly uses such rates (rsl_rl's
+`desired_kl`).
 
 A fixed rate may have a schedule, by the optimizer steps so far.
 
@@ -31,10 +34,6 @@ if TYPE_CHECKING:
     from ratchet.trainer.settings.learner_settings import LearnerSettings
 
 
-# Mean k3 caused by rounding alone, by dtype of the computation. bf16: measured on the tiny policy (4e-5 to 6e-5; deeper
-# models presumably show more). fp32: below every measured step.
-ROUNDING = {"bf16": 1e-4, "fp32": 1e-10}
-
 MIN_LEARNING_RATE = 1e-6
 _TINY = 1_000_000  # parameters up to which the bounds for tiny models apply
 # LoRA's useful rates are about ten times those of full fine-tuning, whatever the size of the model (Schulman et al.
@@ -44,13 +43,10 @@ _START = 5  # the largest rate over the first one
 
 _SAMPLED_TOKENS = 4096  # per round, approximately
 _PER_TRAJECTORY = 0.3  # nats; 0.2 to 0.45 trained the tiny policies best
-_MIN_TARGET, _MAX_TARGET = (
-    1e-3,
-    1e-2,
-)  # nats per token: ten times bf16's rounding; the most that trained tiny policies stably
+_MIN_TARGET, _MAX_TARGET = 1e-3, 1e-2  # nats per token; the larger is the most that trained tiny policies stably
 _BAND = 2.0
 _MAX_INCREASE = 4.0
-_ABOVE_ROUNDING = 4.0  # minimum target over rounding
+_SEEN = 0.5  # of the floor: the smallest shift that is told from it
 _LEAST_SHARE = 0.1  # of the rate, at the end of a schedule
 _NOT_FINITE = 0.25  # factor of the rate after a shift that is not finite
 
@@ -100,31 +96,30 @@ class RateState:
 
 @dataclass(frozen=True, slots=True)
 class RoundShift:
-    """The policy shift of a round: mean k3, mean entropy, target per token, scale of its rate.
+    """The policy shift of a round: mean k3, its floor, mean entropy, target per token, scale of its rate.
 
     A small round has a `scale` below 1; its expected shift is the target times the square of the scale.
     """
 
     k3: float
+    floor: float
     entropy: float
     target: float
     scale: float = 1.0
 
 
-def target_shift(state: RateState, shift: RoundShift, rounding: float) -> float:
-    """Return the k3 expected of a round at full rate: the target, reduced with the entropy, at least above rounding."""
+def target_shift(state: RateState, shift: RoundShift) -> float:
+    """Return the k3 above the floor that is expected of a round at full rate: the target, reduced with the entropy."""
     first = shift.entropy if state.first_entropy is None else state.first_entropy
-    share = min(1.0, shift.entropy / first) if first > 0 else 1.0
-    return max(shift.target * share, min(shift.target, _ABOVE_ROUNDING * rounding))
+    return shift.target * min(1.0, shift.entropy / first) if first > 0 else shift.target
 
 
-def next_state(state: RateState, shift: RoundShift, limits: Bounds, rounding: float) -> RateState:
+def next_state(state: RateState, shift: RoundShift, limits: Bounds) -> RateState:
     """Return the state after a round."""
     first = shift.entropy if state.first_entropy is None else state.first_entropy
-    expected = target_shift(state, shift, rounding) * shift.scale**2
-    if shift.scale < 1 and expected < _BAND * rounding:  # rounding hides a step that small
-        return RateState(state.rate, first)
-    rate = state.rate * _factor(shift.k3, expected)
+    seen = _SEEN * shift.floor
+    expected = max(target_shift(state, shift) * shift.scale**2, seen)
+    rate = state.rate * _factor(max(shift.k3 - shift.floor, seen), expected)
     return RateState(min(limits.most, max(limits.least, rate)), first)
 
 
@@ -183,12 +178,12 @@ class LearningRateController:
 
     def target_shift(self, shift: RoundShift) -> float:
         """Return the k3 expected of a round at full rate."""
-        return target_shift(self._state, shift, ROUNDING[self.dtype])
+        return target_shift(self._state, shift)
 
     def update(self, shift: RoundShift) -> None:
         """Adapt the rate to a round."""
         if self.adapts:
-            self._state = next_state(self._state, shift, self.bounds, ROUNDING[self.dtype])
+            self._state = next_state(self._state, shift, self.bounds)
 
     def state(self) -> dict[str, Any] | None:
         """Return the state for a checkpoint; None if the rate is fixed."""

@@ -34,7 +34,7 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from ratchet.trainer.errors import TrainingDiverged
-from ratchet.trainer.learner import importance_sampling, policy_shift, process_group, sharding
+from ratchet.trainer.learner import importance_sampling, process_group, sharding
 from ratchet.trainer.learner.activations import ActivationMemory
 from ratchet.trainer.learner.forward_pass import ForwardPass, Scored, attention_pairs_per_token
 from ratchet.trainer.learner.learning_rate import LearningRateController, sample_stride
@@ -238,12 +238,6 @@ class RecordedGRPOTrainer(GRPOTrainer):
             micro["old_per_token_logps"] = self.token_logprobs(micro)
             micro["kept"] = micro["trained"].any(-1, keepdim=True)
         return micros
-
-    def shift(self, micros: Sequence[Micro]) -> policy_shift.PolicyShift:
-        """Return how far the policy is from the one whose logprobs these micro-batches of all processes hold."""
-        local = sum((policy_shift.sums(micro, self.token_logprobs(micro)) for micro in micros), torch.zeros(()))
-        sums = local.to(self.accelerator.device, torch.float32)[None]
-        return policy_shift.mean(self.accelerator.gather(sums).double().sum(0))  # of (processes, 5)
 
     def set_learning_rate(self, rate: float) -> None:
         """Use this rate and the settings' weight decay, not those the optimizer was created or loaded with."""
