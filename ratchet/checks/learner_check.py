@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ratchet.checks.check_result import PATIENCE, CheckResult, no_project, see_log
 from ratchet.settings.project_settings import Settings
 from ratchet.store.install_hint import install_hint
+from ratchet.store.reports.unproven_versions import REMEDY
 from ratchet.supervisor import vllm_command
 from ratchet.trainer.errors import LearnerServiceError, TrainerError
 from ratchet.trainer.learner_api.messages import TOKEN_VARIABLE
@@ -194,7 +195,6 @@ def check_swap(
 ) -> CheckResult:
     """Serve the learner's adapter for a moment, and compare its logprobs. Raises TrainerError."""
     from ratchet.trainer.adapters.vllm_api import VllmServer
-    from ratchet.trainer.release.proof import ProofOutcome
     from ratchet.trainer.release.served_proof import SwapProver, TrainerLogprobs
 
     name = checked.served_name
@@ -209,12 +209,7 @@ def check_swap(
         finally:
             replica.unload(name)
     if not proof.holds:
-        remedy = "check that vLLM serves the same base model as the trainer loads"
-        if proof.outcome is ProofOutcome.UNPROVEN:
-            remedy = (
-                "serve and train in float32, or check that both use the same numerics (quantisation, attention kernels)"
-            )
-        return CheckResult("swap", False, str(proof.reason), remedy)
+        return CheckResult("swap", False, str(proof.reason), REMEDY)
     seen = (
         f"served logprobs changed by {proof.served_change:.4f} nats, the learner's by {proof.trained_change:.4f}; "
         f"they differ by {proof.served_vs_trainer:.4f} ({proof.tokens} tokens)"

@@ -14,6 +14,11 @@ from ratchet.store.states import PolicyAction
 if TYPE_CHECKING:
     from ratchet.store.store import Store
 
+REMEDY = (
+    "let vLLM and the learner compute in one number format (vllm.dtype, learner.dtype) and from the same base model, "
+    "and restart a replica that serves another adapter"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class UnprovenVersions:
@@ -30,11 +35,9 @@ class UnprovenVersions:
         named = f"{newest} serves nobody" if count == 1 else f"@{self.versions[0]} to {newest} serve nobody"
         return (
             f"{count} version{'s' * (count > 1)} unproven: {self.reason}; {named}, and training waits once "
-            "trainer.max_staleness versions are ahead of the live one. Let vLLM and the learner compute in one number "
-            "format (vllm.dtype, learner.dtype) and from the same base model, restart a replica that serves another "
-            f"adapter (`ratchet doctor` compares both sides); `ratchet policies promote {newest} --reason WHY` "
-            f"releases it without a proof, `ratchet policies rollback {self.alias}@{self.live} --reason WHY` discards "
-            "what was trained since"
+            f"trainer.max_staleness versions are ahead of the live one. To mend it, {REMEDY}; `ratchet doctor` "
+            f"compares both sides. `ratchet policies promote {newest} --reason WHY` releases it without a proof, `ratchet "
+            f"policies rollback {self.alias}@{self.live} --reason WHY` discards what was trained since"
         )
 
 
