@@ -12,7 +12,7 @@ import pytest
 
 from ratchet.trainer.learner import forward_pass
 from ratchet.trainer.learner.learner import Learner
-from ratchet.trainer.learner.shared_prefixes import pack_rows, prefix_tree
+from ratchet.trainer.learner.shared_prefixes import MAX_TREE_TOKENS, pack_rows, prefix_tree
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from tests.harness.trainer.tiny import VOCABULARY, build_row, build_tokenizer
@@ -106,6 +106,15 @@ def test_scores_are_those_of_the_rows_apart(tiny_model: Path, tmp_path: Path) ->
     for row, ours, theirs in zip(rows, pack_rows.score(rows), apart.score(rows), strict=True):
         assert len(ours) == len(row.ids)
         assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+def test_a_tree_has_no_more_tokens_than_its_mask_can_have_whatever_the_budget() -> None:
+    rows = [[1] * 3000 + [number] * 1500 for number in range(2, 9)]
+    packs = pack_rows(rows, max_length=32768, pairs_per_token=1e6)
+    lengths = [len(prefix_tree([rows[index] for index in pack]).ids) for pack in packs]
+    assert max(lengths) <= MAX_TREE_TOKENS < sum(lengths)
+    assert [len(pack) for pack in packs] == [3, 3, 1]
+    assert pack_rows([[1] * 20_000], max_length=32768, pairs_per_token=1e6) == [[0]]  # a single row needs no mask
 
 
 def test_a_token_sees_the_earlier_tokens_of_its_own_row_and_nothing_else() -> None:

@@ -86,7 +86,7 @@ class ForwardPass:
         place = torch.arange(until.shape[1], device=until.device)
         visible = (place <= place[:, None]) & (place[:, None] < until[:, None, :])  # (M, L, L)
         mask = torch.zeros(visible.shape, dtype=self._dtype, device=until.device)
-        mask = mask.masked_fill(~visible, torch.finfo(self._dtype).min)
+        mask.masked_fill_(~visible, torch.finfo(self._dtype).min)
         return {"attention_mask": mask[:, None], "position_ids": micro["positions"]}
 
     def _keep_predicting(self, module: Any, inputs: Any, output: Any) -> Any:

@@ -117,13 +117,16 @@ def _share(times: float, both: float, large: float, noise: float) -> float:
 
 
 def _unchanged(weights: Weights, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return weights that differ from these by what `dtype` resolves, up or down at random: the same policy."""
+    """Return weights that differ from these by what `dtype` resolves, up or down at random: the same policy.
+
+    Only the second matrix of a layer differs: with both, the change would grow with the adapter.
+    """
     changed = {}
-    generator = torch.Generator().manual_seed(0)
-    for name, weight in weights.items():
-        sign = torch.randint(0, 2, weight.shape, generator=generator).mul_(2).sub_(1).to(weight.device)
+    for seed, (name, weight) in enumerate(weights.items()):
+        generator = torch.Generator(weight.device).manual_seed(seed)
+        sign = 1.0 - 2.0 * torch.randint(0, 2, weight.shape, generator=generator, device=weight.device)
         step = _LEAST_CHANGE + torch.finfo(dtype).eps * weight.abs()
-        changed[name] = weight if "_A" in name else weight + sign * step
+        changed[name] = weight if "lora_A" in name or "embedding_A" in name else weight + sign * step
     return changed
 
 

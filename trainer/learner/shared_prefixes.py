@@ -3,7 +3,8 @@
 The members of a group share their root prompt; the rows of a forked trajectory share everything before the fork. In
 the tree layout each token attends to the earlier tokens of its own rows only, at its position in the row, so hidden
 states and gradients equal those of separate rows. Attention over one long sequence costs more than over several short
-ones, so rows are packed only if the saved tokens cost more than that.
+ones, so rows are packed only if the saved tokens cost more than that. A tree has at most MAX_TREE_TOKENS: its mask has
+the square of them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Ids = Sequence[int]
+
+MAX_TREE_TOKENS = 8192  # whose mask has 128 MiB in bf16
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ def prefix_tree(rows: Sequence[Ids]) -> PrefixTree:
 
 
 def pack_rows(rows: Sequence[Ids], *, max_length: int, pairs_per_token: float) -> list[list[int]]:
-    """Return row indices by sequence; a sequence of several rows has at most `max_length` tokens.
+    """Return row indices by sequence; a sequence of several rows has at most `max_length` and MAX_TREE_TOKENS tokens.
 
     `pairs_per_token` is the number of token pairs whose attention costs as much as one token in all other layers. A
     single row is causal, which is half of all pairs; a tree needs its full mask.
@@ -59,12 +62,13 @@ def pack_rows(rows: Sequence[Ids], *, max_length: int, pairs_per_token: float) -
     packs: list[list[int]] = []
     previous: Ids = ()
     length, cost = 0, 0.0  # of the last sequence
+    most = min(max_length, MAX_TREE_TOKENS)
     for index in sorted(range(len(rows)), key=lambda place: tuple(rows[place])):
         row = rows[index]
         own_cost = len(row) * (pairs_per_token + len(row) / 2)
         joint_length = length + len(row) - common_length(previous, row)
         joint_cost = joint_length * (pairs_per_token + joint_length)
-        if packs and joint_length <= max_length and joint_cost < cost + own_cost:
+        if packs and joint_length <= most and joint_cost < cost + own_cost:
             packs[-1].append(index)
             length, cost = joint_length, joint_cost
         else:
