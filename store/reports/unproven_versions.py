@@ -36,8 +36,8 @@ class UnprovenVersions:
         return (
             f"{count} version{'s' * (count > 1)} unproven: {self.reason}; {named}, and training waits once "
             f"trainer.max_staleness versions are ahead of the live one. To mend it, {REMEDY}; `ratchet doctor` "
-            f"compares both sides. `ratchet policies promote {newest} --reason WHY` releases it without a proof, `ratchet "
-            f"policies rollback {self.alias}@{self.live} --reason WHY` discards what was trained since"
+            f"compares both sides. `ratchet policies promote {newest} --reason WHY` releases it without a proof, "
+            f"`ratchet policies rollback {self.alias}@{self.live} --reason WHY` discards what was trained since"
         )
 
 
