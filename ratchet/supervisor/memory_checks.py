@@ -36,6 +36,7 @@ class PlannedMemory:
     settings: Settings
     notes: tuple[str, ...] = ()
     learner: LearnerMemory | None = None  # None: nothing is trained here, or there is no formula
+    shared: bool = False  # vLLM and the learner have a GPU in common
 
 
 def plan_memory(settings: Settings) -> PlannedMemory:
@@ -54,12 +55,12 @@ def plan_memory(settings: Settings) -> PlannedMemory:
     except ModelShapeUnknown as reason:
         share = settings.vllm.gpu_memory_utilization or (_UNPLANNED_SHARED if shared else _UNPLANNED)
         planned = _with(settings, share, None, 1 - share if shared else None)
-        return PlannedMemory(planned, (*notes, f"memory is not planned: {reason}"))
+        return PlannedMemory(planned, (*notes, f"memory is not planned: {reason}"), shared=shared)
     except ModelDoesNotFit as error:
         raise GpuMemoryTooLow(str(error)) from error
     share = split.gpu_memory_utilization
     planned = _with(settings, share, split.max_model_len, USABLE - share if shared and split.learner else None)
-    return PlannedMemory(planned, (*notes, *_notes(settings, split, shared)), split.learner)
+    return PlannedMemory(planned, (*notes, *_notes(settings, split, shared)), split.learner, shared)
 
 
 def smallest_learner(settings: Settings) -> int | None:

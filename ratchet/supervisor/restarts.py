@@ -3,6 +3,8 @@
 The other services keep running. Each exit is reported with the end of the service's log. A service that exits more than
 `max_restarts` times within RESTART_WINDOW_SECONDS is given up: without its trainer or learner a project keeps
 serving and recording; without vLLM or the proxy it stops (ServiceExited).
+
+A service that shares a GPU with one that exits is stopped, and starts again once that one is ready (`stops_for`).
 """
 
 from __future__ import annotations
@@ -146,10 +148,15 @@ class RestartManager:
         if managed.given_up:
             return False
         if managed.restart_at is not None:
-            return now >= managed.restart_at and self._start(index, managed)
+            return now >= managed.restart_at and self._may_start(child) and self._start(index, managed)
         if child.exit_code is not None:
             return self._on_exit(child, managed, child.ending(), now)
         return managed.starting and self._check_ready(child, managed, now)
+
+    def _may_start(self, child: ServiceProcess) -> bool:
+        """Return whether the service that this one stops for is ready, if there is one."""
+        other = self._managed.get(child.service.stops_for)
+        return other is None or (other.restart_at is None and not other.starting)
 
     def _start(self, index: int, managed: _ManagedService) -> bool:
         service = self._children[index].service
@@ -175,6 +182,7 @@ class RestartManager:
     def _on_exit(self, child: ServiceProcess, managed: _ManagedService, ending: str, now: float) -> bool:
         child.finish_stop(time.monotonic() + child.service.stop_timeout_seconds)
         name, delay = child.service.name, managed.exits.record_exit(now)
+        self._stop_dependents(name, now)
         managed.reason = f"{name} (pid {child.pid}) {ending}"
         log = f"Its log {child.log} ends with:\n{child.tail()}"
         if delay is not None:
@@ -192,6 +200,15 @@ class RestartManager:
         self._on_event(Event("exited", name, text=f"{reason}. {log}"))
         self._alarm(name, reason)
         return True
+
+    def _stop_dependents(self, name: str, now: float) -> None:
+        for child in self._children:
+            managed = self._managed[child.service.name]
+            if child.service.stops_for == name and not managed.given_up:
+                child.finish_stop(time.monotonic() + child.service.stop_timeout_seconds)
+                managed.starting, managed.restart_at = False, managed.restart_at or now
+                text = f"{child.service.name}: stopped until {name} is ready, which uses the same GPU"
+                self._on_event(Event("exited", child.service.name, text=text))
 
     def _too_often(self, managed: _ManagedService) -> str:
         if not self._max_restarts:

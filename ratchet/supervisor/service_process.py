@@ -1,4 +1,4 @@
-"""One service as a child process below its process guard: start it, watch it, stop it.
+"""One service as a child process below its process guard: start it, watch it, stop it; and several in their order.
 
 The pid files of the service and its guard exist before the constructor returns. Closing this process's end of the pipe,
 on purpose or by exiting, stops the service and its descendants.
@@ -11,19 +11,56 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
 
+from ratchet.errors import ServiceStartTimeout
 from ratchet.settings.state_folder import StateFolder
 from ratchet.supervisor import pidfile
 from ratchet.supervisor.leftover_processes import kill_tree
 from ratchet.supervisor.services import Service
+from ratchet.supervisor.startup_display import Event
 
 _PROCESS_GUARD = Path(__file__).with_name("process_guard.py")
+_POLL = 0.1  # seconds
 _TAIL_LINES = 12
 _TAIL_BYTES = 16_384
 _KILL_TIMEOUT = 3.0  # seconds
+
+Report = Callable[[Event], None]
+
+
+def start_in_order(
+    services: Sequence[Service], start: Callable[[Service], ServiceProcess], check: Callable[[], None], report: Report
+) -> None:
+    """Start each service once those that it starts after are ready; return when all are ready.
+
+    `check` is called again and again meanwhile, and raises to end that. `report` gets the events of the start. Raises
+    ServiceStartTimeout.
+    """
+    waiting, starting, ready = list(services), list[ServiceProcess](), set[str]()
+    while waiting or starting:
+        for service in [one for one in waiting if ready.issuperset(one.starts_after)]:
+            waiting.remove(service)
+            report(Event("starting", service.name))
+            starting.append(start(service))
+        check()
+        for child in tuple(starting):
+            seconds = time.monotonic() - child.started_at
+            if child.service.ready():
+                starting.remove(child)
+                ready.add(child.service.name)
+                report(Event("ready", child.service.name, seconds=seconds))
+            elif seconds > child.service.start_timeout_seconds:
+                raise ServiceStartTimeout(
+                    f"{child.service.name} was not ready within {child.service.start_timeout_seconds:.0f} s "
+                    f"(vllm.start_timeout_seconds). Its log {child.log} ends with:\n{child.tail()}"
+                )
+            else:
+                report(Event("waiting", child.service.name, seconds=seconds))
+        time.sleep(_POLL)
 
 
 class ServiceProcess:

@@ -16,7 +16,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,9 @@ class Service:
     start_timeout_seconds: float
     stop_timeout_seconds: float  # from SIGTERM to SIGKILL
     heading: str = ""  # the first line of its log
+    starts_after: tuple[str, ...] = ()  # services that are ready before this one starts
+    # The service that starts without this one: they share a GPU, whose free memory that one measures when it starts.
+    stops_for: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,7 @@ def plan_services(settings: Settings, *, config: Path) -> LaunchPlan:
     token = secrets.token_urlsafe(32) if starts_learner and not os.environ.get(TOKEN_VARIABLE) else None
     if settings.has_judge:
         preflight_checks.check_judges(settings, service_environment(settings))
-        services += _training_services(settings, config, token, starts_learner=starts_learner)
+        services += _training_services(settings, config, token, starts_learner=starts_learner, shared=memory.shared)
         if without := [name for name, agent in settings.agents_by_name.items() if not agent.has_judge]:
             notes.append(f"no judge is set for {listed(without)}: calls are recorded, nothing is trained")
     else:
@@ -145,13 +148,21 @@ def write_resolved_settings(settings: Settings, file: Path) -> None:
     temporary.replace(file)
 
 
-def _training_services(settings: Settings, config: Path, token: str | None, *, starts_learner: bool) -> list[Service]:
-    """Return trainer and learner; the trainer alone if the learner runs elsewhere. `token`: None for the user's."""
+def _training_services(
+    settings: Settings, config: Path, token: str | None, *, starts_learner: bool, shared: bool
+) -> list[Service]:
+    """Return trainer and learner; the trainer alone if the learner runs elsewhere. `token`: None for the user's.
+
+    `shared`: learner and vLLM use the same GPU. vLLM counts what others allocate while it measures its KV cache as its
+    own, and ends if they free memory meanwhile. The trainer starts last: it would report that nothing answers.
+    """
     own = {TOKEN_VARIABLE: token} if token else {}
     if not starts_learner:
-        return [_trainer_service(settings, config, {})]
-    url = settings.learner["url"]
-    return [_learner_service(settings, url, config, own), _trainer_service(settings, config, own)]
+        return [replace(_trainer_service(settings, config, {}), starts_after=("vllm",))]
+    learner = _learner_service(settings, settings.learner["url"], config, own)
+    if shared:
+        learner = replace(learner, starts_after=("vllm",), stops_for="vllm")
+    return [learner, replace(_trainer_service(settings, config, own), starts_after=("vllm", "learner"))]
 
 
 def _with_ports(settings: Settings, *, starts_learner: bool, starts_vllm: bool = True) -> tuple[Settings, list[str]]:

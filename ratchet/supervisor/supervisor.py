@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from ratchet import __version__
-from ratchet.errors import ServiceExited, ServiceStartTimeout
+from ratchet.errors import ServiceExited
 from ratchet.proxy.coordinator.keys import key_cache
 from ratchet.settings.masking import mask_store_url
 from ratchet.settings.project_settings import Settings
@@ -29,7 +29,7 @@ from ratchet.supervisor import base_model_check, preflight_checks, services, sig
 from ratchet.supervisor.leftover_processes import stop_leftover_processes
 from ratchet.supervisor.project_lock import ProjectLock
 from ratchet.supervisor.restarts import RestartManager, ServiceAlarms, clear_service_alarms
-from ratchet.supervisor.service_process import ServiceProcess
+from ratchet.supervisor.service_process import ServiceProcess, start_in_order
 from ratchet.supervisor.services import LaunchPlan
 from ratchet.supervisor.startup_display import Event, discard_event
 
@@ -138,12 +138,7 @@ class Supervisor:
         began = time.monotonic()
         services.write_resolved_settings(self.plan.settings, self._resolved)
         self._write_learner_token()
-        for service in self.plan.services:
-            self._on_event(Event("starting", service.name))
-            with signals.defer_signals():  # a signal must not separate starting a process from recording it
-                self._children.append(ServiceProcess(service, self.state))
-        self._write_run_state()
-        self._wait_until_ready()
+        start_in_order(self.plan.services, self._start_service, self._check_while_starting, self._on_event)
         if not self._base_model_checked:  # vLLM has downloaded its files by now
             self._check_downloaded_base()
         self._write_run_state(ready=True)
@@ -227,25 +222,16 @@ class Supervisor:
     def _note(self, text: str) -> None:
         self._on_event(Event("note", text=text))
 
-    def _wait_until_ready(self) -> None:
-        waiting = list(self._children)
-        while waiting:
-            self.check()
-            if self._check_start is not None:
-                self._check_start()
-            for child in tuple(waiting):
-                seconds = time.monotonic() - child.started_at
-                if child.service.ready():
-                    waiting.remove(child)
-                    self._on_event(Event("ready", child.service.name, seconds=seconds))
-                elif seconds > child.service.start_timeout_seconds:
-                    raise ServiceStartTimeout(
-                        f"{child.service.name} was not ready within {child.service.start_timeout_seconds:.0f} s "
-                        f"(vllm.start_timeout_seconds). Its log {child.log} ends with:\n{child.tail()}"
-                    )
-                else:
-                    self._on_event(Event("waiting", child.service.name, seconds=seconds))
-            time.sleep(_POLL)
+    def _start_service(self, service: services.Service) -> ServiceProcess:
+        with signals.defer_signals():  # a signal must not separate starting a process from recording it
+            self._children.append(ServiceProcess(service, self.state))
+        self._write_run_state()
+        return self._children[-1]
+
+    def _check_while_starting(self) -> None:
+        self.check()
+        if self._check_start is not None:
+            self._check_start()
 
     def _write_learner_token(self) -> None:
         """Keep the token of the learner that `up` starts where `doctor` finds it."""

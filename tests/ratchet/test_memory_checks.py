@@ -110,6 +110,22 @@ def test_a_gpu_of_its_own_leaves_vllm_its_default(machine: Machine, plan: Plan) 
     assert share(plan(SEVEN_B, judged=False)) == 0.92
 
 
+def test_a_learner_on_vllms_gpu_starts_after_it_and_the_trainer_after_both(machine: Machine, plan: Plan) -> None:
+    def order(found: services.LaunchPlan) -> dict[str, tuple[tuple[str, ...], str]]:
+        return {one.name: (one.starts_after, one.stops_for) for one in found.services}
+
+    machine(GPU_48)
+    at_once, last = ((), ""), (("vllm", "learner"), "")
+    assert order(plan(SEVEN_B)) == {
+        "vllm": at_once, "proxy": at_once, "learner": (("vllm",), "vllm"), "trainer": last,
+    }  # fmt: skip
+    assert order(plan({"model_type": "mamba"}))["learner"] == (("vllm",), "vllm")  # without a plan, too
+    machine(GPU_48, gpus=2)
+    assert order(plan(SEVEN_B)) == {"vllm": at_once, "proxy": at_once, "learner": at_once, "trainer": last}
+    without = order(plan(SEVEN_B, vllm={"devices": ""}))
+    assert (without["learner"], without["trainer"]) == (at_once, last)
+
+
 @pytest.mark.parametrize(
     ("gpus", "vllm", "learner", "expected"),
     [

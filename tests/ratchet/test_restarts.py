@@ -9,16 +9,18 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from ratchet.errors import ServiceExited
+from ratchet.errors import ServiceExited, ServiceStartTimeout
 from ratchet.settings.state_folder import StateFolder
 from ratchet.supervisor import pidfile
 from ratchet.supervisor.restarts import RESTART_WINDOW_SECONDS, RestartBackoff, RestartManager
-from ratchet.supervisor.service_process import ServiceProcess
+from ratchet.supervisor.service_process import ServiceProcess, start_in_order
 from ratchet.supervisor.services import Service
 from ratchet.supervisor.startup_display import Event
 from tests.harness.cli.project import is_alive, wait_for
@@ -37,10 +39,21 @@ class Kept:
         self.alarms: list[tuple[str, str | None]] = []
         self.now = time.monotonic()
 
-    def add(self, name: str, script: str = SLEEPS, ready: Callable[[], bool] = lambda: True) -> None:
-        """Start a service that is a Python script."""
+    def service(
+        self, name: str, script: str = SLEEPS, ready: Callable[[], bool] = lambda: True, **order: Any
+    ) -> Service:
+        """Return a service that is a Python script."""
         command = (sys.executable, "-I", "-S", "-c", script)
-        self.children.append(ServiceProcess(Service(name, command, dict(os.environ), ready, 5.0, 1.0), self.state))
+        return Service(name, command, dict(os.environ), ready, 5.0, 1.0, **order)
+
+    def start(self, service: Service) -> ServiceProcess:
+        """Start a service."""
+        self.children.append(ServiceProcess(service, self.state))
+        return self.children[-1]
+
+    def add(self, name: str, script: str = SLEEPS, ready: Callable[[], bool] = lambda: True, **order: Any) -> None:
+        """Start a service that is a Python script."""
+        self.start(self.service(name, script, ready, **order))
 
     def upkeep(self, most: int) -> RestartManager:
         """Return the upkeep of what was started."""
@@ -115,6 +128,66 @@ def test_a_trainer_that_dies_again_and_again_is_given_up_and_agents_are_served_o
     assert "the checkpoint is damaged" in text
     assert kept.alarms[-1][1] is not None
     assert is_alive(kept.children[0].pid)
+
+
+def test_what_starts_after_another_service_waits_until_that_one_is_ready(kept: Kept) -> None:
+    asked = {"vllm": 0, "learner": 0}
+
+    def ready(name: str) -> Callable[[], bool]:
+        def answers() -> bool:
+            asked[name] += 1
+            return asked[name] > 2
+
+        return answers
+
+    services = (
+        kept.service("vllm", ready=ready("vllm")),
+        kept.service("proxy"),
+        kept.service("learner", ready=ready("learner"), starts_after=("vllm",)),
+        kept.service("trainer", starts_after=("vllm", "learner")),
+    )
+    start_in_order(services, kept.start, lambda: None, kept.events.append)
+    order = [(event.kind, event.service) for event in kept.events if event.kind != "waiting"]
+    assert order == [
+        ("starting", "vllm"), ("starting", "proxy"), ("ready", "proxy"), ("ready", "vllm"),
+        ("starting", "learner"), ("ready", "learner"), ("starting", "trainer"), ("ready", "trainer"),
+    ]  # fmt: skip
+
+
+def test_a_service_that_is_not_ready_in_time_ends_the_start_with_the_end_of_its_log(kept: Kept) -> None:
+    never = replace(
+        kept.service("vllm", "print('loading', flush=True);" + SLEEPS, lambda: False), start_timeout_seconds=0.5
+    )
+    with pytest.raises(ServiceStartTimeout, match=r"vllm was not ready within 0 s(.|\n)*"):
+        start_in_order(
+            (never, kept.service("trainer", starts_after=("vllm",))), kept.start, lambda: None, kept.events.append
+        )
+    assert [child.service.name for child in kept.children] == ["vllm"]
+
+
+def test_a_learner_on_vllms_gpu_stops_while_vllm_starts_again_and_starts_once_it_is_ready(kept: Kept) -> None:
+    answers = [True]
+    kept.add("vllm", ready=lambda: answers[0])
+    kept.add("proxy")
+    kept.add("learner", stops_for="vllm")
+    upkeep = kept.upkeep(5)
+    learner, proxy = kept.children[2].pid, kept.children[1].pid
+    answers[0] = False
+    kept.end(0)
+    assert kept.turn(upkeep)
+    assert not is_alive(learner)
+    assert is_alive(proxy)
+    assert kept.turn(upkeep, 1.1)  # vLLM starts
+    assert not kept.turn(upkeep, 1.0)
+    assert kept.children[2].pid == learner, "the learner waits until vLLM is ready"
+    answers[0] = True
+    assert kept.turn(upkeep)
+    assert kept.turn(upkeep)
+    assert is_alive(kept.children[2].pid)
+    assert [(event.kind, event.service) for event in kept.events] == [
+        ("exited", "learner"), ("exited", "vllm"), ("recovered", "vllm"), ("recovered", "learner"),
+    ]  # fmt: skip
+    assert set(upkeep.exits()) == {"vllm"}, "a learner that was stopped counts no exit"
 
 
 @pytest.mark.parametrize("name", ["vllm", "proxy"])
