@@ -120,6 +120,7 @@ def _option(process: LearnerProcessSettings) -> LearnerOption:
         gradient_checkpointing=process.gradient_checkpointing is not False,
         activation_offload=process.activation_offload,
         quantization=process.quantization,
+        share_prefixes=process.share_prefixes,
     )
 
 

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from ratchet.trainer.errors import ModelDoesNotFit
+from ratchet.trainer.learner import shared_prefixes
+from ratchet.trainer.planning import activations
 from ratchet.trainer.planning.gpu_memory import GIB, LearnerOption, learner_memory, serving_memory
 from ratchet.trainer.planning.model_shape import ModelShape, read_shape
 from ratchet.trainer.planning.plan import USABLE, Plan, PlanRequest, make_plan, tensor_parallel_sizes
@@ -57,6 +59,20 @@ def test_the_commonest_machines_have_a_plan() -> None:
         large = planned(SHAPES[name], 8, 80, 32768)
         assert large is not None
         assert large.learner.option.sharding == "fsdp2"
+
+
+def test_the_mask_of_trees_is_planned_where_rows_can_share_prefixes() -> None:
+    """2 bytes x tokens x the tokens of the longest tree, which the learner limits."""
+    assert activations.MAX_TREE_TOKENS == shared_prefixes.MAX_TREE_TOKENS
+    alone = LearnerOption(gradient_checkpointing=True, share_prefixes=False)
+
+    def mask(name: str, tokens: int) -> int:
+        with_trees = learner_memory(SHAPES[name], replace(alone, share_prefixes=True), tokens)
+        return with_trees.total - learner_memory(SHAPES[name], alone, tokens).total
+
+    assert mask("Qwen2.5-7B", 8192) == 2 * 8192**2
+    assert mask("Qwen2.5-7B", 32768) == 2 * 32768 * 8192
+    assert mask("gpt-oss-120b", 8192) == 0
 
 
 def test_the_first_option_that_fits_is_chosen_and_the_others_are_listed() -> None:

@@ -15,6 +15,9 @@ The method is that of Korthikanti et al. 2022, "Reducing Activation Recomputatio
   and one layer at a time is computed again; with off-loading the inputs wait in the host's memory, and attention is
   computed again too (`ratchet.trainer.learner.activations`).
 
+Trees of rows with a common prefix attend through a mask of their tokens squared, which all layers read; a micro-batch
+of trees has at most so many of them as fit its tokens (`ratchet.trainer.learner.shared_prefixes`).
+
 Logits are never whole: TRL's LM head computes tiles of TOKEN_TILE tokens x VOCAB_TILE words, forward and backward.
 `tests/trainer/test_plan_activations.py` compares this with the bytes that autograd saves.
 """
@@ -27,6 +30,7 @@ from dataclasses import dataclass
 from ratchet.trainer.planning.model_shape import ModelShape
 from ratchet.trainer.planning.parameters import Linear, count_lora_parameters
 
+MAX_TREE_TOKENS = 8192  # of ratchet.trainer.learner.shared_prefixes
 TOKEN_TILE = 4096  # of trl.kernels.chunked_logprob
 VOCAB_TILE = 32768
 _FP32, _BF16, _INT64 = 4, 2, 8  # bytes
@@ -65,9 +69,13 @@ def step_memory(
     *,
     checkpointing: bool,
     offload: bool = False,
+    trees: bool = False,
     bf16: bool = True,
 ) -> StepMemory:
-    """Return the activation memory of a forward and backward pass over `tokens` tokens of a micro-batch."""
+    """Return the activation memory of a forward and backward pass over `tokens` tokens of a micro-batch.
+
+    `trees`: rows share their common prefixes.
+    """
     element = _BF16 if bf16 else _FP32
     attention = _sum(attention_tensors(shape, adapted, rank, bf16=bf16), tokens)
     dense = attention + _sum(mlp_tensors(shape, adapted, rank, bf16=bf16), tokens)
@@ -83,7 +91,7 @@ def step_memory(
         kept = 2 * shape.hidden * element * tokens if offload else inputs + outputs
         per_layer -= 0 if offload else outputs // shape.layers
     return StepMemory(
-        kept=kept + last,
+        kept=kept + last + (element * tokens * min(tokens, MAX_TREE_TOKENS) if trees else 0),
         one_layer=per_layer if checkpointing else 0,
         gradients=_gradients(shape, tokens, element),
         logits=_logits(shape, tokens, element),

@@ -54,6 +54,7 @@ class LearnerOption:
     gradient_checkpointing: bool = False
     activation_offload: bool = False
     quantization: str = "none"
+    share_prefixes: bool = True
 
     def __str__(self) -> str:
         parts = [f"sharding {self.sharding}"] if self.sharding != "none" else []
@@ -123,6 +124,8 @@ def learner_memory(
     step: StepMemory = step_memory(
         shape, adapted, rank, tokens,
         checkpointing=option.gradient_checkpointing, offload=option.activation_offload,
+        # Attention with windows or sinks takes no trees.
+        trees=option.share_prefixes and not shape.sliding_layers and not shape.sinks,
     )  # fmt: skip
     return LearnerMemory(
         weights=weights,

@@ -145,7 +145,8 @@ def _changes(shape: ModelShape, placement: GpuPlacement) -> Iterator[tuple[GpuPl
         yield replace(placement, max_length=None), "leave out learner.max_length, or lower it"
     if placement.token_budget > _LEAST_CONTEXT:
         yield replace(placement, token_budget=_LEAST_CONTEXT), f"set learner.token_budget: {_LEAST_CONTEXT}"
-    for option in OPTIONS if placement.learner_gpus else ():
+    own_trees = placement.option.share_prefixes
+    for option in [replace(one, share_prefixes=own_trees) for one in OPTIONS] if placement.learner_gpus else ():
         changes = _changed(placement.option, option)
         if changes and (option.sharding == "none" or placement.learner_gpus > 1):
             yield replace(placement, option=option), f"set {', '.join(changes)}"
