@@ -86,7 +86,7 @@ class TunerModelConfig:
     enable_thinking       of chat templates that can turn thinking off; None: the template's default
     tensor_parallel_size  GPUs over which vLLM splits the model
     inference_engine_num  1: `ratchet up` starts one vLLM
-    tool_call_parser      vLLM's; auto: by model family
+    tool_call_parser      vLLM's; auto: the one for the model's chat template
     reasoning_parser      vLLM's; None: none
     tinker_config         None: the learner of this project trains
     """
@@ -126,9 +126,8 @@ class TunerModelConfig:
             "max_model_len": self.max_model_len,
             "tensor_parallel_size": self.tensor_parallel_size,
             "tool_call_parser": self.tool_call_parser,
+            "reasoning_parser": self.reasoning_parser or "none",
         }
-        if self.reasoning_parser is not None:
-            vllm["extra_args"] = ["--reasoning-parser", self.reasoning_parser]
         return {"base_model": self.model_path, "vllm": vllm}
 
     @property

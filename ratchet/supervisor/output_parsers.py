@@ -107,12 +107,13 @@ _TOOL_RULES = (
     _Rule("llama4_pythonic", ("<|header_start|>", "Environment: ipython"), ("<|python_start|>",)),
     _Rule("llama3_json", ("<|start_header_id|>", "Environment: ipython"), ("<|python_tag|>",)),
 )
-# A template that turns thinking off unless a request asks for it. vLLM's `deepseek_v3` separates reasoning only in
+# A template in which thinking is off unless a request asks for it. vLLM's `deepseek_v3` separates reasoning only in
 # answers to such requests; other parsers would take a whole answer without </think> for reasoning.
 _OFF_BY_DEFAULT = re.compile(
     r"thinking is (defined and (enable_)?thinking is )?true|set (enable_)?thinking = false"
     r"|thinking if (enable_)?thinking is defined else false|thinking\s*\|\s*default\(false"
 )
+_ON_IF_ASKED, _ON_BY_DEFAULT = re.compile(r"if (enable_)?thinking\s*-?%}"), re.compile(r"set (enable_)?thinking = true")
 # A prompt that ends with an open <think>, whatever the request says.
 _OPENS_THINKING = re.compile(r"""assistant(\\n|\n|\|>|<\|im_middle\|>)?['"]?\s*(\+\s*['"])?<think>(?!\\n\\n</think>)""")
 _REASONING_RULES = (
@@ -182,14 +183,13 @@ def tool_call_parser(text: ModelText, known: Sequence[str] = ()) -> tuple[str, s
 
 def reasoning_parser(text: ModelText, known: Sequence[str] = ()) -> str:
     """Return vLLM's parser for the reasoning of a template, or `none` for a model that does not think."""
-    rules = list(_REASONING_RULES)
-    if _OFF_BY_DEFAULT.search(text.template):
+    rules, template = list(_REASONING_RULES), text.template
+    asked = _ON_IF_ASKED.search(template) and not _ON_BY_DEFAULT.search(template)
+    if asked or _OFF_BY_DEFAULT.search(template):
         rules.append(_Rule("deepseek_v3", ("</think>",), _THINK))
-    elif "enable_thinking" in text.template or _OPENS_THINKING.search(text.template):
+    elif "enable_thinking" in template or _OPENS_THINKING.search(template):
         rules.append(_Rule("qwen3", ("<think>",), _THINK))
-    elif "thinking is defined" in text.template or "if thinking" in text.template:
-        rules.append(_Rule("deepseek_v3", ("</think>",), _THINK))
-    rule = next((rule for rule in rules if rule.fits(text.template)), None)
+    rule = next((rule for rule in rules if rule.fits(template)), None)
     usable = rule is not None and not rule.problem(text.tokens) and (not known or rule.parser in known)
     return rule.parser if rule is not None and usable else _OFF
 

@@ -89,7 +89,9 @@ def test_workflow_and_judge_return_what_ratchets_own_return() -> None:
 
 def test_the_models_settings_are_those_of_the_project() -> None:
     model = TunerModelConfig(model_path="Qwen/Qwen3-0.6B", max_model_len=4096, enable_thinking=False, max_tokens=64)
-    vllm = {"max_model_len": 4096, "tensor_parallel_size": 1, "tool_call_parser": "auto"}
+    vllm = {
+        "max_model_len": 4096, "tensor_parallel_size": 1, "tool_call_parser": "auto", "reasoning_parser": "none",
+    }  # fmt: skip
     assert model.settings == {"base_model": "Qwen/Qwen3-0.6B", "vllm": vllm}
     template = {"chat_template_kwargs": {"enable_thinking": False}}
     assert model.sampling == {"temperature": 1.0, "top_p": 1.0, "max_tokens": 64, "extra_body": template}

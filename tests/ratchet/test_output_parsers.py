@@ -57,7 +57,9 @@ MODELS: dict[str, tuple[str, tuple[str, ...], str, str]] = {
     "TinyLlama-1.1B-Chat-v1.0": ("<|user|>{{ content }}</s>", (), "none", "none"),
     "Yi-1.5-9B-Chat": ("<|im_start|>{{ role }}", (), "none", "none"),
     "SmolLM2-135M-Instruct": ("<|im_start|>{{ role }}", (), "none", "none"),
-    "SmolLM3-3B": (CHATML + CALL + "{% set enable_thinking = true %}<think>", THINK, "hermes", "qwen3"),
+    "SmolLM3-3B": (
+        CHATML + CALL + "{% set enable_thinking = true %}{% if enable_thinking %}<think>", THINK, "hermes", "qwen3"
+    ),
     "Mistral-7B-Instruct-v0.3": ("{% if tools %}[TOOL_CALLS] [", ("[TOOL_CALLS]",), "mistral", "none"),
     "Mistral-Small-3.2-24B-Instruct-2506": ("[TOOL_CALLS]tool[ARGS]", ("[TOOL_CALLS]",), "mistral", "none"),
     "Ministral-3-8B-Reasoning-2512": (
@@ -147,6 +149,23 @@ def test_a_thinking_model_gets_both_parsers_and_a_line_says_what_changes_for_cli
     (note,) = found.notes
     assert "`reasoning`" in note
     assert "vllm.reasoning_parser: none" in note
+
+
+@pytest.mark.parametrize(
+    ("template", "parser"),
+    [
+        ("{% if enable_thinking %}<think>{% endif %}</think>", "deepseek_v3"),
+        ("{%- if thinking -%}<think></think>{%- endif -%}", "deepseek_v3"),
+        ("{% set enable_thinking = true %}{% if enable_thinking %}<think>{% endif %}", "qwen3"),
+        ("{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}", "qwen3"),
+        ("{{ content.split('</think>')[-1] }}", "none"),
+    ],
+)
+def test_where_thinking_is_off_unless_asked_for_no_plain_answer_is_taken_for_reasoning(
+    template: str, parser: str
+) -> None:
+    """vLLM's parsers of models that always think take an answer without </think> for reasoning."""
+    assert reasoning_parser(ModelText(template, frozenset(THINK))) == parser
 
 
 def test_what_the_user_set_wins_over_the_template(tmp_path: Path) -> None:
