@@ -9,14 +9,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
 from ratchet.errors import SettingsError
 from ratchet.settings.project_settings import VllmSettings
 from ratchet.supervisor import output_parsers
 from ratchet.supervisor.output_parsers import ModelText, find_parsers, read_model_text, reasoning_parser
 from ratchet.supervisor.output_parsers import tool_call_parser as parser_of
+from tests.harness.json_server import IncomingRequest, JsonServer
 
 CHATML = "{% for tool in tools %}{% endfor %}<|im_start|>{{ role }}"
 LLAMA = "<|start_header_id|>{{ role }}<|end_header_id|>"
@@ -196,6 +199,25 @@ def test_templates_are_found_wherever_a_model_keeps_them(tmp_path: Path) -> None
     (tmp_path / "tokenizer_config.json").write_text("{}")
     (tmp_path / "tekken.json").write_text(json.dumps({"special_tokens": [{"token_str": "[TOOL_CALLS]"}]}))
     assert parser_of(read_model_text(str(tmp_path))) == ("mistral", "")
+
+
+def test_of_a_hub_name_the_small_files_are_read_and_the_name_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    tokens = {"added_tokens_decoder": {"1": {"content": "<|python_tag|>"}}, "chat_template": CHATML + CALL}
+
+    def respond(request: IncomingRequest) -> tuple[int, Any]:
+        asked.append(request.path.rpartition("/")[2])
+        return (200, tokens) if asked[-1] == "tokenizer_config.json" else (404, "")
+
+    hub = JsonServer(respond)
+    try:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        found = find_parsers("acme/Hermes-3-Llama-3.1-8B", VllmSettings())
+    finally:
+        hub.close()
+    assert (found.tool_calls, found.notes) == ("hermes", ())
+    assert asked == ["tokenizer_config.json", "chat_template.jinja"]
 
 
 # Makes each parser with a tokenizer that has the given tokens only, and prints why that fails, by its name.
