@@ -27,7 +27,7 @@ class TrainedVersion:
     """The result of `ratchet.train`.
 
     name          the version, such as `policy@3`
-    state         live; unproven: the step is too small to prove, and the next one continues from it; rejected: its
+    state         live; unproven: its proof is undecided, and the next step continues from it; rejected: its
                   proof failed; ramp: the settings say `release.policy: guarded`, and live traffic decides; candidate:
                   it waits for a person
     groups        number of groups that were trained

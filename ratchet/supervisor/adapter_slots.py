@@ -1,7 +1,7 @@
 """How many adapters vLLM must hold: in memory (`--max-cpu-loras`), and in one batch (`--max-loras`).
 
-Per agent, vLLM may hold the version held back, the live one, the one in its ramp, the candidate that is proven next,
-one that open trajectories still use, and `trainer.keep_loaded_adapters` older ones. The first three answer at the same
+Per agent, vLLM may hold the version held back, the live one, the one in its ramp, the candidate that is proven next and
+its amplified copy, one that open trajectories still use, and `trainer.keep_loaded_adapters` older ones. The first three answer at the same
 time.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from ratchet.errors import SettingsError
 from ratchet.settings.project_settings import Settings
 
-_BESIDES_OLD = 5  # held back, live, in its ramp, candidate, draining
+_BESIDES_OLD = 6  # held back, live, in its ramp, candidate, its amplified copy, draining
 _AT_ONCE = 3  # held back, live, in its ramp
 _LEAST_SLOTS, _MOST_SLOTS = 4, 16  # unless the settings say otherwise: each slot takes memory of the GPU
 
@@ -37,7 +37,7 @@ def max_cpu_loras(settings: Settings) -> int:
         agents = len(settings.agents_by_name)
         raise SettingsError(
             f"vllm.max_cpu_loras {own.max_cpu_loras} is too small: {agents} agent{'s'[: agents > 1]} may need {needed} "
-            f"adapters in memory (held back, live, ramp, candidate, draining and keep_loaded_adapters of each), and "
+            f"adapters in memory (held back, live, ramp, candidate and its copy, draining and keep_loaded_adapters of each), and "
             f"vllm.max_loras is {slots}: set {least} or more, or leave it out"
         )
     return own.max_cpu_loras

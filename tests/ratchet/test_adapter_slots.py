@@ -24,16 +24,16 @@ def argument(settings: Settings, name: str) -> str:
 
 
 def test_the_places_in_memory_follow_the_number_of_agents() -> None:
-    assert held_adapters(project()) == 7
+    assert held_adapters(project()) == 8
     assert argument(project(), "--max-cpu-loras") == "8"
-    assert argument(project(agents=4), "--max-cpu-loras") == "28"
+    assert argument(project(agents=4), "--max-cpu-loras") == "32"
     assert argument(project(agents=4, trainer={"keep_loaded_adapters": 0}), "--max-cpu-loras") == "24"
-    assert argument(project(vllm={"max_cpu_loras": 32}), "--max-cpu-loras") == "32"
+    assert argument(project(vllm={"max_cpu_loras": 40}), "--max-cpu-loras") == "40"
 
 
 @pytest.mark.parametrize(
     ("agents", "vllm", "least"),
-    [(3, {"max_cpu_loras": 20}, 21), (1, {"max_cpu_loras": 4}, 7), (1, {"max_cpu_loras": 6, "max_loras": 8}, 8)],
+    [(3, {"max_cpu_loras": 20}, 24), (1, {"max_cpu_loras": 4}, 8), (1, {"max_cpu_loras": 6, "max_loras": 9}, 9)],
 )
 def test_too_few_places_are_refused_with_the_figure(agents: int, vllm: dict[str, int], least: int) -> None:
     with pytest.raises(SettingsError, match=rf"vllm\.max_cpu_loras .* set {least} or more"):

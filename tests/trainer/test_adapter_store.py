@@ -14,7 +14,7 @@ import pytest
 import s3fs
 
 from ratchet.trainer.adapters import checkpoint
-from ratchet.trainer.adapters.adapter_store import AdapterStore
+from ratchet.trainer.adapters.adapter_store import AdapterStore, amplified, weights_checksum
 from ratchet.trainer.adapters.vllm_resolver import ratchet_adapter_files as adapter_files
 from ratchet.trainer.errors import (
     AdapterStoreRefused,
@@ -290,3 +290,50 @@ def test_a_local_store_keeps_its_folders_in_place(tmp_path: Path) -> None:
     assert not (tmp_path / "cache").exists()
     entries = adapter_files.parse_manifest((Path(reference) / checkpoint.MANIFEST).read_bytes(), reference)
     assert set(entries) == {"adapter_config.json", "adapter_model.safetensors", "learner/optimizer.pt"}
+
+
+def adapter(folder: Path, alpha: int = 32) -> Path:
+    """A local checkpoint with an adapter of one small file."""
+
+    def write(target: Path) -> None:
+        (target / "adapter_config.json").write_text(json.dumps({"lora_alpha": alpha, "r": 16}))
+        (target / "adapter_model.safetensors").write_bytes(b"weights")
+        (target / checkpoint.STATE).mkdir()
+        (target / checkpoint.STATE / "optimizer").write_bytes(b"moments")
+
+    checkpoint.write_atomically(folder, write)
+    return folder
+
+
+def test_an_amplified_copy_has_the_same_weights_and_is_gone_afterwards(adapters: AdapterStore, tmp_path: Path) -> None:
+    version = adapter(tmp_path / "checkpoints" / "0001")
+    with amplified(str(version), 8.0) as reference:
+        copy = adapters.fetch(reference)
+        assert json.loads((copy / "adapter_config.json").read_text()) == {"lora_alpha": 256.0, "r": 16}
+        assert (copy / "adapter_model.safetensors").samefile(version / "adapter_model.safetensors")
+        assert not (copy / checkpoint.STATE).exists()
+        assert checkpoint.next_path(version.parent).name == "0002"
+    assert [entry.name for entry in version.parent.iterdir()] == ["0001"]
+
+
+def test_an_amplified_copy_in_object_storage_is_made_by_each_reader(adapters: AdapterStore, tmp_path: Path) -> None:
+    adapters.publish(adapter(tmp_path / "0001"), f"{ROOT}/0001")
+    with amplified(f"{ROOT}/0001", 0.5) as reference:
+        assert reference == f"{ROOT}/0001x0.5"
+        for _ in range(2):
+            copy = adapters.fetch(reference, state=False)
+            assert json.loads((copy / "adapter_config.json").read_text())["lora_alpha"] == 16.0
+            assert (copy / "adapter_model.safetensors").read_bytes() == b"weights"
+    assert adapters.next_reference(ROOT) == f"{ROOT}/0002"
+
+
+def test_weights_that_are_not_the_manifests_are_neither_copied_nor_named(tmp_path: Path) -> None:
+    version = adapter(tmp_path / "0001")
+    assert weights_checksum(str(version)) == adapter_files.digest_of(version / "adapter_model.safetensors")
+    (version / "adapter_model.safetensors").write_bytes(b"Weights")
+    with pytest.raises(CheckpointDamaged, match="has changed since"):
+        weights_checksum(str(version))
+    with pytest.raises(CheckpointDamaged, match="manifest says"), amplified(str(version), 2.0):
+        pass
+    assert [entry.name for entry in tmp_path.iterdir() if entry.is_dir()] == ["0001"]
+    assert weights_checksum("/nowhere/0001") is None
