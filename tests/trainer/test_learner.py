@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from ratchet.trainer.adapters import checkpoint
+from ratchet.trainer.adapters.adapter_store import amplified
 from ratchet.trainer.errors import (
     CheckpointDamaged,
     CheckpointMismatch,
@@ -30,7 +31,7 @@ from ratchet.trainer.errors import (
 )
 from ratchet.trainer.learner.learner import Learner
 from ratchet.trainer.learner_api.protocol import RoundReport
-from ratchet.trainer.rows.token_row import TokenRow
+from ratchet.trainer.rows.token_row import TokenRow, scored_row
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from ratchet.trainer.settings.objectives import OBJECTIVES
 from tests.harness.trainer.tiny import VOCABULARY, build_row, build_rows
@@ -100,6 +101,30 @@ def test_a_round_changes_the_weights_and_raises_the_odds_of_what_was_good(make_l
     assert learner.score(rows, adapter=False) == base == before
 
 
+def test_an_amplified_copy_is_scored_as_peft_scales_it_and_leaves_the_adapter_alone(
+    make_learner: LearnerMaker, tmp_path: Path
+) -> None:
+    learner, ids = make_learner(), build_row(3).ids
+    train(learner, range(2))
+    learner.save(tmp_path / "0001")
+    before = learner.score([ids])
+    weights = learner.host.trainer.lora_parameters()
+    with amplified(str(tmp_path / "0001"), 4.0) as copy:
+        found = learner.score([ids], adapter=copy)
+    assert learner.score([ids]) == before != found
+    with torch.no_grad():
+        for name, parameter in weights.items():
+            if "lora_B" in name:
+                parameter.mul_(4.0)
+    assert learner.score([ids])[0] == pytest.approx(found[0], abs=1e-6)
+
+
+def test_of_a_row_only_the_tokens_of_its_mask_are_scored(make_learner: LearnerMaker) -> None:
+    learner, ids = make_learner(), build_row(3).ids
+    (whole,), (last,) = learner.score([ids]), learner.score([scored_row(ids)])
+    assert last == pytest.approx((*(0.0,) * (len(ids) - 1), whole[-1]), abs=1e-6)
+
+
 def trained_sum(row: TokenRow, logprobs: Sequence[float]) -> float:
     return sum(logprob for logprob, trained in zip(logprobs, row.mask, strict=True) if trained)
 
@@ -141,7 +166,7 @@ def test_scores_are_the_models_own_log_softmax(make_learner: LearnerMaker, tiny_
 
     rows = build_rows(3)
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    scored = make_learner().score([rows[0], rows[1].ids, rows[2].ids, (5,)])
+    scored = make_learner().score([rows[0].ids, rows[1].ids, rows[2].ids, (5,)])
     for row, scores in zip(rows, scored, strict=False):
         ids = torch.tensor([row.ids])
         with torch.no_grad():
@@ -168,7 +193,7 @@ def test_a_checkpoint_is_an_adapter_that_peft_loads(
     ids = torch.tensor([build_row(3).ids])
     with torch.no_grad():
         logprobs = torch.log_softmax(served(ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None])[:, 0]
-    assert learner.score([build_row(3)])[0][1:] == pytest.approx(logprobs.tolist(), abs=1e-4)
+    assert learner.score([build_row(3).ids])[0][1:] == pytest.approx(logprobs.tolist(), abs=1e-4)
 
 
 def test_a_new_learning_rate_wins_over_the_checkpoints(make_learner: LearnerMaker, tmp_path: Path) -> None:
