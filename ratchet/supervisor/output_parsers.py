@@ -113,7 +113,8 @@ _OFF_BY_DEFAULT = re.compile(
     r"thinking is (defined and (enable_)?thinking is )?true|set (enable_)?thinking = false"
     r"|thinking if (enable_)?thinking is defined else false|thinking\s*\|\s*default\(false"
 )
-_ON_IF_ASKED, _ON_BY_DEFAULT = re.compile(r"if (enable_)?thinking\s*-?%}"), re.compile(r"set (enable_)?thinking = true")
+_ON_BY_REQUEST = re.compile(r"if (enable_)?thinking\s*-?%}")
+_ON_BY_DEFAULT = re.compile(r"set (enable_)?thinking = true")
 # A prompt that ends with an open <think>, whatever the request says.
 _OPENS_THINKING = re.compile(r"""assistant(\\n|\n|\|>|<\|im_middle\|>)?['"]?\s*(\+\s*['"])?<think>(?!\\n\\n</think>)""")
 _REASONING_RULES = (
@@ -184,8 +185,8 @@ def tool_call_parser(text: ModelText, known: Sequence[str] = ()) -> tuple[str, s
 def reasoning_parser(text: ModelText, known: Sequence[str] = ()) -> str:
     """Return vLLM's parser for the reasoning of a template, or `none` for a model that does not think."""
     rules, template = list(_REASONING_RULES), text.template
-    asked = _ON_IF_ASKED.search(template) and not _ON_BY_DEFAULT.search(template)
-    if asked or _OFF_BY_DEFAULT.search(template):
+    by_request = _ON_BY_REQUEST.search(template) and not _ON_BY_DEFAULT.search(template)
+    if by_request or _OFF_BY_DEFAULT.search(template):
         rules.append(_Rule("deepseek_v3", ("</think>",), _THINK))
     elif "enable_thinking" in template or _OPENS_THINKING.search(template):
         rules.append(_Rule("qwen3", ("<think>",), _THINK))
@@ -197,7 +198,7 @@ def reasoning_parser(text: ModelText, known: Sequence[str] = ()) -> str:
 def read_model_text(model: str, template_file: str = "") -> ModelText:
     """Return the template and tokens of a folder or hub name; what cannot be read counts as missing.
 
-    `template_file`: the template that vLLM is told to use in place of the model's.
+    `template_file`: the user's template in place of the model's, as vLLM's --chat-template: a file, or its text.
     """
     config = _parsed(read_model_file(model, "tokenizer_config.json"))
     tokens = _tokens(model, config)
@@ -224,7 +225,7 @@ def _template(value: Any) -> str:
 def _tokens(model: str, config: dict[str, Any]) -> frozenset[str]:
     added = config.get("added_tokens_decoder") or {}
     found = {str(entry.get("content")) for entry in added.values() if isinstance(entry, dict)}
-    # The hub is asked for the large file only if the small one lists no tokens.
+    # The large file is requested from the hub only if the small one lists no tokens.
     file = read_model_file(model, "tokenizer.json", ask_hub=not found)
     content = _parsed(file)
     found |= {str(entry.get("content")) for entry in content.get("added_tokens") or []}

@@ -164,9 +164,7 @@ def test_a_thinking_model_gets_both_parsers_and_a_line_says_what_changes_for_cli
         ("{{ content.split('</think>')[-1] }}", "none"),
     ],
 )
-def test_where_thinking_is_off_unless_asked_for_no_plain_answer_is_taken_for_reasoning(
-    template: str, parser: str
-) -> None:
+def test_where_thinking_is_off_by_default_no_plain_answer_is_taken_for_reasoning(template: str, parser: str) -> None:
     """vLLM's parsers of models that always think take an answer without </think> for reasoning."""
     assert reasoning_parser(ModelText(template, frozenset(THINK))) == parser
 
@@ -202,12 +200,12 @@ def test_templates_are_found_wherever_a_model_keeps_them(tmp_path: Path) -> None
 
 
 def test_of_a_hub_name_the_small_files_are_read_and_the_name_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+    requested: list[str] = []
     tokens = {"added_tokens_decoder": {"1": {"content": "<|python_tag|>"}}, "chat_template": CHATML + CALL}
 
     def respond(request: IncomingRequest) -> tuple[int, Any]:
-        asked.append(request.path.rpartition("/")[2])
-        return (200, tokens) if asked[-1] == "tokenizer_config.json" else (404, "")
+        requested.append(request.path.rpartition("/")[2])
+        return (200, tokens) if requested[-1] == "tokenizer_config.json" else (404, "")
 
     hub = JsonServer(respond)
     try:
@@ -217,7 +215,7 @@ def test_of_a_hub_name_the_small_files_are_read_and_the_name_tells_nothing(monke
     finally:
         hub.close()
     assert (found.tool_calls, found.notes) == ("hermes", ())
-    assert asked == ["tokenizer_config.json", "chat_template.jinja"]
+    assert requested == ["tokenizer_config.json", "chat_template.jinja"]
 
 
 # Makes each parser with a tokenizer that has the given tokens only, and prints why that fails, by its name.

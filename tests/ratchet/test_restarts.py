@@ -131,12 +131,12 @@ def test_a_trainer_that_dies_again_and_again_is_given_up_and_agents_are_served_o
 
 
 def test_what_starts_after_another_service_waits_until_that_one_is_ready(kept: Kept) -> None:
-    asked = {"vllm": 0, "learner": 0}
+    polls = {"vllm": 0, "learner": 0}
 
     def ready(name: str) -> Callable[[], bool]:
         def answers() -> bool:
-            asked[name] += 1
-            return asked[name] > 2
+            polls[name] += 1
+            return polls[name] > 2
 
         return answers
 
