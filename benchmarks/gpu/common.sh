@@ -32,5 +32,11 @@ ready() {
     return 1
 }
 
-# ended NAME: ends a server's process group, which is its own
-ended() { kill -- -"$(cat "$WORK/$1.pid")" 2>/dev/null; }
+# ended NAME ...: ends the process groups of servers, which are their own
+ended() {
+    local name
+    for name in "$@"; do kill -- -"$(cat "$WORK/$name.pid")" 2>/dev/null; done
+    sleep 2
+    for name in "$@"; do kill -KILL -- -"$(cat "$WORK/$name.pid")" 2>/dev/null; done  # one that is starting ignores it
+    return 0
+}

@@ -8,6 +8,7 @@ the change in fp32; slope: its regression on that, the share of the step that ar
 
 from __future__ import annotations
 
+import copy
 import math
 import tempfile
 import time
@@ -51,7 +52,7 @@ def sampled_rows(model: Any, rows: int, prompt: int, answer: int) -> torch.Tenso
     vocabulary = model.config.vocab_size
     prompts = torch.randint(3, vocabulary, (rows, prompt), generator=torch.Generator().manual_seed(2)).to(model.device)
     torch.manual_seed(3)
-    return model.generate(  # type: ignore[no-any-return]
+    return model.generate(
         input_ids=prompts, attention_mask=torch.ones_like(prompts), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
         max_new_tokens=answer, min_new_tokens=answer, pad_token_id=0, eos_token_id=None,
     )  # fmt: skip
@@ -227,10 +228,11 @@ def head(source: str, device: torch.device) -> Iterator[Row]:
     wide = source if source != "smollm2" else "1.5b"
     length = 1024 if device.type == "cuda" else 24
     for dtype in ("bfloat16", "float32"):
-        model = scale_logits(build_model(wide, device, dtype=getattr(torch, dtype), layers=1))
+        model = scale_logits(build_model(wide, device, dtype=torch.bfloat16, layers=1))
+        exact = adapted(copy.deepcopy(model).float())  # the same weights
+        model = model.to(getattr(torch, dtype))
         ids = torch.randint(3, model.config.vocab_size, (4, length), generator=torch.Generator().manual_seed(5))
         prompt = length // 4
-        exact = adapted(scale_logits(build_model(wide, device, dtype=torch.float32, layers=1)))
         with tempfile.TemporaryDirectory() as folder, model_in_memory(model):
             learner = lora.build("random weights", learner_settings(dtype, max_grad_norm=0.0), Path(folder))
         with torch.no_grad():

@@ -21,6 +21,7 @@ from typing import Any
 
 import httpx
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import AutoTokenizer
 
 from benchmarks.gpu import precision
@@ -129,7 +130,7 @@ def write(policy: Any, folder: Path, factor: float) -> None:
 def scaled(policy: Any, factor: float) -> None:
     """Set the scale of a policy's adapter to `factor` times that of its configuration."""
     for module in policy.modules():
-        if hasattr(module, "scaling") and "default" in module.scaling:
+        if isinstance(module, BaseTunerLayer) and "default" in getattr(module, "scaling", {}):
             module.scaling["default"] = 2.0 * factor
 
 

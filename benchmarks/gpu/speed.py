@@ -169,7 +169,7 @@ def trl_trainer(shape: str, device: torch.device, recomputed: bool) -> Any:
 
     from tests.harness.trainer.tiny import build_tokenizer
 
-    class Trainer(GRPOTrainer):  # type: ignore[misc, valid-type]
+    class Trainer(GRPOTrainer):
         def _send_telemetry(self) -> None:
             """Send nothing."""
 

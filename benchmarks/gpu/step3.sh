@@ -17,14 +17,14 @@ timeout -s INT $demo "$PYTHON" -m ratchet demo --real --model "$WORK/smollm2" --
     --state-dir "$WORK/state" --set "vllm.command=[$PYTHON, $PWD/benchmarks/gpu/vllm26.py]" \
     --set "vllm.extra_args=[--enforce-eager]" ${DEMO:-} >"$OUT/demo.txt" 2>&1 &
 playing=$!
-if ready bf16 8101 120; then
+if ready bf16 8101 $((120 * ${PATIENCE:-1})); then
     urls="http://localhost:8101" labels=bf16
-    ready fp32head 8102 60 && urls="$urls http://localhost:8102" labels="$labels fp32-head"
-    timeout 75 "$PYTHON" -m benchmarks.gpu.served_change "$WORK/smollm2" "$WORK/small" $urls --label $labels \
+    ready fp32head 8102 $((60 * ${PATIENCE:-1})) && urls="$urls http://localhost:8102" labels="$labels fp32-head"
+    timeout $((75 * ${PATIENCE:-1})) "$PYTHON" -m benchmarks.gpu.served_change "$WORK/smollm2" "$WORK/small" $urls --label $labels \
         --device "$DEVICE" --rows "${ROWS:-64}" 2>&1 | tee -a "$OUT/served.jsonl" | cut -c1-330
     say "served changes read"
 fi
-ended bf16; ended fp32head
+ended bf16 fp32head
 timeout 60 "$PYTHON" -m benchmarks.gpu.measure noise moves --at-once --seconds 55 --model "$WORK/smollm2" \
     --shape "${TINY:-7b}" --device "$DEVICE" >"$OUT/questions.txt" 2>&1
 say "noise and moves of real weights"
