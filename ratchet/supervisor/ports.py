@@ -24,17 +24,33 @@ class Holder:
 
 
 def is_free(host: str, port: int) -> bool:
-    """Return whether a server could listen on `host:port` now."""
+    """Return whether a server could listen on `host:port` now, and no other one is about to.
+
+    vLLM binds its port when it starts and listens minutes later; whoever listens there meanwhile makes it wait for
+    ever. Such a port can be bound with SO_REUSEADDR only, as one whose last connections are in TIME_WAIT, which counts
+    as free.
+    """
+    return _can_listen(host, port, reuse=True) and (_can_listen(host, port, reuse=False) or _has_connections(port))
+
+
+def _can_listen(host: str, port: int, *, reuse: bool) -> bool:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # As servers do: a port whose last connections are in TIME_WAIT counts as free.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse))
         try:
             probe.bind((host, port))
             probe.listen(1)
         except OSError:
             return False
     return True
+
+
+def _has_connections(port: int) -> bool:
+    """Return whether connections of this port are known to the system, also closed ones in TIME_WAIT."""
+    try:
+        return any(tuple(one.laddr)[1:2] == (port,) for one in psutil.net_connections(kind="tcp"))
+    except psutil.Error:
+        return True
 
 
 def port_holder(port: int) -> Holder | None:
