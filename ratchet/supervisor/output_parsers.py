@@ -170,7 +170,7 @@ def tool_call_parser(text: ModelText, known: Sequence[str] = ()) -> tuple[str, s
     `known`: the parsers of the vLLM that is used; empty: not known.
     """
     if not text.template:
-        return _OFF, "it has no chat template"
+        return _OFF, "no chat template"
     if "tool" not in text.template.lower():
         return _OFF, "its chat template has no tools"
     rule = next((rule for rule in _TOOL_RULES if rule.fits(text.template)), None)
@@ -250,8 +250,7 @@ def _argument(arguments: Sequence[str], name: str) -> str:
 
 def _no_tools(model: str, reason: str) -> str:
     return (
-        f"tool calls are off, and vLLM refuses calls with `tools`: of {model}: {reason}; set vllm.tool_call_parser if "
-        "one fits"
+        f"base model {model}: {reason}, so vLLM refuses calls with `tools`; set vllm.tool_call_parser if a parser fits"
     )
 
 
