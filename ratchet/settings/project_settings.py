@@ -295,7 +295,7 @@ class Settings(BaseModel):
 
         section = ("agents", self._entry) if self._entry else ("trainer",)
         learner_section = (*section, "learner") if self._entry else ("learner",)
-        learner, learner_process = parse_learner(self.learner, self._sources, learner_section)
+        learner, learner_process = parse_learner(self._learner(), self._sources, learner_section)
         derived = {
             "learner": learner,
             "learner_process": learner_process,
@@ -321,7 +321,12 @@ class Settings(BaseModel):
         """Return what the learner is started with. Raises SettingsError."""
         from ratchet.settings.learner_section import parse_learner
 
-        return parse_learner(self.learner, self._sources)[1]
+        return parse_learner(self._learner(), self._sources)[1]
+
+    def _learner(self) -> dict[str, Any]:
+        """Return the section `learner`, in whose `dtype` the learner sees what vLLM serves unless it is set."""
+        served = {"dtype": self.vllm.dtype} if self.vllm.dtype in ("bfloat16", "float32") else {}
+        return served | {key: value for key, value in self.learner.items() if (key, value) != ("dtype", "auto")}
 
     def _release(self) -> dict[str, Any]:
         """Return the `release` section with the name of an imported task set replaced by its folder."""

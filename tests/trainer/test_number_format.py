@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ratchet.settings.project_settings import Settings
 from ratchet.store.reports.policy_movement import movement_of
 from ratchet.trainer.errors import SettingError
 from ratchet.trainer.learner import base_model, policy_shift
@@ -69,6 +70,7 @@ def test_an_unknown_format_and_an_agent_with_another_one_than_its_learner_are_re
     with pytest.raises(SettingError, match=r"dtype is 'half'; it must be one of auto, bfloat16, float32"):
         LearnerSettings(dtype="half")
     learner = make_learner(tiny_model, tmp_path, "float32")
+    learner.load(None, LearnerSettings())  # auto: what the learner has
     with pytest.raises(SettingError, match="learner setting dtype cannot change while the learner runs"):
         learner.load(None, LearnerSettings(dtype="bfloat16"))
 
@@ -79,6 +81,23 @@ def test_weights_are_read_straight_onto_the_device(tiny_model: Path) -> None:
         model, _ = base_model.load(str(tiny_model), dtype=torch.bfloat16, device=torch.device(device))
         assert {(weight.device.type, weight.dtype) for weight in model.parameters()} == {(device, torch.bfloat16)}
         assert not any(hasattr(module, "_hf_hook") for module in model.modules())  # they would copy every input
+
+
+@pytest.mark.parametrize(
+    ("vllm", "learner", "found"),
+    [
+        ({}, {}, "auto"),
+        ({"dtype": "bfloat16"}, {}, "bfloat16"),
+        ({"dtype": "bfloat16"}, {"dtype": "auto"}, "bfloat16"),
+        ({"dtype": "bfloat16"}, {"dtype": "float32"}, "float32"),
+        ({"dtype": "float16"}, {}, "auto"),  # the learner has no such format
+    ],
+)
+def test_a_learner_sees_what_is_served_unless_it_is_told_otherwise(
+    vllm: dict[str, str], learner: dict[str, str], found: str
+) -> None:
+    settings = Settings.model_validate({"vllm": vllm, "learner": learner})
+    assert settings.learner_process_settings().dtype == found
 
 
 def in_both_formats(model: Path, folder: Path, rate: float, steps: int) -> Iterator[tuple[RoundReport, float, float]]:

@@ -20,6 +20,7 @@ from ratchet.trainer.adapters import checkpoint
 from ratchet.trainer.errors import LearnerRefused, OutOfMemory, SettingError
 from ratchet.trainer.learner_api.protocol import AgentHost, ModelLimits, RoundReport
 from ratchet.trainer.rows.token_row import TokenRow
+from ratchet.trainer.settings.adapter_and_memory import AUTO
 from ratchet.trainer.settings.learner_process_settings import LearnerProcessSettings, with_shared
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 
@@ -63,9 +64,7 @@ class LearnerHost(AgentHost):
         self._base_model = base_model
         self._process = process
         self._clock = clock
-        self.trainer = lora.build(
-            base_model, with_shared(LearnerSettings(), process), workdir / "trl", process.sharding
-        )
+        self.trainer = lora.build(base_model, with_shared(LearnerSettings(), process), process.sharding)
         self._schedule = copy.deepcopy(self.trainer.lr_scheduler.state_dict())  # of a new agent
         self._agents: dict[str, AgentState] = {}
         self._installed: str | None = None  # the agent whose state the trainer holds
@@ -206,7 +205,7 @@ class LearnerHost(AgentHost):
         """Return an agent's settings with the learner's. Raises SettingError if they do not belong together."""
         for field in _SHAPING:
             own, ours = (_comparable(getattr(one, field)) for one in (settings, self._process))
-            if own != ours:
+            if own not in (ours, AUTO):
                 raise SettingError(
                     f"learner setting {field} cannot change while the learner runs, and all its agents share it: it "
                     f"has {ours!r}, the agent {own!r}; set it under learner, and restart the learner"

@@ -47,9 +47,9 @@ class AdapterAndMemorySettings:
                               experts of a mixture of experts, and leaves out its router and a vision tower
     exclude_modules           layers that get no adapter: names, or endings of names, as for target_modules
     token_budget              padded tokens per micro-batch; affects memory, never the result
-    dtype                     number format of the base model and of the computation: bfloat16, float32, or auto: what
-                              vLLM serves by default, bfloat16 on a GPU and float32 on a CPU; set it to `vllm.dtype`
-                              where that is set, so that the learner sees what is served; adapters stay in float32
+    dtype                     number format of the base model and of the computation: bfloat16, float32, or auto: as
+                              `vllm.dtype`, so that the learner sees what is served; where that is auto too, bfloat16 on
+                              a GPU and float32 on a CPU; adapters stay in float32
     share_prefixes            compute a prefix that rows share once, if that is faster and the model's attention allows
                               it; never affects the result
     quantization              quantization of the frozen base model: none, or nf4 (QLoRA; needs the extra `qlora`)
