@@ -74,7 +74,7 @@ def measure(*, wide: bool) -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         folder = build(Path(name) / "model", wide=wide)
-        trainer = lora.build(str(folder), replace(SETTINGS, learning_rate=1e-4), Path(name) / "work")
+        trainer = lora.build(str(folder), replace(SETTINGS, learning_rate=1e-4))
         ways = {"apart": None, "chosen": trainer._attention_pairs_per_token, "always": WHATEVER_IT_COSTS}
         print(f"| {'wide' if wide else 'tiny'}: prompt, answer | tokens fewer | apart | chosen | always |")
         print("|---|---|---|---|---|")

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ratchet.trainer.errors import SettingError
-from ratchet.trainer.learner import activations, gpu_memory
+from ratchet.trainer.learner import activations, gpu_memory, lm_head
 from ratchet.trainer.learner.forward_pass import choose_attention
 from ratchet.trainer.learner.lora_linear import use_fused_lora
 from ratchet.trainer.learner.loss import RecordedGRPOTrainer
@@ -129,13 +129,10 @@ def test_auto_checkpoints_with_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> No
 
 @contextmanager
 def tiles(tokens: int, vocabulary: int) -> Iterator[None]:
-    """Let the fused LM head compute tiles of this size; the real ones are 4,096 x 32,768."""
-    import trl.kernels.chunked_logprob as kernel
-    import trl.trainer.utils as utils
-
+    """Let the LM head compute tiles of this size; the real ones are 2,048 x 16,384."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel, "TOKEN_CHUNK_SIZE", tokens)
-        patch.setattr(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", vocabulary)
+        patch.setattr(lm_head, "TOKEN_TILE", tokens)
+        patch.setattr(lm_head, "VOCABULARY_TILE", vocabulary)
         yield
 
 

@@ -74,9 +74,9 @@ def test_the_learner_computes_what_peft_computes_and_trains_on_from_there(
     with torch.no_grad():
         logits = PeftModel.from_pretrained(base, adapter)(ids).logits[0, :-1]
     logprobs = torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0].tolist()
-    (started,) = host.score("mail", [build_row(3)])
+    (started,) = host.score("mail", [build_row(3).ids])
     assert started[1:] == pytest.approx(logprobs, abs=1e-4)
-    assert host.score("mail", [build_row(3)], adapter=adapter) == [started]
+    assert host.score("mail", [build_row(3).ids], adapter=adapter) == [started]
     host.save("mail", tmp_path / "0001")
     kept, given = (
         safetensors.torch.load((folder / "adapter_model.safetensors").read_bytes())
@@ -85,7 +85,7 @@ def test_the_learner_computes_what_peft_computes_and_trains_on_from_there(
     assert kept.keys() == given.keys()
     assert all(torch.equal(kept[name], given[name]) for name in given)
     assert host.train_round("mail", build_rows(6, seed=1)).weight_change > 0
-    assert host.score("mail", [build_row(3)]) != [started]
+    assert host.score("mail", [build_row(3).ids]) != [started]
 
 
 def test_it_is_isolated_and_a_commit_counts_before_the_adapter(

@@ -1,8 +1,8 @@
 """Claims about the loss: it equals a naive reference in float64, written from the papers' formulas, one row at a time.
 
-This is the contract with the pinned TRL: if a new version fails here, its loss changed. Every case starts from an
-adapter that is not zero, ragged groups, several turns a row, mixed temperatures and a sampler that is off, and moves
-the adapter between the recomputation of the round's first policy and the loss, so that ratios are clipped.
+TRL's losses of the same names are a second reference: if a new version fails here, its loss changed. Every case starts
+from an adapter that is not zero, ragged groups, several turns a row, mixed temperatures and a sampler that is off, and
+moves the adapter between the recomputation of the round's first policy and the loss, so that ratios are clipped.
 """
 
 from __future__ import annotations
@@ -10,22 +10,25 @@ from __future__ import annotations
 import copy
 import math
 import random
+import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ratchet.trainer.controller.advantages.advantage import group_advantages
 from ratchet.trainer.learner import lora, loss
 from ratchet.trainer.learner.micro_batches import Micro
-from ratchet.trainer.learner.trl_imports import GRPOTrainer
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
 from ratchet.trainer.settings.objectives import OBJECTIVES
-from tests.harness.trainer.tiny import build_row
+from tests.harness.trainer.tiny import VOCABULARY, build_row
 
 GROUP_SIZES = (4, 3, 2)
 WORST_RELATIVE_ERROR = 2e-5
@@ -98,22 +101,49 @@ def test_loss_and_gradient_equal_the_formulas(
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "cispo", "gspo"])
 @pytest.mark.parametrize("kl", [0.0, 0.05])
-def test_the_loss_is_trls_own_where_trl_has_it(name: str, kl: float, tiny_model: Path, tmp_path: Path) -> None:
-    """In one micro-batch, in which TRL's means are right."""
+def test_the_loss_is_trls_of_the_same_name(
+    name: str, kl: float, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one micro-batch, in which TRL's means are right. TRL's loss runs on transformers' own logits in float64."""
+    monkeypatch.setitem(sys.modules, "vllm", None)  # TRL would import it
     settings = LearnerSettings(loss_type=name, beta=kl, max_grad_norm=0, **PLAIN)
     trainer = build_trainer(settings, tiny_model, tmp_path, budget=10_000)
-    rows = build_groups(trainer)
-    (micro,) = trainer.prepare(rows)
+    (micro,) = trainer.prepare(build_groups(trainer))
+    by_ids = {row.ids[1:]: row for row in build_groups(trainer)}
+    lengths = micro["completion_mask"].sum(1).tolist()
+    rows = [by_ids[tuple(ids[:length])] for ids, length in zip(micro["completion_ids"].tolist(), lengths, strict=True)]
     disturb(trainer, scale=0.03, seed=2)
-    theirs: Micro = micro | {"tool_mask": micro["trained"].long()}
+    twin = double(trainer.model)
     ours, _ = backward(trainer, [micro])
-    trainer.loss_type = "grpo" if name == "gspo" else name
-    trainer.max_completion_length = settings.dr_grpo_length
-    trainer.model.zero_grad()
-    trainer._micro = theirs
-    their_loss = GRPOTrainer._compute_loss(trainer, trainer.model, theirs)
+    their_loss = trls_loss(twin, rows, micro, settings)
     their_loss.backward()
-    assert ours.relative_error(Computed(float(their_loss.detach()), gradients(trainer))) < WORST_RELATIVE_ERROR
+    assert ours.relative_error(Computed(float(their_loss.detach()), gradients(twin))) < WORST_RELATIVE_ERROR
+
+
+def trls_loss(twin: Any, rows: Sequence[TokenRow], micro: Micro, settings: LearnerSettings) -> torch.Tensor:
+    """The loss of TRL's GRPOTrainer, given what it reads of itself; `twin` computes the logprobs."""
+    from trl import GRPOTrainer
+
+    scored = [reference_scores(twin, row) for row in rows]
+    logprobs, entropies = (
+        torch.nn.utils.rnn.pad_sequence(part, batch_first=True) for part in zip(*scored, strict=True)
+    )
+    low, high = settings.clip
+    trainer = SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *args, **kwargs: (logprobs, entropies, None),
+        loss_type="grpo" if settings.loss_type == "gspo" else settings.loss_type,
+        importance_sampling_level=settings.objective.ratio, epsilon_low=low, epsilon_high=high, beta=settings.beta,
+        args=SimpleNamespace(use_bias_correction_kl=True, delta=None, steps_per_generation=1),
+        max_completion_length=settings.dr_grpo_length, top_entropy_quantile=1.0, off_policy_mask_threshold=None,
+        use_vllm=False, vllm_importance_sampling_correction=False, _entropy_bonus_enabled=False,
+        aux_loss_enabled=False, current_gradient_accumulation_steps=1, model=twin,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x),
+    )  # fmt: skip
+    trained = micro["trained"].long()
+    inputs = micro | {"prompt_mask": torch.ones_like(micro["prompt_ids"]), "tool_mask": trained}
+    loss: torch.Tensor = GRPOTrainer._compute_loss(trainer, twin, inputs)
+    return loss
 
 
 def test_masked_tokens_get_exactly_zero_gradient_and_trained_ones_do_not(tiny_model: Path, tmp_path: Path) -> None:
@@ -139,15 +169,26 @@ def test_a_round_of_one_step_looks_at_each_model_once_and_asks_the_lm_head_for_t
     tiny_model: Path, tmp_path: Path
 ) -> None:
     trainer = build_trainer(LearnerSettings(beta=0.05), tiny_model, tmp_path)
-    scored: list[int] = []
-    body = trainer.model.get_base_model().base_model
-    handle = body.register_forward_hook(lambda module, given, output: scored.append(output.last_hidden_state.shape[1]))
     rows = build_groups(trainer)
-    micros = trainer.prepare(rows, only_step=True)
-    backward(trainer, micros)
+    passes: list[Any] = []
+    handle = trainer.model.get_base_model().base_model.register_forward_hook(lambda *given: passes.append(given[0]))
+    with Normalised() as head:
+        micros = trainer.prepare(rows, only_step=True)
+        backward(trainer, micros)
     handle.remove()
-    assert len(scored) == 2 * len(micros)  # the policy and the base model
-    assert sum(scored) == 2 * sum(row.tokens_trained for row in rows)
+    assert len(passes) == 2 * len(micros)  # the policy and the base model
+    assert head.tokens == 2 * sum(row.tokens_trained for row in rows)
+
+
+class Normalised(TorchDispatchMode):
+    """Counts the distributions over the vocabulary that were normalised."""
+
+    tokens = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operator is torch.ops.aten.amax.default and args[0].shape[-1] == VOCABULARY:
+            self.tokens += len(args[0])
+        return operator(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -177,7 +218,7 @@ def build_trainer(
     settings: LearnerSettings, model: Path, folder: Path, *, budget: int = 160
 ) -> loss.RecordedGRPOTrainer:
     """A trainer whose LoRA B is not zero: at zero, half of the gradient would vanish and hide errors."""
-    trainer = lora.build(str(model), replace(settings, token_budget=budget), folder)
+    trainer = lora.build(str(model), replace(settings, token_budget=budget))
     disturb(trainer, scale=0.05, seed=1)
     return trainer
 
@@ -218,8 +259,7 @@ def double(model: Any) -> Any:
     """A float64 copy of the model, without what the trainer hung into it."""
     twin = copy.deepcopy(model).double()
     base = twin.get_base_model()
-    base.__dict__.pop("forward", None)  # TRL's fused LM head
-    base.base_model._forward_hooks.clear()
+    base.__dict__.pop("forward", None)  # that of ForwardPass
     return twin
 
 

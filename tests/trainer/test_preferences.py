@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -117,13 +118,12 @@ def rows(store: Store) -> dict[str, list[Row]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["kto", "dpo", "sft"])
 def test_trls_own_trainers_learn_from_them(
-    kind: str, rows: dict[str, list[Row]], tiny_model: Path, tmp_path: Path
+    kind: str, rows: dict[str, list[Row]], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)  # TRL would import it
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from ratchet.trainer.learner.trl_imports import GRPOConfig  # before TRL: it must not find vLLM  # noqa: F401
-    from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer  # isort: skip
+    from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
     common: dict[str, Any] = {
         "output_dir": str(tmp_path / "out"), "max_steps": 1, "per_device_train_batch_size": 2, "report_to": [],

@@ -32,7 +32,7 @@ def group_of_one() -> Iterator[None]:
 
 def build(settings: LearnerSettings, model: Path, folder: Path, sharding: str = "fsdp2") -> RecordedGRPOTrainer:
     """A trainer whose adapter is not zero, the same with any sharding."""
-    trainer = lora.build(str(model), settings, folder, sharding)
+    trainer = lora.build(str(model), settings, sharding)
     parameters, generator = trainer.lora_parameters(), torch.Generator().manual_seed(1)
     weights = {name: 0.05 * torch.randn(parameters[name].shape, generator=generator) for name in sorted(parameters)}
     fill(trainer, {name: part(weights[name], parameter) for name, parameter in parameters.items()})

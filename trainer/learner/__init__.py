@@ -1,1 +1,1 @@
-"""The learner. The only package that imports torch, TRL and PEFT."""
+"""The learner. The only package that imports torch and PEFT."""

@@ -1,25 +1,29 @@
 """The forward pass over a micro-batch: logprobs and entropies of its trained tokens.
 
-A hook between the model's body and its LM head keeps only the positions that predict a trained token, and applies the
-row's temperature: prompts and tool results need no logits. Other calls of the model are unchanged.
+The LM head (lm_head.py) gets only the positions that predict a trained token: prompts and tool results need no logits.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # other families import it too
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from ratchet.trainer.errors import SettingError
 from ratchet.trainer.learner.activations import ActivationMemory
+from ratchet.trainer.learner.lm_head import HeadFunction, token_logprobs
 from ratchet.trainer.learner.micro_batches import Micro
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Values of the trained tokens, 0 elsewhere, (N, T) each; and the router's loss if requested."""
+    """Values of the trained tokens, 0 elsewhere, (N, T) each in fp32; and the router's loss if requested."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
@@ -27,46 +31,77 @@ class Scored:
 
 
 class ForwardPass:
-    """Runs a causal language model with TRL's fused LM head; `base` is that model without wrappers.
+    """Runs a causal language model without its logits; `base` is that model without wrappers, its head is frozen.
 
-    The head computes logits in tiles of tokens and vocabulary, forward and backward, so they are never whole in memory.
+    `base.forward` is replaced, because the wrappers of PEFT and FSDP call it inside of what they prepare; other calls
+    of the model are unchanged. Raises ValueError if the adapter trains the head.
     """
 
     def __init__(self, base: Any, memory: ActivationMemory) -> None:
         self._micro: Micro | None = None
+        self._base = base
         self._dtype: torch.dtype = base.get_input_embeddings().weight.dtype
         self._config = base.config
         self._implementation: str = base.config._attn_implementation
         self._memory = memory
-        base.base_model.register_forward_hook(self._keep_predicting)
+        self._head_function = HeadFunction.of(base.config.get_text_config())
+        if any(parameter.requires_grad for parameter in base.get_output_embeddings().parameters()):
+            raise ValueError("it includes the LM head, which gets no adapter")
+        plain = base.forward
+
+        @functools.wraps(type(base).forward)  # transformers reads the signature when it generates
+        def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+            return plain(*args, **kwargs) if self._micro is None else self._score(self._micro, *args, **kwargs)
+
+        base.forward = MethodType(forward, base)
 
     @property
     def padding_free(self) -> bool:
         """Whether attention takes rows of different lengths as one sequence without a mask."""
         return self._implementation.startswith("flash_attention")
 
-    def __call__(self, model: Any, micro: Micro, **router: bool) -> Scored:
-        """Score a micro-batch with `model`, which wraps the base model or is it."""
+    def __call__(self, model: Any, micro: Micro, *, router: bool = False) -> Scored:
+        """Score a micro-batch with `model`, which wraps the base model or is it; `router`: with the router's loss."""
         self._micro = micro
         # Trees need a mask, which only SDPA accepts. The backward pass recomputes with what is set here.
         self._config._attn_implementation = "sdpa" if "until" in micro else self._implementation
+        more = {"output_router_logits": True} if router else {}
         try:
             with self._memory.forward_pass(micro["forwarded_ids"].numel()):
-                output = model(
-                    input_ids=micro["forwarded_ids"],
-                    **self._attention(micro, padding_counts=bool(router)),
-                    shift_labels=micro["targets"][None],  # (1, K)
-                    fused_lm_head=True,
-                    **router,
+                scored: Scored = model(
+                    input_ids=micro["forwarded_ids"], **self._attention(micro, padding_counts=router), **more
                 )
         finally:
             self._micro = None
-        trained = micro["trained"]  # (N, T)
-        logprobs, entropy = (
-            scored.new_zeros(trained.shape).masked_scatter(trained, scored)
-            for scored in (output.log_probs, output.entropy)  # (1, K) each
+        return scored
+
+    def _score(self, micro: Micro, *args: Any, labels: None = None, **kwargs: Any) -> Scored:
+        """Return what the base model computes for the micro-batch, in place of its `forward`."""
+        output = self._base.base_model(*args, **(kwargs | {"use_cache": False}))
+        hidden = output.last_hidden_state.flatten(0, 1)[micro["predicting"]]  # (K, H)
+        logprobs, entropies = token_logprobs(
+            hidden,
+            self._base.get_output_embeddings(),
+            micro["targets"],
+            micro["temperatures"],
+            self._head_function,
+            micro.get("truncation"),
         )
-        return Scored(logprobs, entropy, output.aux_loss if router else None)
+        trained = micro["trained"]  # (N, T)
+        placed = (each.new_zeros(trained.shape).masked_scatter(trained, each) for each in (logprobs, entropies))
+        balance = self._router_loss(output, kwargs) if kwargs.get("output_router_logits") else None
+        return Scored(*placed, balance)
+
+    def _router_loss(self, output: Any, kwargs: Mapping[str, Any]) -> torch.Tensor:
+        """Return the loss that balances the router, (): Fedus et al. 2021, "Switch transformers", equations 4 to 6."""
+        experts, chosen = (
+            getattr(self._base, name, None) or getattr(self._config.get_text_config(), name)
+            for name in ("num_experts", "num_experts_per_tok")
+        )
+        loss: torch.Tensor = load_balancing_loss_func(
+            output.router_logits, experts, chosen, kwargs.get("attention_mask")
+        )
+        return loss
 
     def _attention(self, micro: Micro, *, padding_counts: bool) -> dict[str, Any]:
         """Return what attention needs: the ends of rows, a padding mask, or (M, 1, L, L) along the branches of trees.
@@ -88,15 +123,6 @@ class ForwardPass:
         mask = torch.zeros(visible.shape, dtype=self._dtype, device=until.device)
         mask.masked_fill_(~visible, torch.finfo(self._dtype).min)
         return {"attention_mask": mask[:, None], "position_ids": micro["positions"]}
-
-    def _keep_predicting(self, module: Any, inputs: Any, output: Any) -> Any:
-        """Reduce hidden states (M, L, H) to (1, K, H) and divide them by temperature: W (h / t) = logits / t."""
-        if self._micro is None:
-            return output
-        hidden = output.last_hidden_state.flatten(0, 1)[self._micro["predicting"]]  # (K, H)
-        temperature = self._micro["temperatures"][:, None]  # (K, 1) fp32: bf16 would bias 0.7 by 0.04%
-        output.last_hidden_state = (hidden.float() / temperature).to(hidden.dtype)[None]
-        return output
 
 
 def choose_attention(model: Any, setting: str) -> None:

@@ -1,9 +1,9 @@
-"""Micro-batches: token rows as the tensors that TRL's loss reads.
+"""Micro-batches: token rows as the tensors that the loss reads.
 
-One micro-batch holds N rows, right-padded to T + 1 tokens: TRL's "completion" is the whole row after its first token.
-TRL's "tool mask" carries the weight of each token in the loss of the step: 0 for context, and for a trained token the
-weight that the objective's mean gives it, so that all terms of the loss (policy, KL, entropy) have the same mean. The
-micro-batch also holds the model's input and the positions in its output that predict the K trained tokens.
+One micro-batch holds N rows, right-padded to T + 1 tokens, under TRL's names: the "completion" is the whole row after
+its first token. Later it gets the weight of each token in the loss of the step: 0 for context, and for a trained token
+the weight that the objective's mean gives it, so that all terms of the loss (policy, KL, entropy) have the same mean.
+The micro-batch also holds the model's input and the positions in its output that predict the K trained tokens.
 """
 
 from __future__ import annotations
@@ -28,19 +28,17 @@ _ALIGNED = 8
 def collate(
     packs: Sequence[Sequence[TokenRow]], pad_id: int, device: torch.device, *, padding_free: bool = False
 ) -> Micro:
-    """Return a micro-batch of N rows in M packs, under TRL's names; every trained token has weight 1.
+    """Return a micro-batch of N rows in M packs.
 
     With `padding_free` packs of one row each are forwarded as one sequence, for attention that takes their ends.
     """
     rows = [row for pack in packs for row in pack]
-    n_rows, width = len(rows), max(len(row.ids) for row in rows) - 1
+    width = max(len(row.ids) for row in rows) - 1
     trained = _padded([row.mask[1:] for row in rows], width, 0)  # (N, T)
     micro = {
         "prompt_ids": torch.tensor([row.ids[:1] for row in rows]),  # (N, 1)
-        "prompt_mask": torch.ones(n_rows, 1, dtype=torch.long),  # (N, 1)
         "completion_ids": _padded([row.ids[1:] for row in rows], width, pad_id),  # (N, T)
         "completion_mask": _padded([(1,) * (len(row.ids) - 1) for row in rows], width, 0),  # (N, T)
-        "tool_mask": trained.float(),  # (N, T)
         "trained": trained.bool(),  # (N, T)
         "sampling_per_token_logps": _padded([row.logprobs[1:] for row in rows], width, 0.0) * trained,  # (N, T)
         "advantages": _padded([_advantages(row) for row in rows], width, 0.0),  # (N, T)
@@ -139,7 +137,7 @@ def empty_micro_batch(row: TokenRow, pad_id: int, device: torch.device) -> Micro
     """Return a micro-batch of one row without trained tokens, for a rank without rows of its own."""
     micro = collate([[row]], pad_id, device)
     nothing = {name: micro[name][:0] for name in ("predicting", "targets", "temperatures")}
-    return micro | nothing | {name: torch.zeros_like(micro[name]) for name in ("tool_mask", "trained", "advantages")}
+    return micro | nothing | {name: torch.zeros_like(micro[name]) for name in ("trained", "advantages")}
 
 
 def token_weights(

@@ -10,8 +10,8 @@ from array import array
 from collections.abc import Sequence
 
 import torch
-from accelerate.utils import gather_object
 
+from ratchet.trainer.learner import process_group
 from ratchet.trainer.learner.importance_sampling import log_ratio
 from ratchet.trainer.learner.micro_batches import Micro
 from ratchet.trainer.rows.token_row import TokenRow
@@ -25,8 +25,9 @@ def by_row(micros: Sequence[Micro], rows: Sequence[TokenRow]) -> tuple[bytes | N
     The micro-batches have been trained, so that they hold the logprobs before the round and which rows were kept.
     """
     gaps: _Gaps = {}
-    for found in gather_object([_gaps(micro) for micro in micros]):
-        gaps |= found
+    for found in process_group.gather([_gaps(micro) for micro in micros]):
+        for one in found:
+            gaps |= one
     return tuple(gaps.get(_key(row), b"") for row in rows)
 
 

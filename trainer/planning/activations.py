@@ -18,7 +18,8 @@ The method is that of Korthikanti et al. 2022, "Reducing Activation Recomputatio
 Trees of rows with a common prefix attend through a mask of their tokens squared, which all layers read; a micro-batch
 of trees has at most so many of them as fit its tokens (`ratchet.trainer.learner.shared_prefixes`).
 
-Logits are never whole: TRL's LM head computes tiles of TOKEN_TILE tokens x VOCAB_TILE words, forward and backward.
+Logits are never whole: the learner's LM head (`ratchet.trainer.learner.lm_head`) computes tiles of TOKEN_TILE tokens
+x VOCAB_TILE words, forward and backward, with two of them in fp32 at a time.
 `tests/trainer/test_plan_activations.py` compares this with the bytes that autograd saves.
 """
 
@@ -31,8 +32,8 @@ from ratchet.trainer.planning.model_shape import ModelShape
 from ratchet.trainer.planning.parameters import Linear, count_lora_parameters
 
 MAX_TREE_TOKENS = 8192  # of ratchet.trainer.learner.shared_prefixes
-TOKEN_TILE = 4096  # of trl.kernels.chunked_logprob
-VOCAB_TILE = 32768
+TOKEN_TILE = 2048  # of ratchet.trainer.learner.lm_head
+VOCAB_TILE = 16384
 _FP32, _BF16, _INT64 = 4, 2, 8  # bytes
 
 
@@ -52,7 +53,7 @@ class StepMemory:
     kept: int  # saved for backward over all layers; with checkpointing: inputs of the layers
     one_layer: int  # with checkpointing: the layer that is computed again
     gradients: int  # of activations, during backward
-    logits: int  # one tile, and the gradient of the last hidden states
+    logits: int  # the tiles, and the gradient of the last hidden states
     offloaded: int  # in the memory of the host
 
     @property
@@ -214,7 +215,7 @@ def _gradients(shape: ModelShape, tokens: int, element: int) -> int:
 
 
 def _logits(shape: ModelShape, tokens: int, element: int) -> int:
-    tile = min(TOKEN_TILE, tokens) * min(VOCAB_TILE, shape.vocab) * element
+    tile = min(TOKEN_TILE, tokens) * min(VOCAB_TILE, shape.vocab) * (2 * _FP32 + element)  # the product rounds one
     return tile + (_FP32 + element) * shape.hidden * tokens
 
 
