@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,6 @@ QUICK: dict[str, tuple[str, ...]] = {
     "agent_swap": ("--shape", "tiny", "--repetitions", "1"),
     "coordinator_restart": ("--trajectories", "50", "--answers", "3"),
     "coverage": ("--quick",),
-    "gpu": ("--shape", "tiny", "--device", "cpu"),
     "linking": ("--quick", "--only", "reminders"),
     "linking_memory": ("--trajectories", "300"),
     "listing": ("--trajectories", "50", "--store", "STORE"),
@@ -92,7 +93,7 @@ def _run(name: str, folder: Path) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", sorted(QUICK.keys() - {"coordinator_restart", "gpu", "linking", "linking_memory", "proxy_overhead"})
+    "name", sorted(QUICK.keys() - {"coordinator_restart", "linking", "linking_memory", "proxy_overhead"})
 )
 def test_a_benchmark_prints_json_and_nothing_else(name: str, tmp_path: Path) -> None:
     assert _run(name, tmp_path)
@@ -117,16 +118,34 @@ def test_the_memory_of_linking_is_near_its_estimate(tmp_path: Path) -> None:
     assert 0.75 < result["resident"] / result["estimated"] < 1.25
 
 
-@pytest.mark.slow
-def test_the_gpu_benchmark_measures_the_learner_beside_trl(tmp_path: Path) -> None:
-    cases = _run("gpu", tmp_path)["cases"]
-    assert [(case["what"], case["length"]) for case in cases] == [
-        *((what, length) for what in ("ratchet", "trl sft") for length in (32, 64, 128)),
-        *(("ratchet, fsdp2", length) for length in (32, 64)),
-    ]
-    for case in cases:
-        assert case["rows"] * case["length"] == pytest.approx(case["tokens_per_second"] * case["seconds"])
-        assert case["mfu"] is case["peak_gib"] is None
+def _measure(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.gpu.measure", "--shape", "tiny", "--device", "cpu", "--out", str(out)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        [*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_the_gpu_benchmark_answers_every_question_on_a_cpu_too(tmp_path: Path) -> None:
+    done = _measure(tmp_path / "figures.jsonl", "--in-this-process")
+    assert done.returncode == 0, done.stderr[-2000:]
+    figures = [json.loads(line) for line in (tmp_path / "figures.jsonl").read_text().splitlines()]
+    rows = {"noise": 1 + 6 + 3 * 6, "moves": 12, "head": 2, "step": 4, "trl": 2, "beside": 4, "experts": 2}
+    assert Counter(row["question"] for row in figures) == rows
+    assert [(row["question"], row["case"]) for row in figures if "missing" in row] == [("beside", "no memory")]
+    for row in figures:
+        if "tokens_per_second" in row:
+            assert row["tokens"] == pytest.approx(row["tokens_per_second"] * row["seconds"])
+            assert row["mfu"] is row["peak_gib"] is None
+    (exact,) = (row for row in figures if row["question"] == "head" and row["dtype"] == "float32")
+    assert exact["gradient_error"] < 1e-5
+
+
+def test_a_question_of_the_gpu_benchmark_that_fails_loses_no_other(tmp_path: Path) -> None:
+    out = tmp_path / "figures.jsonl"
+    done = _measure(out, "noise", "head", "--model", "no-such-shape")
+    assert "no complete answer: noise (exit code 1)" in done.stderr
+    assert [json.loads(line)["question"] for line in out.read_text().splitlines()] == ["head", "head"]
 
 
 @pytest.mark.alone

@@ -1,6 +1,6 @@
 """Writes a model folder: python -m benchmarks.gpu.make_model FOLDER SHAPE [DEVICE]
 
-A shape of benchmarks/gpu/shapes.py with random bf16 weights, the logits of a real model, and the tests' tokenizer.
+A shape of the benchmark with random bf16 weights, the logits of a real model, and the tests' tokenizer.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.shapes import build_model, scale_logits
+from tests.harness.trainer.gpu_shapes import build_model, scale_logits
 from tests.harness.trainer.tiny import build_tokenizer
 
 

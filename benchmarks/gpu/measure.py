@@ -59,8 +59,8 @@ def questions(shape: str, model: str | None) -> dict[str, Callable[[Any], Iterat
     }
 
 
-def answer(name: str, given: argparse.Namespace) -> None:
-    """Answer one question in this process."""
+def answer(names: list[str], given: argparse.Namespace) -> None:
+    """Answer questions in this process."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
     import transformers
@@ -69,14 +69,15 @@ def answer(name: str, given: argparse.Namespace) -> None:
     machine = torch.cuda.get_device_name() if device.type == "cuda" else platform.machine()
     if device.type == "cpu":
         torch.set_num_threads(1)  # on a busy machine two threads wait for each other in every operator of a tiny model
-    began = time.perf_counter()
     transformers.logging.disable_progress_bar()
-    about = {"question": name, "device": machine, "torch": torch.__version__, "transformers": transformers.__version__}
-    for figures in questions(given.shape, given.model)[name](device):
-        line = json.dumps({**about, **figures, "at_seconds": round(time.perf_counter() - began, 1)})
-        with given.out.open("a") as file:
-            file.write(line + "\n")
-        print(json.dumps({"question": name, **figures}), flush=True)
+    for name in names:
+        about = {"question": name, "device": machine, "torch": torch.__version__}
+        began = time.perf_counter()
+        for figures in questions(given.shape, given.model)[name](device):
+            line = json.dumps({**about, **figures, "at_seconds": round(time.perf_counter() - began, 1)})
+            with given.out.open("a") as file:
+                file.write(line + "\n")
+            print(json.dumps({"question": name, **figures}), flush=True)
 
 
 def ask(names: list[str], given: argparse.Namespace) -> list[str]:
@@ -122,13 +123,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=420.0, help="of all questions")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")) / "figures.jsonl")
     parser.add_argument("--at-once", action="store_true", help="ask all questions at the same time")
-    parser.add_argument(_IN_CHILD, action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(_IN_CHILD, action="store_true", help="one process for all, without time limits")
     given = parser.parse_args()
     unknown = set(given.names) - SECONDS.keys()
     if unknown:
         parser.error(f"no such question: {', '.join(sorted(unknown))}")
     if given.in_this_process:
-        answer(given.names[0], given)
+        answer(given.names or list(SECONDS), given)
         return
     given.passed = ["--shape", given.shape, "--device", given.device, "--out", str(given.out)]
     given.passed += ["--model", given.model] if given.model else []

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from peft import get_peft_model
 
-from benchmarks.gpu.shapes import build_model, model_in_memory, scale_logits
 from ratchet.trainer.learner import lora
 from ratchet.trainer.learner.lora_linear import use_fused_lora
 from ratchet.trainer.learner.lora_targets import lora_config
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
+from tests.harness.trainer.gpu_shapes import build_model, model_in_memory, scale_logits
 
 Row = dict[str, Any]
 

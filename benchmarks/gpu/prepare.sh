@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Prepares what the visit's three calls carry: bash benchmarks/gpu/prepare.sh [bundle]
-# Run it in the project's root. It makes .gpu1, .gpu2 and .gpu3, which git is told to ignore. Needs uv, Python 3.12 and
+# Run it in the project's root. It makes .gpu1, .gpu2 and .gpu3, which git ignores. Needs uv, Python 3.12 and
 # 4 minutes on two idle cores; UV and PYTHON312 name other programs. Without `bundle`, an archive that exists is kept.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)

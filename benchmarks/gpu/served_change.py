@@ -34,7 +34,7 @@ ANSWER = 64  # tokens
 Served = list[list[float]]
 
 
-class Rows:
+class AnsweredPrompts:
     """Token rows of different prompts, and their logprobs by server and by trainer, flat over all answers."""
 
     def __init__(self, prompts: list[list[int]], answers: list[list[int]]) -> None:
@@ -75,13 +75,13 @@ def prompts(model: str, count: int) -> list[list[int]]:
     if len(tokenizer) < 1000:
         ids = torch.randint(3, len(tokenizer), (count, 48), generator=torch.Generator().manual_seed(7))
         return ids.tolist()  # type: ignore[no-any-return]
-    asked = (
+    texts = (
         "What is {a} plus {b}?",
         "Name a city with a tram line {a}.",
         "Write about the year {a}{b}.",
         "Explain in one sentence what a number such as {a} is good for.",
     )
-    turns = [asked[place % 4].format(a=10 + place, b=50 - place // 2) for place in range(count)]
+    turns = [texts[place % 4].format(a=10 + place, b=50 - place // 2) for place in range(count)]
     return [
         list(tokenizer.apply_chat_template([{"role": "user", "content": turn}], add_generation_prompt=True,
                                            return_dict=True)["input_ids"])
@@ -89,7 +89,7 @@ def prompts(model: str, count: int) -> list[list[int]]:
     ]  # fmt: skip
 
 
-async def sampled(client: httpx.AsyncClient, url: str, asked: list[list[int]]) -> Rows:
+async def sampled(client: httpx.AsyncClient, url: str, requests: list[list[int]]) -> AnsweredPrompts:
     """Return the prompts with answers of the server's base model at temperature 1."""
 
     async def one(prompt: list[int]) -> list[int]:
@@ -99,10 +99,10 @@ async def sampled(client: httpx.AsyncClient, url: str, asked: list[list[int]]) -
         got.raise_for_status()
         return list(got.json()["choices"][0]["token_ids"])
 
-    return Rows(asked, list(await asyncio.gather(*(one(prompt) for prompt in asked))))
+    return AnsweredPrompts(requests, list(await asyncio.gather(*(one(prompt) for prompt in requests))))
 
 
-def directions(policy: Any, rows: Rows) -> dict[str, dict[str, torch.Tensor]]:
+def directions(policy: Any, rows: AnsweredPrompts) -> dict[str, dict[str, torch.Tensor]]:
     """Return what the adapters' lora_B are multiples of."""
     matrices = {name: p for name, p in precision.lora_parameters(policy).items() if "lora_B" in name}
     policy.zero_grad()
@@ -137,7 +137,7 @@ def scaled(policy: Any, factor: float) -> None:
 class Experiment:
     """The adapters of one model, what the trainer computes for them, and the comparison with a server."""
 
-    def __init__(self, model: str, folder: Path, rows: Rows, device: torch.device) -> None:
+    def __init__(self, model: str, folder: Path, rows: AnsweredPrompts, device: torch.device) -> None:
         self._rows = rows
         self._folder = folder
         self._policies = {

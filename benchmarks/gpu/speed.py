@@ -9,9 +9,7 @@ dense bf16, so that shared prefixes raise it. Peak memory is torch's, weights in
 from __future__ import annotations
 
 import gc
-import math
 import multiprocessing
-import random
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -22,7 +20,6 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.precision import RANK, learner_settings, peak_gib, reset_peak, synchronize
-from benchmarks.gpu.shapes import build_model, config_of, model_in_memory, peak_flops, step_flops
 from ratchet.trainer.errors import OutOfMemory
 from ratchet.trainer.learner import lora
 from ratchet.trainer.learner.host import LearnerHost
@@ -30,41 +27,24 @@ from ratchet.trainer.planning.gpu_memory import LearnerOption, learner_memory
 from ratchet.trainer.planning.model_shape import read_shape
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_process_settings import process_settings_of
+from tests.harness.trainer.gpu_shapes import (
+    MEMBERS,
+    build_model,
+    config_of,
+    group_rows,
+    model_in_memory,
+    peak_flops,
+    step_flops,
+)
 
 Row = dict[str, Any]
 
 BUDGET = 8192  # tokens of a micro-batch, the default
-_MEMBERS = 8
-_TRAINED = 0.25  # of the tokens
-_TURN = 120  # trained tokens of an answer
 _HELD = 0.45  # share of the memory that the process beside the learner holds: vLLM's, by `ratchet plan`
 
 
-def group_rows(vocabulary: int, tokens: int, longest: int, seed: int = 0) -> list[TokenRow]:
-    """Return rows of about that many tokens in groups of eight; median length a fifth of the longest."""
-    dice = random.Random(seed)
-    rows: list[TokenRow] = []
-    smallest = max(8, longest // 32)
-    while sum(len(row.ids) for row in rows) < tokens:
-        median = longest / 5 * math.exp(dice.gauss(0, 0.5))  # of the group
-        prompt = [dice.randrange(3, vocabulary) for _ in range(min(longest // 2, max(4, int(median * 0.4))))]
-        for member in range(_MEMBERS):
-            length = int(min(longest, max(smallest, len(prompt) + 4, median * math.exp(dice.gauss(0, 0.6)))))
-            ids = (*prompt, *(dice.randrange(3, vocabulary) for _ in range(length - len(prompt))))
-            turn = min(_TURN, max(2, longest // 16))
-            mask = [0] * len(prompt) + [0] * (length - len(prompt))
-            wanted, place = max(1, int(_TRAINED * length)), len(prompt)
-            gap = max(1, (length - len(prompt) - wanted) // max(1, wanted // turn))
-            while wanted > 0 and place < length:
-                end = min(length, place + min(turn, wanted))
-                mask[place:end] = [1] * (end - place)
-                wanted, place = wanted - (end - place), end + gap
-            rows.append(TokenRow(f"t{len(rows)}", ids, tuple(mask), (-1.0,) * length, 1.0 - 2 * (member % 2)))
-    return rows
-
-
 def load_of(shape: str) -> tuple[int, int]:
-    """Return the tokens of a step and its longest row."""
+    """Return the tokens of a step and its max_length row."""
     return {"7b": (65536, 16384), "1.5b": (65536, 16384), "30b-a3b": (32768, 4096)}.get(shape, (512, 64))
 
 
@@ -78,7 +58,7 @@ def counted(config: Any, rows: Sequence[TokenRow], seconds: float, device: torch
     lengths, trained = [len(row.ids) for row in rows], sum(row.tokens_trained for row in rows)
     peak = peak_flops(torch.cuda.get_device_name()) if device.type == "cuda" else None
     return {
-        "rows": len(rows), "tokens": sum(lengths), "longest": max(lengths), "trained": trained,
+        "rows": len(rows), "tokens": sum(lengths), "max_length": max(lengths), "trained": trained,
         "seconds": seconds, "tokens_per_second": sum(lengths) / seconds,
         "mfu": sum(step_flops(config, lengths, trained)) / seconds / peak if peak else None,
         "peak_gib": peak_gib(device),
@@ -105,10 +85,10 @@ def timed_step(trainer: Any, rows: Sequence[TokenRow], device: torch.device) -> 
     return time.perf_counter() - began, taken.tokens_forwarded
 
 
-def plan_gib(shape: str, longest: int, *, checkpointing: bool) -> float:
+def plan_gib(shape: str, max_length: int, *, checkpointing: bool) -> float:
     """Return the plan's figure without its allowance for what torch does not count."""
     option = LearnerOption(gradient_checkpointing=checkpointing)
-    planned = learner_memory(read_shape(config_of(shape).to_dict()), option, max(longest, BUDGET), rank=RANK)
+    planned = learner_memory(read_shape(config_of(shape).to_dict()), option, max(max_length, BUDGET), rank=RANK)
     return (planned.total - planned.runtime) / 2**30
 
 
@@ -125,7 +105,7 @@ def step(shape: str, device: torch.device) -> Iterator[Row]:
     ]
     for name, settings in cases:
         with learner(shape, device, **settings) as trainer:
-            timed_step(trainer, rows[:_MEMBERS], device)
+            timed_step(trainer, rows[:MEMBERS], device)
             seconds, forwarded = timed_step(trainer, rows, device)
             yield {"case": name, **counted(config_of(shape), rows, seconds, device), "forwarded": forwarded}
 
@@ -155,7 +135,7 @@ def trl(shape: str, device: torch.device) -> Iterator[Row]:
         free(device)
         if done and len(used) == len(kept):
             with learner(shape, device) as own:
-                timed_step(own, kept[:_MEMBERS], device)
+                timed_step(own, kept[:MEMBERS], device)
                 seconds, _ = timed_step(own, kept, device)
                 yield {"case": "the learner on the same rows", **counted(config, kept, seconds, device)}
             return
@@ -169,7 +149,7 @@ def trl_trainer(shape: str, device: torch.device, recomputed: bool) -> Any:
 
     from tests.harness.trainer.tiny import build_tokenizer
 
-    class Trainer(GRPOTrainer):
+    class OfflineGRPOTrainer(GRPOTrainer):
         def _send_telemetry(self) -> None:
             """Send nothing."""
 
@@ -179,7 +159,7 @@ def trl_trainer(shape: str, device: torch.device, recomputed: bool) -> Any:
         disable_dropout=True, report_to="none", save_strategy="no", beta=0.0,
     )  # fmt: skip
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    trainer: Any = Trainer(
+    trainer: Any = OfflineGRPOTrainer(
         model=build_model(shape, device, dtype=dtype),
         args=arguments,
         processing_class=build_tokenizer(),
@@ -241,7 +221,7 @@ def beside(shape: str, device: torch.device) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder, model_in_memory(build_model(shape, device, dtype=dtype)):
         host = LearnerHost("random weights", process_settings_of(settings, None), workdir=Path(folder))
     host.open("agent", settings, None)
-    host.train_round("agent", rows[:_MEMBERS])
+    host.train_round("agent", rows[:MEMBERS])
     alone = timed_round(host, rows, device)
     yield {"case": "alone", **alone}
     free(device)
@@ -320,7 +300,7 @@ def experts(shape: str, device: torch.device) -> Iterator[Row]:
     attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
     for name, targets in (("all-linear", "all-linear"), ("attention only", attention)):
         with learner(shape, device, target_modules=targets) as trainer:
-            timed_step(trainer, rows[:_MEMBERS], device)
+            timed_step(trainer, rows[:MEMBERS], device)
             seconds, forwarded = timed_step(trainer, rows, device)
             parameters = sum(p.numel() for p in trainer.lora_parameters().values())
             yield {"case": name, "shape": shape, "layers": config_of(shape).num_hidden_layers, "adapter": parameters,

@@ -1,7 +1,9 @@
-"""Shapes of the models that are measured on a GPU, the operations of a LoRA step, and peak rates of GPUs."""
+"""What the GPU benchmark computes with: model shapes, rows, the operations of a LoRA step, peak rates of GPUs."""
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,9 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from ratchet.trainer.learner import base_model
+from ratchet.trainer.rows.token_row import TokenRow
 from tests.harness.trainer.tiny import build_tokenizer
 
 TOP_LOGIT = 25.0  # of real models; random weights have about 3.5
+MEMBERS = 8  # of a group
+_TRAINED = 0.25  # of the tokens
+_TURN = 120  # trained tokens of an answer
 
 # Dense bf16 with fp32 accumulation, operations per second, from the vendors' data sheets.
 # Part of the name that torch reports, the most specific first.
@@ -105,6 +111,29 @@ def model_in_memory(model: Any) -> Iterator[None]:
         yield
     finally:
         base_model.load = load
+
+
+def group_rows(vocabulary: int, tokens: int, max_length: int, seed: int = 0) -> list[TokenRow]:
+    """Return rows of about that many tokens in groups of eight; median length a fifth of the max_length."""
+    dice = random.Random(seed)
+    rows: list[TokenRow] = []
+    smallest = max(8, max_length // 32)
+    while sum(len(row.ids) for row in rows) < tokens:
+        median = max_length / 5 * math.exp(dice.gauss(0, 0.5))  # of the group
+        prompt = [dice.randrange(3, vocabulary) for _ in range(min(max_length // 2, max(4, int(median * 0.4))))]
+        for member in range(MEMBERS):
+            length = int(min(max_length, max(smallest, len(prompt) + 4, median * math.exp(dice.gauss(0, 0.6)))))
+            ids = (*prompt, *(dice.randrange(3, vocabulary) for _ in range(length - len(prompt))))
+            turn = min(_TURN, max(2, max_length // 16))
+            mask = [0] * len(prompt) + [0] * (length - len(prompt))
+            wanted, place = max(1, int(_TRAINED * length)), len(prompt)
+            gap = max(1, (length - len(prompt) - wanted) // max(1, wanted // turn))
+            while wanted > 0 and place < length:
+                end = min(length, place + min(turn, wanted))
+                mask[place:end] = [1] * (end - place)
+                wanted, place = wanted - (end - place), end + gap
+            rows.append(TokenRow(f"t{len(rows)}", ids, tuple(mask), (-1.0,) * length, 1.0 - 2 * (member % 2)))
+    return rows
 
 
 def step_flops(config: Any, lengths: Sequence[int], trained: int) -> tuple[float, float]:
