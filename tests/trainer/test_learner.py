@@ -361,6 +361,7 @@ def test_a_missing_model_and_a_folder_without_one_are_different_errors(tmp_path:
         ("beta", -0.1),
         ("vllm_importance_sampling_clip_max", 0.5),
         ("sequence_mask_threshold", 1.0),
+        ("mean_over", "groups"),
         ("entropy_coef", -1.0),
         ("top_entropy_quantile", 0.0),
         ("dr_grpo_length", 0),

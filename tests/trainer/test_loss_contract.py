@@ -11,7 +11,7 @@ import copy
 import math
 import random
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from ratchet.trainer.learner import lora, loss
 from ratchet.trainer.learner.micro_batches import Micro
 from ratchet.trainer.rows.token_row import TokenRow
 from ratchet.trainer.settings.learner_settings import LearnerSettings
-from ratchet.trainer.settings.objectives import OBJECTIVES
+from ratchet.trainer.settings.objectives import OBJECTIVES, Objective
 from tests.harness.trainer.tiny import VOCABULARY, build_row
 
 GROUP_SIZES = (4, 3, 2)
@@ -191,6 +191,62 @@ class Normalised(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("only_step", [False, True], ids=["any step", "only step"])
+@pytest.mark.parametrize("limit", [None, 1.1])
+@pytest.mark.parametrize("name", ["dapo", "gspo", "dr_grpo"])
+def test_a_mean_over_trajectories_counts_each_once_whatever_its_rows(
+    name: str, limit: float | None, only_step: bool, tiny_model: Path, tmp_path: Path
+) -> None:
+    settings = LearnerSettings(
+        loss_type=name, mean_over="trajectories", sequence_mask_threshold=limit, max_grad_norm=0, beta=0.05
+    )
+    trainer = build_trainer(settings, tiny_model, tmp_path)
+    names = ("a", "b", "a", "c", "a", "b", "d", "a", "e")
+    rows = [replace(row, trajectory_id=one) for row, one in zip(build_groups(trainer), names, strict=True)]
+    old = [scored_at_start(double(trainer.model), row) for row in rows]
+    micros = trainer.prepare(rows, only_step=only_step)
+    if not only_step:
+        disturb(trainer, scale=0.03, seed=2)
+    expected, rejected = reference(double(trainer.model), rows, old, settings)
+    ours, numbers = backward(trainer, micros)
+    assert numbers.rows_rejected == sum(rejected)
+    assert bool(sum(rejected)) == (limit is not None)
+    assert ours.relative_error(expected) < WORST_RELATIVE_ERROR
+
+
+def test_ten_forks_weigh_as_much_as_their_sibling_only_in_a_mean_over_trajectories(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    forked, sibling = (build_row(seed, advantage=1.0) for seed in (1, 2))
+    for mean_over, equal in (("trajectories", True), ("rows", False), ("tokens", False)):
+        settings = LearnerSettings(mean_over=mean_over, max_grad_norm=0, **PLAIN)
+        trainer = build_trainer(settings, tiny_model, tmp_path, budget=10_000)
+        once = backward(trainer, trainer.prepare([forked, sibling]))[0]
+        ten_times = backward(trainer, trainer.prepare([*[forked] * 10, sibling]))[0]
+        assert (once.relative_error(ten_times) < WORST_RELATIVE_ERROR) == equal
+
+
+@pytest.mark.parametrize("shape", ["clip", "weight"])
+@pytest.mark.parametrize("ratio", ["token", "sequence", "none"])
+@pytest.mark.parametrize("mean", ["tokens", "rows", "trajectories", "length"])
+def test_any_combination_of_a_plug_ins_parts_is_the_formula(
+    shape: Any, ratio: Any, mean: Any, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    width = 0.001 if ratio == "sequence" else 0.05
+    high = width if shape == "clip" else 1 + width
+    monkeypatch.setitem(OBJECTIVES, "combined", Objective(shape, ratio, mean, width, high))
+    settings = LearnerSettings(loss_type="combined", dr_grpo_length=50, max_grad_norm=0, **PLAIN)
+    trainer = build_trainer(settings, tiny_model, tmp_path)
+    rows = build_groups(trainer)
+    old = [scored_at_start(double(trainer.model), row) for row in rows]
+    micros = trainer.prepare(rows)
+    disturb(trainer, scale=0.03, seed=2)
+    expected, _ = reference(double(trainer.model), rows, old, settings)
+    ours, numbers = backward(trainer, micros)
+    assert ours.relative_error(expected) < WORST_RELATIVE_ERROR
+    assert (numbers.clipped_sum > 0) == (ratio != "none")
+
+
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_the_size_of_micro_batches_does_not_change_the_gradient(name: str, tiny_model: Path, tmp_path: Path) -> None:
     results = []
@@ -287,12 +343,19 @@ def reference(
     kept = [(row, start) for row, start, out in zip(rows, old, rejected, strict=True) if not out]
     least = entropy_threshold(kept, settings.top_entropy_quantile)
     n_tokens = sum(row.tokens_trained for row, _ in kept)
+    of_trajectory: Counter[str] = Counter()
+    for row in rows:
+        of_trajectory[row.trajectory_id] += row.tokens_trained
+    n_trajectories = sum(row.tokens_trained / of_trajectory[row.trajectory_id] for row, _ in kept)
+    mean = settings.objective.mean
     total = torch.zeros((), dtype=torch.float64)
     for row, start in kept:
         token_losses = reference_row(model, row, start, settings, least)  # (T - 1,)
-        if settings.loss_type in ("grpo", "gspo"):
+        if mean == "trajectories":
+            total = total + token_losses.sum() / of_trajectory[row.trajectory_id] / n_trajectories
+        elif mean == "rows":
             total = total + token_losses.sum() / row.tokens_trained / len(kept)
-        elif settings.loss_type == "dr_grpo":
+        elif mean == "length":
             total = total + token_losses.sum() / settings.dr_grpo_length / len(kept)
         else:
             total = total + token_losses.sum() / n_tokens
@@ -323,7 +386,8 @@ def entropy_threshold(rows: Sequence[tuple[TokenRow, AtStart]], share: float) ->
 def reference_row(model: Any, row: TokenRow, start: AtStart, settings: LearnerSettings, least: float) -> torch.Tensor:
     mask = torch.tensor(row.mask[1:], dtype=torch.float64)  # (T - 1,)
     new, entropy = reference_scores(model, row)
-    old = new.detach() if settings.loss_type == "sft" else start.logprobs
+    objective = settings.objective
+    old = new.detach() if objective.ratio == "none" else start.logprobs
     advantage = torch.tensor(row.advantages[1:] if row.advantages else [row.advantage] * len(new), dtype=torch.float64)
     if settings.loss_type == "distillation":  # from log p_teacher - log p_engine
         advantage = (advantage + torch.tensor(row.logprobs[1:]) - old).clamp(-10.0, 10.0)
@@ -332,11 +396,11 @@ def reference_row(model: Any, row: TokenRow, start: AtStart, settings: LearnerSe
         weight = (old - torch.tensor(row.logprobs[1:])).exp().clamp(max=settings.vllm_importance_sampling_clip_max)
     low, high = settings.clip
     ratio = (new - old).exp()
-    if settings.loss_type == "gspo":
+    if objective.ratio == "sequence":
         ratio = (((new - old) * mask).sum() / mask.sum()).exp() * torch.ones_like(new)
     if settings.loss_type == "sft":
         token_loss = -advantage * new
-    elif settings.loss_type == "cispo":
+    elif objective.shape == "weight":
         token_loss = -ratio.clamp(max=high).detach() * advantage * new
     else:
         token_loss = -torch.min(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)

@@ -16,6 +16,7 @@ parameters, `optimizer_step` applies it. Its promises and choices:
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -115,11 +116,18 @@ class RecordedGRPOTrainer:
             ranks=processes(),
         )
         micros = [self._collate(r) if r else empty_micro_batch(rows[0], self._pad_id, self.device) for r in shares]
-        units = len(rows) if self._objective.mean != "tokens" else sum(row.tokens_trained for row in rows)
+        of_trajectory: Counter[str] = Counter()
+        for row in rows:
+            of_trajectory[row.trajectory_id] += row.tokens_trained
+        units = {"tokens": of_trajectory.total(), "trajectories": len(of_trajectory)}.get(
+            self._objective.mean, len(rows)
+        )
         tokens = sum(len(row.ids) for row in rows)
         for micro, packs in zip(micros, shares, strict=True):
             share = sum(len(row.ids) for pack in packs for row in pack) / tokens * processes()
             micro["router_share"] = torch.tensor(share, device=self.device)
+            of_rows = [[of_trajectory[row.trajectory_id]] for pack in packs for row in pack] or [[1]]
+            micro["trajectory_tokens"] = torch.tensor(of_rows, device=self.device)  # (N, 1) in this step
             micro["num_items_in_batch"] = torch.tensor(float(units), device=self.device)
             self._set_token_weights(micro, torch.ones_like(micro["importance"]))  # rows are rejected later
             if self._settings.beta:

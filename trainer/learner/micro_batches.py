@@ -147,6 +147,9 @@ def token_weights(
     trained = micro["trained"] & kept  # (N, T)
     if objective.mean == "tokens":
         return trained.float(), trained.sum()
+    if objective.mean == "trajectories":  # of one whose rows are rejected in part, the rest counts by its tokens
+        weights = trained / micro["trajectory_tokens"]
+        return weights, weights.sum()
     n_row = trained.sum(-1, keepdim=True).clamp(min=1)  # (N, 1)
     divisor: Any = n_row if objective.mean == "rows" else length
     return trained / divisor, trained.any(-1).sum()

@@ -6,13 +6,14 @@ An instance is always valid; the error of an invalid one names the field and the
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from ratchet.trainer.settings.adapter_and_memory import AUTO, AdapterAndMemorySettings
-from ratchet.trainer.settings.objectives import Objective, find_objective
+from ratchet.trainer.settings.objectives import MEANS, Objective, find_objective
 
+PREFERENCES = "dpo and apo_zero_unpaired"
 SCHEDULES = ("constant", "linear", "cosine")
 
 
@@ -36,6 +37,8 @@ class LearnerSettings(AdapterAndMemorySettings):
                               null: the usual value of the loss
     epsilon_high              upper clip: the ratio is clipped to at most 1 + epsilon_high; for cispo, the largest
                               weight; null: the usual value of the loss
+    mean_over                 what the loss is averaged over: tokens (each counts once), rows or trajectories (each
+                              counts once, whatever its tokens); null: the usual choice of the loss
     dr_grpo_length            constant number of tokens by which dr_grpo divides the sum of each row
     beta                      weight of the KL penalty towards the base model; 0: none
     entropy_coef              weight of the entropy bonus at the trained tokens; 0: none
@@ -68,6 +71,7 @@ class LearnerSettings(AdapterAndMemorySettings):
     loss_type: str = "dapo"
     epsilon: float | None = None
     epsilon_high: float | None = None
+    mean_over: Literal["tokens", "rows", "trajectories"] | None = None
     dr_grpo_length: int = 1024
     beta: float = 0.0
     entropy_coef: float = 0.0
@@ -101,6 +105,8 @@ class LearnerSettings(AdapterAndMemorySettings):
             self._require("epsilon_high", high >= 1, f"at least 1 for {self.loss_type}, such as 5.0, or null")
         else:
             self._require("epsilon_high", 0 < high < math.inf, "above 0, such as 0.28, or null")
+        fits = self.mean_over is None or (self.mean_over in MEANS and not self.objective.preference)
+        self._require("mean_over", fits, f"one of {', '.join(MEANS)}, or null, as it must be with {PREFERENCES}")
         self._require("dr_grpo_length", self.dr_grpo_length >= 1, "at least 1, such as 1024")
         self._require("beta", 0 <= self.beta < math.inf, "0 or more")
         self._require("entropy_coef", 0 <= self.entropy_coef < math.inf, "0 or more, such as 0.001")
@@ -135,7 +141,8 @@ class LearnerSettings(AdapterAndMemorySettings):
     @property
     def objective(self) -> Objective:
         """The parts of the loss."""
-        return find_objective(self.loss_type)
+        found = find_objective(self.loss_type)
+        return found if self.mean_over is None else replace(found, mean=self.mean_over)
 
     @property
     def clip(self) -> tuple[float, float]:

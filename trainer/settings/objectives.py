@@ -25,8 +25,8 @@ are over the rows of one optimizer step that are not masked:
     dpo, apo_zero_unpaired  preferences between whole answers: trainer/learner/preference_weights.py
 
 Differences from the papers: in `grpo` and `gspo` a row is what the papers call an output, so a trajectory of several
-segments counts as several; KL is a penalty in the loss for all of them, never part of the reward. No torch, no
-computation.
+segments counts as several, unless `learner.mean_over` is trajectories; KL is a penalty in the loss for all of them,
+never part of the reward. No torch, no computation.
 
 Other packages register an Objective under a name of their own in the entry-point group `ratchet.objectives`
 (docs/plugins.md).
@@ -41,6 +41,9 @@ from typing import Any, Literal
 
 from ratchet.trainer.errors import PluginError, SettingError
 from ratchet.trainer.user_code.plugins import OBJECTIVE_PLUGINS, load_plugin, plugin_names
+
+Mean = Literal["tokens", "rows", "trajectories", "length"]
+MEANS = ("tokens", "rows", "trajectories")  # those that `learner.mean_over` offers
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,8 @@ class Objective:
 
     shape    clip: the minimum of ratio and clipped ratio times advantage; weight: a constant ratio times log p
     ratio    token: per token; sequence: the row's geometric mean; none: 1
-    mean     over the tokens of a step, over its rows' means, or over its rows' sums divided by a constant length
+    mean     over the tokens of a step, over its rows' means, over its trajectories' means, or over its rows' sums
+             divided by a constant length
     whitened whether advantages are first given mean 0 and variance 1 over the round's tokens
     distillation  whether a row's advantages are the teacher's logprobs less vLLM's: they become the teacher's logprobs
              less those of the policy at the start of the round
@@ -76,7 +80,7 @@ class Objective:
 
     shape: Literal["clip", "weight"]
     ratio: Literal["token", "sequence", "none"]
-    mean: Literal["tokens", "rows", "length"]
+    mean: Mean
     epsilon_low: float
     epsilon_high: float
     whitened: bool = False
