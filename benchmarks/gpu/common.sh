@@ -16,7 +16,7 @@ server() {
     setsid "$PYTHON" benchmarks/gpu/vllm26.py --model "$model" --served-model-name base@0 --port "$port" --dtype bfloat16 \
         --enable-lora --max-lora-rank 16 --max-loras 4 --max-cpu-loras 8 --logprobs-mode processed_logprobs \
         --generation-config vllm --max-model-len 2048 --max-num-seqs 256 --disable-uvicorn-access-log \
-        $([ "$DEVICE" = cuda ] && echo --kv-cache-memory-bytes 4294967296) "$@" >"$OUT/$name.log" 2>&1 &
+        $([ "$DEVICE" = cuda ] && echo --kv-cache-memory-bytes 4294967296 --gpu-memory-utilization 0.1) "$@" >"$OUT/$name.log" 2>&1 &
     echo $! >"$WORK/$name.pid"
 }
 

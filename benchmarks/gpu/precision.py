@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import copy
 import math
-import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ CHANGES = (1e-7, 1e-6, 2e-5, 1e-4, 3e-4, 1e-3)
 RATES = (2e-5, 1e-4, 3e-4)
 STEPS = (1, 4, 16)
 FEW_STEPS = (1, 2)  # on a CPU
-_AT_ONCE = 8  # rows of a micro-batch
+AT_ONCE = 8  # rows of a micro-batch
 
 
 def load(source: str, device: torch.device) -> Any:
@@ -59,19 +58,46 @@ def sampled_rows(model: Any, rows: int, prompt: int, answer: int) -> torch.Tenso
 
 
 def answer_logprobs(
-    model: Any, ids: torch.Tensor, prompt: int, how: str, *, at_once: int = _AT_ONCE, padded: int = 0
+    model: Any, ids: torch.Tensor, prompt: int, how: str, *, at_once: int = AT_ONCE, padded: int = 0
 ) -> torch.Tensor:
     """Return the logprobs of the tokens after the prompt, (N, A), in a number format, `padded` tokens to the right."""
-    autocast, fp32_head = FORMATS[how]
-    head = model.get_output_embeddings().weight
     parts = []
     for rows in ids.split(at_once):
-        given = torch.nn.functional.pad(rows, (0, padded))
-        with torch.autocast(ids.device.type, torch.bfloat16, enabled=autocast):
-            hidden = model.get_decoder()(input_ids=given).last_hidden_state[:, prompt - 1 : ids.shape[1] - 1]
-        logits = hidden.float() @ head.float().t() if fp32_head else (hidden.to(head.dtype) @ head.t()).float()
-        parts.append(logits.log_softmax(-1).gather(-1, rows[:, prompt:, None])[..., 0])
+        hidden = _hidden(model, torch.nn.functional.pad(rows, (0, padded)), how)[:, prompt - 1 : ids.shape[1] - 1]
+        parts.append(_chosen(model, hidden, rows[:, prompt:], how))
     return torch.cat(parts)
+
+
+def ragged_logprobs(
+    model: Any, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], how: str
+) -> list[torch.Tensor]:
+    """Return the logprobs of each answer after its prompt, in a number format: one tensor (A,) a row."""
+    found: list[torch.Tensor] = []
+    for start in range(0, len(prompts), AT_ONCE):
+        rows = list(zip(prompts[start : start + AT_ONCE], answers[start : start + AT_ONCE], strict=True))
+        width = max(len(prompt) + len(answer) for prompt, answer in rows)
+        ids = torch.tensor(
+            [[*prompt, *answer, *[0] * (width - len(prompt) - len(answer))] for prompt, answer in rows],
+            device=model.device,
+        )
+        hidden = _hidden(model, ids, how)
+        for own, (prompt, answer) in zip(hidden, rows, strict=True):
+            before = own[len(prompt) - 1 : len(prompt) + len(answer) - 1]
+            found.append(_chosen(model, before, torch.tensor(answer, device=model.device), how))
+    return found
+
+
+def _hidden(model: Any, ids: torch.Tensor, how: str) -> torch.Tensor:
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=FORMATS[how][0]):
+        hidden: torch.Tensor = model.get_decoder()(input_ids=ids).last_hidden_state
+    return hidden
+
+
+def _chosen(model: Any, hidden: torch.Tensor, targets: torch.Tensor, how: str) -> torch.Tensor:
+    """Return the logprobs of the targets, in their shape (...), for hidden states (..., H)."""
+    head = model.get_output_embeddings().weight
+    logits = hidden.float() @ head.float().t() if FORMATS[how][1] else (hidden.to(head.dtype) @ head.t()).float()
+    return logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
 
 
 def adapted(model: Any) -> Any:
@@ -91,7 +117,7 @@ def gradient_signs(policy: Any, ids: torch.Tensor, prompt: int, how: str) -> dic
     """Return for each lora_B the sign of the gradient of the rows' mean logprob."""
     matrices = {name: p for name, p in lora_parameters(policy).items() if "lora_B" in name}
     policy.zero_grad()
-    for rows in ids.split(_AT_ONCE):
+    for rows in ids.split(AT_ONCE):
         answer_logprobs(policy, rows, prompt, how).sum().backward()
     return {name: p.grad.sign() for name, p in matrices.items() if p.grad is not None}
 
@@ -174,8 +200,8 @@ def moves(source: str, device: torch.device) -> Iterator[Row]:
     for dtype in ("bfloat16", "float32"):
         for rate in RATES:
             weights = load(source, device)
-            with tempfile.TemporaryDirectory() as folder, model_in_memory(weights.to(getattr(torch, dtype))):
-                learner = lora.build("random weights", learner_settings(dtype, rate), Path(folder))
+            with model_in_memory(weights.to(getattr(torch, dtype))):
+                learner = lora.build("random weights", learner_settings(dtype, rate))
             copy_adapter(new, learner.lora_parameters())
             given = token_rows(ids, prompt, learner)
             before = scores(learner, given[: rows // 2], prompt)
@@ -233,8 +259,8 @@ def head(source: str, device: torch.device) -> Iterator[Row]:
         model = model.to(getattr(torch, dtype))
         ids = torch.randint(3, model.config.vocab_size, (4, length), generator=torch.Generator().manual_seed(5))
         prompt = length // 4
-        with tempfile.TemporaryDirectory() as folder, model_in_memory(model):
-            learner = lora.build("random weights", learner_settings(dtype, max_grad_norm=0.0), Path(folder))
+        with model_in_memory(model):
+            learner = lora.build("random weights", learner_settings(dtype, max_grad_norm=0.0))
         with torch.no_grad():
             for name, parameter in lora_parameters(exact).items():
                 if "lora_B" in name:

@@ -43,12 +43,7 @@ class AnsweredPrompts:
 
     def trained(self, policy: Any, how: str) -> torch.Tensor:
         """Return the trainer's logprobs, (K,)."""
-        device = policy.device
-        parts = [
-            precision.answer_logprobs(policy, torch.tensor([[*prompt, *answer]], device=device), len(prompt), how)[0]
-            for prompt, answer in zip(self.prompts, self.answers, strict=True)
-        ]
-        return torch.cat(parts)
+        return torch.cat(precision.ragged_logprobs(policy, self.prompts, self.answers, how))
 
     async def served(self, client: httpx.AsyncClient, url: str, model: str, at_once: int) -> torch.Tensor:
         """Return the server's logprobs, (K,)."""
@@ -106,9 +101,10 @@ def directions(policy: Any, rows: AnsweredPrompts) -> dict[str, dict[str, torch.
     """Return what the adapters' lora_B are multiples of."""
     matrices = {name: p for name, p in precision.lora_parameters(policy).items() if "lora_B" in name}
     policy.zero_grad()
-    for place, (prompt, answer) in enumerate(zip(rows.prompts, rows.answers, strict=True)):
-        ids = torch.tensor([[*prompt, *answer]], device=policy.device)
-        ((1 - 2 * (place % 2)) * precision.answer_logprobs(policy, ids, len(prompt), "fp32").sum()).backward()
+    for start in range(0, len(rows.prompts), precision.AT_ONCE):
+        part = slice(start, start + precision.AT_ONCE)
+        logprobs = precision.ragged_logprobs(policy, rows.prompts[part], rows.answers[part], "fp32")
+        sum((1 - 2 * (place % 2)) * row.sum() for place, row in enumerate(logprobs)).backward()  # type: ignore[union-attr]
     dice = torch.Generator(policy.device).manual_seed(8)
     return {
         "right": {name: p.grad.sign() for name, p in matrices.items() if p.grad is not None},

@@ -13,7 +13,7 @@ import multiprocessing
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.gpu.precision import RANK, learner_settings, peak_gib, reset_peak, synchronize
 from ratchet.trainer.errors import OutOfMemory
-from ratchet.trainer.learner import lora
+from ratchet.trainer.learner import gpu_memory, lora
 from ratchet.trainer.learner.host import LearnerHost
 from ratchet.trainer.planning.gpu_memory import LearnerOption, learner_memory
 from ratchet.trainer.planning.model_shape import read_shape
@@ -41,6 +41,7 @@ Row = dict[str, Any]
 
 BUDGET = 8192  # tokens of a micro-batch, the default
 _HELD = 0.45  # share of the memory that the process beside the learner holds: vLLM's, by `ratchet plan`
+_SHARE = 0.5  # of the learner, at most
 
 
 def load_of(shape: str) -> tuple[int, int]:
@@ -65,15 +66,17 @@ def counted(config: Any, rows: Sequence[TokenRow], seconds: float, device: torch
     }  # fmt: skip
 
 
-@contextmanager
-def learner(shape: str, device: torch.device, **settings: Any) -> Iterator[Any]:
-    """Yield the learner's trainer for a shape with random weights, in the number format of the device."""
-    dtype = "bfloat16" if device.type == "cuda" else "float32"
-    model = build_model(shape, device, dtype=getattr(torch, dtype))
-    with tempfile.TemporaryDirectory() as folder, model_in_memory(model):
-        yield lora.build("random weights", learner_settings("auto", token_budget=BUDGET, **settings), Path(folder))
-    del model
-    free(device)
+def measured(shape: str, device: torch.device, rows: Sequence[TokenRow], **settings: Any) -> Row:
+    """Return the figures of a timed step of a new learner with random weights, and the tokens that it forwarded."""
+    free(device)  # of the learner before
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    with model_in_memory(build_model(shape, device, dtype=dtype)):
+        trainer = lora.build("random weights", learner_settings("auto", token_budget=BUDGET, **settings))
+    timed_step(trainer, rows[:MEMBERS], device)
+    seconds, forwarded = timed_step(trainer, rows, device)
+    parameters = sum(parameter.numel() for parameter in trainer.lora_parameters().values())
+    figures = counted(config_of(shape), rows, seconds, device)
+    return {**figures, "forwarded": forwarded, "adapter": parameters}
 
 
 def timed_step(trainer: Any, rows: Sequence[TokenRow], device: torch.device) -> tuple[float, int]:
@@ -104,10 +107,7 @@ def step(shape: str, device: torch.device) -> Iterator[Row]:
         ("shared prefixes, all recomputed", {"gradient_checkpointing": True}),
     ]
     for name, settings in cases:
-        with learner(shape, device, **settings) as trainer:
-            timed_step(trainer, rows[:MEMBERS], device)
-            seconds, forwarded = timed_step(trainer, rows, device)
-            yield {"case": name, **counted(config_of(shape), rows, seconds, device), "forwarded": forwarded}
+        yield {"case": name, **measured(shape, device, rows, **settings)}
 
 
 def trl(shape: str, device: torch.device) -> Iterator[Row]:
@@ -134,10 +134,7 @@ def trl(shape: str, device: torch.device) -> Iterator[Row]:
         del trainer
         free(device)
         if done and len(used) == len(kept):
-            with learner(shape, device) as own:
-                timed_step(own, kept[:MEMBERS], device)
-                seconds, _ = timed_step(own, kept, device)
-                yield {"case": "the learner on the same rows", **counted(config, kept, seconds, device)}
+            yield {"case": "the learner on the same rows", **measured(shape, device, kept)}
             return
 
 
@@ -219,7 +216,8 @@ def beside(shape: str, device: torch.device) -> Iterator[Row]:
     settings = learner_settings("auto", token_budget=BUDGET)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with tempfile.TemporaryDirectory() as folder, model_in_memory(build_model(shape, device, dtype=dtype)):
-        host = LearnerHost("random weights", process_settings_of(settings, None), workdir=Path(folder))
+        process = replace(process_settings_of(settings, None), gpu_memory_utilization=_SHARE)
+        host = LearnerHost("random weights", process, workdir=Path(folder))
     host.open("agent", settings, None)
     host.train_round("agent", rows[:MEMBERS])
     alone = timed_round(host, rows, device)
@@ -263,7 +261,7 @@ def without_memory(host: LearnerHost, rows: Sequence[TokenRow], device: torch.de
         return {"missing": "needs a GPU"}
     free(device)
     left = 2**29
-    taken = torch.empty(max(0, torch.cuda.mem_get_info()[0] - left), dtype=torch.uint8, device=device)
+    taken = torch.empty(max(0, gpu_memory.free_bytes() - left), dtype=torch.uint8, device=device)
     try:
         host.train_round("agent", rows)
         return {"recognised": False, "error": "none: the round needed no more than half a GiB"}
@@ -299,12 +297,8 @@ def experts(shape: str, device: torch.device) -> Iterator[Row]:
     rows = rows_of(shape)
     attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
     for name, targets in (("all-linear", "all-linear"), ("attention only", attention)):
-        with learner(shape, device, target_modules=targets) as trainer:
-            timed_step(trainer, rows[:MEMBERS], device)
-            seconds, forwarded = timed_step(trainer, rows, device)
-            parameters = sum(p.numel() for p in trainer.lora_parameters().values())
-            yield {"case": name, "shape": shape, "layers": config_of(shape).num_hidden_layers, "adapter": parameters,
-                   **counted(config_of(shape), rows, seconds, device), "forwarded": forwarded}  # fmt: skip
+        figures = measured(shape, device, rows, target_modules=targets)
+        yield {"case": name, "shape": shape, "layers": config_of(shape).num_hidden_layers, **figures}
 
 
 def free(device: torch.device) -> None:

@@ -9,6 +9,9 @@ tar -xJf "${BUNDLE:-.gpu1/bundle.tar.xz}" -C "$SITE" && say unpacked
 "$PYTHON" -m compileall -q -j 16 "$SITE" >/dev/null 2>&1 & compiling=$!
 command -v nvidia-smi >/dev/null && nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader
 "$PYTHON" -m benchmarks.gpu.make_model "$WORK/random" "$SHAPE" "$DEVICE" 2>&1 | tail -2
+# The learner sets this for itself; a virtual machine may not have it.
+[ "$DEVICE" = cuda ] && { PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "$PYTHON" -c 'import torch; torch.ones(2**28, device="cuda").sum().item()' \
+    && say "expandable segments work" || touch "$WORK/no-expandable-segments"; }
 wait $compiling; say "model made, modules compiled"
 server bf16 "$WORK/random" 8101 --enforce-eager
 server fp32head "$WORK/random" 8102 --enforce-eager --hf-overrides '{"head_dtype": "float32"}'
