@@ -205,7 +205,7 @@ def check_swap(
             prover = SwapProver(
                 name, checked.reference, {base: None}, probes, TrainerLogprobs(checked.learner), tolerance
             )
-            proof = prover.prove({vllm: replica}, {vllm: prover.measure(replica)})[vllm]
+            proof = prover.prove([replica], {replica.url: prover.measure(replica)})[replica.url]
         finally:
             replica.unload(name)
     if not proof.holds:

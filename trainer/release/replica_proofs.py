@@ -93,7 +93,7 @@ class ReplicaProofs:
 
         answers, errors = ask_all(replicas, load_and_measure, enough)
         served = {url: answer for url, answer in answers.items() if answer is not None}
-        proofs = prover.prove({replica.url: replica for replica in replicas}, served)
+        proofs = prover.prove(replicas, served)
         if unservable := [error for error in errors.values() if isinstance(error, AdapterNotServable)]:
             raise unservable[0]
         refusals = [error for error in errors.values() if _is_refusal(error)]
@@ -161,7 +161,7 @@ class ReplicaProofs:
         missing |= {url: str(error) for url, error in errors.items() if not _is_refusal(error)}
         proven, wrong = set(policy.replicas), {url: str(error) for url, error in errors.items() if _is_refusal(error)}
         caught_up = []
-        for url, proof in prover.prove({replica.url: replica for replica in replicas}, answers).items():
+        for url, proof in prover.prove(replicas, answers).items():
             if proof.outcome is ProofOutcome.WRONG:
                 wrong[url] = f"{url}: {proof.reason}"
             elif proof.holds or url in proven:

@@ -100,7 +100,7 @@ class SwapProver:
             {name: _picked(logprobs, compared) for name, logprobs in zip(self.old, old, strict=True)},
         )
 
-    def prove(self, replicas: Mapping[str, VllmServer], served: Mapping[str, ServedLogprobs]) -> dict[str, Proof]:
+    def prove(self, replicas: Sequence[VllmServer], served: Mapping[str, ServedLogprobs]) -> dict[str, Proof]:
         """Compare what replicas have answered, by URL, with the trainer. Where the version's own change is lost in
         rounding, an amplified copy is loaded, measured and unloaded.
         """
@@ -108,7 +108,7 @@ class SwapProver:
         undecided = {url: served[url] for url, proof in proofs.items() if proof.outcome is ProofOutcome.UNPROVEN}
         if undecided and any(answer.places for answer in undecided.values()):
             try:
-                copies = self._measure_copies({url: replicas[url] for url in undecided}, undecided)
+                copies = self._measure_copies([replica for replica in replicas if replica.url in undecided], undecided)
             except CheckpointError as error:
                 log.warning("event=no_amplified_copy policy=%s reason=%r", self.name, str(error))
                 return proofs
@@ -129,7 +129,7 @@ class SwapProver:
         )
 
     def _measure_copies(
-        self, replicas: Mapping[str, VllmServer], served: Mapping[str, ServedLogprobs]
+        self, replicas: Sequence[VllmServer], served: Mapping[str, ServedLogprobs]
     ) -> dict[str, AmplifiedCopy]:
         """Return what each replica answers under an amplified copy; one that cannot load it is left out."""
         base = next(name for name, reference in self.old.items() if reference is None)
@@ -144,7 +144,7 @@ class SwapProver:
                 finally:
                     replica.unload(name)
 
-            answers, errors = ask_all(tuple(replicas.values()), measure, len(replicas))
+            answers, errors = ask_all(replicas, measure, len(replicas))
             for url, error in errors.items():
                 log.warning("event=no_amplified_copy policy=%s replica=%s reason=%r", self.name, url, str(error))
             return {
