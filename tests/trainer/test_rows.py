@@ -10,6 +10,7 @@ import pytest
 from ratchet.store.records import Call, Choice, pack_ids, pack_logprobs
 from ratchet.store.states import CallState
 from ratchet.trainer.rows.build_rows import build_rows
+from ratchet.trainer.rows.token_row import TokenRow
 
 
 def choice(ids: tuple[int, ...], index: int = 0, logprobs: tuple[float, ...] | None = None) -> Choice:
@@ -191,10 +192,30 @@ def test_a_row_has_one_temperature() -> None:
     }
 
 
-def test_a_bent_distribution_gets_no_importance_weight() -> None:
-    (bent,) = build_rows("t", [call("1", (1,), choice((2,)), sampling={"top_p": 0.9})], 1.0).rows
-    (plain,) = build_rows("t", [call("1", (1,), choice((2,)), sampling={"top_p": 1, "top_k": -1})], 1.0).rows
-    assert (bent.importance, plain.importance) == (False, True)
+def test_truncated_sampling_is_known_to_the_row_and_corrected() -> None:
+    def row(**sampling: Any) -> TokenRow:
+        (built,) = build_rows("t", [call("1", (1,), choice((2,)), sampling=sampling)], 1.0).rows
+        return built
+
+    for neutral in ({}, {"top_p": 1, "top_k": -1}, {"top_p": None, "top_k": 0, "min_p": 0.0}):
+        assert (row(**neutral).truncation, row(**neutral).importance) == (None, True)
+    assert (row(top_p=0.9).truncation, row(top_p=0.9).importance) == ((0, 0.9, 0.0), True)
+    assert row(top_k=20, min_p=0.05).truncation == (20, 1.0, 0.05)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"presence_penalty": 0.5}, {"frequency_penalty": 1}, {"repetition_penalty": 1.1}, {"logit_bias": {"3": 2}},
+     {"min_tokens": 2}],
+    ids=str,
+)  # fmt: skip
+def test_penalties_and_biases_are_counted_and_trained_only_if_wanted(sampling: dict[str, Any]) -> None:
+    calls = [call("1", (1,), choice((2, 3)), sampling=sampling)]
+    built = build_rows("t", calls, 1.0)
+    assert (built.rows, built.untrained) == ((), {"penalized_sampling": 2})
+    (row,) = build_rows("t", calls, 1.0, penalized=True).rows
+    assert not row.importance
+    assert build_rows("t", calls, 1.0, imitated=True).rows
 
 
 def test_a_truncated_answer_carries_no_loss_with_mask_truncated() -> None:

@@ -152,7 +152,7 @@ class AgentController:
         round_runner = RoundRunner(
             store, alias, settings.versions, self._judging.judged, self._transcripts, role_resolver,
             RoundSize(settings.groups_per_round, settings.num_generations), self._memory,
-            mask_truncated=settings.mask_truncated_completions, adapters=adapters,
+            mask_truncated=settings.mask_truncated_completions, penalized=settings.train_penalized, adapters=adapters,
         )  # fmt: skip
         history = self._judging.judged.estimator.history
         self._collector = TrajectoryCollector(store, settings, role_resolver, history, upstream_key)

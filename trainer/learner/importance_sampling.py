@@ -12,8 +12,8 @@ Two corrections, both with the policy at the start of the round:
   sqrt(64 / n), as the standard error of a mean does: so one noisy or much-learnt token of a short answer rejects
   nothing. tests/trainer/test_rejection.py has the error rates.
 
-Rows without `importance` (sampled with top_p, top_k, min_p or penalties) are neither weighted nor rejected: their
-logprobs belong to another distribution.
+Rows without `importance` (sampled with penalties or a bias) are neither weighted nor rejected: their logprobs belong to
+another distribution. With top_p, top_k or min_p, both policies are normalised over the tokens that these leave.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def collate(
         micro |= _forwarded(trees, pad_id)
         size = micro["forwarded_ids"].shape[1]
         starts = range(0, len(trees) * size, size)
-    micro |= _trained_positions(micro, trees, starts, [row.temperature for row in rows])
+    micro |= _trained_positions(micro, trees, starts, rows)
     return {name: tensor.to(device) for name, tensor in micro.items()}
 
 
@@ -84,21 +84,25 @@ def _end_to_end(trees: Sequence[PrefixTree]) -> Micro:
 
 
 def _trained_positions(
-    micro: Micro, trees: Sequence[PrefixTree], starts: Sequence[int], temperatures: Sequence[float]
+    micro: Micro, trees: Sequence[PrefixTree], starts: Sequence[int], rows: Sequence[TokenRow]
 ) -> Micro:
     """Return for the K trained tokens, (K,) each: predicting place in the forwarded tokens, id, sampling temperature.
 
-    `starts` are the places of the packs' first tokens.
+    With `truncation` (K, 3) if there is any. `starts` are the places of the packs' first tokens.
     """
     trained = micro["trained"]  # (N, T)
     before = [
         [start + place for place in path[:-1]] for start, tree in zip(starts, trees, strict=True) for path in tree.paths
     ]
-    return {
+    of_row = trained.nonzero(as_tuple=True)[0]  # (K,)
+    found = {
         "predicting": _padded(before, trained.shape[1], 0)[trained],
         "targets": micro["completion_ids"][trained],
-        "temperatures": torch.tensor(temperatures)[trained.nonzero(as_tuple=True)[0]],
+        "temperatures": torch.tensor([row.temperature for row in rows])[of_row],
     }
+    if any(row.truncation for row in rows):
+        found["truncation"] = torch.tensor([row.truncation or (0, 1.0, 0.0) for row in rows])[of_row]
+    return found
 
 
 def split(
@@ -136,7 +140,9 @@ def batched(rows: Sequence[TokenRow], token_budget: int, pairs_per_token: float 
 def empty_micro_batch(row: TokenRow, pad_id: int, device: torch.device) -> Micro:
     """Return a micro-batch of one row without trained tokens, for a rank without rows of its own."""
     micro = collate([[row]], pad_id, device)
-    nothing = {name: micro[name][:0] for name in ("predicting", "targets", "temperatures")}
+    nothing = {
+        name: micro[name][:0] for name in ("predicting", "targets", "temperatures", "truncation") if name in micro
+    }
     return micro | nothing | {name: torch.zeros_like(micro[name]) for name in ("trained", "advantages")}
 
 

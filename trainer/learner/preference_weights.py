@@ -56,7 +56,10 @@ def weighted_rows(rows: Sequence[TokenRow], gaps: Sequence[float], loss: str, be
         kept += [(row, weights[row.trajectory_id]) for row in members if row.trajectory_id in weights]
     tokens = sum(row.tokens_trained for row, _ in kept)  # the mean of the SFT loss divides by it
     scale = tokens / max(len(losses), 1)
-    plain = [replace(r, advantage=w * scale, advantages=None, temperature=1.0, importance=False) for r, w in kept]
+    plain = [
+        replace(row, advantage=w * scale, advantages=None, temperature=1.0, truncation=None, importance=False)
+        for row, w in kept
+    ]
     return PreferenceWeights(plain, fmean(losses) if losses else 0.0)
 
 

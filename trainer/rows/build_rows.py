@@ -20,13 +20,12 @@ from ratchet.trainer.rows.roles import UNTRAINED_ROLE, Roles
 from ratchet.trainer.rows.token_row import TokenRow
 
 AnswerKey = tuple[str, int]  # call id, choice index
+_Truncation = tuple[int, float, float]  # top_k, top_p, min_p
+_Kind = tuple[float, _Truncation | None, bool, float]  # temperature, truncation, without penalties, advantage
 
-# Sampling parameters that change the distribution, with their neutral values.
+# Sampling parameters that change the distribution by what was sampled before, with their neutral values.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "min_tokens": (None, 0),
-    "top_p": (None, 1, 1.0),
-    "top_k": (None, 0, -1),
-    "min_p": (None, 0, 0.0),
     "presence_penalty": (None, 0, 0.0),
     "frequency_penalty": (None, 0, 0.0),
     "repetition_penalty": (None, 1, 1.0),
@@ -41,6 +40,7 @@ _CONSTRAINTS = (
 ALL_ROLES = Roles()
 TRUNCATED = "truncated"  # reason for untrained tokens
 UNSCORED = "no_teacher_logprobs"  # reason for untrained tokens
+PENALIZED = "penalized_sampling"  # reason for untrained tokens
 _ANSWER_LOST = "answer_lost"
 _LENGTH_LIMIT = "length"  # finish reason of an answer that reached max_tokens or the model's context length
 _REPEATS = ("retry", "resend")  # links of calls that repeat a call whose answer was lost
@@ -71,6 +71,7 @@ def build_rows(
     imitated: bool = False,
     by_turn: Mapping[int, float] = MappingProxyType({}),
     mask_truncated: bool = False,
+    penalized: bool = False,
     teacher: Mapping[AnswerKey, Sequence[float]] | None = None,
 ) -> Rows:
     """Return the rows of a trajectory.
@@ -79,7 +80,8 @@ def build_rows(
     own carry loss.
     `by_role` overrides the advantage for calls of these roles. `by_turn` is added to the advantage of tokens by turn,
     counted from 1; turns are the trajectory's calls whose answer the agent received. With `mask_truncated`, answers
-    that reached their length limit carry no loss. `imitated` rows (SFT) may have been sampled greedily or under
+    that reached their length limit carry no loss. Answers sampled with penalties, a logit bias or min_tokens carry loss
+    only if `penalized`, without importance weights. `imitated` rows (SFT) may have been sampled greedily or under
     constraints, because SFT uses no probability ratio. With the logprobs of a `teacher` by answer, their differences
     from vLLM's are added to the advantages of the tokens; answers that it did not score carry no loss.
     """
@@ -109,6 +111,8 @@ def build_rows(
             reason = why_untrainable(call, choice, imitated=imitated) or answers.why_not(call, choice)
             if reason is None and not roles.trains(call.role):
                 reason = UNTRAINED_ROLE
+            if reason is None and not (penalized or imitated) and not _is_neutral(call.sampling):
+                reason = PENALIZED
             if reason is None and mask_truncated and choice.finish_reason == _LENGTH_LIMIT:
                 reason = TRUNCATED
             if reason is None and teacher is not None and len(teacher.get(key, ())) != len(span.token_ids):
@@ -158,6 +162,18 @@ def _temperature(sampling: Mapping[str, Any]) -> float | None:
     except (TypeError, ValueError):
         return None
     return temperature if math.isfinite(temperature) and temperature >= 0 else None
+
+
+def _is_neutral(sampling: Mapping[str, Any]) -> bool:
+    """Return whether no penalty, bias or least length changed the probabilities."""
+    return all(sampling.get(name) in values for name, values in _NEUTRAL.items())
+
+
+def _truncation(sampling: Mapping[str, Any]) -> _Truncation | None:
+    """Return top_k, top_p and min_p, as vLLM reads them; None if they leave all tokens."""
+    top_k, top_p, min_p = sampling.get("top_k"), sampling.get("top_p"), sampling.get("min_p")
+    found = max(0, int(top_k or 0)), 1.0 if top_p is None else float(top_p), float(min_p or 0.0)
+    return None if found == (0, 1.0, 0.0) else found
 
 
 class TrainedAnswers:
@@ -217,8 +233,9 @@ class _Span:
         if teacher is not None:
             pairs = zip(teacher.get(self.key, ()), self.logprobs, strict=False)  # lengths are compared later
             self.token_advantages = [turn_advantage + scored - sampled for scored, sampled in pairs]
-        neutral = all(call.sampling.get(name) in values for name, values in _NEUTRAL.items())
-        self.kind = (_temperature(call.sampling) or 1.0, neutral, advantage)  # constant within a row
+        self.kind = (  # constant within a row
+            _temperature(call.sampling) or 1.0, _truncation(call.sampling), _is_neutral(call.sampling), advantage,
+        )  # fmt: skip
 
     def chain(self) -> list[_Span]:
         """Return the spans from the first one to this one."""
@@ -252,7 +269,7 @@ def _cover(trajectory_id: str, own_spans: Mapping[AnswerKey, _Span]) -> list[tup
 
 
 def _row(
-    trajectory_id: str, chain: Sequence[_Span], trained: set[AnswerKey], kind: tuple[float, bool, float]
+    trajectory_id: str, chain: Sequence[_Span], trained: set[AnswerKey], kind: _Kind
 ) -> tuple[TokenRow, Mapping[AnswerKey, int]]:
     ids: list[int] = []
     mask: list[int] = []
@@ -267,7 +284,7 @@ def _row(
         mask += [0] * context + [int(carries)] * sampled
         logprobs += [0.0] * context + (list(span.logprobs) if carries else [0.0] * sampled)
         token_advantages += [0.0] * context + (span.token_advantages if carries else [0.0] * sampled)
-    temperature, neutral, advantage = kind
+    temperature, truncation, neutral, advantage = kind
     row = TokenRow(
         trajectory_id=trajectory_id,
         ids=tuple(ids),
@@ -277,5 +294,6 @@ def _row(
         temperature=temperature,
         advantages=tuple(advantage + one for one in token_advantages) if any(token_advantages) else None,
         importance=neutral,
+        truncation=truncation,
     )
     return row, answers

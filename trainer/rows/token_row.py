@@ -25,8 +25,10 @@ class TokenRow:
     logprobs     (T,) sampling logprob of the token, after temperature; ignored if mask is 0
     advantage    of all trained tokens of the row, unless `advantages` (T,) gives one per token
     temperature  of the sampling; the learner divides its logits by it
-    importance   False if sampled with top_p < 1, top_k, min_p or penalties: the logprobs belong to another
-                 distribution, so there is no importance ratio
+    truncation   top_k (0: all), top_p and min_p of the sampling: the logprobs are normalised over the tokens that they
+                 leave; None: over all
+    importance   False if sampled with penalties or a bias: the logprobs belong to a distribution that the learner does
+                 not compute, so there is no importance ratio
     age          versions trained since the one that sampled the row, if known
     group        id of the group that the trajectory is compared within; only preference losses use it
 
@@ -43,6 +45,7 @@ class TokenRow:
     importance: bool = True
     group: str = ""
     age: int | None = None
+    truncation: tuple[int, float, float] | None = None
 
     def __post_init__(self) -> None:
         problem = self._shape_problem() or self._value_problem()
@@ -86,6 +89,10 @@ class TokenRow:
             return "an advantage is not finite"
         if not 0.0 < self.temperature < math.inf:
             return f"temperature is {self.temperature}; greedy rows carry no exploration and are not RL data"
+        if self.truncation is not None:
+            top_k, top_p, min_p = self.truncation
+            if top_k < 0 or not 0.0 < top_p <= 1.0 or not 0.0 <= min_p <= 1.0:
+                return f"truncation is {self.truncation}, not top_k of at least 0, top_p and min_p of at most 1"
         return None
 
 

@@ -78,7 +78,7 @@ def trajectory_record(one: Exported) -> dict[str, Any]:
                 "mask": list(row.mask),
                 "logprobs": list(row.logprobs),
                 "temperature": row.temperature,
-                "importance": row.importance,
+                "importance": row.importance and row.truncation is None,
             }
             for row in rows.rows
         ],
@@ -114,7 +114,7 @@ def training_records(one: Exported, held_out: float = 0.0) -> Iterator[dict[str,
             "assistant_masks": list(row.mask),
             "logprobs": list(row.logprobs),
             "temperature": row.temperature,
-            "importance": row.importance,
+            "importance": row.importance and row.truncation is None,
             "score": one.verdict.score if one.verdict else None,
             "advantage": one.advantage,
         }

@@ -82,6 +82,11 @@ class TrainerFields(BaseModel):
     mask_truncated_completions: bool = Field(
         True, description="mask responses that reached their maximum length (finish reason `length`)"
     )
+    train_penalized: bool = Field(
+        False,
+        description="train responses sampled with penalties, logit_bias or min_tokens, without importance weights: "
+        "their logprobs belong to a distribution that the learner does not compute",
+    )
     roles: tuple[str, ...] = Field((), description="roles of a multi-agent system that are trained; empty: all")
     role_patterns: dict[str, str] = Field(
         default_factory=dict,

@@ -72,6 +72,7 @@ class RoundRunner:
         size: RoundSize | None = None,
         memory: MemoryLimit | None = None,
         mask_truncated: bool = False,
+        penalized: bool = False,
         adapters: AdapterStore | None = None,
     ) -> None:
         """Keep the alias's versions under the folder or URL `versions`."""
@@ -85,6 +86,7 @@ class RoundRunner:
         self._size = size or RoundSize(1, 1)
         self._memory = memory or MemoryLimit(store, alias, LearnerSettings())
         self._mask_truncated = mask_truncated
+        self._penalized = penalized
         self._known_complete: set[str] = set()
         self._contexts: dict[str, list[tuple[int, ...]]] = {}  # of the newest committed rounds, by round
 
@@ -144,7 +146,7 @@ class RoundRunner:
         try:
             rows = build_rows(
                 member.trajectory.id, judged, advantages.whole, self._role_resolver.roles, advantages.by_role,
-                by_turn=advantages.by_turn, mask_truncated=self._mask_truncated,
+                by_turn=advantages.by_turn, mask_truncated=self._mask_truncated, penalized=self._penalized,
                 teacher=_by_answer(teacher) if self._judged.estimator.distilled else None,
             )  # fmt: skip
         except RowError as error:

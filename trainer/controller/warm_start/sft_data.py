@@ -131,7 +131,7 @@ class SFTDataCollector:
                 found.skipped["invalid_row"] += 1
                 continue
             # Trained at temperature 1 whatever they were sampled at; SFT has no ratio, so their logprobs are unused.
-            plain = [dataclasses.replace(row, temperature=1.0, importance=False) for row in rows]
+            plain = [dataclasses.replace(row, temperature=1.0, importance=False, truncation=None) for row in rows]
             found.add(POLICY, name, score, plain)
 
     def _add_demonstrations(self, found: SFTRows) -> None:
