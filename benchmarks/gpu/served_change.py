@@ -104,7 +104,7 @@ def directions(policy: Any, rows: AnsweredPrompts) -> dict[str, dict[str, torch.
     for start in range(0, len(rows.prompts), precision.AT_ONCE):
         part = slice(start, start + precision.AT_ONCE)
         logprobs = precision.ragged_logprobs(policy, rows.prompts[part], rows.answers[part], "fp32")
-        sum((1 - 2 * (place % 2)) * row.sum() for place, row in enumerate(logprobs)).backward()  # type: ignore[union-attr]
+        sum((1 - 2 * (place % 2)) * row.sum() for place, row in enumerate(logprobs)).backward()
     dice = torch.Generator(policy.device).manual_seed(8)
     return {
         "right": {name: p.grad.sign() for name, p in matrices.items() if p.grad is not None},
