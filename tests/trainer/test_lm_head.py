@@ -23,7 +23,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lm_head, "VOCABULARY_TILE", 16)
 
 
-def inputs(dtype: torch.dtype, *, bias: bool, size: float = 3.0) -> tuple[Any, ...]:
+def inputs(dtype: torch.dtype, *, bias: bool, size: float = 3.0) -> Any:
     generator = torch.Generator().manual_seed(0)
     hidden = (size * torch.randn(TOKENS, HIDDEN, generator=generator)).to(dtype).requires_grad_()
     head = torch.nn.Linear(HIDDEN, VOCABULARY, bias=bias)

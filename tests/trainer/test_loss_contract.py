@@ -219,7 +219,7 @@ def test_ten_forks_weigh_as_much_as_their_sibling_only_in_a_mean_over_trajectori
 ) -> None:
     forked, sibling = (build_row(seed, advantage=1.0) for seed in (1, 2))
     for mean_over, equal in (("trajectories", True), ("rows", False), ("tokens", False)):
-        settings = LearnerSettings(mean_over=mean_over, max_grad_norm=0, **PLAIN)
+        settings = LearnerSettings(max_grad_norm=0, **PLAIN, **{"mean_over": mean_over})
         trainer = build_trainer(settings, tiny_model, tmp_path, budget=10_000)
         once = backward(trainer, trainer.prepare([forked, sibling]))[0]
         ten_times = backward(trainer, trainer.prepare([*[forked] * 10, sibling]))[0]

@@ -88,9 +88,11 @@ class ForwardPass:
             micro.get("truncation"),
         )
         trained = micro["trained"]  # (N, T)
-        placed = (each.new_zeros(trained.shape).masked_scatter(trained, each) for each in (logprobs, entropies))
+        logprobs, entropies = (
+            each.new_zeros(trained.shape).masked_scatter(trained, each) for each in (logprobs, entropies)
+        )
         balance = self._router_loss(output, kwargs) if kwargs.get("output_router_logits") else None
-        return Scored(*placed, balance)
+        return Scored(logprobs, entropies, balance)
 
     def _router_loss(self, output: Any, kwargs: Mapping[str, Any]) -> torch.Tensor:
         """Return the loss that balances the router, (): Fedus et al. 2021, "Switch transformers", equations 4 to 6."""
