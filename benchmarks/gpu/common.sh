@@ -4,19 +4,19 @@ export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 VLLM_NO_US
 export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_ALLOW_RUNTIME_LORA_UPDATING=True TOKENIZERS_PARALLELISM=false
 SITE=${SITE:-/tmp/site} WORK=${WORK:-/tmp/gpu} OUT=${OUT:-$PWD/.gpu-out} PYTHON=${PYTHON:-python3} DEVICE=${DEVICE:-cuda}
 export PYTHONPATH=$PWD:$SITE${PYTHONPATH:+:$PYTHONPATH} OUT
-mkdir -p "$SITE" "$WORK" "$OUT"
+mkdir -p "$SITE" "$WORK/logs" "$OUT"
 began=$SECONDS
 say() { echo "[$((SECONDS - began)) s] $*"; }
 left() { echo $((limit - (SECONDS - began))); }  # seconds of this step
 
-# server NAME MODEL PORT [ARGUMENTS]: starts vLLM in a process group of its own; its log is $OUT/NAME.log
+# server NAME MODEL PORT [ARGUMENTS]: starts vLLM in a process group of its own; its log is $WORK/logs/NAME.log
 server() {
     local name=$1 model=$2 port=$3
     shift 3
     setsid "$PYTHON" benchmarks/gpu/vllm26.py --model "$model" --served-model-name base@0 --port "$port" --dtype bfloat16 \
         --enable-lora --max-lora-rank 16 --max-loras 4 --max-cpu-loras 8 --logprobs-mode processed_logprobs \
         --generation-config vllm --max-model-len 2048 --max-num-seqs 256 --disable-uvicorn-access-log \
-        $([ "$DEVICE" = cuda ] && echo --kv-cache-memory-bytes 4294967296 --gpu-memory-utilization 0.1) "$@" >"$OUT/$name.log" 2>&1 &
+        $([ "$DEVICE" = cuda ] && echo --kv-cache-memory-bytes 4294967296 --gpu-memory-utilization 0.1) "$@" >"$WORK/logs/$name.log" 2>&1 &
     echo $! >"$WORK/$name.pid"
 }
 
@@ -28,7 +28,7 @@ ready() {
         sleep 1
     done
     say "$1 is NOT ready"
-    grep -aE "Error|error|assert" "$OUT/$1.log" | tail -15
+    grep -aE "Error|error|assert" "$WORK/logs/$1.log" | tail -15
     return 1
 }
 
@@ -39,4 +39,10 @@ ended() {
     sleep 2
     for name in "$@"; do kill -KILL -- -"$(cat "$WORK/$name.pid")" 2>/dev/null; done  # one that is starting ignores it
     return 0
+}
+
+# logs FOLDER ...: puts the servers' logs, and other folders, into one archive: at most eight files come back
+logs() {
+    tar -czf "$OUT/logs.tar.gz" --exclude "*.db*" --exclude "*.safetensors" --exclude "*.pt" -C / \
+        $(for folder in "$WORK/logs" "$@"; do [ -d "$folder" ] && echo "${folder#/}"; done)
 }

@@ -19,7 +19,7 @@ timeout $(($(left) - 90)) "$PYTHON" -m benchmarks.gpu.measure ${QUESTIONS:-noise
     --shape "${TINY:-7b}" --device "$DEVICE" >"$OUT/questions.txt" 2>&1 &
 questions=$!
 if ready bf16 8101 $((150 * ${PATIENCE:-1})); then
-    grep -aoE "Using [A-Z_0-9]+ .*backend[^\"]*" "$OUT/bf16.log" | sort | uniq -c | head -5
+    grep -aoE "Using [A-Z_0-9]+ .*backend[^\"]*" "$WORK/logs/bf16.log" | sort | uniq -c | head -5
     urls="http://localhost:8101" labels=bf16
     ready fp32head 8102 $((60 * ${PATIENCE:-1})) && urls="$urls http://localhost:8102" labels="$labels fp32-head"
     timeout $((75 * ${PATIENCE:-1})) "$PYTHON" -m benchmarks.gpu.served_change "$WORK/random" "$WORK/adapters" $urls --label $labels \
@@ -31,5 +31,6 @@ if ready bf16 8101 $((150 * ${PATIENCE:-1})); then
 fi
 wait $questions
 ended bf16 fp32head
+logs
 cut -c1-300 "$OUT/questions.txt" | tail -${TAIL:-70}
 say "step 1 is over"

@@ -27,7 +27,7 @@ if ready bf16 8101 $((90 * ${PATIENCE:-1})); then
     urls="http://localhost:8101" labels=bf16
     ready fp32head 8102 $((30 * ${PATIENCE:-1})) && urls="$urls http://localhost:8102" labels="$labels fp32-head"
     timeout $((75 * ${PATIENCE:-1})) "$PYTHON" -m benchmarks.gpu.served_change "$WORK/smollm2" "$WORK/small" $urls \
-        --label $labels --device "$DEVICE" --rows "${ROWS:-64}" >>"$OUT/served.jsonl" 2>"$OUT/served.txt"
+        --label $labels --device "$DEVICE" --rows "${ROWS:-64}" >>"$OUT/served.jsonl" 2>"$WORK/logs/served.txt"
     say "served changes read: exit code $?"
 fi
 ended bf16 fp32head
@@ -35,15 +35,13 @@ wait $playing
 say "demo over: exit code $?"
 tail -60 "$OUT/demo.txt"
 cp "$WORK"/state/demo-real/result.json "$OUT/" 2>/dev/null
-# At most eight files come back: the logs of the demo are one archive.
-tar -C "$WORK/state/demo-real" -czf "$OUT/demo-logs.tar.gz" --exclude "*.db*" --exclude "*.safetensors" --exclude "*.pt" \
-    . 2>/dev/null
+logs "$WORK/state/demo-real"
 for part in "noise moves --at-once --model $WORK/smollm2" "${QUESTIONS:-step trl beside experts}"; do
     [ "$(left)" -gt 20 ] && timeout $(($(left) - 5)) "$PYTHON" -m benchmarks.gpu.measure $part --seconds $(($(left) - 10)) \
         --shape "${TINY:-7b}" --device "$DEVICE" >>"$OUT/questions.txt" 2>&1
     say "$part: exit code $?"
 done
-[ "$(left)" -gt 60 ] && timeout 55 "$PYTHON" -m benchmarks.gpu.worker_scaling 4 1 2 4 7 2>&1 | tee "$OUT/workers.txt"
+[ "$(left)" -gt 60 ] && timeout 55 "$PYTHON" -m benchmarks.gpu.worker_scaling 4 1 2 4 7 2>&1
 grep -h '"change"' "$OUT/served.jsonl" | grep '"fp32"' | cut -c1-290
 cut -c1-290 "$OUT/questions.txt" | tail -45
 say "step 3 is over"
