@@ -94,8 +94,8 @@ def test_a_judges_noise_is_no_signal(estimator: str) -> None:
     groups = equal_answers()
     assert statistics.fmean(map(abs, of_round(groups, estimator, NOISE))) < 0.005
     assert sum(any(group_advantages(scores, estimator, NOISE)) for scores in groups) / GROUPS < 0.003
-    singles = [single_advantage(group[0], 0.7, NOISE, estimator, NOISE) for group in groups]
-    assert statistics.fmean(map(abs, singles)) < 0.005
+    alone = [single_advantage(group[0], 0.7, NOISE, estimator, NOISE) for group in groups]
+    assert statistics.fmean(map(abs, alone)) < 0.005
     assert (
         statistics.fmean(abs(one) for scores in groups for one in cohort_advantages(scores, estimator, NOISE)) < 0.005
     )

@@ -214,7 +214,7 @@ def test_a_mean_over_trajectories_counts_each_once_whatever_its_rows(
     assert ours.relative_error(expected) < WORST_RELATIVE_ERROR
 
 
-def test_ten_forks_weigh_as_much_as_their_sibling_only_in_a_mean_over_trajectories(
+def test_ten_forks_count_as_much_as_their_sibling_only_in_a_mean_over_trajectories(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     forked, sibling = (build_row(seed, advantage=1.0) for seed in (1, 2))
