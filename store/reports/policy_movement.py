@@ -17,7 +17,7 @@ from ratchet.store.states import RoundState
 if TYPE_CHECKING:
     from ratchet.store.store import Store
 
-SEEN = 0.5  # of the floor: the smallest movement above it that is told from rounding
+SEEN = 0.5  # of the floor: the smallest movement that can be distinguished from it
 TOO_SMALL = 1e-4  # nats per token: no gain was seen below it
 TOO_LARGE = 0.05  # nats per token: healthy rounds of tiny policies stayed below 0.03, collapsing ones had 0.1 to 0.4
 COLLAPSING = -0.01  # nats per token: healthy rounds stayed above -0.005, collapsing ones fell below -0.02
@@ -28,7 +28,7 @@ _ROUNDS_READ = 20  # rounds, of which some may have been abandoned
 Size = Literal["lost in rounding", "too small", "healthy", "too large"]
 
 _MEANS: Mapping[Size, str] = {
-    "lost in rounding": "not told from rounding",
+    "lost in rounding": "not distinguishable from rounding",
     "too small": "too small to be seen",
     "healthy": "healthy",
     "too large": "too large: rounds like this end in collapse",

@@ -97,8 +97,12 @@ def test_steps_too_small_are_named_only_where_no_gain_is_seen() -> None:
     ("k3", "floor", "means"),
     [
         (2e-8, 1e-9, "2e-08 nats a token (k3) at rate 1e-05: too small to be seen"),
-        (0.0022, 0.002, "0.0022 nats a token (k3) at rate 1e-05, of which 0.002 is rounding: not told from rounding"),
-        (0.0018, 0.002, "not told from rounding"),  # k3 of unchanged weights scatters about its floor
+        (
+            0.0022,
+            0.002,
+            "0.0022 nats a token (k3) at rate 1e-05, of which 0.002 is rounding: not distinguishable from rounding",
+        ),
+        (0.0018, 0.002, "not distinguishable from rounding"),  # k3 of unchanged weights scatters about its floor
         (0.007, 0.002, "0.007 nats a token (k3) at rate 1e-05, of which 0.002 is rounding: healthy"),
         (5e-4, 1e-6, "healthy"),
         (0.3, 0.002, "0.3 nats a token (k3) at rate 1e-05: too large: rounds like this end in collapse"),

@@ -48,7 +48,7 @@ def extend_segments() -> None:
 def limit(share: float | None) -> None:
     """Limit torch to this share of the process's GPU; None: no limit. Beyond it torch raises OutOfMemoryError."""
     if share is not None and torch.cuda.is_available():
-        torch.cuda.set_per_process_memory_fraction(share)
+        torch.cuda.set_per_process_memory_fraction(float(share))
 
 
 def give_back(share: float | None) -> None:
@@ -60,6 +60,6 @@ def give_back(share: float | None) -> None:
 def free_bytes() -> int:
     """Return the bytes that torch may still use: free on the GPU or cached by torch, and within its limit."""
     free, total = torch.cuda.mem_get_info()
-    held = torch.cuda.memory_allocated()
+    held: int = torch.cuda.memory_allocated()
     allowed = int(torch.cuda.get_per_process_memory_fraction() * total)
-    return max(0, min(free + torch.cuda.memory_reserved(), allowed) - held)
+    return max(0, min(free + int(torch.cuda.memory_reserved()), allowed) - held)

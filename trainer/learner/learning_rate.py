@@ -7,9 +7,9 @@ the k3 estimator of the KL from the new policy to the old one, less the floor th
     rate of the next round = rate * sqrt(target / (k3 - floor))
 
 outside a dead band of a factor of two on each side (k3 has a heavy tail), up by at most a factor of four per round,
-down without limit, within `bounds`. A shift below half of the floor is not told from rounding: shift and target both
-count as at least half of the floor. So a number format too coarse for the target leaves the first rate as it is, and
-still brings down one that is far too large.
+down without limit, within `bounds`. A shift below half of the floor cannot be distinguished from rounding: shift
+and target both count as at least half of the floor. So a number format too coarse for the target leaves the first rate
+as it is, and still brings down one that is far too large.
 
 The target falls with the policy's entropy: a low-entropy policy shifts less at the same rate, and a constant target
 would drive the rate into its bound (measured on the e-mail example). PPO for robots commonly uses such rates (rsl_rl's
@@ -46,7 +46,7 @@ _PER_TRAJECTORY = 0.3  # nats; 0.2 to 0.45 trained the tiny policies best
 _MIN_TARGET, _MAX_TARGET = 1e-3, 1e-2  # nats per token; the larger is the most that trained tiny policies stably
 _BAND = 2.0
 _MAX_INCREASE = 4.0
-_SEEN = 0.5  # of the floor: the smallest shift that is told from it
+_SEEN = 0.5  # of the floor: the smallest shift that can be distinguished from it
 _LEAST_SHARE = 0.1  # of the rate, at the end of a schedule
 _NOT_FINITE = 0.25  # factor of the rate after a shift that is not finite
 

@@ -3,10 +3,11 @@
 g = log p_new - log p_old of a token, with p_old the policy at the start of the round; k3 = exp(g) - 1 - g estimates the
 KL (Schulman 2020, "Approximating KL divergence"). Rejected rows do not count.
 
-Any change of the weights rounds the whole forward pass anew, so that k3 is above 0 whatever was learned: in bf16 by
-1e-6 nats a token for a tiny model and by 0.002 to 0.015 for one of 135 million parameters, depending on the tokens.
-This floor is measured in every round, with the round's model, rows and number format: k3 after a change of the old
-adapter that is as small as the format resolves and in a random direction, which changes no policy.
+Any change of the weights changes the rounding of the whole forward pass, so that k3 is above 0 whatever was learned: in
+bf16 by 1e-6 nats a token for a tiny model, and for one of 135 million parameters by 0.0001 (answers that it samples) to
+0.02 (answers that are unlikely to it). This floor is measured in every round, with the round's model, rows and number
+format: k3 after a change of the old adapter that is as small as the format resolves and in a random direction, which
+changes no policy.
 
 bf16 also loses part of a small step: the adapter's output is added to an output of the base model that is rounded to
 eight bits. The share that is left is the slope of the change on that of the same step enlarged k times, of which
@@ -14,7 +15,7 @@ rounding takes a fifth at most, divided by k. Each has an old policy of its own,
 
     share = k sum(g (log p_k - log p_floor)) / (sum((log p_k - log p_floor)^2) - sum((log p_floor - log p_old)^2))
 
-It comes out up to a third too high, and says nothing of a step that is not told from the floor.
+It comes out up to a third too high, and says nothing of a step that cannot be distinguished from the floor.
 
 trainer/learner/learning_rate.py adapts the learning rate to the shift above the floor.
 """
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
 Weights = Mapping[str, torch.Tensor]  # this process's parts of the LoRA parameters, by name
 
 _MAX_GAP = 20.0  # nats; exp of much larger gaps overflows
-# Of a weight. Of a new adapter, whose second matrices are 0, bf16 loses a part of smaller changes: 1e-6 rounds a model
-# of 135 million parameters anew by two thirds, 1e-5 entirely.
+# Of a weight. Of a new adapter, whose second matrices are 0, bf16 loses a part of smaller changes: of a model of 135
+# million parameters 1e-6 shows two thirds of the floor, 1e-5 all of it.
 _LEAST_CHANGE = {torch.bfloat16: 2e-5, torch.float32: 1e-7}
 _ENLARGED_RMS = 0.5  # nats, of the enlarged step: ten times the rounding error of bf16
 _MAX_ENLARGED = 50.0
