@@ -93,7 +93,7 @@ def test_weights_are_read_straight_onto_the_device(tiny_model: Path) -> None:
         ({"dtype": "float16"}, {}, "auto"),  # the learner has no such format
     ],
 )
-def test_a_learner_sees_what_is_served_unless_it_is_told_otherwise(
+def test_a_learner_sees_what_is_served_unless_its_own_format_is_set(
     vllm: dict[str, str], learner: dict[str, str], found: str
 ) -> None:
     settings = Settings.model_validate({"vllm": vllm, "learner": learner})
