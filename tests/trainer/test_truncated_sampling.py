@@ -11,14 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from ratchet.store.records import Verdict
+from ratchet.store.store import Store
+from ratchet.trainer.controller.rounds.round_runner import RoundRunner
 from ratchet.trainer.errors import RowError
 from ratchet.trainer.learner import importance_sampling
 from ratchet.trainer.learner.lm_head import HeadFunction, token_logprobs
 from ratchet.trainer.learner.policy_loss import policy_loss
 from ratchet.trainer.settings.learner_settings import LearnerSettings
+from tests.harness.records import answered_trajectory
 from tests.harness.trainer.tiny import build_row
 from tests.trainer.test_lm_head import vllms_choice
 from tests.trainer.test_loss_contract import build_trainer, double
+from tests.trainer.test_rejection import Reading
 
 VOCABULARY, HIDDEN, TEMPERATURE = 12, 6, 0.8
 TRUNCATIONS = [(5, 1.0, 0.0), (0, 0.8, 0.0), (0, 1.0, 0.1), (8, 0.9, 0.02)]
@@ -103,3 +108,24 @@ def test_a_truncated_row_is_scored_over_the_tokens_that_were_left(tiny_model: Pa
 def test_a_truncation_that_leaves_nothing_is_refused(truncation: tuple[int, float, float]) -> None:
     with pytest.raises(RowError, match="truncation is"):
         build_row(1, truncation=truncation)
+
+
+@pytest.mark.parametrize("penalized", [False, True])
+def test_a_round_counts_penalized_answers_and_trains_them_only_if_wanted(
+    penalized: bool, store: Store, tmp_path: Path
+) -> None:
+    for name, sampling in (("plain", {"top_p": 0.9}), ("penalized", {"presence_penalty": 0.5})):
+        answered_trajectory(store, name, sampling={"temperature": 1.0, **sampling})
+    store.trajectories.seal_idle_trajectories("agent", now=100.0, idle_seconds=1.0)
+    group = store.groups.create("k", "agent", ["plain", "penalized"], now=101.0)
+    verdicts = [
+        Verdict(trajectory_id=name, group_id=group.id, judge="rule", judge_version="1", score=score, judged_at=10.0)
+        for name, score in (("plain", 0.0), ("penalized", 1.0))
+    ]
+    store.groups.record_verdicts(group.id, verdicts)
+    learner = Reading()
+    RoundRunner(store, "agent", tmp_path, penalized=penalized).run_round(learner, [store.groups.get(group.id)], 0)
+    assert set(learner.ages) == ({"plain", "penalized"} if penalized else {"plain"})
+    (trained,) = store.rounds.page("agent")
+    untrained = trained.metrics["untrained_tokens"]
+    assert untrained == ({} if penalized else {"penalized_sampling": 2})
