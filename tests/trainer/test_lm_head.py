@@ -56,7 +56,10 @@ def reference(
 def test_logprobs_entropies_and_gradients_are_those_of_whole_logits(function: HeadFunction, bias: bool) -> None:
     given = inputs(torch.float32, bias=bias)
     weights = torch.randn(2, TOKENS, generator=torch.Generator().manual_seed(1))
-    found, expected = token_logprobs(*given, function), reference(*given, function)
+    found, expected = (
+        token_logprobs(given[0], given[1], given[2], given[3], function),
+        reference(given[0], given[1], given[2], given[3], function),
+    )
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours - theirs).abs().max().item() < 5e-5  # of logits of up to 60
     for both in ((1.0, 0.0), (1.0, 0.3)):
@@ -77,10 +80,10 @@ def test_a_bf16_model_has_the_logprobs_of_its_exact_logits() -> None:
     given = inputs(torch.bfloat16, bias=False, size=8.0)
     hidden, head, targets, temperatures = given
     with torch.autocast("cpu", torch.bfloat16):
-        ours, _ = token_logprobs(*given, HeadFunction())
+        ours, _ = token_logprobs(given[0], given[1], given[2], given[3], HeadFunction())
         rounded = (head(hidden) / temperatures[:, None]).float().log_softmax(1).gather(1, targets[:, None])[:, 0]
     assert ours.dtype == torch.float32
-    exact, _ = reference(*given, HeadFunction())
+    exact, _ = reference(given[0], given[1], given[2], given[3], HeadFunction())
     assert (ours - exact).abs().max().item() < 1e-4
     assert (rounded - exact).abs().max().item() > 0.05
     ours.sum().backward()

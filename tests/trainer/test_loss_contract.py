@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -218,8 +218,13 @@ def test_ten_forks_count_as_much_as_their_sibling_only_in_a_mean_over_trajectori
     tiny_model: Path, tmp_path: Path
 ) -> None:
     forked, sibling = (build_row(seed, advantage=1.0) for seed in (1, 2))
-    for mean_over, equal in (("trajectories", True), ("rows", False), ("tokens", False)):
-        settings = LearnerSettings(max_grad_norm=0, **PLAIN, **{"mean_over": mean_over})
+    choices: dict[Literal["trajectories", "rows", "tokens"], bool] = {
+        "trajectories": True,
+        "rows": False,
+        "tokens": False,
+    }
+    for mean_over, equal in choices.items():
+        settings = LearnerSettings(mean_over=mean_over, max_grad_norm=0, **PLAIN)
         trainer = build_trainer(settings, tiny_model, tmp_path, budget=10_000)
         once = backward(trainer, trainer.prepare([forked, sibling]))[0]
         ten_times = backward(trainer, trainer.prepare([*[forked] * 10, sibling]))[0]
