@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.decoding import decode
 from benchmarks.gpu.precision import RANK, learner_settings, peak_gib, reset_peak, synchronize
 from ratchet.trainer.errors import OutOfMemory
 from ratchet.trainer.learner import gpu_memory, lora
@@ -40,7 +41,6 @@ from tests.harness.trainer.gpu_shapes import (
 Row = dict[str, Any]
 
 BUDGET = 8192  # tokens of a micro-batch, the default
-_HELD = 0.45  # share of the memory that the process beside the learner holds: vLLM's, by `ratchet plan`
 _SHARE = 0.5  # of the learner, at most
 
 
@@ -225,7 +225,7 @@ def beside(shape: str, device: torch.device) -> Iterator[Row]:
     free(device)
     other.start()
     try:
-        if not ready.wait(40):
+        if not ready.wait(60):
             yield {"case": "beside", "missing": "the other process did not start"}
             return
         before, began = passes.value, time.perf_counter()
@@ -272,24 +272,6 @@ def without_memory(host: LearnerHost, rows: Sequence[TokenRow], device: torch.de
     finally:
         del taken
         free(device)
-
-
-def decode(where: str, stop: Any, ready: Any, passes: Any) -> None:
-    """Hold memory and multiply 32 vectors by weights again and again, as decoding does."""
-    device = torch.device(where)
-    size = int(_HELD * torch.cuda.get_device_properties(0).total_memory) if device.type == "cuda" else 2**22
-    width = 4096 if device.type == "cuda" else 64
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    weights = torch.randn(width, width, device=device, dtype=dtype) / width**0.5
-    held = torch.empty(max(2, size // weights.nbytes), width, width, device=device, dtype=dtype).copy_(weights)
-    vectors = torch.randn(32, width, device=device, dtype=dtype)
-    ready.set()
-    while not stop.is_set():
-        for matrix in held[: 7 * 2**30 // weights.nbytes if device.type == "cuda" else 2]:
-            vectors = vectors @ matrix
-        vectors = vectors.clamp(-1, 1)
-        synchronize(device)
-        passes.value += 1
 
 
 def experts(shape: str, device: torch.device) -> Iterator[Row]:
