@@ -60,6 +60,6 @@ def give_back(share: float | None) -> None:
 def free_bytes() -> int:
     """Return the bytes that torch may still use: free on the GPU or cached by torch, and within its limit."""
     free, total = torch.cuda.mem_get_info()
-    held: int = torch.cuda.memory_allocated()
     allowed = int(torch.cuda.get_per_process_memory_fraction() * total)
-    return max(0, min(free + int(torch.cuda.memory_reserved()), allowed) - held)
+    available = min(int(free) + torch.cuda.memory_reserved(), allowed)
+    return max(0, int(available) - int(torch.cuda.memory_allocated()))
