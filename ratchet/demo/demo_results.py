@@ -90,7 +90,7 @@ class DemoResults:
 
     seed: int
     base_model: str
-    dtype: str  # vllm.dtype
+    dtype: str  # in which vLLM serves
     release_policy: str  # trainer.release.policy
     before: HeldOutEvaluation
     after: HeldOutEvaluation

@@ -267,7 +267,7 @@ class Demo:
                 train=self.folder / "train.jsonl",
                 seed=self._options.seed,
                 base_model=str(self._settings.base_model),
-                dtype=self._settings.vllm.dtype,
+                dtype=vllm_command.number_format(self._settings, vllm_command.has_visible_gpu(self._settings)),
                 release_policy=self._settings.trainer_settings().release.policy,
                 seconds=dict(self._seconds) | {"total": time.monotonic() - self._began},
             )
