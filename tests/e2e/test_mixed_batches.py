@@ -40,6 +40,38 @@ def logprobs(url: str, model: str) -> list[float]:
     return [float(value) for value in answer.json()["choices"][0]["logprobs"]["token_logprobs"]]
 
 
+def load_adapter(url: str, name: str, folder: Path) -> None:
+    """Load an adapter under a name."""
+    loaded = httpx.post(f"{url}/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(folder)}, timeout=60)
+    assert loaded.status_code == 200, loaded.text
+
+
+def prompt_logprobs(url: str, model: str) -> list[float]:
+    """The logprobs of a prompt's own tokens, after its first."""
+    ask: dict[str, Any] = {"model": model, "prompt": list(range(5, 205)), "max_tokens": 1, "prompt_logprobs": 0}
+    answer = httpx.post(f"{url}/v1/completions", json=ask, timeout=120)
+    assert answer.status_code == 200, answer.text
+    places = answer.json()["choices"][0]["prompt_logprobs"][1:]
+    return [float(next(iter(place.values()))["logprob"]) for place in places]
+
+
+@pytest.mark.e2e
+def test_prompt_logprobs_of_an_adapter_beside_other_calls_end_no_engine(tmp_path: Path) -> None:
+    arguments = ("--dtype", "float32", "--no-enable-prefix-caching")
+    with vllm(POLICY, tmp_path / "vllm.log", *arguments, max_model_len=512) as url:
+        load_adapter(url, "adapter", make_adapter(tmp_path / "adapter", 0))
+        alone = {model: prompt_logprobs(url, model) for model in (BASE, "adapter")}
+        with ThreadPoolExecutor(12) as pool:
+            others = [pool.submit(logprobs, url, model) for model in (BASE, "adapter") * 4]
+            beside = [(model, pool.submit(prompt_logprobs, url, model)) for model in (BASE, "adapter") * 4]
+            for model, got in beside:
+                assert got.result() == pytest.approx(alone[model], abs=1e-3), model
+            for other in others:
+                other.result()
+        assert httpx.get(f"{url}/health", timeout=10).status_code == 200
+    assert alone["adapter"] != pytest.approx(alone[BASE], abs=0.1)
+
+
 @pytest.mark.e2e
 def test_beside_adapters_the_base_model_answers_as_it_does_alone(tmp_path: Path) -> None:
     names = [f"adapter-{number}" for number in range(SLOTS)]
@@ -47,10 +79,7 @@ def test_beside_adapters_the_base_model_answers_as_it_does_alone(tmp_path: Path)
     with vllm(POLICY, tmp_path / "vllm.log", "--max-loras", str(SLOTS), "--dtype", "float32", max_model_len=512) as url:
         alone = logprobs(url, BASE)
         for name, folder in folders.items():
-            loaded = httpx.post(
-                f"{url}/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(folder)}, timeout=60
-            )
-            assert loaded.status_code == 200, loaded.text
+            load_adapter(url, name, folder)
         adapted = {name: logprobs(url, name) for name in names}  # every slot has been used
         with ThreadPoolExecutor(9) as pool:
             models = [BASE, *names] * 3
