@@ -1,8 +1,8 @@
 """How many adapters vLLM must hold: in memory (`--max-cpu-loras`), and in one batch (`--max-loras`).
 
 Per agent, vLLM may hold the version held back, the live one, the one in its ramp, the candidate that is proven next and
-its amplified copy, one that open trajectories still use, and `trainer.keep_loaded_adapters` older ones. The first three answer at the same
-time.
+its amplified copy, one that open trajectories still use, and `trainer.keep_loaded_adapters` older ones. The first three
+answer at the same time.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def max_cpu_loras(settings: Settings) -> int:
         agents = len(settings.agents_by_name)
         raise SettingsError(
             f"vllm.max_cpu_loras {own.max_cpu_loras} is too small: {agents} agent{'s'[: agents > 1]} may need {needed} "
-            f"adapters in memory (held back, live, ramp, candidate and its copy, draining and keep_loaded_adapters of each), and "
-            f"vllm.max_loras is {slots}: set {least} or more, or leave it out"
+            "adapters in memory (held back, live, ramp, candidate and copy, draining and keep_loaded_adapters of each), "
+            f"and vllm.max_loras is {slots}: set {least} or more, or leave it out"
         )
     return own.max_cpu_loras
 

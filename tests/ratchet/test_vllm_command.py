@@ -43,7 +43,7 @@ def test_the_command_allows_adapters_at_run_time_and_keeps_the_models_sampling_o
     for part in (
         "--served-model-name policy@0",
         "--port 8235",
-        "--enable-lora --max-lora-rank 16 --max-loras 3 --max-cpu-loras 7",
+        "--enable-lora --max-lora-rank 16 --max-loras 3 --max-cpu-loras 8",
         "--logprobs-mode processed_logprobs",
         "--generation-config vllm",
         "--enable-auto-tool-choice --tool-call-parser hermes",

@@ -8,7 +8,7 @@
 {{- range list 320 256 128 64 32 16 }}{{ if ge . $wanted }}{{ $rank = . }}{{ end }}{{ end -}}
 {{- $held := 0 -}}
 {{- range $settings.agents }}
-{{- $held = add $held 5 (dig "keep_loaded_adapters" (dig "keep_loaded_adapters" 2 $settings.trainer) (. | default dict)) }}
+{{- $held = add $held 6 (dig "keep_loaded_adapters" (dig "keep_loaded_adapters" 2 $settings.trainer) (. | default dict)) }}
 {{- end -}}
 {{- $slots := int ($own.max_loras | default (min (max (mul 3 (len $settings.agents)) 4) 16)) -}}
 {{- $cpu := int ($own.max_cpu_loras | default (max (mul 2 $slots) $held)) -}}
