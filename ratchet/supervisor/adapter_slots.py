@@ -37,8 +37,8 @@ def max_cpu_loras(settings: Settings) -> int:
         agents = len(settings.agents_by_name)
         raise SettingsError(
             f"vllm.max_cpu_loras {own.max_cpu_loras} is too small: {agents} agent{'s'[: agents > 1]} may need {needed} "
-            "adapters in memory (held back, live, ramp, candidate and copy, draining and keep_loaded_adapters of each), "
-            f"and vllm.max_loras is {slots}: set {least} or more, or leave it out"
+            "adapters (held back, live, ramp, candidate and copy, draining and keep_loaded_adapters of each) in "
+            f"memory, and vllm.max_loras is {slots}: set {least} or more, or leave it out"
         )
     return own.max_cpu_loras
 
