@@ -214,10 +214,14 @@ class Demo:
         self._agent(arguments, self._settings.model, supervisor)
 
     def _settle(self, supervisor: Supervisor) -> int:
-        """Wait until the trainer has used the traffic; return the live version."""
+        """Wait until the trainer has used the traffic; return the live version.
+
+        Traffic that ends by time leaves more groups than rounds can train. They are not waited for: trained one round
+        after the other without new traffic they grow ever older, up to `trainer.max_staleness` versions.
+        """
         store = open_store(self._settings.store_url)
         try:
-            until = time.monotonic() + _SETTLE_SECONDS
+            until = time.monotonic() + (_SETTLE_SECONDS if self._options.minutes is None else 0.0)
             while time.monotonic() < until and not self._is_settled(store):
                 supervisor.check()
                 time.sleep(0.2)

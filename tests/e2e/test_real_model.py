@@ -19,7 +19,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any],
     """One short demo: (what it printed, result.json, its folder). The model stays in the user's cache."""
     folder = tmp_path_factory.mktemp("state")
     command = [
-        sys.executable, "-m", "ratchet", "demo", "--real", "--rounds", "16", "--minutes", "4", "--held-out-tasks", "20",
+        sys.executable, "-m", "ratchet", "demo", "--real", "--minutes", "3", "--held-out-tasks", "20",
         "--held-out-attempts", "1", "--state-dir", str(folder), "--set", "trainer.groups_per_round=8",
         "--set", "trainer.seal_after_idle_seconds=1",
     ]  # fmt: skip
