@@ -26,9 +26,9 @@ class Holder:
 def is_free(host: str, port: int) -> bool:
     """Return whether a server could listen on `host:port` now, and no other one is about to.
 
-    vLLM binds its port when it starts and listens minutes later; whoever listens there meanwhile makes it wait for
-    ever. Such a port can be bound with SO_REUSEADDR only, as one whose last connections are in TIME_WAIT, which counts
-    as free.
+    vLLM binds its port when it starts and listens minutes later; another server that listens there meanwhile makes it
+    wait for ever. Such a port can be bound with SO_REUSEADDR only, as one whose last connections are in TIME_WAIT,
+    which counts as free.
     """
     return _can_listen(host, port, reuse=True) and (_can_listen(host, port, reuse=False) or _has_connections(port))
 
