@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from ratchet.trainer.release.proof import (
+    COPIES,
     AmplifiedCopy,
     Proof,
     ProofOutcome,
@@ -25,17 +26,28 @@ PLACES = [place for place in range(CONTEXTS) for _ in range(TOKENS)]
 CHANGES = [1e-4, 0.014, 0.066, 0.2, 0.6]  # nats, root mean square of what a version changes of the base model
 FP32 = (1e-6, None, False)
 # Rounding in nats, degrees of freedom of its tails (None: normal) and whether the trainer rounds as well.
-BF16 = [(0.05, None, False), (0.05, None, True), (0.12, None, True), (0.07, 3, False), (0.12, 3, True)]
+BF16 = [
+    (0.05, None, False),
+    (0.05, None, True),
+    (0.12, None, True),
+    (0.07, 3, False),
+    (0.12, 3, True),
+    (0.14, None, False),
+]
 
-# Share of a change that bf16 serves, by its size: measured on SmolLM2-135M with the real vLLM.
-_SIZES, _SHARES = (0.003, 0.014, 0.066, 0.184, 0.573, 1.0), (0.0, 0.0, 0.25, 0.46, 0.85, 0.95)
+# Share of a change that bf16 serves, by its size in nats: measured on SmolLM2-135M with the real vLLM on a CPU and on a
+# 1.5B shape with random weights on an H200, whose rounding is 0.14 nats.
+_SHARES = {
+    False: ((0.003, 0.014, 0.066, 0.184, 0.573, 1.0), (0.0, 0.0, 0.25, 0.46, 0.85, 0.95)),
+    True: ((0.003, 0.12, 0.61, 1.21, 1.79, 3.44), (0.0, 0.05, 0.30, 0.55, 0.77, 1.0)),
+}
 
 Numbers = NDArray[numpy.float64]
 
 
 @dataclass
-class Engine:
-    """An engine and a trainer of one model. Any change of the weights rounds the engine's logprobs anew, and is served
+class SimulatedEngine:
+    """An engine and a trainer of one model. Any change of the weights rounds the engine's logprobs, and is served
     as the format allows; a part of the rounding is the same in all versions.
     """
 
@@ -59,7 +71,8 @@ class Engine:
         if self.noise < 1e-3:
             return change
         size = sqrt(float((change**2).mean()))
-        return change * float(numpy.interp(numpy.log(max(size, 1e-9)), numpy.log(_SIZES), _SHARES))
+        sizes, shares = _SHARES[self.noise > 0.13]
+        return change * float(numpy.interp(numpy.log(max(size, 1e-9)), numpy.log(sizes), shares))
 
     def proof(
         self, trained: Numbers, served: Numbers, *, copy: Numbers | None = None, live: Numbers | None = None
@@ -81,48 +94,53 @@ class Engine:
         if first.outcome is not ProofOutcome.UNPROVEN:
             return first
         factor = better_factor(sqrt(float((trained**2).mean())), rounding_of(base))
-        amplified = version(factor * (trained if copy is None else copy), factor * trained)
-        return prove(PLACES, new, old, tolerance=0.1, amplified=AmplifiedCopy(factor, amplified, "agent@0"))
+        for larger in COPIES:
+            applied = larger * factor * (trained if copy is None else copy)
+            amplified = AmplifiedCopy(larger * factor, version(applied, larger * factor * trained), "agent@0")
+            found = prove(PLACES, new, old, tolerance=0.1, amplified=amplified)
+            if found.holds:
+                break
+        return found
 
 
-def applied(world: Engine, change: float) -> Proof:
+def applied(world: SimulatedEngine, change: float) -> Proof:
     right = world.effect(change)
     return world.proof(right, right)
 
 
-def applied_after_others(world: Engine, change: float) -> Proof:
+def applied_after_others(world: SimulatedEngine, change: float) -> Proof:
     """A small step from a live version that is far from the base model."""
     live = world.effect(5 * change)
     right = live + world.effect(change)
     return world.proof(right, right, live=live)
 
 
-def never_applied(world: Engine, change: float) -> Proof:
+def never_applied(world: SimulatedEngine, change: float) -> Proof:
     right = world.effect(change)
     return world.proof(right, 0 * right, copy=0 * right)
 
 
-def another_adapter(world: Engine, change: float) -> Proof:
+def another_adapter(world: SimulatedEngine, change: float) -> Proof:
     """One that was trained for the same: what it changes correlates by a half."""
     right = world.effect(change)
     other = 0.5 * right + sqrt(0.75) * world.effect(change)
     return world.proof(right, other, copy=other)
 
 
-def half_of_it(world: Engine, change: float) -> Proof:
+def half_of_it(world: SimulatedEngine, change: float) -> Proof:
     right = world.effect(change)
     return world.proof(right, 0.5 * right, copy=0.5 * right)
 
 
-def a_stale_file(world: Engine, change: float) -> Proof:
+def a_stale_file(world: SimulatedEngine, change: float) -> Proof:
     """The first version's file under the second one's name; the two steps point into different directions."""
     live = world.effect(change)
     return world.proof(live + world.effect(change), live, copy=live, live=live)
 
 
-def the_copy_under_the_served_name(world: Engine, change: float) -> Proof:
+def the_copy_under_the_served_name(world: SimulatedEngine, change: float) -> Proof:
     right = world.effect(change)
-    return world.proof(right, max(8.0, 0.8 / change) * right)
+    return world.proof(right, max(8.0, better_factor(change, 1.3 * world.noise)) * right)
 
 
 def outcomes(
@@ -133,7 +151,7 @@ def outcomes(
     for noise, tails, trainer in formats:
         for change in CHANGES:
             dice = numpy.random.default_rng([round(1e7 * change), round(1e7 * noise), tails or 0, trainer])
-            proofs = (case(Engine(dice, noise, tails, trainer), change) for _ in range(trials))  # type: ignore[operator]
+            proofs = (case(SimulatedEngine(dice, noise, tails, trainer), change) for _ in range(trials))  # type: ignore[operator]
             found[f"noise {noise}, tails {tails}, trainer {trainer}, change {change}"] = Counter(
                 p.outcome for p in proofs
             )
@@ -146,18 +164,18 @@ WRONG_CASES = [never_applied, another_adapter, half_of_it, a_stale_file, the_cop
 @pytest.mark.slow
 @pytest.mark.parametrize("case", WRONG_CASES)
 def test_what_is_not_the_new_version_is_never_called_proven(case: object) -> None:
-    """1,800 decisions each: a true rate of 2e-3 would show with a probability of 97%."""
+    """2,100 decisions each: a true rate of 2e-3 would show with a probability of 97%."""
     found = outcomes(case, [FP32, *BF16], 60)
     proven = {what: counts[ProofOutcome.PROVEN] for what, counts in found.items()}
     # By chance a stale file changes the compared tokens almost as the right one does.
-    assert sum(proven.values()) <= (0.005 * 60 * len(proven) if case is a_stale_file else 0), proven
+    assert sum(proven.values()) <= (0.015 * 60 * len(proven) if case is a_stale_file else 0), proven
 
 
 @pytest.mark.parametrize("case", WRONG_CASES)
 def test_what_is_not_the_new_version_is_rejected_and_not_waited_for(case: object) -> None:
-    for formats, least in (([FP32], 0.8), (BF16[:2], 0.75)):
-        for what, found in outcomes(case, formats, 40).items():
-            assert found[ProofOutcome.WRONG] >= least * 40, (what, found)
+    least = 0.6 if case is a_stale_file else 0.8
+    for what, found in outcomes(case, [FP32, *BF16[:2]], 40).items():
+        assert found[ProofOutcome.WRONG] >= least * 40, (what, found)
 
 
 @pytest.mark.parametrize("case", [applied, applied_after_others])
@@ -193,7 +211,7 @@ def test_a_proof_says_what_it_could_not_compare() -> None:
 def test_a_distance_that_the_base_model_has_as_well_rejects_no_version() -> None:
     """Mixtures of experts differ by more than the tolerance in every version; one that is far worse is wrong."""
     dice = numpy.random.default_rng(5)
-    world = Engine(dice, 0.25, None, False)
+    world = SimulatedEngine(dice, 0.25, None, False)
     assert world.proof(right := world.effect(0.6), right).outcome is not ProofOutcome.WRONG
     far = [-2.0 + float(v) for v in dice.standard_normal(72)]
     found = prove(

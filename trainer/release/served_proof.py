@@ -13,6 +13,7 @@ from ratchet.trainer.adapters.vllm_api import VllmServer
 from ratchet.trainer.errors import CheckpointError, TrainerError
 from ratchet.trainer.learner_api.protocol import LogprobScorer
 from ratchet.trainer.release.proof import (
+    COPIES,
     AmplifiedCopy,
     Proof,
     ProofOutcome,
@@ -54,7 +55,7 @@ class ServedLogprobs:
 
 class TrainerLogprobs:
     """The trainer's logprobs of a version, True or its reference, and of older ones. Nothing is computed twice: the
-    replicas are mostly asked about the same tokens.
+    replicas are mostly compared about the same tokens.
     """
 
     def __init__(self, scorer: LogprobScorer, version: bool | str = True) -> None:
@@ -102,17 +103,21 @@ class SwapProver:
 
     def prove(self, replicas: Sequence[VllmServer], served: Mapping[str, ServedLogprobs]) -> dict[str, Proof]:
         """Compare what replicas have answered, by URL, with the trainer. Where the version's own change is lost in
-        rounding, an amplified copy is loaded, measured and unloaded.
+        rounding, an amplified copy is loaded, measured and unloaded; if that proves nothing, a larger one.
         """
         proofs = {url: self._compare(answer) for url, answer in served.items()}
-        undecided = {url: served[url] for url, proof in proofs.items() if proof.outcome is ProofOutcome.UNPROVEN}
-        if undecided and any(answer.places for answer in undecided.values()):
-            try:
-                copies = self._measure_copies([replica for replica in replicas if replica.url in undecided], undecided)
-            except CheckpointError as error:
-                log.warning("event=no_amplified_copy policy=%s reason=%r", self.name, str(error))
-                return proofs
-            proofs |= {url: self._compare(served[url], copy) for url, copy in copies.items()}
+        undecided = {url for url, proof in proofs.items() if proof.outcome is ProofOutcome.UNPROVEN}
+        if not any(served[url].places for url in undecided):
+            return proofs
+        try:
+            factor = self._choose_factor(next(served[url] for url in undecided if served[url].places))
+            for larger in COPIES:
+                compared = [replica for replica in replicas if replica.url in undecided]
+                copies = self._measure_copies(factor * larger, compared, served) if compared else {}
+                proofs |= {url: self._compare(served[url], copy) for url, copy in copies.items()}
+                undecided = {url for url in copies if not proofs[url].holds}
+        except CheckpointError as error:
+            log.warning("event=no_amplified_copy policy=%s reason=%r", self.name, str(error))
         return proofs
 
     def _compare(self, served: ServedLogprobs, amplified: AmplifiedCopy | None = None) -> Proof:
@@ -128,12 +133,14 @@ class SwapProver:
             amplified=amplified,
         )
 
+    @property
+    def _base(self) -> str:
+        return next(name for name, reference in self.old.items() if reference is None)
+
     def _measure_copies(
-        self, replicas: Sequence[VllmServer], served: Mapping[str, ServedLogprobs]
+        self, factor: float, replicas: Sequence[VllmServer], served: Mapping[str, ServedLogprobs]
     ) -> dict[str, AmplifiedCopy]:
         """Return what each replica answers under an amplified copy; one that cannot load it is left out."""
-        base = next(name for name, reference in self.old.items() if reference is None)
-        factor = self._choose_factor(next(answer for answer in served.values() if answer.places), base)
         name = f"{self.name}x{factor:g}"  # no proxy knows this name
         with amplified(self.reference, factor) as copy:
 
@@ -154,16 +161,16 @@ class SwapProver:
                         _picked(answer, [(p, s[-1]) for p, s in zip(found.places, found.sequences, strict=True)]),
                         self.trainer.score(found.sequences, copy),
                     ),
-                    base,
+                    self._base,
                 )
                 for url, answer in answers.items()
                 for found in (served[url],)
             }
 
-    def _choose_factor(self, served: ServedLogprobs, base: str) -> float:
+    def _choose_factor(self, served: ServedLogprobs) -> float:
         """Return the factor with which the trainer's logprobs change by a size that no rounding hides."""
         trained = self.trainer.score(served.sequences, False)
-        rounding = rounding_of(VersionLogprobs(served.old[base], trained))
+        rounding = rounding_of(VersionLogprobs(served.old[self._base], trained))
 
         def change(adapter: bool | str) -> float:
             scored = self.trainer.score(served.sequences, adapter)
