@@ -27,7 +27,7 @@ from ratchet.trainer.learner import base_model
 from ratchet.trainer.learner.host import LearnerHost
 from ratchet.trainer.settings.learner_process_settings import LearnerProcessSettings
 from ratchet.trainer.settings.learner_settings import LearnerSettings
-from tests.harness.trainer.gpu_figures import LENGTHS, config_of
+from tests.harness.trainer.gpu_shapes import config_of
 from tests.harness.trainer.tiny import build_tokenizer
 
 RANK = 16
@@ -95,7 +95,7 @@ def measure(shape: str, repetitions: int, folder: Path) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.agent_swap", description=__doc__)
-    parser.add_argument("--shape", choices=sorted(LENGTHS), default="7b")
+    parser.add_argument("--shape", choices=("7b", "tiny"), default="7b")
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
