@@ -30,8 +30,8 @@ version's own name; what can be is an *amplified copy*: the same weights file wi
 under a name that is never served. Its change is large enough for every number format, and it follows the trainer's only
 if this replica reads the right file and applies it to the right layers. So there are two ways to a proof: the version's
 own change follows the trained one, compared with each old version (in fp32 always); or the amplified copy's does, and
-the version's own change does not contradict it: it is not larger than the trained one, nor missing where it should show,
-by more than rounding explains.
+the version's own change does not contradict it: it is neither larger than the trained one nor missing where it should
+show, by more than rounding explains.
 """
 
 from __future__ import annotations
