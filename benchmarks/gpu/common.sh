@@ -4,10 +4,19 @@ export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 VLLM_NO_US
 export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_ALLOW_RUNTIME_LORA_UPDATING=True TOKENIZERS_PARALLELISM=false
 SITE=${SITE:-/tmp/site} WORK=${WORK:-/tmp/gpu} OUT=${OUT:-$PWD/.gpu-out} PYTHON=${PYTHON:-python3} DEVICE=${DEVICE:-cuda}
 export PYTHONPATH=$PWD:$SITE${PYTHONPATH:+:$PYTHONPATH} OUT
+REAL=$WORK/smollm2 # the folder of the real model; its tokenizer is written last
 mkdir -p "$SITE" "$WORK/logs" "$OUT"
 began=$SECONDS
 say() { echo "[$((SECONDS - began)) s] $*"; }
 left() { echo $((limit - (SECONDS - began))); }  # seconds of this step
+
+# real_weights: makes the folder $REAL of the halves of its GGUF file
+real_weights() {
+    tar -xJf .gpu2/gguf.tar.xz -C "$SITE" && cp .gpu2/part.01 "$WORK/"
+    mkdir -p "$WORK/gguf" && cat "$WORK"/part.0? >"$WORK/gguf/m.gguf"
+    "$PYTHON" -m ratchet.demo.pretrained_model "$WORK/gguf/m.gguf" "$REAL" 2>&1 | tail -3
+    [ -f "$REAL/tokenizer_config.json" ] && say "real weights" || say "NO real weights"
+}
 
 # server NAME MODEL PORT [ARGUMENTS]: starts vLLM in a process group of its own; its log is $WORK/logs/NAME.log
 server() {

@@ -1,6 +1,7 @@
 """Writes a model folder: python -m benchmarks.gpu.make_model FOLDER SHAPE [DEVICE]
 
-A shape of the benchmark with random bf16 weights, the logits of a real model, and the tests' tokenizer.
+A shape of the benchmark with random bf16 weights, the logits of a real model, and the tests' tokenizer; beside it, in
+FOLDER-adapters, two adapters of it for `benchmarks.gpu.served_load`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.gpu.precision import adapted
 from tests.harness.trainer.gpu_shapes import build_model, scale_logits
 from tests.harness.trainer.tiny import build_tokenizer
 
@@ -24,6 +26,9 @@ def main() -> None:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     print(f"{folder}: {sum(p.numel() for p in model.parameters()) / 1e6:,.0f}M parameters")
+    policy = adapted(model)  # changes nothing yet, which costs as much to serve
+    for name in ("one", "two"):
+        policy.save_pretrained(folder.with_name(f"{folder.name}-adapters") / name)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from typing import Any
 
 Row = dict[str, Any]
 
-SECONDS = {"noise": 90, "moves": 100, "head": 45, "step": 75, "trl": 75, "beside": 75, "experts": 60}
+SECONDS = {"noise": 90, "moves": 100, "head": 45, "step": 75, "trl": 75, "beside": 110, "experts": 60}
 _IN_CHILD = "--in-this-process"
 
 
