@@ -15,7 +15,7 @@ import pytest
 from ratchet.store.errors import StoreUnavailable
 from ratchet.store.records import Policy
 from ratchet.store.records.tuning import Rollout
-from ratchet.store.states import GroupState, RoundState, ToolResult, TrajectoryState
+from ratchet.store.states import GroupState, PolicyState, RoundState, ToolResult, TrajectoryState
 from ratchet.store.store import Store
 from ratchet.store.training.rounds import Rounds
 from ratchet.trainer.adapters.checkpoint import newest_complete
@@ -242,10 +242,11 @@ def test_rejected_versions_do_not_make_the_traffic_stale(
 ) -> None:
     controller = make_controller(max_staleness=0, groups_per_round=1)
     honest = engine.scorer
-    engine.scorer = lambda name, ids: -50.0
+    engine.scorer = lambda name, ids: honest("base", ids)
     for task in "abc":
-        agents_work(store, task, [0.0, 1.0])
+        agents_work(store, task, [0.0, 1.0], prompt=range(5, 25))  # places enough to call a version wrong
         controller.step(1000.0)
+    assert [store.policies.get("agent", version).state for version in (1, 2, 3)] == [PolicyState.REJECTED] * 3
     engine.scorer = honest
     agents_work(store, "d", [0.0, 1.0])
     controller.step(1000.0)
