@@ -194,7 +194,7 @@ def test_vllm_is_started_as_up_starts_it(values: Path, tmp_path: Path, monkeypat
         ("settings.learner.machines=2", "'machines'"),
         ("settings.vllm.tool_call_parser=null", "/settings/vllm/tool_call_parser"),
         ("settings.vllm.tool_call_parser=auto", "/settings/vllm/tool_call_parser"),
-        ("settings.vllm.max_cpu_loras=5", "settings.vllm.max_cpu_loras: 5 is too small; set 8"),
+        ("settings.vllm.max_cpu_loras=5", "settings.vllm.max_cpu_loras: 5 is too small; set 9"),
         ("learner.enabled=false", "/settings/learner/url"),
         ("vllm.enabled=false", "/vllm/urls"),
         ("ingress.enabled=true", "/ingress/host"),
