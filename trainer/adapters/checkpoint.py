@@ -68,19 +68,16 @@ def write_atomically(folder: Path, writer: Callable[[Path], None]) -> None:
 @contextlib.contextmanager
 def temporary_copy(folder: Path, suffix: str, writer: Callable[[Path], None]) -> Iterator[Path]:
     """Yield a complete checkpoint beside `folder` with the files that `writer` writes; it is removed afterwards, or by
-    `remove_incomplete` if this process dies. Raises CheckpointUnwritable, and what the writer raises.
+    `remove_incomplete` if this process dies. Raises CheckpointDamaged if `folder` is not complete, and as
+    `write_atomically` does.
     """
+    if not complete(folder):
+        raise CheckpointDamaged(f"{folder} is missing or incomplete; {_RESTORE}")
     copy = folder.with_name(f".{folder.name}{suffix}.tmp-{os.getpid()}")
+    shutil.rmtree(copy, ignore_errors=True)
     try:
-        shutil.rmtree(copy, ignore_errors=True)
-        copy.mkdir()
-        writer(copy)
-        _write_manifest(copy)
+        write_atomically(copy, writer)
         yield copy
-    except FileNotFoundError as error:
-        raise CheckpointDamaged(f"{folder} is missing; {_RESTORE}") from error
-    except OSError as error:
-        raise CheckpointUnwritable(_why_unwritable(copy, error)) from error
     finally:
         shutil.rmtree(copy, ignore_errors=True)
 
