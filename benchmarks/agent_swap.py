@@ -74,7 +74,7 @@ def measure(shape: str, repetitions: int, folder: Path) -> dict[str, Any]:
     base_model.load = lambda *_, **__: (build_hollow_model(shape), build_tokenizer())
     try:
         process = LearnerProcessSettings(lora_r=RANK, threads=1)
-        host = LearnerHost("random weights", process, workdir=folder / "work")
+        host = LearnerHost("random weights", process)
     finally:
         base_model.load = load
     settings = LearnerSettings(lora_r=RANK, lora_alpha=2 * RANK, learning_rate=1e-5)

@@ -37,7 +37,7 @@ def main(rounds: int) -> None:
         model = build_tiny_model(folder / "model")
         served = LearnerProcess(folder / "learner", model)
         try:
-            host = LearnerHost(str(model), LearnerProcessSettings(threads=1), workdir=folder / "own")
+            host = LearnerHost(str(model), LearnerProcessSettings(threads=1))
             host.open(_AGENT, settings, None)
             eventually(served.is_ready, 240)
             remote = RemoteLearner(served.connection, LearnerAgent(_AGENT), settings)

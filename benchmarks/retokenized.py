@@ -260,13 +260,13 @@ def of_text(tokenizer: Any, rollout: RetokenizedRollout, way: str) -> list[Token
     return [TokenRow("t", tuple(ids), tuple(mask), (0.0,) * len(ids), 0.0, importance=False)]
 
 
-def run(base: Path, folder: Path, way: str, seed: int, rounds: int) -> tuple[list[float], float]:
+def run(base: Path, way: str, seed: int, rounds: int) -> tuple[list[float], float]:
     """Scores by round, and the share of the sampled tokens that the rows of the first round train as they were."""
     from transformers import AutoTokenizer
 
     torch.manual_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(base)
-    learner = Learner(str(base), replace(SETTINGS, seed=seed), workdir=folder / f"{way}-{seed}")
+    learner = Learner(str(base), replace(SETTINGS, seed=seed))
     torch.manual_seed(seed)  # the same first rollouts for every way
     dice = random.Random(seed)
     scores, same = [], 0.0
@@ -327,7 +327,7 @@ def main() -> None:
             teach(base, options.steps)
         for seed in range(1, options.seeds + 1):
             for way in WAYS:
-                scores, same = run(base, Path(name), way, seed, options.rounds)
+                scores, same = run(base, way, seed, options.rounds)
                 curves[way].append(scores)
                 steps = " ".join(f"{score:.2f}" for score in scores)
                 print(f"seed {seed}, {way}: answers trained as sampled {same:.2f}; {steps}", flush=True)

@@ -24,7 +24,7 @@ def real(folder: Path) -> Iterator[tuple[str, VersionMaker]]:
     from tests.harness.vllm.engine import vllm
 
     with vllm(POLICY, folder / "vllm.log", "--dtype", "float32", max_model_len=1024) as url:
-        yield url, DrawnRowsLearner(folder)
+        yield url, DrawnRowsLearner()
 
 
 def main() -> None:

@@ -95,7 +95,7 @@ def measure(rounds: int) -> None:
         rows = [build_row(seed) for seed in range(96)]
         ways: dict[str, Callable[[Any], Any]] = {}
         for kl in (0.0, KL):
-            learner = Learner(str(folder), replace(SETTINGS, beta=kl), workdir=Path(name) / f"work{kl}")
+            learner = Learner(str(folder), replace(SETTINGS, beta=kl))
             ways[f"plain loop, kl {kl}"] = plain_loop(folder, kl)
             ways[f"learner, kl {kl}"] = learner.train_round
         times: dict[str, list[float]] = {way: [] for way in ways}

@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -215,9 +214,9 @@ def beside(shape: str, device: torch.device) -> Iterator[Row]:
     other = context.Process(target=decode, args=(str(device), stop, ready, passes), daemon=True)
     settings = learner_settings("auto", token_budget=BUDGET)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    with tempfile.TemporaryDirectory() as folder, model_in_memory(build_model(shape, device, dtype=dtype)):
+    with model_in_memory(build_model(shape, device, dtype=dtype)):
         process = replace(process_settings_of(settings, None), gpu_memory_utilization=_SHARE)
-        host = LearnerHost("random weights", process, workdir=Path(folder))
+        host = LearnerHost("random weights", process)
     host.open("agent", settings, None)
     host.train_round("agent", rows[:MEMBERS])
     alone = timed_round(host, rows, device)

@@ -96,7 +96,7 @@ def _own_learner(settings: TrainerSettings) -> Iterator[CheckedLearner]:
     from ratchet.trainer.learner.learner import Learner
 
     with tempfile.TemporaryDirectory(prefix="ratchet-doctor-") as folder:
-        learner = Learner(settings.base_model, settings.learner, workdir=Path(folder))
+        learner = Learner(settings.base_model, settings.learner)
         yield CheckedLearner(learner, f"doctor-{time.time_ns()}", f"{folder}/adapter")
 
 

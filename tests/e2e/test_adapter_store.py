@@ -32,10 +32,10 @@ PROBES = [tuple(range(260 + 3 * start, 272 + 3 * start)) for start in range(24)]
 class StoredVersions:
     """Makes versions with a real learner, and scores those of references."""
 
-    def __init__(self, store: Store, adapters: AdapterStore, folder: Path) -> None:
+    def __init__(self, store: Store, adapters: AdapterStore) -> None:
         self._store = store
         self._adapters = adapters
-        self._learner = DrawnRowsLearner(folder)
+        self._learner = DrawnRowsLearner()
 
     def make(self) -> Policy:
         """Train one step and commit it, as a round does."""
@@ -87,7 +87,7 @@ def test_two_replicas_without_a_common_folder_serve_what_was_trained(
 ) -> None:
     store = open_store(str(tmp_path / "store.db"))
     store.policies.register_base("agent", served_name(Settings()))
-    versions = StoredVersions(store, AdapterStore(tmp_path / "trainer-cache"), tmp_path / "learner")
+    versions = StoredVersions(store, AdapterStore(tmp_path / "trainer-cache"))
     first, second = replicas
     fleet = ReplicaFleet([first.url, second.url])
     publisher = Publisher(store, fleet, alias="agent", tolerance=0.05, keep_loaded_adapters=2, quorum=1)

@@ -58,7 +58,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bf16Model]:
     settings = {"base_model": str(folder), "vllm": {"max_model_len": 256, "dtype": "bfloat16"}}
     process = VllmServerProcess(Settings.model_validate(settings), work / "vllm.log")
     try:
-        learner = Learner(str(folder), LearnerSettings(learning_rate=2e-5, dtype="float32"), workdir=work)
+        learner = Learner(str(folder), LearnerSettings(learning_rate=2e-5, dtype="float32"))
         rows = labelled_reviews(folder, learner)
         learner.train_round(rows)
         learner.save(work / "0001")

@@ -29,7 +29,7 @@ from tests.harness.trainer.tiny import build_rows
 def adapter(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoint of a learner that has learnt something."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    learner = Learner(str(tiny_model), LearnerSettings(learning_rate=1e-2, threads=1), workdir=folder / "work")
+    learner = Learner(str(tiny_model), LearnerSettings(learning_rate=1e-2, threads=1))
     learner.train_round(build_rows(6))
     learner.save(folder / "0001")
     return folder / "0001"

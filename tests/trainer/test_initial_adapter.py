@@ -52,13 +52,13 @@ def adapter(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def host(tiny_model: Path, tmp_path: Path) -> LearnerHost:
-    return LearnerHost(str(tiny_model), PROCESS, workdir=tmp_path / "work")
+def host(tiny_model: Path) -> LearnerHost:
+    return LearnerHost(str(tiny_model), PROCESS)
 
 
 def state_of(host: LearnerHost, agent: str, folder: Path) -> dict[str, bytes]:
     host.save(agent, folder)
-    names = ("lora.safetensors", "optimizer.pt", "scheduler.pt", "rng.pt")
+    names = ("lora.safetensors", "optimizer.pt", "rng.pt")
     return {name: (folder / "learner" / name).read_bytes() for name in names}
 
 
@@ -100,7 +100,7 @@ def test_it_is_isolated_and_a_commit_counts_before_the_adapter(
     assert state_of(host, "support", tmp_path / "after") == before
     host.train_round("mail", build_rows(6, seed=2))
     on = state_of(host, "mail", tmp_path / "0002")
-    again = LearnerHost(str(tiny_model), PROCESS, workdir=tmp_path / "again")
+    again = LearnerHost(str(tiny_model), PROCESS)
     assert again.open("mail", mail, tmp_path / "0001") == 1
     assert state_of(again, "mail", tmp_path / "resumed") == saved != on
     again.train_round("mail", build_rows(6, seed=2))

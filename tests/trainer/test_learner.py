@@ -42,9 +42,9 @@ LearnerMaker = Callable[..., Learner]
 
 
 @pytest.fixture
-def make_learner(tiny_model: Path, tmp_path: Path) -> LearnerMaker:
+def make_learner(tiny_model: Path) -> LearnerMaker:
     def make(settings: LearnerSettings = SETTINGS, *, resume_from: Path | None = None) -> Learner:
-        return Learner(str(tiny_model), settings, workdir=tmp_path / "work", resume_from=resume_from)
+        return Learner(str(tiny_model), settings, resume_from=resume_from)
 
     return make
 
@@ -314,12 +314,12 @@ def test_adapters_are_trained_in_fp32(make_learner: LearnerMaker, tmp_path: Path
 
 
 def test_quantization_without_its_library_is_refused_with_the_remedy(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # as if it were not installed
     remedy = r"quantization is 'nf4', which needs bitsandbytes: .*pip install .*\bqlora\b.* or set quantization to none"
     with pytest.raises(SettingError, match=remedy):
-        Learner(str(tiny_model), replace(SETTINGS, quantization="nf4"), workdir=tmp_path)
+        Learner(str(tiny_model), replace(SETTINGS, quantization="nf4"))
 
 
 def test_a_quantised_base_learns_with_adapters_in_fp32(make_learner: LearnerMaker, tmp_path: Path) -> None:
@@ -341,12 +341,12 @@ def test_layers_that_the_model_does_not_have_are_refused(make_learner: LearnerMa
 
 def test_a_missing_model_and_a_folder_without_one_are_different_errors(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="absent does not exist: give a folder"):
-        Learner(str(tmp_path / "absent"), SETTINGS, workdir=tmp_path / "work")
+        Learner(str(tmp_path / "absent"), SETTINGS)
     with pytest.raises(NotAModel, match=r"is not a model: it has no config\.json"):
-        Learner(str(tmp_path), SETTINGS, workdir=tmp_path / "work")
+        Learner(str(tmp_path), SETTINGS)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(NotAModel, match="cannot be read as a causal language model"):
-        Learner(str(tmp_path), SETTINGS, workdir=tmp_path / "work")
+        Learner(str(tmp_path), SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -394,7 +394,7 @@ def test_a_learner_writes_nothing_outside_its_folders(tiny_model: Path, tmp_path
     script = (
         "import sys; from pathlib import Path; from tests.harness.trainer.tiny import build_rows\n"
         "from ratchet.trainer.learner.learner import Learner, LearnerSettings\n"
-        "learner = Learner(sys.argv[1], LearnerSettings(threads=1), workdir=Path(sys.argv[2]) / 'work')\n"
+        "learner = Learner(sys.argv[1], LearnerSettings(threads=1))\n"
         "learner.train_round(build_rows(2)); learner.save(Path(sys.argv[2]) / '0001')\n"
         "sys.exit('vllm' in sys.modules)\n"
     )

@@ -20,12 +20,12 @@ MAIL = LearnerSettings(learning_rate="auto", steps_per_round=2, lora_alpha=16)
 SUPPORT = LearnerSettings(
     learning_rate=3e-3, loss_type="cispo", beta=0.1, steps_per_round=3, lora_alpha=32, seed=7, max_grad_norm=0.1
 )
-STATE = ("lora.safetensors", "optimizer.pt", "scheduler.pt", "rng.pt")
+STATE = ("lora.safetensors", "optimizer.pt", "rng.pt")
 
 
 @pytest.fixture
-def host(tiny_model: Path, tmp_path: Path) -> LearnerHost:
-    return LearnerHost(str(tiny_model), PROCESS, workdir=tmp_path / "work")
+def host(tiny_model: Path) -> LearnerHost:
+    return LearnerHost(str(tiny_model), PROCESS)
 
 
 def train(host: LearnerHost, agent: str, number: int) -> RoundReport:
@@ -44,7 +44,7 @@ def test_agents_that_take_turns_learn_bitwise_what_each_learns_alone(
 ) -> None:
     alone = {}
     for agent, settings in (("mail", MAIL), ("support", SUPPORT)):
-        own = LearnerHost(str(tiny_model), PROCESS, workdir=tmp_path / agent)
+        own = LearnerHost(str(tiny_model), PROCESS)
         own.open(agent, settings, None)
         reports = [train(own, agent, number) for number in range(3)]
         alone[agent] = reports, state_of(own, agent, tmp_path / f"alone-{agent}")

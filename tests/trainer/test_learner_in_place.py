@@ -36,7 +36,7 @@ def train(learner: Learner, rounds: range) -> list[RoundReport]:
 def state_of(learner: Learner, folder: Path) -> dict[str, bytes]:
     """All of a checkpoint that makes the next step what it is."""
     learner.save(folder)
-    names = ("lora.safetensors", "optimizer.pt", "scheduler.pt", "rng.pt")
+    names = ("lora.safetensors", "optimizer.pt", "rng.pt")
     return {name: (folder / "learner" / name).read_bytes() for name in names}
 
 
@@ -53,7 +53,7 @@ def test_what_is_loaded_in_place_is_bitwise_what_would_be_built_there(
     tiny_model: Path, tmp_path: Path, rounds_before: int
 ) -> None:
     def built(settings: LearnerSettings, resume_from: Path | None = None) -> Learner:
-        return Learner(str(tiny_model), settings, workdir=tmp_path / "work", resume_from=resume_from)
+        return Learner(str(tiny_model), settings, resume_from=resume_from)
 
     learner = built(SETTINGS)
     checkpoint = None
@@ -72,8 +72,8 @@ def test_what_is_loaded_in_place_is_bitwise_what_would_be_built_there(
         assert (train(learner, range(8, 10)), state_of(learner, tmp_path / f"ours{number}")) == expected
 
 
-def test_a_setting_that_shapes_the_adapter_is_not_changed_in_place(tiny_model: Path, tmp_path: Path) -> None:
-    learner = Learner(str(tiny_model), SETTINGS, workdir=tmp_path / "work")
+def test_a_setting_that_shapes_the_adapter_is_not_changed_in_place(tiny_model: Path) -> None:
+    learner = Learner(str(tiny_model), SETTINGS)
     with pytest.raises(SettingError, match="lora_r cannot change while the learner runs"):
         learner.load(None, replace(SETTINGS, lora_r=4))
 

@@ -61,9 +61,9 @@ def checkpoints(learner: LearnerProcess, name: str) -> Path:
     return learner.checkpoints / "mail" / "checkpoints" / name
 
 
-def test_a_learner_of_its_own_process_is_bitwise_one_in_process(start: Start, tiny_model: Path, tmp_path: Path) -> None:
+def test_a_learner_of_its_own_process_is_bitwise_one_in_process(start: Start, tiny_model: Path) -> None:
     served = start()
-    own = Learner(str(tiny_model), replace(SETTINGS, threads=1), workdir=tmp_path / "own")
+    own = Learner(str(tiny_model), replace(SETTINGS, threads=1))
     eventually(served.is_ready, START_SECONDS)
     mail, other = remote(served), remote(served, "support")
     expected = own.train_round(build_rows(6))

@@ -250,16 +250,16 @@ def test_schedules_that_have_no_effect_or_no_end_are_refused(fields: dict[str, A
 
 def test_a_learner_follows_its_schedule_over_a_restart_and_decays_its_weights(tiny_model: Path, tmp_path: Path) -> None:
     settings = LearnerSettings(learning_rate=1e-3, lr_scheduler_type="linear", warmup_steps=1, max_steps=3)
-    learner = Learner(str(tiny_model), settings, workdir=tmp_path / "work")
+    learner = Learner(str(tiny_model), settings)
     used = [learner.train_round(build_rows(4)).learning_rate for _ in range(2)]
     learner.save(tmp_path / "saved")
-    again = Learner(str(tiny_model), settings, workdir=tmp_path / "again", resume_from=tmp_path / "saved")
+    again = Learner(str(tiny_model), settings, resume_from=tmp_path / "saved")
     used += [again.train_round(build_rows(4)).learning_rate for _ in range(2)]
     assert used == pytest.approx([5e-4, 1e-3, 5.5e-4, 1e-4])
 
     def norm(weight_decay: float) -> float:
         fields = replace(settings, learning_rate=0.1, weight_decay=weight_decay)
-        decayed = Learner(str(tiny_model), fields, workdir=tmp_path / f"{weight_decay}")
+        decayed = Learner(str(tiny_model), fields)
         decayed.train_round(build_rows(4))
         decayed.save(tmp_path / f"saved-{weight_decay}")
         weights = load_file(tmp_path / f"saved-{weight_decay}" / "adapter_model.safetensors")

@@ -153,10 +153,10 @@ def test_a_configured_max_length_needs_no_failed_rounds(
     assert store.trajectories.get(names[3]).drop_reason == "too_long"
 
 
-def test_a_round_that_ran_out_of_memory_leaves_no_gradient_to_the_next(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_round_that_ran_out_of_memory_leaves_no_gradient_to_the_next(tiny_model: Path) -> None:
     settings = LearnerSettings(learning_rate=1e-3, token_budget=64, threads=1)
     rows = build_rows(6)
-    fresh, other = (Learner(str(tiny_model), settings, workdir=tmp_path / name) for name in "ab")
+    fresh, other = (Learner(str(tiny_model), settings) for name in "ab")
     expected = fresh.train_round(rows)
 
     def meet_the_end(progress: PhaseProgress) -> None:

@@ -53,9 +53,9 @@ def saved(model: Any, folder: Path) -> Path:
     return folder
 
 
-def trained(base: Path, folder: Path, **settings: Any) -> Learner:
+def trained(base: Path, **settings: Any) -> Learner:
     """A learner after a round that moved every layer of its adapter."""
-    learner = Learner(str(base), LearnerSettings(threads=1, learning_rate=1e-2, **settings), workdir=folder / "work")
+    learner = Learner(str(base), LearnerSettings(threads=1, learning_rate=1e-2, **settings))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for parameter in learner.host.trainer.lora_parameters().values():
@@ -73,7 +73,7 @@ def adapted(learner: Learner) -> set[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", EXPERTS)
 def test_experts_and_attention_get_an_adapter_and_a_router_none(kind: str, tmp_path: Path) -> None:
-    learner = trained(text_model(kind, tmp_path / "base"), tmp_path)
+    learner = trained(text_model(kind, tmp_path / "base"))
     assert adapted(learner) == ATTENTION | {"experts"}
     assert all(
         parameter.shape[0] and parameter.grad is None for parameter in learner.host.trainer.lora_parameters().values()
@@ -89,7 +89,7 @@ def test_the_file_holds_the_adapter_of_each_expert_as_peft_and_vllm_read_it(kind
     from transformers import AutoModelForCausalLM
 
     base = text_model(kind, tmp_path / "base")
-    learner = trained(base, tmp_path)
+    learner = trained(base)
     learner.save(tmp_path / "version")
     weights = safetensors.torch.load((tmp_path / "version" / "adapter_model.safetensors").read_bytes())
     layers = ("w1", "w2", "w3") if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
@@ -110,7 +110,6 @@ def test_the_file_holds_the_adapter_of_each_expert_as_peft_and_vllm_read_it(kind
     resumed = Learner(
         str(base),
         LearnerSettings(threads=1, learning_rate=1e-2),
-        workdir=tmp_path / "again",
         resume_from=tmp_path / "version",
     )
     assert resumed.score(rows) == ours
@@ -133,18 +132,16 @@ def test_splitting_experts_and_joining_them_again_changes_nothing() -> None:
 
 @pytest.mark.slow
 def test_the_vision_tower_of_a_multimodal_model_gets_no_adapter(tmp_path: Path) -> None:
-    learner = trained(gemma3(tmp_path / "base"), tmp_path)
+    learner = trained(gemma3(tmp_path / "base"))
     assert adapted(learner) == ATTENTION | {"gate_proj", "up_proj", "down_proj"}
     assert all(".language_model." in name for name in learner.host.trainer.lora_parameters())
 
 
 @pytest.mark.slow
-def test_excluded_layers_get_no_adapter(tiny_model: Path, tmp_path: Path) -> None:
+def test_excluded_layers_get_no_adapter(tiny_model: Path) -> None:
     mlp = ("gate_proj", "up_proj", "down_proj")
-    assert adapted(trained(tiny_model, tmp_path, exclude_modules=mlp)) == ATTENTION
-    named = trained(
-        tiny_model, tmp_path, target_modules=("q_proj", "v_proj"), exclude_modules=("layers.0.self_attn.v_proj",)
-    )
+    assert adapted(trained(tiny_model, exclude_modules=mlp)) == ATTENTION
+    named = trained(tiny_model, target_modules=("q_proj", "v_proj"), exclude_modules=("layers.0.self_attn.v_proj",))
     names = {name.split(".layers.")[1].split(".lora_")[0] for name in named.host.trainer.lora_parameters()}
     assert names == {"0.self_attn.q_proj", "1.self_attn.q_proj", "1.self_attn.v_proj"}
 
@@ -152,8 +149,8 @@ def test_excluded_layers_get_no_adapter(tiny_model: Path, tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_layers_of_experts_by_name_are_the_stacked_experts(tmp_path: Path) -> None:
     base = text_model("qwen3_moe", tmp_path / "base")
-    assert adapted(trained(base, tmp_path, target_modules=("q_proj", "gate_proj"))) == {"q_proj", "experts"}
-    assert adapted(trained(base, tmp_path, target_modules=("q_proj",))) == {"q_proj"}
+    assert adapted(trained(base, target_modules=("q_proj", "gate_proj"))) == {"q_proj", "experts"}
+    assert adapted(trained(base, target_modules=("q_proj",))) == {"q_proj"}
 
 
 def test_a_family_without_a_causal_language_model_is_refused_with_the_remedy(tmp_path: Path) -> None:
@@ -163,4 +160,4 @@ def test_a_family_without_a_causal_language_model_is_refused_with_the_remedy(tmp
     Qwen2_5_VLConfig(text_config=SIZES, vision_config=tower).save_pretrained(tmp_path)
     build_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(NotAModel, match=r"is a Qwen2_5_VL model, of which .* use a text model \(docs/training.md"):
-        Learner(str(tmp_path), LearnerSettings(), workdir=tmp_path / "work")
+        Learner(str(tmp_path), LearnerSettings())

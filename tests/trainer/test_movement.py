@@ -35,9 +35,9 @@ class Collapsing(Learner):
 
 
 @pytest.fixture
-def make_learner(tiny_model: Path, tmp_path: Path) -> LearnerMaker:
+def make_learner(tiny_model: Path) -> LearnerMaker:
     def make(settings: LearnerSettings = SETTINGS, *, resume_from: Path | None = None) -> Learner:
-        return Learner(str(tiny_model), settings, workdir=tmp_path / "work", resume_from=resume_from)
+        return Learner(str(tiny_model), settings, resume_from=resume_from)
 
     return make
 
@@ -105,7 +105,7 @@ def test_a_round_that_makes_good_answers_less_likely_raises_an_alarm_until_one_d
 ) -> None:
     controller = make_controller(groups_per_round=9)
     runner = RoundRunner(store, "agent", tmp_path / "checkpoints")
-    learner = Collapsing(str(tiny_model), replace(SETTINGS, steps_per_round=1), workdir=tmp_path / "work")
+    learner = Collapsing(str(tiny_model), replace(SETTINGS, steps_per_round=1))
     for version, names in enumerate((["collapse:agent"], ["collapse:agent"], [])):
         for task in "ab":
             agents_work(store, f"{task}{version}", [0.0, 1.0])

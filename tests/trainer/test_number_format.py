@@ -41,14 +41,14 @@ def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make_learner(model: Path, folder: Path, dtype: str, **settings: float | None) -> Learner:
-    return Learner(str(model), LearnerSettings(dtype=dtype, threads=1, **settings), workdir=folder / dtype)  # type: ignore[arg-type]
+def make_learner(model: Path, dtype: str, **settings: float | None) -> Learner:
+    return Learner(str(model), LearnerSettings(dtype=dtype, threads=1, **settings))  # type: ignore[arg-type]
 
 
 def test_a_cpu_learner_computes_and_saves_in_the_format_that_is_set(tiny_model: Path, tmp_path: Path) -> None:
     found = {}
     for dtype in ("auto", "float32", "bfloat16"):
-        learner = make_learner(tiny_model, tmp_path, dtype, learning_rate=1e-2)
+        learner = make_learner(tiny_model, dtype, learning_rate=1e-2)
         base = learner.score(ROWS)
         report = learner.train_round(ROWS)
         learner.save(tmp_path / f"saved-{dtype}")
@@ -64,12 +64,10 @@ def test_a_cpu_learner_computes_and_saves_in_the_format_that_is_set(tiny_model: 
     assert 1e-4 < max(map(abs, gaps)) < 0.2
 
 
-def test_an_unknown_format_and_an_agent_with_another_one_than_its_learner_are_refused(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_an_unknown_format_and_an_agent_with_another_one_than_its_learner_are_refused(tiny_model: Path) -> None:
     with pytest.raises(SettingError, match=r"dtype is 'half'; it must be one of auto, bfloat16, float32"):
         LearnerSettings(dtype="half")
-    learner = make_learner(tiny_model, tmp_path, "float32")
+    learner = make_learner(tiny_model, "float32")
     learner.load(None, LearnerSettings())  # auto: what the learner has
     with pytest.raises(SettingError, match="learner setting dtype cannot change while the learner runs"):
         learner.load(None, LearnerSettings(dtype="bfloat16"))
@@ -100,13 +98,11 @@ def test_a_learner_sees_what_is_served_unless_its_own_format_is_set(
     assert settings.learner_process_settings().dtype == found
 
 
-def in_both_formats(model: Path, folder: Path, rate: float, steps: int) -> Iterator[tuple[RoundReport, float, float]]:
+def in_both_formats(model: Path, rate: float, steps: int) -> Iterator[tuple[RoundReport, float, float]]:
     """A bf16 learner's rounds: its report, and the movement of the same adapters in fp32: k3, and the share that bf16
     shows of it.
     """
-    seen, truth = (
-        make_learner(model, folder, dtype, learning_rate=rate, **UNCORRECTED) for dtype in ("bfloat16", "float32")
-    )
+    seen, truth = (make_learner(model, dtype, learning_rate=rate, **UNCORRECTED) for dtype in ("bfloat16", "float32"))
     rows = build_rows(12)
     for _ in range(steps):
         old = [logprobs(learner, rows) for learner in (seen, truth)]
@@ -126,9 +122,9 @@ def logprobs(learner: Learner, rows: Sequence[TokenRow]) -> torch.Tensor:
 
 @pytest.mark.parametrize("rate", [1e-6, 1e-5])
 def test_a_step_that_bf16_does_not_show_reads_as_its_floor_and_is_not_called_healthy(
-    rate: float, deep_model: Path, tmp_path: Path
+    rate: float, deep_model: Path
 ) -> None:
-    for report, true, _ in in_both_formats(deep_model, tmp_path, rate, steps=3):
+    for report, true, _ in in_both_formats(deep_model, rate, steps=3):
         assert true < report.approx_kl / 10
         assert report.approx_kl < 1.5 * report.approx_kl_floor
         movement = movement_of(report.figures())
@@ -136,11 +132,9 @@ def test_a_step_that_bf16_does_not_show_reads_as_its_floor_and_is_not_called_hea
         assert movement.size == "lost in rounding"
 
 
-def test_a_step_above_the_floor_is_read_as_it_is_and_its_share_is_what_bf16_shows(
-    deep_model: Path, tmp_path: Path
-) -> None:
+def test_a_step_above_the_floor_is_read_as_it_is_and_its_share_is_what_bf16_shows(deep_model: Path) -> None:
     shares = []
-    for report, true, share in in_both_formats(deep_model, tmp_path, 1e-4, steps=4):
+    for report, true, share in in_both_formats(deep_model, 1e-4, steps=4):
         shares.append((report.logprob_change_share, share))
         above = report.approx_kl - report.approx_kl_floor
         assert above == pytest.approx(share**2 * true, rel=0.4)
@@ -148,16 +142,16 @@ def test_a_step_above_the_floor_is_read_as_it_is_and_its_share_is_what_bf16_show
     assert shares[0][1] < 0.6 < 0.75 < shares[-1][1]  # more of each step shows as the adapter grows
 
 
-def test_the_floor_of_fp32_is_far_below_every_step_and_all_of_it_shows(tiny_model: Path, tmp_path: Path) -> None:
-    learner = make_learner(tiny_model, tmp_path, "float32", learning_rate=1e-4)
+def test_the_floor_of_fp32_is_far_below_every_step_and_all_of_it_shows(tiny_model: Path) -> None:
+    learner = make_learner(tiny_model, "float32", learning_rate=1e-4)
     for _ in range(2):
         report = learner.train_round(ROWS)
         assert report.approx_kl_floor < report.approx_kl / 1000
         assert report.logprob_change_share == 1.0
 
 
-def test_measuring_a_round_leaves_its_adapter_bit_for_bit(tiny_model: Path, tmp_path: Path) -> None:
-    learner = make_learner(tiny_model, tmp_path, "bfloat16", learning_rate=1e-3)
+def test_measuring_a_round_leaves_its_adapter_bit_for_bit(tiny_model: Path) -> None:
+    learner = make_learner(tiny_model, "bfloat16", learning_rate=1e-3)
     learner.train_round(ROWS)
     trainer = learner.host.trainer
     before = {name: local(p.detach()).clone() for name, p in trainer.lora_parameters().items()}

@@ -35,11 +35,11 @@ def build_groups() -> list[TokenRow]:
     return rows
 
 
-def build_learner(loss: str, tiny_model: Path, folder: Path, **changes: float) -> Learner:
+def build_learner(loss: str, tiny_model: Path, **changes: float) -> Learner:
     settings = LearnerSettings(
         loss_type=loss, preference_beta=BETA, max_grad_norm=0, threads=1, token_budget=160, **changes  # type: ignore[arg-type]
     )  # fmt: skip
-    learner = Learner(str(tiny_model), settings, workdir=folder)
+    learner = Learner(str(tiny_model), settings)
     disturb(learner.host.trainer, scale=0.03, seed=2)
     return learner
 
@@ -75,8 +75,8 @@ def reference(learner: Learner, rows: Sequence[TokenRow], loss: str) -> Computed
 
 
 @pytest.mark.parametrize("loss", ["dpo", "apo_zero_unpaired"])
-def test_the_gradient_and_the_loss_are_those_of_the_formulas(loss: str, tiny_model: Path, tmp_path: Path) -> None:
-    learner, rows = build_learner(loss, tiny_model, tmp_path), build_groups()
+def test_the_gradient_and_the_loss_are_those_of_the_formulas(loss: str, tiny_model: Path) -> None:
+    learner, rows = build_learner(loss, tiny_model), build_groups()
     expected = reference(learner, rows, loss)
     weighed = preference_weights.weighted_rows(rows, gaps(learner, rows), loss, BETA)
     micros = learner.host.trainer.prepare(weighed.rows, only_step=True)
@@ -87,8 +87,8 @@ def test_the_gradient_and_the_loss_are_those_of_the_formulas(loss: str, tiny_mod
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["dpo", "apo_zero_unpaired"])
-def test_what_is_preferred_becomes_likelier_than_what_is_not(loss: str, tiny_model: Path, tmp_path: Path) -> None:
-    learner, rows = build_learner(loss, tiny_model, tmp_path, learning_rate=3e-3, steps_per_round=2), build_groups()
+def test_what_is_preferred_becomes_likelier_than_what_is_not(loss: str, tiny_model: Path) -> None:
+    learner, rows = build_learner(loss, tiny_model, learning_rate=3e-3, steps_per_round=2), build_groups()
     before = gaps(learner, rows)
     reports = [learner.train_round(rows) for _ in range(4)]
     gained = [after - first for after, first in zip(gaps(learner, rows), before, strict=True)]
@@ -108,8 +108,8 @@ def test_only_the_best_and_the_worst_of_a_group_are_compared() -> None:
     assert weighed.loss == pytest.approx(0.6931, abs=1e-4)
 
 
-def test_rows_that_nothing_is_preferred_in_are_no_round(tiny_model: Path, tmp_path: Path) -> None:
-    learner = build_learner("dpo", tiny_model, tmp_path)
+def test_rows_that_nothing_is_preferred_in_are_no_round(tiny_model: Path) -> None:
+    learner = build_learner("dpo", tiny_model)
     alone = [dataclasses.replace(row, group="") for row in build_groups()]
     with pytest.raises(NoLearningSignal, match="preferred"):
         learner.train_round(alone)

@@ -186,7 +186,7 @@ def story(tiny_model: Path, migrated: Path, tmp_path_factory: pytest.TempPathFac
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(contextlib.closing(open_store(str(folder / "together.db"))))
         engine = ScriptedEngine(lambda name, ids: 0.0)
-        learner = Learner(str(tiny_model), LearnerSettings(**LEARNER), workdir=folder / "engine")
+        learner = Learner(str(tiny_model), LearnerSettings(**LEARNER))
         engine.scorer = Faithful(engine, lambda: learner)
         stack.enter_context(contextlib.closing(engine))
         store.policies.register_base("agent", "base")

@@ -90,9 +90,9 @@ def test_a_round_takes_the_step_that_its_trained_groups_are_worth(store: Store, 
     assert store.rounds.get(candidate.round_id or "").metrics["rate_scale"] == 0.5
 
 
-def test_a_scaled_round_moves_the_weights_less_and_leaves_the_rate_alone(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_scaled_round_moves_the_weights_less_and_leaves_the_rate_alone(tiny_model: Path) -> None:
     settings = LearnerSettings(learning_rate=1e-3, threads=1)
-    whole, small = (Learner(str(tiny_model), settings, workdir=tmp_path / name) for name in "ab")
+    whole, small = (Learner(str(tiny_model), settings) for name in "ab")
     rows = build_rows(6)
     moved = whole.train_round(rows).weight_change
     assert small.train_round(rows, 0.25).weight_change == pytest.approx(0.25 * moved, rel=1e-3)
@@ -101,10 +101,10 @@ def test_a_scaled_round_moves_the_weights_less_and_leaves_the_rate_alone(tiny_mo
     assert ratio == pytest.approx(1.0, rel=0.2)
 
 
-def test_one_vote_does_not_move_the_policy_as_a_whole_round_does(tiny_model: Path, tmp_path: Path) -> None:
+def test_one_vote_does_not_move_the_policy_as_a_whole_round_does(tiny_model: Path) -> None:
     size = RoundSize(groups_per_round=2, num_generations=8)
     settings = LearnerSettings(learning_rate=1e-3, threads=1)
-    one, many = (Learner(str(tiny_model), settings, workdir=tmp_path / name) for name in "ab")
+    one, many = (Learner(str(tiny_model), settings) for name in "ab")
     vote = one.train_round([build_row(1, advantage=1.0)], size.rate_scale([group(1)])).weight_change
     whole = many.train_round([replace(row, advantage=1.0) for row in build_rows(16)], size.rate_scale([group(8)] * 2))
     assert vote < 0.3 * whole.weight_change

@@ -37,7 +37,7 @@ def test_the_routers_loss_does_not_grow_with_the_number_of_micro_batches(tmp_pat
         settings = LearnerSettings(
             target_modules=["q_proj", "v_proj", "gate"], token_budget=token_budget, max_grad_norm=0.0, threads=1
         )
-        return Learner(str(base), settings, workdir=tmp_path / str(token_budget)).train_round(rows)
+        return Learner(str(base), settings).train_round(rows)
 
     together, apart = trained(8192), trained(1)
     assert together.loss > 0.5  # the router's part is there, and large

@@ -15,13 +15,11 @@ from tests.harness.trainer.tiny import build_rows
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 2])
-def test_the_mismatch_of_a_row_is_trainer_minus_engine_at_its_trained_tokens(
-    tiny_model: Path, tmp_path: Path, steps: int
-) -> None:
+def test_the_mismatch_of_a_row_is_trainer_minus_engine_at_its_trained_tokens(tiny_model: Path, steps: int) -> None:
     settings = LearnerSettings(
         learning_rate=1e-3, steps_per_round=steps, threads=1, token_budget=64, sequence_mask_threshold=1e9
     )
-    learner = Learner(str(tiny_model), settings, workdir=tmp_path)
+    learner = Learner(str(tiny_model), settings)
     rows = [replace(row, temperature=1.0) for row in build_rows(6, seed=3)]
     rows[2] = replace(rows[2], importance=False)
     scored = learner.score(rows)

@@ -98,7 +98,7 @@ def test_an_estimator_that_gives_too_few_numbers_is_named(tmp_path: Path, monkey
 def test_a_plugin_objective_trains_what_its_advantages_say(installed: Path, tmp_path: Path) -> None:
     tiny_model = build_tiny_model(tmp_path / "model")
     settings = LearnerSettings(loss_type="positive_only", learning_rate=1e-3)
-    learner = Learner(str(tiny_model), settings, workdir=tmp_path)
+    learner = Learner(str(tiny_model), settings)
     good, bad = (tuple(range(start, start + 12)) for start in (5, 40))
     before = [fmean(row) for row in learner.score([good, bad])]
     rows = [

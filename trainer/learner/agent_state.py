@@ -1,4 +1,4 @@
-"""The state of one agent in a learner: adapter, optimizer, schedule, learning rate, random numbers.
+"""The state of one agent in a learner: adapter, optimizer, learning rate, random numbers.
 
 The base model and the tensors that it computes with stay where they are. An agent's state waits on the CPU, and
 `install` copies it into those tensors, so that changing the agent allocates nothing on the GPU. With a sharded model
@@ -7,7 +7,6 @@ each process holds its own part.
 
 from __future__ import annotations
 
-import copy
 import math
 import random
 from collections.abc import Mapping
@@ -36,13 +35,12 @@ class AgentState:
     settings: LearnerSettings
     rate: LearningRateController
     lora: Tensors
-    schedule: dict[str, Any]
     random: dict[str, Any]
     moments: dict[str, Tensors] = field(default_factory=dict)
     step: int = 0
 
 
-def new_state(trainer: RecordedGRPOTrainer, settings: LearnerSettings, schedule: Mapping[str, Any]) -> AgentState:
+def new_state(trainer: RecordedGRPOTrainer, settings: LearnerSettings) -> AgentState:
     """Return the state of an agent that was never trained; its adapter's initial weights follow from its seed."""
     set_seed(settings.seed)
     parameters = trainer.lora_parameters()
@@ -51,7 +49,6 @@ def new_state(trainer: RecordedGRPOTrainer, settings: LearnerSettings, schedule:
         settings=settings,
         rate=new_rate(trainer, settings),
         lora={name: _held(part(weights[name], p)) for name, p in parameters.items()},
-        schedule=copy.deepcopy(dict(schedule)),
         random=random_state(),
     )
 
@@ -82,7 +79,6 @@ def install(trainer: RecordedGRPOTrainer, state: AgentState) -> None:
     _set_scale(trainer, state.settings)
     fill(trainer, state.lora)
     _fill_moments(trainer, state.moments)
-    trainer.lr_scheduler.load_state_dict(copy.deepcopy(state.schedule))
     trainer.set_learning_rate(state.rate.rate)
     set_random_state(state.random)
 
@@ -100,7 +96,6 @@ def capture(trainer: RecordedGRPOTrainer, state: AgentState) -> None:
                 held[key] = _held(local(value))
     if not trainer.optimizer.state:
         state.moments = {}
-    state.schedule = copy.deepcopy(trainer.lr_scheduler.state_dict())
     state.random = random_state()
 
 

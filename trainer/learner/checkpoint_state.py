@@ -2,7 +2,7 @@
 
     adapter_config.json, adapter_model.safetensors   the adapter, as vLLM and peft load it
     learner/lora.safetensors                         the same weights in fp32, as trained
-    learner/optimizer.pt, scheduler.pt, rng.pt       the other state that determines the next step
+    learner/optimizer.pt, rng.pt                     the other state that determines the next step
     learner/state.json                               step, state of the learning rate, and the settings
 
 Promises that a resumed learner is bitwise the saved one, also if the state replaces that of a running learner. The
@@ -45,7 +45,6 @@ class SavedState:
 
     lora: Mapping[str, torch.Tensor]
     optimizer: Mapping[str, Any]  # torch's state_dict
-    schedule: Mapping[str, Any]
     random: Mapping[str, Any]
     rate: Mapping[str, Any] | None
     settings: Mapping[str, Any]
@@ -65,7 +64,6 @@ def gathered(trainer: RecordedGRPOTrainer, state: AgentState) -> SavedState:
     return SavedState(
         lora={name: whole(parameter) for name, parameter in trainer.lora_parameters().items()},
         optimizer={**optimizer, "state": slots},
-        schedule=trainer.lr_scheduler.state_dict(),
         random=random_state(),
         rate=state.rate.state(),
         settings=asdict(state.settings),
@@ -81,7 +79,6 @@ def write(trainer: RecordedGRPOTrainer, saved: SavedState, folder: Path) -> None
     weights = {name: tensor.contiguous() for name, tensor in saved.lora.items()}
     (inner / "lora.safetensors").write_bytes(safetensors.torch.save(weights))
     _write_torch(inner / "optimizer.pt", saved.optimizer)
-    _write_torch(inner / "scheduler.pt", saved.schedule)
     _write_torch(inner / "rng.pt", saved.random)
     state = {"step": saved.step, "rate": saved.rate, "settings": saved.settings}
     (inner / "state.json").write_text(json.dumps(state, indent=2, default=list) + "\n")
@@ -108,7 +105,6 @@ def read(folder: Path, settings: LearnerSettings, shapes: Mapping[str, torch.Siz
     return SavedState(
         lora=weights,
         optimizer=_read_torch(inner / "optimizer.pt"),
-        schedule=_read_torch(inner / "scheduler.pt"),
         random=_read_torch(inner / "rng.pt"),
         rate=state.get("rate"),
         settings=state["settings"],
@@ -164,7 +160,6 @@ def resumed(trainer: RecordedGRPOTrainer, settings: LearnerSettings, saved: Save
             names[ordered[index]]: {key: part(value, ordered[index]) for key, value in slot.items()}
             for index, slot in slots.items()
         },
-        schedule=dict(saved.schedule),
         random=dict(saved.random),
         step=saved.step,
     )

@@ -170,12 +170,10 @@ class FollowerChannel:
 class LeadingHost(LearnerHost):
     """The host of rank zero, which tells every operation to the followers. Raises WorkerProcessLost as well."""
 
-    def __init__(
-        self, channel: FollowerChannel, base_model: str, process: LearnerProcessSettings, *, workdir: Path, **more: Any
-    ) -> None:
+    def __init__(self, channel: FollowerChannel, base_model: str, process: LearnerProcessSettings, **more: Any) -> None:
         self._channel = channel
-        with self._on_all_processes(_CREATE, base_model, process, workdir):
-            super().__init__(base_model, process, workdir=workdir, **more)
+        with self._on_all_processes(_CREATE, base_model, process):
+            super().__init__(base_model, process, **more)
 
     def open(self, agent: str, settings: LearnerSettings, resume_from: Path | None) -> int:
         """Open an agent in all processes."""
@@ -241,8 +239,7 @@ def _run_operations(channel: FollowerChannel, make: Callable[..., LearnerHost]) 
         try:
             with channel.collective():
                 if operation == _CREATE:
-                    base_model, process, workdir = arguments
-                    host = make(base_model, process, workdir=workdir / _process_folder())
+                    host = make(*arguments)
                 elif host is not None:
                     getattr(host, operation)(*arguments, **named)
         except WorkerProcessLost:
@@ -267,7 +264,3 @@ def _end_some_time_after_a_signal() -> None:
         os._exit(1)
 
     threading.Thread(target=wait, name="stop-after-signal", daemon=True).start()
-
-
-def _process_folder() -> str:
-    return f"process{rank()}"

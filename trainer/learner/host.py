@@ -9,7 +9,6 @@ alone reads and writes checkpoints. Torch is imported when a host is created.
 
 from __future__ import annotations
 
-import copy
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -33,7 +32,7 @@ _SHAPING = ("lora_r", "target_modules", "exclude_modules", "quantization", "dtyp
 
 
 class LearnerHost(AgentHost):
-    """`base_model` is a folder or a hub name; libraries write their files to `workdir`.
+    """`base_model` is a folder or a hub name.
 
     Raises ModelNotFound, NotAModel or SettingError. If a method raises an error while an agent trains, that agent's
     state is undefined until it is opened again; the others are not affected.
@@ -44,7 +43,6 @@ class LearnerHost(AgentHost):
         base_model: str,
         process: LearnerProcessSettings,
         *,
-        workdir: Path,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         # huggingface_hub reads the variable at its first import.
@@ -65,7 +63,6 @@ class LearnerHost(AgentHost):
         self._process = process
         self._clock = clock
         self.trainer = lora.build(base_model, with_shared(LearnerSettings(), process), process.sharding)
-        self._schedule = copy.deepcopy(self.trainer.lr_scheduler.state_dict())  # of a new agent
         self._agents: dict[str, AgentState] = {}
         self._installed: str | None = None  # the agent whose state the trainer holds
         self.limits = _limits(self.trainer)
@@ -97,7 +94,7 @@ class LearnerHost(AgentHost):
             state = checkpoint_state.resumed(self.trainer, settings, saved)
             self._installed = None  # what the trainer holds of this agent is replaced
         else:
-            state = agent_state.new_state(self.trainer, settings, self._schedule)
+            state = agent_state.new_state(self.trainer, settings)
         if initial is not None:
             state = initial_adapter.with_adapter(self.trainer, state, initial, self._base_model)
         self._agents[agent] = state

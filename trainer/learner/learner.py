@@ -21,7 +21,7 @@ _AGENT = "agent"
 class Learner:
     """A base model with the adapter and the optimizer of its only agent.
 
-    `base_model` is a folder or a hub name; libraries write their files to `workdir`; `resume_from` is a checkpoint
+    `base_model` is a folder or a hub name; `resume_from` is a checkpoint
     folder written by `save`. Settings that `settings` and `process` both have are taken from `settings`. Raises
     ModelNotFound, NotAModel, SettingError, CheckpointDamaged or CheckpointMismatch.
     """
@@ -31,14 +31,13 @@ class Learner:
         base_model: str,
         settings: LearnerSettings,
         *,
-        workdir: Path,
         resume_from: Path | None = None,
         process: LearnerProcessSettings | None = None,
         make_host: Callable[..., LearnerHost] = LearnerHost,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._progress = Progress()
-        self.host = make_host(base_model, process_settings_of(settings, process), workdir=workdir, clock=clock)
+        self.host = make_host(base_model, process_settings_of(settings, process), clock=clock)
         self.host.open(_AGENT, settings, resume_from)
 
     @property

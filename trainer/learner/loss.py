@@ -89,7 +89,6 @@ class RecordedGRPOTrainer:
         self.optimizer = torch.optim.AdamW(
             trained, lr=rate_controller.rate, weight_decay=settings.weight_decay, fused=True
         )
-        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0)
         model.train()  # gradient checkpointing needs it; nothing drops out
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):
@@ -149,7 +148,6 @@ class RecordedGRPOTrainer:
                 "with a lower learning_rate, or look for rows with extreme logprobs"
             )
         self.optimizer.step()
-        self.lr_scheduler.step()
         self.optimizer.zero_grad()
         return step
 
@@ -203,9 +201,8 @@ class RecordedGRPOTrainer:
     def set_learning_rate(self, rate: float) -> None:
         """Use this rate and the settings' weight decay, not those the optimizer was created or loaded with."""
         for group in self.optimizer.param_groups:
-            group["lr"] = group["initial_lr"] = rate
+            group["lr"] = rate
             group["weight_decay"] = self._settings.weight_decay
-        self.lr_scheduler.base_lrs = [rate] * len(self.optimizer.param_groups)
 
     def score(self, rows: Sequence[TokenRow], *, adapter: bool = True) -> list[list[float]]:
         """Return the logprobs of all tokens of each row but the first, (T,) each; all of them must be trained.

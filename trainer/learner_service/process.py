@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LearnerFolders:
-    """`work` is for files of libraries, `digests` a file; checkpoints are written under `checkpoints` only, and below
-    `url`, a place in object storage.
+    """`work` holds the cache of adapters; `digests` is a file; checkpoints are written under `checkpoints` only, and
+    below `url`, a place in object storage.
     """
 
     work: Path
@@ -83,7 +83,7 @@ def _lead(
     address = ServiceAddress(process.host, process.port, token, process.max_body_mb)
     adapters = AdapterStore(folders.work / "adapter_cache", folders.max_cache_bytes)
     references = StoredReferences(LocalReferences(*folders.checkpoints), adapters, folders.url)
-    group = _HostGroup(base_model, process, folders.work)
+    group = _HostGroup(base_model, process)
     with address.bind() as listener:
         status = new_status(base_model, files, listener, process.sharding, process.num_processes, process.machines)
         return serve(LearnerServer(group.make_host, references, address, status, group.close), listener)
@@ -92,10 +92,9 @@ def _lead(
 class _HostGroup:
     """The host of rank 0, and its channel to the other processes. Used in the compute thread."""
 
-    def __init__(self, base_model: str, process: LearnerProcessSettings, work: Path) -> None:
+    def __init__(self, base_model: str, process: LearnerProcessSettings) -> None:
         self._base_model = base_model
         self._process = process
-        self._work = work
         self._channel: distributed.FollowerChannel | None = None
 
     def make_host(self) -> LearnerHost:
@@ -104,9 +103,9 @@ class _HostGroup:
         from ratchet.trainer.learner.host import LearnerHost
 
         if not launch.is_worker(os.environ):
-            return LearnerHost(self._base_model, self._process, workdir=self._work)
+            return LearnerHost(self._base_model, self._process)
         self._channel = distributed.FollowerChannel()
-        return distributed.LeadingHost(self._channel, self._base_model, self._process, workdir=self._work)
+        return distributed.LeadingHost(self._channel, self._base_model, self._process)
 
     def close(self) -> None:
         """Let the other processes end."""

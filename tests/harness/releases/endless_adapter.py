@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,11 +32,10 @@ def train_endless(folder: Path) -> None:
         learning_rate=5e-3, lora_r=8, lora_alpha=16, threads=1, loss_type="sft", steps_per_round=4
     )
     tokenizer = AutoTokenizer.from_pretrained(POLICY)
-    with tempfile.TemporaryDirectory() as workdir:
-        learner = Learner(str(POLICY), settings, workdir=Path(workdir))
-        for number in range(_ROUNDS):
-            learner.train_round(_rows(tokenizer, learner, random.Random(number)))
-        learner.save(folder)
+    learner = Learner(str(POLICY), settings)
+    for number in range(_ROUNDS):
+        learner.train_round(_rows(tokenizer, learner, random.Random(number)))
+    learner.save(folder)
 
 
 def _rows(tokenizer: Any, learner: Learner, dice: random.Random) -> list[TokenRow]:

@@ -22,10 +22,8 @@ _TOKENS = 24
 class DrawnRowsLearner:
     """A learner of the tiny policy that takes one step at a time."""
 
-    def __init__(self, workdir: Path) -> None:
-        self._learner = Learner(
-            str(POLICY), LearnerSettings(learning_rate=5e-3, lora_r=8, lora_alpha=16, threads=1), workdir=workdir
-        )
+    def __init__(self) -> None:
+        self._learner = Learner(str(POLICY), LearnerSettings(learning_rate=5e-3, lora_r=8, lora_alpha=16, threads=1))
         self._dice = random.Random(1)
 
     def learn(self, names: Sequence[str]) -> None:

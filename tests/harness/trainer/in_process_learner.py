@@ -72,7 +72,6 @@ def _learner(settings: TrainerSettings, resume_from: str | None, make_host: Call
     return LockedLearner(
         settings.base_model,
         settings.learner,
-        workdir=settings.checkpoints.parent,
         resume_from=None if resume_from is None else Path(resume_from),
         process=settings.learner_process,
         make_host=make_host,

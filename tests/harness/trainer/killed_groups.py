@@ -108,7 +108,7 @@ def run_case(case: KillCase, model: str, folder: Path) -> int:
     KilledHost.signal = case.signal
     if not distributed.is_leader():
         return distributed.follow(channel, KilledHost)
-    host = KilledLeader(channel, model, process_settings(case.sharding), workdir=folder / "work")
+    host = KilledLeader(channel, model, process_settings(case.sharding))
     try:
         host.open("mail", AGENT, None)
         host.train_round("mail", build_rows(6))
@@ -128,7 +128,7 @@ def go_on(sharding: str, model: str, folder: Path) -> int:
     channel = distributed.FollowerChannel()
     if not distributed.is_leader():
         return distributed.follow(channel)
-    host = distributed.LeadingHost(channel, model, process_settings(sharding), workdir=folder / sharding)
+    host = distributed.LeadingHost(channel, model, process_settings(sharding))
     found = {}
     for case in [case for case in CASES if case.sharding == sharding]:
         home = folder / str(case)

@@ -85,7 +85,7 @@ def meet_error(case: str) -> None:
 def learn(model: str, folder: Path) -> int:
     """Learn two rounds without a leader, and write what came of it."""
     rank = os.environ.get("RANK", "0")
-    learner = Learner(model, SETTINGS, workdir=folder / f"work{rank}")
+    learner = Learner(model, SETTINGS)
     reports = [learner.train_round(build_rows(count, seed=count)) for count in (7, 3)]
     learner.save(folder / "0001")
     names = ["loss", "grad_norm", "tokens_trained", "entropy", "tokens_compared", "logprob_abs_diff_mean"]
@@ -105,7 +105,7 @@ def learn(model: str, folder: Path) -> int:
 def lead(line: distributed.FollowerChannel, case: str, model: str, folder: Path) -> int:
     settings = LearnerSettings(threads=1, token_budget=1 << 15, share_prefixes=False)
     try:
-        learner = Learner(model, settings, workdir=folder / case, make_host=partial(UnluckyLeader, line))
+        learner = Learner(model, settings, make_host=partial(UnluckyLeader, line))
         learner.train_round(build_rows(2))
         row = build_row(7)
         wide = TokenRow("wide", row.ids * 8, row.mask * 8, row.logprobs * 8, 1.0)

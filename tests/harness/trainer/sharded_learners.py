@@ -73,7 +73,7 @@ def run_case(group: ProcessLayout, model: Path, folder: Path, groups: Path, dtyp
         threads=1, token_budget=120, sharding=group.sharding, num_processes=group.processes, lora_r=2,
         gradient_checkpointing=model.name == "llama", dtype=dtype,
     )  # fmt: skip
-    host = LearnerHost(str(model), process, workdir=folder / f"work{rank()}")
+    host = LearnerHost(str(model), process)
     rows = build_rows(5, seed=9)
     agent, other = (replace(one, dtype=dtype) for one in (AGENT, OTHER))
     host.open("agent", agent, None)
