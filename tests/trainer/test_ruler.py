@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from ratchet.store.records import Trajectory, Transcript
@@ -22,8 +23,8 @@ from ratchet.trainer.controller.judges.kinds.ruler import (
     scores_of,
     with_plain_ids,
 )
-from ratchet.trainer.controller.judges.language_model import LanguageModel, base_urls, extract_json
-from ratchet.trainer.controller.judges.truncation import truncated_json
+from ratchet.trainer.controller.judges.language_model import LanguageModel, base_urls, read_object
+from ratchet.trainer.controller.judges.truncation import fitted, fitted_each, truncated_json
 from ratchet.trainer.errors import JudgeError
 from ratchet.trainer.settings.judge_specs import RulerSpec
 from tests.harness.ports import free_port
@@ -339,13 +340,109 @@ def test_the_largest_texts_of_a_long_group_are_shortened() -> None:
     assert json.loads(question[1]["content"])["shared_beginning"] == root
 
 
-def test_what_is_short_is_never_cut() -> None:
-    value = {"a": ["x" * 150] * 3}
-    assert json.loads(truncated_json(value, 100)) == value
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "tool", "content": "ok"}] * 9_800,
+        [{"role": "tool", "content": [{"type": "text", "text": "ok"}] * 9_800}],
+        [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}] * 5_000}],
+        [{"role": "tool", "content": "是" * 200}] * 300,
+    ],
+)
+def test_a_member_of_many_short_parts_has_its_share_of_the_budget_and_no_more(messages: list[Message]) -> None:
+    root: list[Message] = [{"role": "user", "content": "Where?"}]
+    group = [member(f"m{n}", [*root, {"role": "assistant", "content": f"{n}" * 2_000}]) for n in range(7)]
+    end = {"role": "assistant", "content": "the end"}
+    question = ranking_prompt(
+        [member("loop", [*root, *messages, end]), *group], rubric="r", budget=20_000, shuffle=random.Random(0)
+    ).messages
+    text = question[1]["content"]
+    attempts = json.loads(text)["attempts"]
+    sizes = sorted(len(json.dumps(attempt["messages"], ensure_ascii=False).encode()) for attempt in attempts)
+    assert len(text.encode()) <= 20_000
+    assert sizes[-1] > 3_500  # the whole budget is used
+    (loop,) = [one for one in attempts if "left out ...]" in str(one)]
+    assert loop["messages"][-1] == end
 
 
-def test_json_is_found_in_fences_and_after_thoughts() -> None:
-    assert extract_json('<think>{"a": 1}</think>Here:\n```json\n{"b": 2}\n```') == {"b": 2}
+def test_many_tools_have_the_share_of_one_member() -> None:
+    tools = [{"type": "function", "function": {"name": f"tool_{n}", "parameters": {}}} for n in range(5_000)]
+    group = [msgspec.structs.replace(one, tools=tuple(tools)) for one in two()]
+    question = ranking_prompt(group, rubric="r", budget=8_000, shuffle=random.Random(0)).messages
+    content = json.loads(question[1]["content"])
+    assert len(question[1]["content"]) <= 8_000
+    assert content["tools"][0] == tools[0]
+    assert {attempt["messages"][0]["content"] for attempt in content["attempts"]} == {"Oslo", "Rome"}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": ["x" * 150] * 3},
+        [[["x"] * 50] * 50] * 50,
+        {"k" * 5_000: 1},
+        {f"k{n}": n for n in range(5_000)},
+        ['"' * 5_000],
+        [12345] * 900,
+        "\\" * 700,
+    ],
+)
+@pytest.mark.parametrize("budget", [400, 1_536])
+def test_every_value_fits_into_the_budget(value: Any, budget: int) -> None:
+    text = truncated_json(value, budget)
+    assert len(text.encode()) <= budget
+    assert "left out ...]" in text or json.loads(text) == value
+    assert fitted(value, 10_000_000) == value
+
+
+def test_what_a_short_value_leaves_the_long_ones_share() -> None:
+    short, *long = fitted_each([[1], ["a" * 900], ["b" * 900]], 1_000)
+    assert short == [1]
+    assert all(300 < len(json.dumps(one)) < 500 for one in long)
+
+
+SCORES = {"scores": [{"trajectory_id": "1", "score": 0.5}]}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{}",
+        "<think>{draft}</think>\n{}",
+        'I compare {"scores": [{"trajectory_id": "1", "score": 1}]} first.\n</think>\n\n{}',
+        "It has {a} and {b: c}, so\n```json\n{}\n```",
+        '{}\n\nNote: {the second} attempt {"was": "close"}.',
+        "{}\n\nAgain:\n{}",
+        '{"scores": [{"trajectory_id": "1", \n\nI begin again: {}',
+        '{}<think>and {"scores": [{"trajectory_id": "1", "score": 1}]}',
+        "{" * 3_000 + "{}",
+        '{"a":' * 20 + "0\n</think>{}",
+    ],
+)
+def test_the_answer_is_found_among_thoughts_braces_fences_and_notes(text: str) -> None:
+    answer = read_object(text.replace("{}", json.dumps(SCORES, indent=1)), lambda found: scores_of(found, {"1"}))
+    assert answer["1"].score == 0.5
+
+
+def test_a_tag_within_the_answer_is_text() -> None:
+    answer = {"scores": [{"trajectory_id": "1", "score": 0.5, "explanation": "it wrote </think> and <think> twice"}]}
+    assert read_object(json.dumps(answer), lambda found: scores_of(found, {"1"}))["1"].score == 0.5
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"scores": [{"trajectory_id": "1", "score": 0.5}]} or {"scores": [{"trajectory_id": "1", "score": 1}]}',
+        '<think>{"scores": [{"trajectory_id": "1", "score": 1}]}</think>',
+        '<think>{"scores": [{"trajectory_id": "1", "score": 1}]}',
+        '{"scores": [{"trajectory_id": "1", "score": NaN}]}',
+        '{"scores": [{"trajectory_id": "1", "score": 1}',
+        "no JSON",
+    ],
+)
+def test_a_draft_or_one_of_two_answers_is_never_taken(text: str) -> None:
+    with pytest.raises(ValueError, match=r"JSON|`scores` must be a list"):
+        read_object(text, lambda found: scores_of(found, {"1"}))
 
 
 def test_a_score_is_bound_to_its_label() -> None:

@@ -256,6 +256,25 @@ def test_what_came_next_is_evidence_and_a_lone_answer_has_none() -> None:
     )
 
 
+def test_a_next_state_prompt_keeps_its_budget_and_asks_for_the_answers_that_it_shows() -> None:
+    turns: list[Message] = [{"role": "assistant", "content": "Rome"}, {"role": "user", "content": "Go on."}] * 3_000
+
+    def rate(request: dict[str, Any]) -> Any:
+        shown = json.loads(request["messages"][1]["content"])["answers"]
+        numbers = [turn["number"] for turn in shown if isinstance(turn, dict)]
+        return says({"answers": [{"number": number, "shows": "good"} for number in numbers]})
+
+    with ScriptedJudgeModel().running() as model:
+        model.answers = [rate]
+        judge = made(kind="next_state", base_url=model.url, model="m", context_tokens=1_000)
+        verdict = judge.judge("g", [member("Oslo", before=turns)]).verdicts[0]
+        judge.close()
+    assert len(model.requests[0]["messages"][1]["content"]) <= 3_000
+    assert verdict.score == 1.0
+    assert {"turn_1", "turn_3000"} <= set(verdict.components)
+    assert "context_tokens" in verdict.explanation
+
+
 def test_an_async_function_judges_its_members_at_once() -> None:
     judge = make_judge(read_spec("tests.harness.trainer.judge_samples:slow"), {})
     verdicts = judge.judge("g", [member("a"), member("bb"), member("ccc")]).verdicts

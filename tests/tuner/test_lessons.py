@@ -179,7 +179,7 @@ def test_what_agents_and_users_wrote_is_data_and_bounded(
     assert len(user["content"]) < 3 * model.spec.context_tokens + 10_000
     attempt = request_of(scripted)["attempts"][0]["messages"]
     assert attempt[1]["text"] == '"}]} ' + HOSTILE
-    assert "characters omitted" in attempt[2]["text"]
+    assert "characters left out" in attempt[2]["text"]
 
 
 def test_evaluations_and_deleted_attempts_are_not_learnt_from(

@@ -17,14 +17,14 @@ from typing import Any, Final
 import msgspec
 
 from ratchet.store.records import JudgeRequest
-from ratchet.trainer.controller.judges.language_model import JudgeModelSession, LanguageModel, extract_json
+from ratchet.trainer.controller.judges.language_model import JudgeModelSession, LanguageModel
 from ratchet.trainer.controller.judges.truncation import truncated_json
 from ratchet.trainer.errors import JudgeUnavailable, ReflectionUnavailable, Unanswered
 from ratchet.tuner.prompts.budget import Budget
 from ratchet.tuner.prompts.optimizer import Example
 
 NAME: Final = "reflection"
-_CHARACTERS_PER_TOKEN = 3  # a low estimate for English
+_BYTES_PER_TOKEN = 3  # of UTF-8, a low estimate
 _MIN_EXAMPLE_CHARS = 1_000  # of all examples
 _MAX_FAILURES_IN_A_ROW = 3  # unanswered requests after which the model counts as down
 _SCHEMA: Final = {
@@ -86,7 +86,7 @@ class ReflectionModel:
         """Return a proposal to improve a prompt. Raises Unanswered, ReflectionUnavailable, BudgetExceeded."""
         part, what = _PARTS[self._mode]
         taken = len(_INSTRUCTIONS) + len(prompt) + self._max_prompt_chars
-        available = max(_MIN_EXAMPLE_CHARS, _CHARACTERS_PER_TOKEN * self._model.spec.context_tokens - taken)
+        available = max(_MIN_EXAMPLE_CHARS, _BYTES_PER_TOKEN * self._model.spec.context_tokens - taken)
         example_json = truncated_json([_plain(example) for example in examples], available)
         question = [
             {"role": "system", "content": _INSTRUCTIONS.format(part=part, what=what, max_chars=self._max_prompt_chars)},
@@ -96,7 +96,7 @@ class ReflectionModel:
         def ask(session: JudgeModelSession) -> str:
             return json.dumps({"prompt": self._model.ask(question, _SCHEMA, self._read, session)})
 
-        return self._read(extract_json(self._answer(question, ask)))
+        return self._read(json.loads(self._answer(question, ask)))
 
     def chat(self, messages: Sequence[dict[str, str]], temperature: float | None) -> str:
         """Return the answer to a chat. Raises Unanswered, ReflectionUnavailable, BudgetExceeded."""

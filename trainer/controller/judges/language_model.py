@@ -8,6 +8,7 @@ JSON schema; if the endpoint refuses that, for JSON; else for text.
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,9 @@ _T = TypeVar("_T")
 _CONNECT_TIMEOUT = 10.0  # seconds
 _MAX_RESPONSE_BYTES = 1_000_000  # recorded of one response
 _MAX_PAUSE = 30.0  # seconds
+_MAX_PASSES = 30  # over the text of an answer, in search of its JSON
+_DECODER = json.JSONDecoder()
+_THOUGHT = re.compile("</?think>")
 _NO_ROUTE = (404, 405)
 _RETRYABLE = (0, 408, 409, 425, 429, 500, 502, 503, 504)  # 0: no response
 
@@ -111,7 +115,7 @@ class LanguageModel:
 
         Raises JudgeUnavailable if no attempt gave a usable answer, JudgeAway if the endpoint takes none now.
         """
-        return self._attempt(question, schema, lambda text: read(extract_json(text)), session)
+        return self._attempt(question, schema, lambda text: read_object(text, read), session)
 
     def say(self, messages: Sequence[Message], session: JudgeModelSession, temperature: float | None = None) -> str:
         """Return an answer's text, in any format. Raises JudgeUnavailable if no attempt gave one."""
@@ -272,16 +276,64 @@ def _non_empty(text: str) -> str:
     return text
 
 
-def extract_json(text: str) -> Any:
-    """Return the JSON object in an answer, also in a code fence or after <think>. Raises ValueError."""
-    text = re.sub(r"<think>.*?</think>", "", text, flags=re.DOTALL)
-    start, end = text.find("{"), text.rfind("}")
-    if start < 0 or end < start:
-        raise ValueError("it contains no JSON object")
+def read_object(text: str, read: Callable[[Any], _T]) -> _T:
+    """Return what `read` makes of the JSON object that is the answer in a text, among other text and braces.
+
+    What stands before `</think>` or after an unclosed `<think>` is a thought: its objects do not count. Raises
+    ValueError if no object is readable, or several are and differ. Linear work in the length of the text.
+    """
+    objects, work = [], _MAX_PASSES * len(text)
+    problem = "it contains no JSON object"
+    place = text.find("{")
+    while place >= 0 and work > 0:
+        try:
+            end = _DECODER.raw_decode(text, place)[1]
+            objects.append((place, end))
+            work -= end - place
+        except json.JSONDecodeError as error:
+            end = place + 1
+            work -= error.pos - place
+            problem = f"its JSON cannot be read: {error}"
+        except (ValueError, RecursionError) as error:  # a huge number; too many levels
+            end = place + 1
+            work -= len(text)
+            problem = f"its JSON cannot be read: {error}"
+        place = text.find("{", end)
+    answers: list[_T] = []
+    for start, end in _outside_thoughts(text, objects):
+        try:
+            answer = read(_decode(text[start:end]))
+        except ValueError as error:
+            problem = str(error)
+            continue
+        if answer not in answers:
+            answers.append(answer)
+    if len(answers) > 1:
+        raise ValueError("it contains several JSON objects that differ, and each could be the answer")
+    if not answers:
+        raise ValueError(problem)
+    return answers[0]
+
+
+def _decode(text: str) -> Any:
+    """Return a JSON value, without the numbers and texts that only Python's decoder accepts. Raises ValueError."""
     try:
-        return msgspec.json.decode(text[start : end + 1])
+        return msgspec.json.decode(text)
     except msgspec.DecodeError as error:
         raise ValueError(f"its JSON cannot be read: {error}") from error
+
+
+def _outside_thoughts(text: str, objects: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the objects that are in no thought. Tags inside an object are text of an answer."""
+    first, last = 0, len(text)
+    spans = iter([*objects, (last, last)])
+    start, end = next(spans)
+    for tag in _THOUGHT.finditer(text):
+        while end <= tag.start():
+            start, end = next(spans)
+        if tag.start() < start:
+            first, last = (tag.end(), len(text)) if tag[0] == "</think>" else (first, min(last, tag.start()))
+    return [span for span in objects if first <= span[0] < last]
 
 
 def _response_format(format_: str, schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,23 +1,57 @@
-"""Shortens texts to a character budget by removing their middle, with a note. Pure."""
+"""Fits JSON values into a budget of bytes by leaving out what is in the middle, with a note. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-_MIN_LENGTH = 200  # characters of a shortened text
+_MIN_LENGTH = 200  # characters of a shortened text, before lists lose items
+_MIN_BYTES = 100  # of a shortened list or object; with less it becomes text
+_ENDS = 4  # items of a list that are kept if their own size allows it
 
 
 def truncated_json(value: Any, budget: int) -> str:
-    """Return a value as JSON of at most `budget` characters; the longest texts in it are shortened."""
-    text = msgspec.json.encode(value).decode()
-    max_length = max((len(part) for part in _texts(value)), default=0)
-    while len(text) > budget and max_length > _MIN_LENGTH:
+    """Return a value as JSON of at most `budget` bytes of UTF-8; see `fitted`."""
+    return msgspec.json.encode(fitted(value, budget)).decode()
+
+
+def fitted(value: Any, budget: int) -> Any:
+    """Return a JSON value of at most `budget` bytes, or the note alone if that is longer.
+
+    The longest texts are shortened first, to 200 characters. Then lists keep the items at both ends, and the values of
+    an object share the budget as in `fitted_each`. What is still too long becomes the text of its JSON, shortened.
+    """
+    if _size(value) <= budget:
+        return value
+    max_length = min(budget, max((len(part) for part in _texts(value)), default=0))
+    shorter = value
+    while max_length > _MIN_LENGTH:
         max_length = max(_MIN_LENGTH, max_length * 2 // 3)
-        text = msgspec.json.encode(_shorten_texts(value, max_length)).decode()
-    return text
+        shorter = _shorten_texts(value, max_length)
+        if _size(shorter) <= budget:
+            return shorter
+    if isinstance(shorter, list | tuple) and budget >= _MIN_BYTES:
+        return _without_middle(shorter, budget)
+    names = sum(_size(name) + 4 for name in shorter) if isinstance(shorter, Mapping) else budget
+    if names > budget // 2 or budget < _MIN_BYTES:
+        return _as_text(shorter, budget)
+    return dict(zip(shorter, fitted_each(list(shorter.values()), budget - names), strict=True))
+
+
+def fitted_each(values: Sequence[Any], budget: int) -> list[Any]:
+    """Return the values, together of at most `budget` bytes; each has an equal share, and what one leaves the others
+    divide.
+    """
+    sizes = [_size(value) for value in values]
+    share = budget
+    for place, size in enumerate(sorted(sizes)):
+        share = budget // (len(sizes) - place)
+        if size > share:
+            break
+        budget -= size
+    return [value if size <= share else fitted(value, share) for value, size in zip(values, sizes, strict=True)]
 
 
 def shortened(text: str, max_length: int) -> str:
@@ -25,7 +59,39 @@ def shortened(text: str, max_length: int) -> str:
     if len(text) <= max_length:
         return text
     half = max_length // 2
-    return f"{text[:half]} [... {len(text) - 2 * half} characters left out ...] {text[-half:]}"
+    return f"{text[:half]} [... {len(text) - 2 * half} characters left out ...] {text[len(text) - half :]}"
+
+
+def _without_middle(items: Sequence[Any], budget: int) -> list[Any]:
+    """Return a list's items from both ends and, as a text between them, a note of how many are left out."""
+    if len(items) <= _ENDS:
+        return fitted_each(items, budget - 2 - len(items))
+    budget -= 40  # the note
+    largest = budget // _ENDS
+    first: list[Any] = []
+    last: list[Any] = []
+    for number in range(len(items)):
+        ends, place = (last, -1 - len(last)) if number % 2 else (first, len(first))
+        item = fitted(items[place], largest)
+        budget -= _size(item) + 1
+        if budget < 0:
+            break
+        ends.append(item)
+    left_out = len(items) - len(first) - len(last)
+    note = [f"[... {left_out} left out ...]"] if left_out else []
+    return [*first, *note, *reversed(last)]
+
+
+def _as_text(value: Any, budget: int) -> str:
+    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    length = budget
+    while length and _size(short := shortened(text, length)) > budget:
+        length //= 2  # quotes and characters beyond ASCII have several bytes
+    return short if length else shortened(text, 0)
+
+
+def _size(value: Any) -> int:
+    return len(msgspec.json.encode(value))
 
 
 def _texts(value: Any) -> list[str]:

@@ -22,6 +22,7 @@ from ratchet.store.records.tuning import Prompt
 from ratchet.store.states import PolicyState
 from ratchet.store.store import Store
 from ratchet.trainer.controller.judges.language_model import JudgeModelSession, LanguageModel
+from ratchet.trainer.controller.judges.truncation import fitted_each, shortened
 from ratchet.trainer.errors import JudgeUnavailable, LessonsRefused, ReflectionUnavailable
 from ratchet.tuner.prompts.lessons.failing_families import FailingFamily, failing_families, plain
 from ratchet.tuner.prompts.lessons.lesson_text import fit, lessons_of, quotable, with_lessons
@@ -30,8 +31,8 @@ from ratchet.tuner.settings.tuner_settings import LessonSettings
 log = logging.getLogger(__name__)
 
 NAME = "lessons"
-_CHARACTERS_PER_TOKEN = 3
-_MAX_MESSAGE_CHARS = 4_000  # characters
+_BYTES_PER_TOKEN = 3  # of UTF-8, a low estimate
+_MAX_TEXT_CHARS = 4_000  # characters of a message or an explanation
 _SCHEMA = {
     "type": "object",
     "properties": {"diagnosis": {"type": "string"}, "lessons": {"type": "array", "items": {"type": "string"}}},
@@ -141,12 +142,12 @@ def _ask(
     attempts = [read for name in names if (read := _read(store, name)) is not None]
     if not attempts:
         raise LessonsRefused("its failed rollouts are evaluations or were deleted")
-    shown = _bounded_attempts(store, attempts, model.spec.context_tokens * _CHARACTERS_PER_TOKEN)
+    shown = _bounded_attempts(store, attempts, model.spec.context_tokens * _BYTES_PER_TOKEN)
     data = {"lessons": lessons_of(prompt, found.family), "attempts": shown}
     instructions = _INSTRUCTIONS.format(max_lessons=settings.max_lessons, max_chars=settings.max_lesson_chars)
     question = [
         {"role": "system", "content": instructions},
-        {"role": "user", "content": json.dumps(data, indent=1, ensure_ascii=False)},
+        {"role": "user", "content": json.dumps(data, ensure_ascii=False)},
     ]
     messages = (message for attempt in attempts for message in attempt.messages if message.get("role") != "system")
     quoted = quotable(_text(message) for message in messages)
@@ -169,22 +170,21 @@ def _read(store: Store, name: str) -> Transcript | None:
     return read if read.trajectory.purpose == "live" else None
 
 
-def _bounded_attempts(store: Store, attempts: Sequence[Transcript], max_chars: int) -> list[dict[str, Any]]:
-    """Return as many attempts as fit into max_chars, as JSON data with bounded messages."""
+def _bounded_attempts(store: Store, attempts: Sequence[Transcript], budget: int) -> list[dict[str, Any]]:
+    """Return the attempts as JSON data of at most `budget` bytes, of which each has its share."""
     verdicts = store.groups.verdicts([attempt.trajectory.id for attempt in attempts])
-    message_chars = min(_MAX_MESSAGE_CHARS, max(200, max_chars // (2 * sum(len(one.messages) for one in attempts))))
     shown: list[dict[str, Any]] = []
     for attempt in attempts:
         verdict = verdicts.get(attempt.trajectory.id)
-        entry = {
-            "score": verdict.score if verdict else None,
-            "judge_explanation": _shorten(verdict.explanation if verdict else "", message_chars),
-            "messages": [{"role": m.get("role"), "text": _shorten(_text(m), message_chars)} for m in attempt.messages],
-        }
-        if shown and len(json.dumps([*shown, entry])) > max_chars:
-            break
-        shown.append(entry)
-    return shown
+        texts = [(message.get("role"), shortened(_text(message), _MAX_TEXT_CHARS)) for message in attempt.messages]
+        shown.append(
+            {
+                "score": verdict.score if verdict else None,
+                "judge_explanation": shortened(verdict.explanation if verdict else "", _MAX_TEXT_CHARS),
+                "messages": [{"role": role, "text": text} for role, text in texts],
+            }
+        )
+    return fitted_each(shown, budget)
 
 
 def _text(message: Mapping[str, Any]) -> str:
@@ -193,10 +193,3 @@ def _text(message: Mapping[str, Any]) -> str:
     text = content if isinstance(content, str) else " ".join(str(part.get("text", "")) for part in content)
     calls = [call.get("function") or {} for call in message.get("tool_calls") or ()]
     return "\n".join([text, *(f"{call.get('name')}({call.get('arguments')})" for call in calls)]).strip()
-
-
-def _shorten(text: str, max_chars: int) -> str:
-    if len(text) <= max_chars:
-        return text
-    half = max_chars // 2
-    return f"{text[:half]} [... {len(text) - 2 * half} characters omitted ...] {text[-half:]}"

@@ -1,7 +1,8 @@
 """The next-state judge: a language model rates each answer by the next message of the user or a tool.
 
 Ratings are good (1), neutral (0.5) and bad (0). The score is the mean over the answers with a next message; a
-trajectory without one, such as a single call, is a failure.
+trajectory without one, such as a single call, is a failure. Of a trajectory that exceeds `context_tokens`, long texts
+are shortened and then answers in the middle are left out of prompt and score.
 """
 
 from __future__ import annotations
@@ -12,18 +13,21 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import msgspec
+
 from ratchet.store.records import JudgeRequest, Transcript, Verdict
 from ratchet.trainer.controller.judges import GroupJudgement
 from ratchet.trainer.controller.judges.images import JudgeImages
 from ratchet.trainer.controller.judges.language_model import JudgeModelSession, LanguageModel
+from ratchet.trainer.controller.judges.limits import MAX_COMPONENTS
 from ratchet.trainer.controller.judges.opinion import DraftVerdict, version_of
 from ratchet.trainer.controller.judges.outages import ask_unless_away
-from ratchet.trainer.controller.judges.truncation import truncated_json
+from ratchet.trainer.controller.judges.truncation import fitted
 from ratchet.trainer.errors import JudgeAway, JudgeUnavailable
 from ratchet.trainer.settings.judge_specs import NextStateSpec
 
 _RATINGS: Mapping[str, float] = {"good": 1.0, "neutral": 0.5, "bad": 0.0}
-_CHARS_PER_TOKEN = 3.0
+_BYTES_PER_TOKEN = 3.0
 _NAME = "next_state"
 
 _TASK = """\
@@ -43,7 +47,7 @@ class NextStateJudge:
         self._model = model
         self._clock = clock
         self._task = _TASK.format(rubric=spec.rubric)
-        self._budget = int(spec.context_tokens * _CHARS_PER_TOKEN)
+        self._budget = int(spec.context_tokens * _BYTES_PER_TOKEN)
         self.concurrency = spec.concurrency
         self.name = f"{_NAME}:{spec.model}"
         self._images = spec.max_images
@@ -89,19 +93,22 @@ class NextStateJudge:
         if not turns:
             return DraftVerdict.failed("no answer of this trajectory has a next message: there is no evidence")
         pictures = JudgeImages(self._images)
-        text = truncated_json(pictures.describe({"answers": list(turns)}), self._budget)
+        shown = fitted(pictures.describe(turns), self._budget)
+        numbers = [turn["number"] for turn in shown if isinstance(turn, Mapping)]
+        text = msgspec.json.encode({"answers": shown}).decode()
         question = [
             {"role": "system", "content": self._task},
             {"role": "user", "content": pictures.content(text)},
         ]
         try:
-            ratings = self._model.ask(question, _schema(), lambda answer: ratings_of(answer, len(turns)), session)
+            ratings = self._model.ask(question, _schema(), lambda answer: ratings_of(answer, numbers), session)
         except JudgeAway:
             raise
         except JudgeUnavailable as failed:
             return DraftVerdict.failed(str(failed))
-        named = {f"turn_{number}": value for number, value in enumerate(ratings, 1)}
-        return DraftVerdict.of(sum(ratings) / len(ratings), components=named)
+        named = {f"turn_{number}": value for number, value in zip(numbers, ratings, strict=True)}
+        left_out = f"{len(turns) - len(numbers)} answers exceed context_tokens" if len(numbers) < len(turns) else ""
+        return DraftVerdict.of(sum(ratings) / len(ratings), left_out, named if len(named) <= MAX_COMPONENTS else {})
 
 
 def evidence(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -119,18 +126,18 @@ def evidence(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def ratings_of(answer: Any, count: int) -> list[float]:
-    """Return the rating of each answer, in order. Raises ValueError with the reason if the response is invalid."""
+def ratings_of(answer: Any, numbers: Sequence[int]) -> list[float]:
+    """Return the rating of each of the numbered answers, in order. Raises ValueError if the response is invalid."""
     entries = answer.get("answers") if isinstance(answer, dict) else None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ValueError("`answers` must be a list of objects")
     found = {entry.get("number"): entry.get("shows") for entry in entries}
-    if len(entries) != count or set(found) != set(range(1, count + 1)):
-        raise ValueError(f"the numbers must be 1 to {count}, each once")
+    if len(entries) != len(numbers) or set(found) != set(numbers):
+        raise ValueError(f"the numbers must be {numbers}, each once")
     odd = [shows for shows in found.values() if shows not in _RATINGS]
     if odd:
         raise ValueError(f"`shows` must be one of {', '.join(_RATINGS)}, not {odd[0]!r}")
-    return [_RATINGS[str(found[number])] for number in range(1, count + 1)]
+    return [_RATINGS[str(found[number])] for number in numbers]
 
 
 def _schema() -> dict[str, Any]:

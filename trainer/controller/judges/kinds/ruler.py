@@ -2,8 +2,9 @@
 
 The prompt contains the common prefix of the members once, and equal members once, with a shared score; the order is
 shuffled before labels are assigned. A valid answer has every label exactly once, with a score from 0 to 1. Text of
-agents and tools is encoded as JSON, so that it cannot end a member or imitate the judge. Long messages are shortened in
-their middle, with a note.
+agents and tools is encoded as JSON, so that it cannot end a member or imitate the judge. A long group is cut to the
+budget, of which each member has its share: long messages are shortened in their middle, then messages in the middle are
+left out, with a note.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from ratchet.trainer.controller.judges import GroupJudgement
 from ratchet.trainer.controller.judges.images import JudgeImages
 from ratchet.trainer.controller.judges.language_model import JudgeModelSession, LanguageModel, Message
 from ratchet.trainer.controller.judges.opinion import DraftVerdict, version_of
-from ratchet.trainer.controller.judges.truncation import truncated_json
+from ratchet.trainer.controller.judges.truncation import fitted_each
 from ratchet.trainer.errors import JudgeAway, JudgeUnavailable
 from ratchet.trainer.settings.judge_specs import RulerSpec
 
-_CHARS_PER_TOKEN = 3.0  # a low estimate; English has four
+_BYTES_PER_TOKEN = 3.0  # of UTF-8, a low estimate; English has four
+_PART_OVERHEAD = 50  # bytes of JSON around one part of the prompt
 _NAME = "ruler"
 
 _TASK = """\
@@ -77,7 +79,7 @@ class RulerJudge:
         prompt = ranking_prompt(
             members,
             rubric=self._spec.rubric,
-            budget=int(self._spec.context_tokens * _CHARS_PER_TOKEN),
+            budget=int(self._spec.context_tokens * _BYTES_PER_TOKEN),
             shuffle=random.Random(_seed(members)),
             images=self._spec.max_images,
         )
@@ -117,7 +119,7 @@ def _seed(members: Sequence[Transcript]) -> str:
 def ranking_prompt(
     members: Sequence[Transcript], *, rubric: str, budget: int, shuffle: random.Random, images: int = 0
 ) -> RankingPrompt:
-    """Return the prompt for a group; `budget` is its maximum length in characters, without attached images."""
+    """Return the prompt for a group; `budget` is its maximum length in bytes, without attached images."""
     runs = [with_plain_ids(member.messages) for member in members]
     shared = common_prefix(runs)
     groups: dict[bytes, list[int]] = {}
@@ -126,20 +128,16 @@ def ranking_prompt(
     distinct = list(groups.values())
     shuffle.shuffle(distinct)
     labels = {str(number): tuple(places) for number, places in enumerate(distinct, 1)}
-    content: dict[str, Any] = {
-        "shared_beginning": runs[0][:shared],
-        "tools": [dict(tool) for tool in members[0].tools],
-        "attempts": [
-            {"trajectory_id": label, "messages": runs[places[0]][shared:]} for label, places in labels.items()
-        ],
-    }
     ids = ", ".join(labels)
     pictures = JudgeImages(images)
-    text = truncated_json(pictures.describe(content), budget)
+    parts = [runs[0][:shared], list(members[0].tools), *(runs[places[0]][shared:] for places in labels.values())]
+    parts = fitted_each(pictures.describe(parts), budget - _PART_OVERHEAD * len(parts))
+    attempts = [{"trajectory_id": label, "messages": part} for label, part in zip(labels, parts[2:], strict=True)]
+    content = {"shared_beginning": parts[0], "tools": parts[1], "attempts": attempts}
     return RankingPrompt(
         (
             {"role": "system", "content": _TASK.format(rubric=rubric, ids=ids)},
-            {"role": "user", "content": pictures.content(text)},
+            {"role": "user", "content": pictures.content(msgspec.json.encode(content).decode())},
         ),
         labels,
     )
