@@ -351,7 +351,7 @@ def build_routes(
         return CallEndpoint(dialect, admission, recording.recorder, serving.forwarder, observer, limits)
 
     count_tokens = CountTokensEndpoint(policies, upstream, serving.pool, serving.rollouts, settings.bounds)
-    models = ModelsEndpoint(policies)
+    models = ModelsEndpoint(policies, serving.pool)
     rest = PassThroughEndpoint(policies, upstream, serving.pool, serving.others, metrics, settings.bounds)
     return Router(
         {
@@ -361,9 +361,10 @@ def build_routes(
             ("POST", "/messages"): captured(Messages(settings.bounds)),
             ("POST", "/messages/count_tokens"): count_tokens,
             ("GET", "/models"): models,
-            **{("POST", path): rest for path in OUTSIDE_V1},
+            **{(method, path): rest for path, method in OUTSIDE_V1.items()},
             ("GET", "/health/live"): health.live,
-            ("GET", "/health/ready"): health.ready,
+            **{("GET", path): health.ready for path in ("/health/ready", "/health", "/ping")},
+            ("POST", "/ping"): health.ready,
             **operators.routes,
         },
         models=models,

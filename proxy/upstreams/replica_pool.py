@@ -47,7 +47,9 @@ _MAX_PLACES = 20_000  # trajectories, least recently used ones are forgotten: 4 
 class Replica:
     """One server. `in_flight` counts the calls whose responses are open; `label` names it in the metrics."""
 
-    __slots__ = ("_on_idle", "breaker", "in_flight", "label", "max_model_len", "serves_other_base_model", "url")
+    __slots__ = (
+        "_on_idle", "breaker", "in_flight", "label", "max_model_len", "root", "serves_other_base_model", "url",
+    )  # fmt: skip
 
     def __init__(self, url: str, breaker: CircuitBreaker, label: str = "") -> None:
         self.url = url
@@ -55,6 +57,7 @@ class Replica:
         self.label = label or url
         self.in_flight = 0
         self.max_model_len: int | None = None  # tokens; None if unknown
+        self.root: str | None = None  # its base model as vLLM names it, a folder or a repository; None if unknown
         self.serves_other_base_model = False  # than the alias has
         self._on_idle: Callable[[], None] | None = None
 

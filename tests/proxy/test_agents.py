@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -293,8 +294,8 @@ def test_a_new_agent_takes_the_base_model_of_the_others(store: Store, tmp_path: 
 
 # --- hostile names -----------------------------------------------------------------------------------------------
 
-HOSTILE = ("\N{CYRILLIC SMALL LETTER A}gent", "..", "a%2fb", "'\"<b>", "x~1", "a:b", "a,b;c=d", "constructor", "null",
-           "{0}%s", "judge.*", "N" * 100)  # fmt: skip
+HOSTILE = ("\N{CYRILLIC SMALL LETTER A}gent", "..", "a%2fb", "'\"<b>", "x~1", "a%41b", "a:b", "a,b;c=d", "constructor",
+           "null", "{0}%s", "judge.*", "N" * 100)  # fmt: skip
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -314,5 +315,7 @@ def test_odd_names_of_agents_are_served_like_plain_ones(start: Start, store: Sto
     assert len([name for name in runs if name.startswith("shared")]) == len(HOSTILE)
     listed = {card["id"] for card in proxy.http.get("/v1/models").json()["data"]}
     assert listed == {*HOSTILE, *(f"{agent}@0" for agent in HOSTILE)}
+    for name in listed - {"..", "..@0"}:  # clients remove the dots themselves
+        assert proxy.http.get(f"/v1/models/{quote(name, safe='')}").json()["id"] == name
     assert proxy.http.get("/metrics").status_code == 200
     assert proxy.http.get("/api/overview").status_code == 200

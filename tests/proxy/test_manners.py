@@ -38,6 +38,12 @@ def test_extra_trailing_slashes_change_nothing(proxy: Proxy, slashes: str) -> No
     assert answer.headers["x-ratchet-trajectory"] == "run-7"
 
 
+def test_a_path_is_decoded_once(proxy: Proxy) -> None:
+    answers = [proxy.http.post(f"/t/run{dash}7/v1/chat/completions", json=BODY) for dash in ("%2D", "%252D")]
+    assert [answer.status_code for answer in answers] == [200, 400]
+    assert answers[0].headers["x-ratchet-trajectory"] == "run-7"
+
+
 @pytest.mark.parametrize("base", ["/v1", "/v1/", "", "/"])
 def test_a_base_url_may_have_any_usual_ending(proxy: Proxy, base: str) -> None:
     client = proxy.agent(path=base)

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from ratchet.proxy.api_keys import hash_key
 from tests.harness.proxy.running_proxy import Proxy, Start
 from tests.harness.proxy.scripted_vllm import ScriptedVllm
-from tests.harness.proxy.servers import eventually
+from tests.harness.proxy.servers import eventually, served
+from tests.proxy.test_other_models import entry
 
 BODY: Any = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -209,6 +211,20 @@ def test_models_lists_the_alias_and_every_version(proxy: Proxy) -> None:
     assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model_not_found")
 
 
+def test_a_models_card_has_vllms_fields_with_the_shortest_context(start: Start, vllm: ScriptedVllm) -> None:
+    other = ScriptedVllm()
+    other.max_model_len, vllm.model.root = 4096, "/models/base"
+    with served(vllm) as url, served(other) as second:
+        proxy = start(upstreams=(url, second), model_list=(entry(second, key=None),), probe_interval_seconds=0.05)
+        promote(proxy, 1)
+        eventually(lambda: proxy.http.get("/v1/models/agent").json()["max_model_len"] == 4096)
+        agent, version, judge = (proxy.http.get(f"/v1/models/{name}").json() for name in ("agent", "agent@1", "judge"))
+    assert (agent["root"], agent["parent"]) == ("/models/base", None)
+    assert (version["root"], version["parent"], version["max_model_len"]) == ("/models/base", "agent", 4096)
+    assert (judge["root"], judge["parent"], judge["max_model_len"]) == (None, None, None)
+    assert [card["permission"][0]["allow_sampling"] for card in (agent, version, judge)] == [True] * 3
+
+
 @pytest.mark.slow
 def test_the_trainer_sees_when_a_version_has_drained(start: Start) -> None:
     proxy = start(version_pin_seconds=2)
@@ -236,6 +252,7 @@ def test_without_vllm_calls_get_503_until_it_starts(start: Start) -> None:
     missing = " ".join(proxy.http.get("/health/ready").json()["missing"])
     assert "no live version of agent" in missing
     assert "http://127.0.0.1:9" in missing
+    assert [proxy.http.get(path).status_code for path in ("/health", "/ping")] == [503, 503]
     assert proxy.http.get("/health/live").status_code == 200
 
 
@@ -312,6 +329,15 @@ def test_a_query_passes_through_unchanged(proxy: Proxy, vllm: ScriptedVllm) -> N
 def test_routes_that_vllm_has_outside_v1_pass_through(proxy: Proxy, path: str) -> None:
     answer = proxy.http.post(path, json={"model": "agent", "tokens": [1]})
     assert answer.json()["path"] == path[path.rindex("/") :]
+
+
+def test_what_vllms_clients_ask_a_server_first_is_answered(start: Start) -> None:
+    proxy = start(key_hashes=frozenset({hash_key(b"good")}))
+    for method, path in (("GET", "/health"), ("HEAD", "/health"), ("GET", "/ping"), ("POST", "/ping")):
+        assert proxy.http.request(method, path).status_code == 200
+    for path in ("/version", "/tokenizer_info"):  # vLLM's own answers; not for strangers
+        assert proxy.http.get(path).status_code == 401
+        assert proxy.http.get(path, headers={"authorization": "Bearer good"}).json()["path"] == path
 
 
 def test_other_routes_pass_through_with_the_alias_resolved(proxy: Proxy) -> None:

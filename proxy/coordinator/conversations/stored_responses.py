@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import parse_qs, unquote
+from urllib.parse import parse_qs
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -53,7 +53,7 @@ class StoredResponses:
         self._lookups = lookups
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        name: str = unquote(scope[PATH].removeprefix(PREFIX))
+        name: str = scope[PATH].removeprefix(PREFIX)
         if scope["method"] == "DELETE":
             await self._find(name, scope[KEY_ID])
             raise Forbidden(_DELETED_BY)

@@ -2,9 +2,9 @@
 
 `live` is for a liveness probe: it fails if the process hangs, or exits because a component died. `ready` is for a
 readiness probe: it is 503 while a call would not be served, according to the latest probes of the replicas; it sends
-them no request of its own. A store that is down does not count (`store_up`): calls are served. `backlog` is for
-alarms: it is 503 while the store is too far behind, although calls are served and nothing is lost. Do not restart
-anything because of `backlog`.
+them no request of its own. It also answers /health and /ping, by which vLLM's clients check a server. A store that is
+down does not count (`store_up`): calls are served. `backlog` is for alarms: it is 503 while the store is too far
+behind, although calls are served and nothing is lost. Do not restart anything because of `backlog`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""All other routes under /v1, and vLLM's for token ids and pooling: forwarded and streamed back, not captured.
+"""All other routes under /v1, and those that vLLM has without it: forwarded and streamed back, not captured.
 
 A `model` in a JSON body is an alias here too: it becomes the served name of the live version, and an adapter that the
 replica does not have is loaded. A key that is limited to agents has to name one: vLLM reads the model of any other body
@@ -48,7 +48,14 @@ _CONTROL = frozenset(
         "get_world_size", "server_info", "kv_event_sources", "fault_tolerance",
     }
 )  # fmt: skip
-OUTSIDE_V1 = ("/tokenize", "/detokenize", "/classify", "/pooling")  # routes that vLLM has without /v1 only
+OUTSIDE_V1 = {
+    "/tokenize": "POST",
+    "/detokenize": "POST",
+    "/classify": "POST",
+    "/pooling": "POST",
+    "/version": "GET",
+    "/tokenizer_info": "GET",
+}  # fmt: skip -- the methods of the routes that vLLM has without /v1 only
 _OTHER_MODEL_ROUTES = ("/embeddings", "/rerank", "/score", "/classify", "/pooling", "/moderations")
 _KEY_PARAMETERS = ("key", "api_key", "api-key", "apikey", "x-api-key", "access_token", "token", "authorization")
 _NO_ROUTE = b'{"detail":"Not Found"}'  # of vLLM's web framework

@@ -96,8 +96,10 @@ class VllmForwarder:
         self._adapters = AdapterLoader(policies, upstream, metrics)
 
     async def probe_models(self, replica: Replica) -> list[dict[str, Any]]:
-        """Return a replica's model cards, and note its longest context. Raises UpstreamError."""
+        """Return a replica's model cards, and note its base model and longest context. Raises UpstreamError."""
         cards = await self._upstream.models(replica.url)
+        roots = (card.get("root") for card in cards if not card.get("parent"))
+        replica.root = next((root for root in roots if isinstance(root, str)), None)
         replica.max_model_len = max_context_length(cards)
         return cards
 

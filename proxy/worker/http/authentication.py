@@ -25,7 +25,7 @@ from ratchet.proxy.errors import BadRequest, Forbidden, InvalidApiKey
 from ratchet.proxy.wire.asgi import CALLER, KEY_ID, header, headers_of
 from ratchet.store.access.ownership import UNCHECKED
 
-_OPEN_PATHS = ("/health/", "/metrics", "/ui")  # probes and scrapers have no key; the pages contain no data
+_OPEN_PATHS = ("/health", "/ping", "/metrics", "/ui")  # probes and scrapers have no key; the pages contain no data
 _FRONT = "/"  # redirects to the pages
 _CROSS_SITE = (b"cross-site", b"same-site")  # `sec-fetch-site` of a page of another origin
 _OPERATOR_PATH = "/api"

@@ -11,7 +11,6 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
-from urllib.parse import unquote
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -101,7 +100,7 @@ def split_trajectory(path: str) -> tuple[str | None, str]:
     name, slash, rest = path[3:].partition("/")
     if not name or not slash:
         return None, path
-    return unquote(name), "/" + rest
+    return name, "/" + rest
 
 
 def _split_deployment(path: str) -> tuple[str | None, str]:
