@@ -20,7 +20,6 @@ import click
 from ratchet import __version__
 from ratchet.commands import (
     audit,
-    bench,
     demo,
     evaluate,
     feedback,
@@ -85,7 +84,6 @@ for command in (
     tasks.tasks,
     tune.tune,
     evaluate.evaluate,
-    bench.bench,
 ):
     cli.add_command(command)
 

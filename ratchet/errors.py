@@ -70,9 +70,5 @@ class ServiceStartTimeout(CliError):
     """A service did not become ready in time. The message includes the end of its log."""
 
 
-class BenchmarkFailed(CliError):
-    """`ratchet bench` could not measure."""
-
-
 class DemoFailed(CliError):
     """The demo's agent failed."""

@@ -34,6 +34,7 @@ QUICK: dict[str, tuple[str, ...]] = {
 }
 # Not run here, with the reason.
 LONG = {
+    "added_latency": "tests/proxy/test_added_latency.py runs it before a proxy",
     "default_rates": "trains on the real vLLM",
     "durability": "tests/proxy/test_campaign.py runs the campaign",
     "exactly_once": "tests/trainer/test_exactly_once.py runs the campaign",

@@ -63,7 +63,6 @@ READS: dict[str, tuple[str, ...]] = {
 
 # What needs an engine: command -> the file of tests that runs it with --json, and words that stand in it.
 ELSEWHERE = {
-    "bench": ("test_bench.py", '"bench"'),
     "plan": ("test_plan_command.py", '"plan"'),
     "reload": ("test_agents_watch.py", '"reload"'),
     "eval bfcl": ("../clients/test_bfcl.py", '"eval", "bfcl"'),

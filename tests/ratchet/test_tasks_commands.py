@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ratchet.output.terminal import ProgressLines
 from tests.harness.cli.project import Project
 from tests.harness.cli.scripted_data_hub import hub_with
 
@@ -108,3 +109,15 @@ def test_a_hub_name_is_read_from_the_hub_that_the_environment_names(project: Pro
     assert offline.returncode == 1
     assert "`datasets` cannot load it" in offline.stdout
     assert "Offline" in offline.stdout
+
+
+def test_without_a_terminal_progress_is_printed_as_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    now = [0.0]
+    report_progress = ProgressLines(lambda: now[0])
+    for _ in range(30):
+        now[0] += 1.0
+        report_progress("measuring", 1, 30)
+    assert capsys.readouterr().err.splitlines() == [
+        "measuring 10 of 30, 20 s left",
+        "measuring 20 of 30, 10 s left",
+    ]
