@@ -74,6 +74,7 @@ def proxy(
     from ratchet.proxy.telemetry import logs
 
     logs.configure_logging(own.log_format, own.log_level)
+    os.umask(0o077)  # what it and its processes write is readable by its owner only: journal, store, state folder
 
     def follow_agents(set_agents: SetAgents) -> None:
         _follow(context, values, settings, lambda changed: set_agents(tuple(changed.agents_by_name)))

@@ -1,16 +1,17 @@
 """Checks the files of an SQLite store before each transaction: they may be moved, restored or truncated while in use.
 
-Guarantees: a database file is created at most once. A connection to a file that was moved or deleted is discarded, so
-that no write is lost; the next connection opens the file that is there now, or fails. A truncated `-shm` file is
-extended to its old length with zeros, from which SQLite rebuilds its index. SQLite maps this file into memory, and
-access beyond its end would kill the process with SIGBUS. The repair happens between transactions; a file that is
-truncated during one still kills the process.
+Guarantees: a database file is created at most once, readable by its owner only; SQLite gives its `-wal` and `-shm` the
+same mode. A connection to a file that was moved or deleted is discarded, so that no write is lost; the next connection
+opens the file that is there now, or fails. A truncated `-shm` file is extended to its old length with zeros, from which
+SQLite rebuilds its index. SQLite maps this file into memory, and access beyond its end would kill the process with
+SIGBUS. The repair happens between transactions; a file that is truncated during one still kills the process.
 """
 
 from __future__ import annotations
 
 import os
 import sqlite3
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,9 @@ class _Files:
     def before_connection(self, *_: Any) -> None:
         """Create the folder, or raise if the file is missing."""
         if self._may_create:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with suppress(OSError):  # SQLite's own error names the reason
+                self._file.touch(mode=0o600)
             self._may_create = False
         elif not self._file.exists():
             raise sqlite3.OperationalError(f"there is no store at {self._file}")

@@ -1,16 +1,22 @@
-"""What looks secret is neither printed nor written."""
+"""What looks secret is neither printed nor written, and what is recorded is its owner's alone."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import stat
+from contextlib import closing
+from pathlib import Path
 
+import httpx
 import pytest
 
 from ratchet.settings import masking
 from ratchet.settings.load_settings import load
+from ratchet.store.store import open_store
 from ratchet.supervisor import services
-from tests.harness.cli.project import Project
+from tests.harness.cli.project import Project, wait_for
 
 
 @pytest.mark.parametrize(
@@ -66,3 +72,39 @@ def test_a_secret_of_vllm_is_neither_printed_nor_written_and_the_state_is_the_ow
     assert "hf-very" not in output
     assert not [file for file in project.state.rglob("*") if file.is_file() and b"hf-very" in file.read_bytes()]
     assert stat.S_IMODE(project.state.stat().st_mode) == 0o700
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [(), ("--store", "mail.db", "--journal", "calls"), ("--store", "mail.db", "--workers", "2")],
+)
+def test_what_a_proxy_alone_writes_is_readable_by_its_owner_only(project: Project, arguments: tuple[str, ...]) -> None:
+    url = f"http://127.0.0.1:{project.content['proxy']['port']}/health/live"
+    before, previous = set(project.folder.rglob("*")), os.umask(0)
+    try:
+        project.start("proxy", "--upstream", "http://127.0.0.1:1", "--model", "agent", *arguments)
+    finally:
+        os.umask(previous)
+
+    def serves() -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(url).status_code == 200
+        return False
+
+    wait_for("the proxy serves", serves)
+    written = {file for file in project.folder.rglob("*") if file not in before}
+    assert {file.name for file in written} & {"store.db-wal", "mail.db-wal"}
+    assert [str(file) for file in written if file.lstat().st_mode & 0o077] == []
+
+
+def test_a_store_is_readable_by_its_owner_only_whatever_creates_it(tmp_path: Path) -> None:
+    previous = os.umask(0)
+    try:
+        with closing(open_store(str(tmp_path / "new" / "mail.db"))) as store:
+            store.policies.register_base("agent", "base")
+            modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "new").iterdir()}
+    finally:
+        os.umask(previous)
+    assert modes == dict.fromkeys(("mail.db", "mail.db-wal", "mail.db-shm"), 0o600)
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
